@@ -1,0 +1,116 @@
+"""Pack an image folder once into ordinary chunked HDF5, then feed a GPU from it.
+
+Everything public is imported on first use, so that ``import h5pack`` costs milliseconds::
+
+    import h5pack
+
+    h5pack.convert("./celebA", "out.h5")
+    dataset = h5pack.H5Dataset("out.h5", split="train")
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from h5pack.version import __version__
+
+if TYPE_CHECKING:
+    from h5pack.errors import (
+        H5PackError,
+        IncompletePackError,
+        MissingExtraError,
+        NoImagesError,
+        NoSpaceError,
+        OptionsError,
+        OutputBusyError,
+        OutputExistsError,
+        PackChangedError,
+        PackFormatError,
+        RejectedImageError,
+        ResumeError,
+        SizesDifferError,
+        SourceError,
+        WorkerError,
+    )
+    from h5pack.feed.dataset import H5Dataset
+    from h5pack.layout import CachePlan, ChunkPlan, plan_cache, plan_chunks
+    from h5pack.pack.converter import Conversion, ConvertReport, convert
+    from h5pack.pack.options import ConvertOptions
+    from h5pack.tools.info import FileReport, info
+    from h5pack.tools.verify import VerifyReport, verify
+
+_HOMES = {
+    "CachePlan": "h5pack.layout",
+    "ChunkPlan": "h5pack.layout",
+    "Conversion": "h5pack.pack.converter",
+    "ConvertOptions": "h5pack.pack.options",
+    "ConvertReport": "h5pack.pack.converter",
+    "FileReport": "h5pack.tools.info",
+    "H5Dataset": "h5pack.feed.dataset",
+    "H5PackError": "h5pack.errors",
+    "IncompletePackError": "h5pack.errors",
+    "MissingExtraError": "h5pack.errors",
+    "NoImagesError": "h5pack.errors",
+    "NoSpaceError": "h5pack.errors",
+    "OptionsError": "h5pack.errors",
+    "OutputBusyError": "h5pack.errors",
+    "OutputExistsError": "h5pack.errors",
+    "PackChangedError": "h5pack.errors",
+    "PackFormatError": "h5pack.errors",
+    "RejectedImageError": "h5pack.errors",
+    "ResumeError": "h5pack.errors",
+    "SizesDifferError": "h5pack.errors",
+    "SourceError": "h5pack.errors",
+    "VerifyReport": "h5pack.tools.verify",
+    "WorkerError": "h5pack.errors",
+    "convert": "h5pack.pack.converter",
+    "info": "h5pack.tools.info",
+    "plan_cache": "h5pack.layout",
+    "plan_chunks": "h5pack.layout",
+    "verify": "h5pack.tools.verify",
+}
+
+__all__ = [
+    "CachePlan",
+    "ChunkPlan",
+    "Conversion",
+    "ConvertOptions",
+    "ConvertReport",
+    "FileReport",
+    "H5Dataset",
+    "H5PackError",
+    "IncompletePackError",
+    "MissingExtraError",
+    "NoImagesError",
+    "NoSpaceError",
+    "OptionsError",
+    "OutputBusyError",
+    "OutputExistsError",
+    "PackChangedError",
+    "PackFormatError",
+    "RejectedImageError",
+    "ResumeError",
+    "SizesDifferError",
+    "SourceError",
+    "VerifyReport",
+    "WorkerError",
+    "__version__",
+    "convert",
+    "info",
+    "plan_cache",
+    "plan_chunks",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'h5pack' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

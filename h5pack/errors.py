@@ -1,0 +1,87 @@
+"""The error tree.
+
+::
+
+    H5PackError
+    ├── OptionsError (ValueError)            an option's value makes no sense
+    ├── SourceError (ValueError)             the source cannot be read as asked
+    │   ├── NoImagesError                    it holds no readable image
+    │   └── SizesDifferError                 its images differ in size and no size was given
+    ├── RejectedImageError (ValueError)      one image cannot be packed (reported; raised with ``strict``)
+    ├── OutputExistsError (FileExistsError)  the output, or an unfinished one, is already there
+    ├── OutputBusyError (BlockingIOError)    another conversion is writing this output
+    ├── NoSpaceError (OSError)               the output does not fit on its file system
+    ├── ResumeError (ValueError)             the interrupted conversion is another one
+    ├── WorkerError (RuntimeError)           a worker process died
+    ├── PackFormatError (ValueError)         not an HDF5 file, or not the datasets that were asked for
+    │   └── IncompletePackError              a pack whose conversion did not finish
+    ├── PackChangedError (RuntimeError)      the file was replaced while it was in use
+    └── MissingExtraError (ImportError)      an optional package is not installed
+
+Every message is one line that says what happened, where (file, dataset, rows) and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class H5PackError(Exception):
+    """Base of every error that h5pack raises on purpose."""
+
+
+class OptionsError(H5PackError, ValueError):
+    """An option's value makes no sense, alone or beside the others."""
+
+
+class SourceError(H5PackError, ValueError):
+    """The source is missing, ambiguous, or its tables do not fit its images."""
+
+
+class NoImagesError(SourceError):
+    """The source holds no image that can be read."""
+
+
+class SizesDifferError(SourceError):
+    """The images differ in size and ``size`` was not given."""
+
+
+class RejectedImageError(H5PackError, ValueError):
+    """One image cannot be packed.
+
+    A conversion collects these in its rejects table; with ``strict`` the first one is raised.
+    """
+
+
+class OutputExistsError(H5PackError, FileExistsError):
+    """The output, or an unfinished conversion to it, is already there."""
+
+
+class OutputBusyError(H5PackError, BlockingIOError):
+    """Another conversion is writing the same output."""
+
+
+class NoSpaceError(H5PackError, OSError):
+    """The output does not fit on its file system."""
+
+
+class ResumeError(H5PackError, ValueError):
+    """``resume`` was asked for, but the interrupted conversion had other options or another source."""
+
+
+class WorkerError(H5PackError, RuntimeError):
+    """A worker process died."""
+
+
+class PackFormatError(H5PackError, ValueError):
+    """Not an HDF5 file, not a pack, or a pack without the dataset or split that was asked for."""
+
+
+class IncompletePackError(PackFormatError):
+    """A pack whose conversion did not finish."""
+
+
+class PackChangedError(H5PackError, RuntimeError):
+    """The file under a dataset was replaced or rewritten since the dataset was made."""
+
+
+class MissingExtraError(H5PackError, ImportError):
+    """An optional package is not installed; the message names the install line."""

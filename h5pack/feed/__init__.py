@@ -1,0 +1,1 @@
+"""Rows to batches; the only wing that imports torch."""

@@ -1,0 +1,375 @@
+"""The conversion from end to end: survey, plan, write, close up, finish; interrupted anywhere, continued there."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from h5pack import schema
+from h5pack.errors import (
+    NoImagesError,
+    NoSpaceError,
+    OutputExistsError,
+    RejectedImageError,
+)
+from h5pack.hdf5 import open_file
+from h5pack.machine import available_cpus
+from h5pack.pack import finisher, writer
+from h5pack.pack.executors import open_executor, run
+from h5pack.pack.images import Decoder, strict_pillow
+from h5pack.pack.journal import Journal, RowRecord
+from h5pack.pack.options import ConvertOptions
+from h5pack.pack.output import Output, OutputLock
+from h5pack.pack.placement import Placement, close_up
+from h5pack.pack.plan import ConvertPlan, make_plan
+from h5pack.pack.session import Session
+from h5pack.pack.skeleton import root_attributes
+from h5pack.pack.survey import survey
+from h5pack.pack.tables import make_tables
+from h5pack.pack.written import Written
+from h5pack.rows import RowPlaces, check_counted, check_tasks, describe_check
+from h5pack.sources.detect import open_source
+from h5pack.sources.mapped import MapStyle
+
+_CHECK_BYTES = 8 * 1024 * 1024
+_TIMED_IMAGES = 8
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What a conversion did.
+
+    Attributes
+    ----------
+    path : str
+        The finished file.
+    images : int
+        Rows of the file.
+    rejects : int
+        Images that were not packed; ``OUT.rejects.csv`` and `/rejects` list them.
+    bytes : int
+        Size of the file.
+    workers : int
+        Processes that decoded.
+    resumed_rows : int
+        Rows that an earlier run had written.
+    moved_rows : int
+        Rows that moved to close the holes of images that did not decode.
+    seconds : dict of str to float
+        Time spent in each stage: survey (listing included), check (of an earlier run's rows), write (to the last
+        pwrite), finish (moves, tables, fsync, rename).
+    already_complete : bool
+        With `resume`, whether the output was finished before this call.
+    """
+
+    path: str
+    images: int
+    rejects: int
+    bytes: int
+    workers: int
+    resumed_rows: int = 0
+    moved_rows: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    already_complete: bool = False
+
+
+def convert(
+    source: str | os.PathLike[str] | MapStyle,
+    out: str | os.PathLike[str],
+    options: ConvertOptions | None = None,
+    *,
+    progress: bool = False,
+) -> ConvertReport:
+    """Pack a folder of images, or a map-style dataset, into an HDF5 file.
+
+    Nothing appears under the name `out` before it is whole. A call that is interrupted, even by SIGKILL, is continued
+    with ``ConvertOptions(resume=True)``, and ends in the same bytes.
+
+    Parameters
+    ----------
+    source : path or map-style dataset
+        A folder (of images, of class folders, of split folders, CelebA), a CSV or TSV manifest, or a dataset of
+        (uint8 image, label).
+    out : path
+        The file to make.
+    options : ConvertOptions, optional
+    progress : bool
+        Show progress bars on standard error, where that is a terminal.
+
+    Returns
+    -------
+    ConvertReport
+
+    Raises
+    ------
+    H5PackError
+        See `h5pack.errors`; one line that says what, where and what next.
+    """
+    with Conversion(source, out, options, progress=progress) as conversion:
+        return conversion.run()
+
+
+class Conversion:
+    """One conversion, for callers that want its plan before it starts; a context manager.
+
+    Parameters
+    ----------
+    source, out, options, progress
+        As for `convert`.
+
+    Raises
+    ------
+    OutputExistsError
+        If the output is in the way.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | MapStyle,
+        out: str | os.PathLike[str],
+        options: ConvertOptions | None = None,
+        *,
+        progress: bool = False,
+    ) -> None:
+        self.options = options or ConvertOptions()
+        self.output = Output(Path(os.path.abspath(out)))
+        self.output.check(self.options.overwrite, self.options.resume)
+        self.workers = self.options.workers or available_cpus()
+        self._source = source
+        self._progress = progress
+        self._plan: ConvertPlan | None = None
+        self._stack = contextlib.ExitStack()
+        self._executor: Executor | None = None
+        self._seconds: dict[str, float] = {}
+
+    def __enter__(self) -> Conversion:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+        writer.release()
+
+    def finished_before(self) -> ConvertReport | None:
+        """With `resume`, the report of an output that is complete already; None where there is work to do.
+
+        Raises
+        ------
+        OutputExistsError
+            If the output is something else than this conversion's.
+        """
+        output = self.output
+        if not self.options.resume or not output.final.exists() or output.partial.exists():
+            return None
+        if self.options.overwrite and Journal(output.journal).plan() is None:
+            return None
+        with open_file(output.final) as file:
+            made = root_attributes("", "", self.options.content())[schema.OPTIONS]
+            stored = file.attrs.get(schema.OPTIONS, b"")
+            if bytes(stored) != made.encode():
+                raise OutputExistsError(
+                    f"{output.final}: exists, and was not made with these options; give another name, or --overwrite "
+                    "without --resume to replace it"
+                )
+            rows = file[schema.IMAGES].shape[0]
+            rejects = file[f"{schema.REJECTS}/filenames"].shape[0] if schema.REJECTS in file else 0
+        finisher.remove_finished_leftovers(output)
+        return ConvertReport(
+            str(output.final), rows, rejects, output.final.stat().st_size, self.workers, already_complete=True
+        )
+
+    def plan(self) -> ConvertPlan:
+        """List the source, survey its headers, and settle everything; writes nothing.
+
+        Raises
+        ------
+        SourceError, SizesDifferError, NoImagesError, RejectedImageError
+        """
+        if self._plan is None:
+            begin = time.perf_counter()
+            options = self.options
+            catalog = open_source(self._source, options.source_options)
+            self._executor = self._stack.enter_context(
+                open_executor(self.workers, options.start_method, catalog.reader)
+            )
+            with self._bar("survey", len(catalog)) as advance:
+                surveyed = survey(catalog, self._executor, 2 * self.workers, options.max_pixels, advance)
+            name = os.fspath(self._source) if isinstance(self._source, (str, os.PathLike)) else "dataset"
+            self._plan = make_plan(name, catalog, surveyed, options)
+            self._seconds["survey"] = time.perf_counter() - begin
+        return self._plan
+
+    def estimate_seconds(self) -> float:
+        """How long writing will take, from decoding a few images here."""
+        plan = self.plan()
+        decoder = Decoder(plan.pixels)
+        row = np.empty((plan.height, plan.width, plan.options.channels), np.uint8)
+        picked = plan.placement.order[:: max(1, plan.rows // _TIMED_IMAGES)]
+        begin = time.perf_counter()
+        with strict_pillow():
+            for index in picked.tolist():
+                with contextlib.suppress(OSError, RejectedImageError):
+                    source = plan.catalog.reader.read(index, plan.catalog.names[index])
+                    decoder.decode(source, int(plan.kinds[index]), row)
+        return (time.perf_counter() - begin) / len(picked) * plan.rows / self.workers
+
+    def run(self) -> ConvertReport:
+        """Do it.
+
+        Raises
+        ------
+        H5PackError
+        """
+        finished = self.finished_before()
+        if finished is not None:
+            return finished
+        plan = self.plan()
+        output = self.output
+        output.require_space(plan.file_bytes)
+        lock = OutputLock(output)
+        try:
+            return self._write_and_finish(plan, lock)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise NoSpaceError(
+                f"{output.partial}: {os.strerror(error.errno)}; make room, then run the same command with --resume"
+            ) from error
+        finally:
+            lock.release()
+
+    def _write_and_finish(self, plan: ConvertPlan, lock: OutputLock) -> ConvertReport:
+        session = Session(plan, self.output)
+        written = session.journal.written()
+        moving = written is not None
+        resumed = len(written.packed) if written is not None else 0
+        if written is None:
+            rows = self._written_before(session)
+            resumed = int(rows.settled.sum())
+            self._write_missing(session, rows)
+            written = rows.record()
+            if not written.packed.any():
+                self._abandon()
+                raise NoImagesError(f"{plan.source}: none of its images can be decoded; the first: {_first(written)}")
+            session.journal.save_written(written)
+        begin = time.perf_counter()
+        places = session.places
+        final = close_up(plan.placement.starts, written.packed, plan.options.order == "sorted")
+        if moving:
+            self._mend(session, written, final, lock)
+        else:
+            finisher.move_rows(lock.descriptor, places, final.order)
+        tables = make_tables(plan, written, final, places, lock.descriptor)
+        finish = finisher.Finish(self.output, lock, session.skeleton, places, tables)
+        finish.complete()
+        size = os.fstat(lock.descriptor).st_size
+        finish.publish()
+        self._seconds["finish"] = time.perf_counter() - begin
+        moved = int((final.order != np.arange(finish.rows)).sum())
+        return ConvertReport(
+            str(self.output.final),
+            finish.rows,
+            len(tables.rejects),
+            size,
+            self.workers,
+            resumed,
+            moved,
+            self._seconds,
+        )
+
+    def _mend(self, session: Session, written: RowRecord, final: Placement, lock: OutputLock) -> None:
+        """Repeat the moves that an interrupted run left undone."""
+        order = final.order
+        wrong = self._wrong_rows(session.places, np.arange(len(order)), written.checksums[order])
+        finisher.mend_rows(
+            lock.descriptor,
+            session.places,
+            order,
+            written.checksums,
+            wrong,
+            lambda row: _decode_anew(session.plan, row),
+        )
+
+    def _written_before(self, session: Session) -> Written:
+        """What the journal says is done and the file confirms; everything else is to do."""
+        begin = time.perf_counter()
+        rows = Written(session.plan.rows, session.plan.options.channels)
+        for record in session.journal.records():
+            rows.add(record)
+        if rows.settled.any():
+            rows.forget(self._wrong_rows(session.places, np.flatnonzero(rows.packed), rows.checksums))
+            self._seconds["check"] = time.perf_counter() - begin
+        return rows
+
+    def _wrong_rows(
+        self, places: RowPlaces, rows: npt.NDArray[np.int64], checksums: npt.NDArray[np.uint32]
+    ) -> list[int]:
+        """Rows, ascending, that do not hold what `checksums`, indexed by row, says."""
+        assert self._executor is not None
+        wrong: list[int] = []
+        tasks = check_tasks(str(self.output.partial), places, rows, checksums, _CHECK_BYTES)
+        with self._bar("check", len(rows)) as advance:
+            for count, found in run(self._executor, check_counted, tasks, 2 * self.workers, describe_check):
+                wrong += found
+                advance(count)
+        return sorted(wrong)
+
+    def _write_missing(self, session: Session, rows: Written) -> None:
+        begin = time.perf_counter()
+        assert self._executor is not None
+        plan = session.plan
+        missing = np.flatnonzero(~rows.settled)
+        tasks = session.tasks(missing, self.workers)
+        with self._bar("write", len(missing)) as advance:
+            for record in run(self._executor, writer.write_rows, tasks, 2 * self.workers, writer.describe):
+                rows.add(record)
+                advance(len(record.packed))
+                if self.options.strict and record.reasons:
+                    row, reason = next(iter(record.reasons.items()))
+                    name = plan.catalog.names[int(plan.placement.order[row])]
+                    raise RejectedImageError(
+                        f"{plan.source}: {name}: {reason}; mend or remove it and start over with --overwrite, or go "
+                        "on without it by --resume and no --strict"
+                    )
+        self._seconds["write"] = time.perf_counter() - begin
+
+    def _abandon(self) -> None:
+        """Leave nothing behind where nothing could be packed."""
+        self.output.remove_leftovers()
+        self.output.partial.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _bar(self, title: str, total: int) -> Iterator[Callable[[int], object]]:
+        if not self._progress:
+            yield lambda count: None
+            return
+        # The monitor thread would be a second thread at the next fork.
+        tqdm.monitor_interval = 0
+        with tqdm(total=total, desc=title, unit=" images", disable=None, smoothing=0.1, leave=False) as bar:
+            yield bar.update
+
+
+def _first(written: RowRecord) -> str:
+    return next(iter(written.reasons.values()), "no reason known")
+
+
+def _decode_anew(plan: ConvertPlan, row: int) -> bytes:
+    """The bytes of a planned row, decoded here."""
+    index = int(plan.placement.order[row])
+    upright = np.empty((plan.height, plan.width, plan.options.channels), np.uint8)
+    with strict_pillow():
+        source = plan.catalog.reader.read(index, plan.catalog.names[index])
+        Decoder(plan.pixels).decode(source, int(plan.kinds[index]), upright)
+    return (upright if plan.options.layout == "nhwc" else upright.transpose(2, 0, 1)).tobytes()

@@ -1,0 +1,211 @@
+"""The last steps: rows close up, the tables are added, the file gets its name. Each can be repeated after any kill."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from h5pack import schema
+from h5pack.checksum import crc32
+from h5pack.errors import H5PackError
+from h5pack.hdf5 import chunk_addresses
+from h5pack.pack.output import Output, OutputLock, sync_folder, write_atomically
+from h5pack.pack.placement import moved_runs
+from h5pack.pack.skeleton import Skeleton, Tables, build
+from h5pack.rows import RowPlaces, read_all, write_all
+
+_COPY_BYTES = 8 * 1024 * 1024
+
+
+def move_rows(descriptor: int, places: RowPlaces, order: npt.NDArray[np.int64]) -> int:
+    """Carry out the moves of `placement.close_up`, in ascending order of their targets.
+
+    Parameters
+    ----------
+    descriptor : int
+        The file, for reading and writing.
+    places : RowPlaces
+    order : ndarray
+        int64, (n,): the planned row that each final row comes from.
+
+    Returns
+    -------
+    int
+        Rows moved.
+    """
+    most = max(1, _COPY_BYTES // places.row_bytes)
+    moved = 0
+    for target, origin, count in moved_runs(order):
+        done = 0
+        while done < count:
+            rows = min(
+                most,
+                count - done,
+                places.chunk_rows - (target + done) % places.chunk_rows,
+                places.chunk_rows - (origin + done) % places.chunk_rows,
+            )
+            data = read_all(descriptor, rows * places.row_bytes, places.offset(origin + done))
+            write_all(descriptor, data, places.offset(target + done))
+            done += rows
+        moved += count
+    return moved
+
+
+def mend_rows(
+    descriptor: int,
+    places: RowPlaces,
+    order: npt.NDArray[np.int64],
+    checksums: npt.NDArray[np.uint32],
+    wrong: list[int],
+    decode: Callable[[int], bytes],
+) -> int:
+    """Repeat the moves that an interrupted run left undone.
+
+    Parameters
+    ----------
+    descriptor : int
+    places : RowPlaces
+    order : ndarray
+        int64, (n,): the planned row that each final row comes from.
+    checksums : ndarray
+        uint32: of the planned rows.
+    wrong : list of int
+        Final rows that do not hold what they should, ascending; rows before the first of them are done.
+    decode : callable
+        Gives the bytes of a planned row anew, where its place was overwritten (after a power cut, say).
+
+    Returns
+    -------
+    int
+        Rows mended.
+    """
+    for row in wrong:
+        origin = int(order[row])
+        data = read_all(descriptor, places.row_bytes, places.offset(origin))
+        if origin == row or crc32(data) != int(checksums[origin]):
+            data = decode(origin)
+        write_all(descriptor, data, places.offset(row))
+    return len(wrong)
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What the finished file is made of.
+
+    Attributes
+    ----------
+    output : Output
+    lock : OutputLock
+    skeleton : Skeleton
+    places : RowPlaces
+        As planned; the final rows are the first of them.
+    tables : Tables
+    """
+
+    output: Output
+    lock: OutputLock
+    skeleton: Skeleton
+    places: RowPlaces
+    tables: Tables
+
+    @property
+    def rows(self) -> int:
+        """Rows of the finished file."""
+        return len(self.tables.checksums)
+
+    def complete(self) -> None:
+        """Add the tables to ``OUT.partial`` and flush it to the disk.
+
+        The file is never opened by HDF5 for writing: a second skeleton, sparse, lends it all bytes between the
+        chunks.
+        """
+        output, places = self.output, self.places
+        addresses = build(output.finish, self.skeleton, self.rows, self.tables)
+        if not np.array_equal(addresses, places.addresses[: len(addresses)]):
+            raise H5PackError(
+                f"{output.partial}: HDF5 {h5py.version.hdf5_version} laid the chunks out differently when asked again; "
+                "this is a fault of h5pack, please report it; your old files are untouched"
+            )
+        finish = os.open(output.finish, os.O_RDONLY)
+        try:
+            size = os.fstat(finish).st_size
+            target = self.lock.descriptor
+            chunk_bytes = places.chunk_rows * places.row_bytes
+            position = 0
+            for address in [*np.sort(addresses).tolist(), size]:
+                _copy_changed(finish, target, position, address)
+                position = address + chunk_bytes
+            self._clear_tail(len(addresses))
+            os.ftruncate(target, size)
+            os.fsync(target)
+        finally:
+            os.close(finish)
+        self._check(addresses)
+
+    def _clear_tail(self, chunks: int) -> None:
+        """Rows past the last one are zero, also where rows stood there before they closed up."""
+        for row in range(self.rows, chunks * self.places.chunk_rows):
+            offset = self.places.offset(row)
+            if any(read_all(self.lock.descriptor, self.places.row_bytes, offset)):
+                write_all(self.lock.descriptor, bytes(self.places.row_bytes), offset)
+
+    def _check(self, addresses: npt.NDArray[np.int64]) -> None:
+        """Open the file as a reader does, before it gets its name."""
+        with h5py.File(self.output.partial, "r", locking=False) as file:
+            images = file[schema.IMAGES]
+            sound = (
+                int(file.attrs[schema.COMPLETE]) == 1
+                and images.shape == (self.rows, *self.skeleton.row_shape)
+                and np.array_equal(chunk_addresses(images), addresses)
+                and all(
+                    crc32(np.ascontiguousarray(images[row])) == int(self.tables.checksums[row])
+                    for row in sorted({0, self.rows // 2, self.rows - 1})
+                )
+            )
+        if not sound:
+            raise H5PackError(
+                f"{self.output.partial}: reading it back gave something else than was written; check the disk, then "
+                "run the same command with --resume"
+            )
+
+    def publish(self) -> None:
+        """Write the rejects table, rename the file to its final name, remove the journal."""
+        output = self.output
+        if self.tables.rejects:
+            stream = io.StringIO(newline="")
+            table = csv.writer(stream, lineterminator="\n")
+            table.writerow(["filename", "reason"])
+            table.writerows(self.tables.rejects)
+            write_atomically(output.rejects, stream.getvalue().encode("utf-8", "backslashreplace"))
+        else:
+            output.rejects.unlink(missing_ok=True)
+        self.lock.share()
+        os.replace(output.partial, output.final)
+        sync_folder(output.final.parent)
+        output.remove_leftovers()
+
+
+def _copy_changed(source: int, target: int, start: int, stop: int) -> None:
+    """Make `target` equal to `source` from `start` to `stop`, writing only what differs."""
+    while start < stop:
+        count = min(_COPY_BYTES, stop - start)
+        data = read_all(source, count, start)
+        # Beyond the end of a sparse file there are zeros.
+        data += bytes(count - len(data))
+        if read_all(target, count, start) != data:
+            write_all(target, data, start)
+        start += count
+
+
+def remove_finished_leftovers(output: Output) -> None:
+    """What a kill between renaming and cleaning up leaves."""
+    with contextlib.suppress(OSError):
+        output.remove_leftovers()

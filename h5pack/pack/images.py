@@ -1,0 +1,307 @@
+"""Encoded bytes to uint8 pixels.
+
+The pixels are those of ``PIL.Image.open(file).convert("RGB")`` (or "L"), turned upright by the Exif orientation, then
+resized by Pillow. The rules for the odd ones:
+
+- gray is repeated into three channels; colour becomes gray by Pillow's ITU-R 601 weights;
+- a palette is looked up; transparency and alpha are dropped, never blended;
+- CMYK is converted by Pillow's formula, without profiles; ICC profiles are not applied;
+- 16-bit gray keeps its high byte (Pillow's own conversion would clip everything above 255 to white);
+- 32-bit and floating-point images are rejected, for no rule would suit all of them;
+- of an animation or a multi-page file the first frame is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
+
+from h5pack.errors import RejectedImageError
+from h5pack.pack.headers import Header, Kind, parse_jpeg, parse_png
+
+_ORIENTATION = 0x0112
+_SIDEWAYS = (5, 6, 7, 8)
+_16_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
+
+
+@dataclass(frozen=True)
+class PixelOptions:
+    """How images become rows.
+
+    Attributes
+    ----------
+    height, width, channels : int
+        Of a row.
+    resize : bool
+        Whether other sizes are brought to this one; if not, they are rejected.
+    fit, resample : str
+        See `h5pack.ConvertOptions`.
+    draft : bool
+        Whether JPEGs may be decoded at a reduced size.
+    max_pixels : int
+        Larger images are rejected.
+    """
+
+    height: int
+    width: int
+    channels: int
+    resize: bool
+    fit: str
+    resample: str
+    draft: bool
+    max_pixels: int
+
+
+@contextlib.contextmanager
+def strict_pillow() -> Iterator[None]:
+    """Pillow without its warnings, without its own bomb limit (ours holds), and with truncated files refused."""
+    limit, truncated = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
+    Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = None, False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = limit, truncated
+
+
+def read_header(head: bytes, open_file: Callable[[], BinaryIO], max_pixels: int) -> Header:
+    """Learn an image's upright size.
+
+    Parameters
+    ----------
+    head : bytes
+        The first bytes of the file.
+    open_file : callable
+        Opens the file, for the images whose first bytes do not tell.
+    max_pixels : int
+
+    Raises
+    ------
+    OSError
+        If the storage fails.
+    RejectedImageError
+        If it is no image, or too large a one.
+    """
+    if not head:
+        raise RejectedImageError("zero bytes")
+    header = parse_jpeg(head)
+    if header is None:
+        with open_file() as stream:
+            header = parse_png(stream)
+            if header is None:
+                stream.seek(0)
+                header = _pillow_header(stream)
+    _refuse_bomb(header.height, header.width, max_pixels)
+    return header
+
+
+def _pillow_header(stream: BinaryIO) -> Header:
+    with _rejecting(), Image.open(stream) as image:
+        _refuse_deep(image)
+        width, height = image.size
+        sideways = _orientation(image) in _SIDEWAYS
+    return Header(width, height, Kind.PILLOW) if sideways else Header(height, width, Kind.PILLOW)
+
+
+class Decoder:
+    """Decodes images into rows; one a worker.
+
+    Parameters
+    ----------
+    options : PixelOptions
+    """
+
+    def __init__(self, options: PixelOptions) -> None:
+        self._options = options
+        self._fast = _proven_kinds(options.channels) if not options.draft else frozenset()
+        self._resample = Image.Resampling[options.resample.upper()]
+
+    def decode(self, source: bytes | npt.NDArray[np.uint8], kind: int, out: npt.NDArray[np.uint8]) -> None:
+        """Decode one image into `out`.
+
+        Parameters
+        ----------
+        source : bytes or ndarray
+            The encoded file, or pixels, uint8 (h, w, 1 or 3).
+        kind : int
+            The header's `Kind`.
+        out : ndarray
+            uint8, (H, W, C), contiguous.
+
+        Raises
+        ------
+        RejectedImageError
+            If it cannot be decoded, or has another size and `resize` is off.
+        """
+        options = self._options
+        if kind in self._fast and isinstance(source, bytes):
+            if not options.resize:
+                if self._decode_fast(source, out) is not None:
+                    return
+            else:
+                pixels = self._decode_fast(source, None)
+                if pixels is not None:
+                    self._place(Image.fromarray(np.squeeze(pixels)), out)
+                    return
+        if isinstance(source, bytes):
+            with _rejecting(), Image.open(io.BytesIO(source)) as image:
+                _refuse_bomb(image.height, image.width, options.max_pixels)
+                self._place(self._upright(image), out)
+        else:
+            self._place(Image.fromarray(np.squeeze(source, 2) if source.shape[2] == 1 else source), out)
+
+    def _decode_fast(self, data: bytes, out: npt.NDArray[np.uint8] | None) -> npt.NDArray[np.uint8] | None:
+        """By simplejpeg; None where it fails or warns, and Pillow must judge."""
+        import simplejpeg
+
+        colorspace = "GRAY" if self._options.channels == 1 else "RGB"
+        try:
+            pixels = simplejpeg.decode_jpeg(data, colorspace, fastdct=False, fastupsample=False, buffer=out)
+        except ValueError:
+            return None
+        if out is not None and pixels.shape != out.shape:
+            return None
+        return cast("npt.NDArray[np.uint8]", pixels)
+
+    def _upright(self, image: Image.Image) -> Image.Image:
+        options = self._options
+        orientation = _orientation(image)
+        if options.draft:
+            size = (options.width, options.height)
+            image.draft(None, size[::-1] if orientation in _SIDEWAYS else size)
+        _refuse_deep(image)
+        if image.mode in _16_BIT or image.mode == "I":
+            high = (np.asarray(image).astype(np.int64) >> 8).astype(np.uint8)
+            flat: Image.Image = Image.fromarray(high)
+        else:
+            flat = image.convert("L" if options.channels == 1 else "RGB")
+        return _turn(flat, orientation)
+
+    def _place(self, image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
+        options = self._options
+        mode = "L" if options.channels == 1 else "RGB"
+        if image.mode != mode:
+            image = image.convert(mode)
+        size = (options.width, options.height)
+        if image.size != size:
+            if not options.resize:
+                raise RejectedImageError(
+                    f"size {image.height}x{image.width} where the others are {options.height}x{options.width}"
+                )
+            if options.fit == "crop":
+                image = ImageOps.fit(image, size, self._resample)
+            elif options.fit == "pad":
+                image = ImageOps.pad(image, size, self._resample)
+            else:
+                image = image.resize(size, self._resample)
+        out[...] = np.asarray(image).reshape(out.shape)
+
+
+def _orientation(image: Image.Image) -> int:
+    value = image.getexif().get(_ORIENTATION, 1)
+    return value if isinstance(value, int) else 1
+
+
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def _turn(image: Image.Image, orientation: int) -> Image.Image:
+    method = _TURNS.get(orientation)
+    return image if method is None else image.transpose(method)
+
+
+def _refuse_deep(image: Image.Image) -> None:
+    if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
+        raise RejectedImageError(f"{image.mode} pixels of 32 bits; convert it to 8 or 16 bits first")
+
+
+def _refuse_bomb(height: int, width: int, max_pixels: int) -> None:
+    if height * width > max_pixels:
+        raise RejectedImageError(f"decompression bomb: {height}x{width} is over {max_pixels} pixels")
+
+
+@contextlib.contextmanager
+def _rejecting() -> Iterator[None]:
+    """Turn whatever a decoder raises into a reason that depends on the image alone."""
+    try:
+        yield
+    except RejectedImageError:
+        raise
+    except OSError as error:
+        # Pillow reports bad bytes as OSError without a number; one with a number is the storage's.
+        if error.errno is not None:
+            raise
+        raise _rejected(error) from error
+    except MemoryError as error:
+        raise RejectedImageError("decoding it took more memory than there is") from error
+    except Exception as error:
+        # Decoders meet hostile bytes; any of their errors means this image, not this program.
+        raise _rejected(error) from error
+
+
+def _rejected(error: Exception) -> RejectedImageError:
+    if isinstance(error, UnidentifiedImageError):
+        return RejectedImageError("not an image, or of an unknown format")
+    text = re.sub(r"<[^>]*>| at 0x[0-9a-f]+", "", str(error)).strip()
+    if "truncated" in text.lower():
+        return RejectedImageError("truncated")
+    return RejectedImageError(f"cannot be decoded: {type(error).__name__}: {text}")
+
+
+def _proven_kinds(channels: int) -> frozenset[Kind]:
+    """The kinds of JPEG for which simplejpeg, as installed, gives Pillow's pixels; none without simplejpeg.
+
+    Both wrap libjpeg-turbo, in versions of their own; so each kind is tried on small images of odd sizes, baseline
+    and progressive, in two milliseconds.
+    """
+    try:
+        import simplejpeg
+    except ImportError:
+        return frozenset()
+    mode, colorspace = ("L", "GRAY") if channels == 1 else ("RGB", "RGB")
+    proven = set(Kind) - {Kind.PILLOW}
+    if channels == 1:
+        # Colour becomes gray by dropping chroma in libjpeg but by weights in convert("L").
+        proven = {Kind.JPEG_GRAY}
+    for kind in tuple(proven):
+        for sample in _sample_jpegs(kind):
+            with Image.open(io.BytesIO(sample)) as image:
+                expected = np.asarray(image.convert(mode))
+            found = simplejpeg.decode_jpeg(sample, colorspace, fastdct=False, fastupsample=False)
+            if not np.array_equal(np.squeeze(found), expected):
+                proven.discard(kind)
+    return frozenset(proven)
+
+
+def _sample_jpegs(kind: Kind) -> Iterator[bytes]:
+    height, width = 37, 53
+    y, x = np.mgrid[:height, :width]
+    waves = np.stack([np.sin(x * y / 40 + phase) * 90 + 2 * x + y for phase in range(3)], axis=2)
+    pixels = np.clip(waves + 20 * ((x * 7919 + y * 104729) % 5)[:, :, None], 0, 255).astype(np.uint8)
+    if kind == Kind.JPEG_GRAY:
+        image, settings = Image.fromarray(pixels[:, :, 0]), {}
+    else:
+        image, settings = Image.fromarray(pixels), {"subsampling": kind - Kind.JPEG_444}
+    for progressive in (False, True):
+        for quality in (50, 95):
+            stream = io.BytesIO()
+            image.save(stream, "JPEG", quality=quality, progressive=progressive, **cast("dict[str, Any]", settings))
+            yield stream.getvalue()

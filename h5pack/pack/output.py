@@ -1,0 +1,187 @@
+"""The names that belong to an output, and the lock that keeps a second conversion out."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from h5pack.errors import NoSpaceError, OutputBusyError, OutputExistsError, SourceError
+from h5pack.machine import free_bytes
+
+# A killed conversion's workers notice within milliseconds; two users' conversions stay.
+_LOCK_WAIT_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a conversion writes.
+
+    Attributes
+    ----------
+    final : Path
+        The output, complete or absent.
+    """
+
+    final: Path
+
+    @property
+    def partial(self) -> Path:
+        """The file under construction."""
+        return self._beside(".partial")
+
+    @property
+    def journal(self) -> Path:
+        """The folder of what is done."""
+        return self._beside(".partial.journal")
+
+    @property
+    def finish(self) -> Path:
+        """The sparse file that lends `partial` its last metadata."""
+        return self._beside(".partial.finish")
+
+    @property
+    def rejects(self) -> Path:
+        """The table of images that were not packed."""
+        return self._beside(".rejects.csv")
+
+    def _beside(self, ending: str) -> Path:
+        return self.final.with_name(self.final.name + ending)
+
+    def check(self, overwrite: bool, resume: bool) -> None:
+        """Refuse early what would fail late.
+
+        Raises
+        ------
+        OutputBusyError
+            If another conversion is writing it.
+        OutputExistsError
+            If the output, or an unfinished conversion to it, is in the way.
+        SourceError
+            If the folder for it is missing.
+        """
+        if not self.final.parent.is_dir():
+            raise SourceError(f"{self.final.parent}: no such folder for the output; make it first")
+        if self.final.is_dir():
+            raise OutputExistsError(f"{self.final}: is a folder; name a file")
+        if self.final.exists() and not overwrite and not resume:
+            raise OutputExistsError(f"{self.final}: exists; give another name, or --overwrite to replace it")
+        if self.partial.exists() and not overwrite and not resume:
+            if _is_locked(self.partial):
+                raise OutputBusyError(_busy(self))
+            raise OutputExistsError(
+                f"{self.partial}: an unfinished conversion; continue it with --resume, or start over with --overwrite"
+            )
+
+    def require_space(self, needed: int) -> None:
+        """Refuse a conversion that cannot fit; what `partial` already holds counts as had.
+
+        Raises
+        ------
+        NoSpaceError
+        """
+        try:
+            held = os.stat(self.partial).st_blocks * 512
+        except FileNotFoundError:
+            held = 0
+        free = free_bytes(self.final.parent)
+        if needed - held > free:
+            raise NoSpaceError(
+                f"{self.final}: needs {needed - held:,} bytes more and {self.final.parent} has {free:,} free; make "
+                "room or choose another output, then run the same command with --resume"
+            )
+
+    def remove_leftovers(self) -> None:
+        """Remove the journal and the finishing file; `partial` stays."""
+        shutil.rmtree(self.journal, ignore_errors=True)
+        self.finish.unlink(missing_ok=True)
+
+
+class OutputLock:
+    """An flock on ``OUT.partial``, held from its creation to its renaming.
+
+    Parameters
+    ----------
+    output : Output
+
+    Raises
+    ------
+    OutputBusyError
+        If another conversion holds it.
+    """
+
+    def __init__(self, output: Output) -> None:
+        import fcntl
+
+        deadline = time.monotonic() + _LOCK_WAIT_SECONDS
+        while True:
+            self.descriptor = os.open(output.partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    # Some network file systems have no locks; then only the journal's owner is told apart.
+                    return
+                os.close(self.descriptor)
+                if time.monotonic() > deadline:
+                    raise OutputBusyError(_busy(output)) from error
+                time.sleep(0.05)
+                continue
+            # Between opening and locking, a finishing conversion may have renamed the file to its final name.
+            try:
+                if os.path.samestat(os.fstat(self.descriptor), os.stat(output.partial)):
+                    return
+            except FileNotFoundError:
+                pass
+            os.close(self.descriptor)
+
+    def share(self) -> None:
+        """Let readers open the file, which is complete from here on, while other conversions stay out."""
+        import fcntl
+        from contextlib import suppress
+
+        with suppress(OSError):
+            fcntl.flock(self.descriptor, fcntl.LOCK_SH)
+
+    def release(self) -> None:
+        """Give the lock up."""
+        os.close(self.descriptor)
+
+
+def _busy(output: Output) -> str:
+    return f"{output.final}: another conversion is writing it; wait for it, or give another name"
+
+
+def _is_locked(path: Path) -> bool:
+    import fcntl
+
+    with path.open("rb") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+    return False
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a small file so that it is there whole, or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)

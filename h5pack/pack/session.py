@@ -1,0 +1,147 @@
+"""A conversion whose file is laid out: where its rows go, and what an earlier run left of it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.errors import OptionsError, OutputExistsError, ResumeError
+from h5pack.pack.journal import Journal
+from h5pack.pack.output import Output
+from h5pack.pack.plan import ConvertPlan
+from h5pack.pack.skeleton import Skeleton, build, root_attributes
+from h5pack.pack.statistics import sampled_rows
+from h5pack.pack.tables import statistics_range
+from h5pack.pack.writer import WriteJob, WriteTask
+from h5pack.rows import RowPlaces
+from h5pack.version import __version__
+
+_TASKS_A_WORKER = 4
+
+
+class Session:
+    """Lays the file out, or takes up an unfinished conversion where `resume` asks for it.
+
+    Parameters
+    ----------
+    plan : ConvertPlan
+    output : Output
+        Locked by the caller.
+
+    Attributes
+    ----------
+    journal : Journal
+    skeleton : Skeleton
+    places : RowPlaces
+
+    Raises
+    ------
+    ResumeError
+        If the unfinished conversion had other options, another source or another version of h5pack.
+    OutputExistsError
+        If an output has appeared that nobody agreed to replace.
+    """
+
+    def __init__(self, plan: ConvertPlan, output: Output) -> None:
+        self.plan = plan
+        self.output = output
+        self.journal = Journal(output.journal)
+        before = self.journal.plan() if plan.options.resume else None
+        overwrite = plan.options.overwrite or (before is not None and bool(before["overwrite"]))
+        if output.final.exists() and not overwrite:
+            raise OutputExistsError(f"{output.final}: exists by now; add --overwrite to replace it")
+        if before is None:
+            created = _now()
+            self.skeleton = _skeleton(plan, created)
+            output.remove_leftovers()
+            addresses = build(output.partial, self.skeleton, plan.rows, None)
+            self.journal.start({**_identity(plan), "created": created, "overwrite": overwrite}, plan.prints)
+        else:
+            self._require_same(before)
+            self.skeleton = _skeleton(plan, before["created"])
+            # The layout is a pure function of the plan; a kill may have left anything in the metadata of `partial`.
+            addresses = build(output.finish, self.skeleton, plan.rows, None)
+        self.places = RowPlaces(addresses, plan.chunks.rows, plan.row_bytes)
+
+    def tasks(self, missing: npt.NDArray[np.int64], workers: int) -> Iterator[WriteTask]:
+        """Runs of missing rows within a chunk, short enough that all workers have some.
+
+        Parameters
+        ----------
+        missing : ndarray
+            int64, ascending.
+        workers : int
+        """
+        plan, order = self.plan, self.plan.placement.order
+        job = WriteJob(
+            str(self.output.partial), str(self.output.journal), plan.row_shape, plan.options.layout, plan.pixels
+        )
+        sampled = np.zeros(plan.rows, np.bool_)
+        sampled[sampled_rows(*statistics_range(plan, plan.placement))] = True
+        most = max(1, -(-len(missing) // (workers * _TASKS_A_WORKER)))
+        for start, count in self.places.runs(missing, min(plan.chunks.rows, most)):
+            indices = order[start : start + count]
+            yield WriteTask(
+                job=job,
+                start=start,
+                offset=self.places.offset(start),
+                indices=indices.tolist(),
+                names=[plan.catalog.names[index] for index in indices.tolist()],
+                kinds=plan.kinds[indices].tolist(),
+                sampled=np.flatnonzero(sampled[start : start + count]).tolist(),
+            )
+
+    def _require_same(self, before: dict[str, Any]) -> None:
+        partial, source = self.output.partial, self.plan.source
+        remedy = "resume with the same, or start over with --overwrite instead of --resume"
+        now = _identity(self.plan)
+        if before["h5pack"] != now["h5pack"]:
+            raise ResumeError(f"{partial}: begun by h5pack {before['h5pack']}, this is {now['h5pack']}; {remedy}")
+        for name, value in now["options"].items():
+            old = before["options"].get(name)
+            if old != value:
+                raise ResumeError(f"{partial}: begun with {name} {old!r}, resumed with {value!r}; {remedy}")
+        prints, old_prints = self.plan.prints, self.journal.prints()
+        if len(prints) != len(old_prints):
+            raise ResumeError(
+                f"{partial}: begun with {len(old_prints):,} files, and {source} now has {len(prints):,}; {remedy}"
+            )
+        changed = np.flatnonzero(prints != old_prints)
+        if len(changed) or before["tables"] != now["tables"] or before["shape"] != now["shape"]:
+            name = self.plan.catalog.names[int(changed[0])] if len(changed) else "a label or a split"
+            raise ResumeError(f"{partial}: {source} has changed since it was begun ({name} first); {remedy}")
+
+
+def _identity(plan: ConvertPlan) -> dict[str, Any]:
+    """What two runs of one conversion agree on."""
+    return {
+        "h5pack": __version__,
+        "options": plan.options.content(),
+        "shape": [plan.rows, *plan.row_shape],
+        "tables": plan.catalog.tables_checksum(),
+    }
+
+
+def _skeleton(plan: ConvertPlan, created: str) -> Skeleton:
+    options = plan.options
+    return Skeleton(
+        plan.row_shape,
+        plan.chunks.rows,
+        options.layout,
+        options.compat,
+        root_attributes(__version__, created, options.content()),
+    )
+
+
+def _now() -> str:
+    epoch = os.environ.get("SOURCE_DATE_EPOCH")
+    if epoch is not None and not epoch.isdigit():
+        raise OptionsError(f"SOURCE_DATE_EPOCH is {epoch!r}; it must be whole seconds since 1970")
+    seconds = int(epoch) if epoch is not None else int(time.time())
+    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,204 @@
+"""The HDF5 around the pixels: a file whose chunks have addresses but no content, and the tables beside them.
+
+A skeleton is made twice. The first, for as many rows as were planned, settles where every chunk lies; HDF5 never opens
+that file for writing again, for a kill during such a reopening leaves a file that HDF5 refuses. The second, for the
+rows that were packed, has the same addresses (chunks are allocated in order, so fewer chunks are a prefix) and all
+tables behind them; its bytes outside the chunks complete the first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from h5pack import schema
+from h5pack.checksum import row_checksums
+from h5pack.hdf5 import chunk_addresses, utf8
+from h5pack.layout import plan_cache
+from h5pack.sources.catalog import NameTable
+
+_TABLE_CHUNK_BYTES = 262_144
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """What the images dataset looks like.
+
+    Attributes
+    ----------
+    row_shape : tuple of int
+        (H, W, C) or (C, H, W).
+    chunk_rows : int
+    layout : str
+        nhwc or nchw.
+    compat : bool
+        Write for HDF5 1.8.
+    attributes : dict
+        Root attributes, known before the first pixel.
+    """
+
+    row_shape: tuple[int, int, int]
+    chunk_rows: int
+    layout: str
+    compat: bool
+    attributes: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Everything beside the pixels, in the order of the final rows.
+
+    Attributes
+    ----------
+    labels : ndarray or None
+    label_names : tuple of str or None
+    fields : dict of str to ndarray
+    filenames : NameTable
+    splits : dict of str to (int, int)
+    checksums : ndarray
+        uint32, (N,).
+    statistics : dict
+        mean and std, float64 (C,) in 0..1; rows, step and split, what they were taken from.
+    rejects : list of (str, str)
+        Name and reason.
+    """
+
+    labels: npt.NDArray[Any] | None
+    label_names: tuple[str, ...] | None
+    fields: dict[str, npt.NDArray[Any]]
+    filenames: Sequence[str] | NameTable
+    splits: dict[str, tuple[int, int]]
+    checksums: npt.NDArray[np.uint32]
+    statistics: dict[str, Any]
+    rejects: list[tuple[str, str]] = field(default_factory=list)
+
+
+def build(path: str | os.PathLike[str], skeleton: Skeleton, rows: int, tables: Tables | None) -> npt.NDArray[np.int64]:
+    """Write a skeleton, and give the address of each chunk.
+
+    Parameters
+    ----------
+    path : path
+        Truncated if it exists; the file stays the same inode, so a lock on it holds.
+    skeleton : Skeleton
+    rows : int
+    tables : Tables or None
+        None: the first skeleton, which says of itself that it is incomplete.
+
+    Returns
+    -------
+    ndarray
+        int64, (chunks,): byte offsets.
+    """
+    version = ("v108", "v108") if skeleton.compat else ("v110", "v110")
+    with h5py.File(
+        path,
+        "w",
+        libver=version,
+        locking=False,
+        alignment_threshold=schema.ALIGNMENT_THRESHOLD_BYTES,
+        alignment_interval=schema.ALIGNMENT_BYTES,
+    ) as file:
+        # The images come first: what is allocated before them would move their chunks.
+        images = _create_images(file, skeleton, rows)
+        addresses = chunk_addresses(images)
+        for name, value in skeleton.attributes.items():
+            file.attrs[name] = np.bytes_(value.encode())
+        file.attrs[schema.FORMAT] = np.int64(schema.FORMAT_VERSION)
+        file.attrs[schema.COMPLETE] = np.int64(tables is not None)
+        if tables is not None:
+            _write_tables(file, tables)
+    return addresses
+
+
+def _create_images(file: h5py.File, skeleton: Skeleton, rows: int) -> h5py.Dataset:
+    chunks = (skeleton.chunk_rows, *skeleton.row_shape)
+    create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    create.set_chunk(chunks)
+    # Early allocation settles every address now; nothing is written, so the file is sparse.
+    create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    create.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    cache = plan_cache((rows, *skeleton.row_shape), chunks, 1, filtered=False)
+    access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
+    access.set_chunk_cache(cache.nslots, cache.nbytes, cache.w0)
+    # Extendable, because HDF5 packs the chunks of a fixed-size dataset back to back, unaligned.
+    space = h5py.h5s.create_simple((rows, *skeleton.row_shape), (h5py.h5s.UNLIMITED, *skeleton.row_shape))
+    images = h5py.Dataset(
+        h5py.h5d.create(file.id, schema.IMAGES.encode(), h5py.h5t.STD_U8LE, space, create, dapl=access)
+    )
+    _describe_images(images, skeleton)
+    images.attrs[schema.RDCC_NBYTES] = np.int64(cache.nbytes)
+    images.attrs[schema.RDCC_NSLOTS] = np.int64(cache.nslots)
+    images.attrs[schema.RDCC_W0] = np.float64(cache.w0)
+    return images
+
+
+def _describe_images(images: h5py.Dataset, skeleton: Skeleton) -> None:
+    """The HDF5 Image specification's attributes (version 1.2), which viewers go by, and the axes."""
+    last = skeleton.layout == "nhwc"
+    channels = skeleton.row_shape[2 if last else 0]
+    images.attrs["CLASS"] = np.bytes_("IMAGE")
+    images.attrs["IMAGE_VERSION"] = np.bytes_("1.2")
+    if channels == 3:
+        images.attrs["IMAGE_SUBCLASS"] = np.bytes_("IMAGE_TRUECOLOR")
+        images.attrs["INTERLACE_MODE"] = np.bytes_("INTERLACE_PIXEL" if last else "INTERLACE_PLANE")
+    else:
+        images.attrs["IMAGE_SUBCLASS"] = np.bytes_("IMAGE_GRAYSCALE")
+        images.attrs["IMAGE_WHITE_IS_ZERO"] = np.uint8(0)
+    images.attrs[schema.LAYOUT] = np.bytes_(skeleton.layout)
+    for axis, label in enumerate(skeleton.layout.upper()):
+        images.dims[axis].label = label
+
+
+def _write_tables(file: h5py.File, tables: Tables) -> None:
+    if tables.labels is not None:
+        labels = file.create_dataset(schema.LABELS, data=tables.labels)
+        if tables.label_names is not None:
+            kind = schema.CLASSES if tables.labels.ndim == 1 else schema.COLUMNS
+            labels.attrs[kind] = utf8(tables.label_names)
+    for name, values in sorted(tables.fields.items()):
+        file.create_dataset(name, data=values)
+    _create_names(file, schema.FILENAMES, tables.filenames)
+
+    file.create_dataset(schema.SPLIT_NAMES, data=utf8(tables.splits))
+    file.create_dataset(schema.SPLIT_ROWS, data=np.array([*tables.splits.values()], np.int64))
+
+    file.create_dataset(f"{schema.CHECKSUMS}/{schema.IMAGES}", data=tables.checksums)
+    if tables.labels is not None:
+        file.create_dataset(f"{schema.CHECKSUMS}/{schema.LABELS}", data=row_checksums(tables.labels))
+    for name, values in sorted(tables.fields.items()):
+        file.create_dataset(f"{schema.CHECKSUMS}/{name}", data=row_checksums(values))
+
+    statistics = file.create_group(schema.STATISTICS)
+    for name in ("mean", "std"):
+        statistics.create_dataset(name, data=np.asarray(tables.statistics[name], np.float64))
+    statistics.attrs["rows"] = np.int64(tables.statistics["rows"])
+    statistics.attrs["step"] = np.int64(tables.statistics["step"])
+    statistics.attrs["split"] = utf8([tables.statistics["split"]])[0]
+
+    if tables.rejects:
+        _create_names(file, f"{schema.REJECTS}/filenames", [name for name, _ in tables.rejects])
+        _create_names(file, f"{schema.REJECTS}/reasons", [reason for _, reason in tables.rejects])
+
+
+def _create_names(file: h5py.File, path: str, names: Sequence[str] | NameTable) -> None:
+    """A table of strings: fixed UTF-8 (20,000 names read in 0.9 ms against 12.5 ms of variable length), gzip."""
+    values = utf8(names)
+    rows = max(1, min(len(values), _TABLE_CHUNK_BYTES // values.dtype.itemsize))
+    file.create_dataset(path, data=values, chunks=(rows,), compression="gzip", compression_opts=6)
+
+
+def root_attributes(version: str, created: str, options: dict[str, Any]) -> dict[str, str]:
+    """The text attributes of a pack's root group."""
+    return {
+        schema.VERSION: version,
+        schema.CREATED: created,
+        schema.OPTIONS: json.dumps(options, sort_keys=True),
+    }

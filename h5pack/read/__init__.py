@@ -1,0 +1,1 @@
+"""HDF5 to uint8 rows."""

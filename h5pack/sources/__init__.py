@@ -1,0 +1,1 @@
+"""Where images come from: folders, CelebA as distributed, manifests, map-style datasets."""

@@ -1,0 +1,148 @@
+"""A CSV or TSV manifest: a path a line, with labels, a split and further fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack import schema
+from h5pack.errors import OptionsError, SourceError
+from h5pack.sources.catalog import Catalog, FileReader, NameTable, class_ids, one_split
+from h5pack.sources.folders import split_order
+from h5pack.sources.tables import Table, binary_table, integers, numbers, read_delimited
+from h5pack.sources.walk import NameFilter
+
+_PATHS = ("path", "file", "filename", "file_name", "filepath", "image", "image_path", "image_id")
+_LABELS = ("label", "class", "target", "category")
+_SPLITS = ("split", "partition", "subset", "set")
+
+
+@dataclass(frozen=True)
+class ManifestColumns:
+    """Which columns of a manifest mean what; by default those with the usual names.
+
+    Attributes
+    ----------
+    path : str, optional
+        Column of image paths, relative to the manifest's folder (or `root`), or absolute.
+    labels : tuple of str
+        One column: integers as they are, or names of classes. Several: a uint8 table.
+    split : str, optional
+    fields : tuple of str
+        Columns of numbers, each stored as a dataset of its own.
+    root : str, optional
+        The folder that relative paths start from.
+    """
+
+    path: str | None = None
+    labels: tuple[str, ...] = ()
+    split: str | None = None
+    fields: tuple[str, ...] = ()
+    root: str | None = None
+
+
+def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalog:
+    """Read a manifest; its order is the source order.
+
+    Raises
+    ------
+    SourceError
+        If a column is missing or holds what it cannot mean.
+    OptionsError
+        If a field takes one of the format's own names.
+    """
+    table = read_delimited(path)
+    path_column = columns.path or _usual(table, _PATHS)
+    if path_column is None:
+        raise SourceError(
+            f"{path}: no column of image paths among {', '.join(table.header)}; name it with --path-column"
+        )
+    names = table.column(path_column)
+    if "" in names:
+        raise SourceError(f"{path}: row {names.index('') + 1} has no path; mend the line")
+    split_names, split_ids = _splits(table, columns)
+    labels, label_names = _labels(table, columns)
+    catalog = Catalog(
+        "manifest",
+        FileReader(columns.root or str(path.parent)),
+        NameTable.of(names),
+        split_names,
+        split_ids,
+        labels=labels,
+        label_names=label_names,
+        fields={name: numbers(table, name) for name in _field_names(columns)},
+    )
+    return _filtered(catalog, names, wanted)
+
+
+def _usual(table: Table, names: tuple[str, ...]) -> str | None:
+    """The first column of the header that has one of these names, whatever its case."""
+    return next((column for column in table.header if column.lower() in names), None)
+
+
+def _labels(table: Table, columns: ManifestColumns) -> tuple[npt.NDArray[Any] | None, tuple[str, ...] | None]:
+    if len(columns.labels) > 1:
+        return binary_table(table, columns.labels), columns.labels
+    column = columns.labels[0] if columns.labels else _usual(table, _LABELS)
+    if column is None:
+        return None, None
+    whole = integers(table, column)
+    if whole is not None:
+        return whole, None
+    cells = table.column(column)
+    names, labels = class_ids([cell for cell in cells if cell])
+    if any(_is_number(name) for name in names):
+        number = next(name for name in names if _is_number(name))
+        raise SourceError(
+            f"{table.path} column {column!r}: holds the number {number!r} beside what is no integer; labels are "
+            "integers or names of classes; store other numbers with --field-columns"
+        )
+    every = np.full(len(cells), schema.NO_LABEL, np.int64)
+    every[[position for position, cell in enumerate(cells) if cell]] = labels
+    return every, names
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _splits(table: Table, columns: ManifestColumns) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
+    column = columns.split or _usual(table, _SPLITS)
+    if column is None:
+        return one_split(len(table.rows))
+    cells = [cell or "all" for cell in table.column(column)]
+    names = split_order(cells)
+    index = {name: number for number, name in enumerate(names)}
+    return names, np.array([index[cell] for cell in cells], np.int32)
+
+
+def _field_names(columns: ManifestColumns) -> tuple[str, ...]:
+    for name in columns.fields:
+        if name in schema.RESERVED or "/" in name or name.startswith("."):
+            raise OptionsError(f"field {name!r}: the format uses or forbids that name; rename the column")
+    return columns.fields
+
+
+def _filtered(catalog: Catalog, names: list[str], wanted: NameFilter) -> Catalog:
+    """Apply --include and --exclude; a manifest names its images, so their endings do not matter."""
+    counted: dict[str, int] = {}
+    kept = []
+    for number, name in enumerate(names):
+        refusal = wanted.refusal(name) if wanted.include or wanted.exclude else None
+        if refusal in ("excluded", "not included"):
+            counted[refusal] = counted.get(refusal, 0) + 1
+        else:
+            kept.append(number)
+    if not counted:
+        return catalog
+    remaining = catalog.take(np.array(kept, np.int64))
+    remaining.ignored.update(counted)
+    return remaining

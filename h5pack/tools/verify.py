@@ -1,0 +1,232 @@
+"""`h5pack verify`: is the pack whole, and does every row still hold what was written?"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from h5pack import schema
+from h5pack.checksum import row_checksums
+from h5pack.errors import H5PackError, PackFormatError, WorkerError
+from h5pack.hdf5 import chunk_addresses, dataset_names, is_filtered, open_file, require_complete, text
+from h5pack.machine import available_cpus
+from h5pack.pack.executors import open_executor, run
+from h5pack.rows import RowPlaces, check_counted, check_tasks, describe_check
+
+_TASK_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What a verification found.
+
+    Attributes
+    ----------
+    path : str
+    rows : int
+        Rows of the pack; 0 where it could not be opened.
+    problems : tuple of str
+        Faults of the structure.
+    damaged : dict of str to list of int
+        Rows whose checksum differs, by dataset.
+    filenames : dict of int to str
+        The source files of damaged rows.
+    """
+
+    path: str
+    rows: int
+    problems: tuple[str, ...] = ()
+    damaged: dict[str, list[int]] = field(default_factory=dict)
+    filenames: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems and not any(self.damaged.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """The report for programs; keys are stable."""
+        return {
+            "path": self.path,
+            "ok": self.ok,
+            "rows": self.rows,
+            "problems": list(self.problems),
+            "damaged": self.damaged,
+            "filenames": {str(row): name for row, name in self.filenames.items()},
+        }
+
+
+@dataclass(frozen=True)
+class _Structure:
+    """What one look inside the file gave, so that the HDF5 library need not be asked again."""
+
+    rows: int
+    problems: list[str]
+    damaged: dict[str, list[int]]
+    places: RowPlaces | None
+    checksums: npt.NDArray[np.uint32]
+    filtered: bool
+
+
+def verify(
+    path: str | os.PathLike[str], *, workers: int | None = None, start_method: str | None = None, progress: bool = False
+) -> VerifyReport:
+    """Check a pack's structure, and the checksum of every row.
+
+    The HDF5 library looks at the file in a process of its own, which a damaged file may bring down; the rows are read
+    beside the library, in parallel.
+
+    Parameters
+    ----------
+    path : path
+    workers : int, optional
+        Processes; None: the CPUs this process may use, at least 2.
+    start_method : str, optional
+        Of multiprocessing; None: fork where that is safe, else forkserver.
+    progress : bool
+        Show a progress bar on standard error, where that is a terminal.
+
+    Returns
+    -------
+    VerifyReport
+
+    Raises
+    ------
+    PackFormatError
+        If the file is no pack, so that there is nothing to check it against.
+    """
+    name = os.path.abspath(path)
+    count = max(2, workers or available_cpus())
+    try:
+        with open_executor(count, start_method, None) as executor:
+            try:
+                structure = executor.submit(_inspect, name).result()
+            except H5PackError as error:
+                if isinstance(error, _NoPackError):
+                    raise PackFormatError(str(error)) from None
+                return VerifyReport(name, 0, (str(error).removeprefix(f"{name}: "),))
+            damaged = structure.damaged
+            if structure.places is not None:
+                rows = np.arange(structure.rows, dtype=np.int64)
+                tasks = check_tasks(name, structure.places, rows, structure.checksums, _TASK_BYTES)
+                wrong: list[int] = []
+                tqdm.monitor_interval = 0
+                bar = tqdm(
+                    total=len(rows), desc="verify", unit=" rows", disable=None if progress else True, leave=False
+                )
+                with bar:
+                    for checked, found in run(executor, check_counted, tasks, 2 * count, describe_check):
+                        wrong += found
+                        bar.update(checked)
+                if wrong:
+                    damaged[schema.IMAGES] = sorted(wrong)
+            listed = sorted({row for found in damaged.values() for row in found})
+            names = executor.submit(_filenames, name, listed).result() if listed else {}
+    except (WorkerError, RuntimeError) as error:
+        if isinstance(error, PackFormatError):
+            raise
+        return VerifyReport(
+            name, 0, (f"HDF5 {h5py.version.hdf5_version} crashed on it; the file is damaged: restore it",)
+        )
+    return VerifyReport(name, structure.rows, tuple(structure.problems), damaged, names)
+
+
+class _NoPackError(PackFormatError):
+    """There are no checksums to verify against."""
+
+
+def _inspect(path: str) -> _Structure:
+    with open_file(path) as file:
+        if schema.FORMAT not in file.attrs:
+            raise _NoPackError(f"{path}: not a pack (it has no {schema.FORMAT} attribute), so it has no checksums")
+        require_complete(file)
+        try:
+            return _inspect_pack(path, file)
+        except H5PackError:
+            raise
+        except Exception as error:
+            raise PackFormatError(f"{path}: damaged metadata ({error}); restore the file or convert again") from None
+
+
+def _inspect_pack(path: str, file: h5py.File) -> _Structure:
+    problems: list[str] = []
+    damaged: dict[str, list[int]] = {}
+    images = file.get(schema.IMAGES)
+    if not isinstance(images, h5py.Dataset) or images.ndim != 4 or images.dtype != np.uint8 or images.chunks is None:
+        raise PackFormatError(f"{path}: no chunked uint8 dataset 'images' of rank 4; convert again")
+    rows = images.shape[0]
+    _check_tables(file, rows, problems)
+    for name in dataset_names(file):
+        if not name.startswith(f"{schema.CHECKSUMS}/") or name == f"{schema.CHECKSUMS}/{schema.IMAGES}":
+            continue
+        target = name.removeprefix(f"{schema.CHECKSUMS}/")
+        if target not in file or len(file[target]) != len(file[name]):
+            problems.append(f"{name}: there is no dataset {target!r} of as many rows")
+            continue
+        wrong = np.flatnonzero(row_checksums(file[target][()]) != file[name][()])
+        if len(wrong):
+            damaged[target] = wrong.tolist()
+    checksums = file.get(f"{schema.CHECKSUMS}/{schema.IMAGES}")
+    if not isinstance(checksums, h5py.Dataset) or checksums.shape != (rows,):
+        problems.append("checksums/images: missing, or not one a row")
+        return _Structure(rows, problems, damaged, None, np.zeros(0, np.uint32), False)
+    expected = checksums[()]
+    if is_filtered(images) or images.chunks[1:] != images.shape[1:]:
+        # Somebody repacked it; it is a pack all the same, read through the library.
+        wrong_rows = _wrong_through_library(images, expected)
+        if wrong_rows:
+            damaged[schema.IMAGES] = wrong_rows
+        return _Structure(rows, problems, damaged, None, expected, True)
+    row_bytes = int(np.prod(images.shape[1:]))
+    addresses = chunk_addresses(images)
+    size = os.path.getsize(path)
+    outside = np.flatnonzero((addresses < 0) | (addresses + images.chunks[0] * row_bytes > size))
+    if len(outside):
+        problems.append(f"images: {len(outside)} chunks lie outside the file, chunk {int(outside[0])} first")
+    places = RowPlaces(addresses, images.chunks[0], row_bytes)
+    return _Structure(rows, problems, damaged, None if len(outside) else places, expected, False)
+
+
+def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
+    for name in (schema.FILENAMES, schema.SPLIT_NAMES, schema.SPLIT_ROWS, "statistics/mean", "statistics/std"):
+        if not isinstance(file.get(name), h5py.Dataset):
+            problems.append(f"{name}: missing")
+    for name in (schema.FILENAMES, schema.LABELS):
+        item = file.get(name)
+        if isinstance(item, h5py.Dataset) and len(item) != rows:
+            problems.append(f"{name}: {len(item):,} rows, and images has {rows:,}")
+    splits = file.get(schema.SPLIT_ROWS)
+    if isinstance(splits, h5py.Dataset):
+        edges = splits[()].reshape(-1, 2)
+        joined = [0, *edges[:, 1].tolist()]
+        if edges[:, 0].tolist() != joined[:-1] or joined[-1] != rows:
+            problems.append(f"splits/rows: do not cover the {rows:,} rows one behind the other")
+
+
+def _wrong_through_library(images: h5py.Dataset, expected: npt.NDArray[np.uint32]) -> list[int]:
+    wrong: list[int] = []
+    step = max(1, _TASK_BYTES // int(np.prod(images.shape[1:])))
+    step = max(images.chunks[0], step - step % images.chunks[0])
+    for start in range(0, len(images), step):
+        stop = min(start + step, len(images))
+        try:
+            different = np.flatnonzero(row_checksums(images[start:stop]) != expected[start:stop])
+            wrong += [start + int(place) for place in different]
+        except OSError:
+            wrong += range(start, stop)
+    return wrong
+
+
+def _filenames(path: str, rows: list[int]) -> dict[int, str]:
+    try:
+        with open_file(path) as file:
+            stored = file[schema.FILENAMES]
+            return {row: text(stored[row]) for row in rows[:1000] if row < len(stored)}
+    except (H5PackError, OSError, KeyError, RuntimeError):
+        return {}

@@ -1,0 +1,3 @@
+"""The version of h5pack."""
+
+__version__ = "0.1.0"
