@@ -191,7 +191,6 @@ def _holds_rows(dataset: h5py.Dataset) -> bool:
 def _faults(dataset: h5py.Dataset, filters: tuple[str, ...]) -> tuple[str, ...]:
     """What the chunks cost somebody who reads single rows."""
     shape, chunks, itemsize = dataset.shape, dataset.chunks, dataset.dtype.itemsize
-    row_bytes = math.prod(shape[1:]) * itemsize
     chunk_bytes = math.prod(chunks) * itemsize
     pieces = math.prod(_grid(dataset)[1:])
     found = []
@@ -210,8 +209,6 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...]) -> tuple[str, ...]:
             f"one row needs {pieces * chunk_bytes / 2**20:.1f} MiB of chunks, more than HDF5's default cache of 1 MiB: "
             "each row read decodes them anew"
         )
-    if not filters and pieces == 1 and chunks[0] > 1 and _DEFAULT_CACHE_BYTES >= chunk_bytes > 8 * row_bytes:
-        found.append(f"a default cache reads whole chunks of {chunks[0]} rows for one row; open it with rdcc_nbytes=0")
     if chunk_bytes < 16_384 and dataset.nbytes > 2**24:
         found.append(f"chunks of {chunk_bytes:,} bytes: the index costs more than the reading")
     return tuple(found)

@@ -1,0 +1,86 @@
+"""Images and folders that the tests make for themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps
+
+from h5pack.pack.options import ConvertOptions
+
+
+def pixels(seed: int, size: tuple[int, int] = (20, 14), channels: int = 3) -> npt.NDArray[np.uint8]:
+    """Smooth colour with some noise, so that JPEG has something to do; uint8 (H, W, C) or (H, W)."""
+    random = np.random.default_rng(seed)
+    height, width = size
+    y, x = np.mgrid[:height, :width] / max(size)
+    planes = [
+        128 + 90 * np.sin(7 * random.random() * x + 5 * random.random() * y + 6 * random.random())
+        for _ in range(channels)
+    ]
+    noisy = np.stack(planes, axis=2) + random.normal(0, 8, (height, width, channels))
+    values = np.clip(noisy, 0, 255).astype(np.uint8)
+    return values if channels > 1 else values[:, :, 0]
+
+
+def save(path: Path, seed: int = 0, size: tuple[int, int] = (20, 14), **settings: Any) -> Path:
+    """Write one image; its ending says the format."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels(seed, size)).save(path, **settings)
+    return path
+
+
+def flat_folder(root: Path, count: int, size: tuple[int, int] = (20, 14)) -> Path:
+    """`count` JPEGs in one folder."""
+    for number in range(count):
+        save(root / f"{number:05d}.jpg", number, size)
+    return root
+
+
+def class_folders(root: Path, counts: dict[str, int], size: tuple[int, int] = (20, 14)) -> Path:
+    """One folder a class."""
+    seed = 0
+    for name, count in counts.items():
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            save(root / name / f"{number:05d}.jpg", seed, size)
+            seed += 1
+    return root
+
+
+def split_folders(root: Path, counts: dict[str, dict[str, int]], size: tuple[int, int] = (20, 14)) -> Path:
+    """One folder a split, in each one a class."""
+    for split, classes in counts.items():
+        class_folders(root / split, classes, size)
+    return root
+
+
+def truncate(path: Path, keep: float = 0.6) -> Path:
+    """Cut an image file short."""
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * keep)])
+    return path
+
+
+def expected(path: Path, size: tuple[int, int] | None = None, mode: str = "RGB", fit: str = "crop") -> Any:
+    """An image as a reader who knows only Pillow would decode it; (H, W, 3), or (H, W, 1) for L."""
+    with Image.open(path) as image:
+        image = ImageOps.exif_transpose(image.convert(mode)) if not image.getexif() else ImageOps.exif_transpose(image)
+        image = image.convert(mode)
+    if size is not None:
+        wanted = size[::-1]
+        image = {
+            "crop": lambda: ImageOps.fit(image, wanted),
+            "pad": lambda: ImageOps.pad(image, wanted),
+            "stretch": lambda: image.resize(wanted),
+        }[fit]()
+    array = np.asarray(image)
+    return array if array.ndim == 3 else array[:, :, None]
+
+
+def quick(**settings: Any) -> ConvertOptions:
+    """Options for tests: in this process, unless they say otherwise."""
+    return ConvertOptions(**{"workers": 1, **settings})
