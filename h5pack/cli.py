@@ -138,6 +138,7 @@ def _add_convert(commands: Any, common: argparse.ArgumentParser) -> None:
     how = convert.add_argument_group("how to go about it")
     how.add_argument("--workers", type=int, metavar="N", help="processes (default: the CPUs this process may use)")
     how.add_argument("--start-method", metavar="METHOD", help="fork, forkserver or spawn")
+    how.add_argument("--io", default="auto", metavar="HOW", help="direct, buffered or auto (default)")
     how.add_argument("--dry-run", action="store_true", help="print the plan, write nothing")
     how.add_argument("--overwrite", action="store_true", help="replace OUT when the new file is whole")
     how.add_argument("--resume", action="store_true", help="continue an interrupted conversion")
@@ -235,6 +236,7 @@ def _options(arguments: argparse.Namespace) -> Any:
         strict=arguments.strict,
         workers=arguments.workers,
         start_method=arguments.start_method,
+        io=arguments.io,
         overwrite=arguments.overwrite,
         resume=arguments.resume,
     )

@@ -16,6 +16,7 @@ LAYOUTS = ("nhwc", "nchw")
 MODES = ("rgb", "gray")
 ORDERS = ("shuffled", "sorted")
 FITS = ("crop", "pad", "stretch")
+IO = ("auto", "direct", "buffered")
 RESAMPLES = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
 MAX_PIXELS = 178_956_970
 """Images with more pixels are rejected as decompression bombs; the count at which Pillow refuses one."""
@@ -64,6 +65,9 @@ class ConvertOptions:
         Worker processes; None: the CPUs this process may use. 1 works in this process.
     start_method : str, optional
         fork, forkserver or spawn; None: fork where that is safe, else forkserver.
+    io : str
+        How rows are written: direct (past the page cache: less CPU, and the cache keeps what it holds), buffered, or
+        auto (direct on ext4 and XFS).
     overwrite : bool
         Replace an output that exists, at the very end, and drop an unfinished one.
     resume : bool
@@ -94,6 +98,7 @@ class ConvertOptions:
     strict: bool = False
     workers: int | None = None
     start_method: str | None = None
+    io: str = "auto"
     overwrite: bool = False
     resume: bool = False
 
@@ -105,6 +110,7 @@ class ConvertOptions:
             ("mode", MODES),
             ("layout", LAYOUTS),
             ("order", ORDERS),
+            ("io", IO),
             ("start_method", (None, "fork", "forkserver", "spawn")),
         ):
             value = getattr(self, name)
@@ -143,7 +149,7 @@ class ConvertOptions:
     def content(self) -> dict[str, Any]:
         """The options that change what the file holds, for `h5pack_options` and for comparing on resume."""
         values = dataclasses.asdict(self)
-        for name in ("root", "strict", "workers", "start_method", "overwrite", "resume"):
+        for name in ("root", "strict", "workers", "start_method", "io", "overwrite", "resume"):
             del values[name]
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 

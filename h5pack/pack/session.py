@@ -80,7 +80,12 @@ class Session:
         """
         plan, order = self.plan, self.plan.placement.order
         job = WriteJob(
-            str(self.output.partial), str(self.output.journal), plan.row_shape, plan.options.layout, plan.pixels
+            str(self.output.partial),
+            str(self.output.journal),
+            plan.row_shape,
+            plan.options.layout,
+            plan.pixels,
+            plan.options.io,
         )
         sampled = np.zeros(plan.rows, np.bool_)
         sampled[sampled_rows(*statistics_range(plan, plan.placement))] = True

@@ -97,15 +97,7 @@ def build(path: str | os.PathLike[str], skeleton: Skeleton, rows: int, tables: T
     ndarray
         int64, (chunks,): byte offsets.
     """
-    version = ("v108", "v108") if skeleton.compat else ("v110", "v110")
-    with h5py.File(
-        path,
-        "w",
-        libver=version,
-        locking=False,
-        alignment_threshold=schema.ALIGNMENT_THRESHOLD_BYTES,
-        alignment_interval=schema.ALIGNMENT_BYTES,
-    ) as file:
+    with _create_file(path, skeleton.compat) as file:
         # The images come first: what is allocated before them would move their chunks.
         images = _create_images(file, skeleton, rows)
         addresses = chunk_addresses(images)
@@ -118,10 +110,25 @@ def build(path: str | os.PathLike[str], skeleton: Skeleton, rows: int, tables: T
     return addresses
 
 
+def _create_file(path: str | os.PathLike[str], compat: bool) -> h5py.File:
+    """An empty file without time stamps, so that the same content makes the same bytes."""
+    create = h5py.h5p.create(h5py.h5p.FILE_CREATE)
+    create.set_obj_track_times(False)
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    version = h5py.h5f.LIBVER_V18 if compat else h5py.h5f.LIBVER_V110
+    access.set_libver_bounds(version, version)
+    access.set_alignment(schema.ALIGNMENT_THRESHOLD_BYTES, schema.ALIGNMENT_BYTES)
+    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+    # The caller holds an flock of its own, with which HDF5's would collide.
+    access.set_file_locking(False, False)
+    return h5py.File(h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_TRUNC, create, access))
+
+
 def _create_images(file: h5py.File, skeleton: Skeleton, rows: int) -> h5py.Dataset:
     chunks = (skeleton.chunk_rows, *skeleton.row_shape)
     create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     create.set_chunk(chunks)
+    create.set_obj_track_times(False)
     # Early allocation settles every address now; nothing is written, so the file is sparse.
     create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     create.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -167,6 +174,9 @@ def _write_tables(file: h5py.File, tables: Tables) -> None:
         file.create_dataset(name, data=values)
     _create_names(file, schema.FILENAMES, tables.filenames)
 
+    # Groups that HDF5 makes on the way to a dataset would carry the time.
+    for name in (schema.SPLITS, schema.CHECKSUMS):
+        file.create_group(name)
     file.create_dataset(schema.SPLIT_NAMES, data=utf8(tables.splits))
     file.create_dataset(schema.SPLIT_ROWS, data=np.array([*tables.splits.values()], np.int64))
 
@@ -184,6 +194,7 @@ def _write_tables(file: h5py.File, tables: Tables) -> None:
     statistics.attrs["split"] = utf8([tables.statistics["split"]])[0]
 
     if tables.rejects:
+        file.create_group(schema.REJECTS)
         _create_names(file, f"{schema.REJECTS}/filenames", [name for name, _ in tables.rejects])
         _create_names(file, f"{schema.REJECTS}/reasons", [reason for _, reason in tables.rejects])
 

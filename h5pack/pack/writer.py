@@ -7,7 +7,6 @@ processes, and the HDF5 library takes no part.
 from __future__ import annotations
 
 import atexit
-import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,8 +17,8 @@ from h5pack.errors import RejectedImageError, SourceError
 from h5pack.pack.executors import shared
 from h5pack.pack.images import Decoder, PixelOptions, strict_pillow
 from h5pack.pack.journal import JournalWriter, RowRecord
+from h5pack.pack.rowfile import RowFile
 from h5pack.pack.statistics import channel_sums
-from h5pack.rows import write_all
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,8 @@ class WriteJob:
         As stored.
     layout : str
     pixels : PixelOptions
+    io : str
+        direct, buffered or auto; see `h5pack.pack.rowfile`.
     """
 
     path: str
@@ -43,6 +44,7 @@ class WriteJob:
     row_shape: tuple[int, int, int]
     layout: str
     pixels: PixelOptions
+    io: str
 
 
 @dataclass(frozen=True)
@@ -79,20 +81,13 @@ class _Worker:
 
     def __init__(self, job: WriteJob) -> None:
         self.job = job
-        self.descriptor = os.open(job.path, os.O_RDWR | os.O_CLOEXEC)
+        self.file = RowFile(job.path, job.io)
         self.decoder = Decoder(job.pixels)
         self.journal = JournalWriter(job.journal)
-        self.rows = np.empty((0, *job.row_shape), np.uint8)
         self.upright = np.empty((job.pixels.height, job.pixels.width, job.pixels.channels), np.uint8)
 
-    def buffer(self, rows: int) -> npt.NDArray[np.uint8]:
-        """Reused from task to task: fresh memory costs more than filling it."""
-        if len(self.rows) < rows:
-            self.rows = np.empty((rows, *self.job.row_shape), np.uint8)
-        return self.rows[:rows]
-
     def close(self) -> None:
-        os.close(self.descriptor)
+        self.file.close()
         self.journal.close()
 
 
@@ -130,7 +125,8 @@ def write_rows(task: WriteTask) -> RowRecord:
     """
     worker = _worker_for(task.job)
     count = len(task.indices)
-    rows = worker.buffer(count)
+    row_bytes = int(np.prod(task.job.row_shape))
+    rows = worker.file.begin(task.offset, count * row_bytes).reshape(count, *task.job.row_shape)
     record = RowRecord(
         start=task.start,
         packed=np.ones(count, np.bool_),
@@ -148,11 +144,12 @@ def write_rows(task: WriteTask) -> RowRecord:
                 rows[place] = 0
             else:
                 record.checksums[place] = crc32(rows[place])
+            worker.file.ready((place + 1) * row_bytes)
     sampled = [place for place in task.sampled if record.packed[place]]
     if sampled:
         record.sampled = np.array(sampled, np.int64) + task.start
         record.sums = np.stack([channel_sums(rows[place], task.job.layout) for place in sampled])
-    write_all(worker.descriptor, rows.reshape(-1).data, task.offset)
+    worker.file.end()
     worker.journal.append(record)
     return record
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import h5py
@@ -458,3 +459,16 @@ def test_unicode_and_undecodable_names(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "o.h5") as file:
         assert names_of(file) == ["雪/bad\\udcff.jpg", "雪/größe.jpg", "雪/плюс.jpg"]
         assert file["labels"].attrs["classes"][0].decode() == "雪"
+
+
+def test_the_same_content_makes_the_same_bytes_at_any_time(tmp_path: Path) -> None:
+    source = split_folders(tmp_path / "in", {"train": {"x": 9}, "test": {"x": 5, "y": 2}}, (60, 50))
+    truncate(source / "test" / "y" / "00001.jpg")
+    for compat in (False, True):
+        files = []
+        for attempt in range(2):
+            out = tmp_path / f"{compat}{attempt}.h5"
+            h5pack.convert(source, out, quick(compat=compat))
+            files.append(out.read_bytes())
+            time.sleep(1.1)
+        assert files[0] == files[1]
