@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -39,5 +40,5 @@ def row_checksums(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
         uint32, (n,).
     """
     rows = np.ascontiguousarray(rows)
-    flat = rows.reshape(len(rows), -1).view(np.uint8)
+    flat = rows.reshape(len(rows), math.prod(rows.shape[1:])).view(np.uint8)
     return np.fromiter((crc32(row) for row in flat), dtype=np.uint32, count=len(rows))

@@ -333,16 +333,12 @@ class Conversion:
         missing = np.flatnonzero(~rows.settled)
         tasks = session.tasks(missing, self.workers)
         with self._bar("write", len(missing)) as advance:
-            for record in run(self._executor, writer.write_rows, tasks, 2 * self.workers, writer.describe):
-                rows.add(record)
-                advance(len(record.packed))
-                if self.options.strict and record.reasons:
-                    row, reason = next(iter(record.reasons.items()))
-                    name = plan.catalog.names[int(plan.placement.order[row])]
-                    raise RejectedImageError(
-                        f"{plan.source}: {name}: {reason}; mend or remove it and start over with --overwrite, or go "
-                        "on without it by --resume and no --strict"
-                    )
+            for records in run(self._executor, writer.write_rows, tasks, 2 * self.workers, writer.describe):
+                for record in records:
+                    rows.add(record)
+                    advance(len(record.packed))
+                    if self.options.strict:
+                        _refuse_rejects(plan, record)
         self._seconds["write"] = time.perf_counter() - begin
 
     def _abandon(self) -> None:
@@ -359,6 +355,15 @@ class Conversion:
         tqdm.monitor_interval = 0
         with tqdm(total=total, desc=title, unit=" images", disable=None, smoothing=0.1, leave=False) as bar:
             yield bar.update
+
+
+def _refuse_rejects(plan: ConvertPlan, record: RowRecord) -> None:
+    for row, reason in record.reasons.items():
+        name = plan.catalog.names[int(plan.placement.order[row])]
+        raise RejectedImageError(
+            f"{plan.source}: {name}: {reason}; mend or remove it and start over with --overwrite, or go on without it "
+            "by --resume and no --strict"
+        )
 
 
 def _first(written: RowRecord) -> str:

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
 
 from h5pack.errors import RejectedImageError
 from h5pack.pack.headers import Header, Kind, parse_jpeg, parse_png
@@ -108,7 +109,8 @@ def read_header(head: bytes, open_file: Callable[[], BinaryIO], max_pixels: int)
 def _pillow_header(stream: BinaryIO) -> Header:
     with _rejecting(), Image.open(stream) as image:
         _refuse_deep(image)
-        width, height = image.size
+        # Pillow's releases differ in whether a TIFF that is not loaded has its coded or its upright size.
+        width, height = _coded_size(image) if isinstance(image, TiffImageFile) else image.size
         sideways = _orientation(image) in _SIDEWAYS
     return Header(width, height, Kind.PILLOW) if sideways else Header(height, width, Kind.PILLOW)
 
@@ -151,14 +153,14 @@ class Decoder:
             else:
                 pixels = self._decode_fast(source, None)
                 if pixels is not None:
-                    self._place(Image.fromarray(np.squeeze(pixels)), out)
+                    self._place(_image(pixels), out)
                     return
         if isinstance(source, bytes):
             with _rejecting(), Image.open(io.BytesIO(source)) as image:
                 _refuse_bomb(image.height, image.width, options.max_pixels)
                 self._place(self._upright(image), out)
         else:
-            self._place(Image.fromarray(np.squeeze(source, 2) if source.shape[2] == 1 else source), out)
+            self._place(_image(source), out)
 
     def _decode_fast(self, data: bytes, out: npt.NDArray[np.uint8] | None) -> npt.NDArray[np.uint8] | None:
         """By simplejpeg; None where it fails or warns, and Pillow must judge."""
@@ -175,11 +177,13 @@ class Decoder:
 
     def _upright(self, image: Image.Image) -> Image.Image:
         options = self._options
-        orientation = _orientation(image)
         if options.draft:
             size = (options.width, options.height)
-            image.draft(None, size[::-1] if orientation in _SIDEWAYS else size)
+            image.draft(None, size[::-1] if _orientation(image) in _SIDEWAYS else size)
         _refuse_deep(image)
+        image.load()
+        # Read after loading, since Pillow turns a TIFF upright while it loads, and removes the tag.
+        orientation = _orientation(image)
         if image.mode in _16_BIT or image.mode == "I":
             high = (np.asarray(image).astype(np.int64) >> 8).astype(np.uint8)
             flat: Image.Image = Image.fromarray(high)
@@ -205,6 +209,10 @@ class Decoder:
             else:
                 image = image.resize(size, self._resample)
         out[...] = np.asarray(image).reshape(out.shape)
+
+
+def _image(pixels: npt.NDArray[np.uint8]) -> Image.Image:
+    return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
 
 def _orientation(image: Image.Image) -> int:

@@ -9,6 +9,7 @@ images are decoded.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -21,7 +22,7 @@ from h5pack import schema
 from h5pack.rows import write_all
 
 _PAGE = schema.ALIGNMENT_BYTES
-_PIECE_BYTES = 1024 * 1024
+_PIECE_BYTES = 2 * 1024 * 1024
 # Local file systems whose direct writes were measured, or are known, to run at the device's speed. Network file
 # systems may wait for the server at each write, and memory file systems have nothing to bypass.
 _DIRECT_FILE_SYSTEMS = ("ext4", "xfs")
@@ -30,89 +31,118 @@ _DIRECT_FILE_SYSTEMS = ("ext4", "xfs")
 class RowFile:
     """One worker's way into the file.
 
+    Two buffers take turns, so that one is written while the next is filled; they are reused, because fresh memory
+    costs more than filling it.
+
     Parameters
     ----------
     path : str
     io : str
         direct, buffered, or auto: direct on the file systems that suit it.
-
-    Notes
-    -----
-    A run is `begin`, any number of `ready`, then `end`.
     """
 
     def __init__(self, path: str, io: str) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._direct = _open_direct(path) if io == "direct" or (io == "auto" and suits_direct(path)) else None
-        self._thread = ThreadPoolExecutor(1, "h5pack-write") if self._direct is not None else None
-        self._memory = mmap.mmap(-1, _PAGE)
-        self._pending: list[Future[None]] = []
-        self._start = self._skew = self._bytes = self._written = 0
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.direct = _open_direct(path) if io == "direct" or (io == "auto" and suits_direct(path)) else None
+        self.thread = ThreadPoolExecutor(1, "h5pack-write") if self.direct is not None else None
+        self._memory = [_memory(_PAGE), _memory(_PAGE)]
 
-    def begin(self, offset: int, count: int) -> npt.NDArray[np.uint8]:
-        """Start a run of `count` bytes at `offset`; gives the buffer to fill, uint8, (count,)."""
-        # File and memory must be aligned together. The buffer is reused: fresh memory costs more than filling it.
-        self._skew = offset % _PAGE if self._direct is not None else 0
-        if len(self._memory) < self._skew + count:
-            self._memory = mmap.mmap(-1, self._skew + count)
-        self._start, self._bytes, self._written = offset, count, 0
-        return np.frombuffer(self._memory, np.uint8, count, self._skew)
+    def begin(self, offset: int, count: int) -> Run:
+        """Start a run of `count` bytes at `offset`; the run before the last must have been waited for."""
+        # File and memory must be aligned together.
+        skew = offset % _PAGE if self.direct is not None else 0
+        self._memory.reverse()
+        if len(self._memory[0]) < skew + count:
+            self._memory[0] = _memory(skew + count)
+        return Run(self, self._memory[0], offset, skew, count)
+
+    def close(self) -> None:
+        """Wait for the thread, and close the file."""
+        if self.thread is not None:
+            self.thread.shutdown()
+        for descriptor in (self.descriptor, self.direct):
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def write(self, descriptor: int, data: memoryview, offset: int) -> None:
+        """Write `data` through `descriptor`, or buffered where the kernel takes no direct write after all."""
+        try:
+            write_all(descriptor, data, offset)
+        except OSError as error:
+            if descriptor == self.descriptor or error.errno != errno.EINVAL:
+                raise
+            # Larger device blocks, or encryption: the kernel took the flag but not the write.
+            write_all(self.descriptor, data, offset)
+
+
+class Run:
+    """Bytes on their way to one place in the file: fill `buffer`, call `ready` as it fills, then `wait`.
+
+    Attributes
+    ----------
+    buffer : ndarray
+        uint8, (count,).
+    """
+
+    def __init__(self, file: RowFile, memory: mmap.mmap, start: int, skew: int, count: int) -> None:
+        self.buffer: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8, count, skew)
+        self._file = file
+        self._start = start
+        self._count = count
+        self._written = 0
+        self._pending: list[Future[None]] = []
 
     def ready(self, count: int) -> None:
-        """The first `count` bytes of the run are final and may be written."""
-        if self._direct is None:
-            return
-        if self._written == 0:
-            head = min(-self._start % _PAGE, self._bytes)
-            if count < head:
-                return
-            self._submit(self._descriptor, head)
-        whole = (self._start + count) // _PAGE * _PAGE - self._start
-        last = count == self._bytes
-        if whole - self._written >= (1 if last else _PIECE_BYTES):
-            self._submit(self._direct, whole)
-        if last:
-            self._submit(self._descriptor, count)
+        """The first `count` bytes are final; they are handed on as soon as they make a piece.
 
-    def end(self) -> None:
-        """Wait until the whole run is handed to the kernel.
+        Raises
+        ------
+        OSError
+            Where the write is buffered and fails; a direct one's failure is `wait`'s.
+        """
+        file, last = self._file, count == self._count
+        if file.direct is None:
+            if last:
+                file.write(file.descriptor, self.buffer.data, self._start)
+            return
+        head = min(-self._start % _PAGE, self._count)
+        if count < head:
+            return
+        self._submit(file.descriptor, head)
+        whole = (self._start + count) // _PAGE * _PAGE - self._start
+        if last or whole - self._written >= _PIECE_BYTES:
+            self._submit(file.direct, whole)
+        if last:
+            self._submit(file.descriptor, count)
+
+    def wait(self) -> None:
+        """Return when all bytes are handed to the kernel.
 
         Raises
         ------
         OSError
         """
-        self.ready(self._bytes)
-        if self._direct is None:
-            write_all(self._descriptor, memoryview(self._memory)[: self._bytes], self._start)
-        pending, self._pending = self._pending, []
-        for future in pending:
+        for future in self._pending:
             future.result()
 
-    def close(self) -> None:
-        """Wait for the thread, and close the file."""
-        if self._thread is not None:
-            self._thread.shutdown()
-        for descriptor in (self._descriptor, self._direct):
-            if descriptor is not None:
-                os.close(descriptor)
-
     def _submit(self, descriptor: int, stop: int) -> None:
-        """Write the run's bytes from those written to `stop`, in the thread."""
-        if stop <= self._written:
-            return
-        view = memoryview(self._memory)[self._skew + self._written : self._skew + stop]
-        assert self._thread is not None
-        self._pending.append(self._thread.submit(self._write, descriptor, view, self._start + self._written))
-        self._written = stop
+        """Write the bytes from those written to `stop`, in the thread."""
+        if stop > self._written:
+            data = self.buffer.data[self._written : stop]
+            assert self._file.thread is not None
+            self._pending.append(
+                self._file.thread.submit(self._file.write, descriptor, data, self._start + self._written)
+            )
+            self._written = stop
 
-    def _write(self, descriptor: int, data: memoryview, offset: int) -> None:
-        try:
-            write_all(descriptor, data, offset)
-        except OSError as error:
-            if descriptor == self._descriptor or error.errno != errno.EINVAL:
-                raise
-            # Larger device blocks, or encryption: the kernel took the flag but not the write.
-            write_all(self._descriptor, data, offset)
+
+def _memory(count: int) -> mmap.mmap:
+    """Page-aligned memory of this process alone, in huge pages where they are to be had: fewer to pin for a write."""
+    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def suits_direct(path: str) -> bool:

@@ -18,11 +18,12 @@ from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.skeleton import Skeleton, build, root_attributes
 from h5pack.pack.statistics import sampled_rows
 from h5pack.pack.tables import statistics_range
-from h5pack.pack.writer import WriteJob, WriteTask
+from h5pack.pack.writer import WriteJob, WriteRun, WriteTask
 from h5pack.rows import RowPlaces
 from h5pack.version import __version__
 
-_TASKS_A_WORKER = 4
+_TASKS_A_WORKER = 16
+_TASK_BYTES = 32 * 1024 * 1024
 
 
 class Session:
@@ -89,11 +90,17 @@ class Session:
         )
         sampled = np.zeros(plan.rows, np.bool_)
         sampled[sampled_rows(*statistics_range(plan, plan.placement))] = True
+        # Some tasks for each worker to the end, but no larger than needed to make a task's own cost vanish.
         most = max(1, -(-len(missing) // (workers * _TASKS_A_WORKER)))
+        most = min(most, max(plan.chunks.rows, _TASK_BYTES // plan.row_bytes))
+        runs: list[WriteRun] = []
+        rows = 0
         for start, count in self.places.runs(missing, min(plan.chunks.rows, most)):
+            if runs and rows + count > most:
+                yield WriteTask(job, runs)
+                runs, rows = [], 0
             indices = order[start : start + count]
-            yield WriteTask(
-                job=job,
+            run = WriteRun(
                 start=start,
                 offset=self.places.offset(start),
                 indices=indices.tolist(),
@@ -101,6 +108,10 @@ class Session:
                 kinds=plan.kinds[indices].tolist(),
                 sampled=np.flatnonzero(sampled[start : start + count]).tolist(),
             )
+            runs.append(run)
+            rows += count
+        if runs:
+            yield WriteTask(job, runs)
 
     def _require_same(self, before: dict[str, Any]) -> None:
         partial, source = self.output.partial, self.plan.source

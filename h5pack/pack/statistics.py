@@ -20,9 +20,9 @@ def sampled_rows(start: int, stop: int) -> npt.NDArray[np.int64]:
 def channel_sums(row: npt.NDArray[np.uint8], layout: str) -> npt.NDArray[np.uint64]:
     """Exact sums of a row's values and of their squares.
 
-    Summed along the image's columns in blocks of 256 lines: sums of 256 squares stay below 2**24, where float32 is
-    exact, and float32 is what processors add fastest (half the time of Pillow's histogram, a tenth of numpy's integer
-    sums).
+    Summed along the image's columns in float32, which processors add fastest: a tenth of the time of numpy's integer
+    sums. It is exact, in any order of adding, as long as a column's sum of squares stays below 2**24, that is for up
+    to 258 lines.
 
     Parameters
     ----------
@@ -38,19 +38,13 @@ def channel_sums(row: npt.NDArray[np.uint8], layout: str) -> npt.NDArray[np.uint
     """
     last = layout == "nhwc"
     channels = row.shape[2 if last else 0]
-    # Lines of one image, side by side: (H, W * C), or (C, H, W).
-    lines = row.reshape(row.shape[0], -1) if last else row
+    # The channels' lines one under the other: (1, H, W * C), or (C, H, W).
+    lines = row.reshape(1, row.shape[0], -1) if last else row
     total = np.zeros((2, channels), np.uint64)
-    axis = 0 if last else 1
-    for start in range(0, lines.shape[axis], _EXACT_LINES):
-        block = (lines[start : start + _EXACT_LINES] if last else lines[:, start : start + _EXACT_LINES]).astype(
-            np.float32
-        )
-        for power in range(2):
-            if power:
-                block *= block
-            columns = block.sum(axis).astype(np.float64)
-            total[power] += (columns.reshape(-1, channels).sum(0) if last else columns.sum(1)).astype(np.uint64)
+    for start in range(0, lines.shape[1], _EXACT_LINES):
+        block = lines[:, start : start + _EXACT_LINES].astype(np.float32)
+        columns = np.stack([block.sum(1), np.einsum("chw,chw->cw", block, block)]).astype(np.uint64)
+        total += columns.reshape(2, -1, channels).sum(1) if last else columns.sum(2)
     return total
 
 

@@ -17,7 +17,7 @@ from h5pack.errors import RejectedImageError, SourceError
 from h5pack.pack.executors import shared
 from h5pack.pack.images import Decoder, PixelOptions, strict_pillow
 from h5pack.pack.journal import JournalWriter, RowRecord
-from h5pack.pack.rowfile import RowFile
+from h5pack.pack.rowfile import RowFile, Run
 from h5pack.pack.statistics import channel_sums
 
 
@@ -48,12 +48,11 @@ class WriteJob:
 
 
 @dataclass(frozen=True)
-class WriteTask:
-    """A run of rows that lie one behind the other in the file.
+class WriteRun:
+    """Rows that lie one behind the other in the file.
 
     Attributes
     ----------
-    job : WriteJob
     start : int
         The first planned row.
     offset : int
@@ -67,13 +66,26 @@ class WriteTask:
         Which of these rows, counted from 0, are part of the statistics.
     """
 
-    job: WriteJob
     start: int
     offset: int
     indices: list[int]
     names: list[str]
     kinds: list[int]
     sampled: list[int]
+
+
+@dataclass(frozen=True)
+class WriteTask:
+    """Runs for one worker.
+
+    Attributes
+    ----------
+    job : WriteJob
+    runs : list of WriteRun
+    """
+
+    job: WriteJob
+    runs: list[WriteRun]
 
 
 class _Worker:
@@ -113,8 +125,8 @@ def release() -> None:
 atexit.register(release)
 
 
-def write_rows(task: WriteTask) -> RowRecord:
-    """Decode a task's images, write their rows, then journal them.
+def write_rows(task: WriteTask) -> list[RowRecord]:
+    """Decode a task's images, write their rows, and journal each run when it is written.
 
     Raises
     ------
@@ -124,53 +136,79 @@ def write_rows(task: WriteTask) -> RowRecord:
         If the source's storage fails.
     """
     worker = _worker_for(task.job)
-    count = len(task.indices)
-    row_bytes = int(np.prod(task.job.row_shape))
-    rows = worker.file.begin(task.offset, count * row_bytes).reshape(count, *task.job.row_shape)
-    record = RowRecord(
-        start=task.start,
-        packed=np.ones(count, np.bool_),
-        checksums=np.zeros(count, np.uint32),
-        sampled=np.zeros(0, np.int64),
-        sums=np.zeros((0, 2, task.job.pixels.channels), np.uint64),
-    )
+    records: list[RowRecord] = []
+    before: Run | None = None
     with strict_pillow():
-        for place in range(count):
-            try:
-                _decode(worker, task, place, rows[place])
-            except RejectedImageError as error:
-                record.packed[place] = False
-                record.reasons[task.start + place] = str(error)
-                rows[place] = 0
-            else:
-                record.checksums[place] = crc32(rows[place])
-            worker.file.ready((place + 1) * row_bytes)
-    sampled = [place for place in task.sampled if record.packed[place]]
-    if sampled:
-        record.sampled = np.array(sampled, np.int64) + task.start
-        record.sums = np.stack([channel_sums(rows[place], task.job.layout) for place in sampled])
-    worker.file.end()
-    worker.journal.append(record)
-    return record
+        for run in task.runs:
+            row_bytes = int(np.prod(task.job.row_shape))
+            current = worker.file.begin(run.offset, len(run.indices) * row_bytes)
+            record = _fill(worker, run, current)
+            # While this run was decoded, the one before was written.
+            if before is not None:
+                before.wait()
+                worker.journal.append(records[-1])
+            before = current
+            records.append(record)
+    if before is not None:
+        before.wait()
+        worker.journal.append(records[-1])
+    return records
 
 
-def _decode(worker: _Worker, task: WriteTask, place: int, row: npt.NDArray[np.uint8]) -> None:
-    name = task.names[place]
+def _fill(worker: _Worker, run: WriteRun, target: Run) -> RowRecord:
+    """Decode a run's images into its buffer, handing finished rows on."""
+    job, count = worker.job, len(run.indices)
+    rows = target.buffer.reshape(count, *job.row_shape)
+    row_bytes = rows[0].nbytes
+    packed = np.ones(count, np.bool_)
+    checksums = [0] * count
+    reasons: dict[int, str] = {}
+    sums = []
+    sampled = iter([*run.sampled, -1])
+    next_sampled = next(sampled)
+    for place, (index, name, kind) in enumerate(zip(run.indices, run.names, run.kinds, strict=True)):
+        row = rows[place]
+        try:
+            _decode(worker, index, name, kind, row)
+        except RejectedImageError as error:
+            packed[place] = False
+            reasons[run.start + place] = str(error)
+            row[...] = 0
+        else:
+            checksums[place] = crc32(row)
+        if place == next_sampled:
+            next_sampled = next(sampled)
+            if packed[place]:
+                # Now, while the row is in the processor's cache.
+                sums.append((run.start + place, channel_sums(row, job.layout)))
+        target.ready((place + 1) * row_bytes)
+    return RowRecord(
+        start=run.start,
+        packed=packed,
+        checksums=np.array(checksums, np.uint32),
+        sampled=np.array([row for row, _ in sums], np.int64),
+        sums=np.array([total for _, total in sums], np.uint64).reshape(len(sums), 2, job.pixels.channels),
+        reasons=reasons,
+    )
+
+
+def _decode(worker: _Worker, index: int, name: str, kind: int, row: npt.NDArray[np.uint8]) -> None:
     try:
-        source = shared().read(task.indices[place], name)
+        source = shared().read(index, name)
     except OSError as error:
         # The survey has read this file, so its loss is the storage's fault, or the source is being changed.
         raise SourceError(
             f"{name}: {error.strerror or error}, though the survey had read it; bring the source back as it was, then "
             "continue with --resume"
         ) from error
-    if task.job.layout == "nhwc":
-        worker.decoder.decode(source, task.kinds[place], row)
+    if worker.job.layout == "nhwc":
+        worker.decoder.decode(source, kind, row)
     else:
-        worker.decoder.decode(source, task.kinds[place], worker.upright)
+        worker.decoder.decode(source, kind, worker.upright)
         row[...] = worker.upright.transpose(2, 0, 1)
 
 
 def describe(task: WriteTask) -> str:
     """A task in words, for the message when its worker dies."""
-    return f"rows {task.start}-{task.start + len(task.names) - 1} ({task.names[0]!r} and on)"
+    first, last = task.runs[0], task.runs[-1]
+    return f"rows {first.start}-{last.start + len(last.names) - 1} ({first.names[0]!r} and on)"

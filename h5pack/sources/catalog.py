@@ -29,20 +29,21 @@ class NameTable:
     @classmethod
     def of(cls, names: Iterable[str]) -> NameTable:
         """Collect `names`; they may hold undecodable bytes as Python's surrogate escapes."""
-        parts: list[bytes] = []
-        lengths: list[int] = []
-        for name in names:
-            part = os.fsencode(name)
-            parts.append(part)
-            lengths.append(len(part))
-        offsets = np.zeros(len(parts) + 1, np.int64)
-        np.cumsum(lengths, out=offsets[1:])
-        return cls(b"".join(parts), offsets)
+        # One call encodes all; no name holds a NUL, so the NULs between them tell the lengths.
+        joined = os.fsencode("\0".join(names))
+        if not joined:
+            return cls(b"", np.zeros(1, np.int64))
+        ends = np.flatnonzero(np.frombuffer(joined, np.uint8) == 0)
+        offsets = np.concatenate([[0], ends - np.arange(len(ends)), [len(joined) - len(ends)]]).astype(np.int64)
+        return cls(joined.replace(b"\0", b""), offsets)
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
     def __getitem__(self, index: int) -> str:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"name {index} of {len(self)}")
+        index %= len(self)
         return os.fsdecode(self._blob[self._offsets[index] : self._offsets[index + 1]])
 
     def __iter__(self) -> Iterator[str]:

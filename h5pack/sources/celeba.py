@@ -51,8 +51,13 @@ def celeba(root: Path, wanted: NameFilter) -> Catalog:
         if path is not None:
             tables[role] = _read(path, ("image_id", column))
 
-    found = walk(str(root / folder), wanted)
-    names, rows, rejects = _join(root / folder, list(found.below("")), list(tables.values()))
+    for table in tables.values():
+        if len(table.header) < 2:
+            raise SourceError(f"{table.path}: no column beside the file names; fetch the file again")
+
+    found = walk(str(root), wanted, folder)
+    images = [name[len(folder) + 1 :] for name in found.below("")]
+    names, rows, rejects = _join(root / folder, images, list(tables.values()))
     row_of = dict(zip(tables, rows, strict=True))
     split_names, split_ids = one_split(len(names))
     if "partition" in tables:
@@ -112,14 +117,20 @@ def _join(
 
 
 def _column(table: Table) -> npt.NDArray[np.int64]:
-    values = integers(table, table.header[1])
+    cells = table.column(table.header[1])
+    values = integers(cells)
     if values is None:
-        raise SourceError(f"{table.path}: a value is no integer; fetch the file again")
+        row = next(row for row, cell in enumerate(cells) if integers([cell]) is None)
+        raise SourceError(f"{table.place(row)}: {cells[row]!r} is no integer; fetch the file again")
     return values
 
 
 def _partition(table: Table) -> npt.NDArray[np.int32]:
     values = _column(table)
-    if len(values) and not 0 <= values.min() <= values.max() <= 2:
-        raise SourceError(f"{table.path}: partitions are 0 (train), 1 (val) and 2 (test); fetch the file again")
+    odd = np.flatnonzero((values < 0) | (values > 2))
+    if len(odd):
+        raise SourceError(
+            f"{table.place(odd[0])}: partition {values[odd[0]]}; partitions are 0 (train), 1 (val) and 2 (test); "
+            "fetch the file again"
+        )
     return values.astype(np.int32)

@@ -71,7 +71,7 @@ def open_source(source: str | os.PathLike[str] | MapStyle, options: SourceOption
 
 
 def _open_path(path: Path, options: SourceOptions) -> Catalog:
-    if not path.exists():
+    if not os.path.exists(path):
         raise SourceError(f"{path}: no such file or folder; check the path")
     kind = options.kind or _look(path)
     if kind == "manifest":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from h5pack import schema
 from h5pack.errors import NoImagesError, SourceError
 from h5pack.sources.catalog import Catalog, FileReader, NameTable, one_split
-from h5pack.sources.walk import Walk
+from h5pack.sources.walk import Walk, child_folders
 
 # Folder names that mean a split, in the order in which splits are stored.
 _SPLIT_RANKS = {
@@ -71,17 +72,37 @@ def classes(root: str, found: Walk, folders: list[str]) -> Catalog:
     )
 
 
+def _in_classes(root: str, split: str, found: Walk) -> bool:
+    """Whether the images of a split lie in class folders, rather than in the split's own folder."""
+    inner = next((name for name in found.below(split) if name.count("/") > 1), None)
+    if inner is not None and split in found.folders:
+        raise SourceError(
+            f"{os.path.join(root, split)}: holds images beside its class folders ({found.names(split)[0]!r} beside "
+            f"{inner.split('/')[1]!r}, say); move them into a class, or leave them out with --exclude"
+        )
+    return inner is not None
+
+
 def splits(root: str, found: Walk, folders: list[str]) -> Catalog:
-    """One folder a split; in each, class folders, or images alone where the split has no labels (label -1)."""
+    """One folder a split; in each, class folders, or images alone where the split has no labels (label -1).
+
+    Raises
+    ------
+    NoImagesError
+        If no split holds an image.
+    SourceError
+        If images lie beside the splits, or beside the class folders of one.
+    """
     split_names = split_order(folder for folder in folders if any(found.below(folder)))
     if not split_names:
         raise NoImagesError(f"{root}: no image in its split folders ({', '.join(folders)})")
-    class_names: set[str] = set()
-    for folder in found.folders:
-        parts = folder.split("/")
-        if len(parts) > 1:
-            class_names.add(parts[1])
-    label_names = tuple(sorted(class_names))
+    if found.folders.get(""):
+        raise SourceError(
+            f"{root}: holds images beside its split folders ({found.names('')[0]!r}, say); move them into a split, "
+            "or leave them out with --exclude"
+        )
+    labelled = [split for split in split_names if _in_classes(root, split, found)]
+    label_names = tuple(sorted({name for split in labelled for name in child_folders(os.path.join(root, split))}))
     index = {name: number for number, name in enumerate(label_names)}
     names: list[str] = []
     labels: list[int] = []

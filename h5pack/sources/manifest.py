@@ -13,7 +13,7 @@ from h5pack import schema
 from h5pack.errors import OptionsError, SourceError
 from h5pack.sources.catalog import Catalog, FileReader, NameTable, class_ids, one_split
 from h5pack.sources.folders import split_order
-from h5pack.sources.tables import Table, binary_table, integers, numbers, read_delimited
+from h5pack.sources.tables import Table, binary_table, integers, numbers, read_delimited, real
 from h5pack.sources.walk import NameFilter
 
 _PATHS = ("path", "file", "filename", "file_name", "filepath", "image", "image_path", "image_id")
@@ -62,8 +62,9 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
             f"{path}: no column of image paths among {', '.join(table.header)}; name it with --path-column"
         )
     names = table.column(path_column)
-    if "" in names:
-        raise SourceError(f"{path}: row {names.index('') + 1} has no path; mend the line")
+    for row, name in enumerate(names):
+        if not name or "\0" in name:
+            raise SourceError(f"{table.place(row)}: {name!r} is no path; mend the line")
     split_names, split_ids = _splits(table, columns)
     labels, label_names = _labels(table, columns)
     catalog = Catalog(
@@ -90,25 +91,26 @@ def _labels(table: Table, columns: ManifestColumns) -> tuple[npt.NDArray[Any] | 
     column = columns.labels[0] if columns.labels else _usual(table, _LABELS)
     if column is None:
         return None, None
-    whole = integers(table, column)
-    if whole is not None:
-        return whole, None
     cells = table.column(column)
-    names, labels = class_ids([cell for cell in cells if cell])
+    known = [row for row, cell in enumerate(cells) if cell]
+    labels = np.full(len(cells), schema.NO_LABEL, np.int64)
+    whole = integers(cells[row] for row in known)
+    if whole is not None:
+        labels[known] = whole
+        return labels, None
+    names, labels[known] = class_ids([cells[row] for row in known])
     if any(_is_number(name) for name in names):
-        number = next(name for name in names if _is_number(name))
+        row = next(row for row in known if _is_number(cells[row]))
         raise SourceError(
-            f"{table.path} column {column!r}: holds the number {number!r} beside what is no integer; labels are "
-            "integers or names of classes; store other numbers with --field-columns"
+            f"{table.place(row)}: column {column!r} holds the number {cells[row]!r}, and not every cell is an integer; "
+            "labels are integers or names of classes; store other numbers with --field-columns"
         )
-    every = np.full(len(cells), schema.NO_LABEL, np.int64)
-    every[[position for position, cell in enumerate(cells) if cell]] = labels
-    return every, names
+    return labels, names
 
 
 def _is_number(cell: str) -> bool:
     try:
-        float(cell)
+        real(cell)
     except ValueError:
         return False
     return True

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import RejectedImageError
+from h5pack.errors import RejectedImageError, SourceError
 from h5pack.sources.catalog import Catalog, NameTable, one_split
 
 
@@ -47,12 +47,33 @@ class DatasetReader:
             sample = self.dataset[index]
         except Exception as error:
             raise RejectedImageError(f"the dataset raised {type(error).__name__}: {error}") from error
-        image, label = (sample[0], sample[1]) if isinstance(sample, (tuple, list)) else (sample, None)
-        return _pixels(image), None if label is None else _label(label)
+        image, label = sample, None
+        if isinstance(sample, (tuple, list)):
+            if len(sample) < 2:
+                raise RejectedImageError(f"the dataset gave {len(sample)} values; expected an image and a label")
+            image, label = sample[0], sample[1]
+        try:
+            return _pixels(image), None if label is None else _label(label)
+        except RejectedImageError:
+            raise
+        except Exception as error:
+            # Pillow decodes a lazily opened image only here, and numpy refuses ragged lists and foreign tensors.
+            raise RejectedImageError(f"the dataset's sample raised {type(error).__name__}: {error}") from error
 
 
 def mapped(dataset: MapStyle) -> Catalog:
-    """Catalog a map-style dataset; labels are learnt by the survey, which must read every sample for them."""
+    """Catalog a map-style dataset; labels are learnt by the survey, which must read every sample for them.
+
+    Raises
+    ------
+    SourceError
+        If `dataset` is not map-style.
+    """
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise SourceError(
+            f"the {type(dataset).__name__}: neither a path nor a map-style dataset, which has a length and an index; "
+            "give one of these"
+        )
     count = len(dataset)
     split_names, split_ids = one_split(count)
     names = NameTable.of(f"{index:08d}" for index in range(count))
@@ -61,6 +82,8 @@ def mapped(dataset: MapStyle) -> Catalog:
 
 def _pixels(image: Any) -> npt.NDArray[np.uint8]:
     if hasattr(image, "convert") and hasattr(image, "getbands"):
+        if image.mode in ("I", "F") or image.mode.startswith("I;"):
+            raise RejectedImageError(f"the dataset gave an image of mode {image.mode}; images must be of 8 bits")
         image = image.convert("L" if image.getbands() == ("L",) else "RGB")
     array = np.asarray(image)
     if array.dtype != np.uint8:
@@ -76,7 +99,7 @@ def _pixels(image: Any) -> npt.NDArray[np.uint8]:
 
 def _label(label: Any) -> npt.NDArray[Any]:
     array = np.asarray(label)
-    if array.dtype.kind in "iub" and array.ndim == 0:
+    if array.dtype.kind in "iub" and array.ndim == 0 and array <= np.iinfo(np.int64).max:
         return array.astype(np.int64)
     if array.dtype.kind in "iub" and array.ndim == 1 and array.size and array.min() >= 0 and array.max() <= 255:
         return array.astype(np.uint8)

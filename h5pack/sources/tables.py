@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,14 +24,18 @@ class Table:
     header : tuple of str
     rows : list of list of str
         Each as long as the header.
-    first_line : int
-        The line number of the first row, counted from 1.
+    lines : list of int
+        The line of the file on which each row ends, counted from 1.
     """
 
     path: Path
     header: tuple[str, ...]
     rows: list[list[str]]
-    first_line: int
+    lines: list[int]
+
+    def place(self, row: int) -> str:
+        """File and line of a row, for messages."""
+        return f"{self.path} line {self.lines[row]}"
 
     def column(self, name: str) -> list[str]:
         """The cells of one column.
@@ -52,13 +56,14 @@ def read_delimited(path: Path) -> Table:
     delimiter = "\t" if path.suffix.lower() in (".tsv", ".tab") else ","
     try:
         with path.open(newline="", encoding="utf-8-sig") as stream:
-            lines = list(csv.reader(stream, delimiter=delimiter))
+            reader = csv.reader(stream, delimiter=delimiter)
+            lines = [(reader.line_num, cells) for cells in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise SourceError(f"{path}: cannot be read as UTF-8 text with delimiters ({error}); save it as CSV") from error
     if not lines:
         raise SourceError(f"{path}: empty; its first line must name the columns")
-    header = tuple(cell.strip() for cell in lines[0])
-    return Table(path, header, _rectangular(path, header, lines[1:], 2), 2)
+    header = tuple(cell.strip() for cell in lines[0][1])
+    return _rectangular(path, header, lines[1:])
 
 
 def read_spaced(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> Table:
@@ -73,34 +78,53 @@ def read_spaced(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> Ta
         Lines to pass over first.
     """
     try:
-        lines = [line.split() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+        with path.open(encoding="utf-8-sig") as stream:
+            lines = [(number, line.split()) for number, line in enumerate(stream, 1)]
     except (OSError, UnicodeDecodeError) as error:
         raise SourceError(f"{path}: cannot be read as text ({error}); fetch it again") from error
     if header is None:
         if len(lines) <= skip:
             raise SourceError(f"{path}: no line that names the columns; fetch it again")
-        header = ("image_id", *lines[skip])
+        header = ("image_id", *lines[skip][1])
         skip += 1
-    return Table(path, header, _rectangular(path, header, lines[skip:], skip + 1), skip + 1)
+    return _rectangular(path, header, lines[skip:])
 
 
-def _rectangular(path: Path, header: tuple[str, ...], lines: list[list[str]], first_line: int) -> list[list[str]]:
-    rows = []
-    for number, cells in enumerate(lines, first_line):
+def _rectangular(path: Path, header: tuple[str, ...], lines: list[tuple[int, list[str]]]) -> Table:
+    table = Table(path, header, [], [])
+    for number, cells in lines:
         if not cells or cells == [""]:
             continue
         if len(cells) != len(header):
             raise SourceError(f"{path} line {number}: {len(cells)} cells under {len(header)} columns; mend the line")
-        rows.append([cell.strip() for cell in cells])
-    return rows
+        table.rows.append([cell.strip() for cell in cells])
+        table.lines.append(number)
+    return table
 
 
-def integers(table: Table, column: str) -> npt.NDArray[np.int64] | None:
-    """A column as int64, or None where a cell is no integer."""
+def integers(cells: Iterable[str]) -> npt.NDArray[np.int64] | None:
+    """Cells as int64, or None where one is no integer."""
     try:
-        return np.array([int(cell) for cell in table.column(column)], np.int64)
+        return np.array([whole(cell) for cell in cells], np.int64)
     except (ValueError, OverflowError):
         return None
+
+
+def whole(cell: str) -> int:
+    """A cell as an integer; ValueError if it is none.
+
+    Python's own ``int`` takes "1_0" for 10, where a table means a name.
+    """
+    if "_" in cell:
+        raise ValueError(cell)
+    return int(cell)
+
+
+def real(cell: str) -> float:
+    """A cell as a number; ValueError if it is none, "1_0" included."""
+    if "_" in cell:
+        raise ValueError(cell)
+    return float(cell)
 
 
 def numbers(table: Table, column: str) -> npt.NDArray[np.int64] | npt.NDArray[np.float64]:
@@ -111,16 +135,17 @@ def numbers(table: Table, column: str) -> npt.NDArray[np.int64] | npt.NDArray[np
     SourceError
         If a cell is no number.
     """
-    whole = integers(table, column)
-    if whole is not None:
-        return whole
-    values = np.empty(len(table.rows), np.float64)
-    for number, cell in enumerate(table.column(column)):
+    cells = table.column(column)
+    exact = integers(cells)
+    if exact is not None:
+        return exact
+    values = np.empty(len(cells), np.float64)
+    for row, cell in enumerate(cells):
         try:
-            values[number] = float(cell)
+            values[row] = real(cell)
         except ValueError:
             raise SourceError(
-                f"{table.path} column {column!r}: row {number + 1} holds {cell!r}, which is no number; "
+                f"{table.place(row)}: column {column!r} holds {cell!r}, which is no number; "
                 "a field holds numbers, and names belong in a label column"
             ) from None
     return values
@@ -136,13 +161,22 @@ def binary_table(table: Table, columns: Sequence[str]) -> npt.NDArray[np.uint8]:
     """
     result = np.empty((len(table.rows), len(columns)), np.uint8)
     for position, column in enumerate(columns):
-        values = integers(table, column)
+        cells = table.column(column)
+        values = integers(cells)
         if values is not None and len(values) and values.min() == -1 and values.max() <= 1:
             values = np.where(values == -1, 0, values)
         if values is None or (len(values) and not (values.min() >= 0 and values.max() <= 255)):
+            row = next(row for row, cell in enumerate(cells) if not _is_byte(cell))
             raise SourceError(
-                f"{table.path} column {column!r}: several label columns make a table of numbers in 0..255 "
-                "(or -1 and 1); pack one label column of names, or mend the column"
+                f"{table.place(row)}: column {column!r} holds {cells[row]!r}; several label columns make a table of "
+                "numbers in 0..255 (or -1 and 1); pack one label column of names, or mend the column"
             )
         result[:, position] = values
     return result
+
+
+def _is_byte(cell: str) -> bool:
+    try:
+        return 0 <= whole(cell) <= 255
+    except ValueError:
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from bisect import bisect_left
 from collections import Counter
@@ -40,15 +41,20 @@ class NameFilter:
 
     def refusal(self, relative: str) -> str | None:
         """Why the file is passed over, as a kind to count; None if it is wanted."""
-        name = relative.rpartition("/")[2]
-        if any(_matches(relative, name, pattern) for pattern in self.exclude):
+        name = relative[relative.rfind("/") + 1 :]
+        if self.exclude and any(_matches(relative, name, pattern) for pattern in self.exclude):
             return "excluded"
         if self.include:
             return None if any(_matches(relative, name, pattern) for pattern in self.include) else "not included"
-        if name.startswith("."):
+        if name[:1] == ".":
             return "hidden"
-        suffix = os.path.splitext(name)[1].lower()
+        dot = name.rfind(".")
+        suffix = name[dot:].lower() if dot > 0 else ""
         return None if suffix in IMAGE_SUFFIXES else f"{suffix or 'no suffix'} files"
+
+    def excludes_below(self, folder: str) -> bool:
+        """Whether every path below `folder` is excluded, whatever its name."""
+        return any(pattern.endswith("*") and fnmatchcase(f"{folder}/", pattern) for pattern in self.exclude)
 
 
 def _matches(relative: str, name: str, pattern: str) -> bool:
@@ -93,16 +99,24 @@ class Walk:
         return ([top] if top in self.folders else []) + self.order[first:last]
 
 
-def walk(root: str, names: NameFilter) -> Walk:
+def walk(root: str, names: NameFilter, top: str = "") -> Walk:
     """Find all wanted files below `root`; links to files and folders are followed, loops of links are not.
+
+    Parameters
+    ----------
+    root : str
+        Names are relative to it.
+    names : NameFilter
+    top : str
+        Look only in and below this folder of `root`.
 
     Raises
     ------
     SourceError
-        If a folder cannot be listed.
+        If a folder cannot be listed, and is not excluded with all that is below it.
     """
     found = Walk()
-    stack: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
+    stack: list[tuple[str, frozenset[tuple[int, int]]]] = [(top, frozenset())]
     while stack:
         folder, above = stack.pop()
         path = os.path.join(root, folder) if folder else root
@@ -116,8 +130,8 @@ def walk(root: str, names: NameFilter) -> Walk:
             with os.scandir(path) as entries:
                 for entry in entries:
                     relative = f"{folder}/{entry.name}" if folder else entry.name
-                    if entry.is_dir():
-                        if entry.name.startswith(".") or entry.name == "__MACOSX":
+                    if _is_folder(entry):
+                        if not _is_visible(entry.name):
                             found.ignored["hidden folders"] += 1
                         else:
                             stack.append((relative, above | {identity}))
@@ -128,6 +142,9 @@ def walk(root: str, names: NameFilter) -> Walk:
                     else:
                         found.ignored[refusal] += 1
         except OSError as error:
+            if names.excludes_below(folder):
+                found.ignored["excluded folders"] += 1
+                continue
             raise SourceError(
                 f"{path}: cannot be listed ({error.strerror}); mend that, or leave it out with --exclude"
             ) from error
@@ -140,4 +157,18 @@ def walk(root: str, names: NameFilter) -> Walk:
 def child_folders(root: str) -> list[str]:
     """Sorted names of the visible folders directly below `root`."""
     with os.scandir(root) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        return sorted(entry.name for entry in entries if _is_visible(entry.name) and _is_folder(entry))
+
+
+def _is_visible(name: str) -> bool:
+    return not name.startswith(".") and name != "__MACOSX"
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        # A link that leads to itself: no folder, and no reason to stop; reading it as a file gives the reject.
+        if error.errno != errno.ELOOP:
+            raise
+        return False

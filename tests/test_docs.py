@@ -1,0 +1,225 @@
+"""The pages in docs/ say what the code does: options, errors, names of the format, code that runs, links that lead."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import re
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+from h5pack import cli, errors, schema
+from h5pack.pack.options import ConvertOptions
+from tests.makers import split_folders
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+RUNNABLE = re.compile(r"^<!-- runnable -->\n```python\n(.*?)^```$", re.M | re.S)
+
+
+def page(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def section(text: str, title: str) -> str:
+    """What stands under a heading of level 2."""
+    return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of each command, and under "" that of the program."""
+    program = cli._parser()
+    (commands,) = (action for action in program._actions if isinstance(action, argparse._SubParsersAction))
+    return {"": program, **commands.choices}
+
+
+def options(parser: argparse.ArgumentParser) -> set[str]:
+    return {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
+
+
+COMMON = {"--help", "--version", "--json", "--debug"}
+
+
+@pytest.mark.parametrize("command", sorted(set(parsers()) - {""}))
+def test_every_option_of_a_command_has_a_row_and_no_other_has(command: str) -> None:
+    rows = re.findall(r"^\| `(--[\w-]+)", section(page("cli.md"), f"h5pack {command}"), re.M)
+    assert len(rows) == len(set(rows))
+    assert set(rows) == options(parsers()[command]) - COMMON
+
+
+def test_the_options_of_every_command_are_in_their_section() -> None:
+    rows = re.findall(r"^\| `(--[\w-]+)", section(page("cli.md"), "Options of every command"), re.M)
+    assert set(rows) == COMMON
+    for command, parser in parsers().items():
+        assert options(parser) >= COMMON - ({"--version"} if command else {"--json", "--debug"})
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_no_page_names_an_option_that_there_is_not(path: Path) -> None:
+    known = set().union(*map(options, parsers().values()))
+    for line in path.read_text(encoding="utf-8").splitlines():
+        others = line.startswith("#SBATCH") or re.search(r"\b(pip|ruff|npm|pytest|h5pack\.tools\.synth)\b", line)
+        if not others:
+            assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", line)) <= known, line
+
+
+def test_the_choices_of_options_are_in_their_rows() -> None:
+    from h5pack.pack import options as choices
+    from h5pack.sources import detect
+
+    text = section(page("cli.md"), "h5pack convert")
+    for option, values in {
+        "--source": detect.KINDS,
+        "--fit": choices.FITS,
+        "--resample": choices.RESAMPLES,
+        "--mode": choices.MODES,
+        "--layout": choices.LAYOUTS,
+        "--order": choices.ORDERS,
+        "--io": choices.IO,
+    }.items():
+        (row,) = re.findall(rf"^\| `{option} .*$", text, re.M)
+        assert {value for value in values if f"`{value}`" not in row} == set()
+
+
+def test_the_json_keys_are_listed(tmp_path: Path) -> None:
+    from dataclasses import fields
+
+    import h5pack
+    from h5pack.tools.info import DatasetReport
+
+    source = split_folders(tmp_path / "photos", {"train": {"x": 3}, "val": {"y": 2}})
+    with h5pack.Conversion(source, tmp_path / "o.h5", ConvertOptions(workers=1)) as conversion:
+        plan = conversion.plan().to_json()
+        conversion.run()
+    info = h5pack.info(tmp_path / "o.h5", stats=True).to_json()
+    text = section(page("cli.md"), "JSON output")
+    blocks = dict(re.findall(r"^\*\*`([\w -]+)`\*\*\n(.*?)(?=^\*\*|\Z)", text, re.M | re.S))
+    found = {
+        "convert --json": {field.name for field in fields(h5pack.ConvertReport)},
+        "convert --dry-run --json": {*plan, "estimated_seconds"},
+        "info --json": {*info, *info["pack"], *(field.name for field in fields(DatasetReport)), "overhead"},
+        "verify --json": set(h5pack.verify(tmp_path / "o.h5").to_json()),
+    }
+    assert set(blocks) == set(found)
+    for name, keys in found.items():
+        assert {key for key in keys if f"`{key}`" not in blocks[name]} == set(), name
+    rows = re.findall(r"^\| (`.*?) \|", blocks["verify --json"], re.M)
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == found["verify --json"]
+
+
+def error_classes() -> list[type[Exception]]:
+    return [item for _, item in inspect.getmembers(errors, inspect.isclass) if issubclass(item, errors.H5PackError)]
+
+
+@pytest.mark.parametrize("error", error_classes(), ids=lambda error: error.__name__)
+def test_every_error_has_its_section_and_its_place_in_the_tree(error: type[Exception]) -> None:
+    text = page("errors.md")
+    tree = text.split("```text\n")[1].split("```")[0]
+    assert re.search(rf"\b{error.__name__}\b", tree)
+    for base in error.__bases__:
+        if base.__module__ == "builtins" and base is not Exception:
+            assert f"{error.__name__} ({base.__name__})" in tree
+    if error is not errors.H5PackError:
+        under = text.split(f"# {error.__name__}\n")[1].split("\n#")[0]
+        assert "**When**" in under
+        assert "**What to do**" in under
+
+
+def test_no_error_is_described_that_there_is_not() -> None:
+    known = {error.__name__ for error in error_classes()}
+    assert set(re.findall(r"^#+ (\w+Error)$", page("errors.md"), re.M)) <= known
+
+
+def test_every_name_of_the_format_is_described() -> None:
+    text = page("format.md")
+    names = {
+        value
+        for name, value in vars(schema).items()
+        if name.isupper() and isinstance(value, str) and value != schema.REJECTS
+    }
+    assert {"images", "splits/rows", "h5pack_complete", "h5pack_rdcc_w0"} <= names
+    assert {name for name in names | schema.RESERVED if not re.search(rf"`/?{re.escape(name)}`", text)} == set()
+    for number in (schema.ALIGNMENT_THRESHOLD_BYTES, schema.ALIGNMENT_BYTES):
+        assert f"{number:,} bytes" in text
+    assert f"version {schema.FORMAT_VERSION}" in text.splitlines()[0]
+    assert "has no label** while others have one" in text
+    assert f"**{schema.NO_LABEL}:" in text
+    rules: dict[str, object] = {}
+    exec(next(block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "statistics_step" in block), rules)
+    for rows in (0, 1, schema.STATISTICS_SMALL_ROWS, schema.STATISTICS_SMALL_ROWS + 1, 10**9):
+        assert rules["statistics_step"](rows) == schema.statistics_step(rows)  # type: ignore[operator]
+
+
+def test_everything_in_a_real_pack_is_described(tmp_path: Path) -> None:
+    import h5py
+
+    import h5pack
+
+    text = page("format.md")
+    source = split_folders(tmp_path / "photos", {"train": {"x": 3}, "val": {"y": 2}})
+    (source / "train" / "x" / "empty.jpg").write_bytes(b"")
+    found: list[str] = []
+
+    def look(name: str, item: h5py.Group | h5py.Dataset) -> None:
+        found.extend(f"`{attribute}`" for attribute in item.attrs)
+        found.append(f"`/{name}`" if isinstance(item, h5py.Dataset) else f"`{name}`")
+
+    for mode in ("rgb", "gray"):
+        h5pack.convert(source, tmp_path / f"{mode}.h5", ConvertOptions(workers=1, mode=mode))
+        with h5py.File(tmp_path / f"{mode}.h5") as file:
+            found.extend(f"`{name}`" for name in file.attrs)
+            file.visititems(look)
+    assert {"`INTERLACE_MODE`", "`IMAGE_WHITE_IS_ZERO`", "`/rejects/reasons`", "`h5pack_options`"} <= set(found)
+    assert {name for name in found if name not in text} == set()
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", DOCS / "quickstart.md"], ids=lambda path: path.name)
+def test_the_code_of_a_page_runs(path: Path, tmp_path: Path) -> None:
+    blocks = RUNNABLE.findall(path.read_text(encoding="utf-8"))
+    assert path.name == "README.md" or blocks
+    if not blocks:
+        return
+    split_folders(tmp_path / "photos", {"train": {"cat": 40, "dog": 30}, "val": {"cat": 8, "dog": 9}}, (80, 70))
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks), encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, script.name], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"\w+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = path if not name else path.parent / name
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file), target
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as its renderers make them."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    found = set()
+    for title in re.findall(r"^#+ (.*)$", text, re.M):
+        kept = (sign for sign in title.lower() if sign in "- _" or unicodedata.category(sign)[0] in "LN")
+        found.add("".join(kept).replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_headings_of_a_page_differ(path: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    assert len(titles) == len(set(titles))

@@ -1,0 +1,381 @@
+"""Readers that share no code with h5pack find the same pixels, labels and names in a pack."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+import h5pack
+from h5pack.checksum import row_checksums
+from h5pack.pack.skeleton import Skeleton, Tables, build, root_attributes
+from tests.makers import class_folders, expected, quick, split_folders, truncate
+
+INTEROP = Path(__file__).parent / "interop"
+FORMAT_PAGE = Path(__file__).parents[1] / "docs" / "format.md"
+SIZE = (80, 70)
+CLASSES = {"café": 9, "bee": 5, "雪": 8}
+
+PACKS = {
+    f"{name}{'-compat' if compat else ''}": {**settings, "compat": compat}
+    for compat in (False, True)
+    for name, settings in {
+        "rgb": {},
+        "sorted": {"order": "sorted", "chunk_rows": 4},
+        "nchw": {"layout": "nchw"},
+        "gray": {"mode": "gray"},
+    }.items()
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a reader found in a pack."""
+
+    images_shape: tuple[int, ...]
+    images_sha256: str
+    labels: list[int]
+    classes: list[str]
+    filenames: list[str]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A pack, and how it was made."""
+
+    path: Path
+    source: Path
+    layout: str
+    mode: str
+    compat: bool
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return class_folders(tmp_path_factory.mktemp("source"), CLASSES, SIZE)
+
+
+@pytest.fixture(scope="module", params=list(PACKS))
+def sample(request: pytest.FixtureRequest, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Sample:
+    options = quick(**PACKS[request.param])
+    path = tmp_path_factory.mktemp("packs") / f"{request.param}.h5"
+    h5pack.convert(source, path, options)
+    return Sample(path, source, options.layout, options.mode, options.compat)
+
+
+def require(command: str, install: str) -> str:
+    found = shutil.which(command)
+    if found is None:
+        pytest.skip(f"{command} is not installed: {install}")
+    return found
+
+
+def with_h5py(path: Path) -> Found:
+    with h5py.File(path) as file:
+        images, labels = file["images"], file["labels"]
+        return Found(
+            images.shape,
+            hashlib.sha256(images[()].tobytes()).hexdigest(),
+            labels[()].tolist(),
+            [name.decode() for name in labels.attrs["classes"]],
+            [name.decode() for name in file["filenames"][()]],
+        )
+
+
+def with_pyfive(path: Path) -> Found:
+    pyfive = pytest.importorskip("pyfive", reason="pyfive is not installed: pip install 'h5pack[dev]'")
+    with pyfive.File(str(path)) as file:
+        images, labels = file["images"], file["labels"]
+        pixels = np.ascontiguousarray(images[:])
+        assert pixels.dtype == np.uint8
+        return Found(
+            tuple(images.shape),
+            hashlib.sha256(pixels.tobytes()).hexdigest(),
+            labels[:].tolist(),
+            [bytes(name).rstrip(b"\0").decode() for name in labels.attrs["classes"]],
+            [bytes(name).rstrip(b"\0").decode() for name in file["filenames"][:]],
+        )
+
+
+def with_h5dump(path: Path) -> Found:
+    """Numbers by h5dump's binary output, strings by its text output (1.10 writes no strings in binary)."""
+    shape = tuple(map(int, re.search(r"SIMPLE \{ \( ([\d, ]+) \)", h5dump("-H", "-d", "/images", path))[1].split(",")))
+    return Found(
+        shape,
+        hashlib.sha256(h5dump_bytes(path, "/images")).hexdigest(),
+        np.frombuffer(h5dump_bytes(path, "/labels"), "<i8").tolist(),
+        h5dump_names(h5dump("-a", "/labels/classes", path)),
+        h5dump_names(h5dump("-d", "/filenames", path)),
+    )
+
+
+def h5dump(*arguments: str | Path) -> str:
+    command = require("h5dump", "sudo apt-get install hdf5-tools")
+    done = subprocess.run([command, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def h5dump_bytes(path: Path, dataset: str) -> bytes:
+    out = path.with_suffix(".bin")
+    out.unlink(missing_ok=True)
+    h5dump("-d", dataset, "-b", "LE", "-o", out, path)
+    return out.read_bytes()
+
+
+def h5dump_names(text: str) -> list[str]:
+    """The strings of a text dump; h5dump writes a byte above 127 as the octal digits of its sign-extended value."""
+    data = text[text.index("DATA {") :]
+    plain = re.sub(rb"\\(\d{11}|\d{3})", lambda match: bytes([int(match[1], 8) & 255]), data.encode())
+    return [name.rstrip(b"\0").decode() for name in re.findall(rb'"([^"]*)"', plain)]
+
+
+def with_h5wasm(path: Path) -> Found:
+    found = h5wasm(path)
+    assert (found["format"], found["complete"]) == (1, 1)
+    assert found["images_dtype"] in ("<B", "|B", "B")
+    assert found["images_class"] == "IMAGE"
+    return Found(
+        tuple(found["images_shape"]),
+        found["images_sha256"],
+        found["labels"],
+        found["classes"],
+        found["filenames"],
+    )
+
+
+def h5wasm(path: Path) -> dict[str, Any]:
+    node = require("node", "sudo apt-get install nodejs npm")
+    if not (INTEROP / "node_modules" / "h5wasm").is_dir():
+        pytest.skip("h5wasm is not installed: npm install --prefix tests/interop --no-package-lock")
+    done = subprocess.run([node, INTEROP / "read_pack.mjs", path], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+READERS: dict[str, Callable[[Path], Found]] = {
+    "h5py": with_h5py,
+    "h5dump": with_h5dump,
+    "h5wasm": with_h5wasm,
+    "pyfive": with_pyfive,
+}
+
+
+# Of chunked datasets pyfive 1.3 reads only those in files written for HDF5 1.8, which --compat makes.
+PACKS_AND_READERS = [
+    (pack, reader) for pack in PACKS for reader in READERS if reader != "pyfive" or PACKS[pack]["compat"]
+]
+
+
+@pytest.mark.parametrize(("sample", "reader"), PACKS_AND_READERS, indirect=["sample"])
+def test_every_reader_finds_the_pixels_and_labels_of_the_images(sample: Sample, reader: str) -> None:
+    found = READERS[reader](sample.path)
+    names = [path.relative_to(sample.source).as_posix() for path in sample.source.rglob("*.jpg")]
+    assert sorted(found.filenames) == sorted(names)
+    assert found.classes == sorted(CLASSES)
+    assert [found.classes[label] for label in found.labels] == [name.split("/")[0] for name in found.filenames]
+    rows = np.stack(
+        [expected(sample.source / name, mode="L" if sample.mode == "gray" else "RGB") for name in found.filenames]
+    )
+    if sample.layout == "nchw":
+        rows = np.ascontiguousarray(rows.transpose(0, 3, 1, 2))
+    assert found.images_shape == rows.shape
+    assert found.images_sha256 == hashlib.sha256(rows.tobytes()).hexdigest()
+
+
+BIG_CLASSES = tuple(f"class-{number:034d}" for number in range(3_000))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["v110", "compat"])
+def big_names(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file whose class names take 120,000 bytes, more than a plain HDF5 attribute may hold."""
+    assert {len(name) for name in BIG_CLASSES} == {40}
+    path = tmp_path_factory.mktemp("big") / f"{'compat' if request.param else 'v110'}.h5"
+    rows = np.zeros((6, 8, 8, 3), np.uint8)
+    tables = Tables(
+        labels=np.array([0, 2_999, 1, 2_998, 2, 1_500], np.int64),
+        label_names=BIG_CLASSES,
+        fields={},
+        filenames=[f"{number}.jpg" for number in range(6)],
+        splits={"all": (0, 6)},
+        checksums=row_checksums(rows),
+        statistics={"mean": [0.0] * 3, "std": [0.0] * 3, "rows": 6, "step": 1, "split": "all"},
+    )
+    skeleton = Skeleton((8, 8, 3), 4, "nhwc", request.param, root_attributes("0", "2023-11-14T22:13:20Z", {}))
+    build(path, skeleton, 6, tables)
+    return path
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_reader_finds_3000_class_names_of_40_bytes(big_names: Path, reader: str) -> None:
+    if reader == "pyfive" and big_names.stem == "v110":
+        pyfive = pytest.importorskip("pyfive", reason="pyfive is not installed: pip install 'h5pack[dev]'")
+        with pyfive.File(str(big_names)) as file:
+            classes = [bytes(name).decode() for name in file["labels"].attrs["classes"]]
+        assert tuple(classes) == BIG_CLASSES
+        return
+    found = READERS[reader](big_names)
+    assert tuple(found.classes) == BIG_CLASSES
+    assert found.labels == [0, 2_999, 1, 2_998, 2, 1_500]
+    assert found.images_sha256 == hashlib.sha256(bytes(6 * 8 * 8 * 3)).hexdigest()
+
+
+@pytest.mark.parametrize("split", ["train", "lauf-ü"])
+def test_splits_and_rejects_are_read_everywhere(tmp_path: Path, split: str) -> None:
+    source = split_folders(tmp_path / "in", {split: {"x": 6, "y": 3}, "zz": {"x": 4}})
+    truncate(source / split / "y" / "00001.jpg")
+    path = tmp_path / "o.h5"
+    h5pack.convert(source, path, quick(source="splits"))
+    with h5py.File(path) as file:
+        assert [name.decode() for name in file["splits/name"][()]] == [split, "zz"]
+    assert np.frombuffer(h5dump_bytes(path, "/splits/rows"), "<i8").tolist() == [0, 8, 8, 12]
+    assert h5dump_names(h5dump("-d", "/splits/name", path)) == [split, "zz"]
+    assert h5dump_names(h5dump("-d", "/rejects/filenames", path)) == [f"{split}/y/00001.jpg"]
+    found = h5wasm(path)
+    assert (found["split_names"], found["split_rows"]) == ([split, "zz"], [0, 8, 8, 12])
+
+
+# What follows is written from docs/format.md alone: h5py serves to look the chunks' offsets up, nothing more.
+
+
+def code_of_the_format_page(title: str) -> str:
+    """The block of code under a heading of docs/format.md."""
+    section = FORMAT_PAGE.read_text(encoding="utf-8").split(f"\n### {title}\n")[1].split("\n#")[0]
+    return "\n".join(re.findall(r"```python\n(.*?)```", section, re.S))
+
+
+class MinimalReader:
+    """Rows by pread, after checking what a reader must check."""
+
+    def __init__(self, path: Path) -> None:
+        with h5py.File(path) as file:
+            if int(file.attrs["h5pack_format"]) != 1 or int(file.attrs["h5pack_complete"]) != 1:
+                raise ValueError("not a finished pack of format 1")
+            images = file["images"]
+            self.shape, self.chunk_rows = images.shape, images.chunks[0]
+            assert images.chunks[1:] == images.shape[1:]
+            assert images.dtype == np.uint8
+            self.offsets = [0] * -(-self.shape[0] // self.chunk_rows)
+            for number in range(images.id.get_num_chunks()):
+                chunk = images.id.get_chunk_info(number)
+                self.offsets[chunk.chunk_offset[0] // self.chunk_rows] = chunk.byte_offset
+            self.checksums = self._column(path, file["checksums/images"], 4)
+            self.labels = self._column(path, file["labels"], 8)
+            self.label_checksums = self._column(path, file["checksums/labels"], 4)
+        self.row_bytes = self.shape[1] * self.shape[2] * self.shape[3]
+        self.descriptor = os.open(path, os.O_RDONLY)
+
+    def _column(self, path: Path, dataset: h5py.Dataset, width: int) -> list[int]:
+        """A contiguous dataset of integers, by its offset in the file."""
+        data = path.read_bytes()[dataset.id.get_offset() :][: width * dataset.shape[0]]
+        return [
+            int.from_bytes(data[start : start + width], "little", signed=width == 8)
+            for start in range(0, len(data), width)
+        ]
+
+    def row(self, row: int) -> bytes:
+        chunk, place = divmod(row, self.chunk_rows)
+        data = os.pread(self.descriptor, self.row_bytes, self.offsets[chunk] + place * self.row_bytes)
+        if zlib.crc32(data) != self.checksums[row]:
+            raise ValueError(f"row {row}: checksum differs")
+        return data
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+@pytest.fixture
+def reading(sample: Sample) -> Iterator[MinimalReader]:
+    reader = MinimalReader(sample.path)
+    yield reader
+    reader.close()
+
+
+def test_a_reader_made_from_the_format_page_finds_the_same(sample: Sample, reading: MinimalReader) -> None:
+    found = with_h5py(sample.path)
+    digest = hashlib.sha256()
+    for row in range(reading.shape[0]):
+        digest.update(reading.row(row))
+    assert digest.hexdigest() == found.images_sha256
+    assert reading.labels == found.labels
+    assert [zlib.crc32(label.to_bytes(8, "little", signed=True)) for label in reading.labels] == reading.label_checksums
+    if reading.chunk_rows * reading.row_bytes >= 65_536:
+        assert all(offset % 4_096 == 0 for offset in reading.offsets)
+    over = -reading.shape[0] % reading.chunk_rows
+    used = (reading.chunk_rows - over) * reading.row_bytes
+    tail = os.pread(reading.descriptor, over * reading.row_bytes, reading.offsets[-1] + used)
+    assert tail == bytes(over * reading.row_bytes), "rows past N are zero"
+
+
+def test_a_reader_made_from_the_format_page_sees_damage(sample: Sample, tmp_path: Path) -> None:
+    copy = tmp_path / "damaged.h5"
+    shutil.copy(sample.path, copy)
+    reading = MinimalReader(copy)
+    try:
+        with copy.open("r+b") as stream:
+            stream.seek(reading.offsets[0] + 2 * reading.row_bytes + 17)
+            old = stream.read(1)
+            stream.seek(-1, os.SEEK_CUR)
+            stream.write(bytes([old[0] ^ 1]))
+        reading.row(1)
+        with pytest.raises(ValueError, match="row 2"):
+            reading.row(2)
+    finally:
+        reading.close()
+
+
+@pytest.mark.parametrize("order", ["shuffled", "sorted"])
+@pytest.mark.parametrize("seed", [0, 12345, 2**63 - 1])
+def test_the_order_of_the_format_page_is_the_order_of_the_rows(tmp_path: Path, order: str, seed: int) -> None:
+    counts = {"train": {"x": 31, "y": 22}, "val": {"x": 13, "y": 2}, "test": {"x": 1, "y": 17}}
+    source = split_folders(tmp_path / "in", counts)
+    broken = {"train/x/00003.jpg", "train/y/00021.jpg", "train/y/00007.jpg", "val/x/00000.jpg", "test/y/00013.jpg"}
+    for name in broken:
+        truncate(source / name)
+    h5pack.convert(source, tmp_path / "o.h5", quick(order=order, seed=seed))
+
+    rules: dict[str, Any] = {}
+    exec(code_of_the_format_page("The shuffle") + code_of_the_format_page("Holes"), rules)
+    names: list[str] = []
+    ends = [0]
+    for stream, split in enumerate(counts):
+        images = sorted(path.relative_to(source).as_posix() for path in (source / split).rglob("*.jpg"))
+        if order == "shuffled":
+            images = [images[position] for position in rules["shuffled"](len(images), seed, stream)]
+        packed = [name not in broken for name in images]
+        names += [images[position] for position in rules["close_up"](packed, order == "sorted")]
+        ends.append(len(names))
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert [name.decode() for name in file["filenames"][()]] == names
+        assert file["splits/rows"][()].tolist() == [list(pair) for pair in itertools.pairwise(ends)]
+
+
+@pytest.mark.parametrize("mode", ["rgb", "gray"])
+def test_the_statistics_of_the_format_page_are_those_stored(tmp_path: Path, mode: str) -> None:
+    source = split_folders(tmp_path / "in", {"train": {"x": 5, "y": 6}, "val": {"x": 3}})
+    h5pack.convert(source, tmp_path / "o.h5", quick(mode=mode))
+    rules: dict[str, Any] = {}
+    exec(code_of_the_format_page("The formula"), rules)
+    with h5py.File(tmp_path / "o.h5") as file:
+        start, stop = file["splits/rows"][0]
+        step = rules["statistics_step"](stop - start)
+        assert file["statistics"].attrs["step"] == step
+        images = file["images"][start:stop:step]
+        assert file["statistics"].attrs["rows"] == len(images)
+        for channel in range(images.shape[3]):
+            mean, std = rules["mean_and_std"](images[..., channel].ravel().tolist())
+            assert file["statistics/mean"][channel] == mean
+            assert file["statistics/std"][channel] == std
