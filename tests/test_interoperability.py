@@ -341,18 +341,23 @@ def test_a_reader_made_from_the_format_page_sees_damage(sample: Sample, tmp_path
 @pytest.mark.parametrize("seed", [0, 12345, 2**63 - 1])
 def test_the_order_of_the_format_page_is_the_order_of_the_rows(tmp_path: Path, order: str, seed: int) -> None:
     counts = {"train": {"x": 31, "y": 22}, "val": {"x": 13, "y": 2}, "test": {"x": 1, "y": 17}}
-    source = split_folders(tmp_path / "in", counts)
+    source = split_folders(tmp_path / "in", counts, (60, 50))
+    for name in ("train/x/00000a.jpg", "test/x/00009.jpg"):
+        # Rejected by the first look at its header, so it takes no row.
+        (source / name).write_bytes(b"")
     broken = {"train/x/00003.jpg", "train/y/00021.jpg", "train/y/00007.jpg", "val/x/00000.jpg", "test/y/00013.jpg"}
     for name in broken:
-        truncate(source / name)
-    h5pack.convert(source, tmp_path / "o.h5", quick(order=order, seed=seed))
+        truncate(source / name, 0.9)
+    report = h5pack.convert(source, tmp_path / "o.h5", quick(order=order, seed=seed))
+    assert (report.images, report.rejects) == (81, 7)
 
     rules: dict[str, Any] = {}
     exec(code_of_the_format_page("The shuffle") + code_of_the_format_page("Holes"), rules)
     names: list[str] = []
     ends = [0]
     for stream, split in enumerate(counts):
-        images = sorted(path.relative_to(source).as_posix() for path in (source / split).rglob("*.jpg"))
+        files = [path for path in (source / split).rglob("*.jpg") if path.stat().st_size]
+        images = sorted(path.relative_to(source).as_posix() for path in files)
         if order == "shuffled":
             images = [images[position] for position in rules["shuffled"](len(images), seed, stream)]
         packed = [name not in broken for name in images]

@@ -30,6 +30,7 @@ from h5pack.errors import RejectedImageError
 from h5pack.pack.headers import Header, Kind, parse_jpeg, parse_png
 
 _ORIENTATION = 0x0112
+_TIFF_WIDTH, _TIFF_HEIGHT = 0x0100, 0x0101
 _SIDEWAYS = (5, 6, 7, 8)
 _16_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 
@@ -113,6 +114,10 @@ def _pillow_header(stream: BinaryIO) -> Header:
         width, height = _coded_size(image) if isinstance(image, TiffImageFile) else image.size
         sideways = _orientation(image) in _SIDEWAYS
     return Header(width, height, Kind.PILLOW) if sideways else Header(height, width, Kind.PILLOW)
+
+
+def _coded_size(image: TiffImageFile) -> tuple[int, int]:
+    return image.tag_v2[_TIFF_WIDTH], image.tag_v2[_TIFF_HEIGHT]
 
 
 class Decoder:

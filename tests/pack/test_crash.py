@@ -1,0 +1,367 @@
+"""Conversions that are killed, interrupted or starved anywhere end, after a resume, in the same bytes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import h5pack
+from h5pack.errors import NoSpaceError
+from h5pack.pack.journal import RowRecord
+from h5pack.pack.options import ConvertOptions
+from tests.makers import flat_folder, quick, split_folders, truncate
+
+KILLS_IN_TIME = 40
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three splits, of which 1 % of the images are cut short, and one file that is no image."""
+    counts = {"train": {"x": 150, "y": 140}, "val": {"x": 40, "y": 35}, "test": {"x": 20, "y": 15}}
+    root = split_folders(tmp_path_factory.mktemp("source"), counts, (60, 50))
+    for name in ("train/x/00003.jpg", "train/y/00071.jpg", "val/y/00034.jpg", "test/x/00000.jpg"):
+        truncate(root / name)
+    (root / "train" / "x" / "none.jpg").write_bytes(b"no image")
+    return root
+
+
+@pytest.fixture(scope="module", params=["shuffled", "sorted"])
+def order(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path, order: str, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The file of a conversion that nobody interrupted."""
+    out = tmp_path_factory.mktemp("whole") / "o.h5"
+    before = os.environ.get("SOURCE_DATE_EPOCH")
+    os.environ["SOURCE_DATE_EPOCH"] = "1700000000"
+    h5pack.convert(source, out, options(order))
+    if before is None:
+        del os.environ["SOURCE_DATE_EPOCH"]
+    return out.read_bytes()
+
+
+def options(order: str, **settings: Any) -> ConvertOptions:
+    return quick(order=order, chunk_rows=23, **settings)
+
+
+def test_killed_at_every_step(source: Path, order: str, whole: bytes, tmp_path: Path) -> None:
+    """SIGKILL at, or in the middle of, every call that changes a file, from the first to the last."""
+    steps = run_in_child(source, tmp_path / "count.h5", options(order), kill_at=None)
+    assert steps > 60
+    out = tmp_path / "o.h5"
+    for step in range(steps):
+        run_in_child(source, out, options(order), kill_at=step)
+        if out.exists():
+            # Only cleaning up was left.
+            assert out.read_bytes() == whole
+        report = h5pack.convert(source, out, options(order, resume=True))
+        assert report.images == 396
+        assert out.read_bytes() == whole, f"killed at step {step} of {steps}"
+        assert leftovers(tmp_path) == {"count.h5", "count.h5.rejects.csv", "o.h5", "o.h5.rejects.csv"}
+        out.unlink()
+        (tmp_path / "o.h5.rejects.csv").unlink()
+
+
+def test_killed_again_while_resuming(source: Path, order: str, whole: bytes, tmp_path: Path) -> None:
+    out = tmp_path / "o.h5"
+    steps = run_in_child(source, tmp_path / "count.h5", options(order), kill_at=None)
+    rounds = 0
+    while not out.exists():
+        run_in_child(source, out, options(order, resume=True), kill_at=min(steps - 1, 5 + 3 * rounds))
+        rounds += 1
+        assert rounds < steps
+    h5pack.convert(source, out, options(order, resume=True))
+    assert rounds > 5
+    assert out.read_bytes() == whole
+
+
+def test_killed_at_40_moments_with_workers(source: Path, order: str, whole: bytes, tmp_path: Path) -> None:
+    out = tmp_path / "o.h5"
+    command = [sys.executable, "-m", "h5pack", "convert", str(source), str(out), "--quiet"]
+    command += ["--order", order, "--chunk-rows", "23", "--workers", "2"]
+    begin = time.perf_counter()
+    subprocess.run(command, check=True)
+    seconds = time.perf_counter() - begin
+    assert out.read_bytes() == whole
+    killed = 0
+    # The interpreter starts in the first part of the time, where there is nothing to lose.
+    for moment in range(KILLS_IN_TIME):
+        out.unlink(missing_ok=True)
+        process = subprocess.Popen(command)
+        try:
+            process.wait(seconds * (0.3 + 0.75 * moment / KILLS_IN_TIME))
+        except subprocess.TimeoutExpired:
+            pass
+        children = children_of(process.pid)
+        process.kill()
+        process.wait()
+        killed += not out.exists()
+        subprocess.run([*command, "--resume"], check=True)
+        assert out.read_bytes() == whole
+        assert all(gone(child) for child in children)
+    assert killed >= KILLS_IN_TIME // 2
+
+
+def test_the_file_does_not_depend_on_workers_or_ways_of_writing(
+    source: Path, order: str, whole: bytes, tmp_path: Path
+) -> None:
+    for number, settings in enumerate(
+        [{"workers": 4}, {"io": "direct"}, {"io": "buffered"}, {"io": "direct", "workers": 3, "start_method": "spawn"}]
+    ):
+        out = tmp_path / f"{number}.h5"
+        h5pack.convert(source, out, options(order, **settings))
+        assert out.read_bytes() == whole, settings
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_all_processes_and_says_how_to_continue(tmp_path: Path, number: int, code: int) -> None:
+    source = flat_folder(tmp_path / "in", 1500, (60, 50))
+    out = tmp_path / "o.h5"
+    command = [sys.executable, "-m", "h5pack", "convert", str(source), str(out), "--workers", "2", "--chunk-rows", "8"]
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: any(path.stat().st_size for path in (tmp_path / "o.h5.partial.journal").glob("rows-*.log")))
+    children = children_of(process.pid)
+    assert len(children) >= 2
+    # As a terminal does: to the whole group at once.
+    os.killpg(process.pid, number) if number == signal.SIGINT else os.kill(process.pid, number)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert errors.strip().splitlines()[-1] == (
+        f"h5pack: interrupted; {out}.partial is kept: run the same command with --resume to continue"
+    )
+    assert "Traceback" not in errors
+    assert all(gone(child) for child in children)
+    assert not out.exists()
+    subprocess.run([*command, "--resume", "--quiet"], check=True)
+    h5pack.convert(source, tmp_path / "whole.h5", quick(chunk_rows=8))
+    assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
+
+
+def test_a_killed_worker_is_reported_and_the_conversion_resumes(tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "in", 1500, (60, 50))
+    out = tmp_path / "o.h5"
+    command = [sys.executable, "-m", "h5pack", "convert", str(source), str(out), "--workers", "2", "--chunk-rows", "8"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: any(path.stat().st_size for path in (tmp_path / "o.h5.partial.journal").glob("rows-*.log")))
+    os.kill(children_of(process.pid)[-1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "h5pack: a worker process died" in errors
+    assert "Traceback" not in errors
+    report = h5pack.convert(source, out, quick(chunk_rows=8, resume=True))
+    assert report.resumed_rows > 0
+    h5pack.convert(source, tmp_path / "whole.h5", quick(chunk_rows=8))
+    assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(mount)], capture_output=True)
+    if made.returncode:
+        pytest.skip("needs root, to run: mount -t tmpfs")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_a_disk_that_is_too_small_is_seen_before_anything_is_written(small_disk: Path, tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "in", 500, (60, 60))
+    command = [sys.executable, "-m", "h5pack", "convert", str(source), str(small_disk / "o.h5")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.strip().count("\n") == 0
+    assert "bytes more and" in result.stderr
+    assert list(small_disk.iterdir()) == []
+    subprocess.run(["mount", "-o", "remount,size=16m", str(small_disk)], check=True)
+    subprocess.run([*command, "--resume", "--quiet"], check=True)
+    assert h5pack.verify(small_disk / "o.h5").ok
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_disk_that_fills_up_meanwhile(small_disk: Path, tmp_path: Path, workers: int) -> None:
+    source = flat_folder(tmp_path / "in", 330, (60, 60))
+    out = small_disk / "o.h5"
+
+    def hog(*_: object) -> None:
+        (small_disk / "hog").write_bytes(bytes(int(os.statvfs(small_disk).f_bavail * 4096) - 1_500_000))
+
+    settings = {"workers": workers, "start_method": "fork", "chunk_rows": 9}
+    with pytest.MonkeyPatch.context() as patch:
+        # Space is checked; then somebody else takes it.
+        patch.setattr("h5pack.pack.output.Output.require_space", hog)
+        with pytest.raises(NoSpaceError, match="No space left on device; make room"):
+            h5pack.convert(source, out, quick(**settings))
+    assert not out.exists()
+    (small_disk / "hog").unlink()
+    report = h5pack.convert(source, out, quick(resume=True, **settings))
+    assert report.resumed_rows > 0
+    h5pack.convert(source, tmp_path / "whole.h5", quick(chunk_rows=9))
+    assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
+
+
+def test_a_disk_that_fills_up_before_the_tables_are_written(small_disk: Path, tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "in", 100, (60, 60))
+    out = small_disk / "o.h5"
+    build = h5pack.pack.skeleton.build  # type: ignore[attr-defined]
+
+    def full(path: Path, skeleton: object, rows: int, tables: object) -> object:
+        if tables is not None:
+            free = os.statvfs(small_disk).f_bavail * 4096
+            (small_disk / "hog").write_bytes(bytes(free - 8192))
+        return build(path, skeleton, rows, tables)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("h5pack.pack.finisher.build", full)
+        with pytest.raises(NoSpaceError, match="No space left on device"):
+            h5pack.convert(source, out, quick(chunk_rows=9))
+    assert not out.exists()
+    (small_disk / "hog").unlink()
+    assert h5pack.convert(source, out, quick(chunk_rows=9, resume=True)).images == 100
+    h5pack.convert(source, tmp_path / "whole.h5", quick(chunk_rows=9))
+    assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
+
+
+def test_a_lost_page_after_the_rows_moved_is_decoded_again(
+    source: Path, order: str, whole: bytes, tmp_path: Path
+) -> None:
+    """A power cut while rows close up: the journal knows more than the disk, and a moved row's origin is gone."""
+    out = tmp_path / "o.h5"
+
+    def cut(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("h5pack.pack.finisher.Finish.complete", cut)
+        with pytest.raises(KeyboardInterrupt):
+            h5pack.convert(source, out, options(order))
+    partial = tmp_path / "o.h5.partial"
+    data = bytearray(partial.read_bytes())
+    for start in range(70_000, len(data) - 5000, 300_000):
+        data[start : start + 4096] = bytes(4096)
+    partial.write_bytes(data)
+    h5pack.convert(source, out, options(order, resume=True))
+    assert out.read_bytes() == whole
+
+
+def run_in_child(source: Path, out: Path, how: ConvertOptions, kill_at: int | None) -> int:
+    """Convert in a forked child that dies by SIGKILL at its `kill_at`-th change to a file; gives how many it made."""
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            count = count_changes(kill_at)
+            h5pack.convert(source, out, how)
+            os.write(send, str(count()).encode())
+        finally:
+            os._exit(0)
+    os.close(send)
+    with os.fdopen(receive) as stream:
+        told = stream.read()
+    _, status = os.waitpid(child, 0)
+    if kill_at is not None and told == "":
+        assert os.WIFSIGNALED(status)
+        assert os.WTERMSIG(status) == signal.SIGKILL
+    return int(told or 0)
+
+
+def count_changes(kill_at: int | None) -> Callable[[], int]:
+    """Make this process count its calls that change a file, and kill itself in one of them."""
+    count = 0
+    die = os.kill
+
+    def wrapped(call: Callable[..., Any], halves: bool) -> Callable[..., Any]:
+        def counting(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal count
+            if count == kill_at:
+                if halves:
+                    # The kernel may have taken a part.
+                    descriptor, data, *offset = arguments
+                    call(descriptor, memoryview(data)[: len(data) // 2], *offset)
+                die(os.getpid(), signal.SIGKILL)
+            count += 1
+            return call(*arguments, **keywords)
+
+        return counting
+
+    for name in ("replace", "fsync", "ftruncate", "unlink", "mkdir", "rmdir"):
+        setattr(os, name, wrapped(getattr(os, name), False))
+    for name in ("pwrite", "write"):
+        setattr(os, name, wrapped(getattr(os, name), True))
+    h5py_create = h5pack.pack.skeleton.h5py.h5f.create  # type: ignore[attr-defined]
+    h5pack.pack.skeleton.h5py.h5f.create = wrapped(h5py_create, False)  # type: ignore[attr-defined]
+    return lambda: count
+
+
+def leftovers(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.002)
+
+
+def children_of(process: int) -> list[int]:
+    try:
+        tasks = Path(f"/proc/{process}/task").iterdir()
+        return sorted(int(child) for task in tasks for child in (task / "children").read_text().split())
+    except OSError:
+        return []
+
+
+def gone(process: int, seconds: float = 2) -> bool:
+    """Whether a process ends within some seconds; a zombie has ended."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_the_killing_harness_can_fail(tmp_path: Path) -> None:
+    """A resume that does not look at the file would be found out."""
+    source = flat_folder(tmp_path / "in", 40)
+    out = tmp_path / "o.h5"
+    steps = run_in_child(source, tmp_path / "whole.h5", quick(chunk_rows=4), kill_at=None)
+    differs = False
+    for step in range(0, steps, 3):
+        run_in_child(source, out, quick(chunk_rows=4), kill_at=step)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("h5pack.pack.converter.Conversion._wrong_rows", lambda *_: [])
+            patch.setattr("h5pack.pack.journal.Journal.records", lambda self: iter(forged()))
+            try:
+                h5pack.convert(source, out, quick(chunk_rows=4, resume=True))
+                differs |= out.read_bytes() != (tmp_path / "whole.h5").read_bytes()
+            except h5pack.H5PackError:
+                differs = True
+        for path in tmp_path.glob("o.h5*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert differs
+
+
+def forged() -> list[RowRecord]:
+    """Records of rows that nobody wrote."""
+    nothing = np.zeros(0, np.int64)
+    return [
+        RowRecord(0, np.ones(40, np.bool_), np.zeros(40, np.uint32), nothing, np.zeros((0, 2, 3), np.uint64)),
+    ]

@@ -1,0 +1,174 @@
+"""The catalog: name tables, limits, checksums, and the reader of files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from h5pack.errors import RejectedImageError
+from h5pack.sources.catalog import Catalog, FileReader, NameTable, Reject, absence, class_ids, one_split
+
+NAMES = st.binary(min_size=1, max_size=12).map(lambda data: os.fsdecode(data.replace(b"\0", b"0")))
+
+
+def catalog(count: int = 10, **settings: object) -> Catalog:
+    names, ids = one_split(count)
+    return Catalog("flat", FileReader("/"), NameTable.of(f"{n}.jpg" for n in range(count)), names, ids, **settings)  # type: ignore[arg-type]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(NAMES, max_size=12))
+def test_a_name_table_gives_back_every_name(names: list[str]) -> None:
+    table = NameTable.of(iter(names))
+    assert len(table) == len(names)
+    assert list(table) == names
+    assert [table[index] for index in range(len(names))] == names
+    assert [table[index] for index in range(-len(names), 0)] == names
+    assert list(pickle.loads(pickle.dumps(table))) == names
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_a_name_table_takes_what_is_asked_for(data: st.DataObject) -> None:
+    names = data.draw(st.lists(NAMES, min_size=1, max_size=8))
+    places = data.draw(st.lists(st.integers(0, len(names) - 1), max_size=10))
+    assert list(NameTable.of(names).take(places)) == [names[place] for place in places]
+
+
+def test_undecodable_bytes_keep_their_escapes() -> None:
+    name = os.fsdecode(b"\xff/gr\xc3\xb6\xc3\x9fe/\xe9.jpg")
+    assert name == "\udcff/größe/\udce9.jpg"
+    assert list(NameTable.of(["雪", name, "x"])) == ["雪", name, "x"]
+
+
+@pytest.mark.parametrize("index", [3, -4, 100])
+def test_a_name_table_has_no_names_beyond_its_ends(index: int) -> None:
+    with pytest.raises(IndexError):
+        NameTable.of(["a", "b", "c"])[index]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_a_limit_takes_evenly_spaced_images_in_order(count: int, limit: int) -> None:
+    kept = [int(name[:-4]) for name in catalog(count).limited(limit).names]
+    assert len(kept) == min(count, limit)
+    assert kept[0] == 0
+    gaps = set(np.diff(kept).tolist())
+    assert max(gaps, default=1) - min(gaps, default=1) <= 1
+    assert min(gaps, default=1) >= 1
+    assert count - kept[-1] <= -(-count // min(count, limit))
+
+
+def test_a_limit_keeps_the_share_of_every_class() -> None:
+    labels = np.repeat([0, 1, 2], [60, 30, 10]).astype(np.int64)
+    assert np.bincount(catalog(100, labels=labels).limited(20).labels).tolist() == [12, 6, 2]
+
+
+def test_taking_keeps_rows_together() -> None:
+    whole = catalog(
+        5,
+        labels=np.arange(5),
+        fields={"weight": np.arange(5) / 2},
+        rejects=(Reject("x", "y"),),
+        ignored={"hidden": 3},
+    )
+    part = whole.take(np.array([4, 1]))
+    assert list(part.names) == ["4.jpg", "1.jpg"]
+    assert part.labels is not None
+    assert part.labels.tolist() == [4, 1]
+    assert part.fields["weight"].tolist() == [2.0, 0.5]
+    assert part.split_ids.tolist() == [0, 0]
+    assert (part.rejects, part.ignored) == (whole.rejects, whole.ignored)
+    assert len(whole) == 5
+
+
+def test_the_checksum_of_the_tables_sees_every_change() -> None:
+    def checksum(**changes: object) -> int:
+        return catalog(
+            4, **{"labels": np.arange(4), "label_names": ("a", "b", "c", "\udcff"), **changes}
+        ).tables_checksum()
+
+    same = checksum()
+    assert same == checksum()
+    others = [
+        checksum(labels=np.array([0, 1, 3, 2])),
+        checksum(labels=None),
+        checksum(label_names=("a", "b", "c", "e")),
+        checksum(fields={"f": np.zeros(4)}),
+        checksum(fields={"g": np.zeros(4)}),
+        checksum(fields={"f": np.ones(4)}),
+        checksum(rejects=(Reject("4.jpg", "no row"),)),
+    ]
+    assert len({same, *others}) == 1 + len(others)
+
+
+def test_class_ids_number_the_sorted_names() -> None:
+    names, ids = class_ids(["b", "é", "a", "b", "Z"])
+    assert names == ("Z", "a", "b", "é")
+    assert ids.tolist() == [2, 3, 1, 2, 0]
+    assert ids.dtype == np.int64
+
+
+def test_files_are_read_whole_and_by_their_heads(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 100
+    (tmp_path / "x.jpg").write_bytes(content)
+    (tmp_path / "empty").touch()
+    os.utime(tmp_path / "x.jpg", ns=(5, 1_234_567_890_123_456_789))
+    reader = FileReader(str(tmp_path))
+    assert reader.read(0, "x.jpg") == content
+    assert reader.read(0, str(tmp_path / "x.jpg")) == content
+    assert reader.head("x.jpg", 10) == (content[:10], len(content), 1_234_567_890_123_456_789)
+    assert reader.read(0, "empty") == b""
+    with reader.open("x.jpg") as stream:
+        assert stream.read(3) == content[:3]
+
+
+def test_a_read_that_returns_less_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x").write_bytes(b"0123456789")
+    read = os.read
+    monkeypatch.setattr(os, "read", lambda descriptor, count: read(descriptor, min(count, 3)))
+    assert FileReader(str(tmp_path)).read(0, "x") == b"0123456789"
+
+
+def test_what_is_no_file_is_rejected_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "folder.jpg").mkdir()
+    for name in ("pipe.jpg", "folder.jpg", "/dev/null"):
+        with pytest.raises(RejectedImageError, match="not a regular file"):
+            FileReader(str(tmp_path)).read(0, name)
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"1")
+    reader = FileReader(str(tmp_path))
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        reader.read(0, "x")
+        reader.head("x")
+        with pytest.raises(RejectedImageError):
+            reader.read(0, ".")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_files_own_fault_is_told_from_the_storages(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    reader = FileReader(str(tmp_path))
+    for name, reason in [
+        ("missing", "file not found"),
+        ("file/below", "file not found"),
+        ("loop", "a loop of symbolic links"),
+        ("x" * 300, "its name is too long"),
+    ]:
+        with pytest.raises(OSError) as caught:  # noqa: PT011
+            reader.read(0, name)
+        assert absence(caught.value) == reason
+    assert absence(OSError(errno.EIO, "input/output error")) is None
+    assert absence(OSError("no number")) is None

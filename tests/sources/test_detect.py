@@ -1,0 +1,134 @@
+"""Looking at a source, or being told what it is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from h5pack.errors import NoImagesError, OptionsError, SourceError
+from h5pack.sources.detect import KINDS, SourceOptions, check_kind, open_source
+from h5pack.sources.walk import NameFilter
+from tests.sources.test_walk import touch
+
+
+def kind_of(root: Path, **settings: object) -> str:
+    return open_source(root, SourceOptions(**settings)).kind  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (["1.jpg"], "flat"),
+        (["1.jpg", "empty/notes.txt"], "flat"),
+        (["cat/1.jpg", "dog/1.jpg"], "classes"),
+        (["cat/deep/1.jpg"], "classes"),
+        (["cat/1.jpg", "train/notes.txt"], "classes"),
+        (["train/cat/1.jpg", "test/cat/1.jpg"], "splits"),
+        (["Train/1.jpg"], "splits"),
+        (["train/cat/1.jpg", "docs/readme.txt"], "splits"),
+        (["train/cat/1.jpg", ".cache/1.jpg", "__MACOSX/train/1.jpg"], "splits"),
+        (["img_align_celeba/1.jpg"], "classes"),
+    ],
+)
+def test_a_folder_is_known_by_what_is_in_it(tmp_path: Path, names: list[str], kind: str) -> None:
+    assert kind_of(touch(tmp_path, *names)) == kind
+
+
+def test_celeba_and_manifests_are_known(tmp_path: Path) -> None:
+    touch(tmp_path, "img_align_celeba/1.jpg")
+    (tmp_path / "list_attr_celeba.txt").write_text("1\nBald Young\n1.jpg -1 1\n")
+    assert kind_of(tmp_path) == "celeba"
+    for name, line in [("m.csv", "path,label"), ("m.TSV", "path\tlabel"), ("m.tab", "path\tlabel")]:
+        separator = "\t" if "\t" in line else ","
+        (tmp_path / name).write_text(f"{line}\n1.jpg{separator}3\n")
+        assert kind_of(tmp_path / name) == "manifest"
+
+
+def test_a_source_may_be_a_string_or_a_link(tmp_path: Path) -> None:
+    touch(tmp_path / "in", "cat/1.jpg")
+    (tmp_path / "link").symlink_to("in")
+    assert list(open_source(str(tmp_path / "link"), SourceOptions()).names) == ["cat/1.jpg"]
+
+
+def test_a_mixture_of_splits_and_classes_is_an_error_that_names_both(tmp_path: Path) -> None:
+    touch(tmp_path, "cat/1.jpg", "train/dog/1.jpg")
+    with pytest.raises(
+        SourceError, match="'train' looks like a split and 'cat' like a class; .*--source splits or --source classes"
+    ):
+        kind_of(tmp_path)
+    assert kind_of(tmp_path, kind="splits") == "splits"
+    assert open_source(tmp_path, SourceOptions("classes")).label_names == ("cat", "train")
+    assert kind_of(tmp_path, names=NameFilter(exclude=("cat/*",))) == "splits"
+    assert kind_of(tmp_path, names=NameFilter(exclude=("train/*",))) == "classes"
+
+
+def test_a_forced_kind_overrules_the_look(tmp_path: Path) -> None:
+    touch(tmp_path, "train/cat/1.jpg", "test/cat/1.jpg")
+    assert list(open_source(tmp_path, SourceOptions("flat")).names) == ["test/cat/1.jpg", "train/cat/1.jpg"]
+    assert open_source(tmp_path, SourceOptions("classes")).label_names == ("test", "train")
+    with pytest.raises(SourceError, match="not CelebA as distributed"):
+        kind_of(tmp_path, kind="celeba")
+    with pytest.raises(SourceError, match="give the file, not its folder"):
+        kind_of(tmp_path, kind="manifest")
+    (tmp_path / "list.txt").write_text("path,label\ntrain/cat/1.jpg,x\n")
+    assert kind_of(tmp_path / "list.txt", kind="manifest") == "manifest"
+    with pytest.raises(SourceError, match="not a folder; --source classes needs one"):
+        kind_of(tmp_path / "list.txt", kind="classes")
+
+
+@pytest.mark.parametrize("kind", [None, "flat", "classes"])
+def test_nothing_to_pack_says_what_was_passed_over(tmp_path: Path, kind: str | None) -> None:
+    touch(tmp_path, "a/1.txt", "a/2.txt", "a/.hidden.jpg", ".git/x.jpg")
+    with pytest.raises(
+        NoImagesError, match=r"no images \(passed over: 2 \.txt files, 1 hidden, 1 hidden folders\); .*--include"
+    ):
+        kind_of(tmp_path, kind=kind)
+
+
+def test_an_empty_folder_says_so(tmp_path: Path) -> None:
+    with pytest.raises(NoImagesError, match=f"{tmp_path}: no images; check the path"):
+        kind_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["missing", "x" * 5_000, "looped"])
+def test_a_source_that_is_not_there(tmp_path: Path, name: str) -> None:
+    (tmp_path / "looped").symlink_to("looped")
+    with pytest.raises(SourceError, match="no such file or folder; check the path"):
+        kind_of(tmp_path / name)
+
+
+def test_a_file_that_is_no_manifest(tmp_path: Path) -> None:
+    touch(tmp_path, "photo.jpg")
+    with pytest.raises(SourceError, match=r"photo\.jpg: neither a folder of images nor a \.csv or \.tsv manifest"):
+        kind_of(tmp_path / "photo.jpg")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SourceError, match="pipe: not a folder"):
+        kind_of(tmp_path / "pipe")
+
+
+def test_a_limit_applies_to_every_kind(tmp_path: Path) -> None:
+    touch(tmp_path, *(f"{name}/{number}.jpg" for name in "ab" for number in range(6)))
+    assert list(open_source(tmp_path, SourceOptions(limit=4)).names) == ["a/0.jpg", "a/3.jpg", "b/0.jpg", "b/3.jpg"]
+    assert len(open_source(tmp_path, SourceOptions(limit=100))) == 12
+    assert list(open_source([0, 1, 2, 3], SourceOptions(limit=2)).names) == ["00000000", "00000002"]
+
+
+def test_what_is_no_source_at_all() -> None:
+    for value, message in [
+        (42, "the int: neither a path"),
+        (None, "the NoneType: neither"),
+        (iter([]), "neither a path"),
+    ]:
+        with pytest.raises(SourceError, match=message):
+            open_source(value, SourceOptions())  # type: ignore[arg-type]
+    with pytest.raises(NoImagesError, match="the list: no images"):
+        open_source([], SourceOptions())
+
+
+def test_kinds_are_checked() -> None:
+    for kind in (None, *KINDS):
+        check_kind(kind)
+    with pytest.raises(OptionsError, match="source 'zip' is none of flat, classes"):
+        check_kind("zip")
