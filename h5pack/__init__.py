@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from h5pack.errors import (
         H5PackError,
         IncompletePackError,
-        MissingExtraError,
         NoImagesError,
         NoSpaceError,
         OptionsError,
@@ -50,7 +49,6 @@ _HOMES = {
     "H5Dataset": "h5pack.feed.dataset",
     "H5PackError": "h5pack.errors",
     "IncompletePackError": "h5pack.errors",
-    "MissingExtraError": "h5pack.errors",
     "NoImagesError": "h5pack.errors",
     "NoSpaceError": "h5pack.errors",
     "OptionsError": "h5pack.errors",
@@ -81,7 +79,6 @@ __all__ = [
     "H5Dataset",
     "H5PackError",
     "IncompletePackError",
-    "MissingExtraError",
     "NoImagesError",
     "NoSpaceError",
     "OptionsError",

@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has gone; Python would complain once more when it closes standard output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (OSError, MemoryError, RuntimeError) as error:
+    except Exception as error:
+        # Whatever h5pack did not foresee: still one line, unless it is asked for more.
         if arguments.debug:
             raise
         print(f"h5pack: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)

@@ -15,8 +15,7 @@
     ├── WorkerError (RuntimeError)           a worker process died
     ├── PackFormatError (ValueError)         not an HDF5 file, or not the datasets that were asked for
     │   └── IncompletePackError              a pack whose conversion did not finish
-    ├── PackChangedError (RuntimeError)      the file was replaced while it was in use
-    └── MissingExtraError (ImportError)      an optional package is not installed
+    └── PackChangedError (RuntimeError)      the file was replaced while it was in use
 
 Every message is one line that says what happened, where (file, dataset, rows) and what to do next.
 """
@@ -81,7 +80,3 @@ class IncompletePackError(PackFormatError):
 
 class PackChangedError(H5PackError, RuntimeError):
     """The file under a dataset was replaced or rewritten since the dataset was made."""
-
-
-class MissingExtraError(H5PackError, ImportError):
-    """An optional package is not installed; the message names the install line."""

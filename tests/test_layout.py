@@ -147,10 +147,8 @@ def bytes_read() -> int:
     return int(dict(line.split(": ") for line in lines)["rchar"])
 
 
-@pytest.mark.parametrize(("chunks", "edge"), [((10, 24, 24), 0), ((10, 24, 9), 24)])
-def test_a_cache_with_the_planned_slots_decodes_each_chunk_once(
-    tmp_path: Path, chunks: tuple[int, ...], edge: int
-) -> None:
+@pytest.mark.parametrize("chunks", [(10, 24, 24), (10, 24, 9)])
+def test_a_cache_with_the_planned_slots_decodes_each_chunk_once(tmp_path: Path, chunks: tuple[int, ...]) -> None:
     data = np.random.default_rng(1).integers(0, 256, (400, 24, 24), np.uint8)
     rows = np.random.default_rng(2).integers(0, 400, 1_200)
     with h5py.File(tmp_path / "a.h5", "w") as file:
@@ -171,7 +169,7 @@ def test_a_cache_with_the_planned_slots_decodes_each_chunk_once(
             amounts[label] = bytes_read() - before
     assert amounts["planned"] <= stored * 1.02 + 20_000
     assert amounts["a third"] > 2 * stored
-    if not edge:
+    if chunks[1:] == data.shape[1:]:
         assert amounts["one short"] > amounts["planned"]
 
 

@@ -33,7 +33,7 @@ from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock
 from h5pack.pack.placement import Placement, close_up
 from h5pack.pack.plan import ConvertPlan, make_plan
-from h5pack.pack.session import Session
+from h5pack.pack.session import Session, creation_time
 from h5pack.pack.skeleton import root_attributes
 from h5pack.pack.survey import survey
 from h5pack.pack.tables import make_tables
@@ -237,10 +237,11 @@ class Conversion:
             return finished
         plan = self.plan()
         output = self.output
-        output.require_space(plan.file_bytes)
+        output.require_space(plan.needed_bytes)
+        created = creation_time()
         lock = OutputLock(output)
         try:
-            return self._write_and_finish(plan, lock)
+            return self._write_and_finish(plan, lock, created)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
@@ -250,8 +251,8 @@ class Conversion:
         finally:
             lock.release()
 
-    def _write_and_finish(self, plan: ConvertPlan, lock: OutputLock) -> ConvertReport:
-        session = Session(plan, self.output)
+    def _write_and_finish(self, plan: ConvertPlan, lock: OutputLock, created: str) -> ConvertReport:
+        session = Session(plan, self.output, created)
         written = session.journal.written()
         moving = written is not None
         resumed = len(written.packed) if written is not None else 0

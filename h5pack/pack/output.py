@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -116,6 +117,7 @@ class OutputLock:
     def __init__(self, output: Output) -> None:
         import fcntl
 
+        self._path = output.partial
         deadline = time.monotonic() + _LOCK_WAIT_SECONDS
         while True:
             self.descriptor = os.open(output.partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -141,13 +143,16 @@ class OutputLock:
     def share(self) -> None:
         """Let readers open the file, which is complete from here on, while other conversions stay out."""
         import fcntl
-        from contextlib import suppress
 
-        with suppress(OSError):
+        with contextlib.suppress(OSError):
             fcntl.flock(self.descriptor, fcntl.LOCK_SH)
 
     def release(self) -> None:
-        """Give the lock up."""
+        """Give the lock up, and leave no file behind that nothing was written to."""
+        with contextlib.suppress(OSError):
+            status = os.fstat(self.descriptor)
+            if status.st_size == 0 and os.path.samestat(status, os.stat(self._path)):
+                os.unlink(self._path)
         os.close(self.descriptor)
 
 

@@ -91,12 +91,21 @@ class ConvertPlan:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes the file will take, within a few KB: the chunks, and a row's entries in the tables."""
+        """Bytes the file will take, at most: the chunks, and the tables before compression."""
+        return self._bytes()[0]
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes of disk the conversion needs: the file, and its tables once more in the file that lends them."""
+        return sum(self._bytes())
+
+    def _bytes(self) -> tuple[int, int]:
         catalog = self.catalog
         label_bytes = 0 if catalog.labels is None else catalog.labels.nbytes // max(1, len(catalog))
         field_bytes = sum(4 + values.nbytes // max(1, len(catalog)) for values in catalog.fields.values())
-        tables = self.rows * (4 + 4 + label_bytes + field_bytes + 16)
-        return self.chunks.count * (self.chunks.bytes + schema.ALIGNMENT_BYTES) + tables + 65_536
+        tables = self.rows * (4 + 4 + label_bytes + field_bytes) + catalog.names.nbytes + 65_536
+        chunks = self.chunks.count * (self.chunks.bytes + schema.ALIGNMENT_BYTES)
+        return chunks + tables, tables
 
     def split_rows(self) -> dict[str, tuple[int, int]]:
         """Each split's first row and the row behind its last."""

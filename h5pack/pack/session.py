@@ -34,6 +34,8 @@ class Session:
     plan : ConvertPlan
     output : Output
         Locked by the caller.
+    created : str
+        The time to write into a file that is begun now; see `creation_time`.
 
     Attributes
     ----------
@@ -49,7 +51,7 @@ class Session:
         If an output has appeared that nobody agreed to replace.
     """
 
-    def __init__(self, plan: ConvertPlan, output: Output) -> None:
+    def __init__(self, plan: ConvertPlan, output: Output, created: str) -> None:
         self.plan = plan
         self.output = output
         self.journal = Journal(output.journal)
@@ -58,7 +60,6 @@ class Session:
         if output.final.exists() and not overwrite:
             raise OutputExistsError(f"{output.final}: exists by now; add --overwrite to replace it")
         if before is None:
-            created = _now()
             self.skeleton = _skeleton(plan, created)
             output.remove_leftovers()
             addresses = build(output.partial, self.skeleton, plan.rows, None)
@@ -155,7 +156,14 @@ def _skeleton(plan: ConvertPlan, created: str) -> Skeleton:
     )
 
 
-def _now() -> str:
+def creation_time() -> str:
+    """Now, or what SOURCE_DATE_EPOCH says, in ISO 8601, UTC.
+
+    Raises
+    ------
+    OptionsError
+        If SOURCE_DATE_EPOCH is no number of seconds.
+    """
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
     if epoch is not None and not epoch.isdigit():
         raise OptionsError(f"SOURCE_DATE_EPOCH is {epoch!r}; it must be whole seconds since 1970")

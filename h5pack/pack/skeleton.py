@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,7 +97,23 @@ def build(path: str | os.PathLike[str], skeleton: Skeleton, rows: int, tables: T
     -------
     ndarray
         int64, (chunks,): byte offsets.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written; ENOSPC where the disk is full.
     """
+    try:
+        return _build(path, skeleton, rows, tables)
+    except (OSError, RuntimeError) as error:
+        # HDF5 tells the system's error in its text alone.
+        number = re.search(r"errno = (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+
+
+def _build(path: str | os.PathLike[str], skeleton: Skeleton, rows: int, tables: Tables | None) -> npt.NDArray[np.int64]:
     with _create_file(path, skeleton.compat) as file:
         # The images come first: what is allocated before them would move their chunks.
         images = _create_images(file, skeleton, rows)
@@ -191,7 +208,8 @@ def _write_tables(file: h5py.File, tables: Tables) -> None:
         statistics.create_dataset(name, data=np.asarray(tables.statistics[name], np.float64))
     statistics.attrs["rows"] = np.int64(tables.statistics["rows"])
     statistics.attrs["step"] = np.int64(tables.statistics["step"])
-    statistics.attrs["split"] = utf8([tables.statistics["split"]])[0]
+    split = utf8([tables.statistics["split"]])
+    statistics.attrs.create("split", split[0], dtype=split.dtype)
 
     if tables.rejects:
         file.create_group(schema.REJECTS)

@@ -46,6 +46,11 @@ class NameTable:
         index %= len(self)
         return os.fsdecode(self._blob[self._offsets[index] : self._offsets[index + 1]])
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all names."""
+        return len(self._blob)
+
     def __iter__(self) -> Iterator[str]:
         return (self[index] for index in range(len(self)))
 

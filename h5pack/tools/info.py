@@ -9,8 +9,10 @@ from typing import Any
 
 import h5py
 import numpy as np
+import numpy.typing as npt
 
 from h5pack import schema
+from h5pack.errors import PackFormatError
 from h5pack.hdf5 import dataset_names, open_file, text
 from h5pack.layout import CachePlan, plan_cache, plan_chunks
 
@@ -111,14 +113,23 @@ def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
         If it is not an HDF5 file that can be opened.
     """
     with open_file(path) as file:
-        datasets = tuple(_describe(file, file[name]) for name in dataset_names(file))
-        return FileReport(
-            os.fspath(path),
-            os.path.getsize(path),
-            _describe_pack(file) if schema.FORMAT in file.attrs else None,
-            datasets,
-            _stats(file) if stats else None,
-        )
+        try:
+            return _report(path, file, stats)
+        except (KeyError, ValueError, RuntimeError, OSError) as error:
+            raise PackFormatError(
+                f"{os.fspath(path)}: its metadata is damaged ({error}); restore the file, or run 'h5pack verify' on it"
+            ) from error
+
+
+def _report(path: str | os.PathLike[str], file: h5py.File, stats: bool) -> FileReport:
+    datasets = tuple(_describe(file, file[name]) for name in dataset_names(file))
+    return FileReport(
+        os.fspath(path),
+        os.path.getsize(path),
+        _describe_pack(file) if schema.FORMAT in file.attrs else None,
+        datasets,
+        _stats(file) if stats else None,
+    )
 
 
 def _describe(file: h5py.File, dataset: h5py.Dataset) -> DatasetReport:
@@ -235,19 +246,27 @@ def _describe_pack(file: h5py.File) -> dict[str, Any]:
     }
     if not described["complete"]:
         return described
-    described["splits"] = {
-        text(name): [int(start), int(stop)]
-        for name, (start, stop) in zip(file[schema.SPLIT_NAMES][()], file[schema.SPLIT_ROWS][()], strict=True)
-    }
+    names, rows = file.get(schema.SPLIT_NAMES), file.get(schema.SPLIT_ROWS)
+    described["splits"] = (
+        {text(name): [int(start), int(stop)] for name, (start, stop) in zip(names[()], rows[()], strict=True)}
+        if names is not None and rows is not None
+        else {}
+    )
     labels = file.get(schema.LABELS)
     if labels is not None:
         for kind in (schema.CLASSES, schema.COLUMNS):
             if kind in labels.attrs:
                 described[kind] = [text(name) for name in labels.attrs[kind]]
-    described["mean"] = [round(float(value), 6) for value in file["statistics/mean"][()]]
-    described["std"] = [round(float(value), 6) for value in file["statistics/std"][()]]
+    for name in ("mean", "std"):
+        stored = file.get(f"{schema.STATISTICS}/{name}")
+        described[name] = [] if stored is None else _finite(stored[()])
     described["rejects"] = len(file[f"{schema.REJECTS}/filenames"]) if schema.REJECTS in file else 0
     return described
+
+
+def _finite(values: npt.NDArray[np.float64]) -> list[float | None]:
+    """Numbers as JSON can hold them: the statistics of a split without rows are NaN."""
+    return [float(value) if math.isfinite(value) else None for value in values]
 
 
 def _stats(file: h5py.File) -> dict[str, Any]:
@@ -258,8 +277,8 @@ def _stats(file: h5py.File) -> dict[str, Any]:
     if f"{schema.STATISTICS}/mean" in file:
         group = file[schema.STATISTICS]
         result["channels"] = {
-            "mean": group["mean"][()].tolist(),
-            "std": group["std"][()].tolist(),
+            "mean": _finite(group["mean"][()]),
+            "std": _finite(group["std"][()]),
             "rows": int(group.attrs["rows"]),
         }
     elif isinstance(file.get(schema.IMAGES), h5py.Dataset):

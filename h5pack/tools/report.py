@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from h5pack import schema
 from h5pack.pack.plan import human_bytes
 from h5pack.tools.info import DatasetReport, FileReport
 from h5pack.tools.verify import VerifyReport
@@ -18,7 +19,8 @@ def info_text(report: FileReport) -> str:
     elif not pack["complete"]:
         lines.append(f"an unfinished pack (h5pack {pack['version']}); continue it with 'h5pack convert ... --resume'")
     else:
-        lines.append(f"a pack, format {pack['format']}, made by h5pack {pack['version']} at {pack['created']}")
+        newer = ", newer than this h5pack reads" if pack["format"] > schema.FORMAT_VERSION else ""
+        lines.append(f"a pack, format {pack['format']}{newer}, made by h5pack {pack['version']} at {pack['created']}")
         splits = ", ".join(f"{name} {stop - start:,}" for name, (start, stop) in pack["splits"].items())
         lines.append(f"splits   {splits}")
         for kind in ("classes", "columns"):
@@ -39,7 +41,8 @@ def verify_text(report: VerifyReport) -> str:
         return f"{report.path}: {report.rows:,} rows, every checksum agrees"
     lines = [f"{report.path}: {problem}" for problem in report.problems]
     for name, rows in sorted(report.damaged.items()):
-        lines.append(f"{report.path}: {name!r}: {len(rows):,} damaged rows; restore the file or convert again")
+        count = "1 damaged row" if len(rows) == 1 else f"{len(rows):,} damaged rows"
+        lines.append(f"{report.path}: {name!r}: {count}; restore the file or convert again")
         for row in rows[:_LISTED]:
             origin = report.filenames.get(row)
             lines.append(f"  row {row}" + (f" ({origin})" if origin is not None else ""))
@@ -83,5 +86,5 @@ def _some(names: list[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
-def _numbers(values: list[float]) -> str:
-    return " ".join(f"{value:.4f}" for value in values)
+def _numbers(values: list[float | None]) -> str:
+    return " ".join("none" if value is None else f"{value:.4f}" for value in values)

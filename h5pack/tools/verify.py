@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from tqdm import tqdm
 
 from h5pack import schema
 from h5pack.checksum import row_checksums
-from h5pack.errors import H5PackError, PackFormatError, WorkerError
+from h5pack.errors import H5PackError, OptionsError, PackFormatError, WorkerError
 from h5pack.hdf5 import chunk_addresses, dataset_names, is_filtered, open_file, require_complete, text
 from h5pack.machine import available_cpus
 from h5pack.pack.executors import open_executor, run
@@ -101,6 +102,8 @@ def verify(
     PackFormatError
         If the file is no pack, so that there is nothing to check it against.
     """
+    if workers is not None and workers < 1:
+        raise OptionsError(f"workers is {workers}; it must be at least 1")
     name = os.path.abspath(path)
     count = max(2, workers or available_cpus())
     try:
@@ -128,9 +131,7 @@ def verify(
                     damaged[schema.IMAGES] = sorted(wrong)
             listed = sorted({row for found in damaged.values() for row in found})
             names = executor.submit(_filenames, name, listed).result() if listed else {}
-    except (WorkerError, RuntimeError) as error:
-        if isinstance(error, PackFormatError):
-            raise
+    except (WorkerError, BrokenProcessPool):
         return VerifyReport(
             name, 0, (f"HDF5 {h5py.version.hdf5_version} crashed on it; the file is damaged: restore it",)
         )
@@ -143,14 +144,15 @@ class _NoPackError(PackFormatError):
 
 def _inspect(path: str) -> _Structure:
     with open_file(path) as file:
-        if schema.FORMAT not in file.attrs:
-            raise _NoPackError(f"{path}: not a pack (it has no {schema.FORMAT} attribute), so it has no checksums")
-        require_complete(file)
         try:
+            if schema.FORMAT not in file.attrs:
+                raise _NoPackError(f"{path}: not a pack (it has no {schema.FORMAT} attribute), so it has no checksums")
+            require_complete(file)
             return _inspect_pack(path, file)
         except H5PackError:
             raise
         except Exception as error:
+            # Damage shows as any of h5py's errors.
             raise PackFormatError(f"{path}: damaged metadata ({error}); restore the file or convert again") from None
 
 
@@ -162,6 +164,8 @@ def _inspect_pack(path: str, file: h5py.File) -> _Structure:
         raise PackFormatError(f"{path}: no chunked uint8 dataset 'images' of rank 4; convert again")
     rows = images.shape[0]
     _check_tables(file, rows, problems)
+    if schema.LABELS in file and f"{schema.CHECKSUMS}/{schema.LABELS}" not in file:
+        problems.append(f"{schema.CHECKSUMS}/{schema.LABELS}: missing")
     for name in dataset_names(file):
         if not name.startswith(f"{schema.CHECKSUMS}/") or name == f"{schema.CHECKSUMS}/{schema.IMAGES}":
             continue

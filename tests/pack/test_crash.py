@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 
 import h5pack
 from h5pack.errors import NoSpaceError
+from h5pack.pack import skeleton
 from h5pack.pack.journal import RowRecord
 from h5pack.pack.options import ConvertOptions
 from tests.makers import flat_folder, quick, split_folders, truncate
@@ -100,10 +103,8 @@ def test_killed_at_40_moments_with_workers(source: Path, order: str, whole: byte
     for moment in range(KILLS_IN_TIME):
         out.unlink(missing_ok=True)
         process = subprocess.Popen(command)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(seconds * (0.3 + 0.75 * moment / KILLS_IN_TIME))
-        except subprocess.TimeoutExpired:
-            pass
         children = children_of(process.pid)
         process.kill()
         process.wait()
@@ -216,13 +217,13 @@ def test_a_disk_that_fills_up_meanwhile(small_disk: Path, tmp_path: Path, worker
 def test_a_disk_that_fills_up_before_the_tables_are_written(small_disk: Path, tmp_path: Path) -> None:
     source = flat_folder(tmp_path / "in", 100, (60, 60))
     out = small_disk / "o.h5"
-    build = h5pack.pack.skeleton.build  # type: ignore[attr-defined]
+    build = skeleton.build
 
-    def full(path: Path, skeleton: object, rows: int, tables: object) -> object:
+    def full(path: Path, shape: skeleton.Skeleton, rows: int, tables: skeleton.Tables | None) -> object:
         if tables is not None:
             free = os.statvfs(small_disk).f_bavail * 4096
             (small_disk / "hog").write_bytes(bytes(free - 8192))
-        return build(path, skeleton, rows, tables)
+        return build(path, shape, rows, tables)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("h5pack.pack.finisher.build", full)
@@ -266,16 +267,20 @@ def run_in_child(source: Path, out: Path, how: ConvertOptions, kill_at: int | No
             count = count_changes(kill_at)
             h5pack.convert(source, out, how)
             os.write(send, str(count()).encode())
-        finally:
             os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
     os.close(send)
     with os.fdopen(receive) as stream:
         told = stream.read()
     _, status = os.waitpid(child, 0)
-    if kill_at is not None and told == "":
-        assert os.WIFSIGNALED(status)
-        assert os.WTERMSIG(status) == signal.SIGKILL
-    return int(told or 0)
+    if told:
+        return int(told)
+    assert kill_at is not None
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    return 0
 
 
 def count_changes(kill_at: int | None) -> Callable[[], int]:
@@ -301,8 +306,7 @@ def count_changes(kill_at: int | None) -> Callable[[], int]:
         setattr(os, name, wrapped(getattr(os, name), False))
     for name in ("pwrite", "write"):
         setattr(os, name, wrapped(getattr(os, name), True))
-    h5py_create = h5pack.pack.skeleton.h5py.h5f.create  # type: ignore[attr-defined]
-    h5pack.pack.skeleton.h5py.h5f.create = wrapped(h5py_create, False)  # type: ignore[attr-defined]
+    skeleton.h5py.h5f.create = wrapped(skeleton.h5py.h5f.create, False)
     return lambda: count
 
 

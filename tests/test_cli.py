@@ -1,0 +1,139 @@
+"""The command line: exit codes, one line an error, what a person and a program read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from h5pack import cli
+from tests.makers import class_folders, flat_folder, save, truncate
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = cli.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_convert_prints_its_plan_and_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = class_folders(tmp_path / "in", {"a": 6, "b": 5}, (60, 50))
+    (source / "a" / "notes.txt").write_text("")
+    (source / "a" / "empty.jpg").write_bytes(b"")
+    truncate(source / "b" / "00001.jpg")
+    code, out, _ = run(capsys, "convert", source, tmp_path / "o.h5", "--workers", 1)
+    assert code == 0
+    plan = dict(line.split(None, 1) for line in out.splitlines())
+    assert plan["images"] == "11 of 60x50 rgb, nhwc, shuffled"
+    assert plan["labels"] == "2 classes"
+    assert plan["splits"] == "all 11"
+    assert plan["ignored"] == "1 .txt files"
+    assert plan["time"].startswith("about 0 s on 1 worker")
+    assert plan["done"].startswith(f"{tmp_path}/o.h5: 10 images, ")
+    assert plan["rejects"].startswith("2, listed with reasons in")
+    code, out, err = run(capsys, "convert", source, tmp_path / "q.h5", "--workers", 1, "--quiet")
+    assert (code, out, err) == (0, "", "")
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = class_folders(tmp_path / "in", {"a": 6, "b": 5})
+    code, out, _ = run(capsys, "convert", source, tmp_path / "o.h5", "--dry-run", "--json", "--workers", 1)
+    assert code == 0
+    plan = json.loads(out)
+    assert plan["shape"] == [11, 20, 14, 3]
+    assert plan["classes"] == ["a", "b"]
+    assert plan["estimated_seconds"] >= 0
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_json_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = flat_folder(tmp_path / "in", 5)
+    code, out, _ = run(capsys, "convert", source, tmp_path / "o.h5", "--json", "--workers", 1)
+    assert code == 0
+    assert json.loads(out)["images"] == 5
+    code, out, _ = run(capsys, "info", tmp_path / "o.h5", "--json", "--stats")
+    assert code == 0
+    assert json.loads(out)["pack"]["complete"] is True
+    code, out, _ = run(capsys, "verify", tmp_path / "o.h5", "--json")
+    assert code == 0
+    assert json.loads(out)["ok"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["convert", "{missing}", "{out}"], 1, "no such file or folder"),
+        (["convert", "{in}", "{out}", "--size", "12by3"], 2, "neither HxW"),
+        (["convert", "{in}", "{out}", "--fit", "squash"], 2, "none of crop, pad, stretch"),
+        (["convert", "{in}", "{out}", "--chunk-rows", "many"], 2, "neither a number nor auto"),
+        (["convert", "{in}", "{out}", "--chunk-bytes", "4 parsecs"], 2, "no number of bytes"),
+        (["convert", "{in}", "{out}"], 1, "give --size HxW"),
+        (["info", "{missing}"], 1, "no such file"),
+        (["info", "{in}"], 1, "a folder, not an HDF5 file"),
+        (["verify", "{text}"], 1, "not an HDF5 file"),
+        (["verify", "{text}", "--workers", "-3"], 2, "workers is -3"),
+    ],
+)
+def test_errors_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+) -> None:
+    save(tmp_path / "in" / "a.jpg", 1)
+    save(tmp_path / "in" / "b.jpg", 1, (9, 9))
+    (tmp_path / "text").write_text("not HDF5")
+    names = {
+        "missing": tmp_path / "missing",
+        "in": tmp_path / "in",
+        "out": tmp_path / "o.h5",
+        "text": tmp_path / "text",
+    }
+    found, out, err = run(capsys, *[argument.format(**names) for argument in arguments])
+    assert found == code
+    assert message in out + err
+    assert (out + err).count("\n") == 1
+    assert not (tmp_path / "o.h5").exists()
+
+
+def test_misuse_exits_with_2() -> None:
+    for arguments in ([], ["convert"], ["pack", "x"], ["convert", "a", "b", "--limit", "few"]):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(arguments)
+        assert stop.value.code == 2
+
+
+def test_debug_shows_where(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "h5pack", "info", str(tmp_path / "none"), "--debug"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "Traceback" in result.stderr
+
+
+def test_a_bad_date_leaves_nothing_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = flat_folder(tmp_path / "in", 3)
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "today")
+    code, _, err = run(capsys, "convert", source, tmp_path / "o.h5", "--quiet")
+    assert code == 2
+    assert "SOURCE_DATE_EPOCH is 'today'" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_an_unforeseen_error_is_one_line_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("nobody thought of this")
+
+    monkeypatch.setattr("h5pack.tools.info.info", broken)
+    code, _, err = run(capsys, "info", tmp_path / "x")
+    assert code == 1
+    assert err == "h5pack: ZeroDivisionError: nobody thought of this (--debug shows where)\n"
+
+
+def test_a_reader_that_goes_away(tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "in", 3)
+    command = f"{sys.executable} -m h5pack convert {source} {tmp_path}/o.h5 --dry-run | true"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert "Traceback" not in result.stderr

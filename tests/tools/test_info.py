@@ -1,0 +1,134 @@
+"""`info` judges any HDF5 file: what its chunks cost, and a cure that works."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+import h5pack
+from h5pack.errors import PackFormatError
+from h5pack.tools.report import info_text
+from tests.makers import class_folders, quick
+
+
+def foreign(path: Path, shape: tuple[int, ...] = (200, 3, 218, 178), dtype: str = "u1", **settings: Any) -> Path:
+    with h5py.File(path, "w") as file:
+        dataset = file.create_dataset("images", shape, dtype, **settings)
+        dataset[...] = np.random.default_rng(0).integers(0, 255, shape, np.uint8)
+        file["labels"] = np.arange(shape[0]) % 3
+    return path
+
+
+def report_of(path: Path) -> h5pack.tools.info.DatasetReport:  # type: ignore[name-defined]
+    return next(dataset for dataset in h5pack.info(path).datasets if dataset.name == "images")
+
+
+def test_a_pack_has_no_faults(tmp_path: Path) -> None:
+    source = class_folders(tmp_path / "in", {"a": 90, "b": 60}, (60, 70))
+    h5pack.convert(source, tmp_path / "o.h5", quick())
+    report = h5pack.info(tmp_path / "o.h5", stats=True)
+    assert report.pack is not None
+    assert report.pack["complete"]
+    assert report.pack["splits"] == {"all": [0, 150]}
+    assert report.pack["classes"] == ["a", "b"]
+    assert report.stats is not None
+    assert report.stats["labels"] == {"a": 90, "b": 60}
+    assert report.stats["channels"]["rows"] == 150
+    assert all(dataset.faults == () for dataset in report.datasets)
+    images = report_of(tmp_path / "o.h5")
+    assert images.index == "extensible array"
+    assert images.cache is not None
+    assert images.cache.nbytes == 0
+    text = info_text(report)
+    assert "a pack, format 1" in text
+    assert "a: 90" in text
+    json.dumps(report.to_json(), allow_nan=False)
+
+
+def test_the_celeba_recipe_whose_chunks_split_images(tmp_path: Path) -> None:
+    report = report_of(foreign(tmp_path / "f.h5", chunks=(100, 3, 217, 178)))
+    assert report.faults[0] == "chunks (100, 3, 217, 178) cut every row into 2 pieces, each read on its own"
+    assert report.faults[1].startswith("the file stores 1.99 times the data")
+    assert report.overhead == pytest.approx(1.991, abs=0.001)
+
+
+def test_chunks_that_h5py_guessed(tmp_path: Path) -> None:
+    report = report_of(foreign(tmp_path / "f.h5", chunks=True, maxshape=(None, 3, 218, 178)))
+    assert any("h5py's guess" in fault for fault in report.faults)
+
+
+def test_a_cache_that_thrashes(tmp_path: Path) -> None:
+    report = report_of(foreign(tmp_path / "f.h5", chunks=(50, 3, 218, 178), compression="gzip"))
+    assert any("each row read decodes them anew" in fault for fault in report.faults)
+    assert report.cache is not None
+    assert report.cache.nbytes >= 50 * 3 * 218 * 178
+    assert report.filters == ("gzip",)
+
+
+def test_whole_rows_without_filters_are_fine(tmp_path: Path) -> None:
+    assert report_of(foreign(tmp_path / "a.h5", chunks=(10, 3, 218, 178))).faults == ()
+    contiguous = report_of(foreign(tmp_path / "b.h5"))
+    assert (contiguous.layout, contiguous.chunks, contiguous.faults) == ("contiguous", None, ())
+
+
+def test_the_cure_cures(tmp_path: Path) -> None:
+    if shutil.which("h5repack") is None:
+        pytest.skip("apt-get install hdf5-tools")
+    path = foreign(tmp_path / "f.h5", chunks=(100, 3, 217, 178))
+    cure = report_of(path).cure
+    assert cure is not None
+    command = cure.partition(", or ")[0].replace("repacked.h5", str(tmp_path / "repacked.h5"))
+    subprocess.run(shlex.split(command), check=True)
+    cured = report_of(tmp_path / "repacked.h5")
+    assert cured.faults == ()
+    with h5py.File(path) as before, h5py.File(tmp_path / "repacked.h5") as after:
+        assert np.array_equal(before["images"][()], after["images"][()])
+
+
+def test_statistics_of_a_foreign_file_are_measured(tmp_path: Path) -> None:
+    path = foreign(tmp_path / "f.h5", (40, 3, 9, 8))
+    stats = h5pack.info(path, stats=True).stats
+    with h5py.File(path) as file:
+        values = file["images"][()] / 255
+    assert stats is not None
+    assert np.allclose(stats["channels"]["mean"], values.mean((0, 2, 3)))
+    assert np.allclose(stats["channels"]["std"], values.std((0, 2, 3)))
+    assert stats["labels"] == {"0": 14, "1": 13, "2": 13}
+
+
+def test_all_kinds_of_datasets_are_described(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["scalar"] = 3
+        file["text"] = "hello"
+        file["empty"] = h5py.Empty("f4")
+        file["strings"] = ["a", "bc"]
+        file.create_dataset("none", (0, 4), "f4", maxshape=(None, 4))
+        layout = h5py.VirtualLayout((2,), "i8")
+        layout[:] = h5py.VirtualSource("elsewhere.h5", "x", (2,))
+        file.create_virtual_dataset("virtual", layout)
+    report = h5pack.info(tmp_path / "f.h5")
+    assert {dataset.name: dataset.layout for dataset in report.datasets}["virtual"] == "virtual"
+    assert len(info_text(report).splitlines()) > 6
+    json.dumps(report.to_json(), allow_nan=False)
+
+
+def test_damaged_metadata_is_one_error(tmp_path: Path) -> None:
+    source = class_folders(tmp_path / "in", {"a": 4})
+    h5pack.convert(source, tmp_path / "o.h5", quick())
+    with h5py.File(tmp_path / "o.h5", "r+") as file:
+        del file["splits"]
+        del file["statistics/std"]
+        file.attrs["h5pack_format"] = "one"
+    with pytest.raises(PackFormatError, match="metadata is damaged"):
+        h5pack.info(tmp_path / "o.h5")
+    with h5py.File(tmp_path / "o.h5", "r+") as file:
+        file.attrs["h5pack_format"] = 2
+    assert "newer than this h5pack reads" in info_text(h5pack.info(tmp_path / "o.h5"))
