@@ -1,0 +1,61 @@
+"""Draw the pictures of the docs from the committed results: ``python -m benchmarks.plots``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from benchmarks.common import RESULTS
+
+PICTURES = Path(__file__).parent.parent / "docs" / "img"
+_GRAY, _BLUE, _LIGHT = "#9aa0a6", "#1a73e8", "#a8c7fa"
+
+
+def draw_convert(result: dict[str, Any], path: Path) -> None:
+    """Conversion beside its ceiling, for both decoders and both ways of writing."""
+    figure, axes = plt.subplots(figsize=(7.2, 3.4), layout="constrained")
+    labels: list[str] = []
+    for group, decoder in enumerate(("pillow", "simplejpeg")):
+        direct, buffered = result["ways"][f"{decoder} auto"], result["ways"][f"{decoder} buffered"]
+        bars = [
+            ("only open, read, decode", direct["ceiling_images_per_s"], _GRAY, None),
+            ("h5pack convert", direct["convert_images_per_s"], _BLUE, direct["ratio_to_last_write"]),
+            ("h5pack convert --io buffered", buffered["convert_images_per_s"], _LIGHT, buffered["ratio_to_last_write"]),
+        ]
+        for place, (label, speed, colour, ratio) in enumerate(bars):
+            height = group * 4 + place
+            low, high = speed["median"] - speed["min"], speed["max"] - speed["median"]
+            axes.barh(height, speed["median"], color=colour, xerr=[[low], [high]], capsize=3, ecolor="#3c4043")
+            text = f"{speed['median']:,.0f}" + (f"  ({ratio['median']:.2f} of the ceiling)" if ratio else "")
+            axes.text(speed["max"] + 120, height, text, va="center", fontsize=8)
+            labels.append(f"{label}\n({'Pillow' if decoder == 'pillow' else decoder})")
+    axes.set_yticks([0, 1, 2, 4, 5, 6], labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("images/s to the last write, 178x218 JPEG (median, whiskers minimum to maximum)", fontsize=8)
+    axes.set_xlim(0, 1.35 * max(way["ceiling_images_per_s"]["max"] for way in result["ways"].values()))
+    axes.spines[["top", "right"]].set_visible(False)
+    machine = result["machine"]
+    axes.set_title(
+        f"Packing {result['images']:,} images costs little more than decoding them "
+        f"({result['workers']} workers, {machine['file_system']})",
+        fontsize=9,
+        loc="left",
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    print(f"drew {path}")
+
+
+def main() -> None:
+    draw_convert(json.loads((RESULTS / "convert.json").read_text()), PICTURES / "convert.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""The journal: what was appended is read back, whatever happened behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from h5pack.errors import OutputBusyError
+from h5pack.pack.journal import Journal, JournalWriter, RowRecord
+
+
+@st.composite
+def records(draw: st.DrawFn) -> RowRecord:
+    rows = draw(st.integers(0, 12))
+    start = draw(st.integers(0, 2**50))
+    sampled = sorted(draw(st.sets(st.integers(start, start + 20), max_size=3)))
+    channels = draw(st.sampled_from([1, 3]))
+    sums = draw(st.lists(st.integers(0, 2**64 - 1), min_size=len(sampled) * 2 * channels, max_size=200))
+    return RowRecord(
+        start,
+        np.array(draw(st.lists(st.booleans(), min_size=rows, max_size=rows)), np.bool_),
+        np.array(draw(st.lists(st.integers(0, 2**32 - 1), min_size=rows, max_size=rows)), np.uint32),
+        np.array(sampled, np.int64),
+        np.array(sums[: len(sampled) * 2 * channels], np.uint64).reshape(len(sampled), 2, channels),
+        draw(st.dictionaries(st.integers(0, 2**50), st.text(max_size=20), max_size=3)),
+    )
+
+
+def record(start: int, rows: int = 5) -> RowRecord:
+    random = np.random.default_rng(start)
+    return RowRecord(
+        start,
+        random.integers(0, 2, rows).astype(np.bool_),
+        random.integers(0, 2**32, rows, np.uint32),
+        np.array([start], np.int64),
+        random.integers(0, 2**60, (1, 2, 3)).astype(np.uint64),
+        {start + 1: "truncated", start + 2: "größer als \udcff erlaubt"},
+    )
+
+
+def same(one: RowRecord, other: RowRecord) -> bool:
+    return (
+        one.start == other.start
+        and one.reasons == other.reasons
+        and all(
+            np.array_equal(getattr(one, name), getattr(other, name))
+            and getattr(one, name).dtype == getattr(other, name).dtype
+            and getattr(one, name).shape == getattr(other, name).shape
+            for name in ("packed", "checksums", "sampled", "sums")
+        )
+    )
+
+
+@given(records())
+def test_a_record_is_read_back_as_it_was(drawn: RowRecord) -> None:
+    assert same(RowRecord.decode(drawn.encode()), drawn)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    journal = Journal(tmp_path / "o.h5.partial.journal")
+    journal.start({"created": "now"}, np.arange(7, dtype=np.uint64))
+    return journal
+
+
+def write(journal: Journal, *appended: RowRecord) -> Path:
+    before = set(journal.folder.glob("rows-*.log"))
+    writer = JournalWriter(str(journal.folder))
+    for each in appended:
+        writer.append(each)
+    writer.close()
+    (path,) = set(journal.folder.glob("rows-*.log")) - before
+    return path
+
+
+def starts(journal: Journal) -> list[int]:
+    return sorted(found.start for found in journal.records())
+
+
+def test_plan_and_prints_are_kept(journal: Journal) -> None:
+    assert journal.plan() == {"created": "now"}
+    assert journal.prints().tolist() == list(range(7))
+    assert starts(journal) == []
+    assert journal.written() is None
+
+
+def test_starting_anew_forgets_everything(journal: Journal) -> None:
+    write(journal, record(0))
+    journal.save_written(record(0))
+    journal.start({"created": "later"}, np.zeros(1, np.uint64))
+    assert journal.plan() == {"created": "later"}
+    assert starts(journal) == []
+    assert journal.written() is None
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"\xff\xfe", b'{"created"'])
+def test_a_journal_without_a_whole_plan_is_none(journal: Journal, content: bytes | None) -> None:
+    plan = journal.folder / "plan.json"
+    plan.unlink() if content is None else plan.write_bytes(content)
+    assert journal.plan() is None
+    assert Journal(journal.folder / "nowhere").plan() is None
+
+
+def test_a_kill_before_the_plan_leaves_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path / "journal")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("h5pack.pack.journal.write_atomically", killed)
+    with pytest.raises(KeyboardInterrupt):
+        journal.start({}, np.zeros(3, np.uint64))
+    assert journal.plan() is None
+
+
+def test_several_writers(journal: Journal) -> None:
+    appended = [record(start) for start in range(0, 60, 5)]
+    for writer in range(3):
+        write(journal, *appended[writer::3])
+    write(journal)
+    found = {each.start: each for each in journal.records()}
+    assert len(list(journal.folder.glob("rows-*.log"))) == 4
+    assert sorted(found) == [each.start for each in appended]
+    assert all(same(found[each.start], each) for each in appended)
+
+
+def test_writers_of_one_process_at_once(journal: Journal) -> None:
+    def work(first: int) -> None:
+        writer = JournalWriter(str(journal.folder))
+        for start in range(first, first + 500, 5):
+            writer.append(record(start))
+        writer.close()
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in (0, 500, 1_000)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert starts(journal) == list(range(0, 1_500, 5))
+
+
+def test_a_last_record_that_is_cut_anywhere_is_left_out(journal: Journal) -> None:
+    path = write(journal, record(0), record(5))
+    kept = path.stat().st_size
+    whole = write(journal, record(0), record(5), record(10)).read_bytes()
+    for length in range(kept, len(whole)):
+        path.write_bytes(whole[:length])
+        assert starts(journal) == [0, 0, 5, 5, 10]
+    path.write_bytes(whole)
+    assert starts(journal) == [0, 0, 5, 5, 10, 10]
+
+
+def test_reading_stops_at_a_flipped_byte_anywhere(journal: Journal) -> None:
+    path = write(journal, record(10), record(15), record(20))
+    whole = path.read_bytes()
+    length = len(whole) // 3
+    assert len(whole) == 3 * length
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        assert starts(journal) == [10, 15, 20][: place // length], f"byte {place}"
+
+
+@pytest.mark.parametrize("tail", [b"\0" * 400, b"\xff" * 400, struct.pack("<III", 0x4A503548, 2**32 - 1, 0)])
+def test_junk_behind_the_last_record_is_left_out(journal: Journal, tail: bytes) -> None:
+    """After a power cut a file may have grown without its content."""
+    path = write(journal, record(0))
+    path.write_bytes(path.read_bytes() + tail)
+    assert starts(journal) == [0]
+
+
+def test_a_full_disk_ends_the_writer(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = JournalWriter(str(journal.folder))
+    writer.append(record(0))
+    write_some = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write_some(descriptor, data[:20]))
+    with pytest.raises(OSError, match="No space left on device"):
+        writer.append(record(5))
+    monkeypatch.undo()
+    writer.close()
+    assert starts(journal) == [0]
+
+
+def test_what_is_written_is_noted_whole_or_not_at_all(journal: Journal) -> None:
+    noted = record(0, rows=40)
+    journal.save_written(noted)
+    found = journal.written()
+    assert found is not None
+    assert same(found, noted)
+    path = journal.folder / "written.bin"
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place])
+        assert journal.written() is None
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        assert journal.written() is None
+
+
+LIVE = """
+import sys, time
+from h5pack.pack.journal import JournalWriter
+writer = JournalWriter(sys.argv[1])
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@contextlib.contextmanager
+def live_writer(journal: Journal) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", LIVE, str(journal.folder)], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_live_writer_of_another_process_is_waited_for_then_reported(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("h5pack.pack.journal._WAIT_SECONDS", 0.3)
+    write(journal, record(0))
+    with live_writer(journal):
+        begun = time.monotonic()
+        with pytest.raises(OutputBusyError, match="still writing; stop it, then --resume"):
+            starts(journal)
+        assert 0.3 <= time.monotonic() - begun < 3
+    assert starts(journal) == [0]
+
+
+def test_a_writer_that_dies_meanwhile_is_only_waited_for(journal: Journal) -> None:
+    write(journal, record(0))
+    with live_writer(journal) as process:
+        killer = threading.Timer(0.3, process.send_signal, [signal.SIGKILL])
+        killer.start()
+        begun = time.monotonic()
+        assert starts(journal) == [0]
+        assert 0.2 < time.monotonic() - begun < 5
+        killer.join()

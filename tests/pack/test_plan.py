@@ -1,0 +1,202 @@
+"""The plan: what is settled before the first pixel is written."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from h5pack.errors import NoImagesError, OptionsError, RejectedImageError, SizesDifferError
+from h5pack.pack.options import ConvertOptions
+from h5pack.pack.placement import place
+from h5pack.pack.plan import ConvertPlan, count_by_reason, human_bytes, make_plan
+from h5pack.pack.survey import Survey
+from h5pack.sources.catalog import Catalog, FileReader, NameTable, Reject
+
+COUNT = 20
+
+
+def catalog(**changes: Any) -> Catalog:
+    settings: dict[str, Any] = {
+        "kind": "splits",
+        "reader": FileReader("/data"),
+        "names": NameTable.of(f"{index:02d}.jpg" for index in range(COUNT)),
+        "split_names": ("train", "test"),
+        "split_ids": np.array([0, 0, 0, 1] * 5, np.int32),
+        "labels": np.arange(COUNT, dtype=np.int64) % 3,
+        "label_names": ("x", "y", "z"),
+    }
+    return Catalog(**{**settings, **changes})
+
+
+def survey(sizes: dict[int, tuple[int, int]] | None = None, **changes: Any) -> Survey:
+    heights, widths = np.full(COUNT, 218, np.int32), np.full(COUNT, 178, np.int32)
+    for index, (height, width) in (sizes or {}).items():
+        heights[index], widths[index] = height, width
+    reasons = changes.pop("reasons", {})
+    for index in reasons:
+        heights[index] = widths[index] = 0
+    return Survey(heights, widths, np.zeros(COUNT, np.uint8), np.arange(COUNT, dtype=np.uint64), reasons, **changes)
+
+
+def plan(of: Catalog | None = None, seen: Survey | None = None, **settings: Any) -> ConvertPlan:
+    return make_plan("in", of or catalog(), seen or survey(), ConvertOptions(**settings))
+
+
+def test_images_of_one_size_keep_it() -> None:
+    made = plan()
+    assert (made.height, made.width, made.rows) == (218, 178, 20)
+    assert made.row_shape == (218, 178, 3)
+    assert made.row_bytes == 218 * 178 * 3
+    assert not made.pixels.resize
+    assert made.split_rows() == {"train": (0, 15), "test": (15, 20)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "shape"),
+    [
+        ({"layout": "nchw"}, (3, 218, 178)),
+        ({"mode": "gray"}, (218, 178, 1)),
+        ({"mode": "gray", "layout": "nchw"}, (1, 218, 178)),
+        ({"size": (64, 32)}, (64, 32, 3)),
+    ],
+)
+def test_the_shape_of_a_row(settings: dict[str, Any], shape: tuple[int, ...]) -> None:
+    made = plan(**settings)
+    assert made.row_shape == shape
+    assert made.row_bytes == np.prod(shape)
+    assert made.chunks.bytes == made.chunks.rows * made.row_bytes
+
+
+def test_the_workers_are_told_what_they_need() -> None:
+    pixels = plan(size=(64, 32), fit="pad", resample="box", draft=True, mode="gray", max_pixels=10**6).pixels
+    assert (pixels.height, pixels.width, pixels.channels, pixels.resize) == (64, 32, 1, True)
+    assert (pixels.fit, pixels.resample, pixels.draft, pixels.max_pixels) == ("pad", "box", True, 10**6)
+
+
+def test_sizes_that_differ_name_two_files_and_the_cure() -> None:
+    seen = survey({4: (100, 50), 6: (100, 50), 9: (30, 20), 0: (0, 0)}, reasons={0: "truncated"})
+    message = (
+        r"in: its images have 3 sizes \(01\.jpg is 218x178 as 16 are, 04\.jpg is 100x50\); "
+        "give --size HxW, and --fit crop, pad or stretch"
+    )
+    with pytest.raises(SizesDifferError, match=f"^{message}$"):
+        plan(seen=seen)
+    assert plan(seen=seen, size=(64, 64)).rows == 19
+
+
+def test_height_and_width_are_not_confused() -> None:
+    with pytest.raises(SizesDifferError, match=r"00\.jpg is 218x178 as 19 are, 07\.jpg is 178x218"):
+        plan(seen=survey({7: (178, 218)}))
+
+
+def test_the_size_of_a_rejected_image_does_not_count() -> None:
+    made = plan(seen=survey(reasons={3: "truncated", 11: "zero bytes"}))
+    assert (made.rows, made.height) == (18, 218)
+    assert made.split_rows() == {"train": (0, 15), "test": (15, 18)}
+    assert [(reject.name, reject.reason) for reject in made.rejects] == [
+        ("03.jpg", "truncated"),
+        ("11.jpg", "zero bytes"),
+    ]
+    assert not {3, 11} & set(made.placement.order.tolist())
+    assert count_by_reason(made.rejects) == {"truncated": 1, "zero bytes": 1}
+
+
+def test_rejects_of_the_tables_come_first() -> None:
+    of = catalog(rejects=(Reject("gone.jpg", "file not found"),))
+    made = plan(of, survey(reasons={3: "truncated"}))
+    assert [reject.name for reject in made.rejects] == ["gone.jpg", "03.jpg"]
+    with pytest.raises(RejectedImageError, match=r"^in: gone\.jpg: file not found; .*--strict$"):
+        plan(of, strict=True)
+
+
+def test_strict_names_the_first_bad_image() -> None:
+    with pytest.raises(RejectedImageError, match=r"05\.jpg: truncated"):
+        plan(seen=survey(reasons={9: "zero bytes", 5: "truncated"}), strict=True)
+    assert plan(strict=True).rows == COUNT
+
+
+def test_nothing_usable() -> None:
+    with pytest.raises(NoImagesError, match=r"none of its 20 files .*00\.jpg: zero bytes"):
+        plan(seen=survey(reasons=dict.fromkeys(range(COUNT), "zero bytes")))
+
+
+def test_the_order_is_the_options() -> None:
+    everything = np.arange(COUNT, dtype=np.int64)
+    ids = catalog().split_ids
+    for seed in (0, 5):
+        assert np.array_equal(plan(seed=seed).placement.order, place(everything, ids, 2, seed).order)
+    assert np.array_equal(plan(order="sorted").placement.order, place(everything, ids, 2, None).order)
+    assert plan(seed=0).placement.order.tolist() != plan(seed=5).placement.order.tolist()
+
+
+def test_wished_chunks() -> None:
+    assert plan(chunk_rows=7).chunks.rows == 7
+    assert plan(chunk_rows=7).chunks.count == 3
+    assert plan(chunk_bytes=400_000).chunks.rows == 3
+    with pytest.raises(OptionsError, match="4 GiB"):
+        plan(chunk_rows=10**6)
+
+
+def test_labels_that_only_the_survey_knows() -> None:
+    numbers = plan(catalog(labels=None, label_names=None), survey(labels=np.arange(COUNT, dtype=np.int64)))
+    assert numbers.catalog.labels is not None
+    assert numbers.label_kind() == "integers"
+    table = plan(catalog(labels=None, label_names=None), survey(labels=np.zeros((COUNT, 2), np.uint8)))
+    assert table.catalog.label_names == ("label_0", "label_1")
+    assert table.label_kind() == "2 columns, uint8"
+    assert plan().label_kind() == "3 classes"
+    assert plan(catalog(labels=None, label_names=None)).label_kind() == "none"
+
+
+def test_the_plan_for_programs() -> None:
+    of = catalog(fields={"identity": np.arange(COUNT, dtype=np.int64)}, ignored={".txt files": 2})
+    made = plan(of, survey(reasons={3: "truncated"}), size=(64, 32), chunk_rows=6)
+    found = json.loads(json.dumps(made.to_json()))
+    assert set(found) >= {
+        *("source", "kind", "images", "shape", "labels", "classes", "fields", "splits", "chunk_rows"),
+        *("chunk_bytes", "chunks", "bytes", "rejects", "ignored", "options"),
+    }
+    assert (found["source"], found["kind"], found["images"]) == ("in", "splits", 19)
+    assert found["shape"] == [19, 64, 32, 3]
+    assert (found["classes"], found["fields"]) == (["x", "y", "z"], ["identity"])
+    assert found["splits"] == {"train": [0, 15], "test": [15, 19]}
+    assert (found["chunk_rows"], found["chunk_bytes"], found["chunks"]) == (6, 6 * 64 * 32 * 3, 4)
+    assert (found["rejects"], found["ignored"]) == (1, {".txt files": 2})
+    assert found["options"]["size"] == [64, 32]
+    assert found["bytes"] >= 4 * 6 * 64 * 32 * 3
+
+
+def test_the_plan_for_people() -> None:
+    of = catalog(fields={"identity": np.arange(COUNT)}, ignored={".txt files": 2_000})
+    text = plan(of, survey(reasons={3: "truncated"}), size=(64, 32), fit="pad").describe()
+    for words in (
+        "19 of 64x32 rgb, by pad and bicubic, nhwc, shuffled",
+        "3 classes, field identity",
+        "train 15, test 4",
+        "2,000 .txt files",
+        "1 so far (03.jpg: truncated)",
+    ):
+        assert words in text
+    quiet = plan().describe()
+    assert "ignored" not in quiet
+    assert "rejects" not in quiet
+    assert "by crop" not in quiet
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1_023, "1023 B"),
+        (1_024, "1.0 KiB"),
+        (4_194_304, "4.0 MiB"),
+        (3 * 2**30 // 2, "1.5 GiB"),
+        (2**41, "2.0 TiB"),
+        (2**51, "2048.0 TiB"),
+    ],
+)
+def test_bytes_for_people(count: int, text: str) -> None:
+    assert human_bytes(count) == text

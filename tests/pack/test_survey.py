@@ -1,0 +1,233 @@
+"""The survey: headers, rejects, fingerprints, and a storage that fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from h5pack.errors import SourceError
+from h5pack.pack.executors import open_executor
+from h5pack.pack.headers import Kind
+from h5pack.pack.options import MAX_PIXELS
+from h5pack.pack.survey import Survey, survey
+from h5pack.sources.catalog import Catalog, FileReader, NameTable, one_split
+from h5pack.sources.mapped import mapped
+from tests.makers import flat_folder, pixels, save
+
+
+def catalog_of(reader: FileReader, names: list[str]) -> Catalog:
+    return Catalog("flat", reader, NameTable.of(names), *one_split(len(names)))
+
+
+def surveyed(catalog: Catalog, workers: int = 1, max_pixels: int = MAX_PIXELS, method: str | None = "fork") -> Survey:
+    done: list[int] = []
+    with open_executor(workers, method, catalog.reader) as executor:
+        result = survey(catalog, executor, 4, max_pixels, done.append)
+    assert sum(done) == len(catalog)
+    return result
+
+
+def mixed_folder(root: Path) -> list[str]:
+    flat_folder(root, 40)
+    save(root / "wide.jpg", 1, (30, 70), subsampling=0)
+    save(root / "b.png", 2, (5, 6))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    save(root / "turned.jpg", 3, (10, 12), exif=exif)
+    (root / "zero.jpg").write_bytes(b"")
+    (root / "text.jpg").write_text("no image")
+    (root / "loop.jpg").symlink_to("loop.jpg")
+    os.mkfifo(root / "pipe.jpg")
+    (root / "folder.jpg").mkdir()
+    return [*sorted(os.listdir(root)), "missing.jpg", "folder.jpg/x.jpg", "b.png/x.jpg", "n" * 300 + ".jpg"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_sizes_kinds_and_reasons(tmp_path: Path, workers: int) -> None:
+    names = mixed_folder(tmp_path)
+    result = surveyed(catalog_of(FileReader(str(tmp_path)), names), workers)
+    assert {names[index]: reason for index, reason in result.reasons.items()} == {
+        "zero.jpg": "zero bytes",
+        "text.jpg": "not an image, or of an unknown format",
+        "loop.jpg": "a loop of symbolic links",
+        "pipe.jpg": "not a regular file",
+        "folder.jpg": "not a regular file",
+        "missing.jpg": "file not found",
+        "folder.jpg/x.jpg": "file not found",
+        "b.png/x.jpg": "file not found",
+        "n" * 300 + ".jpg": "its name is too long",
+    }
+    found = {
+        name: (int(height), int(width), int(kind))
+        for name, height, width, kind in zip(names, result.heights, result.widths, result.kinds, strict=True)
+    }
+    assert found["00007.jpg"] == (20, 14, Kind.JPEG_420)
+    assert found["wide.jpg"] == (30, 70, Kind.JPEG_444)
+    assert found["b.png"] == (5, 6, Kind.PILLOW)
+    assert found["turned.jpg"] == (12, 10, Kind.PILLOW)
+    assert all(found[names[index]] == (0, 0, 0) for index in result.reasons)
+    assert result.labels is None
+
+
+def test_bombs_are_rejected_before_they_are_decoded(tmp_path: Path) -> None:
+    save(tmp_path / "a.jpg", 0, (20, 20))
+    save(tmp_path / "b.png", 0, (20, 21))
+    save(tmp_path / "c.bmp", 0, (21, 20))
+    result = surveyed(catalog_of(FileReader(str(tmp_path)), ["a.jpg", "b.png", "c.bmp"]), max_pixels=400)
+    assert result.reasons == {
+        1: "decompression bomb: 20x21 is over 400 pixels",
+        2: "decompression bomb: 21x20 is over 400 pixels",
+    }
+
+
+@dataclass(frozen=True)
+class FailingReader(FileReader):
+    """A storage that fails for one file, at its first or at a later read."""
+
+    number: int = errno.EIO
+    late: bool = False
+
+    def head(self, name: str, head_bytes: int = 16_384) -> tuple[bytes, int, int]:
+        if name == "00003.jpg" and not self.late:
+            raise OSError(self.number, os.strerror(self.number), name)
+        data, size, modified = super().head(name, head_bytes)
+        return (b"\0" if name == "00003.jpg" else data), size, modified
+
+    def open(self, name: str) -> Any:
+        raise OSError(self.number, os.strerror(self.number), name)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENOMEM, errno.ETIMEDOUT])
+def test_a_storage_that_fails_stops_the_survey(tmp_path: Path, number: int, late: bool) -> None:
+    flat_folder(tmp_path, 6)
+    catalog = catalog_of(FailingReader(str(tmp_path), number, late), sorted(os.listdir(tmp_path)))
+    with pytest.raises(SourceError, match=r"00003\.jpg.*mend the storage"):
+        surveyed(catalog)
+
+
+def test_a_storage_that_fails_in_a_worker_stops_the_survey(tmp_path: Path) -> None:
+    flat_folder(tmp_path, 6)
+    with pytest.raises(SourceError, match=r"00003\.jpg.*Input/output error"):
+        surveyed(catalog_of(FailingReader(str(tmp_path)), sorted(os.listdir(tmp_path))), workers=2)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.ENOENT, "file not found"),
+        (errno.EACCES, "no permission to read it"),
+        (errno.EPERM, "no permission to read it"),
+        (errno.ELOOP, "a loop of symbolic links"),
+    ],
+)
+def test_a_file_that_cannot_be_had_is_rejected(tmp_path: Path, number: int, reason: str, late: bool) -> None:
+    flat_folder(tmp_path, 6)
+    result = surveyed(catalog_of(FailingReader(str(tmp_path), number, late), sorted(os.listdir(tmp_path))))
+    assert result.reasons == {3: reason}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission_is_rejected(tmp_path: Path) -> None:
+    save(tmp_path / "a.jpg")
+    (tmp_path / "a.jpg").chmod(0)
+    assert surveyed(catalog_of(FileReader(str(tmp_path)), ["a.jpg"])).reasons == {0: "no permission to read it"}
+
+
+def test_fingerprints_show_a_change(tmp_path: Path) -> None:
+    flat_folder(tmp_path, 5)
+    catalog = catalog_of(FileReader(str(tmp_path)), sorted(os.listdir(tmp_path)))
+    before = surveyed(catalog).prints
+    assert len(set(before.tolist())) == 5
+    assert np.array_equal(surveyed(catalog, workers=2).prints, before)
+    os.utime(tmp_path / "00000.jpg", ns=(0, 1))
+    kept = (tmp_path / "00001.jpg").stat()
+    (tmp_path / "00001.jpg").write_bytes((tmp_path / "00001.jpg").read_bytes() + b"\0")
+    os.utime(tmp_path / "00001.jpg", ns=(kept.st_atime_ns, kept.st_mtime_ns))
+    os.replace(tmp_path / "00002.jpg", tmp_path / "moved")
+    (tmp_path / "00002.jpg").symlink_to("moved")
+    after = surveyed(catalog).prints
+    assert (after != before).tolist() == [True, True, False, False, False]
+
+
+def test_a_name_with_undecodable_bytes(tmp_path: Path) -> None:
+    odd = os.fsencode(tmp_path) + b"/bad\xff.jpg"
+    os.rename(save(tmp_path / "a.jpg"), odd)
+    result = surveyed(catalog_of(FileReader(str(tmp_path)), ["bad\udcff.jpg"]))
+    assert (result.reasons, result.heights.tolist()) == ({}, [20])
+
+
+def test_a_header_that_lies_far_behind_the_start(tmp_path: Path) -> None:
+    save(tmp_path / "a.jpg", 0, (9, 8), icc_profile=bytes(40_000))
+    result = surveyed(catalog_of(FileReader(str(tmp_path)), ["a.jpg"]))
+    assert (result.heights[0], result.widths[0], result.kinds[0]) == (9, 8, Kind.PILLOW)
+
+
+def test_an_empty_catalog() -> None:
+    assert len(surveyed(catalog_of(FileReader("/"), [])).heights) == 0
+
+
+class Samples:
+    def __init__(self, *samples: Any) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        if self.samples[index] is None:
+            raise LookupError("no such sample")
+        return self.samples[index]
+
+
+IMAGE = pixels(0)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_dataset_is_asked_for_its_labels(workers: int) -> None:
+    samples = Samples((IMAGE, 3), None, (Image.fromarray(IMAGE), np.int32(-1)), (IMAGE[:, :, 0], True), (IMAGE, 2**40))
+    result = surveyed(mapped(samples), workers)
+    assert result.reasons == {1: "the dataset raised LookupError: no such sample"}
+    assert result.labels is not None
+    assert result.labels.dtype == np.int64
+    assert result.labels[[0, 2, 3, 4]].tolist() == [3, -1, 1, 2**40]
+    assert result.heights.tolist() == [20, 0, 20, 20, 20]
+
+
+def test_a_dataset_with_tables_of_labels_and_one_without_any() -> None:
+    tables = surveyed(mapped(Samples(None, (IMAGE, [0, 255]), (IMAGE, np.array([1, 2])))))
+    assert tables.labels is not None
+    assert (tables.labels.dtype, tables.labels[1:].tolist()) == (np.uint8, [[0, 255], [1, 2]])
+    assert surveyed(mapped(Samples(IMAGE, IMAGE))).labels is None
+    assert surveyed(mapped(Samples(None, None))).labels is None
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        (((IMAGE, 1), IMAGE), "sample 1 has the label None, the first has 1"),
+        ((IMAGE, (IMAGE, 1)), "sample 0 has the label None, the first has 1"),
+        (((IMAGE, [1, 2]), (IMAGE, [1, 2, 3])), r"sample 1 has the label \[1, 2, 3\]"),
+        (((IMAGE, 1), (IMAGE, [1])), r"sample 1 has the label \[1\], the first has 1"),
+    ],
+)
+def test_labels_that_do_not_fit_each_other(samples: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        surveyed(mapped(Samples(*samples)))
+
+
+def test_a_large_folder_is_surveyed_in_bounded_tasks(tmp_path: Path) -> None:
+    save(tmp_path / "a.jpg")
+    begun = time.monotonic()
+    result = surveyed(catalog_of(FileReader(str(tmp_path)), ["a.jpg"] * 20_000), workers=2)
+    assert (result.heights == 20).all()
+    assert time.monotonic() - begun < 20
