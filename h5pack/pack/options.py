@@ -122,8 +122,8 @@ class ConvertOptions:
                 raise OptionsError(f"{name} is {value}; it must be at least 1")
         if self.chunk_rows is not None and self.chunk_bytes is not None:
             raise OptionsError("chunk_rows and chunk_bytes say the same thing twice; give one of them")
-        if self.size is not None and (len(self.size) != 2 or min(self.size) < 1):
-            raise OptionsError(f"size is {self.size}; it must be a height and a width of at least 1 pixel")
+        if self.size is not None and (not isinstance(self.size, tuple) or len(self.size) != 2 or min(self.size) < 1):
+            raise OptionsError(f"size is {self.size}; it must be (height, width), each at least 1 pixel")
         if not 0 <= self.seed < 2**63:
             raise OptionsError(f"seed is {self.seed}; it must be 0 to 2**63 - 1")
         if self.draft and self.size is None:

@@ -222,7 +222,9 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path, method: str, b
         assert len(workers) >= 3
     finally:
         parent.kill()
-        parent.communicate()
+        parent.wait()
+        if parent.stdout is not None:
+            parent.stdout.close()
     deadline = time.monotonic() + 2
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -235,7 +237,8 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path, method: str, b
 def test_ctrl_c_reaches_the_parent_alone(tmp_path: Path) -> None:
     """A terminal sends SIGINT to the whole group; the workers leave it to their parent."""
     script = tmp_path / "parent.py"
-    script.write_text(PARENT.replace("[0, 2, 0, 3, 4, 6]", "[0, 2, 0, 4, 4, 4]"))
+    # One worker is in a task, two wait for theirs.
+    script.write_text(PARENT.replace("[0, 2, 0, 3, 4, 6]", "[0, 2, 4]"))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
     parent = subprocess.Popen(
         [sys.executable, str(script), "fork"],
@@ -247,6 +250,11 @@ def test_ctrl_c_reaches_the_parent_alone(tmp_path: Path) -> None:
     assert parent.stdout is not None
     assert parent.stdout.readline() == b"ready\n"
     workers = children_of(parent.pid)
+    assert len(workers) == 3
+    for worker in workers:
+        os.kill(worker, signal.SIGINT)
+    time.sleep(0.3)
+    assert all(map(alive, workers))
     os.killpg(parent.pid, signal.SIGINT)
     _, errors = parent.communicate(timeout=10)
     assert errors.count(b"Traceback") == 1

@@ -155,6 +155,11 @@ def test_malformed_segments_are_pillows_to_judge(body: tuple[int, bytes]) -> Non
     assert parse_jpeg(inserted(jpeg(), segment(*body), DQT)) is None
 
 
+@pytest.mark.parametrize("length", [b"\0\0", b"\0\1", b"\xff\xff"])
+def test_segments_of_an_impossible_length_are_pillows_to_judge(length: bytes) -> None:
+    assert parse_jpeg(inserted(jpeg(), b"\xff\xe5" + length, DQT)) is None
+
+
 def test_segments_that_do_not_matter_are_passed_over() -> None:
     data = jpeg(icc_profile=bytes(1_000), comment=b"x" * 3_000, dpi=(300, 300), restart_marker_rows=1)
     data = inserted(data, segment(0xE5, b"anything") + b"\xff\xff\xff" + segment(0xED, b"other"), DQT)

@@ -167,7 +167,7 @@ def test_a_files_own_fault_is_told_from_the_storages(tmp_path: Path) -> None:
         ("loop", "a loop of symbolic links"),
         ("x" * 300, "its name is too long"),
     ]:
-        with pytest.raises(OSError) as caught:  # noqa: PT011
+        with pytest.raises(OSError) as caught:
             reader.read(0, name)
         assert absence(caught.value) == reason
     assert absence(OSError(errno.EIO, "input/output error")) is None

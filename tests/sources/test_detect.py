@@ -55,7 +55,7 @@ def test_a_source_may_be_a_string_or_a_link(tmp_path: Path) -> None:
 def test_a_mixture_of_splits_and_classes_is_an_error_that_names_both(tmp_path: Path) -> None:
     touch(tmp_path, "cat/1.jpg", "train/dog/1.jpg")
     with pytest.raises(
-        SourceError, match="'train' looks like a split and 'cat' like a class; .*--source splits or --source classes"
+        SourceError, match=r"'train' looks like a split and 'cat' like a class; .*--source splits or --source classes"
     ):
         kind_of(tmp_path)
     assert kind_of(tmp_path, kind="splits") == "splits"
