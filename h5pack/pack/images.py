@@ -31,6 +31,7 @@ from h5pack.pack.headers import Header, Kind, parse_jpeg, parse_png
 
 _ORIENTATION = 0x0112
 _TIFF_WIDTH, _TIFF_HEIGHT = 0x0100, 0x0101
+_LONG_HEAD_BYTES = 65_536
 _SIDEWAYS = (5, 6, 7, 8)
 _16_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 
@@ -99,7 +100,8 @@ def read_header(head: bytes, open_file: Callable[[], BinaryIO], max_pixels: int)
     header = parse_jpeg(head)
     if header is None:
         with open_file() as stream:
-            header = parse_png(stream)
+            # An ICC profile, say, lies between the first bytes and the first scan.
+            header = parse_jpeg(stream.read(_LONG_HEAD_BYTES)) if head.startswith(b"\xff\xd8") else parse_png(stream)
             if header is None:
                 stream.seek(0)
                 header = _pillow_header(stream)
@@ -131,6 +133,11 @@ class Decoder:
     def __init__(self, options: PixelOptions) -> None:
         self._options = options
         self._fast = _proven_kinds(options.channels) if not options.draft else frozenset()
+        if self._fast:
+            import simplejpeg
+
+            self._decode_jpeg = simplejpeg.decode_jpeg
+        self._colorspace = "GRAY" if options.channels == 1 else "RGB"
         self._resample = Image.Resampling[options.resample.upper()]
 
     def decode(self, source: bytes | npt.NDArray[np.uint8], kind: int, out: npt.NDArray[np.uint8]) -> None:
@@ -169,11 +176,8 @@ class Decoder:
 
     def _decode_fast(self, data: bytes, out: npt.NDArray[np.uint8] | None) -> npt.NDArray[np.uint8] | None:
         """By simplejpeg; None where it fails or warns, and Pillow must judge."""
-        import simplejpeg
-
-        colorspace = "GRAY" if self._options.channels == 1 else "RGB"
         try:
-            pixels = simplejpeg.decode_jpeg(data, colorspace, fastdct=False, fastupsample=False, buffer=out)
+            pixels = self._decode_jpeg(data, self._colorspace, fastdct=False, fastupsample=False, buffer=out)
         except ValueError:
             return None
         if out is not None and pixels.shape != out.shape:

@@ -90,6 +90,7 @@ class Run:
         self._start = start
         self._count = count
         self._written = 0
+        self._worthwhile = _PIECE_BYTES
         self._pending: list[Future[None]] = []
 
     def ready(self, count: int) -> None:
@@ -100,7 +101,10 @@ class Run:
         OSError
             Where the write is buffered and fails; a direct one's failure is `wait`'s.
         """
-        file, last = self._file, count == self._count
+        last = count == self._count
+        if not last and count < self._worthwhile:
+            return
+        file = self._file
         if file.direct is None:
             if last:
                 file.write(file.descriptor, self.buffer.data, self._start)
@@ -114,6 +118,7 @@ class Run:
             self._submit(file.direct, whole)
         if last:
             self._submit(file.descriptor, count)
+        self._worthwhile = self._written + _PIECE_BYTES
 
     def wait(self) -> None:
         """Return when all bytes are handed to the kernel.

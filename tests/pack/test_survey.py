@@ -95,7 +95,7 @@ class FailingReader(FileReader):
     number: int = errno.EIO
     late: bool = False
 
-    def head(self, name: str, head_bytes: int = 16_384) -> tuple[bytes, int, int]:
+    def head(self, name: str, head_bytes: int = 2_048) -> tuple[bytes, int, int]:
         if name == "00003.jpg" and not self.late:
             raise OSError(self.number, os.strerror(self.number), name)
         data, size, modified = super().head(name, head_bytes)
@@ -166,10 +166,11 @@ def test_a_name_with_undecodable_bytes(tmp_path: Path) -> None:
     assert (result.reasons, result.heights.tolist()) == ({}, [20])
 
 
-def test_a_header_that_lies_far_behind_the_start(tmp_path: Path) -> None:
-    save(tmp_path / "a.jpg", 0, (9, 8), icc_profile=bytes(40_000))
+@pytest.mark.parametrize(("profile_bytes", "kind"), [(40_000, Kind.JPEG_420), (150_000, Kind.PILLOW)])
+def test_a_header_that_lies_far_behind_the_start(tmp_path: Path, profile_bytes: int, kind: Kind) -> None:
+    save(tmp_path / "a.jpg", 0, (9, 8), icc_profile=bytes(profile_bytes))
     result = surveyed(catalog_of(FileReader(str(tmp_path)), ["a.jpg"]))
-    assert (result.heights[0], result.widths[0], result.kinds[0]) == (9, 8, Kind.PILLOW)
+    assert (result.heights[0], result.widths[0], result.kinds[0]) == (9, 8, kind)
 
 
 def test_an_empty_catalog() -> None:
