@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
+from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from h5pack.errors import RejectedImageError
@@ -157,32 +158,33 @@ class Decoder:
         RejectedImageError
             If it cannot be decoded, or has another size and `resize` is off.
         """
-        options = self._options
-        if kind in self._fast and isinstance(source, bytes):
-            if not options.resize:
-                if self._decode_fast(source, out) is not None:
-                    return
-            else:
-                pixels = self._decode_fast(source, None)
-                if pixels is not None:
-                    self._place(_image(pixels), out)
-                    return
-        if isinstance(source, bytes):
-            with _rejecting(), Image.open(io.BytesIO(source)) as image:
-                _refuse_bomb(image.height, image.width, options.max_pixels)
-                self._place(self._upright(image), out)
-        else:
+        if not isinstance(source, bytes):
             self._place(_image(source), out)
+        elif kind == Kind.PILLOW or self._options.draft or not self._decode_plain(source, kind, out):
+            with _rejecting(), Image.open(io.BytesIO(source)) as image:
+                _refuse_bomb(image.height, image.width, self._options.max_pixels)
+                self._place(self._upright(image), out)
 
-    def _decode_fast(self, data: bytes, out: npt.NDArray[np.uint8] | None) -> npt.NDArray[np.uint8] | None:
-        """By simplejpeg; None where it fails or warns, and Pillow must judge."""
+    def _decode_plain(self, data: bytes, kind: int, out: npt.NDArray[np.uint8]) -> bool:
+        """An upright JPEG of the usual colour, by simplejpeg or by Pillow's JPEG decoder; False where that fails or
+        warns, and the general way must judge.
+        """
         try:
-            pixels = self._decode_jpeg(data, self._colorspace, fastdct=False, fastupsample=False, buffer=out)
-        except ValueError:
-            return None
-        if out is not None and pixels.shape != out.shape:
-            return None
-        return cast("npt.NDArray[np.uint8]", pixels)
+            if kind not in self._fast:
+                # What Image.open comes to for such a file, without trying formats and looking for tags.
+                image: Image.Image = JpegImageFile(io.BytesIO(data))
+                _refuse_bomb(image.height, image.width, self._options.max_pixels)
+                image.load()
+            else:
+                buffer = None if self._options.resize else out
+                pixels = self._decode_jpeg(data, self._colorspace, fastdct=False, fastupsample=False, buffer=buffer)
+                if buffer is not None:
+                    return bool(pixels.shape == out.shape)
+                image = _image(pixels)
+        except Exception:
+            return False
+        self._place(image, out)
+        return True
 
     def _upright(self, image: Image.Image) -> Image.Image:
         options = self._options
@@ -197,7 +199,9 @@ class Decoder:
             high = (np.asarray(image).astype(np.int64) >> 8).astype(np.uint8)
             flat: Image.Image = Image.fromarray(high)
         else:
-            flat = image.convert("L" if options.channels == 1 else "RGB")
+            mode = "L" if options.channels == 1 else "RGB"
+            # Pillow copies an image that it need not convert.
+            flat = image if image.mode == mode else image.convert(mode)
         return _turn(flat, orientation)
 
     def _place(self, image: Image.Image, out: npt.NDArray[np.uint8]) -> None:

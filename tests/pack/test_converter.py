@@ -295,7 +295,7 @@ def test_resume_refuses_other_options_and_a_changed_source(tmp_path: Path, monke
     with pytest.raises(ResumeError, match="begun with seed 0, resumed with 3"):
         h5pack.convert(source, out, quick(chunk_rows=2, seed=3, resume=True))
     save(source / "00009.jpg", 9)
-    with pytest.raises(ResumeError, match="begun with 8 files, and .* now has 9"):
+    with pytest.raises(ResumeError, match=r"begun with 8 files, and .* now has 9"):
         h5pack.convert(source, out, quick(chunk_rows=2, resume=True))
     (source / "00009.jpg").unlink()
     save(source / "00003.jpg", 33)
