@@ -1,4 +1,4 @@
-"""Draw the pictures of the docs from the committed results: ``python -m benchmarks.plots``."""
+"""Draw the docs' pictures and write their figures from the committed results: ``python -m benchmarks.plots``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from matplotlib import pyplot as plt
 
 from benchmarks.common import RESULTS
 
-PICTURES = Path(__file__).parent.parent / "docs" / "img"
+ROOT = Path(__file__).parent.parent
+PICTURES = ROOT / "docs" / "img"
 _GRAY, _BLUE, _LIGHT = "#9aa0a6", "#1a73e8", "#a8c7fa"
 
 
@@ -53,8 +54,56 @@ def draw_convert(result: dict[str, Any], path: Path) -> None:
     print(f"drew {path}")
 
 
+def convert_table(result: dict[str, Any]) -> str:
+    """The figures of conversion as a Markdown table."""
+    machine = result["machine"]
+    repeats = next(iter(result["ways"].values()))["write_seconds"]["repeats"]
+    where = (
+        machine["processor"] + (" (a virtual machine)" if machine["virtual"] else "") + f", {machine['file_system']}"
+    )
+    columns = (
+        "decoder, way of writing",
+        "only open, read, decode: images/s",
+        "convert to the last write: images/s",
+        "ratio",
+        "tables, fsync, rename",
+    )
+    lines = [
+        f"{result['images']:,} JPEGs of 178x218, {result['workers']} workers, {where};",
+        f"medians of {repeats} interleaved repeats, minimum to maximum in brackets.",
+        "",
+        f"| {' | '.join(columns)} |",
+        "|---|---|---|---|---|",
+    ]
+    for way, found in result["ways"].items():
+        decoder, how = way.split()
+        ceiling, speed = found["ceiling_images_per_s"], found["convert_images_per_s"]
+        ratio, finish = found["ratio_to_last_write"], found["finish_seconds"]
+        lines.append(
+            f"| {decoder}, {'direct' if how == 'auto' else how} | {ceiling['median']:,.0f} | {speed['median']:,.0f} | "
+            f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}) | {finish['median']:.1f} s |"
+        )
+    memory = "; ".join(
+        f"{part['images']:,} images: {part['parent_mb']:.0f} MB in the converting process, "
+        f"{part['largest_worker_mb']:.0f} MB in its largest worker"
+        for part in result["memory"]
+    )
+    lines += ["", f"Peak memory, {memory}."]
+    return "\n".join(lines)
+
+
+def update_figures(page: Path, name: str, text: str) -> None:
+    """Replace what stands between a page's marks of a set of figures."""
+    before, begin, rest = page.read_text().partition(f"<!-- figures: {name} -->\n")
+    _, end, after = rest.partition("<!-- end figures -->")
+    page.write_text(f"{before}{begin}{text}\n{end}{after}")
+    print(f"updated {page}")
+
+
 def main() -> None:
-    draw_convert(json.loads((RESULTS / "convert.json").read_text()), PICTURES / "convert.png")
+    result = json.loads((RESULTS / "convert.json").read_text())
+    draw_convert(result, PICTURES / "convert.png")
+    update_figures(ROOT / "README.md", "convert", convert_table(result))
 
 
 if __name__ == "__main__":

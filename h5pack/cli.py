@@ -179,7 +179,8 @@ def _convert(arguments: argparse.Namespace) -> int:
     with Conversion(arguments.source, arguments.out, _options(arguments), progress=talk) as conversion:
         finished = conversion.finished_before()
         if finished is not None:
-            print(_json(finished) if arguments.json else f"{finished.path}: already complete")
+            if arguments.json or talk:
+                print(_json(finished) if arguments.json else f"{finished.path}: already complete")
             return 0
         plan = conversion.plan()
         if arguments.dry_run or talk:
@@ -188,7 +189,8 @@ def _convert(arguments: argparse.Namespace) -> int:
                 print(json.dumps({**plan.to_json(), "estimated_seconds": round(seconds, 3)}, indent=1))
             elif talk:
                 print(plan.describe())
-                print(f"time     about {seconds:.0f} s on {conversion.workers} workers", flush=True)
+                workers = f"{conversion.workers} worker" + "s" * (conversion.workers > 1)
+                print(f"time     about {max(1, round(seconds))} s on {workers}", flush=True)
         if arguments.dry_run:
             return 0
         report = conversion.run()

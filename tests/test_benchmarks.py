@@ -34,3 +34,8 @@ def test_committed_results_name_their_machine(path: Path) -> None:
 def test_common() -> None:
     assert list(interleaved(["a", "b"], 3)) == ["a", "b", "b", "a", "a", "b"]
     assert spread([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0, "repeats": 3}
+
+
+def test_the_readme_shows_the_committed_figures() -> None:
+    text = plots.convert_table(json.loads((RESULTS / "convert.json").read_text()))
+    assert f"<!-- figures: convert -->\n{text}\n<!-- end figures -->" in (plots.ROOT / "README.md").read_text()

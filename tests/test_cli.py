@@ -31,7 +31,7 @@ def test_convert_prints_its_plan_and_what_it_did(tmp_path: Path, capsys: pytest.
     assert plan["labels"] == "2 classes"
     assert plan["splits"] == "all 11"
     assert plan["ignored"] == "1 .txt files"
-    assert plan["time"].startswith("about 0 s on 1 worker")
+    assert plan["time"].startswith("about 1 s on 1 worker")
     assert plan["done"].startswith(f"{tmp_path}/o.h5: 10 images, ")
     assert plan["rejects"].startswith("2, listed with reasons in")
     code, out, err = run(capsys, "convert", source, tmp_path / "q.h5", "--workers", 1, "--quiet")
