@@ -42,6 +42,8 @@ def _open_failure(name: str, error: Exception) -> str:
         return "no permission to read it; change its mode, or ask its owner"
     if isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.EACCES):
         return "another process is writing it; wait until it has finished"
+    if isinstance(error, OSError) and error.errno in (errno.ENOLCK, errno.ENOTSUP):
+        return "its file system has no locks; set HDF5_USE_FILE_LOCKING=FALSE and try again"
     if "truncated file" in text:
         return "the file is cut short (a broken copy or download); copy it again"
     if "already open for write" in text:

@@ -1,7 +1,4 @@
-"""Chunk and cache plans: pure integer arithmetic, no I/O.
-
-The figures behind the defaults are in docs/format.md and docs/tuning notes of `plan_chunks` and `plan_cache` below.
-"""
+"""Chunk and cache plans: pure integer arithmetic, no I/O."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from collections.abc import Iterator
@@ -85,10 +86,17 @@ def check_tasks(
 
 
 def check_rows(task: CheckTask) -> list[int]:
-    """Read rows back, and give those whose checksum differs or which the file is too short for."""
+    """Read rows back, and give those whose checksum differs, or which the file or the disk does not give."""
     descriptor = os.open(task.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = read_all(descriptor, len(task.checksums) * task.row_bytes, task.offset)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        if len(task.checksums) > 1:
+            # Which of them lie on the bad spot, one by one.
+            return [row for part in _single_rows(task) for row in check_rows(part)]
+        data = b""
     finally:
         os.close(descriptor)
     whole = len(data) // task.row_bytes
@@ -96,6 +104,12 @@ def check_rows(task: CheckTask) -> list[int]:
     wrong = np.ones(len(task.checksums), np.bool_)
     wrong[:whole] = row_checksums(rows) != task.checksums[:whole]
     return [task.start + int(place) for place in np.flatnonzero(wrong)]
+
+
+def _single_rows(task: CheckTask) -> Iterator[CheckTask]:
+    for place in range(len(task.checksums)):
+        offset = task.offset + place * task.row_bytes
+        yield CheckTask(task.path, task.start + place, offset, task.row_bytes, task.checksums[place : place + 1])
 
 
 def check_counted(task: CheckTask) -> tuple[int, list[int]]:

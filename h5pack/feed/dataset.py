@@ -121,7 +121,7 @@ class H5Dataset(Dataset[Any]):
         back[order] = np.arange(len(rows))
         pixels = self._reader.read(self._images, rows[order])
         labels = None if self._labels is None else self._reader.read(self._labels, rows[order])
-        return [self._sample(pixels[place], None if labels is None else labels[place]) for place in back.tolist()]
+        return [self._sample(pixels[place, ...], None if labels is None else labels[place]) for place in back.tolist()]
 
     def _row(self, index: int) -> int:
         number = operator.index(index)

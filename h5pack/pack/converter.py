@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
@@ -16,29 +17,27 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from h5pack import schema
 from h5pack.errors import (
     NoImagesError,
     NoSpaceError,
-    OutputExistsError,
     RejectedImageError,
 )
-from h5pack.hdf5 import open_file
 from h5pack.machine import available_cpus
 from h5pack.pack import finisher, writer
 from h5pack.pack.executors import open_executor, run
+from h5pack.pack.finished import require_finished
 from h5pack.pack.images import Decoder, strict_pillow
-from h5pack.pack.journal import Journal, RowRecord
+from h5pack.pack.journal import RowRecord
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock
 from h5pack.pack.placement import Placement, close_up
 from h5pack.pack.plan import ConvertPlan, make_plan
 from h5pack.pack.session import Session, creation_time
-from h5pack.pack.skeleton import root_attributes
 from h5pack.pack.survey import survey
 from h5pack.pack.tables import make_tables
 from h5pack.pack.written import Written
 from h5pack.rows import RowPlaces, check_counted, check_tasks, describe_check
+from h5pack.sources.catalog import Catalog
 from h5pack.sources.detect import open_source
 from h5pack.sources.mapped import MapStyle
 
@@ -148,6 +147,7 @@ class Conversion:
         self.workers = self.options.workers or available_cpus()
         self._source = source
         self._progress = progress
+        self._listed: Catalog | None = None
         self._plan: ConvertPlan | None = None
         self._stack = contextlib.ExitStack()
         self._executor: Executor | None = None
@@ -173,22 +173,18 @@ class Conversion:
         output = self.output
         if not self.options.resume or not output.final.exists() or output.partial.exists():
             return None
-        if self.options.overwrite and Journal(output.journal).plan() is None:
+        if self.options.overwrite and output.journal_identity() is None:
             return None
-        with open_file(output.final) as file:
-            made = root_attributes("", "", self.options.content())[schema.OPTIONS]
-            stored = file.attrs.get(schema.OPTIONS, b"")
-            if bytes(stored) != made.encode():
-                raise OutputExistsError(
-                    f"{output.final}: exists, and was not made with these options; give another name, or --overwrite "
-                    "without --resume to replace it"
-                )
-            rows = file[schema.IMAGES].shape[0]
-            rejects = file[f"{schema.REJECTS}/filenames"].shape[0] if schema.REJECTS in file else 0
-        finisher.remove_finished_leftovers(output)
-        return ConvertReport(
-            str(output.final), rows, rejects, output.final.stat().st_size, self.workers, already_complete=True
-        )
+        rows, rejects = require_finished(output.final, self._catalog(), self.options)
+        if not output.partial.exists():
+            output.remove_leftovers()
+        size = output.final.stat().st_size
+        return ConvertReport(str(output.final), rows, rejects, size, self.workers, already_complete=True)
+
+    def _catalog(self) -> Catalog:
+        if self._listed is None:
+            self._listed = open_source(self._source, self.options.source_options)
+        return self._listed
 
     def plan(self) -> ConvertPlan:
         """List the source, survey its headers, and settle everything; writes nothing.
@@ -200,7 +196,7 @@ class Conversion:
         if self._plan is None:
             begin = time.perf_counter()
             options = self.options
-            catalog = open_source(self._source, options.source_options)
+            catalog = self._catalog()
             self._executor = self._stack.enter_context(
                 open_executor(self.workers, options.start_method, catalog.reader)
             )
@@ -241,7 +237,8 @@ class Conversion:
         created = creation_time()
         lock = OutputLock(output)
         try:
-            return self._write_and_finish(plan, lock, created)
+            with self._stopping_workers():
+                return self._write_and_finish(plan, lock, created)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
@@ -251,8 +248,17 @@ class Conversion:
         finally:
             lock.release()
 
+    @contextlib.contextmanager
+    def _stopping_workers(self) -> Iterator[None]:
+        """Whatever goes wrong, no worker writes when the lock is given up."""
+        try:
+            yield
+        except BaseException:
+            self._stack.__exit__(*sys.exc_info())
+            raise
+
     def _write_and_finish(self, plan: ConvertPlan, lock: OutputLock, created: str) -> ConvertReport:
-        session = Session(plan, self.output, created)
+        session = Session(plan, self.output, lock, created)
         written = session.journal.written()
         moving = written is not None
         resumed = len(written.packed) if written is not None else 0
@@ -264,7 +270,10 @@ class Conversion:
             if not written.packed.any():
                 self._abandon()
                 raise NoImagesError(f"{plan.source}: none of its images can be decoded; the first: {_first(written)}")
+            os.fsync(lock.descriptor)
             session.journal.save_written(written)
+        if self.options.strict:
+            _refuse_rejects(plan, written)
         begin = time.perf_counter()
         places = session.places
         final = close_up(plan.placement.starts, written.packed, plan.options.order == "sorted")
@@ -273,7 +282,7 @@ class Conversion:
         else:
             finisher.move_rows(lock.descriptor, places, final.order)
         tables = make_tables(plan, written, final, places, lock.descriptor)
-        finish = finisher.Finish(self.output, lock, session.skeleton, places, tables)
+        finish = finisher.Finish(self.output, lock, session.skeleton, places, tables, session.overwrite)
         finish.complete()
         size = os.fstat(lock.descriptor).st_size
         finish.publish()
@@ -294,13 +303,14 @@ class Conversion:
         """Repeat the moves that an interrupted run left undone."""
         order = final.order
         wrong = self._wrong_rows(session.places, np.arange(len(order)), written.checksums[order])
+        decoder = Decoder(session.plan.pixels)
         finisher.mend_rows(
             lock.descriptor,
             session.places,
             order,
             written.checksums,
             wrong,
-            lambda row: _decode_anew(session.plan, row),
+            lambda row: _decode_anew(session.plan, decoder, row),
         )
 
     def _written_before(self, session: Session) -> Written:
@@ -371,11 +381,11 @@ def _first(written: RowRecord) -> str:
     return next(iter(written.reasons.values()), "no reason known")
 
 
-def _decode_anew(plan: ConvertPlan, row: int) -> bytes:
+def _decode_anew(plan: ConvertPlan, decoder: Decoder, row: int) -> bytes:
     """The bytes of a planned row, decoded here."""
     index = int(plan.placement.order[row])
     upright = np.empty((plan.height, plan.width, plan.options.channels), np.uint8)
     with strict_pillow():
         source = plan.catalog.reader.read(index, plan.catalog.names[index])
-        Decoder(plan.pixels).decode(source, int(plan.kinds[index]), upright)
+        decoder.decode(source, int(plan.kinds[index]), upright)
     return (upright if plan.options.layout == "nhwc" else upright.transpose(2, 0, 1)).tobytes()

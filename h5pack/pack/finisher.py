@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import os
@@ -15,8 +14,8 @@ import numpy.typing as npt
 
 from h5pack import schema
 from h5pack.checksum import crc32
-from h5pack.errors import H5PackError
-from h5pack.hdf5 import chunk_addresses
+from h5pack.errors import H5PackError, OutputExistsError
+from h5pack.hdf5 import chunk_addresses, reopen_tuned
 from h5pack.pack.output import Output, OutputLock, sync_folder, write_atomically
 from h5pack.pack.placement import moved_runs
 from h5pack.pack.skeleton import Skeleton, Tables, build
@@ -108,6 +107,8 @@ class Finish:
     places : RowPlaces
         As planned; the final rows are the first of them.
     tables : Tables
+    overwrite : bool
+        Whether it was agreed to replace an output.
     """
 
     output: Output
@@ -115,6 +116,7 @@ class Finish:
     skeleton: Skeleton
     places: RowPlaces
     tables: Tables
+    overwrite: bool
 
     @property
     def rows(self) -> int:
@@ -152,15 +154,17 @@ class Finish:
 
     def _clear_tail(self, chunks: int) -> None:
         """Rows past the last one are zero, also where rows stood there before they closed up."""
-        for row in range(self.rows, chunks * self.places.chunk_rows):
-            offset = self.places.offset(row)
-            if any(read_all(self.lock.descriptor, self.places.row_bytes, offset)):
-                write_all(self.lock.descriptor, bytes(self.places.row_bytes), offset)
+        nothing = self.places.row_bytes
+        for number in range(self.rows, chunks * self.places.chunk_rows):
+            offset = self.places.offset(number)
+            row = read_all(self.lock.descriptor, nothing, offset)
+            if row.count(0) < len(row):
+                write_all(self.lock.descriptor, bytes(nothing), offset)
 
     def _check(self, addresses: npt.NDArray[np.int64]) -> None:
         """Open the file as a reader does, before it gets its name."""
         with h5py.File(self.output.partial, "r", locking=False) as file:
-            images = file[schema.IMAGES]
+            images = reopen_tuned(file[schema.IMAGES])
             sound = (
                 int(file.attrs[schema.COMPLETE]) == 1
                 and images.shape == (self.rows, *self.skeleton.row_shape)
@@ -187,10 +191,16 @@ class Finish:
             write_atomically(output.rejects, stream.getvalue().encode("utf-8", "backslashreplace"))
         else:
             output.rejects.unlink(missing_ok=True)
+        output.finish.unlink(missing_ok=True)
+        journal = output.journal_identity()
         self.lock.share()
+        if not self.overwrite and output.final.exists():
+            raise OutputExistsError(f"{output.final}: exists by now; resume with --overwrite to replace it")
         os.replace(output.partial, output.final)
         sync_folder(output.final.parent)
-        output.remove_leftovers()
+        # Without the name `partial` there is no lock: by now another conversion may have begun a journal of its own.
+        if output.journal_identity() == journal:
+            output.remove_leftovers()
 
 
 def _copy_changed(source: int, target: int, start: int, stop: int) -> None:
@@ -203,9 +213,3 @@ def _copy_changed(source: int, target: int, start: int, stop: int) -> None:
         if read_all(target, count, start) != data:
             write_all(target, data, start)
         start += count
-
-
-def remove_finished_leftovers(output: Output) -> None:
-    """What a kill between renaming and cleaning up leaves."""
-    with contextlib.suppress(OSError):
-        output.remove_leftovers()

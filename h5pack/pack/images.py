@@ -14,6 +14,7 @@ resized by Pillow. The rules for the odd ones:
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import re
 import warnings
@@ -111,6 +112,8 @@ def read_header(head: bytes, open_file: Callable[[], BinaryIO], max_pixels: int)
 
 
 def _pillow_header(stream: BinaryIO) -> Header:
+    _refuse_programs(stream.read(4))
+    stream.seek(0)
     with _rejecting(), Image.open(stream) as image:
         _refuse_deep(image)
         # Pillow's releases differ in whether a TIFF that is not loaded has its coded or its upright size.
@@ -161,6 +164,7 @@ class Decoder:
         if not isinstance(source, bytes):
             self._place(_image(source), out)
         elif kind == Kind.PILLOW or self._options.draft or not self._decode_plain(source, kind, out):
+            _refuse_programs(source)
             with _rejecting(), Image.open(io.BytesIO(source)) as image:
                 _refuse_bomb(image.height, image.width, self._options.max_pixels)
                 self._place(self._upright(image), out)
@@ -249,6 +253,11 @@ def _turn(image: Image.Image, orientation: int) -> Image.Image:
     return image if method is None else image.transpose(method)
 
 
+def _refuse_programs(head: bytes) -> None:
+    if head.startswith((b"%!PS", b"\xc5\xd0\xd3\xc6")):
+        raise RejectedImageError("PostScript, which only a program can draw")
+
+
 def _refuse_deep(image: Image.Image) -> None:
     if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
         raise RejectedImageError(f"{image.mode} pixels of 32 bits; convert it to 8 or 16 bits first")
@@ -268,11 +277,13 @@ def _rejecting() -> Iterator[None]:
         raise
     except OSError as error:
         # Pillow reports bad bytes as OSError without a number; one with a number is the storage's.
-        if error.errno is not None:
+        # Seeking to where a damaged header points is the file's fault again.
+        if error.errno not in (None, errno.EINVAL, errno.EOVERFLOW):
             raise
         raise _rejected(error) from error
-    except MemoryError as error:
-        raise RejectedImageError("decoding it took more memory than there is") from error
+    except MemoryError:
+        # Not the image's fault, whose size is bounded: nothing good may be dropped for it.
+        raise
     except Exception as error:
         # Decoders meet hostile bytes; any of their errors means this image, not this program.
         raise _rejected(error) from error

@@ -2,7 +2,7 @@
 
 ``OUT.partial.journal/`` holds
 
-- ``plan.json``: what a resume must agree with, and what it keeps (the time of creation); ``prints.npy`` beside it the
+- ``plan.json``: what a resume must agree with, and what it keeps (the time of creation); ``prints.bin`` beside it the
   source's fingerprints;
 - ``rows-*.log``, one a writer, appended to after the rows are written: records of a magic number, a length, a CRC-32
   and a payload. A kill can cut the last record short; reading stops there, and its rows are written again;
@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import OutputBusyError
+from h5pack.errors import OutputBusyError, ResumeError
 from h5pack.pack.output import sync_folder, write_atomically
 
 _MAGIC = 0x4A503548
@@ -143,23 +143,31 @@ class Journal:
         """Begin a new journal; the plan appears last, so a journal without one counts as none."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir()
-        with (self.folder / "prints.npy").open("wb") as stream:
-            np.save(stream, prints)
+        write_atomically(self.folder / "prints.bin", prints.tobytes())
         write_atomically(self.folder / "plan.json", json.dumps(plan, indent=1).encode())
         sync_folder(self.folder)
 
     def plan(self) -> dict[str, Any] | None:
-        """What `start` was given; None where no conversion got as far."""
+        """What `start` was given; None where no conversion got as far.
+
+        Raises
+        ------
+        ResumeError
+            If it cannot be read any more.
+        """
         try:
             plan: dict[str, Any] = json.loads((self.folder / "plan.json").read_bytes())
-            return plan
-        except (OSError, ValueError):
+        except FileNotFoundError:
             return None
+        except (OSError, ValueError) as error:
+            raise ResumeError(
+                f"{self.folder}: the journal is damaged ({error}); start over with --overwrite instead of --resume"
+            ) from error
+        return plan
 
     def prints(self) -> npt.NDArray[np.uint64]:
         """The fingerprints that `start` was given."""
-        loaded: npt.NDArray[np.uint64] = np.load(self.folder / "prints.npy")
-        return loaded
+        return np.frombuffer((self.folder / "prints.bin").read_bytes(), np.uint64)
 
     def records(self) -> Iterator[RowRecord]:
         """All whole records of all writers, after the last of them has died.

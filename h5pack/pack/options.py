@@ -126,8 +126,11 @@ class ConvertOptions:
             raise OptionsError(f"size is {self.size}; it must be (height, width), each at least 1 pixel")
         if not 0 <= self.seed < 2**63:
             raise OptionsError(f"seed is {self.seed}; it must be 0 to 2**63 - 1")
-        if self.draft and self.size is None:
-            raise OptionsError("draft decodes at a reduced size, so it needs size")
+        if self.size is None:
+            if self.draft:
+                raise OptionsError("draft decodes at a reduced size, so it needs size")
+            if (self.fit, self.resample) != ("crop", "bicubic"):
+                raise OptionsError("fit and resample say how images get a size, so they need size")
 
     @property
     def channels(self) -> int:

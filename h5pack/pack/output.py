@@ -66,6 +66,8 @@ class Output:
         """
         if not self.final.parent.is_dir():
             raise SourceError(f"{self.final.parent}: no such folder for the output; make it first")
+        if not os.access(self.final.parent, os.W_OK | os.X_OK):
+            raise SourceError(f"{self.final.parent}: no permission to write there; choose another folder")
         if self.final.is_dir():
             raise OutputExistsError(f"{self.final}: is a folder; name a file")
         if self.final.exists() and not overwrite and not resume:
@@ -94,6 +96,14 @@ class Output:
                 f"{self.final}: needs {needed - held:,} bytes more and {self.final.parent} has {free:,} free; make "
                 "room or choose another output, then run the same command with --resume"
             )
+
+    def journal_identity(self) -> tuple[int, int] | None:
+        """Device and inode of the journal's folder; None without one."""
+        try:
+            status = os.stat(self.journal)
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino
 
     def remove_leftovers(self) -> None:
         """Remove the journal and the finishing file; `partial` stays."""
@@ -125,7 +135,7 @@ class OutputLock:
                 fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                    # Some network file systems have no locks; then only the journal's owner is told apart.
+                    # Some network file systems have no locks; there nobody keeps a second conversion out.
                     return
                 os.close(self.descriptor)
                 if time.monotonic() > deadline:
@@ -139,6 +149,25 @@ class OutputLock:
             except FileNotFoundError:
                 pass
             os.close(self.descriptor)
+
+    def renew(self) -> None:
+        """Put an empty file of a new inode in place, and lock it.
+
+        A worker of an earlier conversion that hangs somewhere still has the old one open, and may write into it.
+        """
+        import fcntl
+
+        os.unlink(self._path)
+        fresh = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with contextlib.suppress(OSError):
+            fcntl.flock(fresh, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(self.descriptor)
+        self.descriptor = fresh
+
+    @property
+    def inode(self) -> int:
+        """Of the file that is locked."""
+        return os.fstat(self.descriptor).st_ino
 
     def share(self) -> None:
         """Let readers open the file, which is complete from here on, while other conversions stay out."""

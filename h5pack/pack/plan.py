@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -243,8 +242,3 @@ def human_bytes(count: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
-
-
-def count_by_reason(rejects: tuple[Reject, ...]) -> Counter[str]:
-    """How many rejects there are for each reason."""
-    return Counter(reject.reason for reject in rejects)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from h5pack.errors import OptionsError, OutputExistsError, ResumeError
 from h5pack.pack.journal import Journal
-from h5pack.pack.output import Output
+from h5pack.pack.output import Output, OutputLock
 from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.skeleton import Skeleton, build, root_attributes
 from h5pack.pack.statistics import sampled_rows
@@ -33,7 +33,8 @@ class Session:
     ----------
     plan : ConvertPlan
     output : Output
-        Locked by the caller.
+    lock : OutputLock
+        On the output.
     created : str
         The time to write into a file that is begun now; see `creation_time`.
 
@@ -42,6 +43,8 @@ class Session:
     journal : Journal
     skeleton : Skeleton
     places : RowPlaces
+    overwrite : bool
+        Whether it was agreed, now or when it was begun, to replace an output.
 
     Raises
     ------
@@ -51,24 +54,26 @@ class Session:
         If an output has appeared that nobody agreed to replace.
     """
 
-    def __init__(self, plan: ConvertPlan, output: Output, created: str) -> None:
+    def __init__(self, plan: ConvertPlan, output: Output, lock: OutputLock, created: str) -> None:
         self.plan = plan
         self.output = output
         self.journal = Journal(output.journal)
         before = self.journal.plan() if plan.options.resume else None
-        overwrite = plan.options.overwrite or (before is not None and bool(before["overwrite"]))
-        if output.final.exists() and not overwrite:
+        self.overwrite = plan.options.overwrite or (before is not None and bool(before["overwrite"]))
+        if output.final.exists() and not self.overwrite:
             raise OutputExistsError(f"{output.final}: exists by now; add --overwrite to replace it")
         if before is None:
             self.skeleton = _skeleton(plan, created)
             output.remove_leftovers()
+            lock.renew()
             addresses = build(output.partial, self.skeleton, plan.rows, None)
-            self.journal.start({**_identity(plan), "created": created, "overwrite": overwrite}, plan.prints)
+            self.journal.start({**_identity(plan), "created": created, "overwrite": self.overwrite}, plan.prints)
         else:
             self._require_same(before)
             self.skeleton = _skeleton(plan, before["created"])
             # The layout is a pure function of the plan; a kill may have left anything in the metadata of `partial`.
             addresses = build(output.finish, self.skeleton, plan.rows, None)
+        self.inode = lock.inode
         self.places = RowPlaces(addresses, plan.chunks.rows, plan.row_bytes)
 
     def tasks(self, missing: npt.NDArray[np.int64], workers: int) -> Iterator[WriteTask]:
@@ -88,12 +93,13 @@ class Session:
             plan.options.layout,
             plan.pixels,
             plan.options.io,
+            self.inode,
         )
         sampled = np.zeros(plan.rows, np.bool_)
         sampled[sampled_rows(*statistics_range(plan, plan.placement))] = True
         # Some tasks for each worker to the end, but no larger than needed to make a task's own cost vanish.
         most = max(1, -(-len(missing) // (workers * _TASKS_A_WORKER)))
-        most = min(most, max(plan.chunks.rows, _TASK_BYTES // plan.row_bytes))
+        most = min(most, max(1, _TASK_BYTES // plan.row_bytes))
         runs: list[WriteRun] = []
         rows = 0
         for start, count in self.places.runs(missing, min(plan.chunks.rows, most)):

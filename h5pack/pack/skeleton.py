@@ -219,9 +219,25 @@ def _write_tables(file: h5py.File, tables: Tables) -> None:
 
 def _create_names(file: h5py.File, path: str, names: Sequence[str] | NameTable) -> None:
     """A table of strings: fixed UTF-8 (20,000 names read in 0.9 ms against 12.5 ms of variable length), gzip."""
-    values = utf8(names)
-    rows = max(1, min(len(values), _TABLE_CHUNK_BYTES // values.dtype.itemsize))
-    file.create_dataset(path, data=values, chunks=(rows,), compression="gzip", compression_opts=6)
+    width = max((len(name.encode("utf-8", "backslashreplace")) for name in names), default=1)
+    rows = max(1, min(len(names), _TABLE_CHUNK_BYTES // max(1, width)))
+    table = file.create_dataset(
+        path,
+        (len(names),),
+        h5py.string_dtype("utf-8", max(1, width)),
+        chunks=(rows,),
+        compression="gzip",
+        compression_opts=6,
+    )
+    # Chunk by chunk: one long name would make the whole table that wide in memory.
+    for start in range(0, len(names), rows):
+        stop = min(start + rows, len(names))
+        table[start:stop] = utf8([names[index] for index in range(start, stop)], minimum=max(1, width))
+
+
+def options_text(options: dict[str, Any]) -> str:
+    """The options that change content, as a pack's root group holds them."""
+    return json.dumps(options, sort_keys=True)
 
 
 def root_attributes(version: str, created: str, options: dict[str, Any]) -> dict[str, str]:
@@ -229,5 +245,5 @@ def root_attributes(version: str, created: str, options: dict[str, Any]) -> dict
     return {
         schema.VERSION: version,
         schema.CREATED: created,
-        schema.OPTIONS: json.dumps(options, sort_keys=True),
+        schema.OPTIONS: options_text(options),
     }

@@ -123,7 +123,7 @@ def _survey_part(task: _Task) -> _Part:
             label = None
             try:
                 if isinstance(reader, DatasetReader):
-                    pixels, label = reader.sample(index)
+                    pixels, label = reader.sample(int(name))
                     (height, width), kind = pixels.shape[:2], Kind.PILLOW
                     described = f"{name}\0{pixels.shape}\0{None if label is None else label.tolist()}"
                     mark = _fingerprint(described.encode())

@@ -7,13 +7,14 @@ processes, and the HDF5 library takes no part.
 from __future__ import annotations
 
 import atexit
+import os
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from h5pack.checksum import crc32
-from h5pack.errors import RejectedImageError, SourceError
+from h5pack.errors import OutputBusyError, RejectedImageError, SourceError
 from h5pack.pack.executors import shared
 from h5pack.pack.images import Decoder, PixelOptions, strict_pillow
 from h5pack.pack.journal import JournalWriter, RowRecord
@@ -37,6 +38,8 @@ class WriteJob:
     pixels : PixelOptions
     io : str
         direct, buffered or auto; see `h5pack.pack.rowfile`.
+    inode : int
+        Of the file; another file by that name is another conversion's.
     """
 
     path: str
@@ -45,6 +48,7 @@ class WriteJob:
     layout: str
     pixels: PixelOptions
     io: str
+    inode: int
 
 
 @dataclass(frozen=True)
@@ -93,9 +97,12 @@ class _Worker:
 
     def __init__(self, job: WriteJob) -> None:
         self.job = job
-        self.file = RowFile(job.path, job.io)
-        self.decoder = Decoder(job.pixels)
+        # The journal first: a resume waits for whoever holds one.
         self.journal = JournalWriter(job.journal)
+        self.decoder = Decoder(job.pixels)
+        self.file = RowFile(job.path, job.io)
+        if os.fstat(self.file.descriptor).st_ino != job.inode:
+            raise OutputBusyError(f"{job.path}: replaced by another conversion; let that one finish")
         self.upright = np.empty((job.pixels.height, job.pixels.width, job.pixels.channels), np.uint8)
 
     def close(self) -> None:

@@ -99,6 +99,10 @@ def _join(
 ) -> tuple[list[str], list[npt.NDArray[np.int64]], list[tuple[str, str]]]:
     """Names with a row in every table, their rows in each, and (name, reason) for all others."""
     indexes = [{row[0]: number for number, row in enumerate(table.rows)} for table in tables]
+    for table, index in zip(tables, indexes, strict=True):
+        if len(index) < len(table.rows):
+            number = next(number for number, row in enumerate(table.rows) if index[row[0]] != number)
+            raise SourceError(f"{table.place(number)}: {table.rows[number][0]!r} has another row; fetch the file again")
     rejects = []
     names = []
     for name in images:

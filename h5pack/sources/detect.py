@@ -78,6 +78,8 @@ def _open_path(path: Path, options: SourceOptions) -> Catalog:
         if not path.is_file():
             raise SourceError(f"{path}: a manifest is a CSV or TSV file; give the file, not its folder")
         return manifest(path, options.columns, options.names)
+    if options.columns != ManifestColumns():
+        raise OptionsError(f"{path}: columns and --root are a manifest's, and this is none; leave them out")
     if not path.is_dir():
         raise SourceError(f"{path}: not a folder; --source {kind} needs one")
     if kind == "celeba":

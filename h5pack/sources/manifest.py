@@ -81,8 +81,9 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
 
 
 def _usual(table: Table, names: tuple[str, ...]) -> str | None:
-    """The first column of the header that has one of these names, whatever its case."""
-    return next((column for column in table.header if column.lower() in names), None)
+    """The header's column with the first of these names that it has, whatever its case."""
+    lowered = {column.lower(): column for column in reversed(table.header)}
+    return next((lowered[name] for name in names if name in lowered), None)
 
 
 def _labels(table: Table, columns: ManifestColumns) -> tuple[npt.NDArray[Any] | None, tuple[str, ...] | None]:

@@ -33,7 +33,8 @@ class DatasetReader:
     dataset: MapStyle
 
     def read(self, index: int, name: str) -> npt.NDArray[np.uint8]:
-        return self.sample(index)[0]
+        # A limited catalog numbers anew; the name keeps the dataset's own index.
+        return self.sample(int(name))[0]
 
     def sample(self, index: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any] | None]:
         """The pixels, uint8 (H, W, C) with C 1 or 3, and the label, int64 () or uint8 (K,), of one sample.

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from h5pack import schema
 from h5pack.errors import PackFormatError
-from h5pack.hdf5 import dataset_names, open_file, text
+from h5pack.hdf5 import dataset_names, open_file, reopen_tuned, text
 from h5pack.layout import CachePlan, plan_cache, plan_chunks
 
 _DEFAULT_CACHE_BYTES = 1024 * 1024
@@ -282,7 +282,7 @@ def _stats(file: h5py.File) -> dict[str, Any]:
             "rows": int(group.attrs["rows"]),
         }
     elif isinstance(file.get(schema.IMAGES), h5py.Dataset):
-        result["channels"] = _measured_channels(file[schema.IMAGES])
+        result["channels"] = _measured_channels(reopen_tuned(file[schema.IMAGES]))
     return result
 
 

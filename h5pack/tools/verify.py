@@ -14,8 +14,16 @@ from tqdm import tqdm
 
 from h5pack import schema
 from h5pack.checksum import row_checksums
-from h5pack.errors import H5PackError, OptionsError, PackFormatError, WorkerError
-from h5pack.hdf5 import chunk_addresses, dataset_names, is_filtered, open_file, require_complete, text
+from h5pack.errors import H5PackError, OptionsError, PackFormatError
+from h5pack.hdf5 import (
+    chunk_addresses,
+    dataset_names,
+    is_filtered,
+    open_file,
+    reopen_tuned,
+    require_complete,
+    text,
+)
 from h5pack.machine import available_cpus
 from h5pack.pack.executors import open_executor, run
 from h5pack.rows import RowPlaces, check_counted, check_tasks, describe_check
@@ -106,35 +114,31 @@ def verify(
         raise OptionsError(f"workers is {workers}; it must be at least 1")
     name = os.path.abspath(path)
     count = max(2, workers or available_cpus())
-    try:
-        with open_executor(count, start_method, None) as executor:
-            try:
-                structure = executor.submit(_inspect, name).result()
-            except H5PackError as error:
-                if isinstance(error, _NoPackError):
-                    raise PackFormatError(str(error)) from None
-                return VerifyReport(name, 0, (str(error).removeprefix(f"{name}: "),))
-            damaged = structure.damaged
-            if structure.places is not None:
-                rows = np.arange(structure.rows, dtype=np.int64)
-                tasks = check_tasks(name, structure.places, rows, structure.checksums, _TASK_BYTES)
-                wrong: list[int] = []
-                tqdm.monitor_interval = 0
-                bar = tqdm(
-                    total=len(rows), desc="verify", unit=" rows", disable=None if progress else True, leave=False
-                )
-                with bar:
-                    for checked, found in run(executor, check_counted, tasks, 2 * count, describe_check):
-                        wrong += found
-                        bar.update(checked)
-                if wrong:
-                    damaged[schema.IMAGES] = sorted(wrong)
-            listed = sorted({row for found in damaged.values() for row in found})
-            names = executor.submit(_filenames, name, listed).result() if listed else {}
-    except (WorkerError, BrokenProcessPool):
-        return VerifyReport(
-            name, 0, (f"HDF5 {h5py.version.hdf5_version} crashed on it; the file is damaged: restore it",)
-        )
+    with open_executor(count, start_method, None) as executor:
+        try:
+            structure = executor.submit(_inspect, name).result()
+        except _NoPackError as error:
+            raise PackFormatError(str(error)) from None
+        except H5PackError as error:
+            return VerifyReport(name, 0, (str(error).removeprefix(f"{name}: "),))
+        except BrokenProcessPool:
+            crash = f"HDF5 {h5py.version.hdf5_version} crashed on it; the file is damaged: restore it"
+            return VerifyReport(name, 0, (crash,))
+        damaged = structure.damaged
+        if structure.places is not None:
+            rows = np.arange(structure.rows, dtype=np.int64)
+            tasks = check_tasks(name, structure.places, rows, structure.checksums, _TASK_BYTES)
+            wrong: list[int] = []
+            tqdm.monitor_interval = 0
+            hidden = None if progress else True
+            with tqdm(total=len(rows), desc="verify", unit=" rows", disable=hidden, leave=False) as bar:
+                for checked, found in run(executor, check_counted, tasks, 2 * count, describe_check):
+                    wrong += found
+                    bar.update(checked)
+            if wrong:
+                damaged[schema.IMAGES] = sorted(wrong)
+        listed = sorted({row for found in damaged.values() for row in found})
+        names = executor.submit(_filenames, name, listed).result() if listed else {}
     return VerifyReport(name, structure.rows, tuple(structure.problems), damaged, names)
 
 
@@ -183,7 +187,7 @@ def _inspect_pack(path: str, file: h5py.File) -> _Structure:
     expected = checksums[()]
     if is_filtered(images) or images.chunks[1:] != images.shape[1:]:
         # Somebody repacked it; it is a pack all the same, read through the library.
-        wrong_rows = _wrong_through_library(images, expected)
+        wrong_rows = _wrong_through_library(reopen_tuned(images), expected)
         if wrong_rows:
             damaged[schema.IMAGES] = wrong_rows
         return _Structure(rows, problems, damaged, None, expected, True)
