@@ -27,6 +27,7 @@ MAY_IMPORT = {
 }
 H5PY_ALLOWED = {
     "hdf5.py",
+    "pack/finished.py",
     "pack/skeleton.py",
     "pack/finisher.py",
     "read/pack.py",

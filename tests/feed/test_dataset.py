@@ -215,3 +215,9 @@ def test_an_unfinished_pack_and_a_newer_format_are_refused(pack: Path, tmp_path:
         file.attrs["h5pack_format"] = 2
     with pytest.raises(PackFormatError, match="pack format 2, and this h5pack reads up to 1"):
         h5pack.H5Dataset(copy)
+
+
+def test_rows_that_are_single_numbers(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["images"] = np.arange(6, dtype="f4")
+    assert [float(value) for value in h5pack.H5Dataset(tmp_path / "f.h5")[1:4]] == [1.0, 2.0, 3.0]

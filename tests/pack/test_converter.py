@@ -14,16 +14,19 @@ from PIL import Image
 
 import h5pack
 from h5pack.errors import (
+    IncompletePackError,
     NoImagesError,
     OptionsError,
     OutputBusyError,
     OutputExistsError,
+    PackFormatError,
     RejectedImageError,
     ResumeError,
     SizesDifferError,
     SourceError,
     WorkerError,
 )
+from h5pack.pack import finisher
 from h5pack.pack.output import Output, OutputLock
 from tests.makers import class_folders, expected, flat_folder, pixels, quick, save, split_folders, truncate
 
@@ -472,3 +475,102 @@ def test_the_same_content_makes_the_same_bytes_at_any_time(tmp_path: Path) -> No
             files.append(out.read_bytes())
             time.sleep(1.1)
         assert files[0] == files[1]
+
+
+def test_limit_on_a_dataset_keeps_each_image_its_label(tmp_path: Path) -> None:
+    h5pack.convert(Dataset(), tmp_path / "o.h5", quick(limit=6))
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert sorted(int(name) for name in names_of(file)) == [0, 3, 7, 11, 15, 19]
+        for row, name in enumerate(names_of(file)):
+            assert np.array_equal(file["images"][row], pixels(int(name)))
+            assert file["labels"][row] == int(name) * 3
+
+
+def test_resume_of_an_output_that_is_something_else(tmp_path: Path) -> None:
+    first, second = class_folders(tmp_path / "a", {"x": 5, "y": 4}), class_folders(tmp_path / "b", {"x": 4, "y": 5})
+    out = tmp_path / "o.h5"
+    h5pack.convert(first, out, quick())
+    with pytest.raises(OutputExistsError, match="was not made from this source"):
+        h5pack.convert(second, out, quick(resume=True))
+    with pytest.raises(SourceError, match="no such file or folder"):
+        h5pack.convert(tmp_path / "none", out, quick(resume=True))
+    (first / "y").rename(first / "z")
+    with pytest.raises(OutputExistsError, match="was not made from this source"):
+        h5pack.convert(first, out, quick(resume=True))
+    (first / "z").rename(first / "y")
+    assert h5pack.convert(first, out, quick(resume=True)).already_complete
+    with h5py.File(out, "r+") as file:
+        file.attrs["h5pack_complete"] = 0
+    with pytest.raises(IncompletePackError):
+        h5pack.convert(first, out, quick(resume=True))
+    out.write_bytes(b"precious")
+    with pytest.raises(PackFormatError, match="not an HDF5 file"):
+        h5pack.convert(first, out, quick(resume=True))
+    assert out.read_bytes() == b"precious"
+
+
+def test_strict_is_still_strict_when_resumed(tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "in", 6, (60, 50))
+    truncate(source / "00003.jpg")
+    for settings in ({}, {"resume": True}, {"resume": True}):
+        with pytest.raises(RejectedImageError, match=r"00003\.jpg: truncated"):
+            h5pack.convert(source, tmp_path / "o.h5", quick(strict=True, **settings))
+    assert not (tmp_path / "o.h5").exists()
+    assert h5pack.convert(source, tmp_path / "o.h5", quick(resume=True)).rejects == 1
+
+
+def test_an_output_that_appears_during_the_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = flat_folder(tmp_path / "in", 6)
+    out = tmp_path / "o.h5"
+    complete = finisher.Finish.complete
+
+    def meanwhile(self: finisher.Finish) -> None:
+        complete(self)
+        out.write_bytes(b"precious")
+
+    monkeypatch.setattr(finisher.Finish, "complete", meanwhile)
+    with pytest.raises(OutputExistsError, match="exists by now"):
+        h5pack.convert(source, out, quick())
+    assert out.read_bytes() == b"precious"
+    monkeypatch.undo()
+    assert h5pack.convert(source, out, quick(resume=True, overwrite=True)).images == 6
+    assert h5pack.verify(out).ok
+
+
+def test_a_hanging_worker_of_an_earlier_run_cannot_write_into_a_new_file(tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "in", 6)
+    out = tmp_path / "o.h5"
+    (tmp_path / "o.h5.partial").write_bytes(b"begun long ago")
+    with (tmp_path / "o.h5.partial").open("r+b") as hanging:
+        h5pack.convert(source, out, quick(overwrite=True))
+        whole = out.read_bytes()
+        hanging.seek(5000)
+        hanging.write(bytes(20_000))
+    assert out.read_bytes() == whole
+
+
+def test_chunks_larger_than_a_task_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = flat_folder(tmp_path / "in", 60, (60, 50))
+    h5pack.convert(source, tmp_path / "whole.h5", quick(chunk_rows=50))
+    monkeypatch.setattr("h5pack.pack.session._TASK_BYTES", 70_000)
+    for io in ("direct", "buffered"):
+        h5pack.convert(source, tmp_path / f"{io}.h5", quick(chunk_rows=50, io=io, workers=2, start_method="fork"))
+        assert (tmp_path / f"{io}.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()
+
+
+def test_a_damaged_file_that_sends_the_decoder_beyond_the_end_is_one_reject(tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "in", 3)
+    (source / "big.tif").write_bytes(b"II+\0\x08\0\0\0" + (2**63 - 1).to_bytes(8, "little"))
+    (source / "drawing.jpg").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
+    report = h5pack.convert(source, tmp_path / "o.h5", quick())
+    assert (report.images, report.rejects) == (3, 2)
+
+
+def test_one_long_name_among_many(tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "in", 5)
+    deep = source.joinpath(*["d" * 200] * 15)
+    save(deep / "x.jpg", 9)
+    h5pack.convert(source, tmp_path / "o.h5", quick(source="flat"))
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert str(deep.relative_to(source) / "x.jpg") in names_of(file)
+        assert file["filenames"].chunks[0] * file["filenames"].dtype.itemsize <= 262_144

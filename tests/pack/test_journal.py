@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h5pack.errors import OutputBusyError
+from h5pack.errors import OutputBusyError, ResumeError
 from h5pack.pack.journal import Journal, JournalWriter, RowRecord
 
 
@@ -106,12 +106,17 @@ def test_starting_anew_forgets_everything(journal: Journal) -> None:
     assert journal.written() is None
 
 
-@pytest.mark.parametrize("content", [None, b"", b"{", b"\xff\xfe", b'{"created"'])
-def test_a_journal_without_a_whole_plan_is_none(journal: Journal, content: bytes | None) -> None:
-    plan = journal.folder / "plan.json"
-    plan.unlink() if content is None else plan.write_bytes(content)
+def test_a_journal_without_a_plan_is_none(journal: Journal) -> None:
+    (journal.folder / "plan.json").unlink()
     assert journal.plan() is None
     assert Journal(journal.folder / "nowhere").plan() is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"created"'])
+def test_a_damaged_plan_is_an_error_and_no_silent_restart(journal: Journal, content: bytes) -> None:
+    (journal.folder / "plan.json").write_bytes(content)
+    with pytest.raises(ResumeError, match=r"the journal is damaged .*; start over with --overwrite"):
+        journal.plan()
 
 
 def test_a_kill_before_the_plan_leaves_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,3 +173,11 @@ def test_a_table_of_names_alone_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "list_eval_partition.csv").write_text("image_id\n000001.jpg\n")
     with pytest.raises(SourceError, match=r"list_eval_partition\.csv: no column beside the file names"):
         celeba(tmp_path, EVERYTHING)
+
+
+def test_a_name_with_two_rows_is_an_error(tmp_path: Path) -> None:
+    side_by_side(tmp_path)
+    table = tmp_path / "identity_CelebA.txt"
+    table.write_text(table.read_text() + "000002.jpg 7\n")
+    with pytest.raises(SourceError, match=r"line \d+: '000002\.jpg' has another row"):
+        celeba(tmp_path, EVERYTHING)

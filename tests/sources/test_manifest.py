@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from h5pack import schema
 from h5pack.errors import OptionsError, SourceError
 from h5pack.sources.catalog import Catalog
+from h5pack.sources.detect import SourceOptions, open_source
 from h5pack.sources.manifest import ManifestColumns, manifest
 from h5pack.sources.walk import NameFilter
+from tests.makers import save
 
 
 def read(path: Path, /, *lines: str, wanted: NameFilter | None = None, **columns: object) -> Catalog:
@@ -204,3 +206,15 @@ def test_a_cell_that_is_no_path_is_named_by_its_line(tmp_path: Path, cell: str) 
 def test_an_image_may_be_named_twice(tmp_path: Path) -> None:
     catalog = read(tmp_path / "m.csv", "path,label", "1.jpg,1", "1.jpg,2")
     assert (list(catalog.names), labels_of(catalog)) == (["1.jpg", "1.jpg"], [1, 2])
+
+
+def test_a_column_named_path_is_preferred_wherever_it_stands(tmp_path: Path) -> None:
+    save(tmp_path / "a.jpg")
+    (tmp_path / "m.csv").write_text("image_id,label,path\n77,x,a.jpg\n")
+    assert list(open_source(tmp_path / "m.csv", SourceOptions()).names) == ["a.jpg"]
+
+
+def test_columns_for_a_folder_are_refused(tmp_path: Path) -> None:
+    save(tmp_path / "a.jpg")
+    with pytest.raises(OptionsError, match="are a manifest's"):
+        open_source(tmp_path, SourceOptions(columns=ManifestColumns(split="s")))

@@ -50,7 +50,7 @@ def test_images_become_uint8_pixels_with_a_channel_axis(image: Any, expected: An
             assert label is None
         assert array.dtype == np.uint8
         assert np.array_equal(array, expected)
-    assert np.array_equal(DatasetReader([(image, 3)]).read(0, ""), expected)
+    assert np.array_equal(DatasetReader([(image, 3)]).read(0, "00000000"), expected)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_the_catalog_has_a_name_for_every_sample_and_asks_for_none() -> None:
 
 def test_a_reader_can_be_sent_to_workers() -> None:
     reader = pickle.loads(pickle.dumps(DatasetReader([(COLOUR, 1)])))
-    assert np.array_equal(reader.read(0, ""), COLOUR)
+    assert np.array_equal(reader.read(0, "00000000"), COLOUR)
 
 
 @pytest.mark.parametrize("value", [3, None, iter([1]), object()])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 import subprocess
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 import h5pack
-from h5pack.errors import OptionsError, PackFormatError
+from h5pack.errors import OptionsError, PackFormatError, WorkerError
 from tests.makers import flat_folder, quick, split_folders
 
 
@@ -146,3 +148,29 @@ def test_200_damaged_files(pack: Path, tmp_path: Path) -> None:
             assert np.array_equal(file["images"][()], images)
             assert np.array_equal(file["labels"][()], labels)
     assert found > 90
+
+
+def test_rows_that_the_disk_does_not_give_are_damaged(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pread = os.pread
+    with h5py.File(pack) as file:
+        bad = file["images"].id.get_chunk_info(2).byte_offset + 80 * 70 * 3
+
+    def failing(descriptor: int, count: int, offset: int) -> bytes:
+        if offset <= bad < offset + count:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(descriptor, count, offset)
+
+    monkeypatch.setattr(os, "pread", failing)
+    assert h5pack.verify(pack, start_method="fork").damaged == {"images": [15]}
+
+
+def test_a_worker_that_dies_is_no_damage(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h5pack.rows.read_all", lambda *_: os.kill(os.getpid(), 9))
+    with pytest.raises(WorkerError, match="a worker process died"):
+        h5pack.verify(pack, start_method="fork")
+
+
+def test_a_crash_of_the_hdf5_library_is_damage(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h5pack.tools.verify.open_file", lambda path: os.kill(os.getpid(), 11))
+    report = h5pack.verify(pack, start_method="fork")
+    assert "crashed on it; the file is damaged" in report.problems[0]
