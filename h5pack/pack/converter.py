@@ -262,19 +262,21 @@ class Conversion:
         written = session.journal.written()
         moving = written is not None
         resumed = len(written.packed) if written is not None else 0
+        begin = time.perf_counter()
         if written is None:
             rows = self._written_before(session)
             resumed = int(rows.settled.sum())
             self._write_missing(session, rows)
+            begin = time.perf_counter()
             written = rows.record()
             if not written.packed.any():
                 self._abandon()
                 raise NoImagesError(f"{plan.source}: none of its images can be decoded; the first: {_first(written)}")
+            # Rows first, then the note that they are there.
             os.fsync(lock.descriptor)
             session.journal.save_written(written)
         if self.options.strict:
             _refuse_rejects(plan, written)
-        begin = time.perf_counter()
         places = session.places
         final = close_up(plan.placement.starts, written.packed, plan.options.order == "sorted")
         if moving:

@@ -1,0 +1,47 @@
+"""`H5Reader` gives the rows that h5py's own slicing gives, in the order asked for, for any dataset of numbers."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from h5pack.read.pack import read_pack
+from h5pack.read.reader import H5Reader
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 40), st.integers(1, 6), st.integers(1, 6)),
+    rank=st.integers(1, 3),
+    dtype=st.sampled_from(["u1", "<i2", ">i4", "f4", ">f8", "?"]),
+    storage=st.sampled_from(["contiguous", "rows", "split", "gzip", "extendable"]),
+    data=st.data(),
+)
+def test_rows_equal_h5pys(shape: tuple[int, ...], rank: int, dtype: str, storage: str, data: st.DataObject) -> None:
+    shape = shape[:rank]
+    rows = data.draw(st.lists(st.integers(0, shape[0] - 1), max_size=50))
+    values = np.random.default_rng(0).integers(0, 2 if dtype == "?" else 100, shape).astype(dtype)
+    settings_: dict[str, Any] = {
+        "contiguous": {},
+        "rows": {"chunks": (min(3, shape[0]), *shape[1:])},
+        "split": {"chunks": tuple(max(1, size // 2) for size in shape)},
+        "gzip": {"chunks": tuple(max(1, size // 2) for size in shape), "compression": "gzip", "shuffle": True},
+        "extendable": {"chunks": (7, *shape[1:]), "maxshape": (None, *shape[1:])},
+    }[storage]
+    with tempfile.TemporaryDirectory() as folder:
+        with h5py.File(Path(folder) / "f.h5", "w") as file:
+            file.create_dataset("x", data=values, **settings_)
+        reader = H5Reader(read_pack(Path(folder) / "f.h5", "x"))
+        found = reader.read("x", rows)
+        reader.close()
+        again = reader.read("x", rows[::-1])
+        reader.close()
+    assert found.dtype == values.dtype.newbyteorder("=")
+    assert np.array_equal(found, values[rows])
+    assert np.array_equal(again, values[rows[::-1]])
