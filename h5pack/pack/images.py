@@ -34,6 +34,7 @@ from h5pack.pack.headers import Header, Kind, parse_jpeg, parse_png
 _ORIENTATION = 0x0112
 _TIFF_WIDTH, _TIFF_HEIGHT = 0x0100, 0x0101
 _LONG_HEAD_BYTES = 65_536
+_ENCODER_SLACK_BYTES = 1_024
 _SIDEWAYS = (5, 6, 7, 8)
 _16_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 
@@ -225,6 +226,25 @@ class Decoder:
                 image = ImageOps.pad(image, size, self._resample)
             else:
                 image = image.resize(size, self._resample)
+        _copy_pixels(image, out)
+
+
+def _copy_pixels(image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
+    """Copy the pixels of an "L" or "RGB" image into `out`, contiguous.
+
+    By Pillow's raw encoder in one step: ``tobytes``, which numpy calls, encodes 64 KiB at a time and joins, and that
+    cost a conversion with Pillow 6 % (median of 6 interleaved pairs). The encoder is no public name, so whatever it
+    does unexpectedly leaves the copying to numpy.
+    """
+    try:
+        encoder = Image._getencoder(image.mode, "raw", (image.mode, 0, 1))
+        encoder.setimage(image.im, (0, 0, *image.size))
+        data = encoder.encode(out.nbytes + _ENCODER_SLACK_BYTES)[2]
+    except (AttributeError, TypeError, ValueError):
+        data = b""
+    if len(data) == out.nbytes:
+        out.data.cast("B")[:] = data
+    else:
         out[...] = np.asarray(image).reshape(out.shape)
 
 

@@ -16,7 +16,7 @@ from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError, features
 
 from h5pack.errors import RejectedImageError
 from h5pack.pack.headers import Header, Kind
-from h5pack.pack.images import Decoder, PixelOptions, _proven_kinds, read_header, strict_pillow
+from h5pack.pack.images import Decoder, PixelOptions, _copy_pixels, _proven_kinds, read_header, strict_pillow
 from h5pack.pack.options import MAX_PIXELS, RESAMPLES
 from tests.makers import pixels
 
@@ -463,3 +463,20 @@ def test_each_odd_error_of_a_decoder_is_a_reason() -> None:
         "cannot be decoded: SyntaxError: x",
         "cannot be decoded: OSError: y",
     ]
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+@pytest.mark.parametrize("size", [(1, 1), (1, 70_000), (300, 1), (218, 178), (701, 503)])
+def test_pixels_are_copied_whole_with_and_without_pillows_encoder(
+    mode: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = (*size, 3) if mode == "RGB" else size
+    pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    out = np.zeros((*size, 3 if mode == "RGB" else 1), np.uint8)
+    _copy_pixels(Image.fromarray(pixels), out)
+    assert np.array_equal(out.reshape(shape), pixels)
+    for broken in (None, lambda *_: object()):
+        monkeypatch.setattr(Image, "_getencoder", broken)
+        out[...] = 0
+        _copy_pixels(Image.fromarray(pixels), out)
+        assert np.array_equal(out.reshape(shape), pixels)
