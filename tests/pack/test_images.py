@@ -475,8 +475,8 @@ def test_pixels_are_copied_whole_with_and_without_pillows_encoder(
     out = np.zeros((*size, 3 if mode == "RGB" else 1), np.uint8)
     _copy_pixels(Image.fromarray(pixels), out)
     assert np.array_equal(out.reshape(shape), pixels)
-    for broken in (None, lambda *_: object()):
-        monkeypatch.setattr(Image, "_getencoder", broken)
-        out[...] = 0
-        _copy_pixels(Image.fromarray(pixels), out)
-        assert np.array_equal(out.reshape(shape), pixels)
+    # An encoder that gives less than the whole image.
+    monkeypatch.setattr("h5pack.pack.images._ENCODER_SLACK_BYTES", -(out.nbytes // 2))
+    out[...] = 0
+    _copy_pixels(Image.fromarray(pixels), out)
+    assert np.array_equal(out.reshape(shape), pixels)
