@@ -41,12 +41,13 @@ def draw_convert(result: dict[str, Any], path: Path) -> None:
     axes.set_xlabel("images/s to the last write, 178x218 JPEG (median, whiskers minimum to maximum)", fontsize=8)
     axes.set_xlim(0, 1.35 * max(way["ceiling_images_per_s"]["max"] for way in result["ways"].values()))
     axes.spines[["top", "right"]].set_visible(False)
-    shares = [
+    pillow, simplejpeg = (
         result["ways"][f"{decoder} auto"]["ratio_to_last_write"]["median"] for decoder in ("pillow", "simplejpeg")
-    ]
+    )
+    where = f"{result['workers']} workers, {result['machine']['file_system']}"
     axes.set_title(
-        f"Packing {result['images']:,} images runs at {shares[0]:.2f} (Pillow) and {shares[1]:.2f} (simplejpeg) of the "
-        f"speed\nof decoding them and keeping nothing ({result['workers']} workers, {result['machine']['file_system']})",
+        f"Packing {result['images']:,} images runs at {pillow:.2f} (Pillow) and {simplejpeg:.2f} (simplejpeg)\n"
+        f"of the speed of decoding them and keeping nothing ({where})",
         fontsize=9,
         loc="left",
     )
