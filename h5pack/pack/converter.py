@@ -386,8 +386,9 @@ def _first(written: RowRecord) -> str:
 def _decode_anew(plan: ConvertPlan, decoder: Decoder, row: int) -> bytes:
     """The bytes of a planned row, decoded here."""
     index = int(plan.placement.order[row])
-    upright = np.empty((plan.height, plan.width, plan.options.channels), np.uint8)
+    row_pixels = np.empty(plan.row_shape, np.uint8)
     with strict_pillow():
         source = plan.catalog.reader.read(index, plan.catalog.names[index])
-        decoder.decode(source, int(plan.kinds[index]), upright)
-    return (upright if plan.options.layout == "nhwc" else upright.transpose(2, 0, 1)).tobytes()
+        upright = writer.upright_buffer(plan.pixels, plan.options.layout)
+        writer.decode_row(decoder, source, int(plan.kinds[index]), row_pixels, upright)
+    return row_pixels.tobytes()

@@ -103,7 +103,7 @@ class _Worker:
         self.file = RowFile(job.path, job.io)
         if os.fstat(self.file.descriptor).st_ino != job.inode:
             raise OutputBusyError(f"{job.path}: replaced by another conversion; let that one finish")
-        self.upright = np.empty((job.pixels.height, job.pixels.width, job.pixels.channels), np.uint8)
+        self.upright = upright_buffer(job.pixels, job.layout)
 
     def close(self) -> None:
         self.file.close()
@@ -145,9 +145,9 @@ def write_rows(task: WriteTask) -> list[RowRecord]:
     worker = _worker_for(task.job)
     records: list[RowRecord] = []
     before: Run | None = None
+    row_bytes = int(np.prod(task.job.row_shape))
     with strict_pillow():
         for run in task.runs:
-            row_bytes = int(np.prod(task.job.row_shape))
             current = worker.file.begin(run.offset, len(run.indices) * row_bytes)
             record = _fill(worker, run, current)
             # While this run was decoded, the one before was written.
@@ -208,11 +208,42 @@ def _decode(worker: _Worker, index: int, name: str, kind: int, row: npt.NDArray[
             f"{name}: {error.strerror or error}, though the survey had read it; bring the source back as it was, then "
             "continue with --resume"
         ) from error
-    if worker.job.layout == "nhwc":
-        worker.decoder.decode(source, kind, row)
+    decode_row(worker.decoder, source, kind, row, worker.upright)
+
+
+def upright_buffer(pixels: PixelOptions, layout: str) -> npt.NDArray[np.uint8] | None:
+    """What `decode_row` needs to turn channels to the front: uint8, (H, W, C); None where they are stored last."""
+    return None if layout == "nhwc" else np.empty((pixels.height, pixels.width, pixels.channels), np.uint8)
+
+
+def decode_row(
+    decoder: Decoder,
+    source: bytes | npt.NDArray[np.uint8],
+    kind: int,
+    row: npt.NDArray[np.uint8],
+    upright: npt.NDArray[np.uint8] | None,
+) -> None:
+    """Decode one image into a row as it is stored.
+
+    Parameters
+    ----------
+    decoder : Decoder
+    source, kind
+        As for `Decoder.decode`.
+    row : ndarray
+        uint8, (H, W, C) or (C, H, W), contiguous.
+    upright : ndarray or None
+        See `upright_buffer`.
+
+    Raises
+    ------
+    RejectedImageError
+    """
+    if upright is None:
+        decoder.decode(source, kind, row)
     else:
-        worker.decoder.decode(source, kind, worker.upright)
-        row[...] = worker.upright.transpose(2, 0, 1)
+        decoder.decode(source, kind, upright)
+        row[...] = upright.transpose(2, 0, 1)
 
 
 def describe(task: WriteTask) -> str:
