@@ -17,8 +17,10 @@ from h5pack.version import __version__
 
 if TYPE_CHECKING:
     from h5pack.errors import (
+        DamagedRowsError,
         H5PackError,
         IncompletePackError,
+        LoaderError,
         NoImagesError,
         NoSpaceError,
         OptionsError,
@@ -26,29 +28,39 @@ if TYPE_CHECKING:
         OutputExistsError,
         PackChangedError,
         PackFormatError,
+        ReadError,
         RejectedImageError,
         ResumeError,
         SizesDifferError,
         SourceError,
+        StateError,
         WorkerError,
     )
     from h5pack.feed.dataset import H5Dataset
+    from h5pack.feed.loader import H5Loader
+    from h5pack.feed.samplers import ChunkBatchSampler, ChunkSampler
     from h5pack.layout import CachePlan, ChunkPlan, plan_cache, plan_chunks
     from h5pack.pack.converter import Conversion, ConvertReport, convert
     from h5pack.pack.options import ConvertOptions
+    from h5pack.read.engine import ReadStats
     from h5pack.tools.info import FileReport, info
     from h5pack.tools.verify import VerifyReport, verify
 
 _HOMES = {
     "CachePlan": "h5pack.layout",
+    "ChunkBatchSampler": "h5pack.feed.samplers",
     "ChunkPlan": "h5pack.layout",
+    "ChunkSampler": "h5pack.feed.samplers",
     "Conversion": "h5pack.pack.converter",
     "ConvertOptions": "h5pack.pack.options",
     "ConvertReport": "h5pack.pack.converter",
+    "DamagedRowsError": "h5pack.errors",
     "FileReport": "h5pack.tools.info",
     "H5Dataset": "h5pack.feed.dataset",
+    "H5Loader": "h5pack.feed.loader",
     "H5PackError": "h5pack.errors",
     "IncompletePackError": "h5pack.errors",
+    "LoaderError": "h5pack.errors",
     "NoImagesError": "h5pack.errors",
     "NoSpaceError": "h5pack.errors",
     "OptionsError": "h5pack.errors",
@@ -56,10 +68,13 @@ _HOMES = {
     "OutputExistsError": "h5pack.errors",
     "PackChangedError": "h5pack.errors",
     "PackFormatError": "h5pack.errors",
+    "ReadError": "h5pack.errors",
+    "ReadStats": "h5pack.read.engine",
     "RejectedImageError": "h5pack.errors",
     "ResumeError": "h5pack.errors",
     "SizesDifferError": "h5pack.errors",
     "SourceError": "h5pack.errors",
+    "StateError": "h5pack.errors",
     "VerifyReport": "h5pack.tools.verify",
     "WorkerError": "h5pack.errors",
     "convert": "h5pack.pack.converter",
@@ -71,14 +86,19 @@ _HOMES = {
 
 __all__ = [
     "CachePlan",
+    "ChunkBatchSampler",
     "ChunkPlan",
+    "ChunkSampler",
     "Conversion",
     "ConvertOptions",
     "ConvertReport",
+    "DamagedRowsError",
     "FileReport",
     "H5Dataset",
+    "H5Loader",
     "H5PackError",
     "IncompletePackError",
+    "LoaderError",
     "NoImagesError",
     "NoSpaceError",
     "OptionsError",
@@ -86,10 +106,13 @@ __all__ = [
     "OutputExistsError",
     "PackChangedError",
     "PackFormatError",
+    "ReadError",
+    "ReadStats",
     "RejectedImageError",
     "ResumeError",
     "SizesDifferError",
     "SourceError",
+    "StateError",
     "VerifyReport",
     "WorkerError",
     "__version__",

@@ -15,7 +15,11 @@
     ├── WorkerError (RuntimeError)           a worker process died
     ├── PackFormatError (ValueError)         not an HDF5 file, or not the datasets that were asked for
     │   └── IncompletePackError              a pack whose conversion did not finish
-    └── PackChangedError (RuntimeError)      the file was replaced while it was in use
+    ├── PackChangedError (RuntimeError)      the file was replaced while it was in use
+    ├── ReadError (OSError)                  the file, or the disk under it, gave fewer bytes than the rows have
+    ├── DamagedRowsError (ValueError)        rows that differ from their checksums
+    ├── StateError (ValueError)              a saved state belongs to another order of rows
+    └── LoaderError (RuntimeError)           a loader's iterator was used where it cannot work
 
 Every message is one line that says what happened, where (file, dataset, rows) and what to do next.
 """
@@ -80,3 +84,29 @@ class IncompletePackError(PackFormatError):
 
 class PackChangedError(H5PackError, RuntimeError):
     """The file under a dataset was replaced or rewritten since the dataset was made."""
+
+
+class ReadError(H5PackError, OSError):
+    """The file, or the disk under it, gave fewer bytes than the rows have."""
+
+
+class DamagedRowsError(H5PackError, ValueError):
+    """Rows whose bytes differ from their checksums.
+
+    Attributes
+    ----------
+    rows : tuple of int
+        Their numbers in the dataset.
+    """
+
+    def __init__(self, message: str, rows: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+
+class StateError(H5PackError, ValueError):
+    """A saved state belongs to another order of rows: another seed, batch size, window, number of ranks, ..."""
+
+
+class LoaderError(H5PackError, RuntimeError):
+    """A loader's iterator was used in a forked child, or after it was closed."""

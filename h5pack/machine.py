@@ -1,4 +1,4 @@
-"""What this machine lets this process use: CPUs and disk space."""
+"""What this machine lets this process use: CPUs, memory and disk space."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _CGROUP_SELF = Path("/proc/self/cgroup")
+_MEMINFO = Path("/proc/meminfo")
 
 
 def available_cpus(cgroup_root: Path = _CGROUP_ROOT, cgroup_self: Path = _CGROUP_SELF) -> int:
@@ -29,6 +30,34 @@ def available_cpus(cgroup_root: Path = _CGROUP_ROOT, cgroup_self: Path = _CGROUP
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup_quota(cgroup_root, cgroup_self)
     return max(1, min(affinity, math.ceil(quota)) if quota is not None else affinity)
+
+
+def available_memory(
+    cgroup_root: Path = _CGROUP_ROOT, cgroup_self: Path = _CGROUP_SELF, meminfo: Path = _MEMINFO
+) -> int:
+    """Bytes of memory this process may still take without pushing others out.
+
+    The smaller of what the machine has available and what its control groups leave below their limits; pages of files
+    that could be dropped count as available.
+
+    Parameters
+    ----------
+    cgroup_root, cgroup_self, meminfo : Path
+        Where the control groups are mounted, where this process's groups are listed, and the machine's memory; tests
+        pass their own.
+    """
+    left = [_meminfo_available(meminfo)]
+    for group in _cgroups(cgroup_self):
+        for folder in (group, *group.parents):
+            inside = str(folder).lstrip("/")
+            left += _memory_left(cgroup_root / inside, "memory.max", "memory.current", "inactive_file")
+            left += _memory_left(
+                cgroup_root / "memory" / inside,
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+    return max(0, min(left))
 
 
 def free_bytes(folder: str | os.PathLike[str]) -> int:
@@ -69,4 +98,30 @@ def _v1_quota(folder: Path) -> list[float]:
         period = int((folder / "cpu.cfs_period_us").read_text())
         return [] if quota <= 0 else [quota / period]
     except (OSError, ValueError, ZeroDivisionError):
+        return []
+
+
+def _meminfo_available(meminfo: Path) -> int:
+    try:
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _memory_left(folder: Path, limit: str, usage: str, droppable: str) -> list[int]:
+    try:
+        most = (folder / limit).read_text().strip()
+        used = int((folder / usage).read_text())
+        if most == "max":
+            return []
+        dropped = 0
+        for line in (folder / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == droppable:
+                dropped = int(value)
+        return [int(most) - used + dropped]
+    except (OSError, ValueError):
         return []

@@ -10,19 +10,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from h5pack import schema
-from h5pack.errors import PackFormatError
-from h5pack.read.pack import read_pack
-from h5pack.read.reader import H5Reader
+from h5pack.errors import OptionsError, PackFormatError
+from h5pack.feed.sample_batch import SampleBatch
+from h5pack.read.engine import Engine, ReadStats
+from h5pack.read.pack import checksums_of, read_pack
 
 
 class H5Dataset(Dataset[Any]):
-    """Samples ``(image, label)``, or ``image`` where there are no labels, out of an HDF5 file.
+    """Samples out of an HDF5 file: ``(image, label, *fields, row)``, or as many of these as it has.
 
     Works with fork, spawn and forkserver workers: the file is opened on first use in each process, and the dataset
-    owns no thread and no lock. Batches are fetched in one call (``__getitems__``).
+    owns no thread. Batches are fetched in one go (``__getitems__``), rows come straight from the page cache where the
+    file allows it, and through the HDF5 library, with a line in the log, where it does not.
 
     Parameters
     ----------
@@ -39,6 +41,12 @@ class H5Dataset(Dataset[Any]):
         Path of the dataset of images.
     labels : str or None
         Path of the dataset of labels; None: do without. The default is taken only where the file has it.
+    fields : sequence of str
+        Paths of further datasets with a row for each image; their rows follow the label, as tensors.
+    with_rows : bool
+        End each sample with the number of its row in the file, an int.
+    check : bool
+        Compare each row that is read with its stored checksum.
 
     Attributes
     ----------
@@ -48,18 +56,28 @@ class H5Dataset(Dataset[Any]):
         Names of the columns of a label table.
     mean, std : ndarray or None
         float64, (C,), in 0..1: the pack's channel statistics.
+    names : tuple of str
+        The datasets of a sample: the images, the labels, the fields.
+    label_name : str or None
+        Which of them holds the labels.
+    first_row : int
+        Row of the file that is sample 0.
+    unit_rows : int
+        Rows a chunk: what a chunk-aware sampler keeps together.
 
     Raises
     ------
     PackFormatError
-        If the file, a dataset or the split is not there.
+        If the file, a dataset or the split is not there, or the file is damaged.
     IncompletePackError
         If the pack's conversion did not finish.
+    OptionsError
+        If `check` is asked for and there are no checksums.
 
     Notes
     -----
-    Without `transform` an image is a uint8 tensor as stored, (H, W, C) or (C, H, W). A label is an int, or a tensor
-    (K,) where the file holds a table.
+    Without `transform` an image is a uint8 tensor as stored, (H, W, C) or (C, H, W). A label is an int; a tensor () of
+    its dtype where it is no whole number; a tensor (K,) where the file holds a table.
     """
 
     def __init__(
@@ -71,8 +89,13 @@ class H5Dataset(Dataset[Any]):
         target_transform: Callable[[Any], Any] | None = None,
         images: str = schema.IMAGES,
         labels: str | None = schema.LABELS,
+        fields: Sequence[str] = (),
+        with_rows: bool = False,
+        check: bool = False,
     ) -> None:
-        pack = read_pack(path, images, labels)
+        if isinstance(fields, str):
+            raise OptionsError(f"fields is the text {fields!r}; give a sequence of dataset names")
+        pack = read_pack(path, images, labels, fields)
         self.path = pack.path
         self.split = split
         self.transform = transform
@@ -81,23 +104,28 @@ class H5Dataset(Dataset[Any]):
         self.columns = pack.columns
         self.mean = pack.mean
         self.std = pack.std
-        self._images = images
-        self._labels = pack.labels
+        self.with_rows = with_rows
+        self.check = check
+        self.names = tuple(name for name in pack.indexes if not name.startswith(f"{schema.CHECKSUMS}/"))
+        self.label_name = pack.labels
         self._channels_first = pack.layout == "nchw"
-        self._reader = H5Reader(pack)
-        self._start, stop = 0, pack.rows
+        if check and checksums_of(self.names[0]) not in pack.indexes:
+            raise OptionsError(f"{pack.path}: it has no checksums of {self.names[0]!r}; leave check out")
+        self.engine = Engine(pack.path, pack.identity, pack.indexes)
+        self.first_row, stop = 0, pack.indexes[self.names[0]].rows
         if split is not None:
             if split not in pack.splits:
                 known = ", ".join(repr(name) for name in pack.splits) or "none"
                 raise PackFormatError(f"{pack.path}: no split {split!r}; its splits are {known}")
-            self._start, stop = pack.splits[split]
-        self._length = stop - self._start
+            self.first_row, stop = pack.splits[split]
+        self._length = stop - self.first_row
+        self.unit_rows = pack.indexes[self.names[0]].unit_rows
 
     def __len__(self) -> int:
         return self._length
 
     def __repr__(self) -> str:
-        shape = " x ".join(str(size) for size in self._reader.pack.row_shape)
+        shape = " x ".join(str(size) for size in self.engine.indexes[self.names[0]].row_shape)
         return f"H5Dataset({self.path!r}, split={self.split!r}): {len(self):,} rows of {shape}"
 
     def __getitem__(self, index: int | slice) -> Any:
@@ -109,33 +137,126 @@ class H5Dataset(Dataset[Any]):
             If there is no such row.
         """
         if isinstance(index, slice):
-            return self.__getitems__(range(*index.indices(len(self))))
-        return self.__getitems__([index])[0]
+            return self._load(self._rows(range(*index.indices(len(self)))))
+        return self._load(self._rows([index]))[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Samples of many indices with one read a dataset; torch's DataLoader calls it with each batch's indices."""
-        rows = np.fromiter((self._row(index) for index in indices), np.int64, len(indices))
-        # HDF5 is quicker in file order, and neighbours come in one call.
-        order = np.argsort(rows, kind="stable")
-        back = np.empty(len(rows), np.int64)
-        back[order] = np.arange(len(rows))
-        pixels = self._reader.read(self._images, rows[order])
-        labels = None if self._labels is None else self._reader.read(self._labels, rows[order])
-        return [self._sample(pixels[place, ...], None if labels is None else labels[place]) for place in back.tolist()]
+    def __getitems__(self, indices: Sequence[int]) -> SampleBatch:
+        """Samples of many indices, read together when they are looked at; torch's DataLoader asks for batches so."""
+        return SampleBatch(self._rows(indices), self._load)
 
-    def _row(self, index: int) -> int:
-        number = operator.index(index)
-        if not -self._length <= number < self._length:
-            raise IndexError(f"{self.path}: index {number} of {self._length} rows; use -{self._length} to one below it")
-        return self._start + (number + self._length if number < 0 else number)
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """Batch samples as torch's ``default_collate`` does, only faster: rows go straight to their place in the batch.
 
-    def _sample(self, pixels: npt.NDArray[Any], label: Any) -> Any:
-        image: Any = pixels
-        if self.transform is None or self._channels_first:
-            image = torch.from_numpy(pixels)
-        if self.transform is not None:
-            image = self.transform(image)
-        if label is None:
-            return image
-        target: Any = torch.from_numpy(label) if np.ndim(label) else label.item()
-        return image, target if self.target_transform is None else self.target_transform(target)
+        In a worker process that place is in shared memory, so that nothing is copied on the way to the main process.
+        With `transform` or `target_transform`, or samples that come from elsewhere, it is ``default_collate``.
+
+        Returns
+        -------
+        list of Tensor, or Tensor
+            The images as stored, (n, ...); the labels, int64 (n,) for whole numbers, else as stored; the fields; the
+            row numbers, int64 (n,).
+        """
+        plain = self.transform is None and self.target_transform is None
+        if not (isinstance(samples, SampleBatch) and plain):
+            return default_collate(list(samples))
+        shared = get_worker_info() is not None
+        parts: list[Any] = []
+        for name in self.names:
+            index = self.engine.indexes[name]
+            out = _empty((len(samples), *index.row_shape), index.native_dtype, shared)
+            self.read_rows(name, samples.rows, out.numpy())
+            parts.append(out.to(torch.int64) if name == self.label_name and is_class_label(index) else out)
+        if self.with_rows:
+            parts.append(torch.from_numpy(samples.rows))
+        return parts[0] if len(parts) == 1 else parts
+
+    def read_rows(
+        self, name: str, rows: npt.NDArray[np.int64], out: npt.NDArray[Any] | None = None
+    ) -> npt.NDArray[Any]:
+        """Rows of one of the datasets in `names`, checked where the dataset checks.
+
+        Parameters
+        ----------
+        name : str
+        rows : ndarray
+            int64, (n,): rows of the file, in any order.
+        out : ndarray, optional
+            (n, ...), in the machine's byte order: where they go.
+        """
+        values = self.engine.read(name, rows, out)
+        if self.check:
+            self.check_rows(name, rows, values)
+        return values
+
+    def check_rows(self, name: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
+        """Compare rows that were read with their stored checksums, where the file has some for this dataset.
+
+        Raises
+        ------
+        DamagedRowsError
+        """
+        if checksums_of(name) in self.engine.indexes:
+            self.engine.check(name, checksums_of(name), rows, values)
+
+    def stats(self) -> ReadStats:
+        """What this process has read so far: rows, chunk hits and misses, bytes, amplification.
+
+        DataLoader workers count for themselves.
+        """
+        return self.engine.stats
+
+    def close(self) -> None:
+        """Close the file in this process; the next read opens it again."""
+        self.engine.close()
+
+    def _rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Rows of the file of indices into this dataset."""
+        try:
+            rows = np.fromiter(map(operator.index, indices), np.int64, len(indices))
+        except OverflowError:
+            rows = np.array([np.iinfo(np.int64).max])
+        wrong = np.flatnonzero((rows < -self._length) | (rows >= self._length))
+        if len(wrong):
+            raise IndexError(
+                f"{self.path}: index {indices[int(wrong[0])]} of {self._length} rows; use -{self._length} to one below it"
+            )
+        rows[rows < 0] += self._length
+        rows += self.first_row
+        return rows
+
+    def _load(self, rows: npt.NDArray[np.int64]) -> list[Any]:
+        columns = [list(self.read_rows(name, rows)) for name in self.names]
+        if self.with_rows:
+            columns.append(rows.tolist())
+        samples = []
+        for values in zip(*columns, strict=True):
+            sample = [self._part(name, value) for name, value in zip(self.names, values, strict=False)]
+            sample += values[len(self.names) :]
+            samples.append(sample[0] if len(sample) == 1 else tuple(sample))
+        return samples
+
+    def _part(self, name: str, value: Any) -> Any:
+        if name == self.names[0]:
+            if self.transform is None:
+                return torch.from_numpy(np.asarray(value))
+            return self.transform(torch.from_numpy(value) if self._channels_first else value)
+        if name != self.label_name:
+            return torch.from_numpy(np.asarray(value))
+        whole = np.ndim(value) == 0 and value.dtype.kind in "biu"
+        label = value.item() if whole else torch.from_numpy(np.asarray(value))
+        return label if self.target_transform is None else self.target_transform(label)
+
+
+def is_class_label(index: Any) -> bool:
+    """Whether a dataset of labels holds one whole number a row, which a batch gives as int64."""
+    return not index.row_shape and index.dtype.kind in "iu"
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], shared: bool) -> torch.Tensor:
+    """A tensor to fill; in shared memory where a worker will hand it to another process."""
+    like = torch.from_numpy(np.empty(0, dtype))
+    if not shared:
+        return torch.empty(shape, dtype=like.dtype)
+    size = int(np.prod(shape))
+    storage = like.untyped_storage()._new_shared(size * dtype.itemsize, device="cpu")
+    return like.new(storage).resize_(shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,28 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack import schema
-from h5pack.errors import PackFormatError
+from h5pack.errors import H5PackError, PackFormatError
 from h5pack.hdf5 import open_file, require_complete, require_dataset, text
-
-
-@dataclass(frozen=True)
-class FileIdentity:
-    """By which a file that was replaced or rewritten is told from the one that was opened first.
-
-    Attributes
-    ----------
-    inode, size, modified_ns : int
-    """
-
-    inode: int
-    size: int
-    modified_ns: int
-
-    @classmethod
-    def of(cls, path: str) -> FileIdentity:
-        """The identity of the file at `path` now."""
-        status = os.stat(path)
-        return cls(status.st_ino, status.st_size, status.st_mtime_ns)
+from h5pack.read.chunk_index import ChunkIndex, index_dataset
+from h5pack.read.identity import FileIdentity
 
 
 @dataclass(frozen=True)
@@ -44,14 +27,14 @@ class Pack:
     path : str
         Absolute.
     identity : FileIdentity
-    rows : int
-        N, the length of axis 0 of the images.
-    row_shape : tuple of int
-        Of one image, as stored.
+    indexes : dict of str to ChunkIndex
+        Where the rows of each dataset lie: the images first, then the labels, the fields, and the checksums of all.
     layout : str or None
         nhwc or nchw; None where the file does not say.
     labels : str or None
         Path of the dataset of labels; None without labels.
+    fields : tuple of str
+        Paths of further datasets of rows.
     classes : tuple of str or None
         Names of an integer label's values.
     columns : tuple of str or None
@@ -64,10 +47,10 @@ class Pack:
 
     path: str
     identity: FileIdentity
-    rows: int
-    row_shape: tuple[int, ...]
+    indexes: dict[str, ChunkIndex]
     layout: str | None
     labels: str | None
+    fields: tuple[str, ...]
     classes: tuple[str, ...] | None
     columns: tuple[str, ...] | None
     splits: dict[str, tuple[int, int]]
@@ -75,7 +58,12 @@ class Pack:
     std: npt.NDArray[np.float64] | None
 
 
-def read_pack(path: str | os.PathLike[str], images: str = schema.IMAGES, labels: str | None = schema.LABELS) -> Pack:
+def read_pack(
+    path: str | os.PathLike[str],
+    images: str = schema.IMAGES,
+    labels: str | None = schema.LABELS,
+    fields: Sequence[str] = (),
+) -> Pack:
     """Describe a pack, or any HDF5 file with a dataset of numbers whose axis 0 is the sample.
 
     Parameters
@@ -85,46 +73,70 @@ def read_pack(path: str | os.PathLike[str], images: str = schema.IMAGES, labels:
         The dataset of images.
     labels : str or None
         The dataset of labels; None: do without. The default is taken only where it is there.
+    fields : sequence of str
+        Further datasets with a row for each image.
 
     Raises
     ------
     PackFormatError
-        If the file or a dataset is missing or of a kind that cannot be read by rows.
+        If the file or a dataset is missing, damaged, or of a kind that cannot be read by rows.
     IncompletePackError
         If it is a pack whose conversion did not finish.
     """
     absolute = os.path.abspath(path)
     with open_file(absolute) as file:
         identity = FileIdentity.of(absolute)
-        require_complete(file)
-        stored = require_dataset(file, images)
-        _require_rows(file, stored)
-        if labels == schema.LABELS and labels not in file:
-            labels = None
-        names: dict[str, tuple[str, ...] | None] = {schema.CLASSES: None, schema.COLUMNS: None}
-        if labels is not None:
-            label = require_dataset(file, labels)
-            _require_rows(file, label)
-            if len(label) != len(stored):
-                raise PackFormatError(
-                    f"{absolute}: {labels!r} has {len(label):,} rows and {images!r} has {len(stored):,}; name the "
-                    "right datasets, or mend the file"
-                )
-            names = {name: _names(label.attrs.get(name)) for name in names}
-        layout = stored.attrs.get(schema.LAYOUT)
-        return Pack(
-            path=absolute,
-            identity=identity,
-            rows=stored.shape[0],
-            row_shape=tuple(stored.shape[1:]),
-            layout=None if layout is None else text(layout),
-            labels=labels,
-            classes=names[schema.CLASSES],
-            columns=names[schema.COLUMNS],
-            splits=_splits(file, stored.shape[0]),
-            mean=_statistic(file, "mean"),
-            std=_statistic(file, "std"),
-        )
+        try:
+            require_complete(file)
+            if labels == schema.LABELS and labels not in file:
+                labels = None
+            images, labels = images.strip("/"), None if labels is None else labels.strip("/")
+            return _describe(file, identity, images, labels, tuple(name.strip("/") for name in fields))
+        except (KeyError, ValueError, TypeError, RuntimeError, OSError) as error:
+            if isinstance(error, H5PackError):
+                raise
+            raise PackFormatError(
+                f"{absolute}: its metadata is damaged ({error}); restore the file, or run 'h5pack verify' on it"
+            ) from error
+
+
+def _describe(
+    file: h5py.File, identity: FileIdentity, images: str, labels: str | None, fields: tuple[str, ...]
+) -> Pack:
+    stored = require_dataset(file, images)
+    indexes: dict[str, ChunkIndex] = {}
+    for name in (images, *(() if labels is None else (labels,)), *fields):
+        dataset = stored if name == images else require_dataset(file, name)
+        _require_rows(file, dataset)
+        if len(dataset) != len(stored):
+            raise PackFormatError(
+                f"{file.filename}: {name!r} has {len(dataset):,} rows and {images!r} has {len(stored):,}; name the "
+                "right datasets, or mend the file"
+            )
+        indexes[name] = index_dataset(file, dataset, name)
+        checksums = file.get(checksums_of(name))
+        if isinstance(checksums, h5py.Dataset) and checksums.shape == (len(stored),):
+            indexes[checksums_of(name)] = index_dataset(file, checksums, checksums_of(name))
+    label = None if labels is None else file[labels]
+    layout = stored.attrs.get(schema.LAYOUT)
+    return Pack(
+        path=file.filename,
+        identity=identity,
+        indexes=indexes,
+        layout=None if layout is None else text(layout),
+        labels=labels,
+        fields=fields,
+        classes=None if label is None else _names(label.attrs.get(schema.CLASSES)),
+        columns=None if label is None else _names(label.attrs.get(schema.COLUMNS)),
+        splits=_splits(file, stored.shape[0]),
+        mean=_statistic(file, "mean"),
+        std=_statistic(file, "std"),
+    )
+
+
+def checksums_of(name: str) -> str:
+    """Path of the dataset that holds the checksums of a dataset's rows."""
+    return f"{schema.CHECKSUMS}/{name}"
 
 
 def _require_rows(file: h5py.File, dataset: h5py.Dataset) -> None:

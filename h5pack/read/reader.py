@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+import threading
 from typing import Any
 
 import h5py
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from h5pack.errors import PackChangedError, PackFormatError
 from h5pack.hdf5 import open_file, reopen_tuned, require_dataset
-from h5pack.read.pack import FileIdentity, Pack
+from h5pack.read.identity import FileIdentity
 
 
 class H5Reader:
@@ -21,31 +21,36 @@ class H5Reader:
 
     Parameters
     ----------
-    pack : Pack
-        Says which file, and which it was.
+    path : str
+        Absolute.
+    identity : FileIdentity
+        Of the file that was described; another one is refused.
     """
 
-    def __init__(self, pack: Pack) -> None:
-        self.pack = pack
+    def __init__(self, path: str, identity: FileIdentity) -> None:
+        self.path = path
+        self.identity = identity
         self._opened: _Opened | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"pack": self.pack, "_opened": None}
+        return {"path": self.path, "identity": self.identity, "_opened": None}
 
-    def read(self, name: str, rows: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    def read(self, name: str, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> int:
         """Rows of a dataset, in the order asked for; consecutive ones in one call of the library.
 
         Parameters
         ----------
         name : str
             Path of the dataset.
-        rows : sequence of int
-            Within 0..N-1; repeats are allowed.
+        rows : ndarray
+            int64, (n,), within 0..N-1; repeats are allowed.
+        out : ndarray
+            (n, ...), in the machine's byte order, C-contiguous: where they go.
 
         Returns
         -------
-        ndarray
-            (len(rows), ...), in the machine's byte order.
+        int
+            Calls of the library.
 
         Raises
         ------
@@ -54,28 +59,30 @@ class H5Reader:
         PackFormatError
             If HDF5 cannot read them.
         """
-        dataset = self._open().dataset(name)
+        opened = self._open()
+        dataset = opened.dataset(name)
         row_shape = dataset.shape[1:]
-        out = np.empty((len(rows), *row_shape), dataset.dtype.newbyteorder("="))
-        wanted = np.asarray(rows, np.int64)
-        breaks = np.flatnonzero(np.diff(wanted) != 1) + 1
-        edges = [0, *breaks.tolist(), len(wanted)]
+        if opened.leaves_holes(name):
+            # HDF5 leaves the memory as it is where a chunk was never written and must not be filled.
+            out[...] = dataset.fillvalue
+        breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+        edges = [0, *breaks.tolist(), len(rows)]
         space = dataset.id.get_space()
         origin = (0,) * len(row_shape)
         for first, last in itertools.pairwise(edges):
             if first == last:
                 continue
-            start, count = int(wanted[first]), last - first
+            start, count = int(rows[first]), last - first
             space.select_hyperslab((start, *origin), (count, *row_shape))
             memory = h5py.h5s.create_simple((count, *row_shape))
             try:
                 dataset.id.read(memory, space, out[first:last])
             except OSError as error:
                 raise PackFormatError(
-                    f"{self.pack.path}: {name!r} rows {start}-{start + count - 1} cannot be read ({error}); run "
+                    f"{self.path}: {name!r} rows {start}-{start + count - 1} cannot be read ({error}); run "
                     "'h5pack verify' on it"
                 ) from error
-        return out
+        return len(edges) - 1
 
     def close(self) -> None:
         """Close the file in this process; the next read opens it again."""
@@ -88,15 +95,15 @@ class H5Reader:
         if opened is None or opened.process != os.getpid():
             # A forked child must not use its parent's handle: they would share the library's state of a moment.
             try:
-                identity = FileIdentity.of(self.pack.path)
+                identity = FileIdentity.of(self.path)
             except FileNotFoundError:
                 identity = None
-            if identity != self.pack.identity:
+            if identity != self.identity:
                 raise PackChangedError(
-                    f"{self.pack.path}: the file was replaced or rewritten since this dataset was made; make the "
+                    f"{self.path}: the file was replaced or rewritten since this dataset was made; make the "
                     "dataset anew"
                 )
-            opened = self._opened = _Opened(self.pack.path)
+            opened = self._opened = _Opened(self.path)
         return opened
 
 
@@ -107,9 +114,18 @@ class _Opened:
         self.process = os.getpid()
         self.file = open_file(path)
         self._datasets: dict[str, h5py.Dataset] = {}
+        self._lock = threading.Lock()
 
     def dataset(self, name: str) -> h5py.Dataset:
         found = self._datasets.get(name)
         if found is None:
-            found = self._datasets[name] = reopen_tuned(require_dataset(self.file, name))
+            # Two threads must not open it twice: the second would close the first one's handle.
+            with self._lock:
+                found = self._datasets.get(name)
+                if found is None:
+                    found = self._datasets[name] = reopen_tuned(require_dataset(self.file, name))
         return found
+
+    def leaves_holes(self, name: str) -> bool:
+        dataset = self.dataset(name)
+        return bool(dataset.id.get_create_plist().get_fill_time() == h5py.h5d.FILL_TIME_NEVER)

@@ -1,0 +1,347 @@
+"""`H5Loader`: batches at the speed of memory, filled ahead by threads of this process."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from h5pack.errors import LoaderError, OptionsError
+from h5pack.feed.buffers import BatchMemory, BufferPool
+from h5pack.feed.dataset import H5Dataset, is_class_label
+from h5pack.feed.order import DEFAULT_WINDOW, OrderPlan
+from h5pack.feed.permutation import derive_key
+from h5pack.feed.pipeline import ROWS, Pipeline
+from h5pack.feed.progress import Progress, Run
+from h5pack.feed.resident import ResidentRows
+from h5pack.feed.row_set import SpanRows
+from h5pack.feed.selection import resolve_ranks, select_rows
+from h5pack.machine import available_cpus, available_memory
+from h5pack.read.engine import ReadStats
+
+_MOST_THREADS = 4
+_RESIDENT = ("auto", "no", "host")
+_TRANSFORM = 4
+
+
+class H5Loader:
+    """Batches out of an HDF5 file; takes a DataLoader's place in a training loop.
+
+    Threads of this process read ahead, straight into the batches' memory. A batch is yours for as long as you hold it;
+    its memory is used again when the last tensor over it is gone.
+
+    Parameters
+    ----------
+    dataset : H5Dataset or Subset
+        Without `transform`: give that to the loader.
+    batch_size : int
+        Rows a batch of this rank.
+    shuffle : {"window", "full", "chunk", False}
+        As for `ChunkBatchSampler`, whose order this is; True is "window".
+    seed : int
+    window : int
+        Chunks that are shuffled together.
+    drop_last : bool
+        Leave out a last smaller batch, and rows that do not divide among ranks or streams, instead of repeating a few.
+    rank, world_size : int, optional
+        Both, or neither: then torch.distributed's, where that is initialised.
+    streams, lanes : int
+        As for `ChunkBatchSampler`.
+    rows : sequence of int, optional
+        Draw from these indices of `dataset` only.
+    threads : int, optional
+        That read. None: 4, or as many CPUs as this process may use where those are fewer.
+    memory_bytes : int, optional
+        The most that the loader may hold: batches it reads ahead, and the rows it keeps in memory. None: half of the
+        memory that is available to this process, shared among the ranks of this machine.
+    resident : {"auto", "no", "host"}
+        host: keep the rows in memory once they were read; auto: where they fit into `memory_bytes`; no: read them from
+        the file each time, from the system's page cache if it still has them.
+    pin_memory : bool
+        Give batches in pinned memory, from which a GPU copies without waiting. Without a GPU: warns, and does not.
+    transform : callable, optional
+        Called with the images of each batch, a tensor (n, ...), in a reading thread: several batches at a time, in no
+        order. One with a parameter ``generator`` is given a torch Generator seeded by (seed, epoch, batch), with which
+        its randomness is the same in every run.
+    target_transform : callable, optional
+        The same, called with the labels.
+
+    Raises
+    ------
+    OptionsError
+        If a value makes no sense, or `memory_bytes` is too little for this batch size and window.
+
+    Notes
+    -----
+    Yields a list ``[images, labels, *fields, rows]`` of what the dataset has, as ``H5Dataset.collate`` gives it, or the
+    images alone. Each iteration is the next epoch; `set_epoch` says another.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        shuffle: str | bool = "window",
+        seed: int = 0,
+        window: int = DEFAULT_WINDOW,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        streams: int | None = None,
+        lanes: int = 1,
+        rows: Sequence[int] | npt.NDArray[np.int64] | None = None,
+        threads: int | None = None,
+        memory_bytes: int | None = None,
+        resident: str = "auto",
+        pin_memory: bool = False,
+        transform: Callable[..., Any] | None = None,
+        target_transform: Callable[..., Any] | None = None,
+    ) -> None:
+        rank, world_size = resolve_ranks(rank, world_size)
+        self.dataset = dataset
+        self._base, row_set = select_rows(dataset, rows)
+        _require_plain(self._base)
+        if resident not in _RESIDENT:
+            raise OptionsError(f"resident {resident!r} is none of 'auto', 'no', 'host'")
+        self.plan = OrderPlan(
+            row_set,
+            batch_size,
+            "window" if shuffle is True else shuffle,
+            seed,
+            window,
+            drop_last,
+            rank,
+            world_size,
+            world_size * lanes if streams is None else streams,
+            lanes,
+        )
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.threads = min(_MOST_THREADS, available_cpus()) if threads is None else threads
+        if self.threads < 1:
+            raise OptionsError(f"threads is {self.threads}; it must be at least 1")
+        self.pin_memory = pin_memory and _can_pin()
+        self._transforms = {
+            name: (function, "generator" in _parameters(function))
+            for name, function in ((self._base.names[0], transform), (self._base.label_name, target_transform))
+            if name is not None and function is not None
+        }
+        self._progress = Progress(self.plan.identity(), "batches")
+        self._plan_memory(memory_bytes, resident)
+        self._renew()
+
+    def _plan_memory(self, memory_bytes: int | None, resident: str) -> None:
+        """Decide how many batches to read ahead, and whether to keep the rows."""
+        ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+        budget = available_memory() // 2 // ranks if memory_bytes is None else memory_bytes
+        wanted, least = 2 * self.plan.span + 2, self.plan.span + 1
+        batch_bytes = self._new_pool(0).bytes
+        # One more is with the consumer.
+        needed = (least + 1) * batch_bytes
+        if budget < needed:
+            raise OptionsError(
+                f"memory_bytes is {budget:,}, and batches of {self.batch_size} rows from windows of "
+                f"{self.plan.pieces} chunks need {needed:,}; give more, or a smaller batch_size or window"
+            )
+        kept = ResidentRows.bytes_needed(self._base, self.plan.rows.count)
+        self.resident = resident == "host" or (resident == "auto" and kept + needed <= budget)
+        if self.resident and kept + needed > budget:
+            raise OptionsError(
+                f"memory_bytes is {budget:,}, and keeping {self.plan.rows.count:,} rows in memory needs "
+                f"{kept + needed:,}; give more, or resident='auto'"
+            )
+        left = budget - (kept if self.resident else 0)
+        self._credits = max(least, min(wanted, left // batch_bytes - 1))
+        self.memory_bytes = (self._credits + 1) * batch_bytes + (kept if self.resident else 0)
+
+    def _new_pool(self, keep: int) -> BufferPool:
+        indexes = self._base.engine.indexes
+        parts = [(name, indexes[name].row_shape, indexes[name].native_dtype) for name in self._base.names]
+        if self._base.with_rows or self._base.check:
+            parts.append((ROWS, (), np.dtype(np.int64)))
+        return BufferPool(parts, self.batch_size, self.pin_memory, keep)
+
+    def _renew(self) -> None:
+        """Begin without memory, threads or rows: at first, and in a forked child."""
+        self._process = os.getpid()
+        self._pool = self._new_pool(self._credits + 1)
+        self._kept: ResidentRows | None = None
+        self._iterators: weakref.WeakSet[LoaderIterator] = weakref.WeakSet()
+
+    def __len__(self) -> int:
+        """Batches of this rank's epoch."""
+        return self.plan.batches
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin the next epoch; the threads start reading at once.
+
+        Raises
+        ------
+        PackChangedError
+            If the file was replaced or rewritten since the dataset was made.
+        """
+        if self._process != os.getpid():
+            self._renew()
+        self._base.engine.storage.look()
+        if self.resident and self._kept is None:
+            self._kept = ResidentRows(self._base, self.plan.rows.stored())
+        iterator = LoaderIterator(self, self._progress.begin())
+        self._iterators.add(iterator)
+        return iterator
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the running or last iteration."""
+        return self._progress.run.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next iteration is; without a call each iteration is the one after the last."""
+        self._progress.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the running iteration is: behind the last batch that was handed out. Numbers and texts only."""
+        return self._progress.state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next iteration go on with the batch after the last one handed out when `state` was saved.
+
+        Raises
+        ------
+        StateError
+            If it belongs to another order.
+        """
+        self._progress.load(state)
+
+    def stats(self) -> ReadStats:
+        """What was read so far: rows, chunk hits and misses, bytes, amplification."""
+        return self._base.stats()
+
+    def close(self) -> None:
+        """Stop all iterations, and let go of all memory that no batch uses."""
+        for iterator in list(self._iterators):
+            iterator.close()
+        self._renew()
+
+    def _start(self, run: Run) -> Pipeline:
+        return Pipeline(
+            self._base,
+            self.plan,
+            run.epoch,
+            run.begun,
+            self._pool,
+            self.threads,
+            self._credits,
+            lambda batch, memory: self._finish(run.epoch, batch, memory),
+            self._kept,
+        )
+
+    def _finish(self, epoch: int, batch: int, memory: BatchMemory) -> Any:
+        """A consumer's batch out of a full memory."""
+        dataset = self._base
+        numbers = memory.arrays.get(ROWS)
+        parts = []
+        for name in dataset.names:
+            index = dataset.engine.indexes[name]
+            if self._kept is None:
+                if not index.dtype.isnative and dataset.engine.scatters(index):
+                    memory.arrays[name].byteswap(inplace=True)
+                if dataset.check and numbers is not None:
+                    dataset.check_rows(name, numbers, memory.arrays[name])
+            tensor = memory.tensors[name]
+            if name == dataset.label_name and is_class_label(index):
+                tensor = tensor.to(torch.int64)
+            if name in self._transforms:
+                function, seeded = self._transforms[name]
+                if seeded:
+                    key = derive_key(_TRANSFORM, self.plan.seed, epoch, batch, self.plan.rank)
+                    tensor = function(tensor, generator=torch.Generator().manual_seed(key >> 1))
+                else:
+                    tensor = function(tensor)
+            parts.append(tensor)
+        if dataset.with_rows:
+            parts.append(memory.tensors[ROWS])
+        return parts[0] if len(parts) == 1 else parts
+
+
+class LoaderIterator(Iterator[Any]):
+    """One epoch's batches, in order.
+
+    Threads end by themselves with the epoch, and when the iterator is closed or forgotten.
+    """
+
+    def __init__(self, loader: H5Loader, run: Run) -> None:
+        self._run = run
+        self._following, self._end = run.begun, len(loader)
+        self._ready: dict[int, Any] = {}
+        self._pipeline: Pipeline | None = None
+        if self._following < self._end:
+            self._pipeline = loader._start(run)
+            # The threads know the pipeline only, so a forgotten iterator dies, and its threads with it.
+            weakref.finalize(self, self._pipeline.stop).atexit = False
+
+    def __len__(self) -> int:
+        """Batches left."""
+        return self._end - self._following
+
+    def __next__(self) -> Any:
+        pipeline = self._pipeline
+        if pipeline is None:
+            raise StopIteration
+        if pipeline.process != os.getpid():
+            raise LoaderError(
+                "this iterator belongs to the process that was forked, whose threads did not come along; begin a new "
+                "one here with iter(loader)"
+            )
+        try:
+            while self._following not in self._ready:
+                number, batch = pipeline.fetch()
+                self._ready[number] = batch
+                del batch
+        except BaseException:
+            self.close()
+            raise
+        found = self._ready.pop(self._following)
+        self._following += 1
+        self._run.count += 1
+        pipeline.return_credit()
+        if self._following == self._end:
+            self.close()
+        return found
+
+    def close(self) -> None:
+        """Stop reading; wait until the threads have ended."""
+        pipeline, self._pipeline = self._pipeline, None
+        self._ready.clear()
+        if pipeline is not None and pipeline.process == os.getpid():
+            pipeline.stop()
+            pipeline.join()
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _require_plain(dataset: H5Dataset) -> None:
+    if dataset.transform is not None or dataset.target_transform is not None:
+        raise OptionsError(
+            "H5Loader handles whole batches, so it cannot call the dataset's transform for each sample; give it "
+            "transform= (and target_transform=) itself, or use a DataLoader"
+        )
+
+
+def _can_pin() -> bool:
+    if torch.accelerator.is_available() if hasattr(torch, "accelerator") else torch.cuda.is_available():
+        return True
+    warnings.warn("pin_memory needs a GPU, and there is none; batches are in ordinary memory", stacklevel=3)
+    return False

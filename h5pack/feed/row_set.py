@@ -1,0 +1,105 @@
+"""The rows that an order draws from, by the chunks they lie in."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Rows = npt.NDArray[np.int64]
+
+
+class SpanRows:
+    """Consecutive rows of the file: a split, or all of it. Nothing of its size is held.
+
+    Parameters
+    ----------
+    start, stop : int
+        First row, and the row behind the last.
+    unit_rows : int
+        Rows a chunk.
+    """
+
+    def __init__(self, start: int, stop: int, unit_rows: int) -> None:
+        self.start, self.stop, self.unit_rows = start, stop, unit_rows
+        self.count = stop - start
+        self._chunk = start // unit_rows
+        self.chunks = (stop - 1) // unit_rows - self._chunk + 1 if self.count else 0
+        # Rows that the first and the last chunk lack, as they belong to other splits or lie past the end.
+        self.lacks = [(0, start - self._chunk * unit_rows)] if self.count else []
+        if self.count:
+            self.lacks.append((self.chunks - 1, (self._chunk + self.chunks) * unit_rows - stop))
+
+    def lengths(self) -> Rows:
+        """Rows in each chunk; int64, (chunks,)."""
+        lengths = np.full(self.chunks, self.unit_rows, np.int64)
+        for chunk, lack in self.lacks:
+            lengths[chunk] -= lack
+        return lengths
+
+    def take(self, chunk: int, first: int, last: int) -> tuple[Rows, Rows]:
+        """Rows of the file, and their indices in the dataset, of places `first` to `last` - 1 in a chunk."""
+        begin = max(self.start, (self._chunk + chunk) * self.unit_rows)
+        rows = np.arange(begin + first, begin + last)
+        return rows, rows - self.start
+
+    def pick(self, places: Rows) -> tuple[Rows, Rows]:
+        """Rows of the file, and their indices in the dataset, of places in stored order."""
+        return places + self.start, places
+
+    def stored(self) -> Rows:
+        """All rows of the file, ascending, each once; int64, (n,)."""
+        return np.arange(self.start, self.stop)
+
+    def identity(self) -> dict[str, Any]:
+        """By which two sets of rows are told apart."""
+        return {"start": self.start, "rows": self.count, "chunk_rows": self.unit_rows}
+
+
+class ChosenRows:
+    """Any rows of the file, in the order they are stored in.
+
+    Parameters
+    ----------
+    rows : ndarray
+        int64, (n,): rows of the file; repeats are allowed.
+    indices : ndarray
+        int64, (n,): what a sampler calls each of them.
+    unit_rows : int
+        Rows a chunk.
+    """
+
+    def __init__(self, rows: Rows, indices: Rows, unit_rows: int) -> None:
+        order = np.argsort(rows, kind="stable")
+        self._rows, self._indices, self.unit_rows = rows[order], indices[order], unit_rows
+        self.count = len(rows)
+        heads = np.flatnonzero(np.diff(self._rows // unit_rows)) + 1
+        self._edges = np.concatenate(([0], heads, [self.count])) if self.count else np.zeros(1, np.int64)
+        self.chunks = len(self._edges) - 1
+
+    def lengths(self) -> Rows:
+        """Rows in each chunk; int64, (chunks,)."""
+        return np.diff(self._edges)
+
+    def take(self, chunk: int, first: int, last: int) -> tuple[Rows, Rows]:
+        """Rows of the file, and their indices in the dataset, of places `first` to `last` - 1 in a chunk."""
+        begin = int(self._edges[chunk])
+        return self._rows[begin + first : begin + last], self._indices[begin + first : begin + last]
+
+    def pick(self, places: Rows) -> tuple[Rows, Rows]:
+        """Rows of the file, and their indices in the dataset, of places in stored order."""
+        return self._rows[places], self._indices[places]
+
+    def stored(self) -> Rows:
+        """All rows of the file, ascending, each once; int64, (n,)."""
+        return np.unique(self._rows)
+
+    def identity(self) -> dict[str, Any]:
+        """By which two sets of rows are told apart."""
+        digest = zlib.crc32(self._indices.astype("<i8").tobytes(), zlib.crc32(self._rows.astype("<i8").tobytes()))
+        return {"rows": self.count, "chunk_rows": self.unit_rows, "digest": digest}
+
+
+RowSet = SpanRows | ChosenRows

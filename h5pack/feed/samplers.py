@@ -1,0 +1,243 @@
+"""`ChunkSampler` and `ChunkBatchSampler`: orders in which a chunk's rows come together, for torch's DataLoader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Sampler
+
+from h5pack.feed.order import DEFAULT_WINDOW, OrderPlan
+from h5pack.feed.progress import Progress
+from h5pack.feed.selection import resolve_ranks, select_rows
+
+_BLOCK_ROWS = 4_096
+
+
+class _ChunkOrder:
+    """What both samplers share."""
+
+    def __init__(self, plan: OrderPlan, unit: str) -> None:
+        self.plan = plan
+        self._progress = Progress(plan.identity(), unit)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the running or last iteration."""
+        return self._progress.run.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next iteration is; without a call each iteration is the one after the last."""
+        self._progress.set_epoch(epoch)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next iteration go on where `state` was saved.
+
+        Raises
+        ------
+        StateError
+            If it belongs to another order.
+        """
+        self._progress.load(state)
+
+    def _filled(self, epoch: int, first: int) -> Iterator[npt.NDArray[np.int64]]:
+        """The indices of each batch from `first` on, as soon as its last row is known."""
+        plan = self.plan
+        open_batches: dict[int, npt.NDArray[np.int64]] = {}
+        following = first
+        for segment in plan.segments(epoch, first):
+            # No later segment holds a row of a batch before this one's first.
+            while following < segment.first:
+                yield open_batches.pop(following)
+                following += 1
+            order = np.argsort(segment.batches, kind="stable")
+            numbers = segment.batches[order]
+            edges = np.flatnonzero(np.diff(numbers)) + 1
+            for part in np.split(order, edges):
+                batch = int(segment.batches[part[0]])
+                if batch not in open_batches:
+                    open_batches[batch] = np.empty(plan.batch_rows(batch), np.int64)
+                open_batches[batch][segment.slots[part]] = segment.indices[part]
+        for batch in range(following, plan.batches):
+            yield open_batches.pop(batch)
+
+
+class ChunkSampler(_ChunkOrder, Sampler[int]):
+    """Indices in an order that visits each chunk once an epoch; give it to a DataLoader as ``sampler``.
+
+    Parameters
+    ----------
+    dataset : H5Dataset or Subset
+        A torch `Subset` of an `H5Dataset` (``random_split`` gives some) is drawn from alone.
+    shuffle : {"window", "full", "chunk", False}
+        window: chunks permuted, and the rows of `window` chunks at a time among each other; full: rows permuted one by
+        one; chunk: chunks permuted, their rows in stored order; False: stored order.
+    seed : int
+    window : int
+        Chunks that are shuffled together.
+    drop_last : bool
+        With several ranks or streams: leave out the few rows that do not divide among them, instead of repeating a few;
+        as torch's DistributedSampler counts them.
+    rank, world_size : int, optional
+        Both, or neither: then torch.distributed's, where that is initialised.
+    streams : int, optional
+        Cut the order into this many equal streams, so that it is the same for every number of ranks that divides it:
+        at equal global batch, the rows of each step are. None: one a rank.
+    rows : sequence of int, optional
+        Draw from these indices of `dataset` only.
+
+    Raises
+    ------
+    OptionsError
+        If a value makes no sense, or the dataset has no chunks.
+
+    Notes
+    -----
+    The order is a pure function of `seed` and the epoch, and never changes between releases.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        shuffle: str | bool = "window",
+        seed: int = 0,
+        window: int = DEFAULT_WINDOW,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        streams: int | None = None,
+        rows: Sequence[int] | npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        rank, world_size = resolve_ranks(rank, world_size)
+        plan = OrderPlan(
+            select_rows(dataset, rows)[1],
+            _BLOCK_ROWS,
+            "window" if shuffle is True else shuffle,
+            seed,
+            window,
+            drop_last,
+            rank,
+            world_size,
+            world_size if streams is None else streams,
+            interleaved=True,
+        )
+        super().__init__(plan, "rows")
+
+    def __len__(self) -> int:
+        """Rows of this rank's epoch."""
+        return self.plan.rank_rows
+
+    def __iter__(self) -> Iterator[int]:
+        run = self._progress.begin()
+        first, skip = divmod(run.begun, _BLOCK_ROWS)
+        for indices in self._filled(run.epoch, first) if run.begun < len(self) else ():
+            for index in indices[skip:].tolist():
+                run.count += 1
+                yield index
+            skip = 0
+
+    def state_dict(self, rows_consumed: int | None = None) -> dict[str, Any]:
+        """Where the running iteration is, to give to `load_state_dict`.
+
+        Parameters
+        ----------
+        rows_consumed : int, optional
+            Rows that the training step received since the iteration began. None: those this sampler handed out, which
+            is more than that where a DataLoader's workers run ahead.
+        """
+        return self._progress.state(rows_consumed)
+
+
+class ChunkBatchSampler(_ChunkOrder, Sampler[list[int]]):
+    """Batches of indices in an order that visits each chunk once an epoch; a DataLoader's ``batch_sampler``.
+
+    Parameters
+    ----------
+    dataset : H5Dataset or Subset
+        A torch `Subset` of an `H5Dataset` (``random_split`` gives some) is drawn from alone.
+    batch_size : int
+        Rows a batch of this rank.
+    shuffle : {"window", "full", "chunk", False}
+        As for `ChunkSampler`.
+    seed : int
+    window : int
+        Chunks that are shuffled together.
+    drop_last : bool
+        Leave out a last smaller batch, and the few rows that do not divide among ranks or streams, instead of repeating
+        a few.
+    rank, world_size : int, optional
+        Both, or neither: then torch.distributed's, where that is initialised.
+    streams : int, optional
+        Cut the order into this many equal streams: the rows of each step are then the same for every number of ranks w
+        with `streams` divisible by w x `lanes`, at equal global batch (batch_size x w). None: one a rank and lane.
+    lanes : int
+        Batches take turns among this many groups of streams. Where the number of a DataLoader's workers divides it, a
+        chunk is read by one worker.
+    rows : sequence of int, optional
+        Draw from these indices of `dataset` only.
+
+    Raises
+    ------
+    OptionsError
+        If a value makes no sense, or the dataset has no chunks.
+
+    Notes
+    -----
+    The order is a pure function of `seed` and the epoch, and never changes between releases.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        shuffle: str | bool = "window",
+        seed: int = 0,
+        window: int = DEFAULT_WINDOW,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        streams: int | None = None,
+        lanes: int = 1,
+        rows: Sequence[int] | npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        rank, world_size = resolve_ranks(rank, world_size)
+        plan = OrderPlan(
+            select_rows(dataset, rows)[1],
+            batch_size,
+            "window" if shuffle is True else shuffle,
+            seed,
+            window,
+            drop_last,
+            rank,
+            world_size,
+            world_size * lanes if streams is None else streams,
+            lanes,
+        )
+        super().__init__(plan, "batches")
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+
+    def __len__(self) -> int:
+        """Batches of this rank's epoch."""
+        return self.plan.batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        run = self._progress.begin()
+        for indices in self._filled(run.epoch, run.begun) if run.begun < len(self) else ():
+            run.count += 1
+            yield indices.tolist()
+
+    def state_dict(self, batches_consumed: int | None = None) -> dict[str, Any]:
+        """Where the running iteration is, to give to `load_state_dict`.
+
+        Parameters
+        ----------
+        batches_consumed : int, optional
+            Batches that the training step received since the iteration began. None: those this sampler handed out,
+            which is more than that where a DataLoader's workers run ahead.
+        """
+        return self._progress.state(batches_consumed)

@@ -1,0 +1,190 @@
+"""Where every row of a dataset lies in its file, so that it can be read beside the HDF5 library."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.errors import PackFormatError
+from h5pack.hdf5 import is_filtered
+from h5pack.layout import plan_chunks
+
+_MOST_UNIT_ROWS = 4_096
+"""Rows that a contiguous dataset's make-believe chunks have at most, so that a window of them stays small."""
+
+
+@dataclass(frozen=True)
+class ChunkIndex:
+    """Where a dataset's rows lie.
+
+    Attributes
+    ----------
+    name : str
+        Path of the dataset.
+    dtype : dtype
+        As stored; what is read is handed out in the machine's byte order.
+    shape : tuple of int
+        Axis 0 is the row.
+    chunk_rows : int
+        Rows that lie one behind the other: those of a chunk, or all rows of a contiguous dataset.
+    unit_rows : int
+        Rows that a chunk-aware order keeps together: those of a chunk, or about 4 MiB of a contiguous dataset.
+    addresses : ndarray
+        int64, (chunks,): byte offset of each chunk from the start of the file; -1 where none is allocated, so that
+        its rows are the fill value. Empty where `reason` is given.
+    fill : bytes
+        One row of fill values, as stored; empty where every chunk is allocated.
+    reason : str or None
+        Why the rows must come through the HDF5 library; None: they can be read directly.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    chunk_rows: int
+    unit_rows: int
+    addresses: npt.NDArray[np.int64]
+    fill: bytes = b""
+    reason: str | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the dataset."""
+        return self.shape[0]
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of a row."""
+        return self.shape[1:]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes a row."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    @property
+    def native_dtype(self) -> np.dtype[Any]:
+        """The dtype of rows that were read."""
+        return self.dtype.newbyteorder("=")
+
+
+def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkIndex:
+    """Find every chunk of a dataset, in one pass, and check that it lies inside the file.
+
+    Parameters
+    ----------
+    file : h5py.File
+        The file that was asked for; a link may lead the dataset elsewhere.
+    dataset : h5py.Dataset
+        Of numbers, with at least one axis.
+    name : str
+        By which it was asked for.
+
+    Raises
+    ------
+    PackFormatError
+        If the index is damaged: chunks past the end of the file, over each other, or off the grid.
+    """
+    row_bytes = math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
+    chunk_rows = dataset.chunks[0] if dataset.chunks else max(1, dataset.shape[0])
+    unit_rows = chunk_rows if dataset.chunks else _unit_rows(dataset.shape[0], row_bytes)
+    reason = _why_not(file, dataset)
+    addresses = np.empty(0, np.int64)
+    fill = b""
+    if reason is None and row_bytes and dataset.shape[0]:
+        try:
+            addresses = _chunked(dataset, chunk_rows) if dataset.chunks else _contiguous(dataset)
+        except (RuntimeError, OSError, ValueError, IndexError) as error:
+            raise PackFormatError(
+                f"{file.filename}: the chunk index of {name!r} is damaged ({error}); restore the file, or convert again"
+            ) from error
+        _require_inside(file, name, addresses, chunk_rows, row_bytes, dataset.shape[0])
+        if (addresses < 0).any():
+            fill = np.full(dataset.shape[1:], dataset.fillvalue, dataset.dtype).tobytes()
+    return ChunkIndex(name, dataset.dtype, dataset.shape, chunk_rows, unit_rows, addresses, fill, reason)
+
+
+def _unit_rows(rows: int, row_bytes: int) -> int:
+    return min(_MOST_UNIT_ROWS, plan_chunks(max(1, rows), max(1, row_bytes)).rows)
+
+
+def _why_not(file: h5py.File, dataset: h5py.Dataset) -> str | None:
+    """Why a dataset's rows cannot be read directly; None if they can."""
+    if not hasattr(os, "preadv"):
+        return "this system has no preadv"
+    if dataset.file.filename != file.filename:
+        return f"a link leads to {dataset.file.filename}"
+    if file.driver != "sec2":
+        return f"the file is opened by HDF5's driver {file.driver}"
+    create = dataset.id.get_create_plist()
+    layout = create.get_layout()
+    if layout == h5py.h5d.VIRTUAL:
+        return "it is virtual"
+    if layout == h5py.h5d.COMPACT:
+        return "its layout is compact"
+    if create.get_external_count():
+        return "its data lies in other files"
+    if is_filtered(dataset):
+        names = ", ".join(create.get_filter(place)[3].decode() or "unnamed" for place in range(create.get_nfilters()))
+        return f"its chunks pass through filters ({names})"
+    if dataset.chunks and dataset.chunks[1:] != dataset.shape[1:]:
+        return f"its chunks {dataset.chunks} cut rows of {dataset.shape[1:]}"
+    if not dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype, logical=True)):
+        return "its numbers are stored in an unusual way"
+    return None
+
+
+def _chunked(dataset: h5py.Dataset, chunk_rows: int) -> npt.NDArray[np.int64]:
+    count = math.ceil(dataset.shape[0] / chunk_rows)
+    size = chunk_rows * math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
+    addresses = np.full(count, -1, np.int64)
+
+    def record(chunk: Any) -> None:
+        number, rest = divmod(chunk.chunk_offset[0], chunk_rows)
+        if rest or not 0 <= number < count or any(chunk.chunk_offset[1:]):
+            raise ValueError(f"a chunk at {chunk.chunk_offset}")
+        if chunk.size != size:
+            raise ValueError(f"chunk {number} has {chunk.size} bytes instead of {size}")
+        addresses[number] = chunk.byte_offset
+
+    dataset.id.chunk_iter(record)
+    return addresses
+
+
+def _contiguous(dataset: h5py.Dataset) -> npt.NDArray[np.int64]:
+    offset = dataset.id.get_offset()
+    return np.array([-1 if offset is None else offset], np.int64)
+
+
+def _require_inside(
+    file: h5py.File, name: str, addresses: npt.NDArray[np.int64], chunk_rows: int, row_bytes: int, rows: int
+) -> None:
+    """Refuse chunks past the end of the file or over each other: reading them would give wrong pixels."""
+    numbers = np.flatnonzero(addresses >= 0)
+    if not len(numbers):
+        return
+    starts = addresses[numbers]
+    size = os.path.getsize(file.filename)
+    stored = np.minimum(rows - numbers * chunk_rows, chunk_rows) * row_bytes
+    where = f"{file.filename}: {name!r}"
+    outside = np.flatnonzero(starts > size - stored)
+    if len(outside):
+        chunk = int(numbers[outside[0]])
+        first, last = chunk * chunk_rows, min(rows, (chunk + 1) * chunk_rows) - 1
+        raise PackFormatError(
+            f"{where} rows {first}-{last} lie past the end of the file ({size:,} bytes); the file is cut short or "
+            "damaged: restore it, or convert again"
+        )
+    order = np.argsort(starts, kind="stable")
+    over = np.flatnonzero(np.diff(starts[order]) < stored[order][:-1])
+    if len(over):
+        one, other = sorted(int(numbers[order[over[0] + step]]) for step in (0, 1))
+        raise PackFormatError(
+            f"{where} chunks {one} and {other} lie over each other; the file is damaged: restore it, or convert again"
+        )

@@ -1,0 +1,228 @@
+"""Bytes of a file, scattered to many places in memory by one call of the kernel.
+
+``os.preadv`` looks at every buffer with the GIL held, 266 ns each, which for small rows is as long as copying them. The
+C library's ``preadv`` takes the addresses as they lie in an array that numpy computed for thousands of rows at once, and
+ctypes lets go of the GIL for the whole call. Measured on a 2-core machine, a window of rows scattered from the page
+cache to shuffled batches ran at 0.93 (116 KB rows) and 0.90 (3 KB rows) of a random-row copy in memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.errors import PackChangedError, ReadError
+from h5pack.read.identity import FileIdentity
+
+Preadv = Callable[[int, int, int, int], int]
+
+MOST_BUFFERS = os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024
+_MOST_BYTES = 1 << 30
+_RETRY_SECONDS = (0.0, 0.05, 0.5)
+_LOOK_SECONDS = 1.0
+
+
+def _c_preadv() -> Preadv | None:
+    """The C library's preadv with 64-bit offsets; None where there is none."""
+    if ctypes.sizeof(ctypes.c_void_p) != 8:
+        return None
+    try:
+        function = ctypes.CDLL(None, use_errno=True).preadv
+    except (AttributeError, OSError, TypeError):
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
+    function.restype = ctypes.c_ssize_t
+
+    def preadv(descriptor: int, buffers: int, count: int, offset: int) -> int:
+        got: int = function(descriptor, buffers, count, offset)
+        if got < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        return got
+
+    return preadv
+
+
+def python_preadv(descriptor: int, buffers: int, count: int, offset: int) -> int:
+    """`os.preadv` over the same array of addresses; for systems whose C library cannot be asked, and for the tests."""
+    pairs = (ctypes.c_uint64 * (2 * count)).from_address(buffers)
+    views = [(ctypes.c_char * pairs[2 * place + 1]).from_address(pairs[2 * place]) for place in range(count)]
+    return os.preadv(descriptor, views, offset)
+
+
+preadv: Preadv = _c_preadv() or python_preadv
+
+
+class Storage:
+    """One file, opened on first use; a forked child goes on with its parent's descriptor, which has no position.
+
+    Parameters
+    ----------
+    path : str
+        Absolute.
+    identity : FileIdentity
+        Of the file that was indexed; another one is refused.
+    """
+
+    def __init__(self, path: str, identity: FileIdentity) -> None:
+        self.path = path
+        self.identity = identity
+        self._descriptor: int | None = None
+        self._looked = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "identity": self.identity, "_descriptor": None, "_looked": 0.0}
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; the next read opens it again."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def open(self) -> int:
+        """The file's descriptor, after a look, at most once a second, whether it is still the file that was indexed.
+
+        Raises
+        ------
+        PackChangedError
+        """
+        now = time.monotonic()
+        if self._descriptor is None:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC) if self._same() else -1
+            if descriptor < 0 or FileIdentity.of(descriptor) != self.identity:
+                if descriptor >= 0:
+                    os.close(descriptor)
+                raise self._changed()
+            if self._descriptor is not None:
+                # Another thread was quicker.
+                os.close(descriptor)
+            else:
+                self._descriptor, self._looked = descriptor, now
+        elif now - self._looked > _LOOK_SECONDS:
+            self.look()
+        return self._descriptor
+
+    def look(self) -> None:
+        """Make sure that the path still leads to the file that was indexed.
+
+        Raises
+        ------
+        PackChangedError
+        """
+        if not self._same():
+            raise self._changed()
+        self._looked = time.monotonic()
+
+    def _same(self) -> bool:
+        try:
+            return FileIdentity.of(self.path) == self.identity
+        except OSError:
+            return False
+
+    def _changed(self) -> PackChangedError:
+        return PackChangedError(
+            f"{self.path}: the file was replaced or rewritten since this dataset was made; make the dataset anew"
+        )
+
+    def scatter(
+        self,
+        buffers: npt.NDArray[np.uint64],
+        edges: Sequence[int],
+        offsets: Sequence[int],
+        describe: Callable[[int], str],
+    ) -> int:
+        """Read runs of bytes to many places in memory.
+
+        Parameters
+        ----------
+        buffers : ndarray
+            uint64, (n, 2), C-contiguous: address and byte count of each place, all of one size; the memory must stay
+            where it is during the call.
+        edges : sequence of int
+            (runs + 1,): run i fills the places ``edges[i]`` to ``edges[i + 1] - 1``.
+        offsets : sequence of int
+            (runs,): of each run's first byte in the file.
+        describe : callable
+            What place number i is, in words, for the error.
+
+        Returns
+        -------
+        int
+            Calls of the kernel.
+
+        Raises
+        ------
+        ReadError
+            If the file or the disk does not give the bytes, asked several times.
+        PackChangedError
+            If that is because the file was replaced or rewritten.
+        """
+        descriptor = self.open()
+        size = int(buffers[0, 1])
+        most = max(1, min(MOST_BUFFERS, _MOST_BYTES // size))
+        pointer = buffers.__array_interface__["data"][0]
+        calls = 0
+        for offset, start, end in zip(offsets, edges, edges[1:], strict=False):
+            while start < end:
+                count = min(most, end - start)
+                try:
+                    got = preadv(descriptor, pointer + 16 * start, count, offset)
+                except OSError:
+                    got = 0
+                calls += 1
+                if got == count * size:
+                    start, offset = start + count, offset + got
+                elif got >= size:
+                    whole = got // size
+                    start, offset = start + whole, offset + whole * size
+                else:
+                    self._insist(descriptor, buffers[start], offset, lambda start=start: describe(start))
+                    start, offset = start + 1, offset + size
+        return calls
+
+    def _insist(self, descriptor: int, place: npt.NDArray[np.uint64], offset: int, describe: Callable[[], str]) -> None:
+        """Fill one place that a short or failed read left open, asking several times before giving up."""
+        address, size, done = int(place[0]), int(place[1]), 0
+        pauses = iter(_RETRY_SECONDS)
+        while done < size:
+            pair = np.array([[address + done, size - done]], np.uint64)
+            reason = "the file ends before them"
+            try:
+                got = preadv(descriptor, pair.__array_interface__["data"][0], 1, offset + done)
+            except OSError as error:
+                got, reason = 0, error.strerror or str(error)
+            done += got
+            if not got:
+                pause = next(pauses, None)
+                if pause is None:
+                    self.look()
+                    raise ReadError(
+                        f"{self.path}: {describe()} cannot be read ({reason}); check the disk, run 'h5pack verify' on it, "
+                        "or restore the file"
+                    )
+                time.sleep(pause)
+
+    def is_cached(self, offset: int) -> bool:
+        """Whether the byte at `offset` is in the page cache; True where the system cannot say."""
+        if not hasattr(os, "RWF_NOWAIT"):
+            return True
+        try:
+            return bool(os.preadv(self.open(), [bytearray(1)], offset, os.RWF_NOWAIT))
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def advise(self, offset: int, count: int) -> None:
+        """Tell the system that bytes will be needed soon, so that it fetches them from the disk meanwhile."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.open(), offset, count, os.POSIX_FADV_WILLNEED)
