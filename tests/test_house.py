@@ -30,6 +30,7 @@ H5PY_ALLOWED = {
     "pack/finished.py",
     "pack/skeleton.py",
     "pack/finisher.py",
+    "read/chunk_index.py",
     "read/pack.py",
     "read/reader.py",
     "tools/info.py",

@@ -1,22 +1,25 @@
 """Memory for batches, used again as soon as nobody looks at it.
 
-Fresh memory costs more than the copy into it: each page is zeroed by the kernel at its first touch (measured: 70,000
-images/s fall to 15,700). So a batch's memory goes back to the pool when its last tensor dies. The word comes from a weak
-reference to the array under the tensors; its callback may run inside the garbage collector, in any thread, with any lock
-held, so it does nothing but put the memory into a queue.
+Fresh memory costs more than the copy into it: the kernel zeroes each page at its first touch (measured: 70,000 images/s
+fall to 15,700). So a batch's memory goes back to the pool when its last tensor dies. The word comes from a weak
+reference to the array under the tensors; its callback may run inside the garbage collector, in any thread, with any
+lock held, so it does nothing but append the memory to a deque, which is one step of the interpreter. What came back
+last is taken first: it is warm.
 
 Pinned memory is torch's own: its host allocator reuses it, and waits for the copies to the device that still read it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
-import queue
 import weakref
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 _ALIGNMENT = 64
@@ -28,10 +31,9 @@ def anonymous(size: int) -> mmap.mmap:
     flags = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
     memory = mmap.mmap(-1, max(size, 1), flags=flags) if flags else mmap.mmap(-1, max(size, 1))
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        # Some kernels have no huge pages.
+        with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # A kernel without huge pages.
     return memory
 
 
@@ -62,22 +64,25 @@ class BatchMemory:
     Attributes
     ----------
     address : int
-    tensors : dict of str to Tensor
-        (rows, ...), over the memory.
     arrays : dict of str to ndarray
-        The same, for filling.
+        (rows, ...): the parts, for filling.
     """
 
-    def __init__(self, base: torch.Tensor, parts: list[Part], rows: int) -> None:
-        self.address = base.data_ptr()
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.arrays: dict[str, np.ndarray[Any, Any]] = {}
-        for part in parts:
-            piece = base[part.offset : part.offset + rows * part.row_bytes]
-            dtype = torch.from_numpy(np.empty(0, part.dtype)).dtype
-            tensor = piece.view(dtype).view((rows, *part.row_shape))
-            self.tensors[part.name] = tensor
-            self.arrays[part.name] = tensor.numpy()
+    def __init__(self, base: npt.NDArray[np.uint8], pinned: torch.Tensor | None, parts: list[Part], rows: int) -> None:
+        self.address = base.__array_interface__["data"][0]
+        self._pinned = pinned
+        self._parts = parts
+        # The arrays hold `base`, and through it the memory.
+        self.arrays = {part.name: np.ndarray((rows, *part.row_shape), part.dtype, base, part.offset) for part in parts}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A part as a tensor over the same memory; it and its views keep that alive."""
+        array = self.arrays[name]
+        if self._pinned is None:
+            return torch.from_numpy(array)
+        part = next(part for part in self._parts if part.name == name)
+        piece = self._pinned[part.offset : part.offset + array.nbytes]
+        return piece.view(torch.from_numpy(array[:0]).dtype).view(array.shape)
 
 
 class BufferPool:
@@ -106,36 +111,37 @@ class BufferPool:
             size += -(-batch_rows * row_bytes // _ALIGNMENT) * _ALIGNMENT
         self.bytes = -(-size // _PAGE) * _PAGE
         self._pinned = pinned
-        self._free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+        self._free: deque[mmap.mmap] = deque()
         self._watched: dict[int, weakref.ref[Any]] = {}
-        self._dead: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._dead: deque[int] = deque()
 
     def take(self, rows: int) -> BatchMemory:
         """Memory for a batch of `rows` rows."""
         if self._pinned:
-            return BatchMemory(torch.empty(self.bytes, dtype=torch.uint8, pin_memory=True), self.parts, rows)
+            pinned = torch.empty(self.bytes, dtype=torch.uint8, pin_memory=True)
+            return BatchMemory(pinned.numpy(), pinned, self.parts, rows)
         self._forget()
         try:
-            memory = self._free.get_nowait()
-        except queue.Empty:
+            memory = self._free.pop()
+        except IndexError:
             memory = anonymous(self.bytes)
         base = np.frombuffer(memory, np.uint8)
         number, free, dead = id(base), self._free, self._dead
 
         def give_back(_: object) -> None:
-            free.put(memory)
-            dead.put(number)
+            free.append(memory)
+            dead.append(number)
 
         # The tensors hold the array, not the memory, so the array's death is that of the last tensor.
         self._watched[number] = weakref.ref(base, give_back)
-        return BatchMemory(torch.from_numpy(base), self.parts, rows)
+        return BatchMemory(base, None, self.parts, rows)
 
     def _forget(self) -> None:
         """Drop what is known of dead arrays, and memory beyond what is worth keeping."""
-        while not self._dead.empty():
-            number = self._dead.get_nowait()
+        while self._dead:
+            number = self._dead.popleft()
             watch = self._watched.get(number)
             if watch is not None and watch() is None:
                 del self._watched[number]
-        while self._free.qsize() > self.keep:
-            self._free.get_nowait()
+        while len(self._free) > self.keep:
+            self._free.popleft()

@@ -218,7 +218,8 @@ class H5Dataset(Dataset[Any]):
         wrong = np.flatnonzero((rows < -self._length) | (rows >= self._length))
         if len(wrong):
             raise IndexError(
-                f"{self.path}: index {indices[int(wrong[0])]} of {self._length} rows; use -{self._length} to one below it"
+                f"{self.path}: index {indices[int(wrong[0])]} of {self._length} rows; use -{self._length} to one below "
+                "it"
             )
         rows[rows < 0] += self._length
         rows += self.first_row
@@ -258,5 +259,5 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], shared: bool) -> torch.
     if not shared:
         return torch.empty(shape, dtype=like.dtype)
     size = int(np.prod(shape))
-    storage = like.untyped_storage()._new_shared(size * dtype.itemsize, device="cpu")
+    storage = like.untyped_storage()._new_shared(size * dtype.itemsize)  # type: ignore[no-untyped-call]
     return like.new(storage).resize_(shape)

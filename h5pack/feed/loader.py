@@ -7,6 +7,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,12 @@ from h5pack.feed.permutation import derive_key
 from h5pack.feed.pipeline import ROWS, Pipeline
 from h5pack.feed.progress import Progress, Run
 from h5pack.feed.resident import ResidentRows
-from h5pack.feed.row_set import SpanRows
 from h5pack.feed.selection import resolve_ranks, select_rows
 from h5pack.machine import available_cpus, available_memory
-from h5pack.read.engine import ReadStats
+from h5pack.read.engine import SCATTER_BYTES, ReadStats
 
 _MOST_THREADS = 4
+_MOST_SMALL_BYTES = 16 * 1024 * 1024
 _RESIDENT = ("auto", "no", "host")
 _TRANSFORM = 4
 
@@ -62,8 +63,9 @@ class H5Loader:
         The most that the loader may hold: batches it reads ahead, and the rows it keeps in memory. None: half of the
         memory that is available to this process, shared among the ranks of this machine.
     resident : {"auto", "no", "host"}
-        host: keep the rows in memory once they were read; auto: where they fit into `memory_bytes`; no: read them from
-        the file each time, from the system's page cache if it still has them.
+        host: keep the rows in memory once they were read; no: read them from the file each time, from the system's page
+        cache if it still has them; auto: the first epoch as no, the others as host where that fits into `memory_bytes`
+        (fresh memory is slow to fill, which a single epoch would not win back).
     pin_memory : bool
         Give batches in pinned memory, from which a GPU copies without waiting. Without a GPU: warns, and does not.
     transform : callable, optional
@@ -118,6 +120,7 @@ class H5Loader:
             seed,
             window,
             drop_last,
+            drop_last,
             rank,
             world_size,
             world_size * lanes if streams is None else streams,
@@ -153,14 +156,22 @@ class H5Loader:
             )
         kept = ResidentRows.bytes_needed(self._base, self.plan.rows.count)
         self.resident = resident == "host" or (resident == "auto" and kept + needed <= budget)
+        self._first_resident = 0 if resident == "host" else 1
         if self.resident and kept + needed > budget:
             raise OptionsError(
                 f"memory_bytes is {budget:,}, and keeping {self.plan.rows.count:,} rows in memory needs "
                 f"{kept + needed:,}; give more, or resident='auto'"
             )
-        left = budget - (kept if self.resident else 0)
+        # Labels and the like cost more to read a few at a time than to keep, while they are few.
+        indexes = self._base.engine.indexes
+        small = [name for name in self._base.names if indexes[name].row_bytes < SCATTER_BYTES]
+        small_bytes = self.plan.rows.count * sum(indexes[name].row_bytes for name in small)
+        keep_small = 0 < small_bytes <= min(_MOST_SMALL_BYTES, budget - needed)
+        self._small_names = small if keep_small else []
+        kept = (kept if self.resident else 0) + (small_bytes if keep_small else 0)
+        left = budget - kept
         self._credits = max(least, min(wanted, left // batch_bytes - 1))
-        self.memory_bytes = (self._credits + 1) * batch_bytes + (kept if self.resident else 0)
+        self.memory_bytes = (self._credits + 1) * batch_bytes + kept
 
     def _new_pool(self, keep: int) -> BufferPool:
         indexes = self._base.engine.indexes
@@ -173,7 +184,9 @@ class H5Loader:
         """Begin without memory, threads or rows: at first, and in a forked child."""
         self._process = os.getpid()
         self._pool = self._new_pool(self._credits + 1)
+        self._begun = 0
         self._kept: ResidentRows | None = None
+        self._small: ResidentRows | None = None
         self._iterators: weakref.WeakSet[LoaderIterator] = weakref.WeakSet()
 
     def __len__(self) -> int:
@@ -191,8 +204,12 @@ class H5Loader:
         if self._process != os.getpid():
             self._renew()
         self._base.engine.storage.look()
-        if self.resident and self._kept is None:
+        if self.resident and self._kept is None and self._begun >= self._first_resident:
             self._kept = ResidentRows(self._base, self.plan.rows.stored())
+        if self._small_names and self._small is None:
+            self._small = ResidentRows(self._base, self.plan.rows.stored(), self._small_names)
+            self._small.load_all()
+        self._begun += 1
         iterator = LoaderIterator(self, self._progress.begin())
         self._iterators.add(iterator)
         return iterator
@@ -239,23 +256,24 @@ class H5Loader:
             self._pool,
             self.threads,
             self._credits,
-            lambda batch, memory: self._finish(run.epoch, batch, memory),
+            partial(self._finish, run.epoch, self._kept is not None),
             self._kept,
+            self._small,
         )
 
-    def _finish(self, epoch: int, batch: int, memory: BatchMemory) -> Any:
+    def _finish(self, epoch: int, resident: bool, batch: int, memory: BatchMemory) -> Any:
         """A consumer's batch out of a full memory."""
         dataset = self._base
         numbers = memory.arrays.get(ROWS)
         parts = []
         for name in dataset.names:
             index = dataset.engine.indexes[name]
-            if self._kept is None:
+            if not resident:
                 if not index.dtype.isnative and dataset.engine.scatters(index):
                     memory.arrays[name].byteswap(inplace=True)
-                if dataset.check and numbers is not None:
+                if numbers is not None and dataset.check and name not in self._small_names:
                     dataset.check_rows(name, numbers, memory.arrays[name])
-            tensor = memory.tensors[name]
+            tensor = memory.tensor(name)
             if name == dataset.label_name and is_class_label(index):
                 tensor = tensor.to(torch.int64)
             if name in self._transforms:
@@ -267,7 +285,7 @@ class H5Loader:
                     tensor = function(tensor)
             parts.append(tensor)
         if dataset.with_rows:
-            parts.append(memory.tensors[ROWS])
+            parts.append(memory.tensor(ROWS))
         return parts[0] if len(parts) == 1 else parts
 
 

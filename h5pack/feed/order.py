@@ -40,18 +40,26 @@ class Segment:
         int64, (n,): rows of the file, ascending within each chunk.
     indices : ndarray
         int64, (n,): what a sampler calls them.
-    batches, slots : ndarray
-        int64, (n,): the batch of each, and its place there.
-    first, last : int
-        The first and the last batch among them.
+    places : ndarray
+        int64, (n,): a permutation; places 0 to n - 1 are dealt out to the spans, one after the other.
+    spans : list of (int, int, int)
+        Batch, first slot in it, and how many slots; batches ascending.
     """
 
     rows: Rows
     indices: Rows
-    batches: Rows
-    slots: Rows
-    first: int
-    last: int
+    places: Rows
+    spans: list[tuple[int, int, int]]
+
+    @property
+    def first(self) -> int:
+        """The first batch with rows of this segment."""
+        return self.spans[0][0]
+
+    @property
+    def last(self) -> int:
+        """The last batch with rows of this segment."""
+        return self.spans[-1][0]
 
 
 @dataclass(frozen=True)
@@ -68,12 +76,12 @@ class OrderPlan:
     seed : int
     window : int
         Chunks that are shuffled together.
+    trim : bool
+        Trim the streams to equal length; else pad them.
     drop_last : bool
-        Trim the streams to equal length, and leave out a last smaller batch; else pad, and keep it.
+        Leave out a last smaller batch.
     rank, world_size : int
     streams, lanes : int
-    interleaved : bool
-        Take the rows of this rank's streams one by one in turns, and cut that into batches.
 
     Raises
     ------
@@ -86,12 +94,12 @@ class OrderPlan:
     shuffle: str | bool = "window"
     seed: int = 0
     window: int = DEFAULT_WINDOW
+    trim: bool = False
     drop_last: bool = False
     rank: int = 0
     world_size: int = 1
     streams: int = 1
     lanes: int = 1
-    interleaved: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "window", "world_size", "streams", "lanes"):
@@ -107,7 +115,7 @@ class OrderPlan:
                 f"{self.streams} streams do not divide into {self.world_size} ranks of {self.lanes} lanes; give a "
                 f"multiple of {self.world_size * self.lanes}"
             )
-        if not self.interleaved and self.batch_size % self.step_streams:
+        if self.batch_size % self.step_streams:
             raise OptionsError(
                 f"a batch of {self.batch_size} rows does not divide into {self.step_streams} streams a step; give a "
                 f"multiple of {self.step_streams}, or fewer streams"
@@ -122,7 +130,7 @@ class OrderPlan:
     def stream_rows(self) -> int:
         """Rows of each stream, those repeated as padding included."""
         whole, rest = divmod(self.rows.count, self.streams)
-        return whole + (1 if rest and not self.drop_last else 0)
+        return whole + (1 if rest and not self.trim else 0)
 
     @property
     def take(self) -> int:
@@ -137,15 +145,11 @@ class OrderPlan:
     @property
     def batches(self) -> int:
         """Batches an epoch."""
-        if self.interleaved:
-            return -(-self.rank_rows // self.batch_size)
         steps = self.stream_rows // self.take if self.drop_last else -(-self.stream_rows // self.take)
         return steps * self.lanes
 
     def batch_rows(self, batch: int) -> int:
         """Rows of one batch."""
-        if self.interleaved:
-            return min(self.batch_size, self.rank_rows - batch * self.batch_size)
         return self.step_streams * min(self.take, self.stream_rows - batch // self.lanes * self.take)
 
     @property
@@ -154,8 +158,7 @@ class OrderPlan:
         if self.shuffle == "full":
             return 1
         rows = min((1 if self.shuffle is False else self.pieces) * self.rows.unit_rows, self.stream_rows)
-        each = self.batch_size if self.interleaved else self.take
-        return min(self.batches, (-(-rows // each) + 1) * self.lanes)
+        return min(self.batches, (-(-rows // self.take) + 1) * self.lanes)
 
     @property
     def pieces(self) -> int:
@@ -170,10 +173,11 @@ class OrderPlan:
             "shuffle": self.shuffle,
             "seed": self.seed,
             "window": self.window if self.shuffle == "window" else 1,
+            "trim": self.trim,
             "drop_last": self.drop_last,
             "streams": self.streams,
             "lanes": self.lanes,
-            "global_batch": None if self.interleaved else self.batch_size * self.world_size,
+            "global_batch": self.batch_size * self.world_size,
         }
 
     def segments(self, epoch: int, first: int = 0) -> Iterator[Segment]:
@@ -183,8 +187,8 @@ class OrderPlan:
         line = _Line(self, epoch)
         waiting = []
         for number, (stream, lane, place) in enumerate(self._own_streams()):
-            begin = self._first_row(first, lane, place)
-            segments = self._placed(line.segments(stream, begin), lane, place, first)
+            begin = max(0, -(-(first - lane) // self.lanes)) * self.take
+            segments = self._placed(line.segments(stream, begin), lane, place, begin)
             head = next(segments, None)
             if head is not None:
                 waiting.append((head.first, number, head, segments))
@@ -204,33 +208,27 @@ class OrderPlan:
             for lane in range(self.lanes):
                 yield (self.rank * self.step_streams + place) * self.lanes + lane, lane, place
 
-    def _first_row(self, batch: int, lane: int, place: int) -> int:
-        """The first row of a stream that batch `batch` or a later one takes."""
-        if self.interleaved:
-            return max(0, -(-(batch * self.batch_size - place) // self.step_streams))
-        return max(0, -(-(batch - lane) // self.lanes)) * self.take
-
     def _placed(
-        self, pieces: Iterator[tuple[Rows, Rows, Rows]], lane: int, place: int, first: int
+        self, pieces: Iterator[tuple[Rows, Rows, Rows, int]], lane: int, place: int, begin: int
     ) -> Iterator[Segment]:
-        """Segments out of rows and their places in a stream."""
-        take, end = self.take, self.batches
-        for rows, indices, at in pieces:
-            if self.interleaved:
-                batches, slots = np.divmod(at * self.step_streams + place, self.batch_size)
-            else:
-                steps = at // take
-                batches = steps * self.lanes + lane
+        """Segments out of rows, their order, and where in the stream they begin."""
+        take = self.take
+        end = min(self.stream_rows, self.batches // self.lanes * take)
+        for rows, indices, places, low in pieces:
+            high = low + len(rows)
+            if low < begin or high > end:
+                # Batches that were consumed before, or a last one that is left out.
+                low, skipped, high = max(low, begin), max(0, begin - low), min(high, end)
+                keep = (places >= skipped) & (places < skipped + high - low)
+                rows, indices, places = rows[keep], indices[keep], places[keep] - skipped
+            spans = []
+            for step in range(low // take, -(-high // take)):
                 # The last, smaller batch takes less from each stream.
-                slots = at - steps * take + place * np.minimum(take, self.stream_rows - steps * take)
-            low, high = int(batches.min()), int(batches.max())
-            if low < first or high >= end:
-                keep = (batches >= first) & (batches < end)
-                if not keep.any():
-                    continue
-                rows, indices, batches, slots = rows[keep], indices[keep], batches[keep], slots[keep]
-                low, high = int(batches.min()), int(batches.max())
-            yield Segment(rows, indices, batches, slots, low, high)
+                share = min(take, self.stream_rows - step * take)
+                first, last = max(low, step * take), min(high, (step + 1) * take)
+                spans.append((step * self.lanes + lane, first - step * take + place * share, last - first))
+            if spans:
+                yield Segment(rows, indices, places, spans)
 
 
 class _Line:
@@ -258,68 +256,68 @@ class _Line:
     def _key(self, *parts: int) -> int:
         return derive_key(ORDER_VERSION, self.plan.seed, self.epoch, *parts)
 
-    def _start(self, place: int) -> int:
-        """Where the chunk at a place of the line starts."""
-        rounds, inside = divmod(place, self.rows.chunks)
+    def _starts(self, places: Rows) -> Rows:
+        """Where the chunks at places of the line start."""
+        rounds, inside = np.divmod(places, self.rows.chunks)
         if self._edges is not None:
-            start = int(self._edges[inside])
-        else:
-            start = inside * self.rows.unit_rows - sum(lack for where, lack in self._lacks if where < inside)
-        return rounds * self.rows.count + start
+            found: Rows = rounds * self.rows.count + self._edges[inside]
+            return found
+        starts: Rows = rounds * self.rows.count + inside * self.rows.unit_rows
+        for where, lack in self._lacks:
+            starts -= lack * (where < inside)
+        return starts
 
     def _find(self, row: int) -> int:
         """The place of the chunk that holds a row of the line."""
         rounds, inside = divmod(row, self.rows.count)
-        base = rounds * self.rows.chunks
         if self._edges is not None:
-            return base + int(np.searchsorted(self._edges, inside, "right")) - 1
-        place = inside // self.rows.unit_rows
-        while place + 1 < self.rows.chunks and self._start(place + 1) <= inside:
-            place += 1
-        return base + place
+            place = int(np.searchsorted(self._edges, inside, "right")) - 1
+        else:
+            # The lacking rows move a chunk's start back by less than two chunks.
+            near = inside // self.rows.unit_rows + np.arange(3)
+            near = near[near < self.rows.chunks]
+            place = int(near[np.searchsorted(self._starts(near), inside, "right") - 1])
+        return rounds * self.rows.chunks + place
 
-    def segments(self, stream: int, begin: int) -> Iterator[tuple[Rows, Rows, Rows]]:
-        """Rows, indices and places in the stream, from its row `begin` on or a little before it."""
+    def segments(self, stream: int, begin: int) -> Iterator[tuple[Rows, Rows, Rows, int]]:
+        """Rows, indices, their order, and where in the stream they begin: from row `begin`, or a little before it."""
         length = self.plan.stream_rows
+        if begin >= length:
+            return
         if self.plan.shuffle == "full":
             yield from self._full(stream * length, begin, length)
             return
         start, end = stream * length, (stream + 1) * length
-        if begin >= length:
-            return
-        origin, pieces = self._find(start), self.plan.pieces
+        origin = self._find(start)
+        pieces = min(self.plan.pieces, self._find(end - 1) - origin + 1)
         window = (self._find(start + begin) - origin) // pieces
         while True:
-            head = origin + window * pieces
-            low, high = max(start, self._start(head)), min(end, self._start(head + pieces))
+            heads = origin + window * pieces + np.arange(pieces + 1)
+            edges = np.clip(self._starts(heads), start, end)
+            low, high = int(edges[0]), int(edges[-1])
             if low >= end:
                 return
-            taken = []
-            for place in range(head, head + pieces):
-                if self._start(place) >= high:
-                    break
-                taken.append(self._piece(place, low, high))
-            rows, indices = (np.concatenate(parts) for parts in zip(*taken, strict=True))
-            at = np.arange(len(rows))
+            rows, indices = self._pieces(heads[:-1], edges)
+            places = np.arange(high - low)
             if self.plan.shuffle == "window":
-                at = shuffled(len(rows), self._key(_WINDOW, stream, window))
-            yield rows, indices, at + (low - start)
+                places = shuffled(high - low, self._key(_WINDOW, stream, window))
+            yield rows, indices, places, low - start
             window += 1
 
-    def _piece(self, place: int, low: int, high: int) -> tuple[Rows, Rows]:
-        """The part of a chunk that lies between two rows of the line."""
-        begin, end = self._start(place), self._start(place + 1)
-        first, last = max(low, begin) - begin, min(high, end) - begin
-        inside = place % self.rows.chunks
-        chunk = inside if self._permutation is None else int(self._permutation.at(np.array([inside]))[0])
-        return self.rows.take(chunk, first, max(first, last))
+    def _pieces(self, heads: Rows, edges: Rows) -> tuple[Rows, Rows]:
+        """The rows between edges of the line, each pair of which lies in the chunk at its place."""
+        begins = self._starts(heads)
+        chunks = heads % self.rows.chunks
+        if self._permutation is not None:
+            chunks = self._permutation.at(chunks)
+        some = edges[1:] > edges[:-1]
+        return self.rows.take(chunks[some], (edges[:-1] - begins)[some], (edges[1:] - begins)[some])
 
-    def _full(self, start: int, begin: int, length: int) -> Iterator[tuple[Rows, Rows, Rows]]:
+    def _full(self, start: int, begin: int, length: int) -> Iterator[tuple[Rows, Rows, Rows, int]]:
         """Rows permuted one by one, a batch's share at a time, each share in the file's order."""
         permutation = Permutation(self.rows.count, self._key(_ROWS))
-        each = self.plan.batch_size if self.plan.interleaved else self.plan.take
-        for low in range(begin, length, each):
-            at = np.arange(low, min(low + each, length))
+        for low in range(begin, length, self.plan.take):
+            at = np.arange(low, min(low + self.plan.take, length))
             rows, indices = self.rows.pick(permutation.at((start + at) % self.rows.count))
             order = np.argsort(rows, kind="stable")
-            yield rows[order], indices[order], at[order]
+            yield rows[order], indices[order], order, low

@@ -1,7 +1,7 @@
 """Shuffling that is pinned: for a key the order is the same in every release, on every machine, with every numpy.
 
-Numpy's generators promise no such thing for their shuffles, so the keys come from our own hash: splitmix64 (Steele, Lea,
-Flood 2014, "Fast splittable pseudorandom number generators"), whose outputs pass BigCrush.
+Numpy's generators promise no such thing for their shuffles, so the keys come from our own hash: splitmix64 (Steele,
+Lea, Flood 2014, "Fast splittable pseudorandom number generators"), whose outputs pass BigCrush.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def shuffled(count: int, key: int) -> npt.NDArray[np.int64]:
     keys |= numbers
     keys.sort()
     keys &= (np.uint64(1) << bits) - np.uint64(1)
-    return keys.view(np.int64)
+    table: npt.NDArray[np.int64] = keys.view(np.int64)
+    return table
 
 
 class Permutation:
@@ -107,16 +108,21 @@ class Permutation:
         return current.view(np.int64)
 
     def _round(self, half: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.uint64]:
-        return _mix_all((half + np.uint64(1)) * np.uint64(_GOLDEN) + key) & self._low
+        mixed: npt.NDArray[np.uint64] = _mix_all((half + np.uint64(1)) * np.uint64(_GOLDEN) + key) & self._low
+        return mixed
 
     def _encrypt(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         left, right = values >> self._half, values & self._low
         for key in self._keys:
             left, right = right, left ^ self._round(right, key)
-        return (left << self._half) | right
+        return self._joined(left, right)
 
     def _decrypt(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         left, right = values >> self._half, values & self._low
         for key in reversed(self._keys):
             left, right = right ^ self._round(left, key), left
-        return (left << self._half) | right
+        return self._joined(left, right)
+
+    def _joined(self, left: npt.NDArray[np.uint64], right: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        joined: npt.NDArray[np.uint64] = (left << self._half) | right
+        return joined

@@ -79,7 +79,9 @@ class Progress:
         try:
             order, epoch, done = state["order"], int(state["epoch"]), int(state[self.unit])
         except (KeyError, TypeError, ValueError) as error:
-            raise StateError(f"not a state of {self.unit} in an order ({error!r}); give what state_dict() returned") from error
+            raise StateError(
+                f"not a state of {self.unit} in an order ({error!r}); give what state_dict() returned"
+            ) from error
         for name in {**self.identity, **order}:
             if order.get(name) != self.identity.get(name):
                 hint = "; orders for several numbers of ranks need the same streams=" if name == "streams" else ""
@@ -89,5 +91,3 @@ class Progress:
                 )
         self._next_epoch, self._next_begun = epoch, done
         self._running = False
-
-

@@ -1,7 +1,8 @@
-"""A split that is kept in memory: each chunk is read once, whenever it is first needed, and batches are gathered there."""
+"""A split that is kept in memory: each chunk is read when it is first needed, and batches are gathered there."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,21 +13,23 @@ from h5pack.feed.dataset import H5Dataset
 
 
 class ResidentRows:
-    """Rows of all of a dataset's parts, in memory.
+    """Rows of a dataset's parts, in memory.
 
     Parameters
     ----------
     dataset : H5Dataset
     rows : ndarray
         int64, (n,), ascending, without repeats: rows of the file.
+    names : sequence of str, optional
+        Which parts; None: all.
     """
 
-    def __init__(self, dataset: H5Dataset, rows: npt.NDArray[np.int64]) -> None:
+    def __init__(self, dataset: H5Dataset, rows: npt.NDArray[np.int64], names: Sequence[str] | None = None) -> None:
         self._dataset = dataset
         self._rows = rows
         self._unit = dataset.unit_rows
         self._arrays: dict[str, npt.NDArray[Any]] = {}
-        for name in dataset.names:
+        for name in dataset.names if names is None else names:
             index = dataset.engine.indexes[name]
             memory = np.frombuffer(anonymous(len(rows) * index.row_bytes), index.native_dtype, -1)
             count = len(rows) * index.row_bytes // index.dtype.itemsize
@@ -41,6 +44,15 @@ class ResidentRows:
     def bytes_needed(dataset: H5Dataset, rows: int) -> int:
         """Bytes that `rows` rows of all parts take."""
         return rows * sum(dataset.engine.indexes[name].row_bytes for name in dataset.names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._arrays
+
+    def load_all(self) -> None:
+        """Read all rows at once."""
+        for name, array in self._arrays.items():
+            self._dataset.read_rows(name, self._rows, array)
+        self._loaded[:] = True
 
     def missing(self, rows: npt.NDArray[np.int64]) -> list[int]:
         """The chunks of `rows` that were not loaded yet."""

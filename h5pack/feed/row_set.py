@@ -11,6 +11,13 @@ import numpy.typing as npt
 Rows = npt.NDArray[np.int64]
 
 
+def _ranges(starts: Rows, counts: Rows) -> Rows:
+    """``starts[i]``, ``starts[i] + 1``, ... ``counts[i]`` numbers each, end to end."""
+    ends = np.cumsum(counts)
+    numbers: Rows = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
+    return numbers
+
+
 class SpanRows:
     """Consecutive rows of the file: a split, or all of it. Nothing of its size is held.
 
@@ -39,10 +46,10 @@ class SpanRows:
             lengths[chunk] -= lack
         return lengths
 
-    def take(self, chunk: int, first: int, last: int) -> tuple[Rows, Rows]:
-        """Rows of the file, and their indices in the dataset, of places `first` to `last` - 1 in a chunk."""
-        begin = max(self.start, (self._chunk + chunk) * self.unit_rows)
-        rows = np.arange(begin + first, begin + last)
+    def take(self, chunks: Rows, firsts: Rows, lasts: Rows) -> tuple[Rows, Rows]:
+        """Rows of the file, and their indices in the dataset, of places ``firsts`` to ``lasts - 1`` of some chunks."""
+        begins = np.maximum(self.start, (self._chunk + chunks) * self.unit_rows)
+        rows = _ranges(begins + firsts, lasts - firsts)
         return rows, rows - self.start
 
     def pick(self, places: Rows) -> tuple[Rows, Rows]:
@@ -83,10 +90,10 @@ class ChosenRows:
         """Rows in each chunk; int64, (chunks,)."""
         return np.diff(self._edges)
 
-    def take(self, chunk: int, first: int, last: int) -> tuple[Rows, Rows]:
-        """Rows of the file, and their indices in the dataset, of places `first` to `last` - 1 in a chunk."""
-        begin = int(self._edges[chunk])
-        return self._rows[begin + first : begin + last], self._indices[begin + first : begin + last]
+    def take(self, chunks: Rows, firsts: Rows, lasts: Rows) -> tuple[Rows, Rows]:
+        """Rows of the file, and their indices in the dataset, of places ``firsts`` to ``lasts - 1`` of some chunks."""
+        places = _ranges(self._edges[chunks] + firsts, lasts - firsts)
+        return self._rows[places], self._indices[places]
 
     def pick(self, places: Rows) -> tuple[Rows, Rows]:
         """Rows of the file, and their indices in the dataset, of places in stored order."""

@@ -19,9 +19,9 @@ _BLOCK_ROWS = 4_096
 class _ChunkOrder:
     """What both samplers share."""
 
-    def __init__(self, plan: OrderPlan, unit: str) -> None:
+    def __init__(self, plan: OrderPlan, unit: str, identity: dict[str, Any]) -> None:
         self.plan = plan
-        self._progress = Progress(plan.identity(), unit)
+        self._progress = Progress(identity, unit)
 
     @property
     def epoch(self) -> int:
@@ -52,14 +52,14 @@ class _ChunkOrder:
             while following < segment.first:
                 yield open_batches.pop(following)
                 following += 1
-            order = np.argsort(segment.batches, kind="stable")
-            numbers = segment.batches[order]
-            edges = np.flatnonzero(np.diff(numbers)) + 1
-            for part in np.split(order, edges):
-                batch = int(segment.batches[part[0]])
+            dealt = np.empty_like(segment.indices)
+            dealt[segment.places] = segment.indices
+            begin = 0
+            for batch, slot, count in segment.spans:
                 if batch not in open_batches:
                     open_batches[batch] = np.empty(plan.batch_rows(batch), np.int64)
-                open_batches[batch][segment.slots[part]] = segment.indices[part]
+                open_batches[batch][slot : slot + count] = dealt[begin : begin + count]
+                begin += count
         for batch in range(following, plan.batches):
             yield open_batches.pop(batch)
 
@@ -112,19 +112,20 @@ class ChunkSampler(_ChunkOrder, Sampler[int]):
         rows: Sequence[int] | npt.NDArray[np.int64] | None = None,
     ) -> None:
         rank, world_size = resolve_ranks(rank, world_size)
+        own = max(1, (streams or 1) // max(1, world_size))
         plan = OrderPlan(
             select_rows(dataset, rows)[1],
-            _BLOCK_ROWS,
+            _BLOCK_ROWS * own,
             "window" if shuffle is True else shuffle,
             seed,
             window,
             drop_last,
+            False,
             rank,
             world_size,
             world_size if streams is None else streams,
-            interleaved=True,
         )
-        super().__init__(plan, "rows")
+        super().__init__(plan, "rows", {**plan.identity(), "global_batch": None})
 
     def __len__(self) -> int:
         """Rows of this rank's epoch."""
@@ -132,9 +133,11 @@ class ChunkSampler(_ChunkOrder, Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         run = self._progress.begin()
-        first, skip = divmod(run.begun, _BLOCK_ROWS)
+        first, skip = divmod(run.begun, self.plan.batch_size)
         for indices in self._filled(run.epoch, first) if run.begun < len(self) else ():
-            for index in indices[skip:].tolist():
+            # A row of each stream in turns, so that a step's rows are the same for every number of ranks.
+            turns = indices.reshape(self.plan.step_streams, -1).T.reshape(-1)
+            for index in turns[skip:].tolist():
                 run.count += 1
                 yield index
             skip = 0
@@ -212,12 +215,13 @@ class ChunkBatchSampler(_ChunkOrder, Sampler[list[int]]):
             seed,
             window,
             drop_last,
+            drop_last,
             rank,
             world_size,
             world_size * lanes if streams is None else streams,
             lanes,
         )
-        super().__init__(plan, "batches")
+        super().__init__(plan, "batches", plan.identity())
         self.batch_size = batch_size
         self.drop_last = drop_last
 

@@ -71,7 +71,8 @@ class ChunkIndex:
     @property
     def native_dtype(self) -> np.dtype[Any]:
         """The dtype of rows that were read."""
-        return self.dtype.newbyteorder("=")
+        native: np.dtype[Any] = self.dtype.newbyteorder("=")
+        return native
 
 
 def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkIndex:

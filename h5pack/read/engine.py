@@ -9,6 +9,7 @@ the same.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import os
 import threading
@@ -34,6 +35,8 @@ at 256 it loses."""
 
 SPAN_GAP_BYTES = 4_096
 """Staged reads run over gaps of up to a page: the disk gives the page anyway, and a call costs more than copying it."""
+
+_PROBES = 4
 
 _log = logging.getLogger("h5pack")
 
@@ -77,11 +80,11 @@ class Scatter:
     rows : ndarray
         int64, (n,).
     buffers : ndarray
-        uint64, (n, 2): address and bytes of each row's place.
+        uint64, (n, 2): address and bytes of each row's place; the addresses are the reader's to fill in.
     edges, offsets : list of int
         Of the runs, as `Runs` has them.
-    visits : ndarray
-        int64, (runs,).
+    visits : list of int
+        (runs,).
     """
 
     index: ChunkIndex
@@ -89,7 +92,7 @@ class Scatter:
     buffers: npt.NDArray[np.uint64]
     edges: list[int]
     offsets: list[int]
-    visits: npt.NDArray[np.int64]
+    visits: list[int]
 
     def describe(self, place: int) -> str:
         """The rows from a place on, in words."""
@@ -179,7 +182,9 @@ class Engine:
         if self.scatters(index):
             places = np.arange(len(wanted)) if order is None else order
             start = out.__array_interface__["data"][0]
-            self.scatter(self.plan_scatter(name, wanted, (places * index.row_bytes + start).view(np.uint64)))
+            plan = self.plan(name, wanted)
+            plan.buffers[:, 0] = (places * index.row_bytes + start).view(np.uint64)
+            self.scatter(plan)
             if not index.dtype.isnative:
                 out.byteswap(inplace=True)
         elif order is None:
@@ -195,10 +200,8 @@ class Engine:
         """Whether a dataset's rows are scattered, so that `scatter` may be called."""
         return index.reason is None and index.row_bytes >= SCATTER_BYTES
 
-    def plan_scatter(
-        self, name: str, rows: npt.NDArray[np.int64], addresses: npt.NDArray[np.uint64]
-    ) -> Scatter:
-        """Plan to read rows, as they are stored, to places in memory.
+    def plan(self, name: str, rows: npt.NDArray[np.int64]) -> Scatter:
+        """Plan to read rows, as they are stored, to places in memory that are named later.
 
         Parameters
         ----------
@@ -206,18 +209,18 @@ class Engine:
             A dataset for which `scatters` holds.
         rows : ndarray
             int64, (n,); ascending within each chunk makes the fewest calls.
-        addresses : ndarray
-            uint64, (n,): where each row goes.
         """
         index = self.indexes[name]
         runs = plan_runs(index, rows)
         buffers = np.empty((len(rows), 2), np.uint64)
-        buffers[:, 0] = addresses
         buffers[:, 1] = index.row_bytes
-        return Scatter(index, rows, buffers, runs.edges.tolist(), runs.offsets.tolist(), runs.visits)
+        return Scatter(index, rows, buffers, runs.edges.tolist(), runs.offsets.tolist(), runs.visits.tolist())
 
     def scatter(self, plan: Scatter, first: int = 0, last: int | None = None) -> None:
-        """Read the runs `first` to `last` - 1 of a plan; the memory must stay where it is during the call."""
+        """Read the runs `first` to `last` - 1 of a plan, to the addresses that were put into its `buffers`.
+
+        The memory must stay where it is during the call.
+        """
         last = len(plan.offsets) if last is None else last
         if first == last:
             return
@@ -235,7 +238,7 @@ class Engine:
                     calls += self.storage.scatter(plan.buffers, (start, end), (offset,), plan.describe)
         else:
             calls = self.storage.scatter(plan.buffers, edges, offsets, plan.describe)
-        rows, visits = edges[-1] - edges[0], int(plan.visits[first:last].sum())
+        rows, visits = edges[-1] - edges[0], sum(plan.visits[first:last])
         self._count(plan.index, rows, visits, (rows - absent) * plan.index.row_bytes, calls)
 
     def _stage(self, index: ChunkIndex, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
@@ -322,26 +325,22 @@ class Engine:
         if len(wrong):
             damaged = sorted({int(rows[place]) for place in wrong})
             some = ", ".join(map(str, damaged[:8])) + (", ..." if len(damaged) > 8 else "")
+            what = f"rows {some} differ" if len(damaged) > 1 else f"row {some} differs"
             raise DamagedRowsError(
-                f"{self.path}: {name!r} row{'s' if len(damaged) > 1 else ''} {some} differ{'' if len(damaged) > 1 else 's'} "
-                "from the stored checksum; run 'h5pack verify' on it, then restore the file or convert again",
+                f"{self.path}: {name!r} {what} from the stored checksum; run 'h5pack verify' on it, then restore the "
+                "file or convert again",
                 tuple(damaged),
             )
 
-    def advise(self, name: str, rows: npt.NDArray[np.int64]) -> None:
-        """Have the rows' bytes fetched from the disk meanwhile, where they are not in memory already.
+    def advise(self, plan: Scatter) -> None:
+        """Have a plan's bytes fetched from the disk meanwhile, where they are not in memory already.
 
-        Parameters
-        ----------
-        name : str
-        rows : ndarray
-            int64, (n,); ascending within each chunk makes the fewest calls.
+        The first byte of a few runs is looked for in the page cache; where all of them are there, the rest is taken to
+        be there, too.
         """
-        index = self.indexes[name]
-        if index.reason is not None or not len(rows) or not index.row_bytes:
+        step = max(1, len(plan.offsets) // _PROBES)
+        if all(self.storage.is_cached(offset) for offset in plan.offsets[::step] if offset >= 0):
             return
-        runs = plan_runs(index, rows)
-        for offset, count in zip(runs.offsets.tolist(), np.diff(runs.edges).tolist(), strict=True):
-            size = count * index.row_bytes
-            if offset >= 0 and not (self.storage.is_cached(offset) and self.storage.is_cached(offset + size - 1)):
-                self.storage.advise(offset, size)
+        for offset, (start, end) in zip(plan.offsets, itertools.pairwise(plan.edges), strict=True):
+            if offset >= 0:
+                self.storage.advise(offset, (end - start) * plan.index.row_bytes)

@@ -1,9 +1,9 @@
 """Bytes of a file, scattered to many places in memory by one call of the kernel.
 
 ``os.preadv`` looks at every buffer with the GIL held, 266 ns each, which for small rows is as long as copying them. The
-C library's ``preadv`` takes the addresses as they lie in an array that numpy computed for thousands of rows at once, and
-ctypes lets go of the GIL for the whole call. Measured on a 2-core machine, a window of rows scattered from the page
-cache to shuffled batches ran at 0.93 (116 KB rows) and 0.90 (3 KB rows) of a random-row copy in memory.
+C library's ``preadv`` takes the addresses as they lie in an array that numpy computed for thousands of rows at once,
+and ctypes lets go of the GIL for the whole call. Measured on a 2-core machine, a window of rows scattered from the page
+cache to shuffled batches ran at 0.83 to 0.95 (116 KB rows) and 0.90 (3 KB rows) of a random-row copy in memory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import ctypes
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -73,18 +74,18 @@ class Storage:
     def __init__(self, path: str, identity: FileIdentity) -> None:
         self.path = path
         self.identity = identity
-        self._descriptor: int | None = None
+        self._opened: dict[str, int] = {}
         self._looked = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "identity": self.identity, "_descriptor": None, "_looked": 0.0}
+        return {"path": self.path, "identity": self.identity, "_opened": {}, "_looked": 0.0}
 
     def __del__(self) -> None:
         self.close()
 
     def close(self) -> None:
         """Close the file; the next read opens it again."""
-        descriptor, self._descriptor = self._descriptor, None
+        descriptor = self._opened.pop("file", None)
         if descriptor is not None:
             os.close(descriptor)
 
@@ -95,21 +96,24 @@ class Storage:
         ------
         PackChangedError
         """
-        now = time.monotonic()
-        if self._descriptor is None:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC) if self._same() else -1
-            if descriptor < 0 or FileIdentity.of(descriptor) != self.identity:
-                if descriptor >= 0:
-                    os.close(descriptor)
-                raise self._changed()
-            if self._descriptor is not None:
-                # Another thread was quicker.
-                os.close(descriptor)
-            else:
-                self._descriptor, self._looked = descriptor, now
-        elif now - self._looked > _LOOK_SECONDS:
-            self.look()
-        return self._descriptor
+        kept = self._opened.get("file")
+        if kept is not None:
+            if time.monotonic() - self._looked > _LOOK_SECONDS:
+                self.look()
+            return kept
+        self.look()
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ReadError(f"{self.path}: cannot be opened ({error.strerror}); check its mode and its disk") from error
+        if FileIdentity.of(descriptor) != self.identity:
+            os.close(descriptor)
+            raise self._changed()
+        # One step of the interpreter, so of two threads that come at once one wins.
+        kept = self._opened.setdefault("file", descriptor)
+        if kept != descriptor:
+            os.close(descriptor)
+        return kept
 
     def look(self) -> None:
         """Make sure that the path still leads to the file that was indexed.
@@ -185,7 +189,7 @@ class Storage:
                     whole = got // size
                     start, offset = start + whole, offset + whole * size
                 else:
-                    self._insist(descriptor, buffers[start], offset, lambda start=start: describe(start))
+                    self._insist(descriptor, buffers[start], offset, partial(describe, start))
                     start, offset = start + 1, offset + size
         return calls
 
@@ -206,8 +210,8 @@ class Storage:
                 if pause is None:
                     self.look()
                     raise ReadError(
-                        f"{self.path}: {describe()} cannot be read ({reason}); check the disk, run 'h5pack verify' on it, "
-                        "or restore the file"
+                        f"{self.path}: {describe()} cannot be read ({reason}); check the disk, run 'h5pack verify' on "
+                        "it, or restore the file"
                     )
                 time.sleep(pause)
 

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h5pack.read.pack import read_pack
+from h5pack.read.identity import FileIdentity
 from h5pack.read.reader import H5Reader
 
 
@@ -37,11 +37,12 @@ def test_rows_equal_h5pys(shape: tuple[int, ...], rank: int, dtype: str, storage
     with tempfile.TemporaryDirectory() as folder:
         with h5py.File(Path(folder) / "f.h5", "w") as file:
             file.create_dataset("x", data=values, **settings_)
-        reader = H5Reader(read_pack(Path(folder) / "f.h5", "x"))
-        found = reader.read("x", rows)
+        path = str(Path(folder) / "f.h5")
+        reader = H5Reader(path, FileIdentity.of(path))
+        found, again = (np.empty((len(rows), *shape[1:]), values.dtype.newbyteorder("=")) for _ in range(2))
+        reader.read("x", np.array(rows, np.int64), found)
         reader.close()
-        again = reader.read("x", rows[::-1])
+        reader.read("x", np.array(rows[::-1], np.int64), again)
         reader.close()
-    assert found.dtype == values.dtype.newbyteorder("=")
     assert np.array_equal(found, values[rows])
     assert np.array_equal(again, values[rows[::-1]])
