@@ -95,6 +95,126 @@ def convert_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+_OURS = ("H5Loader", "H5Dataset")
+
+
+def draw_read(result: dict[str, Any], path: Path) -> None:
+    """Every way of reading, hot, beside the memory copy; one panel a row size."""
+    figure, panels = plt.subplots(1, len(result["sizes"]), figsize=(11, 5.2), layout="constrained")
+    for axes, (name, found) in zip(panels, result["sizes"].items(), strict=True):
+        first = found["hot"][0]["batch"]
+        ways = sorted(
+            (way for way in found["hot"] if way["batch"] == first),
+            key=lambda way: -float(way["images_per_s"]["median"]),
+        )
+        for place, way in enumerate(ways):
+            speed = way["images_per_s"]
+            ours = way["way"].startswith(_OURS) and "through h5py" not in way["way"]
+            colour = _GRAY if way["way"] == "memory copy" else _BLUE if ours else _LIGHT
+            spread = [[speed["median"] - speed["min"]], [speed["max"] - speed["median"]]]
+            axes.barh(place, speed["median"], color=colour, xerr=spread, capsize=2, ecolor="#3c4043")
+            text = f"{speed['median']:,.0f}  ({way['of_memory_copy']['median']:.2f})"
+            axes.text(speed["max"] * 1.15, place, text, va="center", fontsize=7)
+        unit = {True: "workers", False: "threads"}
+        labels = [f"{way['way']}, {way['threads']} {unit['DataLoader' in way['way']]}" for way in ways]
+        axes.set_yticks(range(len(ways)), [label.replace("1 threads", "1 thread") for label in labels], fontsize=7)
+        axes.invert_yaxis()
+        axes.set_xscale("log")
+        axes.set_xlim(ways[-1]["images_per_s"]["min"] / 3, ways[0]["images_per_s"]["max"] * 40)
+        axes.set_xlabel("images/s, page cache warm (in brackets: of the copy)", fontsize=8)
+        axes.set_title(f"{name} rows, batch {first}", fontsize=9, loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+    ratios = [_way(found, "H5Loader", 2)["of_memory_copy"]["median"] for found in result["sizes"].values()]
+    large, small = result["sizes"]
+    figure.suptitle(
+        f"On 2 threads H5Loader hands out shuffled batches at {ratios[0]:.2f} ({large} rows) and {ratios[1]:.2f} "
+        f"({small} rows) of the speed of copying rows in memory",
+        fontsize=10,
+        x=0.01,
+        ha="left",
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    print(f"drew {path}")
+
+
+def _way(found: dict[str, Any], name: str, threads: int) -> dict[str, Any]:
+    return next(way for way in found["hot"] if way["way"] == name and way["threads"] == threads)
+
+
+def _cell(way: dict[str, Any] | None) -> str:
+    if way is None:
+        return "-"
+    speed, ratio = way["images_per_s"], way["of_memory_copy"]
+    return f"{speed['median']:,.0f} | {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
+
+
+def hot_table(result: dict[str, Any], *, every_batch: bool) -> str:
+    """The figures of hot reading as a Markdown table."""
+    lines = [
+        "| way | threads or workers | rows | batch | images/s | of the memory copy |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, found in result["sizes"].items():
+        first = found["hot"][0]["batch"]
+        for way in found["hot"]:
+            if every_batch or way["batch"] == first:
+                lines.append(f"| {way['way']} | {way['threads']} | {name} | {way['batch']} | {_cell(way)} |")
+    return "\n".join(lines)
+
+
+def cold_table(result: dict[str, Any]) -> str:
+    """The figures of cold reading as a Markdown table."""
+    lines = ["| way | threads | rows | MB/s | of the sequential read |", "|---|---|---|---|---|"]
+    for name, found in result["sizes"].items():
+        for way in found["cold"]["ways"]:
+            label, _, threads = way["way"].partition(" | ")
+            speed, ratio = way["mb_per_s"], way["of_sequential"]
+            lines.append(
+                f"| {label} | {threads or 1} | {name} | {speed['median']:,.0f} | "
+                f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}) |"
+            )
+    probes = sum(found["cold"]["pages_found_in_cache"] for found in result["sizes"].values())
+    epochs = ", ".join(
+        f"{name} rows: {found['epoch']['chunk_misses']} visits to {found['epoch']['chunks']} chunks, amplification "
+        f"{found['epoch']['amplification']:.3f}"
+        for name, found in result["sizes"].items()
+    )
+    lines += ["", f"Before each run 500 places were probed; {probes} were still in the page cache."]
+    lines += [f"One epoch, counted: {epochs}."]
+    return "\n".join(lines)
+
+
+def read_summary(result: dict[str, Any]) -> str:
+    """What the README says of reading: the machine, and the ways that matter."""
+    machine = result["machine"]
+    where = machine["processor"] + (" (a virtual machine)" if machine["virtual"] else "") + f", {machine['cpus']} CPUs"
+    repeats = result["sizes"]["3 KB"]["hot"][0]["images_per_s"]["repeats"]
+    lines = [
+        f"{where}; page cache warm, shuffled batches, every page of a batch looked at;",
+        f"medians of {repeats} interleaved repeats, minimum to maximum in brackets.",
+        "",
+        "| way | threads or workers | 116 KB rows: images/s | of the copy | 3 KB rows: images/s | of the copy |",
+        "|---|---|---|---|---|---|",
+    ]
+    names = ["memory copy", "H5Loader", "H5Loader, resident='no'", "np.memmap, fancy index", "np.memmap, DataLoader"]
+    names += ["H5Dataset with collate, DataLoader", "H5Dataset, DataLoader", "one index by h5py, DataLoader"]
+    names += ["one index by h5py, chunks of the recipe, DataLoader", "one index by h5py, guessed chunks, DataLoader"]
+    large, small = (found["hot"] for found in result["sizes"].values())
+    for name in names:
+        for threads in (1, 2):
+            cells = []
+            for found in (large, small):
+                first = found[0]["batch"]
+                matches = (way["way"] == name and way["threads"] == threads and way["batch"] == first for way in found)
+                cells.append(next((way for way, match in zip(found, matches, strict=True) if match), None))
+            if any(cells):
+                row = " | ".join("- | -" if cell is None else _cell(cell) for cell in cells)
+                lines.append(f"| {name} | {threads} | {row} |")
+    return "\n".join(lines)
+
+
 def update_figures(page: Path, name: str, text: str) -> None:
     """Replace what stands between a page's marks of a set of figures."""
     before, begin, rest = page.read_text().partition(f"<!-- figures: {name} -->\n")
@@ -107,6 +227,11 @@ def main() -> None:
     result = json.loads((RESULTS / "convert.json").read_text())
     draw_convert(result, PICTURES / "convert.png")
     update_figures(ROOT / "README.md", "convert", convert_table(result))
+    result = json.loads((RESULTS / "read.json").read_text())
+    draw_read(result, PICTURES / "read.png")
+    update_figures(ROOT / "README.md", "read", read_summary(result))
+    update_figures(ROOT / "docs" / "performance.md", "hot", hot_table(result, every_batch=True))
+    update_figures(ROOT / "docs" / "performance.md", "cold", cold_table(result))
 
 
 if __name__ == "__main__":

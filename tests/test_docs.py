@@ -179,7 +179,63 @@ def test_everything_in_a_real_pack_is_described(tmp_path: Path) -> None:
     assert {name for name in found if name not in text} == set()
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", DOCS / "quickstart.md"], ids=lambda path: path.name)
+def option_rows(title: str) -> set[str]:
+    """The names in the first column of the first table of a section of reading.md."""
+    table = section(page("reading.md"), title).split("\n### ")[0]
+    return {
+        name for cell in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", table, re.M) for name in re.findall(r"\w+", cell)
+    }
+
+
+@pytest.mark.parametrize(
+    ("title", "names"),
+    [
+        ("H5Dataset", ["H5Dataset"]),
+        ("H5Loader", ["H5Loader"]),
+        ("The samplers", ["ChunkBatchSampler", "ChunkSampler"]),
+    ],
+)
+def test_every_option_of_reading_has_a_row_and_no_other_has(title: str, names: list[str]) -> None:
+    import h5pack
+
+    assert option_rows(title) == {
+        name for owner in names for name in inspect.signature(getattr(h5pack, owner)).parameters
+    }
+
+
+def test_what_a_state_belongs_to_is_listed(tmp_path: Path) -> None:
+    from torch.utils.data import Subset
+
+    import h5pack
+
+    h5pack.convert(
+        split_folders(tmp_path / "photos", {"train": {"x": 3}}), tmp_path / "o.h5", ConvertOptions(workers=1)
+    )
+    dataset = h5pack.H5Dataset(tmp_path / "o.h5")
+    names = set()
+    for rows in (dataset, Subset(dataset, [2, 0])):
+        names |= set(h5pack.ChunkBatchSampler(rows, 2).state_dict()["order"])
+    text = page("reading.md").split("\n### What a state belongs to\n")[1].split("\n## ")[0]
+    cells = re.findall(r"^\| (`.*?) \|", text, re.M)
+    assert {name for cell in cells for name in re.findall(r"\w+", cell)} == names
+
+
+def test_what_was_read_is_listed() -> None:
+    from dataclasses import fields
+
+    from h5pack.read.engine import ReadStats
+
+    text = page("reading.md").split("\n### What was read\n")[1].split("\n### ")[0]
+    cells = re.findall(r"^\| (`.*?) \|", text, re.M)
+    assert {name for cell in cells for name in re.findall(r"\w+", cell)} == {
+        "amplification",
+        *(field.name for field in fields(ReadStats)),
+    }
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", DOCS / "quickstart.md", DOCS / "reading.md"], ids=lambda path: path.name
+)
 def test_the_code_of_a_page_runs(path: Path, tmp_path: Path) -> None:
     blocks = RUNNABLE.findall(path.read_text(encoding="utf-8"))
     assert path.name == "README.md" or blocks

@@ -3,8 +3,8 @@
 Fresh memory costs more than the copy into it: the kernel zeroes each page at its first touch (measured: 70,000 images/s
 fall to 15,700). So a batch's memory goes back to the pool when its last tensor dies. The word comes from a weak
 reference to the array under the tensors; its callback may run inside the garbage collector, in any thread, with any
-lock held, so it does nothing but append the memory to a deque, which is one step of the interpreter. What came back
-last is taken first: it is warm.
+lock held, so it does nothing but append the memory to a deque, which is one step of the interpreter, unless enough is
+kept already. What came back last is taken first: it is warm.
 
 Pinned memory is torch's own: its host allocator reuses it, and waits for the copies to the device that still read it.
 """
@@ -12,6 +12,7 @@ Pinned memory is torch's own: its host allocator reuses it, and waits for the co
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import weakref
 from collections import deque
@@ -112,6 +113,7 @@ class BufferPool:
         self.bytes = -(-size // _PAGE) * _PAGE
         self._pinned = pinned
         self._free: deque[mmap.mmap] = deque()
+        self._numbers = itertools.count()
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._dead: deque[int] = deque()
 
@@ -126,10 +128,11 @@ class BufferPool:
         except IndexError:
             memory = anonymous(self.bytes)
         base = np.frombuffer(memory, np.uint8)
-        number, free, dead = id(base), self._free, self._dead
+        number, free, dead, keep = next(self._numbers), self._free, self._dead, self.keep
 
         def give_back(_: object) -> None:
-            free.append(memory)
+            if len(free) < keep:
+                free.append(memory)
             dead.append(number)
 
         # The tensors hold the array, not the memory, so the array's death is that of the last tensor.
@@ -137,11 +140,7 @@ class BufferPool:
         return BatchMemory(base, None, self.parts, rows)
 
     def _forget(self) -> None:
-        """Drop what is known of dead arrays, and memory beyond what is worth keeping."""
-        while self._dead:
-            number = self._dead.popleft()
-            watch = self._watched.get(number)
-            if watch is not None and watch() is None:
-                del self._watched[number]
-        while len(self._free) > self.keep:
-            self._free.popleft()
+        """Drop what is known of dead arrays; several iterators may do so at once."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._watched.pop(self._dead.popleft(), None)

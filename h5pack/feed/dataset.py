@@ -157,7 +157,7 @@ class H5Dataset(Dataset[Any]):
             row numbers, int64 (n,).
         """
         plain = self.transform is None and self.target_transform is None
-        if not (isinstance(samples, SampleBatch) and plain):
+        if not (isinstance(samples, SampleBatch) and samples.comes_from(self._load) and plain):
             return default_collate(list(samples))
         shared = get_worker_info() is not None
         parts: list[Any] = []

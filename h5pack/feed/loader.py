@@ -166,11 +166,11 @@ class H5Loader:
         indexes = self._base.engine.indexes
         small = [name for name in self._base.names if indexes[name].row_bytes < SCATTER_BYTES]
         small_bytes = self.plan.rows.count * sum(indexes[name].row_bytes for name in small)
-        keep_small = 0 < small_bytes <= min(_MOST_SMALL_BYTES, budget - needed)
+        kept = kept if self.resident else 0
+        keep_small = 0 < small_bytes <= min(_MOST_SMALL_BYTES, budget - needed - kept)
         self._small_names = small if keep_small else []
-        kept = (kept if self.resident else 0) + (small_bytes if keep_small else 0)
-        left = budget - kept
-        self._credits = max(least, min(wanted, left // batch_bytes - 1))
+        kept += small_bytes if keep_small else 0
+        self._credits = max(least, min(wanted, (budget - kept) // max(1, batch_bytes) - 1))
         self.memory_bytes = (self._credits + 1) * batch_bytes + kept
 
     def _new_pool(self, keep: int) -> BufferPool:
@@ -178,7 +178,8 @@ class H5Loader:
         parts = [(name, indexes[name].row_shape, indexes[name].native_dtype) for name in self._base.names]
         if self._base.with_rows or self._base.check:
             parts.append((ROWS, (), np.dtype(np.int64)))
-        return BufferPool(parts, self.batch_size, self.pin_memory, keep)
+        largest = self.plan.batch_rows(0) if self.plan.batches else 0
+        return BufferPool(parts, largest, self.pin_memory, keep)
 
     def _renew(self) -> None:
         """Begin without memory, threads or rows: at first, and in a forked child."""
@@ -207,8 +208,9 @@ class H5Loader:
         if self.resident and self._kept is None and self._begun >= self._first_resident:
             self._kept = ResidentRows(self._base, self.plan.rows.stored())
         if self._small_names and self._small is None:
-            self._small = ResidentRows(self._base, self.plan.rows.stored(), self._small_names)
-            self._small.load_all()
+            small = ResidentRows(self._base, self.plan.rows.stored(), self._small_names)
+            small.load_all()
+            self._small = small
         self._begun += 1
         iterator = LoaderIterator(self, self._progress.begin())
         self._iterators.add(iterator)
@@ -299,11 +301,13 @@ class LoaderIterator(Iterator[Any]):
         self._run = run
         self._following, self._end = run.begun, len(loader)
         self._ready: dict[int, Any] = {}
+        self._closed = False
         self._pipeline: Pipeline | None = None
         if self._following < self._end:
             self._pipeline = loader._start(run)
             # The threads know the pipeline only, so a forgotten iterator dies, and its threads with it.
-            weakref.finalize(self, self._pipeline.stop).atexit = False
+            self._forgotten = weakref.finalize(self, self._pipeline.stop)
+            self._forgotten.atexit = False
 
     def __len__(self) -> int:
         """Batches left."""
@@ -311,6 +315,8 @@ class LoaderIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         pipeline = self._pipeline
+        if self._closed:
+            raise LoaderError("this iterator was closed before its epoch's end; begin a new one with iter(loader)")
         if pipeline is None:
             raise StopIteration
         if pipeline.process != os.getpid():
@@ -324,23 +330,30 @@ class LoaderIterator(Iterator[Any]):
                 self._ready[number] = batch
                 del batch
         except BaseException:
-            self.close()
+            self._let_go()
             raise
         found = self._ready.pop(self._following)
         self._following += 1
         self._run.count += 1
         pipeline.return_credit()
         if self._following == self._end:
-            self.close()
+            self._let_go()
         return found
 
     def close(self) -> None:
         """Stop reading; wait until the threads have ended."""
+        self._closed = self._closed or self._pipeline is not None
+        self._let_go()
+
+    def _let_go(self) -> None:
         pipeline, self._pipeline = self._pipeline, None
         self._ready.clear()
-        if pipeline is not None and pipeline.process == os.getpid():
-            pipeline.stop()
-            pipeline.join()
+        if pipeline is not None:
+            # It knows the pipeline, whose memory would live as long as this.
+            self._forgotten.detach()
+            if pipeline.process == os.getpid():
+                pipeline.stop()
+                pipeline.join()
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:

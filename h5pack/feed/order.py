@@ -106,6 +106,9 @@ class OrderPlan:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OptionsError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        for name in ("seed", "rank"):
+            if not isinstance(getattr(self, name), int):
+                raise OptionsError(f"{name} is {getattr(self, name)!r}; it must be a whole number")
         if self.shuffle not in SHUFFLES:
             raise OptionsError(f"shuffle {self.shuffle!r} is none of 'window', 'full', 'chunk', False")
         if not 0 <= self.rank < self.world_size:
@@ -157,7 +160,7 @@ class OrderPlan:
         """Batches that one segment reaches over, at most."""
         if self.shuffle == "full":
             return 1
-        rows = min((1 if self.shuffle is False else self.pieces) * self.rows.unit_rows, self.stream_rows)
+        rows = min(self.pieces * self.rows.longest, self.stream_rows)
         return min(self.batches, (-(-rows // self.take) + 1) * self.lanes)
 
     @property

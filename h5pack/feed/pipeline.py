@@ -16,7 +16,6 @@ lock held: nothing that it calls takes a lock.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import itertools
 import os
 import queue
@@ -31,6 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from h5pack.errors import LoaderError
 from h5pack.feed.buffers import BatchMemory, BufferPool, Part
 from h5pack.feed.dataset import H5Dataset
 from h5pack.feed.order import OrderPlan, Segment
@@ -118,13 +118,11 @@ class Pipeline:
     ) -> None:
         self.process = os.getpid()
         self._dataset, self._plan, self._pool, self._resident = dataset, plan, pool, resident
-        self._small = small
-        self._finish = finish
+        self._small, self._finish = small, finish
         self._segments = plan.segments(epoch, first)
         self._planned: deque[_Planned] = deque()
         self._planning = True
-        self._granted = 0
-        self._opened = first
+        self._granted, self._opened = 0, first
         self._filling: dict[int, _Filling] = {}
         self._tasks: deque[Task] = deque()
         self._loading: dict[int, list[_Waiting]] = {}
@@ -139,12 +137,10 @@ class Pipeline:
         for _ in range(_PLANNED):
             self._rooms.put(None)
         self._readers = threads
+        works = {"plan": self._plan_ahead, **{f"read-{number}": self._work for number in range(threads)}}
         self._threads = [
-            threading.Thread(target=self._guarded, args=(self._plan_ahead,), name="h5pack-plan", daemon=True)
-        ]
-        self._threads += [
-            threading.Thread(target=self._guarded, args=(self._work,), name=f"h5pack-read-{number}", daemon=True)
-            for number in range(threads)
+            threading.Thread(target=self._guarded, args=(work,), name=f"h5pack-{name}", daemon=True)
+            for name, work in works.items()
         ]
         _live.add(self)
         for thread in self._threads:
@@ -162,7 +158,11 @@ class Pipeline:
         """
         item = self._done.get()
         if isinstance(item, BaseException):
-            raise item
+            try:
+                raise item
+            finally:
+                # Its traceback knows this frame.
+                del item
         return item
 
     def return_credit(self) -> None:
@@ -176,12 +176,13 @@ class Pipeline:
         self._rooms.put(None)
         for _ in self._threads:
             self._wake.put(None)
-        self._done.put(RuntimeError("the pipeline was stopped"))
+        self._done.put(LoaderError("the iterator was closed while its next batch was awaited"))
 
     def join(self, seconds: float | None = None) -> None:
         """Wait until the threads have ended."""
-        for thread in self._threads:
-            if thread is not threading.current_thread():
+        # One of them gets here from inside the garbage collector; the others may wait for what it holds.
+        if threading.current_thread() not in self._threads:
+            for thread in self._threads:
                 thread.join(seconds)
 
     # The threads' side.
@@ -192,6 +193,11 @@ class Pipeline:
         except BaseException as error:
             self._done.put(error)
             self.stop()
+        if self._stopping:
+            # Tasks know the pipeline. Without them it dies with its last thread, and its memory with it.
+            with self._lock:
+                self._tasks.clear()
+                self._loading.clear()
 
     def _plan_ahead(self) -> None:
         engine = self._dataset.engine
@@ -307,19 +313,18 @@ class Pipeline:
         self._task_done(issued)
 
     def _stage(self, part: Part, segment: Segment, issued: _Issued) -> None:
-        name = part.name
-        if name == ROWS:
+        if part.name == ROWS:
             values: npt.NDArray[Any] = segment.rows
-        elif self._small is not None and name in self._small:
+        elif self._small is not None and part.name in self._small:
             values = np.empty((len(segment.rows), *part.row_shape), part.dtype)
-            self._small.gather(name, segment.rows, values)
+            self._small.gather(part.name, segment.rows, values)
         else:
-            values = self._dataset.engine.read(name, segment.rows)
+            values = self._dataset.engine.read(part.name, segment.rows)
         dealt = np.empty_like(values)
         dealt[segment.places] = values
         begin = 0
         for batch, slot, count in segment.spans:
-            self._filling[batch].memory.arrays[name][slot : slot + count] = dealt[begin : begin + count]
+            self._filling[batch].memory.arrays[part.name][slot : slot + count] = dealt[begin : begin + count]
             begin += count
         self._task_done(issued)
 
@@ -347,7 +352,7 @@ class Pipeline:
         assert self._resident is not None
         self._resident.load(chunk)
         with self._lock:
-            for waiting in self._loading.pop(chunk):
+            for waiting in self._loading.pop(chunk, ()):
                 waiting.loads -= 1
                 if not waiting.loads:
                     self._tasks.extend(waiting.tasks)
@@ -359,8 +364,7 @@ class Pipeline:
     def _gather(self, span: tuple[int, int, int], rows: npt.NDArray[np.int64]) -> None:
         assert self._resident is not None
         batch, slot, count = span
-        arrays = self._filling[batch].memory.arrays
-        for name, array in arrays.items():
+        for name, array in self._filling[batch].memory.arrays.items():
             if name == ROWS:
                 array[slot : slot + count] = rows
             else:
@@ -389,8 +393,8 @@ class Pipeline:
 @atexit.register
 def _stop_all() -> None:
     """A thread that still reads while the interpreter is taken down may crash it."""
-    for pipeline in list(_live):
-        with contextlib.suppress(Exception):
-            pipeline.stop()
-    for pipeline in list(_live):
+    own = [pipeline for pipeline in list(_live) if pipeline.process == os.getpid()]
+    for pipeline in own:
+        pipeline.stop()
+    for pipeline in own:
         pipeline.join(5.0)

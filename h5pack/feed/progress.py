@@ -38,12 +38,16 @@ class Progress:
         Of the order; a state saved with another one is refused.
     unit : str
         What is counted: ``"batches"`` or ``"rows"``.
+    world_size : int, optional
+        Where each rank counts its own rows: how many ranks there are. Then a state goes on with another number of them
+        only from a place where all streams gave equally many rows.
     """
 
-    def __init__(self, identity: dict[str, Any], unit: str) -> None:
+    def __init__(self, identity: dict[str, Any], unit: str, world_size: int | None = None) -> None:
         self.identity = identity
         self.unit = unit
         self.run = Run()
+        self._world_size = world_size
         self._next_epoch = 0
         self._next_begun = 0
         self._running = False
@@ -52,6 +56,10 @@ class Progress:
         """Make `epoch` the next one; where a state of that very epoch was loaded, its place is kept."""
         if epoch != self._next_epoch:
             self._next_epoch, self._next_begun = epoch, 0
+        self._running = False
+
+    def pause(self) -> None:
+        """An iteration was made, and has yet to begin: the state is where it will."""
         self._running = False
 
     def begin(self) -> Run:
@@ -63,10 +71,15 @@ class Progress:
 
     def state(self, count: int | None = None) -> dict[str, Any]:
         """The state after `count` batches or rows of the running iteration, or those counted here."""
-        if not self._running:
-            return {"order": self.identity, "epoch": self._next_epoch, self.unit: self._next_begun}
-        done = self.run.begun + (self.run.count if count is None else count)
-        return {"order": self.identity, "epoch": self.run.epoch, self.unit: done}
+        return self.state_of(self.run if self._running else None, count)
+
+    def state_of(self, run: Run | None, count: int | None = None) -> dict[str, Any]:
+        """The state of one iteration; None: of the next."""
+        epoch, done = self._next_epoch, self._next_begun
+        if run is not None:
+            epoch, done = run.epoch, run.begun + (run.count if count is None else count)
+        ranks = {} if self._world_size is None else {"world_size": self._world_size}
+        return {"order": self.identity, "epoch": epoch, self.unit: done, **ranks}
 
     def load(self, state: dict[str, Any]) -> None:
         """Have the next iteration go on where the state was saved.
@@ -77,7 +90,8 @@ class Progress:
             If it belongs to another order.
         """
         try:
-            order, epoch, done = state["order"], int(state["epoch"]), int(state[self.unit])
+            order, epoch, done = dict(state["order"]), int(state["epoch"]), int(state[self.unit])
+            saved_ranks = None if self._world_size is None else int(state["world_size"])
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(
                 f"not a state of {self.unit} in an order ({error!r}); give what state_dict() returned"
@@ -89,5 +103,18 @@ class Progress:
                     f"the state was saved with {name} {order.get(name)!r}, and this order has "
                     f"{self.identity.get(name)!r}; resume with the same{hint}"
                 )
+        if self._world_size is not None and saved_ranks is not None and saved_ranks != self._world_size:
+            done = self._for_our_ranks(done, saved_ranks)
         self._next_epoch, self._next_begun = epoch, done
         self._running = False
+
+    def _for_our_ranks(self, done: int, ranks: int) -> int:
+        """Our rank's rows at the place where each of `ranks` ranks had `done`."""
+        streams = self.identity["streams"]
+        if done * ranks % streams:
+            raise StateError(
+                f"the state was saved after {done} rows on each of {ranks} ranks, amid a turn of the {streams} streams; "
+                f"resume with {ranks} ranks, or save after a multiple of {streams // ranks} rows"
+            )
+        assert self._world_size is not None
+        return done * ranks // self._world_size

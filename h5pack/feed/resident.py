@@ -11,6 +11,9 @@ import numpy.typing as npt
 from h5pack.feed.buffers import anonymous
 from h5pack.feed.dataset import H5Dataset
 
+_PIECE_ROWS = 262_144
+"""Rows that `load_all` reads at once; planning a read takes many times the bytes of a small row."""
+
 
 class ResidentRows:
     """Rows of a dataset's parts, in memory.
@@ -26,19 +29,20 @@ class ResidentRows:
 
     def __init__(self, dataset: H5Dataset, rows: npt.NDArray[np.int64], names: Sequence[str] | None = None) -> None:
         self._dataset = dataset
-        self._rows = rows
+        self._count = len(rows)
+        self._start = int(rows[0]) if len(rows) else 0
+        together = not len(rows) or int(rows[-1]) - self._start + 1 == len(rows)
+        # Rows that follow each other are arithmetic; their numbers may take more memory than they do.
+        self._rows = None if together else rows
         self._unit = dataset.unit_rows
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         for name in dataset.names if names is None else names:
             index = dataset.engine.indexes[name]
-            memory = np.frombuffer(anonymous(len(rows) * index.row_bytes), index.native_dtype, -1)
-            count = len(rows) * index.row_bytes // index.dtype.itemsize
-            self._arrays[name] = memory[:count].reshape(len(rows), *index.row_shape)
-        first = int(rows[0]) // self._unit if len(rows) else 0
+            memory = anonymous(len(rows) * index.row_bytes)
+            self._arrays[name] = np.ndarray((len(rows), *index.row_shape), index.native_dtype, memory)
         last = int(rows[-1]) // self._unit if len(rows) else -1
-        self._first = first
-        self._together = not len(rows) or int(rows[-1]) - int(rows[0]) + 1 == len(rows)
-        self._loaded = np.zeros(last - first + 1, np.bool_)
+        self._first = self._start // self._unit
+        self._loaded = np.zeros(last - self._first + 1, np.bool_)
 
     @staticmethod
     def bytes_needed(dataset: H5Dataset, rows: int) -> int:
@@ -49,9 +53,9 @@ class ResidentRows:
         return name in self._arrays
 
     def load_all(self) -> None:
-        """Read all rows at once."""
-        for name, array in self._arrays.items():
-            self._dataset.read_rows(name, self._rows, array)
+        """Read all rows."""
+        for low in range(0, self._count, _PIECE_ROWS):
+            self._read(low, min(low + _PIECE_ROWS, self._count))
         self._loaded[:] = True
 
     def missing(self, rows: npt.NDArray[np.int64]) -> list[int]:
@@ -61,12 +65,25 @@ class ResidentRows:
 
     def load(self, chunk: int) -> None:
         """Read a chunk's rows. Doing it twice is wasted, not wrong."""
-        low, high = np.searchsorted(self._rows, (chunk * self._unit, (chunk + 1) * self._unit)).tolist()
-        for name, array in self._arrays.items():
-            self._dataset.read_rows(name, self._rows[low:high], array[low:high])
+        edges = np.array((chunk * self._unit, (chunk + 1) * self._unit))
+        if self._rows is None:
+            low, high = np.clip(edges - self._start, 0, self._count).tolist()
+        else:
+            low, high = np.searchsorted(self._rows, edges).tolist()
+        self._read(low, high)
         self._loaded[chunk - self._first] = True
+
+    def _read(self, low: int, high: int) -> None:
+        rows = np.arange(self._start + low, self._start + high) if self._rows is None else self._rows[low:high]
+        for name, array in self._arrays.items():
+            index = self._dataset.engine.indexes[name]
+            if index.dtype.isnative and index.reason is None:
+                self._dataset.read_rows(name, rows, array[low:high])
+            else:
+                # Numbers that are converted in place would be wrong for a moment, to one who gathers them already.
+                array[low:high] = self._dataset.read_rows(name, rows)
 
     def gather(self, name: str, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
         """Copy loaded rows to `out`, in the order given."""
-        places = rows - self._rows[0] if self._together else np.searchsorted(self._rows, rows)
+        places = rows - self._start if self._rows is None else np.searchsorted(self._rows, rows)
         np.take(self._arrays[name], places, axis=0, out=out, mode="clip")

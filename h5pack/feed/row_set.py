@@ -34,6 +34,7 @@ class SpanRows:
         self.count = stop - start
         self._chunk = start // unit_rows
         self.chunks = (stop - 1) // unit_rows - self._chunk + 1 if self.count else 0
+        self.longest = unit_rows
         # Rows that the first and the last chunk lack, as they belong to other splits or lie past the end.
         self.lacks = [(0, start - self._chunk * unit_rows)] if self.count else []
         if self.count:
@@ -85,6 +86,8 @@ class ChosenRows:
         heads = np.flatnonzero(np.diff(self._rows // unit_rows)) + 1
         self._edges = np.concatenate(([0], heads, [self.count])) if self.count else np.zeros(1, np.int64)
         self.chunks = len(self._edges) - 1
+        # Repeated rows make a chunk longer than it is in the file.
+        self.longest = int(self.lengths().max(initial=0))
 
     def lengths(self) -> Rows:
         """Rows in each chunk; int64, (chunks,)."""

@@ -28,6 +28,10 @@ class SampleBatch(Sequence[Any]):
         self._load = load
         self._samples: list[Any] | None = None
 
+    def comes_from(self, load: Callable[[npt.NDArray[np.int64]], list[Any]]) -> bool:
+        """Whether it is `load` that gives the samples; the rows of another dataset are others."""
+        return self._load == load
+
     def samples(self) -> list[Any]:
         """The samples, read once."""
         if self._samples is None:

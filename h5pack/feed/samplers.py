@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from h5pack.feed.order import DEFAULT_WINDOW, OrderPlan
-from h5pack.feed.progress import Progress
+from h5pack.feed.progress import Progress, Run
 from h5pack.feed.selection import resolve_ranks, select_rows
 
 _BLOCK_ROWS = 4_096
+Item = TypeVar("Item")
 
 
 class _ChunkOrder:
     """What both samplers share."""
 
-    def __init__(self, plan: OrderPlan, unit: str, identity: dict[str, Any]) -> None:
+    def __init__(self, plan: OrderPlan, progress: Progress) -> None:
         self.plan = plan
-        self._progress = Progress(identity, unit)
+        self._progress = progress
 
     @property
     def epoch(self) -> int:
@@ -62,6 +63,38 @@ class _ChunkOrder:
                 begin += count
         for batch in range(following, plan.batches):
             yield open_batches.pop(batch)
+
+
+class _Iteration(Iterator[Item]):
+    """One iteration, begun when its first item is asked for: DataLoaders also make some that they never use.
+
+    torchdata's StatefulDataLoader saves and restores this one's state besides the sampler's. It needs it: the iteration
+    that it restores at the end of an epoch is one that it never asks for an item, and yet that epoch must count as over.
+    """
+
+    def __init__(self, progress: Progress, items: Callable[[Run], Iterator[Item]]) -> None:
+        progress.pause()
+        self._progress, self._items = progress, items
+        self._run: Run | None = None
+        self._left: Iterator[Item] = iter(())
+
+    def __next__(self) -> Item:
+        run = self._run or self._begin()
+        item = next(self._left)
+        run.count += 1
+        return item
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._progress.state_of(self._run)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._progress.load(state)
+        self._begin()
+
+    def _begin(self) -> Run:
+        self._run = run = self._progress.begin()
+        self._left = self._items(run)
+        return run
 
 
 class ChunkSampler(_ChunkOrder, Sampler[int]):
@@ -125,21 +158,21 @@ class ChunkSampler(_ChunkOrder, Sampler[int]):
             world_size,
             world_size if streams is None else streams,
         )
-        super().__init__(plan, "rows", {**plan.identity(), "global_batch": None})
+        super().__init__(plan, Progress({**plan.identity(), "global_batch": None}, "rows", world_size))
 
     def __len__(self) -> int:
         """Rows of this rank's epoch."""
         return self.plan.rank_rows
 
     def __iter__(self) -> Iterator[int]:
-        run = self._progress.begin()
+        return _Iteration(self._progress, self._items)
+
+    def _items(self, run: Run) -> Iterator[int]:
         first, skip = divmod(run.begun, self.plan.batch_size)
         for indices in self._filled(run.epoch, first) if run.begun < len(self) else ():
             # A row of each stream in turns, so that a step's rows are the same for every number of ranks.
             turns = indices.reshape(self.plan.step_streams, -1).T.reshape(-1)
-            for index in turns[skip:].tolist():
-                run.count += 1
-                yield index
+            yield from turns[skip:].tolist()
             skip = 0
 
     def state_dict(self, rows_consumed: int | None = None) -> dict[str, Any]:
@@ -221,7 +254,7 @@ class ChunkBatchSampler(_ChunkOrder, Sampler[list[int]]):
             world_size * lanes if streams is None else streams,
             lanes,
         )
-        super().__init__(plan, "batches", plan.identity())
+        super().__init__(plan, Progress(plan.identity(), "batches"))
         self.batch_size = batch_size
         self.drop_last = drop_last
 
@@ -230,9 +263,10 @@ class ChunkBatchSampler(_ChunkOrder, Sampler[list[int]]):
         return self.plan.batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        run = self._progress.begin()
+        return _Iteration(self._progress, self._items)
+
+    def _items(self, run: Run) -> Iterator[list[int]]:
         for indices in self._filled(run.epoch, run.begun) if run.begun < len(self) else ():
-            run.count += 1
             yield indices.tolist()
 
     def state_dict(self, batches_consumed: int | None = None) -> dict[str, Any]:

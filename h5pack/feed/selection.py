@@ -32,22 +32,23 @@ def select_rows(dataset: Any, rows: Sequence[int] | npt.NDArray[np.int64] | None
     OptionsError
         If there is no `H5Dataset` below, or an index is out of range.
     """
-    base, chosen = dataset, None
+    base, subsets = dataset, []
     while isinstance(base, Subset):
-        inner = np.asarray(base.indices, np.int64)
-        chosen = inner if chosen is None else inner[chosen]
+        subsets.append(base)
         base = base.dataset
     if not isinstance(base, H5Dataset):
         raise OptionsError(
             f"a {type(base).__name__} has no chunks to order by; give an H5Dataset, or a torch Subset of one"
         )
-    indices = None
+    indices = chosen = None
     if rows is not None:
-        indices = _in_range(np.asarray(rows), len(dataset), "rows")
-        chosen = indices if chosen is None else chosen[indices]
+        indices = chosen = _in_range(np.asarray(rows), len(dataset), "rows")
+    for subset in subsets:
+        below: Any = subset.dataset
+        inner = _in_range(np.asarray(subset.indices), len(below), "the Subset's indices")
+        chosen = inner if chosen is None else inner[chosen]
     if chosen is None:
         return base, SpanRows(base.first_row, base.first_row + len(base), base.unit_rows)
-    chosen = _in_range(chosen, len(base), "the Subset's indices")
     return base, ChosenRows(
         chosen + base.first_row, np.arange(len(chosen)) if indices is None else indices, base.unit_rows
     )

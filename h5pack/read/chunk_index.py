@@ -13,10 +13,13 @@ import numpy.typing as npt
 
 from h5pack.errors import PackFormatError
 from h5pack.hdf5 import is_filtered
-from h5pack.layout import plan_chunks
+from h5pack.layout import DEFAULT_CHUNK_BYTES, plan_chunks
 
 _MOST_UNIT_ROWS = 4_096
 """Rows that a contiguous dataset's make-believe chunks have at most, so that a window of them stays small."""
+_LISTS_CHUNKS = hasattr(h5py.h5d.DatasetID, "chunk_iter")
+_COUNTS_USER_BLOCK = (1, 14, 4)
+"""The first HDF5 that places chunks from the start of the file, not from behind its user block (1.14.2 does not)."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
     if reason is None and row_bytes and dataset.shape[0]:
         try:
             addresses = _chunked(dataset, chunk_rows) if dataset.chunks else _contiguous(dataset)
-        except (RuntimeError, OSError, ValueError, IndexError) as error:
+        except Exception as error:
+            # Damage shows as any of h5py's errors.
             raise PackFormatError(
                 f"{file.filename}: the chunk index of {name!r} is damaged ({error}); restore the file, or convert again"
             ) from error
@@ -112,6 +116,8 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
 
 
 def _unit_rows(rows: int, row_bytes: int) -> int:
+    if row_bytes >= DEFAULT_CHUNK_BYTES:
+        return 1
     return min(_MOST_UNIT_ROWS, plan_chunks(max(1, rows), max(1, row_bytes)).rows)
 
 
@@ -136,6 +142,10 @@ def _why_not(file: h5py.File, dataset: h5py.Dataset) -> str | None:
         return f"its chunks pass through filters ({names})"
     if dataset.chunks and dataset.chunks[1:] != dataset.shape[1:]:
         return f"its chunks {dataset.chunks} cut rows of {dataset.shape[1:]}"
+    if dataset.chunks and not _LISTS_CHUNKS:
+        return f"h5py {h5py.version.version} with HDF5 {h5py.version.hdf5_version} cannot list chunks"
+    if dataset.chunks and file.userblock_size and h5py.version.hdf5_version_tuple < _COUNTS_USER_BLOCK:
+        return f"HDF5 {h5py.version.hdf5_version} misplaces the chunks of files with a user block"
     if not dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype, logical=True)):
         return "its numbers are stored in an unusual way"
     return None
@@ -152,6 +162,8 @@ def _chunked(dataset: h5py.Dataset, chunk_rows: int) -> npt.NDArray[np.int64]:
             raise ValueError(f"a chunk at {chunk.chunk_offset}")
         if chunk.size != size:
             raise ValueError(f"chunk {number} has {chunk.size} bytes instead of {size}")
+        if addresses[number] >= 0:
+            raise ValueError(f"chunk {number} twice")
         addresses[number] = chunk.byte_offset
 
     dataset.id.chunk_iter(record)
@@ -160,7 +172,9 @@ def _chunked(dataset: h5py.Dataset, chunk_rows: int) -> npt.NDArray[np.int64]:
 
 def _contiguous(dataset: h5py.Dataset) -> npt.NDArray[np.int64]:
     offset = dataset.id.get_offset()
-    return np.array([-1 if offset is None else offset], np.int64)
+    # HDF5 adds a user block to the offset of nothing, too.
+    absent = offset is None or dataset.id.get_space_status() == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED
+    return np.array([-1 if absent else offset], np.int64)
 
 
 def _require_inside(

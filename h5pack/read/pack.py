@@ -85,16 +85,18 @@ def read_pack(
     """
     absolute = os.path.abspath(path)
     with open_file(absolute) as file:
-        identity = FileIdentity.of(absolute)
+        # Of the file that is open, which another one may have replaced by now.
+        identity = FileIdentity.of(file.id.get_vfd_handle() if file.driver == "sec2" else absolute)
         try:
             require_complete(file)
-            if labels == schema.LABELS and labels not in file:
+            if labels == schema.LABELS and labels not in file and checksums_of(labels) not in file:
                 labels = None
             images, labels = images.strip("/"), None if labels is None else labels.strip("/")
             return _describe(file, identity, images, labels, tuple(name.strip("/") for name in fields))
-        except (KeyError, ValueError, TypeError, RuntimeError, OSError) as error:
-            if isinstance(error, H5PackError):
-                raise
+        except H5PackError:
+            raise
+        except Exception as error:
+            # Damage shows as any of h5py's errors.
             raise PackFormatError(
                 f"{absolute}: its metadata is damaged ({error}); restore the file, or run 'h5pack verify' on it"
             ) from error
@@ -115,7 +117,7 @@ def _describe(
             )
         indexes[name] = index_dataset(file, dataset, name)
         checksums = file.get(checksums_of(name))
-        if isinstance(checksums, h5py.Dataset) and checksums.shape == (len(stored),):
+        if isinstance(checksums, h5py.Dataset) and checksums.shape == (len(stored),) and checksums.dtype.kind == "u":
             indexes[checksums_of(name)] = index_dataset(file, checksums, checksums_of(name))
     label = None if labels is None else file[labels]
     layout = stored.attrs.get(schema.LAYOUT)
@@ -143,8 +145,12 @@ def _require_rows(file: h5py.File, dataset: h5py.Dataset) -> None:
     where = f"{file.filename}: dataset {dataset.name.lstrip('/')!r}"
     if dataset.ndim < 1:
         raise PackFormatError(f"{where} has no axis 0 to take samples from; name another dataset")
-    if dataset.dtype.kind not in "biuf":
-        raise PackFormatError(f"{where} holds {dataset.dtype}, not numbers; name another dataset")
+    try:
+        dtype = dataset.dtype
+    except TypeError as error:
+        raise PackFormatError(f"{where} holds no numbers that NumPy knows ({error}); name another dataset") from error
+    if dtype.kind not in "biuf":
+        raise PackFormatError(f"{where} holds {dtype}, not numbers; name another dataset")
 
 
 def _names(value: Any) -> tuple[str, ...] | None:

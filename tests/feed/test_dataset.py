@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
+import threading
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset, default_collate
 
 import h5pack
-from h5pack.errors import IncompletePackError, PackChangedError, PackFormatError
+from h5pack.errors import (
+    DamagedRowsError,
+    H5PackError,
+    IncompletePackError,
+    OptionsError,
+    PackChangedError,
+    PackFormatError,
+)
+from h5pack.feed.sample_batch import SampleBatch
+from tests.feed import packs
+from tests.feed.packs import all_same, same
 from tests.makers import class_folders, quick, save, split_folders
 
 COUNTS = {"train": {"x": 31, "y": 26}, "test": {"x": 5, "y": 9}}
@@ -221,3 +236,285 @@ def test_rows_that_are_single_numbers(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file["images"] = np.arange(6, dtype="f4")
     assert [float(value) for value in h5pack.H5Dataset(tmp_path / "f.h5")[1:4]] == [1.0, 2.0, 3.0]
+
+
+# Batches: read when they are looked at, collated without a detour.
+
+FIELDS = ("boxes", "masks", "weight")
+
+
+def rich(path: Path, labels: npt.NDArray[Any] | None) -> Path:
+    """Images with labels of some kind and three fields: float32 boxes, masks, and a float64 number each."""
+    given = {} if labels is None else {"labels": labels}
+    boxes, masks = packs.values(packs.ROWS, (4,), "f4"), packs.values(packs.ROWS, (16, 12), "?")
+    weight = np.linspace(0, 1, packs.ROWS)
+    return packs.write(path, images=packs.values(), boxes=boxes, masks=masks, weight=weight, **given)
+
+
+LABELS: dict[str, npt.NDArray[Any] | None] = {
+    "int64": np.arange(packs.ROWS),
+    "uint8": np.arange(packs.ROWS, dtype="u1"),
+    ">i2": np.arange(packs.ROWS, dtype=">i2"),
+    "bool": np.arange(packs.ROWS) % 3 == 0,
+    "float32": np.linspace(0, 1, packs.ROWS, dtype="f4"),
+    "table": packs.values(packs.ROWS, (40,), "i1"),
+    "none": None,
+}
+
+
+class Witness:
+    """Collates, and tells for each tensor whether it lies in shared memory."""
+
+    def __init__(self, dataset: h5pack.H5Dataset) -> None:
+        self.dataset = dataset
+
+    def __call__(self, samples: Any) -> tuple[list[Any], list[bool]]:
+        batch = self.dataset.collate(samples)
+        return batch, [part.is_shared() for part in batch]
+
+
+def test_nothing_is_read_before_somebody_looks(pack: Path) -> None:
+    dataset = h5pack.H5Dataset(pack)
+    batch = dataset.__getitems__([5, 3, 4])
+    assert isinstance(batch, SampleBatch)
+    assert len(batch) == 3
+    assert dataset.stats().rows == 0
+    first = batch[0]
+    assert dataset.stats().rows == 3
+    for sample, index in zip(batch, (5, 3, 4), strict=True):
+        assert key(*sample) == key(*dataset[index])
+    assert batch[0] is first
+    assert [label for _, label in batch[1:]] == [dataset[3][1], dataset[4][1]]
+    assert dataset.stats().rows == 8, "the batch was read once"
+    other = dataset.__getitems__([1, 2])
+    dataset.collate(other)
+    assert dataset.stats().rows == 10, "collate reads the rows, and not the samples besides"
+
+
+@pytest.mark.parametrize("labels", LABELS)
+@pytest.mark.parametrize("with_rows", [False, True])
+@pytest.mark.parametrize("fields", [(), FIELDS])
+def test_collate_is_default_collate(tmp_path: Path, labels: str, with_rows: bool, fields: tuple[str, ...]) -> None:
+    path = rich(tmp_path / "f.h5", LABELS[labels])
+    dataset = h5pack.H5Dataset(path, fields=fields, with_rows=with_rows)
+    for indices in ([7], [102, 0, 3, 3, 50, 11], list(range(103))):
+        fast = dataset.collate(dataset.__getitems__(indices))
+        plain = default_collate([dataset[index] for index in indices])
+        assert isinstance(fast, torch.Tensor) == isinstance(plain, torch.Tensor)
+        assert type(fast) is type(plain)
+        assert same(fast, plain)
+        assert same(dataset.collate([dataset[index] for index in indices]), plain)
+    if with_rows:
+        assert fast[-1].tolist() == list(range(103))
+    with h5py.File(path) as file:
+        for name, part in zip(dataset.names, [fast] if isinstance(fast, torch.Tensor) else fast, strict=False):
+            assert np.array_equal(part.numpy(), file[name][()])
+
+
+@pytest.mark.parametrize("dtype", ["u1", "u2", ">u4", "i1", ">i8", "f2", "<f4", ">f8", "?"])
+@pytest.mark.parametrize("shape", [(), (3,), (200,), (5, 0)])
+def test_collate_keeps_the_dtype_of_images(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> None:
+    data = packs.values(11, shape, dtype)
+    packs.write(tmp_path / "f.h5", None, images=data)
+    dataset = h5pack.H5Dataset(tmp_path / "f.h5")
+    batch = dataset.collate(dataset.__getitems__([4, 10, 0]))
+    assert same(batch, default_collate([dataset[4], dataset[10], dataset[0]]))
+    assert np.array_equal(batch.numpy(), data[[4, 10, 0]])
+
+
+@pytest.mark.parametrize("context", [None, "fork", "spawn", "forkserver"])
+def test_collate_in_workers_goes_to_shared_memory(tmp_path: Path, context: str | None) -> None:
+    dataset = h5pack.H5Dataset(rich(tmp_path / "f.h5", LABELS["int64"]), fields=FIELDS, with_rows=True)
+    part = Subset(dataset, list(range(90, 10, -3)))
+    expected = [default_collate([dataset[index] for index in part.indices[at : at + 8]]) for at in range(0, 27, 8)]
+    workers = {} if context is None else {"num_workers": 2, "multiprocessing_context": context}
+    loader = DataLoader(part, batch_size=8, collate_fn=Witness(dataset), **workers)
+    batches = list(loader)
+    assert all_same([batch for batch, _ in batches], expected)
+    for _, shared in batches:
+        assert shared[:5] == [context is not None] * 5
+
+
+def test_collate_leaves_transforms_to_the_samples(tmp_path: Path) -> None:
+    path = rich(tmp_path / "f.h5", LABELS["int64"])
+    plain = h5pack.H5Dataset(path)
+    both = h5pack.H5Dataset(path, transform=lambda image: torch.from_numpy(image) + 1, target_transform=lambda y: -y)
+    images, labels = plain.collate(plain.__getitems__([3, 9]))
+    assert same(both.collate(both.__getitems__([3, 9])), [images + 1, -labels])
+    only = h5pack.H5Dataset(path, target_transform=float)
+    assert same(only.collate(only.__getitems__([3, 9])), [images, torch.tensor([3.0, 9.0], dtype=torch.float64)])
+
+
+def test_collate_of_another_dataset_gives_the_samples_own_rows(tmp_path: Path) -> None:
+    one = h5pack.H5Dataset(packs.labelled(tmp_path / "a.h5"))
+    packs.write(tmp_path / "b.h5", images=packs.values()[::-1], labels=np.arange(103) + 500)
+    other = h5pack.H5Dataset(tmp_path / "b.h5")
+    images, labels = one.collate(other.__getitems__([1, 2]))
+    assert labels.tolist() == [501, 502]
+    assert torch.equal(images[0], other[1][0])
+    halved = h5pack.H5Dataset(tmp_path / "a.h5", transform=lambda image: image // 2)
+    assert torch.equal(one.collate(halved.__getitems__([4]))[0][0], one[4][0] // 2)
+
+
+def test_samples_end_with_fields_and_rows(tmp_path: Path) -> None:
+    path = rich(tmp_path / "f.h5", LABELS["uint8"])
+    dataset = h5pack.H5Dataset(path, fields=["boxes", "/masks"], with_rows=True, transform=lambda image: image.shape)
+    assert dataset.names == ("images", "labels", "boxes", "masks")
+    with h5py.File(path) as file:
+        boxes, masks = file["boxes"][()], file["masks"][()]
+    for sample, row in zip(dataset[-3:], (100, 101, 102), strict=True):
+        assert sample[:2] == (packs.SHAPE, row)
+        assert sample[2].dtype == torch.float32
+        assert np.array_equal(sample[2], boxes[row])
+        assert sample[3].dtype == torch.bool
+        assert np.array_equal(sample[3], masks[row])
+        assert sample[4] == row
+        assert type(sample[4]) is int
+    bare = h5pack.H5Dataset(path, labels=None, fields=["weight"])
+    image, weight = bare[51]
+    assert (image.shape, weight.shape, weight.dtype) == (packs.SHAPE, (), torch.float64)
+    assert float(weight) == 0.5
+    with pytest.raises(OptionsError, match="a sequence of dataset names"):
+        h5pack.H5Dataset(path, fields="boxes")
+    with pytest.raises(PackFormatError, match="no dataset 'depth'"):
+        h5pack.H5Dataset(path, fields=["depth"])
+
+
+def test_rows_of_a_split_are_rows_of_the_file(pack: Path) -> None:
+    dataset = h5pack.H5Dataset(pack, split="test", with_rows=True)
+    assert [sample[2] for sample in dataset[:]] == list(range(57, 71))
+    assert dataset.collate(dataset.__getitems__([0, -1]))[2].tolist() == [57, 70]
+
+
+def test_damaged_rows_are_named(tmp_path: Path) -> None:
+    path = packs.converted(tmp_path)
+    assert len(list(h5pack.H5Dataset(path, check=True)[:])) == 45, "nothing is wrong yet"
+    packs.flip(path, 12)
+    dataset = h5pack.H5Dataset(path, check=True)
+    assert dataset[11] is not None
+    with pytest.raises(
+        DamagedRowsError, match=r"'images' row 12 differs from the stored checksum; run 'h5pack verify'"
+    ):
+        dataset[12]
+    packs.flip(path, 40)
+    dataset = h5pack.H5Dataset(path, check=True)
+    with pytest.raises(DamagedRowsError, match="rows 12, 40 differ") as caught:
+        dataset.collate(dataset.__getitems__([40, 3, 12, 40]))
+    assert caught.value.rows == (12, 40)
+    loader = DataLoader(
+        dataset, batch_size=5, num_workers=1, multiprocessing_context="fork", collate_fn=dataset.collate
+    )
+    with pytest.raises(DamagedRowsError, match="row 12 differs"):
+        list(loader)
+    assert len(list(h5pack.H5Dataset(path)[:])) == 45, "nobody asked for a check"
+    packs.flip(path, 12)
+    packs.flip(path, 40)
+    packs.flip(path, 7, "labels")
+    with pytest.raises(DamagedRowsError, match="'labels' row 7 differs"):
+        h5pack.H5Dataset(path, check=True)[7]
+
+
+def test_a_check_needs_checksums(tmp_path: Path) -> None:
+    with pytest.raises(OptionsError, match="no checksums of 'images'; leave check out"):
+        h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"), check=True)
+
+
+def test_stats_count_rows_chunks_and_bytes(tmp_path: Path) -> None:
+    dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"), labels=None)
+    stats = dataset.stats()
+    assert (stats.rows, stats.reads, stats.amplification) == (0, 0, 1.0)
+    dataset.collate(dataset.__getitems__(range(20, 40)))
+    assert (stats.rows, stats.chunk_misses, stats.chunk_hits) == (20, 2, 18)
+    assert (stats.bytes_wanted, stats.bytes_read) == (20 * 576, 20 * 576)
+    dataset.collate(dataset.__getitems__([95, 1, 3, 91]))
+    assert (stats.rows, stats.chunk_misses, stats.chunk_hits) == (24, 4, 20)
+    assert stats.amplification == 1.0
+    assert pickle.loads(pickle.dumps(dataset)).stats().rows == 0, "another process counts for itself"
+
+
+# The file under it.
+
+
+@pytest.mark.parametrize("how", ["renamed", "rewritten", "grown", "removed"])
+def test_a_file_that_changes_under_a_dataset_is_noticed(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = packs.labelled(tmp_path / "f.h5")
+    dataset = h5pack.H5Dataset(path)
+    assert dataset[3][1] == 3
+    monkeypatch.setattr("h5pack.read.storage._LOOK_SECONDS", 0)
+    assert dataset[4][1] == 4
+    if how == "renamed":
+        os.replace(packs.labelled(tmp_path / "g.h5", 104), path)
+    elif how == "rewritten":
+        time.sleep(0.01)  # A file system's clock has ticks.
+        path.write_bytes(path.read_bytes())
+    elif how == "grown":
+        with path.open("ab") as file:
+            file.write(b"more")
+    else:
+        path.unlink()
+    with pytest.raises(PackChangedError, match="replaced or rewritten since this dataset was made"):
+        dataset[5]
+
+
+def test_a_look_at_the_file_is_due_within_about_a_second(tmp_path: Path) -> None:
+    dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"))
+    assert dataset[3][1] == 3
+    os.replace(packs.labelled(tmp_path / "g.h5", 104), tmp_path / "f.h5")
+
+    def use() -> None:
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            assert dataset[4][1] == 4, "until then it is the old file that is read"
+            time.sleep(0.02)
+
+    with pytest.raises(PackChangedError):
+        use()
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_a_file_cut_short_while_in_use_is_an_error(tmp_path: Path, compression: str | None) -> None:
+    path = packs.labelled(tmp_path / "f.h5", 400, compression=compression)
+    dataset = h5pack.H5Dataset(path)
+    assert dataset[3][1] == 3
+    os.truncate(path, 3000)
+    with pytest.raises(H5PackError):
+        dataset.collate(dataset.__getitems__(range(400)))
+
+
+def test_the_detour_through_the_library_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "h5pack"):
+        h5pack.H5Dataset(packs.labelled(tmp_path / "plain.h5"))
+        assert not caplog.records
+        dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "zipped.h5", compression="gzip"))
+    assert len(caplog.records) == 1
+    assert "zipped.h5: 'images' is read through the HDF5 library, which is slower: " in caplog.text
+    assert "gzip" in caplog.text or "deflate" in caplog.text
+    assert torch.equal(dataset[5][0], torch.from_numpy(packs.values()[5]))
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_threads_share_a_dataset(tmp_path: Path, compression: str | None) -> None:
+    data = packs.values()
+    dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5", compression=compression), with_rows=True)
+    start = threading.Barrier(8)
+
+    def look(seed: int) -> int:
+        random = np.random.default_rng(seed)
+        start.wait()
+        for turn in range(60):
+            indices = random.integers(0, packs.ROWS, int(random.integers(1, 40)))
+            batch = dataset.__getitems__(indices)
+            if turn % 2:
+                images, labels, rows = dataset.collate(batch)
+            else:
+                images, labels, rows = default_collate(list(batch))
+            assert np.array_equal(images.numpy(), data[indices])
+            assert labels.tolist() == rows.tolist() == indices.tolist()
+            if turn % 16 == seed:
+                pickle.dumps(dataset)
+        return 1
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(look, range(8))) == 8

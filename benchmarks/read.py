@@ -1,0 +1,377 @@
+"""How fast are rows read, beside the same rows copied at random places in memory?
+
+Run ``python -m benchmarks.read``; it makes its own files. Every way reads shuffled batches, and the consumer touches
+every page of each. The ways take turns, so a drift of the machine's speed meets all alike; a ratio is taken within each
+turn.
+
+- the ceiling: ``np.take`` of random rows out of memory into batches that are used again, on 1 and 2 threads;
+- H5Loader: as it comes (which keeps rows in memory from the second epoch on, where they fit), reading the file every
+  epoch (``resident="no"``), and through h5py;
+- np.memmap: fancy indexing in this process, and a DataLoader with 2 workers;
+- h5py: the usual dataset that reads one index, in a DataLoader with 2 workers; on a pack, on the well-known recipe's
+  chunks, which cut images, and on the chunks that h5py guesses;
+- H5Dataset in a DataLoader with 2 workers, collated by torch and by the dataset.
+
+Cold runs drop the file from the page cache first, and prove it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import h5pack
+from benchmarks.common import RESULTS, interleaved, machine, spread, write_result
+from benchmarks.row_files import RowSource, drop_cache, make_flat, make_foreign, make_pack
+from h5pack.feed.buffers import anonymous
+
+WORKERS = 2
+_BLOCK_BYTES = 4 * 1024 * 1024
+
+
+def touch(images: npt.NDArray[np.uint8]) -> int:
+    """Look at every page."""
+    return int(images.reshape(-1)[:: mmap.PAGESIZE].sum())
+
+
+def consume(batches: Iterable[Any], most: int | None = None) -> float:
+    """Rows a second, of all batches or of as many as hold `most` rows."""
+    begin, rows = time.perf_counter(), 0
+    for batch in batches:
+        images = batch[0] if isinstance(batch, (list, tuple)) else batch
+        touch(images.numpy())
+        rows += len(images)
+        if most is not None and rows >= most:
+            break
+    return rows / (time.perf_counter() - begin)
+
+
+class OneIndex(Dataset[Any]):
+    """What most people write: open the file on first use, read one index."""
+
+    def __init__(self, path: Path, rows: int) -> None:
+        self.path, self.rows, self.file = path, rows, None
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> Any:
+        if self.file is None:
+            self.file = h5py.File(self.path, "r")
+        return torch.from_numpy(self.file["images"][index]), int(self.file["labels"][index])
+
+
+class Mapped(Dataset[Any]):
+    """Rows of a flat file by np.memmap."""
+
+    def __init__(self, path: Path, rows: int, size: int) -> None:
+        self.path, self.rows, self.size, self.map = path, rows, size, None
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> Any:
+        if self.map is None:
+            self.map = np.memmap(self.path, np.uint8, "r", shape=(self.rows, self.size))
+        return torch.from_numpy(np.array(self.map[index])), index % 10
+
+
+class Copying:
+    """The ceiling: rows in memory, and buffers that are used again.
+
+    Parameters
+    ----------
+    rows, size : int
+    batch : int
+    """
+
+    def __init__(self, rows: int, size: int, batch: int) -> None:
+        self.rows, self.batch = rows, batch
+        self.source = np.frombuffer(anonymous(rows * size), np.uint8)[: rows * size].reshape(rows, size)
+        self.source[...] = np.arange(size, dtype=np.uint32).astype(np.uint8)
+        self.buffers = []
+        for _ in range(6):
+            buffer = np.frombuffer(anonymous(batch * size), np.uint8)[: batch * size].reshape(batch, size)
+            buffer[...] = 1
+            self.buffers.append(buffer)
+
+    def __call__(self, threads: int, turn: int) -> float:
+        order = np.random.default_rng(turn).permutation(self.rows)
+        batches = self.rows // self.batch
+
+        def work(thread: int) -> None:
+            for number in range(thread, batches, threads):
+                # Each thread has its own three.
+                out = self.buffers[thread * 3 + number // threads % 3]
+                rows = order[number * self.batch : (number + 1) * self.batch]
+                np.take(self.source, rows, axis=0, out=out, mode="clip")
+                touch(out)
+
+        begin = time.perf_counter()
+        workers = [threading.Thread(target=work, args=(thread,)) for thread in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        return batches * self.batch / (time.perf_counter() - begin)
+
+
+def fancy(path: Path, rows: int, size: int, batch: int, turn: int) -> float:
+    """Rows a second of fancy indexing a map, in this process; each batch is new memory."""
+    mapped = np.memmap(path, np.uint8, "r", shape=(rows, size))
+    order = np.random.default_rng(turn).permutation(rows)
+    return consume(
+        torch.from_numpy(mapped[order[start : start + batch]]) for start in range(0, rows - batch + 1, batch)
+    )
+
+
+def through_h5py(path: Path) -> h5pack.H5Dataset:
+    """A dataset whose rows all come through the HDF5 library."""
+    dataset = h5pack.H5Dataset(path)
+    for name, index in dataset.engine.indexes.items():
+        dataset.engine.indexes[name] = replace(index, reason="the benchmark asks for it")
+    return dataset
+
+
+def data_loader(dataset: Dataset[Any], batch: int, **settings: Any) -> DataLoader[Any]:
+    """A DataLoader with workers that stay."""
+    if "batch_sampler" not in settings:
+        settings |= {"batch_size": batch, "shuffle": True, "drop_last": True}
+    return DataLoader(dataset, num_workers=WORKERS, persistent_workers=True, **settings)
+
+
+Way = Callable[[int], float]
+
+
+def loader_ways(pack: Path, batch: int) -> dict[str, Way]:
+    """H5Loader's ways of reading, each warmed up."""
+    ways: dict[str, Way] = {}
+    for label, dataset, settings in (
+        ("H5Loader", h5pack.H5Dataset(pack), {}),
+        ("H5Loader, resident='no'", h5pack.H5Dataset(pack), {"resident": "no"}),
+        ("H5Loader through h5py", through_h5py(pack), {"resident": "no"}),
+    ):
+        for threads in (1, 2):
+            loader = h5pack.H5Loader(dataset, batch, threads=threads, drop_last=True, **settings)
+            for _ in range(2 if not settings else 1):
+                consume(loader)
+            ways[f"{label} | {threads}"] = lambda turn, loader=loader: consume(loader)
+    return ways
+
+
+def worker_ways(pack: Path, flat: Path, source: RowSource, foreign: dict[str, Path], batch: int) -> dict[str, Way]:
+    """What is read by a DataLoader's workers; the slow ones only a part of an epoch."""
+    rows, size = source.rows, source.size
+    dataset = h5pack.H5Dataset(pack)
+    sampler = h5pack.ChunkBatchSampler(dataset, batch, drop_last=True)
+    loaders: dict[str, tuple[DataLoader[Any], int | None]] = {
+        "np.memmap, DataLoader": (data_loader(Mapped(flat, rows, size), batch), min(rows, 20_000)),
+        "one index by h5py, DataLoader": (data_loader(OneIndex(pack, rows), batch), min(rows, 20_000)),
+        "H5Dataset, DataLoader": (data_loader(dataset, batch, batch_sampler=sampler), None),
+        "H5Dataset with collate, DataLoader": (
+            data_loader(dataset, batch, batch_sampler=sampler, collate_fn=dataset.collate),
+            None,
+        ),
+    }
+    for label, path in foreign.items():
+        with h5py.File(path) as file:
+            count = len(file["images"])
+        small = min(batch, 32)
+        loaders[f"one index by h5py, {label}, DataLoader"] = (data_loader(OneIndex(path, count), small), 8 * small)
+    ways: dict[str, Way] = {}
+    for label, (loader, most) in loaders.items():
+        consume(loader, 2 * batch)
+        ways[f"{label} | {WORKERS}"] = lambda turn, loader=loader, most=most: consume(loader, most)
+    return ways
+
+
+def hot(source: RowSource, scratch: Path, pack: Path, batches: tuple[int, int], repeats: int) -> list[dict[str, Any]]:
+    """All ways with the file in the page cache; the first batch size is the one that everything is measured with."""
+    flat = make_flat(pack, scratch / "flat.bin")
+    few = min(source.rows, 2_000)
+    foreign = {}
+    if source.height > 100:
+        foreign["chunks of the recipe"] = make_foreign(source, scratch / "recipe.h5", (100, 3, 217, 178), few)
+    foreign["guessed chunks"] = make_foreign(source, scratch / "guessed.h5", True, few)
+    found = []
+    for batch in batches:
+        copying = Copying(source.rows, source.size, batch)
+        ways: dict[str, Way] = {f"memory copy | {threads}": partial(copying, threads) for threads in (1, 2)}
+        ways |= loader_ways(pack, batch)
+        if batch == batches[0]:
+            ways["np.memmap, fancy index | 1"] = partial(fancy, flat, source.rows, source.size, batch)
+            ways |= worker_ways(pack, flat, source, foreign, batch)
+        speeds: dict[str, list[float]] = {way: [] for way in ways}
+        for way in interleaved(list(ways), repeats):
+            speeds[way].append(ways[way](len(speeds[way])))
+        found += [_described(way, batch, speeds) for way in ways]
+        del copying, ways
+    for path in (flat, *foreign.values()):
+        path.unlink()
+    return found
+
+
+def _described(way: str, batch: int, speeds: dict[str, list[float]]) -> dict[str, Any]:
+    label, _, threads = way.partition(" | ")
+    ceiling = speeds[f"memory copy | {threads}"]
+    return {
+        "way": label,
+        "threads": int(threads),
+        "batch": batch,
+        "images_per_s": spread(speeds[way]),
+        "of_memory_copy": spread([speed / top for speed, top in zip(speeds[way], ceiling, strict=True)]),
+    }
+
+
+def sequential(path: Path, flags: int = 0) -> float:
+    """Bytes a second of reading a file from its beginning to its end."""
+    descriptor = os.open(path, os.O_RDONLY | flags)
+    block, done = mmap.mmap(-1, _BLOCK_BYTES), 0
+    begin = time.perf_counter()
+    try:
+        while got := os.preadv(descriptor, [block], done):
+            done += got
+            if got % mmap.PAGESIZE:
+                break
+    finally:
+        os.close(descriptor)
+    return done / (time.perf_counter() - begin)
+
+
+def cold_loader(path: Path, batch: int, size: int, threads: int) -> tuple[float, float]:
+    """Bytes a second of a first epoch, dataset and loader made anew; and the read amplification."""
+    begin = time.perf_counter()
+    dataset = h5pack.H5Dataset(path)
+    loader = h5pack.H5Loader(dataset, batch, threads=threads)
+    rows = 0
+    for batch_ in loader:
+        touch(batch_[0].numpy())
+        rows += len(batch_[0])
+    seconds = time.perf_counter() - begin
+    loader.close()
+    return rows * size / seconds, dataset.stats().amplification
+
+
+def cold(source: RowSource, pack: Path, batch: int, repeats: int) -> dict[str, Any]:
+    """First epochs from the disk, beside sequential reads of the same file."""
+    amplification: list[float] = []
+
+    def load(threads: int) -> float:
+        speed, amplified = cold_loader(pack, batch, source.size, threads)
+        amplification.append(amplified)
+        return speed
+
+    ways: dict[str, Callable[[], float]] = {
+        "sequential read": partial(sequential, pack),
+        "sequential read past the page cache": partial(sequential, pack, os.O_DIRECT),
+        "H5Loader | 1": partial(load, 1),
+        "H5Loader | 2": partial(load, 2),
+    }
+    speeds: dict[str, list[float]] = {way: [] for way in ways}
+    cached = 0
+    for way in interleaved(list(ways), repeats):
+        cached += drop_cache(pack)
+        speeds[way].append(ways[way]() / 1e6)
+    sequential_speeds = speeds["sequential read"]
+    return {
+        "pages_found_in_cache": cached,
+        "amplification": spread(amplification),
+        "ways": [
+            {
+                "way": way,
+                "mb_per_s": spread(found),
+                "of_sequential": spread([speed / top for speed, top in zip(found, sequential_speeds, strict=True)]),
+            }
+            for way, found in speeds.items()
+        ],
+    }
+
+
+def epoch_counts(pack: Path, batch: int) -> dict[str, Any]:
+    """What one epoch reads: chunks visited, amplification."""
+    dataset = h5pack.H5Dataset(pack)
+    for _ in h5pack.H5Loader(dataset, batch, resident="no"):
+        pass
+    stats = dataset.stats()
+    index = dataset.engine.indexes["images"]
+    return {
+        "rows": stats.rows,
+        "chunks": len(index.addresses),
+        "chunk_misses": stats.chunk_misses,
+        "amplification": round(stats.amplification, 6),
+    }
+
+
+def measure(source: RowSource, scratch: Path, batches: tuple[int, int], repeats: int) -> dict[str, Any]:
+    """Everything about rows of one size."""
+    pack = make_pack(source, scratch / "pack.h5")
+    result = {
+        "rows": source.rows,
+        "row_bytes": source.size,
+        "cold": cold(source, pack, batches[0], repeats),
+        "hot": hot(source, scratch, pack, batches, repeats),
+        "epoch": epoch_counts(pack, batches[0]),
+    }
+    pack.unlink()
+    return result
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--large", type=int, default=20_000, help="rows of 116 KB (178x218)")
+    parser.add_argument("--small", type=int, default=200_000, help="rows of 3 KB (32x32)")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--scratch", type=Path, help="a folder for the files (default: a temporary one)")
+    parser.add_argument("--json", type=Path, default=RESULTS / "read.json")
+    arguments = parser.parse_args(argv)
+    warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+    torch.set_num_threads(1)
+    scratch = Path(tempfile.mkdtemp(prefix="h5pack-bench-", dir=arguments.scratch))
+    try:
+        sizes = {
+            "116 KB": (RowSource(arguments.large, 218, 178), (256, 512)),
+            "3 KB": (RowSource(arguments.small, 32, 32), (512, 256)),
+        }
+        result = {
+            "benchmark": "read",
+            "command": f"python -m benchmarks.read --large {arguments.large} --small {arguments.small} "
+            f"--repeats {arguments.repeats}",
+            "machine": machine(scratch),
+            "sizes": {
+                name: measure(source, scratch, batches, arguments.repeats) for name, (source, batches) in sizes.items()
+            },
+        }
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    write_result(arguments.json, result)
+    for name, found in result["sizes"].items():
+        print(f"{name} rows, read amplification {found['epoch']['amplification']:.3f}")
+        for way in found["hot"]:
+            print(
+                f"  {way['way']}, {way['threads']}, batch {way['batch']}: {way['images_per_s']['median']:,.0f} "
+                f"images/s, {way['of_memory_copy']['median']:.2f}"
+            )
+        for way in found["cold"]["ways"]:
+            print(f"  cold: {way['way']}: {way['mb_per_s']['median']:,.0f} MB/s, {way['of_sequential']['median']:.2f}")
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""HDF5 files of every kind of storage, for the tests of the read wing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.read.chunk_index import ChunkIndex, index_dataset
+from h5pack.read.engine import Engine
+from h5pack.read.identity import FileIdentity
+
+STORAGES = (
+    "contiguous",
+    "rows",
+    "extendable",
+    "holes",
+    "no_holes_filled",
+    "never",
+    "early",
+    "split",
+    "gzip",
+    "compact",
+    "virtual",
+    "unlimited",
+)
+DIRECT = frozenset({"contiguous", "rows", "extendable", "holes", "no_holes_filled", "never", "early", "unlimited"})
+
+
+def numbers(shape: Sequence[int], dtype: str, seed: int = 0) -> npt.NDArray[Any]:
+    """Values that every dtype holds exactly."""
+    return np.random.default_rng(seed).integers(0, 2 if dtype == "?" else 100, shape).astype(dtype)
+
+
+def write(
+    path: Path,
+    values: npt.NDArray[Any],
+    storage: str,
+    *,
+    name: str = "x",
+    chunk_rows: int = 3,
+    fill: int = 0,
+    **settings: Any,
+) -> npt.NDArray[Any]:
+    """Write a file of one dataset, and give the values that a reader must find in it."""
+    path.unlink(missing_ok=True)
+    shape, cut = values.shape, values.shape[1:]
+    fillvalue = values.dtype.type(fill)
+    if storage not in ("extendable", "unlimited"):
+        chunk_rows = min(chunk_rows, shape[0])
+    with h5py.File(path, "w", **settings) as file:
+        if storage == "compact":
+            create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            create.set_layout(h5py.h5d.COMPACT)
+            low_level(file, name, values, create)
+        elif storage == "early":
+            create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            create.set_chunk((chunk_rows, *cut))
+            create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+            low_level(file, name, values, create)
+        elif storage == "virtual":
+            file["parts/source"] = values
+            layout = h5py.VirtualLayout(shape, values.dtype)
+            layout[...] = h5py.VirtualSource(".", "parts/source", shape)
+            file.create_virtual_dataset(name, layout)
+        elif storage in ("holes", "no_holes_filled", "never"):
+            chunks = None if storage == "never" else (chunk_rows, *cut)
+            never = {"fill_time": "never"} if storage == "no_holes_filled" else {}
+            dataset = file.create_dataset(name, shape, values.dtype, chunks=chunks, fillvalue=fillvalue, **never)
+            values = values.copy()
+            for chunk, start in enumerate(range(0, shape[0], chunk_rows)):
+                rows = slice(start, min(shape[0], start + chunk_rows))
+                if storage != "never" and chunk % 3 != 1:
+                    dataset[rows] = values[rows]
+                else:
+                    values[rows] = fillvalue
+        else:
+            halves = tuple(max(1, size // 2) for size in shape)
+            how: dict[str, Any] = {
+                "contiguous": {},
+                "rows": {"chunks": (chunk_rows, *cut)},
+                "extendable": {"chunks": (chunk_rows, *cut), "maxshape": (None, *cut)},
+                "unlimited": {"chunks": (chunk_rows, *cut), "maxshape": (None,) * len(shape)},
+                "split": {"chunks": halves},
+                "gzip": {"chunks": halves, "compression": "gzip", "shuffle": True, "fletcher32": True},
+            }[storage]
+            file.create_dataset(name, data=values, **how)
+    return values.astype(values.dtype.newbyteorder("="))
+
+
+def low_level(file: h5py.File, name: str, values: npt.NDArray[Any], create: Any, stored: Any = None) -> None:
+    """Create a dataset with properties, or a type, that h5py's own call does not offer."""
+    space = h5py.h5s.create_simple(values.shape)
+    kind = h5py.h5t.py_create(values.dtype, logical=True) if stored is None else stored
+    dataset = h5py.h5d.create(file.id, name.encode(), kind, space, create)
+    dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, np.ascontiguousarray(values))
+
+
+def index_of(path: Path, name: str = "x") -> ChunkIndex:
+    """The index of one dataset."""
+    with h5py.File(path) as file:
+        return index_dataset(file, file[name], name)
+
+
+def engine_of(path: Path, *names: str) -> Engine:
+    """An engine over some of a file's datasets."""
+    return Engine(
+        str(path), FileIdentity.of(str(path)), {name: index_of(path, name) for name in names or ("x",)}
+    )
+
+
+def descriptors(path: Path) -> int:
+    """How many descriptors of this process lead to a file."""
+    count = 0
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            count += os.readlink(f"/proc/self/fd/{entry}") == str(path)
+        except OSError:
+            continue
+    return count
+
+
+def in_child(check: Any) -> bool:
+    """Whether a check holds in a forked child."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if check() else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -1,0 +1,412 @@
+"""`index_dataset` finds where every row lies, says why it may not be read there, and refuses damaged places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from h5pack.errors import PackFormatError
+from h5pack.layout import plan_chunks
+from h5pack.read.chunk_index import ChunkIndex, index_dataset
+from h5pack.read.engine import Engine
+from h5pack.read.identity import FileIdentity
+from tests.read.files import STORAGES, engine_of, index_of, low_level, numbers, write
+
+SHAPE = (10, 4, 3)
+VALUES = numbers(SHAPE, "<i4", 3)
+
+
+def gathered(path: Path, index: ChunkIndex) -> npt.NDArray[Any]:
+    """All rows of a dataset, taken out of the file's bytes by an index alone."""
+    data = path.read_bytes()
+    rows = []
+    for row in range(index.rows):
+        chunk, place = divmod(row, index.chunk_rows)
+        address = int(index.addresses[chunk])
+        start = address + place * index.row_bytes
+        rows.append(index.fill if address < 0 else data[start : start + index.row_bytes])
+    return np.frombuffer(b"".join(rows), index.dtype).reshape(index.shape).astype(index.native_dtype)
+
+
+@pytest.mark.parametrize("libver", ["earliest", "v108", "v110", "latest"])
+@pytest.mark.parametrize("userblock", [0, 512, 4096])
+@pytest.mark.parametrize(
+    "storage", ["contiguous", "rows", "extendable", "unlimited", "early", "holes", "no_holes_filled", "never"]
+)
+def test_rows_lie_where_the_index_says(tmp_path: Path, storage: str, libver: str, userblock: int) -> None:
+    path = tmp_path / "f.h5"
+    expected = write(path, VALUES, storage, fill=-7, libver=libver, userblock_size=userblock)
+    index = index_of(path)
+    assert index.reason is None
+    assert np.array_equal(gathered(path, index), expected)
+    assert (index.shape, index.rows, index.row_shape, index.row_bytes) == (SHAPE, 10, (4, 3), 48)
+    whole = storage in ("contiguous", "never")
+    assert index.chunk_rows == (10 if whole else 3)
+    assert len(index.addresses) == (1 if whole else 4)
+    holes = {"holes": [1], "no_holes_filled": [1], "never": [0]}.get(storage, [])
+    assert np.flatnonzero(index.addresses < 0).tolist() == holes
+    assert index.fill == (np.full((4, 3), -7, "<i4").tobytes() if holes else b"")
+
+
+@pytest.mark.parametrize("dtype", ["u1", "<i2", ">i4", "f4", ">f8", "?", "f2", "u8"])
+@pytest.mark.parametrize("fill", [None, 1])
+def test_rows_without_storage_have_the_fill_value(tmp_path: Path, dtype: str, fill: int | None) -> None:
+    path = tmp_path / "f.h5"
+    with h5py.File(path, "w") as file:
+        for name, chunks in (("chunked", (3, 4)), ("contiguous", None)):
+            file.create_dataset(name, (7, 4), dtype, chunks=chunks, fillvalue=fill)
+    with h5py.File(path) as file:
+        stored = file["chunked"][()]
+    assert (stored == (fill or 0)).all()
+    for name in ("chunked", "contiguous"):
+        index = index_of(path, name)
+        assert (index.reason, set(index.addresses.tolist())) == (None, {-1})
+        assert index.fill == np.full(4, fill or 0, dtype).tobytes()
+        assert np.array_equal(gathered(path, index), stored)
+
+
+def odd(kind: Any, size: int | None = None, precision: int | None = None) -> Any:
+    """A type of numbers that NumPy has not."""
+    made = kind.copy()
+    if precision is not None:
+        made.set_precision(precision)
+    if size is not None:
+        made.set_size(size)
+    return made
+
+
+def small_float() -> Any:
+    made = h5py.h5t.IEEE_F32LE.copy()
+    made.set_fields(31, 20, 11, 0, 20)
+    made.set_ebias(1000)
+    return made
+
+
+def default() -> Any:
+    return h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+
+
+def compact() -> Any:
+    create = default()
+    create.set_layout(h5py.h5d.COMPACT)
+    return create
+
+
+def external(file: h5py.File) -> None:
+    file.create_dataset("x", data=VALUES, external=[(str(Path(file.filename).with_name("raw")), 0, VALUES.nbytes)])
+
+
+def virtual(file: h5py.File) -> None:
+    file["source"] = VALUES
+    layout = h5py.VirtualLayout(SHAPE, "<i4")
+    layout[...] = h5py.VirtualSource(".", "source", SHAPE)
+    file.create_virtual_dataset("x", layout)
+
+
+def linked(file: h5py.File) -> None:
+    other = Path(file.filename).with_name("other.h5")
+    with h5py.File(other, "w") as target:
+        target.create_dataset("y", data=VALUES, chunks=(3, 4, 3))
+    file["x"] = h5py.ExternalLink(other.name, "y")
+
+
+def filtered(**settings: Any) -> Callable[[h5py.File], None]:
+    return lambda file: file.create_dataset("x", data=VALUES, chunks=(3, 4, 3), **settings)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (filtered(compression="gzip"), r"its chunks pass through filters \(deflate\)"),
+        (filtered(shuffle=True), r"its chunks pass through filters \(shuffle\)"),
+        (filtered(fletcher32=True), r"its chunks pass through filters \(fletcher32\)"),
+        (filtered(compression="gzip", shuffle=True, fletcher32=True), r"filters \(shuffle, deflate, fletcher32\)"),
+        (virtual, "it is virtual"),
+        (lambda file: low_level(file, "x", VALUES, compact()), "its layout is compact"),
+        (external, "its data lies in other files"),
+        (lambda file: file.create_dataset("x", data=VALUES, chunks=(3, 2, 3)), r"\(3, 2, 3\) cut rows of \(4, 3\)"),
+        (
+            lambda file: file.create_dataset("x", data=VALUES, chunks=(3, 8, 3), maxshape=(None, 8, 3)),
+            r"\(3, 8, 3\) cut rows of \(4, 3\)",
+        ),
+        (linked, r"a link leads to .*other\.h5"),
+        (lambda file: low_level(file, "x", VALUES, default(), odd(h5py.h5t.STD_I32LE, None, 24)), "unusual way"),
+        (lambda file: low_level(file, "x", VALUES, default(), odd(h5py.h5t.STD_I32BE, None, 17)), "unusual way"),
+        (lambda file: low_level(file, "x", VALUES, default(), small_float()), "unusual way"),
+    ],
+)
+def test_why_rows_go_through_the_library(tmp_path: Path, make: Callable[[h5py.File], Any], reason: str) -> None:
+    path = tmp_path / "f.h5"
+    with h5py.File(path, "w") as file:
+        make(file)
+    index = index_of(path)
+    assert index.reason is not None
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(index.reason)
+    assert not len(index.addresses)
+    assert not Engine.scatters(index)
+    order = [9, 0, 4, 4, 1, 2]
+    assert np.array_equal(engine_of(path).read("x", order), VALUES[order]), "the rows are the same all the same"
+
+
+def test_links_inside_the_file_do_not_matter(tmp_path: Path) -> None:
+    path = tmp_path / "f.h5"
+    write(path, VALUES, "rows")
+    with h5py.File(path, "r+") as file:
+        file["soft"] = h5py.SoftLink("/x")
+        file["hard"] = file["x"]
+        file["around"] = h5py.ExternalLink("f.h5", "x")
+    for name in ("soft", "hard", "around"):
+        index = index_of(path, name)
+        assert (index.name, index.reason) == (name, None)
+        assert np.array_equal(gathered(path, index), VALUES)
+
+
+def test_files_that_are_not_read_as_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "f.h5"
+    write(path, VALUES, "rows")
+    with h5py.File(path, driver="core") as file:
+        assert index_dataset(file, file["x"], "x").reason == "the file is opened by HDF5's driver core"
+    monkeypatch.delattr("os.preadv")
+    assert index_of(path).reason == "this system has no preadv"
+
+
+def test_old_hdf5_libraries_that_misplace_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 1.14.4 chunks are counted from behind the user block."""
+    write(tmp_path / "block.h5", VALUES, "rows", userblock_size=512)
+    write(tmp_path / "plain.h5", VALUES, "rows")
+    write(tmp_path / "whole.h5", VALUES, "contiguous", userblock_size=512)
+    monkeypatch.setattr("h5py.version.hdf5_version_tuple", (1, 14, 2))
+    assert "user block" in (index_of(tmp_path / "block.h5").reason or "")
+    assert index_of(tmp_path / "plain.h5").reason is None
+    assert index_of(tmp_path / "whole.h5").reason is None
+    assert np.array_equal(engine_of(tmp_path / "block.h5").read("x", range(10)), VALUES)
+
+
+def test_h5py_without_a_list_of_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As built with HDF5 1.12."""
+    write(tmp_path / "f.h5", VALUES, "rows")
+    write(tmp_path / "whole.h5", VALUES, "contiguous")
+    monkeypatch.setattr("h5pack.read.chunk_index._LISTS_CHUNKS", False)
+    assert "cannot list chunks" in (index_of(tmp_path / "f.h5").reason or "")
+    assert index_of(tmp_path / "whole.h5").reason is None
+    assert np.array_equal(engine_of(tmp_path / "f.h5").read("x", range(10)), VALUES)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 3), (5, 0, 3), (0,), (0, 0)])
+@pytest.mark.parametrize("chunks", [True, False])
+def test_nothing_to_read(tmp_path: Path, shape: tuple[int, ...], chunks: bool) -> None:
+    path = tmp_path / "f.h5"
+    with h5py.File(path, "w") as file:
+        how: dict[str, Any] = {"maxshape": (None,) * len(shape), "chunks": (2,) * len(shape)} if chunks else {}
+        file.create_dataset("x", shape, "<i4", **how)
+    index = index_of(path)
+    assert index.row_bytes == 4 * int(np.prod(shape[1:]))
+    rows = [2, 0, 2] if shape[0] else []
+    found = engine_of(path).read("x", rows)
+    assert (found.shape, found.dtype) == ((len(rows), *shape[1:]), np.dtype("i4"))
+
+
+def unit_rows(path: Path, shape: tuple[int, ...], **settings: Any) -> int:
+    path.unlink(missing_ok=True)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", shape, "u1", **settings)
+    return index_of(path).unit_rows
+
+
+def test_rows_that_an_order_keeps_together(tmp_path: Path) -> None:
+    path = tmp_path / "f.h5"
+    assert unit_rows(path, (1000, 7), chunks=(13, 7)) == 13
+    assert unit_rows(path, (5, 7), chunks=(13, 7), maxshape=(None, 7)) == 13
+    assert unit_rows(path, (1000, 8, 7), chunks=(13, 4, 7)) == 13
+    # Contiguous: as a pack of such rows would be cut, 4 MiB where there are many.
+    assert unit_rows(path, (100_000, 128, 128, 3)) == 4 * 1024 * 1024 // 49_152 == 85
+    assert unit_rows(path, (2_000, 128, 128, 3)) == plan_chunks(2_000, 49_152).rows == 32
+    assert unit_rows(path, (10, 128, 128, 3)) == 2
+    assert unit_rows(path, (10_000_000, 3)) == 4_096, "a window of them stays small"
+    assert unit_rows(path, (0, 128, 128, 3)) == 2
+    assert unit_rows(path, (100, 0)) == 4_096
+    assert index_of(path).chunk_rows == 100
+
+
+def test_contiguous_rows_of_four_gigabytes(tmp_path: Path) -> None:
+    """More than a chunk may have, but no chunk is meant here."""
+    path = tmp_path / "f.h5"
+    with h5py.File(path, "w") as file:
+        create = default()
+        create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        create.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        space = h5py.h5s.create_simple((2, 1 << 32))
+        h5py.h5d.create(file.id, b"x", h5py.h5t.STD_U8LE, space, create)
+    index = index_of(path)
+    assert (index.unit_rows, index.row_bytes, index.reason) == (1, 1 << 32, None)
+
+
+# Files of the oldest format have no checksums in their metadata, so that a patched place reaches the index.
+
+
+def places(path: Path) -> list[int]:
+    return [int(address) for address in index_of(path).addresses]
+
+
+def patch(path: Path, old: bytes, new: bytes) -> None:
+    """Replace bytes that occur once."""
+    data = path.read_bytes()
+    assert data.count(old) == 1
+    path.write_bytes(data.replace(old, new))
+
+
+def address(value: int) -> bytes:
+    return value.to_bytes(8, "little")
+
+
+def chunk_key(chunk: int, row_offset: int) -> bytes:
+    """A chunk's key in a version 1 B-tree: size, filters, and offsets along each axis and inside the element."""
+    return b"".join(
+        [(144).to_bytes(4, "little"), bytes(4), *(value.to_bytes(8, "little") for value in (row_offset, 0, 0, 0))]
+    )
+
+
+def test_chunks_past_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "f.h5"
+    write(path, VALUES, "rows", libver="earliest")
+    patch(path, address(places(path)[2]), address(1 << 33))
+    with pytest.raises(PackFormatError, match=r"f\.h5: 'x' rows 6-8 lie past the end of the file \([\d,]+ bytes\)"):
+        index_of(path)
+    patch(path, address(1 << 33), address((1 << 64) - 2))
+    with pytest.raises(PackFormatError, match=r"f\.h5: the chunk index of 'x' is damaged"):
+        index_of(path)
+
+
+def test_the_last_chunk_may_be_cut_behind_its_last_row(tmp_path: Path) -> None:
+    path = tmp_path / "f.h5"
+    write(path, VALUES, "rows", libver="earliest")
+    size, last = path.stat().st_size, places(path)[3]
+    row = VALUES[9].tobytes()
+    patch(path, address(last), address(size))
+    with open(path, "ab") as file:
+        file.write(row)
+    assert np.array_equal(gathered(path, index_of(path)), VALUES)
+    with open(path, "r+b") as file:
+        file.truncate(size + len(row) - 1)
+    with pytest.raises(PackFormatError, match="rows 9-9 lie past the end"):
+        index_of(path)
+
+
+@pytest.mark.parametrize("step", [0, 143, -143])
+def test_chunks_over_each_other(tmp_path: Path, step: int) -> None:
+    path = tmp_path / "f.h5"
+    write(path, VALUES, "rows", libver="earliest")
+    found = places(path)
+    patch(path, address(found[2]), address(found[0] + step))
+    with pytest.raises(PackFormatError, match=r"'x' chunks 0 and 2 lie over each other; the file is damaged"):
+        index_of(path)
+
+
+def test_the_last_chunk_may_share_the_space_behind_its_rows(tmp_path: Path) -> None:
+    """Only rows that exist are compared: the last chunk holds one."""
+    path = tmp_path / "f.h5"
+    write(path, VALUES, "rows", libver="earliest")
+    found = places(path)
+    patch(path, address(found[3]), address(found[0] - 48))
+    assert index_of(path).addresses[3] == found[0] - 48
+
+
+@pytest.mark.parametrize(("wrong", "message"), [(4, ".*bad coordinate"), (12, "a chunk at"), (9, "chunk 3 twice")])
+def test_chunks_off_the_grid(tmp_path: Path, wrong: int, message: str) -> None:
+    path = tmp_path / "f.h5"
+    write(path, VALUES, "rows", libver="earliest")
+    patch(path, chunk_key(2, 6), chunk_key(2, wrong))
+    with pytest.raises(PackFormatError, match=rf"the chunk index of 'x' is damaged \({message}"):
+        index_of(path)
+
+
+def test_a_chunk_of_another_size(tmp_path: Path) -> None:
+    path = tmp_path / "f.h5"
+    write(path, VALUES, "rows", libver="earliest")
+    key = chunk_key(1, 3)
+    patch(path, key, (143).to_bytes(4, "little") + key[4:])
+    with pytest.raises(PackFormatError, match=r"damaged \(chunk 1 has 143 bytes instead of 144\)"):
+        index_of(path)
+
+
+class Told:
+    """A dataset whose chunk index says what a test wants."""
+
+    def __init__(self, dataset: h5py.Dataset, chunks: list[Any] | Exception, offset: int = 0) -> None:
+        self._dataset, self._chunks, self._offset = dataset, chunks, offset
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataset, name)
+
+    @property
+    def id(self) -> Any:
+        real, chunks = self._dataset.id, self._chunks
+
+        def chunk_iter(call: Callable[[Any], None]) -> None:
+            if isinstance(chunks, Exception):
+                raise chunks
+            for chunk in chunks:
+                call(chunk)
+
+        named = {name: getattr(real, name) for name in ("get_create_plist", "get_type", "get_space_status")}
+        return SimpleNamespace(chunk_iter=chunk_iter, get_offset=lambda: self._offset, **named)
+
+
+def chunk(row: int, column: int = 0, size: int = 144, offset: int = 512) -> Any:
+    return SimpleNamespace(chunk_offset=(row, column, 0), size=size, byte_offset=offset)
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [chunk(1)],
+        [chunk(12)],
+        [chunk(-3)],
+        [chunk(0, 1)],
+        [chunk(0, size=145)],
+        [chunk(0), chunk(0, offset=1024)],
+        [chunk(0, offset=1 << 63)],
+        [chunk(0, offset=(1 << 64) - 1)],
+        [chunk(0, offset=1 << 62)],
+        RuntimeError("bad B-tree"),
+        OSError("short read"),
+        KeyError("no node"),
+    ],
+)
+def test_whatever_the_library_says_of_a_damaged_index(tmp_path: Path, chunks: list[Any] | Exception) -> None:
+    path = tmp_path / "f.h5"
+    write(path, VALUES, "rows")
+    with (
+        h5py.File(path) as file,
+        pytest.raises(PackFormatError, match=r"f\.h5: .*'x'.*(damaged|cut short)") as caught,
+    ):
+        index_dataset(file, Told(file["x"], chunks), "x")
+    assert "\n" not in str(caught.value)
+
+
+def test_contiguous_rows_past_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "f.h5"
+    write(path, VALUES, "contiguous")
+    last = path.stat().st_size - VALUES.nbytes
+    with h5py.File(path) as file:
+        assert index_dataset(file, Told(file["x"], [], last), "x").addresses.tolist() == [last]
+        with pytest.raises(PackFormatError, match=r"f\.h5: 'x' rows 0-9 lie past the end of the file \([\d,]+ bytes\)"):
+            index_dataset(file, Told(file["x"], [], last + 1), "x")
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_every_storage_is_either_direct_or_explained(tmp_path: Path, storage: str) -> None:
+    path = tmp_path / "f.h5"
+    expected = write(path, VALUES, storage, fill=5)
+    index = index_of(path)
+    assert (index.reason is None) == (storage not in ("split", "gzip", "compact", "virtual"))
+    engine = Engine(str(path), FileIdentity.of(str(path)), {"x": index})
+    assert np.array_equal(engine.read("x", range(10)), expected)

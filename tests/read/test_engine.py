@@ -1,0 +1,428 @@
+"""`Engine` gives the rows that h5py gives, whatever the storage, from any thread and process, and counts its work."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import pickle
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import h5pack
+from h5pack.checksum import row_checksums
+from h5pack.errors import DamagedRowsError, PackChangedError, PackFormatError
+from h5pack.read import engine as engine_module
+from h5pack.read import storage as storage_module
+from h5pack.read.engine import Engine, ReadStats
+from h5pack.read.identity import FileIdentity
+from h5pack.read.pack import read_pack
+from h5pack.read.reader import H5Reader
+from h5pack.read.storage import python_preadv
+from tests.makers import flat_folder, quick
+from tests.read.files import DIRECT, STORAGES, engine_of, in_child, index_of, numbers, write
+
+DTYPES = ["u1", "<i2", ">i4", "f4", ">f8", "?", "i8", "u2", "f2"]
+
+
+@st.composite
+def row_lists(draw: st.DrawFn, rows: int) -> list[int]:
+    """Rows in any order, with repeats, in runs, all of them, or none."""
+    some = st.lists(st.integers(0, rows - 1), max_size=50)
+    start = draw(st.integers(0, rows - 1))
+    run = st.just(list(range(start, draw(st.integers(start, rows)))))
+    return draw(
+        st.one_of(
+            some,
+            some.map(sorted),
+            some.map(lambda drawn: sorted(set(drawn))),
+            run,
+            run.map(lambda drawn: drawn[::-1]),
+            st.just(list(range(rows))),
+            st.permutations(range(rows)),
+        )
+    )
+
+
+def h5pys(path: Path, rows: list[int], shape: tuple[int, ...], fill: Any) -> npt.NDArray[Any]:
+    """The same rows by h5py alone, one after the other."""
+    with h5py.File(path) as file:
+        dataset = file["x"]
+        out = np.full((len(rows), *shape[1:]), fill, dataset.dtype.newbyteorder("="))
+        for place, row in enumerate(rows):
+            # Into memory that holds the fill value: HDF5 leaves it alone where fill_time is never.
+            dataset.read_direct(out, np.s_[row : row + 1], np.s_[place : place + 1])
+        return out
+
+
+def to_addresses(engine: Engine, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    """Rows by way of a plan, run by run, to places in reverse order that lie apart."""
+    index = engine.indexes["x"]
+    memory = np.full((len(rows), index.row_bytes + 3), 77, np.uint8)
+    start = memory.__array_interface__["data"][0]
+    plan = engine.plan("x", rows)
+    plan.buffers[:, 0] = start + np.arange(len(rows))[::-1] * memory.shape[1]
+    runs = len(plan.offsets)
+    engine.scatter(plan, 0, runs // 2)
+    engine.scatter(plan, runs // 2)
+    assert (memory[:, index.row_bytes :] == 77).all()
+    stored = np.ascontiguousarray(memory[::-1, : index.row_bytes]).view(index.dtype)
+    return stored.reshape(len(rows), *index.row_shape).astype(index.native_dtype)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 30), st.integers(1, 9), st.integers(1, 9), st.integers(1, 4)),
+    rank=st.integers(1, 4),
+    dtype=st.sampled_from(DTYPES),
+    storage=st.sampled_from(STORAGES),
+    scatter_bytes=st.sampled_from([1, engine_module.SCATTER_BYTES, 1 << 30]),
+    gap_bytes=st.sampled_from([0, 100, engine_module.SPAN_GAP_BYTES]),
+    settings_=st.sampled_from([{}, {"libver": "latest"}, {"libver": "v110"}, {"userblock_size": 512}]),
+    data=st.data(),
+)
+def test_rows_equal_h5pys(
+    shape: tuple[int, ...],
+    rank: int,
+    dtype: str,
+    storage: str,
+    scatter_bytes: int,
+    gap_bytes: int,
+    settings_: dict[str, Any],
+    data: st.DataObject,
+) -> None:
+    shape = shape[:rank]
+    rows = data.draw(row_lists(shape[0]))
+    wanted = np.array(rows, np.int64)
+    fill = data.draw(st.sampled_from([0, 1]))
+    python = data.draw(st.booleans())
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "SCATTER_BYTES", scatter_bytes)
+        patch.setattr(engine_module, "SPAN_GAP_BYTES", gap_bytes)
+        if python:
+            patch.setattr(storage_module, "preadv", python_preadv)
+        path = Path(folder) / "f.h5"
+        chunk_rows = data.draw(st.integers(1, 8))
+        values = write(path, numbers(shape, dtype), storage, fill=fill, chunk_rows=chunk_rows, **settings_)
+        if storage != "split":
+            # Halves of short axes may be whole.
+            assert (index_of(path).reason is None) == (storage in DIRECT)
+        engine = engine_of(path)
+        expected = h5pys(path, rows, shape, fill)
+        found = engine.read("x", rows)
+        assert found.dtype == np.dtype(dtype).newbyteorder("=")
+        assert np.array_equal(found, expected)
+        assert np.array_equal(found, values[rows])
+        out = np.full_like(expected, 1)
+        assert engine.read("x", wanted, out=out) is out
+        assert np.array_equal(out, expected)
+        by_library = np.full_like(expected, 1)
+        H5Reader(str(path), FileIdentity.of(str(path))).read("x", wanted, by_library)
+        assert np.array_equal(by_library, expected)
+        if Engine.scatters(engine.indexes["x"]):
+            assert np.array_equal(to_addresses(engine, wanted), expected)
+        assert_counted(engine, rows, 3 if Engine.scatters(engine.indexes["x"]) else 2)
+        engine.close()
+
+
+def assert_counted(engine: Engine, rows: list[int], times: int) -> None:
+    """The statistics after the same rows were read so often, twice in ascending order and then as they came."""
+    index, stats = engine.indexes["x"], engine.stats
+    chunks = [row // index.chunk_rows for row in rows]
+    visits = 2 * len(set(chunks))
+    if times == 3:
+        visits += len(list(itertools.groupby(chunks)))
+    assert stats.rows == times * len(rows)
+    assert stats.chunk_misses == visits
+    assert stats.chunk_hits == stats.rows - visits
+    assert stats.bytes_wanted == times * len(rows) * index.row_bytes
+    absent = 0 if index.reason else sum(int(index.addresses[chunk]) < 0 for chunk in chunks)
+    if Engine.scatters(index):
+        assert stats.bytes_read == times * (len(rows) - absent) * index.row_bytes
+    elif index.reason is not None:
+        assert stats.bytes_read == stats.bytes_wanted
+    assert (stats.reads > 0) == bool(rows) or absent == len(rows)
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("engine")
+    source = flat_folder(folder / "in", 40, (16, 16))
+    h5pack.convert(source, folder / "o.h5", quick(chunk_rows=6))
+    return folder / "o.h5"
+
+
+def engine_of_pack(path: Path) -> Engine:
+    described = read_pack(path)
+    return Engine(described.path, described.identity, described.indexes)
+
+
+def images_of(path: Path) -> npt.NDArray[np.uint8]:
+    with h5py.File(path) as file:
+        images: npt.NDArray[np.uint8] = file["images"][()]
+    return images
+
+
+@pytest.mark.parametrize("order", [[3, 0, 6, 1, 5, 2, 4], [6, 5, 4, 3, 2, 1, 0]])
+def test_whole_chunks_in_any_order_are_read_once(pack: Path, order: list[int]) -> None:
+    engine = engine_of_pack(pack)
+    assert engine.indexes["images"].row_bytes >= engine_module.SCATTER_BYTES
+    images = images_of(pack)
+    for chunk in order:
+        rows = np.arange(6 * chunk, min(40, 6 * chunk + 6))
+        np.random.default_rng(0).shuffle(rows)
+        assert np.array_equal(engine.read("images", rows), images[rows])
+    assert engine.stats == ReadStats(
+        rows=40, chunk_hits=33, chunk_misses=7, bytes_wanted=40 * 768, bytes_read=40 * 768, reads=7
+    )
+    assert engine.stats.amplification == 1.0
+
+
+def test_small_rows_are_read_in_spans(tmp_path: Path) -> None:
+    path = tmp_path / "f.h5"
+    values = write(path, numbers((9000, 4), "i4"), "contiguous")
+    engine = engine_of(path)
+    rows = np.random.default_rng(0).permutation(9000)
+    assert np.array_equal(engine.read("x", rows), values[rows])
+    assert engine.stats == ReadStats(9000, 8999, 1, 9000 * 16, 9000 * 16, 1)
+    assert engine.stats.amplification == 1.0
+    # Over a gap of a page, but of no more.
+    engine = engine_of(path)
+    assert np.array_equal(engine.read("x", [0, 257, 600]), values[[0, 257, 600]])
+    assert (engine.stats.reads, engine.stats.bytes_read) == (2, (258 + 1) * 16)
+    assert engine.stats.amplification == 259 / 3
+
+
+def test_nothing_read_amplifies_nothing() -> None:
+    assert ReadStats().amplification == 1.0
+
+
+def test_chunks_are_counted_of_the_first_dataset_alone(pack: Path) -> None:
+    engine = engine_of_pack(pack)
+    engine.read("checksums/images", [1, 2, 30])
+    assert (engine.stats.rows, engine.stats.chunk_misses, engine.stats.bytes_wanted) == (0, 0, 12)
+
+
+def test_rows_without_storage_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "f.h5"
+    values = write(path, numbers((9, 600), "u1"), "holes", fill=3)
+    engine = engine_of(path)
+    assert (engine.read("x", [3, 4, 5]) == 3).all()
+    assert (engine.stats.rows, engine.stats.reads, engine.stats.bytes_read) == (3, 0, 0)
+    assert np.array_equal(engine.read("x", [8, 4, 0, 1]), values[[8, 4, 0, 1]])
+    assert (engine.stats.reads, engine.stats.bytes_read) == (2, 3 * 600)
+
+
+def test_enumerations_are_numbers(tmp_path: Path) -> None:
+    kind = h5py.enum_dtype({"cat": 1, "dog": 7}, basetype=">i2")
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file.create_dataset("x", data=np.array([7, 1, 1, 7], kind), dtype=kind)
+        file.create_dataset("z", data=np.array([7, 1, 1, 7], kind), dtype=kind, chunks=(3,), compression="gzip")
+    engine = engine_of(tmp_path / "f.h5", "x", "z")
+    for name in "xz":
+        assert engine.read(name, [3, 2, 0]).tolist() == [7, 1, 7]
+        assert engine.read(name, [1]).dtype == np.dtype("i2")
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_one_line_is_logged_for_each_dataset_that_goes_through_the_library(
+    tmp_path: Path, storage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "f.h5"
+    write(path, numbers((9, 4), "i4"), storage)
+    with caplog.at_level(logging.DEBUG):
+        engine = engine_of(path)
+        for _ in range(3):
+            engine.read("x", [3, 1])
+        pickle.loads(pickle.dumps(engine)).read("x", [0])
+    lines = [record.getMessage() for record in caplog.records if record.name == "h5pack"]
+    assert len(lines) == (storage not in DIRECT)
+    for line in lines:
+        assert line.startswith(f"{path}: 'x' is read through the HDF5 library, which is slower: ")
+        assert "\n" not in line
+
+
+def test_nothing_is_logged_for_packs(pack: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        engine = engine_of_pack(pack)
+        assert list(engine.indexes) == ["images", "checksums/images"]
+        engine.read("images", range(40))
+    assert not caplog.records
+
+
+def checked(path: Path, rows: Sequence[int]) -> None:
+    engine = engine_of_pack(path)
+    wanted = np.array(rows, np.int64)
+    engine.check("images", "checksums/images", wanted, engine.read("images", wanted))
+
+
+def test_check_names_the_damaged_rows(pack: Path, tmp_path: Path) -> None:
+    checked(pack, [*range(40), 3, 3])
+    engine = engine_of_pack(pack)
+    index, data = engine.indexes["images"], bytearray(pack.read_bytes())
+
+    def damage(row: int) -> None:
+        chunk, place = divmod(row, index.chunk_rows)
+        data[int(index.addresses[chunk]) + place * index.row_bytes + row * 7] ^= 16
+        (tmp_path / "o.h5").write_bytes(data)
+
+    damage(17)
+    checked(tmp_path / "o.h5", [row for row in range(40) if row != 17])
+    with pytest.raises(DamagedRowsError, match=r"o\.h5: 'images' row 17 differs from the stored checksum; run") as one:
+        checked(tmp_path / "o.h5", [39, 17, 2, 17])
+    assert one.value.rows == (17,)
+    for row in (5, 39, 0):
+        damage(row)
+    with pytest.raises(DamagedRowsError, match=r"rows 0, 5, 17, 39 differ") as caught:
+        checked(tmp_path / "o.h5", range(40)[::-1])
+    assert caught.value.rows == (0, 5, 17, 39)
+    for row in range(20, 30):
+        damage(row)
+    with pytest.raises(DamagedRowsError, match=r"rows 0, 5, 17, 20, 21, 22, 23, 24, \.\.\. differ") as caught:
+        checked(tmp_path / "o.h5", range(40))
+    assert caught.value.rows == (0, 5, 17, *range(20, 30), 39)
+
+
+@pytest.mark.parametrize("dtype", [">i4", "<i4", ">f8", "?"])
+@pytest.mark.parametrize("storage", ["rows", "gzip"])
+def test_checksums_are_of_the_bytes_as_stored(tmp_path: Path, dtype: str, storage: str) -> None:
+    path, values = tmp_path / "f.h5", numbers((8, 5), dtype)
+    write(path, values, storage)
+    with h5py.File(path, "r+") as file:
+        file["sums"] = row_checksums(values)
+    engine, rows = engine_of(path, "x", "sums"), np.array([6, 0, 1])
+    found = engine.read("x", rows)
+    engine.check("x", "sums", rows, found)
+    found[1, 2] = not found[1, 2] if dtype == "?" else found[1, 2] + 1
+    with pytest.raises(DamagedRowsError, match="row 0 differs"):
+        engine.check("x", "sums", rows, found)
+
+
+def test_threads_get_their_own_rows(tmp_path: Path) -> None:
+    path = tmp_path / "f.h5"
+    kept: dict[str, npt.NDArray[Any]] = {}
+    with h5py.File(path, "w") as file:
+        for name, shape, settings_ in (
+            ("large", (60, 700), {"chunks": (7, 700)}),
+            ("small", (60, 9), {}),
+            ("gzip", (60, 40), {"chunks": (7, 13), "compression": "gzip"}),
+        ):
+            kept[name] = numbers(shape, "<i2", len(name))
+            file.create_dataset(name, data=kept[name], **settings_)
+    engine = engine_of(path, *kept)
+    start, failures = threading.Barrier(8, timeout=20), []
+
+    def work(number: int) -> None:
+        dice = np.random.default_rng(number)
+        start.wait()
+        for _ in range(40):
+            for name, values in kept.items():
+                rows = dice.integers(0, 60, 20)
+                if not np.array_equal(engine.read(name, rows), values[rows]):
+                    failures.append((number, name, rows))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert engine.stats.rows == 8 * 40 * 20
+    assert engine.stats.bytes_wanted == 8 * 40 * 20 * (1400 + 18 + 80)
+
+
+@pytest.mark.parametrize("storage", ["rows", "gzip"])
+def test_pickled_and_forked_while_open(tmp_path: Path, storage: str) -> None:
+    path = tmp_path / "f.h5"
+    values = write(path, numbers((20, 300), "i4"), storage)
+    engine, rows = engine_of(path), [9, 3, 4, 19, 3]
+    assert np.array_equal(engine.read("x", rows), values[rows])
+    again: Engine = pickle.loads(pickle.dumps(engine))
+    assert again.stats == ReadStats(), "each process counts for itself"
+    assert np.array_equal(again.read("x", rows), values[rows])
+    assert again.stats.rows == 5
+
+    def child() -> bool:
+        right = np.array_equal(engine.read("x", rows[:2]), values[rows[:2]])
+        return right and engine.stats.rows == 2
+
+    assert in_child(child)
+    assert np.array_equal(engine.read("x", rows), values[rows])
+    assert engine.stats.rows == 10
+
+
+def test_forked_while_another_thread_counts(tmp_path: Path) -> None:
+    path = tmp_path / "f.h5"
+    values = write(path, numbers((20, 300), "i4"), "rows")
+    engine = engine_of(path)
+    with engine._lock[1]:
+        assert in_child(lambda: np.array_equal(engine.read("x", [3]), values[[3]]))
+
+
+@pytest.mark.parametrize("storage", ["rows", "gzip"])
+def test_closed_engines_open_again_and_notice_another_file(tmp_path: Path, storage: str) -> None:
+    path = tmp_path / "f.h5"
+    values = write(path, numbers((20, 300), "i4"), storage)
+    engine = engine_of(path)
+    for _ in range(2):
+        assert np.array_equal(engine.read("x", [5]), values[[5]])
+        engine.close()
+    path.with_name("new").write_bytes(path.read_bytes())
+    os.replace(path.with_name("new"), path)
+    with pytest.raises(PackChangedError, match="replaced or rewritten"):
+        engine.read("x", [5])
+    path.unlink()
+    with pytest.raises(PackChangedError):
+        engine.read("x", [5])
+
+
+def test_chunks_that_cannot_be_decoded_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "f.h5"
+    values = write(path, numbers((12, 40), "i4"), "rows")
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=values, chunks=(4, 40), compression="gzip", fletcher32=True)
+        chunk = file["x"].id.get_chunk_info(1)
+    data = bytearray(path.read_bytes())
+    data[chunk.byte_offset + chunk.size // 2] ^= 255
+    path.write_bytes(data)
+    engine = engine_of(path)
+    assert np.array_equal(engine.read("x", [11, 0]), values[[11, 0]])
+    with pytest.raises(PackFormatError, match=r"f\.h5: 'x' rows 5-6 cannot be read \(.*\); run 'h5pack verify'") as caught:
+        engine.read("x", [6, 5])
+    assert "\n" not in str(caught.value)
+
+
+def test_only_bytes_that_are_not_in_memory_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "f.h5"
+    write(path, numbers((20, 600), "u1"), "holes")
+    engine = engine_of(path)
+    places = engine.indexes["x"].addresses
+    plan = engine.plan("x", np.array([0, 1, 4, 6, 8, 19]))
+    asked: list[tuple[int, int]] = []
+    probed: list[int] = []
+    monkeypatch.setattr(engine.storage, "advise", lambda offset, count: asked.append((offset, count)))
+    cached = True
+
+    def is_cached(offset: int) -> bool:
+        probed.append(offset)
+        return cached
+
+    monkeypatch.setattr(engine.storage, "is_cached", is_cached)
+    engine.advise(plan)
+    assert asked == []
+    assert probed
+    assert min(probed) >= 0
+    cached = False
+    engine.advise(plan)
+    runs = [(0, 2), (6, 1), (8, 1), (19, 1)]
+    assert asked == [(int(places[row // 3]) + row % 3 * 600, count * 600) for row, count in runs]

@@ -1,0 +1,502 @@
+"""`Storage` fills memory with exactly the file's bytes, or says which rows it could not read."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import os
+import pickle
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from h5pack.errors import PackChangedError, ReadError
+from h5pack.read import storage as storage_module
+from h5pack.read.engine import Engine
+from h5pack.read.identity import FileIdentity
+from h5pack.read.storage import MOST_BUFFERS, Preadv, Storage, python_preadv
+from tests.read.files import descriptors, engine_of, in_child, numbers, write
+
+IMPLEMENTATIONS = [storage_module.preadv, python_preadv]
+SIZE = 50_000
+DATA = np.random.default_rng(7).integers(0, 256, SIZE, np.uint8)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "bytes").write_bytes(DATA.tobytes())
+    return tmp_path / "bytes"
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_module, "_RETRY_SECONDS", (0.0, 0.0, 0.0))
+
+
+def opened(path: Path) -> Storage:
+    return Storage(str(path), FileIdentity.of(str(path)))
+
+
+def named(place: int) -> str:
+    return f"'x' row {place}"
+
+
+def scattered(
+    storage: Storage, size: int, runs: list[tuple[int, int]], spread: int = 0
+) -> tuple[npt.NDArray[np.uint8], int]:
+    """Read runs (offset, places) to places in reverse order, `spread` bytes apart; and the calls of the kernel."""
+    count = sum(places for _, places in runs)
+    memory = np.full((count, size + spread), 201, np.uint8)
+    buffers = np.empty((count, 2), np.uint64)
+    start = memory.__array_interface__["data"][0]
+    buffers[:, 0] = start + np.arange(count)[::-1] * (size + spread)
+    buffers[:, 1] = size
+    edges = [0, *itertools.accumulate(places for _, places in runs)]
+    calls = storage.scatter(buffers, edges, [offset for offset, _ in runs], named)
+    assert (memory[:, size:] == 201).all(), "nothing between the places is touched"
+    return memory[::-1, :size], calls
+
+
+def sliced(size: int, runs: list[tuple[int, int]]) -> npt.NDArray[np.uint8]:
+    parts = [DATA[offset : offset + size * places].reshape(places, size) for offset, places in runs]
+    return np.concatenate([np.empty((0, size), np.uint8), *parts])
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 700), st.integers(0, 9), st.data())
+def test_drawn_runs_equal_slices(size: int, spread: int, data: st.DataObject) -> None:
+    runs = []
+    for _ in range(data.draw(st.integers(1, 6))):
+        places = data.draw(st.integers(1, 20))
+        runs.append((data.draw(st.integers(0, SIZE - size * places)), places))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "bytes"
+        path.write_bytes(DATA.tobytes())
+        for implementation in IMPLEMENTATIONS:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(storage_module, "preadv", implementation)
+                found, calls = scattered(opened(path), size, runs, spread)
+            assert np.array_equal(found, sliced(size, runs))
+            assert calls == len(runs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=30), st.integers(0, SIZE + 100))
+def test_the_c_librarys_preadv_equals_pythons(sizes: list[int], offset: int) -> None:
+    """Places of all sizes, also over the end of the file."""
+    found = []
+    with tempfile.TemporaryFile() as file:
+        file.write(DATA.tobytes())
+        file.flush()
+        for implementation in IMPLEMENTATIONS:
+            parts = [np.zeros(size, np.uint8) for size in sizes]
+            pairs = np.array([[part.__array_interface__["data"][0], len(part)] for part in parts], np.uint64)
+            got = implementation(file.fileno(), pairs.__array_interface__["data"][0], len(parts), offset)
+            whole = np.concatenate(parts)
+            assert got == min(sum(sizes), max(0, SIZE - offset))
+            assert np.array_equal(whole[:got], DATA[offset : offset + got])
+            assert not whole[got:].any()
+            found.append(whole)
+    assert np.array_equal(*found)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_both_say_what_the_kernel_says(implementation: Preadv) -> None:
+    pair = np.zeros((1, 2), np.uint64)
+    with pytest.raises(OSError) as caught:
+        implementation(-1, pair.__array_interface__["data"][0], 1, 0)
+    assert caught.value.errno == errno.EBADF
+
+
+def test_the_c_library_is_asked_here() -> None:
+    assert storage_module.preadv is not python_preadv
+
+
+def test_systems_whose_c_library_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: object())
+    assert storage_module._c_preadv() is None
+    monkeypatch.setattr("ctypes.sizeof", lambda _: 4)
+    assert storage_module._c_preadv() is None
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("places", [MOST_BUFFERS, MOST_BUFFERS + 1, 3 * MOST_BUFFERS + 5])
+def test_more_places_than_one_call_takes(
+    path: Path, monkeypatch: pytest.MonkeyPatch, places: int, implementation: Preadv
+) -> None:
+    monkeypatch.setattr(storage_module, "preadv", implementation)
+    found, calls = scattered(opened(path), 11, [(3, places)])
+    assert np.array_equal(found, sliced(11, [(3, places)]))
+    assert calls == -(-places // MOST_BUFFERS)
+
+
+def test_no_call_asks_for_more_than_the_kernel_gives(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_module, "_MOST_BYTES", 1000)
+    asked = recorded(monkeypatch)
+    found, calls = scattered(opened(path), 300, [(0, 10), (9000, 2)])
+    assert np.array_equal(found, sliced(300, [(0, 10), (9000, 2)]))
+    assert [count for _, count, _ in asked] == [3, 3, 3, 1, 2]
+    assert calls == 5
+    asked.clear()
+    found, calls = scattered(opened(path), 1500, [(7, 3)])
+    assert np.array_equal(found, sliced(1500, [(7, 3)]))
+    assert [count for _, count, _ in asked] == [1, 1, 1]
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Every call, as (descriptor, places, offset)."""
+    real, asked = storage_module.preadv, []
+
+    def preadv(descriptor: int, buffers: int, count: int, offset: int) -> int:
+        asked.append((descriptor, count, offset))
+        return real(descriptor, buffers, count, offset)
+
+    monkeypatch.setattr(storage_module, "preadv", preadv)
+    return asked
+
+
+def limited(limits: Iterator[int | None | OSError]) -> Preadv:
+    """A kernel that reads at most so many bytes, call by call; None: all, or fails."""
+    real = storage_module.preadv
+
+    def preadv(descriptor: int, buffers: int, count: int, offset: int) -> int:
+        limit = next(limits)
+        if isinstance(limit, OSError):
+            raise limit
+        if limit is None:
+            return real(descriptor, buffers, count, offset)
+        pairs = np.zeros((count, 2), np.uint64)
+        ctypes.memmove(pairs.__array_interface__["data"][0], buffers, pairs.nbytes)
+        ends = np.cumsum(pairs[:, 1])
+        keep = int(np.searchsorted(ends, limit)) + 1
+        pairs = pairs[:keep].copy()
+        if keep <= count:
+            pairs[-1, 1] -= np.uint64(int(ends[keep - 1]) - limit)
+        return real(descriptor, pairs.__array_interface__["data"][0], len(pairs), offset)
+
+    return preadv
+
+
+def broken() -> OSError:
+    return OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+RUNS = [(100, 7), (20_000, 1), (40_000, 5)]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.one_of(st.none(), st.integers(1, 900)), min_size=1, max_size=12), st.integers(1, 400))
+def test_short_reads_are_gone_on_with(limits: list[int | None], size: int) -> None:
+    """Also in the middle of a row, and again and again."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        path = Path(folder) / "bytes"
+        path.write_bytes(DATA.tobytes())
+        patch.setattr(storage_module, "preadv", limited(itertools.cycle(limits)))
+        found, _ = scattered(opened(path), size, RUNS)
+        assert np.array_equal(found, sliced(size, RUNS))
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        [0],
+        [0, 0, 0],
+        [100, 0, 50, 0],
+        [broken()],
+        [broken(), broken(), broken()],
+        [650, broken(), 0, broken()],
+        [OSError(errno.EINTR, "interrupted"), None, OSError(errno.EAGAIN, "again")],
+        [299, 1, 0, 0, None],
+    ],
+)
+def test_a_disk_that_hesitates(path: Path, monkeypatch: pytest.MonkeyPatch, limits: list[Any]) -> None:
+    monkeypatch.setattr(storage_module, "preadv", limited(itertools.chain(limits, itertools.repeat(None))))
+    found, _ = scattered(opened(path), 300, RUNS)
+    assert np.array_equal(found, sliced(300, RUNS))
+
+
+@pytest.mark.parametrize(
+    ("limits", "place", "reason"),
+    [
+        ([broken()], 0, "Input/output error"),
+        ([None, broken()], 7, "Input/output error"),
+        ([601, broken()], 2, "Input/output error"),
+        ([None, None, 1250, 0], 12, "the file ends before them"),
+        ([0], 0, "the file ends before them"),
+    ],
+)
+def test_a_disk_that_fails_for_good(
+    path: Path, monkeypatch: pytest.MonkeyPatch, limits: list[Any], place: int, reason: str
+) -> None:
+    limits = [*limits[:-1], *[limits[-1]] * 50]
+    calls = iter(limits)
+    monkeypatch.setattr(storage_module, "preadv", limited(calls))
+    with pytest.raises(ReadError, match=rf"bytes: 'x' row {place} cannot be read \({reason}\); check the disk") as caught:
+        scattered(opened(path), 300, RUNS)
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, OSError)
+    # The call for many, then one at once and three more.
+    assert len(limits) - len(list(calls)) == len(limits[:-50]) + 1 + 4
+
+
+def test_pauses_grow_between_tries(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(storage_module, "_RETRY_SECONDS", (0.0, 0.05, 0.5))
+    monkeypatch.setattr("time.sleep", slept.append)
+    monkeypatch.setattr(storage_module, "preadv", limited(itertools.repeat(broken())))
+    with pytest.raises(ReadError):
+        scattered(opened(path), 300, RUNS)
+    assert slept == [0.0, 0.05, 0.5]
+
+
+def pack_of_rows(folder: Path, storage: str = "rows") -> tuple[Path, npt.NDArray[Any], Engine]:
+    path = folder / "f.h5"
+    values = write(path, numbers((20, 10, 60), "u1"), storage)
+    return path, values, engine_of(path)
+
+
+def test_an_engine_names_the_rows_that_a_disk_does_not_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, values, engine = pack_of_rows(tmp_path)
+    bad = int(engine.indexes["x"].addresses[2]) + 600
+    real = storage_module.preadv
+
+    def preadv(descriptor: int, buffers: int, count: int, offset: int) -> int:
+        if offset <= bad < offset + 600 * count:
+            if offset == bad:
+                raise broken()
+            count = (bad - offset) // 600
+        return real(descriptor, buffers, count, offset)
+
+    monkeypatch.setattr(storage_module, "preadv", preadv)
+    assert np.array_equal(engine.read("x", [6, 8, 5]), values[[6, 8, 5]])
+    with pytest.raises(ReadError, match=r"'x' rows 7-8 cannot be read \(Input/output error\)"):
+        engine.read("x", range(20)[:9])
+    with pytest.raises(ReadError, match=r"'x' row 7 cannot be read"):
+        engine.read("x", [9, 7, 2])
+    monkeypatch.setattr("h5pack.read.engine.SCATTER_BYTES", 1 << 30)
+    monkeypatch.setattr(storage_module, "preadv", limited(itertools.repeat(0)))
+    with pytest.raises(ReadError, match=r"'x' rows 3-5 cannot be read \(the file ends before them\)"):
+        engine.read("x", [5, 4, 3])
+
+
+@pytest.mark.parametrize("size", [0, 600, 5000])
+@pytest.mark.parametrize("scatter_bytes", [1, 1 << 30])
+def test_a_file_that_is_cut_while_it_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, scatter_bytes: int
+) -> None:
+    monkeypatch.setattr("h5pack.read.engine.SCATTER_BYTES", scatter_bytes)
+    path, values, engine = pack_of_rows(tmp_path)
+    monkeypatch.setattr(storage_module, "_LOOK_SECONDS", 1000.0)
+    assert np.array_equal(engine.read("x", [19]), values[[19]])
+    os.truncate(path, size)
+    with pytest.raises(PackChangedError, match=r"f\.h5: the file was replaced or rewritten"):
+        engine.read("x", range(20))
+
+
+def test_a_disk_that_loses_bytes_of_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file looks unchanged, so that its rows are named."""
+    path, _, engine = pack_of_rows(tmp_path)
+    engine.read("x", [0])
+    same = FileIdentity.of(str(path))
+    os.truncate(path, int(engine.indexes["x"].addresses[2]) + 700)
+    monkeypatch.setattr(FileIdentity, "of", classmethod(lambda *_: same))
+    with pytest.raises(ReadError, match=r"'x' rows 7-8 cannot be read \(the file ends before them\)"):
+        engine.read("x", range(9))
+
+
+def replace(path: Path, seed: int) -> None:
+    write(path.with_name("new.h5"), numbers((20, 10, 60), "u1", seed), "rows")
+    os.replace(path.with_name("new.h5"), path)
+
+
+def test_a_file_that_is_replaced_while_it_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, values, engine = pack_of_rows(tmp_path)
+    engine.read("x", [0])
+    now = storage_module.time.monotonic()
+    replace(path, 9)
+    # Until it looks again it reads on from the file that it opened.
+    monkeypatch.setattr("time.monotonic", lambda: now + 0.5)
+    assert np.array_equal(engine.read("x", range(20)), values)
+    monkeypatch.setattr("time.monotonic", lambda: now + 1.5)
+    for _ in range(2):
+        with pytest.raises(PackChangedError, match=r"f\.h5: the file was replaced or rewritten since this dataset"):
+            engine.read("x", [3])
+    path.unlink()
+    with pytest.raises(PackChangedError):
+        engine.read("x", [3])
+
+
+def test_a_file_that_is_rewritten_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, values, engine = pack_of_rows(tmp_path)
+    monkeypatch.setattr(storage_module, "_LOOK_SECONDS", -1.0)
+    assert np.array_equal(engine.read("x", [4]), values[[4]])
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(PackChangedError):
+        engine.read("x", [4])
+
+
+def test_looks_are_rare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, engine = pack_of_rows(tmp_path)
+    looks = []
+    real = Storage.look
+    monkeypatch.setattr(Storage, "look", lambda self: (looks.append(1), real(self)))
+    for _ in range(50):
+        engine.read("x", [1])
+    assert len(looks) <= 2
+
+
+def test_a_file_that_is_replaced_before_it_is_opened(path: Path, tmp_path: Path) -> None:
+    storage = opened(path)
+    (tmp_path / "new").write_bytes(DATA.tobytes())
+    os.replace(tmp_path / "new", path)
+    with pytest.raises(PackChangedError):
+        storage.open()
+    path.unlink()
+    with pytest.raises(PackChangedError):
+        storage.open()
+    assert descriptors(path) == 0
+
+
+def test_a_file_that_is_replaced_while_it_is_being_opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, real = opened(path), os.open
+
+    def late(name: str, flags: int) -> int:
+        path.with_name("new").write_bytes(DATA.tobytes())
+        os.replace(path.with_name("new"), path)
+        return real(name, flags)
+
+    monkeypatch.setattr(os, "open", late)
+    with pytest.raises(PackChangedError):
+        storage.open()
+    assert descriptors(path) == 0
+
+
+def test_a_file_that_cannot_be_opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    storage = opened(path)
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ReadError, match=r"bytes: cannot be opened \(Permission denied\)"):
+        storage.open()
+
+
+def test_closing_and_opening_again(path: Path) -> None:
+    storage = opened(path)
+    storage.close()
+    assert descriptors(path) == 0, "nothing is opened before the first use"
+    for _ in range(3):
+        found, _ = scattered(storage, 10, RUNS)
+        assert np.array_equal(found, sliced(10, RUNS))
+        assert descriptors(path) == 1
+        assert storage.open() == storage.open()
+        storage.close()
+        storage.close()
+        assert descriptors(path) == 0
+    storage.open()
+    del storage
+    assert descriptors(path) == 0
+
+
+def test_pickled_while_open(path: Path) -> None:
+    storage = opened(path)
+    first = storage.open()
+    again: Storage = pickle.loads(pickle.dumps(storage))
+    assert np.array_equal(scattered(again, 9, RUNS)[0], sliced(9, RUNS))
+    assert again.open() != first
+    again.close()
+    assert np.array_equal(scattered(storage, 9, RUNS)[0], sliced(9, RUNS))
+
+
+def test_forked_while_open(path: Path) -> None:
+    storage = opened(path)
+    first = storage.open()
+
+    def child() -> bool:
+        fine = storage.open() == first and np.array_equal(scattered(storage, 9, RUNS)[0], sliced(9, RUNS))
+        storage.close()
+        return fine and descriptors(path) == 0 and np.array_equal(scattered(storage, 9, RUNS)[0], sliced(9, RUNS))
+
+    assert in_child(child)
+    assert storage.open() == first
+    assert np.array_equal(scattered(storage, 9, RUNS)[0], sliced(9, RUNS))
+
+
+def run_threads(count: int, work: Callable[[int], None]) -> None:
+    """Run `work(number)` in threads; the first failure is raised here."""
+    failures: list[BaseException] = []
+
+    def guarded(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def test_threads_that_open_at_once_share_one_descriptor(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, real, together, made = opened(path), os.open, threading.Barrier(4, timeout=20), []
+
+    def late(name: str, flags: int) -> int:
+        descriptor = real(name, flags)
+        made.append(descriptor)
+        together.wait()
+        return descriptor
+
+    monkeypatch.setattr(os, "open", late)
+
+    def work(_: int) -> None:
+        assert np.array_equal(scattered(storage, 20, RUNS)[0], sliced(20, RUNS))
+
+    run_threads(4, work)
+    assert len(set(made)) == 4, "all of them opened it"
+    assert descriptors(path) == 1
+
+
+def test_is_cached(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = opened(path)
+    scattered(storage, 10, RUNS)
+    assert storage.is_cached(RUNS[0][0])
+    asked = []
+
+    def preadv(descriptor: int, buffers: Any, offset: int, flags: int) -> int:
+        asked.append((descriptor, offset, flags))
+        if offset == 4096:
+            raise BlockingIOError
+        if offset == 8192:
+            raise OSError(errno.EOPNOTSUPP, "not here")
+        return 1
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert [storage.is_cached(offset) for offset in (0, 4096, 8192)] == [True, False, True]
+    assert asked == [(storage.open(), offset, os.RWF_NOWAIT) for offset in (0, 4096, 8192)]
+    monkeypatch.delattr(os, "RWF_NOWAIT")
+    assert storage.is_cached(4096)
+    assert len(asked) == 3
+
+
+def test_advise(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, told = opened(path), []
+    storage.advise(0, SIZE)
+    monkeypatch.setattr(os, "posix_fadvise", lambda *call: told.append(call))
+    storage.advise(123, 456)
+    assert told == [(storage.open(), 123, 456, os.POSIX_FADV_WILLNEED)]
+    monkeypatch.delattr(os, "posix_fadvise")
+    storage.advise(1, 2)
+    assert len(told) == 1
