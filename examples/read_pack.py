@@ -31,6 +31,7 @@ def read(name: str, dataset: h5pack.H5Dataset, batches: Iterable[Any]) -> None:
 def main() -> None:
     dataset = h5pack.H5Dataset(sys.argv[1])
     print(dataset)
+    print("one epoch each, starting included; the first one fetches from the disk what is not in memory yet")
     read("H5Loader", dataset, h5pack.H5Loader(dataset, BATCH))
     sampler = h5pack.ChunkBatchSampler(dataset, BATCH)
     loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate, num_workers=WORKERS)

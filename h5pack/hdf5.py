@@ -84,13 +84,32 @@ def require_dataset(file: h5py.File, name: str) -> h5py.Dataset:
     Raises
     ------
     PackFormatError
-        If there is none; the message lists those there are.
+        If there is none, and the message lists those there are; or if it is damaged.
     """
-    item = file.get(name)
+    item = find_item(file, name)
     if not isinstance(item, h5py.Dataset):
         known = ", ".join(repr(found) for found in dataset_names(file)) or "none"
         raise PackFormatError(f"{file.filename}: no dataset {name!r}; it holds {known}")
     return item
+
+
+def find_item(file: h5py.File, name: str) -> Any:
+    """What a name leads to; None where it leads nowhere. ``file.get`` gives None for what is damaged, too.
+
+    Raises
+    ------
+    PackFormatError
+        If it is there, but cannot be opened.
+    """
+    try:
+        return file[name]
+    except KeyError as error:
+        if isinstance(file.get(name, getlink=True), h5py.HardLink):
+            raise PackFormatError(
+                f"{file.filename}: {name!r} cannot be opened ({error.args[0]}); the file is damaged: restore it, or "
+                "convert again"
+            ) from error
+        return None
 
 
 def dataset_names(file: h5py.File) -> list[str]:

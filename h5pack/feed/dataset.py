@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from h5pack import schema
 from h5pack.errors import OptionsError, PackFormatError
 from h5pack.feed.sample_batch import SampleBatch
+from h5pack.feed.shared import SharedBatch, SharedMemory, can_share
 from h5pack.read.engine import Engine, ReadStats
 from h5pack.read.pack import checksums_of, read_pack
 
@@ -111,6 +112,7 @@ class H5Dataset(Dataset[Any]):
         self._channels_first = pack.layout == "nchw"
         if check and checksums_of(self.names[0]) not in pack.indexes:
             raise OptionsError(f"{pack.path}: it has no checksums of {self.names[0]!r}; leave check out")
+        self._shared = SharedMemory()
         self.engine = Engine(pack.path, pack.identity, pack.indexes)
         self.first_row, stop = 0, pack.indexes[self.names[0]].rows
         if split is not None:
@@ -147,7 +149,8 @@ class H5Dataset(Dataset[Any]):
     def collate(self, samples: Sequence[Any]) -> Any:
         """Batch samples as torch's ``default_collate`` does, only faster: rows go straight to their place in the batch.
 
-        In a worker process that place is in shared memory, so that nothing is copied on the way to the main process.
+        In a worker process that place is in shared memory, which is used again when the main process is done with the
+        batch, so that nothing is copied on the way there, and no fresh memory is needed.
         With `transform` or `target_transform`, or samples that come from elsewhere, it is ``default_collate``.
 
         Returns
@@ -159,16 +162,26 @@ class H5Dataset(Dataset[Any]):
         plain = self.transform is None and self.target_transform is None
         if not (isinstance(samples, SampleBatch) and samples.comes_from(self._load) and plain):
             return default_collate(list(samples))
-        shared = get_worker_info() is not None
-        parts: list[Any] = []
+        shapes: list[tuple[tuple[int, ...], str]] = []
         for name in self.names:
             index = self.engine.indexes[name]
-            out = _empty((len(samples), *index.row_shape), index.native_dtype, shared)
-            self.read_rows(name, samples.rows, out.numpy())
-            parts.append(out.to(torch.int64) if name == self.label_name and is_class_label(index) else out)
+            whole = name == self.label_name and is_class_label(index)
+            shapes.append(((len(samples), *index.row_shape), "int64" if whole else index.native_dtype.str))
         if self.with_rows:
-            parts.append(torch.from_numpy(samples.rows))
-        return parts[0] if len(parts) == 1 else parts
+            shapes.append(((len(samples),), "int64"))
+        shared = get_worker_info() is not None and can_share()
+        batch = self._shared.take(shapes) if shared else [_empty(shape, dtype) for shape, dtype in shapes]
+        for name, tensor in zip(self.names, batch, strict=False):
+            out = tensor.numpy()
+            if out.dtype == self.engine.indexes[name].native_dtype:
+                self.read_rows(name, samples.rows, out)
+            else:
+                out[...] = self.read_rows(name, samples.rows)
+        if self.with_rows:
+            batch[-1].numpy()[...] = samples.rows
+        if len(batch) > 1:
+            return batch
+        return batch.single() if isinstance(batch, SharedBatch) else batch[0]
 
     def read_rows(
         self, name: str, rows: npt.NDArray[np.int64], out: npt.NDArray[Any] | None = None
@@ -253,11 +266,5 @@ def is_class_label(index: Any) -> bool:
     return not index.row_shape and index.dtype.kind in "iu"
 
 
-def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], shared: bool) -> torch.Tensor:
-    """A tensor to fill; in shared memory where a worker will hand it to another process."""
-    like = torch.from_numpy(np.empty(0, dtype))
-    if not shared:
-        return torch.empty(shape, dtype=like.dtype)
-    size = int(np.prod(shape))
-    storage = like.untyped_storage()._new_shared(size * dtype.itemsize)  # type: ignore[no-untyped-call]
-    return like.new(storage).resize_(shape)
+def _empty(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype)

@@ -7,6 +7,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,14 +15,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from h5pack.errors import LoaderError, OptionsError
+from h5pack.errors import OptionsError
 from h5pack.feed.buffers import BatchMemory, BufferPool
 from h5pack.feed.dataset import H5Dataset, is_class_label
+from h5pack.feed.loader_iterator import LoaderIterator
 from h5pack.feed.order import DEFAULT_WINDOW, OrderPlan
 from h5pack.feed.permutation import derive_key
-from h5pack.feed.pipeline import ROWS, Pipeline
+from h5pack.feed.pipeline import Pipeline
 from h5pack.feed.progress import Progress, Run
 from h5pack.feed.resident import ResidentRows
+from h5pack.feed.segment_tasks import ROWS
 from h5pack.feed.selection import resolve_ranks, select_rows
 from h5pack.machine import available_cpus, available_memory
 from h5pack.read.engine import SCATTER_BYTES, ReadStats
@@ -30,6 +33,17 @@ _MOST_THREADS = 4
 _MOST_SMALL_BYTES = 16 * 1024 * 1024
 _RESIDENT = ("auto", "no", "host")
 _TRANSFORM = 4
+
+
+@dataclass(frozen=True)
+class _Finishing:
+    """How one part of a batch is finished: in this order."""
+
+    name: str
+    swap: bool
+    check: bool
+    whole: bool
+    transform: tuple[Callable[..., Any], bool] | None
 
 
 class H5Loader:
@@ -212,7 +226,7 @@ class H5Loader:
             small.load_all()
             self._small = small
         self._begun += 1
-        iterator = LoaderIterator(self, self._progress.begin())
+        iterator = LoaderIterator(self._progress.begin(), len(self), self._start)
         self._iterators.add(iterator)
         return iterator
 
@@ -258,102 +272,50 @@ class H5Loader:
             self._pool,
             self.threads,
             self._credits,
-            partial(self._finish, run.epoch, self._kept is not None),
+            partial(self._finish, run.epoch, self._recipe(self._kept is not None)),
             self._kept,
             self._small,
         )
 
-    def _finish(self, epoch: int, resident: bool, batch: int, memory: BatchMemory) -> Any:
+    def _recipe(self, resident: bool) -> list[_Finishing]:
+        """What becomes of each part of a full batch; rows that were kept were checked and converted before."""
+        recipe = []
+        for name in self._base.names:
+            index = self._base.engine.indexes[name]
+            recipe.append(
+                _Finishing(
+                    name,
+                    swap=not resident and not index.dtype.isnative and self._base.engine.scatters(index),
+                    check=not resident and self._base.check and name not in self._small_names,
+                    whole=name == self._base.label_name and is_class_label(index),
+                    transform=self._transforms.get(name),
+                )
+            )
+        return recipe
+
+    def _finish(self, epoch: int, recipe: list[_Finishing], batch: int, memory: BatchMemory) -> Any:
         """A consumer's batch out of a full memory."""
-        dataset = self._base
-        numbers = memory.arrays.get(ROWS)
         parts = []
-        for name in dataset.names:
-            index = dataset.engine.indexes[name]
-            if not resident:
-                if not index.dtype.isnative and dataset.engine.scatters(index):
-                    memory.arrays[name].byteswap(inplace=True)
-                if numbers is not None and dataset.check and name not in self._small_names:
-                    dataset.check_rows(name, numbers, memory.arrays[name])
-            tensor = memory.tensor(name)
-            if name == dataset.label_name and is_class_label(index):
+        for part in recipe:
+            array = memory.arrays[part.name]
+            if part.swap:
+                array.byteswap(inplace=True)
+            if part.check:
+                self._base.check_rows(part.name, memory.arrays[ROWS], array)
+            tensor: Any = memory.tensor(part.name)
+            if part.whole:
                 tensor = tensor.to(torch.int64)
-            if name in self._transforms:
-                function, seeded = self._transforms[name]
+            if part.transform is not None:
+                function, seeded = part.transform
                 if seeded:
                     key = derive_key(_TRANSFORM, self.plan.seed, epoch, batch, self.plan.rank)
                     tensor = function(tensor, generator=torch.Generator().manual_seed(key >> 1))
                 else:
                     tensor = function(tensor)
             parts.append(tensor)
-        if dataset.with_rows:
+        if self._base.with_rows:
             parts.append(memory.tensor(ROWS))
         return parts[0] if len(parts) == 1 else parts
-
-
-class LoaderIterator(Iterator[Any]):
-    """One epoch's batches, in order.
-
-    Threads end by themselves with the epoch, and when the iterator is closed or forgotten.
-    """
-
-    def __init__(self, loader: H5Loader, run: Run) -> None:
-        self._run = run
-        self._following, self._end = run.begun, len(loader)
-        self._ready: dict[int, Any] = {}
-        self._closed = False
-        self._pipeline: Pipeline | None = None
-        if self._following < self._end:
-            self._pipeline = loader._start(run)
-            # The threads know the pipeline only, so a forgotten iterator dies, and its threads with it.
-            self._forgotten = weakref.finalize(self, self._pipeline.stop)
-            self._forgotten.atexit = False
-
-    def __len__(self) -> int:
-        """Batches left."""
-        return self._end - self._following
-
-    def __next__(self) -> Any:
-        pipeline = self._pipeline
-        if self._closed:
-            raise LoaderError("this iterator was closed before its epoch's end; begin a new one with iter(loader)")
-        if pipeline is None:
-            raise StopIteration
-        if pipeline.process != os.getpid():
-            raise LoaderError(
-                "this iterator belongs to the process that was forked, whose threads did not come along; begin a new "
-                "one here with iter(loader)"
-            )
-        try:
-            while self._following not in self._ready:
-                number, batch = pipeline.fetch()
-                self._ready[number] = batch
-                del batch
-        except BaseException:
-            self._let_go()
-            raise
-        found = self._ready.pop(self._following)
-        self._following += 1
-        self._run.count += 1
-        pipeline.return_credit()
-        if self._following == self._end:
-            self._let_go()
-        return found
-
-    def close(self) -> None:
-        """Stop reading; wait until the threads have ended."""
-        self._closed = self._closed or self._pipeline is not None
-        self._let_go()
-
-    def _let_go(self) -> None:
-        pipeline, self._pipeline = self._pipeline, None
-        self._ready.clear()
-        if pipeline is not None:
-            # It knows the pipeline, whose memory would live as long as this.
-            self._forgotten.detach()
-            if pipeline.process == os.getpid():
-                pipeline.stop()
-                pipeline.join()
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:

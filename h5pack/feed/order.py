@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -124,28 +125,28 @@ class OrderPlan:
                 f"multiple of {self.step_streams}, or fewer streams"
             )
 
-    @property
+    @cached_property
     def step_streams(self) -> int:
         """Streams that a batch of this rank takes rows from."""
         return self.streams // (self.world_size * self.lanes)
 
-    @property
+    @cached_property
     def stream_rows(self) -> int:
         """Rows of each stream, those repeated as padding included."""
         whole, rest = divmod(self.rows.count, self.streams)
         return whole + (1 if rest and not self.trim else 0)
 
-    @property
+    @cached_property
     def take(self) -> int:
         """Rows that a full batch takes from each of its streams."""
         return self.batch_size // self.step_streams
 
-    @property
+    @cached_property
     def rank_rows(self) -> int:
         """Rows of this rank, before a last smaller batch is left out."""
         return self.stream_rows * (self.streams // self.world_size)
 
-    @property
+    @cached_property
     def batches(self) -> int:
         """Batches an epoch."""
         steps = self.stream_rows // self.take if self.drop_last else -(-self.stream_rows // self.take)
@@ -155,7 +156,7 @@ class OrderPlan:
         """Rows of one batch."""
         return self.step_streams * min(self.take, self.stream_rows - batch // self.lanes * self.take)
 
-    @property
+    @cached_property
     def span(self) -> int:
         """Batches that one segment reaches over, at most."""
         if self.shuffle == "full":

@@ -16,7 +16,6 @@ lock held: nothing that it calls takes a lock.
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import queue
 import threading
@@ -27,51 +26,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from h5pack.errors import LoaderError
-from h5pack.feed.buffers import BatchMemory, BufferPool, Part
+from h5pack.feed.buffers import BatchMemory, BufferPool
 from h5pack.feed.dataset import H5Dataset
+from h5pack.feed.filling import Filling, Span
 from h5pack.feed.order import OrderPlan, Segment
 from h5pack.feed.resident import ResidentRows
-from h5pack.read.engine import Scatter
-
-TASK_BYTES = 8 * 1024 * 1024
-"""Bytes a task reads: long beside the cost of a task (some 10 us), short beside a batch."""
+from h5pack.feed.segment_tasks import PlannedSegment, SegmentTasks, Task
 
 _PLANNED = 2
 """Segments that are planned ahead."""
 
-ROWS = "row numbers"
-"""The part of a batch that holds its row numbers; no dataset has a space in front of it."""
-
-Task = Callable[[], None]
 _live: weakref.WeakSet[Pipeline] = weakref.WeakSet()
-
-
-@dataclass
-class _Filling:
-    """A batch with rows missing."""
-
-    memory: BatchMemory
-    missing: int
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """A segment and how its large parts are read."""
-
-    segment: Segment
-    plans: dict[str, Scatter]
-
-
-@dataclass
-class _Issued:
-    """A segment with tasks to go; when the last one is done, its rows are in their batches."""
-
-    spans: list[tuple[int, int, int]]
-    tasks: int
 
 
 @dataclass
@@ -117,13 +83,13 @@ class Pipeline:
         small: ResidentRows | None = None,
     ) -> None:
         self.process = os.getpid()
-        self._dataset, self._plan, self._pool, self._resident = dataset, plan, pool, resident
-        self._small, self._finish = small, finish
+        self._plan, self._pool, self._resident, self._finish = plan, pool, resident, finish
         self._segments = plan.segments(epoch, first)
-        self._planned: deque[_Planned] = deque()
+        self._planned: deque[PlannedSegment] = deque()
         self._planning = True
         self._granted, self._opened = 0, first
-        self._filling: dict[int, _Filling] = {}
+        self._filling = Filling()
+        self._segment_tasks = SegmentTasks(dataset, pool.parts, self._filling, small)
         self._tasks: deque[Task] = deque()
         self._loading: dict[int, list[_Waiting]] = {}
         self._stopping = False
@@ -200,18 +166,14 @@ class Pipeline:
                 self._loading.clear()
 
     def _plan_ahead(self) -> None:
-        engine = self._dataset.engine
         for segment in self._segments:
-            plans = {}
+            planned = PlannedSegment(segment, {})
             if self._resident is None or self._resident.missing(segment.rows):
-                for name in self._dataset.names:
-                    if engine.scatters(engine.indexes[name]):
-                        plans[name] = engine.plan(name, segment.rows)
-                        engine.advise(plans[name])
+                planned = self._segment_tasks.plan(segment)
             self._rooms.get()
             if self._stopping:
                 return
-            self._planned.append(_Planned(segment, plans))
+            self._planned.append(planned)
             self._wake_one()
         self._planning = False
         self._wake_one()
@@ -256,87 +218,20 @@ class Pipeline:
             self._granted += 1
         for batch in range(self._opened, last + 1):
             rows = self._plan.batch_rows(batch)
-            self._filling[batch] = _Filling(self._pool.take(rows), rows)
+            self._filling.open(batch, self._pool.take(rows), rows)
             self._granted -= 1
         self._opened = max(self._opened, last + 1)
         self._planned.popleft()
         self._rooms.put(None)
         if self._resident is None:
-            self._tasks.extend(self._read_tasks(planned))
+            self._tasks.extend(self._segment_tasks.read(planned, self._arrived))
         else:
-            self._load_tasks(planned.segment, self._resident)
+            self._load_and_gather(planned.segment, self._resident)
         return True
 
-    # Tasks.
-
-    def _read_tasks(self, planned: _Planned) -> list[Task]:
-        """Tasks that read a segment from the file: large rows to their places, small ones by way of a staging array."""
-        segment = planned.segment
-        issued = _Issued(segment.spans, 0)
-        tasks: list[Task] = []
-        for part in self._pool.parts:
-            plan = planned.plans.get(part.name)
-            if plan is None:
-                tasks.append(partial(self._stage, part, segment, issued))
-                continue
-            plan.buffers[:, 0] = self._addresses(segment, part)
-            cuts = self._cut(plan.edges, part.row_bytes)
-            tasks += [partial(self._scatter, plan, low, high, issued) for low, high in itertools.pairwise(cuts)]
-        issued.tasks = len(tasks)
-        return tasks
-
-    def _addresses(self, segment: Segment, part: Part) -> npt.NDArray[np.uint64]:
-        """Where each row of a segment goes, in memory."""
-        size = part.row_bytes
-        begin, bases, counts = 0, [], []
-        for batch, slot, count in segment.spans:
-            bases.append(self._filling[batch].memory.address + part.offset + (slot - begin) * size)
-            counts.append(count)
-            begin += count
-        dealt = np.repeat(np.array(bases, np.int64), counts)
-        dealt += np.arange(0, begin * size, size)
-        return dealt[segment.places].view(np.uint64)
-
-    @staticmethod
-    def _cut(edges: list[int], row_bytes: int) -> list[int]:
-        """Cut runs into tasks of about `TASK_BYTES`: numbers of the runs they begin with, and the end."""
-        rows = max(1, TASK_BYTES // row_bytes)
-        cuts = [0]
-        for number in range(1, len(edges) - 1):
-            if edges[number + 1] - edges[cuts[-1]] > rows:
-                cuts.append(number)
-        cuts.append(len(edges) - 1)
-        return cuts
-
-    def _scatter(self, plan: Scatter, low: int, high: int, issued: _Issued) -> None:
-        self._dataset.engine.scatter(plan, low, high)
-        self._task_done(issued)
-
-    def _stage(self, part: Part, segment: Segment, issued: _Issued) -> None:
-        if part.name == ROWS:
-            values: npt.NDArray[Any] = segment.rows
-        elif self._small is not None and part.name in self._small:
-            values = np.empty((len(segment.rows), *part.row_shape), part.dtype)
-            self._small.gather(part.name, segment.rows, values)
-        else:
-            values = self._dataset.engine.read(part.name, segment.rows)
-        dealt = np.empty_like(values)
-        dealt[segment.places] = values
-        begin = 0
-        for batch, slot, count in segment.spans:
-            self._filling[batch].memory.arrays[part.name][slot : slot + count] = dealt[begin : begin + count]
-            begin += count
-        self._task_done(issued)
-
-    def _load_tasks(self, segment: Segment, resident: ResidentRows) -> None:
+    def _load_and_gather(self, segment: Segment, resident: ResidentRows) -> None:
         """Queue what loads a segment's chunks, where they are not in memory yet, and then gathers its batches."""
-        rows = np.empty_like(segment.rows)
-        rows[segment.places] = segment.rows
-        begin = 0
-        gathers: list[Task] = []
-        for span in segment.spans:
-            gathers.append(partial(self._gather, span, rows[begin : begin + span[2]]))
-            begin += span[2]
+        gathers = self._segment_tasks.gather(segment, resident, self._arrived)
         missing = resident.missing(segment.rows)
         if not missing:
             self._tasks.extend(gathers)
@@ -345,12 +240,11 @@ class Pipeline:
         for chunk in missing:
             if chunk not in self._loading:
                 self._loading[chunk] = []
-                self._tasks.append(partial(self._load, chunk))
+                self._tasks.append(partial(self._load, chunk, resident))
             self._loading[chunk].append(waiting)
 
-    def _load(self, chunk: int) -> None:
-        assert self._resident is not None
-        self._resident.load(chunk)
+    def _load(self, chunk: int, resident: ResidentRows) -> None:
+        resident.load(chunk)
         with self._lock:
             for waiting in self._loading.pop(chunk, ()):
                 waiting.loads -= 1
@@ -361,33 +255,12 @@ class Pipeline:
             if not self._loading:
                 self._wake_one()
 
-    def _gather(self, span: tuple[int, int, int], rows: npt.NDArray[np.int64]) -> None:
-        assert self._resident is not None
-        batch, slot, count = span
-        for name, array in self._filling[batch].memory.arrays.items():
-            if name == ROWS:
-                array[slot : slot + count] = rows
-            else:
-                self._resident.gather(name, rows, array[slot : slot + count])
-        self._hand_over([span])
-
-    def _task_done(self, issued: _Issued) -> None:
-        with self._lock:
-            issued.tasks -= 1
-            left = issued.tasks
-        if not left:
-            self._hand_over(issued.spans)
-
-    def _hand_over(self, spans: list[tuple[int, int, int]]) -> None:
+    def _arrived(self, spans: list[Span]) -> None:
         """Count rows that have arrived, and give the batches that are full to the consumer."""
-        for batch, _, count in spans:
-            with self._lock:
-                filling = self._filling[batch]
-                filling.missing -= count
-                if filling.missing:
-                    continue
-                del self._filling[batch]
-            self._done.put((batch, self._finish(batch, filling.memory)))
+        for span in spans:
+            memory = self._filling.arrived(span)
+            if memory is not None:
+                self._done.put((span[0], self._finish(span[0], memory)))
 
 
 @atexit.register

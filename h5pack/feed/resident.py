@@ -11,7 +11,7 @@ import numpy.typing as npt
 from h5pack.feed.buffers import anonymous
 from h5pack.feed.dataset import H5Dataset
 
-_PIECE_ROWS = 262_144
+_PIECE_ROWS = 65_536
 """Rows that `load_all` reads at once; planning a read takes many times the bytes of a small row."""
 
 

@@ -109,7 +109,7 @@ class ChosenRows:
     def identity(self) -> dict[str, Any]:
         """By which two sets of rows are told apart."""
         digest = zlib.crc32(self._indices.astype("<i8").tobytes(), zlib.crc32(self._rows.astype("<i8").tobytes()))
-        return {"rows": self.count, "chunk_rows": self.unit_rows, "digest": digest}
+        return {"rows": self.count, "chunk_rows": self.unit_rows, "rows_digest": digest}
 
 
 RowSet = SpanRows | ChosenRows

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from h5pack import schema
 from h5pack.errors import H5PackError, PackFormatError
-from h5pack.hdf5 import open_file, require_complete, require_dataset, text
+from h5pack.hdf5 import find_item, open_file, require_complete, require_dataset, text
 from h5pack.read.chunk_index import ChunkIndex, index_dataset
 from h5pack.read.identity import FileIdentity
 
@@ -72,7 +72,7 @@ def read_pack(
     images : str
         The dataset of images.
     labels : str or None
-        The dataset of labels; None: do without. The default is taken only where it is there.
+        The dataset of labels; None: do without. The default is taken only where it, or its checksums, is there.
     fields : sequence of str
         Further datasets with a row for each image.
 
@@ -116,7 +116,7 @@ def _describe(
                 "right datasets, or mend the file"
             )
         indexes[name] = index_dataset(file, dataset, name)
-        checksums = file.get(checksums_of(name))
+        checksums = find_item(file, checksums_of(name))
         if isinstance(checksums, h5py.Dataset) and checksums.shape == (len(stored),) and checksums.dtype.kind == "u":
             indexes[checksums_of(name)] = index_dataset(file, checksums, checksums_of(name))
     label = None if labels is None else file[labels]

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Subset
 
 import h5pack
 from h5pack.feed.dataset import H5Dataset
-from tests.makers import class_folders, quick
+from tests.makers import quick, split_folders
 
 ROWS = 103
 SHAPE = (16, 12, 3)
@@ -33,14 +33,16 @@ def values(rows: int = ROWS, shape: tuple[int, ...] = SHAPE, dtype: str = "u1") 
 
 
 def write(
-    path: Path, chunk_rows: int | None = 10, compression: str | None = None, **datasets: npt.NDArray[Any]
+    path: Path, chunks: int | tuple[int, ...] | None = 10, compression: str | None = None, **datasets: npt.NDArray[Any]
 ) -> Path:
-    """An HDF5 file; `images` in chunks where `chunk_rows` says so, everything else contiguous."""
+    """An HDF5 file; `images` in chunks of whole rows, or as `chunks` says, everything else contiguous."""
     with h5py.File(path, "w") as file:
         for name, data in datasets.items():
-            chunked = name == "images" and chunk_rows is not None
-            chunks = (chunk_rows, *data.shape[1:]) if chunked else None
-            file.create_dataset(name, data=data, chunks=chunks, compression=compression if chunked else None)
+            if name != "images" or chunks is None:
+                file[name] = data
+                continue
+            shape = (chunks, *data.shape[1:]) if isinstance(chunks, int) else chunks
+            file.create_dataset(name, data=data, chunks=shape, compression=compression)
     return path
 
 
@@ -50,8 +52,8 @@ def labelled(path: Path, rows: int = ROWS, **settings: Any) -> Path:
 
 
 def converted(folder: Path, **settings: Any) -> Path:
-    """A pack with checksums, of 45 images in chunks of 7."""
-    source = class_folders(folder / "in", {"x": 20, "y": 25})
+    """A pack with checksums, of 33 images to train with and 12 to test with, in chunks of 7."""
+    source = split_folders(folder / "in", {"train": {"x": 15, "y": 18}, "test": {"x": 5, "y": 7}})
     h5pack.convert(source, folder / "o.h5", quick(chunk_rows=7, **settings))
     return folder / "o.h5"
 

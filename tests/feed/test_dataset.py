@@ -262,6 +262,16 @@ LABELS: dict[str, npt.NDArray[Any] | None] = {
 }
 
 
+def in_shared_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory may be another process's, too."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, mode = line.split()[:2]
+        low, high = (int(edge, 16) for edge in span.split("-"))
+        if low <= tensor.data_ptr() < high:
+            return mode[3] == "s"
+    raise AssertionError("no memory at all")
+
+
 class Witness:
     """Collates, and tells for each tensor whether it lies in shared memory."""
 
@@ -270,7 +280,7 @@ class Witness:
 
     def __call__(self, samples: Any) -> tuple[list[Any], list[bool]]:
         batch = self.dataset.collate(samples)
-        return batch, [part.is_shared() for part in batch]
+        return batch, [in_shared_memory(part) for part in batch]
 
 
 def test_nothing_is_read_before_somebody_looks(pack: Path) -> None:
@@ -331,8 +341,9 @@ def test_collate_in_workers_goes_to_shared_memory(tmp_path: Path, context: str |
     loader = DataLoader(part, batch_size=8, collate_fn=Witness(dataset), **workers)
     batches = list(loader)
     assert all_same([batch for batch, _ in batches], expected)
-    for _, shared in batches:
-        assert shared[:5] == [context is not None] * 5
+    for batch, shared in batches:
+        assert shared[:5] == [context is not None] * 5, "the worker's rows go straight there"
+        assert [in_shared_memory(part) for part in batch[:5]] == shared[:5], "and are not copied from there"
 
 
 def test_collate_leaves_transforms_to_the_samples(tmp_path: Path) -> None:
@@ -392,20 +403,21 @@ def test_damaged_rows_are_named(tmp_path: Path) -> None:
     packs.flip(path, 12)
     dataset = h5pack.H5Dataset(path, check=True)
     assert dataset[11] is not None
-    with pytest.raises(
-        DamagedRowsError, match=r"'images' row 12 differs from the stored checksum; run 'h5pack verify'"
-    ):
+    with pytest.raises(DamagedRowsError, match="'images' row 12 differs from the stored checksum; run 'h5pack verify"):
         dataset[12]
     packs.flip(path, 40)
     dataset = h5pack.H5Dataset(path, check=True)
     with pytest.raises(DamagedRowsError, match="rows 12, 40 differ") as caught:
         dataset.collate(dataset.__getitems__([40, 3, 12, 40]))
     assert caught.value.rows == (12, 40)
-    loader = DataLoader(
-        dataset, batch_size=5, num_workers=1, multiprocessing_context="fork", collate_fn=dataset.collate
-    )
+    workers = {"num_workers": 1, "multiprocessing_context": "fork"}
+    batches = iter(DataLoader(dataset, batch_size=15, collate_fn=dataset.collate, **workers))
     with pytest.raises(DamagedRowsError, match="row 12 differs"):
-        list(loader)
+        next(batches)
+    assert next(batches)[1].tolist() == [dataset[row][1] for row in range(15, 30)]
+    with pytest.raises(DamagedRowsError, match="row 40 differs"):
+        next(batches)
+    assert list(batches) == []
     assert len(list(h5pack.H5Dataset(path)[:])) == 45, "nobody asked for a check"
     packs.flip(path, 12)
     packs.flip(path, 40)

@@ -202,8 +202,10 @@ def test_rows_of_the_file_and_indices_go_together(plan: OrderPlan, epoch: int) -
     row_of = dict(zip(indices.tolist(), stored.tolist(), strict=True))
     for segment in plan.segments(epoch):
         assert [row_of[index] for index in segment.indices.tolist()] == segment.rows.tolist()
-        runs = itertools.groupby(segment.rows.tolist(), key=lambda row: row // plan.rows.unit_rows)
-        assert all(run == sorted(run) for run in (list(group) for _, group in runs)), "ascending within each chunk"
+        if plan.rows.chunks > 1:
+            # A single chunk may follow itself, where the line begins again.
+            runs = itertools.groupby(segment.rows.tolist(), key=lambda row: row // plan.rows.unit_rows)
+            assert all(run == sorted(run) for run in (list(group) for _, group in runs)), "ascending within each chunk"
 
 
 def test_stored_order_is_stored_order() -> None:

@@ -127,4 +127,4 @@ def test_identities_tell_row_sets_apart_and_are_numbers_and_texts() -> None:
     assert ChosenRows(some, numbers, 3).identity() == sets[4].identity()
     # Pinned: states that were saved hold it.
     assert SpanRows(2, 9, 3).identity() == {"start": 2, "rows": 7, "chunk_rows": 3}
-    assert sets[4].identity() == {"rows": 3, "chunk_rows": 3, "digest": 3314661839}
+    assert sets[4].identity() == {"rows": 3, "chunk_rows": 3, "rows_digest": 3314661839}

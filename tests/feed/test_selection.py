@@ -107,21 +107,21 @@ def test_random_split(dataset: h5pack.H5Dataset) -> None:
 
 @pytest.mark.parametrize("wrong", [40, -41, 10**12])
 def test_indices_out_of_range(dataset: h5pack.H5Dataset, wrong: int) -> None:
-    with pytest.raises(OptionsError, match=f"^rows: {wrong} is not one of the 40 rows"):
+    with pytest.raises(OptionsError, match=rf"^rows: {wrong} is not one of the 40 rows"):
         select_rows(dataset, [0, wrong])
-    with pytest.raises(OptionsError, match=f"^the Subset's indices: {wrong} is not one of the 40 rows"):
+    with pytest.raises(OptionsError, match=rf"^the Subset's indices: {wrong} is not one of the 40 rows"):
         select_rows(Subset(dataset, [0, wrong]))
-    with pytest.raises(OptionsError, match=f"^the Subset's indices: {wrong} is not one of the 2 rows"):
+    with pytest.raises(OptionsError, match=rf"^the Subset's indices: {wrong} is not one of the 2 rows"):
         select_rows(Subset(Subset(dataset, [0, 1]), [wrong]))
-    with pytest.raises(OptionsError, match="^rows: 2 is not one of the 2 rows"):
+    with pytest.raises(OptionsError, match=r"^rows: 2 is not one of the 2 rows"):
         select_rows(Subset(dataset, [0, 1]), [2])
 
 
 @pytest.mark.parametrize("wrong", [[0.5], [[1, 2]], [True, False], ["a"], 3], ids=repr)
 def test_indices_that_are_no_whole_numbers(dataset: h5pack.H5Dataset, wrong: Any) -> None:
-    with pytest.raises(OptionsError, match="^rows must be whole numbers in one axis, not "):
+    with pytest.raises(OptionsError, match=r"^rows must be whole numbers in one axis, not "):
         select_rows(dataset, wrong)
-    with pytest.raises(OptionsError, match="^the Subset's indices must be whole numbers in one axis, not "):
+    with pytest.raises(OptionsError, match=r"^the Subset's indices must be whole numbers in one axis, not "):
         select_rows(Subset(dataset, wrong))
 
 

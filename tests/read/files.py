@@ -109,9 +109,7 @@ def index_of(path: Path, name: str = "x") -> ChunkIndex:
 
 def engine_of(path: Path, *names: str) -> Engine:
     """An engine over some of a file's datasets."""
-    return Engine(
-        str(path), FileIdentity.of(str(path)), {name: index_of(path, name) for name in names or ("x",)}
-    )
+    return Engine(str(path), FileIdentity.of(str(path)), {name: index_of(path, name) for name in names or ("x",)})
 
 
 def descriptors(path: Path) -> int:

@@ -154,6 +154,19 @@ def assert_counted(engine: Engine, rows: list[int], times: int) -> None:
     assert (stats.reads > 0) == bool(rows) or absent == len(rows)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scatter_bytes", [1, 1 << 30])
+@pytest.mark.parametrize("order", [[1, 3, 8], [8, 1, 8, 0, 2]])
+def test_numbers_come_in_the_machines_byte_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, scatter_bytes: int, order: list[int]
+) -> None:
+    monkeypatch.setattr(engine_module, "SCATTER_BYTES", scatter_bytes)
+    values = write(tmp_path / "f.h5", numbers((9, 5), dtype), "rows")
+    found = engine_of(tmp_path / "f.h5").read("x", order)
+    assert found.dtype.isnative
+    assert found.tolist() == values[order].tolist()
+
+
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("engine")
@@ -341,6 +354,20 @@ def test_threads_get_their_own_rows(tmp_path: Path) -> None:
     assert engine.stats.bytes_wanted == 8 * 40 * 20 * (1400 + 18 + 80)
 
 
+def test_threads_count_one_after_the_other(tmp_path: Path) -> None:
+    path = tmp_path / "f.h5"
+    write(path, numbers((20, 300), "i4"), "rows")
+    engine = engine_of(path)
+    thread = threading.Thread(target=engine.read, args=("x", [3]))
+    with engine._lock[1]:
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive()
+        assert engine.stats.rows == 0
+    thread.join(20)
+    assert engine.stats.rows == 1
+
+
 @pytest.mark.parametrize("storage", ["rows", "gzip"])
 def test_pickled_and_forked_while_open(tmp_path: Path, storage: str) -> None:
     path = tmp_path / "f.h5"
@@ -397,7 +424,9 @@ def test_chunks_that_cannot_be_decoded_are_named(tmp_path: Path) -> None:
     path.write_bytes(data)
     engine = engine_of(path)
     assert np.array_equal(engine.read("x", [11, 0]), values[[11, 0]])
-    with pytest.raises(PackFormatError, match=r"f\.h5: 'x' rows 5-6 cannot be read \(.*\); run 'h5pack verify'") as caught:
+    with pytest.raises(
+        PackFormatError, match=r"f\.h5: 'x' rows 5-6 cannot be read \(.*\); run 'h5pack verify'"
+    ) as caught:
         engine.read("x", [6, 5])
     assert "\n" not in str(caught.value)
 

@@ -318,6 +318,20 @@ def test_no_file_of_that_kind(tmp_path: Path) -> None:
         read_pack(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["images", "labels", "checksums/images", "checksums/labels"])
+def test_a_damaged_dataset_is_not_a_missing_one(copy: Path, name: str) -> None:
+    """So that nobody reads on without labels or checksums."""
+    with h5py.File(copy) as file:
+        header = h5py.h5o.get_info(file[name].id).addr
+    data = bytearray(copy.read_bytes())
+    data[header + 12] ^= 1
+    copy.write_bytes(data)
+    with pytest.raises(
+        PackFormatError, match=rf"o\.h5: '{name}' cannot be opened \(.*\); the file is damaged: restore"
+    ):
+        read_pack(copy)
+
+
 def test_a_pack_that_lost_its_labels(copy: Path) -> None:
     """Their checksums tell that there were some."""
     with h5py.File(copy, "r+") as file:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from h5pack.read.identity import FileIdentity
 from h5pack.read.reader import H5Reader
+from tests.read.files import in_child, numbers, write
 
 
 @settings(max_examples=60, deadline=None)
@@ -46,3 +47,23 @@ def test_rows_equal_h5pys(shape: tuple[int, ...], rank: int, dtype: str, storage
         reader.close()
     assert np.array_equal(found, values[rows])
     assert np.array_equal(again, values[rows[::-1]])
+
+
+def test_a_forked_child_opens_the_file_anew(tmp_path: Path) -> None:
+    """It must not share the library's state of a moment with its parent."""
+    values = write(tmp_path / "f.h5", numbers((9, 4), "i4"), "gzip")
+    path = str(tmp_path / "f.h5")
+    reader, out = H5Reader(path, FileIdentity.of(path)), np.empty((1, 4), "i4")
+    reader.read("x", np.array([3]), out)
+    inherited = reader._opened
+
+    def child() -> bool:
+        reader.read("x", np.array([5]), out)
+        right = reader._opened is not inherited and np.array_equal(out, values[[5]])
+        reader.close()
+        return right
+
+    assert in_child(child)
+    assert reader._opened is inherited
+    reader.read("x", np.array([7]), out)
+    assert np.array_equal(out, values[[7]])

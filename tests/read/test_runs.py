@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -63,7 +65,7 @@ def test_runs_equal_those_of_one_row_at_a_time(made: ChunkIndex, data: st.DataOb
     runs = plan_runs(made, np.array(rows, np.int64))
     expected = reference(made, rows)
     edges = runs.edges.tolist()
-    assert [rows[start:end] for start, end in zip(edges, edges[1:], strict=False)] == [run[0] for run in expected]
+    assert [rows[start:end] for start, end in itertools.pairwise(edges)] == [run[0] for run in expected]
     assert runs.offsets.tolist() == [run[1] for run in expected]
     assert runs.visits.tolist() == [run[2] for run in expected]
     for part in (runs.edges, runs.offsets, runs.visits):

@@ -164,7 +164,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     return asked
 
 
-def limited(limits: Iterator[int | None | OSError]) -> Preadv:
+def limited(limits: Iterator[int | OSError | None]) -> Preadv:
     """A kernel that reads at most so many bytes, call by call; None: all, or fails."""
     real = storage_module.preadv
 
@@ -240,7 +240,9 @@ def test_a_disk_that_fails_for_good(
     limits = [*limits[:-1], *[limits[-1]] * 50]
     calls = iter(limits)
     monkeypatch.setattr(storage_module, "preadv", limited(calls))
-    with pytest.raises(ReadError, match=rf"bytes: 'x' row {place} cannot be read \({reason}\); check the disk") as caught:
+    with pytest.raises(
+        ReadError, match=rf"bytes: 'x' row {place} cannot be read \({reason}\); check the disk"
+    ) as caught:
         scattered(opened(path), 300, RUNS)
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value, OSError)
@@ -258,14 +260,14 @@ def test_pauses_grow_between_tries(path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert slept == [0.0, 0.05, 0.5]
 
 
-def pack_of_rows(folder: Path, storage: str = "rows") -> tuple[Path, npt.NDArray[Any], Engine]:
+def pack_of_rows(folder: Path) -> tuple[Path, npt.NDArray[Any], Engine]:
     path = folder / "f.h5"
-    values = write(path, numbers((20, 10, 60), "u1"), storage)
+    values = write(path, numbers((20, 10, 60), "u1"), "rows")
     return path, values, engine_of(path)
 
 
 def test_an_engine_names_the_rows_that_a_disk_does_not_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, values, engine = pack_of_rows(tmp_path)
+    _, values, engine = pack_of_rows(tmp_path)
     bad = int(engine.indexes["x"].addresses[2]) + 600
     real = storage_module.preadv
 

@@ -1,0 +1,187 @@
+"""Batches that a DataLoader's worker hands to the main process, in shared memory that is used again.
+
+torch makes a new piece of shared memory for every tensor that crosses processes. Its pages are zeroed and mapped at
+their first touch, which costs four times the copy into it (measured: 14 ms against 3 ms for 30 MB). Here a worker owns
+a few *segments* (anonymous memory files), each with a page in front whose first byte says whether the main process is
+done with it. The main process maps a segment for each batch, and writes that byte when the batch's last tensor is gone.
+A segment is filled again only when that byte is there, and no array over it is left in the worker.
+
+Where a batch was changed on its way (a collate function of one's own around this one), its tensors are ordinary ones,
+which torch copies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from h5pack.errors import LoaderError
+
+_HEADER = mmap.PAGESIZE
+_ALIGNMENT = 64
+_FREE, _BUSY = 0, 1
+
+Shape = tuple[tuple[int, ...], str]
+_watched: dict[int, weakref.ref[Any]] = {}
+_numbers = itertools.count()
+
+
+class Segment:
+    """A piece of shared memory of one worker.
+
+    Parameters
+    ----------
+    size : int
+        Bytes, without the header.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.sent = False
+        self._used: weakref.ref[Any] | None = None
+        self.descriptor = os.memfd_create("h5pack-batch", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, _HEADER + size)
+        self._memory = mmap.mmap(self.descriptor, _HEADER + size)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+    def is_free(self) -> bool:
+        """Whether nobody looks at it, here or in the main process."""
+        here = self._used is not None and self._used() is not None
+        return not here and not (self.sent and self._memory[0] == _BUSY)
+
+    def fill(self) -> npt.NDArray[np.uint8]:
+        """Begin to use it; an array over its bytes."""
+        self.sent = False
+        self._memory[0] = _BUSY
+        base = np.frombuffer(self._memory, np.uint8, self.size, _HEADER)
+        self._used = weakref.ref(base)
+        return base
+
+
+class SharedMemory:
+    """A worker's segments.
+
+    They are the process's own: neither a fork nor a pickle takes them along.
+    """
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._segments: list[Segment] = []
+
+    def __reduce__(self) -> tuple[Callable[[], SharedMemory], tuple[()]]:
+        return SharedMemory, ()
+
+    def take(self, shapes: list[Shape]) -> SharedBatch:
+        """A batch of tensors to fill.
+
+        Parameters
+        ----------
+        shapes : list of (shape, dtype)
+        """
+        if self._process != os.getpid():
+            self.__init__()  # type: ignore[misc]
+        size = max(1, _layout(shapes)[1])
+        free = [segment for segment in self._segments if segment.is_free()]
+        found = next((segment for segment in free if size <= segment.size <= 2 * size), None)
+        if found is None:
+            # Those of another size belonged to another batch size.
+            self._segments = [segment for segment in self._segments if segment not in free]
+            found = Segment(size)
+            self._segments.append(found)
+        return SharedBatch(found, shapes)
+
+
+class SharedBatch(list[torch.Tensor]):
+    """The tensors of one batch, over a segment; the main process gets a list, or the one tensor of a batch of one."""
+
+    def __init__(self, segment: Segment, shapes: list[Shape]) -> None:
+        self._segment, self._shapes = segment, shapes
+        super().__init__(_tensors(segment.fill(), shapes))
+        self._own = tuple(self)
+
+    def __reduce__(self) -> Any:
+        if len(self) != len(self._own) or any(one is not own for one, own in zip(self, self._own, strict=True)):
+            return list, (list(self),)
+        return self.reduced(False)
+
+    def reduced(self, single: bool) -> Any:
+        """How pickle rebuilds it in the main process."""
+        self._segment.sent = True
+        return _received, (os.getpid(), self._segment.descriptor, self._shapes, single)
+
+    def single(self) -> torch.Tensor:
+        """The one tensor of a batch of one."""
+        tensor = self[0].as_subclass(_SingleTensor)
+        tensor.batch = self
+        return tensor
+
+
+class _SingleTensor(torch.Tensor):
+    """A tensor that crosses to the main process as its segment does; what is computed from it is an ordinary one."""
+
+    batch: SharedBatch
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.batch.reduced(True)
+
+
+def can_share() -> bool:
+    """Whether the system has what this needs."""
+    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+
+
+def _layout(shapes: list[Shape]) -> tuple[list[int], int]:
+    """Where each tensor starts, and the bytes of all."""
+    offsets, size = [], 0
+    for shape, dtype in shapes:
+        offsets.append(size)
+        size += int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        size = -(-size // _ALIGNMENT) * _ALIGNMENT
+    return offsets, size
+
+
+def _tensors(base: npt.NDArray[np.uint8], shapes: list[Shape]) -> list[torch.Tensor]:
+    offsets, _ = _layout(shapes)
+    return [
+        torch.from_numpy(np.ndarray(shape, dtype, base, offset))
+        for (shape, dtype), offset in zip(shapes, offsets, strict=True)
+    ]
+
+
+def _received(process: int, descriptor: int, shapes: list[Shape], single: bool) -> Any:
+    """A worker's batch, in the main process."""
+    path = f"/proc/{process}/fd/{descriptor}"
+    try:
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise LoaderError(
+            f"a worker's batch cannot be reached at {path} ({error.strerror}): the worker died, or processes may not "
+            "see each other here; in the latter case leave collate_fn=dataset.collate out"
+        ) from error
+    try:
+        memory = mmap.mmap(opened, 0)
+    finally:
+        os.close(opened)
+    base = np.frombuffer(memory, np.uint8, len(memory) - _HEADER, _HEADER)
+    number = next(_numbers)
+
+    def done(_: object) -> None:
+        # It may run inside the garbage collector: two steps of the interpreter, no lock.
+        memory[0] = _FREE
+        _watched.pop(number, None)
+
+    _watched[number] = weakref.ref(base, done)
+    tensors = _tensors(base, shapes)
+    return tensors[0] if single else tensors
