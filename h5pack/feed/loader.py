@@ -226,7 +226,7 @@ class H5Loader:
             small.load_all()
             self._small = small
         self._begun += 1
-        iterator = LoaderIterator(self._progress.begin(), len(self), self._start)
+        iterator = LoaderIterator(self._progress, len(self), self._start)
         self._iterators.add(iterator)
         return iterator
 
@@ -240,7 +240,10 @@ class H5Loader:
         self._progress.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the running iteration is: behind the last batch that was handed out. Numbers and texts only."""
+        """Where the running iteration is: behind the last batch that was handed out. Numbers and texts only.
+
+        After the loop over an epoch it is the beginning of the next.
+        """
         return self._progress.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from h5pack.errors import LoaderError
 from h5pack.feed.pipeline import Pipeline
-from h5pack.feed.progress import Run
+from h5pack.feed.progress import Progress, Run
 
 
 class LoaderIterator(Iterator[Any]):
@@ -17,16 +17,17 @@ class LoaderIterator(Iterator[Any]):
 
     Parameters
     ----------
-    run : Run
-        Where it begins; counts what was handed out.
+    progress : Progress
+        Says where it begins, and is told what was handed out.
     end : int
         Batches of the epoch.
     start : callable
         Starts reading.
     """
 
-    def __init__(self, run: Run, end: int, start: Callable[[Run], Pipeline]) -> None:
-        self._run = run
+    def __init__(self, progress: Progress, end: int, start: Callable[[Run], Pipeline]) -> None:
+        self._progress = progress
+        self._run = run = progress.begin()
         self._following, self._end = run.begun, end
         self._ready: dict[int, Any] = {}
         self._closed = False
@@ -46,6 +47,7 @@ class LoaderIterator(Iterator[Any]):
         if self._closed:
             raise LoaderError("this iterator was closed before its epoch's end; begin a new one with iter(loader)")
         if pipeline is None:
+            self._progress.finish(self._run)
             raise StopIteration
         if pipeline.process != os.getpid():
             raise LoaderError(

@@ -11,6 +11,7 @@ batches in turns and their number divides `lanes`, by one worker.
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,13 +104,13 @@ class OrderPlan:
     lanes: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "window", "world_size", "streams", "lanes"):
+        for name in ("batch_size", "window", "world_size", "streams", "lanes", "seed", "rank"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise OptionsError(f"{name} is {value!r}; it must be a whole number of at least 1")
-        for name in ("seed", "rank"):
-            if not isinstance(getattr(self, name), int):
-                raise OptionsError(f"{name} is {getattr(self, name)!r}; it must be a whole number")
+            least = " of at least 1" if name not in ("seed", "rank") else ""
+            if isinstance(value, bool) or not hasattr(value, "__index__") or (least and value < 1):
+                raise OptionsError(f"{name} is {value!r}; it must be a whole number{least}")
+            # numpy's whole numbers, too; a saved state holds Python's.
+            object.__setattr__(self, name, operator.index(value))
         if self.shuffle not in SHUFFLES:
             raise OptionsError(f"shuffle {self.shuffle!r} is none of 'window', 'full', 'chunk', False")
         if not 0 <= self.rank < self.world_size:

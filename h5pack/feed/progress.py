@@ -62,6 +62,11 @@ class Progress:
         """An iteration was made, and has yet to begin: the state is where it will."""
         self._running = False
 
+    def finish(self, run: Run) -> None:
+        """An iteration was asked for more than there is: the state is where the next one will begin."""
+        if run is self.run:
+            self._running = False
+
     def begin(self) -> Run:
         """Begin the next epoch; the caller counts in what it gets."""
         self.run = Run(self._next_epoch, self._next_begun)
@@ -113,8 +118,8 @@ class Progress:
         streams = self.identity["streams"]
         if done * ranks % streams:
             raise StateError(
-                f"the state was saved after {done} rows on each of {ranks} ranks, amid a turn of the {streams} streams; "
-                f"resume with {ranks} ranks, or save after a multiple of {streams // ranks} rows"
+                f"the state was saved after {done} rows on each of {ranks} ranks, amid a turn of the {streams} "
+                f"streams; resume with {ranks} ranks, or save after a multiple of {streams // ranks} rows"
             )
         assert self._world_size is not None
         return done * ranks // self._world_size

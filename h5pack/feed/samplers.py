@@ -69,7 +69,8 @@ class _Iteration(Iterator[Item]):
     """One iteration, begun when its first item is asked for: DataLoaders also make some that they never use.
 
     torchdata's StatefulDataLoader saves and restores this one's state besides the sampler's. It needs it: the iteration
-    that it restores at the end of an epoch is one that it never asks for an item, and yet that epoch must count as over.
+    that it restores at the end of an epoch is one that it never asks for an item, and yet that epoch must count as
+    over.
     """
 
     def __init__(self, progress: Progress, items: Callable[[Run], Iterator[Item]]) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from h5pack import schema
 from h5pack.checksum import row_checksums
 from h5pack.errors import DamagedRowsError
 from h5pack.read.chunk_index import ChunkIndex
@@ -129,7 +130,7 @@ class Engine:
         # A lock that another thread holds at a fork would stay locked in the child, so each process makes its own.
         self._lock = (os.getpid(), threading.Lock())
         for index in indexes.values():
-            if index.reason is not None:
+            if index.reason is not None and not index.name.startswith(f"{schema.CHECKSUMS}/"):
                 _log.warning(
                     "%s: %r is read through the HDF5 library, which is slower: %s", path, index.name, index.reason
                 )
@@ -244,6 +245,7 @@ class Engine:
     def _stage(self, index: ChunkIndex, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
         """Read ascending rows to consecutive places of `out`."""
         if index.reason is not None:
+            self.storage.open()
             calls = self.reader.read(index.name, rows, out)
             chunks = int(np.count_nonzero(np.diff(rows // index.chunk_rows))) + 1
             self._count(index, len(rows), chunks, len(rows) * index.row_bytes, calls)

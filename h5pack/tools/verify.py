@@ -16,9 +16,7 @@ from h5pack import schema
 from h5pack.checksum import row_checksums
 from h5pack.errors import H5PackError, OptionsError, PackFormatError
 from h5pack.hdf5 import (
-    chunk_addresses,
     dataset_names,
-    is_filtered,
     open_file,
     reopen_tuned,
     require_complete,
@@ -26,6 +24,7 @@ from h5pack.hdf5 import (
 )
 from h5pack.machine import available_cpus
 from h5pack.pack.executors import open_executor, run
+from h5pack.read.chunk_index import index_dataset
 from h5pack.rows import RowPlaces, check_counted, check_tasks, describe_check
 
 _TASK_BYTES = 8 * 1024 * 1024
@@ -185,20 +184,22 @@ def _inspect_pack(path: str, file: h5py.File) -> _Structure:
         problems.append("checksums/images: missing, or not one a row")
         return _Structure(rows, problems, damaged, None, np.zeros(0, np.uint32), False)
     expected = checksums[()]
-    if is_filtered(images) or images.chunks[1:] != images.shape[1:]:
+    try:
+        index = index_dataset(file, images, schema.IMAGES)
+    except PackFormatError as error:
+        problems.append(str(error).removeprefix(f"{path}: "))
+        return _Structure(rows, problems, damaged, None, expected, False)
+    if index.reason is not None:
         # Somebody repacked it; it is a pack all the same, read through the library.
         wrong_rows = _wrong_through_library(reopen_tuned(images), expected)
         if wrong_rows:
             damaged[schema.IMAGES] = wrong_rows
         return _Structure(rows, problems, damaged, None, expected, True)
-    row_bytes = int(np.prod(images.shape[1:]))
-    addresses = chunk_addresses(images)
-    size = os.path.getsize(path)
-    outside = np.flatnonzero((addresses < 0) | (addresses + images.chunks[0] * row_bytes > size))
-    if len(outside):
-        problems.append(f"images: {len(outside)} chunks lie outside the file, chunk {int(outside[0])} first")
-    places = RowPlaces(addresses, images.chunks[0], row_bytes)
-    return _Structure(rows, problems, damaged, None if len(outside) else places, expected, False)
+    absent = np.flatnonzero(index.addresses < 0)
+    if len(absent):
+        problems.append(f"images: {len(absent)} chunks have no storage, chunk {int(absent[0])} first")
+    places = RowPlaces(index.addresses, index.chunk_rows, index.row_bytes)
+    return _Structure(rows, problems, damaged, None if len(absent) else places, expected, False)
 
 
 def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:

@@ -648,20 +648,29 @@ def test_a_state_saved_at_any_batch_gives_the_same_tail(dataset: h5pack.H5Datase
 
 
 def test_a_state_at_the_end_of_an_epoch(dataset: h5pack.H5Dataset) -> None:
-    expected = reference(dataset, 2, **order_of({}))
+    expected = reference(dataset, 3, **order_of({}))
     loader = loader_of(dataset)
-    list(loader)
+    iterator = iter(loader)
+    for _ in range(len(loader)):
+        next(iterator)
+    inside = loader.state_dict()
+    assert next(iterator, None) is None
+    behind = loader.state_dict()
+    assert (inside["epoch"], inside["batches"]) == (0, len(loader))
+    assert (behind["epoch"], behind["batches"]) == (1, 0)
     resumed = loader_of(dataset)
-    resumed.load_state_dict(loader.state_dict())
-    assert list(resumed) == [], "of the epoch that was saved, nothing is left"
-    assert resumed.epoch == 0
+    resumed.load_state_dict(inside)
+    assert list(resumed) == [], "the loop over the epoch that was saved has nothing left"
     assert all_same(list(resumed), expected[1])
-    resumed.load_state_dict(loader.state_dict())
-    resumed.set_epoch(1)
-    assert all_same(list(resumed), expected[1])
-    resumed.load_state_dict(loader.state_dict())
-    resumed.set_epoch(0)
-    assert list(resumed) == []
+    resumed.load_state_dict(behind)
+    assert all_same(list(resumed), expected[1]), "the loop was over, so the next one is the next epoch"
+    for state in (inside, behind):
+        resumed.load_state_dict(state)
+        resumed.set_epoch(1)
+        assert all_same(list(resumed), expected[1])
+    resumed.load_state_dict(inside)
+    resumed.set_epoch(2)
+    assert all_same(list(resumed), expected[2])
 
 
 def test_a_state_knows_batches_in_hand_not_batches_read(dataset: h5pack.H5Dataset) -> None:
