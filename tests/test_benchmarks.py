@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import convert, plots
+from benchmarks import convert, plots, read
 from benchmarks.common import RESULTS, interleaved, spread
 
 
@@ -23,6 +23,30 @@ def test_convert_benchmark(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.json", "c.png"], "scratch is cleaned up"
 
 
+def test_read_benchmark(tmp_path: Path) -> None:
+    json_path = tmp_path / "r.json"
+    sizes = ["--large", "40", "--small", "90"]
+    read.main([*sizes, "--repeats", "2", "--scratch", str(tmp_path), "--json", str(json_path)])
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert list(result["sizes"]) == ["116 KB", "3 KB"]
+    for found, rows, batches in zip(result["sizes"].values(), (40, 90), ((20, 13), (45, 30)), strict=True):
+        assert found["epoch"]["rows"] == rows
+        assert found["epoch"]["chunk_misses"] == found["epoch"]["chunks"]
+        assert found["epoch"]["amplification"] == 1.0
+        ways = {(way["way"], way["threads"], way["batch"]) for way in found["hot"]}
+        for threads in (1, 2):
+            for batch in batches:
+                assert {("memory copy", threads, batch), ("H5Loader", threads, batch)} <= ways
+        assert ("H5Dataset with collate, DataLoader", 2, batches[0]) in ways
+        assert all(way["images_per_s"]["min"] > 0 for way in found["hot"])
+        assert next(way["way"] for way in found["cold"]["ways"]) == "sequential read"
+    plots.draw_read(result, tmp_path / "r.png")
+    assert (tmp_path / "r.png").stat().st_size > 10_000
+    assert plots.read_summary(result).count("| H5Loader |") == 2
+    assert "H5Loader" in plots.cold_table(result)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r.json", "r.png"], "scratch is cleaned up"
+
+
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
 def test_committed_results_name_their_machine(path: Path) -> None:
     result = json.loads(path.read_text())
@@ -36,6 +60,12 @@ def test_common() -> None:
     assert spread([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0, "repeats": 3}
 
 
-def test_the_readme_shows_the_committed_figures() -> None:
-    text = plots.convert_table(json.loads((RESULTS / "convert.json").read_text()))
-    assert f"<!-- figures: convert -->\n{text}\n<!-- end figures -->" in (plots.ROOT / "README.md").read_text()
+def test_the_docs_show_the_committed_figures() -> None:
+    convert_result, read_result = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("convert", "read"))
+    for page, name, text in (
+        ("README.md", "convert", plots.convert_table(convert_result)),
+        ("README.md", "read", plots.read_summary(read_result)),
+        ("docs/performance.md", "hot", plots.hot_table(read_result, every_batch=True)),
+        ("docs/performance.md", "cold", plots.cold_table(read_result)),
+    ):
+        assert f"<!-- figures: {name} -->\n{text}\n<!-- end figures -->" in (plots.ROOT / page).read_text()

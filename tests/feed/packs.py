@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +98,16 @@ def same(batch: Any, other: Any) -> bool:
 def all_same(batches: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether two epochs are equal, batch by batch."""
     return len(batches) == len(others) and all(map(same, batches, others))
+
+
+@contextlib.contextmanager
+def watched(seconds: float = 90.0) -> Iterator[None]:
+    """End the process, with every thread's stack, if the block stands still."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def loader_threads() -> list[str]:

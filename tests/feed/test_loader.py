@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,9 @@ ORDERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def _no_thread_stays() -> Any:
-    yield
+def _no_thread_stays() -> Iterator[None]:
+    with packs.watched():
+        yield
     assert threads_end(), loader_threads()
 
 

@@ -31,6 +31,12 @@ Finish = Callable[[int, BatchMemory], Any]
 
 
 @pytest.fixture(autouse=True)
+def _watched() -> Iterator[None]:
+    with packs.watched():
+        yield
+
+
+@pytest.fixture(autouse=True)
 def _small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four rows a task, so that the small files of these tests make many."""
     monkeypatch.setattr("h5pack.feed.segment_tasks.TASK_BYTES", 4 * 576)
