@@ -96,7 +96,7 @@ class DamagedRowsError(H5PackError, ValueError):
     Attributes
     ----------
     rows : tuple of int
-        Their numbers in the dataset.
+        Their numbers in the dataset; empty where a DataLoader's worker raised it, as torch carries only the message.
     """
 
     def __init__(self, message: str, rows: tuple[int, ...] = ()) -> None:

@@ -110,7 +110,8 @@ class BufferPool:
             row_bytes = int(np.prod(row_shape, dtype=np.int64)) * dtype.itemsize
             self.parts.append(Part(name, row_shape, dtype, row_bytes, size))
             size += -(-batch_rows * row_bytes // _ALIGNMENT) * _ALIGNMENT
-        self.bytes = -(-size // _PAGE) * _PAGE
+        # torch's host allocator takes powers of two.
+        self.bytes = 1 << (size - 1).bit_length() if pinned and size else -(-size // _PAGE) * _PAGE
         self._pinned = pinned
         self._free: deque[mmap.mmap] = deque()
         self._numbers = itertools.count()
@@ -128,12 +129,13 @@ class BufferPool:
         except IndexError:
             memory = anonymous(self.bytes)
         base = np.frombuffer(memory, np.uint8)
-        number, free, dead, keep = next(self._numbers), self._free, self._dead, self.keep
+        number, free, dead, keep, watched = next(self._numbers), self._free, self._dead, self.keep, self._watched
 
         def give_back(_: object) -> None:
-            if len(free) < keep:
-                free.append(memory)
             dead.append(number)
+            # Free ones and those in use together.
+            if len(free) + len(watched) - len(dead) < keep:
+                free.append(memory)
 
         # The tensors hold the array, not the memory, so the array's death is that of the last tensor.
         self._watched[number] = weakref.ref(base, give_back)

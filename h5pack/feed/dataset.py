@@ -216,7 +216,7 @@ class H5Dataset(Dataset[Any]):
 
         DataLoader workers count for themselves.
         """
-        return self.engine.stats
+        return self.engine.snapshot()
 
     def close(self) -> None:
         """Close the file in this process; the next read opens it again."""
@@ -227,7 +227,8 @@ class H5Dataset(Dataset[Any]):
         try:
             rows = np.fromiter(map(operator.index, indices), np.int64, len(indices))
         except OverflowError:
-            rows = np.array([np.iinfo(np.int64).max])
+            far = self._length
+            rows = np.array([min(max(operator.index(index), -far - 1), far) for index in indices])
         wrong = np.flatnonzero((rows < -self._length) | (rows >= self._length))
         if len(wrong):
             raise IndexError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import os
 import warnings
 import weakref
@@ -42,7 +43,6 @@ class _Finishing:
     name: str
     swap: bool
     check: bool
-    whole: bool
     transform: tuple[Callable[..., Any], bool] | None
 
 
@@ -74,8 +74,9 @@ class H5Loader:
     threads : int, optional
         That read. None: 4, or as many CPUs as this process may use where those are fewer.
     memory_bytes : int, optional
-        The most that the loader may hold: batches it reads ahead, and the rows it keeps in memory. None: half of the
-        memory that is available to this process, shared among the ranks of this machine.
+        The most that the loader may hold: batches it reads ahead (each iteration its own), and the rows it keeps in
+        memory. What a transform gives is not counted, nor what you hold. None: half of the memory that is available to
+        this process, shared among the ranks of this machine.
     resident : {"auto", "no", "host"}
         host: keep the rows in memory once they were read; no: read them from the file each time, from the system's page
         cache if it still has them; auto: the first epoch as no, the others as host where that fits into `memory_bytes`
@@ -142,23 +143,22 @@ class H5Loader:
         )
         self.batch_size = batch_size
         self.drop_last = drop_last
-        self.threads = min(_MOST_THREADS, available_cpus()) if threads is None else threads
-        if self.threads < 1:
-            raise OptionsError(f"threads is {self.threads}; it must be at least 1")
+        self._with_rows, self._check = self._base.with_rows, self._base.check
+        self.threads = min(_MOST_THREADS, available_cpus()) if threads is None else _whole("threads", threads)
         self.pin_memory = pin_memory and _can_pin()
         self._transforms = {
             name: (function, "generator" in _parameters(function))
             for name, function in ((self._base.names[0], transform), (self._base.label_name, target_transform))
             if name is not None and function is not None
         }
-        self._progress = Progress(self.plan.identity(), "batches")
+        self._progress = Progress(self.plan.identity(), "batches", self.plan.batches)
         self._plan_memory(memory_bytes, resident)
         self._renew()
 
     def _plan_memory(self, memory_bytes: int | None, resident: str) -> None:
         """Decide how many batches to read ahead, and whether to keep the rows."""
         ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
-        budget = available_memory() // 2 // ranks if memory_bytes is None else memory_bytes
+        budget = available_memory() // 2 // ranks if memory_bytes is None else _whole("memory_bytes", memory_bytes)
         wanted, least = 2 * self.plan.span + 2, self.plan.span + 1
         batch_bytes = self._new_pool(0).bytes
         # One more is with the consumer.
@@ -168,18 +168,19 @@ class H5Loader:
                 f"memory_bytes is {budget:,}, and batches of {self.batch_size} rows from windows of "
                 f"{self.plan.pieces} chunks need {needed:,}; give more, or a smaller batch_size or window"
             )
-        kept = ResidentRows.bytes_needed(self._base, self.plan.rows.count)
+        rows = self.plan.rows.distinct
+        kept = ResidentRows.bytes_needed(self._base, rows)
         self.resident = resident == "host" or (resident == "auto" and kept + needed <= budget)
         self._first_resident = 0 if resident == "host" else 1
         if self.resident and kept + needed > budget:
             raise OptionsError(
-                f"memory_bytes is {budget:,}, and keeping {self.plan.rows.count:,} rows in memory needs "
+                f"memory_bytes is {budget:,}, and keeping {rows:,} rows in memory needs "
                 f"{kept + needed:,}; give more, or resident='auto'"
             )
         # Labels and the like cost more to read a few at a time than to keep, while they are few.
         indexes = self._base.engine.indexes
         small = [name for name in self._base.names if indexes[name].row_bytes < SCATTER_BYTES]
-        small_bytes = self.plan.rows.count * sum(indexes[name].row_bytes for name in small)
+        small_bytes = rows * sum(indexes[name].row_bytes for name in small)
         kept = kept if self.resident else 0
         keep_small = 0 < small_bytes <= min(_MOST_SMALL_BYTES, budget - needed - kept)
         self._small_names = small if keep_small else []
@@ -189,11 +190,24 @@ class H5Loader:
 
     def _new_pool(self, keep: int) -> BufferPool:
         indexes = self._base.engine.indexes
-        parts = [(name, indexes[name].row_shape, indexes[name].native_dtype) for name in self._base.names]
-        if self._base.with_rows or self._base.check:
+        parts = []
+        for name in self._base.names:
+            # Whole-number labels are int64 in the end, so their memory (pinned, perhaps) is from the start.
+            whole = name == self._base.label_name and is_class_label(indexes[name])
+            dtype = np.dtype(np.int64) if whole else indexes[name].native_dtype
+            parts.append((name, indexes[name].row_shape, dtype))
+        if self._with_rows or self._check:
             parts.append((ROWS, (), np.dtype(np.int64)))
         largest = self.plan.batch_rows(0) if self.plan.batches else 0
         return BufferPool(parts, largest, self.pin_memory, keep)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_pool", "_iterators", "_kept", "_small")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._renew()
 
     def _renew(self) -> None:
         """Begin without memory, threads or rows: at first, and in a forked child."""
@@ -218,6 +232,7 @@ class H5Loader:
         """
         if self._process != os.getpid():
             self._renew()
+        _require_plain(self._base)
         self._base.engine.storage.look()
         if self.resident and self._kept is None and self._begun >= self._first_resident:
             self._kept = ResidentRows(self._base, self.plan.rows.stored())
@@ -289,8 +304,7 @@ class H5Loader:
                 _Finishing(
                     name,
                     swap=not resident and not index.dtype.isnative and self._base.engine.scatters(index),
-                    check=not resident and self._base.check and name not in self._small_names,
-                    whole=name == self._base.label_name and is_class_label(index),
+                    check=not resident and self._check and name not in self._small_names,
                     transform=self._transforms.get(name),
                 )
             )
@@ -306,8 +320,6 @@ class H5Loader:
             if part.check:
                 self._base.check_rows(part.name, memory.arrays[ROWS], array)
             tensor: Any = memory.tensor(part.name)
-            if part.whole:
-                tensor = tensor.to(torch.int64)
             if part.transform is not None:
                 function, seeded = part.transform
                 if seeded:
@@ -315,8 +327,10 @@ class H5Loader:
                     tensor = function(tensor, generator=torch.Generator().manual_seed(key >> 1))
                 else:
                     tensor = function(tensor)
+                if self.pin_memory and isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                    tensor = tensor.pin_memory()
             parts.append(tensor)
-        if self._base.with_rows:
+        if self._with_rows:
             parts.append(memory.tensor(ROWS))
         return parts[0] if len(parts) == 1 else parts
 
@@ -326,6 +340,12 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
         return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return []
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
+        raise OptionsError(f"{name} is {value!r}; it must be a whole number of at least 1")
+    return operator.index(value)
 
 
 def _require_plain(dataset: H5Dataset) -> None:

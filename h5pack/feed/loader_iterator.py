@@ -30,7 +30,7 @@ class LoaderIterator(Iterator[Any]):
         self._run = run = progress.begin()
         self._following, self._end = run.begun, end
         self._ready: dict[int, Any] = {}
-        self._closed = False
+        self._broken = ""
         self._pipeline: Pipeline | None = None
         if self._following < self._end:
             self._pipeline = start(run)
@@ -44,8 +44,8 @@ class LoaderIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         pipeline = self._pipeline
-        if self._closed:
-            raise LoaderError("this iterator was closed before its epoch's end; begin a new one with iter(loader)")
+        if self._broken:
+            raise LoaderError(f"this iterator {self._broken} its epoch's end; begin a new one with iter(loader)")
         if pipeline is None:
             self._progress.finish(self._run)
             raise StopIteration
@@ -59,20 +59,23 @@ class LoaderIterator(Iterator[Any]):
                 number, batch = pipeline.fetch()
                 self._ready[number] = batch
                 del batch
+            found = self._ready.pop(self._following)
+            self._following += 1
+            pipeline.return_credit()
+            if self._following == self._end:
+                self._let_go()
+            self._run.count += 1
+            return found
         except BaseException:
+            # Whatever it was, and Ctrl-C may come at any line: half-done bookkeeping must not go on.
+            self._broken = "failed before"
             self._let_go()
             raise
-        found = self._ready.pop(self._following)
-        self._following += 1
-        self._run.count += 1
-        pipeline.return_credit()
-        if self._following == self._end:
-            self._let_go()
-        return found
 
     def close(self) -> None:
         """Stop reading; wait until the threads have ended."""
-        self._closed = self._closed or self._pipeline is not None
+        if self._pipeline is not None:
+            self._broken = "was closed before"
         self._let_go()
 
     def _let_go(self) -> None:

@@ -20,7 +20,7 @@ def derive_key(*parts: int) -> int:
     """A 64-bit key out of integers, each of which changes all of it."""
     state = 0
     for part in parts:
-        state = _mix(((state ^ (part & _MASK)) + _GOLDEN) & _MASK)
+        state = _mix(((state ^ (int(part) & _MASK)) + _GOLDEN) & _MASK)
     return state
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
-from h5pack.errors import StateError
+from h5pack.errors import OptionsError, StateError
 
 
 @dataclass
@@ -38,13 +39,16 @@ class Progress:
         Of the order; a state saved with another one is refused.
     unit : str
         What is counted: ``"batches"`` or ``"rows"``.
+    most : int
+        How many of them an epoch has.
     world_size : int, optional
         Where each rank counts its own rows: how many ranks there are. Then a state goes on with another number of them
         only from a place where all streams gave equally many rows.
     """
 
-    def __init__(self, identity: dict[str, Any], unit: str, world_size: int | None = None) -> None:
+    def __init__(self, identity: dict[str, Any], unit: str, most: int, world_size: int | None = None) -> None:
         self.identity = identity
+        self._most = most
         self.unit = unit
         self.run = Run()
         self._world_size = world_size
@@ -54,6 +58,10 @@ class Progress:
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next one; where a state of that very epoch was loaded, its place is kept."""
+        try:
+            epoch = operator.index(epoch)
+        except TypeError as error:
+            raise OptionsError(f"epoch is {epoch!r}; it must be a whole number") from error
         if epoch != self._next_epoch:
             self._next_epoch, self._next_begun = epoch, 0
         self._running = False
@@ -110,6 +118,8 @@ class Progress:
                 )
         if self._world_size is not None and saved_ranks is not None and saved_ranks != self._world_size:
             done = self._for_our_ranks(done, saved_ranks)
+        if not 0 <= done <= self._most:
+            raise StateError(f"the state is behind {done} {self.unit}, and an epoch has {self._most}; it was damaged")
         self._next_epoch, self._next_begun = epoch, done
         self._running = False
 

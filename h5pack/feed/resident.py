@@ -21,19 +21,21 @@ class ResidentRows:
     Parameters
     ----------
     dataset : H5Dataset
-    rows : ndarray
+    rows : range or ndarray
         int64, (n,), ascending, without repeats: rows of the file.
     names : sequence of str, optional
         Which parts; None: all.
     """
 
-    def __init__(self, dataset: H5Dataset, rows: npt.NDArray[np.int64], names: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, dataset: H5Dataset, rows: range | npt.NDArray[np.int64], names: Sequence[str] | None = None
+    ) -> None:
         self._dataset = dataset
         self._count = len(rows)
         self._start = int(rows[0]) if len(rows) else 0
         together = not len(rows) or int(rows[-1]) - self._start + 1 == len(rows)
         # Rows that follow each other are arithmetic; their numbers may take more memory than they do.
-        self._rows = None if together else rows
+        self._rows = None if together else np.asarray(rows)
         self._unit = dataset.unit_rows
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         for name in dataset.names if names is None else names:
@@ -86,4 +88,8 @@ class ResidentRows:
     def gather(self, name: str, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
         """Copy loaded rows to `out`, in the order given."""
         places = rows - self._start if self._rows is None else np.searchsorted(self._rows, rows)
-        np.take(self._arrays[name], places, axis=0, out=out, mode="clip")
+        array = self._arrays[name]
+        if out.dtype == array.dtype:
+            np.take(array, places, axis=0, out=out, mode="clip")
+        else:
+            out[...] = array[places]

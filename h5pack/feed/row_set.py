@@ -57,9 +57,14 @@ class SpanRows:
         """Rows of the file, and their indices in the dataset, of places in stored order."""
         return places + self.start, places
 
-    def stored(self) -> Rows:
-        """All rows of the file, ascending, each once; int64, (n,)."""
-        return np.arange(self.start, self.stop)
+    @property
+    def distinct(self) -> int:
+        """Rows of the file among them."""
+        return self.count
+
+    def stored(self) -> range:
+        """All rows of the file, ascending, each once."""
+        return range(self.start, self.stop)
 
     def identity(self) -> dict[str, Any]:
         """By which two sets of rows are told apart."""
@@ -101,6 +106,11 @@ class ChosenRows:
     def pick(self, places: Rows) -> tuple[Rows, Rows]:
         """Rows of the file, and their indices in the dataset, of places in stored order."""
         return self._rows[places], self._indices[places]
+
+    @property
+    def distinct(self) -> int:
+        """Rows of the file among them."""
+        return int(np.count_nonzero(np.diff(self._rows))) + 1 if self.count else 0
 
     def stored(self) -> Rows:
         """All rows of the file, ascending, each once; int64, (n,)."""

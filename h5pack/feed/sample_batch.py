@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 
 class SampleBatch(Sequence[Any]):
-    """Samples of known rows, a list to whoever treats it as one.
+    """Samples of known rows, as a sequence; ``list`` makes a list of it.
 
     Nothing is read until the first sample is asked for, so that a collate function which knows this class can have the
     rows read to their final place instead.

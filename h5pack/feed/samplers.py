@@ -159,7 +159,7 @@ class ChunkSampler(_ChunkOrder, Sampler[int]):
             world_size,
             world_size if streams is None else streams,
         )
-        super().__init__(plan, Progress({**plan.identity(), "global_batch": None}, "rows", world_size))
+        super().__init__(plan, Progress({**plan.identity(), "global_batch": None}, "rows", plan.rank_rows, world_size))
 
     def __len__(self) -> int:
         """Rows of this rank's epoch."""
@@ -255,7 +255,7 @@ class ChunkBatchSampler(_ChunkOrder, Sampler[list[int]]):
             world_size * lanes if streams is None else streams,
             lanes,
         )
-        super().__init__(plan, Progress(plan.identity(), "batches"))
+        super().__init__(plan, Progress(plan.identity(), "batches", plan.batches))
         self.batch_size = batch_size
         self.drop_last = drop_last
 

@@ -28,6 +28,8 @@ from h5pack.errors import LoaderError
 _HEADER = mmap.PAGESIZE
 _ALIGNMENT = 64
 _FREE, _BUSY = 0, 1
+_SPARE = 3
+"""Free segments that a worker keeps: as many batches as it is usually ahead."""
 
 Shape = tuple[tuple[int, ...], str]
 _watched: dict[int, weakref.ref[Any]] = {}
@@ -47,9 +49,15 @@ class Segment:
         self.size = size
         self.sent = False
         self._used: weakref.ref[Any] | None = None
-        self.descriptor = os.memfd_create("h5pack-batch", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, _HEADER + size)
-        self._memory = mmap.mmap(self.descriptor, _HEADER + size)
+        try:
+            self.descriptor = os.memfd_create("h5pack-batch", os.MFD_CLOEXEC)
+            os.ftruncate(self.descriptor, _HEADER + size)
+            self._memory = mmap.mmap(self.descriptor, _HEADER + size)
+        except OSError as error:
+            raise LoaderError(
+                f"no shared memory for a batch of {size:,} bytes ({error.strerror}); hold fewer batches at a time, or "
+                "raise the limits on open files (ulimit -n) and shared memory"
+            ) from error
 
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):
@@ -59,6 +67,11 @@ class Segment:
         """Whether nobody looks at it, here or in the main process."""
         here = self._used is not None and self._used() is not None
         return not here and not (self.sent and self._memory[0] == _BUSY)
+
+    def send(self) -> None:
+        """Say that the main process will have it."""
+        self.sent = True
+        self._memory[0] = _BUSY
 
     def fill(self) -> npt.NDArray[np.uint8]:
         """Begin to use it; an array over its bytes."""
@@ -95,10 +108,10 @@ class SharedMemory:
         free = [segment for segment in self._segments if segment.is_free()]
         found = next((segment for segment in free if size <= segment.size <= 2 * size), None)
         if found is None:
-            # Those of another size belonged to another batch size.
-            self._segments = [segment for segment in self._segments if segment not in free]
             found = Segment(size)
-            self._segments.append(found)
+        # Some more came of batches of another size, or of many that were held at a time.
+        spare = [segment for segment in free if segment is not found and size <= segment.size <= 2 * size][:_SPARE]
+        self._segments = [segment for segment in self._segments if segment not in free] + [found, *spare]
         return SharedBatch(found, shapes)
 
 
@@ -108,16 +121,22 @@ class SharedBatch(list[torch.Tensor]):
     def __init__(self, segment: Segment, shapes: list[Shape]) -> None:
         self._segment, self._shapes = segment, shapes
         super().__init__(_tensors(segment.fill(), shapes))
-        self._own = tuple(self)
+        self._looks = [_look(tensor) for tensor in self]
 
     def __reduce__(self) -> Any:
-        if len(self) != len(self._own) or any(one is not own for one, own in zip(self, self._own, strict=True)):
-            return list, (list(self),)
-        return self.reduced(False)
+        return self.reduced(list(self), single=False) or (list, (list(self),))
 
-    def reduced(self, single: bool) -> Any:
-        """How pickle rebuilds it in the main process."""
-        self._segment.sent = True
+    def __copy__(self) -> list[torch.Tensor]:
+        return list(self)
+
+    def __deepcopy__(self, memo: Any) -> list[torch.Tensor]:
+        return [tensor.clone() for tensor in self]
+
+    def reduced(self, tensors: list[torch.Tensor], *, single: bool) -> Any:
+        """How pickle rebuilds it in the main process; None where it was changed, or is on its way already."""
+        if self._segment.sent or [_look(tensor) for tensor in tensors] != self._looks:
+            return None
+        self._segment.send()
         return _received, (os.getpid(), self._segment.descriptor, self._shapes, single)
 
     def single(self) -> torch.Tensor:
@@ -127,14 +146,33 @@ class SharedBatch(list[torch.Tensor]):
         return tensor
 
 
+def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """By which a tensor over other memory, or of another shape, is told from the one that was made."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
 class _SingleTensor(torch.Tensor):
     """A tensor that crosses to the main process as its segment does; what is computed from it is an ordinary one."""
 
     batch: SharedBatch
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    def plain(self) -> torch.Tensor:
+        """The same memory as an ordinary tensor."""
+        return self.as_subclass(torch.Tensor)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.batch.reduced(True)
+        return self.batch.reduced([self], single=True) or (_same, (self.plain(),))
+
+    def __copy__(self) -> torch.Tensor:
+        return self.plain()
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.plain().clone()
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def can_share() -> bool:
@@ -175,11 +213,12 @@ def _received(process: int, descriptor: int, shapes: list[Shape], single: bool) 
     finally:
         os.close(opened)
     base = np.frombuffer(memory, np.uint8, len(memory) - _HEADER, _HEADER)
-    number = next(_numbers)
+    number, owner = next(_numbers), os.getpid()
 
     def done(_: object) -> None:
-        # It may run inside the garbage collector: two steps of the interpreter, no lock.
-        memory[0] = _FREE
+        # It may run inside the garbage collector, so no lock; and in a forked child, whose parent still looks at it.
+        if os.getpid() == owner:
+            memory[0] = _FREE
         _watched.pop(number, None)
 
     _watched[number] = weakref.ref(base, done)

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,9 @@ at 256 it loses."""
 
 SPAN_GAP_BYTES = 4_096
 """Staged reads run over gaps of up to a page: the disk gives the page anyway, and a call costs more than copying it."""
+
+SPAN_BYTES = 4 * 1024 * 1024
+"""A span begins anew with each of these, so that gaps between many small rows do not add up in memory."""
 
 _PROBES = 4
 
@@ -255,6 +258,7 @@ class Engine:
         starts, ends = runs.offsets, runs.offsets + np.diff(runs.edges) * index.row_bytes
         # Runs that lie close together become one span; rows without storage stay alone.
         apart = (starts[1:] - ends[:-1] > SPAN_GAP_BYTES) | (starts[1:] < ends[:-1]) | (starts[:-1] < 0)
+        apart |= np.diff(starts // SPAN_BYTES) != 0
         heads = np.flatnonzero(np.concatenate(([True], apart)))
         tails = np.append(heads[1:], len(starts)) - 1
         total = 0
@@ -291,12 +295,20 @@ class Engine:
         windows = np.lib.stride_tricks.sliding_window_view(staging, size)
         flat[edges[0] : edges[-1]] = windows[places]
 
-    def _count(self, index: ChunkIndex, rows: int, chunks: int, bytes_read: int, calls: int) -> None:
+    def snapshot(self) -> ReadStats:
+        """What this process has read so far."""
+        with self._own_lock():
+            return replace(self.stats)
+
+    def _own_lock(self) -> threading.Lock:
         process, lock = self._lock
         if process != os.getpid():
             lock = threading.Lock()
             self._lock, self.stats = (os.getpid(), lock), ReadStats()
-        with lock:
+        return lock
+
+    def _count(self, index: ChunkIndex, rows: int, chunks: int, bytes_read: int, calls: int) -> None:
+        with self._own_lock():
             stats = self.stats
             if index.name == self._main:
                 stats.rows += rows

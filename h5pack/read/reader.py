@@ -85,10 +85,9 @@ class H5Reader:
         return len(edges) - 1
 
     def close(self) -> None:
-        """Close the file in this process; the next read opens it again."""
-        opened, self._opened = self._opened, None
-        if opened is not None and opened.process == os.getpid():
-            opened.file.close()
+        """Close the file in this process once running reads are done; the next read opens it again."""
+        # HDF5 closes it with the last handle.
+        self._opened = None
 
     def _open(self) -> _Opened:
         opened = self._opened

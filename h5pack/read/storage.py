@@ -60,6 +60,13 @@ def python_preadv(descriptor: int, buffers: int, count: int, offset: int) -> int
 preadv: Preadv = _c_preadv() or python_preadv
 
 
+class _Descriptor(int):
+    """A file's descriptor, closed when nobody reads from it any more."""
+
+    def __del__(self) -> None:
+        os.close(self)
+
+
 class Storage:
     """One file, opened on first use; a forked child goes on with its parent's descriptor, which has no position.
 
@@ -74,20 +81,15 @@ class Storage:
     def __init__(self, path: str, identity: FileIdentity) -> None:
         self.path = path
         self.identity = identity
-        self._opened: dict[str, int] = {}
+        self._opened: dict[str, _Descriptor] = {}
         self._looked = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "identity": self.identity, "_opened": {}, "_looked": 0.0}
 
-    def __del__(self) -> None:
-        self.close()
-
     def close(self) -> None:
-        """Close the file; the next read opens it again."""
-        descriptor = self._opened.pop("file", None)
-        if descriptor is not None:
-            os.close(descriptor)
+        """Close the file once running reads are done; the next read opens it again."""
+        self._opened.pop("file", None)
 
     def open(self) -> int:
         """The file's descriptor, after a look, at most once a second, whether it is still the file that was indexed.
@@ -103,17 +105,13 @@ class Storage:
             return kept
         self.look()
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = _Descriptor(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
         except OSError as error:
             raise ReadError(f"{self.path}: cannot be opened ({error.strerror}); check its mode and its disk") from error
         if FileIdentity.of(descriptor) != self.identity:
-            os.close(descriptor)
             raise self._changed()
         # One step of the interpreter, so of two threads that come at once one wins.
-        kept = self._opened.setdefault("file", descriptor)
-        if kept != descriptor:
-            os.close(descriptor)
-        return kept
+        return self._opened.setdefault("file", descriptor)
 
     def look(self) -> None:
         """Make sure that the path still leads to the file that was indexed.
