@@ -158,7 +158,7 @@ class H5Loader:
     def _plan_memory(self, memory_bytes: int | None, resident: str) -> None:
         """Decide how many batches to read ahead, and whether to keep the rows."""
         ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
-        budget = available_memory() // 2 // ranks if memory_bytes is None else _whole("memory_bytes", memory_bytes)
+        budget = available_memory() // 2 // ranks if memory_bytes is None else _whole("memory_bytes", memory_bytes, 0)
         wanted, least = 2 * self.plan.span + 2, self.plan.span + 1
         batch_bytes = self._new_pool(0).bytes
         # One more is with the consumer.
@@ -342,9 +342,9 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
         return []
 
 
-def _whole(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
-        raise OptionsError(f"{name} is {value!r}; it must be a whole number of at least 1")
+def _whole(name: str, value: Any, least: int = 1) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
+        raise OptionsError(f"{name} is {value!r}; it must be a whole number of at least {least}")
     return operator.index(value)
 
 

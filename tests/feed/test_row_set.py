@@ -41,7 +41,8 @@ def require_equal(rows: RowSet, slow: Slow, data: st.DataObject) -> None:
     assert rows.count == len(slow.pairs)
     assert rows.chunks == len(slow.chunks)
     assert rows.lengths().tolist() == [len(chunk) for chunk in slow.chunks]
-    assert rows.stored().tolist() == sorted({row for row, _ in slow.pairs})
+    assert list(rows.stored()) == sorted({row for row, _ in slow.pairs})
+    assert rows.distinct == len(rows.stored())
     places = data.draw(st.lists(st.integers(0, max(0, rows.count - 1)), max_size=8 if rows.count else 0))
     assert zipped(rows.pick(np.array(places, np.int64))) == [slow.pairs[place] for place in places]
     if not rows.chunks:
@@ -102,7 +103,7 @@ def test_chunks_without_a_chosen_row_do_not_count() -> None:
 @pytest.mark.parametrize("rows", [SpanRows(5, 5, 3), ChosenRows(np.arange(0), np.arange(0), 3)], ids=["span", "chosen"])
 def test_no_rows(rows: RowSet) -> None:
     assert (rows.count, rows.chunks) == (0, 0)
-    assert rows.lengths().tolist() == rows.stored().tolist() == []
+    assert rows.lengths().tolist() == list(rows.stored()) == []
     assert rows.identity()["rows"] == 0
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import os
 import pickle
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,67 @@ def test_a_changed_batch_crosses_as_ordinary_tensors() -> None:
     assert torch.equal(found[1][0][0], torch.full((4, 5, 3), 1.5))
 
 
+def reshape(batch: SharedBatch) -> None:
+    batch[0].unsqueeze_(1)
+
+
+def replace_data(batch: SharedBatch) -> None:
+    batch[0].data = batch[0].clone()
+
+
+@pytest.mark.parametrize("change", [reshape, replace_data])
+def test_a_batch_changed_in_place_crosses_as_ordinary_tensors(change: Callable[[SharedBatch], None]) -> None:
+    batch = SharedMemory().take(SHAPES)
+    fill(batch, 3)
+    change(batch)
+    rebuild, (tensors,) = batch.__reduce__()
+    assert rebuild is list
+    assert tensors[0].shape == batch[0].shape
+    single = SharedMemory().take(SHAPES[:1]).single()
+    single.unsqueeze_(0)
+    assert single.__reduce_ex__(4)[1][0].shape == (1, 4, 5, 3)
+
+
+def test_copies_in_the_worker_leave_the_batch_alone() -> None:
+    memory = SharedMemory()
+    batch = memory.take(SHAPES)
+    fill(batch, 4)
+    deep, shallow = copy.deepcopy(batch), copy.copy(batch)
+    assert (type(deep), type(shallow)) == (list, list)
+    received = send(batch)
+    assert batch.__reduce__()[0] is list, "it is on its way already"
+    del deep, shallow, batch
+    fill(memory.take(SHAPES), 5)
+    assert (received[0] == 4).all()
+    tensor = SharedMemory().take(SHAPES[:1]).single()
+    assert type(copy.deepcopy(tensor)) is type(copy.copy(tensor)) is torch.Tensor
+
+
+def test_a_forked_child_gives_nothing_back() -> None:
+    memory = SharedMemory()
+    batch = memory.take(SHAPES)
+    fill(batch, 6)
+    received = send(batch)
+    del batch
+    child = os.fork()
+    if child == 0:
+        del received
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    fill(memory.take(SHAPES), 7)
+    assert (received[0] == 6).all()
+
+
+def test_many_that_were_held_are_not_kept_for_ever() -> None:
+    memory = SharedMemory()
+    held = [send(memory.take(SHAPES)) for _ in range(20)]
+    assert len(memory._segments) == 20
+    del held
+    memory.take(SHAPES)
+    assert len(memory._segments) <= 5
+
+
 def test_one_tensor_alone() -> None:
     memory = SharedMemory()
     tensor = memory.take(SHAPES[:1]).single()
@@ -116,6 +179,7 @@ def test_one_tensor_alone() -> None:
 
 
 def test_other_sizes_get_other_memory_and_the_old_is_let_go() -> None:
+    gc.collect()
     memory = SharedMemory()
     before = descriptors()
     for rows in (1000, 10, 3000, 20):

@@ -421,7 +421,7 @@ def test_pickled_while_open(path: Path) -> None:
 
 def test_forked_while_open(path: Path) -> None:
     storage = opened(path)
-    first = storage.open()
+    first = int(storage.open())
 
     def child() -> bool:
         fine = storage.open() == first and np.array_equal(scattered(storage, 9, RUNS)[0], sliced(9, RUNS))
@@ -502,3 +502,29 @@ def test_advise(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "posix_fadvise")
     storage.advise(1, 2)
     assert len(told) == 1
+
+
+def test_closing_while_others_read_never_gives_them_another_file(path: Path, tmp_path: Path) -> None:
+    storage = opened(path)
+    other = tmp_path / "other.bin"
+    other.write_bytes(b"\xee" * path.stat().st_size)
+    over = threading.Event()
+    found: list[bool] = []
+
+    def read() -> None:
+        while not over.is_set():
+            found.append(np.array_equal(scattered(storage, 9, RUNS)[0], sliced(9, RUNS)))
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    for _ in range(300):
+        storage.close()
+        # It takes the number of a descriptor that was just closed.
+        with other.open("rb") as file:
+            file.read(1)
+    over.set()
+    for reader in readers:
+        reader.join()
+    assert len(found) > 3
+    assert all(found)
