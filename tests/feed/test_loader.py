@@ -801,7 +801,15 @@ def test_a_fork_at_any_moment(dataset: h5pack.H5Dataset) -> None:
 
 def script(path: Path, body: str) -> list[str]:
     head = f"import sys, time, h5pack\nloader = h5pack.H5Loader(h5pack.H5Dataset({str(path)!r}), 12, window=3)\n"
-    return [sys.executable, "-c", head + body]
+    return [sys.executable, "-c", LAST_WORDS + head + body]
+
+
+LAST_WORDS = """
+import atexit, threading
+def tell():
+    print("left:", *[thread.name for thread in threading.enumerate() if thread.name.startswith("h5pack-")])
+atexit.register(tell)  # What is registered first is called last.
+"""
 
 
 BODIES = {
@@ -850,13 +858,15 @@ ENDS = {
 @pytest.mark.parametrize("body", ENDS.values(), ids=ENDS)
 def test_an_unfinished_iterator_does_not_disturb_the_exit(tmp_path: Path, body: str) -> None:
     path = packs.labelled(tmp_path / "f.h5", 2000)
-    body += "print('done', flush=True)\nsys.exit(0)\n"
+    body += "tell()\nprint('done', flush=True)\nsys.exit(0)\n"
     process = subprocess.Popen(
         script(path, body), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY
     )
     assert process.stdout is not None
+    assert process.stdout.readline().startswith("left: h5pack-"), "otherwise there is nothing to see"
     assert process.stdout.readline() == "done\n"
     start = time.monotonic()
-    _, errors = process.communicate(timeout=30)
+    rest, errors = process.communicate(timeout=30)
     assert time.monotonic() - start < 5
     assert (process.returncode, errors) == (0, "")
+    assert rest == "left:\n", "no thread reads while the interpreter is taken down"
