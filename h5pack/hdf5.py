@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 from typing import Any
 
@@ -157,12 +158,26 @@ def chunk_addresses(dataset: h5py.Dataset) -> npt.NDArray[np.int64]:
     -------
     ndarray
         int64, (chunks,): byte offsets from the start of the file; -1 for a chunk without storage.
+
+    Raises
+    ------
+    ValueError
+        If the index is damaged: a chunk off the grid, of another size, or twice.
     """
     rows_a_chunk = dataset.chunks[0]
-    addresses = np.full(-(-dataset.shape[0] // rows_a_chunk), -1, np.int64)
+    count = -(-dataset.shape[0] // rows_a_chunk)
+    size = math.prod(dataset.chunks) * dataset.dtype.itemsize
+    addresses = np.full(count, -1, np.int64)
 
     def record(chunk: Any) -> None:
-        addresses[chunk.chunk_offset[0] // rows_a_chunk] = chunk.byte_offset
+        number, rest = divmod(chunk.chunk_offset[0], rows_a_chunk)
+        if rest or not 0 <= number < count or any(chunk.chunk_offset[1:]):
+            raise ValueError(f"a chunk at {chunk.chunk_offset}")
+        if chunk.size != size:
+            raise ValueError(f"chunk {number} has {chunk.size} bytes instead of {size}")
+        if addresses[number] >= 0:
+            raise ValueError(f"chunk {number} twice")
+        addresses[number] = chunk.byte_offset
 
     dataset.id.chunk_iter(record)
     return addresses

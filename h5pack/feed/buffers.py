@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import mmap
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,8 @@ import torch
 
 _ALIGNMENT = 64
 _PAGE = 4096
+
+Shape = tuple[tuple[int, ...], npt.DTypeLike]
 
 
 def anonymous(size: int) -> mmap.mmap:
@@ -36,6 +40,20 @@ def anonymous(size: int) -> mmap.mmap:
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+def lay_out(shapes: Sequence[Shape]) -> tuple[list[int], int]:
+    """Where each array of a batch starts in its memory, and the bytes of all.
+
+    Parameters
+    ----------
+    shapes : sequence of (shape, dtype)
+    """
+    offsets, size = [], 0
+    for shape, dtype in shapes:
+        offsets.append(size)
+        size += -(-math.prod(shape) * np.dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
+    return offsets, size
 
 
 @dataclass(frozen=True)
@@ -103,13 +121,12 @@ class BufferPool:
     def __init__(
         self, parts: list[tuple[str, tuple[int, ...], np.dtype[Any]]], batch_rows: int, pinned: bool, keep: int
     ) -> None:
-        self.parts: list[Part] = []
         self.keep = keep
-        size = 0
-        for name, row_shape, dtype in parts:
-            row_bytes = int(np.prod(row_shape, dtype=np.int64)) * dtype.itemsize
-            self.parts.append(Part(name, row_shape, dtype, row_bytes, size))
-            size += -(-batch_rows * row_bytes // _ALIGNMENT) * _ALIGNMENT
+        offsets, size = lay_out([((batch_rows, *row_shape), dtype) for _, row_shape, dtype in parts])
+        self.parts = [
+            Part(name, row_shape, dtype, math.prod(row_shape) * dtype.itemsize, offset)
+            for (name, row_shape, dtype), offset in zip(parts, offsets, strict=True)
+        ]
         # torch's host allocator takes powers of two.
         self.bytes = 1 << (size - 1).bit_length() if pinned and size else -(-size // _PAGE) * _PAGE
         self._pinned = pinned

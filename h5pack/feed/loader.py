@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 import os
 import warnings
 import weakref
@@ -20,13 +19,13 @@ from h5pack.errors import OptionsError
 from h5pack.feed.buffers import BatchMemory, BufferPool
 from h5pack.feed.dataset import H5Dataset, is_class_label
 from h5pack.feed.loader_iterator import LoaderIterator
-from h5pack.feed.order import DEFAULT_WINDOW, OrderPlan
+from h5pack.feed.order import DEFAULT_WINDOW, whole_number
 from h5pack.feed.permutation import derive_key
 from h5pack.feed.pipeline import Pipeline
 from h5pack.feed.progress import Progress, Run
 from h5pack.feed.resident import ResidentRows
 from h5pack.feed.segment_tasks import ROWS
-from h5pack.feed.selection import resolve_ranks, select_rows
+from h5pack.feed.selection import plan_batches, resolve_ranks, select_rows
 from h5pack.machine import available_cpus, available_memory
 from h5pack.read.engine import SCATTER_BYTES, ReadStats
 
@@ -128,23 +127,14 @@ class H5Loader:
         _require_plain(self._base)
         if resident not in _RESIDENT:
             raise OptionsError(f"resident {resident!r} is none of 'auto', 'no', 'host'")
-        self.plan = OrderPlan(
-            row_set,
-            batch_size,
-            "window" if shuffle is True else shuffle,
-            seed,
-            window,
-            drop_last,
-            drop_last,
-            rank,
-            world_size,
-            world_size * lanes if streams is None else streams,
-            lanes,
+        self.plan = plan_batches(
+            row_set, batch_size, shuffle, seed, window, drop_last, rank, world_size, streams, lanes
         )
         self.batch_size = batch_size
         self.drop_last = drop_last
         self._with_rows, self._check = self._base.with_rows, self._base.check
-        self.threads = min(_MOST_THREADS, available_cpus()) if threads is None else _whole("threads", threads)
+        threads = min(_MOST_THREADS, available_cpus()) if threads is None else threads
+        self.threads = whole_number("threads", threads, 1)
         self.pin_memory = pin_memory and _can_pin()
         self._transforms = {
             name: (function, "generator" in _parameters(function))
@@ -158,7 +148,9 @@ class H5Loader:
     def _plan_memory(self, memory_bytes: int | None, resident: str) -> None:
         """Decide how many batches to read ahead, and whether to keep the rows."""
         ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
-        budget = available_memory() // 2 // ranks if memory_bytes is None else _whole("memory_bytes", memory_bytes, 0)
+        budget = (
+            available_memory() // 2 // ranks if memory_bytes is None else whole_number("memory_bytes", memory_bytes, 0)
+        )
         wanted, least = 2 * self.plan.span + 2, self.plan.span + 1
         batch_bytes = self._new_pool(0).bytes
         # One more is with the consumer.
@@ -340,12 +332,6 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
         return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return []
-
-
-def _whole(name: str, value: Any, least: int = 1) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
-        raise OptionsError(f"{name} is {value!r}; it must be a whole number of at least {least}")
-    return operator.index(value)
 
 
 def _require_plain(dataset: H5Dataset) -> None:

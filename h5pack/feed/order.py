@@ -32,6 +32,20 @@ _CHUNKS, _ROWS, _WINDOW = 1, 2, 3
 Rows = npt.NDArray[np.int64]
 
 
+def whole_number(name: str, value: Any, least: int | None) -> int:
+    """An option's value as Python's int.
+
+    Raises
+    ------
+    OptionsError
+        If it is no whole number, or below `least`.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__") or (least is not None and value < least):
+        bound = "" if least is None else f" of at least {least}"
+        raise OptionsError(f"{name} is {value!r}; it must be a whole number{bound}")
+    return operator.index(value)
+
+
 @dataclass(frozen=True)
 class Segment:
     """Rows that are read together, and their places in the batches.
@@ -52,6 +66,15 @@ class Segment:
     indices: Rows
     places: Rows
     spans: list[tuple[int, int, int]]
+
+    def deal(self, values: npt.NDArray[Any]) -> Iterator[tuple[tuple[int, int, int], npt.NDArray[Any]]]:
+        """The spans, each with its share of `values`, (n, ...), which are in the order of `rows`."""
+        dealt = np.empty_like(values)
+        dealt[self.places] = values
+        begin = 0
+        for span in self.spans:
+            yield span, dealt[begin : begin + span[2]]
+            begin += span[2]
 
     @property
     def first(self) -> int:
@@ -105,12 +128,9 @@ class OrderPlan:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "window", "world_size", "streams", "lanes", "seed", "rank"):
-            value = getattr(self, name)
-            least = " of at least 1" if name not in ("seed", "rank") else ""
-            if isinstance(value, bool) or not hasattr(value, "__index__") or (least and value < 1):
-                raise OptionsError(f"{name} is {value!r}; it must be a whole number{least}")
+            least = None if name in ("seed", "rank") else 1
             # numpy's whole numbers, too; a saved state holds Python's.
-            object.__setattr__(self, name, operator.index(value))
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
         if self.shuffle not in SHUFFLES:
             raise OptionsError(f"shuffle {self.shuffle!r} is none of 'window', 'full', 'chunk', False")
         if not 0 <= self.rank < self.world_size:

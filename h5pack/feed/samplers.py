@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 from h5pack.feed.order import DEFAULT_WINDOW, OrderPlan
 from h5pack.feed.progress import Progress, Run
-from h5pack.feed.selection import resolve_ranks, select_rows
+from h5pack.feed.selection import plan_batches, resolve_ranks, select_rows
 
 _BLOCK_ROWS = 4_096
 Item = TypeVar("Item")
@@ -53,14 +53,10 @@ class _ChunkOrder:
             while following < segment.first:
                 yield open_batches.pop(following)
                 following += 1
-            dealt = np.empty_like(segment.indices)
-            dealt[segment.places] = segment.indices
-            begin = 0
-            for batch, slot, count in segment.spans:
+            for (batch, slot, count), indices in segment.deal(segment.indices):
                 if batch not in open_batches:
                     open_batches[batch] = np.empty(plan.batch_rows(batch), np.int64)
-                open_batches[batch][slot : slot + count] = dealt[begin : begin + count]
-                begin += count
+                open_batches[batch][slot : slot + count] = indices
         for batch in range(following, plan.batches):
             yield open_batches.pop(batch)
 
@@ -242,19 +238,8 @@ class ChunkBatchSampler(_ChunkOrder, Sampler[list[int]]):
         rows: Sequence[int] | npt.NDArray[np.int64] | None = None,
     ) -> None:
         rank, world_size = resolve_ranks(rank, world_size)
-        plan = OrderPlan(
-            select_rows(dataset, rows)[1],
-            batch_size,
-            "window" if shuffle is True else shuffle,
-            seed,
-            window,
-            drop_last,
-            drop_last,
-            rank,
-            world_size,
-            world_size * lanes if streams is None else streams,
-            lanes,
-        )
+        row_set = select_rows(dataset, rows)[1]
+        plan = plan_batches(row_set, batch_size, shuffle, seed, window, drop_last, rank, world_size, streams, lanes)
         super().__init__(plan, Progress(plan.identity(), "batches", plan.batches))
         self.batch_size = batch_size
         self.drop_last = drop_last

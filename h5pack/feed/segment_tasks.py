@@ -122,14 +122,7 @@ class SegmentTasks:
 
     def gather(self, segment: Segment, resident: ResidentRows, arrived: Arrived) -> list[Task]:
         """Tasks that copy a segment's rows out of memory, one a batch; `arrived` as for `read`."""
-        rows = np.empty_like(segment.rows)
-        rows[segment.places] = segment.rows
-        begin = 0
-        tasks: list[Task] = []
-        for span in segment.spans:
-            tasks.append(partial(self._gather, span, rows[begin : begin + span[2]], resident, arrived))
-            begin += span[2]
-        return tasks
+        return [partial(self._gather, span, rows, resident, arrived) for span, rows in segment.deal(segment.rows)]
 
     def _addresses(self, segment: Segment, part: Part) -> npt.NDArray[np.uint64]:
         """Where each row of a segment goes, in memory."""
@@ -155,12 +148,8 @@ class SegmentTasks:
             self._small.gather(part.name, segment.rows, values)
         else:
             values = self._engine.read(part.name, segment.rows)
-        dealt = np.empty_like(values)
-        dealt[segment.places] = values
-        begin = 0
-        for batch, slot, count in segment.spans:
-            self._filling.memory(batch).arrays[part.name][slot : slot + count] = dealt[begin : begin + count]
-            begin += count
+        for (batch, slot, count), share in segment.deal(values):
+            self._filling.memory(batch).arrays[part.name][slot : slot + count] = share
         countdown.count()
 
     def _copy(self, part: Part, segment: Segment, low: int, high: int, countdown: _Countdown) -> None:

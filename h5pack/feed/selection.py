@@ -14,6 +14,7 @@ from torch.utils.data import Subset
 
 from h5pack.errors import OptionsError
 from h5pack.feed.dataset import H5Dataset
+from h5pack.feed.order import OrderPlan
 from h5pack.feed.row_set import ChosenRows, RowSet, SpanRows
 
 
@@ -80,3 +81,31 @@ def resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
             stacklevel=3,
         )
     return 0, 1
+
+
+def plan_batches(
+    rows: RowSet,
+    batch_size: int,
+    shuffle: str | bool,
+    seed: int,
+    window: int,
+    drop_last: bool,
+    rank: int,
+    world_size: int,
+    streams: int | None,
+    lanes: int,
+) -> OrderPlan:
+    """The order of `ChunkBatchSampler` and `H5Loader`, which is one: their arguments, with the defaults filled in."""
+    return OrderPlan(
+        rows,
+        batch_size,
+        "window" if shuffle is True else shuffle,
+        seed,
+        window,
+        trim=drop_last,
+        drop_last=drop_last,
+        rank=rank,
+        world_size=world_size,
+        streams=world_size * lanes if streams is None else streams,
+        lanes=lanes,
+    )

@@ -16,7 +16,7 @@ import itertools
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,14 +24,13 @@ import numpy.typing as npt
 import torch
 
 from h5pack.errors import LoaderError
+from h5pack.feed.buffers import Shape, lay_out
 
 _HEADER = mmap.PAGESIZE
-_ALIGNMENT = 64
 _FREE, _BUSY = 0, 1
 _SPARE = 3
 """Free segments that a worker keeps: as many batches as it is usually ahead."""
 
-Shape = tuple[tuple[int, ...], str]
 _watched: dict[int, weakref.ref[Any]] = {}
 _numbers = itertools.count()
 
@@ -95,7 +94,7 @@ class SharedMemory:
     def __reduce__(self) -> tuple[Callable[[], SharedMemory], tuple[()]]:
         return SharedMemory, ()
 
-    def take(self, shapes: list[Shape]) -> SharedBatch:
+    def take(self, shapes: Sequence[Shape]) -> SharedBatch:
         """A batch of tensors to fill.
 
         Parameters
@@ -104,21 +103,19 @@ class SharedMemory:
         """
         if self._process != os.getpid():
             self.__init__()  # type: ignore[misc]
-        size = max(1, _layout(shapes)[1])
+        size = max(1, lay_out(shapes)[1])
         free = [segment for segment in self._segments if segment.is_free()]
-        found = next((segment for segment in free if size <= segment.size <= 2 * size), None)
-        if found is None:
-            found = Segment(size)
+        fitting = [segment for segment in free if size <= segment.size <= 2 * size] or [Segment(size)]
         # Some more came of batches of another size, or of many that were held at a time.
-        spare = [segment for segment in free if segment is not found and size <= segment.size <= 2 * size][:_SPARE]
-        self._segments = [segment for segment in self._segments if segment not in free] + [found, *spare]
-        return SharedBatch(found, shapes)
+        kept = fitting[: 1 + _SPARE]
+        self._segments = [segment for segment in self._segments if segment not in free] + kept
+        return SharedBatch(kept[0], shapes)
 
 
 class SharedBatch(list[torch.Tensor]):
     """The tensors of one batch, over a segment; the main process gets a list, or the one tensor of a batch of one."""
 
-    def __init__(self, segment: Segment, shapes: list[Shape]) -> None:
+    def __init__(self, segment: Segment, shapes: Sequence[Shape]) -> None:
         self._segment, self._shapes = segment, shapes
         super().__init__(_tensors(segment.fill(), shapes))
         self._looks = [_look(tensor) for tensor in self]
@@ -180,25 +177,15 @@ def can_share() -> bool:
     return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 
 
-def _layout(shapes: list[Shape]) -> tuple[list[int], int]:
-    """Where each tensor starts, and the bytes of all."""
-    offsets, size = [], 0
-    for shape, dtype in shapes:
-        offsets.append(size)
-        size += int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        size = -(-size // _ALIGNMENT) * _ALIGNMENT
-    return offsets, size
-
-
-def _tensors(base: npt.NDArray[np.uint8], shapes: list[Shape]) -> list[torch.Tensor]:
-    offsets, _ = _layout(shapes)
+def _tensors(base: npt.NDArray[np.uint8], shapes: Sequence[Shape]) -> list[torch.Tensor]:
+    offsets, _ = lay_out(shapes)
     return [
         torch.from_numpy(np.ndarray(shape, dtype, base, offset))
         for (shape, dtype), offset in zip(shapes, offsets, strict=True)
     ]
 
 
-def _received(process: int, descriptor: int, shapes: list[Shape], single: bool) -> Any:
+def _received(process: int, descriptor: int, shapes: Sequence[Shape], single: bool) -> Any:
     """A worker's batch, in the main process."""
     path = f"/proc/{process}/fd/{descriptor}"
     try:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import PackFormatError
-from h5pack.hdf5 import is_filtered
+from h5pack.hdf5 import chunk_addresses, is_filtered
 from h5pack.layout import DEFAULT_CHUNK_BYTES, plan_chunks
 
 _MOST_UNIT_ROWS = 4_096
@@ -103,7 +103,7 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
     fill = b""
     if reason is None and row_bytes and dataset.shape[0]:
         try:
-            addresses = _chunked(dataset, chunk_rows) if dataset.chunks else _contiguous(dataset)
+            addresses = chunk_addresses(dataset) if dataset.chunks else _contiguous(dataset)
         except Exception as error:
             # Damage shows as any of h5py's errors.
             raise PackFormatError(
@@ -149,25 +149,6 @@ def _why_not(file: h5py.File, dataset: h5py.Dataset) -> str | None:
     if not dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype, logical=True)):
         return "its numbers are stored in an unusual way"
     return None
-
-
-def _chunked(dataset: h5py.Dataset, chunk_rows: int) -> npt.NDArray[np.int64]:
-    count = math.ceil(dataset.shape[0] / chunk_rows)
-    size = chunk_rows * math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
-    addresses = np.full(count, -1, np.int64)
-
-    def record(chunk: Any) -> None:
-        number, rest = divmod(chunk.chunk_offset[0], chunk_rows)
-        if rest or not 0 <= number < count or any(chunk.chunk_offset[1:]):
-            raise ValueError(f"a chunk at {chunk.chunk_offset}")
-        if chunk.size != size:
-            raise ValueError(f"chunk {number} has {chunk.size} bytes instead of {size}")
-        if addresses[number] >= 0:
-            raise ValueError(f"chunk {number} twice")
-        addresses[number] = chunk.byte_offset
-
-    dataset.id.chunk_iter(record)
-    return addresses
 
 
 def _contiguous(dataset: h5py.Dataset) -> npt.NDArray[np.int64]:

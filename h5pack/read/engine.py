@@ -100,7 +100,7 @@ class Scatter:
 
     def describe(self, place: int) -> str:
         """The rows from a place on, in words."""
-        return describe_rows(self.index, self.rows[place:], 0)
+        return describe_rows(self.index, self.rows, place)
 
 
 def describe_rows(index: ChunkIndex, rows: npt.NDArray[np.int64], place: int) -> str:

@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import PackChangedError, PackFormatError
+from h5pack.errors import PackFormatError
 from h5pack.hdf5 import open_file, reopen_tuned, require_dataset
 from h5pack.read.identity import FileIdentity
 
@@ -93,15 +93,7 @@ class H5Reader:
         opened = self._opened
         if opened is None or opened.process != os.getpid():
             # A forked child must not use its parent's handle: they would share the library's state of a moment.
-            try:
-                identity = FileIdentity.of(self.path)
-            except FileNotFoundError:
-                identity = None
-            if identity != self.identity:
-                raise PackChangedError(
-                    f"{self.path}: the file was replaced or rewritten since this dataset was made; make the "
-                    "dataset anew"
-                )
+            self.identity.require(self.path)
             opened = self._opened = _Opened(self.path)
         return opened
 

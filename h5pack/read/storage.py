@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import PackChangedError, ReadError
+from h5pack.errors import ReadError
 from h5pack.read.identity import FileIdentity
 
 Preadv = Callable[[int, int, int, int], int]
@@ -108,8 +108,7 @@ class Storage:
             descriptor = _Descriptor(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
         except OSError as error:
             raise ReadError(f"{self.path}: cannot be opened ({error.strerror}); check its mode and its disk") from error
-        if FileIdentity.of(descriptor) != self.identity:
-            raise self._changed()
+        self.identity.require(self.path, descriptor)
         # One step of the interpreter, so of two threads that come at once one wins.
         return self._opened.setdefault("file", descriptor)
 
@@ -120,20 +119,8 @@ class Storage:
         ------
         PackChangedError
         """
-        if not self._same():
-            raise self._changed()
+        self.identity.require(self.path)
         self._looked = time.monotonic()
-
-    def _same(self) -> bool:
-        try:
-            return FileIdentity.of(self.path) == self.identity
-        except OSError:
-            return False
-
-    def _changed(self) -> PackChangedError:
-        return PackChangedError(
-            f"{self.path}: the file was replaced or rewritten since this dataset was made; make the dataset anew"
-        )
 
     def scatter(
         self,
