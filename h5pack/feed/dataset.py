@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from h5pack import schema
 from h5pack.errors import OptionsError, PackFormatError
 from h5pack.feed.sample_batch import SampleBatch
-from h5pack.feed.shared import SharedBatch, SharedMemory, can_share
+from h5pack.feed.shared import SharedMemory, can_share
 from h5pack.read.engine import Engine, ReadStats
 from h5pack.read.pack import checksums_of, read_pack
 
@@ -142,15 +142,20 @@ class H5Dataset(Dataset[Any]):
             return self._load(self._rows(range(*index.indices(len(self)))))
         return self._load(self._rows([index]))[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> SampleBatch:
-        """Samples of many indices, read together when they are looked at; torch's DataLoader asks for batches so."""
-        return SampleBatch(self._rows(indices), self._load)
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
+        """Samples of many indices, read together; torch's DataLoader asks for batches so.
+
+        Without transforms they are read when they are first looked at, so that `collate` can do without samples.
+        """
+        rows = self._rows(indices)
+        return SampleBatch(rows, self) if self._plain else self._load(rows)
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """Batch samples as torch's ``default_collate`` does, only faster: rows go straight to their place in the batch.
 
         In a worker process that place is in shared memory, which is used again when the main process is done with the
-        batch, so that nothing is copied on the way there, and no fresh memory is needed.
+        batch, so that nothing is copied on the way there, and no fresh memory is needed. A DataLoader without a
+        ``collate_fn`` comes here by itself.
         With `transform` or `target_transform`, or samples that come from elsewhere, it is ``default_collate``.
 
         Returns
@@ -159,29 +164,44 @@ class H5Dataset(Dataset[Any]):
             The images as stored, (n, ...); the labels, int64 (n,) for whole numbers, else as stored; the fields; the
             row numbers, int64 (n,).
         """
-        plain = self.transform is None and self.target_transform is None
-        if not (isinstance(samples, SampleBatch) and samples.comes_from(self._load) and plain):
-            return default_collate(list(samples))
+        if isinstance(samples, SampleBatch) and samples.comes_from(self):
+            return samples.collate()
+        return default_collate(list(samples))
+
+    def read_batch(self, rows: npt.NDArray[np.int64]) -> list[torch.Tensor]:
+        """The tensors of rows of the file, each (n, ...), as `collate` gives them; of a worker, in shared memory."""
+        return self._read(rows, shared=get_worker_info() is not None and can_share())
+
+    def _read(self, rows: npt.NDArray[np.int64], *, shared: bool) -> list[torch.Tensor]:
         shapes: list[tuple[tuple[int, ...], str]] = []
         for name in self.names:
             index = self.engine.indexes[name]
             whole = name == self.label_name and is_class_label(index)
-            shapes.append(((len(samples), *index.row_shape), "int64" if whole else index.native_dtype.str))
+            shapes.append(((len(rows), *index.row_shape), "int64" if whole else index.native_dtype.str))
         if self.with_rows:
-            shapes.append(((len(samples),), "int64"))
-        shared = get_worker_info() is not None and can_share()
+            shapes.append(((len(rows),), "int64"))
         batch = self._shared.take(shapes) if shared else [_empty(shape, dtype) for shape, dtype in shapes]
         for name, tensor in zip(self.names, batch, strict=False):
             out = tensor.numpy()
             if out.dtype == self.engine.indexes[name].native_dtype:
-                self.read_rows(name, samples.rows, out)
+                self.read_rows(name, rows, out)
             else:
-                out[...] = self.read_rows(name, samples.rows)
+                out[...] = self.read_rows(name, rows)
         if self.with_rows:
-            batch[-1].numpy()[...] = samples.rows
-        if len(batch) > 1:
-            return batch
-        return batch.single() if isinstance(batch, SharedBatch) else batch[0]
+            batch[-1].numpy()[...] = rows
+        return batch
+
+    def split_batch(self, batch: list[torch.Tensor], rows: npt.NDArray[np.int64]) -> list[Any]:
+        """Samples over the memory of the first ``len(rows)`` rows of a batch."""
+        columns = [list(tensor.numpy()[: len(rows)]) for tensor in batch[: len(self.names)]]
+        if self.with_rows:
+            columns.append(rows.tolist())
+        samples = []
+        for values in zip(*columns, strict=True):
+            sample = [self._part(name, value) for name, value in zip(self.names, values, strict=False)]
+            sample += values[len(self.names) :]
+            samples.append(sample[0] if len(sample) == 1 else tuple(sample))
+        return samples
 
     def read_rows(
         self, name: str, rows: npt.NDArray[np.int64], out: npt.NDArray[Any] | None = None
@@ -239,16 +259,12 @@ class H5Dataset(Dataset[Any]):
         rows += self.first_row
         return rows
 
+    @property
+    def _plain(self) -> bool:
+        return self.transform is None and self.target_transform is None
+
     def _load(self, rows: npt.NDArray[np.int64]) -> list[Any]:
-        columns = [list(self.read_rows(name, rows)) for name in self.names]
-        if self.with_rows:
-            columns.append(rows.tolist())
-        samples = []
-        for values in zip(*columns, strict=True):
-            sample = [self._part(name, value) for name, value in zip(self.names, values, strict=False)]
-            sample += values[len(self.names) :]
-            samples.append(sample[0] if len(sample) == 1 else tuple(sample))
-        return samples
+        return self.split_batch(self._read(rows, shared=False), rows)
 
     def _part(self, name: str, value: Any) -> Any:
         if name == self.names[0]:

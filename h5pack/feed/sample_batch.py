@@ -1,42 +1,90 @@
-"""The samples of one batch, read when they are looked at: one by one for `default_collate`, or all at once."""
+"""The samples of one batch, read when they are looked at.
+
+torch's ``default_collate`` goes by the first sample's type, and lets a type say how its batches are collated
+(``default_collate_fn_map``). So a batch that nobody has looked at begins with a sample of a type of its own, by which a
+DataLoader gets the tensors that the rows were read into, without stacking copies of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch.utils.data._utils import collate as torch_collate
+
+from h5pack.feed.shared import SharedBatch
+
+
+class BatchSource(Protocol):
+    """What reads a batch."""
+
+    def read_batch(self, rows: npt.NDArray[np.int64]) -> list[torch.Tensor]:
+        """The tensors of a batch, each (n, ...), as ``default_collate`` makes them."""
+
+    def split_batch(self, batch: list[torch.Tensor], rows: npt.NDArray[np.int64]) -> list[Any]:
+        """Samples over the memory of the first rows of a batch."""
+
+
+class FirstSample(tuple[Any, ...]):
+    """The first sample of a batch, where a sample has several parts."""
+
+
+class FirstTensor(torch.Tensor):
+    """The first sample of a batch, where a sample is one tensor; what is computed from it is an ordinary one."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 class SampleBatch(Sequence[Any]):
     """Samples of known rows, as a sequence; ``list`` makes a list of it.
 
-    Nothing is read until the first sample is asked for, so that a collate function which knows this class can have the
-    rows read to their final place instead.
+    Nothing is read until the first sample is asked for, or the batch.
 
     Parameters
     ----------
     rows : ndarray
         int64, (n,): rows of the file.
-    load : callable
-        Gives the samples of those rows, as a list.
+    source : BatchSource
     """
 
-    def __init__(self, rows: npt.NDArray[np.int64], load: Callable[[npt.NDArray[np.int64]], list[Any]]) -> None:
+    def __init__(self, rows: npt.NDArray[np.int64], source: BatchSource) -> None:
         self.rows = rows
-        self._load = load
+        self._source = source
+        self._batch: list[torch.Tensor] | None = None
+        self._first: Any = None
         self._samples: list[Any] | None = None
 
-    def comes_from(self, load: Callable[[npt.NDArray[np.int64]], list[Any]]) -> bool:
-        """Whether it is `load` that gives the samples; the rows of another dataset are others."""
-        return self._load == load
+    def comes_from(self, source: BatchSource) -> bool:
+        """Whether it is `source` that reads it; the rows of another dataset are others."""
+        return self._source is source
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nobody has samples of it, but perhaps the first, to look at."""
+        return self._samples is None
+
+    def collate(self) -> list[torch.Tensor] | torch.Tensor:
+        """The tensors of the batch, for the caller to keep, or the one tensor: another call reads the rows again."""
+        batch, self._batch = self._batch, None
+        if batch is None or self._samples is not None:
+            batch = self._source.read_batch(self.rows)
+        if len(batch) > 1:
+            return batch
+        return batch.single() if isinstance(batch, SharedBatch) else batch[0]
 
     def samples(self) -> list[Any]:
         """The samples, read once."""
         if self._samples is None:
-            self._samples = self._load(self.rows)
+            self._samples = self._source.split_batch(self._read(), self.rows)
         return self._samples
+
+    def _read(self) -> list[torch.Tensor]:
+        if self._batch is None:
+            self._batch = self._source.read_batch(self.rows)
+        return self._batch
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -48,7 +96,29 @@ class SampleBatch(Sequence[Any]):
     def __getitem__(self, index: slice) -> list[Any]: ...
 
     def __getitem__(self, index: int | slice) -> Any:
-        return self.samples()[index]
+        if index != 0 or not len(self):
+            return self.samples()[index]
+        if self._first is None:
+            if self._samples is None:
+                (first,) = self._source.split_batch(self._read(), self.rows[:1])
+            else:
+                first = self._samples[0]
+            alone = isinstance(first, torch.Tensor)
+            self._first = first.as_subclass(FirstTensor) if alone else FirstSample(first)
+        return self._first
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.samples())
+
+
+def _collate(batch: Sequence[Any], *, collate_fn_map: dict[Any, Any] | None = None) -> Any:
+    """How torch collates what begins with a first sample: a batch, or a list of one's own."""
+    usual = collate_fn_map is not None and collate_fn_map.get(torch.Tensor) is torch_collate.collate_tensor_fn
+    if usual and isinstance(batch, SampleBatch) and batch.untouched:
+        return batch.collate()
+    first = batch[0]
+    first = first.as_subclass(torch.Tensor) if isinstance(first, torch.Tensor) else tuple(first)
+    return torch_collate.collate([first, *batch[1:]], collate_fn_map=collate_fn_map)
+
+
+torch_collate.default_collate_fn_map.update({FirstSample: _collate, FirstTensor: _collate})

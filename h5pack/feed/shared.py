@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -90,6 +91,7 @@ class SharedMemory:
     def __init__(self) -> None:
         self._process = os.getpid()
         self._segments: list[Segment] = []
+        self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Callable[[], SharedMemory], tuple[()]]:
         return SharedMemory, ()
@@ -104,12 +106,16 @@ class SharedMemory:
         if self._process != os.getpid():
             self.__init__()  # type: ignore[misc]
         size = max(1, lay_out(shapes)[1])
+        with self._lock:
+            return SharedBatch(self._free_segment(size), shapes)
+
+    def _free_segment(self, size: int) -> Segment:
         free = [segment for segment in self._segments if segment.is_free()]
         fitting = [segment for segment in free if size <= segment.size <= 2 * size] or [Segment(size)]
         # Some more came of batches of another size, or of many that were held at a time.
         kept = fitting[: 1 + _SPARE]
         self._segments = [segment for segment in self._segments if segment not in free] + kept
-        return SharedBatch(kept[0], shapes)
+        return kept[0]
 
 
 class SharedBatch(list[torch.Tensor]):
@@ -193,7 +199,8 @@ def _received(process: int, descriptor: int, shapes: Sequence[Shape], single: bo
     except OSError as error:
         raise LoaderError(
             f"a worker's batch cannot be reached at {path} ({error.strerror}): the worker died, or processes may not "
-            "see each other here; in the latter case leave collate_fn=dataset.collate out"
+            "see each other here; in the latter case give the DataLoader a collate_fn that returns "
+            "default_collate(list(samples))"
         ) from error
     try:
         memory = mmap.mmap(opened, 0)

@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 import h5pack
 from h5pack.errors import (
@@ -275,11 +277,11 @@ def in_shared_memory(tensor: torch.Tensor) -> bool:
 class Witness:
     """Collates, and tells for each tensor whether it lies in shared memory."""
 
-    def __init__(self, dataset: h5pack.H5Dataset) -> None:
-        self.dataset = dataset
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
 
     def __call__(self, samples: Any) -> tuple[list[Any], list[bool]]:
-        batch = self.dataset.collate(samples)
+        batch = self.collate(samples)
         return batch, [in_shared_memory(part) for part in batch]
 
 
@@ -290,15 +292,20 @@ def test_nothing_is_read_before_somebody_looks(pack: Path) -> None:
     assert len(batch) == 3
     assert dataset.stats().rows == 0
     first = batch[0]
-    assert dataset.stats().rows == 3
+    assert batch[0] is first
+    assert key(*first) == key(*dataset[5])
+    assert dataset.stats().rows == 4
     for sample, index in zip(batch, (5, 3, 4), strict=True):
         assert key(*sample) == key(*dataset[index])
     assert batch[0] is first
+    assert type(next(iter(batch))) is tuple
     assert [label for _, label in batch[1:]] == [dataset[3][1], dataset[4][1]]
-    assert dataset.stats().rows == 8, "the batch was read once"
+    assert dataset.stats().rows == 9, "the batch was read once"
     other = dataset.__getitems__([1, 2])
     dataset.collate(other)
-    assert dataset.stats().rows == 10, "collate reads the rows, and not the samples besides"
+    assert dataset.stats().rows == 11, "collate reads the rows, and not the samples besides"
+    default_collate(dataset.__getitems__([1, 2]))
+    assert dataset.stats().rows == 13, "and so does torch's"
 
 
 @pytest.mark.parametrize("labels", LABELS)
@@ -313,6 +320,9 @@ def test_collate_is_default_collate(tmp_path: Path, labels: str, with_rows: bool
         assert isinstance(fast, torch.Tensor) == isinstance(plain, torch.Tensor)
         assert type(fast) is type(plain)
         assert same(fast, plain)
+        torchs = default_collate(dataset.__getitems__(indices))
+        assert type(torchs) is type(plain)
+        assert same(torchs, plain)
         assert same(dataset.collate([dataset[index] for index in indices]), plain)
     if with_rows:
         assert fast[-1].tolist() == list(range(103))
@@ -333,17 +343,98 @@ def test_collate_keeps_the_dtype_of_images(tmp_path: Path, dtype: str, shape: tu
 
 
 @pytest.mark.parametrize("context", [None, "fork", "spawn", "forkserver"])
-def test_collate_in_workers_goes_to_shared_memory(tmp_path: Path, context: str | None) -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_collate_in_workers_goes_to_shared_memory(tmp_path: Path, context: str | None, own: bool) -> None:
     dataset = h5pack.H5Dataset(rich(tmp_path / "f.h5", LABELS["int64"]), fields=FIELDS, with_rows=True)
     part = Subset(dataset, list(range(90, 10, -3)))
     expected = [default_collate([dataset[index] for index in part.indices[at : at + 8]]) for at in range(0, 27, 8)]
     workers = {} if context is None else {"num_workers": 2, "multiprocessing_context": context}
-    loader = DataLoader(part, batch_size=8, collate_fn=Witness(dataset), **workers)
+    loader = DataLoader(part, batch_size=8, collate_fn=Witness(dataset.collate if own else default_collate), **workers)
     batches = list(loader)
     assert all_same([batch for batch, _ in batches], expected)
     for batch, shared in batches:
         assert shared[:5] == [context is not None] * 5, "the worker's rows go straight there"
         assert [in_shared_memory(part) for part in batch[:5]] == shared[:5], "and are not copied from there"
+
+
+@pytest.mark.parametrize("labels", [None, "labels"])
+def test_a_first_sample_is_a_sample(tmp_path: Path, labels: str | None) -> None:
+    """Its type speaks to torch's collate only; whatever else is done with it gives what any sample gives."""
+    dataset = h5pack.H5Dataset(rich(tmp_path / "f.h5", LABELS["int64"]), labels=labels)
+    plain = [dataset[index] for index in (4, 5, 6)]
+    batch = dataset.__getitems__([4, 5, 6])
+    first = batch[0]
+    image, expected = (first, plain[0]) if labels is None else (first[0], plain[0][0])
+    assert isinstance(first, type(plain[0]))
+    assert torch.equal(image, expected)
+    assert type(image.float() / 255) is torch.Tensor
+    assert same(default_collate([pickle.loads(pickle.dumps(first))]), default_collate(plain[:1]))
+    assert same(default_collate([first, *batch[1:]]), default_collate(plain)), "in a list of one's own"
+    assert same(default_collate([first]), default_collate(plain[:1]))
+    assert same(default_collate(batch), default_collate(plain)), "and when samples were looked at before"
+
+
+def test_a_changed_sample_stays_changed(tmp_path: Path) -> None:
+    dataset = h5pack.H5Dataset(rich(tmp_path / "f.h5", LABELS["int64"]))
+    batch = dataset.__getitems__([4, 5, 6])
+    batch[0][0].zero_()
+    assert not default_collate(batch)[0][0].any()
+    batch = dataset.__getitems__([4, 5, 6])
+    assert not batch[0][0].zero_().any()
+    assert not batch[:1][0][0].any(), "the first sample is the same by any name"
+    batch = dataset.__getitems__([4, 5, 6])
+    batch[1][0].zero_()
+    images = default_collate(batch)[0]
+    assert images[0].any()
+    assert not images[1].any()
+    images.zero_()
+    assert batch[0][0].any(), "the batch has memory of its own"
+
+
+def test_a_users_way_to_collate_tensors_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = h5pack.H5Dataset(rich(tmp_path / "f.h5", LABELS["int64"]))
+
+    def lengths(batch: list[torch.Tensor], *, collate_fn_map: Any = None) -> int:
+        return len(batch)
+
+    own = {**default_collate_fn_map, torch.Tensor: lengths}
+    assert collate(dataset.__getitems__([4, 5, 6]), collate_fn_map=own)[0] == 3
+    assert collate([dataset.__getitems__([4, 5, 6])[0]], collate_fn_map={torch.Tensor: lengths, int: lengths})[0] == 1
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lengths)
+    assert default_collate(dataset.__getitems__([4, 5, 6]))[0] == 3
+
+
+@pytest.mark.parametrize("labels", [None, "labels"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_that_says_nothing_about_collating(tmp_path: Path, labels: str | None, workers: int) -> None:
+    path = rich(tmp_path / "f.h5", LABELS["int64"])
+    for transform in (None, torch.from_numpy, lambda image: image.astype("f4")):
+        dataset = h5pack.H5Dataset(path, labels=labels, transform=transform)
+        context = {"multiprocessing_context": "fork"} if workers else {}
+        loader = DataLoader(Subset(dataset, range(3, 45)), batch_size=8, num_workers=workers, **context)
+        expected = [default_collate([dataset[i] for i in range(at, min(at + 8, 45))]) for at in range(3, 45, 8)]
+        assert all_same(list(loader), expected)
+
+
+def test_single_samples_of_a_worker_take_no_shared_memory(tmp_path: Path) -> None:
+    """A dataset around ours may ask for a batch's samples one by one, and hold them all."""
+    dataset = h5pack.H5Dataset(rich(tmp_path / "f.h5", LABELS["int64"]))
+    loader = DataLoader(Wrapped(dataset), batch_size=50, num_workers=1)
+    for batch in loader:
+        assert batch[1].tolist() == [0] * len(batch[1])
+
+
+class Wrapped(Dataset[Any]):
+    """Samples, and how many segments their worker has."""
+
+    def __init__(self, dataset: h5pack.H5Dataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index][0], len(self.dataset._shared._segments)
 
 
 def test_collate_leaves_transforms_to_the_samples(tmp_path: Path) -> None:

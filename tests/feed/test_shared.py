@@ -224,7 +224,8 @@ def test_a_segment_is_free_only_when_it_was_given_back() -> None:
 
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("labels", [None, "labels"])
-def test_workers_batches_stay_right_while_held(pack: Path, context: str, labels: str | None) -> None:
+@pytest.mark.parametrize("collate", [True, False])
+def test_workers_batches_stay_right_while_held(pack: Path, context: str, labels: str | None, collate: bool) -> None:
     dataset = h5pack.H5Dataset(pack, labels=labels)
     expected = [dataset[index] for index in range(len(dataset))]
     loader = DataLoader(
@@ -233,7 +234,7 @@ def test_workers_batches_stay_right_while_held(pack: Path, context: str, labels:
         num_workers=2,
         multiprocessing_context=context,
         persistent_workers=True,
-        collate_fn=dataset.collate,
+        collate_fn=dataset.collate if collate else None,
     )
     before = None
     for epoch in range(4):
