@@ -175,13 +175,15 @@ def cold_table(result: dict[str, Any]) -> str:
                 f"| {label} | {threads or 1} | {name} | {speed['median']:,.0f} | "
                 f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}) |"
             )
-    probes = sum(found["cold"]["pages_found_in_cache"] for found in result["sizes"].values())
+    colds = [found["cold"] for found in result["sizes"].values()]
+    pages = sum(found["pages_found_in_cache"] for found in colds)
+    runs = sum(way["mb_per_s"]["repeats"] for found in colds for way in found["ways"])
     epochs = ", ".join(
         f"{name} rows: {found['epoch']['chunk_misses']} visits to {found['epoch']['chunks']} chunks, amplification "
         f"{found['epoch']['amplification']:.3f}"
         for name, found in result["sizes"].items()
     )
-    lines += ["", f"Before each run 500 places were probed; {probes} were still in the page cache."]
+    lines += ["", f"Pages of the file in the page cache before the {runs} runs, by mincore: {pages:,} in all."]
     lines += [f"One epoch, counted: {epochs}."]
     return "\n".join(lines)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import itertools
+import mmap
 import os
 import time
 from dataclasses import dataclass
@@ -81,22 +82,32 @@ def make_foreign(source: RowSource, path: Path, chunks: Any, rows: int) -> Path:
     return path
 
 
-def drop_cache(path: Path, probes: int = 500) -> int:
-    """Have the system forget a file's pages; returns how many of `probes` places were still there (0: it is cold).
+def cached_pages(path: Path) -> int:
+    """How many pages of a file are in the page cache, by mincore(2), which reads nothing."""
+    size = path.stat().st_size
+    with path.open("rb") as file, mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as mapped:
+        flags = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+        view = np.frombuffer(mapped, np.uint8)
+        addresses = [ctypes.c_void_p(array.__array_interface__["data"][0]) for array in (view, flags)]
+        failed = ctypes.CDLL(None, use_errno=True).mincore(addresses[0], ctypes.c_size_t(size), addresses[1])
+        # A map with an array over it cannot be closed.
+        del view
+        if failed:
+            raise OSError(ctypes.get_errno(), "mincore")
+        return int(np.count_nonzero(flags & 1))
 
-    A read with RWF_NOWAIT fails where the page is not in memory. The host of a virtual machine may still have it.
+
+def drop_cache(path: Path) -> int:
+    """Have the system forget a file's pages; returns how many are there still (0: it is cold).
+
+    The host of a virtual machine may still have them.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-        size = os.fstat(descriptor).st_size
         for _ in range(5):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            cached = 0
-            for offset in np.linspace(0, size - 1, min(probes, size)).astype(int).tolist():
-                with contextlib.suppress(BlockingIOError):
-                    cached += bool(os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT))
-            if not cached:
+            if not (cached := cached_pages(path)):
                 break
             time.sleep(0.2)
         return cached

@@ -45,6 +45,7 @@ class ResidentRows:
         last = int(rows[-1]) // self._unit if len(rows) else -1
         self._first = self._start // self._unit
         self._loaded = np.zeros(last - self._first + 1, np.bool_)
+        self._complete = False
 
     @staticmethod
     def bytes_needed(dataset: H5Dataset, rows: int) -> int:
@@ -59,11 +60,17 @@ class ResidentRows:
         for low in range(0, self._count, _PIECE_ROWS):
             self._read(low, min(low + _PIECE_ROWS, self._count))
         self._loaded[:] = True
+        self._complete = True
 
     def missing(self, rows: npt.NDArray[np.int64]) -> list[int]:
         """The chunks of `rows` that were not loaded yet."""
+        if self._complete:
+            return []
         chunks = np.unique(rows // self._unit)
-        return [int(chunk) for chunk in chunks[~self._loaded[chunks - self._first]]]
+        found = [int(chunk) for chunk in chunks[~self._loaded[chunks - self._first]]]
+        if not found and self._loaded.all():
+            self._complete = True
+        return found
 
     def load(self, chunk: int) -> None:
         """Read a chunk's rows. Doing it twice is wasted, not wrong."""
