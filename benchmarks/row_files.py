@@ -113,3 +113,12 @@ def drop_cache(path: Path) -> int:
         return cached
     finally:
         os.close(descriptor)
+
+
+def make_hot(path: Path) -> None:
+    """Have all pages of a file in the page cache."""
+    if cached_pages(path) < -(-path.stat().st_size // mmap.PAGESIZE):
+        with path.open("rb", buffering=0) as file:
+            block = bytearray(1 << 22)
+            while file.readinto(block):
+                pass
