@@ -26,6 +26,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from h5pack.errors import LoaderError
 from h5pack.feed.buffers import BatchMemory, BufferPool
 from h5pack.feed.dataset import H5Dataset
@@ -36,6 +39,9 @@ from h5pack.feed.segment_tasks import PlannedSegment, SegmentTasks, Task
 
 _PLANNED = 2
 """Segments that are planned ahead."""
+
+_KEPT_AHEAD = 4
+"""Batches gathered ahead out of memory, besides two for each thread."""
 
 _live: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
@@ -90,6 +96,13 @@ class Pipeline:
         self._granted, self._opened = 0, first
         self._filling = Filling()
         self._segment_tasks = SegmentTasks(dataset, pool.parts, self._filling, small)
+        # Where all rows are in memory nothing is won by turning to a whole segment at once: then its batches are opened
+        # one by one, so that few buffers go round, and those stay in the processor's cache. With several streams a
+        # batch needs several segments.
+        self._single = resident is not None and resident.complete and plan.step_streams * plan.lanes == 1
+        if self._single:
+            credits = min(credits, 2 * threads + _KEPT_AHEAD)
+        self._shares: deque[tuple[Span, npt.NDArray[np.int64]]] = deque()
         self._tasks: deque[Task] = deque()
         self._loading: dict[int, list[_Waiting]] = {}
         self._stopping = False
@@ -188,8 +201,8 @@ class Pipeline:
         while not self._stopping:
             with self._lock:
                 # In this order: the planner clears the one after it has filled the other.
-                over = not self._planning and not self._planned
-                if not self._tasks and self._planned and self._issue():
+                over = not self._planning and not self._planned and not self._shares
+                if not self._tasks and (self._planned or self._shares) and self._issue():
                     for _ in range(len(self._tasks) - 1):
                         self._wake_one()
                 if self._tasks:
@@ -207,9 +220,34 @@ class Pipeline:
             self._wake.put(None)
 
     def _issue(self) -> bool:
-        """Turn the next segment into tasks, if there is memory for all its batches."""
+        """Turn the next segment, or the next shares of it, into tasks, if there is memory for their batches."""
+        if self._single:
+            return self._issue_shares()
         planned = self._planned[0]
-        last = planned.segment.last
+        if not self._open(planned.segment.last):
+            return False
+        self._planned.popleft()
+        self._rooms.put(None)
+        if self._resident is None:
+            self._tasks.extend(self._segment_tasks.read(planned, self._arrived))
+        else:
+            self._load_and_gather(planned.segment, self._resident)
+        return True
+
+    def _issue_shares(self) -> bool:
+        """A task for each thread, if there is memory."""
+        if not self._shares:
+            segment = self._planned.popleft().segment
+            self._rooms.put(None)
+            self._shares.extend(segment.deal(segment.rows))
+        assert self._resident is not None
+        while self._shares and len(self._tasks) < self._readers and self._open(self._shares[0][0][0]):
+            span, rows = self._shares.popleft()
+            self._tasks.append(self._segment_tasks.gather_share(span, rows, self._resident, self._arrived))
+        return bool(self._tasks)
+
+    def _open(self, last: int) -> bool:
+        """Open all batches up to `last`, if there are credits for them."""
         while self._granted < last + 1 - self._opened:
             try:
                 self._credits.get_nowait()
@@ -221,12 +259,6 @@ class Pipeline:
             self._filling.open(batch, self._pool.take(rows), rows)
             self._granted -= 1
         self._opened = max(self._opened, last + 1)
-        self._planned.popleft()
-        self._rooms.put(None)
-        if self._resident is None:
-            self._tasks.extend(self._segment_tasks.read(planned, self._arrived))
-        else:
-            self._load_and_gather(planned.segment, self._resident)
         return True
 
     def _load_and_gather(self, segment: Segment, resident: ResidentRows) -> None:

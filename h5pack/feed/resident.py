@@ -64,13 +64,17 @@ class ResidentRows:
 
     def missing(self, rows: npt.NDArray[np.int64]) -> list[int]:
         """The chunks of `rows` that were not loaded yet."""
-        if self._complete:
+        if self.complete:
             return []
         chunks = np.unique(rows // self._unit)
-        found = [int(chunk) for chunk in chunks[~self._loaded[chunks - self._first]]]
-        if not found and self._loaded.all():
-            self._complete = True
-        return found
+        return [int(chunk) for chunk in chunks[~self._loaded[chunks - self._first]]]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every chunk was loaded."""
+        # The search ends at the first that was not.
+        self._complete = self._complete or bool(self._loaded.all())
+        return self._complete
 
     def load(self, chunk: int) -> None:
         """Read a chunk's rows. Doing it twice is wasted, not wrong."""

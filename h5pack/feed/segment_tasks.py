@@ -122,7 +122,11 @@ class SegmentTasks:
 
     def gather(self, segment: Segment, resident: ResidentRows, arrived: Arrived) -> list[Task]:
         """Tasks that copy a segment's rows out of memory, one a batch; `arrived` as for `read`."""
-        return [partial(self._gather, span, rows, resident, arrived) for span, rows in segment.deal(segment.rows)]
+        return [self.gather_share(span, rows, resident, arrived) for span, rows in segment.deal(segment.rows)]
+
+    def gather_share(self, span: Span, rows: npt.NDArray[np.int64], resident: ResidentRows, arrived: Arrived) -> Task:
+        """A task that copies the rows of one span out of memory."""
+        return partial(self._gather, span, rows, resident, arrived)
 
     def _addresses(self, segment: Segment, part: Part) -> npt.NDArray[np.uint64]:
         """Where each row of a segment goes, in memory."""
