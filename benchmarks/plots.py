@@ -121,7 +121,7 @@ def draw_read(result: dict[str, Any], path: Path) -> None:
         axes.invert_yaxis()
         axes.set_xscale("log")
         axes.set_xlim(ways[-1]["images_per_s"]["min"] / 3, ways[0]["images_per_s"]["max"] * 40)
-        axes.set_xlabel("images/s, page cache warm (in brackets: of the copy)", fontsize=8)
+        axes.set_xlabel("images/s (in brackets: of the copy), cache warm", fontsize=8)
         axes.set_title(f"{name} rows, batch {first}", fontsize=9, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
     ratios = [_way(found, "H5Loader", 2)["of_memory_copy"]["median"] for found in result["sizes"].values()]
