@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import importlib
 import math
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import h5py
@@ -148,39 +151,103 @@ def is_filtered(dataset: h5py.Dataset) -> bool:
     return bool(dataset.id.get_create_plist().get_nfilters() > 0)
 
 
-def chunk_addresses(dataset: h5py.Dataset) -> npt.NDArray[np.int64]:
-    """Where each chunk of a dataset that is chunked along axis 0 alone starts in the file.
+@dataclass(frozen=True)
+class Filter:
+    """A filter of a dataset.
+
+    Attributes
+    ----------
+    number : int
+        By which HDF5 knows it.
+    parameters : tuple of int
+    name : str
+    """
+
+    number: int
+    parameters: tuple[int, ...]
+    name: str
+
+
+def filters_of(dataset: h5py.Dataset) -> tuple[Filter, ...]:
+    """A dataset's filters, in the order in which they encode."""
+    create = dataset.id.get_create_plist()
+    found = [create.get_filter(place) for place in range(create.get_nfilters())]
+    return tuple(Filter(number, tuple(values), text(name)) for number, _, values, name in found)
+
+
+def require_filters(dataset: h5py.Dataset) -> None:
+    """Have HDF5 know a dataset's filters, in this process.
+
+    Raises
+    ------
+    PackFormatError
+        If a decoder is missing.
+    """
+    for item in filters_of(dataset):
+        if not h5py.h5z.filter_avail(item.number):
+            with contextlib.suppress(ImportError):
+                # It registers its filters.
+                importlib.import_module("hdf5plugin")
+        if not h5py.h5z.filter_avail(item.number):
+            raise PackFormatError(
+                f"{dataset.file.filename}: the chunks of {dataset.name.lstrip('/')!r} pass through filter "
+                f"{item.number} ({item.name or 'unnamed'}), whose decoder is missing; pip install 'h5pack[compress]'"
+            )
+
+
+@dataclass(frozen=True)
+class ChunkTable:
+    """Where the chunks of a dataset lie that is chunked along axis 0 alone.
+
+    Attributes
+    ----------
+    addresses : ndarray
+        int64, (chunks,): byte offsets from the start of the file; -1 for a chunk without storage.
+    sizes : ndarray
+        int64, (chunks,): bytes as stored.
+    masks : ndarray
+        uint32, (chunks,): bit i says that filter i was left out.
+    """
+
+    addresses: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    masks: npt.NDArray[np.uint32]
+
+
+def chunk_table(dataset: h5py.Dataset) -> ChunkTable:
+    """The chunks of a dataset that is chunked along axis 0 alone.
 
     One pass of ``chunk_iter``, 2 to 4 microseconds a chunk; asking chunk by chunk is linear in the chunk count for
     each question.
 
-    Returns
-    -------
-    ndarray
-        int64, (chunks,): byte offsets from the start of the file; -1 for a chunk without storage.
-
     Raises
     ------
     ValueError
-        If the index is damaged: a chunk off the grid, of another size, or twice.
+        If the index is damaged: a chunk off the grid, twice, or without filters and of another size.
     """
     rows_a_chunk = dataset.chunks[0]
     count = -(-dataset.shape[0] // rows_a_chunk)
-    size = math.prod(dataset.chunks) * dataset.dtype.itemsize
-    addresses = np.full(count, -1, np.int64)
+    size = None if is_filtered(dataset) else math.prod(dataset.chunks) * dataset.dtype.itemsize
+    table = ChunkTable(np.full(count, -1, np.int64), np.zeros(count, np.int64), np.zeros(count, np.uint32))
 
     def record(chunk: Any) -> None:
         number, rest = divmod(chunk.chunk_offset[0], rows_a_chunk)
         if rest or not 0 <= number < count or any(chunk.chunk_offset[1:]):
             raise ValueError(f"a chunk at {chunk.chunk_offset}")
-        if chunk.size != size:
+        if size is not None and chunk.size != size:
             raise ValueError(f"chunk {number} has {chunk.size} bytes instead of {size}")
-        if addresses[number] >= 0:
+        if table.addresses[number] >= 0:
             raise ValueError(f"chunk {number} twice")
-        addresses[number] = chunk.byte_offset
+        table.addresses[number] = chunk.byte_offset
+        table.sizes[number], table.masks[number] = chunk.size, chunk.filter_mask
 
     dataset.id.chunk_iter(record)
-    return addresses
+    return table
+
+
+def chunk_addresses(dataset: h5py.Dataset) -> npt.NDArray[np.int64]:
+    """`chunk_table`'s addresses."""
+    return chunk_table(dataset).addresses
 
 
 def text(value: Any) -> str:

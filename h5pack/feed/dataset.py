@@ -16,8 +16,9 @@ from h5pack import schema
 from h5pack.errors import OptionsError, PackFormatError
 from h5pack.feed.sample_batch import SampleBatch
 from h5pack.feed.shared import SharedMemory, can_share
-from h5pack.read.engine import Engine, ReadStats
+from h5pack.read.engine import Engine
 from h5pack.read.pack import checksums_of, read_pack
+from h5pack.read.stats import ReadStats
 
 
 class H5Dataset(Dataset[Any]):

@@ -95,7 +95,7 @@ class Pipeline:
         self._planning = True
         self._granted, self._opened = 0, first
         self._filling = Filling()
-        self._segment_tasks = SegmentTasks(dataset, pool.parts, self._filling, small)
+        self._segment_tasks = SegmentTasks(dataset, pool.parts, self._filling, small, keep=plan.shuffle == "full")
         # Where all rows are in memory nothing is won by turning to a whole segment at once: then its batches are opened
         # one by one, so that few buffers go round, and those stay in the processor's cache. With several streams a
         # batch needs several segments.

@@ -22,6 +22,9 @@ from h5pack.read.engine import SCATTER_BYTES, Scatter
 TASK_BYTES = 8 * 1024 * 1024
 """Bytes a task reads: long beside the cost of a task (some 10 us), short beside a batch."""
 
+_LARGE_BYTES = 8_192
+"""Decoded rows of this many bytes or more are copied one by one, smaller ones by one index, which copies twice."""
+
 ROWS = "row numbers"
 """The part of a batch that holds its row numbers; no dataset has a space in front of it."""
 
@@ -76,6 +79,8 @@ class SegmentTasks:
         Where batches are open.
     small : ResidentRows, optional
         Small parts that are in memory already.
+    keep : bool
+        Keep decoded chunks: the order comes back to them.
     """
 
     def __init__(
@@ -84,7 +89,9 @@ class SegmentTasks:
         parts: list[Part],
         filling: Filling,
         small: ResidentRows | None,
+        keep: bool,
     ) -> None:
+        self._keep = keep
         self._dataset, self._engine = dataset, dataset.engine
         self._parts, self._filling, self._small = parts, filling, small
 
@@ -95,6 +102,8 @@ class SegmentTasks:
             if self._engine.scatters(self._engine.indexes[name]):
                 plans[name] = self._engine.plan(name, segment.rows)
                 self._engine.advise(plans[name])
+            elif self._engine.decodes(self._engine.indexes[name]):
+                self._engine.chunks.advise(self._engine.indexes[name], segment.rows)
         return PlannedSegment(segment, plans)
 
     def read(self, planned: PlannedSegment, arrived: Arrived) -> list[Task]:
@@ -112,6 +121,12 @@ class SegmentTasks:
                 tasks += [partial(self._scatter, plan, low, high, countdown) for low, high in itertools.pairwise(cuts)]
             elif part.name == ROWS or part.row_bytes < SCATTER_BYTES:
                 tasks.append(partial(self._stage, part, segment, countdown))
+            elif self._engine.decodes(self._engine.indexes[part.name]):
+                edges = _chunk_edges(segment.rows, self._engine.indexes[part.name].chunk_rows)
+                tasks += [
+                    partial(self._decode, part, segment, low, high, countdown)
+                    for low, high in itertools.pairwise(edges)
+                ]
             else:
                 cuts = _cut(_ascending(segment.rows), part.row_bytes, whole=False)
                 tasks += [
@@ -156,6 +171,29 @@ class SegmentTasks:
             self._filling.memory(batch).arrays[part.name][slot : slot + count] = share
         countdown.count()
 
+    def _decode(self, part: Part, segment: Segment, low: int, high: int, countdown: _Countdown) -> None:
+        """Rows of one chunk that passed through filters, as they are stored."""
+        rows = segment.rows[low:high]
+        chunk = self._engine.decode(part.name, rows, keep=self._keep)
+        rows = rows % self._engine.indexes[part.name].chunk_rows
+        # Sorted by place, each batch's rows are together.
+        order = np.argsort(segment.places[low:high])
+        places, rows = segment.places[low:high][order], rows[order]
+        ends = np.cumsum([count for _, _, count in segment.spans])
+        owners = np.searchsorted(ends, places, "right")
+        heads = np.flatnonzero(np.append(True, np.diff(owners) != 0)).tolist()
+        large = part.row_bytes >= _LARGE_BYTES
+        for begin, end in itertools.pairwise([*heads, len(places)]):
+            batch, slot, count = segment.spans[owners[begin]]
+            array = self._filling.memory(batch).arrays[part.name].view(chunk.dtype)
+            slots = places[begin:end] + (slot + count - ends[owners[begin]])
+            if large:
+                for to, row in zip(slots.tolist(), rows[begin:end].tolist(), strict=True):
+                    array[to] = chunk[row]
+            else:
+                array[slots] = chunk[rows[begin:end]]
+        countdown.count()
+
     def _copy(self, part: Part, segment: Segment, low: int, high: int, countdown: _Countdown) -> None:
         """Large rows that only the HDF5 library can read, one by one to their places."""
         values = self._engine.read(part.name, segment.rows[low:high])
@@ -175,6 +213,11 @@ class SegmentTasks:
             else:
                 resident.gather(name, rows, array[slot : slot + count])
         arrived([span])
+
+
+def _chunk_edges(rows: npt.NDArray[np.int64], chunk_rows: int) -> list[int]:
+    """Where rows of another chunk begin, and their end."""
+    return [0, *(np.flatnonzero(np.diff(rows // chunk_rows)) + 1).tolist(), len(rows)]
 
 
 def _ascending(rows: npt.NDArray[np.int64]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import h5py
@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import PackFormatError
-from h5pack.hdf5 import chunk_addresses, is_filtered
+from h5pack.hdf5 import ChunkTable, chunk_table, filters_of, require_filters
 from h5pack.layout import DEFAULT_CHUNK_BYTES, plan_chunks
+from h5pack.read.codecs import Codec, find_codec
 
 _MOST_UNIT_ROWS = 4_096
 """Rows that a contiguous dataset's make-believe chunks have at most, so that a window of them stays small."""
@@ -45,6 +46,13 @@ class ChunkIndex:
         One row of fill values, as stored; empty where every chunk is allocated.
     reason : str or None
         Why the rows must come through the HDF5 library; None: they can be read directly.
+    codec : Codec or None
+        What decodes the chunks; None: they are stored as they are.
+    sizes : ndarray
+        int64, (chunks,): with a codec, the bytes of each chunk as stored; -1 where only the HDF5 library can tell
+        whether it passed through the filters.
+    masks : ndarray
+        uint32, (chunks,): with a codec, bit i says that filter i was left out.
     """
 
     name: str
@@ -55,6 +63,9 @@ class ChunkIndex:
     addresses: npt.NDArray[np.int64]
     fill: bytes = b""
     reason: str | None = None
+    codec: Codec | None = None
+    sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    masks: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
 
     @property
     def rows(self) -> int:
@@ -98,21 +109,52 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
     row_bytes = math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
     chunk_rows = dataset.chunks[0] if dataset.chunks else max(1, dataset.shape[0])
     unit_rows = chunk_rows if dataset.chunks else _unit_rows(dataset.shape[0], row_bytes)
+    require_filters(dataset)
     reason = _why_not(file, dataset)
-    addresses = np.empty(0, np.int64)
+    codec: Codec | None = None
+    if reason is None and (found := filters_of(dataset)):
+        codec_or_reason = find_codec(found, chunk_rows * row_bytes)
+        if isinstance(codec_or_reason, Codec):
+            codec = codec_or_reason
+        else:
+            reason = codec_or_reason
+    table = ChunkTable(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.uint32))
     fill = b""
     if reason is None and row_bytes and dataset.shape[0]:
         try:
-            addresses = chunk_addresses(dataset) if dataset.chunks else _contiguous(dataset)
+            table = chunk_table(dataset) if dataset.chunks else _contiguous(dataset)
         except Exception as error:
             # Damage shows as any of h5py's errors.
             raise PackFormatError(
                 f"{file.filename}: the chunk index of {name!r} is damaged ({error}); restore the file, or convert again"
             ) from error
-        _require_inside(file, name, addresses, chunk_rows, row_bytes, dataset.shape[0])
-        if (addresses < 0).any():
+        numbers = np.arange(len(table.addresses))
+        stored = np.minimum(dataset.shape[0] - numbers * chunk_rows, chunk_rows) * row_bytes
+        if codec is not None:
+            stored = table.sizes.copy()
+            _mark_doubtful(table, dataset.shape[0] % chunk_rows, codec)
+        _require_inside(file, name, table.addresses, stored, chunk_rows, dataset.shape[0])
+        if (table.addresses < 0).any():
             fill = np.full(dataset.shape[1:], dataset.fillvalue, dataset.dtype).tobytes()
-    return ChunkIndex(name, dataset.dtype, dataset.shape, chunk_rows, unit_rows, addresses, fill, reason)
+    return ChunkIndex(
+        name,
+        dataset.dtype,
+        dataset.shape,
+        chunk_rows,
+        unit_rows,
+        table.addresses,
+        fill,
+        reason,
+        codec,
+        table.sizes,
+        table.masks,
+    )
+
+
+def _mark_doubtful(table: ChunkTable, rest: int, codec: Codec) -> None:
+    """A last chunk that is partly filled may be stored as it is, and no mask says so (H5Pset_chunk_opts)."""
+    if rest and table.sizes[-1] == codec.size:
+        table.sizes[-1] = -1
 
 
 def _unit_rows(rows: int, row_bytes: int) -> int:
@@ -137,9 +179,6 @@ def _why_not(file: h5py.File, dataset: h5py.Dataset) -> str | None:
         return "its layout is compact"
     if create.get_external_count():
         return "its data lies in other files"
-    if is_filtered(dataset):
-        names = ", ".join(create.get_filter(place)[3].decode() or "unnamed" for place in range(create.get_nfilters()))
-        return f"its chunks pass through filters ({names})"
     if dataset.chunks and dataset.chunks[1:] != dataset.shape[1:]:
         return f"its chunks {dataset.chunks} cut rows of {dataset.shape[1:]}"
     if dataset.chunks and not _LISTS_CHUNKS:
@@ -151,15 +190,21 @@ def _why_not(file: h5py.File, dataset: h5py.Dataset) -> str | None:
     return None
 
 
-def _contiguous(dataset: h5py.Dataset) -> npt.NDArray[np.int64]:
+def _contiguous(dataset: h5py.Dataset) -> ChunkTable:
     offset = dataset.id.get_offset()
     # HDF5 adds a user block to the offset of nothing, too.
     absent = offset is None or dataset.id.get_space_status() == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED
-    return np.array([-1 if absent else offset], np.int64)
+    size = math.prod(dataset.shape) * dataset.dtype.itemsize
+    return ChunkTable(np.array([-1 if absent else offset]), np.array([size]), np.zeros(1, np.uint32))
 
 
 def _require_inside(
-    file: h5py.File, name: str, addresses: npt.NDArray[np.int64], chunk_rows: int, row_bytes: int, rows: int
+    file: h5py.File,
+    name: str,
+    addresses: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int64],
+    chunk_rows: int,
+    rows: int,
 ) -> None:
     """Refuse chunks past the end of the file or over each other: reading them would give wrong pixels."""
     numbers = np.flatnonzero(addresses >= 0)
@@ -167,7 +212,7 @@ def _require_inside(
         return
     starts = addresses[numbers]
     size = os.path.getsize(file.filename)
-    stored = np.minimum(rows - numbers * chunk_rows, chunk_rows) * row_bytes
+    stored = sizes[numbers]
     where = f"{file.filename}: {name!r}"
     outside = np.flatnonzero(starts > size - stored)
     if len(outside):

@@ -24,10 +24,12 @@ import numpy.typing as npt
 from h5pack import schema
 from h5pack.checksum import row_checksums
 from h5pack.errors import DamagedRowsError
+from h5pack.read.chunk_decoder import ChunkDecoder
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.identity import FileIdentity
 from h5pack.read.reader import H5Reader
 from h5pack.read.runs import plan_runs
+from h5pack.read.stats import ReadStats
 from h5pack.read.storage import Storage
 
 SCATTER_BYTES = 512
@@ -43,35 +45,6 @@ SPAN_BYTES = 4 * 1024 * 1024
 _PROBES = 4
 
 _log = logging.getLogger("h5pack")
-
-
-@dataclass
-class ReadStats:
-    """What was read, in this process.
-
-    Attributes
-    ----------
-    rows : int
-        Rows handed out of the main dataset (the images).
-    chunk_hits, chunk_misses : int
-        Rows that were read together with another row of their chunk, and visits to a chunk; their sum is `rows`.
-    bytes_wanted, bytes_read : int
-        Of all datasets: in the rows handed out, and asked of the file.
-    reads : int
-        Calls of the kernel, or of the HDF5 library.
-    """
-
-    rows: int = 0
-    chunk_hits: int = 0
-    chunk_misses: int = 0
-    bytes_wanted: int = 0
-    bytes_read: int = 0
-    reads: int = 0
-
-    @property
-    def amplification(self) -> float:
-        """Bytes read over bytes wanted; 1.0 before anything was read."""
-        return self.bytes_read / self.bytes_wanted if self.bytes_wanted else 1.0
 
 
 @dataclass(frozen=True)
@@ -128,6 +101,7 @@ class Engine:
         self.indexes = indexes
         self.storage = Storage(path, identity)
         self.reader = H5Reader(path, identity)
+        self.chunks = ChunkDecoder(self.storage, self.reader)
         self.stats = ReadStats()
         self._main = next(iter(indexes), "")
         # A lock that another thread holds at a fork would stay locked in the child, so each process makes its own.
@@ -148,6 +122,7 @@ class Engine:
         """Close the file in this process; the next read opens it again."""
         self.storage.close()
         self.reader.close()
+        self.chunks.kept.clear()
 
     def read(self, name: str, rows: Sequence[int] | npt.NDArray[np.int64], out: Any = None) -> npt.NDArray[Any]:
         """Rows of a dataset, in the order asked for.
@@ -202,7 +177,44 @@ class Engine:
     @staticmethod
     def scatters(index: ChunkIndex) -> bool:
         """Whether a dataset's rows are scattered, so that `scatter` may be called."""
-        return index.reason is None and index.row_bytes >= SCATTER_BYTES
+        return index.reason is None and index.codec is None and index.row_bytes >= SCATTER_BYTES
+
+    @staticmethod
+    def decodes(index: ChunkIndex) -> bool:
+        """Whether a dataset's rows are copied out of decoded chunks to their places, so that `decode` may be called."""
+        return index.reason is None and index.codec is not None and index.row_bytes >= SCATTER_BYTES
+
+    def places(self, index: ChunkIndex) -> bool:
+        """Whether a loader puts a dataset's rows to their places as they are stored, whatever their byte order."""
+        return self.scatters(index) or self.decodes(index)
+
+    def decode(self, name: str, rows: npt.NDArray[np.int64], *, keep: bool = False) -> npt.NDArray[Any]:
+        """Read and decode the chunk that holds some rows.
+
+        Parameters
+        ----------
+        name : str
+            A dataset with a codec.
+        rows : ndarray
+            int64, (n,): of one chunk; they are counted as read.
+        keep : bool
+            Keep it for the next one who asks, while there is room.
+
+        Returns
+        -------
+        ndarray
+            (rows of the chunk, ...), as stored, perhaps read-only.
+
+        Raises
+        ------
+        ReadError
+            If it cannot be read, or decoded.
+        PackChangedError
+        """
+        index = self.indexes[name]
+        values, read = self.chunks.get(index, int(rows[0]) // index.chunk_rows, keep=keep)
+        self._count(index, len(rows), 1, read, int(read > 0))
+        return values.view(index.dtype).reshape(-1, *index.row_shape)
 
     def plan(self, name: str, rows: npt.NDArray[np.int64]) -> Scatter:
         """Plan to read rows, as they are stored, to places in memory that are named later.
@@ -253,8 +265,13 @@ class Engine:
             chunks = int(np.count_nonzero(np.diff(rows // index.chunk_rows))) + 1
             self._count(index, len(rows), chunks, len(rows) * index.row_bytes, calls)
             return
-        runs = plan_runs(index, rows)
         flat = out.reshape(len(rows), -1).view(np.uint8)
+        if index.codec is not None:
+            self._stage_decoded(index, rows, flat)
+            if not index.dtype.isnative:
+                out.byteswap(inplace=True)
+            return
+        runs = plan_runs(index, rows)
         starts, ends = runs.offsets, runs.offsets + np.diff(runs.edges) * index.row_bytes
         # Runs that lie close together become one span; rows without storage stay alone.
         apart = (starts[1:] - ends[:-1] > SPAN_GAP_BYTES) | (starts[1:] < ends[:-1]) | (starts[:-1] < 0)
@@ -278,6 +295,13 @@ class Engine:
         if not index.dtype.isnative:
             out.byteswap(inplace=True)
         self._count(index, len(rows), int(runs.visits.sum()), total, len(heads))
+
+    def _stage_decoded(self, index: ChunkIndex, rows: npt.NDArray[np.int64], flat: npt.NDArray[np.uint8]) -> None:
+        edges = [0, *(np.flatnonzero(np.diff(rows // index.chunk_rows)) + 1).tolist(), len(rows)]
+        for first, last in itertools.pairwise(edges):
+            chunk = self.decode(index.name, rows[first:last], keep=True)
+            places = rows[first:last] % index.chunk_rows
+            np.take(chunk.reshape(len(chunk), -1).view(np.uint8), places, axis=0, out=flat[first:last], mode="clip")
 
     @staticmethod
     def _pick(

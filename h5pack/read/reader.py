@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import PackFormatError
-from h5pack.hdf5 import open_file, reopen_tuned, require_dataset
+from h5pack.hdf5 import open_file, reopen_tuned, require_dataset, require_filters
 from h5pack.read.identity import FileIdentity
 
 
@@ -114,7 +114,9 @@ class _Opened:
             with self._lock:
                 found = self._datasets.get(name)
                 if found is None:
-                    found = self._datasets[name] = reopen_tuned(require_dataset(self.file, name))
+                    found = require_dataset(self.file, name)
+                    require_filters(found)
+                    found = self._datasets[name] = reopen_tuned(found)
         return found
 
     def leaves_holes(self, name: str) -> bool:

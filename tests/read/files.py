@@ -25,11 +25,14 @@ STORAGES = (
     "early",
     "split",
     "gzip",
+    "whole_gzip",
     "compact",
     "virtual",
     "unlimited",
 )
-DIRECT = frozenset({"contiguous", "rows", "extendable", "holes", "no_holes_filled", "never", "early", "unlimited"})
+DIRECT = frozenset(
+    {"contiguous", "rows", "extendable", "holes", "no_holes_filled", "never", "early", "unlimited", "whole_gzip"}
+)
 
 
 def numbers(shape: Sequence[int], dtype: str, seed: int = 0) -> npt.NDArray[Any]:
@@ -87,6 +90,12 @@ def write(
                 "extendable": {"chunks": (chunk_rows, *cut), "maxshape": (None, *cut)},
                 "unlimited": {"chunks": (chunk_rows, *cut), "maxshape": (None,) * len(shape)},
                 "split": {"chunks": halves},
+                "whole_gzip": {
+                    "chunks": (chunk_rows, *cut),
+                    "compression": "gzip",
+                    "shuffle": True,
+                    "fletcher32": True,
+                },
                 "gzip": {"chunks": halves, "compression": "gzip", "shuffle": True, "fletcher32": True},
             }[storage]
             file.create_dataset(name, data=values, **how)

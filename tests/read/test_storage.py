@@ -526,5 +526,5 @@ def test_closing_while_others_read_never_gives_them_another_file(path: Path, tmp
     over.set()
     for reader in readers:
         reader.join()
-    assert len(found) > 3
+    assert len(found) >= 3
     assert all(found)
