@@ -188,6 +188,13 @@ class Engine:
         """Whether a loader puts a dataset's rows to their places as they are stored, whatever their byte order."""
         return self.scatters(index) or self.decodes(index)
 
+    def decoding_bytes(self, threads: int, *, keep: bool) -> int:
+        """Memory that `decode` needs in so many threads, and to keep chunks."""
+        codecs = [(index.codec.size, int(index.sizes.max(initial=0))) for index in self.indexes.values() if index.codec]
+        if not codecs:
+            return 0
+        return threads * max(map(sum, codecs)) + (self.chunks.kept.capacity if keep else 0)
+
     def decode(self, name: str, rows: npt.NDArray[np.int64], *, keep: bool = False) -> npt.NDArray[Any]:
         """Read and decode the chunk that holds some rows.
 
@@ -299,7 +306,11 @@ class Engine:
     def _stage_decoded(self, index: ChunkIndex, rows: npt.NDArray[np.int64], flat: npt.NDArray[np.uint8]) -> None:
         edges = [0, *(np.flatnonzero(np.diff(rows // index.chunk_rows)) + 1).tolist(), len(rows)]
         for first, last in itertools.pairwise(edges):
-            chunk = self.decode(index.name, rows[first:last], keep=True)
+            # Who takes all of it will hardly come back.
+            whole = last - first == min(
+                index.chunk_rows, index.rows - rows[first] // index.chunk_rows * index.chunk_rows
+            )
+            chunk = self.decode(index.name, rows[first:last], keep=not whole)
             places = rows[first:last] % index.chunk_rows
             np.take(chunk.reshape(len(chunk), -1).view(np.uint8), places, axis=0, out=flat[first:last], mode="clip")
 

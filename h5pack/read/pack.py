@@ -16,6 +16,7 @@ from h5pack.errors import H5PackError, PackFormatError
 from h5pack.hdf5 import find_item, open_file, require_complete, require_dataset, text
 from h5pack.read.chunk_index import ChunkIndex, index_dataset
 from h5pack.read.identity import FileIdentity
+from h5pack.read.virtual import require_sources
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,8 @@ def _describe(
     for name in (images, *(() if labels is None else (labels,)), *fields):
         dataset = stored if name == images else require_dataset(file, name)
         _require_rows(file, dataset)
+        if dataset.is_virtual:
+            require_sources(dataset)
         if len(dataset) != len(stored):
             raise PackFormatError(
                 f"{file.filename}: {name!r} has {len(dataset):,} rows and {images!r} has {len(stored):,}; name the "

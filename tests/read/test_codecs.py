@@ -145,6 +145,61 @@ def test_every_filter_is_decoded_in_any_number_of_threads(tmp_path: Path) -> Non
             assert all(pool.map(look, range(160)))
 
 
+def test_a_chunk_is_decoded_once_for_several_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = smooth((40, 10, 100), "u1", 1)
+    write(tmp_path / "f.h5", values, ("gzip",), 10, "v110")
+    decoded: list[int] = []
+    decode = Codec.decode
+    monkeypatch.setattr(Codec, "decode", lambda *call: (decoded.append(1), decode(*call))[1])
+    engine = engine_of(tmp_path / "f.h5")
+    for first in range(0, 10, 2):
+        rows = np.arange(first, 40, 10)
+        assert np.array_equal(engine.read("x", rows), values[rows])
+    assert len(decoded) == 4
+    assert engine.stats.chunk_misses == 20
+    assert engine.stats.bytes_read == engine.indexes["x"].sizes.sum()
+    assert engine.chunks.kept.bytes == 40_000
+    engine.read("x", range(10, 20))
+    assert len(decoded) == 4, "also for one who takes all of it"
+    engine.close()
+    assert engine.chunks.kept.bytes == 0
+    engine.read("x", range(40))
+    assert len(decoded) == 8
+    assert engine.chunks.kept.bytes == 0, "who takes whole chunks does not come back"
+    # Room for two chunks: the oldest go first.
+    engine.chunks.kept.capacity = 25_000
+    for chunk in (0, 1, 2, 1, 2):
+        engine.read("x", [chunk * 10])
+    assert len(decoded) == 11
+    engine.read("x", [0])
+    assert len(decoded) == 12
+    engine.chunks.kept.capacity = 9_999
+    assert np.array_equal(engine.read("x", [35, 31]), values[[35, 31]])
+    assert all(key[1] != 3 for key in engine.chunks.kept._kept)
+    assert engine.decoding_bytes(3, keep=False) == 3 * (10_000 + int(engine.indexes["x"].sizes.max()))
+
+
+def test_a_loader_decodes_each_chunk_once_an_epoch(tmp_path: Path) -> None:
+    import h5pack
+
+    values = smooth((90, 10, 100), "u1", 1)
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file.create_dataset("images", data=values, chunks=(7, 10, 100), **hdf5plugin.Bitshuffle(cname="lz4"))
+        file["labels"] = np.arange(90)
+    dataset = h5pack.H5Dataset(tmp_path / "f.h5")
+    index = dataset.engine.indexes["images"]
+    loader = h5pack.H5Loader(dataset, 8, window=4, threads=2, resident="no")
+    for epoch in range(1, 3):
+        seen = []
+        for images, labels in loader:
+            assert np.array_equal(images.numpy(), values[labels.numpy()])
+            seen += labels.tolist()
+        assert sorted(seen) == list(range(90))
+        assert dataset.stats().chunk_misses == epoch * 13
+        labels_bytes = dataset.engine.indexes["labels"].row_bytes * 90
+        assert dataset.stats().bytes_read == epoch * index.sizes.sum() + labels_bytes
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     size=st.one_of(st.integers(0, 50), st.sampled_from([8_191, 8_192, 8_193, 16_384, 50_001])),

@@ -1,0 +1,201 @@
+"""How fast are rows read out of compressed chunks, beside the decoders themselves?
+
+Run ``python -m benchmarks.compressed``; it makes its own files, of smooth images with noise, which compress about as
+photographs do. Every way reads shuffled batches, and the consumer touches every page of each. The ways take turns; a
+ratio is taken within each turn.
+
+- the ceiling: the decoder alone, over all chunks as they are stored, in memory, on 1 and 2 threads;
+- H5Loader, reading the file every epoch: directly, and through h5py with its tuned cache;
+- H5Dataset in a DataLoader with 2 workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import h5py
+import hdf5plugin
+import numpy as np
+import numpy.typing as npt
+import torch
+
+import h5pack
+from benchmarks.common import RESULTS, interleaved, machine, spread, write_result
+from benchmarks.read import WORKERS, consume, data_loader, through_h5py
+from benchmarks.row_files import make_hot
+from h5pack.read.block import Block
+
+COMPRESSIONS: dict[str, dict[str, Any]] = {
+    "bitshuffle-lz4": dict(hdf5plugin.Bitshuffle(cname="lz4")),
+    "gzip": {"compression": "gzip", "compression_opts": 4},
+    "zstd": dict(hdf5plugin.Zstd(clevel=3)),
+}
+HEIGHT, WIDTH, CHUNK_ROWS = 218, 178, 36
+_NOISE = 1.5
+
+
+def image(row: int) -> npt.NDArray[np.uint8]:
+    """A smooth image with noise, uint8 (H, W, 3)."""
+    random = np.random.default_rng(row)
+    down, right = np.mgrid[0:HEIGHT, 0:WIDTH]
+    waves = [np.sin(down / random.uniform(8, 60) + random.uniform(0, 6)) for _ in range(3)]
+    waves = [wave + np.cos(right / random.uniform(8, 60) + random.uniform(0, 6)) for wave in waves]
+    pixels = np.stack(waves, axis=-1) * 50 + 128 + random.normal(0, _NOISE, (HEIGHT, WIDTH, 3))
+    return np.clip(pixels, 0, 255).astype(np.uint8)
+
+
+def make_file(path: Path, rows: int, settings: dict[str, Any]) -> Path:
+    """A file of compressed chunks."""
+    with h5py.File(path, "w", libver=("v110", "v110")) as file:
+        shape = (rows, HEIGHT, WIDTH, 3)
+        images = file.create_dataset("images", shape, np.uint8, chunks=(min(rows, CHUNK_ROWS), *shape[1:]), **settings)
+        different = [image(row) for row in range(CHUNK_ROWS)]
+        for start in range(0, rows, CHUNK_ROWS):
+            stop = min(rows, start + CHUNK_ROWS)
+            images[start:stop] = np.stack(
+                [np.roll(different[row - start], start, axis=1) for row in range(start, stop)]
+            )
+        file["labels"] = np.arange(rows) % 10
+    return path
+
+
+class Decoding:
+    """The ceiling: a file's chunks in memory as they are stored, decoded one after the other.
+
+    Parameters
+    ----------
+    path : Path
+    """
+
+    def __init__(self, path: Path) -> None:
+        dataset = h5pack.H5Dataset(path)
+        index = dataset.engine.indexes["images"]
+        assert index.codec is not None
+        self.codec, self.masks, self.rows = index.codec, index.masks.tolist(), index.rows
+        with path.open("rb") as file:
+            self.chunks = []
+            for address, size in zip(index.addresses.tolist(), index.sizes.tolist(), strict=True):
+                file.seek(address)
+                self.chunks.append(np.frombuffer(file.read(size), np.uint8))
+
+    def __call__(self, threads: int, turn: int) -> float:
+        numbers = itertools.count()
+
+        def work() -> None:
+            while (number := next(numbers)) < len(self.chunks):
+                block = Block(len(self.chunks[number]))
+                block.array()[...] = self.chunks[number]
+                self.codec.decode(block, self.masks[number])
+
+        workers = [threading.Thread(target=work) for _ in range(threads)]
+        begin = time.perf_counter()
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        return self.rows / (time.perf_counter() - begin)
+
+
+def ways_of(path: Path, batch: int) -> dict[str, Callable[[int], float]]:
+    """All ways of reading one file, each warmed up."""
+    ways: dict[str, Callable[[int], float]] = {}
+    decoding = Decoding(path)
+    for threads in (1, 2):
+        ways[f"decoder alone | {threads}"] = partial(decoding, threads)
+    for label, dataset in (("H5Loader", h5pack.H5Dataset(path)), ("H5Loader through h5py", through_h5py(path))):
+        for threads in (1, 2):
+            loader = h5pack.H5Loader(dataset, batch, threads=threads, resident="no")
+            consume(loader)
+            ways[f"{label} | {threads}"] = lambda turn, loader=loader: consume(loader)
+    dataset = h5pack.H5Dataset(path)
+    workers = data_loader(dataset, batch, batch_sampler=h5pack.ChunkBatchSampler(dataset, batch))
+    consume(workers)
+    ways[f"H5Dataset, DataLoader | {WORKERS}"] = lambda turn: consume(workers)
+    return ways
+
+
+def measure(path: Path, rows: int, settings: dict[str, Any], batch: int, repeats: int) -> dict[str, Any]:
+    """One compression."""
+    make_file(path, rows, settings)
+    ways = ways_of(path, batch)
+    speeds: dict[str, list[float]] = {way: [] for way in ways}
+    for way in interleaved(list(ways), repeats):
+        make_hot(path)
+        speeds[way].append(ways[way](len(speeds[way])))
+    dataset = h5pack.H5Dataset(path)
+    consume(h5pack.H5Loader(dataset, batch, resident="no"))
+    stats = dataset.stats()
+    result = {
+        "bytes_stored": path.stat().st_size,
+        "bytes_raw": rows * HEIGHT * WIDTH * 3,
+        "chunks": len(dataset.engine.indexes["images"].addresses),
+        "chunk_misses": stats.chunk_misses,
+        "ways": [
+            {
+                "way": way.partition(" | ")[0],
+                "threads": int(way.partition(" | ")[2]),
+                "images_per_s": spread(found),
+                "of_decoder": spread(
+                    [
+                        one / top
+                        for one, top in zip(found, speeds[f"decoder alone | {way.partition(' | ')[2]}"], strict=True)
+                    ]
+                ),
+            }
+            for way, found in speeds.items()
+        ],
+    }
+    path.unlink()
+    return result
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=4_000, help="images of 178x218")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--scratch", type=Path, help="a folder for the files (default: a temporary one)")
+    parser.add_argument("--json", type=Path, default=RESULTS / "compressed.json")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    scratch = Path(tempfile.mkdtemp(prefix="h5pack-bench-", dir=arguments.scratch))
+    try:
+        result = {
+            "benchmark": "compressed",
+            "command": f"python -m benchmarks.compressed --rows {arguments.rows} --batch {arguments.batch} "
+            f"--repeats {arguments.repeats}",
+            "machine": machine(scratch),
+            "rows": arguments.rows,
+            "batch": arguments.batch,
+            "compressions": {
+                name: measure(scratch / f"{name}.h5", arguments.rows, settings, arguments.batch, arguments.repeats)
+                for name, settings in COMPRESSIONS.items()
+            },
+        }
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    write_result(arguments.json, result)
+    for name, found in result["compressions"].items():
+        print(
+            f"{name}: stored {found['bytes_stored'] / found['bytes_raw']:.2f} of raw, each chunk visited once: "
+            f"{found['chunk_misses'] == found['chunks']}"
+        )
+        for way in found["ways"]:
+            print(
+                f"  {way['way']}, {way['threads']}: {way['images_per_s']['median']:,.0f} images/s, "
+                f"{way['of_decoder']['median']:.2f}"
+            )
+    return result
+
+
+if __name__ == "__main__":
+    main()
