@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import convert, plots, read
+from benchmarks import compressed, convert, plots, read
 from benchmarks.common import RESULTS, interleaved, spread
 
 
@@ -47,6 +47,21 @@ def test_read_benchmark(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r.json", "r.png"], "scratch is cleaned up"
 
 
+def test_compressed_benchmark(tmp_path: Path) -> None:
+    json_path = tmp_path / "c.json"
+    sizes = ["--rows", "80", "--batch", "16"]
+    compressed.main([*sizes, "--repeats", "2", "--scratch", str(tmp_path), "--json", str(json_path)])
+    result = json.loads(json_path.read_text())
+    assert list(result["compressions"]) == ["bitshuffle-lz4", "gzip", "zstd"]
+    for found in result["compressions"].values():
+        assert found["bytes_stored"] < found["bytes_raw"]
+        assert found["chunk_misses"] == found["chunks"] == 3
+        ways = {(way["way"], way["threads"]) for way in found["ways"]}
+        assert ways >= {(way, threads) for way in ("decoder alone", "H5Loader") for threads in (1, 2)}
+    assert plots.compressed_table(result).count("| H5Loader |") == 6
+    assert [path.name for path in tmp_path.iterdir()] == ["c.json"], "scratch is cleaned up"
+
+
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
 def test_committed_results_name_their_machine(path: Path) -> None:
     result = json.loads(path.read_text())
@@ -61,11 +76,14 @@ def test_common() -> None:
 
 
 def test_the_docs_show_the_committed_figures() -> None:
-    convert_result, read_result = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("convert", "read"))
+    convert_result, read_result, compressed_result = (
+        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("convert", "read", "compressed")
+    )
     for page, name, text in (
         ("README.md", "convert", plots.convert_table(convert_result)),
         ("README.md", "read", plots.read_summary(read_result)),
         ("docs/performance.md", "hot", plots.hot_table(read_result, every_batch=True)),
         ("docs/performance.md", "cold", plots.cold_table(read_result)),
+        ("docs/performance.md", "compressed", plots.compressed_table(compressed_result)),
     ):
         assert f"<!-- figures: {name} -->\n{text}\n<!-- end figures -->" in (plots.ROOT / page).read_text()

@@ -25,9 +25,10 @@ from h5pack.feed.pipeline import Pipeline
 from h5pack.feed.progress import Progress, Run
 from h5pack.feed.resident import ResidentRows
 from h5pack.feed.segment_tasks import ROWS
-from h5pack.feed.selection import plan_batches, resolve_ranks, select_rows
+from h5pack.feed.selection import plan_batches, resolve_ranks, select_draws
 from h5pack.machine import available_cpus, available_memory
-from h5pack.read.engine import SCATTER_BYTES, ReadStats
+from h5pack.read.engine import SCATTER_BYTES
+from h5pack.read.stats import ReadStats
 
 _MOST_THREADS = 4
 _MOST_SMALL_BYTES = 16 * 1024 * 1024
@@ -70,6 +71,8 @@ class H5Loader:
         As for `ChunkBatchSampler`.
     rows : sequence of int, optional
         Draw from these indices of `dataset` only.
+    weights, samples : optional
+        As for `ChunkBatchSampler`: draw rows in proportion to their weights.
     threads : int, optional
         That read. None: 4, or as many CPUs as this process may use where those are fewer.
     memory_bytes : int, optional
@@ -114,6 +117,8 @@ class H5Loader:
         streams: int | None = None,
         lanes: int = 1,
         rows: Sequence[int] | npt.NDArray[np.int64] | None = None,
+        weights: npt.ArrayLike | str | None = None,
+        samples: int | None = None,
         threads: int | None = None,
         memory_bytes: int | None = None,
         resident: str = "auto",
@@ -123,7 +128,7 @@ class H5Loader:
     ) -> None:
         rank, world_size = resolve_ranks(rank, world_size)
         self.dataset = dataset
-        self._base, row_set = select_rows(dataset, rows)
+        self._base, row_set = select_draws(dataset, rows, weights, samples)
         _require_plain(self._base)
         if resident not in _RESIDENT:
             raise OptionsError(f"resident {resident!r} is none of 'auto', 'no', 'host'")
@@ -153,8 +158,9 @@ class H5Loader:
         )
         wanted, least = 2 * self.plan.span + 2, self.plan.span + 1
         batch_bytes = self._new_pool(0).bytes
+        decoding = self._base.engine.decoding_bytes(self.threads, keep=self.plan.shuffle == "full")
         # One more is with the consumer.
-        needed = (least + 1) * batch_bytes
+        needed = (least + 1) * batch_bytes + decoding
         if budget < needed:
             raise OptionsError(
                 f"memory_bytes is {budget:,}, and batches of {self.batch_size} rows from windows of "
@@ -173,8 +179,8 @@ class H5Loader:
         indexes = self._base.engine.indexes
         small = [name for name in self._base.names if indexes[name].row_bytes < SCATTER_BYTES]
         small_bytes = rows * sum(indexes[name].row_bytes for name in small)
-        kept = kept if self.resident else 0
-        keep_small = 0 < small_bytes <= min(_MOST_SMALL_BYTES, budget - needed - kept)
+        kept = (kept if self.resident else 0) + decoding
+        keep_small = 0 < small_bytes <= min(_MOST_SMALL_BYTES, budget - needed - kept + decoding)
         self._small_names = small if keep_small else []
         kept += small_bytes if keep_small else 0
         self._credits = max(least, min(wanted, (budget - kept) // max(1, batch_bytes) - 1))
@@ -295,7 +301,7 @@ class H5Loader:
             recipe.append(
                 _Finishing(
                     name,
-                    swap=not resident and not index.dtype.isnative and self._base.engine.scatters(index),
+                    swap=not resident and not index.dtype.isnative and self._base.engine.places(index),
                     check=not resident and self._check and name not in self._small_names,
                     transform=self._transforms.get(name),
                 )

@@ -22,12 +22,12 @@ import numpy.typing as npt
 
 from h5pack.errors import OptionsError
 from h5pack.feed.permutation import TABLE_ROWS, Permutation, derive_key, shuffled
-from h5pack.feed.row_set import RowSet, SpanRows
+from h5pack.feed.row_set import EpochRows, RowSource, SpanRows
 
 ORDER_VERSION = 1
 SHUFFLES = ("window", "full", "chunk", False)
 DEFAULT_WINDOW = 16
-_CHUNKS, _ROWS, _WINDOW = 1, 2, 3
+_CHUNKS, _ROWS, _WINDOW, _DRAWS = 1, 2, 3, 4
 
 Rows = npt.NDArray[np.int64]
 
@@ -93,7 +93,7 @@ class OrderPlan:
 
     Attributes
     ----------
-    rows : RowSet
+    rows : RowSource
     batch_size : int
         Rows of this rank's full batches.
     shuffle : str or False
@@ -114,7 +114,7 @@ class OrderPlan:
         If they do not fit together.
     """
 
-    rows: RowSet
+    rows: RowSource
     batch_size: int
     shuffle: str | bool = "window"
     seed: int = 0
@@ -182,7 +182,7 @@ class OrderPlan:
         """Batches that one segment reaches over, at most."""
         if self.shuffle == "full":
             return 1
-        rows = min(self.pieces * self.rows.longest, self.stream_rows)
+        rows = min(self.rows.most(self.pieces), self.stream_rows)
         return min(self.batches, (-(-rows // self.take) + 1) * self.lanes)
 
     @property
@@ -260,22 +260,23 @@ class _Line:
     """One epoch's permuted chunks, laid end to end; beyond its end it begins again."""
 
     def __init__(self, plan: OrderPlan, epoch: int) -> None:
-        self.plan, self.epoch, self.rows = plan, epoch, plan.rows
+        self.plan, self.epoch = plan, epoch
+        self.rows: EpochRows = plan.rows.of_epoch(self._key(_DRAWS))
         mixed = plan.shuffle in ("window", "chunk")
-        self._permutation = Permutation(plan.rows.chunks, self._key(_CHUNKS)) if mixed else None
+        self._permutation = Permutation(self.rows.chunks, self._key(_CHUNKS)) if mixed else None
         self._edges: Rows | None = None
         self._lacks: list[tuple[int, int]] = []
-        if isinstance(plan.rows, SpanRows) and (not mixed or plan.rows.chunks > TABLE_ROWS):
+        if isinstance(self.rows, SpanRows) and (not mixed or self.rows.chunks > TABLE_ROWS):
             # Only the first and the last chunk are shorter, so where a chunk starts is arithmetic.
-            for chunk, lack in plan.rows.lacks:
+            for chunk, lack in self.rows.lacks:
                 where = chunk
                 if self._permutation is not None:
                     where = int(self._permutation.where(np.array([chunk]))[0])
                 self._lacks.append((where, lack))
         else:
-            lengths = plan.rows.lengths()
+            lengths = self.rows.lengths()
             if self._permutation is not None:
-                lengths = lengths[self._permutation.at(np.arange(plan.rows.chunks))]
+                lengths = lengths[self._permutation.at(np.arange(self.rows.chunks))]
             self._edges = np.concatenate(([0], np.cumsum(lengths)))
 
     def _key(self, *parts: int) -> int:

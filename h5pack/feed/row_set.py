@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +11,40 @@ import numpy.typing as npt
 Rows = npt.NDArray[np.int64]
 
 
-def _ranges(starts: Rows, counts: Rows) -> Rows:
-    """``starts[i]``, ``starts[i] + 1``, ... ``counts[i]`` numbers each, end to end."""
+class EpochRows(Protocol):
+    """The rows of one epoch, as an order lays them out."""
+
+    count: int
+    chunks: int
+    unit_rows: int
+
+    def lengths(self) -> Rows: ...
+
+    def take(self, chunks: Rows, firsts: Rows, lasts: Rows) -> tuple[Rows, Rows]: ...
+
+    def pick(self, places: Rows) -> tuple[Rows, Rows]: ...
+
+
+class RowSource(Protocol):
+    """What an order draws from: as many rows each epoch."""
+
+    count: int
+    unit_rows: int
+
+    @property
+    def distinct(self) -> int: ...
+
+    def of_epoch(self, key: int) -> EpochRows: ...
+
+    def most(self, chunks: int) -> int: ...
+
+    def stored(self) -> range | Rows: ...
+
+    def identity(self) -> dict[str, Any]: ...
+
+
+def ranges(starts: Rows, counts: Rows) -> Rows:
+    """``starts[i]``, ``starts[i] + 1``, ... ``counts[i]`` numbers each, end to end; int64, (n,)."""
     ends = np.cumsum(counts)
     numbers: Rows = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
     return numbers
@@ -40,6 +72,18 @@ class SpanRows:
         if self.count:
             self.lacks.append((self.chunks - 1, (self._chunk + self.chunks) * unit_rows - stop))
 
+    def of_epoch(self, key: int) -> SpanRows:
+        """The rows of an epoch: in each the same."""
+        return self
+
+    def most(self, chunks: int) -> int:
+        """Rows in any `chunks` chunks of an order, at most."""
+        return chunks * self.longest
+
+    def begins(self, chunks: Rows) -> Rows:
+        """Where in stored order chunks begin, and the one behind the last would; int64, (n,)."""
+        return np.clip((self._chunk + chunks) * self.unit_rows, self.start, self.stop) - self.start
+
     def lengths(self) -> Rows:
         """Rows in each chunk; int64, (chunks,)."""
         lengths = np.full(self.chunks, self.unit_rows, np.int64)
@@ -50,7 +94,7 @@ class SpanRows:
     def take(self, chunks: Rows, firsts: Rows, lasts: Rows) -> tuple[Rows, Rows]:
         """Rows of the file, and their indices in the dataset, of places ``firsts`` to ``lasts - 1`` of some chunks."""
         begins = np.maximum(self.start, (self._chunk + chunks) * self.unit_rows)
-        rows = _ranges(begins + firsts, lasts - firsts)
+        rows = ranges(begins + firsts, lasts - firsts)
         return rows, rows - self.start
 
     def pick(self, places: Rows) -> tuple[Rows, Rows]:
@@ -94,13 +138,25 @@ class ChosenRows:
         # Repeated rows make a chunk longer than it is in the file.
         self.longest = int(self.lengths().max(initial=0))
 
+    def of_epoch(self, key: int) -> ChosenRows:
+        """The rows of an epoch: in each the same."""
+        return self
+
+    def most(self, chunks: int) -> int:
+        """Rows in any `chunks` chunks of an order, at most."""
+        return chunks * self.longest
+
+    def begins(self, chunks: Rows) -> Rows:
+        """Where in stored order chunks begin, and the one behind the last would; int64, (n,)."""
+        return self._edges[chunks]
+
     def lengths(self) -> Rows:
         """Rows in each chunk; int64, (chunks,)."""
         return np.diff(self._edges)
 
     def take(self, chunks: Rows, firsts: Rows, lasts: Rows) -> tuple[Rows, Rows]:
         """Rows of the file, and their indices in the dataset, of places ``firsts`` to ``lasts - 1`` of some chunks."""
-        places = _ranges(self._edges[chunks] + firsts, lasts - firsts)
+        places = ranges(self._edges[chunks] + firsts, lasts - firsts)
         return self._rows[places], self._indices[places]
 
     def pick(self, places: Rows) -> tuple[Rows, Rows]:

@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 from h5pack.feed.order import DEFAULT_WINDOW, OrderPlan
 from h5pack.feed.progress import Progress, Run
-from h5pack.feed.selection import plan_batches, resolve_ranks, select_rows
+from h5pack.feed.selection import plan_batches, resolve_ranks, select_draws
 
 _BLOCK_ROWS = 4_096
 Item = TypeVar("Item")
@@ -43,25 +43,25 @@ class _ChunkOrder:
         """
         self._progress.load(state)
 
-    def _filled(self, epoch: int, first: int) -> Iterator[npt.NDArray[np.int64]]:
-        """The indices of each batch from `first` on, as soon as its last row is known."""
-        plan = self.plan
-        open_batches: dict[int, npt.NDArray[np.int64]] = {}
-        following = first
-        for segment in plan.segments(epoch, first):
-            # No later segment holds a row of a batch before this one's first.
-            while following < segment.first:
-                yield open_batches.pop(following)
-                following += 1
-            for (batch, slot, count), indices in segment.deal(segment.indices):
-                if batch not in open_batches:
-                    open_batches[batch] = np.empty(plan.batch_rows(batch), np.int64)
-                open_batches[batch][slot : slot + count] = indices
-        for batch in range(following, plan.batches):
-            yield open_batches.pop(batch)
+
+def filled(plan: OrderPlan, epoch: int, first: int) -> Iterator[npt.NDArray[np.int64]]:
+    """The indices of each batch of an epoch from `first` on, as soon as its last row is known; int64, (n,)."""
+    open_batches: dict[int, npt.NDArray[np.int64]] = {}
+    following = first
+    for segment in plan.segments(epoch, first):
+        # No later segment holds a row of a batch before this one's first.
+        while following < segment.first:
+            yield open_batches.pop(following)
+            following += 1
+        for (batch, slot, count), indices in segment.deal(segment.indices):
+            if batch not in open_batches:
+                open_batches[batch] = np.empty(plan.batch_rows(batch), np.int64)
+            open_batches[batch][slot : slot + count] = indices
+    for batch in range(following, plan.batches):
+        yield open_batches.pop(batch)
 
 
-class _Iteration(Iterator[Item]):
+class Iteration(Iterator[Item]):
     """One iteration, begun when its first item is asked for: DataLoaders also make some that they never use.
 
     torchdata's StatefulDataLoader saves and restores this one's state besides the sampler's. It needs it: the iteration
@@ -82,9 +82,17 @@ class _Iteration(Iterator[Item]):
         return item
 
     def state_dict(self) -> dict[str, Any]:
+        """Where this iteration is."""
         return self._progress.state_of(self._run)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin this iteration where `state` was saved.
+
+        Raises
+        ------
+        StateError
+            If it belongs to another order.
+        """
         self._progress.load(state)
         self._begin()
 
@@ -117,6 +125,12 @@ class ChunkSampler(_ChunkOrder, Sampler[int]):
         at equal global batch, the rows of each step are. None: one a rank.
     rows : sequence of int, optional
         Draw from these indices of `dataset` only.
+    weights : array-like or "balanced", optional
+        Draw each row in proportion to its weight: numbers of 0 and above, one for each index of `dataset`, or of `rows`
+        where they are given. An epoch's copies of a row are its share of the draws, rounded down or up. "balanced":
+        each class of the dataset's labels has the same weight, shared equally by its rows. None: each row once.
+    samples : int, optional
+        Draws an epoch with `weights`, over all ranks. None: as many as there are rows.
 
     Raises
     ------
@@ -140,11 +154,13 @@ class ChunkSampler(_ChunkOrder, Sampler[int]):
         world_size: int | None = None,
         streams: int | None = None,
         rows: Sequence[int] | npt.NDArray[np.int64] | None = None,
+        weights: npt.ArrayLike | str | None = None,
+        samples: int | None = None,
     ) -> None:
         rank, world_size = resolve_ranks(rank, world_size)
         own = max(1, (streams or 1) // max(1, world_size))
         plan = OrderPlan(
-            select_rows(dataset, rows)[1],
+            select_draws(dataset, rows, weights, samples)[1],
             _BLOCK_ROWS * own,
             "window" if shuffle is True else shuffle,
             seed,
@@ -162,11 +178,11 @@ class ChunkSampler(_ChunkOrder, Sampler[int]):
         return self.plan.rank_rows
 
     def __iter__(self) -> Iterator[int]:
-        return _Iteration(self._progress, self._items)
+        return Iteration(self._progress, self._items)
 
     def _items(self, run: Run) -> Iterator[int]:
         first, skip = divmod(run.begun, self.plan.batch_size)
-        for indices in self._filled(run.epoch, first) if run.begun < len(self) else ():
+        for indices in filled(self.plan, run.epoch, first) if run.begun < len(self) else ():
             # A row of each stream in turns, so that a step's rows are the same for every number of ranks.
             turns = indices.reshape(self.plan.step_streams, -1).T.reshape(-1)
             yield from turns[skip:].tolist()
@@ -211,6 +227,12 @@ class ChunkBatchSampler(_ChunkOrder, Sampler[list[int]]):
         chunk is read by one worker.
     rows : sequence of int, optional
         Draw from these indices of `dataset` only.
+    weights : array-like or "balanced", optional
+        Draw each row in proportion to its weight: numbers of 0 and above, one for each index of `dataset`, or of `rows`
+        where they are given. An epoch's copies of a row are its share of the draws, rounded down or up. "balanced":
+        each class of the dataset's labels has the same weight, shared equally by its rows. None: each row once.
+    samples : int, optional
+        Draws an epoch with `weights`, over all ranks. None: as many as there are rows.
 
     Raises
     ------
@@ -236,9 +258,11 @@ class ChunkBatchSampler(_ChunkOrder, Sampler[list[int]]):
         streams: int | None = None,
         lanes: int = 1,
         rows: Sequence[int] | npt.NDArray[np.int64] | None = None,
+        weights: npt.ArrayLike | str | None = None,
+        samples: int | None = None,
     ) -> None:
         rank, world_size = resolve_ranks(rank, world_size)
-        row_set = select_rows(dataset, rows)[1]
+        row_set = select_draws(dataset, rows, weights, samples)[1]
         plan = plan_batches(row_set, batch_size, shuffle, seed, window, drop_last, rank, world_size, streams, lanes)
         super().__init__(plan, Progress(plan.identity(), "batches", plan.batches))
         self.batch_size = batch_size
@@ -249,10 +273,10 @@ class ChunkBatchSampler(_ChunkOrder, Sampler[list[int]]):
         return self.plan.batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        return _Iteration(self._progress, self._items)
+        return Iteration(self._progress, self._items)
 
     def _items(self, run: Run) -> Iterator[list[int]]:
-        for indices in self._filled(run.epoch, run.begun) if run.begun < len(self) else ():
+        for indices in filled(self.plan, run.epoch, run.begun) if run.begun < len(self) else ():
             yield indices.tolist()
 
     def state_dict(self, batches_consumed: int | None = None) -> dict[str, Any]:
