@@ -139,6 +139,12 @@ def _add_convert(commands: Any, common: argparse.ArgumentParser) -> None:
     file.add_argument("--seed", type=int, default=0, metavar="N", help="of the shuffled order (default 0)")
     file.add_argument("--chunk-rows", default="auto", metavar="N", help="rows a chunk, or auto (default)")
     file.add_argument("--chunk-bytes", metavar="SIZE", help="bytes a chunk, such as 4MiB")
+    file.add_argument(
+        "--compression",
+        default="none",
+        metavar="METHOD",
+        help="none (default), gzip[:1-9], zstd[:1-22] or bitshuffle-lz4",
+    )
     file.add_argument("--compat", action="store_true", help="write for readers of HDF5 1.8")
 
     how = convert.add_argument_group("how to go about it")
@@ -240,6 +246,7 @@ def _options(arguments: argparse.Namespace) -> Any:
         chunk_rows=None if rows == "auto" else int(rows),
         chunk_bytes=None if arguments.chunk_bytes is None else parse_bytes(arguments.chunk_bytes),
         max_pixels=MAX_PIXELS if arguments.max_pixels is None else arguments.max_pixels,
+        compression=arguments.compression,
         compat=arguments.compat,
         strict=arguments.strict,
         workers=arguments.workers,

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -32,9 +31,11 @@ from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock
 from h5pack.pack.placement import Placement, close_up
 from h5pack.pack.plan import ConvertPlan, make_plan
+from h5pack.pack.report import ConvertReport as ConvertReport
 from h5pack.pack.session import Session, creation_time
+from h5pack.pack.skeleton import filtered_chunk, load_filter
 from h5pack.pack.survey import survey
-from h5pack.pack.tables import make_tables
+from h5pack.pack.tables import list_rejects, make_tables
 from h5pack.pack.written import Written
 from h5pack.rows import RowPlaces, check_counted, check_tasks, describe_check
 from h5pack.sources.catalog import Catalog
@@ -43,44 +44,6 @@ from h5pack.sources.mapped import MapStyle
 
 _CHECK_BYTES = 8 * 1024 * 1024
 _TIMED_IMAGES = 8
-
-
-@dataclass(frozen=True)
-class ConvertReport:
-    """What a conversion did.
-
-    Attributes
-    ----------
-    path : str
-        The finished file.
-    images : int
-        Rows of the file.
-    rejects : int
-        Images that were not packed; ``OUT.rejects.csv`` and `/rejects` list them.
-    bytes : int
-        Size of the file.
-    workers : int
-        Processes that decoded.
-    resumed_rows : int
-        Rows that an earlier run had written.
-    moved_rows : int
-        Rows that moved to close the holes of images that did not decode.
-    seconds : dict of str to float
-        Time spent in each stage: survey (listing included), check (of an earlier run's rows), write (to the last
-        pwrite), finish (moves, tables, fsync, rename).
-    already_complete : bool
-        With `resume`, whether the output was finished before this call.
-    """
-
-    path: str
-    images: int
-    rejects: int
-    bytes: int
-    workers: int
-    resumed_rows: int = 0
-    moved_rows: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-    already_complete: bool = False
 
 
 def convert(
@@ -131,6 +94,8 @@ class Conversion:
     ------
     OutputExistsError
         If the output is in the way.
+    OptionsError
+        If a compression was asked for whose plugin is not installed.
     """
 
     def __init__(
@@ -142,6 +107,8 @@ class Conversion:
         progress: bool = False,
     ) -> None:
         self.options = options or ConvertOptions()
+        if self.options.filter is not None:
+            load_filter(self.options.filter)
         self.output = Output(Path(os.path.abspath(out)))
         self.output.check(self.options.overwrite, self.options.resume)
         self.workers = self.options.workers or available_cpus()
@@ -208,7 +175,7 @@ class Conversion:
         return self._plan
 
     def estimate_seconds(self) -> float:
-        """How long writing will take, from decoding a few images here."""
+        """How long writing will take, from decoding, and where asked for compressing, a few images here."""
         plan = self.plan()
         decoder = Decoder(plan.pixels)
         row = np.empty((plan.height, plan.width, plan.options.channels), np.uint8)
@@ -219,6 +186,8 @@ class Conversion:
                 with contextlib.suppress(OSError, RejectedImageError):
                     source = plan.catalog.reader.read(index, plan.catalog.names[index])
                     decoder.decode(source, int(plan.kinds[index]), row)
+                    if plan.options.filter is not None:
+                        filtered_chunk(row, plan.options.filter)
         return (time.perf_counter() - begin) / len(picked) * plan.rows / self.workers
 
     def run(self) -> ConvertReport:
@@ -277,29 +246,39 @@ class Conversion:
             session.journal.save_written(written)
         if self.options.strict:
             _refuse_rejects(plan, written)
-        places = session.places
         final = close_up(plan.placement.starts, written.packed, plan.options.order == "sorted")
-        if moving:
-            self._mend(session, written, final, lock)
+        if moving and self.options.filter is not None and finisher.is_compressed(self.output.partial):
+            finisher.publish(self.output, lock, list_rejects(plan, written), session.overwrite)
         else:
-            finisher.move_rows(lock.descriptor, places, final.order)
-        tables = make_tables(plan, written, final, places, lock.descriptor)
-        finish = finisher.Finish(self.output, lock, session.skeleton, places, tables, session.overwrite)
-        finish.complete()
-        size = os.fstat(lock.descriptor).st_size
-        finish.publish()
-        self._seconds["finish"] = time.perf_counter() - begin
-        moved = int((final.order != np.arange(finish.rows)).sum())
+            if moving:
+                self._mend(session, written, final, lock)
+            else:
+                finisher.move_rows(lock.descriptor, session.places, final.order)
+            tables = make_tables(plan, written, final, session.places, lock.descriptor)
+            finish = finisher.Finish(self.output, lock, session.skeleton, session.places, tables, session.overwrite)
+            if self.options.filter is None:
+                finish.complete()
+            else:
+                self._compress(finish)
+            finish.publish()
+        self._seconds["finish"] = time.perf_counter() - begin - self._seconds.get("compress", 0.0)
         return ConvertReport(
             str(self.output.final),
-            finish.rows,
-            len(tables.rejects),
-            size,
+            len(final.order),
+            len(plan.rejects) + len(written.reasons),
+            os.fstat(lock.descriptor).st_size,
             self.workers,
             resumed,
-            moved,
+            int((final.order != np.arange(len(final.order))).sum()),
             self._seconds,
         )
+
+    def _compress(self, finish: finisher.Finish) -> None:
+        begin = time.perf_counter()
+        assert self._executor is not None
+        with self._bar("compress", finish.rows) as advance:
+            finish.compress(self._executor, 2 * self.workers, advance)
+        self._seconds["compress"] = time.perf_counter() - begin
 
     def _mend(self, session: Session, written: RowRecord, final: Placement, lock: OutputLock) -> None:
         """Repeat the moves that an interrupted run left undone."""

@@ -86,6 +86,8 @@ def run(
     tasks: Iterable[Task],
     in_flight: int,
     describe: Callable[[Task], str],
+    *,
+    ordered: bool = False,
 ) -> Iterator[Result]:
     """Run `function` over `tasks`, at most `in_flight` at a time, and give results as they come.
 
@@ -100,6 +102,8 @@ def run(
     in_flight : int
     describe : callable
         Names a task, for the error message when a worker dies.
+    ordered : bool
+        Give results in the order of the tasks. Those that wait for an earlier one count as in flight.
 
     Raises
     ------
@@ -123,7 +127,10 @@ def run(
                     pending[executor.submit(function, task)] = task
             if not pending:
                 return
-            done, _ = concurrent.futures.wait(pending, return_when=concurrent.futures.FIRST_COMPLETED)
+            first = next(iter(pending))
+            done, _ = concurrent.futures.wait(
+                [first] if ordered else pending, return_when=concurrent.futures.FIRST_COMPLETED
+            )
             for future in done:
                 result = future.result()
                 del pending[future]

@@ -6,7 +6,9 @@ import csv
 import io
 import os
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -15,10 +17,12 @@ import numpy.typing as npt
 from h5pack import schema
 from h5pack.checksum import crc32
 from h5pack.errors import H5PackError, OutputExistsError
-from h5pack.hdf5 import chunk_addresses, reopen_tuned
+from h5pack.hdf5 import chunk_table, reopen_tuned
+from h5pack.pack.compression import Compression
+from h5pack.pack.compressor import compressed_chunks
 from h5pack.pack.output import Output, OutputLock, sync_folder, write_atomically
 from h5pack.pack.placement import moved_runs
-from h5pack.pack.skeleton import Skeleton, Tables, build
+from h5pack.pack.skeleton import Skeleton, Tables, build, build_compressed, load_filter
 from h5pack.rows import RowPlaces, read_all, write_all
 
 _COPY_BYTES = 8 * 1024 * 1024
@@ -150,7 +154,36 @@ class Finish:
             os.fsync(target)
         finally:
             os.close(finish)
-        self._check(addresses)
+        self._require_sound(is_sound(output.partial, *self._expected(), addresses))
+
+    def compress(self, executor: Executor, in_flight: int, advance: Callable[[int], object]) -> None:
+        """Make a compressed copy of ``OUT.partial`` with all tables, flush it to the disk, and put it in its place.
+
+        Parameters
+        ----------
+        executor : Executor
+            Whose workers compress.
+        in_flight : int
+            How many chunks at most are compressed, or wait to be stored.
+        advance : callable
+            Told how many rows were compressed, chunk by chunk.
+        """
+        output, path = self.output, self.output.compressed
+        # A new file: HDF5 refuses one that it failed to close, as where the disk was full.
+        path.unlink(missing_ok=True)
+        try:
+            chunks = compressed_chunks(
+                str(output.partial), self.skeleton, self.places, self.tables.checksums, executor, in_flight, advance
+            )
+            build_compressed(path, self.skeleton, self.rows, self.tables, chunks)
+            _sync_file(path)
+            check = executor.submit(is_sound, path, *self._expected(), None, self.skeleton.compression)
+            self._require_sound(check.result())
+        except BaseException:
+            # It cannot be continued, and the space may be what is missing.
+            path.unlink(missing_ok=True)
+            raise
+        self.lock.replace(path)
 
     def _clear_tail(self, chunks: int) -> None:
         """Rows past the last one are zero, also where rows stood there before they closed up."""
@@ -161,19 +194,12 @@ class Finish:
             if row.count(0) < len(row):
                 write_all(self.lock.descriptor, bytes(nothing), offset)
 
-    def _check(self, addresses: npt.NDArray[np.int64]) -> None:
-        """Open the file as a reader does, before it gets its name."""
-        with h5py.File(self.output.partial, "r", locking=False) as file:
-            images = reopen_tuned(file[schema.IMAGES])
-            sound = (
-                int(file.attrs[schema.COMPLETE]) == 1
-                and images.shape == (self.rows, *self.skeleton.row_shape)
-                and np.array_equal(chunk_addresses(images), addresses)
-                and all(
-                    crc32(np.ascontiguousarray(images[row])) == int(self.tables.checksums[row])
-                    for row in sorted({0, self.rows // 2, self.rows - 1})
-                )
-            )
+    def _expected(self) -> tuple[tuple[int, ...], dict[int, int]]:
+        """The images' shape, and the checksums of some rows."""
+        some = {0, self.rows // 2, self.rows - 1}
+        return (self.rows, *self.skeleton.row_shape), {row: int(self.tables.checksums[row]) for row in sorted(some)}
+
+    def _require_sound(self, sound: bool) -> None:
         if not sound:
             raise H5PackError(
                 f"{self.output.partial}: reading it back gave something else than was written; check the disk, then "
@@ -182,25 +208,97 @@ class Finish:
 
     def publish(self) -> None:
         """Write the rejects table, rename the file to its final name, remove the journal."""
-        output = self.output
-        if self.tables.rejects:
-            stream = io.StringIO(newline="")
-            table = csv.writer(stream, lineterminator="\n")
-            table.writerow(["filename", "reason"])
-            table.writerows(self.tables.rejects)
-            write_atomically(output.rejects, stream.getvalue().encode("utf-8", "backslashreplace"))
-        else:
-            output.rejects.unlink(missing_ok=True)
-        output.finish.unlink(missing_ok=True)
-        journal = output.journal_identity()
-        self.lock.share()
-        if not self.overwrite and output.final.exists():
-            raise OutputExistsError(f"{output.final}: exists by now; resume with --overwrite to replace it")
-        os.replace(output.partial, output.final)
-        sync_folder(output.final.parent)
-        # Without the name `partial` there is no lock: by now another conversion may have begun a journal of its own.
-        if output.journal_identity() == journal:
-            output.remove_leftovers()
+        publish(self.output, self.lock, self.tables.rejects, self.overwrite)
+
+
+def is_sound(
+    path: Path,
+    shape: tuple[int, ...],
+    checksums: dict[int, int],
+    addresses: npt.NDArray[np.int64] | None = None,
+    compression: Compression | None = None,
+) -> bool:
+    """Open a file as a reader does, before it gets its name, and look whether all is there.
+
+    Parameters
+    ----------
+    path : Path
+    shape : tuple of int
+        Of the images.
+    checksums : dict of int to int
+        Of some rows.
+    addresses : ndarray or None
+        int64, (chunks,): where the chunks should be; None where HDF5 has placed them.
+    compression : Compression or None
+    """
+    if compression is not None:
+        load_filter(compression)
+    with h5py.File(path, "r", locking=False) as file:
+        images = reopen_tuned(file[schema.IMAGES])
+        chunks = chunk_table(images)
+        return bool(
+            int(file.attrs[schema.COMPLETE]) == 1
+            and images.shape == shape
+            and (chunks.addresses >= 0).all()
+            and not chunks.masks.any()
+            and (addresses is None or np.array_equal(chunks.addresses, addresses))
+            and all(crc32(np.ascontiguousarray(images[row])) == wanted for row, wanted in checksums.items())
+        )
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether the compressed copy has taken the unfinished file's name: that one is never complete by itself."""
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            return int(file.attrs[schema.COMPLETE]) == 1
+    except (OSError, RuntimeError, KeyError, ValueError):
+        # A kill may have left anything.
+        return False
+
+
+def publish(output: Output, lock: OutputLock, rejects: list[tuple[str, str]], overwrite: bool) -> None:
+    """Write the rejects table, rename ``OUT.partial`` to its final name, remove the journal.
+
+    Parameters
+    ----------
+    output : Output
+    lock : OutputLock
+    rejects : list of (str, str)
+        Name and reason.
+    overwrite : bool
+        Whether it was agreed to replace an output.
+
+    Raises
+    ------
+    OutputExistsError
+        If an output has appeared that nobody agreed to replace.
+    """
+    if rejects:
+        stream = io.StringIO(newline="")
+        table = csv.writer(stream, lineterminator="\n")
+        table.writerow(["filename", "reason"])
+        table.writerows(rejects)
+        write_atomically(output.rejects, stream.getvalue().encode("utf-8", "backslashreplace"))
+    else:
+        output.rejects.unlink(missing_ok=True)
+    output.finish.unlink(missing_ok=True)
+    journal = output.journal_identity()
+    lock.share()
+    if not overwrite and output.final.exists():
+        raise OutputExistsError(f"{output.final}: exists by now; resume with --overwrite to replace it")
+    os.replace(output.partial, output.final)
+    sync_folder(output.final.parent)
+    # Without the name `partial` there is no lock: by now another conversion may have begun a journal of its own.
+    if output.journal_identity() == journal:
+        output.remove_leftovers()
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _copy_changed(source: int, target: int, start: int, stop: int) -> None:

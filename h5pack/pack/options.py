@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from h5pack.errors import OptionsError
+from h5pack.pack.compression import NONE, Compression, parse_compression
 from h5pack.sources.detect import SourceOptions, check_kind
 from h5pack.sources.manifest import ManifestColumns
 from h5pack.sources.walk import NameFilter
@@ -57,6 +58,9 @@ class ConvertOptions:
         Rows or bytes a chunk; see `h5pack.plan_chunks`.
     max_pixels : int
         Larger images are rejected as decompression bombs.
+    compression : str
+        How the images' chunks are compressed: none, gzip (or gzip:1 to gzip:9), zstd (or zstd:1 to zstd:22) or
+        bitshuffle-lz4.
     compat : bool
         Write for readers of HDF5 1.8 (pyfive, jsfive) instead of 1.10.
     strict : bool
@@ -94,6 +98,7 @@ class ConvertOptions:
     chunk_rows: int | None = None
     chunk_bytes: int | None = None
     max_pixels: int = MAX_PIXELS
+    compression: str = NONE
     compat: bool = False
     strict: bool = False
     workers: int | None = None
@@ -124,6 +129,7 @@ class ConvertOptions:
             raise OptionsError("chunk_rows and chunk_bytes say the same thing twice; give one of them")
         if self.size is not None and (not isinstance(self.size, tuple) or len(self.size) != 2 or min(self.size) < 1):
             raise OptionsError(f"size is {self.size}; it must be (height, width), each at least 1 pixel")
+        parse_compression(self.compression)
         if not 0 <= self.seed < 2**63:
             raise OptionsError(f"seed is {self.seed}; it must be 0 to 2**63 - 1")
         if self.size is None:
@@ -138,6 +144,11 @@ class ConvertOptions:
         return 1 if self.mode == "gray" else 3
 
     @property
+    def filter(self) -> Compression | None:
+        """The filter that the images' chunks pass through; None: they are stored as they are."""
+        return parse_compression(self.compression)
+
+    @property
     def source_options(self) -> SourceOptions:
         """The part that says how to read the source."""
         return SourceOptions(
@@ -150,10 +161,18 @@ class ConvertOptions:
         )
 
     def content(self) -> dict[str, Any]:
-        """The options that change what the file holds, for `h5pack_options` and for comparing on resume."""
+        """The options that change what the file holds, for `h5pack_options` and for comparing on resume.
+
+        `compression` is among them only where there is one.
+        """
         values = dataclasses.asdict(self)
         for name in ("root", "strict", "workers", "start_method", "io", "overwrite", "resume"):
             del values[name]
+        if self.filter is None:
+            # Left out, so that a pack without it is what it was before there was a choice.
+            del values["compression"]
+        else:
+            values["compression"] = self.filter.name
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 

@@ -45,6 +45,11 @@ class Output:
         return self._beside(".partial.finish")
 
     @property
+    def compressed(self) -> Path:
+        """The compressed copy of `partial`, which takes its name when it is whole."""
+        return self._beside(".partial.compressed")
+
+    @property
     def rejects(self) -> Path:
         """The table of images that were not packed."""
         return self._beside(".rejects.csv")
@@ -80,16 +85,16 @@ class Output:
             )
 
     def require_space(self, needed: int) -> None:
-        """Refuse a conversion that cannot fit; what `partial` already holds counts as had.
+        """Refuse a conversion that cannot fit; what `partial` and `compressed` already hold counts as had.
 
         Raises
         ------
         NoSpaceError
         """
-        try:
-            held = os.stat(self.partial).st_blocks * 512
-        except FileNotFoundError:
-            held = 0
+        held = 0
+        for path in (self.partial, self.compressed):
+            with contextlib.suppress(FileNotFoundError):
+                held += os.stat(path).st_blocks * 512
         free = free_bytes(self.final.parent)
         if needed - held > free:
             raise NoSpaceError(
@@ -106,9 +111,10 @@ class Output:
         return status.st_dev, status.st_ino
 
     def remove_leftovers(self) -> None:
-        """Remove the journal and the finishing file; `partial` stays."""
+        """Remove the journal, the finishing file and the compressed copy; `partial` stays."""
         shutil.rmtree(self.journal, ignore_errors=True)
         self.finish.unlink(missing_ok=True)
+        self.compressed.unlink(missing_ok=True)
 
 
 class OutputLock:
@@ -161,6 +167,24 @@ class OutputLock:
         fresh = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with contextlib.suppress(OSError):
             fcntl.flock(fresh, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(self.descriptor)
+        self.descriptor = fresh
+
+    def replace(self, path: Path) -> None:
+        """Rename the file at `path` to the locked one's name, and lock it instead.
+
+        Whoever waits for the lock finds that the name means another file by then.
+        """
+        import fcntl
+
+        fresh = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fresh, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.replace(path, self._path)
+        except BaseException:
+            os.close(fresh)
+            raise
         os.close(self.descriptor)
         self.descriptor = fresh
 

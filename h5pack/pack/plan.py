@@ -10,13 +10,17 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack import schema
-from h5pack.errors import NoImagesError, RejectedImageError, SizesDifferError
+from h5pack.errors import NoImagesError, OptionsError, RejectedImageError, SizesDifferError
 from h5pack.layout import ChunkPlan, plan_chunks
+from h5pack.pack.compression import most_bytes
 from h5pack.pack.images import PixelOptions
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.placement import Placement, place
 from h5pack.pack.survey import Survey
 from h5pack.sources.catalog import Catalog, Reject
+
+_METADATA_BYTES = 65_536
+_HDF5_MAX_CHUNK_BYTES = 2**32 - 1
 
 
 @dataclass(frozen=True)
@@ -91,20 +95,29 @@ class ConvertPlan:
     @property
     def file_bytes(self) -> int:
         """Bytes the file will take, at most: the chunks, and the tables before compression."""
-        return self._bytes()[0]
+        size = self.chunks.bytes
+        if self.options.filter is not None:
+            size = most_bytes(size)
+        return self._chunks_bytes(size) + self._tables_bytes()
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes of disk the conversion needs: the file, and its tables once more in the file that lends them."""
-        return sum(self._bytes())
+        """Bytes of disk the conversion needs: the file, and its tables once more in the file that lends them.
 
-    def _bytes(self) -> tuple[int, int]:
+        A compressed file lies beside the raw rows until it is whole.
+        """
+        if self.options.filter is not None:
+            return self.file_bytes + self._chunks_bytes(self.chunks.bytes) + _METADATA_BYTES
+        return self.file_bytes + self._tables_bytes()
+
+    def _chunks_bytes(self, size: int) -> int:
+        return self.chunks.count * (size + schema.ALIGNMENT_BYTES)
+
+    def _tables_bytes(self) -> int:
         catalog = self.catalog
         label_bytes = 0 if catalog.labels is None else catalog.labels.nbytes // max(1, len(catalog))
         field_bytes = sum(4 + values.nbytes // max(1, len(catalog)) for values in catalog.fields.values())
-        tables = self.rows * (4 + 4 + label_bytes + field_bytes) + catalog.names.nbytes + 65_536
-        chunks = self.chunks.count * (self.chunks.bytes + schema.ALIGNMENT_BYTES)
-        return chunks + tables, tables
+        return self.rows * (4 + 4 + label_bytes + field_bytes) + catalog.names.nbytes + _METADATA_BYTES
 
     def split_rows(self) -> dict[str, tuple[int, int]]:
         """Each split's first row and the row behind its last."""
@@ -135,6 +148,7 @@ class ConvertPlan:
             "chunk_bytes": self.chunks.bytes,
             "chunks": self.chunks.count,
             "bytes": self.file_bytes,
+            "needed_bytes": self.needed_bytes,
             "rejects": len(self.rejects),
             "ignored": self.catalog.ignored,
             "options": self.options.content(),
@@ -147,13 +161,16 @@ class ConvertPlan:
         if options.size is not None:
             sizes += f", by {options.fit} and {options.resample}"
         splits = ", ".join(f"{name} {stop - start:,}" for name, (start, stop) in self.split_rows().items())
+        file = human_bytes(self.file_bytes)
+        if options.filter is not None:
+            file = f"at most {file}, {options.filter.name}; until it is whole, {human_bytes(self.needed_bytes)} of disk"
         lines = [
             f"source   {self.source} ({self.catalog.kind})",
             f"images   {self.rows:,} of {sizes}, {options.layout}, {options.order}",
             f"labels   {self.label_kind()}" + "".join(f", field {name}" for name in sorted(self.catalog.fields)),
             f"splits   {splits}",
             f"chunks   {chunks.count:,} of {chunks.rows:,} rows, {human_bytes(chunks.bytes)} each",
-            f"file     {human_bytes(self.file_bytes)}",
+            f"file     {file}",
         ]
         if self.catalog.ignored:
             passed = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.catalog.ignored.items()))
@@ -175,6 +192,8 @@ def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
         If none is usable.
     SizesDifferError
         If sizes differ and `options.size` is not set.
+    OptionsError
+        If a chunk would reach HDF5's limit of 4 GiB.
     """
     rejects = [*catalog.rejects]
     rejects += [Reject(catalog.names[index], reason) for index, reason in sorted(survey.reasons.items())]
@@ -202,14 +221,19 @@ def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
         placement=place(usable, catalog.split_ids[usable], len(catalog.split_names), seed),
         kinds=survey.kinds,
         prints=survey.prints,
-        chunks=plan_chunks(
-            len(usable),
-            height * width * options.channels,
-            chunk_rows=options.chunk_rows,
-            chunk_bytes=options.chunk_bytes,
-        ),
+        chunks=_plan_chunks(len(usable), height * width * options.channels, options),
         rejects=tuple(rejects),
     )
+
+
+def _plan_chunks(rows: int, row_bytes: int, options: ConvertOptions) -> ChunkPlan:
+    chunks = plan_chunks(rows, row_bytes, chunk_rows=options.chunk_rows, chunk_bytes=options.chunk_bytes)
+    if options.filter is not None and most_bytes(chunks.bytes) > _HDF5_MAX_CHUNK_BYTES:
+        raise OptionsError(
+            f"a chunk of {chunks.rows} rows x {row_bytes} bytes may be {most_bytes(chunks.bytes):,} bytes when "
+            "compressed; HDF5 1.10 reads chunks below 4 GiB; ask for fewer rows a chunk or smaller images"
+        )
+    return chunks
 
 
 def _common_size(source: str, catalog: Catalog, survey: Survey, usable: npt.NDArray[np.int64]) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from h5pack.errors import OptionsError, OutputExistsError, ResumeError
 from h5pack.pack.journal import Journal
+from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock
 from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.skeleton import Skeleton, build, root_attributes
@@ -126,8 +127,10 @@ class Session:
         now = _identity(self.plan)
         if before["h5pack"] != now["h5pack"]:
             raise ResumeError(f"{partial}: begun by h5pack {before['h5pack']}, this is {now['h5pack']}; {remedy}")
-        for name, value in now["options"].items():
-            old = before["options"].get(name)
+        for name in {**before["options"], **now["options"]}:
+            # One that is missing stands for its default.
+            default = getattr(ConvertOptions, name, None)
+            old, value = (options.get(name, default) for options in (before["options"], now["options"]))
             if old != value:
                 raise ResumeError(f"{partial}: begun with {name} {old!r}, resumed with {value!r}; {remedy}")
         prints, old_prints = self.plan.prints, self.journal.prints()
@@ -159,6 +162,7 @@ def _skeleton(plan: ConvertPlan, created: str) -> Skeleton:
         options.layout,
         options.compat,
         root_attributes(__version__, created, options.content()),
+        options.filter,
     )
 
 

@@ -4,14 +4,19 @@ A skeleton is made twice. The first, for as many rows as were planned, settles w
 that file for writing again, for a kill during such a reopening leaves a file that HDF5 refuses. The second, for the
 rows that were packed, has the same addresses (chunks are allocated in order, so fewer chunks are a prefix) and all
 tables behind them; its bytes outside the chunks complete the first.
+
+A compressed pack is a file of its own, whose chunks get their places one by one, as long as each turns out to be.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +26,10 @@ import numpy.typing as npt
 
 from h5pack import schema
 from h5pack.checksum import row_checksums
+from h5pack.errors import H5PackError, OptionsError
 from h5pack.hdf5 import chunk_addresses, utf8
 from h5pack.layout import plan_cache
+from h5pack.pack.compression import Compression
 from h5pack.sources.catalog import NameTable
 
 _TABLE_CHUNK_BYTES = 262_144
@@ -43,6 +50,8 @@ class Skeleton:
         Write for HDF5 1.8.
     attributes : dict
         Root attributes, known before the first pixel.
+    compression : Compression or None
+        Of the chunks of `build_compressed`; those of `build` are stored as they are.
     """
 
     row_shape: tuple[int, int, int]
@@ -50,6 +59,7 @@ class Skeleton:
     layout: str
     compat: bool
     attributes: dict[str, str]
+    compression: Compression | None = None
 
 
 @dataclass(frozen=True)
@@ -103,28 +113,128 @@ def build(path: str | os.PathLike[str], skeleton: Skeleton, rows: int, tables: T
     OSError
         If it cannot be written; ENOSPC where the disk is full.
     """
-    try:
+    with _system_errors():
         return _build(path, skeleton, rows, tables)
+
+
+def _build(path: str | os.PathLike[str], skeleton: Skeleton, rows: int, tables: Tables | None) -> npt.NDArray[np.int64]:
+    with _create_file(path, skeleton.compat) as file:
+        # The images come first: what is allocated before them would move their chunks.
+        addresses = chunk_addresses(_create_images(file, skeleton, rows, None))
+        _describe_file(file, skeleton, tables)
+    return addresses
+
+
+def build_compressed(
+    path: str | os.PathLike[str], skeleton: Skeleton, rows: int, tables: Tables, chunks: Iterable[bytes]
+) -> None:
+    """Write a compressed pack.
+
+    Parameters
+    ----------
+    path : path
+    skeleton : Skeleton
+    rows : int
+    tables : Tables
+    chunks : iterable of bytes
+        All chunks in their order, as `filtered_chunk` gives them.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written; ENOSPC where the disk is full.
+    """
+    with _system_errors(), _create_file(path, skeleton.compat) as file:
+        images = _create_images(file, skeleton, rows, skeleton.compression)
+        for number, chunk in enumerate(chunks):
+            place_chunk(images, number, chunk)
+        _describe_file(file, skeleton, tables)
+
+
+def place_chunk(images: h5py.Dataset, number: int, chunk: bytes) -> None:
+    """Store a chunk that has been through the dataset's filters."""
+    images.id.write_direct_chunk((number * images.chunks[0], 0, 0, 0), chunk)
+
+
+def load_filter(compression: Compression) -> None:
+    """Have HDF5 know a filter, in this process.
+
+    Raises
+    ------
+    OptionsError
+        If its plugin is not installed.
+    """
+    if not h5py.h5z.filter_avail(compression.number):
+        with contextlib.suppress(ImportError):
+            # It registers its filters.
+            importlib.import_module("hdf5plugin")
+    if not h5py.h5z.filter_avail(compression.number):
+        raise OptionsError(
+            f"compression {compression.name!r} needs HDF5's filter {compression.number}, which is not installed; "
+            "pip install 'h5pack[compress]', or choose gzip"
+        )
+
+
+def filtered_chunk(values: npt.NDArray[np.uint8], compression: Compression) -> bytes:
+    """What HDF5 stores for a chunk of these values: it writes them into a file in memory, which is then asked.
+
+    Parameters
+    ----------
+    values : ndarray
+        uint8, (rows, ...): one chunk.
+    compression : Compression
+        Loaded, see `load_filter`.
+
+    Raises
+    ------
+    H5PackError
+        If the filter did not take them.
+    """
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_fapl_core(max(65_536, values.nbytes), False)
+    # HDF5 tells files in memory apart by their names.
+    name = f"h5pack-chunk-{threading.get_ident()}".encode()
+    with h5py.File(h5py.h5f.create(name, h5py.h5f.ACC_TRUNC, fapl=access)) as file:
+        create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        create.set_chunk(values.shape)
+        _add_filter(create, compression)
+        space = h5py.h5s.create_simple(values.shape)
+        dataset = h5py.Dataset(h5py.h5d.create(file.id, b"chunk", h5py.h5t.STD_U8LE, space, create))
+        dataset.write_direct(values)
+        file.flush()
+        mask, stored = dataset.id.read_direct_chunk((0,) * values.ndim)
+    if mask:
+        raise H5PackError(
+            f"HDF5 {h5py.version.hdf5_version} stored a chunk without {compression.name}, though it was told not to; "
+            "this is a fault of the filter, choose another --compression"
+        )
+    return bytes(stored)
+
+
+def _add_filter(create: h5py.h5p.PropDCID, compression: Compression) -> None:
+    # Mandatory: an optional filter may leave a chunk as it is, and not every reader looks whether it did.
+    create.set_filter(compression.number, h5py.h5z.FLAG_MANDATORY, compression.parameters)
+
+
+@contextlib.contextmanager
+def _system_errors() -> Iterator[None]:
+    """HDF5 tells the system's error in its text alone."""
+    try:
+        yield
     except (OSError, RuntimeError) as error:
-        # HDF5 tells the system's error in its text alone.
         number = re.search(r"errno = (\d+)", str(error))
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
-def _build(path: str | os.PathLike[str], skeleton: Skeleton, rows: int, tables: Tables | None) -> npt.NDArray[np.int64]:
-    with _create_file(path, skeleton.compat) as file:
-        # The images come first: what is allocated before them would move their chunks.
-        images = _create_images(file, skeleton, rows)
-        addresses = chunk_addresses(images)
-        for name, value in skeleton.attributes.items():
-            file.attrs[name] = np.bytes_(value.encode())
-        file.attrs[schema.FORMAT] = np.int64(schema.FORMAT_VERSION)
-        file.attrs[schema.COMPLETE] = np.int64(tables is not None)
-        if tables is not None:
-            _write_tables(file, tables)
-    return addresses
+def _describe_file(file: h5py.File, skeleton: Skeleton, tables: Tables | None) -> None:
+    for name, value in skeleton.attributes.items():
+        file.attrs[name] = np.bytes_(value.encode())
+    file.attrs[schema.FORMAT] = np.int64(schema.FORMAT_VERSION)
+    file.attrs[schema.COMPLETE] = np.int64(tables is not None)
+    if tables is not None:
+        _write_tables(file, tables)
 
 
 def _create_file(path: str | os.PathLike[str], compat: bool) -> h5py.File:
@@ -141,15 +251,18 @@ def _create_file(path: str | os.PathLike[str], compat: bool) -> h5py.File:
     return h5py.File(h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_TRUNC, create, access))
 
 
-def _create_images(file: h5py.File, skeleton: Skeleton, rows: int) -> h5py.Dataset:
+def _create_images(file: h5py.File, skeleton: Skeleton, rows: int, compression: Compression | None) -> h5py.Dataset:
     chunks = (skeleton.chunk_rows, *skeleton.row_shape)
     create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     create.set_chunk(chunks)
     create.set_obj_track_times(False)
-    # Early allocation settles every address now; nothing is written, so the file is sparse.
-    create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     create.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    cache = plan_cache((rows, *skeleton.row_shape), chunks, 1, filtered=False)
+    if compression is None:
+        # Early allocation settles every address now; nothing is written, so the file is sparse.
+        create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    else:
+        _add_filter(create, compression)
+    cache = plan_cache((rows, *skeleton.row_shape), chunks, 1, filtered=compression is not None)
     access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
     access.set_chunk_cache(cache.nslots, cache.nbytes, cache.w0)
     # Extendable, because HDF5 packs the chunks of a fixed-size dataset back to back, unaligned.

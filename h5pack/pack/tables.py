@@ -32,8 +32,6 @@ def make_tables(plan: ConvertPlan, written: RowRecord, final: Placement, places:
     """
     catalog = plan.catalog
     origin = plan.placement.order[final.order]
-    rejects = [(reject.name, reject.reason) for reject in plan.rejects]
-    rejects += [(catalog.names[int(plan.placement.order[row])], reason) for row, reason in written.reasons.items()]
     return Tables(
         labels=None if catalog.labels is None else catalog.labels[origin],
         label_names=catalog.label_names,
@@ -42,8 +40,15 @@ def make_tables(plan: ConvertPlan, written: RowRecord, final: Placement, places:
         splits=dict(zip(catalog.split_names, itertools.pairwise(final.starts.tolist()), strict=True)),
         checksums=written.checksums[final.order],
         statistics=_statistics(plan, written, final, places, descriptor),
-        rejects=sorted(rejects),
+        rejects=list_rejects(plan, written),
     )
+
+
+def list_rejects(plan: ConvertPlan, written: RowRecord) -> list[tuple[str, str]]:
+    """Name and reason of every image that was not packed, sorted."""
+    names, order = plan.catalog.names, plan.placement.order
+    rejects = [(reject.name, reject.reason) for reject in plan.rejects]
+    return sorted([*rejects, *((names[int(order[row])], reason) for row, reason in written.reasons.items())])
 
 
 def statistics_range(plan: ConvertPlan, placement: Placement) -> tuple[int, int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from concurrent.futures import Executor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +19,14 @@ from h5pack.checksum import row_checksums
 from h5pack.errors import H5PackError, OptionsError, PackFormatError
 from h5pack.hdf5 import (
     dataset_names,
+    is_filtered,
     open_file,
     reopen_tuned,
     require_complete,
+    require_filters,
     text,
 )
+from h5pack.layout import plan_cache
 from h5pack.machine import available_cpus
 from h5pack.pack.executors import open_executor, run
 from h5pack.read.chunk_index import index_dataset
@@ -78,8 +83,20 @@ class _Structure:
     problems: list[str]
     damaged: dict[str, list[int]]
     places: RowPlaces | None
+    """Where the images' rows lie; None where they cannot be read beside the library."""
     checksums: npt.NDArray[np.uint32]
-    filtered: bool
+    chunk_rows: int = 0
+    """Rows of a chunk, where the library has to read them: compressed, or repacked by somebody."""
+    chunk_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _DecodeTask:
+    """Rows of whole chunks, to be read through the library."""
+
+    path: str
+    start: int
+    checksums: npt.NDArray[np.uint32]
 
 
 def verify(
@@ -88,7 +105,7 @@ def verify(
     """Check a pack's structure, and the checksum of every row.
 
     The HDF5 library looks at the file in a process of its own, which a damaged file may bring down; the rows are read
-    beside the library, in parallel.
+    beside the library, in parallel. Compressed rows are read through it, by all processes.
 
     Parameters
     ----------
@@ -124,21 +141,30 @@ def verify(
             crash = f"HDF5 {h5py.version.hdf5_version} crashed on it; the file is damaged: restore it"
             return VerifyReport(name, 0, (crash,))
         damaged = structure.damaged
-        if structure.places is not None:
-            rows = np.arange(structure.rows, dtype=np.int64)
-            tasks = check_tasks(name, structure.places, rows, structure.checksums, _TASK_BYTES)
-            wrong: list[int] = []
-            tqdm.monitor_interval = 0
-            hidden = None if progress else True
-            with tqdm(total=len(rows), desc="verify", unit=" rows", disable=hidden, leave=False) as bar:
-                for checked, found in run(executor, check_counted, tasks, 2 * count, describe_check):
-                    wrong += found
-                    bar.update(checked)
-            if wrong:
-                damaged[schema.IMAGES] = sorted(wrong)
+        tqdm.monitor_interval = 0
+        hidden = None if progress else True
+        wrong: list[int] = []
+        with tqdm(total=structure.rows, desc="verify", unit=" rows", disable=hidden, leave=False) as bar:
+            for checked, found in _check_images(name, structure, executor, 2 * count):
+                wrong += found
+                bar.update(checked)
+        if wrong:
+            damaged[schema.IMAGES] = sorted(wrong)
         listed = sorted({row for found in damaged.values() for row in found})
         names = executor.submit(_filenames, name, listed).result() if listed else {}
     return VerifyReport(name, structure.rows, tuple(structure.problems), damaged, names)
+
+
+def _check_images(
+    path: str, structure: _Structure, executor: Executor, in_flight: int
+) -> Iterator[tuple[int, list[int]]]:
+    """How many rows were checked, and which of them are wrong, task by task."""
+    if structure.places is not None:
+        rows = np.arange(structure.rows, dtype=np.int64)
+        tasks = check_tasks(path, structure.places, rows, structure.checksums, _TASK_BYTES)
+        yield from run(executor, check_counted, tasks, in_flight, describe_check)
+    elif structure.chunk_rows:
+        yield from run(executor, _decode_counted, _decode_tasks(path, structure), in_flight, _describe_decode)
 
 
 class _NoPackError(PackFormatError):
@@ -182,24 +208,20 @@ def _inspect_pack(path: str, file: h5py.File) -> _Structure:
     checksums = file.get(f"{schema.CHECKSUMS}/{schema.IMAGES}")
     if not isinstance(checksums, h5py.Dataset) or checksums.shape != (rows,):
         problems.append("checksums/images: missing, or not one a row")
-        return _Structure(rows, problems, damaged, None, np.zeros(0, np.uint32), False)
+        return _Structure(rows, problems, damaged, None, np.zeros(0, np.uint32))
     expected = checksums[()]
     try:
         index = index_dataset(file, images, schema.IMAGES)
     except PackFormatError as error:
         problems.append(str(error).removeprefix(f"{path}: "))
-        return _Structure(rows, problems, damaged, None, expected, False)
-    if index.reason is not None:
-        # Somebody repacked it; it is a pack all the same, read through the library.
-        wrong_rows = _wrong_through_library(reopen_tuned(images), expected)
-        if wrong_rows:
-            damaged[schema.IMAGES] = wrong_rows
-        return _Structure(rows, problems, damaged, None, expected, True)
+        return _Structure(rows, problems, damaged, None, expected)
     absent = np.flatnonzero(index.addresses < 0)
     if len(absent):
         problems.append(f"images: {len(absent)} chunks have no storage, chunk {int(absent[0])} first")
-    places = RowPlaces(index.addresses, index.chunk_rows, index.row_bytes)
-    return _Structure(rows, problems, damaged, None if len(absent) else places, expected, False)
+        return _Structure(rows, problems, damaged, None, expected)
+    if index.reason is not None or is_filtered(images):
+        return _Structure(rows, problems, damaged, None, expected, images.chunks[0], int(np.prod(images.chunks)))
+    return _Structure(rows, problems, damaged, RowPlaces(index.addresses, index.chunk_rows, index.row_bytes), expected)
 
 
 def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
@@ -218,18 +240,37 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
             problems.append(f"splits/rows: do not cover the {rows:,} rows one behind the other")
 
 
-def _wrong_through_library(images: h5py.Dataset, expected: npt.NDArray[np.uint32]) -> list[int]:
-    wrong: list[int] = []
-    step = max(1, _TASK_BYTES // int(np.prod(images.shape[1:])))
-    step = max(images.chunks[0], step - step % images.chunks[0])
-    for start in range(0, len(images), step):
-        stop = min(start + step, len(images))
-        try:
-            different = np.flatnonzero(row_checksums(images[start:stop]) != expected[start:stop])
-            wrong += [start + int(place) for place in different]
-        except OSError:
-            wrong += range(start, stop)
-    return wrong
+def _decode_tasks(path: str, structure: _Structure) -> Iterator[_DecodeTask]:
+    step = structure.chunk_rows * max(1, _TASK_BYTES // structure.chunk_bytes)
+    for start in range(0, structure.rows, step):
+        yield _DecodeTask(path, start, structure.checksums[start : start + step])
+
+
+def _decode_counted(task: _DecodeTask) -> tuple[int, list[int]]:
+    """How many rows were read through the HDF5 library, and those whose checksum differs or which it does not give."""
+    with open_file(task.path) as file:
+        images = file[schema.IMAGES]
+        require_filters(images)
+        # A cache of one chunk: each is decoded once.
+        images = reopen_tuned(
+            images, plan_cache(images.shape, images.chunks, 1, filtered=is_filtered(images), window=1)
+        )
+        stop = task.start + len(task.checksums)
+        wrong: list[int] = []
+        for start in range(task.start, stop, images.chunks[0]):
+            rows = range(start, min(start + images.chunks[0], stop))
+            try:
+                found = row_checksums(images[rows.start : rows.stop])
+            except (OSError, RuntimeError):
+                wrong += rows
+            else:
+                expected = task.checksums[rows.start - task.start : rows.stop - task.start]
+                wrong += [start + int(place) for place in np.flatnonzero(found != expected)]
+    return len(task.checksums), wrong
+
+
+def _describe_decode(task: _DecodeTask) -> str:
+    return f"{task.path} rows {task.start}-{task.start + len(task.checksums) - 1}"
 
 
 def _filenames(path: str, rows: list[int]) -> dict[int, str]:

@@ -68,6 +68,7 @@ CONTENT = {
     "chunk_rows": 7,
     "chunk_bytes": 9,
     "max_pixels": 99,
+    "compression": "zstd:7",
     "compat": True,
     "limit": 5,
     "include": ("*.png",),
@@ -96,7 +97,7 @@ def test_every_option_either_changes_content_or_does_not() -> None:
     for name, value in CONTENT.items():
         sized = {"size": (4, 4)} if name in ("fit", "resample") else {}
         content = ConvertOptions(**{name: value, **sized}).content()  # type: ignore[arg-type]
-        assert {key for key in content if content[key] != default[key]} == {name, *sized}
+        assert {key for key in content if content[key] != default.get(key)} == {name, *sized}
         assert json.loads(json.dumps(content)) == content
     assert ConvertOptions(size=(4, 4), draft=True).content()["draft"]
     for name, value in ELSEWHERE.items():
