@@ -197,16 +197,16 @@ def require_filters(dataset: h5py.Dataset) -> None:
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """Where the chunks of a dataset lie that is chunked along axis 0 alone.
+    """Where the chunks of a dataset lie: (chunks along axis 0,), and an axis of pieces where rows are cut.
 
     Attributes
     ----------
     addresses : ndarray
-        int64, (chunks,): byte offsets from the start of the file; -1 for a chunk without storage.
+        int64: byte offsets from the start of the file; -1 for a chunk without storage.
     sizes : ndarray
-        int64, (chunks,): bytes as stored.
+        int64: bytes as stored.
     masks : ndarray
-        uint32, (chunks,): bit i says that filter i was left out.
+        uint32: bit i says that filter i was left out.
     """
 
     addresses: npt.NDArray[np.int64]
@@ -214,8 +214,13 @@ class ChunkTable:
     masks: npt.NDArray[np.uint32]
 
 
+def chunk_grid(dataset: h5py.Dataset) -> tuple[int, ...]:
+    """Chunks along each axis of a chunked dataset."""
+    return tuple(-(-size // chunk) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True))
+
+
 def chunk_table(dataset: h5py.Dataset) -> ChunkTable:
-    """The chunks of a dataset that is chunked along axis 0 alone.
+    """The chunks of a dataset; those that hold pieces of the same rows in the order of C.
 
     One pass of ``chunk_iter``, 2 to 4 microseconds a chunk; asking chunk by chunk is linear in the chunk count for
     each question.
@@ -225,15 +230,19 @@ def chunk_table(dataset: h5py.Dataset) -> ChunkTable:
     ValueError
         If the index is damaged: a chunk off the grid, twice, or without filters and of another size.
     """
-    rows_a_chunk = dataset.chunks[0]
-    count = -(-dataset.shape[0] // rows_a_chunk)
-    size = None if is_filtered(dataset) else math.prod(dataset.chunks) * dataset.dtype.itemsize
+    grid, chunks = chunk_grid(dataset), dataset.chunks
+    pieces = math.prod(grid[1:])
+    count = grid[0] * pieces
+    size = None if is_filtered(dataset) else math.prod(chunks) * dataset.dtype.itemsize
     table = ChunkTable(np.full(count, -1, np.int64), np.zeros(count, np.int64), np.zeros(count, np.uint32))
 
     def record(chunk: Any) -> None:
-        number, rest = divmod(chunk.chunk_offset[0], rows_a_chunk)
-        if rest or not 0 <= number < count or any(chunk.chunk_offset[1:]):
-            raise ValueError(f"a chunk at {chunk.chunk_offset}")
+        number = 0
+        for offset, length, most in zip(chunk.chunk_offset, chunks, grid, strict=True):
+            place, rest = divmod(offset, length)
+            if rest or not 0 <= place < most:
+                raise ValueError(f"a chunk at {chunk.chunk_offset}")
+            number = number * most + place
         if size is not None and chunk.size != size:
             raise ValueError(f"chunk {number} has {chunk.size} bytes instead of {size}")
         if table.addresses[number] >= 0:
@@ -242,11 +251,14 @@ def chunk_table(dataset: h5py.Dataset) -> ChunkTable:
         table.sizes[number], table.masks[number] = chunk.size, chunk.filter_mask
 
     dataset.id.chunk_iter(record)
-    return table
+    if pieces == 1:
+        return table
+    shape = grid[0], pieces
+    return ChunkTable(table.addresses.reshape(shape), table.sizes.reshape(shape), table.masks.reshape(shape))
 
 
 def chunk_addresses(dataset: h5py.Dataset) -> npt.NDArray[np.int64]:
-    """`chunk_table`'s addresses."""
+    """`chunk_table`'s addresses, of a dataset whose chunks hold whole rows; int64, (chunks,)."""
     return chunk_table(dataset).addresses
 
 

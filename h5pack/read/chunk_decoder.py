@@ -1,4 +1,4 @@
-"""Whole chunks of datasets with filters: read, decoded, and kept for the next batch of the same window."""
+"""Chunks that are not just rows: read, decoded, put together, and kept for the next batch of the same window."""
 
 from __future__ import annotations
 
@@ -50,30 +50,56 @@ class ChunkDecoder:
 
         def load() -> npt.NDArray[np.uint8]:
             nonlocal read
-            read = max(0, int(index.sizes[chunk]))
+            read = int(np.maximum(index.sizes[chunk], 0).sum())
             return self._load(index, chunk)
 
         return self.kept.get((index.name, chunk), load, keep=keep), read
 
     def _load(self, index: ChunkIndex, chunk: int) -> npt.NDArray[np.uint8]:
-        assert index.codec is not None
+        """The rows of a chunk, or of the chunks that hold their pieces; behind the last row there may be anything."""
         first = chunk * index.chunk_rows
         stop = min(index.rows, first + index.chunk_rows)
-        offset, size = int(index.addresses[chunk]), int(index.sizes[chunk])
-        if offset < 0:
-            return np.tile(np.frombuffer(index.fill, np.uint8), index.chunk_rows)
-        if size < 0:
-            values = np.empty((stop - first, *index.row_shape), index.native_dtype)
-            # It makes sure that the file is still the same.
-            self.storage.open()
-            self.reader.read(index.name, np.arange(first, stop), values)
-            return np.frombuffer(values.astype(index.dtype, copy=False).tobytes(), np.uint8)
-        block = Block(size)
+        if (index.sizes[chunk] < 0).any():
+            return self.through_library(index, np.arange(first, stop))[0].reshape(-1)
         where = f"{index.name!r} rows {first}-{stop - 1}"
+        if index.piece_shape is None:
+            offset = int(index.addresses[chunk])
+            if offset < 0:
+                return np.tile(np.frombuffer(index.fill, np.uint8), index.chunk_rows)
+            return self._decode(index, offset, int(index.sizes[chunk]), int(index.masks[chunk]), where)
+        return self._put_together(index, chunk, where)
+
+    def _put_together(self, index: ChunkIndex, chunk: int, where: str) -> npt.NDArray[np.uint8]:
+        """Rows out of the chunks that hold their pieces."""
+        assert index.piece_shape is not None
+        rows = np.empty((index.chunk_rows, *index.row_shape), index.dtype)
+        fill = np.frombuffer(index.fill, index.dtype).reshape(index.row_shape) if index.fill else None
+        inner = index.piece_shape[1:]
+        grid = [-(-size // piece) for size, piece in zip(index.row_shape, inner, strict=True)]
+        addresses, sizes, masks = (
+            part[chunk].reshape(-1).tolist() for part in (index.addresses, index.sizes, index.masks)
+        )
+        for number, place in enumerate(np.ndindex(*grid)):
+            begins = [step * piece for step, piece in zip(place, inner, strict=True)]
+            ends = [min(begin + piece, size) for begin, piece, size in zip(begins, inner, index.row_shape, strict=True)]
+            target = tuple(slice(begin, end) for begin, end in zip(begins, ends, strict=True))
+            there = (slice(None), *target)
+            if addresses[number] < 0:
+                assert fill is not None
+                rows[there] = fill[target]
+                continue
+            data = self._decode(index, addresses[number], sizes[number], masks[number], where)
+            kept = (slice(None), *(slice(0, end - begin) for begin, end in zip(begins, ends, strict=True)))
+            rows[there] = data.view(index.dtype).reshape(index.piece_shape)[kept]
+        return rows.reshape(-1).view(np.uint8)
+
+    def _decode(self, index: ChunkIndex, offset: int, size: int, mask: int, where: str) -> npt.NDArray[np.uint8]:
+        assert index.codec is not None
+        block = Block(size)
         place = np.array([[block.address, size]], np.uint64)
         self.storage.scatter(place, (0, 1), (offset,), lambda _: where)
         try:
-            return index.codec.decode(block, int(index.masks[chunk]))
+            return index.codec.decode(block, mask)
         except ValueError as error:
             self.storage.look()
             raise ReadError(
@@ -81,15 +107,25 @@ class ChunkDecoder:
                 "the file or convert again"
             ) from error
 
+    def through_library(self, index: ChunkIndex, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint8], int]:
+        """Rows as they are stored, (n, row_bytes), by way of the HDF5 library, which reads just them; and its calls."""
+        values = np.empty((len(rows), *index.row_shape), index.native_dtype)
+        # It makes sure that the file is still the same.
+        self.storage.open()
+        calls = self.reader.read(index.name, rows, values)
+        return values.astype(index.dtype, copy=False).reshape(len(rows), -1).view(np.uint8), calls
+
     def advise(self, index: ChunkIndex, rows: npt.NDArray[np.int64]) -> None:
         """Have the chunks of some rows fetched from the disk meanwhile, where they are not in memory already."""
         if not len(rows):
             return
         numbers = rows // index.chunk_rows
         chunks = numbers[np.append(True, np.diff(numbers) != 0)]
-        chunks = chunks[(index.addresses[chunks] >= 0) & (index.sizes[chunks] > 0)]
-        step = max(1, len(chunks) // _PROBES)
-        if all(self.storage.is_cached(int(offset)) for offset in index.addresses[chunks[::step]]):
+        addresses, sizes = index.addresses[chunks].reshape(-1), index.sizes[chunks].reshape(-1)
+        there = (addresses >= 0) & (sizes > 0)
+        addresses, sizes = addresses[there], sizes[there]
+        step = max(1, len(addresses) // _PROBES)
+        if all(self.storage.is_cached(offset) for offset in addresses[::step].tolist()):
             return
-        for offset, size in zip(index.addresses[chunks].tolist(), index.sizes[chunks].tolist(), strict=True):
+        for offset, size in zip(addresses.tolist(), sizes.tolist(), strict=True):
             self.storage.advise(offset, size)

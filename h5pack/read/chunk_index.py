@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import PackFormatError
-from h5pack.hdf5 import ChunkTable, chunk_table, filters_of, require_filters
+from h5pack.hdf5 import ChunkTable, chunk_grid, chunk_table, filters_of, require_filters
 from h5pack.layout import DEFAULT_CHUNK_BYTES, plan_chunks
 from h5pack.read.codecs import Codec, find_codec
 
@@ -41,18 +41,21 @@ class ChunkIndex:
         Rows that a chunk-aware order keeps together: those of a chunk, or about 4 MiB of a contiguous dataset.
     addresses : ndarray
         int64, (chunks,): byte offset of each chunk from the start of the file; -1 where none is allocated, so that
-        its rows are the fill value. Empty where `reason` is given.
+        its rows are the fill value. (chunks, pieces) where several chunks hold pieces of the same rows. Empty where
+        `reason` is given.
     fill : bytes
         One row of fill values, as stored; empty where every chunk is allocated.
     reason : str or None
         Why the rows must come through the HDF5 library; None: they can be read directly.
     codec : Codec or None
-        What decodes the chunks; None: they are stored as they are.
+        What decodes a chunk; None: chunks are stored as they are, and hold whole rows.
     sizes : ndarray
-        int64, (chunks,): with a codec, the bytes of each chunk as stored; -1 where only the HDF5 library can tell
+        int64, as `addresses`: with a codec, the bytes of each chunk as stored; -1 where only the HDF5 library can tell
         whether it passed through the filters.
     masks : ndarray
-        uint32, (chunks,): with a codec, bit i says that filter i was left out.
+        uint32, as `addresses`: with a codec, bit i says that filter i was left out.
+    piece_shape : tuple of int or None
+        Shape of a chunk, where chunks do not hold whole rows and nothing else.
     """
 
     name: str
@@ -66,6 +69,7 @@ class ChunkIndex:
     codec: Codec | None = None
     sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     masks: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
+    piece_shape: tuple[int, ...] | None = None
 
     @property
     def rows(self) -> int:
@@ -111,9 +115,11 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
     unit_rows = chunk_rows if dataset.chunks else _unit_rows(dataset.shape[0], row_bytes)
     require_filters(dataset)
     reason = _why_not(file, dataset)
+    piece_shape = dataset.chunks if dataset.chunks and dataset.chunks[1:] != dataset.shape[1:] else None
     codec: Codec | None = None
-    if reason is None and (found := filters_of(dataset)):
-        codec_or_reason = find_codec(found, chunk_rows * row_bytes)
+    found = filters_of(dataset)
+    if reason is None and (found or piece_shape):
+        codec_or_reason = find_codec(found, math.prod(dataset.chunks) * dataset.dtype.itemsize)
         if isinstance(codec_or_reason, Codec):
             codec = codec_or_reason
         else:
@@ -132,7 +138,8 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
         stored = np.minimum(dataset.shape[0] - numbers * chunk_rows, chunk_rows) * row_bytes
         if codec is not None:
             stored = table.sizes.copy()
-            _mark_doubtful(table, dataset.shape[0] % chunk_rows, codec)
+            if codec.steps:
+                _mark_doubtful(table, _partial(dataset), codec)
         _require_inside(file, name, table.addresses, stored, chunk_rows, dataset.shape[0])
         if (table.addresses < 0).any():
             fill = np.full(dataset.shape[1:], dataset.fillvalue, dataset.dtype).tobytes()
@@ -148,13 +155,24 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
         codec,
         table.sizes,
         table.masks,
+        piece_shape,
     )
 
 
-def _mark_doubtful(table: ChunkTable, rest: int, codec: Codec) -> None:
-    """A last chunk that is partly filled may be stored as it is, and no mask says so (H5Pset_chunk_opts)."""
-    if rest and table.sizes[-1] == codec.size:
-        table.sizes[-1] = -1
+def _partial(dataset: h5py.Dataset) -> npt.NDArray[np.bool_]:
+    """Which chunks reach past the dataset's edge; as `ChunkTable` has them."""
+    grid = chunk_grid(dataset)
+    partial = np.zeros(grid, np.bool_)
+    for axis, (size, chunk) in enumerate(zip(dataset.shape, dataset.chunks, strict=True)):
+        if size % chunk:
+            partial[(slice(None),) * axis + (-1,)] = True
+    pieces = math.prod(grid[1:])
+    return partial.reshape(grid[0]) if pieces == 1 else partial.reshape(grid[0], pieces)
+
+
+def _mark_doubtful(table: ChunkTable, partial: npt.NDArray[np.bool_], codec: Codec) -> None:
+    """A chunk at the edge may be stored as it is, and no mask says so (H5Pset_chunk_opts)."""
+    table.sizes[partial & (table.sizes == codec.size) & (table.masks == 0)] = -1
 
 
 def _unit_rows(rows: int, row_bytes: int) -> int:
@@ -179,8 +197,6 @@ def _why_not(file: h5py.File, dataset: h5py.Dataset) -> str | None:
         return "its layout is compact"
     if create.get_external_count():
         return "its data lies in other files"
-    if dataset.chunks and dataset.chunks[1:] != dataset.shape[1:]:
-        return f"its chunks {dataset.chunks} cut rows of {dataset.shape[1:]}"
     if dataset.chunks and not _LISTS_CHUNKS:
         return f"h5py {h5py.version.version} with HDF5 {h5py.version.hdf5_version} cannot list chunks"
     if dataset.chunks and file.userblock_size and h5py.version.hdf5_version_tuple < _COUNTS_USER_BLOCK:
@@ -207,6 +223,8 @@ def _require_inside(
     rows: int,
 ) -> None:
     """Refuse chunks past the end of the file or over each other: reading them would give wrong pixels."""
+    pieces = addresses.size // max(1, len(addresses))
+    addresses, sizes = addresses.reshape(-1), sizes.reshape(-1)
     numbers = np.flatnonzero(addresses >= 0)
     if not len(numbers):
         return
@@ -216,7 +234,7 @@ def _require_inside(
     where = f"{file.filename}: {name!r}"
     outside = np.flatnonzero(starts > size - stored)
     if len(outside):
-        chunk = int(numbers[outside[0]])
+        chunk = int(numbers[outside[0]]) // pieces
         first, last = chunk * chunk_rows, min(rows, (chunk + 1) * chunk_rows) - 1
         raise PackFormatError(
             f"{where} rows {first}-{last} lie past the end of the file ({size:,} bytes); the file is cut short or "

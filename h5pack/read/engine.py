@@ -42,6 +42,9 @@ SPAN_GAP_BYTES = 4_096
 SPAN_BYTES = 4 * 1024 * 1024
 """A span begins anew with each of these, so that gaps between many small rows do not add up in memory."""
 
+_FEW = 4
+"""Less than one row in so many of a chunk is few: reading all of it would not pay."""
+
 _PROBES = 4
 
 _log = logging.getLogger("h5pack")
@@ -190,10 +193,12 @@ class Engine:
 
     def decoding_bytes(self, threads: int, *, keep: bool) -> int:
         """Memory that `decode` needs in so many threads, and to keep chunks."""
-        codecs = [(index.codec.size, int(index.sizes.max(initial=0))) for index in self.indexes.values() if index.codec]
-        if not codecs:
+        coded = [index for index in self.indexes.values() if index.codec is not None]
+        if not coded:
             return 0
-        return threads * max(map(sum, codecs)) + (self.chunks.kept.capacity if keep else 0)
+        # A chunk as stored, decoded, and among its neighbours.
+        most = max(2 * index.chunk_rows * index.row_bytes + int(index.sizes.max(initial=0)) for index in coded)
+        return threads * most + (self.chunks.kept.capacity if keep else 0)
 
     def decode(self, name: str, rows: npt.NDArray[np.int64], *, keep: bool = False) -> npt.NDArray[Any]:
         """Read and decode the chunk that holds some rows.

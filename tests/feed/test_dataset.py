@@ -595,11 +595,15 @@ def test_the_detour_through_the_library_is_logged(tmp_path: Path, caplog: pytest
         assert not caplog.records
         h5pack.H5Dataset(packs.labelled(tmp_path / "zipped.h5", compression="gzip"))
         assert not caplog.records
-        dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "cut.h5", chunks=(10, 2, 2, 1)))
+        h5pack.H5Dataset(packs.labelled(tmp_path / "cut.h5", chunks=(10, 2, 2, 1)))
+        assert not caplog.records
+        with h5py.File(tmp_path / "scaled.h5", "w") as file:
+            file.create_dataset("images", data=packs.values(), chunks=(10, *packs.values().shape[1:]), scaleoffset=0)
+        dataset = h5pack.H5Dataset(tmp_path / "scaled.h5", labels=None)
     assert len(caplog.records) == 1
-    assert "cut.h5: 'images' is read through the HDF5 library, which is slower: " in caplog.text
-    assert "cut rows" in caplog.text
-    assert torch.equal(dataset[5][0], torch.from_numpy(packs.values()[5]))
+    assert "scaled.h5: 'images' is read through the HDF5 library, which is slower: " in caplog.text
+    assert "scaleoffset" in caplog.text
+    assert torch.equal(dataset[5], torch.from_numpy(packs.values()[5]))
 
 
 @pytest.mark.parametrize("compression", [None, "gzip"])

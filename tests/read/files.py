@@ -32,6 +32,7 @@ STORAGES = (
 )
 DIRECT = frozenset(
     {"contiguous", "rows", "extendable", "holes", "no_holes_filled", "never", "early", "unlimited", "whole_gzip"}
+    | {"split", "gzip"}
 )
 
 

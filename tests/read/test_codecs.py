@@ -176,7 +176,7 @@ def test_a_chunk_is_decoded_once_for_several_batches(tmp_path: Path, monkeypatch
     engine.chunks.kept.capacity = 9_999
     assert np.array_equal(engine.read("x", [35, 31]), values[[35, 31]])
     assert all(key[1] != 3 for key in engine.chunks.kept._kept)
-    assert engine.decoding_bytes(3, keep=False) == 3 * (10_000 + int(engine.indexes["x"].sizes.max()))
+    assert engine.decoding_bytes(3, keep=False) == 3 * (20_000 + int(engine.indexes["x"].sizes.max()))
 
 
 def test_a_loader_decodes_each_chunk_once_an_epoch(tmp_path: Path) -> None:
