@@ -36,13 +36,16 @@ if TYPE_CHECKING:
         StateError,
         WorkerError,
     )
+    from h5pack.feed.concat_pack import ConcatPack
     from h5pack.feed.dataset import H5Dataset
     from h5pack.feed.loader import H5Loader
+    from h5pack.feed.mixing import MixingReport, mixing_report
+    from h5pack.feed.mixture import MixtureSampler
     from h5pack.feed.samplers import ChunkBatchSampler, ChunkSampler
     from h5pack.layout import CachePlan, ChunkPlan, plan_cache, plan_chunks
     from h5pack.pack.converter import Conversion, ConvertReport, convert
     from h5pack.pack.options import ConvertOptions
-    from h5pack.read.engine import ReadStats
+    from h5pack.read.stats import ReadStats
     from h5pack.tools.info import FileReport, info
     from h5pack.tools.verify import VerifyReport, verify
 
@@ -51,6 +54,7 @@ _HOMES = {
     "ChunkBatchSampler": "h5pack.feed.samplers",
     "ChunkPlan": "h5pack.layout",
     "ChunkSampler": "h5pack.feed.samplers",
+    "ConcatPack": "h5pack.feed.concat_pack",
     "Conversion": "h5pack.pack.converter",
     "ConvertOptions": "h5pack.pack.options",
     "ConvertReport": "h5pack.pack.converter",
@@ -61,6 +65,8 @@ _HOMES = {
     "H5PackError": "h5pack.errors",
     "IncompletePackError": "h5pack.errors",
     "LoaderError": "h5pack.errors",
+    "MixingReport": "h5pack.feed.mixing",
+    "MixtureSampler": "h5pack.feed.mixture",
     "NoImagesError": "h5pack.errors",
     "NoSpaceError": "h5pack.errors",
     "OptionsError": "h5pack.errors",
@@ -69,7 +75,7 @@ _HOMES = {
     "PackChangedError": "h5pack.errors",
     "PackFormatError": "h5pack.errors",
     "ReadError": "h5pack.errors",
-    "ReadStats": "h5pack.read.engine",
+    "ReadStats": "h5pack.read.stats",
     "RejectedImageError": "h5pack.errors",
     "ResumeError": "h5pack.errors",
     "SizesDifferError": "h5pack.errors",
@@ -79,6 +85,7 @@ _HOMES = {
     "WorkerError": "h5pack.errors",
     "convert": "h5pack.pack.converter",
     "info": "h5pack.tools.info",
+    "mixing_report": "h5pack.feed.mixing",
     "plan_cache": "h5pack.layout",
     "plan_chunks": "h5pack.layout",
     "verify": "h5pack.tools.verify",
@@ -89,6 +96,7 @@ __all__ = [
     "ChunkBatchSampler",
     "ChunkPlan",
     "ChunkSampler",
+    "ConcatPack",
     "Conversion",
     "ConvertOptions",
     "ConvertReport",
@@ -99,6 +107,8 @@ __all__ = [
     "H5PackError",
     "IncompletePackError",
     "LoaderError",
+    "MixingReport",
+    "MixtureSampler",
     "NoImagesError",
     "NoSpaceError",
     "OptionsError",
@@ -118,6 +128,7 @@ __all__ = [
     "__version__",
     "convert",
     "info",
+    "mixing_report",
     "plan_cache",
     "plan_chunks",
     "verify",

@@ -70,6 +70,7 @@ def test_no_page_names_an_option_that_there_is_not(path: Path) -> None:
 
 
 def test_the_choices_of_options_are_in_their_rows() -> None:
+    from h5pack.pack import compression
     from h5pack.pack import options as choices
     from h5pack.sources import detect
 
@@ -82,6 +83,7 @@ def test_the_choices_of_options_are_in_their_rows() -> None:
         "--layout": choices.LAYOUTS,
         "--order": choices.ORDERS,
         "--io": choices.IO,
+        "--compression": compression.COMPRESSIONS,
     }.items():
         (row,) = re.findall(rf"^\| `{option} .*$", text, re.M)
         assert {value for value in values if f"`{value}`" not in row} == set()

@@ -132,3 +132,18 @@ def test_damaged_metadata_is_one_error(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "o.h5", "r+") as file:
         file.attrs["h5pack_format"] = 2
     assert "newer than this h5pack reads" in info_text(h5pack.info(tmp_path / "o.h5"))
+
+
+def test_a_pack_that_was_compressed_on_purpose_has_no_fault(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 8, (20, 256, 256, 3), np.uint8)
+    source = [(image, 0) for image in images]
+    options = h5pack.ConvertOptions(workers=1, compression="gzip:1", chunk_rows=8)
+    h5pack.convert(source, tmp_path / "pack.h5", options)
+    found = {dataset.name: dataset for dataset in h5pack.info(tmp_path / "pack.h5").datasets}["images"]
+    assert found.filters == ("gzip",)
+    assert found.faults == ()
+    with h5py.File(tmp_path / "theirs.h5", "w") as file:
+        file.create_dataset("images", data=images, chunks=(8, 256, 256, 3), compression="gzip")
+    (theirs,) = h5pack.info(tmp_path / "theirs.h5").datasets
+    assert len(theirs.faults) == 1
+    assert "decodes them anew" in theirs.faults[0]

@@ -1,0 +1,183 @@
+"""The benchmarks of mixing run, tiny; the tuning page shows their committed figures, and its code runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import h5pack
+from benchmarks import accuracy, mixing, mixing_plots, plots
+from benchmarks.common import RESULTS
+from h5pack.feed.order import DEFAULT_WINDOW
+from tests.makers import split_folders
+from tests.test_docs import RUNNABLE
+
+PAGE = plots.ROOT / "docs" / "tuning.md"
+
+
+def size_of(picture: Path) -> tuple[int, int]:
+    """Pixels of a picture that is not one colour."""
+    with Image.open(picture) as image:
+        assert len(image.convert("L").getcolors() or ()) > 10
+        return image.size
+
+
+def test_mixing_benchmark(tmp_path: Path) -> None:
+    json_path = tmp_path / "m.json"
+    few = ["--rows", "600", "--chunk-rows", "20", "--batch", "50", "--epochs", "4"]
+    mixing.main([*few, "--scratch", str(tmp_path), "--json", str(json_path)])
+    result = json.loads(json_path.read_text())
+    shuffled, by_class = result["packs"]["shuffled"], result["packs"]["sorted"]
+    for report in (shuffled, by_class):
+        assert (report["rows"], report["chunks"], report["batch_size"], report["epochs"]) == (600, 30, 50, 4)
+        assert [order["window"] for order in report["orders"]] == [1, 2, 4, 8, 16, 30, None, None]
+    # In stored order the sorted pack's batches have one class or two; 60 rows a class.
+    stored = [report["orders"][-1]["label_distance"] for report in (shuffled, by_class)]
+    assert stored[0] < 0.3 < 0.8 < stored[1]
+    assert shuffled["expected_distance"] == by_class["expected_distance"]
+    assert by_class["orders"][0]["label_distance"] > 2 * shuffled["orders"][0]["label_distance"]
+    mixing_plots.draw_mixing(result, tmp_path / "m.png")
+    assert size_of(tmp_path / "m.png") == (1080, 630)
+    assert mixing_plots.mixing_table(result).count("| window=") == 6
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.json", "m.png"], "scratch is cleaned up"
+
+
+def test_packs_of_the_mixing_benchmark_differ_in_order_alone() -> None:
+    source = mixing.ClassSource(40, 4, 4)
+    assert [source[row][1] for row in range(40)] == [row // 4 for row in range(40)]
+    with pytest.raises(IndexError):
+        source[40]
+
+
+def test_accuracy_benchmark(tmp_path: Path) -> None:
+    json_path = tmp_path / "a.json"
+    few = ["--count", "128", "--seeds", "2", "--epochs", "1", "--batch", "16", "--chunk-rows", "4"]
+    accuracy.main([*few, "--scratch", str(tmp_path), "--json", str(json_path)])
+    result = json.loads(json_path.read_text())
+    assert (result["train_images"], result["test_images"], result["classes"], result["steps"]) == (128, 64, 4, 8)
+    assert (result["chunks"], result["chunk_rows"], result["training"]["window"]) == (32, 4, DEFAULT_WINDOW)
+    arms = {(arm["pack"], arm["shuffle"]): arm for arm in result["arms"]}
+    assert set(arms) == {(order, shuffle) for order in ("shuffled", "sorted") for shuffle in ("full", "window")}
+    for arm in arms.values():
+        assert arm["mean"] == pytest.approx(np.mean(arm["accuracy"]), abs=1e-6)
+        assert arm["deviation"] == pytest.approx(np.std(arm["accuracy"], ddof=1), abs=1e-6)
+    gap = result["differences"][1]
+    assert (gap["of"], gap["less"]) == ("sorted window", "sorted full")
+    pairs = zip(arms["sorted", "window"]["accuracy"], arms["sorted", "full"]["accuracy"], strict=True)
+    assert gap["mean"] == pytest.approx(np.mean([one - other for one, other in pairs]), abs=1e-6)
+    mixing_plots.draw_accuracy(result, tmp_path / "a.png")
+    assert size_of(tmp_path / "a.png") == (1080, 600)
+    assert "| sorted | window=16 |" in mixing_plots.accuracy_table(result)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.png"], "scratch is cleaned up"
+
+
+@pytest.fixture(scope="module")
+def gratings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Packs of both orders, of generated images."""
+    folder = tmp_path_factory.mktemp("gratings")
+    return accuracy.packed(accuracy.generated(folder / "images", 320), folder, 8)
+
+
+def test_the_generated_images_are_learnt(gratings: dict[str, Path]) -> None:
+    torch.set_num_threads(1)
+    training = accuracy.Training(5, 32, DEFAULT_WINDOW, 0.1)
+    score = accuracy.accuracy(accuracy.train(gratings["shuffled"], "window", 0, training), gratings["shuffled"], "test")
+    assert 0.5 < score <= 1.0, "0.25 is chance"
+
+
+def test_arms_differ_in_their_order_alone(gratings: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    training = accuracy.Training(1, 40, 2, 0.1)
+    orders: list[dict[str, Any]] = []
+    original = h5pack.H5Loader
+
+    def spy(dataset: Any, batch: int, **options: Any) -> Any:
+        orders.append({"batch": batch, **options})
+        return original(dataset, batch, **options)
+
+    monkeypatch.setattr(h5pack, "H5Loader", spy)
+    firsts, lasts = [], []
+    make = accuracy.network
+
+    def network(classes: int) -> Any:
+        model = make(classes)
+        firsts.append([part.clone() for part in model.parameters()])
+        return model
+
+    monkeypatch.setattr(accuracy, "network", network)
+    for shuffle in ("full", "window", "full"):
+        lasts.append(list(accuracy.train(gratings["sorted"], shuffle, 3, training).parameters()))
+    assert all(torch.equal(one, other) for one, other in zip(firsts[0], firsts[1], strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(lasts[0], lasts[2], strict=True))
+    assert not all(torch.equal(one, other) for one, other in zip(lasts[0], lasts[1], strict=True))
+    assert orders[1] == {**orders[0], "shuffle": "window"}
+    assert orders[1]["window"] == 2
+
+
+def test_a_small_network() -> None:
+    model = accuracy.network(10)
+    assert 50_000 < sum(part.numel() for part in model.parameters()) <= 100_000
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_the_committed_runs_are_what_the_page_says() -> None:
+    figures, runs = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("mixing", "accuracy"))
+    shuffled, by_class = figures["packs"]["shuffled"], figures["packs"]["sorted"]
+    assert shuffled["enough_window"] <= DEFAULT_WINDOW == figures["default_window"] == runs["training"]["window"]
+    assert by_class["enough_window"] == by_class["chunks"], "only the window of all chunks will do"
+    for report in (shuffled, by_class):
+        full = report["orders"][-2]
+        assert full["label_distance"] == pytest.approx(report["expected_distance"], abs=4 * full["standard_error"])
+    window, sorted_window, luck = runs["differences"]
+    assert abs(window["mean"]) < 2 * window["standard_error"] + abs(luck["mean"])
+    assert sorted_window["mean"] < -4 * sorted_window["standard_error"]
+    assert runs["chunks"] > 9 * runs["training"]["window"], "the window is a tenth of the pack"
+
+
+def test_the_rule_of_thumb_of_the_page() -> None:
+    report = json.loads((RESULTS / "mixing.json").read_text())["packs"]["sorted"]
+    batch, chunks = report["batch_size"], report["chunks"]
+    for order in report["orders"]:
+        if order["window"] is not None and order["window"] >= 8:
+            rule = (1 + batch / order["window"] * (1 - order["window"] / chunks)) ** 0.5
+            assert order["label_distance"] / report["expected_distance"] == pytest.approx(rule, rel=0.1)
+
+
+def test_the_page_shows_the_committed_figures() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for name, table in (("mixing", mixing_plots.mixing_table), ("accuracy", mixing_plots.accuracy_table)):
+        figures = table(json.loads((RESULTS / f"{name}.json").read_text()))
+        assert f"<!-- figures: {name} -->\n{figures}\n<!-- end figures -->" in text
+        assert f"](img/{name}.png)" in text
+
+
+def test_the_code_of_the_page_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    blocks = RUNNABLE.findall(text)
+    assert len(blocks) == 2
+    split_folders(tmp_path / "photos", {"train": {"cat": 40, "dog": 30}, "val": {"cat": 8, "dog": 9}}, (80, 70))
+    (tmp_path / "page.py").write_text("\n".join(blocks), encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(plots.ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, "page.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    shown = text.split("```text\n")[1].split("```")[0]
+    assert done.stdout.startswith(shown)
+
+
+def test_every_option_of_the_report_has_a_row() -> None:
+    import inspect
+    import re
+
+    rows = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(encoding="utf-8"), re.M)
+    assert rows == list(inspect.signature(h5pack.mixing_report).parameters)
