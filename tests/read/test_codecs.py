@@ -43,8 +43,7 @@ for label, plugin in {
 }.items():
     FILTERS[label] = (plugin["compression"], tuple(plugin["compression_opts"]))
 PIPELINES: list[tuple[str, ...]] = [(one,) for one in FILTERS]
-# Behind another filter Blosc's plugin writes past its buffer, which it makes as large as a chunk, and two of them divide
-# by zero.
+# Behind another filter Blosc's plugin writes past its buffer, which is as large as a chunk; two of them divide by zero.
 PIPELINES += [pair for pair in itertools.permutations(FILTERS, 2) if not pair[1].startswith("blosc")]
 
 
