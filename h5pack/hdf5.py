@@ -175,6 +175,15 @@ def filters_of(dataset: h5py.Dataset) -> tuple[Filter, ...]:
     return tuple(Filter(number, tuple(values), text(name)) for number, _, values, name in found)
 
 
+def load_filter(number: int) -> bool:
+    """Have HDF5 know a filter, in this process; whether it does."""
+    if not h5py.h5z.filter_avail(number):
+        with contextlib.suppress(ImportError):
+            # It registers its filters.
+            importlib.import_module("hdf5plugin")
+    return bool(h5py.h5z.filter_avail(number))
+
+
 def require_filters(dataset: h5py.Dataset) -> None:
     """Have HDF5 know a dataset's filters, in this process.
 
@@ -184,11 +193,7 @@ def require_filters(dataset: h5py.Dataset) -> None:
         If a decoder is missing.
     """
     for item in filters_of(dataset):
-        if not h5py.h5z.filter_avail(item.number):
-            with contextlib.suppress(ImportError):
-                # It registers its filters.
-                importlib.import_module("hdf5plugin")
-        if not h5py.h5z.filter_avail(item.number):
+        if not load_filter(item.number):
             raise PackFormatError(
                 f"{dataset.file.filename}: the chunks of {dataset.name.lstrip('/')!r} pass through filter "
                 f"{item.number} ({item.name or 'unnamed'}), whose decoder is missing; pip install 'h5pack[compress]'"

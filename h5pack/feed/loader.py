@@ -22,7 +22,7 @@ from h5pack.feed.loader_iterator import LoaderIterator
 from h5pack.feed.order import DEFAULT_WINDOW, whole_number
 from h5pack.feed.permutation import derive_key
 from h5pack.feed.pipeline import Pipeline
-from h5pack.feed.progress import Progress, Run
+from h5pack.feed.progress import Progress, Resumable, Run
 from h5pack.feed.resident import ResidentRows
 from h5pack.feed.segment_tasks import ROWS
 from h5pack.feed.selection import plan_batches, resolve_ranks, select_draws
@@ -46,7 +46,7 @@ class _Finishing:
     transform: tuple[Callable[..., Any], bool] | None
 
 
-class H5Loader:
+class H5Loader(Resumable):
     """Batches out of an HDF5 file; takes a DataLoader's place in a training loop.
 
     Threads of this process read ahead, straight into the batches' memory. A batch is yours for as long as you hold it;
@@ -146,7 +146,7 @@ class H5Loader:
             for name, function in ((self._base.names[0], transform), (self._base.label_name, target_transform))
             if name is not None and function is not None
         }
-        self._progress = Progress(self.plan.identity(), "batches", self.plan.batches)
+        super().__init__(Progress(self.plan.identity(), "batches", self.plan.batches))
         self._plan_memory(memory_bytes, resident)
         self._renew()
 
@@ -243,31 +243,12 @@ class H5Loader:
         self._iterators.add(iterator)
         return iterator
 
-    @property
-    def epoch(self) -> int:
-        """The epoch of the running or last iteration."""
-        return self._progress.run.epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is; without a call each iteration is the one after the last."""
-        self._progress.set_epoch(epoch)
-
     def state_dict(self) -> dict[str, Any]:
         """Where the running iteration is: behind the last batch that was handed out. Numbers and texts only.
 
         After the loop over an epoch it is the beginning of the next.
         """
         return self._progress.state()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next iteration go on with the batch after the last one handed out when `state` was saved.
-
-        Raises
-        ------
-        StateError
-            If it belongs to another order.
-        """
-        self._progress.load(state)
 
     def stats(self) -> ReadStats:
         """What was read so far: rows, chunk hits and misses, bytes, amplification."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import Sampler
 
 from h5pack.errors import OptionsError
 from h5pack.feed.concat_pack import ConcatPack
@@ -18,7 +17,7 @@ from h5pack.feed.order import DEFAULT_WINDOW, OrderPlan, whole_number
 from h5pack.feed.permutation import derive_key
 from h5pack.feed.progress import Progress, Run
 from h5pack.feed.row_set import SpanRows
-from h5pack.feed.samplers import Iteration, filled
+from h5pack.feed.samplers import BatchOrder, filled
 from h5pack.feed.selection import resolve_ranks
 
 Rows = npt.NDArray[np.int64]
@@ -28,7 +27,7 @@ _PERIOD = 10_000
 _BLOCK_ROWS = 1_024
 
 
-class MixtureSampler(Sampler[list[int]]):
+class MixtureSampler(BatchOrder):
     """Batches from several packs, in proportions that every batch has; a DataLoader's ``batch_sampler``.
 
     Each pack has a window-shuffled order of its own, and goes on into its next epoch when that is exhausted. So a small
@@ -103,7 +102,7 @@ class MixtureSampler(Sampler[list[int]]):
         self._offsets = dataset.offsets
         self._counts = _in_counts([len(pack) for pack in dataset.datasets] if weights is None else weights, self.plans)
         self._owners = schedule(self._counts)
-        self._progress = Progress(self._identity(), "batches", self._batches)
+        super().__init__(Progress(self._identity(), "batches", self._batches))
 
     def _identity(self) -> dict[str, Any]:
         packs = [{**plan.identity(), "global_batch": None} for plan in self.plans]
@@ -119,9 +118,6 @@ class MixtureSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         """Batches of this rank's epoch."""
         return self._batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return Iteration(self._progress, self._items)
 
     def _items(self, run: Run) -> Iterator[list[int]]:
         period = len(self._owners)
@@ -140,36 +136,6 @@ class MixtureSampler(Sampler[list[int]]):
                 mine = np.flatnonzero(owners == number)
                 indices[mine] = pack.take(len(mine)) + self._offsets[number]
             yield indices[self.rank * self.batch_size : (self.rank + 1) * self.batch_size].tolist()
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the running or last iteration."""
-        return self._progress.run.epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is; without a call each iteration is the one after the last."""
-        self._progress.set_epoch(epoch)
-
-    def state_dict(self, batches_consumed: int | None = None) -> dict[str, Any]:
-        """Where the running iteration is, to give to `load_state_dict`.
-
-        Parameters
-        ----------
-        batches_consumed : int, optional
-            Batches that the training step received since the iteration began. None: those this sampler handed out,
-            which is more than that where a DataLoader's workers run ahead.
-        """
-        return self._progress.state(batches_consumed)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next iteration go on where `state` was saved.
-
-        Raises
-        ------
-        StateError
-            If it belongs to another order.
-        """
-        self._progress.load(state)
 
 
 class _Draws:

@@ -133,3 +133,34 @@ class Progress:
             )
         assert self._world_size is not None
         return done * ranks // self._world_size
+
+
+class Resumable:
+    """What goes through epochs, and on from a saved state: the part that samplers and loaders share.
+
+    Parameters
+    ----------
+    progress : Progress
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the running or last iteration."""
+        return self._progress.run.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next iteration is; without a call each iteration is the one after the last."""
+        self._progress.set_epoch(epoch)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next iteration go on where `state` was saved: behind the last batch or row that was handed out.
+
+        Raises
+        ------
+        StateError
+            If it belongs to another order.
+        """
+        self._progress.load(state)

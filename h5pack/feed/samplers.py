@@ -10,38 +10,11 @@ import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from h5pack.feed.order import DEFAULT_WINDOW, OrderPlan
-from h5pack.feed.progress import Progress, Run
+from h5pack.feed.progress import Progress, Resumable, Run
 from h5pack.feed.selection import plan_batches, resolve_ranks, select_draws
 
 _BLOCK_ROWS = 4_096
 Item = TypeVar("Item")
-
-
-class _ChunkOrder:
-    """What both samplers share."""
-
-    def __init__(self, plan: OrderPlan, progress: Progress) -> None:
-        self.plan = plan
-        self._progress = progress
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the running or last iteration."""
-        return self._progress.run.epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is; without a call each iteration is the one after the last."""
-        self._progress.set_epoch(epoch)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next iteration go on where `state` was saved.
-
-        Raises
-        ------
-        StateError
-            If it belongs to another order.
-        """
-        self._progress.load(state)
 
 
 def filled(plan: OrderPlan, epoch: int, first: int) -> Iterator[npt.NDArray[np.int64]]:
@@ -102,7 +75,7 @@ class Iteration(Iterator[Item]):
         return run
 
 
-class ChunkSampler(_ChunkOrder, Sampler[int]):
+class ChunkSampler(Resumable, Sampler[int]):
     """Indices in an order that visits each chunk once an epoch; give it to a DataLoader as ``sampler``.
 
     Parameters
@@ -171,7 +144,8 @@ class ChunkSampler(_ChunkOrder, Sampler[int]):
             world_size,
             world_size if streams is None else streams,
         )
-        super().__init__(plan, Progress({**plan.identity(), "global_batch": None}, "rows", plan.rank_rows, world_size))
+        self.plan = plan
+        super().__init__(Progress({**plan.identity(), "global_batch": None}, "rows", plan.rank_rows, world_size))
 
     def __len__(self) -> int:
         """Rows of this rank's epoch."""
@@ -200,7 +174,28 @@ class ChunkSampler(_ChunkOrder, Sampler[int]):
         return self._progress.state(rows_consumed)
 
 
-class ChunkBatchSampler(_ChunkOrder, Sampler[list[int]]):
+class BatchOrder(Resumable, Sampler[list[int]]):
+    """What samplers of batches share: iterations that count batches."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return Iteration(self._progress, self._items)
+
+    def _items(self, run: Run) -> Iterator[list[int]]:
+        raise NotImplementedError
+
+    def state_dict(self, batches_consumed: int | None = None) -> dict[str, Any]:
+        """Where the running iteration is, to give to `load_state_dict`.
+
+        Parameters
+        ----------
+        batches_consumed : int, optional
+            Batches that the training step received since the iteration began. None: those this sampler handed out,
+            which is more than that where a DataLoader's workers run ahead.
+        """
+        return self._progress.state(batches_consumed)
+
+
+class ChunkBatchSampler(BatchOrder):
     """Batches of indices in an order that visits each chunk once an epoch; a DataLoader's ``batch_sampler``.
 
     Parameters
@@ -264,7 +259,8 @@ class ChunkBatchSampler(_ChunkOrder, Sampler[list[int]]):
         rank, world_size = resolve_ranks(rank, world_size)
         row_set = select_draws(dataset, rows, weights, samples)[1]
         plan = plan_batches(row_set, batch_size, shuffle, seed, window, drop_last, rank, world_size, streams, lanes)
-        super().__init__(plan, Progress(plan.identity(), "batches", plan.batches))
+        self.plan = plan
+        super().__init__(Progress(plan.identity(), "batches", plan.batches))
         self.batch_size = batch_size
         self.drop_last = drop_last
 
@@ -272,20 +268,6 @@ class ChunkBatchSampler(_ChunkOrder, Sampler[list[int]]):
         """Batches of this rank's epoch."""
         return self.plan.batches
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return Iteration(self._progress, self._items)
-
     def _items(self, run: Run) -> Iterator[list[int]]:
         for indices in filled(self.plan, run.epoch, run.begun) if run.begun < len(self) else ():
             yield indices.tolist()
-
-    def state_dict(self, batches_consumed: int | None = None) -> dict[str, Any]:
-        """Where the running iteration is, to give to `load_state_dict`.
-
-        Parameters
-        ----------
-        batches_consumed : int, optional
-            Batches that the training step received since the iteration began. None: those this sampler handed out,
-            which is more than that where a DataLoader's workers run ahead.
-        """
-        return self._progress.state(batches_consumed)

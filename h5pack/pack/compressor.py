@@ -14,7 +14,7 @@ from h5pack.checksum import row_checksums
 from h5pack.errors import H5PackError
 from h5pack.pack.compression import Compression
 from h5pack.pack.executors import run
-from h5pack.pack.skeleton import Skeleton, filtered_chunk, load_filter
+from h5pack.pack.skeleton import Skeleton, filtered_chunk, require_filter
 from h5pack.rows import RowPlaces, read_all
 
 
@@ -60,7 +60,7 @@ def compress_chunk(task: CompressTask) -> tuple[int, bytes]:
     H5PackError
         If the rows are not those that were written.
     """
-    load_filter(task.compression)
+    require_filter(task.compression)
     chunk = np.zeros(task.shape, np.uint8)
     rows = chunk[: len(task.checksums)]
     descriptor = os.open(task.path, os.O_RDONLY | os.O_CLOEXEC)

@@ -33,7 +33,7 @@ from h5pack.pack.placement import Placement, close_up
 from h5pack.pack.plan import ConvertPlan, make_plan
 from h5pack.pack.report import ConvertReport as ConvertReport
 from h5pack.pack.session import Session, creation_time
-from h5pack.pack.skeleton import filtered_chunk, load_filter
+from h5pack.pack.skeleton import filtered_chunk, require_filter
 from h5pack.pack.survey import survey
 from h5pack.pack.tables import list_rejects, make_tables
 from h5pack.pack.written import Written
@@ -108,7 +108,7 @@ class Conversion:
     ) -> None:
         self.options = options or ConvertOptions()
         if self.options.filter is not None:
-            load_filter(self.options.filter)
+            require_filter(self.options.filter)
         self.output = Output(Path(os.path.abspath(out)))
         self.output.check(self.options.overwrite, self.options.resume)
         self.workers = self.options.workers or available_cpus()

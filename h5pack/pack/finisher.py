@@ -22,7 +22,7 @@ from h5pack.pack.compression import Compression
 from h5pack.pack.compressor import compressed_chunks
 from h5pack.pack.output import Output, OutputLock, sync_folder, write_atomically
 from h5pack.pack.placement import moved_runs
-from h5pack.pack.skeleton import Skeleton, Tables, build, build_compressed, load_filter
+from h5pack.pack.skeleton import Skeleton, Tables, build, build_compressed, require_filter
 from h5pack.rows import RowPlaces, read_all, write_all
 
 _COPY_BYTES = 8 * 1024 * 1024
@@ -232,7 +232,7 @@ def is_sound(
     compression : Compression or None
     """
     if compression is not None:
-        load_filter(compression)
+        require_filter(compression)
     with h5py.File(path, "r", locking=False) as file:
         images = reopen_tuned(file[schema.IMAGES])
         chunks = chunk_table(images)

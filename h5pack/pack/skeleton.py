@@ -11,7 +11,6 @@ A compressed pack is a file of its own, whose chunks get their places one by one
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import re
@@ -27,7 +26,7 @@ import numpy.typing as npt
 from h5pack import schema
 from h5pack.checksum import row_checksums
 from h5pack.errors import H5PackError, OptionsError
-from h5pack.hdf5 import chunk_addresses, utf8
+from h5pack.hdf5 import chunk_addresses, load_filter, utf8
 from h5pack.layout import plan_cache
 from h5pack.pack.compression import Compression
 from h5pack.sources.catalog import NameTable
@@ -156,7 +155,7 @@ def place_chunk(images: h5py.Dataset, number: int, chunk: bytes) -> None:
     images.id.write_direct_chunk((number * images.chunks[0], 0, 0, 0), chunk)
 
 
-def load_filter(compression: Compression) -> None:
+def require_filter(compression: Compression) -> None:
     """Have HDF5 know a filter, in this process.
 
     Raises
@@ -164,11 +163,7 @@ def load_filter(compression: Compression) -> None:
     OptionsError
         If its plugin is not installed.
     """
-    if not h5py.h5z.filter_avail(compression.number):
-        with contextlib.suppress(ImportError):
-            # It registers its filters.
-            importlib.import_module("hdf5plugin")
-    if not h5py.h5z.filter_avail(compression.number):
+    if not load_filter(compression.number):
         raise OptionsError(
             f"compression {compression.name!r} needs HDF5's filter {compression.number}, which is not installed; "
             "pip install 'h5pack[compress]', or choose gzip"
@@ -183,7 +178,7 @@ def filtered_chunk(values: npt.NDArray[np.uint8], compression: Compression) -> b
     values : ndarray
         uint8, (rows, ...): one chunk.
     compression : Compression
-        Loaded, see `load_filter`.
+        Loaded, see `require_filter`.
 
     Raises
     ------

@@ -28,7 +28,7 @@ from h5pack.pack.compressor import CompressTask, compress_chunk
 from h5pack.pack.executors import run
 from h5pack.pack.finisher import Finish, is_compressed
 from h5pack.pack.options import ConvertOptions
-from h5pack.pack.skeleton import filtered_chunk, load_filter
+from h5pack.pack.skeleton import filtered_chunk, require_filter
 from tests.makers import flat_folder, quick, split_folders, truncate
 from tests.pack.test_crash import children_of, gone, leftovers, run_in_child, wait_for
 
@@ -221,7 +221,7 @@ def test_what_cannot_be_compressed_stays_below_the_bound(name: str, count: int) 
     values = np.random.default_rng(count).integers(0, 256, count, np.uint8)
     compression = parse_compression(name)
     assert compression is not None
-    load_filter(compression)
+    require_filter(compression)
     stored = filtered_chunk(values, compression)
     assert 0 < len(stored) <= most_bytes(count)
     assert len(stored) > count
