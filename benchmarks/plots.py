@@ -220,6 +220,7 @@ def read_summary(result: dict[str, Any]) -> str:
     ]
     names = ["memory copy", "H5Loader", "H5Loader, resident='no'", "np.memmap, fancy index", "np.memmap, DataLoader"]
     names += ["H5Dataset with collate, DataLoader", "H5Dataset, DataLoader", "one index by h5py, DataLoader"]
+    names += ["H5Loader, resident='no', chunks of the recipe", "H5Loader, resident='no', guessed chunks"]
     names += ["one index by h5py, chunks of the recipe, DataLoader", "one index by h5py, guessed chunks, DataLoader"]
     large, small = (found["hot"] for found in result["sizes"].values())
     for name in names:

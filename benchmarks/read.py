@@ -6,7 +6,7 @@ turn.
 
 - the ceiling: ``np.take`` of random rows out of memory into batches that are used again, on 1 and 2 threads;
 - H5Loader: as it comes (which keeps rows in memory from the second epoch on, where they fit), reading the file every
-  epoch (``resident="no"``), and through h5py;
+  epoch (``resident="no"``), through h5py, and on other people's chunks (see below);
 - np.memmap: fancy indexing in this process, and a DataLoader with 2 workers;
 - h5py: the usual dataset that reads one index, in a DataLoader with 2 workers; on a pack, on the well-known recipe's
   chunks, which cut images, and on the chunks that h5py guesses;
@@ -218,6 +218,9 @@ def hot(source: RowSource, scratch: Path, pack: Path, batches: tuple[int, int], 
         ways: dict[str, Way] = {f"memory copy | {threads}": partial(copying, threads) for threads in (1, 2)}
         ways |= loader_ways(pack, batch)
         if batch == batches[0]:
+            for label, path in foreign.items():
+                loader = h5pack.H5Loader(h5pack.H5Dataset(path), batch, threads=2, resident="no")
+                ways[f"H5Loader, resident='no', {label} | 2"] = lambda turn, loader=loader: consume(loader)
             ways["np.memmap, fancy index | 1"] = partial(fancy, flat, source.rows, source.size, batch)
             ways |= worker_ways(pack, flat, source, foreign, batch)
         speeds: dict[str, list[float]] = {way: [] for way in ways}

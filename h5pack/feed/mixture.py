@@ -39,7 +39,8 @@ class MixtureSampler(BatchOrder):
     batch_size : int
         Rows a batch of this rank.
     weights : sequence of float, optional
-        Above 0, one for each pack: in which proportions they are drawn from, to 1 in 10,000. None: their lengths.
+        Above 0, one for each pack: in which proportions they are drawn from, to 1 in 10,000. None: their lengths, and
+        one that is tiny beside the others has 1 in 5,000.
     samples : int, optional
         Rows an epoch, over all ranks. None: as many as there are.
     shuffle : {"window", "full", "chunk", False}
@@ -100,7 +101,7 @@ class MixtureSampler(BatchOrder):
         self.drop_last = drop_last
         self._batches = self.samples // self.global_batch if drop_last else -(-self.samples // self.global_batch)
         self._offsets = dataset.offsets
-        self._counts = _in_counts([len(pack) for pack in dataset.datasets] if weights is None else weights, self.plans)
+        self._counts = _in_counts(_lengths(dataset) if weights is None else weights, self.plans)
         self._owners = schedule(self._counts)
         super().__init__(Progress(self._identity(), "batches", self._batches))
 
@@ -195,6 +196,12 @@ def schedule(counts: Sequence[int]) -> Rows:
         if row + 1 < counts[number]:
             heapq.heappush(later, ((row + 1) * whole // counts[number], number, row + 1))
     return order
+
+
+def _lengths(dataset: ConcatPack) -> list[int]:
+    """The packs' lengths as weights; one that is tiny beside the others counts for the least that there is."""
+    lengths = [len(pack) for pack in dataset.datasets]
+    return [max(length, -(-sum(lengths) // (_PERIOD // 2))) for length in lengths]
 
 
 def _in_counts(weights: Sequence[float], plans: Sequence[OrderPlan]) -> list[int]:

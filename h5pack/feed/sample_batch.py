@@ -7,12 +7,14 @@ DataLoader gets the tensors that the rows were read into, without stacking copie
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data._utils import collate as torch_collate
 
 from h5pack.feed.shared import SharedBatch
@@ -29,13 +31,36 @@ class BatchSource(Protocol):
 
 
 class FirstSample(tuple[Any, ...]):
-    """The first sample of a batch, where a sample has several parts."""
+    """The first sample of a batch, where a sample has several parts; copies of it are ordinary tuples."""
+
+    def __reduce__(self) -> Any:
+        return tuple, (list(self),)
+
+    def __copy__(self) -> tuple[Any, ...]:
+        return tuple(self)
 
 
 class FirstTensor(torch.Tensor):
     """The first sample of a batch, where a sample is one tensor; what is computed from it is an ordinary one."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def plain(self) -> torch.Tensor:
+        """The same memory as an ordinary tensor."""
+        return self.as_subclass(torch.Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _same, (self.plain(),)
+
+    def __copy__(self) -> torch.Tensor:
+        return self.plain()
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.plain().clone()
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class SampleBatch(Sequence[Any]):
@@ -117,8 +142,12 @@ def _collate(batch: Sequence[Any], *, collate_fn_map: dict[Any, Any] | None = No
     if usual and isinstance(batch, SampleBatch) and batch.untouched:
         return batch.collate()
     first = batch[0]
-    first = first.as_subclass(torch.Tensor) if isinstance(first, torch.Tensor) else tuple(first)
+    first = first.plain() if isinstance(first, FirstTensor) else tuple(first)
     return torch_collate.collate([first, *batch[1:]], collate_fn_map=collate_fn_map)
 
 
 torch_collate.default_collate_fn_map.update({FirstSample: _collate, FirstTensor: _collate})
+
+with contextlib.suppress(AttributeError, ValueError):
+    # torch's trees, on which torchvision's transforms go, would take an unknown type for a leaf.
+    pytree.register_pytree_node(FirstSample, lambda sample: (list(sample), None), lambda parts, _: tuple(parts))

@@ -173,9 +173,7 @@ class SegmentTasks:
 
     def _decode(self, part: Part, segment: Segment, low: int, high: int, countdown: _Countdown) -> None:
         """Rows of one chunk that passed through filters, as they are stored."""
-        rows = segment.rows[low:high]
-        chunk = self._engine.decode(part.name, rows, keep=self._keep)
-        rows = rows % self._engine.indexes[part.name].chunk_rows
+        chunk, rows = self._engine.decode(part.name, segment.rows[low:high], keep=self._keep)
         # Sorted by place, each batch's rows are together.
         order = np.argsort(segment.places[low:high])
         places, rows = segment.places[low:high][order], rows[order]

@@ -13,6 +13,8 @@ from h5pack.read.reader import H5Reader
 from h5pack.read.storage import Storage
 
 _PROBES = 4
+_FEW = 4
+"""Less than one row in so many of a chunk is few, for which reading all of it does not pay."""
 
 
 class ChunkDecoder:
@@ -29,16 +31,28 @@ class ChunkDecoder:
         self.storage, self.reader = storage, reader
         self.kept = DecodedChunks()
 
-    def get(self, index: ChunkIndex, chunk: int, *, keep: bool) -> tuple[npt.NDArray[np.uint8], int]:
-        """A chunk's bytes, perhaps read-only, and how many bytes were read for it.
+    def take(
+        self, index: ChunkIndex, rows: npt.NDArray[np.int64], *, keep: bool
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], int, int]:
+        """Bytes of some rows of one chunk.
 
         Parameters
         ----------
         index : ChunkIndex
             With a codec.
-        chunk : int
+        rows : ndarray
+            int64, (n,).
         keep : bool
-            Keep it for the next one who asks, while there is room.
+            Keep the chunk for the next one who asks, while there is room.
+
+        Returns
+        -------
+        values : ndarray
+            uint8: rows one behind the other, perhaps read-only.
+        places : ndarray
+            int64, (n,): which of them are those asked for.
+        read, calls : int
+            Bytes that were read for it, and calls.
 
         Raises
         ------
@@ -46,6 +60,13 @@ class ChunkDecoder:
             If it cannot be read, or decoded.
         PackChangedError
         """
+        assert index.codec is not None
+        chunk = int(rows[0]) // index.chunk_rows
+        key = index.name, chunk
+        if not index.codec.steps and len(rows) * _FEW < index.chunk_rows and not self.kept.has(key):
+            # Of pieces that are stored as they are, HDF5 reads just the rows' bytes.
+            values, calls = self.through_library(index, rows)
+            return values.reshape(-1), np.arange(len(rows)), values.nbytes, calls
         read = 0
 
         def load() -> npt.NDArray[np.uint8]:
@@ -53,7 +74,8 @@ class ChunkDecoder:
             read = int(np.maximum(index.sizes[chunk], 0).sum())
             return self._load(index, chunk)
 
-        return self.kept.get((index.name, chunk), load, keep=keep), read
+        loaded = self.kept.get(key, load, keep=keep)
+        return loaded, rows - chunk * index.chunk_rows, read, int(read > 0)
 
     def _load(self, index: ChunkIndex, chunk: int) -> npt.NDArray[np.uint8]:
         """The rows of a chunk, or of the chunks that hold their pieces; behind the last row there may be anything."""

@@ -65,7 +65,8 @@ class Codec:
                 continue
             number, parameters = self.steps[place]
             if plugins.is_plugin(number):
-                data = plugins.decode(number, parameters, _as_block(data))
+                # The first that encoded had a chunk before it.
+                data = plugins.decode(number, parameters, _as_block(data), None if place else self.size)
             else:
                 data = _DECODERS[number](_as_array(data), parameters, self.size)
         decoded = _as_array(data)
@@ -123,9 +124,9 @@ def _inflate() -> Callable[..., bytes]:
 
 def _unshuffle(data: Bytes, parameters: tuple[int, ...], size: int) -> Bytes:
     """Put each element's bytes together again; what does not fill an element is at the end, as it was."""
-    width = parameters[0] if parameters else 1
+    width = max(1, parameters[0]) if parameters else 1
     count = len(data) // width
-    if width == 1 or count < 2:
+    if count < 2 or width == 1:
         return data
     restored = np.empty_like(data)
     whole = count * width

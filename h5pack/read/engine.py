@@ -42,9 +42,6 @@ SPAN_GAP_BYTES = 4_096
 SPAN_BYTES = 4 * 1024 * 1024
 """A span begins anew with each of these, so that gaps between many small rows do not add up in memory."""
 
-_FEW = 4
-"""Less than one row in so many of a chunk is few: reading all of it would not pay."""
-
 _PROBES = 4
 
 _log = logging.getLogger("h5pack")
@@ -200,7 +197,9 @@ class Engine:
         most = max(2 * index.chunk_rows * index.row_bytes + int(index.sizes.max(initial=0)) for index in coded)
         return threads * most + (self.chunks.kept.capacity if keep else 0)
 
-    def decode(self, name: str, rows: npt.NDArray[np.int64], *, keep: bool = False) -> npt.NDArray[Any]:
+    def decode(
+        self, name: str, rows: npt.NDArray[np.int64], *, keep: bool = False
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
         """Read and decode the chunk that holds some rows.
 
         Parameters
@@ -214,8 +213,10 @@ class Engine:
 
         Returns
         -------
-        ndarray
-            (rows of the chunk, ...), as stored, perhaps read-only.
+        values : ndarray
+            (m, ...): as stored, perhaps read-only.
+        places : ndarray
+            int64, (n,): where among them the rows are.
 
         Raises
         ------
@@ -224,9 +225,9 @@ class Engine:
         PackChangedError
         """
         index = self.indexes[name]
-        values, read = self.chunks.get(index, int(rows[0]) // index.chunk_rows, keep=keep)
-        self._count(index, len(rows), 1, read, int(read > 0))
-        return values.view(index.dtype).reshape(-1, *index.row_shape)
+        values, places, read, calls = self.chunks.take(index, rows, keep=keep)
+        self._count(index, len(rows), 1, read, calls)
+        return values.view(index.dtype).reshape(-1, *index.row_shape), places
 
     def plan(self, name: str, rows: npt.NDArray[np.int64]) -> Scatter:
         """Plan to read rows, as they are stored, to places in memory that are named later.
@@ -311,13 +312,10 @@ class Engine:
     def _stage_decoded(self, index: ChunkIndex, rows: npt.NDArray[np.int64], flat: npt.NDArray[np.uint8]) -> None:
         edges = [0, *(np.flatnonzero(np.diff(rows // index.chunk_rows)) + 1).tolist(), len(rows)]
         for first, last in itertools.pairwise(edges):
-            # Who takes all of it will hardly come back.
-            whole = last - first == min(
-                index.chunk_rows, index.rows - rows[first] // index.chunk_rows * index.chunk_rows
-            )
-            chunk = self.decode(index.name, rows[first:last], keep=not whole)
-            places = rows[first:last] % index.chunk_rows
-            np.take(chunk.reshape(len(chunk), -1).view(np.uint8), places, axis=0, out=flat[first:last], mode="clip")
+            # Who takes all of a chunk will hardly come back to it.
+            stored = min(index.chunk_rows, index.rows - int(rows[first]) // index.chunk_rows * index.chunk_rows)
+            values, places = self.decode(index.name, rows[first:last], keep=last - first < stored)
+            np.take(values.reshape(len(values), -1).view(np.uint8), places, axis=0, out=flat[first:last], mode="clip")
 
     @staticmethod
     def _pick(

@@ -16,6 +16,17 @@ from h5pack import filters
 from h5pack.read.block import Block
 
 _REVERSE = 0x0100
+_MOST_BYTES = 1 << 40
+"""Plugins tell of a failure by 0, or by an error's number, negated: larger than any chunk."""
+
+_COMPRESSOR = 4
+"""Which of bitshuffle's parameters says how it compresses."""
+
+_PACKING = (2, 3)
+"""LZ4, Zstd; others: not at all."""
+
+_HEADER_BYTES = 12
+_BLOCK_BYTES = 1 << 30
 
 _LIBRARIES = {
     filters.BITSHUFFLE: "bshuf",
@@ -56,7 +67,7 @@ def is_plugin(number: int) -> bool:
     return number in _LIBRARIES and _function(number) is not None
 
 
-def decode(number: int, parameters: tuple[int, ...], block: Block) -> Block:
+def decode(number: int, parameters: tuple[int, ...], block: Block, size: int | None = None) -> Block:
     """Decode a chunk.
 
     Parameters
@@ -67,6 +78,8 @@ def decode(number: int, parameters: tuple[int, ...], block: Block) -> Block:
         The filter's, as the dataset stores them.
     block : Block
         The encoded bytes; used up.
+    size : int, optional
+        What they must decode to, where that is known.
 
     Raises
     ------
@@ -75,16 +88,33 @@ def decode(number: int, parameters: tuple[int, ...], block: Block) -> Block:
     """
     function = _function(number)
     assert function is not None
+    if size is not None:
+        _require_header(number, parameters, block, size)
     values = (ctypes.c_uint * len(parameters))(*parameters)
-    size, pointer = ctypes.c_size_t(block.size), ctypes.c_void_p(block.address)
+    room, pointer = ctypes.c_size_t(block.size), ctypes.c_void_p(block.address)
     count = block.size
     block.release()
-    decoded = function(_REVERSE, len(parameters), values, count, ctypes.byref(size), ctypes.byref(pointer))
+    decoded = function(_REVERSE, len(parameters), values, count, ctypes.byref(room), ctypes.byref(pointer))
     # What the plugin leaves there is ours, after a failure too: it frees the encoded bytes only once it has others.
-    result = Block(decoded, pointer.value)
-    if not decoded:
+    failed = not 0 < decoded < _MOST_BYTES
+    result = Block(0 if failed else decoded, pointer.value)
+    if failed:
         raise ValueError(f"filter {number} cannot decode it")
     return result
+
+
+def _require_header(number: int, parameters: tuple[int, ...], block: Block, size: int) -> None:
+    """Refuse a chunk whose header promises another size, which LZ4's and bitshuffle's plugins would believe.
+
+    Both begin with the decoded size, 8 bytes, and that of the blocks it is cut into, 4 bytes, high bytes first.
+    """
+    packs = number == filters.BITSHUFFLE and len(parameters) > _COMPRESSOR and parameters[_COMPRESSOR] in _PACKING
+    if number != filters.LZ4 and not packs:
+        return
+    header = block.array()[:_HEADER_BYTES].tobytes()
+    told, piece = int.from_bytes(header[:8], "big"), int.from_bytes(header[8:], "big")
+    if len(header) < _HEADER_BYTES or told != size or not 0 < piece <= max(size, _BLOCK_BYTES):
+        raise ValueError(f"its header tells of {told:,} bytes instead of {size:,}")
 
 
 @functools.cache

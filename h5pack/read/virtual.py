@@ -86,11 +86,12 @@ def _find(name: str, virtual_file: str) -> str | None:
     """The file that HDF5 takes for a source's name; None where it finds none (H5F_prefix_open_file in src/H5Fint.c)."""
     folder = os.path.dirname(os.path.realpath(virtual_file))
     candidates = [os.path.join(prefix.replace("${ORIGIN}", folder), name) for prefix in _prefixes()]
-    candidates += [name, os.path.join(folder, os.path.basename(name))] if os.path.isabs(name) else []
-    candidates += [os.path.join(folder, name), os.path.join(os.path.dirname(virtual_file), name)]
+    candidates += [name, os.path.join(folder, name), os.path.join(os.path.dirname(virtual_file), name)]
+    if os.path.isabs(name):
+        candidates.append(os.path.join(folder, os.path.basename(name)))
     return next((path for path in candidates if os.path.isfile(path)), None)
 
 
 def _prefixes() -> list[str]:
-    prefix = os.environ.get("HDF5_VDS_PREFIX", "")
-    return [prefix] if prefix else []
+    prefixes = os.environ.get("HDF5_VDS_PREFIX", "")
+    return [prefix for prefix in (prefixes, *prefixes.split(os.pathsep)) if prefix]

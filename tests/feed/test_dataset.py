@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import pickle
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
@@ -372,6 +374,12 @@ def test_a_first_sample_is_a_sample(tmp_path: Path, labels: str | None) -> None:
     assert same(default_collate([first, *batch[1:]]), default_collate(plain)), "in a list of one's own"
     assert same(default_collate([first]), default_collate(plain[:1]))
     assert same(default_collate(batch), default_collate(plain)), "and when samples were looked at before"
+    for copied in (copy.copy(first), copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
+        assert type(copied) is type(plain[0])
+    copy.deepcopy(image).zero_()
+    assert image.any()
+    halved = pytree.tree_map(lambda part: part / 2, first)
+    assert torch.equal(halved if labels is None else halved[0], expected / 2), "torch's trees go into it"
 
 
 def test_a_changed_sample_stays_changed(tmp_path: Path) -> None:

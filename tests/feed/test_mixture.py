@@ -258,3 +258,16 @@ def test_what_is_no_mixture(mixed: ConcatPack, tmp_path: Path) -> None:
     empty = h5pack.H5Dataset(packs.write(tmp_path / "e.h5", images=packs.values(0), chunks=None))
     with pytest.raises(OptionsError, match=r"e\.h5: there are no rows in it; leave it out"):
         MixtureSampler(ConcatPack([empty]), 8)
+
+
+def test_a_tiny_pack_beside_a_large_one_has_a_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"large": 90_000, "tiny": 4}
+    datasets = []
+    for name, size in sizes.items():
+        packs.write(tmp_path / f"{name}.h5", 1_000, images=np.zeros((size, 2), np.uint8), labels=np.arange(size))
+        datasets.append(h5pack.H5Dataset(tmp_path / f"{name}.h5"))
+    both = ConcatPack(datasets)
+    sampler = MixtureSampler(both, 100, samples=20_000)
+    drawn = Counter(index >= sizes["large"] for batch in sampler for index in batch)
+    assert drawn[True] >= 2
+    assert drawn[True] + drawn[False] == 20_000

@@ -110,7 +110,7 @@ def test_virtual_over_virtual_and_the_same_file(tmp_path: Path) -> None:
         h5pack.H5Dataset(tmp_path / "outer.h5")
 
 
-def test_a_prefix_leads_to_the_sources(tmp_path: Path) -> None:
+def test_a_prefix_or_the_folder_one_is_in_leads_to_the_sources(tmp_path: Path) -> None:
     """HDF5 reads the variable once, so this is a process of its own."""
     import subprocess
     import sys
@@ -122,7 +122,11 @@ def test_a_prefix_leads_to_the_sources(tmp_path: Path) -> None:
         "import sys, h5pack, numpy as np; d = h5pack.H5Dataset(sys.argv[1]); "
         "print(sum(int(d[i].numpy().astype(int).sum()) for i in range(len(d))))"
     )
-    environment = {**os.environ, "HDF5_VDS_PREFIX": str(tmp_path / "there")}
-    done = subprocess.run([sys.executable, "-c", code, str(path)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == int(ROWS.astype(int).sum())
+    there = tmp_path / "there"
+    for prefix, where in ((str(there), tmp_path), (f"/none:{there}", tmp_path), ("", there)):
+        environment = {**os.environ, "HDF5_VDS_PREFIX": prefix}
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(path)], env=environment, cwd=where, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert int(done.stdout) == int(ROWS.astype(int).sum())
