@@ -264,7 +264,8 @@ def test_a_tiny_pack_beside_a_large_one_has_a_share(tmp_path: Path) -> None:
     sizes = {"large": 90_000, "tiny": 4}
     datasets = []
     for name, size in sizes.items():
-        packs.write(tmp_path / f"{name}.h5", min(size, 1_000), images=np.zeros((size, 2), np.uint8), labels=np.arange(size))
+        images, labels = np.zeros((size, 2), np.uint8), np.arange(size)
+        packs.write(tmp_path / f"{name}.h5", min(size, 1_000), images=images, labels=labels)
         datasets.append(h5pack.H5Dataset(tmp_path / f"{name}.h5"))
     both = ConcatPack(datasets)
     sampler = MixtureSampler(both, 100, samples=20_000)
