@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, default_collate
 
 from h5pack.errors import OptionsError
 from h5pack.feed.dataset import H5Dataset, is_class_label
 from h5pack.feed.sample_batch import SampleBatch
-from h5pack.feed.shared import SharedMemory, can_share
+from h5pack.feed.shared import SharedMemory
 
 Rows = npt.NDArray[np.int64]
 
@@ -94,13 +94,11 @@ class ConcatPack(Dataset[Any]):
         """The tensors of samples, each (n, ...)."""
         batch: list[torch.Tensor] = []
         for dataset, places, rows in self._groups(indices):
-            parts = dataset.read_batch(rows)
+            # A part of the batch, which is copied here.
+            parts = dataset.read_batch(rows, share=False)
             if not batch:
                 shapes = [((len(indices), *part.shape[1:]), part.numpy().dtype.str) for part in parts]
-                if get_worker_info() is not None and can_share():
-                    batch = self._shared.take(shapes)
-                else:
-                    batch = [part.new_empty(shape) for part, (shape, _) in zip(parts, shapes, strict=True)]
+                batch = self._shared.batch(shapes)
             for whole, part in zip(batch, parts, strict=True):
                 whole.numpy()[places] = part.numpy()
         return batch or self.datasets[0].read_batch(indices)

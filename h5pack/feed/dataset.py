@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, default_collate
 
 from h5pack import schema
 from h5pack.errors import OptionsError, PackFormatError
 from h5pack.feed.sample_batch import SampleBatch
-from h5pack.feed.shared import SharedMemory, can_share
+from h5pack.feed.shared import SharedMemory
 from h5pack.read.engine import Engine
 from h5pack.read.pack import checksums_of, read_pack
 from h5pack.read.stats import ReadStats
@@ -169,11 +169,8 @@ class H5Dataset(Dataset[Any]):
             return samples.collate()
         return default_collate(list(samples))
 
-    def read_batch(self, rows: npt.NDArray[np.int64]) -> list[torch.Tensor]:
+    def read_batch(self, rows: npt.NDArray[np.int64], *, share: bool = True) -> list[torch.Tensor]:
         """The tensors of rows of the file, each (n, ...), as `collate` gives them; of a worker, in shared memory."""
-        return self._read(rows, shared=get_worker_info() is not None and can_share())
-
-    def _read(self, rows: npt.NDArray[np.int64], *, shared: bool) -> list[torch.Tensor]:
         shapes: list[tuple[tuple[int, ...], str]] = []
         for name in self.names:
             index = self.engine.indexes[name]
@@ -181,7 +178,7 @@ class H5Dataset(Dataset[Any]):
             shapes.append(((len(rows), *index.row_shape), "int64" if whole else index.native_dtype.str))
         if self.with_rows:
             shapes.append(((len(rows),), "int64"))
-        batch = self._shared.take(shapes) if shared else [_empty(shape, dtype) for shape, dtype in shapes]
+        batch = self._shared.batch(shapes, share=share)
         for name, tensor in zip(self.names, batch, strict=False):
             out = tensor.numpy()
             if out.dtype == self.engine.indexes[name].native_dtype:
@@ -265,7 +262,7 @@ class H5Dataset(Dataset[Any]):
         return self.transform is None and self.target_transform is None
 
     def _load(self, rows: npt.NDArray[np.int64]) -> list[Any]:
-        return self.split_batch(self._read(rows, shared=False), rows)
+        return self.split_batch(self.read_batch(rows, share=False), rows)
 
     def _part(self, name: str, value: Any) -> Any:
         if name == self.names[0]:
@@ -282,7 +279,3 @@ class H5Dataset(Dataset[Any]):
 def is_class_label(index: Any) -> bool:
     """Whether a dataset of labels holds one whole number a row, which a batch gives as int64."""
     return not index.row_shape and index.dtype.kind in "iu"
-
-
-def _empty(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype)

@@ -76,6 +76,13 @@ class Segment:
             yield span, dealt[begin : begin + span[2]]
             begin += span[2]
 
+    def slots(self, places: Rows) -> tuple[Rows, Rows]:
+        """Of places, int64 (n,): the number of each one's span, and its slot in that span's batch; int64, (n,)."""
+        _, firsts, counts = np.array(self.spans).T
+        ends = np.cumsum(counts)
+        owners = np.searchsorted(ends, places, "right")
+        return owners, places + (firsts + counts - ends)[owners]
+
     @property
     def first(self) -> int:
         """The first batch with rows of this segment."""

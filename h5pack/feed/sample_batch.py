@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data._utils import collate as torch_collate
 
-from h5pack.feed.shared import SharedBatch
+from h5pack.feed.shared import MarkedTensor, SharedBatch
 
 
 class BatchSource(Protocol):
@@ -40,27 +40,8 @@ class FirstSample(tuple[Any, ...]):
         return tuple(self)
 
 
-class FirstTensor(torch.Tensor):
-    """The first sample of a batch, where a sample is one tensor; what is computed from it is an ordinary one."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def plain(self) -> torch.Tensor:
-        """The same memory as an ordinary tensor."""
-        return self.as_subclass(torch.Tensor)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _same, (self.plain(),)
-
-    def __copy__(self) -> torch.Tensor:
-        return self.plain()
-
-    def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return self.plain().clone()
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+class FirstTensor(MarkedTensor):
+    """The first sample of a batch, where a sample is one tensor."""
 
 
 class SampleBatch(Sequence[Any]):

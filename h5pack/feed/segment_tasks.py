@@ -18,6 +18,7 @@ from h5pack.feed.filling import Filling, Span
 from h5pack.feed.order import Segment
 from h5pack.feed.resident import ResidentRows
 from h5pack.read.engine import SCATTER_BYTES, Scatter
+from h5pack.read.runs import chunk_edges
 
 TASK_BYTES = 8 * 1024 * 1024
 """Bytes a task reads: long beside the cost of a task (some 10 us), short beside a batch."""
@@ -122,7 +123,7 @@ class SegmentTasks:
             elif part.name == ROWS or part.row_bytes < SCATTER_BYTES:
                 tasks.append(partial(self._stage, part, segment, countdown))
             elif self._engine.decodes(self._engine.indexes[part.name]):
-                edges = _chunk_edges(segment.rows, self._engine.indexes[part.name].chunk_rows)
+                edges = chunk_edges(segment.rows, self._engine.indexes[part.name].chunk_rows)
                 tasks += [
                     partial(self._decode, part, segment, low, high, countdown)
                     for low, high in itertools.pairwise(edges)
@@ -177,30 +178,25 @@ class SegmentTasks:
         # Sorted by place, each batch's rows are together.
         order = np.argsort(segment.places[low:high])
         places, rows = segment.places[low:high][order], rows[order]
-        ends = np.cumsum([count for _, _, count in segment.spans])
-        owners = np.searchsorted(ends, places, "right")
+        owners, slots = segment.slots(places)
         heads = np.flatnonzero(np.append(True, np.diff(owners) != 0)).tolist()
         large = part.row_bytes >= _LARGE_BYTES
         for begin, end in itertools.pairwise([*heads, len(places)]):
-            batch, slot, count = segment.spans[owners[begin]]
+            batch = segment.spans[owners[begin]][0]
             array = self._filling.memory(batch).arrays[part.name].view(chunk.dtype)
-            slots = places[begin:end] + (slot + count - ends[owners[begin]])
             if large:
-                for to, row in zip(slots.tolist(), rows[begin:end].tolist(), strict=True):
-                    array[to] = chunk[row]
+                for slot, row in zip(slots[begin:end].tolist(), rows[begin:end].tolist(), strict=True):
+                    array[slot] = chunk[row]
             else:
-                array[slots] = chunk[rows[begin:end]]
+                array[slots[begin:end]] = chunk[rows[begin:end]]
         countdown.count()
 
     def _copy(self, part: Part, segment: Segment, low: int, high: int, countdown: _Countdown) -> None:
         """Large rows that only the HDF5 library can read, one by one to their places."""
         values = self._engine.read(part.name, segment.rows[low:high])
-        ends = np.cumsum([count for _, _, count in segment.spans])
-        places = segment.places[low:high]
-        owners = np.searchsorted(ends, places, "right")
-        for value, place, owner in zip(values, places.tolist(), owners.tolist(), strict=True):
-            batch, slot, count = segment.spans[owner]
-            self._filling.memory(batch).arrays[part.name][slot + place - (int(ends[owner]) - count)] = value
+        owners, slots = segment.slots(segment.places[low:high])
+        for value, owner, slot in zip(values, owners.tolist(), slots.tolist(), strict=True):
+            self._filling.memory(segment.spans[owner][0]).arrays[part.name][slot] = value
         countdown.count()
 
     def _gather(self, span: Span, rows: npt.NDArray[np.int64], resident: ResidentRows, arrived: Arrived) -> None:
@@ -211,11 +207,6 @@ class SegmentTasks:
             else:
                 resident.gather(name, rows, array[slot : slot + count])
         arrived([span])
-
-
-def _chunk_edges(rows: npt.NDArray[np.int64], chunk_rows: int) -> list[int]:
-    """Where rows of another chunk begin, and their end."""
-    return [0, *(np.flatnonzero(np.diff(rows // chunk_rows)) + 1).tolist(), len(rows)]
 
 
 def _ascending(rows: npt.NDArray[np.int64]) -> list[int]:

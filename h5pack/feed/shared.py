@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.data import get_worker_info
 
 from h5pack.errors import LoaderError
 from h5pack.feed.buffers import Shape, lay_out
@@ -96,6 +97,12 @@ class SharedMemory:
     def __reduce__(self) -> tuple[Callable[[], SharedMemory], tuple[()]]:
         return SharedMemory, ()
 
+    def batch(self, shapes: Sequence[Shape], *, share: bool = True) -> list[torch.Tensor]:
+        """Tensors to fill: of a worker in shared memory, where that is asked for and can be had; else ordinary ones."""
+        if share and get_worker_info() is not None and can_share():
+            return self.take(shapes)
+        return [torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype) for shape, dtype in shapes]
+
     def take(self, shapes: Sequence[Shape]) -> SharedBatch:
         """A batch of tensors to fill.
 
@@ -154,10 +161,9 @@ def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-class _SingleTensor(torch.Tensor):
-    """A tensor that crosses to the main process as its segment does; what is computed from it is an ordinary one."""
+class MarkedTensor(torch.Tensor):
+    """A tensor with a type of its own; copies of it, and what is computed from it, are ordinary ones."""
 
-    batch: SharedBatch
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def plain(self) -> torch.Tensor:
@@ -165,13 +171,22 @@ class _SingleTensor(torch.Tensor):
         return self.as_subclass(torch.Tensor)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.batch.reduced([self], single=True) or (_same, (self.plain(),))
+        return _same, (self.plain(),)
 
     def __copy__(self) -> torch.Tensor:
         return self.plain()
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.plain().clone()
+
+
+class _SingleTensor(MarkedTensor):
+    """A tensor that crosses to the main process as its segment does."""
+
+    batch: SharedBatch
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.batch.reduced([self], single=True) or super().__reduce_ex__(protocol)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

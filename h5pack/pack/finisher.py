@@ -20,7 +20,7 @@ from h5pack.errors import H5PackError, OutputExistsError
 from h5pack.hdf5 import chunk_table, reopen_tuned
 from h5pack.pack.compression import Compression
 from h5pack.pack.compressor import compressed_chunks
-from h5pack.pack.output import Output, OutputLock, sync_folder, write_atomically
+from h5pack.pack.output import Output, OutputLock, sync_path, write_atomically
 from h5pack.pack.placement import moved_runs
 from h5pack.pack.skeleton import Skeleton, Tables, build, build_compressed, require_filter
 from h5pack.rows import RowPlaces, read_all, write_all
@@ -176,7 +176,7 @@ class Finish:
                 str(output.partial), self.skeleton, self.places, self.tables.checksums, executor, in_flight, advance
             )
             build_compressed(path, self.skeleton, self.rows, self.tables, chunks)
-            _sync_file(path)
+            sync_path(path)
             check = executor.submit(is_sound, path, *self._expected(), None, self.skeleton.compression)
             self._require_sound(check.result())
         except BaseException:
@@ -287,18 +287,10 @@ def publish(output: Output, lock: OutputLock, rejects: list[tuple[str, str]], ov
     if not overwrite and output.final.exists():
         raise OutputExistsError(f"{output.final}: exists by now; resume with --overwrite to replace it")
     os.replace(output.partial, output.final)
-    sync_folder(output.final.parent)
+    sync_path(output.final.parent)
     # Without the name `partial` there is no lock: by now another conversion may have begun a journal of its own.
     if output.journal_identity() == journal:
         output.remove_leftovers()
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _copy_changed(source: int, target: int, start: int, stop: int) -> None:

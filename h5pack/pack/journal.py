@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import OutputBusyError, ResumeError
-from h5pack.pack.output import sync_folder, write_atomically
+from h5pack.pack.output import sync_path, write_atomically
 
 _MAGIC = 0x4A503548
 _PREFIX = struct.Struct("<III")
@@ -145,7 +145,7 @@ class Journal:
         self.folder.mkdir()
         write_atomically(self.folder / "prints.bin", prints.tobytes())
         write_atomically(self.folder / "plan.json", json.dumps(plan, indent=1).encode())
-        sync_folder(self.folder)
+        sync_path(self.folder)
 
     def plan(self) -> dict[str, Any] | None:
         """What `start` was given; None where no conversion got as far.
@@ -193,7 +193,7 @@ class Journal:
         """Note that every row is written or rejected, durably: rows may move from here on."""
         payload = record.encode()
         write_atomically(self.folder / "written.bin", struct.pack("<I", zlib.crc32(payload)) + payload)
-        sync_folder(self.folder)
+        sync_path(self.folder)
 
     def written(self) -> RowRecord | None:
         """What `save_written` noted; None before."""

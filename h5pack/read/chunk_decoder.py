@@ -12,7 +12,6 @@ from h5pack.read.decoded import DecodedChunks
 from h5pack.read.reader import H5Reader
 from h5pack.read.storage import Storage
 
-_PROBES = 4
 _FEW = 4
 """Less than one row in so many of a chunk is few, for which reading all of it does not pay."""
 
@@ -145,9 +144,4 @@ class ChunkDecoder:
         chunks = numbers[np.append(True, np.diff(numbers) != 0)]
         addresses, sizes = index.addresses[chunks].reshape(-1), index.sizes[chunks].reshape(-1)
         there = (addresses >= 0) & (sizes > 0)
-        addresses, sizes = addresses[there], sizes[there]
-        step = max(1, len(addresses) // _PROBES)
-        if all(self.storage.is_cached(offset) for offset in addresses[::step].tolist()):
-            return
-        for offset, size in zip(addresses.tolist(), sizes.tolist(), strict=True):
-            self.storage.advise(offset, size)
+        self.storage.fetch(addresses[there].tolist(), sizes[there].tolist())

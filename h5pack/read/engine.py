@@ -28,7 +28,7 @@ from h5pack.read.chunk_decoder import ChunkDecoder
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.identity import FileIdentity
 from h5pack.read.reader import H5Reader
-from h5pack.read.runs import plan_runs
+from h5pack.read.runs import chunk_edges, plan_runs
 from h5pack.read.stats import ReadStats
 from h5pack.read.storage import Storage
 
@@ -41,8 +41,6 @@ SPAN_GAP_BYTES = 4_096
 
 SPAN_BYTES = 4 * 1024 * 1024
 """A span begins anew with each of these, so that gaps between many small rows do not add up in memory."""
-
-_PROBES = 4
 
 _log = logging.getLogger("h5pack")
 
@@ -310,8 +308,7 @@ class Engine:
         self._count(index, len(rows), int(runs.visits.sum()), total, len(heads))
 
     def _stage_decoded(self, index: ChunkIndex, rows: npt.NDArray[np.int64], flat: npt.NDArray[np.uint8]) -> None:
-        edges = [0, *(np.flatnonzero(np.diff(rows // index.chunk_rows)) + 1).tolist(), len(rows)]
-        for first, last in itertools.pairwise(edges):
+        for first, last in itertools.pairwise(chunk_edges(rows, index.chunk_rows)):
             # Who takes all of a chunk will hardly come back to it.
             stored = min(index.chunk_rows, index.rows - int(rows[first]) // index.chunk_rows * index.chunk_rows)
             values, places = self.decode(index.name, rows[first:last], keep=last - first < stored)
@@ -385,14 +382,6 @@ class Engine:
             )
 
     def advise(self, plan: Scatter) -> None:
-        """Have a plan's bytes fetched from the disk meanwhile, where they are not in memory already.
-
-        The first byte of a few runs is looked for in the page cache; where all of them are there, the rest is taken to
-        be there, too.
-        """
-        step = max(1, len(plan.offsets) // _PROBES)
-        if all(self.storage.is_cached(offset) for offset in plan.offsets[::step] if offset >= 0):
-            return
-        for offset, (start, end) in zip(plan.offsets, itertools.pairwise(plan.edges), strict=True):
-            if offset >= 0:
-                self.storage.advise(offset, (end - start) * plan.index.row_bytes)
+        """Have a plan's bytes fetched from the disk meanwhile, where they are not in memory already."""
+        size = plan.index.row_bytes
+        self.storage.fetch(plan.offsets, ((end - start) * size for start, end in itertools.pairwise(plan.edges)))

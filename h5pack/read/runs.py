@@ -56,3 +56,8 @@ def plan_runs(index: ChunkIndex, rows: npt.NDArray[np.int64]) -> Runs:
     heads = np.ones(len(rows), np.int64)
     heads[1:] = np.diff(chunks) != 0
     return Runs(edges, offsets[edges[:-1]], np.add.reduceat(heads, edges[:-1]))
+
+
+def chunk_edges(rows: npt.NDArray[np.int64], chunk_rows: int) -> list[int]:
+    """Places in `rows`, int64 (n,), at which those of another chunk begin; the first and the last are 0 and n."""
+    return [0, *(np.flatnonzero(np.diff(rows // chunk_rows)) + 1).tolist(), len(rows)]

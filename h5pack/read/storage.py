@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,8 @@ import numpy.typing as npt
 
 from h5pack.errors import ReadError
 from h5pack.read.identity import FileIdentity
+
+_PROBES = 4
 
 Preadv = Callable[[int, int, int, int], int]
 
@@ -210,6 +212,19 @@ class Storage:
             return False
         except OSError:
             return True
+
+    def fetch(self, offsets: Sequence[int], sizes: Iterable[int]) -> None:
+        """Have stretches of the file fetched from the disk meanwhile, where they are not in memory already.
+
+        The first byte of a few stretches is looked for in the page cache; where all of them are there, the rest is
+        taken to be there, too. Negative offsets stand for bytes without storage.
+        """
+        step = max(1, len(offsets) // _PROBES)
+        if all(self.is_cached(offset) for offset in offsets[::step] if offset >= 0):
+            return
+        for offset, size in zip(offsets, sizes, strict=True):
+            if offset >= 0:
+                self.advise(offset, size)
 
     def advise(self, offset: int, count: int) -> None:
         """Tell the system that bytes will be needed soon, so that it fetches them from the disk meanwhile."""

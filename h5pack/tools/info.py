@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from h5pack import schema
 from h5pack.errors import PackFormatError
-from h5pack.hdf5 import dataset_names, open_file, reopen_tuned, text
+from h5pack.hdf5 import dataset_names, filters_of, open_file, reopen_tuned, text
 from h5pack.layout import CachePlan, plan_cache, plan_chunks
 
 _DEFAULT_CACHE_BYTES = 1024 * 1024
@@ -166,12 +166,7 @@ def _describe(file: h5py.File, dataset: h5py.Dataset) -> DatasetReport:
 
 
 def _filters(dataset: h5py.Dataset) -> tuple[str, ...]:
-    create = dataset.id.get_create_plist()
-    names = []
-    for position in range(create.get_nfilters()):
-        code, _, _, name = create.get_filter(position)
-        names.append(_FILTER_NAMES.get(code) or f"{text(name)} ({code})")
-    return tuple(names)
+    return tuple(_FILTER_NAMES.get(item.number) or f"{item.name} ({item.number})" for item in filters_of(dataset))
 
 
 def _index(file: h5py.File, dataset: h5py.Dataset) -> str | None:
