@@ -164,8 +164,14 @@ def _die_with_parent() -> None:
 def _kill(executor: concurrent.futures.ProcessPoolExecutor) -> None:
     """Stop at once; whatever a worker was writing is journalled only when it is whole."""
     processes = list((getattr(executor, "_processes", None) or {}).values())
+    results = getattr(executor, "_result_queue", None)
     executor.shutdown(wait=False, cancel_futures=True)
     for process in processes:
         process.kill()
     for process in processes:
         process.join()
+    if results is not None:
+        # A worker may have died in the middle of a large result. As long as this end is open, too, the executor's
+        # thread would wait for the rest, and the interpreter for that thread.
+        with contextlib.suppress(OSError):
+            results._writer.close()

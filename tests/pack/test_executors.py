@@ -260,3 +260,22 @@ def test_ctrl_c_reaches_the_parent_alone(tmp_path: Path) -> None:
     assert errors.count(b"Traceback") == 1
     assert errors.rstrip().endswith(b"KeyboardInterrupt")
     assert not any(map(alive, workers))
+
+
+def test_stopping_amid_large_results_does_not_hang(tmp_path: Path) -> None:
+    """A worker that is killed while it sends leaves half a result in the pipe."""
+    script = tmp_path / "stop.py"
+    script.write_text(
+        "from h5pack.pack import executors\n"
+        "def large(size):\n"
+        "    return bytes(size)\n"
+        "if __name__ == '__main__':\n"
+        "    try:\n"
+        "        with executors.open_executor(2, 'fork', None) as executor:\n"
+        "            for _ in executors.run(executor, large, [30_000_000] * 40, 4, str, ordered=True):\n"
+        "                raise KeyError('stop')\n"
+        "    except KeyError:\n"
+        "        pass\n"
+    )
+    for _ in range(4):
+        subprocess.run([sys.executable, str(script)], check=True, timeout=60)
