@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from h5pack.decode.images import Decoder, strict_pillow
 from h5pack.errors import (
     NoImagesError,
     NoSpaceError,
@@ -25,7 +26,6 @@ from h5pack.machine import available_cpus
 from h5pack.pack import finisher, writer
 from h5pack.pack.executors import open_executor, run
 from h5pack.pack.finished import require_finished
-from h5pack.pack.images import Decoder, strict_pillow
 from h5pack.pack.journal import RowRecord
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack import schema
+from h5pack.decode.images import PixelOptions
 from h5pack.errors import NoImagesError, OptionsError, RejectedImageError, SizesDifferError
 from h5pack.layout import ChunkPlan, plan_chunks
 from h5pack.pack.compression import most_bytes
-from h5pack.pack.images import PixelOptions
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.placement import Placement, place
 from h5pack.pack.survey import Survey

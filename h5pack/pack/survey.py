@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from h5pack.decode.headers import Kind
+from h5pack.decode.images import read_header, strict_pillow
 from h5pack.errors import RejectedImageError, SourceError
 from h5pack.pack.executors import run, shared
-from h5pack.pack.headers import Kind
-from h5pack.pack.images import read_header, strict_pillow
 from h5pack.sources.catalog import Catalog, FileReader, absence
 from h5pack.sources.mapped import DatasetReader
 

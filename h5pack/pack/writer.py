@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.checksum import crc32
+from h5pack.decode.images import Decoder, PixelOptions, strict_pillow
 from h5pack.errors import OutputBusyError, RejectedImageError, SourceError
 from h5pack.pack.executors import shared
-from h5pack.pack.images import Decoder, PixelOptions, strict_pillow
 from h5pack.pack.journal import JournalWriter, RowRecord
 from h5pack.pack.rowfile import RowFile, Run
 from h5pack.pack.statistics import channel_sums

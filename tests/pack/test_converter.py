@@ -275,7 +275,7 @@ def test_resume_of_a_finished_output_does_nothing(tmp_path: Path) -> None:
 def interrupted(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, rows: int = 2, **settings: object) -> None:
     """Begin a conversion that fails after some rows."""
     calls = 0
-    decode = h5pack.pack.images.Decoder.decode  # type: ignore[attr-defined]
+    decode = h5pack.decode.images.Decoder.decode  # type: ignore[attr-defined]
 
     def failing(self: object, *arguments: object) -> None:
         nonlocal calls
@@ -285,7 +285,7 @@ def interrupted(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, rows: 
         decode(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr("h5pack.pack.images.Decoder.decode", failing)
+        patch.setattr("h5pack.decode.images.Decoder.decode", failing)
         with pytest.raises(KeyboardInterrupt):
             h5pack.convert(source, out, quick(chunk_rows=2, **settings))
     assert not out.exists()
@@ -439,7 +439,7 @@ def test_options_that_make_no_sense() -> None:
 def test_the_file_does_not_depend_on_the_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = class_folders(tmp_path / "in", {"a": 20, "b": 20}, (50, 41))
     h5pack.convert(source, tmp_path / "fast.h5", quick())
-    monkeypatch.setattr("h5pack.pack.images._proven_kinds", lambda channels: frozenset())
+    monkeypatch.setattr("h5pack.decode.images._proven_kinds", lambda channels: frozenset())
     h5pack.convert(source, tmp_path / "slow.h5", quick())
     assert (tmp_path / "fast.h5").read_bytes() == (tmp_path / "slow.h5").read_bytes()
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from h5pack.decode.headers import Kind
 from h5pack.errors import SourceError
 from h5pack.pack.executors import open_executor
-from h5pack.pack.headers import Kind
 from h5pack.pack.options import MAX_PIXELS
 from h5pack.pack.survey import Survey, survey
 from h5pack.sources.catalog import Catalog, FileReader, NameTable, one_split

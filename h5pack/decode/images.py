@@ -28,8 +28,8 @@ from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
+from h5pack.decode.headers import Header, Kind, parse_jpeg, parse_png
 from h5pack.errors import RejectedImageError
-from h5pack.pack.headers import Header, Kind, parse_jpeg, parse_png
 
 _ORIENTATION = 0x0112
 _TIFF_WIDTH, _TIFF_HEIGHT = 0x0100, 0x0101

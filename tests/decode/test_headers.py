@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps, PngImagePlugin
 
-from h5pack.pack.headers import Header, Kind, parse_jpeg, parse_png
+from h5pack.decode.headers import Header, Kind, parse_jpeg, parse_png
 from tests.makers import pixels
 
 EXIF = 0x0112

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError, features
 
+from h5pack.decode.headers import Header, Kind
+from h5pack.decode.images import Decoder, PixelOptions, _copy_pixels, _proven_kinds, read_header, strict_pillow
 from h5pack.errors import RejectedImageError
-from h5pack.pack.headers import Header, Kind
-from h5pack.pack.images import Decoder, PixelOptions, _copy_pixels, _proven_kinds, read_header, strict_pillow
 from h5pack.pack.options import MAX_PIXELS, RESAMPLES
 from tests.makers import pixels
 
@@ -28,7 +28,7 @@ Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 @pytest.fixture(autouse=True)
 def _strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a conversion's workers, each of which proves the fast decoder only once."""
-    monkeypatch.setattr("h5pack.pack.images._proven_kinds", proven_kinds)
+    monkeypatch.setattr("h5pack.decode.images._proven_kinds", proven_kinds)
     with strict_pillow():
         yield
 
@@ -476,7 +476,7 @@ def test_pixels_are_copied_whole_with_and_without_pillows_encoder(
     _copy_pixels(Image.fromarray(pixels), out)
     assert np.array_equal(out.reshape(shape), pixels)
     # An encoder that gives less than the whole image.
-    monkeypatch.setattr("h5pack.pack.images._ENCODER_SLACK_BYTES", -(out.nbytes // 2))
+    monkeypatch.setattr("h5pack.decode.images._ENCODER_SLACK_BYTES", -(out.nbytes // 2))
     out[...] = 0
     _copy_pixels(Image.fromarray(pixels), out)
     assert np.array_equal(out.reshape(shape), pixels)

@@ -1,0 +1,1 @@
+"""Images: encoded bytes, or pixels of another size, to uint8 pixels."""
