@@ -206,6 +206,24 @@ def compressed_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def foreign_table(result: dict[str, Any]) -> str:
+    """The figures of reading other people's files, before and after converting, as a Markdown table."""
+    lines = [
+        "| file | way | before: images/s | after convert: images/s | times as fast | converted at: images/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, found in result["files"].items():
+        speeds = {(way["when"], way["way"]): way["images_per_s"] for way in found["ways"]}
+        for way in dict.fromkeys(way for _, way in speeds):
+            before, after = speeds["before", way], speeds["after", way]
+            cells = " | ".join(
+                f"{one['median']:,.0f} ({one['min']:,.0f} to {one['max']:,.0f})" for one in (before, after)
+            )
+            ratio = after["median"] / before["median"]
+            lines.append(f"| {name} | {way} | {cells} | {ratio:.1f} | {found['convert_images_per_s']:,.0f} |")
+    return "\n".join(lines)
+
+
 def read_summary(result: dict[str, Any]) -> str:
     """What the README says of reading: the machine, and the ways that matter."""
     machine = result["machine"]
@@ -255,6 +273,8 @@ def main() -> None:
     update_figures(ROOT / "docs" / "performance.md", "cold", cold_table(result))
     result = json.loads((RESULTS / "compressed.json").read_text())
     update_figures(ROOT / "docs" / "performance.md", "compressed", compressed_table(result))
+    result = json.loads((RESULTS / "foreign.json").read_text())
+    update_figures(ROOT / "docs" / "performance.md", "foreign", foreign_table(result))
     result = json.loads((RESULTS / "mixing.json").read_text())
     draw_mixing(result, PICTURES / "mixing.png")
     update_figures(ROOT / "docs" / "tuning.md", "mixing", mixing_table(result))

@@ -16,6 +16,7 @@ from h5pack.version import __version__
 
 _EPILOG = """\
 h5pack convert ./celebA out.h5            pack a folder of images
+h5pack convert theirs.h5 out.h5           pack the images of any HDF5 file anew
 h5pack info out.h5                        what a file holds, and what its chunks cost
 h5pack verify out.h5                      check every row
 """
@@ -107,15 +108,18 @@ def _add_convert(commands: Any, common: argparse.ArgumentParser) -> None:
     convert = commands.add_parser(
         "convert",
         parents=[common],
-        help="pack a folder of images into an HDF5 file",
-        description="Pack a folder of images into an HDF5 file. Nothing appears under OUT before it is whole.",
+        help="pack a folder of images, or another HDF5 file, into an HDF5 file",
+        description="Pack a folder of images, or the images of another HDF5 file, into an HDF5 file. Nothing appears "
+        "under OUT before it is whole.",
     )
     convert.set_defaults(run=_convert)
-    convert.add_argument("source", metavar="SOURCE", help="a folder of images, or a CSV or TSV manifest")
+    convert.add_argument(
+        "source", metavar="SOURCE", help="a folder of images, a CSV or TSV manifest, or an HDF5 file of anybody's"
+    )
     convert.add_argument("out", metavar="OUT", help="the HDF5 file to make")
 
     what = convert.add_argument_group("what to pack")
-    what.add_argument("--source", dest="kind", metavar="KIND", help="flat, classes, splits, celeba or manifest")
+    what.add_argument("--source", dest="kind", metavar="KIND", help="flat, classes, splits, celeba, manifest or hdf5")
     what.add_argument("--include", action="append", default=[], metavar="GLOB", help="only matching paths; repeatable")
     what.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="no matching paths; repeatable")
     what.add_argument("--limit", type=int, metavar="N", help="at most N images, evenly spaced")
@@ -124,6 +128,8 @@ def _add_convert(commands: Any, common: argparse.ArgumentParser) -> None:
     what.add_argument("--label-columns", metavar="A,B", help="a manifest's label column, or columns of a table")
     what.add_argument("--split-column", metavar="NAME", help="a manifest's column of splits")
     what.add_argument("--field-columns", metavar="A,B", help="a manifest's columns of numbers to store beside")
+
+    _add_hdf5(convert)
 
     rows = convert.add_argument_group("how a row looks")
     rows.add_argument("--size", metavar="HxW", help="height and width of every row; one number: a square")
@@ -156,6 +162,17 @@ def _add_convert(commands: Any, common: argparse.ArgumentParser) -> None:
     how.add_argument("--resume", action="store_true", help="continue an interrupted conversion")
     how.add_argument("--strict", action="store_true", help="stop at the first image that cannot be packed")
     how.add_argument("--quiet", action="store_true", help="no plan, no progress")
+
+
+def _add_hdf5(convert: argparse.ArgumentParser) -> None:
+    hdf5 = convert.add_argument_group("what of an HDF5 file")
+    hdf5.add_argument("--images", metavar="NAME", help="the dataset of images, numbers or encoded ones (default: look)")
+    labels = hdf5.add_mutually_exclusive_group()
+    labels.add_argument("--labels", metavar="NAME", help="the dataset of labels (default: look)")
+    labels.add_argument("--no-labels", action="store_const", const="", dest="labels", help="take no labels")
+    hdf5.add_argument("--fields", metavar="A,B", help="further datasets with a row an image")
+    hdf5.add_argument("--channel-axis", metavar="WHERE", help="of a row: last, first or none (default: look)")
+    hdf5.add_argument("--value-range", metavar="LOW:HIGH", help="values that become 0 and 255 (default of floats 0:1)")
 
 
 def _add_info(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -220,7 +237,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace) -> Any:
-    from h5pack.pack.options import MAX_PIXELS, ConvertOptions, parse_bytes, parse_size
+    from h5pack.pack.options import ConvertOptions, parse_bytes, parse_range, parse_size
 
     rows = arguments.chunk_rows
     if rows != "auto" and not rows.isdigit():
@@ -235,6 +252,11 @@ def _options(arguments: argparse.Namespace) -> Any:
         label_columns=_listed(arguments.label_columns),
         split_column=arguments.split_column,
         field_columns=_listed(arguments.field_columns),
+        images=arguments.images,
+        labels=arguments.labels,
+        fields=_listed(arguments.fields),
+        channel_axis=arguments.channel_axis,
+        value_range=None if arguments.value_range is None else parse_range(arguments.value_range),
         size=None if arguments.size is None else parse_size(arguments.size),
         fit=arguments.fit,
         resample=arguments.resample,
@@ -245,7 +267,7 @@ def _options(arguments: argparse.Namespace) -> Any:
         seed=arguments.seed,
         chunk_rows=None if rows == "auto" else int(rows),
         chunk_bytes=None if arguments.chunk_bytes is None else parse_bytes(arguments.chunk_bytes),
-        max_pixels=MAX_PIXELS if arguments.max_pixels is None else arguments.max_pixels,
+        max_pixels=ConvertOptions.max_pixels if arguments.max_pixels is None else arguments.max_pixels,
         compression=arguments.compression,
         compat=arguments.compat,
         strict=arguments.strict,

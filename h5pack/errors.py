@@ -6,7 +6,7 @@
     ├── OptionsError (ValueError)            an option's value makes no sense
     ├── SourceError (ValueError)             the source cannot be read as asked
     │   ├── NoImagesError                    it holds no readable image
-    │   └── SizesDifferError                 its images differ in size and no size was given
+    │   └── SizesDifferError                 images differ in size where they must be of one
     ├── RejectedImageError (ValueError)      one image cannot be packed (reported; raised with ``strict``)
     ├── OutputExistsError (FileExistsError)  the output, or an unfinished one, is already there
     ├── OutputBusyError (BlockingIOError)    another conversion is writing this output
@@ -17,7 +17,7 @@
     │   └── IncompletePackError              a pack whose conversion did not finish
     ├── PackChangedError (RuntimeError)      the file was replaced while it was in use
     ├── ReadError (OSError)                  the file, or the disk under it, gave fewer bytes than the rows have
-    ├── DamagedRowsError (ValueError)        rows that differ from their checksums
+    ├── DamagedRowsError (ValueError)        rows that differ from their checksums, or cannot be decoded
     ├── StateError (ValueError)              a saved state belongs to another order of rows
     └── LoaderError (RuntimeError)           a loader's iterator was used where it cannot work
 
@@ -44,7 +44,7 @@ class NoImagesError(SourceError):
 
 
 class SizesDifferError(SourceError):
-    """The images differ in size and ``size`` was not given."""
+    """Images differ in size: those of a source, without ``size``; or encoded rows that should make a batch."""
 
 
 class RejectedImageError(H5PackError, ValueError):
@@ -91,7 +91,7 @@ class ReadError(H5PackError, OSError):
 
 
 class DamagedRowsError(H5PackError, ValueError):
-    """Rows whose bytes differ from their checksums.
+    """Rows whose bytes differ from their checksums, or are no image that can be decoded.
 
     Attributes
     ----------

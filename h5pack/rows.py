@@ -35,6 +35,11 @@ class RowPlaces:
         chunk, place = divmod(row, self.chunk_rows)
         return int(self.addresses[chunk]) + place * self.row_bytes
 
+    def offsets(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Byte offset of each of some rows, int64 (n,)."""
+        chunks = rows // self.chunk_rows
+        return self.addresses[chunks] + (rows - chunks * self.chunk_rows) * self.row_bytes
+
     def runs(self, rows: npt.NDArray[np.int64], most: int) -> Iterator[tuple[int, int]]:
         """Cut ascending rows into runs (first, count) that lie one behind the other in the file.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import compressed, convert, plots, read
+from benchmarks import compressed, convert, foreign, plots, read
 from benchmarks.common import RESULTS, interleaved, spread
 
 
@@ -62,6 +62,20 @@ def test_compressed_benchmark(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["c.json"], "scratch is cleaned up"
 
 
+def test_foreign_benchmark(tmp_path: Path) -> None:
+    json_path = tmp_path / "f.json"
+    sizes = ["--rows", "90", "--batch", "16", "--slow-rows", "32"]
+    foreign.main([*sizes, "--repeats", "2", "--scratch", str(tmp_path), "--json", str(json_path)])
+    result = json.loads(json_path.read_text())
+    assert list(result["files"]) == list(foreign.FILES)
+    for found in result["files"].values():
+        assert found["rows_compared"] == 90
+        assert {(way["when"], way["way"]) for way in found["ways"]} >= {("before", "H5Loader"), ("after", "H5Loader")}
+        assert all(way["images_per_s"]["min"] > 0 for way in found["ways"])
+    assert plots.foreign_table(result).count("| H5Loader |") == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["f.json"], "scratch is cleaned up"
+
+
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
 def test_committed_results_name_their_machine(path: Path) -> None:
     result = json.loads(path.read_text())
@@ -76,8 +90,8 @@ def test_common() -> None:
 
 
 def test_the_docs_show_the_committed_figures() -> None:
-    convert_result, read_result, compressed_result = (
-        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("convert", "read", "compressed")
+    convert_result, read_result, compressed_result, foreign_result = (
+        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("convert", "read", "compressed", "foreign")
     )
     for page, name, text in (
         ("README.md", "convert", plots.convert_table(convert_result)),
@@ -85,5 +99,6 @@ def test_the_docs_show_the_committed_figures() -> None:
         ("docs/performance.md", "hot", plots.hot_table(read_result, every_batch=True)),
         ("docs/performance.md", "cold", plots.cold_table(read_result)),
         ("docs/performance.md", "compressed", plots.compressed_table(compressed_result)),
+        ("docs/performance.md", "foreign", plots.foreign_table(foreign_result)),
     ):
         assert f"<!-- figures: {name} -->\n{text}\n<!-- end figures -->" in (plots.ROOT / page).read_text()

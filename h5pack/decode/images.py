@@ -31,6 +31,9 @@ from PIL.TiffImagePlugin import TiffImageFile
 from h5pack.decode.headers import Header, Kind, parse_jpeg, parse_png
 from h5pack.errors import RejectedImageError
 
+MAX_PIXELS = 178_956_970
+"""Images with more pixels are rejected as decompression bombs; the count at which Pillow refuses one."""
+
 _ORIENTATION = 0x0112
 _TIFF_WIDTH, _TIFF_HEIGHT = 0x0100, 0x0101
 _LONG_HEAD_BYTES = 65_536
@@ -163,7 +166,11 @@ class Decoder:
             If it cannot be decoded, or has another size and `resize` is off.
         """
         if not isinstance(source, bytes):
-            self._place(_image(source), out)
+            if source.shape[:2] == out.shape[:2] and source.shape[2] in (1, out.shape[2]):
+                # As Pillow would: gray is repeated.
+                out[...] = source
+            else:
+                self._place(_image(source), out)
         elif kind == Kind.PILLOW or self._options.draft or not self._decode_plain(source, kind, out):
             _refuse_programs(source)
             with _rejecting(), Image.open(io.BytesIO(source)) as image:

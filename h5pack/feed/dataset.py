@@ -16,6 +16,7 @@ from h5pack import schema
 from h5pack.errors import OptionsError, PackFormatError
 from h5pack.feed.sample_batch import SampleBatch
 from h5pack.feed.shared import SharedMemory
+from h5pack.read.encoded import holds_encoded
 from h5pack.read.engine import Engine
 from h5pack.read.pack import checksums_of, read_pack
 from h5pack.read.stats import ReadStats
@@ -31,7 +32,8 @@ class H5Dataset(Dataset[Any]):
     Parameters
     ----------
     path : path
-        A pack, or any HDF5 file with a dataset of numbers whose axis 0 is the sample.
+        A pack, or any HDF5 file with a dataset whose axis 0 is the sample: of numbers, or of encoded images (the bytes
+        of a JPEG, PNG or other file in each row of variable-length uint8), which are decoded to RGB (H, W, 3).
     split : str, optional
         One of the file's splits; None: all rows.
     transform : callable, optional
@@ -78,8 +80,9 @@ class H5Dataset(Dataset[Any]):
 
     Notes
     -----
-    Without `transform` an image is a uint8 tensor as stored, (H, W, C) or (C, H, W). A label is an int; a tensor () of
-    its dtype where it is no whole number; a tensor (K,) where the file holds a table.
+    Without `transform` an image is a uint8 tensor as stored, (H, W, C) or (C, H, W). Encoded images may differ in size:
+    a sample, or what `transform` is called with, has its own; a batch of several sizes is an error. A label is an int;
+    a tensor () of its dtype where it is no whole number; a tensor (K,) where the file holds a table.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class H5Dataset(Dataset[Any]):
                 known = ", ".join(repr(name) for name in pack.splits) or "none"
                 raise PackFormatError(f"{pack.path}: no split {split!r}; its splits are {known}")
             self.first_row, stop = pack.splits[split]
+        self._encoded = tuple(name for name in self.names if holds_encoded(pack.indexes[name]))
         self._length = stop - self.first_row
         self.unit_rows = pack.indexes[self.names[0]].unit_rows
 
@@ -149,7 +153,7 @@ class H5Dataset(Dataset[Any]):
         Without transforms they are read when they are first looked at, so that `collate` can do without samples.
         """
         rows = self._rows(indices)
-        return SampleBatch(rows, self) if self._plain else self._load(rows)
+        return SampleBatch(rows, self, self._load if self._encoded else None) if self._plain else self._load(rows)
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """Batch samples as torch's ``default_collate`` does, only faster: rows go straight to their place in the batch.
@@ -191,7 +195,10 @@ class H5Dataset(Dataset[Any]):
 
     def split_batch(self, batch: list[torch.Tensor], rows: npt.NDArray[np.int64]) -> list[Any]:
         """Samples over the memory of the first ``len(rows)`` rows of a batch."""
-        columns = [list(tensor.numpy()[: len(rows)]) for tensor in batch[: len(self.names)]]
+        return self._samples([list(tensor.numpy()[: len(rows)]) for tensor in batch[: len(self.names)]], rows)
+
+    def _samples(self, columns: list[list[Any]], rows: npt.NDArray[np.int64]) -> list[Any]:
+        """Samples out of the rows of each dataset."""
         if self.with_rows:
             columns.append(rows.tolist())
         samples = []
@@ -212,7 +219,8 @@ class H5Dataset(Dataset[Any]):
         rows : ndarray
             int64, (n,): rows of the file, in any order.
         out : ndarray, optional
-            (n, ...), in the machine's byte order: where they go.
+            (n, ...), in the machine's byte order: where they go. Rows that are encoded images may go to an array of
+            objects, (n,), each as an array uint8 (h, w, 3) of its own size.
         """
         values = self.engine.read(name, rows, out)
         if self.check:
@@ -262,7 +270,14 @@ class H5Dataset(Dataset[Any]):
         return self.transform is None and self.target_transform is None
 
     def _load(self, rows: npt.NDArray[np.int64]) -> list[Any]:
-        return self.split_batch(self.read_batch(rows, share=False), rows)
+        if not self._encoded:
+            return self.split_batch(self.read_batch(rows, share=False), rows)
+        columns = []
+        for name in self.names:
+            # Objects are images of any size, each in memory of its own.
+            out = np.empty(len(rows), object) if name in self._encoded else None
+            columns.append(list(self.read_rows(name, rows, out)))
+        return self._samples(columns, rows)
 
     def _part(self, name: str, value: Any) -> Any:
         if name == self.names[0]:

@@ -231,7 +231,7 @@ class H5Loader(Resumable):
         if self._process != os.getpid():
             self._renew()
         _require_plain(self._base)
-        self._base.engine.storage.look()
+        self._base.engine.look()
         if self.resident and self._kept is None and self._begun >= self._first_resident:
             self._kept = ResidentRows(self._base, self.plan.rows.stored())
         if self._small_names and self._small is None:

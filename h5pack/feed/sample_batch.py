@@ -8,7 +8,7 @@ DataLoader gets the tensors that the rows were read into, without stacking copie
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, overload
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data._utils import collate as torch_collate
 
+from h5pack.errors import SizesDifferError
 from h5pack.feed.shared import MarkedTensor, SharedBatch
 
 
@@ -54,11 +55,20 @@ class SampleBatch(Sequence[Any]):
     rows : ndarray
         int64, (n,): rows of the file.
     source : BatchSource
+    load : callable, optional
+        Gives the samples of rows each by itself, where they differ in size and so make no batch.
     """
 
-    def __init__(self, rows: npt.NDArray[np.int64], source: BatchSource) -> None:
+    def __init__(
+        self,
+        rows: npt.NDArray[np.int64],
+        source: BatchSource,
+        load: Callable[[npt.NDArray[np.int64]], list[Any]] | None = None,
+    ) -> None:
         self.rows = rows
         self._source = source
+        self._load = load
+        self._differ = False
         self._batch: list[torch.Tensor] | None = None
         self._first: Any = None
         self._samples: list[Any] | None = None
@@ -84,8 +94,19 @@ class SampleBatch(Sequence[Any]):
     def samples(self) -> list[Any]:
         """The samples, read once."""
         if self._samples is None:
-            self._samples = self._source.split_batch(self._read(), self.rows)
+            self._samples = self._take(self.rows)
         return self._samples
+
+    def _take(self, rows: npt.NDArray[np.int64]) -> list[Any]:
+        """Samples of the first rows: over the batch's memory, or each by itself."""
+        if self._load is None:
+            return self._source.split_batch(self._read(), rows)
+        if not self._differ:
+            try:
+                return self._source.split_batch(self._read(), rows)
+            except SizesDifferError:
+                self._differ = True
+        return self._load(rows)
 
     def _read(self) -> list[torch.Tensor]:
         if self._batch is None:
@@ -106,7 +127,7 @@ class SampleBatch(Sequence[Any]):
             return self.samples()[index]
         if self._first is None:
             if self._samples is None:
-                (first,) = self._source.split_batch(self._read(), self.rows[:1])
+                (first,) = self._take(self.rows[:1])
             else:
                 first = self._samples[0]
             alone = isinstance(first, torch.Tensor)

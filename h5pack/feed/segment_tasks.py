@@ -17,8 +17,9 @@ from h5pack.feed.dataset import H5Dataset
 from h5pack.feed.filling import Filling, Span
 from h5pack.feed.order import Segment
 from h5pack.feed.resident import ResidentRows
-from h5pack.read.engine import SCATTER_BYTES, Scatter
+from h5pack.read.engine import SCATTER_BYTES
 from h5pack.read.runs import chunk_edges
+from h5pack.read.scatter import Scatter
 
 TASK_BYTES = 8 * 1024 * 1024
 """Bytes a task reads: long beside the cost of a task (some 10 us), short beside a batch."""
@@ -104,7 +105,7 @@ class SegmentTasks:
                 plans[name] = self._engine.plan(name, segment.rows)
                 self._engine.advise(plans[name])
             elif self._engine.decodes(self._engine.indexes[name]):
-                self._engine.chunks.advise(self._engine.indexes[name], segment.rows)
+                self._engine.advise_chunks(name, segment.rows)
         return PlannedSegment(segment, plans)
 
     def read(self, planned: PlannedSegment, arrived: Arrived) -> list[Task]:
@@ -123,7 +124,7 @@ class SegmentTasks:
             elif part.name == ROWS or part.row_bytes < SCATTER_BYTES:
                 tasks.append(partial(self._stage, part, segment, countdown))
             elif self._engine.decodes(self._engine.indexes[part.name]):
-                edges = chunk_edges(segment.rows, self._engine.indexes[part.name].chunk_rows)
+                edges = chunk_edges(self._engine.indexes[part.name], segment.rows)
                 tasks += [
                     partial(self._decode, part, segment, low, high, countdown)
                     for low, high in itertools.pairwise(edges)

@@ -20,6 +20,7 @@ from h5pack.decode.images import Decoder, strict_pillow
 from h5pack.errors import (
     NoImagesError,
     NoSpaceError,
+    OptionsError,
     RejectedImageError,
 )
 from h5pack.machine import available_cpus
@@ -53,7 +54,7 @@ def convert(
     *,
     progress: bool = False,
 ) -> ConvertReport:
-    """Pack a folder of images, or a map-style dataset, into an HDF5 file.
+    """Pack a folder of images, the images of another HDF5 file, or a map-style dataset, into an HDF5 file.
 
     Nothing appears under the name `out` before it is whole. A call that is interrupted, even by SIGKILL, is continued
     with ``ConvertOptions(resume=True)``, and ends in the same bytes.
@@ -61,8 +62,8 @@ def convert(
     Parameters
     ----------
     source : path or map-style dataset
-        A folder (of images, of class folders, of split folders, CelebA), a CSV or TSV manifest, or a dataset of
-        (uint8 image, label).
+        A folder (of images, of class folders, of split folders, CelebA), a CSV or TSV manifest, any HDF5 file with a
+        dataset of images, or a dataset of (uint8 image, label).
     out : path
         The file to make.
     options : ConvertOptions, optional
@@ -110,6 +111,8 @@ class Conversion:
         if self.options.filter is not None:
             require_filter(self.options.filter)
         self.output = Output(Path(os.path.abspath(out)))
+        if isinstance(source, (str, os.PathLike)) and _is_same_file(source, out):
+            raise OptionsError(f"{os.fspath(out)}: the source itself; give the output another name")
         self.output.check(self.options.overwrite, self.options.resume)
         self.workers = self.options.workers or available_cpus()
         self._source = source
@@ -180,6 +183,11 @@ class Conversion:
         decoder = Decoder(plan.pixels)
         row = np.empty((plan.height, plan.width, plan.options.channels), np.uint8)
         picked = plan.placement.order[:: max(1, plan.rows // _TIMED_IMAGES)]
+        groups = plan.catalog.reader.groups(plan.placement.order)
+        if groups is not None:
+            # The first group whole: reading one of its images costs as much.
+            picked = plan.placement.order[groups == groups.min()]
+            plan.catalog.reader.begin(picked.tolist())
         begin = time.perf_counter()
         with strict_pillow():
             for index in picked.tolist():
@@ -356,6 +364,10 @@ def _refuse_rejects(plan: ConvertPlan, record: RowRecord) -> None:
             f"{plan.source}: {name}: {reason}; mend or remove it and start over with --overwrite, or go on without it "
             "by --resume and no --strict"
         )
+
+
+def _is_same_file(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    return os.path.isfile(one) and os.path.exists(other) and os.path.samefile(one, other)
 
 
 def _first(written: RowRecord) -> str:

@@ -35,19 +35,20 @@ import numpy.typing as npt
 from h5pack.errors import OutputBusyError, ResumeError
 from h5pack.pack.output import sync_path, write_atomically
 
-_MAGIC = 0x4A503548
+_MAGIC = 0x4B503548
 _PREFIX = struct.Struct("<III")
+_HEAD = struct.Struct("<IIIII")
 _WAIT_SECONDS = 10.0
 
 
 @dataclass
 class RowRecord:
-    """What a writer knows of a run of rows.
+    """What a writer knows of some rows.
 
     Attributes
     ----------
-    start : int
-        The first planned row.
+    rows : ndarray
+        int64, (n,): the planned rows, ascending.
     packed : ndarray
         bool, (n,): False where the image was rejected.
     checksums : ndarray
@@ -60,7 +61,7 @@ class RowRecord:
         Why rows were rejected.
     """
 
-    start: int
+    rows: npt.NDArray[np.int64]
     packed: npt.NDArray[np.bool_]
     checksums: npt.NDArray[np.uint32]
     sampled: npt.NDArray[np.int64]
@@ -71,10 +72,14 @@ class RowRecord:
         """The record's payload."""
         reasons = json.dumps({str(row): reason for row, reason in self.reasons.items()}).encode()
         channels = self.sums.shape[2]
-        head = struct.pack("<qIIII", self.start, len(self.packed), len(self.sampled), channels, len(reasons))
+        count = len(self.rows)
+        # Of rows that follow each other the first is enough.
+        listed = self.rows if not is_consecutive(self.rows) else self.rows[:1]
+        head = _HEAD.pack(count, len(listed), len(self.sampled), channels, len(reasons))
         return b"".join(
             [
                 head,
+                listed.tobytes(),
                 self.packed.tobytes(),
                 self.checksums.tobytes(),
                 self.sampled.tobytes(),
@@ -86,16 +91,22 @@ class RowRecord:
     @classmethod
     def decode(cls, payload: bytes) -> RowRecord:
         """The record of a payload."""
-        start, rows, sampled, channels, reasons = struct.unpack_from("<qIIII", payload)
-        stream = io.BytesIO(payload[struct.calcsize("<qIIII") :])
+        count, listed, sampled, channels, reasons = _HEAD.unpack_from(payload)
+        stream = io.BytesIO(payload[_HEAD.size :])
+        rows = np.frombuffer(stream.read(8 * listed), np.int64)
         return cls(
-            start,
-            np.frombuffer(stream.read(rows), np.bool_),
-            np.frombuffer(stream.read(4 * rows), np.uint32),
+            rows if listed == count else rows[0] + np.arange(count),
+            np.frombuffer(stream.read(count), np.bool_),
+            np.frombuffer(stream.read(4 * count), np.uint32),
             np.frombuffer(stream.read(8 * sampled), np.int64),
             np.frombuffer(stream.read(16 * sampled * channels), np.uint64).reshape(sampled, 2, channels),
             {int(row): reason for row, reason in json.loads(stream.read(reasons)).items()},
         )
+
+
+def is_consecutive(rows: npt.NDArray[np.int64]) -> bool:
+    """Whether ascending rows, int64 (n,), are some, and follow each other without a gap."""
+    return bool(len(rows)) and int(rows[-1] - rows[0]) == len(rows) - 1
 
 
 class JournalWriter:

@@ -7,9 +7,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from h5pack.decode.images import MAX_PIXELS
 from h5pack.errors import OptionsError
 from h5pack.pack.compression import NONE, Compression, parse_compression
 from h5pack.sources.detect import SourceOptions, check_kind
+from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.sources.manifest import ManifestColumns
 from h5pack.sources.walk import NameFilter
 
@@ -19,8 +21,8 @@ ORDERS = ("shuffled", "sorted")
 FITS = ("crop", "pad", "stretch")
 IO = ("auto", "direct", "buffered")
 RESAMPLES = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
-MAX_PIXELS = 178_956_970
-"""Images with more pixels are rejected as decompression bombs; the count at which Pillow refuses one."""
+
+_LATER = ("compression", "images", "labels", "fields", "channel_axis", "value_range")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +32,15 @@ class ConvertOptions:
     Attributes
     ----------
     source : str, optional
-        Kind of source: flat, classes, splits, celeba or manifest; None: look.
+        Kind of source: flat, classes, splits, celeba, manifest or hdf5; None: look.
     include, exclude : tuple of str
         Shell patterns over paths relative to the source.
     limit : int, optional
         Pack at most this many images, evenly spaced in source order.
     root, path_column, label_columns, split_column, field_columns
         How to read a manifest; see `h5pack.sources.manifest.ManifestColumns`.
+    images, labels, fields, channel_axis, value_range
+        How to read an HDF5 file; see `h5pack.sources.hdf5_catalog.HDF5Datasets`.
     size : (int, int), optional
         Height and width in pixels of every row; None: the images' own, which must then agree.
     fit : str
@@ -87,6 +91,11 @@ class ConvertOptions:
     label_columns: tuple[str, ...] = ()
     split_column: str | None = None
     field_columns: tuple[str, ...] = ()
+    images: str | None = None
+    labels: str | None = None
+    fields: tuple[str, ...] = ()
+    channel_axis: str | None = None
+    value_range: tuple[float, float] | None = None
     size: tuple[int, int] | None = None
     fit: str = "crop"
     resample: str = "bicubic"
@@ -130,6 +139,8 @@ class ConvertOptions:
         if self.size is not None and (not isinstance(self.size, tuple) or len(self.size) != 2 or min(self.size) < 1):
             raise OptionsError(f"size is {self.size}; it must be (height, width), each at least 1 pixel")
         parse_compression(self.compression)
+        # It checks what it is made of.
+        _ = self.source_options
         if not 0 <= self.seed < 2**63:
             raise OptionsError(f"seed is {self.seed}; it must be 0 to 2**63 - 1")
         if self.size is None:
@@ -157,20 +168,24 @@ class ConvertOptions:
             columns=ManifestColumns(
                 self.path_column, self.label_columns, self.split_column, self.field_columns, self.root
             ),
+            datasets=HDF5Datasets(self.images, self.labels, self.fields, self.channel_axis, self.value_range),
             limit=self.limit,
         )
 
     def content(self) -> dict[str, Any]:
         """The options that change what the file holds, for `h5pack_options` and for comparing on resume.
 
-        `compression` is among them only where there is one.
+        `compression`, and what says how to read an HDF5 file, are among them only where they were given.
         """
         values = dataclasses.asdict(self)
         for name in ("root", "strict", "workers", "start_method", "io", "overwrite", "resume"):
             del values[name]
+        # Left out, so that a pack without them is what it was before there was a choice.
+        for name in _LATER:
+            if values[name] == getattr(ConvertOptions, name):
+                del values[name]
         if self.filter is None:
-            # Left out, so that a pack without it is what it was before there was a choice.
-            del values["compression"]
+            values.pop("compression", None)
         else:
             values["compression"] = self.filter.name
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
@@ -188,6 +203,20 @@ def parse_size(text: str) -> tuple[int, int]:
         raise OptionsError(f"size {text!r} is neither HxW, such as 218x178, nor one number for a square")
     height = int(match[1])
     return height, int(match[2]) if match[2] else height
+
+
+def parse_range(text: str) -> tuple[float, float]:
+    """Read "LOW:HIGH", such as 0:1 or -1:1.
+
+    Raises
+    ------
+    OptionsError
+    """
+    try:
+        low, high = (float(part) for part in text.split(":"))
+    except ValueError:
+        raise OptionsError(f"value range {text!r} is not LOW:HIGH, such as 0:1") from None
+    return low, high
 
 
 def parse_bytes(text: str) -> int:

@@ -165,7 +165,7 @@ class ConvertPlan:
         if options.filter is not None:
             file = f"at most {file}, {options.filter.name}; until it is whole, {human_bytes(self.needed_bytes)} of disk"
         lines = [
-            f"source   {self.source} ({self.catalog.kind})",
+            f"source   {self.source} ({self.catalog.kind}{self.catalog.about and ': ' + self.catalog.about})",
             f"images   {self.rows:,} of {sizes}, {options.layout}, {options.order}",
             f"labels   {self.label_kind()}" + "".join(f", field {name}" for name in sorted(self.catalog.fields)),
             f"splits   {splits}",

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import mmap
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +25,8 @@ from h5pack.rows import write_all
 
 _PAGE = schema.ALIGNMENT_BYTES
 _PIECE_BYTES = 2 * 1024 * 1024
+# A smaller row that lies alone has too few whole pages.
+_DIRECT_ROW_BYTES = 16 * _PAGE
 # Local file systems whose direct writes were measured, or are known, to run at the device's speed. Network file
 # systems may wait for the server at each write, and memory file systems have nothing to bypass.
 _DIRECT_FILE_SYSTEMS = ("ext4", "xfs")
@@ -55,6 +59,20 @@ class RowFile:
         if len(self._memory[0]) < skew + count:
             self._memory[0] = _memory(skew + count)
         return Run(self, self._memory[0], offset, skew, count)
+
+    def begin_rows(self, offsets: npt.NDArray[np.int64], row_bytes: int) -> RowRun:
+        """Start some rows at ascending `offsets`, int64 (n,), in bytes; see `begin`."""
+        count = len(offsets)
+        if int(offsets[-1] - offsets[0]) == (count - 1) * row_bytes:
+            return RowsTogether(self.begin(int(offsets[0]), count * row_bytes), row_bytes)
+        # Direct writes need whole pages at the same place within a page in memory as in the file.
+        direct = self.direct is not None and row_bytes >= _DIRECT_ROW_BYTES
+        skews = offsets % _PAGE if direct else np.zeros(count, np.int64)
+        step = -(-(row_bytes + _PAGE) // _PAGE) * _PAGE if direct else row_bytes
+        self._memory.reverse()
+        if len(self._memory[0]) < count * step:
+            self._memory[0] = _memory(count * step)
+        return RowsApart(self, self._memory[0], offsets, skews + np.arange(count) * step, row_bytes, direct)
 
     def close(self) -> None:
         """Wait for the thread, and close the file."""
@@ -139,6 +157,113 @@ class Run:
                 self._file.thread.submit(self._file.write, descriptor, data, self._start + self._written)
             )
             self._written = stop
+
+
+class RowRun(Protocol):
+    """Rows on their way to their places: fill each `row`, call `ready`, then `wait`."""
+
+    def row(self, place: int) -> npt.NDArray[np.uint8]:
+        """Memory of a row, uint8 (row_bytes,)."""
+        ...
+
+    def ready(self, rows: int) -> None:
+        """The first so many rows are final."""
+        ...
+
+    def wait(self) -> None:
+        """Return when all bytes are handed to the kernel."""
+        ...
+
+
+class RowsTogether:
+    """Rows that lie one behind the other; a `RowRun`.
+
+    Parameters
+    ----------
+    run : Run
+    row_bytes : int
+    """
+
+    def __init__(self, run: Run, row_bytes: int) -> None:
+        self._run, self._row_bytes = run, row_bytes
+
+    def row(self, place: int) -> npt.NDArray[np.uint8]:
+        """See `RowRun`."""
+        return self._run.buffer[place * self._row_bytes : (place + 1) * self._row_bytes]
+
+    def ready(self, rows: int) -> None:
+        """See `RowRun`; raises OSError where the write is buffered and fails."""
+        self._run.ready(rows * self._row_bytes)
+
+    def wait(self) -> None:
+        """See `RowRun`; raises OSError."""
+        self._run.wait()
+
+
+class RowsApart:
+    """Rows each at its own place; a `RowRun`. They are written when all are ready.
+
+    Parameters
+    ----------
+    file : RowFile
+    memory : mmap
+    offsets, places : ndarray
+        int64, (n,): where each row starts in the file and in `memory`, in bytes.
+    row_bytes : int
+    direct : bool
+        Write the whole pages of each row past the page cache.
+    """
+
+    def __init__(
+        self,
+        file: RowFile,
+        memory: mmap.mmap,
+        offsets: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+        row_bytes: int,
+        direct: bool,
+    ) -> None:
+        self._file, self._row_bytes, self._direct = file, row_bytes, direct
+        self._offsets, self._places = offsets.tolist(), places.tolist()
+        self._buffer = np.frombuffer(memory, np.uint8)
+        self._pending: Future[None] | None = None
+
+    def row(self, place: int) -> npt.NDArray[np.uint8]:
+        """See `RowRun`."""
+        return self._buffer[self._places[place] : self._places[place] + self._row_bytes]
+
+    def ready(self, rows: int) -> None:
+        """See `RowRun`; raises OSError where nothing writes beside this thread and the write fails."""
+        if rows < len(self._offsets):
+            return
+        if self._file.thread is None:
+            self._write()
+        else:
+            self._pending = self._file.thread.submit(self._write)
+
+    def wait(self) -> None:
+        """See `RowRun`; raises OSError."""
+        if self._pending is not None:
+            self._pending.result()
+
+    def _write(self) -> None:
+        file, data, size = self._file, self._buffer.data, self._row_bytes
+        if file.direct is None or not self._direct:
+            # Here rows lie one behind the other in memory; some do in the file, too.
+            breaks = [place for place in range(1, len(self._offsets)) if self._follows_not(place)]
+            for first, last in itertools.pairwise([0, *breaks, len(self._offsets)]):
+                file.write(file.descriptor, data[first * size : last * size], self._offsets[first])
+            return
+        for offset, place in zip(self._offsets, self._places, strict=True):
+            head = -offset % _PAGE
+            whole = (size - head) // _PAGE * _PAGE
+            file.write(file.direct, data[place + head : place + head + whole], offset + head)
+            for begin, end in ((0, head), (head + whole, size)):
+                if begin < end:
+                    file.write(file.descriptor, data[place + begin : place + end], offset + begin)
+
+    def _follows_not(self, place: int) -> bool:
+        return bool(self._offsets[place] - self._offsets[place - 1] != self._row_bytes)
 
 
 def _memory(count: int) -> mmap.mmap:

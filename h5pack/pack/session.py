@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from h5pack.version import __version__
 
 _TASKS_A_WORKER = 16
 _TASK_BYTES = 32 * 1024 * 1024
+# Rows that lie apart are written so many bytes at a time, while the next ones are decoded.
+_RUN_BYTES = 1024 * 1024
 
 
 class Session:
@@ -86,7 +89,7 @@ class Session:
             int64, ascending.
         workers : int
         """
-        plan, order = self.plan, self.plan.placement.order
+        plan = self.plan
         job = WriteJob(
             str(self.output.partial),
             str(self.output.journal),
@@ -101,25 +104,45 @@ class Session:
         # Some tasks for each worker to the end, but no larger than needed to make a task's own cost vanish.
         most = max(1, -(-len(missing) // (workers * _TASKS_A_WORKER)))
         most = min(most, max(1, _TASK_BYTES // plan.row_bytes))
-        runs: list[WriteRun] = []
-        rows = 0
-        for start, count in self.places.runs(missing, min(plan.chunks.rows, most)):
-            if runs and rows + count > most:
+        groups = plan.catalog.reader.groups(plan.placement.order[missing])
+        shares = (missing,) if groups is None else grouped(missing, groups, most)
+        for share in shares:
+            runs: list[WriteRun] = []
+            count = 0
+            for rows in self._runs(share, min(plan.chunks.rows, most), scattered=groups is not None):
+                if groups is None and runs and count + len(rows) > most:
+                    yield WriteTask(job, runs)
+                    runs, count = [], 0
+                runs.append(self._run(rows, sampled))
+                count += len(rows)
+            if runs:
                 yield WriteTask(job, runs)
-                runs, rows = [], 0
-            indices = order[start : start + count]
-            run = WriteRun(
-                start=start,
-                offset=self.places.offset(start),
-                indices=indices.tolist(),
-                names=[plan.catalog.names[index] for index in indices.tolist()],
-                kinds=plan.kinds[indices].tolist(),
-                sampled=np.flatnonzero(sampled[start : start + count]).tolist(),
-            )
-            runs.append(run)
-            rows += count
-        if runs:
-            yield WriteTask(job, runs)
+
+    def _runs(self, rows: npt.NDArray[np.int64], most: int, *, scattered: bool) -> Iterator[npt.NDArray[np.int64]]:
+        """Cut ascending rows into what is written together; where they are scattered, rows that lie apart, too."""
+        apart: list[npt.NDArray[np.int64]] = []
+        for start, count in self.places.runs(rows, most):
+            found = np.arange(start, start + count)
+            if scattered and count * self.plan.row_bytes < _RUN_BYTES:
+                apart.append(found)
+            else:
+                yield found
+        if apart:
+            joined = np.concatenate(apart)
+            step = max(1, _RUN_BYTES // self.plan.row_bytes)
+            yield from (joined[first : first + step] for first in range(0, len(joined), step))
+
+    def _run(self, rows: npt.NDArray[np.int64], sampled: npt.NDArray[np.bool_]) -> WriteRun:
+        plan = self.plan
+        indices = plan.placement.order[rows]
+        return WriteRun(
+            rows=rows,
+            offsets=self.places.offsets(rows),
+            indices=indices.tolist(),
+            names=[plan.catalog.names[index] for index in indices.tolist()],
+            kinds=plan.kinds[indices].tolist(),
+            sampled=np.flatnonzero(sampled[rows]).tolist(),
+        )
 
     def _require_same(self, before: dict[str, Any]) -> None:
         partial, source = self.output.partial, self.plan.source
@@ -142,6 +165,28 @@ class Session:
         if len(changed) or before["tables"] != now["tables"] or before["shape"] != now["shape"]:
             name = self.plan.catalog.names[int(changed[0])] if len(changed) else "a label or a split"
             raise ResumeError(f"{partial}: {source} has changed since it was begun ({name} first); {remedy}")
+
+
+def grouped(rows: npt.NDArray[np.int64], groups: npt.NDArray[np.int64], most: int) -> Iterator[npt.NDArray[np.int64]]:
+    """Shares of rows, each ascending: whole groups, as many as make `most` rows, or one that has more.
+
+    Parameters
+    ----------
+    rows : ndarray
+        int64, (n,), ascending.
+    groups : ndarray
+        int64, (n,): of each row.
+    most : int
+    """
+    by_group = rows[np.argsort(groups, kind="stable")]
+    edges = [0, *(np.flatnonzero(np.diff(np.sort(groups))) + 1).tolist(), len(rows)]
+    start = 0
+    for edge, after in itertools.pairwise(edges):
+        if edge > start and after - start > most:
+            yield np.sort(by_group[start:edge])
+            start = edge
+    if start < len(rows):
+        yield np.sort(by_group[start:])
 
 
 def _identity(plan: ConvertPlan) -> dict[str, Any]:

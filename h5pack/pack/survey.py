@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from h5pack.decode.images import read_header, strict_pillow
 from h5pack.errors import RejectedImageError, SourceError
 from h5pack.pack.executors import run, shared
 from h5pack.sources.catalog import Catalog, FileReader, absence
+from h5pack.sources.hdf5_rows import HDF5RowReader, PixelForm
 from h5pack.sources.mapped import DatasetReader
 
 _TASK_IMAGES = 512
@@ -88,6 +91,10 @@ def survey(
     result = Survey(
         np.zeros(count, np.int32), np.zeros(count, np.int32), np.zeros(count, np.uint8), np.zeros(count, np.uint64), {}
     )
+    if isinstance(catalog.reader, HDF5RowReader) and catalog.reader.form is not None:
+        _survey_array(catalog.reader, catalog.reader.form, result)
+        advance(count)
+        return result
     labels: list[npt.NDArray[Any] | None] = [None] * count if isinstance(catalog.reader, DatasetReader) else []
     for part in run(executor, _survey_part, _tasks(catalog, max_pixels), in_flight, _describe):
         rows = slice(part.start, part.start + len(part.sizes))
@@ -101,6 +108,12 @@ def survey(
     if labels:
         result.labels = _joined_labels(labels, result.reasons)
     return result
+
+
+def _survey_array(reader: HDF5RowReader, form: PixelForm, result: Survey) -> None:
+    """Rows of one dataset are all of one size, and change with their file."""
+    result.heights[:], result.widths[:] = form.size(reader.index.row_shape)
+    result.prints[:] = reader.prints(np.arange(len(result.prints)))
 
 
 def _tasks(catalog: Catalog, max_pixels: int) -> Iterator[_Task]:
@@ -127,6 +140,11 @@ def _survey_part(task: _Task) -> _Part:
                     (height, width), kind = pixels.shape[:2], Kind.PILLOW
                     described = f"{name}\0{pixels.shape}\0{None if label is None else label.tolist()}"
                     mark = _fingerprint(described.encode())
+                elif isinstance(reader, HDF5RowReader):
+                    data = reader.encoded(index)
+                    header = read_header(data, partial(io.BytesIO, data), task.max_pixels)
+                    height, width, kind = header.height, header.width, header.kind
+                    mark = int(reader.prints(np.array([index]))[0])
                 else:
                     height, width, kind, mark = _survey_file(reader, name, task.max_pixels)
             except RejectedImageError as error:

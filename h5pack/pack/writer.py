@@ -18,7 +18,7 @@ from h5pack.decode.images import Decoder, PixelOptions, strict_pillow
 from h5pack.errors import OutputBusyError, RejectedImageError, SourceError
 from h5pack.pack.executors import shared
 from h5pack.pack.journal import JournalWriter, RowRecord
-from h5pack.pack.rowfile import RowFile, Run
+from h5pack.pack.rowfile import RowFile, RowRun
 from h5pack.pack.statistics import channel_sums
 
 
@@ -53,14 +53,14 @@ class WriteJob:
 
 @dataclass(frozen=True)
 class WriteRun:
-    """Rows that lie one behind the other in the file.
+    """Rows that are written together: one behind the other in the file, or each at its own place.
 
     Attributes
     ----------
-    start : int
-        The first planned row.
-    offset : int
-        Where it starts in the file, in bytes.
+    rows : ndarray
+        int64, (n,): planned rows, ascending.
+    offsets : ndarray
+        int64, (n,): where each starts in the file, in bytes.
     indices : list of int
         The images' places in the catalog.
     names : list of str
@@ -70,8 +70,8 @@ class WriteRun:
         Which of these rows, counted from 0, are part of the statistics.
     """
 
-    start: int
-    offset: int
+    rows: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
     indices: list[int]
     names: list[str]
     kinds: list[int]
@@ -144,11 +144,12 @@ def write_rows(task: WriteTask) -> list[RowRecord]:
     """
     worker = _worker_for(task.job)
     records: list[RowRecord] = []
-    before: Run | None = None
+    before: RowRun | None = None
     row_bytes = int(np.prod(task.job.row_shape))
+    shared().begin([index for run in task.runs for index in run.indices])
     with strict_pillow():
         for run in task.runs:
-            current = worker.file.begin(run.offset, len(run.indices) * row_bytes)
+            current = worker.file.begin_rows(run.offsets, row_bytes)
             record = _fill(worker, run, current)
             # While this run was decoded, the one before was written.
             if before is not None:
@@ -162,11 +163,9 @@ def write_rows(task: WriteTask) -> list[RowRecord]:
     return records
 
 
-def _fill(worker: _Worker, run: WriteRun, target: Run) -> RowRecord:
+def _fill(worker: _Worker, run: WriteRun, target: RowRun) -> RowRecord:
     """Decode a run's images into its buffer, handing finished rows on."""
     job, count = worker.job, len(run.indices)
-    rows = target.buffer.reshape(count, *job.row_shape)
-    row_bytes = rows[0].nbytes
     packed = np.ones(count, np.bool_)
     checksums = [0] * count
     reasons: dict[int, str] = {}
@@ -174,12 +173,12 @@ def _fill(worker: _Worker, run: WriteRun, target: Run) -> RowRecord:
     sampled = iter([*run.sampled, -1])
     next_sampled = next(sampled)
     for place, (index, name, kind) in enumerate(zip(run.indices, run.names, run.kinds, strict=True)):
-        row = rows[place]
+        row = target.row(place).reshape(job.row_shape)
         try:
             _decode(worker, index, name, kind, row)
         except RejectedImageError as error:
             packed[place] = False
-            reasons[run.start + place] = str(error)
+            reasons[int(run.rows[place])] = str(error)
             row[...] = 0
         else:
             checksums[place] = crc32(row)
@@ -187,10 +186,10 @@ def _fill(worker: _Worker, run: WriteRun, target: Run) -> RowRecord:
             next_sampled = next(sampled)
             if packed[place]:
                 # Now, while the row is in the processor's cache.
-                sums.append((run.start + place, channel_sums(row, job.layout)))
-        target.ready((place + 1) * row_bytes)
+                sums.append((int(run.rows[place]), channel_sums(row, job.layout)))
+        target.ready(place + 1)
     return RowRecord(
-        start=run.start,
+        rows=run.rows,
         packed=packed,
         checksums=np.array(checksums, np.uint32),
         sampled=np.array([row for row, _ in sums], np.int64),
@@ -249,4 +248,4 @@ def decode_row(
 def describe(task: WriteTask) -> str:
     """A task in words, for the message when its worker dies."""
     first, last = task.runs[0], task.runs[-1]
-    return f"rows {first.start}-{last.start + len(last.names) - 1} ({first.names[0]!r} and on)"
+    return f"rows {first.rows[0]}-{last.rows[-1]} ({first.names[0]!r} and on)"

@@ -41,7 +41,7 @@ class Written:
 
     def add(self, record: RowRecord) -> None:
         """Take a record in; a later one of the same rows wins."""
-        rows = slice(record.start, record.start + len(record.packed))
+        rows = record.rows
         self.packed[rows] = record.packed
         self.settled[rows] = True
         self.checksums[rows] = record.checksums
@@ -59,4 +59,4 @@ class Written:
         sums = np.zeros((len(sampled), 2, self._channels), np.uint64)
         for place, row in enumerate(sampled.tolist()):
             sums[place] = self.sums[row]
-        return RowRecord(0, self.packed, self.checksums, sampled, sums, self.reasons)
+        return RowRecord(np.arange(len(self.packed)), self.packed, self.checksums, sampled, sums, self.reasons)

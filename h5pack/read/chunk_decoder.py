@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import ReadError
+from h5pack.errors import DamagedRowsError
 from h5pack.read.block import Block
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.decoded import DecodedChunks
@@ -24,11 +24,14 @@ class ChunkDecoder:
     storage : Storage
     reader : H5Reader
         For chunks of which only the HDF5 library can tell how they are stored.
+    kept : DecodedChunks, optional
+        That other files' chunks are kept in, too; None: its own.
     """
 
-    def __init__(self, storage: Storage, reader: H5Reader) -> None:
+    def __init__(self, storage: Storage, reader: H5Reader, kept: DecodedChunks | None = None) -> None:
         self.storage, self.reader = storage, reader
-        self.kept = DecodedChunks()
+        self.kept = DecodedChunks() if kept is None else kept
+        self._whose = () if kept is None else (storage.path,)
 
     def take(
         self, index: ChunkIndex, rows: npt.NDArray[np.int64], *, keep: bool
@@ -56,12 +59,14 @@ class ChunkDecoder:
         Raises
         ------
         ReadError
-            If it cannot be read, or decoded.
+            If it cannot be read.
+        DamagedRowsError
+            If it cannot be decoded.
         PackChangedError
         """
         assert index.codec is not None
         chunk = int(rows[0]) // index.chunk_rows
-        key = index.name, chunk
+        key = (*self._whose, index.name, chunk)
         if not index.codec.steps and len(rows) * _FEW < index.chunk_rows and not self.kept.has(key):
             # Of pieces that are stored as they are, HDF5 reads just the rows' bytes.
             values, calls = self.through_library(index, rows)
@@ -82,15 +87,14 @@ class ChunkDecoder:
         stop = min(index.rows, first + index.chunk_rows)
         if (index.sizes[chunk] < 0).any():
             return self.through_library(index, np.arange(first, stop))[0].reshape(-1)
-        where = f"{index.name!r} rows {first}-{stop - 1}"
         if index.piece_shape is None:
             offset = int(index.addresses[chunk])
             if offset < 0:
                 return np.tile(np.frombuffer(index.fill, np.uint8), index.chunk_rows)
-            return self._decode(index, offset, int(index.sizes[chunk]), int(index.masks[chunk]), where)
-        return self._put_together(index, chunk, where)
+            return self._decode(index, chunk, offset, int(index.sizes[chunk]), int(index.masks[chunk]))
+        return self._put_together(index, chunk)
 
-    def _put_together(self, index: ChunkIndex, chunk: int, where: str) -> npt.NDArray[np.uint8]:
+    def _put_together(self, index: ChunkIndex, chunk: int) -> npt.NDArray[np.uint8]:
         """Rows out of the chunks that hold their pieces."""
         assert index.piece_shape is not None
         rows = np.empty((index.chunk_rows, *index.row_shape), index.dtype)
@@ -109,13 +113,16 @@ class ChunkDecoder:
                 assert fill is not None
                 rows[there] = fill[target]
                 continue
-            data = self._decode(index, addresses[number], sizes[number], masks[number], where)
+            data = self._decode(index, chunk, addresses[number], sizes[number], masks[number])
             kept = (slice(None), *(slice(0, end - begin) for begin, end in zip(begins, ends, strict=True)))
             rows[there] = data.view(index.dtype).reshape(index.piece_shape)[kept]
         return rows.reshape(-1).view(np.uint8)
 
-    def _decode(self, index: ChunkIndex, offset: int, size: int, mask: int, where: str) -> npt.NDArray[np.uint8]:
+    def _decode(self, index: ChunkIndex, chunk: int, offset: int, size: int, mask: int) -> npt.NDArray[np.uint8]:
         assert index.codec is not None
+        first = chunk * index.chunk_rows
+        stop = min(index.rows, first + index.chunk_rows)
+        where = f"{index.name!r} rows {first}-{stop - 1}"
         block = Block(size)
         place = np.array([[block.address, size]], np.uint64)
         self.storage.scatter(place, (0, 1), (offset,), lambda _: where)
@@ -123,9 +130,10 @@ class ChunkDecoder:
             return index.codec.decode(block, mask)
         except ValueError as error:
             self.storage.look()
-            raise ReadError(
+            raise DamagedRowsError(
                 f"{self.storage.path}: {where} cannot be decoded ({error}); run 'h5pack verify' on it, then restore "
-                "the file or convert again"
+                "the file or convert again",
+                tuple(range(first, stop)),
             ) from error
 
     def through_library(self, index: ChunkIndex, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint8], int]:

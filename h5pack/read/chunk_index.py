@@ -18,6 +18,9 @@ from h5pack.read.codecs import Codec, find_codec
 
 _MOST_UNIT_ROWS = 4_096
 """Rows that a contiguous dataset's make-believe chunks have at most, so that a window of them stays small."""
+VIRTUAL = "it is virtual"
+LINKED = "a link leads to"
+"""How the reasons of datasets begin whose rows lie in files of their own (`h5pack.read.virtual`)."""
 _LISTS_CHUNKS = hasattr(h5py.h5d.DatasetID, "chunk_iter")
 _COUNTS_USER_BLOCK = (1, 14, 4)
 """The first HDF5 that places chunks from the start of the file, not from behind its user block (1.14.2 does not)."""
@@ -92,6 +95,64 @@ class ChunkIndex:
         native: np.dtype[Any] = self.dtype.newbyteorder("=")
         return native
 
+    @property
+    def complete(self) -> bool:
+        """Whether every row has storage."""
+        return not self.fill
+
+    @property
+    def raw(self) -> bool:
+        """Whether every row's bytes lie in a file as they are."""
+        return self.reason is None and self.codec is None
+
+    @property
+    def warning(self) -> str | None:
+        """Why rows, all or some, come through the HDF5 library; None: they are all read directly."""
+        return self.reason
+
+    @property
+    def decoding_bytes(self) -> int:
+        """Memory that giving some rows of a chunk takes, besides the rows' own places: none for raw rows."""
+        if self.codec is None:
+            return 0
+        # A chunk as stored, decoded, and among its neighbours.
+        return 2 * self.chunk_rows * self.row_bytes + int(self.sizes.max(initial=0))
+
+    def chunks_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The number of the chunk that each row lies in; int64, (n,)."""
+        return rows // self.chunk_rows
+
+    def units_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The number of the unit that each row lies in, of those that are cheapest read together; int64, (n,)."""
+        return rows // self.unit_rows
+
+    def rows_beside(self, row: int) -> int:
+        """Rows of the chunk that a row lies in."""
+        return min(self.chunk_rows, self.rows - row // self.chunk_rows * self.chunk_rows)
+
+    def offsets_of(self, rows: npt.NDArray[np.int64], chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Byte offset of each row, where rows are raw and `chunks` are theirs; -1 for rows without storage."""
+        starts = self.addresses[chunks]
+        offsets = starts + (rows - chunks * self.chunk_rows) * self.row_bytes
+        if not self.complete:
+            offsets[starts < 0] = -1
+        return offsets
+
+    def owners_of(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+        """The number of the source that each chunk lies in; None: all lie in the dataset's own file."""
+        return None
+
+    def fill_of(self, row: int) -> bytes:
+        """The fill value of a row that has no storage, as stored."""
+        return self.fill
+
+    def describe(self, rows: npt.NDArray[np.int64], place: int) -> str:
+        """The consecutive rows from `place` on, in words."""
+        first = int(rows[place])
+        steps = np.flatnonzero(np.diff(rows[place:]) != 1)
+        last = int(rows[place + steps[0]] if len(steps) else rows[-1])
+        return f"{self.name!r} row {first}" if first == last else f"{self.name!r} rows {first}-{last}"
+
 
 def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkIndex:
     """Find every chunk of a dataset, in one pass, and check that it lies inside the file.
@@ -112,7 +173,7 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
     """
     row_bytes = math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
     chunk_rows = dataset.chunks[0] if dataset.chunks else max(1, dataset.shape[0])
-    unit_rows = chunk_rows if dataset.chunks else _unit_rows(dataset.shape[0], row_bytes)
+    unit_rows = chunk_rows if dataset.chunks else contiguous_unit_rows(dataset.shape[0], row_bytes)
     require_filters(dataset)
     reason = _why_not(file, dataset)
     piece_shape = dataset.chunks if dataset.chunks and dataset.chunks[1:] != dataset.shape[1:] else None
@@ -175,7 +236,8 @@ def _mark_doubtful(table: ChunkTable, partial: npt.NDArray[np.bool_], codec: Cod
     table.sizes[partial & (table.sizes == codec.size) & (table.masks == 0)] = -1
 
 
-def _unit_rows(rows: int, row_bytes: int) -> int:
+def contiguous_unit_rows(rows: int, row_bytes: int) -> int:
+    """Rows that a chunk-aware order keeps together where no chunks say: about 4 MiB of them."""
     if row_bytes >= DEFAULT_CHUNK_BYTES:
         return 1
     return min(_MOST_UNIT_ROWS, plan_chunks(max(1, rows), max(1, row_bytes)).rows)
@@ -186,13 +248,13 @@ def _why_not(file: h5py.File, dataset: h5py.Dataset) -> str | None:
     if not hasattr(os, "preadv"):
         return "this system has no preadv"
     if dataset.file.filename != file.filename:
-        return f"a link leads to {dataset.file.filename}"
+        return f"{LINKED} {dataset.file.filename}"
     if file.driver != "sec2":
         return f"the file is opened by HDF5's driver {file.driver}"
     create = dataset.id.get_create_plist()
     layout = create.get_layout()
     if layout == h5py.h5d.VIRTUAL:
-        return "it is virtual"
+        return VIRTUAL
     if layout == h5py.h5d.COMPACT:
         return "its layout is compact"
     if create.get_external_count():

@@ -14,8 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,9 +25,13 @@ from h5pack.checksum import row_checksums
 from h5pack.errors import DamagedRowsError
 from h5pack.read.chunk_decoder import ChunkDecoder
 from h5pack.read.chunk_index import ChunkIndex
+from h5pack.read.encoded import holds_encoded
 from h5pack.read.identity import FileIdentity
 from h5pack.read.reader import H5Reader
-from h5pack.read.runs import chunk_edges, plan_runs
+from h5pack.read.runs import chunk_edges
+from h5pack.read.scatter import Scatter, plan_scatter
+from h5pack.read.source_files import SourceFiles
+from h5pack.read.spans import read_spans
 from h5pack.read.stats import ReadStats
 from h5pack.read.storage import Storage
 
@@ -36,50 +39,7 @@ SCATTER_BYTES = 512
 """Rows of this many bytes or more are scattered. Measured: at 784 bytes scattering is even with staging, above it wins,
 at 256 it loses."""
 
-SPAN_GAP_BYTES = 4_096
-"""Staged reads run over gaps of up to a page: the disk gives the page anyway, and a call costs more than copying it."""
-
-SPAN_BYTES = 4 * 1024 * 1024
-"""A span begins anew with each of these, so that gaps between many small rows do not add up in memory."""
-
 _log = logging.getLogger("h5pack")
-
-
-@dataclass(frozen=True)
-class Scatter:
-    """Rows on their way to places in memory.
-
-    Attributes
-    ----------
-    index : ChunkIndex
-    rows : ndarray
-        int64, (n,).
-    buffers : ndarray
-        uint64, (n, 2): address and bytes of each row's place; the addresses are the reader's to fill in.
-    edges, offsets : list of int
-        Of the runs, as `Runs` has them.
-    visits : list of int
-        (runs,).
-    """
-
-    index: ChunkIndex
-    rows: npt.NDArray[np.int64]
-    buffers: npt.NDArray[np.uint64]
-    edges: list[int]
-    offsets: list[int]
-    visits: list[int]
-
-    def describe(self, place: int) -> str:
-        """The rows from a place on, in words."""
-        return describe_rows(self.index, self.rows, place)
-
-
-def describe_rows(index: ChunkIndex, rows: npt.NDArray[np.int64], place: int) -> str:
-    """The consecutive rows from `place` on, in words."""
-    first = int(rows[place])
-    steps = np.flatnonzero(np.diff(rows[place:]) != 1)
-    last = int(rows[place + steps[0]] if len(steps) else rows[-1])
-    return f"{index.name!r} row {first}" if first == last else f"{index.name!r} rows {first}-{last}"
 
 
 class Engine:
@@ -100,14 +60,15 @@ class Engine:
         self.storage = Storage(path, identity)
         self.reader = H5Reader(path, identity)
         self.chunks = ChunkDecoder(self.storage, self.reader)
+        self.files = SourceFiles(self.chunks)
         self.stats = ReadStats()
         self._main = next(iter(indexes), "")
         # A lock that another thread holds at a fork would stay locked in the child, so each process makes its own.
         self._lock = (os.getpid(), threading.Lock())
         for index in indexes.values():
-            if index.reason is not None and not index.name.startswith(f"{schema.CHECKSUMS}/"):
+            if index.warning is not None and not index.name.startswith(f"{schema.CHECKSUMS}/"):
                 _log.warning(
-                    "%s: %r is read through the HDF5 library, which is slower: %s", path, index.name, index.reason
+                    "%s: %r is read through the HDF5 library, which is slower: %s", path, index.name, index.warning
                 )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,10 +78,19 @@ class Engine:
         self.__dict__.update(state, _lock=(os.getpid(), threading.Lock()))
 
     def close(self) -> None:
-        """Close the file in this process; the next read opens it again."""
-        self.storage.close()
-        self.reader.close()
-        self.chunks.kept.clear()
+        """Close all files in this process; the next read opens them again."""
+        self.files.close()
+
+    def look(self) -> None:
+        """Make sure that the file, and those that its virtual datasets are made of, are still those that were indexed.
+
+        Raises
+        ------
+        PackChangedError
+        """
+        self.storage.look()
+        for index in self.indexes.values():
+            self.files.look(index)
 
     def read(self, name: str, rows: Sequence[int] | npt.NDArray[np.int64], out: Any = None) -> npt.NDArray[Any]:
         """Rows of a dataset, in the order asked for.
@@ -143,7 +113,7 @@ class Engine:
         ------
         PackChangedError
             If the file is no longer the one that was indexed.
-        ReadError, PackFormatError
+        ReadError, DamagedRowsError, PackFormatError
             If the rows cannot be read.
         """
         index = self.indexes[name]
@@ -167,7 +137,7 @@ class Engine:
         elif order is None:
             self._stage(index, wanted, out)
         else:
-            staged = np.empty((len(wanted), *index.row_shape), index.native_dtype)
+            staged = np.empty_like(out)
             self._stage(index, wanted, staged)
             out[order] = staged
         return out  # type: ignore[no-any-return]
@@ -175,12 +145,12 @@ class Engine:
     @staticmethod
     def scatters(index: ChunkIndex) -> bool:
         """Whether a dataset's rows are scattered, so that `scatter` may be called."""
-        return index.reason is None and index.codec is None and index.row_bytes >= SCATTER_BYTES
+        return index.raw and index.row_bytes >= SCATTER_BYTES
 
     @staticmethod
     def decodes(index: ChunkIndex) -> bool:
         """Whether a dataset's rows are copied out of decoded chunks to their places, so that `decode` may be called."""
-        return index.reason is None and index.codec is not None and index.row_bytes >= SCATTER_BYTES
+        return index.reason is None and not index.raw and index.row_bytes >= SCATTER_BYTES
 
     def places(self, index: ChunkIndex) -> bool:
         """Whether a loader puts a dataset's rows to their places as they are stored, whatever their byte order."""
@@ -188,22 +158,20 @@ class Engine:
 
     def decoding_bytes(self, threads: int, *, keep: bool) -> int:
         """Memory that `decode` needs in so many threads, and to keep chunks."""
-        coded = [index for index in self.indexes.values() if index.codec is not None]
-        if not coded:
+        most = max((index.decoding_bytes for index in self.indexes.values()), default=0)
+        if not most:
             return 0
-        # A chunk as stored, decoded, and among its neighbours.
-        most = max(2 * index.chunk_rows * index.row_bytes + int(index.sizes.max(initial=0)) for index in coded)
         return threads * most + (self.chunks.kept.capacity if keep else 0)
 
     def decode(
         self, name: str, rows: npt.NDArray[np.int64], *, keep: bool = False
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-        """Read and decode the chunk that holds some rows.
+        """Read and decode the chunk that holds some rows; of a virtual dataset, rows of one piece, as they are.
 
         Parameters
         ----------
         name : str
-            A dataset with a codec.
+            A dataset for which `decodes` holds, or would if its rows were larger.
         rows : ndarray
             int64, (n,): of one chunk; they are counted as read.
         keep : bool
@@ -219,11 +187,13 @@ class Engine:
         Raises
         ------
         ReadError
-            If it cannot be read, or decoded.
+            If it cannot be read.
+        DamagedRowsError
+            If it cannot be decoded.
         PackChangedError
         """
         index = self.indexes[name]
-        values, places, read, calls = self.chunks.take(index, rows, keep=keep)
+        values, places, read, calls = self.files.take(index, rows, keep=keep)
         self._count(index, len(rows), 1, read, calls)
         return values.view(index.dtype).reshape(-1, *index.row_shape), places
 
@@ -237,11 +207,7 @@ class Engine:
         rows : ndarray
             int64, (n,); ascending within each chunk makes the fewest calls.
         """
-        index = self.indexes[name]
-        runs = plan_runs(index, rows)
-        buffers = np.empty((len(rows), 2), np.uint64)
-        buffers[:, 1] = index.row_bytes
-        return Scatter(index, rows, buffers, runs.edges.tolist(), runs.offsets.tolist(), runs.visits.tolist())
+        return plan_scatter(self.indexes[name], rows)
 
     def scatter(self, plan: Scatter, first: int = 0, last: int | None = None) -> None:
         """Read the runs `first` to `last` - 1 of a plan, to the addresses that were put into its `buffers`.
@@ -249,86 +215,49 @@ class Engine:
         The memory must stay where it is during the call.
         """
         last = len(plan.offsets) if last is None else last
-        if first == last:
-            return
-        edges, offsets = plan.edges[first : last + 1], plan.offsets[first:last]
-        absent = 0
-        if plan.index.fill and min(offsets) < 0:
-            calls = 0
-            for start, end, offset in zip(edges, edges[1:], offsets, strict=False):
-                if offset < 0:
-                    # HDF5 gives rows without storage the fill value.
+        absent = calls = 0
+        for stretch in plan.stretches(first, last):
+            edges = plan.edges[stretch.first : stretch.last + 1]
+            if stretch.absent:
+                # HDF5 gives rows without storage the fill value.
+                for start, end in itertools.pairwise(edges):
+                    fill = plan.index.fill_of(int(plan.rows[start]))
                     for address in plan.buffers[start:end, 0].tolist():
-                        ctypes.memmove(address, plan.index.fill, len(plan.index.fill))
-                    absent += end - start
-                else:
-                    calls += self.storage.scatter(plan.buffers, (start, end), (offset,), plan.describe)
-        else:
-            calls = self.storage.scatter(plan.buffers, edges, offsets, plan.describe)
-        rows, visits = edges[-1] - edges[0], sum(plan.visits[first:last])
+                        ctypes.memmove(address, fill, len(fill))
+                absent += edges[-1] - edges[0]
+            else:
+                storage = self.files.storage(plan.index, stretch.owner)
+                calls += storage.scatter(plan.buffers, edges, plan.offsets[stretch.first : stretch.last], plan.describe)
+        rows, visits = plan.edges[last] - plan.edges[first], sum(plan.visits[first:last])
         self._count(plan.index, rows, visits, (rows - absent) * plan.index.row_bytes, calls)
 
     def _stage(self, index: ChunkIndex, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
         """Read ascending rows to consecutive places of `out`."""
         if index.reason is not None:
             self.storage.open()
-            calls = self.reader.read(index.name, rows, out)
+            size = len(rows) * index.row_bytes
+            if holds_encoded(index):
+                size, calls = self.reader.read_images(index.name, rows, out)
+            else:
+                calls = self.reader.read(index.name, rows, out)
             chunks = int(np.count_nonzero(np.diff(rows // index.chunk_rows))) + 1
-            self._count(index, len(rows), chunks, len(rows) * index.row_bytes, calls)
+            self._count(index, len(rows), chunks, size, calls)
             return
         flat = out.reshape(len(rows), -1).view(np.uint8)
-        if index.codec is not None:
+        if index.raw:
+            visits, size, calls = read_spans(index, rows, flat, self.files.storage_of(index))
+            self._count(index, len(rows), visits, size, calls)
+        else:
             self._stage_decoded(index, rows, flat)
-            if not index.dtype.isnative:
-                out.byteswap(inplace=True)
-            return
-        runs = plan_runs(index, rows)
-        starts, ends = runs.offsets, runs.offsets + np.diff(runs.edges) * index.row_bytes
-        # Runs that lie close together become one span; rows without storage stay alone.
-        apart = (starts[1:] - ends[:-1] > SPAN_GAP_BYTES) | (starts[1:] < ends[:-1]) | (starts[:-1] < 0)
-        apart |= np.diff(starts // SPAN_BYTES) != 0
-        heads = np.flatnonzero(np.concatenate(([True], apart)))
-        tails = np.append(heads[1:], len(starts)) - 1
-        total = 0
-        for head, tail in zip(heads.tolist(), tails.tolist(), strict=True):
-            first, last = int(runs.edges[head]), int(runs.edges[tail + 1])
-            start, size = int(starts[head]), int(ends[tail] - starts[head])
-            if start < 0:
-                flat[first:last] = np.frombuffer(index.fill, np.uint8)
-                continue
-            total += size
-            direct = size == (last - first) * index.row_bytes
-            staging = flat[first:last].reshape(-1) if direct else np.empty(size, np.uint8)
-            pair = np.array([[staging.__array_interface__["data"][0], size]], np.uint64)
-            self.storage.scatter(pair, (0, 1), (start,), partial(describe_rows, index, rows[first:last]))
-            if not direct:
-                self._pick(index, runs.edges[head : tail + 2], starts[head : tail + 1] - start, staging, flat)
         if not index.dtype.isnative:
             out.byteswap(inplace=True)
-        self._count(index, len(rows), int(runs.visits.sum()), total, len(heads))
 
     def _stage_decoded(self, index: ChunkIndex, rows: npt.NDArray[np.int64], flat: npt.NDArray[np.uint8]) -> None:
-        for first, last in itertools.pairwise(chunk_edges(rows, index.chunk_rows)):
+        for first, last in itertools.pairwise(chunk_edges(index, rows)):
             # Who takes all of a chunk will hardly come back to it.
-            stored = min(index.chunk_rows, index.rows - int(rows[first]) // index.chunk_rows * index.chunk_rows)
+            stored = index.rows_beside(int(rows[first]))
             values, places = self.decode(index.name, rows[first:last], keep=last - first < stored)
             np.take(values.reshape(len(values), -1).view(np.uint8), places, axis=0, out=flat[first:last], mode="clip")
-
-    @staticmethod
-    def _pick(
-        index: ChunkIndex,
-        edges: npt.NDArray[np.int64],
-        offsets: npt.NDArray[np.int64],
-        staging: npt.NDArray[np.uint8],
-        flat: npt.NDArray[np.uint8],
-    ) -> None:
-        """Take the wanted rows out of a span."""
-        size = index.row_bytes
-        counts = np.diff(edges)
-        within = np.arange(edges[-1] - edges[0]) - np.repeat(edges[:-1] - edges[0], counts)
-        places = np.repeat(offsets, counts) + within * size
-        windows = np.lib.stride_tricks.sliding_window_view(staging, size)
-        flat[edges[0] : edges[-1]] = windows[places]
 
     def snapshot(self) -> ReadStats:
         """What this process has read so far."""
@@ -384,4 +313,14 @@ class Engine:
     def advise(self, plan: Scatter) -> None:
         """Have a plan's bytes fetched from the disk meanwhile, where they are not in memory already."""
         size = plan.index.row_bytes
-        self.storage.fetch(plan.offsets, ((end - start) * size for start, end in itertools.pairwise(plan.edges)))
+        for stretch in plan.stretches():
+            if not stretch.absent:
+                edges = plan.edges[stretch.first : stretch.last + 1]
+                self.files.storage(plan.index, stretch.owner).fetch(
+                    plan.offsets[stretch.first : stretch.last],
+                    ((end - start) * size for start, end in itertools.pairwise(edges)),
+                )
+
+    def advise_chunks(self, name: str, rows: npt.NDArray[np.int64]) -> None:
+        """Have the chunks that rows, int64 (n,), will be decoded from fetched from the disk meanwhile."""
+        self.files.advise(self.indexes[name], rows)

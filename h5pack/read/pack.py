@@ -15,8 +15,9 @@ from h5pack import schema
 from h5pack.errors import H5PackError, PackFormatError
 from h5pack.hdf5 import find_item, open_file, require_complete, require_dataset, text
 from h5pack.read.chunk_index import ChunkIndex, index_dataset
+from h5pack.read.encoded import index_encoded, is_encoded
 from h5pack.read.identity import FileIdentity
-from h5pack.read.virtual import require_sources
+from h5pack.read.virtual import index_rows, require_sources
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Pack:
     indexes : dict of str to ChunkIndex
         Where the rows of each dataset lie: the images first, then the labels, the fields, and the checksums of all.
     layout : str or None
-        nhwc or nchw; None where the file does not say.
+        nhwc or nchw; None where the file does not say. Encoded images are nhwc.
     labels : str or None
         Path of the dataset of labels; None without labels.
     fields : tuple of str
@@ -64,8 +65,10 @@ def read_pack(
     images: str = schema.IMAGES,
     labels: str | None = schema.LABELS,
     fields: Sequence[str] = (),
+    *,
+    sized: bool = True,
 ) -> Pack:
-    """Describe a pack, or any HDF5 file with a dataset of numbers whose axis 0 is the sample.
+    """Describe a pack, or any HDF5 file with a dataset of numbers, or of encoded images, whose axis 0 is the sample.
 
     Parameters
     ----------
@@ -76,6 +79,8 @@ def read_pack(
         The dataset of labels; None: do without. The default is taken only where it, or its checksums, is there.
     fields : sequence of str
         Further datasets with a row for each image.
+    sized : bool
+        False: of encoded images only the bytes will be read, so their size does not matter.
 
     Raises
     ------
@@ -93,7 +98,7 @@ def read_pack(
             if labels == schema.LABELS and labels not in file and checksums_of(labels) not in file:
                 labels = None
             images, labels = images.strip("/"), None if labels is None else labels.strip("/")
-            return _describe(file, identity, images, labels, tuple(name.strip("/") for name in fields))
+            return _describe(file, identity, images, labels, tuple(name.strip("/") for name in fields), sized=sized)
         except H5PackError:
             raise
         except Exception as error:
@@ -104,26 +109,36 @@ def read_pack(
 
 
 def _describe(
-    file: h5py.File, identity: FileIdentity, images: str, labels: str | None, fields: tuple[str, ...]
+    file: h5py.File,
+    identity: FileIdentity,
+    images: str,
+    labels: str | None,
+    fields: tuple[str, ...],
+    *,
+    sized: bool,
 ) -> Pack:
     stored = require_dataset(file, images)
     indexes: dict[str, ChunkIndex] = {}
     for name in (images, *(() if labels is None else (labels,)), *fields):
         dataset = stored if name == images else require_dataset(file, name)
-        _require_rows(file, dataset)
-        if dataset.is_virtual:
+        _require_rows(file, dataset, name == images)
+        if dataset.is_virtual and is_encoded(dataset):
             require_sources(dataset)
         if len(dataset) != len(stored):
             raise PackFormatError(
                 f"{file.filename}: {name!r} has {len(dataset):,} rows and {images!r} has {len(stored):,}; name the "
                 "right datasets, or mend the file"
             )
-        indexes[name] = index_dataset(file, dataset, name)
+        if is_encoded(dataset):
+            # Checksums are those of rows as stored, and nobody has such of pixels that are yet to be decoded.
+            indexes[name] = index_encoded(file, dataset, name, sized=sized)
+            continue
+        indexes[name] = index_rows(file, dataset, name)
         checksums = find_item(file, checksums_of(name))
         if isinstance(checksums, h5py.Dataset) and checksums.shape == (len(stored),) and checksums.dtype.kind == "u":
             indexes[checksums_of(name)] = index_dataset(file, checksums, checksums_of(name))
     label = None if labels is None else file[labels]
-    layout = stored.attrs.get(schema.LAYOUT)
+    layout = "nhwc" if is_encoded(stored) else stored.attrs.get(schema.LAYOUT)
     return Pack(
         path=file.filename,
         identity=identity,
@@ -144,7 +159,7 @@ def checksums_of(name: str) -> str:
     return f"{schema.CHECKSUMS}/{name}"
 
 
-def _require_rows(file: h5py.File, dataset: h5py.Dataset) -> None:
+def _require_rows(file: h5py.File, dataset: h5py.Dataset, images: bool) -> None:
     where = f"{file.filename}: dataset {dataset.name.lstrip('/')!r}"
     if dataset.ndim < 1:
         raise PackFormatError(f"{where} has no axis 0 to take samples from; name another dataset")
@@ -152,6 +167,21 @@ def _require_rows(file: h5py.File, dataset: h5py.Dataset) -> None:
         dtype = dataset.dtype
     except TypeError as error:
         raise PackFormatError(f"{where} holds no numbers that NumPy knows ({error}); name another dataset") from error
+    if is_encoded(dataset):
+        return
+    string = h5py.check_string_dtype(dtype)
+    if images and string is not None and string.length is None:
+        raise PackFormatError(
+            f"{where} holds variable-length strings; encoded images must be stored as variable-length uint8 "
+            "(h5py.vlen_dtype(np.uint8)), since text ends at the first zero byte; write them anew, or name another "
+            "dataset"
+        )
+    base = h5py.check_vlen_dtype(dtype)
+    if isinstance(base, np.dtype):
+        raise PackFormatError(
+            f"{where} holds variable-length {base} on {dataset.ndim} axes; rows of variable length must be encoded "
+            "images, uint8 on one axis; name another dataset"
+        )
     if dtype.kind not in "biuf":
         raise PackFormatError(f"{where} holds {dtype}, not numbers; name another dataset")
 

@@ -22,11 +22,14 @@ class Runs:
         int64, (runs,): byte offset of each run's first row; negative for rows without storage.
     visits : ndarray
         int64, (runs,): chunks that each run visits anew, a chunk counted again when the rows come back to it.
+    owners : ndarray or None
+        int64, (runs,): the source that each run lies in, of a virtual dataset.
     """
 
     edges: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
     visits: npt.NDArray[np.int64]
+    owners: npt.NDArray[np.int64] | None = None
 
 
 def plan_runs(index: ChunkIndex, rows: npt.NDArray[np.int64]) -> Runs:
@@ -41,23 +44,23 @@ def plan_runs(index: ChunkIndex, rows: npt.NDArray[np.int64]) -> Runs:
     """
     if not len(rows):
         return Runs(np.zeros(1, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
-    chunks = rows // index.chunk_rows
-    starts = index.addresses[chunks]
-    offsets = starts + (rows - chunks * index.chunk_rows) * index.row_bytes
-    absent = starts < 0
-    if absent.any():
-        offsets[absent] = -1
-        follows = (np.diff(offsets) == index.row_bytes) & ~absent[1:] & ~absent[:-1] | (absent[1:] & absent[:-1])
-    else:
-        follows = np.diff(offsets) == index.row_bytes
+    chunks = index.chunks_of(rows)
+    offsets, owners = index.offsets_of(rows, chunks), index.owners_of(chunks)
+    follows = np.diff(offsets) == index.row_bytes
+    if not index.complete:
+        absent = offsets < 0
+        follows = follows & ~absent[1:] & ~absent[:-1] | (absent[1:] & absent[:-1])
+    if owners is not None:
+        follows &= owners[1:] == owners[:-1]
     breaks = np.flatnonzero(~follows) + 1
     edges = np.empty(len(breaks) + 2, np.int64)
     edges[0], edges[1:-1], edges[-1] = 0, breaks, len(rows)
     heads = np.ones(len(rows), np.int64)
     heads[1:] = np.diff(chunks) != 0
-    return Runs(edges, offsets[edges[:-1]], np.add.reduceat(heads, edges[:-1]))
+    begins = edges[:-1]
+    return Runs(edges, offsets[begins], np.add.reduceat(heads, begins), None if owners is None else owners[begins])
 
 
-def chunk_edges(rows: npt.NDArray[np.int64], chunk_rows: int) -> list[int]:
+def chunk_edges(index: ChunkIndex, rows: npt.NDArray[np.int64]) -> list[int]:
     """Places in `rows`, int64 (n,), at which those of another chunk begin; the first and the last are 0 and n."""
-    return [0, *(np.flatnonzero(np.diff(rows // chunk_rows)) + 1).tolist(), len(rows)]
+    return [0, *(np.flatnonzero(np.diff(index.chunks_of(rows))) + 1).tolist(), len(rows)]

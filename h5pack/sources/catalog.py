@@ -7,13 +7,14 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from h5pack.checksum import crc32
 from h5pack.errors import RejectedImageError
+from h5pack.sources.walk import NameFilter
 
 
 class NameTable:
@@ -59,7 +60,7 @@ class NameTable:
         return NameTable.of(self[index] for index in indices)
 
 
-class Reader(Protocol):
+class Reader:
     """Fetches the images of a source; pickled or forked into the workers."""
 
     def read(self, index: int, name: str) -> bytes | npt.NDArray[np.uint8]:
@@ -72,7 +73,18 @@ class Reader(Protocol):
         RejectedImageError
             If there is nothing to read; the message is the reason alone.
         """
-        ...
+        raise NotImplementedError
+
+    def begin(self, indices: Sequence[int]) -> None:
+        """Hear which images will be asked for next, in this order."""
+
+    def groups(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+        """A number for each image, int64 (n,): those of one number are cheaper read together; None if none are."""
+        return None
+
+    def take(self, indices: npt.NDArray[np.int64]) -> Reader:
+        """The reader of the images at `indices` alone, which then count from 0."""
+        return self
 
 
 # Without O_NONBLOCK the opening of a named pipe waits for a writer that may never come.
@@ -80,7 +92,7 @@ _OPEN_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
-class FileReader:
+class FileReader(Reader):
     """Reads image files below a folder.
 
     Attributes
@@ -170,7 +182,7 @@ class Catalog:
     Attributes
     ----------
     kind : str
-        flat, classes, splits, celeba, manifest or dataset.
+        flat, classes, splits, celeba, manifest, hdf5 or dataset.
     reader : Reader
         Fetches the images.
     names : NameTable
@@ -189,6 +201,8 @@ class Catalog:
         Images that cannot be packed for what the source's tables say of them.
     ignored : dict of str to int
         How many other files were passed over, by kind.
+    about : str
+        What of the source was taken, in words, where that was found by looking.
     """
 
     kind: str
@@ -201,6 +215,7 @@ class Catalog:
     fields: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     rejects: tuple[Reject, ...] = ()
     ignored: dict[str, int] = field(default_factory=dict)
+    about: str = ""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -217,11 +232,29 @@ class Catalog:
         """The catalog of the images at `indices` alone."""
         return replace(
             self,
+            reader=self.reader.take(indices),
             names=self.names.take(indices.tolist()),
             split_ids=self.split_ids[indices],
             labels=None if self.labels is None else self.labels[indices],
             fields={name: values[indices] for name, values in self.fields.items()},
         )
+
+    def filtered(self, wanted: NameFilter) -> Catalog:
+        """The catalog of the images that --include and --exclude let pass; others are counted in `ignored`.
+
+        A table names its images, so their endings do not matter.
+        """
+        counted: dict[str, int] = {}
+        kept = []
+        for number, name in enumerate(self.names if wanted.include or wanted.exclude else ()):
+            refusal = wanted.refusal(name)
+            if refusal in ("excluded", "not included"):
+                counted[refusal] = counted.get(refusal, 0) + 1
+            else:
+                kept.append(number)
+        if not counted:
+            return self
+        return replace(self.take(np.array(kept, np.int64)), ignored={**self.ignored, **counted})
 
     def limited(self, limit: int) -> Catalog:
         """At most `limit` images, evenly spaced in source order, so that every class and split keeps its share."""

@@ -10,11 +10,12 @@ from h5pack.errors import NoImagesError, OptionsError, SourceError
 from h5pack.sources import folders
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.celeba import celeba, is_celeba
+from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog, is_hdf5
 from h5pack.sources.manifest import ManifestColumns, manifest
 from h5pack.sources.mapped import MapStyle, mapped
 from h5pack.sources.walk import NameFilter, child_folders, walk
 
-KINDS = ("flat", "classes", "splits", "celeba", "manifest")
+KINDS = ("flat", "classes", "splits", "celeba", "manifest", "hdf5")
 _MANIFEST_SUFFIXES = (".csv", ".tsv", ".tab")
 
 
@@ -28,6 +29,7 @@ class SourceOptions:
         One of `KINDS`; None: look.
     names : NameFilter
     columns : ManifestColumns
+    datasets : HDF5Datasets
     limit : int, optional
         Take at most this many images, evenly spaced in source order.
     """
@@ -35,6 +37,7 @@ class SourceOptions:
     kind: str | None = None
     names: NameFilter = field(default_factory=NameFilter)
     columns: ManifestColumns = field(default_factory=ManifestColumns)
+    datasets: HDF5Datasets = field(default_factory=HDF5Datasets)
     limit: int | None = None
 
 
@@ -74,12 +77,19 @@ def _open_path(path: Path, options: SourceOptions) -> Catalog:
     if not os.path.exists(path):
         raise SourceError(f"{path}: no such file or folder; check the path")
     kind = options.kind or _look(path)
+    if kind != "hdf5" and options.datasets != HDF5Datasets():
+        raise OptionsError(
+            f"{path}: --images, --labels, --fields, --channel-axis and --value-range are for HDF5 files, and this is "
+            "none; leave them out"
+        )
     if kind == "manifest":
         if not path.is_file():
             raise SourceError(f"{path}: a manifest is a CSV or TSV file; give the file, not its folder")
         return manifest(path, options.columns, options.names)
     if options.columns != ManifestColumns():
         raise OptionsError(f"{path}: columns and --root are a manifest's, and this is none; leave them out")
+    if kind == "hdf5":
+        return hdf5_catalog(path, options.datasets, options.names)
     if not path.is_dir():
         raise SourceError(f"{path}: not a folder; --source {kind} needs one")
     if kind == "celeba":
@@ -113,7 +123,11 @@ def _look(path: Path) -> str:
     if path.is_file():
         if path.suffix.lower() in _MANIFEST_SUFFIXES:
             return "manifest"
-        raise SourceError(f"{path}: neither a folder of images nor a .csv or .tsv manifest; see h5pack convert -h")
+        if is_hdf5(path):
+            return "hdf5"
+        raise SourceError(
+            f"{path}: neither a folder of images, nor a .csv or .tsv manifest, nor an HDF5 file; see h5pack convert -h"
+        )
     return "celeba" if is_celeba(path) else "folder"
 
 

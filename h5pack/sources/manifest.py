@@ -77,7 +77,7 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
         label_names=label_names,
         fields={name: numbers(table, name) for name in _field_names(columns)},
     )
-    return _filtered(catalog, names, wanted)
+    return catalog.filtered(wanted)
 
 
 def _usual(table: Table, names: tuple[str, ...]) -> str | None:
@@ -128,24 +128,17 @@ def _splits(table: Table, columns: ManifestColumns) -> tuple[tuple[str, ...], np
 
 
 def _field_names(columns: ManifestColumns) -> tuple[str, ...]:
-    for name in columns.fields:
+    return require_field_names(columns.fields)
+
+
+def require_field_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names, if fields may be called so.
+
+    Raises
+    ------
+    OptionsError
+    """
+    for name in names:
         if name in schema.RESERVED or "/" in name or name.startswith("."):
             raise OptionsError(f"field {name!r}: the format uses or forbids that name; rename the column")
-    return columns.fields
-
-
-def _filtered(catalog: Catalog, names: list[str], wanted: NameFilter) -> Catalog:
-    """Apply --include and --exclude; a manifest names its images, so their endings do not matter."""
-    counted: dict[str, int] = {}
-    kept = []
-    for number, name in enumerate(names):
-        refusal = wanted.refusal(name) if wanted.include or wanted.exclude else None
-        if refusal in ("excluded", "not included"):
-            counted[refusal] = counted.get(refusal, 0) + 1
-        else:
-            kept.append(number)
-    if not counted:
-        return catalog
-    remaining = catalog.take(np.array(kept, np.int64))
-    remaining.ignored.update(counted)
-    return remaining
+    return names

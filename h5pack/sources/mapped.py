@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import RejectedImageError, SourceError
-from h5pack.sources.catalog import Catalog, NameTable, one_split
+from h5pack.sources.catalog import Catalog, NameTable, Reader, one_split
 
 
 class MapStyle(Protocol):
@@ -21,7 +21,7 @@ class MapStyle(Protocol):
 
 
 @dataclass(frozen=True)
-class DatasetReader:
+class DatasetReader(Reader):
     """Reads images, and labels, out of a map-style dataset.
 
     Attributes

@@ -15,6 +15,8 @@ from h5pack import schema
 from h5pack.errors import PackFormatError
 from h5pack.hdf5 import dataset_names, filters_of, open_file, reopen_tuned, text
 from h5pack.layout import CachePlan, plan_cache, plan_chunks
+from h5pack.read.encoded import index_encoded, is_encoded, reference_cache
+from h5pack.sources.hdf5_catalog import channel_axes, is_image_array
 
 _DEFAULT_CACHE_BYTES = 1024 * 1024
 _FILTER_NAMES = {
@@ -31,6 +33,7 @@ class DatasetReport:
     Attributes
     ----------
     name, dtype : str
+        Rows of variable length have a dtype such as "variable-length uint8".
     shape : tuple of int
     layout : str
         chunked, contiguous, compact or virtual.
@@ -39,7 +42,8 @@ class DatasetReport:
         The kind of HDF5's chunk index.
     filters : tuple of str
     bytes, stored_bytes : int
-        Of the array, and in the file.
+        Of the array, and in the file. Of rows of variable length 0, as nothing but reading them all would tell, and the
+        bytes of the references to them.
     cache : CachePlan or None
         rdcc settings for reading rows in any order through the HDF5 library.
     faults : tuple of str
@@ -149,19 +153,38 @@ def _describe(file: h5py.File, dataset: h5py.Dataset) -> DatasetReport:
         if _holds_rows(dataset):
             faults = _faults(dataset, filters)
             cure = _cure(file, dataset) if faults else None
+    varies = isinstance(h5py.check_vlen_dtype(dataset.dtype), np.dtype)
+    if is_encoded(dataset):
+        cache = reference_cache(dataset)
+        faults, cure = _judge_encoded(file, dataset)
     return DatasetReport(
         name=dataset.name.lstrip("/"),
-        dtype=str(dataset.dtype),
+        dtype=f"variable-length {h5py.check_vlen_dtype(dataset.dtype)}" if varies else str(dataset.dtype),
         shape=shape,
         layout=layout,
         chunks=dataset.chunks,
         index=_index(file, dataset),
         filters=filters,
-        bytes=int(dataset.nbytes) if dataset.shape is not None else 0,
+        bytes=int(dataset.nbytes) if dataset.shape is not None and not varies else 0,
         stored_bytes=int(dataset.id.get_storage_size()),
         cache=cache,
         faults=faults,
         cure=cure,
+    )
+
+
+def _judge_encoded(file: h5py.File, dataset: h5py.Dataset) -> tuple[tuple[str, ...], str | None]:
+    """Faults and cure of rows of variable-length bytes, if they are images, which row 0 tells."""
+    name = dataset.name.lstrip("/")
+    try:
+        rows = index_encoded(file, dataset, name).rows
+    except PackFormatError:
+        rows = 0
+    if not rows:
+        return (), None
+    return (
+        ("each row is an encoded image: decoded again in every epoch",),
+        f"h5pack convert {file.filename} packed.h5 --images {name}",
     )
 
 
@@ -223,14 +246,17 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _cure(file: h5py.File, dataset: h5py.Dataset) -> str:
+    name = dataset.name.lstrip("/")
+    axes = channel_axes(dataset.shape[1:])
+    if dataset.dtype == np.uint8 and is_image_array(dataset.shape, dataset.dtype) and len(axes) == 1:
+        # As it was, so that who reads it need not change.
+        as_before = {"first": " --layout nchw", "last": "", "none": ""}[axes[0]]
+        gray = axes == ["none"] or dataset.shape[3 if axes == ["last"] else 1] < 3
+        return f"h5pack convert {file.filename} packed.h5 --images {name}{as_before}{' --mode gray' * gray}"
     row_bytes = math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
     rows = plan_chunks(len(dataset), row_bytes).rows
     chunk = "x".join(map(str, (min(rows, len(dataset)), *dataset.shape[1:])))
-    name = dataset.name.lstrip("/")
-    return (
-        f"h5repack -f {name}:NONE -l {name}:CHUNK={chunk} {file.filename} repacked.h5, or pack the images anew with "
-        "'h5pack convert'"
-    )
+    return f"h5repack -f {name}:NONE -l {name}:CHUNK={chunk} {file.filename} repacked.h5"
 
 
 def _describe_pack(file: h5py.File) -> dict[str, Any]:

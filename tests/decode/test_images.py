@@ -15,9 +15,17 @@ import pytest
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError, features
 
 from h5pack.decode.headers import Header, Kind
-from h5pack.decode.images import Decoder, PixelOptions, _copy_pixels, _proven_kinds, read_header, strict_pillow
+from h5pack.decode.images import (
+    MAX_PIXELS,
+    Decoder,
+    PixelOptions,
+    _copy_pixels,
+    _proven_kinds,
+    read_header,
+    strict_pillow,
+)
 from h5pack.errors import RejectedImageError
-from h5pack.pack.options import MAX_PIXELS, RESAMPLES
+from h5pack.pack.options import RESAMPLES
 from tests.makers import pixels
 
 ORIENTATION = 0x0112

@@ -370,5 +370,7 @@ def forged() -> list[RowRecord]:
     """Records of rows that nobody wrote."""
     nothing = np.zeros(0, np.int64)
     return [
-        RowRecord(0, np.ones(40, np.bool_), np.zeros(40, np.uint32), nothing, np.zeros((0, 2, 3), np.uint64)),
+        RowRecord(
+            np.arange(40), np.ones(40, np.bool_), np.zeros(40, np.uint32), nothing, np.zeros((0, 2, 3), np.uint64)
+        ),
     ]

@@ -26,11 +26,13 @@ from h5pack.pack.journal import Journal, JournalWriter, RowRecord
 def records(draw: st.DrawFn) -> RowRecord:
     rows = draw(st.integers(0, 12))
     start = draw(st.integers(0, 2**50))
+    # Half of them follow each other without a gap.
+    gaps = draw(st.lists(st.integers(1, 9), min_size=rows, max_size=rows)) if draw(st.booleans()) else [1] * rows
     sampled = sorted(draw(st.sets(st.integers(start, start + 20), max_size=3)))
     channels = draw(st.sampled_from([1, 3]))
     sums = draw(st.lists(st.integers(0, 2**64 - 1), min_size=len(sampled) * 2 * channels, max_size=200))
     return RowRecord(
-        start,
+        start + np.cumsum([0, *gaps])[:rows].astype(np.int64),
         np.array(draw(st.lists(st.booleans(), min_size=rows, max_size=rows)), np.bool_),
         np.array(draw(st.lists(st.integers(0, 2**32 - 1), min_size=rows, max_size=rows)), np.uint32),
         np.array(sampled, np.int64),
@@ -42,7 +44,7 @@ def records(draw: st.DrawFn) -> RowRecord:
 def record(start: int, rows: int = 5) -> RowRecord:
     random = np.random.default_rng(start)
     return RowRecord(
-        start,
+        start + np.arange(rows),
         random.integers(0, 2, rows).astype(np.bool_),
         random.integers(0, 2**32, rows, np.uint32),
         np.array([start], np.int64),
@@ -52,15 +54,11 @@ def record(start: int, rows: int = 5) -> RowRecord:
 
 
 def same(one: RowRecord, other: RowRecord) -> bool:
-    return (
-        one.start == other.start
-        and one.reasons == other.reasons
-        and all(
-            np.array_equal(getattr(one, name), getattr(other, name))
-            and getattr(one, name).dtype == getattr(other, name).dtype
-            and getattr(one, name).shape == getattr(other, name).shape
-            for name in ("packed", "checksums", "sampled", "sums")
-        )
+    return one.reasons == other.reasons and all(
+        np.array_equal(getattr(one, name), getattr(other, name))
+        and getattr(one, name).dtype == getattr(other, name).dtype
+        and getattr(one, name).shape == getattr(other, name).shape
+        for name in ("rows", "packed", "checksums", "sampled", "sums")
     )
 
 
@@ -87,7 +85,7 @@ def write(journal: Journal, *appended: RowRecord) -> Path:
 
 
 def starts(journal: Journal) -> list[int]:
-    return sorted(found.start for found in journal.records())
+    return sorted(int(found.rows[0]) for found in journal.records())
 
 
 def test_plan_and_prints_are_kept(journal: Journal) -> None:
@@ -136,10 +134,10 @@ def test_several_writers(journal: Journal) -> None:
     for writer in range(3):
         write(journal, *appended[writer::3])
     write(journal)
-    found = {each.start: each for each in journal.records()}
+    found = {int(each.rows[0]): each for each in journal.records()}
     assert len(list(journal.folder.glob("rows-*.log"))) == 4
-    assert sorted(found) == [each.start for each in appended]
-    assert all(same(found[each.start], each) for each in appended)
+    assert sorted(found) == [int(each.rows[0]) for each in appended]
+    assert all(same(found[int(each.rows[0])], each) for each in appended)
 
 
 def test_writers_of_one_process_at_once(journal: Journal) -> None:

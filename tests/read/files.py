@@ -10,10 +10,12 @@ from typing import Any
 import h5py
 import numpy as np
 import numpy.typing as npt
+from hypothesis import strategies as st
 
 from h5pack.read.chunk_index import ChunkIndex, index_dataset
 from h5pack.read.engine import Engine
 from h5pack.read.identity import FileIdentity
+from h5pack.read.virtual import index_rows
 
 STORAGES = (
     "contiguous",
@@ -32,8 +34,9 @@ STORAGES = (
 )
 DIRECT = frozenset(
     {"contiguous", "rows", "extendable", "holes", "no_holes_filled", "never", "early", "unlimited", "whole_gzip"}
-    | {"split", "gzip"}
+    | {"split", "gzip", "virtual"}
 )
+DTYPES = ["u1", "<i2", ">i4", "f4", ">f8", "?", "i8", "u2", "f2"]
 
 
 def numbers(shape: Sequence[int], dtype: str, seed: int = 0) -> npt.NDArray[Any]:
@@ -103,6 +106,40 @@ def write(
     return values.astype(values.dtype.newbyteorder("="))
 
 
+@st.composite
+def row_lists(draw: st.DrawFn, rows: int) -> list[int]:
+    """Rows in any order, with repeats, in runs, all of them, or none."""
+    some = st.lists(st.integers(0, rows - 1), max_size=50)
+    start = draw(st.integers(0, rows - 1))
+    run = st.just(list(range(start, draw(st.integers(start, rows)))))
+    return draw(
+        st.one_of(
+            some,
+            some.map(sorted),
+            some.map(lambda drawn: sorted(set(drawn))),
+            run,
+            run.map(lambda drawn: drawn[::-1]),
+            st.just(list(range(rows))),
+            st.permutations(range(rows)),
+        )
+    )
+
+
+def to_addresses(engine: Engine, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    """Rows by way of a plan, run by run, to places in reverse order that lie apart."""
+    index = engine.indexes["x"]
+    memory = np.full((len(rows), index.row_bytes + 3), 77, np.uint8)
+    start = memory.__array_interface__["data"][0]
+    plan = engine.plan("x", rows)
+    plan.buffers[:, 0] = start + np.arange(len(rows))[::-1] * memory.shape[1]
+    runs = len(plan.offsets)
+    engine.scatter(plan, 0, runs // 2)
+    engine.scatter(plan, runs // 2)
+    assert (memory[:, index.row_bytes :] == 77).all()
+    stored = np.ascontiguousarray(memory[::-1, : index.row_bytes]).view(index.dtype)
+    return stored.reshape(len(rows), *index.row_shape).astype(index.native_dtype)
+
+
 def low_level(file: h5py.File, name: str, values: npt.NDArray[Any], create: Any, stored: Any = None) -> None:
     """Create a dataset with properties, or a type, that h5py's own call does not offer."""
     space = h5py.h5s.create_simple(values.shape)
@@ -119,7 +156,9 @@ def index_of(path: Path, name: str = "x") -> ChunkIndex:
 
 def engine_of(path: Path, *names: str) -> Engine:
     """An engine over some of a file's datasets."""
-    return Engine(str(path), FileIdentity.of(str(path)), {name: index_of(path, name) for name in names or ("x",)})
+    with h5py.File(path) as file:
+        indexes = {name: index_rows(file, file[name], name) for name in names or ("x",)}
+    return Engine(str(path), FileIdentity.of(str(path)), indexes)
 
 
 def descriptors(path: Path) -> int:

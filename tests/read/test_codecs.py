@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from h5pack import filters
-from h5pack.errors import PackFormatError, ReadError
+from h5pack.errors import DamagedRowsError, PackFormatError
 from h5pack.hdf5 import Filter
 from h5pack.read import codecs, plugins
 from h5pack.read.block import Block
@@ -245,7 +245,9 @@ def test_damage_is_named_or_changes_nothing(tmp_path: Path, name: str) -> None:
     data[chunk.byte_offset + chunk.size // 2] ^= 255
     path.write_bytes(data)
     engine = engine_of(path)
-    with pytest.raises(ReadError, match=r"f\.h5: 'x' rows 4-7 cannot be decoded \(.*\); run 'h5pack verify'") as caught:
+    with pytest.raises(
+        DamagedRowsError, match=r"f\.h5: 'x' rows 4-7 cannot be decoded \(.*\); run 'h5pack verify'"
+    ) as caught:
         engine.read("x", [6])
     assert "\n" not in str(caught.value)
     assert np.array_equal(engine.read("x", [0, 11]), values[[0, 11]])
@@ -268,7 +270,7 @@ def test_damage_without_a_checksum_is_an_error_or_other_pixels(tmp_path: Path, n
         engine = engine_of(path)
         try:
             assert engine.read("x", [6]).shape == (1, 30, 40)
-        except ReadError as error:
+        except DamagedRowsError as error:
             refused += "rows 4-7 cannot be decoded" in str(error)
     assert refused > 3
 

@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 
 import h5pack
 from h5pack.checksum import row_checksums
-from h5pack.errors import DamagedRowsError, PackChangedError, ReadError
+from h5pack.errors import DamagedRowsError, PackChangedError
 from h5pack.read import engine as engine_module
+from h5pack.read import spans as spans_module
 from h5pack.read import storage as storage_module
 from h5pack.read.engine import Engine
 from h5pack.read.identity import FileIdentity
@@ -31,28 +32,17 @@ from h5pack.read.reader import H5Reader
 from h5pack.read.stats import ReadStats
 from h5pack.read.storage import python_preadv
 from tests.makers import flat_folder, quick
-from tests.read.files import DIRECT, STORAGES, engine_of, in_child, index_of, numbers, write
-
-DTYPES = ["u1", "<i2", ">i4", "f4", ">f8", "?", "i8", "u2", "f2"]
-
-
-@st.composite
-def row_lists(draw: st.DrawFn, rows: int) -> list[int]:
-    """Rows in any order, with repeats, in runs, all of them, or none."""
-    some = st.lists(st.integers(0, rows - 1), max_size=50)
-    start = draw(st.integers(0, rows - 1))
-    run = st.just(list(range(start, draw(st.integers(start, rows)))))
-    return draw(
-        st.one_of(
-            some,
-            some.map(sorted),
-            some.map(lambda drawn: sorted(set(drawn))),
-            run,
-            run.map(lambda drawn: drawn[::-1]),
-            st.just(list(range(rows))),
-            st.permutations(range(rows)),
-        )
-    )
+from tests.read.files import (
+    DIRECT,
+    DTYPES,
+    STORAGES,
+    engine_of,
+    in_child,
+    numbers,
+    row_lists,
+    to_addresses,
+    write,
+)
 
 
 def h5pys(path: Path, rows: list[int], shape: tuple[int, ...], fill: Any) -> npt.NDArray[Any]:
@@ -66,21 +56,6 @@ def h5pys(path: Path, rows: list[int], shape: tuple[int, ...], fill: Any) -> npt
         return out
 
 
-def to_addresses(engine: Engine, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-    """Rows by way of a plan, run by run, to places in reverse order that lie apart."""
-    index = engine.indexes["x"]
-    memory = np.full((len(rows), index.row_bytes + 3), 77, np.uint8)
-    start = memory.__array_interface__["data"][0]
-    plan = engine.plan("x", rows)
-    plan.buffers[:, 0] = start + np.arange(len(rows))[::-1] * memory.shape[1]
-    runs = len(plan.offsets)
-    engine.scatter(plan, 0, runs // 2)
-    engine.scatter(plan, runs // 2)
-    assert (memory[:, index.row_bytes :] == 77).all()
-    stored = np.ascontiguousarray(memory[::-1, : index.row_bytes]).view(index.dtype)
-    return stored.reshape(len(rows), *index.row_shape).astype(index.native_dtype)
-
-
 @settings(max_examples=200, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 30), st.integers(1, 9), st.integers(1, 9), st.integers(1, 4)),
@@ -88,7 +63,7 @@ def to_addresses(engine: Engine, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any
     dtype=st.sampled_from(DTYPES),
     storage=st.sampled_from(STORAGES),
     scatter_bytes=st.sampled_from([1, engine_module.SCATTER_BYTES, 1 << 30]),
-    gap_bytes=st.sampled_from([0, 100, engine_module.SPAN_GAP_BYTES]),
+    gap_bytes=st.sampled_from([0, 100, spans_module.SPAN_GAP_BYTES]),
     settings_=st.sampled_from([{}, {"libver": "latest"}, {"libver": "v110"}, {"userblock_size": 512}]),
     data=st.data(),
 )
@@ -109,14 +84,14 @@ def test_rows_equal_h5pys(
     python = data.draw(st.booleans())
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "SCATTER_BYTES", scatter_bytes)
-        patch.setattr(engine_module, "SPAN_GAP_BYTES", gap_bytes)
+        patch.setattr(spans_module, "SPAN_GAP_BYTES", gap_bytes)
         if python:
             patch.setattr(storage_module, "preadv", python_preadv)
         path = Path(folder) / "f.h5"
         chunk_rows = data.draw(st.integers(1, 8))
         values = write(path, numbers(shape, dtype), storage, fill=fill, chunk_rows=chunk_rows, **settings_)
-        assert (index_of(path).reason is None) == (storage in DIRECT)
         engine = engine_of(path)
+        assert (engine.indexes["x"].reason is None) == (storage in DIRECT)
         expected = h5pys(path, rows, shape, fill)
         found = engine.read("x", rows)
         assert found.dtype == np.dtype(dtype).newbyteorder("=")
@@ -137,7 +112,7 @@ def test_rows_equal_h5pys(
 def assert_counted(engine: Engine, rows: list[int], times: int) -> None:
     """The statistics after the same rows were read so often, twice in ascending order and then as they came."""
     index, stats = engine.indexes["x"], engine.stats
-    chunks = [row // index.chunk_rows for row in rows]
+    chunks = index.chunks_of(np.array(rows, np.int64)).tolist()
     visits = 2 * len(set(chunks))
     if times == 3:
         visits += len(list(itertools.groupby(chunks)))
@@ -429,7 +404,9 @@ def test_chunks_that_cannot_be_decoded_are_named(tmp_path: Path) -> None:
     path.write_bytes(data)
     engine = engine_of(path)
     assert np.array_equal(engine.read("x", [11, 0]), values[[11, 0]])
-    with pytest.raises(ReadError, match=r"f\.h5: 'x' rows 4-7 cannot be decoded \(.*\); run 'h5pack verify'") as caught:
+    with pytest.raises(
+        DamagedRowsError, match=r"f\.h5: 'x' rows 4-7 cannot be decoded \(.*\); run 'h5pack verify'"
+    ) as caught:
         engine.read("x", [6, 5])
     assert "\n" not in str(caught.value)
 

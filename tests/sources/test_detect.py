@@ -101,7 +101,7 @@ def test_a_source_that_is_not_there(tmp_path: Path, name: str) -> None:
 
 def test_a_file_that_is_no_manifest(tmp_path: Path) -> None:
     touch(tmp_path, "photo.jpg")
-    with pytest.raises(SourceError, match=r"photo\.jpg: neither a folder of images nor a \.csv or \.tsv manifest"):
+    with pytest.raises(SourceError, match=r"photo\.jpg: neither a folder of images, nor a \.csv or \.tsv"):
         kind_of(tmp_path / "photo.jpg")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(SourceError, match="pipe: not a folder"):

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 import h5pack
+from h5pack.cli import main
 from h5pack.errors import PackFormatError
 from h5pack.tools.report import info_text
 from tests.makers import class_folders, quick
+from tests.read.encoded_files import decoded, jpegs, write_encoded
 
 
 def foreign(path: Path, shape: tuple[int, ...] = (200, 3, 218, 178), dtype: str = "u1", **settings: Any) -> Path:
@@ -79,18 +81,37 @@ def test_whole_rows_without_filters_are_fine(tmp_path: Path) -> None:
     assert (contiguous.layout, contiguous.chunks, contiguous.faults) == ("contiguous", None, ())
 
 
-def test_the_cure_cures(tmp_path: Path) -> None:
-    if shutil.which("h5repack") is None:
-        pytest.skip("apt-get install hdf5-tools")
-    path = foreign(tmp_path / "f.h5", chunks=(100, 3, 217, 178))
+@pytest.mark.parametrize(
+    ("shape", "chunks"),
+    [((400, 3, 218, 178), (100, 3, 217, 178)), ((400, 218, 178, 3), (20, 109, 178, 3)), ((999, 64, 64), (99, 32, 64))],
+)
+def test_the_cure_cures(
+    tmp_path: Path, shape: tuple[int, ...], chunks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = foreign(tmp_path / "f.h5", shape, chunks=chunks)
     cure = report_of(path).cure
     assert cure is not None
-    command = cure.partition(", or ")[0].replace("repacked.h5", str(tmp_path / "repacked.h5"))
-    subprocess.run(shlex.split(command), check=True)
-    cured = report_of(tmp_path / "repacked.h5")
-    assert cured.faults == ()
-    with h5py.File(path) as before, h5py.File(tmp_path / "repacked.h5") as after:
-        assert np.array_equal(before["images"][()], after["images"][()])
+    monkeypatch.chdir(tmp_path)
+    command = shlex.split(cure)
+    assert command[0] == "h5pack"
+    assert main([*command[1:], "--quiet", "--order", "sorted"]) == 0
+    assert report_of(tmp_path / "packed.h5").faults == ()
+    with h5py.File(path) as before, h5py.File(tmp_path / "packed.h5") as after:
+        assert np.array_equal(before["images"][()].reshape(after["images"].shape), after["images"][()])
+
+
+def test_the_cure_of_other_numbers_cures(tmp_path: Path) -> None:
+    if shutil.which("h5repack") is None:
+        pytest.skip("apt-get install hdf5-tools")
+    values = np.random.default_rng(0).random((2_000, 700))
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file.create_dataset("images", data=values, chunks=(100, 99))
+    cure = report_of(tmp_path / "f.h5").cure
+    assert cure is not None
+    subprocess.run(shlex.split(cure.replace("repacked.h5", str(tmp_path / "repacked.h5"))), check=True)
+    assert report_of(tmp_path / "repacked.h5").faults == ()
+    with h5py.File(tmp_path / "repacked.h5") as after:
+        assert np.array_equal(after["images"][()], values)
 
 
 def test_statistics_of_a_foreign_file_are_measured(tmp_path: Path) -> None:
@@ -147,3 +168,48 @@ def test_a_pack_that_was_compressed_on_purpose_has_no_fault(tmp_path: Path) -> N
     (theirs,) = h5pack.info(tmp_path / "theirs.h5").datasets
     assert len(theirs.faults) == 1
     assert "decodes them anew" in theirs.faults[0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"chunks": (10,)}, {"chunks": (10,), "compression": "gzip"}])
+def test_encoded_images_in_rows_of_variable_length(tmp_path: Path, settings: dict[str, Any]) -> None:
+    path = write_encoded(tmp_path / "f.h5", jpegs(30), **settings)
+    whole = h5pack.info(path, stats=True)
+    report = report_of(path)
+    assert (report.dtype, report.shape, report.chunks) == ("variable-length uint8", (30,), settings.get("chunks"))
+    assert report.faults == ("each row is an encoded image: decoded again in every epoch",)
+    assert report.cure == f"h5pack convert {path} packed.h5 --images images"
+    assert (report.bytes, report.overhead) == (0, 1.0)
+    assert report.stored_bytes > 0
+    if "compression" in settings:
+        assert report.cache is not None
+        assert report.cache.nbytes >= 30 * 16
+    text = info_text(whole)
+    assert "/images: variable-length uint8 30, " in text
+    assert "  cure: h5pack convert " in text
+    json.dumps(whole.to_json(), allow_nan=False)
+
+
+def test_the_cure_of_encoded_images_cures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = jpegs(30)
+    cure = report_of(write_encoded(tmp_path / "f.h5", rows)).cure
+    assert cure is not None
+    monkeypatch.chdir(tmp_path)
+    assert main([*shlex.split(cure)[1:], "--quiet", "--order", "sorted"]) == 0
+    assert report_of(tmp_path / "packed.h5").faults == ()
+    with h5py.File(tmp_path / "packed.h5") as after:
+        assert np.array_equal(after["images"][()], np.stack([decoded(row) for row in rows]))
+
+
+def test_other_rows_of_variable_length_have_no_fault(tmp_path: Path) -> None:
+    path = write_encoded(tmp_path / "f.h5", [b"some words", b"", b"others"], "captions")
+    write_encoded(path, [], "none")
+    with h5py.File(path, "r+") as file:
+        file.create_dataset("signals", (3,), h5py.vlen_dtype(np.float32))
+        file.create_dataset("words", data=["a", "b", "c"])
+        file["nothing"] = h5py.Empty("f4")
+    found = {dataset.name: dataset for dataset in h5pack.info(path).datasets}
+    dtypes = {name: dataset.dtype for name, dataset in found.items()}
+    assert (dtypes["captions"], dtypes["signals"]) == ("variable-length uint8", "variable-length float32")
+    assert dtypes["words"] == "object"
+    assert all((dataset.faults, dataset.cure) == ((), None) for dataset in found.values())
+    assert "variable-length float32" in info_text(h5pack.info(path))

@@ -1,0 +1,337 @@
+"""Other people's HDF5 files become packs: the same pixels, whatever they lie in; the same bytes, whatever happens."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image
+
+import h5pack
+from h5pack.cli import main
+from h5pack.errors import OptionsError, OutputExistsError, RejectedImageError, ResumeError, SizesDifferError
+from h5pack.pack.converter import Conversion
+from h5pack.pack.session import grouped
+from tests.makers import flat_folder, quick, split_folders
+from tests.pack.test_crash import leftovers, run_in_child
+
+ROWS = 60
+SHAPE = (ROWS, 24, 20, 3)
+PIXELS = np.random.default_rng(0).integers(0, 256, SHAPE, np.uint8)
+LABELS = np.arange(ROWS) * 7 % 5
+NCHW = np.ascontiguousarray(PIXELS.transpose(0, 3, 1, 2))
+
+
+def compact(file: h5py.File) -> None:
+    create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    create.set_layout(h5py.h5d.COMPACT)
+    space = h5py.h5s.create_simple((20, *SHAPE[1:]))
+    kind = h5py.h5t.py_create(np.dtype(np.uint8))
+    dataset = h5py.Dataset(h5py.h5d.create(file.id, b"x", kind, space, create))
+    dataset[...] = PIXELS[:20]
+
+
+def virtual(file: h5py.File) -> None:
+    layout = h5py.VirtualLayout(SHAPE, np.uint8)
+    for number in range(3):
+        rows = slice(number * 20, number * 20 + 20)
+        file.create_dataset(f"parts/{number}", data=PIXELS[rows], chunks=(7, *SHAPE[1:]))
+        layout[rows] = h5py.VirtualSource(".", f"parts/{number}", (20, *SHAPE[1:]))
+    file.create_virtual_dataset("x", layout)
+
+
+def encoded(file: h5py.File) -> None:
+    dataset = file.create_dataset("x", (ROWS,), h5py.vlen_dtype(np.uint8))
+    for row in range(ROWS):
+        stream = io.BytesIO()
+        Image.fromarray(PIXELS[row]).save(stream, "PNG")
+        dataset[row] = np.frombuffer(stream.getvalue(), np.uint8)
+
+
+def plain(data: npt.NDArray[Any], **settings: Any) -> Callable[[h5py.File], None]:
+    def make(file: h5py.File) -> None:
+        file.create_dataset("x", data=data, **settings)
+
+    return make
+
+
+STORED: dict[str, Callable[[h5py.File], None]] = {
+    "contiguous": plain(PIXELS),
+    "channels first": plain(NCHW),
+    "chunks of rows": plain(PIXELS, chunks=(8, *SHAPE[1:])),
+    "CelebA recipe": plain(NCHW, chunks=(10, 3, 23, 13)),
+    "chunks by h5py": plain(PIXELS, chunks=True),
+    "gzip": plain(PIXELS, chunks=(9, *SHAPE[1:]), compression="gzip"),
+    "shuffle and lzf": plain(PIXELS, chunks=(9, *SHAPE[1:]), compression="lzf", shuffle=True),
+    "cut and gzip": plain(PIXELS, chunks=(9, 11, 20, 3), compression="gzip", fletcher32=True),
+    "big-endian float": plain((PIXELS / 255).astype(">f4"), chunks=(9, *SHAPE[1:])),
+    "16 bits": plain(PIXELS.astype(">u2") * 256),
+    "64 bits": plain(PIXELS.astype(np.int64), chunks=True),
+    "compact": compact,
+    "virtual": virtual,
+    "encoded": encoded,
+}
+
+
+def write(path: Path, make: Callable[[h5py.File], None], **settings: Any) -> Path:
+    with h5py.File(path, "w", **settings) as file:
+        make(file)
+        file["y"] = LABELS[: len(file["x"])]
+    return path
+
+
+def rows_of(file: h5py.File) -> list[int]:
+    """The source's row of each row of a pack."""
+    return [int(name.decode().rpartition("/")[2]) for name in file["filenames"]]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("order", ["shuffled", "sorted"])
+@pytest.mark.parametrize("stored", STORED)
+def test_pixels_and_labels_are_the_sources(tmp_path: Path, stored: str, order: str, workers: int) -> None:
+    source = write(tmp_path / "f.h5", STORED[stored], libver="earliest" if stored == "gzip" else None)
+    layout = "nchw" if order == "sorted" else "nhwc"
+    options = quick(order=order, workers=workers, layout=layout, chunk_rows=11, images="x")
+    report = h5pack.convert(source, tmp_path / "o.h5", options)
+    with h5py.File(tmp_path / "o.h5") as file:
+        rows = rows_of(file)
+        assert report.images == len(rows) == (20 if stored == "compact" else ROWS)
+        assert sorted(rows) == list(range(len(rows)))
+        assert (rows == sorted(rows)) == (order == "sorted")
+        assert np.array_equal(file["images"][()], (NCHW if layout == "nchw" else PIXELS)[rows])
+        assert np.array_equal(file["labels"][()], LABELS[rows])
+        assert file["images"].chunks[0] == 11
+    assert h5pack.verify(tmp_path / "o.h5").ok
+    assert leftovers(tmp_path) == {"f.h5", "o.h5"}
+
+
+def test_the_bytes_do_not_depend_on_how_the_source_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    packs = set()
+    for number, stored in enumerate(sorted(STORED.keys() - {"compact"})):
+        source = write(tmp_path / f"{number}.h5", STORED[stored])
+        h5pack.convert(source, tmp_path / "o.h5", quick(images="x", workers=1 + number % 2, overwrite=True))
+        packs.add((tmp_path / "o.h5").read_bytes())
+    assert len(packs) == 1
+
+
+@pytest.mark.parametrize("io", ["direct", "buffered"])
+def test_large_rows_that_lie_apart(tmp_path: Path, io: str) -> None:
+    """Rows of many pages, written past the page cache wherever they go."""
+    pixels = np.random.default_rng(1).integers(0, 256, (50, 150, 171, 3), np.uint8)
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file.create_dataset("x", data=pixels, chunks=(20, 150, 171, 3), compression="lzf")
+    h5pack.convert(tmp_path / "f.h5", tmp_path / "o.h5", quick(io=io, chunk_rows=7))
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert np.array_equal(file["images"][()], pixels[rows_of(file)])
+    assert h5pack.verify(tmp_path / "o.h5").ok
+
+
+def test_a_pack_becomes_another_pack(tmp_path: Path) -> None:
+    root = split_folders(tmp_path / "source", {"train": {"x": 30, "y": 20}, "val": {"x": 9, "y": 8}}, (30, 28))
+    h5pack.convert(root, tmp_path / "a.h5", quick(compression="gzip"))
+    with h5py.File(tmp_path / "a.h5", "a") as file:
+        file["weight"] = np.arange(67) / 3
+        file["checksums/weight"] = h5pack.checksum.row_checksums(file["weight"][()])  # type: ignore[attr-defined]
+    h5pack.convert(tmp_path / "a.h5", tmp_path / "b.h5", quick(layout="nchw", seed=3, chunk_rows=5, size=(15, 14)))
+    h5pack.convert(tmp_path / "a.h5", tmp_path / "c.h5", quick(mode="gray", order="sorted"))
+    h5pack.convert(root, tmp_path / "d.h5", quick(layout="nchw", seed=3, chunk_rows=5, size=(15, 14)))
+
+    def content(name: str) -> dict[str, Any]:
+        with h5py.File(tmp_path / name) as file:
+            names = [each.decode() for each in file["filenames"]]
+            parts = {key: dict(zip(names, file[key][()].tolist(), strict=True)) for key in ("images", "labels")}
+            if "weight" in file:
+                parts["weight"] = dict(zip(names, file["weight"][()].tolist(), strict=True))
+            split = file["splits/name"][()].tolist(), file["splits/rows"][()].tolist()
+            return {**parts, "splits": split, "classes": file["labels"].attrs["classes"].tolist(), "names": names}
+
+    a, b, c, d = (content(name) for name in ("a.h5", "b.h5", "c.h5", "d.h5"))
+    assert {key: b[key] for key in ("images", "labels", "splits", "classes")} == {
+        key: d[key] for key in ("images", "labels", "splits", "classes")
+    }
+    assert b["weight"] == c["weight"] == a["weight"]
+    assert c["names"] == a["names"], "sorted is the source's order"
+    assert np.shape(c["images"][c["names"][0]]) == (30, 28, 1)
+
+
+def test_encoded_images_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a variable length are as good as files: sizes, rejects, and --size."""
+    folder = flat_folder(tmp_path / "source", 9, (40, 30))
+    # The first row is bad, too: it cannot say what size the others have.
+    (folder / "!.jpg").write_bytes(b"not an image either")
+    Image.new("RGB", (50, 20), "red").save(folder / "00009.jpg")
+    (folder / "00010.jpg").write_bytes((folder / "00000.jpg").read_bytes()[:700])
+    (folder / "00011.jpg").write_bytes(b"")
+    (folder / "00012.jpg").write_bytes(b"no image")
+    paths = sorted(folder.iterdir())
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        dataset = file.create_dataset("jpegs", (len(paths),), h5py.vlen_dtype(np.uint8), chunks=(4,))
+        for row, path in enumerate(paths):
+            dataset[row] = np.frombuffer(path.read_bytes(), np.uint8)
+    with pytest.raises(SizesDifferError, match=r"jpegs/00000010 is 20x50"):
+        h5pack.convert(tmp_path / "f.h5", tmp_path / "o.h5", quick())
+    options = {"size": (16, 16), "order": "sorted", "workers": 2}
+    report = h5pack.convert(tmp_path / "f.h5", tmp_path / "o.h5", quick(**options))
+    h5pack.convert(folder, tmp_path / "p.h5", quick(**options))
+    assert (report.images, report.rejects) == (10, 4)
+    with h5py.File(tmp_path / "o.h5") as one, h5py.File(tmp_path / "p.h5") as other:
+        assert np.array_equal(one["images"][()], other["images"][()])
+        assert one["rejects/reasons"][()].tolist() == other["rejects/reasons"][()].tolist()
+    with pytest.raises(OptionsError, match="encoded images, which know their channels and values"):
+        h5pack.convert(tmp_path / "f.h5", tmp_path / "q.h5", quick(value_range=(0, 1)))
+
+
+def test_killed_at_every_step_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    source = write(tmp_path / "f.h5", STORED["cut and gzip"])
+    h5pack.convert(source, tmp_path / "whole.h5", quick(chunk_rows=11))
+    whole = (tmp_path / "whole.h5").read_bytes()
+    out = tmp_path / "o.h5"
+    steps = run_in_child(source, tmp_path / "count.h5", quick(chunk_rows=11), kill_at=None)
+    assert steps > 20
+    for step in range(steps):
+        run_in_child(source, out, quick(chunk_rows=11), kill_at=step)
+        h5pack.convert(source, out, quick(chunk_rows=11, resume=True))
+        assert out.read_bytes() == whole, f"killed at step {step} of {steps}"
+        out.unlink()
+    assert leftovers(tmp_path) == {"f.h5", "whole.h5", "count.h5"}
+
+
+def test_another_source_is_not_resumed(tmp_path: Path) -> None:
+    source = write(tmp_path / "f.h5", STORED["gzip"])
+    out = tmp_path / "o.h5"
+    steps = run_in_child(source, tmp_path / "count.h5", quick(), kill_at=None)
+    run_in_child(source, out, quick(), kill_at=steps // 2)
+    assert not out.exists()
+    with pytest.raises(ResumeError, match="begun with value_range None, resumed with"):
+        h5pack.convert(source, out, quick(resume=True, value_range=(0, 200)))
+    write(tmp_path / "f.h5", STORED["gzip"])
+    with pytest.raises(ResumeError, match=r"f\.h5 has changed since it was begun"):
+        h5pack.convert(source, out, quick(resume=True))
+
+
+def test_another_file_under_a_virtual_source_is_not_resumed(tmp_path: Path) -> None:
+    for number in range(2):
+        with h5py.File(tmp_path / f"{number}.h5", "w") as file:
+            file["x"] = PIXELS[number * 30 : number * 30 + 30]
+    layout = h5py.VirtualLayout(SHAPE, np.uint8)
+    for number in range(2):
+        layout[number * 30 : number * 30 + 30] = h5py.VirtualSource(f"{number}.h5", "x", (30, *SHAPE[1:]))
+    with h5py.File(tmp_path / "v.h5", "w", libver="latest") as file:
+        file.create_virtual_dataset("images", layout)
+    out = tmp_path / "o.h5"
+    steps = run_in_child(tmp_path / "v.h5", tmp_path / "count.h5", quick(), kill_at=None)
+    run_in_child(tmp_path / "v.h5", out, quick(), kill_at=steps // 2)
+    with h5py.File(tmp_path / "1.h5", "a") as file:
+        file["x"][3] = 0
+    with pytest.raises(ResumeError, match=r"v\.h5 has changed since it was begun"):
+        h5pack.convert(tmp_path / "v.h5", out, quick(resume=True))
+
+
+def test_the_source_is_no_output(tmp_path: Path) -> None:
+    source = write(tmp_path / "f.h5", STORED["gzip"])
+    (tmp_path / "link.h5").symlink_to(source)
+    for out in ("f.h5", "link.h5"):
+        with pytest.raises(OptionsError, match="the source itself"):
+            h5pack.convert(source, tmp_path / out, quick(overwrite=True))
+    h5pack.convert(source, tmp_path / "o.h5", quick())
+    assert h5pack.convert(source, tmp_path / "o.h5", quick(resume=True)).already_complete
+    with pytest.raises(OutputExistsError):
+        h5pack.convert(source, tmp_path / "o.h5", quick(resume=True, labels=""))
+
+
+def test_damaged_rows_are_rejects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "f.h5", STORED["gzip"])
+    with h5py.File(source) as file:
+        info = file["x"].id.get_chunk_info(2)
+    data = bytearray(source.read_bytes())
+    data[info.byte_offset + 30 : info.byte_offset + 90] = bytes(60)
+    source.write_bytes(bytes(data))
+    assert main(["convert", str(source), str(tmp_path / "o.h5"), "--workers", "2", "--quiet", "--order", "sorted"]) == 0
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert np.array_equal(file["images"][()], np.delete(PIXELS, range(18, 27), 0))
+        assert {name.decode() for name in file["rejects/filenames"]} == {f"x/{row:08d}" for row in range(18, 27)}
+        assert len(set(file["rejects/reasons"][()].tolist())) == 1
+    with pytest.raises(RejectedImageError, match=r"x/000000\d\d: its row is damaged"):
+        h5pack.convert(source, tmp_path / "p.h5", quick(strict=True))
+
+
+def test_rows_of_a_pack_that_differ_from_their_checksums_are_rejects(tmp_path: Path) -> None:
+    h5pack.convert(flat_folder(tmp_path / "source", 30), tmp_path / "a.h5", quick())
+    shutil.copy(tmp_path / "a.h5", tmp_path / "b.h5")
+    with h5py.File(tmp_path / "b.h5") as file:
+        place = file["images"].id.get_chunk_info(0).byte_offset
+        name = file["filenames"][0].decode()
+    with (tmp_path / "b.h5").open("r+b") as stream:
+        stream.seek(place + 5)
+        byte = stream.read(1)
+        stream.seek(place + 5)
+        stream.write(bytes([byte[0] ^ 1]))
+    report = h5pack.convert(tmp_path / "b.h5", tmp_path / "c.h5", quick())
+    assert (report.images, report.rejects) == (29, 1)
+    assert (tmp_path / "c.h5.rejects.csv").read_text().splitlines()[1].startswith(name)
+
+
+def test_values_outside_the_range_are_rejects(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).random((12, 9, 9, 3)).astype(np.float32)
+    values[5, 2, 2, 1] = np.nan
+    values[7, 0, 0, 0] = 1.5
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["x"] = values
+    report = h5pack.convert(tmp_path / "f.h5", tmp_path / "o.h5", quick(order="sorted"))
+    assert (report.images, report.rejects) == (10, 2)
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert b"values from" in file["rejects/reasons"][0]
+        assert np.array_equal(file["images"][()], np.rint(np.delete(values, [5, 7], 0).astype(np.float64) * 255))
+
+
+def test_each_chunk_is_read_once(tmp_path: Path) -> None:
+    source = write(tmp_path / "f.h5", STORED["cut and gzip"])
+    with Conversion(source, tmp_path / "o.h5", quick(workers=1)) as conversion:
+        conversion.run()
+        read = conversion.plan().catalog.reader.engine.snapshot().bytes_read  # type: ignore[attr-defined]
+    with h5py.File(source) as file:
+        stored = file["x"].id.get_storage_size()
+    assert read == stored
+
+
+@pytest.mark.parametrize("most", [1, 4, 10, 100])
+def test_shares_are_whole_groups(most: int) -> None:
+    random = np.random.default_rng(most)
+    rows = np.sort(random.choice(1_000, 200, replace=False))
+    groups = random.integers(0, 40, 200)
+    group_of = dict(zip(rows.tolist(), groups.tolist(), strict=True))
+    shares = [share.tolist() for share in grouped(rows, groups, most)]
+    assert sorted(row for share in shares for row in share) == rows.tolist()
+    seen: set[int] = set()
+    for share in shares:
+        own = {group_of[row] for row in share}
+        assert share == sorted(share)
+        assert not own & seen
+        assert len(share) <= most or len(own) == 1
+        seen |= own
+    assert [*grouped(rows[:0], groups[:0], most)] == []
+
+
+def test_the_plan_says_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "f.h5", STORED["CelebA recipe"])
+    arguments = ["convert", str(source), str(tmp_path / "o.h5"), "--dry-run"]
+    assert main(arguments) == 0
+    assert f"source   {source} (hdf5: images 'x', labels 'y')" in capsys.readouterr().out
+    assert main([*arguments, "--json", "--no-labels", "--channel-axis", "first", "--value-range", "0:200"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["kind"], plan["labels"], plan["shape"]) == ("hdf5", "none", [60, 24, 20, 3])
+    assert plan["options"]["value_range"] == [0.0, 200.0]
+    assert main([*arguments, "--value-range", "7"]) == 2
+    assert "is not LOW:HIGH" in capsys.readouterr().err
+    assert main([*arguments, "--images", "y"]) == 1
+    assert "which is no image" in capsys.readouterr().err

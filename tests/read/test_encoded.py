@@ -1,0 +1,392 @@
+"""Rows that are encoded images: Pillow's pixels, in any layout and thread, and what cannot be decoded is named."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from PIL import Image
+
+from h5pack.errors import DamagedRowsError, PackChangedError, PackFormatError, SizesDifferError
+from h5pack.pack import options
+from h5pack.read import reader as reader_module
+from h5pack.read import row_decoder as row_decoder_module
+from h5pack.read.encoded import holds_encoded, row_decoder
+from h5pack.read.engine import Engine
+from h5pack.read.identity import FileIdentity
+from h5pack.read.pack import read_pack
+from h5pack.read.reader import H5Reader
+from tests.makers import pixels
+from tests.read.encoded_files import SIZE, decoded, encode, jpegs, kinds, write_encoded
+from tests.read.files import in_child
+from tests.read.test_damage import read_all, require_one_line
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "contiguous": {},
+    "chunked": {"chunks": (7,)},
+    "single rows": {"chunks": (1,)},
+    "guessed": {"chunks": True},
+    "extendable": {"chunks": (4,), "maxshape": (None,)},
+    "gzip": {"chunks": (5,), "compression": "gzip", "shuffle": True},
+}
+
+
+def engine_of(path: Path, **asked: Any) -> Engine:
+    pack = read_pack(path, **asked)
+    return Engine(pack.path, pack.identity, pack.indexes)
+
+
+def reader_of(path: Path) -> H5Reader:
+    return H5Reader(str(path), FileIdentity.of(str(path)))
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i1"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bytes_and_pixels_in_every_layout(tmp_path: Path, layout: str, dtype: str) -> None:
+    rows = jpegs(31)
+    path = write_encoded(tmp_path / "f.h5", rows, dtype=dtype, **LAYOUTS[layout])
+    engine = engine_of(path)
+    index = engine.indexes["images"]
+    assert holds_encoded(index)
+    assert (index.shape, index.dtype, index.addresses.size) == ((31, *SIZE, 3), np.uint8, 0)
+    expected = np.stack([decoded(row) for row in rows])
+    dice = np.random.default_rng(3)
+    for wanted in (np.arange(31), dice.permutation(31), np.array([4, 4, 30, 0, 4]), np.empty(0, np.int64)):
+        assert engine.reader.read_bytes("images", wanted) == [rows[row] for row in wanted]
+        assert np.array_equal(engine.read("images", wanted), expected[wanted])
+        assert np.array_equal(engine.read("labels", wanted), wanted)
+
+
+def test_virtual_over_encoded_rows(tmp_path: Path) -> None:
+    rows = jpegs(9)
+    layout = h5py.VirtualLayout((9,), h5py.vlen_dtype(np.uint8))
+    for number in range(3):
+        part = write_encoded(tmp_path / f"{number}.h5", rows[3 * number : 3 * number + 3])
+        layout[3 * number : 3 * number + 3] = h5py.VirtualSource(part, "images", (3,))
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file.create_virtual_dataset("images", layout)
+    engine = engine_of(tmp_path / "f.h5")
+    order = np.array([8, 0, 4, 3, 5])
+    assert engine.reader.read_bytes("images", order) == [rows[row] for row in order]
+    assert np.array_equal(engine.read("images", order), np.stack([decoded(rows[row]) for row in order]))
+    (tmp_path / "1.h5").unlink()
+    with pytest.raises(PackFormatError, match=r"its source .*1\.h5 is missing"):
+        engine_of(tmp_path / "f.h5")
+
+
+def test_consecutive_rows_are_fetched_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_encoded(tmp_path / "f.h5", jpegs(20), chunks=(3,))
+    reader, calls = reader_of(path), []
+    fetch = reader_module.fetch_bytes
+    monkeypatch.setattr(
+        reader_module,
+        "fetch_bytes",
+        lambda dataset, first, count: calls.append((first, count)) or fetch(dataset, first, count),
+    )
+    reader.read_bytes("images", np.array([3, 4, 5, 6, 11, 2, 3, 3]))
+    assert calls == [(3, 4), (11, 1), (2, 2), (3, 1)]
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_pixels_are_pillows(tmp_path: Path, kind: str) -> None:
+    """Beside row 0, a plain JPEG of the same upright size."""
+    data = kinds()[kind]
+    engine = engine_of(write_encoded(tmp_path / "f.h5", [jpegs(1)[0], data]))
+    expected = decoded(data)
+    assert expected.shape == (*SIZE, 3)
+    assert np.array_equal(engine.read("images", [1])[0], expected)
+    own = engine.read("images", [1, 0, 1], np.empty(3, object))
+    assert np.array_equal(own[0], expected)
+    assert own[0] is not own[2]
+
+
+@pytest.mark.parametrize("kind", ["png", "orientation 6", "cmyk jpeg", "gray jpeg"])
+def test_row_0_gives_the_size(tmp_path: Path, kind: str) -> None:
+    engine = engine_of(write_encoded(tmp_path / "f.h5", [kinds()[kind]]))
+    assert engine.indexes["images"].shape == (1, *SIZE, 3)
+
+
+def test_units_follow_the_pixels_not_the_chunks_of_references(tmp_path: Path) -> None:
+    rows = jpegs(1, (60, 50)) * 900
+    with h5py.File(tmp_path / "pixels.h5", "w") as file:
+        file.create_dataset("images", (900, 60, 50, 3), "u1")
+    expected = read_pack(tmp_path / "pixels.h5").indexes["images"].unit_rows
+    assert 1 < expected < 900
+    for layout, settings in LAYOUTS.items():
+        index = read_pack(write_encoded(tmp_path / f"{layout}.h5", rows, **settings)).indexes["images"]
+        assert index.unit_rows == expected
+
+
+def test_without_rows(tmp_path: Path) -> None:
+    engine = engine_of(write_encoded(tmp_path / "f.h5", []))
+    assert engine.indexes["images"].shape == (0, 0, 0, 3)
+    assert engine.read("images", []).shape == (0, 0, 0, 3)
+    assert engine.reader.read_bytes("images", np.empty(0, np.int64)) == []
+
+
+def test_counts(tmp_path: Path) -> None:
+    rows = jpegs(40)
+    engine = engine_of(write_encoded(tmp_path / "f.h5", rows, chunks=(8,)))
+    engine.read("images", np.arange(40))
+    stats = engine.snapshot()
+    assert (stats.rows, stats.chunk_misses, stats.chunk_hits) == (40, 5, 35)
+    assert stats.bytes_read == sum(map(len, rows))
+    assert stats.bytes_wanted == 40 * 20 * 14 * 3
+    assert stats.amplification == stats.bytes_read / stats.bytes_wanted
+    # 40 rows are more than are fetched at once.
+    assert stats.reads == 2
+
+
+def test_the_cache_holds_the_references_of_compressed_chunks(tmp_path: Path) -> None:
+    """NumPy calls a reference 8 bytes, and it has 16: HDF5 would decode a chunk anew for each row."""
+    path = write_encoded(tmp_path / "f.h5", jpegs(50), chunks=(50,), compression="gzip")
+    reader = reader_of(path)
+    reader.read_bytes("images", np.array([0]))
+    assert reader._opened is not None
+    cache = reader._opened.dataset("images").id.get_access_plist().get_chunk_cache()
+    assert cache[1] >= 50 * 16
+
+
+def test_a_pickled_reader_and_a_forked_child(tmp_path: Path) -> None:
+    rows = jpegs(5)
+    engine = engine_of(write_encoded(tmp_path / "f.h5", rows))
+    expected = np.stack([decoded(row) for row in rows])
+    assert np.array_equal(engine.read("images", [2, 1]), expected[[2, 1]])
+    assert np.array_equal(pickle.loads(pickle.dumps(engine)).read("images", [2, 1]), expected[[2, 1]])
+    assert in_child(lambda: bool(np.array_equal(engine.read("images", [4, 0]), expected[[4, 0]])))
+    assert in_child(lambda: engine.reader.read_bytes("images", np.array([3])) == [rows[3]])
+
+
+def test_a_replaced_file(tmp_path: Path) -> None:
+    path = write_encoded(tmp_path / "f.h5", jpegs(5))
+    reader = reader_of(path)
+    path.unlink()
+    write_encoded(path, jpegs(6))
+    with pytest.raises(PackChangedError, match="replaced or rewritten"):
+        reader.read_bytes("images", np.array([0]))
+
+
+def test_many_threads(tmp_path: Path) -> None:
+    """One decoder serves them all; each reads all rows, of every kind, in an order of its own."""
+    rows = list(kinds().values())
+    engine = engine_of(write_encoded(tmp_path / "f.h5", rows, chunks=(3,)))
+    expected = np.stack([decoded(row) for row in rows])
+    failures: list[Any] = []
+
+    def work(seed: int) -> None:
+        dice = np.random.default_rng(seed)
+        for _ in range(5):
+            order = dice.permutation(len(rows))
+            try:
+                if not np.array_equal(engine.read("images", order), expected[order]):
+                    failures.append("other pixels")
+            except Exception as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert engine.snapshot().rows == 6 * 5 * len(rows)
+
+
+def test_rare_formats_are_loaded_before_threads_decode() -> None:
+    """Pillow loads them when it knows no format; a thread that comes at a bad moment would find none at all."""
+    code = (
+        "from PIL import Image; from h5pack.read.encoded import row_decoder; assert 'WEBP' not in Image.OPEN\n"
+        "row_decoder(); assert 'WEBP' in Image.OPEN"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# What cannot be read.
+
+
+def cut(data: bytes, keep: float = 0.6) -> bytes:
+    return data[: int(len(data) * keep)]
+
+
+BAD: dict[str, tuple[Callable[[], bytes], str]] = {
+    "empty": (lambda: b"", "zero bytes"),
+    "text": (lambda: b"no image at all", "not an image, or of an unknown format"),
+    "zeros": (lambda: bytes(500), "not an image, or of an unknown format"),
+    "truncated jpeg": (lambda: cut(encode(pixels(3, SIZE))), "truncated"),
+    "truncated png": (lambda: cut(encode(pixels(3, SIZE), "PNG")), "truncated"),
+    "truncated webp": (lambda: cut(encode(pixels(3, SIZE), "WEBP")), "."),
+    "a header alone": (lambda: encode(pixels(3, SIZE))[:20], "."),
+    "postscript": (lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 14 20\n", "PostScript"),
+    "a bomb": (
+        lambda: b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + b"\0\1\0\0" * 2 + b"\x08\x02\0\0\0" + bytes(4),
+        "bomb|not an image|cannot be decoded|truncated",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_row_that_cannot_be_decoded_is_named(tmp_path: Path, kind: str) -> None:
+    make, reason = BAD[kind]
+    rows = jpegs(9)
+    rows[6] = make()
+    path = write_encoded(tmp_path / "f.h5", rows)
+    engine = engine_of(path)
+    message = rf"f\.h5: 'images' row 6 cannot be decoded \(.*{reason}.*\); leave it out .* --images images'"
+    for out in (None, np.empty(3, object)):
+        with pytest.raises(DamagedRowsError, match=message) as caught:
+            engine.read("images", [2, 6, 1], out)
+        assert caught.value.rows == (6,)
+        assert "\n" not in str(caught.value)
+    # The others are good, and so are its bytes.
+    assert np.array_equal(engine.read("images", [5, 7]), np.stack([decoded(rows[5]), decoded(rows[7])]))
+    assert engine.reader.read_bytes("images", np.array([6])) == [rows[6]]
+
+
+def test_a_bomb_is_refused_before_it_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert row_decoder_module.MAX_PIXELS == options.MAX_PIXELS
+    monkeypatch.setattr(row_decoder_module, "MAX_PIXELS", 20 * 14)
+    rows = [*jpegs(1), encode(pixels(0, (20, 15))), encode(pixels(0, (20, 15)), "PNG")]
+    engine = engine_of(write_encoded(tmp_path / "f.h5", rows))
+    for row in (1, 2):
+        with pytest.raises(DamagedRowsError, match=f"row {row} cannot be decoded .decompression bomb: 20x15"):
+            engine.read("images", [row], np.empty(1, object))
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_row_0(tmp_path: Path, kind: str) -> None:
+    path = write_encoded(tmp_path / "f.h5", [BAD[kind][0](), *jpegs(2)])
+    with pytest.raises(
+        PackFormatError, match=r"'images' row 0 is no image that can be decoded \(.*\), so that"
+    ) as caught:
+        read_pack(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_image_of_another_size(tmp_path: Path) -> None:
+    rows = [*jpegs(3), encode(pixels(5, (30, 9)), "PNG"), *jpegs(2)]
+    path = write_encoded(tmp_path / "f.h5", rows)
+    engine = engine_of(path)
+    for wanted in ([3], [1, 3, 2], [4, 3, 0]):
+        with pytest.raises(SizesDifferError, match=r"'images' row 3 is 30x9 and row 0 is 20x14, .* --size 20x14'"):
+            engine.read("images", wanted)
+    own = engine.read("images", [4, 3, 0, 3], np.empty(4, object))
+    assert [image.shape for image in own] == [(20, 14, 3), (30, 9, 3), (20, 14, 3), (30, 9, 3)]
+    assert all(np.array_equal(image, decoded(rows[row])) for image, row in zip(own, (4, 3, 0, 3), strict=True))
+
+
+def test_hostile_bytes_give_errors_or_images(tmp_path: Path) -> None:
+    """Bytes changed at random: an error that names the row, or some image, and never another kind of failure."""
+    dice = np.random.default_rng(5)
+    originals = list(kinds().values())
+    rows = [originals[0]]
+    for number in range(400):
+        data = bytearray(originals[number % len(originals)])
+        for place in dice.integers(0, len(data), 1 + number % 7).tolist():
+            data[place] = int(dice.integers(256))
+        rows.append(bytes(data))
+    engine = engine_of(write_encoded(tmp_path / "f.h5", rows))
+    named, failed = [], []
+    for row in range(1, len(rows)):
+        try:
+            (image,) = engine.read("images", [row], np.empty(1, object))
+        except DamagedRowsError as error:
+            named.append(error.rows)
+            failed.append((row,))
+        else:
+            assert image.dtype == np.uint8
+            assert image.shape[2:] == (3,)
+    assert named == failed
+    assert 20 < len(named) < 380
+
+
+def test_damage_to_heaps_and_references(tmp_path: Path) -> None:
+    """Their bytes changed at random: refused in one line, or other rows. (Where the size of an object is changed HDF5
+    itself may never return, so that is left alone.)"""
+    path = write_encoded(tmp_path / "sound.h5", jpegs(12), chunks=(4,))
+    original = path.read_bytes()
+    places = [heap + place for heap in find(original, b"GCOL") for place in range(16)]
+    with h5py.File(path) as file:
+        for number in range(3):
+            start = file["images"].id.get_chunk_info(number).byte_offset
+            places += range(start, start + 4 * 16)
+    dice, copies = random.Random(4), []
+    for number in range(40):
+        data = bytearray(original)
+        data[dice.choice(places)] ^= dice.randrange(1, 256)
+        copies.append(tmp_path / f"{number:02}.h5")
+        copies[-1].write_bytes(data)
+    outcomes = read_all(path, copies, check=False)
+    for copy, (outcome, words) in outcomes.items():
+        assert outcome in ("right", "wrong", "refused"), f"{copy.name}: {outcome} {words}"
+        if outcome == "refused":
+            require_one_line(copy, words)
+    assert sum(outcome == "refused" for outcome, _ in outcomes.values()) > 10
+
+
+def find(data: bytes, mark: bytes) -> list[int]:
+    return [found.start() for found in re.finditer(re.escape(mark), data)]
+
+
+def test_no_warning_a_row(tmp_path: Path) -> None:
+    """Pillow warns of a palette with transparency in bytes; Python prints that once, and nothing is switched off."""
+    image = pixels(1, SIZE)
+    palette = encode(Image.fromarray(image).convert("P"), "PNG", transparency=bytes(range(200)))
+    write_encoded(tmp_path / "f.h5", [palette] * 200)
+    code = (
+        "import sys, h5pack, warnings\n"
+        "dataset = h5pack.H5Dataset(sys.argv[1])\n"
+        "before = list(warnings.filters)\n"
+        "[dataset[i] for i in range(200)]\n"
+        "assert list(warnings.filters) == before"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "f.h5")], capture_output=True, text=True, check=True
+    )
+    assert done.stderr.count("Palette images") == 1
+
+
+# What is none.
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda file: file.create_dataset("x", (3,), h5py.vlen_dtype(np.float32)), "holds variable-length float32"),
+        (lambda file: file.create_dataset("x", (3,), h5py.vlen_dtype(np.uint16)), "holds variable-length uint16"),
+        (lambda file: file.create_dataset("x", (3, 2), h5py.vlen_dtype(np.uint8)), "variable-length uint8 on 2 axes"),
+        (lambda file: file.create_dataset("x", (3,), h5py.string_dtype()), "variable-length strings; encoded images"),
+        (lambda file: file.create_dataset("x", (3,), h5py.string_dtype("ascii")), "must be stored as variable-length"),
+        (lambda file: file.create_dataset("x", (3,), "V50"), r"holds \|V50, not numbers"),
+        (lambda file: file.create_dataset("x", (3,), "S50"), r"holds \|S50, not numbers"),
+    ],
+)
+def test_other_rows_of_variable_length_are_refused(
+    tmp_path: Path, make: Callable[[h5py.File], Any], message: str
+) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        make(file)
+    with pytest.raises(PackFormatError, match=rf"f\.h5: dataset 'x' .*{message}.*name another dataset"):
+        read_pack(tmp_path / "f.h5", "x")
+
+
+def test_unwritten_rows_are_empty(tmp_path: Path) -> None:
+    path = write_encoded(tmp_path / "f.h5", jpegs(3), chunks=(2,), maxshape=(None,))
+    with h5py.File(path, "r+") as file:
+        file["images"].resize((7,))
+    assert reader_of(path).read_bytes("images", np.array([2, 3, 6]))[1:] == [b"", b""]
+    with pytest.raises(DamagedRowsError, match=r"row 5 cannot be decoded \(zero bytes"):
+        engine_of(path, labels=None).read("images", [5])
+
+
+def test_the_decoder_is_one(tmp_path: Path) -> None:
+    assert row_decoder() is row_decoder()

@@ -1,0 +1,247 @@
+"""Other people's HDF5 files: which datasets mean what, and what of them makes no sense."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+import h5pack
+from h5pack.errors import H5PackError, OptionsError, PackFormatError, SourceError
+from h5pack.sources.catalog import Catalog
+from h5pack.sources.hdf5_catalog import HDF5Datasets, channel_axes, hdf5_catalog, is_hdf5, is_image_array
+from h5pack.sources.walk import NameFilter
+from tests.makers import quick, split_folders
+
+ROWS = 6
+LABELS = np.arange(ROWS)
+IMAGES = np.arange(ROWS * 10 * 12 * 3, dtype=np.uint32).astype(np.uint8).reshape(ROWS, 10, 12, 3)
+
+
+def write(path: Path, **datasets: Any) -> Path:
+    """A file of these datasets; two underscores in a name stand for a slash."""
+    with h5py.File(path, "w") as file:
+        for name, values in datasets.items():
+            file[name.replace("__", "/")] = values
+    return path
+
+
+def catalog(path: Path, wanted: NameFilter | None = None, **datasets: Any) -> Catalog:
+    return hdf5_catalog(path, HDF5Datasets(**datasets), wanted or NameFilter())
+
+
+def test_hdf5_is_known_by_its_signature(tmp_path: Path) -> None:
+    for block in (0, 512, 4096):
+        path = tmp_path / f"block{block}.data"
+        with h5py.File(path, "w", userblock_size=block) as file:
+            file["x"] = 1
+        assert is_hdf5(path)
+    (tmp_path / "text.data").write_text("\x89HDF is not enough" * 1000)
+    (tmp_path / "empty.data").write_text("")
+    (tmp_path / "broken.h5").write_text("no signature, but its name says what it should be")
+    assert not is_hdf5(tmp_path / "text.data")
+    assert not is_hdf5(tmp_path / "empty.data")
+    assert not is_hdf5(tmp_path / "none.data")
+    assert is_hdf5(tmp_path / "broken.h5")
+    with pytest.raises(PackFormatError, match="not an HDF5 file"):
+        catalog(tmp_path / "broken.h5")
+
+
+@pytest.mark.parametrize(
+    ("held", "found"),
+    [
+        ({"data__x": IMAGES, "data__y": np.arange(ROWS)}, ("data/x", "data/y")),
+        ({"images": IMAGES, "other": IMAGES, "label": np.arange(ROWS)}, ("images", "label")),
+        ({"train_set_x": IMAGES, "train_set_y": np.arange(ROWS)}, ("train_set_x", "train_set_y")),
+        ({"X_train": IMAGES, "Y_train": np.arange(ROWS)}, ("X_train", "Y_train")),
+        ({"images_val": IMAGES, "labels_val": np.arange(ROWS), "labels": LABELS}, ("images_val", "labels_val")),
+        ({"g__image": IMAGES, "labels": np.arange(ROWS)}, ("g/image", None)),
+        ({"x": IMAGES, "y": np.arange(ROWS + 1)}, ("x", None)),
+        ({"x": IMAGES[..., 0], "features": np.zeros((ROWS, 400))}, ("x", None)),
+    ],
+)
+def test_images_and_labels_are_found(tmp_path: Path, held: dict[str, Any], found: tuple[str, str | None]) -> None:
+    images, labels = found
+    made = catalog(write(tmp_path / "f.h5", **held))
+    assert made.about == f"images {images!r}" + ("" if labels is None else f", labels {labels!r}")
+    assert list(made.names) == [f"{images}/{row:08d}" for row in range(ROWS)]
+    assert (made.labels is None) == (labels is None)
+
+
+def test_what_is_not_clear_is_asked(tmp_path: Path) -> None:
+    two = write(tmp_path / "two.h5", train_x=IMAGES, test_x=IMAGES)
+    with pytest.raises(SourceError, match=r"'test_x', 'train_x' look like images; say which with --images"):
+        catalog(two)
+    assert catalog(two, images="/train_x/").about == "images 'train_x'"
+    with pytest.raises(SourceError, match=r"none of its datasets looks like images.*'v' float64 \(6, 400\)"):
+        catalog(write(tmp_path / "none.h5", v=np.zeros((ROWS, 400))))
+    with pytest.raises(PackFormatError, match=r"no dataset 'z'; it holds 'test_x', 'train_x'"):
+        catalog(two, images="z")
+    with pytest.raises(SourceError, match=r"rows of \(3, 20, 3\) may have their channels last or first"):
+        catalog(write(tmp_path / "both.h5", x=np.zeros((ROWS, 3, 20, 3), np.uint8)), images="x")
+    with pytest.raises(SourceError, match=r"'x' have shape \(400,\), which is no image"):
+        catalog(write(tmp_path / "flat.h5", x=np.zeros((ROWS, 400), np.uint8)), images="x")
+    with pytest.raises(SourceError, match=r"no image with channels first"):
+        catalog(write(tmp_path / "last.h5", x=IMAGES), channel_axis="first")
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [
+        ((10, 12), ["none"]),
+        ((10, 12, 3), ["last"]),
+        ((3, 10, 12), ["first"]),
+        ((1, 10, 12), ["first"]),
+        ((4, 10, 4), ["last", "first"]),
+        ((10, 12, 5), []),
+        ((10,), []),
+        ((2, 3, 10, 12), []),
+    ],
+)
+def test_where_channels_may_be(shape: tuple[int, ...], axes: list[str]) -> None:
+    assert channel_axes(shape) == axes
+
+
+def test_what_looks_like_images() -> None:
+    assert is_image_array((5, 28, 28), np.dtype(np.uint8))
+    assert is_image_array((5, 3, 8, 8), np.dtype(">f4"))
+    assert not is_image_array((5, 28, 28), np.dtype("S4"))
+    assert not is_image_array((5, 3, 3), np.dtype(np.uint8)), "a list of matrices"
+    assert not is_image_array((28, 28), np.dtype(np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("stored", "labels", "names"),
+    [
+        (np.arange(ROWS, dtype=">i2"), range(ROWS), None),
+        (np.arange(ROWS, dtype=np.float32), range(ROWS), None),
+        (np.arange(ROWS)[:, None], range(ROWS), None),
+        (np.arange(ROWS) % 2 == 1, [0, 1, 0, 1, 0, 1], None),
+        (np.array([b"dog", b"cat"] * 3), [1, 0] * 3, ("cat", "dog")),
+        (np.array(["dog", "cät"] * 3, dtype=h5py.string_dtype()), [1, 0] * 3, ("cät", "dog")),
+        (np.array([[-1, 1], [1, 1]] * 3), [[0, 1], [1, 1]] * 3, ("label_0", "label_1")),
+        (np.array([[0.0, 255.0]] * ROWS), [[0, 255]] * ROWS, ("label_0", "label_1")),
+    ],
+)
+def test_labels_become_what_a_pack_stores(tmp_path: Path, stored: Any, labels: Any, names: Any) -> None:
+    made = catalog(write(tmp_path / "f.h5", x=IMAGES, y=stored))
+    assert made.labels is not None
+    assert made.labels.dtype == (np.int64 if np.ndim(list(labels)) == 1 else np.uint8)
+    assert made.labels.tolist() == list(labels)
+    assert made.label_names == names
+
+
+@pytest.mark.parametrize(
+    ("stored", "error"),
+    [
+        (np.arange(ROWS) / 2, "no labels, such as 0.0; labels are integers: store them with --fields"),
+        (np.full(ROWS, np.nan), "no labels, such as nan"),
+        (np.full(ROWS, 2**63, np.uint64), "no labels, such as 9223372036854775808"),
+        (np.arange(2 * ROWS).reshape(ROWS, 2) * 30, "numbers from 0 to 330; a table of labels holds 0 to 255"),
+        (np.zeros((ROWS, 2, 2)), r"shape \(6, 2, 2\); labels are"),
+        (np.zeros(ROWS, "c8"), "holds complex64, no labels"),
+    ],
+)
+def test_labels_that_are_none(tmp_path: Path, stored: Any, error: str) -> None:
+    path = write(tmp_path / "f.h5", x=IMAGES, y=stored)
+    with pytest.raises(SourceError, match=error):
+        catalog(path)
+    assert catalog(path, labels="").labels is None
+    with pytest.raises(SourceError, match=r"'y' has 6 rows and 'x' has 5"):
+        catalog(write(tmp_path / "g.h5", x=IMAGES[:5], y=np.arange(ROWS)), labels="y")
+
+
+def test_fields_are_rows_of_numbers(tmp_path: Path) -> None:
+    age = np.arange(ROWS, dtype=">f4")
+    path = write(tmp_path / "f.h5", x=IMAGES, meta__age=age, name=np.array([b"a"] * ROWS), labels2=age[:3], images=1)
+    made = catalog(path, images="x", fields=("meta/age",))
+    assert list(made.fields) == ["age"]
+    assert made.fields["age"].dtype == np.dtype("f4")
+    assert made.fields["age"].tolist() == age.tolist()
+    for field, error in (("name", "holds .S1; fields are rows of numbers"), ("labels2", "'labels2' has 3 rows")):
+        with pytest.raises(SourceError, match=error):
+            catalog(path, images="x", fields=(field,))
+    with h5py.File(path, "a") as file:
+        file["meta/splits"] = age
+    with pytest.raises(OptionsError, match="'splits': the format uses"):
+        catalog(path, images="x", fields=("meta/splits",))
+
+
+def test_a_pack_keeps_what_it_says_of_itself(tmp_path: Path) -> None:
+    root = split_folders(tmp_path / "source", {"train": {"b": 4, "a": 3}, "test": {"a": 2, "b": 1}})
+    h5pack.convert(root, tmp_path / "one.h5", quick(layout="nchw"))
+    with h5py.File(tmp_path / "one.h5") as file:
+        names = [name.decode() for name in file["filenames"]]
+        labels = file["labels"][()].tolist()
+    made = catalog(tmp_path / "one.h5")
+    assert list(made.names) == names
+    assert made.labels is not None
+    assert made.labels.tolist() == labels
+    assert made.label_names == ("a", "b")
+    assert made.split_names == ("train", "test")
+    assert made.split_ids.tolist() == [0] * 7 + [1] * 3
+    assert made.reader.form.channel_axis == "first"  # type: ignore[attr-defined]
+    chosen = catalog(tmp_path / "one.h5", NameFilter(include=("train/a/*",), exclude=("*00001.jpg",)))
+    assert sorted(chosen.names) == ["train/a/00000.jpg", "train/a/00002.jpg"]
+    assert chosen.ignored == {"not included": 5, "excluded": 3}
+    for index, name in enumerate(chosen.names):
+        again = made.reader.read(names.index(name), name)
+        assert np.array_equal(chosen.reader.read(index, name), again)
+
+
+def test_splits_that_leave_rows_out_or_share_them(tmp_path: Path) -> None:
+    names = np.array([b"train", b"val"])
+    path = write(tmp_path / "f.h5", x=IMAGES, splits__name=names, splits__rows=np.array([[1, 3], [4, 6]]))
+    made = catalog(path)
+    assert made.split_names == ("train", "val", "rest")
+    assert made.split_ids.tolist() == [2, 0, 0, 2, 1, 1]
+    with h5py.File(path, "a") as file:
+        file["splits/rows"][...] = [[0, 4], [3, 6]]
+    with pytest.raises(SourceError, match="its splits share rows"):
+        catalog(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"channel_axis": "middle"}, "channel_axis 'middle' is none of last, first, none"),
+        ({"value_range": (1.0, 1.0)}, "value_range is 1 to 1; the first must be below the second"),
+        ({"value_range": (0.0, float("inf"))}, "value_range is 0 to inf"),
+    ],
+)
+def test_options_that_make_no_sense(settings: dict[str, Any], error: str) -> None:
+    with pytest.raises(OptionsError, match=error):
+        quick(**settings)
+
+
+def test_they_are_for_hdf5_files(tmp_path: Path) -> None:
+    root = split_folders(tmp_path / "source", {"train": {"a": 1}})
+    with pytest.raises(OptionsError, match=r"--images, --labels.* are for HDF5 files, and this is none"):
+        h5pack.convert(root, tmp_path / "o.h5", quick(images="x"))
+    path = write(tmp_path / "f.h5", x=IMAGES)
+    with pytest.raises(OptionsError, match="a manifest's"):
+        h5pack.convert(path, tmp_path / "o.h5", quick(path_column="x"))
+    with pytest.raises(SourceError, match="not a folder; --source flat needs one"):
+        h5pack.convert(path, tmp_path / "o.h5", quick(source="flat"))
+
+
+def test_damage_is_an_error_of_ours(tmp_path: Path) -> None:
+    path = write(tmp_path / "f.h5", x=IMAGES, y=np.arange(ROWS))
+    data = path.read_bytes()
+    random = np.random.default_rng(0)
+    errors = 0
+    for _ in range(60):
+        damaged = bytearray(data)
+        for place in random.integers(8, min(len(data), 3_000), 3).tolist():
+            damaged[place] ^= 1 << int(random.integers(8))
+        (tmp_path / "d.h5").write_bytes(bytes(damaged))
+        try:
+            catalog(tmp_path / "d.h5")
+        except H5PackError as error:
+            errors += 1
+            lines = str(error).splitlines()
+    assert len(lines) == 1
+    assert errors > 5

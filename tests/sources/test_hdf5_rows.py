@@ -1,0 +1,176 @@
+"""Rows of an HDF5 file as images: what their numbers become, and that reading ahead changes nothing."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from h5pack.errors import PackChangedError, RejectedImageError, SourceError
+from h5pack.read.pack import read_pack
+from h5pack.sources import hdf5_rows
+from h5pack.sources.hdf5_rows import HDF5RowReader, PixelForm
+
+SEEN = np.arange(12 * 10 * 3, dtype=np.uint8).reshape(12, 10, 3)
+
+
+def reader(path: Path, name: str = "x", channel_axis: str = "last") -> HDF5RowReader:
+    return HDF5RowReader(read_pack(path, name, None), PixelForm(channel_axis))
+
+
+@pytest.mark.parametrize(
+    ("stored", "value_range"),
+    [
+        (SEEN, None),
+        (SEEN.astype(np.float32) / np.float32(255), None),
+        ((SEEN / 255).astype(">f8"), None),
+        (SEEN.astype(np.uint16) * 256 + 255, None),
+        (SEEN.astype(">u2") << 8, None),
+        (SEEN.astype(np.int64), None),
+        (SEEN.astype(np.uint32), None),
+        (SEEN.astype(np.int16), None),
+        (SEEN.astype(np.float32), (0, 255)),
+        (SEEN.astype(np.float64) / 127.5 - 1, (-1, 1)),
+        (SEEN.astype(np.uint16) * 16 + 7, (0, 4095)),
+        (SEEN.astype(np.int16) - 128, (-128, 127)),
+    ],
+)
+def test_numbers_become_the_pixels_they_stand_for(stored: npt.NDArray[Any], value_range: Any) -> None:
+    found = PixelForm("last", value_range).pixels(stored)
+    assert found.dtype == np.uint8
+    if value_range == (0, 4095):
+        assert np.abs(found.astype(int) - SEEN).max() <= 1, "255 is not the last of 16 parts"
+    else:
+        assert np.array_equal(found, SEEN)
+
+
+def test_half_precision_and_truth_values() -> None:
+    assert np.array_equal(PixelForm("last").pixels(np.array([[[0.0, 0.5, 1.0]]], np.float16))[0, 0], [0, 128, 255])
+    assert np.array_equal(PixelForm("none").pixels(np.array([[True, False]])), [[[255], [0]]])
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(1.001, "f4"), (-0.001, "f8"), (np.nan, "f4"), (np.inf, "f4"), (256, "i4"), (-1, "i1")],
+)
+def test_numbers_outside_the_range_are_refused(value: float, dtype: Any) -> None:
+    row = np.zeros((4, 5), dtype)
+    assert not PixelForm("none").pixels(row).any()
+    row[2, 3] = value
+    with pytest.raises(RejectedImageError, match=r"values from .* to .*, outside 0 to"):
+        PixelForm("none").pixels(row)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+@pytest.mark.parametrize("axis", ["last", "first"])
+def test_channels_come_last_and_alpha_goes(axis: str, channels: int) -> None:
+    row = np.random.default_rng(0).integers(0, 256, (6, 7, channels), np.uint8)
+    found = PixelForm(axis).pixels(row if axis == "last" else np.ascontiguousarray(row.transpose(2, 0, 1)))
+    assert np.array_equal(found, row[:, :, : {1: 1, 2: 1, 3: 3, 4: 3}[channels]])
+    assert PixelForm(axis).size(row.shape if axis == "last" else (channels, 6, 7)) == (6, 7)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rows") / "f.h5"
+    values = np.random.default_rng(0).integers(0, 256, (40, 12, 16, 3), np.uint8)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=values, chunks=(7, 12, 16, 3))
+        file.create_dataset("gzip", data=values, chunks=(7, 12, 16, 3), compression="gzip")
+        file.create_dataset("cut", data=values, chunks=(7, 6, 16, 3))
+        file.create_dataset("tiny", data=values[:, :4, :4], chunks=(7, 4, 4, 3))
+    return path
+
+
+def test_rows_that_are_cheaper_together_say_so(file: Path) -> None:
+    indices = np.array([0, 6, 7, 39])
+    assert reader(file).groups(indices) is None, "any row can be read by itself"
+    for name in ("gzip", "cut", "tiny"):
+        assert reader(file, name).groups(indices).tolist() == [0, 0, 1, 5]  # type: ignore[union-attr]
+
+
+@given(
+    st.lists(st.integers(0, 39), max_size=30),
+    st.lists(st.integers(0, 39), max_size=5),
+    st.sampled_from(["x", "gzip", "cut", "tiny"]),
+    st.integers(1, 5_000),
+)
+def test_reading_ahead_gives_the_same_rows(
+    file: Path, coming: list[int], others: list[int], name: str, batch_bytes: int
+) -> None:
+    with h5py.File(file) as opened:
+        expected = opened[name][()]
+    made = reader(file, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hdf5_rows, "_BATCH_BYTES", batch_bytes)
+        made.begin(coming)
+        for place, index in enumerate(coming):
+            assert np.array_equal(made.read(index, ""), expected[index])  # type: ignore[arg-type]
+            # Somebody may ask for others in between.
+            for other in others[place : place + 1]:
+                assert np.array_equal(made.read(other, ""), expected[other])  # type: ignore[arg-type]
+
+
+def test_a_group_is_decoded_once(file: Path) -> None:
+    made = reader(file, "gzip")
+    with pytest.MonkeyPatch.context() as patch:
+        # Two rows a batch, and still the chunk is read once.
+        patch.setattr(hdf5_rows, "_BATCH_BYTES", 1_200)
+        made.begin(range(7))
+        for index in range(7):
+            made.read(index, "")
+    with h5py.File(file) as opened:
+        size = opened["gzip"].id.get_chunk_info(0).size
+    assert made.engine.snapshot().bytes_read == size
+
+
+def test_a_reader_of_some_images_counts_anew(file: Path) -> None:
+    with h5py.File(file) as opened:
+        expected = opened["gzip"][()]
+    some = reader(file, "gzip").take(np.array([30, 3, 8])).take(np.array([2, 0]))
+    assert np.array_equal(some.read(0, ""), expected[8])  # type: ignore[arg-type]
+    assert np.array_equal(some.read(1, ""), expected[30])  # type: ignore[arg-type]
+    assert some.groups(np.array([0, 1])).tolist() == [1, 4]  # type: ignore[union-attr]
+    whole = reader(file, "gzip")
+    assert some.prints(np.array([0, 1])).tolist() == whole.prints(np.array([8, 30])).tolist()
+    assert len(set(whole.prints(np.arange(40)).tolist())) == 40
+    again = pickle.loads(pickle.dumps(some))
+    assert np.array_equal(again.read(0, ""), expected[8])
+
+
+@pytest.mark.parametrize("name", ["gzip", "cut_gzip"])
+def test_damage_costs_the_rows_of_its_chunk(tmp_path: Path, name: str) -> None:
+    values = np.random.default_rng(0).integers(0, 99, (20, 12, 10, 3), np.uint8)
+    with h5py.File(tmp_path / "f.h5", "w") as made:
+        chunks = (5, 12, 10, 3) if name == "gzip" else (5, 6, 10, 3)
+        dataset = made.create_dataset(name, data=values, chunks=chunks, compression="gzip")
+        info = dataset.id.get_chunk_info(1 if name == "gzip" else 2)
+    data = bytearray((tmp_path / "f.h5").read_bytes())
+    data[info.byte_offset + 20 : info.byte_offset + 60] = bytes(40)
+    (tmp_path / "f.h5").write_bytes(bytes(data))
+    found = reader(tmp_path / "f.h5", name)
+    found.begin(range(20))
+    for index in range(20):
+        if 5 <= index < 10:
+            with pytest.raises(RejectedImageError, match="its row is damaged"):
+                found.read(index, "")
+        else:
+            assert np.array_equal(found.read(index, ""), values[index])  # type: ignore[arg-type]
+
+
+def test_another_file_under_the_same_name_stops(tmp_path: Path) -> None:
+    for number in range(2):
+        with h5py.File(tmp_path / f"{number}.h5", "w") as made:
+            made["x"] = np.full((9, 12, 10, 3), number, np.uint8)
+    found = reader(tmp_path / "0.h5")
+    (tmp_path / "1.h5").rename(tmp_path / "0.h5")
+    with pytest.raises(SourceError, match="replaced or rewritten") as caught:
+        found.read(3, "")
+    assert isinstance(caught.value.__cause__, PackChangedError)
