@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h5pack.errors import H5PackError, OptionsError
-from h5pack.pack.options import ConvertOptions, parse_bytes, parse_size
+from h5pack.pack.options import ConvertOptions, parse_bytes, parse_range, parse_size
 
 
 def test_the_defaults_are_allowed() -> None:
@@ -78,6 +78,11 @@ CONTENT = {
     "label_columns": ("a", "b"),
     "split_column": "s",
     "field_columns": ("f",),
+    "images": "data/x",
+    "labels": "",
+    "fields": ("age",),
+    "channel_axis": "first",
+    "value_range": (-1.0, 1.0),
 }
 ELSEWHERE = {
     "workers": 3,
@@ -111,6 +116,16 @@ def test_the_source_is_told_its_part() -> None:
     columns = options.columns
     assert (columns.path, columns.labels, columns.split, columns.fields) == ("p", ("a", "b"), "s", ("f",))
     assert columns.root == "/data"
+    datasets = options.datasets
+    assert (datasets.images, datasets.labels, datasets.fields) == ("data/x", "", ("age",))
+    assert (datasets.channel_axis, datasets.value_range) == ("first", (-1.0, 1.0))
+
+
+@pytest.mark.parametrize("text", ["", "1", "a:b", "0:1:2", "0-1"])
+def test_what_is_no_range(text: str) -> None:
+    with pytest.raises(OptionsError, match="is not LOW:HIGH"):
+        parse_range(text)
+    assert parse_range("-0.5:1e3") == (-0.5, 1000.0)
 
 
 @pytest.mark.parametrize(
