@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 for an error or a damaged pack; 2 for misuse; 130 and 143 for SIGINT and SIGTERM.
     """
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(_joined(sys.argv[1:] if argv is None else argv))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # File names are bytes; one that is no text must not stop a conversion.
@@ -73,6 +73,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"h5pack: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
         return 1
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """The arguments, with a value range tied to its option: one like -1:1 would be taken for an option itself."""
+    joined: list[str] = []
+    for argument in argv:
+        if joined and joined[-1] == "--value-range":
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
 
 
 def _terminate(number: int, frame: Any) -> None:

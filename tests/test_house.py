@@ -37,6 +37,7 @@ H5PY_ALLOWED = {
     "read/reader.py",
     "read/virtual.py",
     "sources/hdf5_catalog.py",
+    "sources/hdf5_tables.py",
     "tools/info.py",
     "tools/verify.py",
 }

@@ -111,7 +111,7 @@ def read_header(head: bytes, open_file: Callable[[], BinaryIO], max_pixels: int)
             if header is None:
                 stream.seek(0)
                 header = _pillow_header(stream)
-    _refuse_bomb(header.height, header.width, max_pixels)
+    refuse_bomb(header.height, header.width, max_pixels)
     return header
 
 
@@ -174,7 +174,7 @@ class Decoder:
         elif kind == Kind.PILLOW or self._options.draft or not self._decode_plain(source, kind, out):
             _refuse_programs(source)
             with _rejecting(), Image.open(io.BytesIO(source)) as image:
-                _refuse_bomb(image.height, image.width, self._options.max_pixels)
+                refuse_bomb(image.height, image.width, self._options.max_pixels)
                 self._place(self._upright(image), out)
 
     def _decode_plain(self, data: bytes, kind: int, out: npt.NDArray[np.uint8]) -> bool:
@@ -185,7 +185,7 @@ class Decoder:
             if kind not in self._fast:
                 # What Image.open comes to for such a file, without trying formats and looking for tags.
                 image: Image.Image = JpegImageFile(io.BytesIO(data))
-                _refuse_bomb(image.height, image.width, self._options.max_pixels)
+                refuse_bomb(image.height, image.width, self._options.max_pixels)
                 image.load()
             else:
                 buffer = None if self._options.resize else out
@@ -290,7 +290,13 @@ def _refuse_deep(image: Image.Image) -> None:
         raise RejectedImageError(f"{image.mode} pixels of 32 bits; convert it to 8 or 16 bits first")
 
 
-def _refuse_bomb(height: int, width: int, max_pixels: int) -> None:
+def refuse_bomb(height: int, width: int, max_pixels: int) -> None:
+    """Refuse an image of too many pixels.
+
+    Raises
+    ------
+    RejectedImageError
+    """
     if height * width > max_pixels:
         raise RejectedImageError(f"decompression bomb: {height}x{width} is over {max_pixels} pixels")
 

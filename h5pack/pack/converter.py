@@ -45,6 +45,7 @@ from h5pack.sources.mapped import MapStyle
 
 _CHECK_BYTES = 8 * 1024 * 1024
 _TIMED_IMAGES = 8
+_TIMED_TOGETHER = 256
 
 
 def convert(
@@ -186,7 +187,7 @@ class Conversion:
         groups = plan.catalog.reader.groups(plan.placement.order)
         if groups is not None:
             # The first group whole: reading one of its images costs as much.
-            picked = plan.placement.order[groups == groups.min()]
+            picked = plan.placement.order[groups == groups.min()][:_TIMED_TOGETHER]
             plan.catalog.reader.begin(picked.tolist())
         begin = time.perf_counter()
         with strict_pillow():

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.decode.headers import Kind
-from h5pack.decode.images import read_header, strict_pillow
+from h5pack.decode.images import read_header, refuse_bomb, strict_pillow
 from h5pack.errors import RejectedImageError, SourceError
 from h5pack.pack.executors import run, shared
 from h5pack.sources.catalog import Catalog, FileReader, absence
@@ -92,7 +92,7 @@ def survey(
         np.zeros(count, np.int32), np.zeros(count, np.int32), np.zeros(count, np.uint8), np.zeros(count, np.uint64), {}
     )
     if isinstance(catalog.reader, HDF5RowReader) and catalog.reader.form is not None:
-        _survey_array(catalog.reader, catalog.reader.form, result)
+        _survey_array(catalog.reader, catalog.reader.form, result, max_pixels)
         advance(count)
         return result
     labels: list[npt.NDArray[Any] | None] = [None] * count if isinstance(catalog.reader, DatasetReader) else []
@@ -110,9 +110,14 @@ def survey(
     return result
 
 
-def _survey_array(reader: HDF5RowReader, form: PixelForm, result: Survey) -> None:
+def _survey_array(reader: HDF5RowReader, form: PixelForm, result: Survey, max_pixels: int) -> None:
     """Rows of one dataset are all of one size, and change with their file."""
-    result.heights[:], result.widths[:] = form.size(reader.index.row_shape)
+    height, width = form.size(reader.index.row_shape)
+    result.heights[:], result.widths[:] = height, width
+    try:
+        refuse_bomb(height, width, max_pixels)
+    except RejectedImageError as error:
+        result.reasons.update(dict.fromkeys(range(len(result.heights)), str(error)))
     result.prints[:] = reader.prints(np.arange(len(result.prints)))
 
 

@@ -15,6 +15,7 @@ from h5pack.errors import PackFormatError
 from h5pack.hdf5 import ChunkTable, chunk_grid, chunk_table, filters_of, require_filters
 from h5pack.layout import DEFAULT_CHUNK_BYTES, plan_chunks
 from h5pack.read.codecs import Codec, find_codec
+from h5pack.read.identity import SourceFile
 
 _MOST_UNIT_ROWS = 4_096
 """Rows that a contiguous dataset's make-believe chunks have at most, so that a window of them stays small."""
@@ -57,6 +58,8 @@ class ChunkIndex:
         whether it passed through the filters.
     masks : ndarray
         uint32, as `addresses`: with a codec, bit i says that filter i was left out.
+    others : frozenset of SourceFile
+        Other files that rows come from by way of the HDF5 library, which does not see that one is replaced.
     piece_shape : tuple of int or None
         Shape of a chunk, where chunks do not hold whole rows and nothing else.
     """
@@ -73,6 +76,7 @@ class ChunkIndex:
     sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     masks: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
     piece_shape: tuple[int, ...] | None = None
+    others: frozenset[SourceFile] = frozenset()
 
     @property
     def rows(self) -> int:
@@ -117,6 +121,11 @@ class ChunkIndex:
             return 0
         # A chunk as stored, decoded, and among its neighbours.
         return 2 * self.chunk_rows * self.row_bytes + int(self.sizes.max(initial=0))
+
+    @property
+    def files(self) -> frozenset[SourceFile]:
+        """The files that rows come from, besides the dataset's own."""
+        return self.others
 
     def chunks_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The number of the chunk that each row lies in; int64, (n,)."""
@@ -190,6 +199,8 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
     if reason is None and row_bytes and dataset.shape[0]:
         try:
             table = chunk_table(dataset) if dataset.chunks else _contiguous(dataset)
+        except MemoryError as error:
+            raise PackFormatError(f"{file.filename}: {name!r} has more chunks than memory has room for") from error
         except Exception as error:
             # Damage shows as any of h5py's errors.
             raise PackFormatError(

@@ -52,9 +52,11 @@ class Engine:
     identity : FileIdentity
     indexes : dict of str to ChunkIndex
         The datasets; the first one's chunks are counted.
+    warn : bool
+        Log which of them come through the HDF5 library.
     """
 
-    def __init__(self, path: str, identity: FileIdentity, indexes: dict[str, ChunkIndex]) -> None:
+    def __init__(self, path: str, identity: FileIdentity, indexes: dict[str, ChunkIndex], *, warn: bool = True) -> None:
         self.path = path
         self.indexes = indexes
         self.storage = Storage(path, identity)
@@ -66,7 +68,7 @@ class Engine:
         # A lock that another thread holds at a fork would stay locked in the child, so each process makes its own.
         self._lock = (os.getpid(), threading.Lock())
         for index in indexes.values():
-            if index.warning is not None and not index.name.startswith(f"{schema.CHECKSUMS}/"):
+            if warn and index.warning is not None and not index.name.startswith(f"{schema.CHECKSUMS}/"):
                 _log.warning(
                     "%s: %r is read through the HDF5 library, which is slower: %s", path, index.name, index.warning
                 )
@@ -235,6 +237,7 @@ class Engine:
         """Read ascending rows to consecutive places of `out`."""
         if index.reason is not None:
             self.storage.open()
+            self.files.look_at_times(index)
             size = len(rows) * index.row_bytes
             if holds_encoded(index):
                 size, calls = self.reader.read_images(index.name, rows, out)

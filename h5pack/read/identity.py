@@ -42,3 +42,18 @@ class FileIdentity:
             raise PackChangedError(
                 f"{path}: the file was replaced or rewritten since this dataset was made; make the dataset anew"
             )
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file that rows come from.
+
+    Attributes
+    ----------
+    path : str
+        Absolute.
+    identity : FileIdentity
+    """
+
+    path: str
+    identity: FileIdentity

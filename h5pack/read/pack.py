@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import h5py
@@ -122,8 +122,6 @@ def _describe(
     for name in (images, *(() if labels is None else (labels,)), *fields):
         dataset = stored if name == images else require_dataset(file, name)
         _require_rows(file, dataset, name == images)
-        if dataset.is_virtual and is_encoded(dataset):
-            require_sources(dataset)
         if len(dataset) != len(stored):
             raise PackFormatError(
                 f"{file.filename}: {name!r} has {len(dataset):,} rows and {images!r} has {len(stored):,}; name the "
@@ -131,7 +129,8 @@ def _describe(
             )
         if is_encoded(dataset):
             # Checksums are those of rows as stored, and nobody has such of pixels that are yet to be decoded.
-            indexes[name] = index_encoded(file, dataset, name, sized=sized)
+            others = require_sources(dataset) if dataset.is_virtual else frozenset()
+            indexes[name] = replace(index_encoded(file, dataset, name, sized=sized), others=others)
             continue
         indexes[name] = index_rows(file, dataset, name)
         checksums = find_item(file, checksums_of(name))

@@ -148,6 +148,18 @@ class H5Reader:
                 calls += 1
         return size, calls
 
+    def open(self, name: str) -> None:
+        """Open the file, and a dataset, in this process.
+
+        Raises
+        ------
+        PackChangedError
+            If the file is no longer the one that was described.
+        PackFormatError
+            If it cannot be opened, or a decoder is missing.
+        """
+        self._open().dataset(name)
+
     def close(self) -> None:
         """Close the file in this process once running reads are done; the next read opens it again."""
         # HDF5 closes it with the last handle.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -12,11 +13,12 @@ import numpy.typing as npt
 
 from h5pack.read.chunk_decoder import ChunkDecoder
 from h5pack.read.chunk_index import ChunkIndex
+from h5pack.read.identity import SourceFile
 from h5pack.read.reader import H5Reader
 from h5pack.read.runs import plan_runs
 from h5pack.read.spans import read_spans
-from h5pack.read.storage import Storage
-from h5pack.read.virtual_index import SourceFile, VirtualIndex
+from h5pack.read.storage import LOOK_SECONDS, Storage
+from h5pack.read.virtual_index import VirtualIndex, is_empty
 
 _MOST_FILES = 256
 """Files that stay open at once, at most. Each may take a descriptor, and another one with the HDF5 library."""
@@ -47,6 +49,7 @@ class SourceFiles:
         self.own = own
         self.most = most_files() if most is None else most
         self._opened: dict[SourceFile, ChunkDecoder] = {}
+        self._looked: dict[str, float] = {}
 
     def close(self) -> None:
         """Close all files in this process, once running reads are done; the next read opens them again."""
@@ -55,6 +58,7 @@ class SourceFiles:
         self.own.kept.clear()
         # A file is closed with the last who reads from it.
         self._opened = {}
+        self._looked.clear()
 
     def of(self, file: SourceFile) -> ChunkDecoder:
         """What reads from a file, and decodes its chunks."""
@@ -91,9 +95,19 @@ class SourceFiles:
         ------
         PackChangedError
         """
-        if isinstance(index, VirtualIndex):
-            for file in index.files():
-                file.identity.require(file.path)
+        for file in index.files:
+            file.identity.require(file.path)
+
+    def look_at_times(self, index: ChunkIndex) -> None:
+        """`look`, at most once a second: for datasets that the HDF5 library puts together, which looks at nothing.
+
+        Raises
+        ------
+        PackChangedError
+        """
+        if index.files and time.monotonic() - self._looked.get(index.name, 0.0) > LOOK_SECONDS:
+            self.look(index)
+            self._looked[index.name] = time.monotonic()
 
     def take(self, index: ChunkIndex, rows: npt.NDArray[np.int64], *, keep: bool) -> Taken:
         """Bytes of some rows of one chunk, or piece; as `ChunkDecoder.take` gives them."""
@@ -120,6 +134,8 @@ class SourceFiles:
             return
         for owner, there in index.deal(rows):
             source = index.sources[owner]
+            if is_empty(source.index):
+                continue
             if source.index.codec is not None:
                 self.of(source.file).advise(source.index, there)
             elif source.index.raw:

@@ -28,7 +28,7 @@ Preadv = Callable[[int, int, int, int], int]
 MOST_BUFFERS = os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024
 _MOST_BYTES = 1 << 30
 _RETRY_SECONDS = (0.0, 0.05, 0.5)
-_LOOK_SECONDS = 1.0
+LOOK_SECONDS = 1.0
 
 
 def _c_preadv() -> Preadv | None:
@@ -102,7 +102,7 @@ class Storage:
         """
         kept = self._opened.get("file")
         if kept is not None:
-            if time.monotonic() - self._looked > _LOOK_SECONDS:
+            if time.monotonic() - self._looked > LOOK_SECONDS:
                 self.look()
             return kept
         self.look()

@@ -20,9 +20,10 @@ import numpy as np
 from h5pack.errors import H5PackError, PackFormatError
 from h5pack.hdf5 import find_item, open_file
 from h5pack.read.chunk_index import LINKED, VIRTUAL, ChunkIndex, index_dataset
-from h5pack.read.identity import FileIdentity
-from h5pack.read.virtual_index import Part, SourceFile, join_parts
+from h5pack.read.identity import FileIdentity, SourceFile
+from h5pack.read.virtual_index import Part, join_parts
 
+_ORIGIN = "${ORIGIN}"
 _DEEPEST = 8
 """Virtual datasets over virtual datasets, at most."""
 
@@ -84,32 +85,53 @@ class _Mapping:
 _Visit = Callable[[h5py.File, h5py.Dataset, str, list[_Mapping]], None]
 
 
-def require_sources(dataset: h5py.Dataset, depth: int = 0) -> None:
+class _Known:
+    """What was found of the datasets that lead to one, each of which is looked at once, however many lead to it."""
+
+    def __init__(self) -> None:
+        self.files: dict[tuple[str, str], frozenset[SourceFile]] = {}
+        self.indexes: dict[tuple[str, str], ChunkIndex] = {}
+
+
+def require_sources(dataset: h5py.Dataset) -> frozenset[SourceFile]:
     """Make sure that every source of a virtual dataset is there, and is as large as its mapping says.
 
     Names with ``%b`` stand for as many files as there are, so nothing can be missing among them.
+
+    Returns
+    -------
+    frozenset of SourceFile
+        The files that rows come from.
 
     Raises
     ------
     PackFormatError
     """
-
-    def visit(file: h5py.File, found: h5py.Dataset, name: str, mappings: list[_Mapping]) -> None:
-        if found.is_virtual:
-            require_sources(found, depth + 1)
-
-    _visit_sources(dataset, depth, visit)
+    return _require_sources(dataset, _Known(), 0)
 
 
-def index_rows(file: h5py.File, dataset: h5py.Dataset, name: str, depth: int = 0) -> ChunkIndex:
+def _require_sources(dataset: h5py.Dataset, known: _Known, depth: int) -> frozenset[SourceFile]:
+    key = dataset.file.filename, dataset.name
+    if key not in known.files:
+        files: set[SourceFile] = set()
+
+        def visit(file: h5py.File, found: h5py.Dataset, name: str, mappings: list[_Mapping]) -> None:
+            files.add(_identify(file))
+            if found.is_virtual:
+                files.update(_require_sources(found, known, depth + 1))
+
+        _visit_sources(dataset, depth, visit)
+        known.files[key] = frozenset(files)
+    return known.files[key]
+
+
+def index_rows(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkIndex:
     """`index_dataset`, which follows a virtual dataset's mappings and a link to the files that hold the rows.
 
     Parameters
     ----------
     file, dataset, name
         As of `index_dataset`.
-    depth : int
-        Virtual datasets that led here.
 
     Returns
     -------
@@ -121,44 +143,64 @@ def index_rows(file: h5py.File, dataset: h5py.Dataset, name: str, depth: int = 0
     PackFormatError
         As of `index_dataset`; and if a source is missing, or smaller than its mapping says.
     """
-    index = index_dataset(file, dataset, name)
-    reason = index.reason or ""
-    if dataset.is_virtual and reason == VIRTUAL:
-        return _index_virtual(dataset, index, depth)
-    if reason.startswith(LINKED) and dataset.name is not None:
-        return _index_linked(dataset, index, depth)
-    if dataset.is_virtual:
-        require_sources(dataset, depth)
-    return index
+    return _index_rows(file, dataset, name, _Known(), 0)
 
 
-def _index_linked(dataset: h5py.Dataset, index: ChunkIndex, depth: int) -> ChunkIndex:
+def _index_rows(file: h5py.File, dataset: h5py.Dataset, name: str, known: _Known, depth: int) -> ChunkIndex:
+    key = file.filename, name
+    if key not in known.indexes:
+        index = index_dataset(file, dataset, name)
+        reason = index.reason or ""
+        if dataset.is_virtual and reason == VIRTUAL:
+            index = _index_virtual(dataset, index, known, depth)
+        elif reason.startswith(LINKED) and dataset.name is not None:
+            index = _index_linked(dataset, index, known, depth)
+        elif dataset.is_virtual:
+            index = replace(index, others=_require_sources(dataset, known, depth))
+        elif dataset.external:
+            index = replace(index, others=_external_files(dataset))
+        known.indexes[key] = index
+    return known.indexes[key]
+
+
+def _external_files(dataset: h5py.Dataset) -> frozenset[SourceFile]:
+    """The files that hold the bytes of a dataset that is stored outside of HDF5, as far as they are there."""
+    folder = os.path.dirname(os.path.abspath(dataset.file.filename))
+    paths = [path for name, _, _ in dataset.external for path in (os.path.abspath(name), os.path.join(folder, name))]
+    return frozenset(SourceFile(path, FileIdentity.of(path)) for path in paths if os.path.isfile(path))
+
+
+def _index_linked(dataset: h5py.Dataset, index: ChunkIndex, known: _Known, depth: int) -> ChunkIndex:
     """The index of a dataset in another file."""
-    there = index_rows(dataset.file, dataset, dataset.name.lstrip("/"), depth)
-    if there.reason is not None or not index.rows or not index.row_bytes:
-        return index
+    there = _index_rows(dataset.file, dataset, dataset.name.lstrip("/"), known, depth)
     file = _identify(dataset.file)
+    if there.reason is not None or not index.rows or not index.row_bytes:
+        return replace(index, others=there.files | {file})
     return join_parts(index, file, b"", [Part(0, index.rows, file, there, 0)])
 
 
-def _index_virtual(dataset: h5py.Dataset, index: ChunkIndex, depth: int) -> ChunkIndex:
+def _index_virtual(dataset: h5py.Dataset, index: ChunkIndex, known: _Known, depth: int) -> ChunkIndex:
     parts: list[Part] = []
+    files: set[SourceFile] = set()
     reason = None if index.rows and index.row_bytes else VIRTUAL
     if any("%b" in name for source in dataset.virtual_sources() for name in source[1:3]):
         reason = f"{VIRTUAL} over names with %b"
 
     def visit(file: h5py.File, found: h5py.Dataset, name: str, mappings: list[_Mapping]) -> None:
         nonlocal reason
+        where = _identify(file)
+        files.add(where)
         boxes = [_whole_rows(dataset, found, mapping) for mapping in mappings]
         if reason is None and None in boxes:
             reason = f"{VIRTUAL}, and takes other than whole rows, one behind the other, of {name!r} in {file.filename}"
         if reason is None and not _same_type(dataset, found):
             reason = f"{VIRTUAL}, and {name!r} in {file.filename} holds numbers of another type"
         if reason is None:
-            there, where = index_rows(file, found, name, depth + 1), _identify(file)
+            there = _index_rows(file, found, name, known, depth + 1)
+            files.update(there.files)
             parts.extend(Part(first, rows, where, there, start) for first, rows, start in filter(None, boxes) if rows)
         elif found.is_virtual:
-            require_sources(found, depth + 1)
+            files.update(_require_sources(found, known, depth + 1))
 
     _visit_sources(dataset, depth, visit)
     parts.sort(key=lambda part: part.first)
@@ -168,7 +210,7 @@ def _index_virtual(dataset: h5py.Dataset, index: ChunkIndex, depth: int) -> Chun
         one = parts[0]
         reason = f"{VIRTUAL} over {one.index.name!r} of {one.file.path}: {one.index.reason}"
     if reason is not None:
-        return replace(index, reason=reason)
+        return replace(index, reason=reason, others=frozenset(files))
     fill = np.full(index.row_shape, dataset.fillvalue, index.dtype).tobytes()
     return join_parts(index, _identify(dataset.file), fill, parts)
 
@@ -256,15 +298,21 @@ def _where(dataset: h5py.Dataset) -> str:
 
 
 def _find(name: str, virtual_file: str) -> str | None:
-    """The file that HDF5 takes for a source's name; None where it finds none (H5F_prefix_open_file in src/H5Fint.c)."""
-    folder = os.path.dirname(os.path.realpath(virtual_file))
-    candidates = [os.path.join(prefix.replace("${ORIGIN}", folder), name) for prefix in _prefixes()]
-    candidates += [name, os.path.join(folder, name), os.path.join(os.path.dirname(virtual_file), name)]
+    """The file that HDF5 takes for a source's name; None where it finds none.
+
+    HDF5 tries the places in this order (H5F_prefix_open_file in src/H5Fint.c): an absolute name itself, of which else
+    only the last part counts; the folders that HDF5_VDS_PREFIX lists, as they are written; all of it as one folder, in
+    which alone a leading ``${ORIGIN}`` means something; the folder that the virtual file was opened in; the folder one
+    is in; and where the virtual file really lies.
+    """
     if os.path.isabs(name):
-        candidates.append(os.path.join(folder, os.path.basename(name)))
-    return next((path for path in candidates if os.path.isfile(path)), None)
-
-
-def _prefixes() -> list[str]:
-    prefixes = os.environ.get("HDF5_VDS_PREFIX", "")
-    return [prefix for prefix in (prefixes, *prefixes.split(os.pathsep)) if prefix]
+        if os.path.isfile(name):
+            return name
+        name = os.path.basename(name)
+    opened = os.path.dirname(os.path.abspath(virtual_file))
+    prefix = os.environ.get("HDF5_VDS_PREFIX", "")
+    folders = [folder for folder in prefix.split(os.pathsep) if folder]
+    if prefix:
+        folders.append(opened + prefix[len(_ORIGIN) :] if prefix.startswith(_ORIGIN) else prefix)
+    folders += [opened, "", os.path.dirname(os.path.realpath(virtual_file))]
+    return next((path for folder in folders if os.path.isfile(path := os.path.join(folder, name))), None)

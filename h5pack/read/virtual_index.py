@@ -12,28 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.read.chunk_index import ChunkIndex, contiguous_unit_rows
-from h5pack.read.identity import FileIdentity
+from h5pack.read.identity import SourceFile
 
 Numbers = npt.NDArray[np.int64]
 
 
 def _no_numbers() -> Numbers:
     return np.empty(0, np.int64)
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """A file that rows come from.
-
-    Attributes
-    ----------
-    path : str
-        Absolute.
-    identity : FileIdentity
-    """
-
-    path: str
-    identity: FileIdentity
 
 
 @dataclass(frozen=True)
@@ -174,9 +159,11 @@ class VirtualIndex(ChunkIndex):
             if first < last:
                 yield int(owners[first]), there[first:last]
 
-    def files(self) -> set[SourceFile]:
+    @cached_property
+    def files(self) -> frozenset[SourceFile]:
         """The files that rows come from."""
-        return {source.file for source in self.sources if not is_empty(source.index)}
+        found = {source.file for source in self.sources if not is_empty(source.index)}
+        return frozenset(found).union(*(source.index.files for source in self.sources))
 
     def _owner(self, row: int) -> int:
         return int(self.owners[self.chunks_of(np.array([row]))[0]])

@@ -68,7 +68,11 @@ def open_source(source: str | os.PathLike[str] | MapStyle, options: SourceOption
         raise NoImagesError(
             f"{where}: no images"
             + (f" (passed over: {passed})" if passed else "")
-            + "; check the path, or name other endings with --include"
+            + (
+                "; look at --include and --exclude, and at what the file holds ('h5pack info')"
+                if catalog.kind == "hdf5"
+                else "; check the path, or name other endings with --include"
+            )
         )
     return catalog if options.limit is None else catalog.limited(options.limit)
 
@@ -89,6 +93,8 @@ def _open_path(path: Path, options: SourceOptions) -> Catalog:
     if options.columns != ManifestColumns():
         raise OptionsError(f"{path}: columns and --root are a manifest's, and this is none; leave them out")
     if kind == "hdf5":
+        if path.is_dir():
+            raise SourceError(f"{path}: a folder; --source hdf5 needs a file")
         return hdf5_catalog(path, options.datasets, options.names)
     if not path.is_dir():
         raise SourceError(f"{path}: not a folder; --source {kind} needs one")

@@ -19,9 +19,9 @@ from h5pack.errors import H5PackError, OptionsError, SourceError
 from h5pack.hdf5 import dataset_names, open_file, require_dataset, text
 from h5pack.read.encoded import is_encoded
 from h5pack.read.pack import Pack, checksums_of, read_pack
-from h5pack.sources.catalog import Catalog, NameTable, class_ids, one_split
+from h5pack.sources.catalog import Catalog, NameTable, one_split
 from h5pack.sources.hdf5_rows import CHANNEL_AXES, HDF5RowReader, PixelForm
-from h5pack.sources.manifest import require_field_names
+from h5pack.sources.hdf5_tables import field_names_of, read_field, read_labels
 from h5pack.sources.walk import NameFilter
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -118,8 +118,9 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
             "and --value-range"
         )
     reader = HDF5RowReader(pack, form)
-    values, names = (None, None) if labels is None else _labels(path, require_dataset(file, labels), labels)
-    columns = {field: _field(path, require_dataset(file, field)) for field in fields}
+    values, names = (None, None) if labels is None else read_labels(path, require_dataset(file, labels), labels)
+    field_names = field_names_of(path, fields)
+    columns = {field: read_field(path, require_dataset(file, field), field) for field in fields}
     for name, table in ((labels, values), *columns.items()):
         if table is not None and len(table) != len(stored):
             raise SourceError(
@@ -135,7 +136,7 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
         split_ids,
         labels=values,
         label_names=names,
-        fields=dict(zip(require_field_names(tuple(map(os.path.basename, fields))), columns.values(), strict=True)),
+        fields=dict(zip(field_names, columns.values(), strict=True)),
         about=f"images {images!r}" + ("" if labels is None else f", labels {labels!r}"),
     )
 
@@ -233,76 +234,6 @@ def _own_fields(file: h5py.File) -> Iterator[str]:
     for name, item in file.items():
         if name not in schema.RESERVED and isinstance(item, h5py.Dataset) and checksums_of(name) in file:
             yield name
-
-
-def _values(path: Path, dataset: h5py.Dataset) -> npt.NDArray[Any]:
-    name = dataset.name.lstrip("/")
-    try:
-        return np.asarray(dataset[()])
-    except Exception as error:
-        # Damage shows as any of h5py's errors.
-        raise SourceError(f"{path}: {name!r} cannot be read ({error}); restore the file, or name another") from error
-
-
-def _labels(path: Path, dataset: h5py.Dataset, name: str) -> tuple[npt.NDArray[Any], tuple[str, ...] | None]:
-    """Labels as a pack stores them: int64 (N,) with the classes' names, or uint8 (N, K) with the columns'."""
-    values = _values(path, dataset)
-    where = f"{path}: {name!r}"
-    if values.ndim == 2 and values.shape[1] == 1:
-        values = values[:, 0]
-    if values.ndim not in (1, 2):
-        raise SourceError(f"{where} has shape {values.shape}; labels are (N,) or (N, K): name another with --labels")
-    if values.ndim == 1 and values.dtype.kind in "OSU":
-        if any(not isinstance(value, (bytes, str)) for value in values.tolist()):
-            raise SourceError(f"{where} holds neither numbers nor texts; name another with --labels, or --no-labels")
-        words, numbers = class_ids([text(value) for value in values.tolist()])
-        return numbers, words
-    if values.dtype.kind not in "biuf":
-        raise SourceError(f"{where} holds {values.dtype}, no labels; name another with --labels, or --no-labels")
-    whole = values.dtype.kind != "f" or bool((np.isfinite(values) & (values == np.rint(values))).all())
-    if not whole or (values.size and not -(2**63) <= int(values.min()) <= int(values.max()) < 2**63):
-        raise SourceError(
-            f"{where} holds numbers that are no labels, such as {values.reshape(-1)[0]}; labels are integers: store "
-            "them with --fields, and give --no-labels"
-        )
-    if values.ndim == 2:
-        columns = _attribute_names(dataset, schema.COLUMNS, values.shape[1])
-        return _byte_table(values, where), columns or tuple(f"label_{number}" for number in range(values.shape[1]))
-    labels = values.astype(np.int64)
-    classes = _attribute_names(dataset, schema.CLASSES, None)
-    if classes is not None and len(labels) and not schema.NO_LABEL <= labels.min() <= labels.max() < len(classes):
-        raise SourceError(
-            f"{where} has {len(classes)} classes and labels from {labels.min()} to {labels.max()}; mend the file"
-        )
-    return labels, classes
-
-
-def _byte_table(values: npt.NDArray[Any], where: str) -> npt.NDArray[np.uint8]:
-    """A table of numbers in 0..255, or of -1 and 1, which mean 0 and 1 (CelebA's way)."""
-    least, most = (values.min(), values.max()) if values.size else (0, 0)
-    if least == -1 and most <= 1:
-        values = values > 0
-    elif least < 0 or most > 255:
-        raise SourceError(
-            f"{where} holds numbers from {least} to {most}; a table of labels holds 0 to 255 (or -1 and 1): store it "
-            "with --fields, and give --no-labels"
-        )
-    return values.astype(np.uint8)
-
-
-def _attribute_names(dataset: h5py.Dataset, attribute: str, count: int | None) -> tuple[str, ...] | None:
-    found = dataset.attrs.get(attribute)
-    if found is None:
-        return None
-    names = tuple(text(name) for name in np.atleast_1d(found))
-    return names if count is None or len(names) == count else None
-
-
-def _field(path: Path, dataset: h5py.Dataset) -> npt.NDArray[Any]:
-    values = _values(path, dataset)
-    if values.dtype.kind not in "biuf" or not values.ndim:
-        raise SourceError(f"{path}: {dataset.name.lstrip('/')!r} holds {values.dtype}; fields are rows of numbers")
-    return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
 def _splits(path: Path, pack: Pack, rows: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from h5pack.errors import DamagedRowsError, H5PackError, PackFormatError, RejectedImageError, SourceError
 from h5pack.read.engine import Engine
 from h5pack.read.pack import Pack, checksums_of
-from h5pack.read.virtual_index import VirtualIndex
 from h5pack.sources.catalog import Reader
 
 CHANNEL_AXES = ("last", "first", "none")
@@ -100,7 +99,10 @@ class HDF5RowReader(Reader):
         self.index = pack.indexes[self.images]
         self._checks = checksums_of(self.images) in pack.indexes
         names = (self.images, *([checksums_of(self.images)] if self._checks else ()))
-        self.engine = Engine(pack.path, pack.identity, {name: pack.indexes[name] for name in names})
+        # That encoded images are decoded is what this is about.
+        self.engine = Engine(
+            pack.path, pack.identity, {name: pack.indexes[name] for name in names}, warn=form is not None
+        )
         # None: image i is row i.
         self.rows: npt.NDArray[np.int64] | None = None
         self._coming: list[int] = []
@@ -136,9 +138,7 @@ class HDF5RowReader(Reader):
         """A fingerprint of each image, uint64 (n,): of its row, its dataset, and the lengths and times of the file and
         of those that a virtual dataset takes its rows from.
         """
-        known = [self.pack.identity]
-        if isinstance(self.index, VirtualIndex):
-            known += [file.identity for file in sorted(self.index.files(), key=lambda file: file.path)]
+        known = [self.pack.identity, *(file.identity for file in sorted(self.index.files, key=lambda file: file.path))]
         described = "\0".join([self.images, *(f"{one.size} {one.modified_ns}" for one in known)]).encode()
         base = np.uint64(int.from_bytes(hashlib.blake2b(described, digest_size=8).digest(), "little"))
         prints: npt.NDArray[np.uint64] = self._rows(indices).astype(np.uint64) ^ base
@@ -156,7 +156,7 @@ class HDF5RowReader(Reader):
         try:
             data = self.engine.reader.read_bytes(self.images, np.array([row], np.int64))[0]
         except PackFormatError as error:
-            raise RejectedImageError("its row cannot be read") from error
+            raise self._refusal(error) from error
         if not data:
             raise RejectedImageError("zero bytes")
         return data
@@ -167,6 +167,9 @@ class HDF5RowReader(Reader):
     def _load(self, index: int) -> npt.NDArray[Any]:
         """One row, and with it as many of those that come next as fit a batch."""
         most = max(1, _BATCH_BYTES // max(1, self.index.row_bytes))
+        if self.index.unit_rows * self.index.row_bytes > self.engine.chunks.kept.capacity and not self.index.raw:
+            # Such a chunk is not kept, so all that is wanted of it is taken at once.
+            most = len(self._coming)
         coming = self._coming[self._next : self._next + most]
         if coming[:1] != [index]:
             return self._row_of(index)
@@ -184,6 +187,16 @@ class HDF5RowReader(Reader):
         row: npt.NDArray[Any] = self._rows_of([index])[0]
         return row
 
+    def _refusal(self, error: PackFormatError) -> H5PackError:
+        """What it means that the HDF5 library does not give a row: the row's fault, unless nothing can be read."""
+        if "file read failed" in str(error):
+            return SourceError(f"{error}; mend the storage, then continue with --resume")
+        try:
+            self.engine.reader.open(self.images)
+        except H5PackError as reason:
+            return SourceError(f"{reason} (then continue with --resume)")
+        return RejectedImageError("its row cannot be read")
+
     def _rows_of(self, indices: Sequence[int]) -> npt.NDArray[Any]:
         rows = self._rows(np.array(indices, np.int64))
         try:
@@ -193,7 +206,7 @@ class HDF5RowReader(Reader):
         except DamagedRowsError as error:
             raise RejectedImageError("its row is damaged: other than its checksum says, or not decodable") from error
         except PackFormatError as error:
-            raise RejectedImageError("its row cannot be read") from error
+            raise self._refusal(error) from error
         except H5PackError as error:
             raise SourceError(f"{error} (then continue with --resume)") from error
         return values

@@ -128,17 +128,12 @@ def _splits(table: Table, columns: ManifestColumns) -> tuple[tuple[str, ...], np
 
 
 def _field_names(columns: ManifestColumns) -> tuple[str, ...]:
-    return require_field_names(columns.fields)
-
-
-def require_field_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The names, if fields may be called so.
-
-    Raises
-    ------
-    OptionsError
-    """
-    for name in names:
-        if name in schema.RESERVED or "/" in name or name.startswith("."):
+    for name in columns.fields:
+        if not is_field_name(name):
             raise OptionsError(f"field {name!r}: the format uses or forbids that name; rename the column")
-    return names
+    return columns.fields
+
+
+def is_field_name(name: str) -> bool:
+    """Whether a pack's field may be called so."""
+    return name not in schema.RESERVED and "/" not in name and not name.startswith(".")

@@ -556,7 +556,7 @@ def test_a_file_that_changes_under_a_dataset_is_noticed(
     path = packs.labelled(tmp_path / "f.h5")
     dataset = h5pack.H5Dataset(path)
     assert dataset[3][1] == 3
-    monkeypatch.setattr("h5pack.read.storage._LOOK_SECONDS", 0)
+    monkeypatch.setattr("h5pack.read.storage.LOOK_SECONDS", 0)
     assert dataset[4][1] == 4
     if how == "renamed":
         os.replace(packs.labelled(tmp_path / "g.h5", 104), path)

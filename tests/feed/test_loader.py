@@ -719,7 +719,7 @@ def test_a_file_that_goes_amid_an_epoch_is_an_error(
     loader = loader_of(h5pack.H5Dataset(path), resident=resident, memory_bytes=10**6)
     batches = iter(loader)
     next(batches)
-    monkeypatch.setattr("h5pack.read.storage._LOOK_SECONDS", 0)
+    monkeypatch.setattr("h5pack.read.storage.LOOK_SECONDS", 0)
     monkeypatch.setattr("h5pack.read.storage._RETRY_SECONDS", (0.0,))
     if "cut" in how:
         os.truncate(path, 9_000)

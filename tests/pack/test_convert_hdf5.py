@@ -331,6 +331,14 @@ def test_the_plan_says_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixt
     plan = json.loads(capsys.readouterr().out)
     assert (plan["kind"], plan["labels"], plan["shape"]) == ("hdf5", "none", [60, 24, 20, 3])
     assert plan["options"]["value_range"] == [0.0, 200.0]
+    assert main([*arguments, "--value-range", "-1:1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["options"]["value_range"] == [-1.0, 1.0]
+    assert main([*arguments, "--max-pixels", "10"]) == 1
+    assert "24x20 is over 10 pixels" in capsys.readouterr().err
+    assert main([*arguments, "--include", "*.png"]) == 1
+    assert "look at --include" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path), str(tmp_path / "o.h5"), "--source", "hdf5"]) == 1
+    assert "a folder; --source hdf5 needs a file" in capsys.readouterr().err
     assert main([*arguments, "--value-range", "7"]) == 2
     assert "is not LOW:HIGH" in capsys.readouterr().err
     assert main([*arguments, "--images", "y"]) == 1

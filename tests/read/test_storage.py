@@ -297,7 +297,7 @@ def test_a_file_that_is_cut_while_it_is_open(
 ) -> None:
     monkeypatch.setattr("h5pack.read.engine.SCATTER_BYTES", scatter_bytes)
     path, values, engine = pack_of_rows(tmp_path)
-    monkeypatch.setattr(storage_module, "_LOOK_SECONDS", 1000.0)
+    monkeypatch.setattr(storage_module, "LOOK_SECONDS", 1000.0)
     assert np.array_equal(engine.read("x", [19]), values[[19]])
     os.truncate(path, size)
     with pytest.raises(PackChangedError, match=r"f\.h5: the file was replaced or rewritten"):
@@ -339,7 +339,7 @@ def test_a_file_that_is_replaced_while_it_is_open(tmp_path: Path, monkeypatch: p
 
 def test_a_file_that_is_rewritten_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, values, engine = pack_of_rows(tmp_path)
-    monkeypatch.setattr(storage_module, "_LOOK_SECONDS", -1.0)
+    monkeypatch.setattr(storage_module, "LOOK_SECONDS", -1.0)
     assert np.array_equal(engine.read("x", [4]), values[[4]])
     os.utime(path, ns=(1, 1))
     with pytest.raises(PackChangedError):

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+from PIL import Image
 
 import h5pack
-from h5pack.errors import PackFormatError
+from h5pack.errors import PackChangedError, PackFormatError
 
 ROWS = np.arange(24 * 5 * 4 * 3, dtype=np.uint8).reshape(24, 5, 4, 3)
 
@@ -130,3 +136,137 @@ def test_a_prefix_or_the_folder_one_is_in_leads_to_the_sources(tmp_path: Path) -
         )
         assert done.returncode == 0, done.stderr
         assert int(done.stdout) == int(ROWS.astype(int).sum())
+
+
+PLACES = ("opened", "linked", "cwd", "prefix", "listed")
+LOOK = """
+import os, sys, h5py
+from h5pack.errors import PackFormatError
+from h5pack.read.engine import Engine
+from h5pack.read.pack import read_pack
+
+path, relative, *places = sys.argv[1:]
+while True:
+    with h5py.File(path) as file:
+        expected = int(file["images"][0, 0, 0, 0])
+    try:
+        pack = read_pack(path)
+        found = int(Engine(pack.path, pack.identity, pack.indexes).read("images", [0])[0, 0, 0, 0])
+    except PackFormatError:
+        # HDF5 gives the fill value.
+        found = 77
+    print(expected, found)
+    if expected == 77:
+        break
+    os.remove(os.path.join(places[expected - 1], relative))
+"""
+
+
+@pytest.mark.parametrize("prefix", ["", "{folder}/prefix", "{folder}/prefix:{folder}/listed", "${{ORIGIN}}/../prefix"])
+@pytest.mark.parametrize("name", ["s.h5", "sub/s.h5", "/nowhere/s.h5"])
+def test_sources_are_those_that_hdf5_finds(tmp_path: Path, name: str, prefix: str) -> None:
+    """Files of one name in every place where HDF5 looks, taken away one after the other; h5py says which one it is."""
+    relative = name.lstrip("/") if name.startswith("sub") else os.path.basename(name)
+    for number, place in enumerate(PLACES):
+        target = tmp_path / place / relative
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with h5py.File(target, "w") as file:
+            file["x"] = np.full((2, 4, 4, 3), number + 1, np.uint8)
+    layout = h5py.VirtualLayout((2, 4, 4, 3), np.uint8)
+    layout[:] = h5py.VirtualSource(name, "x", (2, 4, 4, 3))
+    with h5py.File(tmp_path / "linked" / "v.h5", "w", libver="latest") as file:
+        file.create_virtual_dataset("images", layout, fillvalue=77)
+    (tmp_path / "opened" / "v.h5").symlink_to(tmp_path / "linked" / "v.h5")
+    environment = {**os.environ, "HDF5_VDS_PREFIX": prefix.format(folder=tmp_path)}
+    command = [sys.executable, "-c", LOOK, str(tmp_path / "opened" / "v.h5"), relative]
+    command += [str(tmp_path / place) for place in PLACES]
+    told = subprocess.run(command, cwd=tmp_path / "cwd", env=environment, capture_output=True, text=True, check=True)
+    seen = [tuple(map(int, line.split())) for line in told.stdout.splitlines()]
+    assert all(expected == found for expected, found in seen), [PLACES[expected - 1] for expected, _ in seen[:-1]]
+    assert len(seen) >= 4
+
+
+@pytest.mark.parametrize("kind", ["strided", "encoded", "linked", "external"])
+def test_files_behind_the_library_are_watched(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HDF5 gives zeros, or another file's rows, and says nothing."""
+    monkeypatch.setattr("h5pack.read.source_files.LOOK_SECONDS", -1)
+    source, path = tmp_path / "source.h5", tmp_path / "v.h5"
+
+    def write_source(fill: int) -> None:
+        with h5py.File(tmp_path / "new.h5", "w") as file:
+            if kind == "encoded":
+                stream = io.BytesIO()
+                Image.fromarray(np.full((9, 8, 3), fill, np.uint8)).save(stream, "PNG")
+                file.create_dataset("x", (6,), h5py.vlen_dtype(np.uint8))
+                for row in range(6):
+                    file["x"][row] = np.frombuffer(stream.getvalue(), np.uint8)
+            else:
+                file.create_dataset(
+                    "x", data=np.full((6, 9, 8, 3), fill), dtype=np.uint8, chunks=(6, 9, 8, 3), scaleoffset=0
+                )
+        os.replace(tmp_path / "new.h5", source)
+
+    if kind == "external":
+        source.write_bytes(bytes(6 * 9 * 8 * 3))
+        with h5py.File(path, "w") as file:
+            file.create_dataset("images", (6, 9, 8, 3), np.uint8, external=[(str(source), 0, h5py.h5f.UNLIMITED)])
+    else:
+        write_source(1)
+        with h5py.File(path, "w", libver="latest") as file:
+            if kind == "linked":
+                file["images"] = h5py.ExternalLink("source.h5", "x")
+            elif kind == "encoded":
+                layout = h5py.VirtualLayout((6,), h5py.vlen_dtype(np.uint8))
+                layout[:] = h5py.VirtualSource("source.h5", "x", (6,), h5py.vlen_dtype(np.uint8))
+                file.create_virtual_dataset("images", layout)
+            else:
+                layout = h5py.VirtualLayout((6, 9, 8, 3), np.uint8)
+                taken = h5py.VirtualSource("source.h5", "x", (6, 9, 8, 3))
+                layout[0::2], layout[1::2] = taken[:3], taken[3:]
+                file.create_virtual_dataset("images", layout)
+    dataset = h5pack.H5Dataset(path)
+    assert {found.path for found in dataset.engine.indexes["images"].files} == {str(source)}
+    assert dataset[1].shape == (9, 8, 3)
+    loader = h5pack.H5Loader(dataset, 3)
+    assert sum(len(batch) for batch in loader) == 6
+    if kind == "external":
+        source.write_bytes(bytes(6 * 9 * 8 * 3 + 1))
+    else:
+        write_source(2)
+    with pytest.raises(PackChangedError, match=r"source\.h5"):
+        dataset[1]
+    with pytest.raises(PackChangedError, match=r"source\.h5"):
+        list(loader)
+    source.unlink()
+    with pytest.raises(PackChangedError, match=r"source\.h5"):
+        dataset[1]
+
+
+def test_many_ways_to_one_source_are_gone_once(tmp_path: Path) -> None:
+    """Seven levels of 12 virtual datasets, each over all 12 below: 12**7 ways, and 84 datasets."""
+    with h5py.File(tmp_path / "f.h5", "w", libver="latest") as file:
+        for number in range(12):
+            file[f"0-{number}"] = np.full((12, 4, 4), number, np.uint8)
+        for level, number in itertools.product(range(1, 8), range(12)):
+            layout = h5py.VirtualLayout((12, 4, 4), np.uint8)
+            for row in range(12):
+                layout[row] = h5py.VirtualSource(".", f"{level - 1}-{row}", (12, 4, 4))[row]
+            file.create_virtual_dataset("images" if (level, number) == (7, 0) else f"{level}-{number}", layout)
+    begin = time.perf_counter()
+    dataset = h5pack.H5Dataset(tmp_path / "f.h5")
+    assert time.perf_counter() - begin < 30
+    assert [int(dataset[row][0, 0]) for row in range(12)] == list(range(12))
+
+
+def test_holes_of_several_lengths_beside_compressed_rows(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "s.h5", "w") as file:
+        file.create_dataset("x", data=np.ones((10, 64, 64), np.uint8), chunks=(5, 64, 64), compression="gzip")
+    layout = h5py.VirtualLayout((45, 64, 64), np.uint8)
+    layout[5:15] = h5py.VirtualSource("s.h5", "x", (10, 64, 64))
+    with h5py.File(tmp_path / "v.h5", "w", libver="latest") as file:
+        file.create_virtual_dataset("images", layout, fillvalue=7)
+    for resident in ("no", "auto"):
+        dataset = h5pack.H5Dataset(tmp_path / "v.h5", with_rows=True)
+        found = {int(row): int(image.min()) for images, rows in h5pack.H5Loader(dataset, 8, resident=resident)
+                 for image, row in zip(images, rows, strict=True)}  # fmt: skip
+        assert found == {row: 1 if 5 <= row < 15 else 7 for row in range(45)}

@@ -434,7 +434,7 @@ def test_a_source_that_is_replaced_while_it_is_open_is_noticed(tmp_path: Path, m
     engine = engine_of(tmp_path / "v.h5")
     engine.read("x", [0, 25])
     os.utime(tmp_path / "s2.h5", ns=(1, 1))
-    monkeypatch.setattr("h5pack.read.storage._LOOK_SECONDS", -1)
+    monkeypatch.setattr("h5pack.read.storage.LOOK_SECONDS", -1)
     engine.read("x", [0])
     with pytest.raises(PackChangedError, match=r"s2\.h5"):
         engine.read("x", [25])

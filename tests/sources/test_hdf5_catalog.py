@@ -166,8 +166,59 @@ def test_fields_are_rows_of_numbers(tmp_path: Path) -> None:
             catalog(path, images="x", fields=(field,))
     with h5py.File(path, "a") as file:
         file["meta/splits"] = age
-    with pytest.raises(OptionsError, match="'splits': the format uses"):
+    with pytest.raises(OptionsError, match="called 'splits', which the format uses"):
         catalog(path, images="x", fields=("meta/splits",))
+
+
+def test_fields_of_one_name_are_not_lost(tmp_path: Path) -> None:
+    path = write(tmp_path / "f.h5", x=IMAGES, a__age=np.arange(ROWS), b__age=np.arange(ROWS))
+    for fields in (("a/age", "b/age"), ("a/age", "a/age")):
+        with pytest.raises(OptionsError, match="two of the fields would be called 'age'"):
+            catalog(path, fields=fields)
+
+
+def test_labels_without_their_source_are_no_zeros(tmp_path: Path) -> None:
+    write(tmp_path / "source.h5", y=np.arange(ROWS), word=np.array([b"cat", b"dog"] * 3))
+    path = write(tmp_path / "f.h5", x=IMAGES)
+    with h5py.File(path, "a", libver="latest") as file:
+        for name, dtype in (("y", np.int64), ("word", "S3")):
+            layout = h5py.VirtualLayout((ROWS,), dtype)
+            layout[:] = h5py.VirtualSource("source.h5", name, (ROWS,), dtype)
+            file.create_virtual_dataset(name, layout)
+    assert catalog(path, labels="y").labels.tolist() == list(range(ROWS))  # type: ignore[union-attr]
+    assert catalog(path, labels="word").label_names == ("cat", "dog")
+    (tmp_path / "source.h5").unlink()
+    for name in ("y", "word"):
+        with pytest.raises(PackFormatError, match=r"its source source\.h5 is missing"):
+            catalog(path, labels=name)
+        with pytest.raises((PackFormatError, SourceError)):
+            catalog(path, labels="", fields=(name,))
+
+
+@pytest.mark.parametrize("name", ["labels", "age"])
+def test_damaged_labels_and_fields_of_a_pack_are_not_taken(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "f.h5", images=IMAGES, labels=np.arange(ROWS), age=np.arange(ROWS) * 3)
+    h5pack.convert(tmp_path / "f.h5", tmp_path / "p.h5", quick(fields=("age",)))
+    with h5py.File(tmp_path / "p.h5") as file:
+        place = file[name].id.get_offset() + 8 * 2
+    data = bytearray((tmp_path / "p.h5").read_bytes())
+    data[place] ^= 64
+    (tmp_path / "p.h5").write_bytes(bytes(data))
+    with pytest.raises(SourceError, match=rf"'{name}' row 2 differs from the stored checksum.*leave that dataset out"):
+        catalog(tmp_path / "p.h5")
+    assert (
+        len(catalog(tmp_path / "p.h5", labels="", fields=("age",) if name == "labels" else ())) == ROWS
+        if (name == "labels")
+        else True
+    )
+
+
+def test_what_memory_has_no_room_for(tmp_path: Path) -> None:
+    path = write(tmp_path / "f.h5", x=IMAGES)
+    with h5py.File(path, "a") as file:
+        file.create_dataset("masks", (ROWS, 1 << 20, 1 << 20), np.float64, chunks=(1, 1024, 1024))
+    with pytest.raises(SourceError, match=r"'masks' holds 49152\.0 GiB, more than memory has room for"):
+        catalog(path, images="x", fields=("masks",))
 
 
 def test_a_pack_keeps_what_it_says_of_itself(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h5pack.errors import PackChangedError, RejectedImageError, SourceError
+from h5pack.errors import PackChangedError, PackFormatError, RejectedImageError, SourceError
 from h5pack.read.pack import read_pack
 from h5pack.sources import hdf5_rows
 from h5pack.sources.hdf5_rows import HDF5RowReader, PixelForm
@@ -174,3 +174,50 @@ def test_another_file_under_the_same_name_stops(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="replaced or rewritten") as caught:
         found.read(3, "")
     assert isinstance(caught.value.__cause__, PackChangedError)
+
+
+def test_a_chunk_too_large_to_keep_is_decoded_once(file: Path) -> None:
+    made = reader(file, "gzip")
+    made.engine.chunks.kept.capacity = 1_000
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hdf5_rows, "_BATCH_BYTES", 1_200)
+        made.begin(range(7))
+        for index in range(7):
+            made.read(index, "")
+    with h5py.File(file) as opened:
+        size = opened["gzip"].id.get_chunk_info(0).size
+    assert made.engine.snapshot().bytes_read == size
+
+
+@pytest.mark.parametrize(
+    ("told", "error"),
+    [
+        (
+            "Can't synchronously read data (file read failed: errno = 5, error message = 'Input/output error')",
+            SourceError,
+        ),
+        ("Can't synchronously read data (wrong chunk)", RejectedImageError),
+    ],
+)
+def test_what_the_library_cannot_read(
+    tmp_path: Path, told: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failing disk stops the conversion, a wrong row is left out, and a file that does not open is no row's fault."""
+    with h5py.File(tmp_path / "f.h5", "w") as made:
+        made.create_dataset("x", data=np.zeros((9, 12, 10, 3), np.uint8), chunks=(9, 12, 10, 3), scaleoffset=0)
+    found = reader(tmp_path / "f.h5")
+    assert np.array_equal(found.read(2, ""), np.zeros((12, 10, 3)))  # type: ignore[arg-type]
+
+    def failing(*arguments: Any) -> int:
+        raise PackFormatError(told)
+
+    monkeypatch.setattr(found.engine.reader, "read", failing)
+    with pytest.raises(error):
+        found.read(2, "")
+
+    def unopened(name: str) -> None:
+        raise PackFormatError("too many open files")
+
+    monkeypatch.setattr(found.engine.reader, "open", unopened)
+    with pytest.raises(SourceError):
+        found.read(2, "")
