@@ -12,6 +12,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from benchmarks.common import RESULTS
+from benchmarks.echoing import echoing_table
 from benchmarks.mixing_plots import accuracy_table, draw_accuracy, draw_mixing, mixing_table
 
 ROOT = Path(__file__).parent.parent
@@ -275,6 +276,8 @@ def main() -> None:
     update_figures(ROOT / "docs" / "performance.md", "compressed", compressed_table(result))
     result = json.loads((RESULTS / "foreign.json").read_text())
     update_figures(ROOT / "docs" / "performance.md", "foreign", foreign_table(result))
+    result = json.loads((RESULTS / "echoing.json").read_text())
+    update_figures(ROOT / "docs" / "training.md", "echoing", echoing_table(result))
     result = json.loads((RESULTS / "mixing.json").read_text())
     draw_mixing(result, PICTURES / "mixing.png")
     update_figures(ROOT / "docs" / "tuning.md", "mixing", mixing_table(result))

@@ -36,11 +36,18 @@ if TYPE_CHECKING:
         StateError,
         WorkerError,
     )
+    from h5pack.feed.batch_key import BatchKey
     from h5pack.feed.concat_pack import ConcatPack
     from h5pack.feed.dataset import H5Dataset
+    from h5pack.feed.device_feed import DeviceFeed
+    from h5pack.feed.echo_loader import EchoLoader
+    from h5pack.feed.feed_monitor import FeedMonitor
+    from h5pack.feed.feed_report import FeedReport
+    from h5pack.feed.gpu_status import GpuStatus
     from h5pack.feed.loader import H5Loader
     from h5pack.feed.mixing import MixingReport, mixing_report
     from h5pack.feed.mixture import MixtureSampler
+    from h5pack.feed.normalize import Normalize
     from h5pack.feed.samplers import ChunkBatchSampler, ChunkSampler
     from h5pack.layout import CachePlan, ChunkPlan, plan_cache, plan_chunks
     from h5pack.pack.converter import Conversion, ConvertReport, convert
@@ -50,6 +57,7 @@ if TYPE_CHECKING:
     from h5pack.tools.verify import VerifyReport, verify
 
 _HOMES = {
+    "BatchKey": "h5pack.feed.batch_key",
     "CachePlan": "h5pack.layout",
     "ChunkBatchSampler": "h5pack.feed.samplers",
     "ChunkPlan": "h5pack.layout",
@@ -59,7 +67,12 @@ _HOMES = {
     "ConvertOptions": "h5pack.pack.options",
     "ConvertReport": "h5pack.pack.converter",
     "DamagedRowsError": "h5pack.errors",
+    "DeviceFeed": "h5pack.feed.device_feed",
+    "EchoLoader": "h5pack.feed.echo_loader",
+    "FeedMonitor": "h5pack.feed.feed_monitor",
+    "FeedReport": "h5pack.feed.feed_report",
     "FileReport": "h5pack.tools.info",
+    "GpuStatus": "h5pack.feed.gpu_status",
     "H5Dataset": "h5pack.feed.dataset",
     "H5Loader": "h5pack.feed.loader",
     "H5PackError": "h5pack.errors",
@@ -69,6 +82,7 @@ _HOMES = {
     "MixtureSampler": "h5pack.feed.mixture",
     "NoImagesError": "h5pack.errors",
     "NoSpaceError": "h5pack.errors",
+    "Normalize": "h5pack.feed.normalize",
     "OptionsError": "h5pack.errors",
     "OutputBusyError": "h5pack.errors",
     "OutputExistsError": "h5pack.errors",
@@ -92,6 +106,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "BatchKey",
     "CachePlan",
     "ChunkBatchSampler",
     "ChunkPlan",
@@ -101,7 +116,12 @@ __all__ = [
     "ConvertOptions",
     "ConvertReport",
     "DamagedRowsError",
+    "DeviceFeed",
+    "EchoLoader",
+    "FeedMonitor",
+    "FeedReport",
     "FileReport",
+    "GpuStatus",
     "H5Dataset",
     "H5Loader",
     "H5PackError",
@@ -111,6 +131,7 @@ __all__ = [
     "MixtureSampler",
     "NoImagesError",
     "NoSpaceError",
+    "Normalize",
     "OptionsError",
     "OutputBusyError",
     "OutputExistsError",

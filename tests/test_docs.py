@@ -236,7 +236,9 @@ def test_what_was_read_is_listed() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [ROOT / "README.md", DOCS / "quickstart.md", DOCS / "reading.md"], ids=lambda path: path.name
+    "path",
+    [ROOT / "README.md", *(DOCS / name for name in ("quickstart.md", "reading.md", "training.md"))],
+    ids=lambda path: path.name,
 )
 def test_the_code_of_a_page_runs(path: Path, tmp_path: Path) -> None:
     blocks = RUNNABLE.findall(path.read_text(encoding="utf-8"))

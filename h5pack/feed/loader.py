@@ -250,6 +250,11 @@ class H5Loader(Resumable):
         """
         return self._progress.state()
 
+    @property
+    def queue_depth(self) -> int:
+        """Batches that are full, and wait to be asked for, of all running iterations."""
+        return sum(iterator.waiting for iterator in list(self._iterators))
+
     def stats(self) -> ReadStats:
         """What was read so far: rows, chunk hits and misses, bytes, amplification."""
         return self._base.stats()

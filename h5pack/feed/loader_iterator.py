@@ -42,6 +42,11 @@ class LoaderIterator(Iterator[Any]):
         """Batches left."""
         return self._end - self._following
 
+    @property
+    def waiting(self) -> int:
+        """Batches that are full, and wait to be asked for."""
+        return len(self._ready) + (0 if self._pipeline is None else self._pipeline.waiting)
+
     def __next__(self) -> Any:
         pipeline = self._pipeline
         if self._broken:

@@ -144,6 +144,11 @@ class Pipeline:
                 del item
         return item
 
+    @property
+    def waiting(self) -> int:
+        """Batches that are done, and not fetched."""
+        return self._done.qsize()
+
     def return_credit(self) -> None:
         """Say that a batch was handed to the consumer."""
         self._credits.put(None)

@@ -870,3 +870,17 @@ def test_an_unfinished_iterator_does_not_disturb_the_exit(tmp_path: Path, body: 
     assert time.monotonic() - start < 5
     assert (process.returncode, errors) == (0, "")
     assert rest == "left:\n", "no thread reads while the interpreter is taken down"
+
+
+def test_the_queue_depth_counts_full_batches(dataset: h5pack.H5Dataset) -> None:
+    loader = h5pack.H5Loader(dataset, 8, threads=1)
+    assert loader.queue_depth == 0
+    iterator = iter(loader)
+    next(iterator)
+    deadline = time.monotonic() + 20
+    while loader.queue_depth < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    before = loader.queue_depth
+    assert before >= 2, "batches are read ahead"
+    loader.close()
+    assert loader.queue_depth == 0

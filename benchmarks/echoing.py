@@ -1,0 +1,307 @@
+"""Does showing batches several times save time, while the loader is slower than the training step?
+
+Run ``python -m benchmarks.echoing --images FOLDER``; FOLDER holds train/ and test/ (or val/) with a folder for each
+class. Without it, the gratings of `benchmarks.accuracy` are drawn.
+
+A network is trained until it names a given share of the test images rightly, from a loader that is paced to need some
+times as long for a batch as the step does: by sleeping, so that it takes no processor time. It works two batches ahead,
+as a loader with threads or workers does. The arms show each batch once, twice, three times, or as the automatic factor
+decides; one more has the loader as fast as it is. All augment after echoing (`DeviceFeed` around `EchoLoader`). For one
+seed they begin with the same weights, and get the same fresh batches in the same order. The learning rate is constant,
+because a schedule would have to know how many steps there will be. While the network is tested the clock stands still,
+for the loader, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import h5pack
+from benchmarks.accuracy import accuracy, generated, network
+from benchmarks.common import RESULTS, machine, spread, write_result
+from h5pack.feed.device_feed import DeviceFeed
+from h5pack.feed.echo_loader import EchoLoader
+from h5pack.feed.normalize import Normalize
+
+FACTORS: tuple[float | str, ...] = (1, 2, 3, "auto")
+_AHEAD = 2
+_MEASURED = ("seconds", "epochs", "steps", "showings", "waiting")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same in all arms.
+
+    Attributes
+    ----------
+    target : float
+        Share of the test images to name rightly.
+    slowdown : float
+        Seconds that the loader needs for a batch, over those of the step.
+    batch : int
+    rate : float
+    most_epochs : int
+        Of fresh batches; an arm that needs more has failed.
+    tests : int
+        How often an epoch the network is tested.
+    """
+
+    target: float
+    slowdown: float
+    batch: int
+    rate: float
+    most_epochs: int
+    tests: int
+
+
+class PacedLoader:
+    """A loader that needs at least so long for each batch, and works two batches ahead.
+
+    Parameters
+    ----------
+    loader : H5Loader
+    seconds : float
+    """
+
+    def __init__(self, loader: h5pack.H5Loader, seconds: float) -> None:
+        self.loader, self.seconds = loader, seconds
+        self.dataset = loader.dataset
+        self._paused = 0.0
+
+    def pause(self, seconds: float) -> None:
+        """Take so many past seconds for none."""
+        self._paused += seconds
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._paused
+
+    @property
+    def epoch(self) -> int:
+        """The loader's."""
+        return self.loader.epoch
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        done = self._now()
+        rooms = deque([done] * _AHEAD)
+        for batch in self.loader:
+            # It begins a batch when the last is done, and there is room for it.
+            done = max(done, rooms.popleft()) + self.seconds
+            time.sleep(max(0.0, done - self._now()))
+            rooms.append(self._now())
+            yield batch
+
+
+class Trainer:
+    """A network, and the steps that it takes.
+
+    Parameters
+    ----------
+    classes : int
+    seed : int
+    rate : float
+    """
+
+    def __init__(self, classes: int, seed: int, rate: float) -> None:
+        torch.manual_seed(seed)
+        self.model = network(classes)
+        self._optimiser = torch.optim.SGD(self.model.parameters(), rate, momentum=0.9, nesterov=True, weight_decay=5e-4)
+
+    def step(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        """One step of SGD."""
+        loss = nn.functional.cross_entropy(self.model(images), labels)
+        self._optimiser.zero_grad()
+        loss.backward()
+        self._optimiser.step()
+
+    def test(self, pack: Path, split: str) -> float:
+        """Share of a split that the network names rightly."""
+        found = accuracy(self.model, pack, split)
+        self.model.train()
+        return found
+
+
+def feed_of(pack: Path, factor: float | str, seed: int, setting: Setting, seconds: float) -> DeviceFeed:
+    """Augmented batches of a pack from a paced, echoed loader."""
+    dataset = h5pack.H5Dataset(pack, split="train", with_rows=True)
+    loader = h5pack.H5Loader(dataset, setting.batch, seed=seed, drop_last=True, threads=1)
+    transform = Normalize.from_dataset(dataset, flip=True, crop=2, seed=seed)
+    return DeviceFeed(EchoLoader(PacedLoader(loader, seconds), factor), "cpu", transform=transform)
+
+
+def step_seconds(pack: Path, setting: Setting) -> float:
+    """Median time of a step, with what its batch needs."""
+    times: list[float] = []
+    classes = len(h5pack.H5Dataset(pack).classes or ())
+    trainer = Trainer(classes, 0, setting.rate)
+    while len(times) < 40:
+        begin = time.perf_counter()
+        for images, labels, _ in feed_of(pack, 1, 0, setting, 0.0):
+            trainer.step(images, labels)
+            now = time.perf_counter()
+            times.append(now - begin)
+            begin = now
+    return statistics.median(times[10:])
+
+
+def train(
+    pack: Path, split: str, factor: float | str, seed: int, setting: Setting, seconds: float
+) -> dict[str, float | bool]:
+    """Train until the target is reached."""
+    feed = feed_of(pack, factor, seed, setting, seconds)
+    echo = feed.loader
+    trainer = Trainer(len(feed.dataset.classes or ()), seed, setting.rate)
+    an_epoch = len(echo.loader)
+    every = max(1, an_epoch // setting.tests)
+    wall = waited = found = 0.0
+    fresh, steps, due = 0, 0, every
+    for _ in range(setting.most_epochs):
+        before = fresh
+        begin = time.perf_counter()
+        for images, labels, _ in feed:
+            waited += time.perf_counter() - begin
+            trainer.step(images, labels)
+            steps, fresh = steps + 1, before + echo.fresh
+            now = time.perf_counter()
+            wall += now - begin
+            if fresh >= due:
+                due += every
+                begin = time.perf_counter()
+                found = trainer.test(pack, split)
+                echo.loader.pause(time.perf_counter() - begin)
+                if found >= setting.target:
+                    break
+            begin = time.perf_counter()
+        if found >= setting.target:
+            break
+    return {
+        "reached": found >= setting.target,
+        "seconds": round(wall, 3),
+        "epochs": round(fresh / an_epoch, 3),
+        "steps": steps,
+        "showings": round(steps / fresh, 3),
+        "waiting": round(waited / wall, 4),
+    }
+
+
+def measure(pack: Path, split: str, setting: Setting, seeds: int, step: float) -> list[dict[str, Any]]:
+    """All arms, seed by seed, so that whoever stops early has all arms."""
+    arms: dict[tuple[float | str, bool], list[dict[str, Any]]] = {(1, False): [], **{(f, True): [] for f in FACTORS}}
+    for seed in range(seeds):
+        for (factor, paced), runs in arms.items():
+            runs.append(train(pack, split, factor, seed, setting, setting.slowdown * step if paced else 0.0))
+            print(f"seed {seed}, factor {factor}{'' if paced else ', not slowed'}: {runs[-1]}", flush=True)
+    return [
+        {
+            "factor": factor,
+            "slowed": paced,
+            "runs": runs,
+            **{name: spread([run[name] for run in runs]) for name in _MEASURED},
+        }
+        for (factor, paced), runs in arms.items()
+    ]
+
+
+def echoing_table(result: dict[str, Any]) -> str:
+    """The arms as a table, for the docs."""
+    setting = result["setting"]
+    unslowed = next(arm for arm in result["arms"] if not arm["slowed"])["seconds"]["median"]
+    slow = f"{setting['slowdown']:g}x slower than the step"
+    heads = [
+        "factor, loader",
+        f"seconds to {setting['target']:.0%}",
+        "beside a fast loader",
+        "epochs of fresh images",
+        "steps",
+        "showings of a batch",
+        "time spent waiting",
+    ]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for arm in result["arms"]:
+        seconds = arm["seconds"]
+        reached = sum(run["reached"] for run in arm["runs"])
+        missed = "" if reached == len(arm["runs"]) else f", {reached} of {len(arm['runs'])} reached it"
+        cells = [
+            f"{arm['factor']}, {slow if arm['slowed'] else 'fast'}",
+            f"{seconds['median']:.1f} ({seconds['min']:.1f} to {seconds['max']:.1f}{missed})",
+            f"{seconds['median'] / unslowed:.1f}x",
+            f"{arm['epochs']['median']:.1f}",
+            f"{arm['steps']['median']:.0f}",
+            f"{arm['showings']['median']:.1f}",
+            f"{arm['waiting']['median']:.0%}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--images", type=Path, help="train/ and test/ or val/ with class folders (default: generated)")
+    parser.add_argument("--count", type=int, default=2_000, help="training images to generate")
+    parser.add_argument("--target", type=float, default=0.8, help="share of the test images to name rightly")
+    parser.add_argument("--slowdown", type=float, default=3.0)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--rate", type=float, default=0.05)
+    parser.add_argument("--most-epochs", type=int, default=20)
+    parser.add_argument("--tests", type=int, default=4, help="of the network, in an epoch")
+    parser.add_argument("--scratch", type=Path, help="a folder for the pack (default: a temporary one)")
+    parser.add_argument("--json", type=Path, default=RESULTS / "echoing.json")
+    arguments = parser.parse_args(argv)
+    setting = Setting(
+        arguments.target, arguments.slowdown, arguments.batch, arguments.rate, arguments.most_epochs, arguments.tests
+    )
+    warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    scratch = Path(tempfile.mkdtemp(prefix="h5pack-bench-", dir=arguments.scratch))
+    try:
+        images = arguments.images or generated(scratch / "images", arguments.count)
+        split = "test" if (images / "test").is_dir() else "val"
+        pack = scratch / "images.h5"
+        h5pack.convert(images, pack, h5pack.ConvertOptions(size=(32, 32), workers=1))
+        step = step_seconds(pack, setting)
+        dataset = h5pack.H5Dataset(pack, split="train")
+        arms = measure(pack, split, setting, arguments.seeds, step)
+        result = {
+            "benchmark": "echoing",
+            "command": f"python -m benchmarks.echoing{' --images FOLDER' if arguments.images else ''} "
+            f"--target {setting.target} --slowdown {setting.slowdown} --seeds {arguments.seeds} "
+            f"--batch {setting.batch} --rate {setting.rate} --most-epochs {setting.most_epochs}",
+            "machine": machine(scratch),
+            "images": "class folders" if arguments.images else "generated",
+            "train_images": len(dataset),
+            "test_images": len(h5pack.H5Dataset(pack, split=split)),
+            "classes": len(dataset.classes or ()),
+            "setting": asdict(setting),
+            "step_seconds": round(step, 5),
+            "batches": math.floor(len(dataset) / setting.batch),
+            "seeds": arguments.seeds,
+            "arms": arms,
+        }
+    finally:
+        torch.set_num_threads(threads)
+        shutil.rmtree(scratch, ignore_errors=True)
+    write_result(arguments.json, result)
+    print(echoing_table(result))
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,373 @@
+"""Train a classifier on a pack: ``python examples/train.py PACK``; ``--help`` shows the rest.
+
+One process on one device, or several ranks: ``torchrun --nproc_per_node 4 examples/train.py PACK``, or ``--spawn 4``.
+``--batch-size`` is that of all ranks together, and H5Loader's streams give every step the same rows on any number of
+ranks. So a run may be killed, and go on with ``--resume``, on other ranks too, as if nothing had been.
+The networks, the choice of rows and the log are in files beside this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from loss_log import LossLog
+from networks import MODELS, NORMS, Network
+from split_rows import open_rows, share_of
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.data import Subset
+
+import h5pack
+
+AMP = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# What a checkpoint belongs to; the loader compares its seed, batch and streams by itself.
+SAME = ("model", "norm", "epochs", "lr", "warmup", "weight_decay", "label_smoothing", "dropout", "amp")
+SAME += ("flip", "crop", "echo")
+
+
+def device_of(options: argparse.Namespace, local_rank: int) -> torch.device:
+    """The device of this rank."""
+    try:
+        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise SystemExit(f"--device {options.device}: {str(error).splitlines()[0]}") from None
+    if device.type == "cuda":
+        index = local_rank if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise SystemExit(f"cuda:{index} is not there, of {torch.cuda.device_count()} GPUs; try --device cpu")
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    return device
+
+
+def normalise(rows: Any, options: argparse.Namespace, **augmentation: Any) -> h5pack.Normalize:
+    """uint8 to float, by the pack's statistics where it has some."""
+    base = rows.dataset if isinstance(rows, Subset) else rows
+    make = h5pack.Normalize if base.mean is None else lambda **settings: h5pack.Normalize.from_dataset(base, **settings)
+    return make(dtype=AMP[options.amp], seed=options.seed, **augmentation)
+
+
+class Training:
+    """What a checkpoint saves and brings back, and what it takes to go a step."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device, rank: int, ranks: int):
+        self.options, self.device, self.rank, self.ranks = options, device, rank, ranks
+        if options.norm == "sync" and ranks > 1 and device.type != "cuda":
+            raise SystemExit("--norm sync needs GPUs; --norm group is the same on any number of ranks, too")
+        if options.batch_size % (ranks * options.accumulate):
+            raise SystemExit(f"--batch-size {options.batch_size} does not divide by {ranks} ranks x --accumulate")
+        train, self.val, classes = open_rows(options.pack, options.val, options.val_split, options.seed)
+        self.loader = h5pack.H5Loader(
+            train,
+            options.batch_size // ranks,
+            seed=options.seed,
+            drop_last=True,
+            streams=options.streams,
+            rank=rank,
+            world_size=ranks,
+            pin_memory=device.type == "cuda",
+        )
+        if not len(self.loader):
+            raise SystemExit(f"{options.pack}: {len(train)} rows to train with, fewer than --batch-size")
+        # Echoing before the feed: each showing of a batch is augmented in another way.
+        loader = h5pack.EchoLoader(self.loader, options.echo) if options.echo > 1 else self.loader
+        augment = normalise(train, options, flip=options.flip, crop=options.crop)
+        watched = rank == 0 and sys.stderr.isatty()
+        self.batches = h5pack.FeedMonitor(h5pack.DeviceFeed(loader, device, transform=augment), progress=watched)
+        self.steps = len(self.batches) * options.epochs
+        example = normalise(train, options)(train[0][0][None])
+        torch.manual_seed(options.seed)
+        self.network = Network(
+            options.model,
+            example.shape[1],
+            classes,
+            small=max(example.shape[2:]) <= 64,
+            norm=options.norm,
+            dropout=options.dropout,
+            recompute=options.checkpoint_activations,
+        ).to(device, memory_format=torch.channels_last)
+        self.model = self.wrapped()
+        # Decay pulls weights together; biases and normalisations have no need of it.
+        groups = [[p for p in self.network.parameters() if (p.ndim > 1) is large] for large in (True, False)]
+        decays = [{"params": groups[0], "weight_decay": options.weight_decay}, {"params": groups[1]}]
+        self.optimiser = torch.optim.SGD(decays, lr=options.lr, momentum=0.9, nesterov=True, weight_decay=0)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=options.amp == "fp16")
+        torch.manual_seed(options.seed + 1 + rank)
+        self.epoch = self.step = 0
+        self.accuracy = math.nan
+
+    def wrapped(self) -> nn.Module:
+        """The network as it is trained: on several ranks, or several GPUs of this process, or compiled."""
+        model: nn.Module = self.network
+        if self.ranks > 1:
+            gpus = [self.device.index] if self.device.type == "cuda" else None
+            unused = self.options.find_unused_parameters
+            model = DistributedDataParallel(model, device_ids=gpus, find_unused_parameters=unused)
+        elif self.options.data_parallel:
+            # One process drives all GPUs: it copies the weights to each at every step, gathers all outputs on the
+            # first, and Python's global lock lets one GPU at a time be given work. --spawn does none of this.
+            model = DataParallel(model)
+        return torch.compile(model) if self.options.compile else model
+
+    def rate(self) -> float:
+        """The learning rate of this step: a line up, then half a cosine. A pure function, so there is none to save."""
+        up = max(1, round(self.options.warmup * self.steps))
+        if self.step < up:
+            return self.options.lr * (self.step + 1) / up
+        return self.options.lr * 0.5 * (1 + math.cos(math.pi * (self.step - up) / max(1, self.steps - up)))
+
+    def train(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """One step of the optimiser; gives the mean loss of this rank's rows."""
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.rate()
+        count, total = self.options.accumulate, torch.zeros((), device=self.device)
+        parts = list(zip(images.tensor_split(count), labels.tensor_split(count), strict=True))
+        for number, (part, answers) in enumerate(parts, start=1):
+            # Ranks exchange gradients once a step, with the last part.
+            wait = self.ranks > 1 and number < count
+            with self.model.no_sync() if wait else contextlib.nullcontext():
+                with torch.autocast(self.device.type, AMP[self.options.amp], enabled=self.options.amp != "off"):
+                    outputs = self.model(part)
+                    loss = F.cross_entropy(outputs, answers, label_smoothing=self.options.label_smoothing) / count
+                self.scaler.scale(loss).backward()
+            total += loss.detach()
+        self.scaler.step(self.optimiser)
+        self.scaler.update()
+        self.optimiser.zero_grad(set_to_none=True)
+        self.step += 1
+        return total
+
+    @torch.no_grad()
+    def validate(self) -> tuple[float, int]:
+        """Share of the rows that the network names rightly, and how many rows that is, each of them once."""
+        self.network.eval()
+        if self.ranks > 1:
+            for buffer in self.network.buffers():
+                dist.broadcast(buffer, 0)  # Each rank has batch statistics of its own.
+        counts = torch.zeros(2, dtype=torch.int64, device=self.device)
+        share = share_of(len(self.val), self.rank, self.ranks)
+        if len(share):
+            # A loader of one rank: among several, it would repeat rows to make their shares equal.
+            loader = h5pack.H5Loader(self.val, 250, shuffle=False, rows=share, rank=0, world_size=1, resident="no")
+            for images, labels, *_ in h5pack.DeviceFeed(
+                loader, self.device, transform=normalise(self.val, self.options)
+            ):
+                with torch.autocast(self.device.type, AMP[self.options.amp], enabled=self.options.amp != "off"):
+                    right = self.network(images).argmax(1) == labels
+                counts += torch.stack([right.sum(), torch.ones_like(labels).sum()])
+        if self.ranks > 1:
+            dist.all_reduce(counts)
+        self.network.train()
+        right, seen = counts.tolist()
+        return right / seen, seen
+
+    def save(self, log: LossLog) -> None:
+        """Write the checkpoint, by rank 0, so that a kill leaves the old one or the new one, never half of one."""
+        if self.options.checkpoint is None:
+            return
+        random = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.device)
+        randoms = [random] * self.ranks
+        if self.ranks > 1:
+            dist.all_gather_object(randoms, random)
+        log_bytes = log.flush()
+        if self.rank == 0:
+            state = {
+                "options": {name: getattr(self.options, name) for name in SAME},
+                "network": self.network.state_dict(),
+                "optimiser": self.optimiser.state_dict(),
+                "scaler": self.scaler.state_dict(),
+                "random": randoms,
+                "batches": self.batches.state_dict(),
+                "epoch": self.epoch,
+                "step": self.step,
+                "accuracy": self.accuracy,
+                "log_bytes": log_bytes,
+            }
+            partial = self.options.checkpoint.with_name(self.options.checkpoint.name + ".partial")
+            with open(partial, "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, self.options.checkpoint)
+
+    def resume(self) -> int:
+        """Go on from the checkpoint, if there is one yet; gives the length that the log had."""
+        path = self.options.checkpoint
+        if not path.exists():
+            return 0
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        for name, saved in state["options"].items():
+            if saved != getattr(self.options, name):
+                raise SystemExit(f"{path}: saved with --{name.replace('_', '-')} {saved}; resume with the same")
+        self.network.load_state_dict(state["network"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.batches.load_state_dict(state["batches"])
+        self.epoch, self.step, self.accuracy = state["epoch"], state["step"], state["accuracy"]
+        if len(state["random"]) == self.ranks:
+            torch.set_rng_state(state["random"][self.rank]["cpu"])
+            if self.device.type == "cuda" and "cuda" in state["random"][self.rank]:
+                torch.cuda.set_rng_state(state["random"][self.rank]["cuda"], self.device)
+        return state["log_bytes"]
+
+
+def profiler_of(options: argparse.Namespace, rank: int) -> Any:
+    """What writes a trace of a few steps into a folder, for chrome://tracing or https://ui.perfetto.dev."""
+    if options.profile is None:
+        return contextlib.nullcontext()
+    options.profile.mkdir(parents=True, exist_ok=True)
+    return torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=1, warmup=2, active=6, repeat=1),
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(options.profile / f"rank{rank}.json")),
+    )
+
+
+def run(options: argparse.Namespace, device: torch.device, rank: int, ranks: int) -> None:
+    """Train as one of the ranks."""
+    training = Training(options, device, rank, ranks)
+    begin = training.resume() if options.resume else 0
+    log = LossLog(options.json if rank == 0 else None, options.log_every, begin)
+    say = print if rank == 0 else lambda *_: None
+    if training.step:
+        say(f"goes on behind step {training.step:,} of {training.steps:,}")
+    with profiler_of(options, rank) as profiler:
+        for epoch in range(training.epoch, options.epochs):
+            for images, labels, *_ in training.batches:
+                loss = training.train(images, labels.to(training.device))
+                log.loss({"step": training.step, "epoch": epoch}, loss)
+                if training.step % options.every == 0:
+                    training.save(log)
+                if profiler is not None:
+                    profiler.step()
+            log.flush()
+            loss = sum(log.losses) / len(log.losses) if log.losses else math.nan
+            log.losses.clear()
+            fed = training.batches.report()
+            training.accuracy, seen = training.validate()
+            training.epoch = epoch + 1
+            log.write({"epoch": epoch, "accuracy": training.accuracy, "images": seen})
+            say(
+                f"epoch {epoch}: loss {loss:.4f}, accuracy {training.accuracy:.4f} of {seen:,} images; "
+                f"{'rank 0: ' if ranks > 1 else ''}{fed.seconds:.1f} s, {fed.line()}"
+            )
+            training.save(log)
+    say(f"accuracy {training.accuracy:.4f} after {training.epoch} epochs, {training.step:,} steps")
+
+
+def begin_rank(local_rank: int, options: argparse.Namespace, meeting: str | None = None) -> None:
+    """One process: alone, of torchrun (which tells by variables), or of --spawn (whose ranks meet in a file)."""
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if meeting is not None:
+        rank, ranks = local_rank, options.spawn
+        os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
+    if options.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = not options.deterministic
+    device = device_of(options, local_rank)
+    if ranks > 1:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, meeting, rank=rank, world_size=ranks)
+    try:
+        run(options, device, rank, ranks)
+        if ranks > 1:
+            # Who leaves first closes connections; nobody shall still be reading from them.
+            dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+    except (h5pack.H5PackError, OSError) as error:
+        raise SystemExit(f"train.py: {error}") from None
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def count(text: str) -> int:
+    """A whole number from 1."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is no whole number from 1")
+    return int(text)
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    if not 0 <= float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return float(text)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The options, checked as far as they can be without a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("pack", help="file of `h5pack convert`, or another HDF5 file with images and labels")
+    add("--val", metavar="PACK", help="validate on this file")
+    add("--val-split", metavar="NAME", help="validate on this split; else val, valid or test, else a tenth of the rows")
+    add("--model", choices=MODELS, default="cnn")
+    add("--norm", choices=NORMS, default="batch", help="sync or group: the same results on any number of ranks")
+    add("--epochs", type=count, default=10)
+    add("--batch-size", type=count, default=128, help="rows a step, of all ranks together")
+    add("--accumulate", type=count, default=1, help="cut a rank's batch into so many parts, one after the other")
+    add("--streams", type=count, default=8, help="a multiple of the ranks that you will ever use")
+    add("--lr", type=float, default=0.1, help="the highest learning rate")
+    add("--warmup", type=share, default=0.1, help="share of the steps in which it rises to there")
+    add("--weight-decay", type=float, default=5e-4)
+    add("--label-smoothing", type=share, default=0.0)
+    add("--dropout", type=share, default=0.0)
+    add("--flip", type=share, default=0.5, help="probability of a horizontal flip")
+    add("--crop", type=int, default=4, help="pixels of padding before a random crop; 0: none")
+    add("--echo", type=float, default=1.0, help="show each batch so often, augmented in another way")
+    add("--amp", choices=AMP, default="off")
+    add("--checkpoint-activations", action="store_true", help="less memory, more work")
+    add("--compile", action="store_true")
+    add("--device", help="cpu, cuda or cuda:N; by default a GPU where there is one")
+    add("--spawn", type=count, default=1, metavar="N", help="start N ranks on this machine")
+    add("--data-parallel", action="store_true", help="all GPUs from one process; --spawn is faster")
+    add("--find-unused-parameters", action="store_true", help="for networks that leave out parts in some steps")
+    add("--seed", type=int, default=0)
+    add("--deterministic", action="store_true", help="only algorithms that give the same result each time")
+    add("--checkpoint", type=Path, metavar="FILE", help="written every --every steps, and after each epoch")
+    add("--every", type=count, default=200)
+    add("--resume", action="store_true", help="go on from --checkpoint, if it is there")
+    add("--json", type=Path, metavar="FILE", help="a line for each step and each validation")
+    add("--log-every", type=count, default=20, help="fetch losses from the device every so many steps")
+    add("--profile", type=Path, metavar="FOLDER", help="write a trace of a few steps")
+    options = parser.parse_args(arguments)
+    ranks = options.spawn * int(os.environ.get("WORLD_SIZE", "1"))
+    if options.spawn not in (1, ranks):
+        parser.error("torchrun starts the ranks already; leave --spawn out")
+    if options.data_parallel and ranks > 1:
+        parser.error("--data-parallel is for one process, and ranks do its work better; leave it out")
+    if options.resume and options.checkpoint is None:
+        parser.error("--resume needs --checkpoint FILE")
+    if options.checkpoint is not None and options.checkpoint.exists() and not options.resume:
+        parser.error(f"{options.checkpoint} is there already; add --resume to go on from it, or remove it")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train, in this process or in those it starts."""
+    options = parse(arguments)
+    if options.spawn == 1:
+        begin_rank(int(os.environ.get("LOCAL_RANK", "0")), options)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            mp.spawn(begin_rank, (options, f"file://{folder}/meeting"), options.spawn)
+        except mp.ProcessExitedException as error:
+            raise SystemExit(error.exit_code) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The benchmark of the device runs, tiny, and says on which device."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import device
+from benchmarks.resnet50 import resnet50
+
+
+def test_it_runs_without_a_gpu(tmp_path: Path) -> None:
+    json_path = tmp_path / "d.json"
+    few = ["--device", "cpu", "--batch", "4", "--size", "16", "--repeats", "2"]
+    device.main([*few, "--scratch", str(tmp_path), "--json", str(json_path)])
+    result = json.loads(json_path.read_text())
+    assert result["device"] == "cpu"
+    # Nothing is said about a GPU where there is none.
+    assert "training" not in result
+    assert "pinned_copy_gb_per_s" not in result
+    assert result["normalize"]["copy_gb_per_s"] is None
+    ways = result["normalize"]["ways"]
+    assert [(way["precision"], way["augmentation"]) for way in ways] == [
+        ("float32", "plain"),
+        ("float32", "flip and crop"),
+        ("bfloat16", "plain"),
+        ("bfloat16", "flip and crop"),
+    ]
+    for way in ways:
+        assert way["of_copy"] is None
+        # A float32 image is 16 x 16 x 3 values of 1 + 4 bytes; rates are rounded to 4 digits behind the point.
+        value_bytes = 5 if way["precision"] == "float32" else 3
+        expected = way["images_per_s"]["median"] * 16 * 16 * 3 * value_bytes / 1e9
+        assert way["gb_per_s"]["median"] == pytest.approx(expected, abs=1e-3)
+    assert result["pass_through"]["added_microseconds"]["repeats"] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["d.json"], "scratch is cleaned up"
+
+
+def test_training_out_of_both(tmp_path: Path) -> None:
+    small = partial(resnet50, device.CLASSES, width=4, blocks=(1, 1))
+    figures = device.training_figures(torch.device("cpu"), tmp_path, 40, 32, 8, 4, 0, small)
+    assert sorted(figures["ways"]) == ["jpeg folder", "one batch", "pack"]
+    assert len(list((tmp_path / "jpeg").glob("*/*.jpg"))) == 40
+    assert figures["ways"]["one batch"]["stall_fraction"] == 0
+    for way in figures["ways"].values():
+        assert way["images_per_s"] == pytest.approx(4 * 8 / way["seconds"], rel=0.1)
+        assert 0 <= way["stall_fraction"] < 1
+        assert way["gpu"] == {"period_seconds": 0.2, "percent": [], "mean_percent": None}
+
+
+def test_the_network_is_a_resnet_50() -> None:
+    network = resnet50(1000).eval()
+    # As torchvision's: https://pytorch.org/vision/stable/models/generated/torchvision.models.resnet50.html
+    assert sum(parameter.numel() for parameter in network.parameters()) == 25_557_032
+    assert network(torch.zeros(1, 3, 32, 32)).shape == (1, 1000)

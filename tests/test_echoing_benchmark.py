@@ -1,0 +1,82 @@
+"""The benchmark of echoing runs, tiny, and its loader is as slow as it says."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from pathlib import Path
+
+import torch
+
+import h5pack
+from benchmarks import echoing
+from h5pack.feed.echo_loader import EchoLoader
+from tests.feed import packs
+
+
+def test_echoing_benchmark(tmp_path: Path) -> None:
+    json_path = tmp_path / "e.json"
+    few = [
+        "--count",
+        "160",
+        "--batch",
+        "16",
+        "--target",
+        "0.5",
+        "--seeds",
+        "2",
+        "--most-epochs",
+        "3",
+        "--slowdown",
+        "2",
+    ]
+    threads = torch.get_num_threads()
+    echoing.main([*few, "--slowdown", "2", "--scratch", str(tmp_path), "--json", str(json_path)])
+    assert torch.get_num_threads() == threads
+    result = json.loads(json_path.read_text())
+    assert (result["train_images"], result["test_images"], result["classes"], result["batches"]) == (160, 80, 4, 10)
+    assert [(arm["factor"], arm["slowed"]) for arm in result["arms"]] == [
+        (1, False),
+        (1, True),
+        (2, True),
+        (3, True),
+        ("auto", True),
+    ]
+    for arm in result["arms"]:
+        assert len(arm["runs"]) == arm["seconds"]["repeats"] == 2
+        for run in arm["runs"]:
+            assert run["epochs"] <= 3
+            assert run["reached"] or run["epochs"] == 3
+            assert 0 <= run["waiting"] < 1
+            if arm["factor"] != "auto":
+                # The last batch may have been shown once when the target was reached.
+                assert arm["factor"] - 0.7 < run["showings"] <= arm["factor"]
+                assert run["seconds"] > run["epochs"] * 10 * 2 * result["step_seconds"] * 0.95 or not arm["slowed"]
+    table = echoing.echoing_table(result)
+    assert table.count("\n") == 6
+    assert "| auto, 2x slower than the step |" in table
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["e.json"], "scratch is cleaned up"
+
+
+def test_a_paced_loader_works_two_batches_ahead(tmp_path: Path) -> None:
+    dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"))
+    paced = echoing.PacedLoader(h5pack.H5Loader(dataset, 10), 0.05)
+    batches = iter(paced)
+    waits = []
+    for number in range(6):
+        if number == 3:
+            time.sleep(0.3)
+        begin = time.perf_counter()
+        next(batches)
+        waits.append(time.perf_counter() - begin)
+    # The fourth and the fifth were made in the meantime.
+    assert all(wait > 0.045 for wait in (waits[0], *waits[1:3], waits[5]))
+    assert max(waits[3:5]) < 0.045
+    begin = time.perf_counter()
+    time.sleep(0.2)
+    paced.pause(time.perf_counter() - begin)
+    begin = time.perf_counter()
+    next(batches)
+    assert time.perf_counter() - begin > 0.035
+    assert len(list(itertools.islice(EchoLoader(paced, 2), 4))) == 4

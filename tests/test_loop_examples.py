@@ -1,0 +1,114 @@
+"""The examples for Lightning and Accelerate: they learn, and go on from a checkpoint with the very same batches."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import h5pack
+from h5pack.feed.samplers import ChunkBatchSampler
+from tests.makers import quick
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+EPOCHS, STEPS, SAVES, BATCH = 4, 4, 6, 32
+"""Of the examples: epochs, steps of one here, steps between checkpoints, rows a step."""
+
+DRIVER = """
+import json, sys
+import torch
+from torch.nn import functional as F
+
+torch.set_num_threads(1)
+name, pack, runs = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+loop = __import__(name)
+entropy, logs = F.cross_entropy, []
+
+
+def noted(scores, labels):
+    if len(logs[-1]) == most:
+        raise InterruptedError
+    loss = entropy(scores, labels)
+    logs[-1].append([loss.item(), labels.tolist()])
+    return loss
+
+
+F.cross_entropy = noted
+for folder, most in runs:
+    logs.append([])
+    sys.argv[1:] = [pack, folder]
+    try:
+        loop.main()
+    except InterruptedError:
+        print("stopped")
+print(json.dumps(logs))
+"""
+"""Runs an example several times, each time for so many steps; prints the loss and the labels of each step."""
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Noise whose class is the colour that is brightest; rows to train with are 4 batches and some."""
+    folder = tmp_path_factory.mktemp("colours")
+    for split, count in (("train", STEPS * BATCH + 5), ("val", 33)):
+        for number in range(count):
+            noise = np.random.default_rng((split == "val", number)).integers(0, 170, (16, 16, 3))
+            noise[:, :, number % 3] += 80
+            path = folder / "in" / split / f"class-{number % 3}" / f"{number:03d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(noise.astype(np.uint8)).save(path)
+    h5pack.convert(folder / "in", folder / "colours.h5", quick(chunk_rows=8))
+    return folder / "colours.h5"
+
+
+def steps_of(name: str, pack: Path, runs: list[tuple[str, int]]) -> tuple[list[list[Any]], str]:
+    """The steps of several runs of an example, each in a folder, and what they printed."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, name, str(pack), json.dumps(runs)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=variables,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stdout
+
+
+def order_of(pack: Path) -> list[list[int]]:
+    """The labels of each step, as a sampler of one rank orders the rows."""
+    dataset = h5pack.H5Dataset(pack, "train")
+    sampler = ChunkBatchSampler(dataset, BATCH, drop_last=True, streams=8)
+    return [[dataset[index][1] for index in batch] for _ in range(EPOCHS) for batch in sampler]
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("lightning_loop", "lightning"), ("accelerate_loop", "accelerate")], ids=lambda name: name
+)
+def test_an_example_learns_and_goes_on_exactly(name: str, package: str, pack: Path, tmp_path: Path) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"pip install {package}")
+    one, other = str(tmp_path / "1"), str(tmp_path / "2")
+    last = EPOCHS * STEPS
+    # Stopped amid an epoch, then behind the end of one; steps behind a checkpoint are taken again.
+    runs = [(one, -1), (other, SAVES + 1), (other, SAVES + 1), (other, -1)]
+    (whole, first, second, third), said = steps_of(name, pack, runs)
+    assert [labels for _, labels in whole] == order_of(pack)
+    assert first == whole[: SAVES + 1]
+    assert second == whole[SAVES : 2 * SAVES + 1]
+    assert 2 * SAVES % STEPS == 0
+    assert third == whole[2 * SAVES :]
+    accuracies = [line.split()[1] for line in said.splitlines() if line.endswith(f"after {last} steps")]
+    assert len(accuracies) == 2
+    assert accuracies[0] == accuracies[1]
+    assert float(accuracies[0]) >= 0.9
+    assert said.count("stopped\n") == 2

@@ -1,0 +1,380 @@
+"""`examples/train.py` trains: on one rank and on two, killed and resumed, with each of its options."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import h5pack
+from tests.makers import quick
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SCRIPT = str(EXAMPLES / "train.py")
+TRAIN, VAL, CLASSES = 166, 39, 3
+BATCH = 16
+STEPS = TRAIN // BATCH
+"""Of an epoch; the 6 rows that are over come in another one."""
+
+SMALL = ["--batch-size", str(BATCH), "--streams", "4", "--crop", "2", "--device", "cpu", "--log-every", "1"]
+LONG = [*SMALL, "--norm", "group", "--epochs", "8", "--lr", "0.02", "--every", "7"]
+
+
+class Killed(Exception):
+    """Stands for a kill, in tests that stay in this process."""
+
+
+@pytest.fixture(scope="module")
+def train() -> Iterator[Any]:
+    """The script as a module, on one thread: two of them would wait for the other tests' CPU."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(EXAMPLES))
+    yield importlib.import_module("train")
+    sys.path.remove(str(EXAMPLES))
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Noise whose class is the colour that is brightest, and a little darker ones to validate with."""
+    folder = tmp_path_factory.mktemp("colours")
+    for split, count in (("train", TRAIN), ("val", VAL)):
+        for number in range(count):
+            noise = np.random.default_rng((split == "val", number)).integers(0, 170, (16, 16, 3))
+            noise[:, :, number % CLASSES] += 40
+            path = folder / "in" / split / f"class-{number % CLASSES}" / f"{number:03d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(noise.astype(np.uint8)).save(path)
+    h5pack.convert(folder / "in", folder / "colours.h5", quick(chunk_rows=8))
+    return folder / "colours.h5"
+
+
+def command(*arguments: Any) -> list[str]:
+    return [sys.executable, *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def run(*arguments: Any) -> str:
+    """A process that must succeed; what it printed."""
+    done = subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=100, env=environment(), check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def logged(path: Path) -> tuple[dict[int, float], list[dict[str, Any]]]:
+    """The loss of each step, each of which is logged once, and the validations."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    steps = [line["step"] for line in lines if "loss" in line]
+    assert steps == list(range(1, len(steps) + 1))
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}, [x for x in lines if "accuracy" in x]
+
+
+@pytest.fixture(scope="module")
+def never_stopped(pack: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, float], Any]:
+    """What a run of one rank logs."""
+    log = tmp_path_factory.mktemp("whole") / "log.json"
+    said = run(SCRIPT, pack, *LONG, "--json", log)
+    losses, validations = logged(log)
+    assert len(losses) == 8 * STEPS
+    assert [line["epoch"] for line in validations] == list(range(8))
+    assert {line["images"] for line in validations} == {VAL}
+    assert said.splitlines()[-1] == f"accuracy {validations[-1]['accuracy']:.4f} after 8 epochs, {8 * STEPS} steps"
+    return losses, validations
+
+
+@pytest.fixture(scope="module")
+def killed(pack: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoint and the log of a run that SIGKILL ended at some step."""
+    folder = tmp_path_factory.mktemp("killed")
+    log = folder / "log.json"
+    least = random.randrange(8, 30)
+    process = subprocess.Popen(
+        command(SCRIPT, pack, *LONG, "--checkpoint", folder / "c.pt", "--json", log), env=environment()
+    )
+    end = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < end:
+        if log.exists() and log.read_bytes().count(b"loss") >= least:
+            break
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "it was over before"
+    return folder
+
+
+def test_a_killed_run_goes_on_with_identical_losses(
+    pack: Path, killed: Path, never_stopped: tuple[dict[int, float], Any], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(killed, tmp_path / "copy")
+    said = run(SCRIPT, pack, *LONG, "--checkpoint", folder / "c.pt", "--json", folder / "log.json", "--resume")
+    assert "goes on behind step" in said
+    assert logged(folder / "log.json") == never_stopped
+
+
+def test_a_killed_run_goes_on_on_two_ranks(
+    pack: Path, killed: Path, never_stopped: tuple[dict[int, float], Any], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(killed, tmp_path / "copy")
+    arguments = ["--checkpoint", folder / "c.pt", "--json", folder / "log.json", "--resume", "--spawn", "2"]
+    said = run(SCRIPT, pack, *LONG, *arguments)
+    begin = int(said.split("goes on behind step ")[1].split()[0])
+    losses, validations = logged(folder / "log.json")
+    whole, _ = never_stopped
+    assert len(losses) == len(whole)
+    near = range(begin + 1, min(begin + 20, len(whole)) + 1)
+    assert [losses[step] for step in near] == pytest.approx([whole[step] for step in near], rel=1e-3, abs=1e-5)
+    assert [line["epoch"] for line in validations] == list(range(8))
+    assert {line["images"] for line in validations} == {VAL}
+
+
+def test_two_ranks_of_torchrun_have_the_losses_of_one(
+    pack: Path, never_stopped: tuple[dict[int, float], Any], tmp_path: Path
+) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    run(
+        *torchrun, SCRIPT, pack, *LONG, "--json", tmp_path / "log.json", "--find-unused-parameters", "--accumulate", "2"
+    )
+    losses, validations = logged(tmp_path / "log.json")
+    first = range(1, 21)
+    assert [losses[step] for step in first] == pytest.approx([never_stopped[0][step] for step in first], rel=1e-3)
+    assert {line["images"] for line in validations} == {VAL}
+
+
+def test_the_ranks_shares_are_each_row_once(train: Any) -> None:
+    for rows in (1, 2, 7, 39):
+        for ranks in (1, 2, 3, 8):
+            shares = [row for rank in range(ranks) for row in train.share_of(rows, rank, ranks)]
+            assert shares == list(range(rows))
+
+
+def test_the_defaults_learn(train: Any, pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train.main([str(pack), *SMALL, "--json", str(tmp_path / "log.json")])
+    losses, validations = logged(tmp_path / "log.json")
+    assert (len(losses), len(validations)) == (10 * STEPS, 10)
+    assert validations[-1]["accuracy"] >= 0.9, "a third of them is chance"
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"accuracy {validations[-1]['accuracy']:.4f} after")
+
+
+@pytest.mark.parametrize(
+    ("epochs", "shown", "stop", "options"),
+    [
+        (2, 1, STEPS + 6, ["--dropout", "0.3", "--label-smoothing", "0.1"]),
+        (2, 1, STEPS, []),
+        (2, 2, 2 * STEPS + 1, ["--echo", "2"]),
+        (1, 1, 5, ["--amp", "fp16", "--accumulate", "2"]),
+        (2, 1, 4, ["--amp", "bf16", "--deterministic", "--checkpoint-activations"]),
+    ],
+    ids=["dropout", "epoch's end", "echo", "fp16", "bf16"],
+)
+def test_resumed_is_as_never_stopped(
+    train: Any,
+    pack: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    epochs: int,
+    shown: int,
+    stop: int,
+    options: list[str],
+) -> None:
+    """Whatever has a state: dropout's random numbers, the echo's showings, the scaler of fp16."""
+    options = [str(pack), *SMALL, "--epochs", str(epochs), "--every", "3", *options]
+    whole, ours = (
+        [*options, "--checkpoint", str(tmp_path / f"{name}.pt"), "--json", str(tmp_path / f"{name}.json")]
+        for name in ("whole", "ours")
+    )
+    step = train.Training.train
+
+    def stopping(self: Any, *batch: Any) -> Any:
+        if self.step == stop:
+            raise Killed
+        return step(self, *batch)
+
+    try:
+        train.main(whole)
+        with monkeypatch.context() as patch:
+            patch.setattr(train.Training, "train", stopping)
+            with pytest.raises(Killed):
+                train.main(ours)
+        train.main([*ours, "--resume"])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    losses, validations = logged(tmp_path / "ours.json")
+    assert (losses, validations) == logged(tmp_path / "whole.json")
+    assert len(losses) == epochs * STEPS * shown
+    # In the end all that is saved is the same: weights, momentum, the scaler's count of steps, random numbers.
+    states = [torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("whole", "ours")]
+    assert same(*states)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two checkpoints hold the same."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def losses_of(train: Any, pack: Path, log: Path, *options: str) -> list[float]:
+    train.main([str(pack), *SMALL, "--norm", "group", "--epochs", "1", "--json", str(log), *options])
+    return list(logged(log)[0].values())
+
+
+def test_parts_of_a_batch_and_forgotten_activations_change_no_loss(train: Any, pack: Path, tmp_path: Path) -> None:
+    plain = losses_of(train, pack, tmp_path / "1")
+    assert losses_of(train, pack, tmp_path / "2", "--accumulate", "4") == pytest.approx(plain, rel=1e-3)
+    assert losses_of(train, pack, tmp_path / "3", "--checkpoint-activations") == pytest.approx(plain, rel=1e-5)
+    assert losses_of(train, pack, tmp_path / "4", "--data-parallel", "--log-every", "7") == plain
+    assert losses_of(train, pack, tmp_path / "5", "--flip", "0") != pytest.approx(plain, rel=1e-3)
+
+
+def test_the_rate_rises_and_falls(train: Any) -> None:
+    training = train.Training.__new__(train.Training)
+    training.options, training.steps = train.parse(["p", "--lr", "0.4", "--warmup", "0.1"]), 100
+    rates = []
+    for training.step in range(100):
+        rates.append(training.rate())
+    assert rates[:10] == pytest.approx([0.04 * step for step in range(1, 11)])
+    assert rates[10] == 0.4
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[55] == pytest.approx(0.2)
+    assert 0 < rates[-1] < 0.001
+
+
+@pytest.mark.parametrize(("model", "parameters"), [("resnet18", 11_181_642), ("resnet50", 23_528_522)])
+def test_the_networks_are_the_known_ones(train: Any, model: str, parameters: int) -> None:
+    """Parameters as torchvision's, with 10 classes: 11,689,512 and 25,557,032 have 1000."""
+    network = train.Network(model, 3, 10, small=False)
+    assert sum(one.numel() for one in network.parameters()) == parameters
+    with torch.no_grad():
+        assert network(torch.zeros(1, 3, 70, 97)).shape == (1, 10)
+        assert train.Network(model, 1, 4, small=True, norm="group")(torch.zeros(2, 1, 16, 17)).shape == (2, 4)
+
+
+def test_a_trace_of_a_few_steps(train: Any, pack: Path, tmp_path: Path) -> None:
+    losses_of(train, pack, tmp_path / "log", "--profile", str(tmp_path / "trace"))
+    trace = json.loads((tmp_path / "trace" / "rank0.json").read_text())
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert {"h5pack: wait", "h5pack: read", "h5pack: transform", "h5pack: step"} <= names
+
+
+def opened(train: Any, pack: Path, *more: str) -> tuple[Any, Any, int]:
+    options = train.parse([str(pack), *more])
+    return train.open_rows(options.pack, options.val, options.val_split, options.seed)
+
+
+def rows_of(dataset: Any) -> list[int]:
+    return [dataset[index][-1] for index in range(len(dataset))]
+
+
+def unsplit(path: Path, **splits: tuple[int, int]) -> Path:
+    """A file of 50 rows with labels, made by h5py."""
+    with h5py.File(path, "w") as file:
+        file["images"] = np.random.default_rng(0).integers(0, 255, (50, 8, 8, 3), np.uint8)
+        file["labels"] = np.arange(50) % 5
+        if splits:
+            file["splits/name"] = np.array(list(splits), "S")
+            file["splits/rows"] = np.array(list(splits.values()))
+    return path
+
+
+def test_which_rows_train_and_which_validate(train: Any, pack: Path, tmp_path: Path) -> None:
+    train_rows, val_rows, classes = opened(train, pack)
+    assert (len(train_rows), len(val_rows), classes) == (TRAIN, VAL, CLASSES)
+    # Without splits a tenth is held out: by the seed, and never trained on.
+    plain = unsplit(tmp_path / "plain.h5")
+    train_rows, val_rows, classes = opened(train, plain)
+    assert (len(train_rows), len(val_rows), classes) == (45, 5, 5)
+    assert sorted(rows_of(train_rows) + rows_of(val_rows)) == list(range(50))
+    assert rows_of(opened(train, plain)[1]) == rows_of(val_rows)
+    assert rows_of(opened(train, plain, "--seed", "1")[1]) != rows_of(val_rows)
+    # A split that is named is kept from training, too, and another file is what it is.
+    odd = unsplit(tmp_path / "odd.h5", one=(0, 20), two=(20, 50))
+    train_rows, val_rows, _ = opened(train, odd, "--val-split", "one")
+    assert (rows_of(train_rows), rows_of(val_rows)) == (list(range(20, 50)), list(range(20)))
+    train_rows, val_rows, _ = opened(train, plain, "--val", str(odd))
+    assert (len(train_rows), len(val_rows)) == (50, 50)
+
+
+def test_a_file_without_splits_and_statistics_trains(train: Any, tmp_path: Path) -> None:
+    plain = unsplit(tmp_path / "plain.h5")
+    train.main([str(plain), *SMALL, "--epochs", "1", "--json", str(tmp_path / "log")])
+    losses, validations = logged(tmp_path / "log")
+    assert (len(losses), validations[0]["images"]) == (45 // BATCH, 5)
+
+
+def test_errors_are_one_line(pack: Path, tmp_path: Path) -> None:
+    done = subprocess.run(command(SCRIPT, tmp_path / "none.h5"), capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "none.h5" in done.stderr
+
+
+def test_what_is_refused(
+    train: Any, pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*arguments: Any) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            train.main([*map(str, arguments), "--epochs", "1"])
+        code = stopped.value.code
+        said = code if isinstance(code, str) else capsys.readouterr().err.splitlines()[-1]
+        assert "\n" not in said
+        return said
+
+    with h5py.File(tmp_path / "bare.h5", "w") as file:
+        file["images"] = np.zeros((9, 4, 4, 3), np.uint8)
+    with h5py.File(tmp_path / "table.h5", "w") as file:
+        file["images"], file["labels"] = np.zeros((9, 4, 4, 3), np.uint8), np.zeros((9, 40), np.uint8)
+    assert "no labels" in refused(tmp_path / "bare.h5")
+    assert "class" in refused(tmp_path / "table.h5")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert "cuda:0 is not there" in refused(pack, "--device", "cuda")
+    assert "--device xyz" in refused(pack, "--device", "xyz")
+    assert "divide" in refused(pack, *SMALL, "--accumulate", "5")
+    assert "fewer than --batch-size" in refused(pack, "--device", "cpu", "--batch-size", "512")
+    assert "streams" in refused(pack, *SMALL, "--streams", "3")
+    assert "no split 'x'" in refused(pack, "--val-split", "x", "--device", "cpu")
+    assert "--resume needs --checkpoint" in refused(pack, "--resume")
+    checkpoint = tmp_path / "c.pt"
+    train.main([str(pack), *SMALL, "--epochs", "1", "--checkpoint", str(checkpoint)])
+    assert "add --resume" in refused(pack, "--checkpoint", checkpoint)
+    assert "saved with --lr 0.1" in refused(pack, *SMALL, "--checkpoint", checkpoint, "--resume", "--lr", "7")
+    assert "seed" in refused(pack, *SMALL, "--checkpoint", checkpoint, "--resume", "--seed", "7")
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_batch_script_is_ten_lines_of_shell() -> None:
+    script = EXAMPLES / "train.sbatch"
+    assert len(script.read_text().splitlines()) <= 10
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "options", [["--amp", "bf16", "--compile"], ["--amp", "fp16", "--spawn", "1"], ["--deterministic"]]
+)
+def test_it_learns_on_a_gpu(pack: Path, tmp_path: Path, options: list[str]) -> None:
+    saving = ["--checkpoint", tmp_path / "c.pt", "--json", tmp_path / "log"]
+    run(SCRIPT, pack, *SMALL, "--device", "cuda", *saving, *options)
+    assert logged(tmp_path / "log")[1][-1]["accuracy"] >= 0.9
