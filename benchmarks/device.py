@@ -69,6 +69,9 @@ def main(arguments: list[str] | None = None) -> None:
     scratch = Path(tempfile.mkdtemp(prefix="h5pack-device-", dir=options.scratch))
     try:
         result = {
+            "benchmark": "device",
+            "command": f"python -m benchmarks.device --batch {options.batch} --size {options.size} "
+            f"--repeats {options.repeats}",
             "machine": machine(scratch),
             "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
             "settings": {name: getattr(options, name) for name in ("batch", "size", "repeats")},

@@ -225,6 +225,25 @@ def foreign_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def normalize_table(result: dict[str, Any]) -> str:
+    """The figures of normalising on a device as a Markdown table."""
+    size, batch = result["settings"]["size"], result["settings"]["batch"]
+    lines = [
+        f"On {result['device']}, batches of {batch} images of {size}x{size}:",
+        "",
+        "| result | augmentation | images/s | GB/s, read and written | of a copy on the device |",
+        "|---|---|---|---|---|",
+    ]
+    for way in result["normalize"]["ways"]:
+        speed, size_speed, ratio = way["images_per_s"], way["gb_per_s"], way["of_copy"]
+        of_copy = "-" if ratio is None else f"{ratio['median']:.2f}"
+        lines.append(
+            f"| {way['precision']} | {way['augmentation']} | {speed['median']:,.0f} ({speed['min']:,.0f} to "
+            f"{speed['max']:,.0f}) | {size_speed['median']:.1f} | {of_copy} |"
+        )
+    return "\n".join(lines)
+
+
 def read_summary(result: dict[str, Any]) -> str:
     """What the README says of reading: the machine, and the ways that matter."""
     machine = result["machine"]
@@ -276,6 +295,8 @@ def main() -> None:
     update_figures(ROOT / "docs" / "performance.md", "compressed", compressed_table(result))
     result = json.loads((RESULTS / "foreign.json").read_text())
     update_figures(ROOT / "docs" / "performance.md", "foreign", foreign_table(result))
+    result = json.loads((RESULTS / "device.json").read_text())
+    update_figures(ROOT / "docs" / "training.md", "normalize", normalize_table(result))
     result = json.loads((RESULTS / "echoing.json").read_text())
     update_figures(ROOT / "docs" / "training.md", "echoing", echoing_table(result))
     result = json.loads((RESULTS / "mixing.json").read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,6 +90,10 @@ def test_common() -> None:
     assert spread([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0, "repeats": 3}
 
 
+def read_json(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
 def test_the_docs_show_the_committed_figures() -> None:
     convert_result, read_result, compressed_result, foreign_result = (
         json.loads((RESULTS / f"{name}.json").read_text()) for name in ("convert", "read", "compressed", "foreign")
@@ -100,5 +105,7 @@ def test_the_docs_show_the_committed_figures() -> None:
         ("docs/performance.md", "cold", plots.cold_table(read_result)),
         ("docs/performance.md", "compressed", plots.compressed_table(compressed_result)),
         ("docs/performance.md", "foreign", plots.foreign_table(foreign_result)),
+        ("docs/training.md", "normalize", plots.normalize_table(read_json("device"))),
+        ("docs/training.md", "echoing", plots.echoing_table(read_json("echoing"))),
     ):
         assert f"<!-- figures: {name} -->\n{text}\n<!-- end figures -->" in (plots.ROOT / page).read_text()
