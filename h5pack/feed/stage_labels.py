@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C._autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 
 
@@ -31,7 +32,7 @@ class StageLabels:
     def begin(self, name: str) -> None:
         """End the last stretch, and begin one."""
         self.end()
-        if self._always or (self._always is None and torch.autograd._profiler_enabled()):
+        if self._always or (self._always is None and _profiler_enabled()):
             self._record = record_function(name)
             self._record.__enter__()  # type: ignore[no-untyped-call]
         if self._nvtx:
