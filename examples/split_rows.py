@@ -11,6 +11,8 @@ from torch.utils.data import Subset
 
 import h5pack
 
+HELD_OUT = ("val", "valid", "validation", "test", "testing")
+
 
 def open_rows(pack: str, val_pack: str | None, val_split: str | None, seed: int) -> tuple[Any, Any, int]:
     """Rows to train with, rows to validate with, and how many classes they have."""
@@ -21,10 +23,17 @@ def open_rows(pack: str, val_pack: str | None, val_split: str | None, seed: int)
     elif val_split is not None:
         val = h5pack.H5Dataset(pack, val_split, with_rows=True)
     else:
-        val = train and next(filter(None, (split_of(pack, name) for name in ("val", "valid", "test"))), None)
-    if train is None and val is not None and val.path == whole.path:
-        train = Subset(whole, [*range(val.first_row), *range(val.first_row + len(val), len(whole))])
-    train = train or whole
+        val = next(filter(None, (split_of(pack, name) for name in HELD_OUT)), None)
+    if train is None:
+        # Nothing that somebody set apart is trained with.
+        apart = [val, *(split_of(pack, name) for name in HELD_OUT)]
+        held = [range(part.first_row, part.first_row + len(part)) for part in apart if part and part.path == whole.path]
+        train = Subset(whole, [row for row in range(len(whole)) if not any(row in rows for rows in held)])
+        train = train if held else whole
+    if not len(train):
+        raise SystemExit(f"{pack}: no rows are left to train with; its splits are to validate and test with")
+    if val_pack is not None and val.classes and whole.classes and val.classes != whole.classes:
+        raise SystemExit(f"{val_pack}: its classes are others than those of {pack}, so their numbers differ, too")
     if val is None:
         # No split to validate with: every tenth row, drawn at random, is kept from training.
         order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -33,7 +33,7 @@ import h5pack
 AMP = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What a checkpoint belongs to; the loader compares its seed, batch and streams by itself.
 SAME = ("model", "norm", "epochs", "lr", "warmup", "weight_decay", "label_smoothing", "dropout", "amp")
-SAME += ("flip", "crop", "echo")
+SAME += ("flip", "crop", "echo", "accumulate", "checkpoint_activations")
 
 
 def device_of(options: argparse.Namespace, local_rank: int) -> torch.device:
@@ -52,7 +52,7 @@ def device_of(options: argparse.Namespace, local_rank: int) -> torch.device:
 
 
 def normalise(rows: Any, options: argparse.Namespace, **augmentation: Any) -> h5pack.Normalize:
-    """uint8 to float, by the pack's statistics where it has some."""
+    """uint8 to float, by the statistics of the pack that is trained with, where it has some."""
     base = rows.dataset if isinstance(rows, Subset) else rows
     make = h5pack.Normalize if base.mean is None else lambda **settings: h5pack.Normalize.from_dataset(base, **settings)
     return make(dtype=AMP[options.amp], seed=options.seed, **augmentation)
@@ -81,12 +81,13 @@ class Training:
         if not len(self.loader):
             raise SystemExit(f"{options.pack}: {len(train)} rows to train with, fewer than --batch-size")
         # Echoing before the feed: each showing of a batch is augmented in another way.
-        loader = h5pack.EchoLoader(self.loader, options.echo) if options.echo > 1 else self.loader
+        loader = h5pack.EchoLoader(self.loader, options.echo) if options.echo != 1 else self.loader
         augment = normalise(train, options, flip=options.flip, crop=options.crop)
         watched = rank == 0 and sys.stderr.isatty()
         self.batches = h5pack.FeedMonitor(h5pack.DeviceFeed(loader, device, transform=augment), progress=watched)
         self.steps = len(self.batches) * options.epochs
-        example = normalise(train, options)(train[0][0][None])
+        self.plain = normalise(train, options)  # For validation, too, whatever file its rows are from.
+        example = self.plain(train[0][0][None])
         torch.manual_seed(options.seed)
         self.network = Network(
             options.model,
@@ -160,9 +161,7 @@ class Training:
         if len(share):
             # A loader of one rank: among several, it would repeat rows to make their shares equal.
             loader = h5pack.H5Loader(self.val, 250, shuffle=False, rows=share, rank=0, world_size=1, resident="no")
-            for images, labels, *_ in h5pack.DeviceFeed(
-                loader, self.device, transform=normalise(self.val, self.options)
-            ):
+            for images, labels, *_ in h5pack.DeviceFeed(loader, self.device, transform=self.plain):
                 with torch.autocast(self.device.type, AMP[self.options.amp], enabled=self.options.amp != "off"):
                     right = self.network(images).argmax(1) == labels
                 counts += torch.stack([right.sum(), torch.ones_like(labels).sum()])
@@ -207,6 +206,7 @@ class Training:
         """Go on from the checkpoint, if there is one yet; gives the length that the log had."""
         path = self.options.checkpoint
         if not path.exists():
+            require_no_log(self.options.json)
             return 0
         state = torch.load(path, map_location="cpu", weights_only=True)
         for name, saved in state["options"].items():
@@ -221,7 +221,15 @@ class Training:
             torch.set_rng_state(state["random"][self.rank]["cpu"])
             if self.device.type == "cuda" and "cuda" in state["random"][self.rank]:
                 torch.cuda.set_rng_state(state["random"][self.rank]["cuda"], self.device)
+        if not state["log_bytes"]:
+            require_no_log(self.options.json)
         return state["log_bytes"]
+
+
+def require_no_log(path: Path | None) -> None:
+    """Stop rather than cut off a log that is of another run."""
+    if path is not None and path.exists() and path.stat().st_size:
+        raise SystemExit(f"{path} is there already, and of another run; remove it, or give another name")
 
 
 def profiler_of(options: argparse.Namespace, rank: int) -> Any:
@@ -238,6 +246,8 @@ def profiler_of(options: argparse.Namespace, rank: int) -> Any:
 def run(options: argparse.Namespace, device: torch.device, rank: int, ranks: int) -> None:
     """Train as one of the ranks."""
     training = Training(options, device, rank, ranks)
+    if not options.resume and rank == 0:
+        require_no_log(options.json)
     begin = training.resume() if options.resume else 0
     log = LossLog(options.json if rank == 0 else None, options.log_every, begin)
     say = print if rank == 0 else lambda *_: None
@@ -349,6 +359,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("torchrun starts the ranks already; leave --spawn out")
     if options.data_parallel and ranks > 1:
         parser.error("--data-parallel is for one process, and ranks do its work better; leave it out")
+    if options.data_parallel and options.device not in (None, "cpu", "cuda", "cuda:0"):
+        parser.error("--data-parallel takes all GPUs; leave --device out")
     if options.resume and options.checkpoint is None:
         parser.error("--resume needs --checkpoint FILE")
     if options.checkpoint is not None and options.checkpoint.exists() and not options.resume:

@@ -129,6 +129,8 @@ class Reader:
             self._pulled.put(_End(_without_frame(error)))
         finally:
             self._pulling.close()
+            # An error's frames know their callers, this one too, which would know the queue that the error is in.
+            del self
 
 
 class Ahead(Iterator[Pulled]):

@@ -153,7 +153,7 @@ class DeviceFeed:
         copier = self._begin_copying()
         self._position, pulling = self._upstream.begin(record=copier is not None)
         if copier is None:
-            return FeedIterator(self, self._position, _Direct(pulling, self.device, self._transform))
+            return FeedIterator(self, self._position, _Direct(self._upstream, pulling, self.device, self._transform))
         ahead = Ahead(pulling, copier, self.depth)
         self._readers.add(ahead.reader)
         return FeedIterator(self, self._position, ahead)
@@ -209,6 +209,9 @@ class FeedIterator(Iterator[Any]):
         except BaseException as error:
             # Whatever it was: half-done bookkeeping must not go on.
             self._broken = "failed before"
+            before = getattr(self._batches, "before", None)
+            if before is not None:
+                self._position.state = before
             self._let_go()
             if isinstance(error, torch.cuda.OutOfMemoryError):
                 _advise(error, self._feed)
@@ -231,10 +234,15 @@ class FeedIterator(Iterator[Any]):
 class _Direct(Iterator[Pulled]):
     """The batches of an iteration, each when it is asked for."""
 
-    def __init__(self, pulling: Pulling, device: torch.device, transform: ImageTransform | None) -> None:
-        self._pulling, self._device, self._transform = pulling, device, transform
+    def __init__(
+        self, upstream: Upstream, pulling: Pulling, device: torch.device, transform: ImageTransform | None
+    ) -> None:
+        self._upstream, self._pulling, self._device, self._transform = upstream, pulling, device, transform
+        self.before: dict[str, Any] | None = None
 
     def __next__(self) -> Pulled:
+        # A batch whose transform fails was not handed out, though the loader counts it.
+        self.before = self._upstream.record() if self._transform is not None else None
         with stage("read"):
             pulled = self._pulling.pull()
         if self._device.type != "cpu":
@@ -242,6 +250,7 @@ class _Direct(Iterator[Pulled]):
                 pulled.batch = map_tensors(pulled.batch, self._move)
         if self._transform is not None:
             pulled.batch = self._transform(pulled.batch, pulled.epoch)
+        self.before = None
         return pulled
 
     def close(self) -> None:

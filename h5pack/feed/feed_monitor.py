@@ -91,6 +91,11 @@ class FeedMonitor:
         self._upstream = Upstream(loader)
         self._position: Position | None = None
         self._handed_out = 0
+        self._begun = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What belongs to this process, and to an iteration, stays here.
+        return {**self.__dict__, "_watch": None, "_probe": None, "_position": None}
 
     def __len__(self) -> int:
         """Batches of an epoch."""
@@ -169,6 +174,7 @@ class FeedMonitor:
         if self._watch is not None:
             self._handed_out += self._watch.batches
         begun = time.perf_counter()
+        self._begun = _begun(self._upstream.record())
         self._position, pulling = self._upstream.begin(record=False)
         device_wait = DeviceWait.on(device) if device is not None and on_cuda else None
         self._watch = watch = FeedWatch(
@@ -183,7 +189,7 @@ class FeedMonitor:
         )
         # Starting workers is waiting.
         watch.waited(time.perf_counter() - begun)
-        self._outputs.begin(_length(self.loader))
+        self._outputs.begin(_length(self.loader), self._begun)
         labels = StageLabels(self._labels, nvtx=on_cuda)
         return MonitoredIterator(pulling, self._position, self.finish, watch, labels, device_wait)
 
@@ -193,11 +199,17 @@ class FeedMonitor:
     def _step(self, batches: int) -> int:
         """Batches of all epochs, where an epoch's number is known; else those that were handed out here."""
         total = _length(self.loader)
-        return self._handed_out + batches if total is None else self.epoch * total + batches
+        return self._handed_out + batches if total is None else self.epoch * total + self._begun + batches
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _begun(state: dict[str, Any] | None) -> int:
+    """The batch that an iteration begins with, where the loader's state tells."""
+    begun = (state or {}).get("batches", 0)
+    return begun if isinstance(begun, int) else 0
 
 
 def _length(loader: Any) -> int | None:

@@ -301,7 +301,8 @@ class Normalize:
             raise
         except Exception as error:
             # Triton compiles at the first call, for which a machine may lack a compiler or have too old a driver.
-            if self.backend == "triton":
+            if self.backend == "triton" or "CUDA error" in str(error):
+                # The second is an earlier kernel's, and no fault of this one.
                 raise
             _log.warning("Triton's kernel cannot be used here, torch operations are: %s", error)
             self._kernels_fail = True

@@ -44,6 +44,7 @@ class ReportOutputs:
     ) -> None:
         self._name, self._progress = name, progress
         self._bar: Any = None
+        self._begun = 0
         self._path = None if json_lines is None else os.path.abspath(json_lines)
         if self._path is not None:
             try:
@@ -63,12 +64,17 @@ class ReportOutputs:
         """Whether anybody sees the reports."""
         return self._progress or self._path is not None or self._writer is not None
 
-    def begin(self, total: int | None) -> None:
-        """An iteration of so many batches begins; None: nobody knows."""
+    def __getstate__(self) -> dict[str, Any]:
+        # A bar, and a writer of its own, belong to this process.
+        return {**self.__dict__, "_bar": None, "_writer": None if self._own_writer else self._writer}
+
+    def begin(self, total: int | None, begun: int = 0) -> None:
+        """An iteration of an epoch of so many batches begins, behind `begun` of them; None: nobody knows."""
+        self._begun = begun
         if self._progress:
             # Its own thread would be one that a fork leaves behind.
             tqdm.monitor_interval = 0
-            self._bar = tqdm(total=total, desc=self._name, unit=" batches")
+            self._bar = tqdm(total=total, initial=begun, desc=self._name, unit=" batches")
 
     def interval(self, report: FeedReport, batches: int, step: int) -> None:
         """An interval is over.
@@ -108,7 +114,7 @@ class ReportOutputs:
         title = self._name if report.epoch is None else f"{self._name} {report.epoch}"
         self._bar.set_description_str(title, refresh=False)
         self._bar.set_postfix_str(report.line(), refresh=False)
-        self._bar.n = batches
+        self._bar.n = self._begun + batches
         self._bar.refresh()
 
     def _append(self, report: FeedReport, over: str) -> None:

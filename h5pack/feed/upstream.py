@@ -61,6 +61,7 @@ class Upstream:
         self.loader = loader
         self._counted = 0
         self._following = 0
+        self._seen = self._foreign_epoch()
 
     @property
     def epoch(self) -> int:
@@ -83,6 +84,11 @@ class Upstream:
         record : bool
             Keep the loader's state beside each batch: for whoever pulls more than is handed out.
         """
+        foreign = self._foreign_epoch()
+        if foreign != self._seen and foreign is not None:
+            # Somebody called the sampler's own set_epoch; who forgets it has the same order again, but no more.
+            self._following = foreign
+        self._seen = foreign
         iterator = iter(self.loader)
         self._counted, self._following = self._following, self._following + 1
         position = Position(self._counted, 0, self.record() if record else None)
@@ -161,8 +167,17 @@ class Upstream:
 
     def told_epoch(self) -> int | None:
         """Of the running or last iteration, as the loader or its sampler tells; None where they do not."""
-        told = (getattr(one, "epoch", None) for one in self._holders())
+        told = (getattr(one, "epoch", None) for one in self._holders() if self._counts(one))
         return next((epoch for epoch in told if isinstance(epoch, int)), None)
+
+    def _counts(self, one: Any) -> bool:
+        """Whether a loader or sampler goes on to the next epoch by itself, as torch's DistributedSampler does not."""
+        return one is self.loader or isinstance(one, (BatchOrder, ChunkSampler))
+
+    def _foreign_epoch(self) -> int | None:
+        """What a sampler says that has to be told."""
+        found = (getattr(one, "epoch", None) for one in self._holders() if not self._counts(one))
+        return next((epoch for epoch in found if isinstance(epoch, int)), None)
 
     def _sampler(self) -> BatchOrder | ChunkSampler:
         for one in self._holders():
@@ -199,6 +214,7 @@ class Pulling:
     def __init__(self, upstream: Upstream, iterator: Iterator[Any], counted: int, record: bool) -> None:
         self._upstream, self._iterator, self._counted, self._record = upstream, iterator, counted, record
         self._number = 0
+        self._epoch: int | None = None
 
     def pull(self) -> Pulled:
         """The next batch.
@@ -211,8 +227,11 @@ class Pulling:
         batch = next(self._iterator)
         self._number += 1
         state = self._upstream.record() if self._record else None
-        told = self._upstream.told_epoch()
-        return Pulled(batch, self._counted if told is None else told, self._number, state)
+        if self._epoch is None:
+            # Of this iteration: another one may begin before it ends.
+            told = self._upstream.told_epoch()
+            self._epoch = self._counted if told is None else told
+        return Pulled(batch, self._epoch, self._number, state)
 
     def close(self) -> None:
         """Let the loader's iterator go; where it can be closed, it is, so that its threads end."""

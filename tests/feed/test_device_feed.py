@@ -533,13 +533,17 @@ def test_breaks_leave_nothing(dataset: h5pack.H5Dataset, depth: int) -> None:
     assert len(list(feed)) == 9
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["soon", "late"])
 @pytest.mark.parametrize("fails", [False, True], ids=["end", "error"])
-def test_an_end_that_nobody_took_is_no_circle(fails: bool) -> None:
+def test_an_end_that_nobody_took_is_no_circle(fails: bool, late: bool) -> None:
     """A DataLoader in a circle dies slowly: its queues are closed before it tells its workers to end."""
 
     class Three:
         def __iter__(self) -> Iterator[Any]:
             yield from torch.zeros(3, 1)
+            if late:
+                # So that the end comes when nobody asks any more.
+                time.sleep(0.3)
             if fails:
                 raise ValueError("broken")
 
@@ -894,3 +898,73 @@ def test_what_a_loader_made_on_the_gpu() -> None:
     batches = [torch.full((50,), number, device="cuda") for number in range(20)]
     found = list(DeviceFeed(batches, "cuda", transform=lambda images: images + 1))
     assert [checksums([batch]) for batch in found] == [[50 * (number + 1)] for number in range(20)]
+
+
+def test_a_batch_whose_transform_fails_is_not_counted(tmp_path: Path) -> None:
+    """The step has not received it, so it comes again."""
+    dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"), with_rows=True)
+    for wrapped in (lambda loader: loader, lambda loader: h5pack.EchoLoader(loader, 2)):
+        expected = [batch[-1].tolist() for batch in wrapped(h5pack.H5Loader(dataset, 8, seed=3))]
+        calls = 0
+
+        def failing(images: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == 4:
+                raise KeyboardInterrupt
+            return images
+
+        feed = h5pack.DeviceFeed(wrapped(h5pack.H5Loader(dataset, 8, seed=3)), "cpu", transform=failing)
+        received = []
+        with contextlib.suppress(KeyboardInterrupt):
+            for batch in feed:
+                received.append(batch[-1].tolist())
+        assert calls == 4
+        assert received == expected[:3]
+        again = h5pack.DeviceFeed(wrapped(h5pack.H5Loader(dataset, 8, seed=3)), "cpu")
+        again.load_state_dict(feed.state_dict())
+        assert [batch[-1].tolist() for batch in again] == expected[3:]
+
+
+class Epochs:
+    """Tells the epochs of the keys that it is called with."""
+
+    keyed = True
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __call__(self, images: torch.Tensor, key: h5pack.BatchKey) -> torch.Tensor:
+        self.seen.append(key.epoch)
+        return images
+
+
+def test_an_iteration_keeps_its_epoch_when_another_begins(tmp_path: Path) -> None:
+    dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"), with_rows=True)
+    epochs = Epochs()
+    feed = h5pack.DeviceFeed(h5pack.H5Loader(dataset, 8), "cpu", transform=epochs)
+    first = iter(feed)
+    next(first)
+    second = iter(feed)
+    next(first)
+    next(second)
+    next(first)
+    assert epochs.seen == [0, 0, 1, 0]
+
+
+def test_a_sampler_that_must_be_told_its_epoch_freezes_nothing(tmp_path: Path) -> None:
+    """torch's DistributedSampler stays in epoch 0 unless somebody tells it; the draws go on."""
+    dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"), with_rows=True)
+    sampler = torch.utils.data.DistributedSampler(dataset, 1, 0)
+    epochs = Epochs()
+    feed = h5pack.DeviceFeed(DataLoader(dataset, 50, sampler=sampler), "cpu", transform=epochs)
+    for _ in range(3):
+        list(feed)
+    batches = len(feed)
+    assert epochs.seen == [epoch for epoch in range(3) for _ in range(batches)]
+    sampler.set_epoch(7)
+    list(feed)
+    feed.set_epoch(20)
+    list(feed)
+    assert epochs.seen[3 * batches :] == [7] * batches + [20] * batches
+    assert sampler.epoch == 20

@@ -6,6 +6,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import re
 import sys
 import time
@@ -634,3 +635,37 @@ def test_workers_are_children() -> None:
     assert report.cpu_percent is not None
     assert report.children_cpu_percent is not None
     assert report.cpu_percent > report.children_cpu_percent
+
+
+def test_a_monitor_that_was_used_can_be_pickled(tmp_path: Path) -> None:
+    monitor = FeedMonitor([torch.zeros(2)] * 3, json_lines=tmp_path / "f.jsonl", every=1e-9)
+    next(iter(monitor))
+    again = pickle.loads(pickle.dumps(monitor))
+    assert len(list(again)) == 3
+    assert again.report().batches == 3
+
+
+def test_steps_of_a_resumed_epoch_follow_those_before(tmp_path: Path) -> None:
+    dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"))
+    loader = h5pack.H5Loader(dataset, 8)
+    iterator = iter(loader)
+    for _ in range(5):
+        next(iterator)
+    state = loader.state_dict()
+    loader.close()
+
+    class Writer:
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def add_scalar(self, key: str, value: float, step: int) -> None:
+            self.steps.append(step)
+
+        def flush(self) -> None: ...
+
+    writer = Writer()
+    monitor = FeedMonitor(loader, every=1e-9, tensorboard=writer, warn_stall=None)
+    monitor.load_state_dict(state)
+    assert len(list(monitor)) == len(loader) - 5
+    assert sorted(set(writer.steps))[0] >= 5
+    assert max(writer.steps) <= len(loader)
