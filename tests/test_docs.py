@@ -60,9 +60,22 @@ def test_the_options_of_every_command_are_in_their_section() -> None:
         assert options(parser) >= COMMON - ({"--version"} if command else {"--json", "--debug"})
 
 
+def train_options() -> set[str]:
+    """The options of the training script."""
+    return set(re.findall(r'add\("(--[\w-]+)"', (ROOT / "examples" / "train.py").read_text(encoding="utf-8")))
+
+
+def test_every_option_of_the_training_script_is_on_its_page() -> None:
+    text = page("training.md")
+    assert len(train_options()) > 25
+    assert [option for option in sorted(train_options()) if f"{option}`" not in text and f"{option} " not in text] == []
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_no_page_names_an_option_that_there_is_not(path: Path) -> None:
     known = set().union(*map(options, parsers().values()))
+    if path.name == "training.md":
+        known |= train_options() | {"--nproc_per_node", "--requeue"}
     for line in path.read_text(encoding="utf-8").splitlines():
         others = line.startswith("#SBATCH") or re.search(r"\b(pip|ruff|npm|pytest|h5pack\.tools\.synth)\b", line)
         if not others:
