@@ -404,6 +404,8 @@ def _burn(seconds: float) -> None:
 
 
 def test_cpu_time_on_other_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Earlier tests may have left workers that stay.
+    monkeypatch.setattr(cpu_time.multiprocessing, "active_children", list)
     assert CpuTime.now(tmp_path).children is not None
     monkeypatch.setattr(cpu_time.multiprocessing, "active_children", lambda: ["one"])
     assert CpuTime.now(tmp_path).total is None
