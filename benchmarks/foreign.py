@@ -18,6 +18,7 @@ that convert makes of it with its source. Then these read shuffled batches, in t
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import shutil
 import tempfile
@@ -55,12 +56,12 @@ class OneEncoded(OneIndex):
             return torch.from_numpy(np.array(opened.convert("RGB"))), int(self.file["labels"][index])
 
 
+_different = functools.cache(image)
+
+
 def pixels(rows: range) -> npt.NDArray[np.uint8]:
     """Images that differ, uint8 (n, H, W, 3)."""
-    if not hasattr(pixels, "kept"):
-        pixels.kept = [image(row) for row in range(_DIFFERENT)]  # type: ignore[attr-defined]
-    kept = pixels.kept  # type: ignore[attr-defined]
-    return np.stack([np.roll(kept[row % _DIFFERENT], row // _DIFFERENT, axis=1) for row in rows])
+    return np.stack([np.roll(_different(row % _DIFFERENT), row // _DIFFERENT, axis=1) for row in rows])
 
 
 def _blocks(rows: int) -> list[range]:

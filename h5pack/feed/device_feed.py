@@ -14,12 +14,13 @@ from h5pack.feed.ahead import Ahead, Reader
 from h5pack.feed.batch_parts import map_tensors
 from h5pack.feed.cuda_copier import CudaCopier
 from h5pack.feed.image_transform import ImageTransform
+from h5pack.feed.loader_wrapper import LoaderWrapper
 from h5pack.feed.order import whole_number
 from h5pack.feed.stage import stage
-from h5pack.feed.upstream import Position, Pulled, Pulling, Upstream
+from h5pack.feed.upstream import Position, Pulled, Pulling
 
 
-class DeviceFeed:
+class DeviceFeed(LoaderWrapper):
     """A loader's batches, on a device.
 
     On CUDA a stream beside the step's copies each batch out of pinned memory and runs the transform there, while the
@@ -68,10 +69,9 @@ class DeviceFeed:
         depth: int = 2,
         images: Hashable | None = None,
     ) -> None:
-        self.loader = loader
+        super().__init__(loader)
         self.device = resolve_device(device)
         self.depth = whole_number("depth", depth, 1)
-        self._upstream = Upstream(loader)
         dataset = getattr(loader, "dataset", None)
         self._transform = None if transform is None else ImageTransform(transform, images, dataset)
         self._renew()
@@ -92,53 +92,15 @@ class DeviceFeed:
     def __repr__(self) -> str:
         return f"DeviceFeed({self.loader!r}, device={str(self.device)!r}, depth={self.depth})"
 
-    def __len__(self) -> int:
-        """Batches of an epoch, where the loader knows."""
-        return len(self.loader)
-
     @property
     def dataset(self) -> Any:
         """The loader's."""
         return self.loader.dataset
 
     @property
-    def epoch(self) -> int:
-        """Of the running or last iteration: the loader's or its sampler's, else iterations are counted from 0."""
-        return self._upstream.epoch
-
-    @property
     def transform_seconds(self) -> float:
         """What calling the transform took so far in this process; on CUDA that is to launch it."""
         return 0.0 if self._transform is None else self._transform.seconds
-
-    def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is."""
-        self._upstream.set_epoch(epoch)
-        self._position = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the running iteration is: behind the last batch that was handed out, whatever was read ahead.
-
-        It is the loader's state, or the state of a DataLoader's sampler, beside the epoch where neither knows it. After
-        the loop over an epoch it is the beginning of the next.
-
-        Raises
-        ------
-        StateError
-            If neither keeps one.
-        """
-        return self._upstream.state_dict(self._position)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next iteration go on where `state` was saved.
-
-        Raises
-        ------
-        StateError
-            If it belongs to another order, or the loader keeps no state.
-        """
-        self._upstream.load_state_dict(state)
-        self._position = None
 
     def __iter__(self) -> Iterator[Any]:
         """Begin the loader's next epoch; on CUDA its batches are read and copied ahead."""
@@ -151,9 +113,10 @@ class DeviceFeed:
             if reader.stopping:
                 reader.join()
         copier = self._begin_copying()
-        self._position, pulling = self._upstream.begin(record=copier is not None)
+        # Between the pull and the step a batch may fail, so that the loader's own state would count it.
+        self._position, pulling = self._upstream.begin(record=copier is not None or self._transform is not None)
         if copier is None:
-            return FeedIterator(self, self._position, _Direct(self._upstream, pulling, self.device, self._transform))
+            return FeedIterator(self, self._position, _Direct(pulling, self.device, self._transform))
         ahead = Ahead(pulling, copier, self.depth)
         self._readers.add(ahead.reader)
         return FeedIterator(self, self._position, ahead)
@@ -163,12 +126,6 @@ class DeviceFeed:
         for reader in list(self._readers):
             reader.stop()
             reader.join()
-
-    def finish(self, position: Position) -> None:
-        """An iteration's end was reached."""
-        if self._position is position:
-            self._upstream.finish()
-            self._position = None
 
     def _begin_copying(self) -> CudaCopier | None:
         if self.device.type != "cuda":
@@ -209,9 +166,6 @@ class FeedIterator(Iterator[Any]):
         except BaseException as error:
             # Whatever it was: half-done bookkeeping must not go on.
             self._broken = "failed before"
-            before = getattr(self._batches, "before", None)
-            if before is not None:
-                self._position.state = before
             self._let_go()
             if isinstance(error, torch.cuda.OutOfMemoryError):
                 _advise(error, self._feed)
@@ -234,15 +188,10 @@ class FeedIterator(Iterator[Any]):
 class _Direct(Iterator[Pulled]):
     """The batches of an iteration, each when it is asked for."""
 
-    def __init__(
-        self, upstream: Upstream, pulling: Pulling, device: torch.device, transform: ImageTransform | None
-    ) -> None:
-        self._upstream, self._pulling, self._device, self._transform = upstream, pulling, device, transform
-        self.before: dict[str, Any] | None = None
+    def __init__(self, pulling: Pulling, device: torch.device, transform: ImageTransform | None) -> None:
+        self._pulling, self._device, self._transform = pulling, device, transform
 
     def __next__(self) -> Pulled:
-        # A batch whose transform fails was not handed out, though the loader counts it.
-        self.before = self._upstream.record() if self._transform is not None else None
         with stage("read"):
             pulled = self._pulling.pull()
         if self._device.type != "cpu":
@@ -250,7 +199,6 @@ class _Direct(Iterator[Pulled]):
                 pulled.batch = map_tensors(pulled.batch, self._move)
         if self._transform is not None:
             pulled.batch = self._transform(pulled.batch, pulled.epoch)
-        self.before = None
         return pulled
 
     def close(self) -> None:

@@ -17,13 +17,13 @@ from h5pack.feed.feed_watch import FeedWatch, WatchSettings
 from h5pack.feed.gpu_probe import GpuIdentity, GpuProbe
 from h5pack.feed.gpu_status import GpuStatus
 from h5pack.feed.loader_layers import layers_of, told
+from h5pack.feed.loader_wrapper import LoaderWrapper
 from h5pack.feed.monitored_iterator import MonitoredIterator
 from h5pack.feed.report_outputs import ReportOutputs
 from h5pack.feed.stage_labels import StageLabels
-from h5pack.feed.upstream import Position, Upstream
 
 
-class FeedMonitor:
+class FeedMonitor(LoaderWrapper):
     """A loader that gives another one's batches as they are, and tells how long the step waited for them.
 
     Once in a process it warns where the step waits too long, with the likeliest cause and its cure.
@@ -81,25 +81,19 @@ class FeedMonitor:
             raise OptionsError(f"every is {every!r}; give the seconds between reports, above 0")
         if warn_stall is not None and not (_is_number(warn_stall) and 0 <= warn_stall <= 1):
             raise OptionsError(f"warn_stall is {warn_stall!r}; give a fraction of 0 to 1, or None")
-        self.loader = loader
+        super().__init__(loader)
         self._device = None if device is None else resolve_device(device)
         self._settings = WatchSettings(name, float(every), warn_stall, warn_once)
         self._outputs = ReportOutputs(name, progress, json_lines, tensorboard)
         self._labels = labels
         self._watch: FeedWatch | None = None
         self._probe: GpuProbe | None = None
-        self._upstream = Upstream(loader)
-        self._position: Position | None = None
         self._handed_out = 0
         self._begun = 0
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process, and to an iteration, stays here.
         return {**self.__dict__, "_watch": None, "_probe": None, "_position": None}
-
-    def __len__(self) -> int:
-        """Batches of an epoch."""
-        return len(self.loader)
 
     @property
     def dataset(self) -> Any:
@@ -114,43 +108,6 @@ class FeedMonitor:
         if found is None:
             raise AttributeError(f"a {type(self.loader).__name__} has no dataset")
         return found
-
-    @property
-    def epoch(self) -> int:
-        """Of the running or last iteration: the loader's or its sampler's, else iterations are counted from 0."""
-        return self._upstream.epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is."""
-        self._upstream.set_epoch(epoch)
-        self._position = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The loader's state, behind the last batch that was handed out; beside the epoch, where the loader knows none.
-
-        Raises
-        ------
-        StateError
-            If neither the loader nor its sampler keeps one.
-        """
-        return self._upstream.state_dict(self._position)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next iteration go on where `state` was saved.
-
-        Raises
-        ------
-        StateError
-            If the loader keeps no state, or it belongs to another order.
-        """
-        self._upstream.load_state_dict(state)
-        self._position = None
-
-    def finish(self, position: Position) -> None:
-        """An iteration's end was reached."""
-        if self._position is position:
-            self._upstream.finish()
-            self._position = None
 
     def report(self) -> FeedReport:
         """The figures of the epoch so far, or of the whole epoch once it is over; `interval` has those of the last

@@ -55,10 +55,7 @@ class RowFile:
         """Start a run of `count` bytes at `offset`; the run before the last must have been waited for."""
         # File and memory must be aligned together.
         skew = offset % _PAGE if self.direct is not None else 0
-        self._memory.reverse()
-        if len(self._memory[0]) < skew + count:
-            self._memory[0] = _memory(skew + count)
-        return Run(self, self._memory[0], offset, skew, count)
+        return Run(self, self._take(skew + count), offset, skew, count)
 
     def begin_rows(self, offsets: npt.NDArray[np.int64], row_bytes: int) -> RowRun:
         """Start some rows at ascending `offsets`, int64 (n,), in bytes; see `begin`."""
@@ -69,10 +66,14 @@ class RowFile:
         direct = self.direct is not None and row_bytes >= _DIRECT_ROW_BYTES
         skews = offsets % _PAGE if direct else np.zeros(count, np.int64)
         step = -(-(row_bytes + _PAGE) // _PAGE) * _PAGE if direct else row_bytes
+        return RowsApart(self, self._take(count * step), offsets, skews + np.arange(count) * step, row_bytes, direct)
+
+    def _take(self, count: int) -> mmap.mmap:
+        """The memory whose turn it is, of at least `count` bytes."""
         self._memory.reverse()
-        if len(self._memory[0]) < count * step:
-            self._memory[0] = _memory(count * step)
-        return RowsApart(self, self._memory[0], offsets, skews + np.arange(count) * step, row_bytes, direct)
+        if len(self._memory[0]) < count:
+            self._memory[0] = _memory(count)
+        return self._memory[0]
 
     def close(self) -> None:
         """Wait for the thread, and close the file."""

@@ -118,8 +118,11 @@ def test_reading_ahead_gives_the_same_rows(
                 assert np.array_equal(made.read(other, ""), expected[other])  # type: ignore[arg-type]
 
 
-def test_a_group_is_decoded_once(file: Path) -> None:
+@pytest.mark.parametrize("capacity", [None, 1_000], ids=["kept", "too large to keep"])
+def test_a_group_is_decoded_once(file: Path, capacity: int | None) -> None:
     made = reader(file, "gzip")
+    if capacity is not None:
+        made.engine.chunks.kept.capacity = capacity
     with pytest.MonkeyPatch.context() as patch:
         # Two rows a batch, and still the chunk is read once.
         patch.setattr(hdf5_rows, "_BATCH_BYTES", 1_200)
@@ -174,19 +177,6 @@ def test_another_file_under_the_same_name_stops(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="replaced or rewritten") as caught:
         found.read(3, "")
     assert isinstance(caught.value.__cause__, PackChangedError)
-
-
-def test_a_chunk_too_large_to_keep_is_decoded_once(file: Path) -> None:
-    made = reader(file, "gzip")
-    made.engine.chunks.kept.capacity = 1_000
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hdf5_rows, "_BATCH_BYTES", 1_200)
-        made.begin(range(7))
-        for index in range(7):
-            made.read(index, "")
-    with h5py.File(file) as opened:
-        size = opened["gzip"].id.get_chunk_info(0).size
-    assert made.engine.snapshot().bytes_read == size
 
 
 @pytest.mark.parametrize(
