@@ -28,8 +28,9 @@ from PIL import Image
 from torch import nn
 
 import h5pack
-from benchmarks.common import RESULTS, machine, write_result
+from benchmarks.common import RESULTS, write_result
 from h5pack.feed.order import DEFAULT_WINDOW
+from h5pack.measure.machine_facts import machine_facts
 
 ORDERS = ("shuffled", "sorted")
 SHUFFLES = ("full", "window")
@@ -196,7 +197,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             "command": f"python -m benchmarks.accuracy{' --images FOLDER' if arguments.images else ''} "
             f"--seeds {arguments.seeds} --epochs {training.epochs} --batch {training.batch} "
             f"--chunk-rows {arguments.chunk_rows}",
-            "machine": machine(scratch),
+            "machine": machine_facts(scratch),
             "images": "class folders" if arguments.images else "generated",
             "train_images": len(datasets["sorted"]),
             "test_images": tested,

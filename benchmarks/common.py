@@ -1,50 +1,12 @@
-"""What all benchmarks share: the machine, repeats with their spread, results as JSON."""
+"""What all benchmarks share: where results are, and how they are written."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
-import statistics
-from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from h5pack.machine import available_cpus
-
 RESULTS = Path(__file__).parent / "results"
-_PACKAGES = ("h5pack", "h5py", "numpy", "torch", "pillow", "simplejpeg", "isal")
-
-
-def machine(folder: Path) -> dict[str, Any]:
-    """The machine, as far as figures depend on it; `folder` is where files are written."""
-    return {
-        "processor": _first_value("/proc/cpuinfo", "model name") or platform.processor(),
-        "cpus": available_cpus(),
-        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
-        "virtual": "hypervisor" in (_first_value("/proc/cpuinfo", "flags") or ""),
-        "file_system": _file_system(folder),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
-    }
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, minimum, maximum and count of repeats."""
-    return {
-        "median": round(statistics.median(values), 4),
-        "min": round(min(values), 4),
-        "max": round(max(values), 4),
-        "repeats": len(values),
-    }
-
-
-def interleaved(names: Sequence[str], repeats: int) -> Iterator[str]:
-    """Names in turn, forwards and backwards, so that a drift of the machine's speed meets all alike."""
-    for repeat in range(repeats):
-        yield from names if repeat % 2 == 0 else reversed(names)
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
@@ -52,28 +14,3 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {path}")
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _first_value(path: str, key: str) -> str | None:
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)
-
-
-def _file_system(folder: Path) -> str | None:
-    device = os.stat(folder).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        fields = line.split()
-        if fields[2] == number:
-            return fields[fields.index("-") + 1]
-    return None

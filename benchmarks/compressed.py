@@ -29,9 +29,12 @@ import numpy.typing as npt
 import torch
 
 import h5pack
-from benchmarks.common import RESULTS, interleaved, machine, spread, write_result
-from benchmarks.read import WORKERS, consume, data_loader, through_h5py
-from benchmarks.row_files import make_hot
+from benchmarks.common import RESULTS, write_result
+from benchmarks.read import WORKERS, data_loader, through_h5py
+from h5pack.measure.consuming import consume
+from h5pack.measure.machine_facts import machine_facts
+from h5pack.measure.page_cache import make_hot
+from h5pack.measure.repeats import interleaved, spread
 from h5pack.read.block import Block
 
 COMPRESSIONS: dict[str, dict[str, Any]] = {
@@ -173,7 +176,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             "benchmark": "compressed",
             "command": f"python -m benchmarks.compressed --rows {arguments.rows} --batch {arguments.batch} "
             f"--repeats {arguments.repeats}",
-            "machine": machine(scratch),
+            "machine": machine_facts(scratch),
             "rows": arguments.rows,
             "batch": arguments.batch,
             "compressions": {

@@ -28,8 +28,10 @@ from typing import Any
 from PIL import Image
 
 import h5pack
-from benchmarks.common import RESULTS, interleaved, machine, spread, write_result
+from benchmarks.common import RESULTS, write_result
 from h5pack.machine import available_cpus
+from h5pack.measure.machine_facts import machine_facts
+from h5pack.measure.repeats import interleaved, spread
 from h5pack.tools.synth import make_folder
 
 DECODERS = ("pillow", "simplejpeg")
@@ -154,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         result = {
             "benchmark": "convert",
             "command": f"python -m benchmarks.convert --count {arguments.count} --repeats {arguments.repeats}",
-            "machine": machine(scratch),
+            "machine": machine_facts(scratch),
             **measure(folder, scratch, arguments.repeats, arguments.workers),
         }
     finally:

@@ -35,13 +35,15 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import h5pack
-from benchmarks.common import RESULTS, machine, spread, write_result
+from benchmarks.common import RESULTS, write_result
 from benchmarks.resnet50 import resnet50
 from h5pack.feed.batch_key import BatchKey
 from h5pack.feed.device_feed import DeviceFeed
 from h5pack.feed.gpu_probe import GpuIdentity, GpuProbe
 from h5pack.feed.normalize import Normalize
 from h5pack.machine import available_cpus
+from h5pack.measure.machine_facts import machine_facts
+from h5pack.measure.repeats import spread
 
 CLASSES = 10
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -72,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
             "benchmark": "device",
             "command": f"python -m benchmarks.device --batch {options.batch} --size {options.size} "
             f"--repeats {options.repeats}",
-            "machine": machine(scratch),
+            "machine": machine_facts(scratch),
             "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
             "settings": {name: getattr(options, name) for name in ("batch", "size", "repeats")},
             "normalize": normalize_figures(device, options.batch, options.size, options.repeats),

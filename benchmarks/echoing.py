@@ -32,10 +32,12 @@ from torch import nn
 
 import h5pack
 from benchmarks.accuracy import accuracy, generated, network
-from benchmarks.common import RESULTS, machine, spread, write_result
+from benchmarks.common import RESULTS, write_result
 from h5pack.feed.device_feed import DeviceFeed
 from h5pack.feed.echo_loader import EchoLoader
 from h5pack.feed.normalize import Normalize
+from h5pack.measure.machine_facts import machine_facts
+from h5pack.measure.repeats import spread
 
 FACTORS: tuple[float | str, ...] = (1, 2, 3, "auto")
 _AHEAD = 2
@@ -284,7 +286,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             "command": f"python -m benchmarks.echoing{' --images FOLDER' if arguments.images else ''} "
             f"--target {setting.target} --slowdown {setting.slowdown} --seeds {arguments.seeds} "
             f"--batch {setting.batch} --rate {setting.rate} --most-epochs {setting.most_epochs}",
-            "machine": machine(scratch),
+            "machine": machine_facts(scratch),
             "images": "class folders" if arguments.images else "generated",
             "train_images": len(dataset),
             "test_images": len(h5pack.H5Dataset(pack, split=split)),

@@ -34,10 +34,13 @@ import torch
 from PIL import Image
 
 import h5pack
-from benchmarks.common import RESULTS, interleaved, machine, spread, write_result
+from benchmarks.common import RESULTS, write_result
 from benchmarks.compressed import HEIGHT, WIDTH, image
-from benchmarks.read import OneIndex, consume, data_loader, some
-from benchmarks.row_files import make_hot
+from benchmarks.read import OneIndex, data_loader, some
+from h5pack.measure.consuming import consume
+from h5pack.measure.machine_facts import machine_facts
+from h5pack.measure.page_cache import make_hot
+from h5pack.measure.repeats import interleaved, spread
 
 _DIFFERENT = 64
 _SOURCES = 4
@@ -217,7 +220,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             "benchmark": "foreign",
             "command": f"python -m benchmarks.foreign --rows {arguments.rows} --batch {arguments.batch} "
             f"--repeats {arguments.repeats}",
-            "machine": machine(scratch),
+            "machine": machine_facts(scratch),
             "rows": arguments.rows,
             "batch": arguments.batch,
             "files": {

@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 import h5pack
-from benchmarks.common import RESULTS, machine, write_result
+from benchmarks.common import RESULTS, write_result
 from benchmarks.row_files import RowSource
 from h5pack.feed.order import DEFAULT_WINDOW
+from h5pack.measure.machine_facts import machine_facts
 
 ORDERS = ("shuffled", "sorted")
 
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             "benchmark": "mixing",
             "command": f"python -m benchmarks.mixing --rows {arguments.rows} --chunk-rows {arguments.chunk_rows} "
             f"--batch {arguments.batch} --epochs {arguments.epochs}",
-            "machine": machine(scratch),
+            "machine": machine_facts(scratch),
             "classes": source.classes,
             "default_window": DEFAULT_WINDOW,
             "packs": {

@@ -20,14 +20,12 @@ time counts. Cold runs drop the file from the page cache first, and prove it.
 from __future__ import annotations
 
 import argparse
-import mmap
 import os
 import shutil
 import tempfile
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,32 +33,20 @@ from typing import Any
 
 import h5py
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import h5pack
-from benchmarks.common import RESULTS, interleaved, machine, spread, write_result
-from benchmarks.row_files import RowSource, drop_cache, make_flat, make_foreign, make_hot, make_pack
-from h5pack.feed.buffers import anonymous
+from benchmarks.common import RESULTS, write_result
+from benchmarks.row_files import RowSource, make_flat, make_foreign, make_pack
+from h5pack.measure.consuming import consume, touch
+from h5pack.measure.machine_facts import machine_facts
+from h5pack.measure.memory_copy import MemoryCopy
+from h5pack.measure.page_cache import drop_cache, make_hot
+from h5pack.measure.repeats import interleaved, spread
+from h5pack.measure.sequential_read import sequential
 
 WORKERS = 2
-_BLOCK_BYTES = 4 * 1024 * 1024
-
-
-def touch(images: npt.NDArray[np.uint8]) -> int:
-    """Look at every page."""
-    return int(images.reshape(-1)[:: mmap.PAGESIZE].sum())
-
-
-def consume(batches: Iterable[Any]) -> float:
-    """Rows a second, of all batches."""
-    begin, rows = time.perf_counter(), 0
-    for batch in batches:
-        images = batch[0] if isinstance(batch, (list, tuple)) else batch
-        touch(images.numpy())
-        rows += len(images)
-    return rows / (time.perf_counter() - begin)
 
 
 class OneIndex(Dataset[Any]):
@@ -91,46 +77,6 @@ class Mapped(Dataset[Any]):
         if self.map is None:
             self.map = np.memmap(self.path, np.uint8, "r", shape=(self.rows, self.size))
         return torch.from_numpy(np.array(self.map[index])), index % 10
-
-
-class Copying:
-    """The ceiling: rows in memory, and buffers that are used again.
-
-    Parameters
-    ----------
-    rows, size : int
-    batch : int
-    """
-
-    def __init__(self, rows: int, size: int, batch: int) -> None:
-        self.rows, self.batch = rows, batch
-        self.source = np.frombuffer(anonymous(rows * size), np.uint8)[: rows * size].reshape(rows, size)
-        self.source[...] = np.arange(size, dtype=np.uint32).astype(np.uint8)
-        self.buffers = []
-        for _ in range(6):
-            buffer = np.frombuffer(anonymous(batch * size), np.uint8)[: batch * size].reshape(batch, size)
-            buffer[...] = 1
-            self.buffers.append(buffer)
-
-    def __call__(self, threads: int, turn: int) -> float:
-        order = np.random.default_rng(turn).permutation(self.rows)
-        batches = self.rows // self.batch
-
-        def work(thread: int) -> None:
-            for number in range(thread, batches, threads):
-                # Each thread has its own three.
-                out = self.buffers[thread * 3 + number // threads % 3]
-                rows = order[number * self.batch : (number + 1) * self.batch]
-                np.take(self.source, rows, axis=0, out=out, mode="clip")
-                touch(out)
-
-        begin = time.perf_counter()
-        workers = [threading.Thread(target=work, args=(thread,)) for thread in range(threads)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        return batches * self.batch / (time.perf_counter() - begin)
 
 
 def fancy(path: Path, rows: int, size: int, batch: int, turn: int) -> float:
@@ -219,7 +165,7 @@ def hot(source: RowSource, scratch: Path, pack: Path, batches: tuple[int, int], 
     foreign["guessed chunks"] = make_foreign(source, scratch / "guessed.h5", True, few)
     found = []
     for batch in batches:
-        copying = Copying(source.rows, source.size, batch)
+        copying = MemoryCopy(source.rows, source.size, batch)
         ways: dict[str, Way] = {f"memory copy | {threads}": partial(copying, threads) for threads in (1, 2)}
         ways |= loader_ways(pack, batch)
         if batch == batches[0]:
@@ -253,21 +199,6 @@ def _described(way: str, batch: int, speeds: dict[str, list[float]]) -> dict[str
         "images_per_s": spread(speeds[way]),
         "of_memory_copy": spread([speed / top for speed, top in zip(speeds[way], ceiling, strict=True)]),
     }
-
-
-def sequential(path: Path, flags: int = 0) -> float:
-    """Bytes a second of reading a file from its beginning to its end."""
-    descriptor = os.open(path, os.O_RDONLY | flags)
-    block, done = mmap.mmap(-1, _BLOCK_BYTES), 0
-    begin = time.perf_counter()
-    try:
-        while got := os.preadv(descriptor, [block], done):
-            done += got
-            if got % mmap.PAGESIZE:
-                break
-    finally:
-        os.close(descriptor)
-    return done / (time.perf_counter() - begin)
 
 
 def cold_loader(path: Path, batch: int, size: int, threads: int) -> tuple[float, float]:
@@ -376,7 +307,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             "benchmark": "read",
             "command": f"python -m benchmarks.read --large {arguments.large} --small {arguments.small} "
             f"--repeats {arguments.repeats}",
-            "machine": machine(scratch),
+            "machine": machine_facts(scratch),
             "sizes": {
                 name: measure(source, scratch, batches, arguments.repeats) for name, (source, batches) in sizes.items()
             },

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import compressed, convert, foreign, plots, read
-from benchmarks.common import RESULTS, interleaved, spread
+from benchmarks.common import RESULTS
+from h5pack.measure.repeats import interleaved, spread
 
 
 def test_convert_benchmark(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""What every measurement needs: repeats and their spread, the page cache, the machine, the ceilings."""
