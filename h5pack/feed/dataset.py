@@ -145,7 +145,13 @@ class H5Dataset(Dataset[Any]):
         """
         if isinstance(index, slice):
             return self._load(self._rows(range(*index.indices(len(self)))))
-        return self._load(self._rows([index]))[0]
+        if self.check or self._encoded:
+            return self._load(self._rows([index]))[0]
+        row = self._row(index)
+        sample = [self._part(name, self.engine.read_one(name, row)) for name in self.names]
+        if self.with_rows:
+            sample.append(row)
+        return sample[0] if len(sample) == 1 else tuple(sample)
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
         """Samples of many indices, read together; torch's DataLoader asks for batches so.
@@ -247,6 +253,13 @@ class H5Dataset(Dataset[Any]):
     def close(self) -> None:
         """Close the file in this process; the next read opens it again."""
         self.engine.close()
+
+    def _row(self, index: int) -> int:
+        """Row of the file of an index into this dataset."""
+        place = operator.index(index)
+        if not -self._length <= place < self._length:
+            raise IndexError(f"{self.path}: index {index} of {self._length} rows; use -{self._length} to one below it")
+        return self.first_row + place % self._length
 
     def _rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
         """Rows of the file of indices into this dataset."""

@@ -33,12 +33,17 @@ from h5pack.errors import LoaderError
 from h5pack.feed.buffers import BatchMemory, BufferPool
 from h5pack.feed.dataset import H5Dataset
 from h5pack.feed.filling import Filling, Span
+from h5pack.feed.joined_segments import join_segments
 from h5pack.feed.order import OrderPlan, Segment
 from h5pack.feed.resident import ResidentRows
 from h5pack.feed.segment_tasks import PlannedSegment, SegmentTasks, Task
 
 _PLANNED = 2
 """Segments that are planned ahead."""
+
+_JOINED_BYTES = 16 * 1024 * 1024
+"""Shorter segments are read together, up to two tasks' worth. Measured on chunks of one row of 116 KB, one thread:
+windows of 16 chunks 19,800 images/s by themselves and 35,000 joined, stored order 3,500 and 14,000."""
 
 _KEPT_AHEAD = 4
 """Batches gathered ahead out of memory, besides two for each thread."""
@@ -90,7 +95,11 @@ class Pipeline:
     ) -> None:
         self.process = os.getpid()
         self._plan, self._pool, self._resident, self._finish = plan, pool, resident, finish
-        self._segments = plan.segments(epoch, first)
+        self._segments = join_segments(
+            plan.segments(epoch, first),
+            max(1, _JOINED_BYTES // max(1, sum(part.row_bytes for part in pool.parts))),
+            plan.span,
+        )
         self._planned: deque[PlannedSegment] = deque()
         self._planning = True
         self._granted, self._opened = 0, first

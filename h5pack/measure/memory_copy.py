@@ -12,25 +12,30 @@ from h5pack.measure.consuming import touch
 
 
 class MemoryCopy:
-    """The ceiling: rows in memory, and buffers that are used again.
+    """``np.take`` of random rows into batches whose memory is used again.
 
     Parameters
     ----------
     rows, size : int
+        Rows to copy from, and bytes a row.
     batch : int
+        Rows a batch, at most `rows`.
+    threads : int
+        The most threads that will copy.
     """
 
-    def __init__(self, rows: int, size: int, batch: int) -> None:
+    def __init__(self, rows: int, size: int, batch: int, threads: int = 2) -> None:
         self.rows, self.batch = rows, batch
         self.source = np.frombuffer(anonymous(rows * size), np.uint8)[: rows * size].reshape(rows, size)
         self.source[...] = np.arange(size, dtype=np.uint32).astype(np.uint8)
         self.buffers = []
-        for _ in range(6):
+        for _ in range(3 * threads):
             buffer = np.frombuffer(anonymous(batch * size), np.uint8)[: batch * size].reshape(batch, size)
             buffer[...] = 1
             self.buffers.append(buffer)
 
     def __call__(self, threads: int, turn: int) -> float:
+        """Rows a second of an epoch of whole batches; `turn` seeds its order."""
         order = np.random.default_rng(turn).permutation(self.rows)
         batches = self.rows // self.batch
 

@@ -147,6 +147,14 @@ class ChunkIndex:
             offsets[starts < 0] = -1
         return offsets
 
+    def offset_of(self, row: int) -> int | None:
+        """Byte offset of a row that lies in the dataset's own file as it is; None for others, and empty ones."""
+        if not self.raw or not self.row_bytes:
+            return None
+        chunk = row // self.chunk_rows
+        start = int(self.addresses[chunk])
+        return None if start < 0 else start + (row - chunk * self.chunk_rows) * self.row_bytes
+
     def owners_of(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
         """The number of the source that each chunk lies in; None: all lie in the dataset's own file."""
         return None

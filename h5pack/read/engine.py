@@ -144,6 +144,29 @@ class Engine:
             out[order] = staged
         return out  # type: ignore[no-any-return]
 
+    def read_one(self, name: str, row: int) -> npt.NDArray[Any]:
+        """One row, as `read` gives it: of raw rows, with little more work than the system's own.
+
+        Parameters
+        ----------
+        name : str
+            One of the datasets.
+        row : int
+            Within 0..N-1.
+        """
+        index = self.indexes[name]
+        offset = index.offset_of(row)
+        if offset is None:
+            found: npt.NDArray[Any] = self.read(name, [row])[0]
+            return found
+        out = np.empty(index.row_shape, index.native_dtype)
+        place = np.array([[out.__array_interface__["data"][0], out.nbytes]], np.uint64)
+        calls = self.storage.scatter(place, (0, 1), (offset,), lambda _: index.describe(np.array([row]), 0))
+        if not index.dtype.isnative:
+            out.byteswap(inplace=True)
+        self._count(index, 1, 1, out.nbytes, calls)
+        return out
+
     @staticmethod
     def scatters(index: ChunkIndex) -> bool:
         """Whether a dataset's rows are scattered, so that `scatter` may be called."""

@@ -137,6 +137,10 @@ class VirtualIndex(ChunkIndex):
             offsets[begins < 0] = -1
         return offsets
 
+    def offset_of(self, row: int) -> int | None:
+        """None: its rows lie in other files."""
+        return None
+
     def owners_of(self, chunks: Numbers) -> Numbers:
         """The number of the source that each piece lies in."""
         return self.owners[chunks]

@@ -106,6 +106,10 @@ def test_rows_equal_h5pys(
         if Engine.scatters(engine.indexes["x"]):
             assert np.array_equal(to_addresses(engine, wanted), expected)
         assert_counted(engine, rows, 3 if Engine.scatters(engine.indexes["x"]) else 2)
+        for row in set(rows):
+            one = engine.read_one("x", row)
+            assert one.dtype == found.dtype
+            assert np.array_equal(one, values[row])
         engine.close()
 
 
