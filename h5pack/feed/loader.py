@@ -19,9 +19,10 @@ from h5pack.errors import OptionsError
 from h5pack.feed.buffers import BatchMemory, BufferPool
 from h5pack.feed.dataset import H5Dataset, is_class_label
 from h5pack.feed.loader_iterator import LoaderIterator
-from h5pack.feed.order import DEFAULT_WINDOW, whole_number
+from h5pack.feed.order import whole_number
 from h5pack.feed.permutation import derive_key
 from h5pack.feed.pipeline import Pipeline
+from h5pack.feed.profile import LoaderProfile, choose_settings
 from h5pack.feed.progress import Progress, Resumable, Run
 from h5pack.feed.resident import ResidentRows
 from h5pack.feed.segment_tasks import ROWS
@@ -56,13 +57,13 @@ class H5Loader(Resumable):
     ----------
     dataset : H5Dataset or Subset
         Without `transform`: give that to the loader.
-    batch_size : int
-        Rows a batch of this rank.
+    batch_size : int, optional
+        Rows a batch of this rank. None: the profile's.
     shuffle : {"window", "full", "chunk", False}
         As for `ChunkBatchSampler`, whose order this is; True is "window".
     seed : int
-    window : int
-        Chunks that are shuffled together.
+    window : int, optional
+        Chunks that are shuffled together. None: the profile's, else 16.
     drop_last : bool
         Leave out a last smaller batch, and rows that do not divide among ranks or streams, instead of repeating a few.
     rank, world_size : int, optional
@@ -74,7 +75,7 @@ class H5Loader(Resumable):
     weights, samples : optional
         As for `ChunkBatchSampler`: draw rows in proportion to their weights.
     threads : int, optional
-        That read. None: 4, or as many CPUs as this process may use where those are fewer.
+        That read. None: the profile's, else 4; as many CPUs as this process may use where those are fewer.
     memory_bytes : int, optional
         The most that the loader may hold: batches it reads ahead (each iteration its own), and the rows it keeps in
         memory. What a transform gives is not counted, nor what you hold. None: half of the memory that is available to
@@ -91,11 +92,16 @@ class H5Loader(Resumable):
         its randomness is the same in every run.
     target_transform : callable, optional
         The same, called with the labels.
+    profile : path or LoaderProfile, optional
+        What a bench found: `batch_size`, `window` and `threads`, where they are not given. Batch size and window decide
+        about the order of rows: with other ones a saved state belongs to another order. Warns where the profile was
+        measured with chunks of another size.
 
     Raises
     ------
     OptionsError
-        If a value makes no sense, or `memory_bytes` is too little for this batch size and window.
+        If a value makes no sense, the profile cannot be read, or `memory_bytes` is too little for this batch size and
+        window.
 
     Notes
     -----
@@ -106,11 +112,11 @@ class H5Loader(Resumable):
     def __init__(
         self,
         dataset: Any,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
         shuffle: str | bool = "window",
         seed: int = 0,
-        window: int = DEFAULT_WINDOW,
+        window: int | None = None,
         drop_last: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
@@ -125,6 +131,7 @@ class H5Loader(Resumable):
         pin_memory: bool = False,
         transform: Callable[..., Any] | None = None,
         target_transform: Callable[..., Any] | None = None,
+        profile: str | os.PathLike[str] | LoaderProfile | None = None,
     ) -> None:
         rank, world_size = resolve_ranks(rank, world_size)
         self.dataset = dataset
@@ -132,13 +139,14 @@ class H5Loader(Resumable):
         _require_plain(self._base)
         if resident not in _RESIDENT:
             raise OptionsError(f"resident {resident!r} is none of 'auto', 'no', 'host'")
+        chosen = choose_settings(profile, self._base.unit_rows, batch_size, window, threads)
         self.plan = plan_batches(
-            row_set, batch_size, shuffle, seed, window, drop_last, rank, world_size, streams, lanes
+            row_set, chosen.batch_size, shuffle, seed, chosen.window, drop_last, rank, world_size, streams, lanes
         )
-        self.batch_size = batch_size
+        self.batch_size = chosen.batch_size
         self.drop_last = drop_last
         self._with_rows, self._check = self._base.with_rows, self._base.check
-        threads = min(_MOST_THREADS, available_cpus()) if threads is None else threads
+        threads = min(_MOST_THREADS, available_cpus()) if chosen.threads is None else chosen.threads
         self.threads = whole_number("threads", threads, 1)
         self.pin_memory = pin_memory and _can_pin()
         self._transforms = {
@@ -258,6 +266,21 @@ class H5Loader(Resumable):
     def stats(self) -> ReadStats:
         """What was read so far: rows, chunk hits and misses, bytes, amplification."""
         return self._base.stats()
+
+    def use_memory_of(self, other: H5Loader) -> bool:
+        """Take batches' memory from another loader's, if their batches are alike; for loaders that take turns.
+
+        Returns
+        -------
+        bool
+            Whether they are: parts, shapes, dtypes and rows.
+        """
+        mine, theirs = self._pool, other._pool
+        alike = mine.parts == theirs.parts and mine.bytes == theirs.bytes and self.pin_memory == other.pin_memory
+        if alike:
+            theirs.keep = max(mine.keep, theirs.keep)
+            self._pool = theirs
+        return alike
 
     def close(self) -> None:
         """Stop all iterations, and let go of all memory that no batch uses."""

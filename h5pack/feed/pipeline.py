@@ -176,7 +176,9 @@ class Pipeline:
         # One of them gets here from inside the garbage collector; the others may wait for what it holds.
         if threading.current_thread() not in self._threads:
             for thread in self._threads:
-                thread.join(seconds)
+                # Ctrl-C may have come before all were started.
+                if thread.ident is not None:
+                    thread.join(seconds)
 
     # The threads' side.
 

@@ -1,0 +1,209 @@
+"""The sample that a bench reads: some of the images, packed in every way that is to be compared."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import h5py
+
+from h5pack import schema
+from h5pack.bench.cell import Stored
+from h5pack.bench.scratch import Scratch
+from h5pack.bench.settings import DEFAULT_CHUNK_BYTES, BenchSettings
+from h5pack.bench.subject import LEAST_IMAGES, Subject
+from h5pack.errors import NoImagesError, OptionsError, SizesDifferError
+from h5pack.feed.dataset import H5Dataset
+from h5pack.hdf5 import open_file
+from h5pack.layout import plan_chunks
+from h5pack.machine import available_cpus, available_memory, free_bytes
+from h5pack.pack.converter import convert
+from h5pack.pack.options import ConvertOptions
+from h5pack.pack.report import ConvertReport
+
+SAMPLE_BYTES = 512 * 1024 * 1024
+_FIRST = 64
+_PACKING_SHARE = 0.2
+"""Of the time: the rest is for measuring."""
+_BLOCK_BYTES = 8 * 1024 * 1024
+_FALLBACK_SIZE = (224, 224)
+
+
+@dataclass
+class Sample:
+    """The packed sample.
+
+    Attributes
+    ----------
+    files : list of Stored
+    rows, row_bytes : int
+    row_shape : tuple of int
+    options : ConvertOptions
+        How rows were made; what a conversion of the whole takes, too.
+    pack_images_per_s : float or None
+    default_rows : int
+        Rows a chunk that a conversion of the whole would take by itself.
+    notes : list of str
+        What was left out, and why.
+    """
+
+    files: list[Stored]
+    rows: int
+    row_bytes: int
+    row_shape: tuple[int, ...]
+    options: ConvertOptions
+    pack_images_per_s: float | None = None
+    default_rows: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def make_sample(subject: Subject, settings: BenchSettings, scratch: Scratch) -> Sample:
+    """Pack some images of a subject in every way that `settings` ask for.
+
+    Raises
+    ------
+    H5PackError
+        If they cannot be packed, or there is no space.
+    """
+    if subject.note and subject.stored is not None:
+        return _only_as_it_is(subject, settings, subject.note)
+    begin = time.monotonic()
+    notes: list[str] = []
+    try:
+        options, first = _first_rows(subject, scratch, notes)
+    except NoImagesError as error:
+        if subject.stored is None:
+            raise
+        return _only_as_it_is(subject, settings, f"not compared with other chunks: {error}")
+    dataset = H5Dataset(first.path)
+    index = dataset.engine.indexes[dataset.names[0]]
+    row_bytes, row_shape = index.row_bytes, index.row_shape
+    least = available_cpus() * first.images / max(1e-3, time.monotonic() - begin)
+    default_rows = min(plan_chunks(subject.images, row_bytes).rows, subject.images)
+    wished = _wished_rows(settings, row_bytes, default_rows)
+    count = len(wished) * len(settings.compressions) + settings.contiguous
+    rows = _sample_rows(subject, settings, scratch, row_bytes, count, least)
+    chunk_rows = [wish for wish in wished if wish == wished[0] or 2 * wish <= rows]
+    if len(chunk_rows) < len(wished):
+        notes.append(
+            f"Chunks of {', '.join(f'{wish:,}' for wish in wished if wish not in chunk_rows)} rows were left out: they "
+            f"hold more than half of the sample's {rows:,} rows."
+        )
+    scratch.require(int(1.1 * rows * row_bytes * count))
+    begin = time.monotonic()
+    base = scratch.path / "base.h5"
+    report = convert(subject.source, base, replace(options, limit=rows, chunk_rows=chunk_rows[0]))
+    speed = report.images / (time.monotonic() - begin)
+    sample = Sample([], report.images, row_bytes, row_shape, options, speed, default_rows, notes)
+    if report.rejects:
+        notes.append(f"{report.rejects:,} of the sample's images cannot be packed; 'h5pack convert' lists such images.")
+    if subject.stored is not None:
+        sample.files.append(_shortened(subject.stored, settings, rows))
+    for compression in settings.compressions:
+        for wish in chunk_rows:
+            path = base
+            if (wish, compression) != (chunk_rows[0], "none"):
+                path = scratch.path / f"{wish}-{compression}.h5".replace(":", "-")
+                _repack(base, path, sample, wish, compression)
+            sample.files.append(_packed(path, wish, compression, row_bytes))
+    if settings.contiguous:
+        sample.files.append(_contiguous(base, scratch.path / "contiguous.h5", row_bytes))
+    return sample
+
+
+def _first_rows(subject: Subject, scratch: Scratch, notes: list[str]) -> tuple[ConvertOptions, ConvertReport]:
+    """A few rows, which tell their size and how long they take; and the options that all rows take."""
+    options = subject.options
+    path = scratch.path / "first.h5"
+    try:
+        return options, convert(subject.source, path, replace(options, limit=_FIRST, workers=1))
+    except SizesDifferError:
+        options = replace(options, size=_FALLBACK_SIZE)
+        notes.append("The images differ in size; --size 224 was taken, as --size was not given.")
+        return options, convert(subject.source, path, replace(options, limit=_FIRST, workers=1))
+
+
+def _sample_rows(
+    subject: Subject, settings: BenchSettings, scratch: Scratch, row_bytes: int, files: int, least_speed: float
+) -> int:
+    """How many rows time, memory and disk allow.
+
+    All files should fit into the page cache together, with as much left for the batches.
+    """
+    if settings.rows is not None:
+        return max(LEAST_IMAGES, min(settings.rows, subject.images))
+    room = min(SAMPLE_BYTES, available_memory() // (3 * files), int(0.8 * free_bytes(scratch.path)) // files)
+    by_time = int(least_speed * _PACKING_SHARE * settings.seconds)
+    return max(LEAST_IMAGES, min(subject.images, room // row_bytes, max(by_time, _FIRST)))
+
+
+def _wished_rows(settings: BenchSettings, row_bytes: int, default_rows: int) -> list[int]:
+    """Rows a chunk to try, ascending."""
+    wished = set(settings.chunk_rows) | {max(1, size // row_bytes) for size in settings.chunk_bytes}
+    if not wished:
+        wished = {max(1, size // row_bytes) for size in DEFAULT_CHUNK_BYTES} | {default_rows}
+    return sorted(wished)
+
+
+def _repack(base: Path, path: Path, sample: Sample, chunk_rows: int, compression: str) -> Path:
+    """The base's rows in other chunks, in the same order."""
+    # Starting workers takes longer than copying the rows.
+    options = ConvertOptions(
+        workers=1,
+        order="sorted",
+        chunk_rows=chunk_rows,
+        compression=compression,
+        layout=sample.options.layout,
+        mode=sample.options.mode,
+    )
+    convert(base, path, options)
+    return path
+
+
+def _packed(path: Path, chunk_rows: int, compression: str, row_bytes: int) -> Stored:
+    with open_file(path) as file:
+        images = file[schema.IMAGES]
+        stored = int(images.id.get_storage_size())
+        rows, size = len(images), int(images.nbytes)
+    label = f"{chunk_rows:,} row" + "s" * (chunk_rows != 1) + ("" if compression == "none" else f" {compression}")
+    return Stored(
+        label, os.fspath(path), schema.IMAGES, schema.LABELS, rows, chunk_rows, chunk_rows * row_bytes, row_bytes,
+        compression, stored, stored / size,
+    )  # fmt: skip
+
+
+def _contiguous(base: Path, path: Path, row_bytes: int) -> Stored:
+    """The rows of a pack one behind the other, as ``create_dataset`` without chunks stores them."""
+    with open_file(base) as source, h5py.File(path, "w", libver=("v110", "v110")) as file:
+        images = source[schema.IMAGES]
+        copied = file.create_dataset(schema.IMAGES, images.shape, images.dtype)
+        step = max(1, _BLOCK_BYTES // row_bytes)
+        for start in range(0, len(images), step):
+            copied[start : start + step] = images[start : start + step]
+        if schema.LABELS in source:
+            file[schema.LABELS] = source[schema.LABELS][()]
+        rows, size = len(images), int(images.nbytes)
+    return Stored(
+        "contiguous", os.fspath(path), schema.IMAGES, schema.LABELS, rows, None, None, row_bytes, "none", size, 1.0
+    )
+
+
+def _shortened(stored: Stored, settings: BenchSettings, rows: int) -> Stored:
+    """The first rows of a file, whole chunks of them."""
+    if stored.chunk_rows is not None:
+        rows = -(-rows // stored.chunk_rows) * stored.chunk_rows
+    return replace(stored, rows=min(stored.rows, rows))
+
+
+def _only_as_it_is(subject: Subject, settings: BenchSettings, note: str) -> Sample:
+    """A sample of a file that cannot be packed anew."""
+    if subject.stored is None:
+        raise OptionsError(f"{subject.name}: nothing to measure")
+    row_bytes = subject.stored.row_bytes
+    rows = settings.rows or max(LEAST_IMAGES, min(SAMPLE_BYTES, available_memory() // 4) // row_bytes)
+    stored = _shortened(subject.stored, settings, rows)
+    dataset = H5Dataset(stored.path, images=stored.images, labels=stored.labels)
+    shape = dataset.engine.indexes[stored.images].row_shape
+    return Sample([stored], stored.rows, row_bytes, shape, subject.options, notes=[note])

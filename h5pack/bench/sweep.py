@@ -1,0 +1,163 @@
+"""Measures cells in turns, for as long as the time allows."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from h5pack.bench.cell import Cell, Measurement, Stored
+from h5pack.bench.plan import REPEATS, least_of
+from h5pack.bench.ways import LoaderWay, Way, open_way
+from h5pack.errors import H5PackError
+from h5pack.feed.dataset import H5Dataset
+from h5pack.feed.loader import H5Loader
+from h5pack.measure.page_cache import drop_cache, make_hot
+
+_LEAST_RUN = 0.02
+_MOST_RUN = 0.5
+"""Longer runs tell less than more of them."""
+
+
+@dataclass
+class _Running:
+    """What is known of a cell so far."""
+
+    cell: Cell
+    allowance: float = 0.0
+    speeds: list[float] = field(default_factory=list)
+    spent: float = 0.0
+    last: float = 0.0
+    rows: int = 0
+    asked: int | None = 0
+    hit_rate: float | None = None
+    reason: str | None = None
+
+
+class Sweep:
+    """Runs cells in turns, forwards and backwards, so that a drift of the machine's speed meets all alike.
+
+    Parameters
+    ----------
+    files : sequence of Stored
+    seed : int
+    report : callable
+        Called with the seconds that have passed since the last call.
+    """
+
+    def __init__(self, files: Sequence[Stored], seed: int, report: Callable[[float], None]) -> None:
+        self._files = {stored.label: stored for stored in files}
+        self._seed = seed
+        self._report = report
+        self._clock = time.monotonic()
+        self._memory: list[H5Loader] = []
+        self._sources = {stored.label: _files_behind(stored) for stored in files}
+
+    def measure(
+        self, cells: Sequence[Cell], seconds: float, found: list[Measurement], others: Sequence[Callable[[], None]] = ()
+    ) -> None:
+        """Measure cells of one page-cache state for about so long, and put what is known of them into `found`.
+
+        Each cell has its share of it (`least_of`); one that is slow to run gets fewer repeats, at least one.
+
+        Parameters
+        ----------
+        cells : sequence of Cell
+        seconds : float
+        found : list of Measurement
+            Gets one for each cell, also where this is interrupted.
+        others : sequence of callable
+            Called once each turn: ceilings.
+        """
+        running = [_Running(cell) for cell in cells]
+        if not running:
+            return
+        shares = sum(least_of(cell) for cell in cells)
+        for one in running:
+            one.allowance = seconds * least_of(one.cell) / shares
+        end = time.monotonic() + seconds
+        try:
+            self._turns(running, end, others)
+        finally:
+            found += [self._known(one) for one in running]
+
+    def _turns(self, running: list[_Running], end: float, others: Sequence[Callable[[], None]]) -> None:
+        turn = 0
+        while True:
+            due = [
+                one for one in running
+                if one.reason is None and (not one.speeds or one.spent + one.last <= one.allowance)
+            ]  # fmt: skip
+            if not due or time.monotonic() >= end:
+                return
+            for other in others:
+                other()
+                self._tick()
+            for one in due if turn % 2 == 0 else reversed(due):
+                if one.speeds and time.monotonic() + one.last > end:
+                    continue
+                begin = time.monotonic()
+                self._run(one, min(_MOST_RUN, max(_LEAST_RUN, one.allowance / (2 * REPEATS))))
+                one.last = time.monotonic() - begin
+                one.spent += one.last
+                self._tick()
+            turn += 1
+
+    def _run(self, one: _Running, seconds: float) -> None:
+        stored = self._files[one.cell.stored]
+        way: Way | None = None
+        try:
+            way = open_way(one.cell, stored, self._seed, self._memory)
+            # Memory and caches are filled, the file is opened; a first touch costs more than what is measured.
+            way.run(seconds / 2)
+            cold = one.cell.cache == "cold"
+            if cold and (left := sum(drop_cache(path) for path in self._sources[one.cell.stored])):
+                one.reason = f"{left:,} pages stay in the page cache, which this file system does not let go"
+                return
+            timing = way.run(seconds, once=cold)
+            if timing.rows == 0 or timing.seconds <= 0:
+                one.reason = "no row came in time"
+                return
+            one.speeds.append(timing.rows / timing.seconds)
+            one.rows += timing.rows
+            one.asked = None if one.asked is None or timing.bytes_asked is None else one.asked + timing.bytes_asked
+            if isinstance(way, LoaderWay):
+                one.hit_rate = way.hit_rate()
+        except (H5PackError, OSError, MemoryError) as error:
+            one.reason = str(error) or type(error).__name__
+        finally:
+            if way is not None:
+                way.close()
+
+    def warm(self) -> None:
+        """Have the sample's rows in the page cache."""
+        for label, stored in self._files.items():
+            if stored.own:
+                # It may be larger than memory; its first rows are what is read.
+                way = open_way(Cell(label, "sequential", "direct", "hot", 1, 1, 1), stored, self._seed)
+                way.run(math.inf, once=True)
+                way.close()
+            else:
+                make_hot(Path(stored.path))
+            self._tick()
+
+    def _known(self, one: _Running) -> Measurement:
+        row_bytes = self._files[one.cell.stored].row_bytes
+        known = one.asked is not None and one.rows > 0 and one.cell.workers is None
+        amplification = (one.asked or 0) / (one.rows * row_bytes) if known else None
+        reason = one.reason if one.reason is not None or one.speeds else "the time was over before"
+        return Measurement(one.cell, tuple(one.speeds), amplification, one.hit_rate, reason)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self._report(now - self._clock)
+        self._clock = now
+
+
+def _files_behind(stored: Stored) -> list[Path]:
+    """The file, and those that a virtual dataset takes its rows from."""
+    dataset = H5Dataset(stored.path, images=stored.images, labels=stored.labels)
+    behind = {file.path for index in dataset.engine.indexes.values() for file in index.files}
+    return [Path(path) for path in sorted({dataset.path, *behind})]

@@ -1,0 +1,313 @@
+"""The bench from end to end, on tiny images: all ways give rows, time is kept, nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+import h5pack
+from h5pack.bench.bench import Bench
+from h5pack.bench.cell import Cell, Measurement
+from h5pack.bench.library_file import LibraryFile
+from h5pack.bench.report import BenchReport
+from h5pack.bench.sample import make_sample
+from h5pack.bench.scratch import Scratch
+from h5pack.bench.settings import BenchSettings
+from h5pack.bench.subject import find_subject
+from h5pack.bench.sweep import Sweep
+from h5pack.bench.ways import open_way
+from h5pack.cli import main
+from h5pack.errors import NoImagesError, OptionsError
+from h5pack.pack.options import ConvertOptions
+from tests.makers import class_folders, flat_folder, save
+
+SIZE = (64, 48)
+ROW_BYTES = 64 * 48 * 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return class_folders(tmp_path_factory.mktemp("source") / "photos", {"a": 60, "b": 60}, SIZE)
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Chunks that are one line short, as in a well-known recipe."""
+    path = tmp_path_factory.mktemp("source") / "theirs.h5"
+    values = np.random.default_rng(0).integers(0, 256, (200, 3, *SIZE), np.uint8)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("images", data=values, chunks=(50, 3, SIZE[0] - 1, SIZE[1]))
+        file["labels"] = np.arange(200) % 10
+    return path
+
+
+def by_cell(report: BenchReport) -> dict[tuple[str, str, str, str], Measurement]:
+    return {
+        (one.cell.stored, one.cell.order, one.cell.engine, one.cell.cache): one
+        for one in report.measurements
+        if one.cell.workers is None
+    }
+
+
+def test_a_folder(folder: Path, tmp_path: Path) -> None:
+    settings = BenchSettings(
+        seconds=6, chunk_rows=(4, 16), compressions=("none", "gzip"), batch_sizes=(8,), scratch=os.fspath(tmp_path)
+    )
+    begin = time.monotonic()
+    report = Bench(folder, settings).run()
+    assert time.monotonic() - begin < 1.3 * settings.seconds
+    assert report.complete
+    assert list(tmp_path.iterdir()) == []
+    assert (report.kind, report.images, report.sample_rows, report.row_bytes) == ("folder", 120, 120, ROW_BYTES)
+    assert [one.label for one in report.files] == ["4 rows", "16 rows", "4 rows gzip", "16 rows gzip", "contiguous"]
+    found = by_cell(report)
+    for label in ("4 rows", "16 rows", "16 rows gzip", "contiguous"):
+        assert found[label, "window", "direct", "hot"].median > 0
+    direct = found["4 rows", "window", "direct", "hot"]
+    # Exactly what was wanted is asked for, and the labels' few bytes; what was read ahead is counted on both sides.
+    assert direct.amplification == pytest.approx(1.0, abs=0.2)
+    assert direct.hit_rate == pytest.approx(0.75)
+    assert {one.name for one in report.ceilings} >= {"memory copy"}
+    chosen = report.recommendation
+    assert chosen is not None
+    assert chosen.chunk_rows in (4, 16)
+    assert not chosen.sure, "120 rows are few"
+    assert report.trials
+    assert {one.cell.workers for one in report.trials} > {None}
+    text = json.dumps(report.to_json())
+    assert os.fspath(tmp_path) not in text, "temporary paths tell nobody anything"
+
+
+def test_a_foreign_file_its_fault_and_its_gain(foreign: Path, tmp_path: Path) -> None:
+    settings = BenchSettings(
+        seconds=5, chunk_rows=(8,), contiguous=False, batch_sizes=(16,), caches=("hot",), scratch=os.fspath(tmp_path)
+    )
+    report = Bench(foreign, settings).run()
+    assert [one.label for one in report.files] == ["as it is", "8 rows"]
+    own = report.files[0]
+    assert own.own
+    assert own.overhead == pytest.approx(2 * 63 / 64, rel=0.01)
+    assert any("cut every row into 2 pieces" in fault for fault in report.faults)
+    assert report.cure is not None
+    assert report.cure.startswith("h5pack convert")
+    found = by_cell(report)
+    assert found["as it is", "single", "default", "hot"].median > 0
+    assert found["as it is", "window", "direct", "hot"].median > 0
+    chosen = report.recommendation
+    assert chosen is not None
+    assert chosen.stored in ("8 rows", "as it is")
+    if chosen.convert:
+        assert "--layout nchw" in chosen.command
+        assert chosen.gain is not None
+
+
+@pytest.mark.parametrize("engine", ["direct", "tuned", "default"])
+@pytest.mark.parametrize("order", ["sequential", "window", "full", "single"])
+def test_every_way_reads_the_rows_it_says(foreign: Path, order: str, engine: str) -> None:
+    with Scratch(foreign.parent) as scratch:
+        subject = find_subject(foreign, ConvertOptions(), scratch.path)
+        assert subject.stored is not None
+        batch = 1 if order == "single" else 16
+        way = open_way(Cell("as it is", order, engine, "hot", batch, 2, 1), subject.stored, 0)
+        timing = way.run(10.0, once=True)
+        way.close()
+    assert timing.rows == 200
+    assert timing.seconds < 10
+    assert timing.bytes_asked is not None
+    assert timing.bytes_asked >= 0.9 * 200 * ROW_BYTES
+
+
+def test_workers_read_every_row(foreign: Path, tmp_path: Path) -> None:
+    subject = find_subject(foreign, ConvertOptions(), tmp_path)
+    assert subject.stored is not None
+    way = open_way(Cell("as it is", "window", "direct", "hot", 16, 2, 1, 2), subject.stored, 0)
+    assert way.run(0.0).rows == 200
+    way.close()
+
+
+def test_a_row_by_the_library_is_that_of_the_dataset(foreign: Path) -> None:
+    with h5py.File(foreign) as file:
+        expected = file["images"][()]
+    for tuned in (False, True):
+        library = LibraryFile(os.fspath(foreign), "images", tuned=tuned)
+        assert np.array_equal(library.row(7), expected[7])
+        parts = [pixels.copy() for _, pixels in library.batch([5, 199, 0], consecutive=False)]
+        assert np.array_equal(np.stack(parts), expected[[5, 199, 0]])
+        ((count, slice_),) = library.batch(range(40, 60), consecutive=True)
+        assert (count, len(slice_)) == (20, 20)
+        assert np.array_equal(slice_, expected[40:60])
+        library.close()
+
+
+def test_the_first_rows_of_a_larger_file_are_whole_chunks(foreign: Path, tmp_path: Path) -> None:
+    with Scratch(tmp_path) as scratch:
+        settings = BenchSettings(rows=60, chunk_rows=(8,), contiguous=False)
+        sample = make_sample(find_subject(foreign, ConvertOptions(), scratch.path), settings, scratch)
+        assert [(one.label, one.rows) for one in sample.files] == [("as it is", 100), ("8 rows", 60)]
+        way = open_way(Cell("as it is", "full", "direct", "hot", 16, 2, 1), sample.files[0], 0)
+        assert way.run(10.0, once=True).rows == 100
+        way.close()
+
+
+def test_the_sample_holds_the_images_in_every_form(folder: Path, tmp_path: Path) -> None:
+    with Scratch(tmp_path) as scratch:
+        settings = BenchSettings(chunk_rows=(4, 10), compressions=("none", "gzip"))
+        sample = make_sample(find_subject(folder, ConvertOptions(), scratch.path), settings, scratch)
+        rows = []
+        for one in sample.files:
+            with h5py.File(one.path) as file:
+                rows.append(file["images"][()])
+                assert file["images"].chunks == (None if one.chunk_rows is None else (one.chunk_rows, *SIZE, 3))
+                assert file["images"].compression == (None if one.compression == "none" else "gzip")
+        assert len(rows) == 5
+        assert all(np.array_equal(found, rows[0]) for found in rows)
+        assert len(np.unique(rows[0].reshape(120, -1), axis=0)) == 120
+
+
+def test_chunks_larger_than_half_the_sample_are_left_out_and_said(folder: Path, tmp_path: Path) -> None:
+    with Scratch(tmp_path) as scratch:
+        settings = BenchSettings(chunk_rows=(4, 100), contiguous=False)
+        sample = make_sample(find_subject(folder, ConvertOptions(), scratch.path), settings, scratch)
+    assert [one.label for one in sample.files] == ["4 rows"]
+    assert any("Chunks of 100 rows were left out" in note for note in sample.notes)
+
+
+def test_images_of_several_sizes_get_one_and_that_is_said(tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "photos", 10)
+    save(source / "large.jpg", 5, (40, 60))
+    with Scratch(tmp_path) as scratch:
+        settings = BenchSettings(chunk_rows=(2,), contiguous=False)
+        sample = make_sample(find_subject(source, ConvertOptions(), scratch.path), settings, scratch)
+    assert sample.row_shape == (224, 224, 3)
+    assert any("--size 224 was taken" in note for note in sample.notes)
+
+
+def test_rows_that_are_no_images_are_measured_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "features.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=np.random.default_rng(0).normal(size=(300, 64)), chunks=(30, 64))
+    settings = BenchSettings(seconds=2, images="x", batch_sizes=(16,), caches=("hot",), scratch=os.fspath(tmp_path))
+    report = Bench(path, settings).run()
+    assert [one.label for one in report.files] == ["as it is"]
+    assert any("not compared with other chunks" in note for note in report.notes)
+    assert report.recommendation is not None
+    assert not report.recommendation.sure
+
+
+def test_pages_that_stay_make_a_cell_unmeasured(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h5pack.bench.sweep.drop_cache", lambda path: 3)
+    with Scratch(tmp_path) as scratch:
+        settings = BenchSettings(chunk_rows=(4,), contiguous=False)
+        sample = make_sample(find_subject(folder, ConvertOptions(), scratch.path), settings, scratch)
+        found: list[Measurement] = []
+        cells = [Cell("4 rows", "window", "direct", cache, 8, 2, 1) for cache in ("cold", "hot")]
+        Sweep(sample.files, 0, lambda seconds: None).measure(cells, 1.0, found)
+    assert found[0].speeds == ()
+    assert found[0].reason == "3 pages stay in the page cache, which this file system does not let go"
+    assert found[1].speeds
+
+
+def test_a_slow_cell_gets_fewer_repeats_and_all_get_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from h5pack.bench import sweep
+
+    real = sweep.open_way
+
+    def slow(cell: Cell, *others: object) -> object:
+        if cell.order == "full":
+            time.sleep(0.4)
+        return real(cell, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sweep, "open_way", slow)
+    with Scratch(tmp_path) as scratch:
+        settings = BenchSettings(chunk_rows=(4,), contiguous=False)
+        sample = make_sample(find_subject(folder, ConvertOptions(), scratch.path), settings, scratch)
+        found: list[Measurement] = []
+        cells = [Cell("4 rows", order, "direct", "hot", 8, 2, 1) for order in ("full", "sequential", "window")]
+        begin = time.monotonic()
+        Sweep(sample.files, 0, lambda seconds: None).measure(cells, 1.5, found)
+        assert time.monotonic() - begin < 3
+    counts = {one.cell.order: len(one.speeds) for one in found}
+    assert counts["full"] >= 1
+    assert counts["sequential"] > counts["full"]
+
+
+def test_bad_input_is_one_line(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = flat_folder(tmp_path / "few", 3)
+    (tmp_path / "empty").mkdir()
+    scratch = ["--scratch", os.fspath(tmp_path), "--quiet"]
+    for arguments, code, message in (
+        ([os.fspath(few)], 2, "3 images, too few to measure anything"),
+        ([os.fspath(tmp_path / "empty")], 1, "no images"),
+        ([os.fspath(tmp_path / "nothing")], 1, "nothing"),
+        ([os.fspath(folder), "--seconds", "0.2"], 2, "a budget of 0.2 s is too small: packing the sample took"),
+        ([os.fspath(folder), "--orders", "random"], 2, "orders random: give some of"),
+        ([os.fspath(folder), "--threads", "two"], 2, "--threads 'two' is no whole number"),
+        ([os.fspath(folder), "--plot", os.fspath(tmp_path / "no" / "b.png")], 2, "its folder is not there"),
+        ([os.fspath(folder), "--plot", os.fspath(tmp_path / "b.xyz")], 2, "b.xyz"),
+    ):
+        assert main(["bench", *arguments, *scratch]) == code
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert len(lines) == 1, lines
+        assert message in lines[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "few"]
+
+
+def test_the_errors_of_the_python_way(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NoImagesError):
+        Bench(tmp_path / "empty", BenchSettings(scratch=os.fspath(tmp_path))).run()
+    with pytest.raises(OptionsError):
+        Bench(flat_folder(tmp_path / "few", 2), BenchSettings(scratch=os.fspath(tmp_path))).run()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "few"]
+
+
+def test_the_command_writes_what_it_is_asked_for(folder: Path, tmp_path: Path) -> None:
+    plot, page, profile = (tmp_path / name for name in ("b.png", "b.html", "p.toml"))
+    command = [sys.executable, "-m", "h5pack", "bench", os.fspath(folder), "--seconds", "5", "--chunk-rows", "4,16",
+               "--batch-size", "8", "--orders", "window,single", "--engines", "direct,default", "--cache", "hot",
+               "--plot", os.fspath(plot), "--report", os.fspath(page), "--save", os.fspath(profile)]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "h5pack convert" in result.stdout
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    assert page.read_text().lower().startswith("<!doctype html>")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b.html", "b.png", "p.toml"]
+    match = re.search(r"chunk_rows = (\d+)", profile.read_text())
+    assert match is not None
+    pack = tmp_path / "packed.h5"
+    h5pack.convert(folder, pack, ConvertOptions(chunk_rows=int(match[1]), workers=1))
+    loader = h5pack.H5Loader(h5pack.H5Dataset(pack), profile=profile)
+    assert sum(len(images) for images, _ in loader) == 120
+
+
+def test_ctrl_c_prints_what_is_known_and_cleans_up(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "h5pack", "bench", os.fspath(folder), "--seconds", "60", "--chunk-rows", "4",
+               "--batch-size", "8", "--json"]  # fmt: skip
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    # Measuring has begun once the contiguous form, the last one, is there and closed.
+    while not any(tmp_path.glob(".h5pack-bench-*/contiguous.h5")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(1.5)
+    run.send_signal(signal.SIGINT)
+    out, error = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert error.strip().splitlines() == ["h5pack: interrupted; nothing was written"]
+    report = json.loads(out)
+    assert report["complete"] is False
+    assert report["recommendation"] is None
+    assert any(one["images_per_s"] for one in report["measurements"])
+    assert list(tmp_path.iterdir()) == []
