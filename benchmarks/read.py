@@ -37,6 +37,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import h5pack
+from benchmarks.again import measure_again
 from benchmarks.common import RESULTS, write_result
 from benchmarks.row_files import RowSource, make_flat, make_foreign, make_pack
 from h5pack.measure.consuming import consume, touch
@@ -282,6 +283,22 @@ def measure(source: RowSource, scratch: Path, batches: tuple[int, int], repeats:
     return result
 
 
+def again(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What a bench recommends, measured once more beside all that it compared."""
+    if arguments.images is None:
+        parser.error("--again needs --images: the folder that the bench was about")
+    scratch = Path(tempfile.mkdtemp(prefix="h5pack-bench-", dir=arguments.scratch))
+    try:
+        result = measure_again(arguments.again, arguments.images, scratch, arguments.repeats)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    for label, speed in result["images_per_s"].items():
+        mark = ">" if label == result["recommended"] else " "
+        print(f"{mark} {label}: {speed['median']:,.0f} images/s ({speed['min']:,.0f} to {speed['max']:,.0f})")
+    print(f"{result['recommended']}, as recommended: {result['of_best']:.2f} of the best")
+    return result
+
+
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--large", type=int, default=20_000, help="rows of 116 KB (178x218)")
@@ -289,7 +306,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--scratch", type=Path, help="a folder for the files (default: a temporary one)")
     parser.add_argument("--json", type=Path, default=RESULTS / "read.json")
+    parser.add_argument("--again", type=Path, help="measure the settings of this result of 'h5pack bench' instead")
+    parser.add_argument("--images", type=Path, help="with --again: the folder of images that it was about")
     arguments = parser.parse_args(argv)
+    if arguments.again is not None:
+        return again(parser, arguments)
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
     torch.set_num_threads(1)
     scratch = Path(tempfile.mkdtemp(prefix="h5pack-bench-", dir=arguments.scratch))

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compressed, convert, foreign, plots, read
+from benchmarks import chunk_size, compressed, convert, foreign, plots, read
 from benchmarks.common import RESULTS
 from h5pack.measure.repeats import interleaved, spread
+from tests.makers import class_folders
 
 
 def test_convert_benchmark(tmp_path: Path) -> None:
@@ -47,6 +48,20 @@ def test_read_benchmark(tmp_path: Path) -> None:
     assert plots.read_summary(result).count("| H5Loader |") == 2
     assert "H5Loader" in plots.cold_table(result)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r.json", "r.png"], "scratch is cleaned up"
+
+
+def test_chunk_size_benchmark_and_its_settings_again(tmp_path: Path) -> None:
+    images, result = class_folders(tmp_path / "images", {"a": 50, "b": 50}, (64, 48)), tmp_path / "c.json"
+    sizes = ["--chunk-rows", "4,16", "--batch-size", "16", "--seconds", "4"]
+    chunk_size.main(["--images", str(images), *sizes, "--scratch", str(tmp_path), "--json", str(result)])
+    found = json.loads(result.read_text())
+    assert found["recommendation"]["stored"] in ("4 rows", "16 rows")
+    assert str(tmp_path) not in result.read_text()
+    command = ["--again", str(result), "--images", str(images), "--scratch", str(tmp_path), "--repeats", "2"]
+    once_more = read.main(command)
+    assert set(once_more["images_per_s"]) == {"4 rows", "16 rows"}
+    assert 0 < once_more["of_best"] <= 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.json", "images"], "scratch is cleaned up"
 
 
 def test_compressed_benchmark(tmp_path: Path) -> None:

@@ -106,6 +106,8 @@ def test_the_json_keys_are_listed(tmp_path: Path) -> None:
     from dataclasses import fields
 
     import h5pack
+    from h5pack.bench.cell import Cell
+    from h5pack.bench.report import BenchReport, Recommendation
     from h5pack.tools.info import DatasetReport
 
     source = split_folders(tmp_path / "photos", {"train": {"x": 3}, "val": {"y": 2}})
@@ -121,6 +123,8 @@ def test_the_json_keys_are_listed(tmp_path: Path) -> None:
         "info --json": {*info, *info["pack"], *(field.name for field in fields(DatasetReport)), "overhead"},
         "verify --json": set(h5pack.verify(tmp_path / "o.h5").to_json()),
     }
+    bench = BenchReport("photos", "folder", 1, (1, 1, 3), 3, 1, 60.0, {}).to_json()
+    found["bench --json"] = {*bench, *(field.name for noun in (Recommendation, Cell) for field in fields(noun))}
     assert set(blocks) == set(found)
     for name, keys in found.items():
         assert {key for key in keys if f"`{key}`" not in blocks[name]} == set(), name

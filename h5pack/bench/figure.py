@@ -169,7 +169,9 @@ def _draw(report: BenchReport) -> Figure:
 
 
 def _has_figures(swept: Swept, cache: str) -> bool:
-    return any(swept.median(form.label, one.order, one.engine, cache) for form in swept.forms for one in _series(swept))
+    return any(
+        swept.median(form.label, one.order, one.engine, cache) for form in swept.compared() for one in _series(swept)
+    )
 
 
 def _series(swept: Swept) -> list[_Series]:
@@ -196,13 +198,15 @@ def _draw_panel(panel: Axes, report: BenchReport, swept: Swept, axis: ChunkAxis,
     chosen = report.recommendation
     if chosen is not None and chosen.judged_by == cache:
         top = max(top, chosen.images_per_s)
-    top = _draw_ceilings(panel, report, cache, top)
+    ceilings = _draw_ceilings(panel, report, cache, top)
+    top = max([top, *ceilings])
     panel.set_ylim(0, 1.14 * top)
     panel.set_xlim(*axis.limits)
     _draw_frame(panel, axis, cache, None if chosen is None else chosen.stored)
-    if chosen is not None and chosen.judged_by == cache and chosen.stored in axis.places:
-        place = axis.places[chosen.stored]
+    place = None if chosen is None else axis.place(next(one for one in report.files if one.label == chosen.stored))
+    if chosen is not None and chosen.judged_by == cache and place is not None:
         text = f"{'recommended' if chosen.sure else 'perhaps'}: {chosen.stored}"
+        points += [(place, speed) for speed in ceilings]
         _draw_choice(panel, axis, (place, chosen.images_per_s), text, points, 1.14 * top)
 
 
@@ -231,15 +235,15 @@ def _draw_line(
     return max(median + high for median, high in zip(medians, highs, strict=True))
 
 
-def _draw_ceilings(panel: Axes, report: BenchReport, cache: str, top: float) -> float:
-    """The highest ceiling of each kind as a line; one that is far above as a word. The highest that is drawn."""
+def _draw_ceilings(panel: Axes, report: BenchReport, cache: str, top: float) -> list[float]:
+    """The highest ceiling of each kind as a line, one that is far above `top` as a word; images/s of the lines."""
     highest: dict[str, Ceiling] = {}
     for ceiling in report.ceilings:
         if ceiling.cache == cache and ceiling.speeds:
             before = highest.get(ceiling.name)
             if before is None or statistics.median(before.speeds) < statistics.median(ceiling.speeds):
                 highest[ceiling.name] = ceiling
-    drawn = top
+    drawn = []
     for ceiling in highest.values():
         speed = statistics.median(ceiling.speeds)
         text = f"ceiling: {ceiling.name}, {counted(ceiling.threads, 'thread')}: {speed_text(speed)}"
@@ -248,7 +252,7 @@ def _draw_ceilings(panel: Axes, report: BenchReport, cache: str, top: float) -> 
             # Drawn to scale it would press everything else to the ground.
             panel.text(0.015, 0.985, f"↑ {text}", va="top", transform=panel.transAxes, **style)
             continue
-        drawn = max(drawn, speed)
+        drawn.append(speed)
         panel.axhline(speed, color=_INK, linewidth=1, linestyle=(0, (7, 3)), zorder=1)
         panel.annotate(
             text, (0.015, speed), (0, 3.5), xycoords=panel.get_yaxis_transform(), textcoords="offset points", **style

@@ -53,6 +53,10 @@ class ChunkAxis:
         self.limits = (low - margin, right + margin)
         self._unit_inches = inches / (self.limits[1] - self.limits[0])
 
+    def place(self, form: Stored) -> float | None:
+        """Where a form stands, also a compressed one, which is at its chunks' bytes; None: nowhere."""
+        return self.places.get(form.label, None if not form.chunk_bytes else math.log2(form.chunk_bytes))
+
     def labelled(self, important: str | None, names: dict[str, str]) -> list[Stored]:
         """Forms whose names fit under the axis without touching: the important one, what stands apart, ends, others.
 

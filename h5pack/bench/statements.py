@@ -226,13 +226,11 @@ def headline(report: BenchReport) -> str:
     text = f"{what} give {speed_words(chosen.images_per_s)} images/s in shuffled batches on this machine"
     if not chosen.convert:
         text = text.replace(" give ", " gives ", 1)
-    swept = Swept(report)
-    own = next((one.label for one in report.files if one.own), None)
-    plain_speed = swept.median(own or chosen.stored, "single", "default", chosen.judged_by)
-    if plain_speed is not None and chosen.images_per_s > 1.05 * plain_speed:
-        times = times_text(chosen.images_per_s / plain_speed)
-        of = " of the file as it is" if own is not None and chosen.convert else ""
-        text += f", {times} times plain h5py's one index a call{of}"
     if not chosen.sure:
         return f"Too little was measured to be sure, but perhaps {text}{stopped}"
+    own = next((one.label for one in report.files if one.own), None)
+    slow = Swept(report).median(own or chosen.stored, "single", "default", chosen.judged_by)
+    if slow is not None and chosen.images_per_s > 1.05 * slow:
+        of = " of the file as it is" if own is not None and chosen.convert else ""
+        text += f", {times_text(chosen.images_per_s / slow)} times plain h5py's one index a call{of}"
     return f"{text[0].upper()}{text[1:]}{stopped}"

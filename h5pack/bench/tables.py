@@ -121,32 +121,37 @@ def speed_table(report: BenchReport, swept: Swept, cache: str) -> Table | None:
 
 
 def reads_table(report: BenchReport, swept: Swept) -> Table | None:
-    """Amplification and chunk hits, as far as they are known; where hot and cold differ, both."""
+    """Amplification and chunk hits, as far as they are known; a range where hot and cold differ clearly."""
     forms = swept.compared()
 
-    def known(label: str, order: str, engine: str) -> list[tuple[str, str]]:
-        texts = []
-        for cache in swept.caches:
-            one = swept.found(label, order, engine, cache)
-            if one is None or (one.amplification is None and one.hit_rate is None):
-                continue
-            read = NOT_MEASURED if one.amplification is None else f"{one.amplification:.2f}x"
-            texts.append((read, "" if one.hit_rate is None else f"{100 * one.hit_rate:.0f}%"))
-        return list(dict.fromkeys(texts))
+    def known(label: str, order: str, engine: str) -> tuple[list[float], list[float]]:
+        found = [one for cache in swept.caches if (one := swept.found(label, order, engine, cache)) is not None]
+        return (
+            [one.amplification for one in found if one.amplification is not None],
+            [100 * one.hit_rate for one in found if one.hit_rate is not None],
+        )
 
     def entry(stored: Stored, order: str, engine: str) -> Entry:
-        texts = known(stored.label, order, engine)
-        if not texts:
-            return _EMPTY
-        reads, hits = (list(dict.fromkeys(column)) for column in zip(*texts, strict=True))
-        return Entry(" ".join(reads), " ".join(hits))
+        reads, hits = known(stored.label, order, engine)
+        return Entry(_range_text(reads, ".2f", "x") or NOT_MEASURED, _range_text(hits, ".0f", "%"))
 
-    columns = _columns(swept, forms, lambda label, order, engine: bool(known(label, order, engine)))
+    columns = _columns(swept, forms, lambda label, order, engine: any(known(label, order, engine)))
     if not columns:
         return None
     about = "Bytes asked of the system for each byte handed out, and rows that came with another of their chunk."
     table = _grid("amplification and chunk hits", report, forms, columns, entry)
     return dataclasses.replace(table, about=about)
+
+
+def _range_text(values: Sequence[float], form: str, unit: str) -> str:
+    """Values that hardly differ as their mean, others as a range; nothing where there are none."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    if high - low <= 0.1 * high:
+        low = high = sum(values) / len(values)
+    texts = dict.fromkeys(f"{value:{form}}" for value in (low, high))
+    return "..".join(texts) + unit
 
 
 def compression_table(report: BenchReport, swept: Swept, cache: str) -> Table | None:
@@ -196,7 +201,7 @@ def variation_tables(swept: Swept) -> list[Table]:
             )
             for variation in variations
         )
-        tables.append(Table(f"images/s by {titles[name]}", ("",), ((titles[name], heads),), rows))
+        tables.append(Table(f"images/s by {titles[name]}", ("",), (("", heads),), rows))
     return tables
 
 

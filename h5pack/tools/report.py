@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from h5pack import schema
 from h5pack.pack.plan import human_bytes
 from h5pack.tools.info import DatasetReport, FileReport
@@ -29,7 +31,7 @@ def info_text(report: FileReport) -> str:
         lines.append(f"mean     {_numbers(pack['mean'])}   std {_numbers(pack['std'])}   (of 0..1)")
         lines.append(f"rejects  {pack['rejects']:,}")
     for dataset in report.datasets:
-        lines += _dataset_lines(dataset)
+        lines += _dataset_lines(report.path, dataset)
     if report.stats is not None:
         lines += _stats_lines(report)
     return "\n".join(lines)
@@ -51,7 +53,7 @@ def verify_text(report: VerifyReport) -> str:
     return "\n".join(lines)
 
 
-def _dataset_lines(dataset: DatasetReport) -> list[str]:
+def _dataset_lines(path: str, dataset: DatasetReport) -> list[str]:
     shape = " x ".join(f"{size:,}" for size in dataset.shape) or "scalar"
     stored = f"{human_bytes(dataset.stored_bytes)} stored"
     if dataset.bytes:
@@ -67,6 +69,8 @@ def _dataset_lines(dataset: DatasetReport) -> list[str]:
     lines += [f"  fault: {fault}" for fault in dataset.faults]
     if dataset.cure is not None:
         lines.append(f"  cure: {dataset.cure}")
+        command = shlex.join(["h5pack", "bench", path, "--images", dataset.name])
+        lines.append(f"  what it costs here, in images/s: {command}")
     return lines
 
 

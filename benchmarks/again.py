@@ -1,0 +1,67 @@
+"""The settings of a bench, measured once more: all its chunk sizes side by side, in whole epochs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import h5pack
+from h5pack.measure.consuming import consume
+from h5pack.measure.page_cache import drop_cache, make_hot
+from h5pack.measure.repeats import interleaved, spread
+
+
+def measure_again(bench: Path, folder: Path, scratch: Path, repeats: int) -> dict[str, Any]:
+    """Pack a folder with each of a bench's chunk sizes, and read each as its recommendation says.
+
+    Parameters
+    ----------
+    bench : Path
+        What ``h5pack bench --json`` printed, or `benchmarks.chunk_size` wrote.
+    folder : Path
+        The images that it was about.
+    scratch : Path
+        For the packs.
+    repeats : int
+
+    Returns
+    -------
+    dict
+        Images/s of each chunk size, and the recommended one's part of the best.
+    """
+    found = json.loads(bench.read_text())
+    chosen = found["recommendation"]
+    forms = [one for one in found["files"] if one["chunk_rows"] is not None and not one["own"]]
+    loaders, paths = {}, {}
+    for form in forms:
+        path = scratch / f"{form['chunk_rows']}-{form['compression']}.h5".replace(":", "-")
+        options = h5pack.ConvertOptions(
+            limit=found["sample_rows"], chunk_rows=form["chunk_rows"], compression=form["compression"]
+        )
+        h5pack.convert(folder, path, options)
+        paths[form["label"]] = path
+        loaders[form["label"]] = h5pack.H5Loader(
+            h5pack.H5Dataset(path),
+            chosen["batch"],
+            window=chosen["window"],
+            threads=chosen["threads"],
+            resident="no",
+        )
+    speeds: dict[str, list[float]] = {label: [] for label in loaders}
+    for label in interleaved(list(loaders), repeats):
+        cold = chosen["judged_by"] == "cold"
+        make_hot(paths[label])
+        consume(loaders[label])
+        if cold:
+            drop_cache(paths[label])
+        speeds[label].append(consume(loaders[label]))
+    medians = {label: spread(values)["median"] for label, values in speeds.items()}
+    shutil.rmtree(scratch, ignore_errors=True)
+    return {
+        "recommended": chosen["stored"],
+        "settings": {name: chosen[name] for name in ("batch", "window", "threads", "judged_by")},
+        "images_per_s": {label: spread(values) for label, values in speeds.items()},
+        "of_best": round(medians[chosen["stored"]] / max(medians.values()), 4),
+    }
