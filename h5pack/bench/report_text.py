@@ -114,12 +114,12 @@ def _bands(sizes: list[int], room: int) -> list[range]:
     return [range(group, group + 1) for group in range(len(sizes))]
 
 
-def _named(found: Iterable[tuple[str, str]]) -> list[str]:
+def _named(found: Iterable[tuple[str, str]], indent: str = "") -> list[str]:
     """Names and their texts in two columns."""
     lines = []
     last = ""
     for name, text in found:
-        lines += _wrapped(text, ("" if name == last else name).ljust(_NAME))
+        lines += _wrapped(text, indent + ("" if name == last else name).ljust(_NAME))
         last = name
     return lines
 
@@ -147,7 +147,7 @@ def _recommendation(report: BenchReport) -> list[str]:
     if chosen is None:
         return [NO_RECOMMENDATION]
     lines = ["recommendation", *_wrapped(advice(chosen), "  ")]
-    lines += ["  " + line for line in _named(recommended_facts(report, chosen))]
+    lines += _named(recommended_facts(report, chosen), "  ")
     lines += [line for reason in chosen.reasons for line in _wrapped(plain(reason), "  - ")]
     for text in (chosen.command, chosen.code):
         if text:

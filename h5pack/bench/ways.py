@@ -124,6 +124,7 @@ class LoaderWay:
         if not any(self._loader.use_memory_of(keeper) for keeper in memory):
             memory.append(self._new_loader())
             self._loader.use_memory_of(memory[-1])
+        self._loader.prepare_memory()
 
     def run(self, seconds: float, *, once: bool = False) -> Timing:
         """Epochs until the time is up; one that is left counts what was read, for the rest was read ahead."""

@@ -158,6 +158,16 @@ class BufferPool:
         self._watched[number] = weakref.ref(base, give_back)
         return BatchMemory(base, None, self.parts, rows)
 
+    def prepare(self) -> None:
+        """Have as many unused ones as are kept, each page touched, which is what costs time of fresh memory."""
+        if self._pinned:
+            return
+        self._forget()
+        for _ in range(self.keep - len(self._free) - len(self._watched)):
+            memory = anonymous(self.bytes)
+            np.frombuffer(memory, np.uint8)[::_PAGE] = 0
+            self._free.append(memory)
+
     def _forget(self) -> None:
         """Drop what is known of dead arrays; several iterators may do so at once."""
         with contextlib.suppress(IndexError):

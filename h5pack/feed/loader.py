@@ -282,6 +282,10 @@ class H5Loader(Resumable):
             self._pool = theirs
         return alike
 
+    def prepare_memory(self) -> None:
+        """Take the memory that batches will need, and touch it: the first batches are then as fast as later ones."""
+        self._pool.prepare()
+
     def close(self) -> None:
         """Stop all iterations, and let go of all memory that no batch uses."""
         for iterator in list(self._iterators):

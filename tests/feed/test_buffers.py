@@ -211,3 +211,16 @@ def test_memory_is_zero_at_first_and_of_any_size() -> None:
         assert not np.frombuffer(memory, np.uint8).any()
     empty = BufferPool([("images", (0, 3), np.dtype("f4"))], 5, pinned=False, keep=1)
     assert empty.take(5).tensor("images").shape == (5, 0, 3)
+
+
+def test_prepared_memory_is_what_is_kept_and_what_is_taken_next() -> None:
+    pool = BufferPool([("x", (10,), np.dtype(np.uint8))], 100, False, 3)
+    held = pool.take(100)
+    pool.prepare()
+    assert len(pool._free) == 2
+    pool.prepare()
+    assert len(pool._free) == 2, "those in use count, too"
+    prepared = {np.frombuffer(memory, np.uint8).__array_interface__["data"][0] for memory in pool._free}
+    taken = [pool.take(100) for _ in range(2)]
+    assert {memory.address for memory in taken} == prepared
+    assert held.address not in prepared

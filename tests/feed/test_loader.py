@@ -884,3 +884,16 @@ def test_the_queue_depth_counts_full_batches(dataset: h5pack.H5Dataset) -> None:
     assert before >= 2, "batches are read ahead"
     loader.close()
     assert loader.queue_depth == 0
+
+
+def test_loaders_that_take_turns_share_memory(dataset: h5pack.H5Dataset) -> None:
+    orders = [{"shuffle": "full"}, {}, {"shuffle": False}]
+    loaders = [loader_of(dataset, resident="no", **order) for order in orders]
+    assert loaders[1].use_memory_of(loaders[0])
+    assert loaders[2].use_memory_of(loaders[1])
+    loaders[0].prepare_memory()
+    for epoch in range(2):
+        for loader, order in zip(loaders, orders, strict=True):
+            expected = reference(dataset, epoch + 1, **order_of(order))[epoch]
+            assert all_same([[part.clone() for part in batch] for batch in loader], expected)
+    assert not loaders[0].use_memory_of(loader_of(dataset, batch_size=BATCH + 1))
