@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from h5pack.feed.mixing import MixingReport, mixing_report
     from h5pack.feed.mixture import MixtureSampler
     from h5pack.feed.normalize import Normalize
+    from h5pack.feed.profile import LoaderProfile
     from h5pack.feed.samplers import ChunkBatchSampler, ChunkSampler
     from h5pack.layout import CachePlan, ChunkPlan, plan_cache, plan_chunks
     from h5pack.pack.converter import Conversion, ConvertReport, convert
@@ -78,6 +79,7 @@ _HOMES = {
     "H5PackError": "h5pack.errors",
     "IncompletePackError": "h5pack.errors",
     "LoaderError": "h5pack.errors",
+    "LoaderProfile": "h5pack.feed.profile",
     "MixingReport": "h5pack.feed.mixing",
     "MixtureSampler": "h5pack.feed.mixture",
     "NoImagesError": "h5pack.errors",
@@ -127,6 +129,7 @@ __all__ = [
     "H5PackError",
     "IncompletePackError",
     "LoaderError",
+    "LoaderProfile",
     "MixingReport",
     "MixtureSampler",
     "NoImagesError",

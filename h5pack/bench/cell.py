@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 
@@ -116,6 +116,13 @@ class Measurement:
         found["hit_rate"] = None if self.hit_rate is None else round(self.hit_rate, 4)
         found["reason"] = self.reason
         return found
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Measurement:
+        """What `to_json` gave; figures are as round as there."""
+        cell = Cell(**{field.name: found[field.name] for field in fields(Cell)})
+        speeds = () if found["images_per_s"] is None else tuple(found["images_per_s"]["repeats"])
+        return cls(cell, speeds, found["amplification"], found["hit_rate"], found["reason"])
 
 
 def spread_of(speeds: tuple[float, ...]) -> dict[str, Any] | None:

@@ -203,7 +203,8 @@ def _draw_panel(panel: Axes, report: BenchReport, swept: Swept, axis: ChunkAxis,
     panel.set_ylim(0, 1.14 * top)
     panel.set_xlim(*axis.limits)
     _draw_frame(panel, axis, cache, None if chosen is None else chosen.stored)
-    place = None if chosen is None else axis.place(next(one for one in report.files if one.label == chosen.stored))
+    form = next((one for one in report.files if chosen is not None and one.label == chosen.stored), None)
+    place = None if form is None else axis.place(form)
     if chosen is not None and chosen.judged_by == cache and place is not None:
         text = f"{'recommended' if chosen.sure else 'perhaps'}: {chosen.stored}"
         points += [(place, speed) for speed in ceilings]

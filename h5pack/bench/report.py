@@ -173,3 +173,36 @@ class BenchReport:
             "recommendation": None if self.recommendation is None else asdict(self.recommendation),
             "complete": self.complete,
         }
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> BenchReport:
+        """What `to_json` gave, for tables and pictures; paths of temporary files are not in it."""
+        chosen = found["recommendation"]
+        if chosen is not None:
+            cache = None if chosen["cache"] is None else CachePlan(**chosen["cache"])
+            lists = {name: tuple(chosen[name]) for name in ("alike", "reasons")}
+            chosen = Recommendation(**{**chosen, **lists, "cache": cache})
+        return cls(
+            subject=found["subject"],
+            kind=found["kind"],
+            images=found["images"],
+            row_shape=tuple(found["row_shape"]),
+            row_bytes=found["row_bytes"],
+            sample_rows=found["sample_rows"],
+            budget_seconds=found["budget_seconds"],
+            machine=found["machine"],
+            files=[Stored(path="", **one) for one in found["files"]],
+            ceilings=[
+                Ceiling(one["name"], one["threads"], one["cache"], tuple(one["images_per_s"]["repeats"]))
+                for one in found["ceilings"]
+            ],
+            measurements=[Measurement.from_json(one) for one in found["measurements"]],
+            trials=[Measurement.from_json(one) for one in found["trials"]],
+            faults=tuple(found["faults"]),
+            cure=found["cure"],
+            notes=list(found["notes"]),
+            recommendation=chosen,
+            seconds=found["seconds"],
+            pack_images_per_s=found["pack_images_per_s"],
+            complete=found["complete"],
+        )

@@ -231,6 +231,6 @@ def headline(report: BenchReport) -> str:
     own = next((one.label for one in report.files if one.own), None)
     slow = Swept(report).median(own or chosen.stored, "single", "default", chosen.judged_by)
     if slow is not None and chosen.images_per_s > 1.05 * slow:
-        of = " of the file as it is" if own is not None and chosen.convert else ""
-        text += f", {times_text(chosen.images_per_s / slow)} times plain h5py's one index a call{of}"
+        on = " on the file as it is" if own is not None and chosen.convert else ""
+        text += f", {times_text(chosen.images_per_s / slow)} times as fast as plain h5py{on}, one index a call"
     return f"{text[0].upper()}{text[1:]}{stopped}"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from h5pack.bench.cell import Cell, Measurement, Stored
+from h5pack.bench.cell_way import open_way
 from h5pack.bench.plan import REPEATS, least_of
-from h5pack.bench.ways import LoaderWay, Way, open_way
+from h5pack.bench.ways import LoaderWay, Way
 from h5pack.errors import H5PackError
 from h5pack.feed.dataset import H5Dataset
 from h5pack.feed.loader import H5Loader
@@ -30,8 +32,7 @@ class _Running:
     speeds: list[float] = field(default_factory=list)
     spent: float = 0.0
     last: float = 0.0
-    rows: int = 0
-    asked: int | None = 0
+    asked: list[float] = field(default_factory=list)
     hit_rate: float | None = None
     reason: str | None = None
 
@@ -121,8 +122,8 @@ class Sweep:
                 one.reason = "no row came in time"
                 return
             one.speeds.append(timing.rows / timing.seconds)
-            one.rows += timing.rows
-            one.asked = None if one.asked is None or timing.bytes_asked is None else one.asked + timing.bytes_asked
+            if timing.bytes_a_row is not None:
+                one.asked.append(timing.bytes_a_row)
             if isinstance(way, LoaderWay):
                 one.hit_rate = way.hit_rate()
         except (H5PackError, OSError, MemoryError) as error:
@@ -145,8 +146,7 @@ class Sweep:
 
     def _known(self, one: _Running) -> Measurement:
         row_bytes = self._files[one.cell.stored].row_bytes
-        known = one.asked is not None and one.rows > 0 and one.cell.workers is None
-        amplification = (one.asked or 0) / (one.rows * row_bytes) if known else None
+        amplification = statistics.mean(one.asked) / row_bytes if one.asked else None
         reason = one.reason if one.reason is not None or one.speeds else "the time was over before"
         return Measurement(one.cell, tuple(one.speeds), amplification, one.hit_rate, reason)
 

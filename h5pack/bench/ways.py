@@ -30,13 +30,13 @@ class Timing:
     ----------
     rows : int
     seconds : float
-    bytes_asked : int or None
-        Of the system, in this process; None where it does not say.
+    bytes_a_row : float or None
+        Asked of the system by this process; None where it does not say.
     """
 
     rows: int
     seconds: float
-    bytes_asked: int | None
+    bytes_a_row: float | None
 
 
 class Way(Protocol):
@@ -47,31 +47,6 @@ class Way(Protocol):
 
     def close(self) -> None:
         """Stop, and give the memory back."""
-
-
-def open_way(cell: Cell, stored: Stored, seed: int, memory: list[H5Loader] | None = None) -> Way:
-    """The way of a cell.
-
-    Parameters
-    ----------
-    cell : Cell
-    stored : Stored
-    seed : int
-    memory : list of H5Loader, optional
-        Loaders that keep memory for batches, which ways use in turns; a new kind of batch adds one.
-    """
-    if cell.workers is not None:
-        from h5pack.bench.worker_way import WorkerWay
-
-        return WorkerWay(open_dataset(stored), cell, stored, seed)
-    if cell.engine == "default":
-        return LibraryWay(cell, stored, seed, tuned=False)
-    if cell.order == "single":
-        return LibraryWay(cell, stored, seed, tuned=True) if cell.engine == "tuned" else SingleWay(stored, seed)
-    dataset = open_dataset(stored)
-    way = LoaderWay(through_library(dataset) if cell.engine == "tuned" else dataset, cell, stored, seed)
-    way.share([] if memory is None else memory)
-    return way
 
 
 def open_dataset(stored: Stored) -> H5Dataset:
@@ -139,9 +114,9 @@ class LoaderWay:
             elapsed = time.perf_counter() - begin
             if once or elapsed >= seconds:
                 rows = self._dataset.stats().rows - before
-                asked_now = bytes_asked()
                 iterator.close()  # type: ignore[attr-defined]
-                return Timing(rows, elapsed, None if asked is None or asked_now is None else asked_now - asked)
+                # No thread is reading now, so bytes and rows go together.
+                return Timing(rows, elapsed, _bytes_a_row(asked, self._dataset.stats().rows - before))
 
     def hit_rate(self) -> float | None:
         """The part of the rows that came with another row of their chunk; None before any."""
@@ -217,7 +192,7 @@ class LibraryWay:
                     break
             elapsed = time.perf_counter() - begin
             if once or elapsed >= seconds:
-                return Timing(done, elapsed, _since(asked))
+                return Timing(done, elapsed, _bytes_a_row(asked, done))
 
     def _batches(self) -> Iterator[Any]:
         if self._cell.order == "sequential":
@@ -261,7 +236,7 @@ def timed_rows(rows: npt.NDArray[np.int64], read: Any, seconds: float, *, once: 
                 break
         if once:
             break
-    return Timing(done, elapsed, _since(asked))
+    return Timing(done, elapsed, _bytes_a_row(asked, done))
 
 
 def bytes_asked() -> int | None:
@@ -272,6 +247,6 @@ def bytes_asked() -> int | None:
         return None
 
 
-def _since(asked: int | None) -> int | None:
+def _bytes_a_row(asked: int | None, rows: int) -> float | None:
     now = bytes_asked()
-    return None if asked is None or now is None else now - asked
+    return None if asked is None or now is None or not rows else (now - asked) / rows
