@@ -11,9 +11,12 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+from benchmarks.bench_plots import chunk_size_about, chunk_size_table, recommendation_text, trials_table
 from benchmarks.common import RESULTS
 from benchmarks.echoing import echoing_table
 from benchmarks.mixing_plots import accuracy_table, draw_accuracy, draw_mixing, mixing_table
+from h5pack.bench.figure import draw_bench
+from h5pack.bench.report import BenchReport
 
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "docs" / "img"
@@ -299,12 +302,19 @@ def main() -> None:
     update_figures(ROOT / "docs" / "training.md", "normalize", normalize_table(result))
     result = json.loads((RESULTS / "echoing.json").read_text())
     update_figures(ROOT / "docs" / "training.md", "echoing", echoing_table(result))
+    result = json.loads((RESULTS / "chunk_size.json").read_text())
+    draw_bench(BenchReport.from_json(result), PICTURES / "chunk_size.png")
+    for cache in ("hot", "cold"):
+        update_figures(ROOT / "docs" / "tuning.md", f"chunks {cache}", chunk_size_table(result, cache))
+    update_figures(ROOT / "docs" / "tuning.md", "chunks about", chunk_size_about(result))
+    update_figures(ROOT / "docs" / "tuning.md", "run-off", trials_table(result))
+    update_figures(ROOT / "docs" / "tuning.md", "recommendation", recommendation_text(result))
     result = json.loads((RESULTS / "mixing.json").read_text())
     draw_mixing(result, PICTURES / "mixing.png")
-    update_figures(ROOT / "docs" / "tuning.md", "mixing", mixing_table(result))
+    update_figures(ROOT / "docs" / "mixing.md", "mixing", mixing_table(result))
     result = json.loads((RESULTS / "accuracy.json").read_text())
     draw_accuracy(result, PICTURES / "accuracy.png")
-    update_figures(ROOT / "docs" / "tuning.md", "accuracy", accuracy_table(result))
+    update_figures(ROOT / "docs" / "mixing.md", "accuracy", accuracy_table(result))
 
 
 if __name__ == "__main__":

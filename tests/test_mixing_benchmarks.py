@@ -1,4 +1,4 @@
-"""The benchmarks of mixing run, tiny; the tuning page shows their committed figures, and its code runs."""
+"""The benchmarks of mixing run, tiny; the mixing page shows their committed figures, and its code runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from h5pack.feed.order import DEFAULT_WINDOW
 from tests.makers import split_folders
 from tests.test_docs import RUNNABLE
 
-PAGE = plots.ROOT / "docs" / "tuning.md"
+PAGE = plots.ROOT / "docs" / "mixing.md"
 
 
 def size_of(picture: Path) -> tuple[int, int]:

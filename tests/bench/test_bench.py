@@ -96,7 +96,7 @@ def test_a_folder(folder: Path, tmp_path: Path) -> None:
 
 def test_a_foreign_file_its_fault_and_its_gain(foreign: Path, tmp_path: Path) -> None:
     settings = BenchSettings(
-        seconds=2.5, chunk_rows=(8,), contiguous=False, batch_sizes=(16,), caches=("hot",), scratch=os.fspath(tmp_path)
+        seconds=5, chunk_rows=(8,), contiguous=False, batch_sizes=(16,), caches=("hot",), scratch=os.fspath(tmp_path)
     )
     report = Bench(foreign, settings).run()
     assert [one.label for one in report.files] == ["as it is", "8 rows"]
