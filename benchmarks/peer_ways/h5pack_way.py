@@ -1,0 +1,85 @@
+"""h5pack's three ways: H5Loader as it comes, H5Loader that reads the file every epoch, H5Dataset in a DataLoader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from benchmarks.peer_ways.data_loader import OpenedLoader
+from benchmarks.peer_ways.image_folder import ImageFolder
+from benchmarks.peer_ways.way import Opened, Reading, Way
+from h5pack import ChunkBatchSampler, ConvertOptions, H5Dataset, H5Loader, convert
+
+
+class _Packed(Way):
+    packages = ("h5pack", "h5py", "torch")
+
+    def convert(self, source: ImageFolder, out: Path, workers: int) -> int:
+        """``h5pack convert`` as it comes."""
+        convert(source.folder, out / "pack.h5", ConvertOptions(workers=workers))
+        return workers
+
+
+class _OpenedH5Loader(OpenedLoader):
+    def close(self) -> None:
+        """Join its threads."""
+        self.loader.close()
+        super().close()
+
+
+class LoaderWay(_Packed):
+    """H5Loader.
+
+    Parameters
+    ----------
+    settings : str
+    keeps_rows : bool
+    options : dict
+        For H5Loader.
+    """
+
+    parallel = "threads"
+
+    def __init__(self, settings: str, *, keeps_rows: bool, **options: Any) -> None:
+        self.settings, self.keeps_rows, self.options = settings, keeps_rows, options
+
+    def open(self, out: Path, reading: Reading) -> Opened:
+        """The loader over the pack."""
+        dataset = H5Dataset(out / "pack.h5")
+        options = {"threads": reading.workers, "seed": reading.seed, **self.options}
+        return _OpenedH5Loader(H5Loader(dataset, reading.batch, **options))
+
+
+class DatasetWay(_Packed):
+    """H5Dataset in a DataLoader."""
+
+    settings = "ChunkBatchSampler, collate_fn=dataset.collate, workers that stay: as docs/reading.md has it."
+
+    def open(self, out: Path, reading: Reading) -> Opened:
+        """The DataLoader over the pack."""
+        dataset = H5Dataset(out / "pack.h5")
+        sampler = ChunkBatchSampler(dataset, reading.batch, seed=reading.seed)
+        loader = DataLoader(
+            dataset,
+            batch_sampler=sampler,
+            collate_fn=dataset.collate,
+            num_workers=reading.workers,
+            persistent_workers=reading.workers > 0,
+        )
+        return OpenedLoader(loader)
+
+
+WAYS = {
+    "h5loader": LoaderWay(
+        "As it comes: rows stay in memory from the second epoch on, where they fit into half of what is available.",
+        keeps_rows=True,
+    ),
+    "h5loader-file": LoaderWay(
+        "resident='no': the file is read in every epoch, from the page cache if it is there.",
+        keeps_rows=False,
+        resident="no",
+    ),
+    "h5dataset": DatasetWay(),
+}

@@ -1,0 +1,54 @@
+"""MosaicML Streaming."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+from benchmarks.peer_ways.data_loader import OpenedLoader
+from benchmarks.peer_ways.image_folder import ImageFolder
+from benchmarks.peer_ways.streaming_package import MDSWriter, StreamingDataLoader, StreamingDataset, merge_index
+from benchmarks.peer_ways.way import Opened, Reading, Way
+
+
+def _write_part(source: ImageFolder, part: Path, rows: range) -> None:
+    height, width, channels = source.shape
+    columns = {"image": f"ndarray:uint8:{height},{width},{channels}", "label": "int"}
+    with MDSWriter(out=str(part), columns=columns) as writer:
+        for row in rows:
+            image, label = source[row]
+            writer.write({"image": image, "label": label})
+
+
+class MosaicWay(Way):
+    """MDS shards of arrays."""
+
+    settings = (
+        "MDS, columns ndarray:uint8:H,W,3 and int, no compression; StreamingDataset(shuffle=True, batch_size=256) with "
+        "its default py1e shuffle, in a StreamingDataLoader."
+    )
+    packages = ("mosaicml-streaming", "torch")
+    tried = (2, 0)
+
+    def convert(self, source: ImageFolder, out: Path, workers: int) -> int:
+        """A process for each part, then merge_index, as its guide to parallel conversion has it."""
+        cuts = [len(source) * worker // workers for worker in range(workers + 1)]
+        jobs = [(source, out / f"{part:05d}", range(cuts[part], cuts[part + 1])) for part in range(workers)]
+        with multiprocessing.Pool(workers) as pool:
+            pool.starmap(_write_part, jobs)
+        merge_index(str(out), keep_local=True)
+        return workers
+
+    def open(self, out: Path, reading: Reading) -> Opened:
+        """The dataset where it lies: nothing is copied to a cache."""
+        dataset = StreamingDataset(
+            local=str(out), shuffle=True, batch_size=reading.batch, shuffle_seed=9176 + reading.seed
+        )
+        return OpenedLoader(
+            StreamingDataLoader(
+                dataset, batch_size=reading.batch, num_workers=reading.workers, persistent_workers=reading.workers > 0
+            )
+        )
+
+
+WAYS = {"mosaic": MosaicWay()}

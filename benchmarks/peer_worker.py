@@ -1,0 +1,247 @@
+"""What the comparison runs in a process of its own: ``python -m benchmarks.peer_worker JOB.json REPORT.json``.
+
+A job names a way and what to do with it: convert, try, check or read; or it asks for the memory copy. What it found
+goes into the report; a peer that is missing is a report, too.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peer_check import as_array, checksum, fault, marks
+from benchmarks.peer_files import PeerFiles
+from benchmarks.peer_memory import private_bytes
+from benchmarks.peer_ways.image_folder import ImageFolder
+from benchmarks.peer_ways.listing import chosen
+from benchmarks.peer_ways.way import Opened, Reading, Way
+from h5pack.measure.consuming import touch
+
+_CHECKED_EPOCHS = 2
+_MOST_CHECK_SECONDS = 20
+_START_BATCHES = 8
+_FOREVER = float("inf")
+
+
+@dataclass(frozen=True)
+class Timed:
+    """An epoch, or its beginning.
+
+    Attributes
+    ----------
+    rows, batches : int
+        That came.
+    seconds : float
+        From before the first batch was asked for to after the last one was looked at.
+    whole : bool
+        It was not cut short.
+    late_rows : int
+    late_seconds : float
+        The same after the first 8 batches, where what an epoch's start costs no longer counts.
+    """
+
+    rows: int
+    batches: int
+    seconds: float
+    whole: bool
+    late_rows: int
+    late_seconds: float
+
+
+def timed(opened: Opened, most_seconds: float = _FOREVER, begin: float | None = None) -> Timed:
+    """Go through an epoch, looking at every page of each batch, for about `most_seconds` at most."""
+    begin = time.perf_counter() if begin is None else begin
+    rows = batches = early = 0
+    whole, late = True, begin
+    iterator = opened.epoch()
+    for images, labels in iterator:
+        touch(as_array(images))
+        rows, batches = rows + len(labels), batches + 1
+        # Labels are looked at, too; no image of a batch may go without one.
+        assert len(as_array(labels)) == len(images)
+        if batches == _START_BATCHES:
+            early, late = rows, time.perf_counter()
+        if time.perf_counter() - begin > most_seconds:
+            whole = False
+            break
+    end = time.perf_counter()
+    iterator.close()  # type: ignore[attr-defined]
+    started = batches > _START_BATCHES
+    return Timed(rows, batches, end - begin, whole, rows - early if started else 0, end - late if started else 0.0)
+
+
+def convert(way: Way, job: dict[str, Any]) -> dict[str, Any]:
+    """Convert, and have the result on the disk."""
+    out = Path(job["out"])
+    out.mkdir(parents=True)
+    source = ImageFolder(Path(job["folder"]))
+    begin = time.perf_counter()
+    workers = way.convert(source, out, job["workers"])
+    own = time.perf_counter() - begin
+    PeerFiles(out).flush()
+    flushed = time.perf_counter() - begin
+    return {"seconds": flushed, "seconds_before_fsync": own, "workers": workers}
+
+
+def attempt(way: Way, job: dict[str, Any]) -> dict[str, Any]:
+    """How fast one number of workers is, in the second epoch."""
+    PeerFiles(Path(job["out"])).heat()
+    opened = way.open(Path(job["out"]), _reading(job))
+    timed(opened, job["seconds"] / 2)
+    found = timed(opened, job["seconds"])
+    opened.close()
+    return {"images_per_s": found.rows / found.seconds}
+
+
+def check(way: Way, job: dict[str, Any]) -> dict[str, Any]:
+    """Whether each epoch gives every image once, with its label, in an order of its own."""
+    expected = np.load(job["truth"])
+    opened = way.open(Path(job["out"]), _reading(job))
+    orders, faults = [], []
+    for epoch in range(_CHECKED_EPOCHS):
+        parts = [marks(as_array(images), as_array(labels)) for images, labels in opened.epoch()]
+        orders.append(np.concatenate(parts))
+        if wrong := fault(orders[-1], expected):
+            faults.append(f"epoch {epoch + 1}: {wrong}")
+    if all(np.array_equal(orders[0], order) for order in orders):
+        faults.append("every epoch has the same order")
+    opened.close()
+    return {
+        "verified": not faults,
+        "reason": "; ".join(faults) or None,
+        "epochs": _CHECKED_EPOCHS,
+        "checksum": checksum(orders[-1]),
+    }
+
+
+def read(way: Way, job: dict[str, Any]) -> dict[str, Any]:
+    """The first batch of a cold file, then a cold epoch, then hot ones."""
+    out, most = Path(job["out"]), job["seconds"]
+    files = PeerFiles(out)
+    begin = time.perf_counter()
+    opened = way.open(out, _reading(job))
+    iterator = opened.epoch()
+    touch(as_array(next(iterator)[0]))
+    first = time.perf_counter() - begin
+    iterator.close()  # type: ignore[attr-defined]
+    del iterator
+    if not way.compiles:
+        opened.close()
+        del opened
+        gc.collect()
+    files.unmap()
+    pages = files.drop()
+    begin = time.perf_counter()
+    if not way.compiles:
+        opened = way.open(out, _reading(job))
+    # A loader that keeps rows must see whole epochs, or it would not keep them.
+    cold = timed(opened, _FOREVER if way.keeps_rows else most, begin)
+    files.heat()
+    # A system takes memory away that was idle; the second epoch counts.
+    timed(opened, _FOREVER if way.keeps_rows else most / 2)
+    hot = [timed(opened, most)]
+    while sum(part.seconds for part in hot) < most / 2:
+        hot.append(timed(opened, most))
+    opened.close()
+    seconds, late = sum(part.seconds for part in hot), sum(part.late_seconds for part in hot)
+    return {
+        "first_batch_seconds": first,
+        "cold": {
+            "images_per_s": cold.rows / cold.seconds,
+            "batches": cold.batches,
+            "whole_epoch": cold.whole,
+            "pages_found_in_cache": pages,
+            "pages": files.pages(),
+        },
+        "hot": {
+            "images_per_s": sum(part.rows for part in hot) / seconds,
+            "after_start_images_per_s": sum(part.late_rows for part in hot) / late if late else None,
+            "batches": sum(part.batches for part in hot),
+            "whole_epochs": all(part.whole for part in hot),
+        },
+    }
+
+
+def memory_copy(job: dict[str, Any]) -> dict[str, Any]:
+    """The ceiling, images a second."""
+    from h5pack.measure.memory_copy import MemoryCopy
+
+    copying = MemoryCopy(job["rows"], job["row_bytes"], min(job["batch"], job["rows"]))
+    copying(job["workers"], 0)
+    speeds, begin = [], time.perf_counter()
+    while time.perf_counter() - begin < job["seconds"] / 2 or not speeds:
+        speeds.append(copying(job["workers"], len(speeds) + 1))
+    return {"images_per_s": sorted(speeds)[len(speeds) // 2]}
+
+
+_TASKS: dict[str, Callable[[Way, dict[str, Any]], dict[str, Any]]] = {
+    "convert": convert,
+    "try": attempt,
+    "check": check,
+    "read": read,
+}
+
+
+def versions() -> dict[str, Any]:
+    """Python, and every package that is installed beside it."""
+    found = {item.metadata["Name"].lower(): item.version for item in distributions()}
+    return {"python": platform.python_version(), "packages": dict(sorted(found.items()))}
+
+
+def _reading(job: dict[str, Any]) -> Reading:
+    return Reading(job["batch"], job["workers"], job["seed"])
+
+
+def report_of(job: dict[str, Any]) -> dict[str, Any]:
+    """Do a job; a peer that is not there is reported as missing."""
+    if job["task"] == "copy":
+        return memory_copy(job)
+    if job["task"] == "versions":
+        return versions()
+    (listed,) = chosen(job["way"])
+    if job["task"] != "convert":
+        # Before the clock and the memory start: every user of a loader has it.
+        import torch
+
+        torch.set_num_threads(1)
+    baseline = private_bytes([os.getpid()])
+    begin = time.perf_counter()
+    try:
+        way = listed.load()
+    except (ImportError, OSError) as error:
+        return {"missing": f"{type(error).__name__}: {error}".splitlines()[0]}
+    imported = time.perf_counter() - begin
+    about = {
+        "settings": way.settings,
+        "packages": list(way.packages),
+        "tried": way.tried,
+        "parallel": way.describe(job["workers"]),
+    }
+    return {**about, "import_seconds": imported, "baseline": baseline, **_TASKS[job["task"]](way, job)}
+
+
+def main() -> None:
+    """Do the job, write the report."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    try:
+        report = report_of(job)
+    except Exception as error:
+        traceback.print_exc()
+        report = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+    Path(sys.argv[2]).write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

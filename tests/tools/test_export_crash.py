@@ -1,0 +1,246 @@
+"""Exports that are killed, interrupted or starved anywhere end, after a resume, in the same files."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import h5pack
+from h5pack.errors import NoSpaceError, OutputBusyError, OutputExistsError, WorkerError
+from h5pack.tools import export_journal
+from h5pack.tools.export_options import ExportOptions
+from h5pack.tools.exporter import export
+from tests.makers import flat_folder, quick, split_folders
+from tests.pack.test_crash import children_of, gone, wait_for
+
+Tree = dict[str, bytes]
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pack")
+    source = split_folders(folder / "in", {"train": {"x": 3, "y": 2}, "val": {"x": 1}})
+    h5pack.convert(source, folder / "a.h5", quick(chunk_rows=2))
+    return folder / "a.h5"
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("large")
+    h5pack.convert(flat_folder(folder / "in", 60, (60, 60)), folder / "a.h5", quick(chunk_rows=3))
+    return folder / "a.h5"
+
+
+def one(**settings: Any) -> ExportOptions:
+    return ExportOptions(**{"workers": 1, **settings})
+
+
+def tree(folder: Path) -> Tree:
+    """All that a folder holds."""
+    found = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
+    return {name: path.read_bytes() if path.is_file() else b"a folder" for name, path in found.items()}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_killed_at_every_step(pack: Path, tmp_path: Path, overwrite: bool) -> None:
+    """SIGKILL at, or in the middle of, every call that changes a file, from the first to the last."""
+    out = tmp_path / "out"
+    before = {}
+    if overwrite:
+        export(pack, tmp_path / "old", one(format="jpeg"))
+        before = tree(tmp_path / "old")
+
+    def begin() -> None:
+        for path in tmp_path.glob("out*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if overwrite:
+            shutil.copytree(tmp_path / "old", out)
+
+    begin()
+    steps = run_in_child(pack, out, one(overwrite=overwrite), kill_at=None)
+    whole = tree(out)
+    assert len(whole) == 6 + 6
+    assert steps > 20
+    resumed = set()
+    # Another beginning changes nothing in the middle.
+    for step in [0, 1, 2, 3, *range(steps - 18, steps)] if overwrite else range(steps):
+        begin()
+        run_in_child(pack, out, one(overwrite=overwrite), kill_at=step)
+        if out.exists():
+            # Nothing half-done under the final name.
+            assert tree(out) in (before, whole), f"killed at step {step} of {steps}"
+        if before and not is_begun(tmp_path / "out.partial.journal") and tree(out) == before:
+            with pytest.raises(OutputExistsError):
+                export(pack, out, one(resume=True))
+            report = export(pack, out, one(resume=True, overwrite=True))
+        else:
+            report = export(pack, out, one(resume=True))
+        resumed.add(report.resumed_files)
+        assert tree(out) == whole, f"killed at step {step} of {steps}"
+        assert {path.name for path in tmp_path.glob("out*")} == {"out"}
+    assert len(resumed) > (2 if overwrite else 5)
+
+
+def is_begun(journal: Path) -> bool:
+    """Whether it was noted what the export is."""
+    if not journal.exists():
+        return False
+    with journal.open("rb") as stream:
+        return export_journal.ExportJournal("", stream.fileno()).header() is not None
+
+
+def test_the_killing_harness_can_fail(pack: Path, tmp_path: Path) -> None:
+    """A resume that believed the journal's files to be whole would be found out."""
+    steps = run_in_child(pack, tmp_path / "whole", one(), kill_at=None)
+    differs = False
+    for step in range(0, steps, 3):
+        out = tmp_path / str(step)
+        run_in_child(pack, out, one(), kill_at=step)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("h5pack.tools.export_rows._holds", lambda path, *_: os.path.exists(path))
+            patch.setattr(export_journal.WrittenFiles, "none", classmethod(everything))
+            export(pack, out, one(resume=True))
+        differs |= tree(out) != tree(tmp_path / "whole")
+    assert differs
+
+
+def everything(cls: Any, count: int) -> Any:
+    return cls(np.ones(count, np.int64), np.zeros(count, np.uint32))
+
+
+def test_killed_for_real_with_workers(large: Path, tmp_path: Path) -> None:
+    export(large, tmp_path / "whole", one())
+    out = tmp_path / "out"
+    code = (
+        "import sys, time, h5pack.tools.export_rows as rows\n"
+        "from h5pack.tools.exporter import ExportOptions, export\n"
+        "write = rows._write\n"
+        # So that there is time to kill it in the middle.
+        "rows._write = lambda *given: (time.sleep(0.02), write(*given))\n"
+        "if __name__ == '__main__':\n"
+        "    export(sys.argv[1], sys.argv[2], ExportOptions(workers=2, resume=True))\n"
+    )
+    journal = tmp_path / "out.partial.journal"
+    for noted in (300, 900):
+        process = subprocess.Popen([sys.executable, "-c", code, str(large), str(out)])
+        wait_for(lambda noted=noted: journal.exists() and journal.stat().st_size > noted)  # type: ignore[misc]
+        workers = children_of(process.pid)
+        process.kill()
+        process.wait()
+        assert all(gone(worker) for worker in workers)
+    assert not out.exists()
+    report = export(large, out, one(workers=2, resume=True))
+    assert 0 < report.resumed_files < 60
+    assert tree(out) == tree(tmp_path / "whole")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "whole"}
+
+
+def test_a_worker_that_dies(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("h5pack.tools.export_rows._write", lambda *_: os.kill(os.getpid(), 9))
+        with pytest.raises(WorkerError, match=r"a worker process died.*continue with --resume"):
+            export(large, tmp_path / "out", one(workers=2, start_method="fork"))
+    assert export(large, tmp_path / "out", one(resume=True)).files == 60
+
+
+def test_two_at_once(pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h5pack.tools.export_folder._LOCK_WAIT_SECONDS", 0.1)
+    with (tmp_path / "out.partial.journal").open("wb") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        for options in (one(), one(resume=True), one(overwrite=True)):
+            with pytest.raises(OutputBusyError, match="another export is writing it; wait for it"):
+                export(pack, tmp_path / "out", options)
+    assert export(pack, tmp_path / "out", one()).files == 6
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 320 KiB."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=320k", "none", str(mount)], capture_output=True)
+    if made.returncode:
+        pytest.skip("needs root, to run: mount -t tmpfs")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk(small_disk: Path, large: Path, tmp_path: Path, workers: int) -> None:
+    out = small_disk / "out"
+    with pytest.raises(NoSpaceError, match=r"out\.partial: No space left on device; make room, then .* --resume"):
+        export(large, out, one(workers=workers, start_method="fork"))
+    assert not out.exists()
+    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
+    report = export(large, out, one(workers=workers, resume=True))
+    assert 0 < report.resumed_files < 60
+    export(large, tmp_path / "whole", one())
+    assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_a_mount_point_is_no_output(small_disk: Path, pack: Path) -> None:
+    with pytest.raises(h5pack.SourceError, match="a file system of its own; name a folder in it"):
+        export(pack, small_disk, one())
+
+
+def run_in_child(pack: Path, out: Path, options: ExportOptions, kill_at: int | None) -> int:
+    """Export in a forked child that dies by SIGKILL at its `kill_at`-th change to a file; gives how many it made."""
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            count = count_changes(kill_at)
+            export(pack, out, options)
+            made = count()
+            os.write(send, str(made).encode())
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    os.close(send)
+    with os.fdopen(receive) as stream:
+        told = stream.read()
+    _, status = os.waitpid(child, 0)
+    if told:
+        return int(told)
+    assert kill_at is not None
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    return 0
+
+
+def count_changes(kill_at: int | None) -> Callable[[], int]:
+    """Make this process count its calls that change a file, and kill itself in one of them."""
+    count = 0
+
+    def wrapped(call: Callable[..., Any], halves: bool) -> Callable[..., Any]:
+        def counting(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal count
+            if count == kill_at:
+                if halves:
+                    # The kernel may have taken a part.
+                    descriptor, data, *offset = arguments
+                    call(descriptor, memoryview(data)[: len(data) // 2], *offset)
+                os.kill(os.getpid(), signal.SIGKILL)
+            count += 1
+            return call(*arguments, **keywords)
+
+        return counting
+
+    for name in ("rename", "fsync", "ftruncate", "unlink", "mkdir", "rmdir"):
+        setattr(os, name, wrapped(getattr(os, name), False))
+    for name in ("pwrite", "write"):
+        setattr(os, name, wrapped(getattr(os, name), True))
+    return lambda: count
