@@ -38,7 +38,8 @@ def marks(images: npt.NDArray[np.uint8], labels: npt.NDArray[Any]) -> npt.NDArra
         int64 (n,).
     """
     sums = images.reshape(len(images), -1).sum(axis=1, dtype=np.int64)
-    return sums * _LABELS + labels.astype(np.int64)
+    found: npt.NDArray[np.int64] = sums * _LABELS + labels.astype(np.int64)
+    return found
 
 
 def truth(source: ImageFolder, workers: int) -> npt.NDArray[np.int64]:

@@ -128,10 +128,8 @@ def message(found: dict[str, Any]) -> str:
         rest = f"about as many as the fastest peer, {peer['way']}"
     if times < 1 - _MARGIN:
         rest = f"fewer than {peer['way']} ({_HOT.said(peer)})"
-    return (
-        f"{mine['way']} gives {_HOT.said(mine)}, {mine['hot_of_memory_copy']['median']:.2f} of the speed of copying rows "
-        f"in memory:\n{rest}"
-    )
+    copied = f"{mine['hot_of_memory_copy']['median']:.2f} of the speed of copying rows in memory"
+    return f"{mine['way']} gives {_HOT.said(mine)}, {copied}:\n{rest}"
 
 
 def draw_peers(result: dict[str, Any], path: Path) -> None:
@@ -210,9 +208,7 @@ def _notes(found: dict[str, Any]) -> list[str]:
             if way["hot_after_start_images_per_s"]
             and way["hot_after_start_images_per_s"]["median"] > _START * way["hot_images_per_s"]["median"]]  # fmt: skip
     if long:
-        lines.append(
-            f"In longer epochs their start counts less; after the first 8 batches of an epoch: {', '.join(long)} images/s."
-        )
+        lines.append(f"In longer epochs their start counts less. After 8 batches, images/s: {', '.join(long)}.")
     cut = [f"{way['way']} {way['hot_batches']} hot and {way['cold_batches']} cold batches" for way in _measured(found)
            if not (way["hot_whole_epochs"] and way["cold_whole_epoch"])]  # fmt: skip
     if cut:

@@ -54,7 +54,12 @@ if TYPE_CHECKING:
     from h5pack.pack.converter import Conversion, ConvertReport, convert
     from h5pack.pack.options import ConvertOptions
     from h5pack.read.stats import ReadStats
+    from h5pack.tools.export_options import ExportOptions
+    from h5pack.tools.export_report import ExportReport
+    from h5pack.tools.exporter import export
     from h5pack.tools.info import FileReport, info
+    from h5pack.tools.preview import PreviewOptions, preview
+    from h5pack.tools.preview_report import PreviewReport
     from h5pack.tools.verify import VerifyReport, verify
 
 _HOMES = {
@@ -70,6 +75,8 @@ _HOMES = {
     "DamagedRowsError": "h5pack.errors",
     "DeviceFeed": "h5pack.feed.device_feed",
     "EchoLoader": "h5pack.feed.echo_loader",
+    "ExportOptions": "h5pack.tools.export_options",
+    "ExportReport": "h5pack.tools.export_report",
     "FeedMonitor": "h5pack.feed.feed_monitor",
     "FeedReport": "h5pack.feed.feed_report",
     "FileReport": "h5pack.tools.info",
@@ -90,6 +97,8 @@ _HOMES = {
     "OutputExistsError": "h5pack.errors",
     "PackChangedError": "h5pack.errors",
     "PackFormatError": "h5pack.errors",
+    "PreviewOptions": "h5pack.tools.preview",
+    "PreviewReport": "h5pack.tools.preview_report",
     "ReadError": "h5pack.errors",
     "ReadStats": "h5pack.read.stats",
     "RejectedImageError": "h5pack.errors",
@@ -100,10 +109,12 @@ _HOMES = {
     "VerifyReport": "h5pack.tools.verify",
     "WorkerError": "h5pack.errors",
     "convert": "h5pack.pack.converter",
+    "export": "h5pack.tools.exporter",
     "info": "h5pack.tools.info",
     "mixing_report": "h5pack.feed.mixing",
     "plan_cache": "h5pack.layout",
     "plan_chunks": "h5pack.layout",
+    "preview": "h5pack.tools.preview",
     "verify": "h5pack.tools.verify",
 }
 
@@ -120,6 +131,8 @@ __all__ = [
     "DamagedRowsError",
     "DeviceFeed",
     "EchoLoader",
+    "ExportOptions",
+    "ExportReport",
     "FeedMonitor",
     "FeedReport",
     "FileReport",
@@ -140,6 +153,8 @@ __all__ = [
     "OutputExistsError",
     "PackChangedError",
     "PackFormatError",
+    "PreviewOptions",
+    "PreviewReport",
     "ReadError",
     "ReadStats",
     "RejectedImageError",
@@ -151,10 +166,12 @@ __all__ = [
     "WorkerError",
     "__version__",
     "convert",
+    "export",
     "info",
     "mixing_report",
     "plan_cache",
     "plan_chunks",
+    "preview",
     "verify",
 ]
 

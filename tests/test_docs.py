@@ -108,7 +108,9 @@ def test_the_json_keys_are_listed(tmp_path: Path) -> None:
     import h5pack
     from h5pack.bench.cell import Cell
     from h5pack.bench.report import BenchReport, Recommendation
+    from h5pack.tools.export_report import ExportReport
     from h5pack.tools.info import DatasetReport
+    from h5pack.tools.preview_report import PreviewReport
 
     source = split_folders(tmp_path / "photos", {"train": {"x": 3}, "val": {"y": 2}})
     with h5pack.Conversion(source, tmp_path / "o.h5", ConvertOptions(workers=1)) as conversion:
@@ -124,6 +126,8 @@ def test_the_json_keys_are_listed(tmp_path: Path) -> None:
         "verify --json": set(h5pack.verify(tmp_path / "o.h5").to_json()),
     }
     bench = BenchReport("photos", "folder", 1, (1, 1, 3), 3, 1, 60.0, {}).to_json()
+    found["export --json"] = {"ok", *(field.name for field in fields(ExportReport))}
+    found["preview --json"] = {"ok", *(field.name for field in fields(PreviewReport))}
     found["bench --json"] = {*bench, *(field.name for noun in (Recommendation, Cell) for field in fields(noun))}
     assert set(blocks) == set(found)
     for name, keys in found.items():

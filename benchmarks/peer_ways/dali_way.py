@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from nvidia.dali import fn, pipeline_def
@@ -40,7 +40,7 @@ class _OpenedDALI:
             auto_reset=True,
         )
 
-    def epoch(self) -> Iterator[Batch]:
+    def epoch(self) -> Generator[Batch, None, None]:
         """Its next epoch."""
         for outputs in self.iterator:
             yield outputs[0]["images"], outputs[0]["labels"].reshape(-1)

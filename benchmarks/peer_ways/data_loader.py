@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ class OpenedLoader:
     def __init__(self, loader: Any) -> None:
         self.loader = loader
 
-    def epoch(self) -> Iterator[Batch]:
+    def epoch(self) -> Generator[Batch, None, None]:
         """Its next epoch."""
         for batch in self.loader:
             yield (batch["image"], batch["label"]) if isinstance(batch, dict) else (batch[0], batch[1])

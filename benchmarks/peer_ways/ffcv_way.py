@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from ffcv.fields import IntField, RGBImageField
@@ -17,7 +17,7 @@ class _OpenedFFCV:
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
 
-    def epoch(self) -> Iterator[Batch]:
+    def epoch(self) -> Generator[Batch, None, None]:
         """Its next epoch."""
         iterator = iter(self.loader)
         try:

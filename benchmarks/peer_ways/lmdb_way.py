@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import lmdb
@@ -24,7 +24,7 @@ class _OpenedLMDB:
             self.shape = tuple(np.frombuffer(transaction.get(b"shape"), np.int64))
         self.batch, self.random = reading.batch, np.random.default_rng(reading.seed)
 
-    def epoch(self) -> Iterator[Batch]:
+    def epoch(self) -> Generator[Batch, None, None]:
         """Its next epoch."""
         order = self.random.permutation(self.rows)
         size = int(np.prod(self.shape))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ class _OpenedMap:
         self.images = np.load(out / "images.npy", mmap_mode="r")
         self.batch, self.random = reading.batch, np.random.default_rng(reading.seed)
 
-    def epoch(self) -> Iterator[Batch]:
+    def epoch(self) -> Generator[Batch, None, None]:
         """Its next epoch."""
         order = self.random.permutation(len(self.labels))
         for start in range(0, len(order), self.batch):

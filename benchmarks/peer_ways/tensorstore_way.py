@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class _OpenedTensorStore:
         self.labels = tensorstore.open(_spec(out / "labels"), read=True, context=context).result().read().result()
         self.batch, self.random = reading.batch, np.random.default_rng(reading.seed)
 
-    def epoch(self) -> Iterator[Batch]:
+    def epoch(self) -> Generator[Batch, None, None]:
         """Its next epoch; reads are asked for two batches ahead."""
         order = self.random.permutation(len(self.labels))
         asked: deque[tuple[Any, Any]] = deque()
@@ -73,7 +73,8 @@ class TensorStoreWay(Way):
             "codecs": codecs,
         }
         images = tensorstore.open({**_spec(out / "images"), "metadata": metadata}, create=True).result()
-        pending, done, write = [], 0, None
+        pending: list[Any] = []
+        done, write = 0, None
         for block, _ in source.decoded(workers):
             pending.extend(block)
             while len(pending) >= rows:

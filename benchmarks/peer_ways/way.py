@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,7 +35,7 @@ class Reading:
 class Opened(Protocol):
     """A dataset that is open."""
 
-    def epoch(self) -> Iterator[Batch]:
+    def epoch(self) -> Generator[Batch, None, None]:
         """The batches of the next epoch: images uint8 (n, H, W, 3) or (n, 3, H, W), labels (n,); arrays or tensors.
 
         A batch is looked at before the next one is asked for. The caller may stop early and close the iterator.

@@ -161,8 +161,8 @@ def _transform(findings: _Findings) -> list[Finding]:
         )
     elif facts.workers is None and used is not None and min(facts.threads, facts.cpus) > 1 and BUSY <= used < _ONE_CPU:
         texts.append(
-            "Its threads use one CPU together, as Python code does that holds the GIL: use operations on whole "
-            "tensors, or a DataLoader (--workers)."
+            "Its threads use one CPU together: something lets one of them run at a time (Python's GIL, a lock). Use "
+            "operations on whole tensors, or a DataLoader (--workers)."
         )
     return [Finding(True, text) for text in texts]
 

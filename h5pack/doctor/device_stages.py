@@ -94,7 +94,7 @@ def normalizer_for(dataset: H5Dataset, images: torch.Tensor, dtype: torch.dtype)
         if found is not None:
             return found, f"Normalize, {'to 0..1' if found.channels else 'by the statistics of the file'}"
     if images.dtype == dtype:
-        return None, f"nothing: the images are {_named(dtype)} already"
+        return None, f"not needed, the images are {_named(dtype)} already"
     return Cast(dtype), f"a conversion of {_named(images.dtype)} to {_named(dtype)}"
 
 

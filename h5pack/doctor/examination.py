@@ -257,12 +257,13 @@ class Examination:
         for run in runs.values():
             run.repeat(0.0)
             run.slices.clear()
-        seconds = need.least_seconds
-        if self._left() < len(runs) * REPEATS * (seconds + need.beside_seconds):
+        repeats = len(runs) * REPEATS
+        if self._left() < repeats * (need.least_seconds + need.beside_seconds):
             number = counted(planned.parallel, "thread" if self._options.workers is None else "worker")
             self._unknown.append(f"whether {number} would do better: no time for a trial; give more --seconds")
             return None
-        seconds = max(seconds, self._left() / (len(runs) * REPEATS) - need.beside_seconds)
+        share = min(self._left(), _TRIAL_PART * self._options.seconds) / repeats
+        seconds = max(need.least_seconds, share - need.beside_seconds)
         for name in interleaved(list(runs), REPEATS):
             runs[name].repeat(seconds)
         rates = {name: Rates.of([part.rate for part in run.slices]) for name, run in runs.items()}

@@ -94,9 +94,9 @@ def judge(stages: Mapping[str, Stage], facts: Facts) -> Verdict:
     if fed:
         return Verdict((STEP,), True, True, _fed_text(rates, lanes), first)
     names = _named(limits, causes, rates)
-    doubt = _doubt(names, lanes, rates, stages, facts)
+    sure, remark = _remark(names, lanes, rates, stages, facts)
     text = _text(names, lanes, rates, facts)
-    return Verdict(names, fed, doubt is None, f"{text} {doubt}" if doubt else text, first)
+    return Verdict(names, fed, sure, f"{text} {remark}" if remark else text, first)
 
 
 def _lanes(rates: Mapping[str, Rates], facts: Facts) -> dict[str, Rates]:
@@ -232,37 +232,41 @@ def _fed_text(rates: Mapping[str, Rates], lanes: Mapping[str, Rates]) -> str:
     return f"{text} The loader could give {_rate(feed)}."
 
 
-def _doubt(
+def _remark(
     names: tuple[str, ...],
     lanes: Mapping[str, Rates],
     rates: Mapping[str, Rates],
     stages: Mapping[str, Stage],
     facts: Facts,
-) -> str | None:
-    """Why a verdict on stages that were measured alone may not hold for the loop; None: it agrees with the loop."""
-    together = rates.get(EVERYTHING)
+) -> tuple[bool, str | None]:
+    """Whether the loop bears out a verdict on stages that were measured alone, and what is to be said of it."""
+    together, stall = rates.get(EVERYTHING), facts.stall
     if together is None:
-        return f"This is not certain: everything together was not measured ({_reason(stages, EVERYTHING)})."
-    feeding = set(names) - {NORMALIZE, STEP}
-    stall = facts.stall
-    if stall is not None and stall > _MOSTLY and not feeding and NORMALIZE not in names:
-        return (
-            f"This is not certain: in the loop the step waits {100 * stall:.0f} % of the time, so loading and "
+        return False, f"This is not certain: everything together was not measured ({_reason(stages, EVERYTHING)})."
+    waits = stall is not None and stall > _MOSTLY
+    feeding = bool(set(names) - {NORMALIZE, STEP})
+    if waits and names == (STEP,):
+        return False, (
+            f"This is not certain: in the loop the step waits {100 * (stall or 0):.0f} % of the time, so loading and "
             "normalising are slower beside it than they are alone."
         )
     if stall is not None and stall < _HARDLY and STEP not in names:
-        return f"This is not certain: in the loop the step waits only {100 * stall:.0f} % of the time."
+        return False, f"This is not certain: in the loop the step waits only {100 * stall:.0f} % of the time."
     slowest = min(lanes.values(), key=lambda found: found.median)
     if together.median >= _SHORT * slowest.median or together.meets(slowest):
-        return None
+        return True, None
     used = stages[EVERYTHING].cpus_used
     if used is not None and used >= BUSY * facts.cpus:
-        return f"Together they are slower than any stage alone, as they share {counted(facts.cpus, 'CPU')}."
-    if facts.crowded:
-        return "This is not certain: together they are slower than any stage alone, on CPUs that others use, too."
+        why = f"they share {counted(facts.cpus, 'CPU')}"
+    elif facts.crowded:
+        why = "other processes use the CPUs, too"
+    else:
+        why = "they wait for each other (Python's GIL, memory, synchronisation), or the machine's speed changed"
+    # That the step waits is what a slow feed looks like, whatever else is slow.
+    sure = waits and feeding
     return (
-        "This is not certain: together they are slower than any stage alone, and not for lack of CPUs. They wait for "
-        "each other (Python's GIL, synchronisation), or the machine's speed changed."
+        sure,
+        f"{'' if sure else 'This is not certain: '}{'T' if sure else 't'}ogether they are slower than alone, as {why}.",
     )
 
 

@@ -154,7 +154,7 @@ class Patient:
         normalize, self._normalize_text = normalizer_for(dataset, images, dtype_of(options.dtype))
         self._stages = stages = DeviceStages(self.device, self._sample, normalize)
         if normalize is None:
-            self.reasons[NORMALIZE] = self._normalize_text
+            self.reasons[NORMALIZE] = self._normalize_text.removeprefix("not needed, ")
         names = dataset.classes or dataset.columns
         setting = StepSetting(
             tuple(stages.images.shape[1:]), None if names is None else len(names), self.device, stages.images.dtype

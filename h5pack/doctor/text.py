@@ -6,6 +6,7 @@ import math
 import textwrap
 
 from h5pack.doctor.diagnosis import Diagnosis
+from h5pack.doctor.facts import counted
 from h5pack.doctor.judgement import rate_text
 from h5pack.doctor.stage import EVERYTHING, Stage
 
@@ -40,7 +41,7 @@ def _head(diagnosis: Diagnosis) -> list[str]:
     split = "all rows" if subject.split is None else f"split {subject.split}"
     lines = [f"{subject.path}: {split}, {subject.rows:,} images of {subject.images}"]
     if facts is not None:
-        cpus = f"{facts.cpus} CPU" + ("" if facts.cpus == 1 else "s")
+        cpus = counted(facts.cpus, "CPU")
         pinned = ", pinned" if facts.pinned else ""
         lines.append(
             f"fed by {facts.feeder} in batches of {facts.batch_rows:,}{pinned}; {cpus}; device {subject.device}"

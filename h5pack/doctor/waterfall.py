@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from h5pack.doctor.diagnosis import Diagnosis
+from h5pack.doctor.facts import counted
 from h5pack.doctor.judgement import DECODING, STORAGE, rate_text
 from h5pack.doctor.stage import COLD, EVERYTHING, HOT, NAMES, Stage
 from h5pack.errors import OptionsError
@@ -133,7 +134,7 @@ def _sentence(text: str) -> str:
 
 def _subtitle(diagnosis: Diagnosis) -> str:
     subject, facts = diagnosis.subject, diagnosis.facts
-    parts = [os.path.basename(subject.path), f"{subject.rows:,} images of {subject.images}", subject.device]
+    parts = [os.path.basename(subject.path), f"{subject.rows:,} images of {subject.images}", f"device {subject.device}"]
     if facts is not None:
-        parts.insert(2, f"batches of {facts.batch_rows:,}, {facts.feeder}, {facts.cpus} CPUs")
+        parts.insert(2, f"batches of {facts.batch_rows:,}, {facts.feeder}, {counted(facts.cpus, 'CPU')}")
     return textwrap.fill("  |  ".join(parts), 120)

@@ -48,6 +48,8 @@ class HDF5Datasets:
         One of `CHANNEL_AXES`; None: look.
     value_range : (float, float), optional
         The values that become 0 and 255; see `PixelForm`.
+    own_fields : bool
+        Whether a pack's own fields come without being named.
     """
 
     images: str | None = None
@@ -55,6 +57,7 @@ class HDF5Datasets:
     fields: tuple[str, ...] = ()
     channel_axis: str | None = None
     value_range: tuple[float, float] | None = None
+    own_fields: bool = True
 
     def __post_init__(self) -> None:
         if self.channel_axis is not None and self.channel_axis not in CHANNEL_AXES:
@@ -109,7 +112,7 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
     stored = require_dataset(file, images)
     labels = _find_labels(file, images) if datasets.labels is None else datasets.labels.strip("/") or None
     fields = tuple(name.strip("/") for name in datasets.fields)
-    if not fields and schema.FORMAT in file.attrs and images == schema.IMAGES:
+    if not fields and datasets.own_fields and schema.FORMAT in file.attrs and images == schema.IMAGES:
         fields = tuple(_own_fields(file))
     form = None if is_encoded(stored) else _form(path, stored, datasets)
     if form is None and (datasets.channel_axis or datasets.value_range):
@@ -252,5 +255,7 @@ def _names(file: h5py.File, images: str, rows: int) -> NameTable:
     """A pack's file names, or the rows' numbers."""
     stored = file.get(schema.FILENAMES)
     if images == schema.IMAGES and isinstance(stored, h5py.Dataset) and stored.shape == (rows,):
-        return NameTable.of(text(name) for name in stored[()].tolist())
+        # A file that h5pack did not write may hold empty names, and NULs, which a table of names cannot.
+        names = (text(name).replace("\0", "\\x00") for name in stored[()].tolist())
+        return NameTable.of(name or f"{images}/{row:08d}" for row, name in enumerate(names))
     return NameTable.of(f"{images}/{row:08d}" for row in range(rows))

@@ -89,7 +89,8 @@ class PreviewOptions:
     @property
     def datasets(self) -> HDF5Datasets:
         """The part that says how to read the file."""
-        return HDF5Datasets(self.images, self.labels, (), self.channel_axis, self.value_range)
+        # A pack's fields may be as large as its images.
+        return HDF5Datasets(self.images, self.labels, (), self.channel_axis, self.value_range, own_fields=False)
 
 
 def preview(

@@ -20,7 +20,7 @@ from h5pack.feed.order import DEFAULT_WINDOW
 from tests.doctor import users
 from tests.feed.packs import labelled
 
-USUAL = ("--batch-size", 16, "--window", 2, "--threads", 2, "--seconds", 1, "--device", "cpu")
+USUAL = ("--batch-size", 16, "--window", 2, "--threads", 2, "--seconds", 60, "--device", "cpu")
 CHEAP = ("--model", f"{users.__name__}:cheap")
 
 
@@ -35,6 +35,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return code, captured.out, captured.err
 
 
+@pytest.mark.usefixtures("hasty")
 def test_stages_a_verdict_and_a_picture(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, path, *USUAL, *CHEAP, "--plot", tmp_path / "a.png")
     assert (code, err) == (0, "")
@@ -48,12 +49,14 @@ def test_stages_a_verdict_and_a_picture(path: Path, tmp_path: Path, capsys: pyte
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
+@pytest.mark.usefixtures("hasty")
 def test_json(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, path, *USUAL, *CHEAP, "--json")
     assert code == 0
     assert json.loads(out)["path"] == str(path)
 
 
+@pytest.mark.usefixtures("hasty")
 def test_a_failure_of_the_user_s_is_a_line_and_exit_status_1(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, path, *USUAL, "--model", f"{users.__name__}:failing_factory")
     assert code == 1
@@ -103,6 +106,7 @@ def test_without_matplotlib_nothing_is_measured(
     assert "pip install 'h5pack[plot]'" in err
 
 
+@pytest.mark.usefixtures("hasty")
 def test_ctrl_c_prints_what_was_measured(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, path, *USUAL, "--model", f"{users.__name__}:interrupting_step")
     assert code == 130

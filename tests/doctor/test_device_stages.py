@@ -57,7 +57,7 @@ def test_a_pack_is_normalized_by_its_statistics(tmp_path: Path) -> None:
     assert text == "Normalize, by the statistics of the file"
     assert normalize is not None
     assert torch.equal(normalize(batch), h5pack.Normalize.from_dataset(pack, dtype=torch.bfloat16)(batch))
-    assert normalizer_for(pack, torch.rand(2, 3), torch.float32) == (None, "nothing: the images are float32 already")
+    assert normalizer_for(pack, torch.rand(2, 3), torch.float32) == (None, "not needed, the images are float32 already")
 
 
 def test_the_stages_of_a_cpu(dataset: h5pack.H5Dataset) -> None:

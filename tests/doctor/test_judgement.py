@@ -115,8 +115,8 @@ def test_figures_that_contradict_each_other_give_no_verdict() -> None:
     [
         ({"everything": 1_000}, {"stall": 0.8}, "the step waits 80 % of the time"),
         ({"copy": 1_000, "everything": 900}, {"stall": 0.01}, "waits only 1 %"),
-        ({"copy": 1_000, "everything": 400}, {"stall": 0.5, "load": 0.3}, "not for lack of CPUs"),
-        ({"copy": 1_000, "everything": 400}, {"stall": 0.5, "load": 9.0}, "on CPUs that others use, too"),
+        ({"copy": 1_000, "everything": 400}, {"stall": 0.4, "load": 0.3}, "they wait for each other"),
+        ({"copy": 1_000, "everything": 400}, {"stall": 0.4, "load": 9.0}, "other processes use the CPUs"),
         ({"copy": 1_000, "everything": None}, {}, "everything together was not measured (there is none)"),
     ],
 )
@@ -127,6 +127,17 @@ def test_a_verdict_that_the_loop_does_not_bear_out_says_so(
     assert not verdict.sure
     assert words in verdict.text
     assert "not certain" in verdict.text
+
+
+def test_a_step_that_waits_bears_out_a_slow_feed() -> None:
+    found = stages(copy=1_000, everything=400)
+    verdict = judge(found, facts(stall=0.9))
+    assert verdict.sure
+    assert verdict.text.endswith(
+        "Together they are slower than alone, as they wait for each other (Python's GIL, memory, "
+        "synchronisation), or the machine's speed changed."
+    )
+    assert not judge(found, facts(stall=None)).sure
 
 
 def test_too_few_cpus_for_all_are_the_reason_that_is_given() -> None:

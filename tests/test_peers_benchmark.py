@@ -1,0 +1,205 @@
+"""The comparison with the peers runs, tiny, with what is installed; its checks find what they are for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import peer_plots, peers
+from benchmarks.peer_check import checksum, fault, marks, truth
+from benchmarks.peer_files import PeerFiles
+from benchmarks.peer_memory import private_bytes, session
+from benchmarks.peer_process import PeerProcess
+from benchmarks.peer_ways.image_folder import ImageFolder, decode
+from benchmarks.peer_ways.listing import LISTING, chosen
+from benchmarks.peer_ways.way import Reading
+from benchmarks.peer_worker import check, convert, read, timed
+from h5pack.tools.synth import make_folder
+
+_COUNT = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("peers") / "images"
+    make_folder(path, _COUNT, (24, 16))
+    np.save(path.with_suffix(".npy"), truth(ImageFolder(path), 1))
+    return path
+
+
+def job_of(folder: Path, out: Path) -> dict[str, Any]:
+    settings = {"batch": 16, "workers": 1, "seed": 0, "seconds": 0.05}
+    return {"folder": str(folder), "out": str(out), "truth": str(folder.with_suffix(".npy")), **settings}
+
+
+def test_the_comparison(tmp_path: Path) -> None:
+    json_path = tmp_path / "p.json"
+    sizes = ["--count", "24", "--small", "0", "--repeats", "1", "--seconds", "0.1"]
+    more = ["--only", "h5loader,ffcv", "--scratch", str(tmp_path), "--json", str(json_path)]
+    peers.main([*sizes, *more])
+    result = json.loads(json_path.read_text())
+    assert [path.name for path in tmp_path.iterdir()] == ["p.json"], "scratch is cleaned up"
+    found = result["sizes"]["116 KB"]
+    assert found["rows"] == 24
+    assert set(found["ceilings"]) == {"memory copy 1", "memory copy 2", "sequential read"}
+    assert result["packages"]["h5pack"] == result["machine"]["packages"]["h5pack"]
+    ways = {way["key"]: way for way in found["ways"]}
+    assert list(ways) == ["h5loader", "ffcv"]
+    for way in ways.values():
+        assert way["skipped"] or way["verified"], way
+        if not way["skipped"]:
+            assert way["checksum"] == found["checksum"]
+            assert way["cold_pages_found_in_cache"] == 0 or way["pages"] > 0
+            assert min(way["hot_images_per_s"]["min"], way["cold_images_per_s"]["min"]) > 0
+    assert not ways["h5loader"]["skipped"]
+    # 24 rows kept, and the batches in which they came.
+    assert ways["h5loader"]["peak_memory_mb"] > 2.5
+
+    peer_plots.draw_peers(result, tmp_path / "p.png")
+    assert (tmp_path / "p.png").stat().st_size > 10_000
+    table = peer_plots.peers_table(result)
+    for way in ways.values():
+        assert f"{way['way']} was skipped: {way['skipped']}" in table if way["skipped"] else way["way"] in table
+    assert "| **H5Loader** |" in peer_plots.peers_summary(result)
+
+
+@pytest.mark.parametrize("key", ["h5loader-file", "h5dataset", "memmap", "h5py", "h5py-auto", "h5py-recipe", "jpeg"])
+def test_a_way_gives_each_image_once(key: str, folder: Path, tmp_path: Path) -> None:
+    (listed,) = chosen(key)
+    way, job = listed.load(), job_of(folder, tmp_path / "out")
+    assert convert(way, job)["workers"] == (0 if key == "jpeg" else 1)
+    report = check(way, job)
+    assert report["verified"], report["reason"]
+    assert report["checksum"] == checksum(np.load(job["truth"]))
+    if key == "h5loader-file":
+        measured = read(way, job)
+        assert measured["cold"]["batches"] == 3
+        assert measured["hot"]["images_per_s"] > 0
+
+
+def test_the_recipe_cuts_images_and_guessed_chunks_are_not_whole(folder: Path, tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    for key in ("h5py-auto", "h5py-recipe"):
+        (listed,) = chosen(key)
+        convert(listed.load(), job_of(folder, tmp_path / key))
+        with h5py.File(tmp_path / key / "images.h5") as file:
+            assert file["images"].chunks[1:] != file["images"].shape[1:]
+
+
+class Wrong:
+    """Gives the same batches in every epoch, one image twice and another never."""
+
+    settings, packages, parallel = "", (), "nothing"
+
+    def __init__(self, source: ImageFolder) -> None:
+        self.images = np.stack([source[row][0] for row in range(len(source))])
+        self.labels = source.labels
+        self.images[1] = self.images[0]
+
+    def open(self, out: Path, reading: Reading) -> Wrong:
+        return self
+
+    def epoch(self) -> Generator[Any, None, None]:
+        for start in range(0, len(self.labels), 16):
+            yield self.images[start : start + 16], self.labels[start : start + 16]
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_wrong_epoch_is_found(folder: Path, tmp_path: Path) -> None:
+    report = check(Wrong(ImageFolder(folder)), job_of(folder, tmp_path))  # type: ignore[arg-type]
+    assert not report["verified"]
+    assert "epoch 1: 40 images came for 40: 1 of them are missing, and 1 came twice" in report["reason"]
+    assert "the order does not change" in report["reason"]
+
+
+def test_marks_know_the_label_and_not_the_layout(folder: Path) -> None:
+    source = ImageFolder(folder)
+    images = np.stack([decode(path) for path in source.paths])
+    expected = truth(source, 1)
+    assert fault(marks(images.transpose(0, 3, 1, 2), source.labels)[::-1], expected) is None
+    assert fault(marks(images, np.roll(source.labels, 1)), expected)
+    assert fault(marks(images, source.labels)[:-1], expected)
+    assert checksum(expected) == int(images.sum(dtype=np.int64))
+
+
+def test_an_epoch_is_cut_short_where_it_takes_too_long(folder: Path) -> None:
+    opened = Wrong(ImageFolder(folder))
+    assert timed(opened, -1).batches == 1
+    assert not timed(opened, -1).whole
+    assert (timed(opened).rows, timed(opened).batches, timed(opened).whole) == (40, 3, True)
+
+
+def test_files_are_dropped_from_the_page_cache_though_they_are_mapped(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    np.save(tmp_path / "one" / "rows.npy", np.zeros(1 << 20, np.uint8))
+    (tmp_path / "one" / "empty").touch()
+    (tmp_path / "two").symlink_to(tmp_path / "one")
+    files = PeerFiles(tmp_path / "two")
+    files.flush()
+    assert files.disk_bytes() >= 1 << 20
+    mapped = np.load(tmp_path / "one" / "rows.npy", mmap_mode="r")
+    assert not mapped.sum()
+    stayed = files.drop()
+    files.unmap()
+    assert files.drop() <= stayed
+    assert files.drop() == 0
+    assert not mapped.sum()
+
+
+def test_memory_is_private_memory_of_a_session() -> None:
+    import os
+
+    before = private_bytes([os.getpid()])
+    held = np.ones(1 << 25, np.uint8)
+    assert private_bytes([os.getpid()]) - before > held.size * 0.9
+    assert os.getpid() in session(os.getsid(0))
+    assert private_bytes([2**22 + 1]) == 0
+
+
+def test_a_process_that_fails_is_a_report(tmp_path: Path) -> None:
+    process = PeerProcess("/bin/false", tmp_path)
+    assert process.run({"task": "versions"})["error"] == "ended with 1: it said nothing"
+
+
+def test_only_names_that_are_there() -> None:
+    assert chosen(None) == LISTING
+    assert len({listed.key for listed in LISTING}) == len({listed.name for listed in LISTING}) == len(LISTING)
+    with pytest.raises(ValueError, match="no way is called spdl; there are h5loader,"):
+        chosen("memmap,spdl")
+
+
+def figures(name: str, ours: bool, hot: float, memory: float) -> dict[str, Any]:
+    def one(value: float) -> dict[str, float]:
+        return {"median": value, "min": value, "max": value, "repeats": 1}
+
+    return {
+        "way": name, "key": name.lower(), "ours": ours, "skipped": None, "parallel": "2 threads", "verified": True,
+        "hot_images_per_s": one(hot), "hot_of_memory_copy": one(hot / 100), "hot_after_start_images_per_s": one(hot),
+        "cold_images_per_s": one(10), "first_batch_seconds": one(1), "peak_memory_mb": memory, "convert": None,
+        "file_mb": 1, "hot_whole_epochs": True, "cold_whole_epoch": True, "cold_pages_found_in_cache": 0,
+    }  # fmt: skip
+
+
+def test_where_a_peer_is_better_is_said() -> None:
+    ours, peer = figures("H5Loader", True, 100, 100), figures("Peer", False, 90, 50)
+    other = figures("H5Other", True, 50, 60)
+    said = peer_plots.where_peers_are_better({"ways": [ours, peer]})
+    assert said == ["peak memory (H5Loader: 100 MB): Peer 50 MB"]
+    # Better than H5Loader, but not than another way of h5pack; and a difference within the margin is none.
+    close = figures("Close", False, 104, 70)
+    (said,) = peer_plots.where_peers_are_better({"ways": [ours, other, close]})
+    assert said.startswith("peak memory (H5Loader: 100 MB; h5pack's best, H5Other: 60 MB): ")
+    assert said.endswith(": better than H5Loader as it comes only: Close 70 MB")
+    peer["verified"] = False
+    assert peer_plots.where_peers_are_better({"ways": [ours, peer]}) == []
+    assert "fewer than Fast (200 images/s)" in peer_plots.message({"ways": [ours, figures("Fast", False, 200, 1)]})
+    assert "1.1 times as many as the fastest peer, Slow" in peer_plots.message(
+        {"ways": [ours, figures("Slow", False, 90, 1)]}
+    )
