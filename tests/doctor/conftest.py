@@ -10,13 +10,27 @@ from h5pack.doctor import examination
 from h5pack.doctor.pacing import REPEATS, Need
 
 
-@pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure each stage as briefly as makes sense, whatever the budget: for tests that are not about figures."""
+def measure_for(monkeypatch: pytest.MonkeyPatch, times: float, seconds: float) -> None:
+    """Have each repeat take so many times its least, and so long at least, whatever the budget is.
 
-    def least(needs: Mapping[str, Need], seconds: float, repeats: int) -> dict[str, float]:
-        return {key: need.least_seconds for key, need in needs.items()}
+    A machine that is busy with other tests then takes longer, and refuses nothing.
+    """
 
-    monkeypatch.setattr(examination, "allot", least)
+    def allot(needs: Mapping[str, Need], budget: float, repeats: int) -> dict[str, float]:
+        return {key: max(times * need.least_seconds, seconds) for key, need in needs.items()}
+
+    monkeypatch.setattr(examination, "allot", allot)
     monkeypatch.setattr(examination, "repeats_within", lambda needs, seconds: REPEATS)
     monkeypatch.setattr(examination, "_TRIAL_PART", 0.0)
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that are not about figures."""
+    measure_for(monkeypatch, 1.0, 0.0)
+
+
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that are."""
+    measure_for(monkeypatch, 2.0, 0.06)

@@ -50,13 +50,6 @@ def test_stages_a_verdict_and_a_picture(path: Path, tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.usefixtures("hasty")
-def test_json(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, path, *USUAL, *CHEAP, "--json")
-    assert code == 0
-    assert json.loads(out)["path"] == str(path)
-
-
-@pytest.mark.usefixtures("hasty")
 def test_a_failure_of_the_user_s_is_a_line_and_exit_status_1(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, path, *USUAL, "--model", f"{users.__name__}:failing_factory")
     assert code == 1

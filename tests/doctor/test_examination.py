@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -51,6 +52,7 @@ def medians(diagnosis: Diagnosis) -> dict[str, float | None]:
     return {stage.key: None if stage.rates is None else stage.rates.median for stage in diagnosis.stages}
 
 
+@pytest.mark.usefixtures("steady")
 def test_slow_storage_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = storage.preadv
 
@@ -59,7 +61,7 @@ def test_slow_storage_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         return real(*arguments)
 
     monkeypatch.setattr(storage, "preadv", slow)
-    diagnosis = diagnose(options(path, seconds=2.0))
+    diagnosis = diagnose(options(path))
     assert diagnosis.verdict is not None
     assert "storage" in diagnosis.verdict.bottleneck
     assert not {"step", "transform", "normalize", "decoding"} & set(diagnosis.verdict.bottleneck)
@@ -77,8 +79,9 @@ def test_slow_storage_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert diagnosis.failures == ()
 
 
+@pytest.mark.usefixtures("steady")
 def test_a_slow_transform_is_named(path: Path) -> None:
-    diagnosis = diagnose(options(path, threads=1, transform=user("slow_transform"), seconds=2.0))
+    diagnosis = diagnose(options(path, threads=1, transform=user("slow_transform")))
     assert diagnosis.verdict is not None
     assert diagnosis.verdict.bottleneck == ("transform",)
     assert diagnosis.verdict.fed is False
@@ -92,8 +95,9 @@ def test_a_slow_transform_is_named(path: Path) -> None:
     assert found["loader"] > 2 * found["transform"]
 
 
+@pytest.mark.usefixtures("steady")
 def test_a_slow_step_is_named(path: Path) -> None:
-    diagnosis = diagnose(options(path, model=user("slow_step"), seconds=2.0))
+    diagnosis = diagnose(options(path, model=user("slow_step")))
     assert diagnosis.verdict is not None
     assert diagnosis.verdict.bottleneck == ("step",)
     assert diagnosis.verdict.fed is True
@@ -104,8 +108,9 @@ def test_a_slow_step_is_named(path: Path) -> None:
     assert diagnosis.subject.step == f"{user('slow_step')}, a Sleeper of 0 parameters"
 
 
-def test_every_stage_is_measured_or_has_a_reason(path: Path) -> None:
+def test_every_stage_is_measured_or_has_a_reason(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.0, 0.0))
     begun = time.perf_counter()
     diagnosis = diagnose(options(path, seconds=1.5), said.append)
     assert [stage.key for stage in diagnosis.stages] == list(NAMES)
@@ -127,6 +132,17 @@ def test_every_stage_is_measured_or_has_a_reason(path: Path) -> None:
     assert "everything together, repeat 1" in said
     assert diagnosis.subject.labels
     assert (diagnosis.subject.rows, diagnosis.subject.images) == (ROWS, "16x12x3 uint8")
+    assert not any("load average" in text for text in diagnosis.unknown)
+    programs = diagnosis.to_json()
+    assert set(programs) == {
+        "path", "split", "images", "rows", "hot_rows", "device", "step", "labels", "normalize", "stages", "bottleneck",
+        "fed", "sure", "verdict", "first_epoch", "advice", "notes", "trial", "facts", "unknown", "failures",
+        "interrupted", "seconds", "machine",
+    }  # fmt: skip
+    assert programs["facts"]["threads"] == 2
+    assert programs["interrupted"] is False
+    assert [stage["key"] for stage in programs["stages"]] == list(NAMES)
+    assert json.loads(json.dumps(programs)) == programs
 
 
 @pytest.mark.usefixtures("hasty")
@@ -367,20 +383,4 @@ def test_a_trial_is_made_where_it_may_tell(path: Path, monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("hasty")
 def test_a_machine_that_others_use(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (1_000.0, 0.0, 0.0))
-    busy = diagnose(options(path))
-    assert any("load average 1000.0" in text for text in busy.unknown)
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.0, 0.0))
-    assert not any("load average" in text for text in diagnose(options(path)).unknown)
-
-
-@pytest.mark.usefixtures("hasty")
-def test_what_programs_get(path: Path) -> None:
-    found = diagnose(options(path)).to_json()
-    assert set(found) == {
-        "path", "split", "images", "rows", "hot_rows", "device", "step", "labels", "normalize", "stages", "bottleneck",
-        "fed", "sure", "verdict", "first_epoch", "advice", "notes", "trial", "facts", "unknown", "failures",
-        "interrupted", "seconds", "machine",
-    }  # fmt: skip
-    assert found["facts"]["threads"] == 2
-    assert found["interrupted"] is False
-    assert [stage["key"] for stage in found["stages"]] == list(NAMES)
+    assert any("load average 1000.0" in text for text in diagnose(options(path)).unknown)
