@@ -15,7 +15,6 @@ _GRAY, _BLUE, _LIGHT = "#9aa0a6", "#1a73e8", "#a8c7fa"
 _LARGE = "116 KB"
 _OURS = "h5loader"
 _MARGIN = 0.05
-_START = 1.15
 
 
 @dataclass(frozen=True)
@@ -204,11 +203,6 @@ def _notes(found: dict[str, Any]) -> list[str]:
     for way in _measured(found):
         if not way["verified"]:
             lines.append(f"{way['way']} did not give each image once: {way['verified_reason']}.")
-    long = [f"{way['way']} {way['hot_after_start_images_per_s']['median']:,.0f}" for way in _measured(found)
-            if way["hot_after_start_images_per_s"]
-            and way["hot_after_start_images_per_s"]["median"] > _START * way["hot_images_per_s"]["median"]]  # fmt: skip
-    if long:
-        lines.append(f"In longer epochs their start counts less. After 8 batches, images/s: {', '.join(long)}.")
     cut = [f"{way['way']} {way['hot_batches']} hot and {way['cold_batches']} cold batches" for way in _measured(found)
            if not (way["hot_whole_epochs"] and way["cold_whole_epoch"])]  # fmt: skip
     if cut:

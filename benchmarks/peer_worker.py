@@ -6,7 +6,6 @@ goes into the report; a peer that is missing is a report, too.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import platform
@@ -32,8 +31,7 @@ from h5pack.measure.consuming import touch
 
 _CHECKED_EPOCHS = 2
 _MOST_CHECK_SECONDS = 20
-_START_BATCHES = 8
-_FOREVER = float("inf")
+_FEWEST_BATCHES = 8
 
 
 @dataclass(frozen=True)
@@ -45,42 +43,47 @@ class Timed:
     rows, batches : int
         That came.
     seconds : float
-        From before the first batch was asked for to after the last one was looked at.
+        To after the last one was looked at.
+    first_seconds : float
+        To after the first one was.
     whole : bool
         It was not cut short.
-    late_rows : int
-    late_seconds : float
-        The same after the first 8 batches, where what an epoch's start costs no longer counts.
     """
 
     rows: int
     batches: int
     seconds: float
+    first_seconds: float
     whole: bool
-    late_rows: int
-    late_seconds: float
 
 
-def timed(opened: Opened, most_seconds: float = _FOREVER, begin: float | None = None) -> Timed:
-    """Go through an epoch, looking at every page of each batch, for about `most_seconds` at most."""
+def timed(opened: Opened, most_seconds: float | None = None, begin: float | None = None) -> Timed:
+    """Go through an epoch, looking at every page of each batch.
+
+    Parameters
+    ----------
+    opened : Opened
+    most_seconds : float, optional
+        Leave it after so long, though not before 8 batches: workers hold some that are not counted.
+    begin : float, optional
+        When the clock was started; None: now.
+    """
     begin = time.perf_counter() if begin is None else begin
-    rows = batches = early = 0
-    whole, late = True, begin
+    rows = batches = 0
+    first, whole = 0.0, True
     iterator = opened.epoch()
     for images, labels in iterator:
         touch(as_array(images))
-        rows, batches = rows + len(labels), batches + 1
-        # Labels are looked at, too; no image of a batch may go without one.
         assert len(as_array(labels)) == len(images)
-        if batches == _START_BATCHES:
-            early, late = rows, time.perf_counter()
-        if time.perf_counter() - begin > most_seconds:
+        rows, batches = rows + len(images), batches + 1
+        seconds = time.perf_counter() - begin
+        first = first or seconds
+        if most_seconds is not None and seconds > most_seconds and batches >= _FEWEST_BATCHES:
             whole = False
             break
     end = time.perf_counter()
     iterator.close()
-    started = batches > _START_BATCHES
-    return Timed(rows, batches, end - begin, whole, rows - early if started else 0, end - late if started else 0.0)
+    return Timed(rows, batches, end - begin, first, whole)
 
 
 def convert(way: Way, job: dict[str, Any]) -> dict[str, Any]:
@@ -100,8 +103,9 @@ def attempt(way: Way, job: dict[str, Any]) -> dict[str, Any]:
     """How fast one number of workers is, in the second epoch."""
     PeerFiles(Path(job["out"])).heat()
     opened = way.open(Path(job["out"]), _reading(job))
-    timed(opened, job["seconds"] / 2)
-    found = timed(opened, job["seconds"])
+    most = job["seconds"] if way.may_be_cut else None
+    timed(opened, most)
+    found = timed(opened, most)
     opened.close()
     return {"images_per_s": found.rows / found.seconds}
 
@@ -132,35 +136,25 @@ def check(way: Way, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(way: Way, job: dict[str, Any]) -> dict[str, Any]:
-    """The first batch of a cold file, then a cold epoch, then hot ones."""
-    out, most = Path(job["out"]), job["seconds"]
+    """A first epoch of cold files, from the opening on, then hot epochs."""
+    out, pages = Path(job["out"]), job["pages_found_in_cache"]
+    most = job["seconds"] if way.may_be_cut else None
     files = PeerFiles(out)
     begin = time.perf_counter()
     opened = way.open(out, _reading(job))
-    iterator = opened.epoch()
-    touch(as_array(next(iterator)[0]))
-    first = time.perf_counter() - begin
-    iterator.close()
-    del iterator
-    if not way.compiles:
-        opened.close()
-        del opened
-        gc.collect()
-    files.unmap()
-    pages = files.drop()
-    begin = time.perf_counter()
-    if not way.compiles:
-        opened = way.open(out, _reading(job))
-    # A loader that keeps rows must see whole epochs, or it would not keep them.
-    cold = timed(opened, _FOREVER if way.keeps_rows else most, begin)
+    cold = timed(opened, most, begin)
+    first = cold.first_seconds
+    if way.compiles:
+        files.unmap()
+        pages = files.drop()
+        cold = timed(opened, most)
     files.heat()
     # A system takes memory away that was idle; the second epoch counts.
-    timed(opened, _FOREVER if way.keeps_rows else most / 2)
+    timed(opened, most)
     hot = [timed(opened, most)]
-    while sum(part.seconds for part in hot) < most / 2:
+    while sum(part.seconds for part in hot) < job["seconds"] / 2:
         hot.append(timed(opened, most))
     opened.close()
-    seconds, late = sum(part.seconds for part in hot), sum(part.late_seconds for part in hot)
     return {
         "first_batch_seconds": first,
         "cold": {
@@ -171,8 +165,7 @@ def read(way: Way, job: dict[str, Any]) -> dict[str, Any]:
             "pages": files.pages(),
         },
         "hot": {
-            "images_per_s": sum(part.rows for part in hot) / seconds,
-            "after_start_images_per_s": sum(part.late_rows for part in hot) / late if late else None,
+            "images_per_s": sum(part.rows for part in hot) / sum(part.seconds for part in hot),
             "batches": sum(part.batches for part in hot),
             "whole_epochs": all(part.whole for part in hot),
         },

@@ -11,15 +11,16 @@ exactly once, with its label, in an order that changes. The consumer looks at ev
 
 Each measurement has a process of its own. The ways take turns, forwards and backwards:
 
-- first batch: in a fresh process, the files dropped from the page cache; torch is imported, the peer's import counts;
-- cold: then the files are dropped again (mincore says whether pages stay), the dataset is opened anew, and an epoch is
-  timed from the opening to the last batch. FFCV alone keeps its loader, which would compile again;
+- first batch: of a dataset opened anew, its files dropped from the page cache (mincore says whether pages stay); torch
+  is imported, the peer's own import counts;
+- cold: the whole of that epoch, timed from the opening to the last batch, without the import. FFCV compiles at its
+  first batch: its cold epoch is the second one, the files dropped again;
 - hot: the files are read into the page cache, and epochs are timed after one that is not;
 - peak memory, once: anonymous and shared memory of the process and its children during the two compared epochs, less
   what the interpreter has with torch; pages of mapped files are the page cache's and not counted;
 - conversion, once: from the JPEG folder until all is on the disk (fsync); 2 processes decode, all with one decoder.
 
-An epoch that takes longer than ``--seconds`` is cut short; the result says how many batches were read. WebDataset,
+Epochs of the slow ways are cut short after ``--seconds``; the result says how many batches were read. WebDataset,
 MosaicML Streaming and LitData leave the number of workers to their users: 2 and none are tried, the faster is taken.
 The ceilings, in the same turns: np.take of random rows into batches that are used again, and a sequential read.
 """
@@ -48,7 +49,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=8_000, help="images of 178x218, 116 KB a row; 0: none")
     parser.add_argument("--small", type=int, default=40_000, help="images of 32x32, 3 KB a row; 0: none")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.5, help="the most that a timed epoch takes")
+    parser.add_argument("--seconds", type=float, default=1.5, help="epochs of slow ways are cut short after this")
     parser.add_argument("--only", help=f"these ways, by commas: {', '.join(listed.key for listed in LISTING)}")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has the peers, and h5pack")
     parser.add_argument("--scratch", type=Path, help="a folder for the files (default: a temporary one)")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from h5pack.commands import bench, convert, export, info, preview, verify
+from h5pack.commands import bench, convert, doctor, export, info, preview, verify
 from h5pack.errors import H5PackError, OptionsError
 from h5pack.version import __version__
 
@@ -22,6 +22,7 @@ h5pack verify out.h5                      check every row
 h5pack preview out.h5 sheet.png           some images of every class
 h5pack export out.h5 ./images             back to an image folder
 h5pack bench ./celebA                     which chunks and settings are fastest here
+h5pack doctor out.h5                      which stage of feeding a training step is slow
 """
 
 
@@ -112,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--json", action="store_true", help="print one JSON object for programs")
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (convert, info, verify, preview, export, bench):
+    for command in (convert, info, verify, preview, export, bench, doctor):
         command.add(commands, common)
     return parser
 

@@ -15,6 +15,7 @@ import pytest
 
 from h5pack import cli, errors, schema
 from h5pack.pack.options import ConvertOptions
+from tests.doctor.figures import stages
 from tests.makers import split_folders
 
 ROOT = Path(__file__).parents[1]
@@ -77,7 +78,7 @@ def test_no_page_names_an_option_that_there_is_not(path: Path) -> None:
     if path.name == "training.md":
         known |= train_options() | {"--nproc_per_node", "--requeue"}
     for line in path.read_text(encoding="utf-8").splitlines():
-        others = line.startswith("#SBATCH") or re.search(r"\b(pip|ruff|npm|pytest|h5pack\.tools\.synth)\b", line)
+        others = re.search(r"^#SBATCH|\b(pip|ruff|npm|pytest|h5pack\.tools\.synth|benchmarks)\b", line)
         if not others:
             assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", line)) <= known, line
 
@@ -108,6 +109,8 @@ def test_the_json_keys_are_listed(tmp_path: Path) -> None:
     import h5pack
     from h5pack.bench.cell import Cell
     from h5pack.bench.report import BenchReport, Recommendation
+    from h5pack.doctor.diagnosis import Subject
+    from h5pack.doctor.facts import Facts
     from h5pack.tools.export_report import ExportReport
     from h5pack.tools.info import DatasetReport
     from h5pack.tools.preview_report import PreviewReport
@@ -129,6 +132,8 @@ def test_the_json_keys_are_listed(tmp_path: Path) -> None:
     found["export --json"] = {"ok", *(field.name for field in fields(ExportReport))}
     found["preview --json"] = {"ok", *(field.name for field in fields(PreviewReport))}
     found["bench --json"] = {*bench, *(field.name for noun in (Recommendation, Cell) for field in fields(noun))}
+    stage = next(iter(stages(step=1.0).values())).to_json()
+    found["doctor --json"] = {*stage, *(field.name for noun in (Subject, Facts) for field in fields(noun))}
     assert set(blocks) == set(found)
     for name, keys in found.items():
         assert {key for key in keys if f"`{key}`" not in blocks[name]} == set(), name

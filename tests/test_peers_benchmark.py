@@ -39,12 +39,12 @@ def job_of(folder: Path, out: Path) -> dict[str, Any]:
 
 def test_the_comparison(tmp_path: Path) -> None:
     json_path = tmp_path / "p.json"
-    sizes = ["--count", "24", "--small", "0", "--repeats", "1", "--seconds", "0.1"]
+    sizes = ["--count", "0", "--small", "24", "--repeats", "1", "--seconds", "0.1"]
     more = ["--only", "h5loader,ffcv", "--scratch", str(tmp_path), "--json", str(json_path)]
     peers.main([*sizes, *more])
     result = json.loads(json_path.read_text())
     assert [path.name for path in tmp_path.iterdir()] == ["p.json"], "scratch is cleaned up"
-    found = result["sizes"]["116 KB"]
+    found = result["sizes"]["3 KB"]
     assert found["rows"] == 24
     assert set(found["ceilings"]) == {"memory copy 1", "memory copy 2", "sequential read"}
     assert result["packages"]["h5pack"] == result["machine"]["packages"]["h5pack"]
@@ -54,11 +54,10 @@ def test_the_comparison(tmp_path: Path) -> None:
         assert way["skipped"] or way["verified"], way
         if not way["skipped"]:
             assert way["checksum"] == found["checksum"]
-            assert way["cold_pages_found_in_cache"] == 0 or way["pages"] > 0
+            assert way["cold_pages_found_in_cache"] <= way["pages"]
             assert min(way["hot_images_per_s"]["min"], way["cold_images_per_s"]["min"]) > 0
     assert not ways["h5loader"]["skipped"]
-    # 24 rows kept, and the batches in which they came.
-    assert ways["h5loader"]["peak_memory_mb"] > 2.5
+    assert ways["h5loader"]["peak_memory_mb"] > 0
 
     peer_plots.draw_peers(result, tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 10_000
@@ -77,7 +76,7 @@ def test_a_way_gives_each_image_once(key: str, folder: Path, tmp_path: Path) -> 
     assert report["verified"], report["reason"]
     assert report["checksum"] == checksum(np.load(job["truth"]))
     if key == "h5loader-file":
-        measured = read(way, job)
+        measured = read(way, {**job, "pages_found_in_cache": 0})
         assert measured["cold"]["batches"] == 3
         assert measured["hot"]["images_per_s"] > 0
 
@@ -131,9 +130,13 @@ def test_marks_know_the_label_and_not_the_layout(folder: Path) -> None:
 
 def test_an_epoch_is_cut_short_where_it_takes_too_long(folder: Path) -> None:
     opened = Wrong(ImageFolder(folder))
-    assert timed(opened, -1).batches == 1
-    assert not timed(opened, -1).whole
     assert (timed(opened).rows, timed(opened).batches, timed(opened).whole) == (40, 3, True)
+    # Not before 8 batches.
+    assert timed(opened, -1).whole
+    opened.labels, opened.images = np.tile(opened.labels, 5), np.tile(opened.images, (5, 1, 1, 1))
+    cut = timed(opened, -1)
+    assert (cut.rows, cut.batches, cut.whole) == (8 * 16, 8, False)
+    assert 0 < cut.first_seconds < cut.seconds
 
 
 def test_files_are_dropped_from_the_page_cache_though_they_are_mapped(tmp_path: Path) -> None:
@@ -181,7 +184,7 @@ def figures(name: str, ours: bool, hot: float, memory: float) -> dict[str, Any]:
 
     return {
         "way": name, "key": name.lower(), "ours": ours, "skipped": None, "parallel": "2 threads", "verified": True,
-        "hot_images_per_s": one(hot), "hot_of_memory_copy": one(hot / 100), "hot_after_start_images_per_s": one(hot),
+        "hot_images_per_s": one(hot), "hot_of_memory_copy": one(hot / 100),
         "cold_images_per_s": one(10), "first_batch_seconds": one(1), "peak_memory_mb": memory, "convert": None,
         "file_mb": 1, "hot_whole_epochs": True, "cold_whole_epoch": True, "cold_pages_found_in_cache": 0,
     }  # fmt: skip

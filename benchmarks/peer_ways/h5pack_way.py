@@ -35,15 +35,14 @@ class LoaderWay(_Packed):
     Parameters
     ----------
     settings : str
-    keeps_rows : bool
     options : dict
         For H5Loader.
     """
 
     parallel = "threads"
 
-    def __init__(self, settings: str, *, keeps_rows: bool, **options: Any) -> None:
-        self.settings, self.keeps_rows, self.options = settings, keeps_rows, options
+    def __init__(self, settings: str, **options: Any) -> None:
+        self.settings, self.options = settings, options
 
     def open(self, out: Path, reading: Reading) -> Opened:
         """The loader over the pack."""
@@ -74,11 +73,9 @@ class DatasetWay(_Packed):
 WAYS = {
     "h5loader": LoaderWay(
         "As it comes: rows stay in memory from the second epoch on, where they fit into half of what is available.",
-        keeps_rows=True,
     ),
     "h5loader-file": LoaderWay(
         "resident='no': the file is read in every epoch, from the page cache if it is there.",
-        keeps_rows=False,
         resident="no",
     ),
     "h5dataset": DatasetWay(),

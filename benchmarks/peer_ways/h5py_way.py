@@ -52,6 +52,7 @@ class H5pyWay(Way):
     """
 
     packages = ("h5py", "torch")
+    may_be_cut = True
 
     def __init__(self, settings: str, channels_first: bool, chunks: Callable[[tuple[int, ...], int], Any]) -> None:
         self.settings, self.channels_first, self.chunks = settings, channels_first, chunks

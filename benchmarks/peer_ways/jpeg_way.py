@@ -29,6 +29,7 @@ class JPEGWay(Way):
 
     settings = "An image a file, decoded by Pillow in a DataLoader with workers that stay."
     packages = ("pillow", "torch")
+    may_be_cut = True
 
     def convert(self, source: ImageFolder, out: Path, workers: int) -> int:
         """Only link to the folder."""

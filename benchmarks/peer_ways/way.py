@@ -57,9 +57,10 @@ class Way(ABC):
     tried : tuple of int
         Numbers of workers of which the fastest is taken, where its documentation leaves the number open.
     compiles : bool
-        It compiles at the first batch of each opening; a cold epoch is then read by a loader that has done so.
-    keeps_rows : bool
-        It holds rows in memory from one epoch to the next, so that epochs must not be cut short.
+        It compiles at the first batch of each opening; a cold epoch is then the second one, after another drop.
+    may_be_cut : bool
+        An epoch may be left early without harm to the next one: a DataLoader's may. Others go on reading what was left,
+        or do not keep rows of which they saw a part only.
     parallel : str
         What "workers" are to it: threads, processes, or nothing: it reads in the calling thread.
     """
@@ -68,7 +69,7 @@ class Way(ABC):
     packages: tuple[str, ...]
     tried: tuple[int, ...] = ()
     compiles = False
-    keeps_rows = False
+    may_be_cut = False
     parallel = "processes"
 
     @abstractmethod

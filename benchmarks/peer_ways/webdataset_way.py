@@ -21,6 +21,7 @@ class WebDatasetWay(Way):
         "WebLoader(batch_size=None), as its documentation has them."
     )
     packages = ("webdataset", "torch")
+    may_be_cut = True
     tried = (2, 0)
 
     def convert(self, source: ImageFolder, out: Path, workers: int) -> int:

@@ -91,9 +91,12 @@ def judge(stages: Mapping[str, Stage], facts: Facts) -> Verdict:
     if odd is not None:
         text = f"No verdict: {odd}. The machine's speed changed meanwhile; measure again, with more --seconds."
         return Verdict((), None, False, text, first)
-    if fed:
-        return Verdict((STEP,), True, True, _fed_text(rates, lanes), first)
     names = _named(limits, causes, rates)
+    if not fed and names == (STEP,) and facts.stall is not None and facts.stall < _HARDLY:
+        # A step that shares CPUs with its loader is slower than alone, and yet does not wait.
+        fed = True
+    if fed:
+        return Verdict((STEP,), True, True, _fed_text(rates, lanes, facts.stall), first)
     sure, remark = _remark(names, lanes, rates, stages, facts)
     text = _text(names, lanes, rates, facts)
     return Verdict(names, fed, sure, f"{text} {remark}" if remark else text, first)
@@ -224,9 +227,10 @@ def _first_epoch(rates: Mapping[str, Rates], facts: Facts) -> str | None:
     )
 
 
-def _fed_text(rates: Mapping[str, Rates], lanes: Mapping[str, Rates]) -> str:
+def _fed_text(rates: Mapping[str, Rates], lanes: Mapping[str, Rates], stall: float | None) -> str:
     together, step, feed = rates[EVERYTHING], rates[STEP], lanes[_FEED]
-    text = f"All is well, the step is fed: it takes {_rate(step)} alone and gets {_rate(together)} with everything."
+    text = f"All is well, the step is fed: it takes {_rate(step)} alone and gets {_rate(together)} with everything"
+    text += "." if stall is None else f", where it waits {100 * stall:.0f} % of the time."
     if feed.median < _APART * step.median:
         return f"{text} But the loader has little to spare ({_rate(feed)}): a faster step would wait for it."
     return f"{text} The loader could give {_rate(feed)}."

@@ -33,4 +33,4 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that are."""
-    measure_for(monkeypatch, 2.0, 0.06)
+    measure_for(monkeypatch, 3.0, 0.04)

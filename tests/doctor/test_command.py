@@ -113,7 +113,7 @@ def test_the_cpu_advice_under_taskset(path: Path) -> None:
     command = [
         *("taskset", "-c", str(cpu), sys.executable, "-m", "h5pack", "doctor", str(path), "--json"),
         *("--model", f"{users.__name__}:slow_step", "--threads", "4", "--batch-size", "16", "--window", "2"),
-        *("--device", "cpu", "--seconds", "3"),
+        *("--device", "cpu", "--seconds", "2.5"),
     ]
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
     assert result.stderr == ""

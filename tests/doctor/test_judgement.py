@@ -79,6 +79,15 @@ def test_the_slowest_part_of_the_slowest_lane_is_named(
     assert ("one of" in verdict.text) == (len(named) > 1)
 
 
+def test_a_step_that_hardly_waits_is_fed_though_it_is_slower_than_alone() -> None:
+    found = stages(copy=None, normalize=90_000, everything=2_100)
+    assert judge(found, facts(on_gpu=False, stall=0.2)).fed is False
+    verdict = judge(found, facts(on_gpu=False, stall=0.04))
+    assert (verdict.bottleneck, verdict.fed, verdict.sure) == (("step",), True, True)
+    assert "gets 2,100 images/s with everything, where it waits 4 % of the time" in verdict.text
+    assert judge(stages(copy=1_000, everything=980), facts(stall=0.04)).fed is False
+
+
 def test_what_repeats_do_not_tell_apart_is_named_together() -> None:
     found = stages(copy=1_000, step=1_250, everything=800)
     assert judge(found, facts()).bottleneck == ("copy",)
