@@ -33,12 +33,19 @@ def measure_again(bench: Path, folder: Path, scratch: Path, repeats: int) -> dic
     """
     found = json.loads(bench.read_text())
     chosen = found["recommendation"]
+    if chosen is None or not chosen["convert"]:
+        raise SystemExit(f"{bench}: it recommends no conversion; there is nothing to measure again")
     forms = [one for one in found["files"] if one["chunk_rows"] is not None and not one["own"]]
+    # The bench may have given images of several sizes one.
+    size = tuple(found["row_shape"][:2]) if "--size" in chosen["command"] else None
     loaders, paths = {}, {}
     for form in forms:
         path = scratch / f"{form['chunk_rows']}-{form['compression']}.h5".replace(":", "-")
         options = h5pack.ConvertOptions(
-            limit=found["sample_rows"], chunk_rows=form["chunk_rows"], compression=form["compression"]
+            limit=found["sample_rows"],
+            chunk_rows=form["chunk_rows"],
+            compression=form["compression"],
+            size=size,
         )
         h5pack.convert(folder, path, options)
         paths[form["label"]] = path
@@ -54,8 +61,8 @@ def measure_again(bench: Path, folder: Path, scratch: Path, repeats: int) -> dic
         cold = chosen["judged_by"] == "cold"
         make_hot(paths[label])
         consume(loaders[label])
-        if cold:
-            drop_cache(paths[label])
+        if cold and drop_cache(paths[label]):
+            raise SystemExit(f"{paths[label]}: its pages stay in the page cache, so that nothing cold can be measured")
         speeds[label].append(consume(loaders[label]))
     medians = {label: spread(values)["median"] for label, values in speeds.items()}
     shutil.rmtree(scratch, ignore_errors=True)

@@ -61,9 +61,12 @@ class PeerProcess:
         command = [self.python, "-m", "benchmarks.peer_worker", str(job_path), str(report_path)]
         with log_path.open("wb") as log:
             # A session of its own: all its processes can be found, and ended, whatever their parents are.
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
-            )
+            try:
+                process = subprocess.Popen(
+                    command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+                )
+            except OSError as error:
+                return {"error": f"cannot be started: {error.strerror}"}
             peak = None
             try:
                 if watch:

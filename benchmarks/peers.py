@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -71,9 +72,26 @@ def _command(arguments: argparse.Namespace) -> str:
     return " ".join(parts)
 
 
+def _space_needed(arguments: argparse.Namespace) -> int:
+    """Bytes on the disk for the larger of the sizes, whose files go before the next ones come."""
+    raw = max(
+        count * height * width * 3
+        for (height, width), count in zip(_SIZES.values(), (arguments.count, arguments.small), strict=True)
+    )
+    # Every store, the one that is twice as large, and the rows for the sequential read.
+    return raw * (len({listed.store for listed in arguments.ways}) + 2)
+
+
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     arguments = _arguments(argv)
     scratch = Path(tempfile.mkdtemp(prefix="h5pack-bench-", dir=arguments.scratch))
+    needed, free = _space_needed(arguments), shutil.disk_usage(scratch).free
+    if free < needed:
+        scratch.rmdir()
+        raise SystemExit(
+            f"{scratch.parent}: {free / 1e9:.1f} GB are free and {needed / 1e9:.1f} GB are needed; give --scratch a "
+            "folder with more, or a smaller --count"
+        )
     # Sockets of the peers' workers lie in their temporary folder, and such a path may have 108 bytes only.
     temporary = Path(tempfile.mkdtemp(prefix="h5pack-"))
     try:
@@ -113,4 +131,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    # A run that is ended leaves no files and no process behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     main()

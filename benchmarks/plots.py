@@ -15,6 +15,7 @@ from benchmarks.bench_plots import chunk_size_about, chunk_size_table, recommend
 from benchmarks.common import RESULTS
 from benchmarks.echoing import echoing_table
 from benchmarks.mixing_plots import accuracy_table, draw_accuracy, draw_mixing, mixing_table
+from benchmarks.peer_plots import draw_peers, peers_summary, peers_table
 from h5pack.bench.figure import draw_bench
 from h5pack.bench.report import BenchReport
 
@@ -302,6 +303,10 @@ def main() -> None:
     update_figures(ROOT / "docs" / "training.md", "normalize", normalize_table(result))
     result = json.loads((RESULTS / "echoing.json").read_text())
     update_figures(ROOT / "docs" / "training.md", "echoing", echoing_table(result))
+    result = json.loads((RESULTS / "peers.json").read_text())
+    draw_peers(result, PICTURES / "peers.png")
+    update_figures(ROOT / "README.md", "peers", peers_summary(result))
+    update_figures(ROOT / "docs" / "performance.md", "peers", peers_table(result))
     result = json.loads((RESULTS / "chunk_size.json").read_text())
     draw_bench(BenchReport.from_json(result), PICTURES / "chunk_size.png")
     for cache in ("hot", "cold"):

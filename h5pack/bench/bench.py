@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -23,16 +24,20 @@ from h5pack.bench.settings import BenchSettings
 from h5pack.bench.subject import Subject, find_subject
 from h5pack.bench.sweep import Sweep
 from h5pack.errors import OptionsError
-from h5pack.machine import available_cpus, available_memory
+from h5pack.machine import available_cpus, available_memory, free_bytes
 from h5pack.measure.machine_facts import machine_facts
 from h5pack.measure.memory_copy import MemoryCopy
 from h5pack.measure.page_cache import drop_cache
 from h5pack.measure.sequential_read import sequential
 from h5pack.pack.options import ConvertOptions
+from h5pack.pack.plan import human_bytes
 
 _COPY_BYTES = 256 * 1024 * 1024
 _MOST_THREADS = 4
 _FINAL_SHARE = 0.2
+_WARM_SHARE = 0.1
+_MOST_TRIED = 16
+"""Threads and workers beyond this are tried only where they are asked for."""
 _RESERVE_SECONDS = 0.5
 _SEQUENTIAL_SECONDS = 0.3
 
@@ -96,8 +101,8 @@ class Bench:
                 self._tick(packing)
                 report = self.report = _begin_report(subject, sample, self._settings, scratch.path)
                 report.seconds["packing"] = packing
-                _require_time(end - time.monotonic() - _RESERVE_SECONDS, packing, len(sample.files), self._settings)
-                self._measure(report, sample, subject, end)
+                with _warning_once():
+                    self._measure(report, sample, subject, end)
                 report.complete = True
         finally:
             self._bar.close()
@@ -111,9 +116,11 @@ class Bench:
         if batch < settings.batch_sizes[0]:
             report.notes.append(f"Batches of {batch} rows, since the sample has {sample.rows:,}.")
         threads = min(_MOST_THREADS, available_cpus())
+        needed = least_seconds(sample.files, settings, batch, threads)
+        _require_time(end - time.monotonic() - _RESERVE_SECONDS, needed, report.seconds["packing"], settings)
         sweep = Sweep(sample.files, settings.seed, self._tick)
         with self._phase("warming up"):
-            sweep.warm()
+            sweep.warm(_WARM_SHARE * (end - time.monotonic()))
         left = end - time.monotonic() - _RESERVE_SECONDS
         plan = plan_cells(sample.files, settings, batch, threads, (1 - _FINAL_SHARE) * left)
         _note_left_out(report, plan, sample, batch)
@@ -134,7 +141,7 @@ class Bench:
         if cells:
             with self._phase("run-off"):
                 if cells[0].cache == "hot":
-                    sweep.warm()
+                    sweep.warm(_WARM_SHARE * (end - time.monotonic()))
                 sweep.measure(cells, end - time.monotonic() - _RESERVE_SECONDS, report.trials)
         report.recommendation = choose(report.files, report.measurements, report.trials, question)
 
@@ -145,11 +152,14 @@ class Bench:
         interim = choose(report.files, report.measurements, (), question)
         if interim is None:
             return cells
-        counts = _powers(available_cpus())
+        counts = [count for count in _powers(available_cpus()) if count <= _MOST_TRIED]
         for count in self._settings.threads or counts:
             cells.append(Cell(interim.stored, "window", "direct", cache, question.batch, question.window, count))
         for count in self._settings.workers or counts:
-            cells.append(Cell(interim.stored, "window", "direct", cache, question.batch, question.window, 1, count))
+            if (why := _no_room(count, question)) is not None:
+                report.notes.append(why)
+            else:
+                cells.append(Cell(interim.stored, "window", "direct", cache, question.batch, question.window, 1, count))
         return list(dict.fromkeys(cells))
 
     @contextmanager
@@ -172,7 +182,11 @@ class _Copy:
 
     def __init__(self, sample: Sample, batch: int, threads: int, report: BenchReport) -> None:
         rows = max(batch, min(sample.rows, _COPY_BYTES // sample.row_bytes))
-        self._copy: MemoryCopy | None = MemoryCopy(rows, sample.row_bytes, batch, threads)
+        self._copy: MemoryCopy | None = None
+        if (rows + 3 * threads * batch) * sample.row_bytes <= available_memory() // 4:
+            self._copy = MemoryCopy(rows, sample.row_bytes, batch, threads)
+        else:
+            report.notes.append("A memory copy, the ceiling of warm reads, was left out for want of memory.")
         self._speeds: dict[int, list[float]] = {count: [] for count in sorted({1, threads})}
         self._report = report
 
@@ -198,15 +212,20 @@ class _Sequential:
     """The ceiling of cold reads, measured in every turn."""
 
     def __init__(self, sample: Sample, report: BenchReport) -> None:
-        plain = [stored for stored in sample.files if stored.compression == "none" and not stored.own]
-        self._stored = (plain or sample.files)[-1]
+        # A compressed file's bytes are not those of its images.
+        plain = [stored for stored in sample.files if stored.compression == "none"]
+        self._stored = plain[-1] if plain else None
         self._row_bytes = sample.row_bytes
         self._report = report
         self._speeds: list[float] = []
 
     def turn(self) -> None:
+        if self._stored is None:
+            return
         path = Path(self._stored.path)
-        if drop_cache(path) == 0:
+        if drop_cache(path):
+            self._stored = None
+        else:
             self._speeds.append(sequential(path, seconds=_SEQUENTIAL_SECONDS) / self._row_bytes)
             others = [one for one in self._report.ceilings if one.name != "sequential read"]
             self._report.ceilings[:] = [*others, Ceiling("sequential read", 1, "cold", tuple(self._speeds))]
@@ -239,14 +258,45 @@ def _begin_report(subject: Subject, sample: Sample, settings: BenchSettings, fol
     )
 
 
-def _require_time(left: float, packing: float, files: int, settings: BenchSettings) -> None:
-    needed = least_seconds(files)
+def _require_time(left: float, needed: float, packing: float, settings: BenchSettings) -> None:
     if left < needed:
         raise OptionsError(
             f"a budget of {settings.seconds:g} s is too small: packing the sample took {packing:.1f} s, and measuring "
-            f"{files} files takes {needed:.1f} s at least; give --seconds {1.5 * (packing + needed) + 1:.0f}, fewer "
-            "--rows or fewer chunk sizes"
+            f"takes {needed:.1f} s at least; give --seconds {1.5 * (packing + needed) + 1:.0f}, fewer --rows or fewer "
+            "sizes to compare"
         )
+
+
+def _no_room(workers: int, question: Question) -> str | None:
+    """Why so many workers cannot hand over batches; None: they can."""
+    shared = Path("/dev/shm")
+    # DataLoader's prefetch_factor is 2.
+    needed = 2 * workers * question.batch * question.row_bytes
+    if not shared.is_dir() or needed <= free_bytes(shared):
+        return None
+    return (
+        f"{workers} workers of a DataLoader were left out: their batches need {human_bytes(needed)} of shared memory, "
+        f"and {human_bytes(free_bytes(shared))} are free in {shared}."
+    )
+
+
+@contextmanager
+def _warning_once() -> Iterator[None]:
+    """Have each of h5pack's warnings appear once: files are opened for each measurement."""
+    seen: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        new = text not in seen
+        seen.add(text)
+        return new
+
+    logger = logging.getLogger("h5pack")
+    logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_new)
 
 
 def _question(

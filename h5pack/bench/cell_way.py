@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from h5pack.bench.cell import Cell, Stored
-from h5pack.bench.ways import LibraryWay, LoaderWay, SingleWay, Way, open_dataset, through_library
+from h5pack.bench.opened import Opened
+from h5pack.bench.ways import LibraryWay, LoaderWay, SingleWay, Way
 from h5pack.bench.worker_way import WorkerWay
-from h5pack.feed.loader import H5Loader
 
 
-def open_way(cell: Cell, stored: Stored, seed: int, memory: list[H5Loader] | None = None) -> Way:
+def open_way(cell: Cell, stored: Stored, seed: int, opened: Opened) -> Way:
     """The way of a cell.
 
     Parameters
@@ -16,16 +16,18 @@ def open_way(cell: Cell, stored: Stored, seed: int, memory: list[H5Loader] | Non
     cell : Cell
     stored : Stored
     seed : int
-    memory : list of H5Loader, optional
-        Loaders that keep memory for batches, which ways use in turns; a new kind of batch adds one.
+    opened : Opened
+        What ways share.
     """
+    direct = opened.dataset(stored)
     if cell.workers is not None:
-        return WorkerWay(open_dataset(stored), cell, stored, seed)
+        return WorkerWay(direct, cell, stored, seed)
     if cell.engine == "default":
-        return LibraryWay(cell, stored, seed, tuned=False)
+        return LibraryWay(direct, cell, stored, seed, tuned=False)
     if cell.order == "single":
-        return LibraryWay(cell, stored, seed, tuned=True) if cell.engine == "tuned" else SingleWay(stored, seed)
-    dataset = open_dataset(stored)
-    way = LoaderWay(through_library(dataset) if cell.engine == "tuned" else dataset, cell, stored, seed)
-    way.share([] if memory is None else memory)
+        if cell.engine == "tuned":
+            return LibraryWay(direct, cell, stored, seed, tuned=True)
+        return SingleWay(direct, stored, seed)
+    way = LoaderWay(opened.dataset(stored, library=cell.engine == "tuned"), cell, stored, seed)
+    way.share(opened.memory)
     return way

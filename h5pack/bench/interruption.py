@@ -43,8 +43,9 @@ class Interruption:
         KeyboardInterrupt
             Or whatever the handler raises.
         """
-        if self._noted is not None and self._noted in self._before:
-            self._before[self._noted](self._noted, None)
+        number, self._noted = self._noted, None
+        if number is not None and number in self._before:
+            self._before[number](number, None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted = number

@@ -77,9 +77,11 @@ def is_hopeless(stored: Stored, batch: int) -> bool:
     return min(batch, -(-stored.rows // stored.chunk_rows)) * stored.chunk_bytes > _HOPELESS_BYTES
 
 
-def least_seconds(files: int) -> float:
-    """Seconds that the least that says anything takes: the direct window shuffle of each file, and as much again."""
-    return 4 * files * _LEAST_SECONDS["hot"]
+def least_seconds(files: Sequence[Stored], settings: BenchSettings, batch: int, threads: int) -> float:
+    """Seconds that the least that says anything takes: the first level of the cells, and half of that for a run-off."""
+    cells = [cell for stored in files for cell in _cells(stored, settings, batch, threads)]
+    first = min(map(_level, cells))
+    return 1.5 * sum(least_of(cell) for cell in cells if _level(cell) == first)
 
 
 def _cells(stored: Stored, settings: BenchSettings, batch: int, threads: int) -> list[Cell]:

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from h5pack import schema
 from h5pack.bench.cell import Cell, Measurement, Stored
 from h5pack.bench.report import Recommendation
 from h5pack.layout import plan_cache
@@ -18,7 +19,7 @@ ALIKE = 0.95
 _CONTENDS = 0.6
 ENOUGH_REPEATS = 3
 ENOUGH_ROWS = 256
-_UNSURE_SPREAD = 0.5
+_UNSURE_SPREAD = 0.4
 
 
 @dataclass(frozen=True)
@@ -108,14 +109,17 @@ def choose(
     threads, threads_why = _pick_threads(others, question, picked)
     workers, workers_why = _pick_workers(others, question)
     window = _pick_window(others, question, picked)
-    doubts = _doubts(best, found, question)
+    settled = next((one for one in others if _is_settled(one, question, window, threads)), picked)
+    doubts = _doubts([best, picked], found, question)
     reasons = [_about(form, picked, alike, found, question), why, *threads_why, *workers_why]
     own = next((one for one in files if one.own), None)
-    gain, gain_why = _gain(own, form, picked, measurements, cache)
+    compared = [*found, *_comparable(files, measurements, question, cache)]
+    gain, gain_why = _gain(own, form, picked, measurements, compared, cache)
     if doubts:
         reasons.append(f"Not sure: {'; '.join(doubts)}.")
-    grid = [form.rows, *question.row_shape]
-    chunks = [form.chunk_rows or form.rows, *question.row_shape]
+    # Of all images, not of the sample.
+    grid = [question.images, *question.row_shape]
+    chunks = [form.chunk_rows or question.images, *question.row_shape]
     plan = plan_cache(grid, chunks, 1, filtered=form.compression != "none", window=window)
     return Recommendation(
         stored=form.label,
@@ -128,14 +132,22 @@ def choose(
         workers=workers,
         cache=None if form.chunk_rows is None or form.own else plan,
         judged_by=cache,
-        images_per_s=round(picked.median, 1),
+        images_per_s=round(settled.median, 1),
         alike=tuple(one.cell.stored for one in alike),
         sure=not doubts,
         reasons=(*reasons, *gain_why),
         command="" if form.own else _command(form, question),
-        code=_code(form.path if form.own else "packed.h5", question.batch, window, threads, workers),
+        code=_code(form, question.batch, window, threads, workers),
         gain=gain,
     )
+
+
+def _is_settled(one: Measurement, question: Question, window: int, threads: int) -> bool:
+    """Whether it was measured with what is recommended."""
+    cell = one.cell
+    return bool(one.speeds) and (cell.engine, cell.order, cell.batch, cell.window, cell.threads, cell.workers) == (
+        "direct", "window", question.batch, window, threads, None,
+    )  # fmt: skip
 
 
 def _comparable(
@@ -240,12 +252,15 @@ def _pick_window(others: Sequence[Measurement], question: Question, picked: Meas
     return question.window if asked.median >= ALIKE * best.median else best.cell.window
 
 
-def _doubts(best: Measurement, found: Sequence[Measurement], question: Question) -> list[str]:
+def _doubts(deciding: Sequence[Measurement], found: Sequence[Measurement], question: Question) -> list[str]:
     doubts = []
-    if len(best.speeds) < ENOUGH_REPEATS:
-        doubts.append(f"the fastest was measured {len(best.speeds)} times only; give more --seconds")
-    elif (max(best.speeds) - min(best.speeds)) > _UNSURE_SPREAD * best.median:
-        doubts.append("repeats differ by more than half; try again on a machine that does nothing else")
+    least = min(len(one.speeds) for one in deciding)
+    if least < ENOUGH_REPEATS:
+        doubts.append(f"what decides was measured {least} time{'s' * (least != 1)} only; give more --seconds")
+    elif any(max(one.speeds) - min(one.speeds) > _UNSURE_SPREAD * one.median for one in deciding):
+        doubts.append(
+            f"repeats differ by more than {100 * _UNSURE_SPREAD:.0f} %; try again on a machine that does nothing else"
+        )
     if question.sample_rows < min(ENOUGH_ROWS, 4 * question.batch):
         doubts.append(f"the sample has {question.sample_rows:,} rows only")
     if len(found) < 2:
@@ -254,7 +269,12 @@ def _doubts(best: Measurement, found: Sequence[Measurement], question: Question)
 
 
 def _gain(
-    own: Stored | None, form: Stored, picked: Measurement, measurements: Sequence[Measurement], cache: str
+    own: Stored | None,
+    form: Stored,
+    picked: Measurement,
+    measurements: Sequence[Measurement],
+    compared: Sequence[Measurement],
+    cache: str,
 ) -> tuple[float | None, list[str]]:
     """How much faster the recommended form is than the file asked about."""
     if own is None or form.own:
@@ -264,7 +284,8 @@ def _gain(
         for one in measurements
         if one.cell.stored == own.label and one.cell.cache == cache and one.speeds and one.cell.workers is None
     }
-    single, loader = speeds.get(("default", "single")), speeds.get(("direct", "window"))
+    single = speeds.get(("default", "single"))
+    loader = next((one.median for one in compared if one.cell.stored == own.label), None)
     reasons = []
     if loader:
         reasons.append(
@@ -287,16 +308,22 @@ def _command(form: Stored, question: Question) -> str:
         words += ["--compression", form.compression]
     if options.size is not None:
         words += ["--size", f"{options.size[0]}x{options.size[1]}"]
-    for flag, value, usual in (("--images", options.images, (None, "images")), ("--layout", options.layout, ("nhwc",)),
+    for flag, value, usual in (("--source", options.source, (None,)), ("--images", options.images, (None, "images")),
+                               ("--labels", options.labels, (None, "labels")), ("--layout", options.layout, ("nhwc",)),
                                ("--mode", options.mode, ("rgb",))):  # fmt: skip
         if value not in usual:
             words += [flag, str(value)]
     return shlex.join(words)
 
 
-def _code(path: str, batch: int, window: int, threads: int, workers: int) -> str:
+def _code(form: Stored, batch: int, window: int, threads: int, workers: int) -> str:
+    named = ""
+    if form.own:
+        named += "" if form.images == schema.IMAGES else f", images={form.images!r}"
+        named += "" if form.labels in (None, schema.LABELS) else f", labels={form.labels!r}"
+    path = form.path if form.own else "packed.h5"
     return (
-        f"dataset = h5pack.H5Dataset({path!r})\n"
+        f"dataset = h5pack.H5Dataset({path!r}{named})\n"
         f"loader = h5pack.H5Loader(dataset, {batch}, window={window}, threads={threads})\n"
         "# or, where a DataLoader is wanted:\n"
         f"sampler = h5pack.ChunkBatchSampler(dataset, {batch}, window={window})\n"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import h5py
 
@@ -25,6 +27,7 @@ from h5pack.pack.report import ConvertReport
 
 SAMPLE_BYTES = 512 * 1024 * 1024
 _FIRST = 64
+_FIRST_BYTES = 64 * 1024 * 1024
 _PACKING_SHARE = 0.2
 """Of the time: the rest is for measuring."""
 _BLOCK_BYTES = 8 * 1024 * 1024
@@ -70,59 +73,105 @@ def make_sample(subject: Subject, settings: BenchSettings, scratch: Scratch) -> 
     if subject.note and subject.stored is not None:
         return _only_as_it_is(subject, settings, subject.note)
     begin = time.monotonic()
-    notes: list[str] = []
+    packer = _Packer(subject, scratch)
     try:
-        options, first = _first_rows(subject, scratch, notes)
+        row_bytes, speed = packer.look()
     except NoImagesError as error:
         if subject.stored is None:
             raise
         return _only_as_it_is(subject, settings, f"not compared with other chunks: {error}")
-    dataset = H5Dataset(first.path)
-    index = dataset.engine.indexes[dataset.names[0]]
-    row_bytes, row_shape = index.row_bytes, index.row_shape
-    least = available_cpus() * first.images / max(1e-3, time.monotonic() - begin)
     default_rows = min(plan_chunks(subject.images, row_bytes).rows, subject.images)
     wished = _wished_rows(settings, row_bytes, default_rows)
     count = len(wished) * len(settings.compressions) + settings.contiguous
-    rows = _sample_rows(subject, settings, scratch, row_bytes, count, least)
+    rows = _sample_rows(subject, settings, scratch, row_bytes, count, speed)
     chunk_rows = [wish for wish in wished if wish == wished[0] or 2 * wish <= rows]
     if len(chunk_rows) < len(wished):
-        notes.append(
+        packer.notes.append(
             f"Chunks of {', '.join(f'{wish:,}' for wish in wished if wish not in chunk_rows)} rows were left out: they "
             f"hold more than half of the sample's {rows:,} rows."
         )
     scratch.require(int(1.1 * rows * row_bytes * count))
-    base = scratch.path / "base.h5"
-    report = convert(subject.source, base, replace(options, limit=rows, chunk_rows=chunk_rows[0]))
+    # What a conversion takes by itself comes first: it must not be what time is wanting for.
+    chunk_rows.sort(key=lambda wish: abs(math.log(wish / default_rows)))
+    base, report = packer.base(rows, chunk_rows[0])
+    dataset = H5Dataset(base)
+    index = dataset.engine.indexes[dataset.names[0]]
     # Starting workers counts little beside a whole folder.
     speed = report.images / max(1e-3, report.seconds["write"])
-    sample = Sample([], report.images, row_bytes, row_shape, options, speed, default_rows, notes)
+    sample = Sample(
+        [], report.images, index.row_bytes, index.row_shape, packer.options, speed, default_rows, packer.notes
+    )
     if report.rejects:
-        notes.append(f"{report.rejects:,} of the sample's images cannot be packed; 'h5pack convert' lists such images.")
+        sample.notes.append(
+            f"{report.rejects:,} of the sample's images cannot be packed; 'h5pack convert' lists such images."
+        )
+    _make_forms(sample, base, settings, scratch, chunk_rows, begin + 2 * _PACKING_SHARE * settings.seconds)
     if subject.stored is not None:
-        sample.files.append(_shortened(subject.stored, settings, rows))
-    for compression in settings.compressions:
-        for wish in chunk_rows:
-            path = base
-            if (wish, compression) != (chunk_rows[0], "none"):
-                path = scratch.path / f"{wish}-{compression}.h5".replace(":", "-")
-                _repack(base, path, sample, wish, compression)
-            sample.files.append(_packed(path, wish, compression, row_bytes))
-    if settings.contiguous:
-        sample.files.append(_contiguous(base, scratch.path / "contiguous.h5", row_bytes))
+        sample.files.insert(0, _shortened(subject.stored, settings, rows))
     return sample
 
 
-def _first_rows(subject: Subject, scratch: Scratch, notes: list[str]) -> tuple[ConvertOptions, ConvertReport]:
-    """A few rows, which tell their size and how long they take; and the options that all rows take."""
-    options = subject.options
-    path = scratch.path / "first.h5"
-    try:
-        return options, convert(subject.source, path, replace(options, limit=_FIRST, workers=1))
-    except SizesDifferError:
-        options = replace(options, size=_FALLBACK_SIZE)
-        notes.append("The images differ in size; --size 224 was taken, as --size was not given.")
-        return options, convert(subject.source, path, replace(options, limit=_FIRST, workers=1))
+class _Packer:
+    """Packs images of a subject; where they differ in size, and none was asked for, all get one."""
+
+    def __init__(self, subject: Subject, scratch: Scratch) -> None:
+        self._subject, self._scratch = subject, scratch
+        self.options = subject.options
+        self.notes: list[str] = []
+
+    def look(self) -> tuple[int, float]:
+        """Bytes a row, and images/s of packing on all CPUs, by a few of them."""
+        row_bytes = 0
+        path = self._scratch.path / "first.h5"
+        # Two rows tell how large a row is; images may be of hundreds of megabytes.
+        for limit in (2, _FIRST):
+            limit = min(limit, max(2, _FIRST_BYTES // row_bytes)) if row_bytes else limit
+            begin = time.monotonic()
+            report = self._convert(path, limit=limit, workers=1, overwrite=True)
+            speed = available_cpus() * report.images / max(1e-3, time.monotonic() - begin)
+            dataset = H5Dataset(path)
+            row_bytes = dataset.engine.indexes[dataset.names[0]].row_bytes
+        path.unlink()
+        return row_bytes, speed
+
+    def base(self, rows: int, chunk_rows: int) -> tuple[Path, ConvertReport]:
+        """A pack of as many rows."""
+        path = self._scratch.path / "base.h5"
+        return path, self._convert(path, limit=rows, chunk_rows=chunk_rows)
+
+    def _convert(self, path: Path, **changes: Any) -> ConvertReport:
+        try:
+            return convert(self._subject.source, path, replace(self.options, **changes))
+        except SizesDifferError:
+            self.options = replace(self.options, size=_FALLBACK_SIZE)
+            self.notes.append("The images differ in size; --size 224 was taken, as --size was not given.")
+            return convert(self._subject.source, path, replace(self.options, **changes))
+
+
+def _make_forms(
+    sample: Sample, base: Path, settings: BenchSettings, scratch: Scratch, chunk_rows: list[int], end: float
+) -> None:
+    """Store the base's rows in all ways that are wanted, as far as there is time."""
+    first = chunk_rows[0]
+    made: list[Stored] = []
+    late: list[str] = []
+    for compression in settings.compressions:
+        for wish in chunk_rows:
+            path = base
+            if (wish, compression) != (first, "none"):
+                if made and time.monotonic() > end:
+                    late.append(f"{wish:,} rows" + ("" if compression == "none" else f" {compression}"))
+                    continue
+                path = scratch.path / f"{wish}-{compression}.h5".replace(":", "-")
+                _repack(base, path, sample, wish, compression)
+            made.append(_packed(path, wish, compression, sample.row_bytes))
+    sample.files += sorted(made, key=lambda one: (settings.compressions.index(one.compression), one.chunk_rows or 0))
+    if settings.contiguous and time.monotonic() > end:
+        late.append("contiguous")
+    elif settings.contiguous:
+        sample.files.append(_contiguous(base, scratch.path / "contiguous.h5", sample.row_bytes))
+    if late:
+        sample.notes.append(f"For want of time these were not packed: {', '.join(late)}; give more --seconds.")
 
 
 def _sample_rows(

@@ -96,6 +96,7 @@ class BenchSettings:
                 raise OptionsError(f"{value} is no size of a chunk or sample; it must be at least 1")
         for compression in self.compressions:
             parse_compression(compression)
+        object.__setattr__(self, "compressions", tuple(dict.fromkeys(self.compressions)))
         for name in ("batch_sizes", "windows", "compressions"):
             if not getattr(self, name):
                 raise OptionsError(f"{name} is empty; give at least one")

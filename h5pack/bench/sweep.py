@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,14 +11,15 @@ from pathlib import Path
 
 from h5pack.bench.cell import Cell, Measurement, Stored
 from h5pack.bench.cell_way import open_way
+from h5pack.bench.opened import Opened
 from h5pack.bench.plan import REPEATS, least_of
 from h5pack.bench.ways import LoaderWay, Way
 from h5pack.errors import H5PackError
 from h5pack.feed.dataset import H5Dataset
-from h5pack.feed.loader import H5Loader
 from h5pack.measure.page_cache import drop_cache, make_hot
 
 _LEAST_RUN = 0.02
+_WARM_BYTES = 8 * 1024 * 1024
 _MOST_RUN = 0.5
 """Longer runs tell less than more of them."""
 
@@ -53,15 +54,17 @@ class Sweep:
         self._seed = seed
         self._report = report
         self._clock = time.monotonic()
-        self._memory: list[H5Loader] = []
-        self._sources = {stored.label: _files_behind(stored) for stored in files}
+        self._opened = Opened()
+        self._sources = {stored.label: _files_behind(self._opened.dataset(stored)) for stored in files}
+        self._stays: set[str] = set()
 
     def measure(
         self, cells: Sequence[Cell], seconds: float, found: list[Measurement], others: Sequence[Callable[[], None]] = ()
     ) -> None:
         """Measure cells of one page-cache state for about so long, and put what is known of them into `found`.
 
-        Each cell has its share of it (`least_of`); one that is slow to run gets fewer repeats, at least one.
+        Each cell has its share of it (`least_of`); one that is slow to run gets fewer repeats. The first ones come
+        first, and those whose turn does not come in time say so.
 
         Parameters
         ----------
@@ -97,7 +100,7 @@ class Sweep:
                 other()
                 self._tick()
             for one in due if turn % 2 == 0 else reversed(due):
-                if one.speeds and time.monotonic() + one.last > end:
+                if time.monotonic() + one.last > end:
                     continue
                 begin = time.monotonic()
                 self._run(one, min(_MOST_RUN, max(_LEAST_RUN, one.allowance / (2 * REPEATS))))
@@ -108,15 +111,24 @@ class Sweep:
 
     def _run(self, one: _Running, seconds: float) -> None:
         stored = self._files[one.cell.stored]
+        cold = one.cell.cache == "cold"
+        if cold and stored.label in self._stays:
+            one.reason = "its pages stay in the page cache, which this file system does not let go"
+            return
         way: Way | None = None
         try:
-            way = open_way(one.cell, stored, self._seed, self._memory)
-            # Memory and caches are filled, the file is opened; a first touch costs more than what is measured.
-            way.run(seconds / 2)
-            cold = one.cell.cache == "cold"
-            if cold and (left := sum(drop_cache(path) for path in self._sources[one.cell.stored])):
-                one.reason = f"{left:,} pages stay in the page cache, which this file system does not let go"
-                return
+            way = open_way(one.cell, stored, self._seed, self._opened)
+            if cold:
+                # Nothing was read by this way yet: what it keeps in memory by itself would not be cold.
+                if sum(drop_cache(path) for path in self._sources[stored.label]):
+                    self._stays.add(stored.label)
+                    one.reason = "its pages stay in the page cache, which this file system does not let go"
+                    return
+            else:
+                if not stored.own:
+                    make_hot(Path(stored.path))
+                # A first touch costs more than what is measured.
+                way.run(seconds / 2)
             timing = way.run(seconds, once=cold)
             if timing.rows == 0 or timing.seconds <= 0:
                 one.reason = "no row came in time"
@@ -126,20 +138,26 @@ class Sweep:
                 one.asked.append(timing.bytes_a_row)
             if isinstance(way, LoaderWay):
                 one.hit_rate = way.hit_rate()
-        except (H5PackError, OSError, MemoryError) as error:
+        except (H5PackError, OSError, MemoryError, RuntimeError) as error:
+            # A DataLoader's workers that die, for want of shared memory for one, are a RuntimeError.
             one.reason = str(error) or type(error).__name__
         finally:
             if way is not None:
                 way.close()
 
-    def warm(self) -> None:
-        """Have the sample's rows in the page cache."""
+    def warm(self, seconds: float) -> None:
+        """Have the sample's rows in the page cache; of the file asked about as many as can be read in so long."""
         for label, stored in self._files.items():
             if stored.own:
                 # It may be larger than memory; its first rows are what is read.
-                way = open_way(Cell(label, "sequential", "direct", "hot", 1, 1, 1), stored, self._seed)
-                way.run(math.inf, once=True)
-                way.close()
+                rows = max(1, min(stored.rows, _WARM_BYTES // stored.row_bytes))
+                # What it is that cannot be read, each cell will say.
+                with contextlib.suppress(H5PackError, OSError):
+                    way = open_way(
+                        Cell(label, "sequential", "direct", "hot", rows, 1, 1), stored, self._seed, self._opened
+                    )
+                    way.run(seconds, once=True)
+                    way.close()
             else:
                 make_hot(Path(stored.path))
             self._tick()
@@ -156,8 +174,7 @@ class Sweep:
         self._clock = now
 
 
-def _files_behind(stored: Stored) -> list[Path]:
+def _files_behind(dataset: H5Dataset) -> list[Path]:
     """The file, and those that a virtual dataset takes its rows from."""
-    dataset = H5Dataset(stored.path, images=stored.images, labels=stored.labels)
     behind = {file.path for index in dataset.engine.indexes.values() for file in index.files}
     return [Path(path) for path in sorted({dataset.path, *behind})]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,18 +49,6 @@ class Way(Protocol):
         """Stop, and give the memory back."""
 
 
-def open_dataset(stored: Stored) -> H5Dataset:
-    """A file's rows as a dataset."""
-    return H5Dataset(stored.path, images=stored.images, labels=stored.labels)
-
-
-def through_library(dataset: H5Dataset) -> H5Dataset:
-    """Have all rows come through the HDF5 library, with the cache that suits the order."""
-    for name, index in dataset.engine.indexes.items():
-        dataset.engine.indexes[name] = replace(index, reason="the bench asks for it")
-    return dataset
-
-
 def first_rows(dataset: H5Dataset, stored: Stored) -> npt.NDArray[np.int64] | None:
     """The rows of a sample within a larger file; None: all."""
     return None if stored.rows == len(dataset) else np.arange(stored.rows)
@@ -80,6 +68,7 @@ class LoaderWay:
     def __init__(self, dataset: H5Dataset, cell: Cell, stored: Stored, seed: int) -> None:
         self._dataset = dataset
         self._cell, self._seed, self._rows = cell, seed, first_rows(dataset, stored)
+        self._before = dataset.stats()
         self._loader = self._new_loader()
 
     def _new_loader(self) -> H5Loader:
@@ -121,7 +110,8 @@ class LoaderWay:
     def hit_rate(self) -> float | None:
         """The part of the rows that came with another row of their chunk; None before any."""
         stats = self._dataset.stats()
-        return stats.chunk_hits / stats.rows if stats.rows else None
+        rows = stats.rows - self._before.rows
+        return (stats.chunk_hits - self._before.chunk_hits) / rows if rows else None
 
     def close(self) -> None:
         """Stop reading, and give the memory back."""
@@ -134,12 +124,13 @@ class SingleWay:
 
     Parameters
     ----------
+    dataset : H5Dataset
     stored : Stored
     seed : int
     """
 
-    def __init__(self, stored: Stored, seed: int) -> None:
-        self._dataset = open_dataset(stored)
+    def __init__(self, dataset: H5Dataset, stored: Stored, seed: int) -> None:
+        self._dataset = dataset
         self._rows = shuffled(stored.rows, seed)
 
     def run(self, seconds: float, *, once: bool = False) -> Timing:
@@ -161,6 +152,8 @@ class LibraryWay:
 
     Parameters
     ----------
+    dataset : H5Dataset
+        Which tells the order.
     cell : Cell
     stored : Stored
     seed : int
@@ -168,10 +161,12 @@ class LibraryWay:
         With an rdcc cache for reading in any order.
     """
 
-    def __init__(self, cell: Cell, stored: Stored, seed: int, *, tuned: bool) -> None:
+    def __init__(self, dataset: H5Dataset, cell: Cell, stored: Stored, seed: int, *, tuned: bool) -> None:
         self._file = LibraryFile(stored.path, stored.images, tuned=tuned)
         self._cell, self._stored, self._seed = cell, stored, seed
         self._epoch = 0
+        rows = first_rows(dataset, stored)
+        self._sampler = ChunkBatchSampler(dataset, cell.batch, window=cell.window, seed=seed, rows=rows)
 
     def run(self, seconds: float, *, once: bool = False) -> Timing:
         """Rows, or batches, until the time is up."""
@@ -202,16 +197,7 @@ class LibraryWay:
             self._epoch += 1
             rows = shuffled(self._stored.rows, self._seed + self._epoch)
             return iter(np.array_split(rows, range(self._cell.batch, len(rows), self._cell.batch)))
-        dataset = open_dataset(self._stored)
-        sampler = ChunkBatchSampler(
-            dataset,
-            self._cell.batch,
-            window=self._cell.window,
-            seed=self._seed + self._epoch,
-            rows=first_rows(dataset, self._stored),
-        )
-        self._epoch += 1
-        return iter(sampler)
+        return iter(self._sampler)
 
     def close(self) -> None:
         """Close the file."""

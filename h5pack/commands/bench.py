@@ -61,8 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     bench = Bench(arguments.source, settings, options, progress=not arguments.quiet and not arguments.json)
     try:
         report = bench.run()
-    except KeyboardInterrupt:
-        if bench.report is not None:
+    except BaseException:
+        # Ctrl-C or an error: what was measured until then is true.
+        if bench.report is not None and bench.report.measurements:
             print(json.dumps(bench.report.to_json(), indent=1) if arguments.json else bench_text(bench.report))
         raise
     print(json.dumps(report.to_json(), indent=1) if arguments.json else bench_text(report), flush=True)
@@ -111,7 +112,7 @@ def _numbers(option: str, value: str | None) -> tuple[int, ...]:
 
     numbers = _listed(value)
     for number in numbers:
-        if not number.isdigit():
+        if not number.isdecimal():
             raise OptionsError(f"{option} {number!r} is no whole number; give one, or several with commas")
     return tuple(int(number) for number in numbers)
 
@@ -124,8 +125,13 @@ def _require_outputs(arguments: argparse.Namespace) -> None:
     from h5pack.errors import OptionsError
 
     for path in (arguments.plot, arguments.report, arguments.save):
-        if path is not None and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        if path is None:
+            continue
+        folder = os.path.dirname(os.path.abspath(path))
+        if not os.path.isdir(folder):
             raise OptionsError(f"{path}: its folder is not there; make it, or name another")
+        if os.path.isdir(path) or not os.access(folder, os.W_OK):
+            raise OptionsError(f"{path}: a folder, or in one that cannot be written; name another file")
     if arguments.plot is not None:
         require_plottable(arguments.plot)
     if arguments.report is not None:
@@ -136,9 +142,19 @@ def _write(arguments: argparse.Namespace, report: Any) -> None:
     from h5pack.bench.figure import draw_bench
     from h5pack.bench.html_report import write_html
     from h5pack.bench.saved import save_profile
+    from h5pack.errors import H5PackError
 
+    failed: H5PackError | None = None
     for path, write in ((arguments.plot, draw_bench), (arguments.report, write_html), (arguments.save, save_profile)):
-        if path is not None:
+        if path is None:
+            continue
+        try:
             write(report, path)
-            if not arguments.json:
-                print(f"wrote    {path}")
+        except H5PackError as error:
+            # The others are worth having.
+            failed = failed or error
+            continue
+        if not arguments.json:
+            print(f"wrote    {path}")
+    if failed is not None:
+        raise failed

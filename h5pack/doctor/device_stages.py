@@ -50,32 +50,43 @@ class DeviceMeter(NoMeter):
 
 
 class StallMeter(DeviceMeter):
-    """Counts, besides, how long a monitor's step waited.
+    """Counts, besides, how long a step waited for its batches, and how long the loader was waited for.
 
     Parameters
     ----------
     device : torch.device
-    monitor : FeedMonitor
+    step : FeedMonitor
+        Around everything that feeds the step.
+    loader : FeedMonitor
+        Around the loader.
     """
 
-    def __init__(self, device: torch.device, monitor: FeedMonitor) -> None:
+    def __init__(self, device: torch.device, step: FeedMonitor, loader: FeedMonitor) -> None:
         super().__init__(device)
-        self._monitor = monitor
-        self._earlier = self._taken = 0.0
+        self._monitors = (step, loader)
+        # A monitor counts from 0 in each iteration.
+        self._earlier, self._taken = [0.0, 0.0], [0.0, 0.0]
 
     def begin(self) -> None:
-        """An iteration of the monitor is about to begin, whose own count starts at 0."""
-        self._earlier += self._taken
-        self._taken = 0.0
+        """An iteration of the monitors is about to begin."""
+        for place in range(2):
+            self._earlier[place] += self._taken[place]
+            self._taken[place] = 0.0
 
     def stalled(self) -> float:
-        """Seconds of all iterations."""
-        self._taken = self._monitor.report().stall_seconds
-        return self._earlier + self._taken
+        """Seconds in which the step waited, of all iterations."""
+        self._taken[0] = self._monitors[0].report().stall_seconds
+        return self._earlier[0] + self._taken[0]
+
+    def starved(self) -> float:
+        """Seconds in which the loader was waited for, of all iterations."""
+        self._taken[1] = self._monitors[1].report().wait_seconds
+        return self._earlier[1] + self._taken[1]
 
     def epoch_over(self) -> None:
-        """Take the epoch's count."""
+        """Take the epoch's counts."""
         self.stalled()
+        self.starved()
 
 
 def normalizer_for(dataset: H5Dataset, images: torch.Tensor, dtype: torch.dtype) -> tuple[Transform | None, str]:
@@ -209,11 +220,21 @@ class DeviceStages:
         where = f"{os.path.basename(found[0].filename)}:{found[0].lineno}" if found else None
         return len(found) / _SYNCHRONISED_STEPS, where
 
-    def everything(self, loader: Any, step: Step) -> Callable[[float, int], Slice]:
-        """The loop of a training over a loader, to be run for some seconds; the first `lead` batches warm it up."""
-        feed = DeviceFeed(loader, self._device, transform=self._normalize, depth=_DEPTH)
-        monitor = FeedMonitor(feed, warn_stall=None, labels=False, name="doctor")
-        meter = StallMeter(self._device, monitor)
+    def everything(self, loader: Any, step: Step, waiting: Callable[[], int]) -> Callable[[float, int], Slice]:
+        """The loop of a training over a loader, to be run for some seconds; the first `lead` batches warm it up.
+
+        Parameters
+        ----------
+        loader : iterable
+        step : callable
+        waiting : callable
+            Tells how many images wait ready in the loader.
+        """
+        # The inner one watches from the thread that reads ahead, which is nobody's stream.
+        inner = FeedMonitor(loader, warn_stall=None, labels=False, device="cpu", name="doctor's loader")
+        feed = DeviceFeed(inner, self._device, transform=self._normalize, depth=_DEPTH)
+        outer = FeedMonitor(feed, warn_stall=None, labels=False, name="doctor")
+        meter = StallMeter(self._device, outer, inner)
 
         def consume(batch: Any) -> int:
             images = images_of(batch)
@@ -222,10 +243,10 @@ class DeviceStages:
 
         def begin() -> Any:
             meter.begin()
-            return iter(monitor)
+            return iter(outer)
 
         def run(seconds: float, lead: int) -> Slice:
-            return epochs_slice(begin, consume, seconds, lead, meter)
+            return epochs_slice(begin, consume, seconds, lead, meter, waiting)
 
         return run
 

@@ -104,16 +104,16 @@ class Examination:
         patient = self._patient
         self._tell("reading the first rows")
         self._begun = time.perf_counter()
-        patient.warm(_WARM_PART * self._options.seconds)
         patient.take_sample()
         self._tell("making the step")
         making = time.perf_counter()
         patient.make_step()
         # Making a model may load weights from anywhere, and compile: no part of what is measured.
         self._begun += time.perf_counter() - making
+        cold = self._look_at(patient.cold_runs())
+        patient.warm(_WARM_PART * self._options.seconds)
         hot = self._look_at(patient.hot_runs())
         found = self._ask()
-        cold = self._look_at(patient.cold_runs())
         left, needed = self._left(), needed_seconds(self._needs)
         if needed > left:
             self._refuse(self._options.seconds - left + needed)
@@ -158,7 +158,7 @@ class Examination:
             self._runs[run.key] = run
             need = self._guarded(run.key, run.first_look)
             if need is not None:
-                if run.key == EVERYTHING and run.prepare is None:
+                if run.key == EVERYTHING and STEP in self._needs and run.prepare is None:
                     # The first time is slower; it need not take longer than all its parts in turn.
                     parts = sum(part.batch_seconds for part in self._needs.values())
                     need = replace(need, batch_seconds=min(need.batch_seconds, parts))

@@ -16,6 +16,8 @@ LOADER_BATCHES = 2
 """Of a repeat of a loader at least: the first one tells of filling it only."""
 LEAST_SECONDS = 0.015
 """Of a repeat: shorter ones measure the clock and the scheduler."""
+_STARVED = 0.5
+"""The part of the time from which on it is the loader that is waited for."""
 _QUEUED_SECONDS = 0.1
 """Of work that waits on a device at a time."""
 
@@ -111,6 +113,9 @@ class Meter(Protocol):
     def stalled(self) -> float:
         """Seconds in which the step waited so far, of all epochs."""
 
+    def starved(self) -> float | None:
+        """Seconds in which the loader was waited for so far; None: it always is, as nothing else is done."""
+
     def settle(self) -> None:
         """Wait until the device has done what it was told."""
 
@@ -125,6 +130,10 @@ class NoMeter:
         """None of it."""
         return 0.0
 
+    def starved(self) -> float | None:
+        """Nobody but the loader takes time."""
+        return None
+
     def settle(self) -> None:
         """Nothing to wait for."""
 
@@ -136,31 +145,39 @@ class NoMeter:
 class _Mark:
     time: float
     images: int
+    waiting: int
     cpu: CpuTime
     stalled: float
+    starved: float | None
 
     @classmethod
-    def beginning(cls, images: int, meter: Meter) -> _Mark:
+    def beginning(cls, images: int, meter: Meter, waiting: int = 0) -> _Mark:
         """From here on counts; the counters are read before the clock, as reading them takes time, too."""
         meter.settle()
-        stalled, cpu = meter.stalled(), CpuTime.now()
-        return cls(time.perf_counter(), images, cpu, stalled)
+        stalled, starved, cpu = meter.stalled(), meter.starved(), CpuTime.now()
+        return cls(time.perf_counter(), images, waiting, cpu, stalled, starved)
 
     @classmethod
-    def ending(cls, images: int, meter: Meter) -> _Mark:
+    def ending(cls, images: int, meter: Meter, waiting: int = 0) -> _Mark:
         """So far counts; the clock is read first."""
         meter.settle()
-        return cls(time.perf_counter(), images, CpuTime.now(), meter.stalled())
+        return cls(time.perf_counter(), images, waiting, CpuTime.now(), meter.stalled(), meter.starved())
+
+    def starves(self, end: _Mark) -> bool:
+        """Whether it is the loader that was waited for until `end`."""
+        if self.starved is None or end.starved is None:
+            return True
+        return end.starved - self.starved > _STARVED * (end.time - self.time)
 
     def until(self, end: _Mark) -> Slice:
         """From this mark to `end`."""
-        return Slice(
-            end.images - self.images,
-            end.time - self.time,
-            end.cpu.since(self.cpu).total,
-            end.stalled - self.stalled,
-            end.images,
-        )
+        seconds, images = end.time - self.time, end.images - self.images
+        if self.starves(end):
+            # What waits there cannot be had yet, or has come just now: batches become ready many at a time, and not in
+            # order. Where the consumer is the slow one it is what was read ahead.
+            images += end.waiting - self.waiting
+        cpu = end.cpu.since(self.cpu).total
+        return Slice(images, seconds, cpu, end.stalled - self.stalled, end.images)
 
 
 def epochs_slice(
@@ -175,7 +192,8 @@ def epochs_slice(
 
     Epochs that are shorter than that are run to their ends, as often as they fit, with all that beginning one takes.
     A longer one is broken off; its first `lead` batches, which a loader has read ahead before anybody asks, are then
-    left out, where more than they were seen.
+    left out, where they took less than half of the time; else the time until the first one, where the loader is the
+    faster one.
 
     Parameters
     ----------
@@ -189,29 +207,32 @@ def epochs_slice(
         Batches that wait ready in a loader that is faster than its consumer.
     meter : Meter, optional
     waiting : callable, optional
-        Tells how many images wait ready in the loader. Of a loader that is measured alone these count, since they come
-        many at a time: those of a window.
+        Tells how many images wait ready in the loader. Where it is the loader that is waited for these count, too.
     """
     meter = meter or NoMeter()
     start: _Mark | None = None
     images, longest = 0, 0.0
     while True:
         begun, before, batches = time.perf_counter(), images, 0
-        led: _Mark | None = None
         iterator = begin()
         if start is None:
             # Workers that stay first end what was broken off before, which is no part of this.
-            start = _Mark.beginning(0, meter)
+            start = filled = led = _Mark.beginning(0, meter)
             deadline = start.time + seconds
         try:
             for batch in iterator:
+                if not longest and not batches:
+                    filled = _Mark.beginning(0, meter, waiting())
                 images += consume(batch)
                 batches += 1
                 if not longest and time.perf_counter() >= deadline:
-                    first = led if led is not None and batches >= lead + LOADER_BATCHES else start
-                    return first.until(_Mark.ending(images + waiting(), meter))
-                if batches == lead and not longest:
-                    led = _Mark.beginning(images + waiting(), meter)
+                    end = _Mark.ending(images, meter, waiting())
+                    # What came before, and waits no more, must not be all that there is to count.
+                    if batches > lead > 0 and 2 * (end.time - led.time) >= end.time - start.time:
+                        return led.until(end)
+                    return (start if start.starves(end) else filled).until(end)
+                if not longest and batches == lead:
+                    led = _Mark.beginning(images, meter, waiting())
         finally:
             close = getattr(iterator, "close", None)
             if close is not None:

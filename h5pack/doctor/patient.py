@@ -250,7 +250,8 @@ class Patient:
             self.reasons[EVERYTHING] = self.reasons[TRANSFORM if TRANSFORM in self.failures else STEP]
             return []
         loader = self.feeding.make(rows, transform=self.transformed)
-        run, lead = stages.everything(loader, step), self.feeding.lead(loader) + READ_AHEAD * self.on_gpu
+        run = stages.everything(loader, step, self.feeding.waiting(loader))
+        lead = self.feeding.lead(loader) + READ_AHEAD * self.on_gpu
         return [StageRun(EVERYTHING, lambda seconds: run(seconds, lead), prepare, batches=LOADER_BATCHES)]
 
     def _drop(self) -> None:

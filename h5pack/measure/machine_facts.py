@@ -45,7 +45,11 @@ def _first_value(path: str, key: str) -> str | None:
 def _file_system(folder: Path) -> str | None:
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
         fields = line.split()
         if fields[2] == number:
             return fields[fields.index("-") + 1]

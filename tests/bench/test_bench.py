@@ -20,6 +20,7 @@ from h5pack.bench.bench import Bench
 from h5pack.bench.cell import Cell, Measurement
 from h5pack.bench.cell_way import open_way
 from h5pack.bench.library_file import LibraryFile
+from h5pack.bench.opened import Opened
 from h5pack.bench.report import BenchReport
 from h5pack.bench.sample import make_sample
 from h5pack.bench.scratch import Scratch
@@ -124,7 +125,7 @@ def test_every_way_reads_the_rows_it_says(foreign: Path, order: str, engine: str
         subject = find_subject(foreign, ConvertOptions(), scratch.path)
         assert subject.stored is not None
         batch = 1 if order == "single" else 16
-        way = open_way(Cell("as it is", order, engine, "hot", batch, 2, 1), subject.stored, 0)
+        way = open_way(Cell("as it is", order, engine, "hot", batch, 2, 1), subject.stored, 0, Opened())
         timing = way.run(10.0, once=True)
         way.close()
     assert timing.rows == 200
@@ -136,7 +137,7 @@ def test_every_way_reads_the_rows_it_says(foreign: Path, order: str, engine: str
 def test_workers_read_every_row(foreign: Path, tmp_path: Path) -> None:
     subject = find_subject(foreign, ConvertOptions(), tmp_path)
     assert subject.stored is not None
-    way = open_way(Cell("as it is", "window", "direct", "hot", 16, 2, 1, 2), subject.stored, 0)
+    way = open_way(Cell("as it is", "window", "direct", "hot", 16, 2, 1, 2), subject.stored, 0, Opened())
     assert way.run(0.0).rows == 200
     way.close()
 
@@ -160,7 +161,7 @@ def test_the_first_rows_of_a_larger_file_are_whole_chunks(foreign: Path, tmp_pat
         settings = BenchSettings(rows=60, chunk_rows=(8,), contiguous=False)
         sample = make_sample(find_subject(foreign, ConvertOptions(), scratch.path), settings, scratch)
         assert [(one.label, one.rows) for one in sample.files] == [("as it is", 100), ("8 rows", 60)]
-        way = open_way(Cell("as it is", "full", "direct", "hot", 16, 2, 1), sample.files[0], 0)
+        way = open_way(Cell("as it is", "full", "direct", "hot", 16, 2, 1), sample.files[0], 0, Opened())
         assert way.run(10.0, once=True).rows == 100
         way.close()
 
@@ -198,6 +199,19 @@ def test_images_of_several_sizes_get_one_and_that_is_said(tmp_path: Path) -> Non
     assert any("--size 224 was taken" in note for note in sample.notes)
 
 
+def test_one_odd_image_among_many_is_found_late_and_still_gets_a_size(tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "photos", 100)
+    save(source / "00051.jpg", 5, (40, 60))
+    with Scratch(tmp_path) as scratch:
+        settings = BenchSettings(chunk_rows=(2,), contiguous=False)
+        subject = find_subject(source, ConvertOptions(), scratch.path)
+        sample = make_sample(subject, settings, scratch)
+        assert not (scratch.path / "first.h5").exists()
+    assert sample.row_shape == (224, 224, 3)
+    assert sample.row_bytes == 224 * 224 * 3
+    assert len([note for note in sample.notes if "--size 224 was taken" in note]) == 1
+
+
 def test_rows_that_are_no_images_are_measured_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "features.h5"
     with h5py.File(path, "w") as file:
@@ -219,8 +233,72 @@ def test_pages_that_stay_make_a_cell_unmeasured(folder: Path, tmp_path: Path, mo
         cells = [Cell("4 rows", "window", "direct", cache, 8, 2, 1) for cache in ("cold", "hot")]
         Sweep(sample.files, 0, lambda seconds: None).measure(cells, 1.0, found)
     assert found[0].speeds == ()
-    assert found[0].reason == "3 pages stay in the page cache, which this file system does not let go"
+    assert found[0].reason == "its pages stay in the page cache, which this file system does not let go"
     assert found[1].speeds
+
+
+def test_cold_cells_read_the_disk_though_hdf5_and_the_engine_keep_chunks(tmp_path: Path) -> None:
+    """A file that fits into everybody's own caches, compressed, so that those matter."""
+    path = tmp_path / "small.h5"
+    with h5py.File(path, "w") as file:
+        values = np.random.default_rng(0).integers(0, 256, (100, 32, 32, 3), np.uint8)
+        file.create_dataset("images", data=values, chunks=(10, 32, 32, 3), compression="gzip")
+    with Scratch(tmp_path) as scratch:
+        settings = BenchSettings(chunk_rows=(10,), contiguous=False)
+        sample = make_sample(find_subject(path, ConvertOptions(), scratch.path), settings, scratch)
+        found: list[Measurement] = []
+        cells = [Cell("as it is", order, engine, "cold", 1 if order == "single" else 10, 2, 1)
+                 for order in ("window", "full", "single") for engine in ("direct", "tuned", "default")]  # fmt: skip
+        Sweep(sample.files, 0, lambda seconds: None).measure(cells, 3.0, found)
+    for one in found:
+        if one.reason is not None:
+            assert one.reason.startswith("its pages stay"), one
+        else:
+            assert one.amplification is not None
+            assert one.amplification > 0.9, one.cell
+
+
+def test_a_time_that_is_over_leaves_the_rest_and_says_so(folder: Path, tmp_path: Path) -> None:
+    with Scratch(tmp_path) as scratch:
+        settings = BenchSettings(chunk_rows=(4,), contiguous=False)
+        sample = make_sample(find_subject(folder, ConvertOptions(), scratch.path), settings, scratch)
+        found: list[Measurement] = []
+        cells = [Cell("4 rows", order, "direct", "hot", 8, 2, 1) for order in ("window", "full", "sequential")]
+        Sweep(sample.files, 0, lambda seconds: None).measure(cells, 0.0, found)
+    assert [one.speeds for one in found] == [(), (), ()]
+    assert {one.reason for one in found} == {"the time was over before"}
+
+
+def test_a_dead_worker_is_a_reason_and_not_the_end(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: object) -> None:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error.")
+
+    monkeypatch.setattr("h5pack.bench.sweep.open_way", die)
+    with Scratch(tmp_path) as scratch:
+        settings = BenchSettings(chunk_rows=(4,), contiguous=False)
+        sample = make_sample(find_subject(folder, ConvertOptions(), scratch.path), settings, scratch)
+        found: list[Measurement] = []
+        Sweep(sample.files, 0, lambda seconds: None).measure(
+            [Cell("4 rows", "window", "direct", "hot", 8, 2, 1, 2)], 1, found
+        )
+    assert found[0].reason == "DataLoader worker (pid 7) is killed by signal: Bus error."
+
+
+def test_encoded_images_of_several_sizes(tmp_path: Path) -> None:
+    path = tmp_path / "encoded.h5"
+    with h5py.File(path, "w") as file:
+        images = file.create_dataset("images", (20,), h5py.vlen_dtype(np.uint8))
+        for row in range(20):
+            jpeg = save(tmp_path / "one.jpg", row, (32 + row % 3, 40)).read_bytes()
+            images[row] = np.frombuffer(jpeg, np.uint8)
+    settings = BenchSettings(seconds=4, chunk_rows=(2,), contiguous=False, caches=("hot",), scratch=os.fspath(tmp_path))
+    report = Bench(path, settings).run()
+    assert [one.label for one in report.files] == ["as it is", "2 rows"]
+    found = by_cell(report)
+    assert found["as it is", "single", "default", "hot"].speeds
+    assert "make no batch" in (found["as it is", "window", "direct", "hot"].reason or "")
 
 
 def test_a_slow_cell_gets_fewer_repeats_and_all_get_one(

@@ -86,8 +86,14 @@ def test_a_full_shuffle_that_decodes_gigabytes_a_batch_is_left_out() -> None:
     assert {cell.order for cell in (*plan.hot, *plan.cold)} == {"sequential", "window", "single"}
 
 
-def test_more_files_need_more_time() -> None:
-    assert least_seconds(6) == 2 * least_seconds(3) > 0
+def test_more_to_compare_needs_more_time() -> None:
+    settings = BenchSettings()
+    few, many = (least_seconds(files, settings, 256, 2) for files in (FILES, [*FILES, *FILES]))
+    assert many == pytest.approx(2 * few)
+    more = replace(settings, workers=(1, 2, 4))
+    assert least_seconds(FILES, more, 256, 2) == pytest.approx(4 * few)
+    # Without the order that decides, another one is the least.
+    assert least_seconds(FILES, replace(settings, orders=("full",)), 256, 2) > 0
 
 
 @pytest.mark.parametrize(

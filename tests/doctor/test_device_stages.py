@@ -89,7 +89,7 @@ def test_everything_takes_all_images_and_counts_waiting(dataset: h5pack.H5Datase
     loader = h5pack.H5Loader(dataset, 16, window=2, threads=1)
     batch = next(iter(loader))
     normalize, _ = normalizer_for(dataset, batch[0], torch.float32)
-    run = DeviceStages(CPU, batch, normalize).everything(loader, step)
+    run = DeviceStages(CPU, batch, normalize).everything(loader, step, lambda: 0)
     for turn in range(3):
         with_labels.clear()
         found = run(0.05, 4)
@@ -196,6 +196,6 @@ def test_the_stages_of_a_gpu(dataset: h5pack.H5Dataset) -> None:
     assert stages.normalize(0.05).rate > 0
     assert stages.synchronisations(lambda images, labels: images.sum().item())[0] == 1
     assert stages.synchronisations(lambda images, labels: images.sum())[0] == 0
-    found = stages.everything(loader, lambda images, labels: images.sum())(0.1, 4)
+    found = stages.everything(loader, lambda images, labels: images.sum(), lambda: 0)(0.1, 4)
     assert 0 <= found.stall_seconds <= found.seconds
     loader.close()

@@ -331,6 +331,26 @@ def test_a_file_that_memory_cannot_hold_is_cold_in_every_epoch(path: Path, monke
 
 
 @pytest.mark.usefixtures("hasty")
+def test_hot_stages_are_hot(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    examination = Examination(options(path, transform=user("slow_transform"), threads=1))
+    patient, said, repeat = examination._patient, [], StageRun.repeat
+    warm = patient.warm
+    monkeypatch.setattr(patient, "warm", lambda seconds: (said.append("warm"), warm(seconds)))
+    monkeypatch.setattr(patient._pages, "drop", lambda: said.append("cold"))
+    monkeypatch.setattr(StageRun, "repeat", lambda run, seconds: (said.append(run.key), repeat(run, seconds)))
+    examination.run()
+    examination.close()
+    assert examination.diagnosis().trial is not None
+    state = ""
+    for what in said:
+        if what in ("warm", "cold"):
+            state = what
+        elif what in ("storage_hot", "loader", "transform", "everything"):
+            assert state == "warm", said
+    assert {"cold", "warm", "storage_cold", "storage_hot", "everything"} <= set(said)
+
+
+@pytest.mark.usefixtures("hasty")
 def test_pages_that_stay_leave_the_cold_stages_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examination = Examination(options(path))
     dropped = iter([None, None, None])

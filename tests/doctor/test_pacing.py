@@ -116,14 +116,55 @@ def test_what_was_read_ahead_is_left_out(clock: Clock) -> None:
     assert found.rate == pytest.approx(80)
     assert found.images == 200
     assert found.passed == 250
-    # Too short to leave any out.
+    # Too short to leave any out: all that came was there before.
     assert epochs_slice(Loader(clock, 1_000, 0.125), consume, 0.625, lead=5).images == 50
 
 
 def test_images_that_wait_in_a_loader_count(clock: Clock) -> None:
-    waiting = iter([30, 70])
+    waiting = iter([0, 30, 70])
     found = epochs_slice(Loader(clock, 1_000, 0.125), consume, 2.5, lead=5, waiting=lambda: next(waiting))
     assert found.images == 150 + 70 - 30
+
+
+def test_what_waited_before_is_not_all_that_there_is_to_count(clock: Clock) -> None:
+    waiting = iter([0, 160, 0])
+    # All of the slice was read before its first half was over, and only handed on in its second.
+    found = epochs_slice(Loader(clock, 1_000, 0.125), consume, 2.5, lead=12, waiting=lambda: next(waiting))
+    assert found.images == 200
+    assert found.seconds == 2.5
+
+
+@pytest.mark.parametrize(("starving", "images"), [(0.9, 150 + 70 - 30), (0.2, 150)])
+def test_what_was_read_ahead_of_a_slow_consumer_does_not(clock: Clock, starving: float, images: int) -> None:
+    waiting = iter([0, 30, 70])
+
+    class Starved(NoMeter):
+        def starved(self) -> float:
+            return starving * clock.now
+
+    loader = Loader(clock, 1_000, 0.125)
+    found = epochs_slice(loader, consume, 2.5, 5, Starved(), lambda: next(waiting))
+    assert found.images == images
+
+
+@pytest.mark.parametrize(("starving", "seconds"), [(0.9, 3.0), (0.2, 2.0)])
+def test_filling_a_loader_that_is_the_faster_one_does_not_count(clock: Clock, starving: float, seconds: float) -> None:
+    class Starved(NoMeter):
+        def starved(self) -> float:
+            return starving * clock.now
+
+    loader = Loader(clock, 1_000, 0.0)
+
+    def consume_slowly(batch: int) -> int:
+        clock.now += 0.5
+        return batch
+
+    def epoch() -> Iterator[int]:
+        clock.now += 1
+        yield from loader()
+
+    found = epochs_slice(epoch, consume_slowly, 3.0, 50, Starved())
+    assert (found.images, found.seconds) == (40, seconds)
 
 
 def test_a_first_look_is_one_batch(clock: Clock) -> None:
@@ -167,8 +208,9 @@ class Counting(NoMeter):
 def test_the_meter_is_asked_at_both_ends(clock: Clock) -> None:
     meter = Counting()
     found = epochs_slice(Loader(clock, 4, 0.1), consume, 1.0, meter=meter)
-    assert found.stall_seconds == 1.0
-    assert (meter.settled, meter.epochs) == (2, 2)
+    # At the beginning, when the first batch is there, and at the end.
+    assert found.stall_seconds == 2.0
+    assert (meter.settled, meter.epochs) == (3, 2)
     leading = epochs_slice(Loader(clock, 100, 0.1), consume, 2.0, lead=5, meter=meter)
     assert leading.stall_seconds == 1.0
 
