@@ -36,6 +36,7 @@ _COPY_BYTES = 256 * 1024 * 1024
 _MOST_THREADS = 4
 _FINAL_SHARE = 0.2
 _WARM_SHARE = 0.1
+_CHUNKS_SHARE = 0.5
 _MOST_TRIED = 16
 """Threads and workers beyond this are tried only where they are asked for."""
 _RESERVE_SECONDS = 0.5
@@ -137,30 +138,34 @@ class Bench:
         finally:
             copy.done()
         question = _question(subject, sample, settings, batch, threads, copy.median(threads))
-        cells = self._final_cells(report, question)
-        if cells:
-            with self._phase("run-off"):
-                if cells[0].cache == "hot":
-                    sweep.warm(_WARM_SHARE * (end - time.monotonic()))
-                sweep.measure(cells, end - time.monotonic() - _RESERVE_SECONDS, report.trials)
+        with self._phase("run-off"):
+            self._run_off(sweep, report, question, end - _RESERVE_SECONDS)
         report.recommendation = choose(report.files, report.measurements, report.trials, question)
 
-    def _final_cells(self, report: BenchReport, question: Question) -> list[Cell]:
-        """What the recommendation is about: the fastest chunks again, and on the best of them threads and workers."""
+    def _run_off(self, sweep: Sweep, report: BenchReport, question: Question, end: float) -> None:
+        """The fastest chunks again, side by side; then on the best of them threads and workers."""
         cache, _ = decisive(question, report.measurements)
         cells = contenders(report.files, report.measurements, question, cache)
-        interim = choose(report.files, report.measurements, (), question)
+        if not cells:
+            return
+        if cache == "hot":
+            sweep.warm(_WARM_SHARE * (end - time.monotonic()))
+        sweep.measure(cells, _CHUNKS_SHARE * (end - time.monotonic()), report.trials)
+        interim = choose(report.files, report.measurements, report.trials, question)
         if interim is None:
-            return cells
+            return
         counts = [count for count in _powers(available_cpus()) if count <= _MOST_TRIED]
+        more = []
         for count in self._settings.threads or counts:
-            cells.append(Cell(interim.stored, "window", "direct", cache, question.batch, question.window, count))
+            more.append(Cell(interim.stored, "window", "direct", cache, question.batch, question.window, count))
         for count in self._settings.workers or counts:
             if (why := _no_room(count, question)) is not None:
                 report.notes.append(why)
             else:
-                cells.append(Cell(interim.stored, "window", "direct", cache, question.batch, question.window, 1, count))
-        return list(dict.fromkeys(cells))
+                more.append(Cell(interim.stored, "window", "direct", cache, question.batch, question.window, 1, count))
+        # What was measured a moment ago counts already.
+        more = [cell for cell in dict.fromkeys(more) if cell not in cells]
+        sweep.measure(more, end - time.monotonic(), report.trials)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

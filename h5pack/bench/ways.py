@@ -20,6 +20,8 @@ from h5pack.measure.consuming import touch
 
 _ORDERS: dict[str, str | bool] = {"sequential": False, "window": "window", "full": "full"}
 _IO = Path("/proc/self/io")
+_PATIENCE = 4.0
+"""How many times as long as wanted an epoch may take before it is left."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +93,17 @@ class LoaderWay:
         self._loader.prepare_memory()
 
     def run(self, seconds: float, *, once: bool = False) -> Timing:
-        """Epochs until the time is up; one that is left counts what was read, for the rest was read ahead."""
+        """Whole epochs until the time is up; one that takes much longer is left, and what was read of it counts.
+
+        An epoch that is left says too much of small chunks, whose batches are ahead of the consumer at that moment.
+        """
         asked, before = bytes_asked(), self._dataset.stats().rows
         begin = time.perf_counter()
         while True:
             iterator = iter(self._loader)
             for batch in iterator:
                 touch((batch[0] if isinstance(batch, list) else batch).numpy())
-                if time.perf_counter() - begin >= seconds:
+                if time.perf_counter() - begin >= _PATIENCE * seconds:
                     break
             elapsed = time.perf_counter() - begin
             if once or elapsed >= seconds:

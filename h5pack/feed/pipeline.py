@@ -306,6 +306,9 @@ class Pipeline:
     def _arrived(self, spans: list[Span]) -> None:
         """Count rows that have arrived, and give the batches that are full to the consumer."""
         for span in spans:
+            if self._stopping:
+                # Nobody will ask for them, and a transform may take long.
+                return
             memory = self._filling.arrived(span)
             if memory is not None:
                 self._done.put((span[0], self._finish(span[0], memory)))

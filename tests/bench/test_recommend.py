@@ -69,13 +69,16 @@ def test_rows_without_chunks_are_never_recommended() -> None:
     assert contenders(FILES, found, QUESTION, "hot") == [found[0].cell]
 
 
-def test_the_run_off_counts_more_than_the_sweep() -> None:
-    sweep = [measured("2 rows", 200), measured("32 rows", 100)]
-    trials = [measured("2 rows", 50, 51, 52), measured("32 rows", 90, 91, 92)]
+def test_repeats_of_sweep_and_run_off_count_together() -> None:
+    sweep = [measured("2 rows", 60), measured("32 rows", 100), measured("128 rows", 30, 31, 32)]
+    trials = [measured("2 rows", 50, 51, 62), measured("32 rows", 90, 91, 92)]
     chosen = choose(FILES, sweep, trials, QUESTION)
     assert chosen is not None
     assert chosen.stored == "32 rows"
-    assert chosen.sure
+    assert chosen.alike == ("32 rows",)
+    assert chosen.images_per_s == 91.5
+    assert "the median of 4 runs from 90 to 100" in chosen.reasons[0]
+    assert "The slowest of the run-off, 2 rows, gives 56" in chosen.reasons[0]
 
 
 @pytest.mark.parametrize(
