@@ -79,7 +79,7 @@ def _space_needed(arguments: argparse.Namespace) -> int:
         for (height, width), count in zip(_SIZES.values(), (arguments.count, arguments.small), strict=True)
     )
     # Every store, the one that is twice as large, and the rows for the sequential read.
-    return raw * (len({listed.store for listed in arguments.ways}) + 2)
+    return int(raw) * (len({listed.store for listed in arguments.ways}) + 2)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

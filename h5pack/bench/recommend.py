@@ -110,10 +110,11 @@ def choose(
     workers, workers_why = _pick_workers(others, question)
     window = _pick_window(others, question, picked)
     settled = next((one for one in others if _is_settled(one, question, window, threads)), picked)
-    doubts = _doubts([best, picked], found, question)
+    swept = _comparable(files, measurements, question, cache)
+    doubts = _doubts([best, picked], max(len(found), len(swept)), question)
     reasons = [_about(form, picked, alike, found, question), why, *threads_why, *workers_why]
     own = next((one for one in files if one.own), None)
-    compared = [*found, *_comparable(files, measurements, question, cache)]
+    compared = [*found, *swept]
     gain, gain_why = _gain(own, form, picked, measurements, compared, cache)
     if doubts:
         reasons.append(f"Not sure: {'; '.join(doubts)}.")
@@ -227,7 +228,7 @@ def _pick_threads(others: Sequence[Measurement], question: Question, picked: Mea
     found = _varied(others, question, lambda cell: cell.window == question.window and cell.workers is None)
     best = max(found, key=lambda one: one.median, default=picked)
     least = min((one for one in found if one.median >= ALIKE * best.median), key=_threads_of, default=picked)
-    if len(found) < 2:
+    if compared < 2:
         return question.threads, []
     speeds = ", ".join(f"{one.cell.threads}: {one.median:,.0f}" for one in sorted(found, key=_threads_of))
     count = least.cell.threads
@@ -264,7 +265,7 @@ def _pick_window(others: Sequence[Measurement], question: Question, picked: Meas
     return question.window if asked.median >= ALIKE * best.median else best.cell.window
 
 
-def _doubts(deciding: Sequence[Measurement], found: Sequence[Measurement], question: Question) -> list[str]:
+def _doubts(deciding: Sequence[Measurement], compared: int, question: Question) -> list[str]:
     doubts = []
     least = min(len(one.speeds) for one in deciding)
     if least < ENOUGH_REPEATS:
@@ -275,7 +276,7 @@ def _doubts(deciding: Sequence[Measurement], found: Sequence[Measurement], quest
         )
     if question.sample_rows < min(ENOUGH_ROWS, 4 * question.batch):
         doubts.append(f"the sample has {question.sample_rows:,} rows only")
-    if len(found) < 2:
+    if compared < 2:
         doubts.append("there was nothing to compare it with")
     return doubts
 

@@ -115,6 +115,16 @@ def test_it_is_not_sure_where_little_was_measured(speeds: tuple[float, ...], row
     assert any(reason.startswith("Not sure: ") and doubt in reason for reason in chosen.reasons)
 
 
+def test_a_single_survivor_of_the_sweep_was_compared() -> None:
+    sweep = [measured("2 rows", 10, 11, 12), measured("32 rows", 99, 100, 101)]
+    chosen = choose(FILES, sweep, [measured("32 rows", 99, 100, 101)], QUESTION)
+    assert chosen is not None
+    assert chosen.sure
+    alone = choose(FILES, sweep[1:], [measured("32 rows", 99, 100, 101)], QUESTION)
+    assert alone is not None
+    assert any("nothing to compare it with" in reason for reason in alone.reasons)
+
+
 def test_nothing_measured_nothing_recommended() -> None:
     assert choose(FILES, [], [], QUESTION) is None
     failed = Measurement(measured("32 rows").cell, reason="no")
