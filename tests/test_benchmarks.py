@@ -52,7 +52,7 @@ def test_read_benchmark(tmp_path: Path) -> None:
 
 def test_chunk_size_benchmark_and_its_settings_again(tmp_path: Path) -> None:
     images, result = class_folders(tmp_path / "images", {"a": 50, "b": 50}, (64, 48)), tmp_path / "c.json"
-    sizes = ["--chunk-rows", "4,16", "--batch-size", "16", "--seconds", "4"]
+    sizes = ["--chunk-rows", "4,16", "--batch-size", "16", "--seconds", "6"]
     chunk_size.main(["--images", str(images), *sizes, "--scratch", str(tmp_path), "--json", str(result)])
     found = json.loads(result.read_text())
     assert found["recommendation"]["stored"] in ("4 rows", "16 rows")

@@ -287,8 +287,10 @@ def _draw_frame(panel: Axes, axis: ChunkAxis, cache: str, important: str | None)
 
 
 def _scale_text(value: float) -> str:
-    """80.0k as 80k."""
-    return re.sub(r"\.?0+(?=\D?$)", "", speed_text(value)) if value >= 1000 else f"{value:g}"
+    """80.0k as 80k, 1.50M as 1.5M, 100k as it is."""
+    if value < 1000:
+        return f"{value:g}"
+    return re.sub(r"\.(?=\D?$)", "", re.sub(r"(\.\d*?)0+(?=\D?$)", r"\1", speed_text(value)))
 
 
 def _tick(form: Stored) -> str:

@@ -109,7 +109,7 @@ def choose(
     threads, threads_why = _pick_threads(others, question, picked)
     workers, workers_why = _pick_workers(others, question)
     window = _pick_window(others, question, picked)
-    settled = next((one for one in others if _is_settled(one, question, window, threads)), picked)
+    settled = next((one for one in [picked, *others] if _is_settled(one, question, window, threads)), picked)
     swept = _comparable(files, measurements, question, cache)
     doubts = _doubts([best, picked], max(len(found), len(swept)), question)
     reasons = [_about(form, picked, alike, found, question), why, *threads_why, *workers_why]
@@ -228,7 +228,7 @@ def _pick_threads(others: Sequence[Measurement], question: Question, picked: Mea
     found = _varied(others, question, lambda cell: cell.window == question.window and cell.workers is None)
     best = max(found, key=lambda one: one.median, default=picked)
     least = min((one for one in found if one.median >= ALIKE * best.median), key=_threads_of, default=picked)
-    if compared < 2:
+    if len(found) < 2:
         return question.threads, []
     speeds = ", ".join(f"{one.cell.threads}: {one.median:,.0f}" for one in sorted(found, key=_threads_of))
     count = least.cell.threads

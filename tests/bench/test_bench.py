@@ -62,7 +62,7 @@ def by_cell(report: BenchReport) -> dict[tuple[str, str, str, str], Measurement]
 
 def test_a_folder(folder: Path, tmp_path: Path) -> None:
     settings = BenchSettings(
-        seconds=4, chunk_rows=(4, 16), compressions=("none", "gzip"), batch_sizes=(8,), scratch=os.fspath(tmp_path)
+        seconds=8, chunk_rows=(4, 16), compressions=("none", "gzip"), batch_sizes=(8,), scratch=os.fspath(tmp_path)
     )
     begin = time.monotonic()
     report = Bench(folder, settings).run()
@@ -97,7 +97,7 @@ def test_a_folder(folder: Path, tmp_path: Path) -> None:
 
 def test_a_foreign_file_its_fault_and_its_gain(foreign: Path, tmp_path: Path) -> None:
     settings = BenchSettings(
-        seconds=5, chunk_rows=(8,), contiguous=False, batch_sizes=(16,), caches=("hot",), scratch=os.fspath(tmp_path)
+        seconds=6, chunk_rows=(8,), contiguous=False, batch_sizes=(16,), caches=("hot",), scratch=os.fspath(tmp_path)
     )
     report = Bench(foreign, settings).run()
     assert [one.label for one in report.files] == ["as it is", "8 rows"]
@@ -216,7 +216,7 @@ def test_rows_that_are_no_images_are_measured_as_they_are(tmp_path: Path) -> Non
     path = tmp_path / "features.h5"
     with h5py.File(path, "w") as file:
         file.create_dataset("x", data=np.random.default_rng(0).normal(size=(300, 64)), chunks=(30, 64))
-    settings = BenchSettings(seconds=2, images="x", batch_sizes=(16,), caches=("hot",), scratch=os.fspath(tmp_path))
+    settings = BenchSettings(seconds=3, images="x", batch_sizes=(16,), caches=("hot",), scratch=os.fspath(tmp_path))
     report = Bench(path, settings).run()
     assert [one.label for one in report.files] == ["as it is"]
     assert any("not compared with other chunks" in note for note in report.notes)
@@ -293,7 +293,7 @@ def test_encoded_images_of_several_sizes(tmp_path: Path) -> None:
         for row in range(20):
             jpeg = save(tmp_path / "one.jpg", row, (32 + row % 3, 40)).read_bytes()
             images[row] = np.frombuffer(jpeg, np.uint8)
-    settings = BenchSettings(seconds=4, chunk_rows=(2,), contiguous=False, caches=("hot",), scratch=os.fspath(tmp_path))
+    settings = BenchSettings(seconds=6, chunk_rows=(2,), contiguous=False, caches=("hot",), scratch=os.fspath(tmp_path))
     report = Bench(path, settings).run()
     assert [one.label for one in report.files] == ["as it is", "2 rows"]
     found = by_cell(report)
@@ -359,7 +359,7 @@ def test_the_errors_of_the_python_way(tmp_path: Path) -> None:
 
 def test_the_command_writes_what_it_is_asked_for(folder: Path, tmp_path: Path) -> None:
     plot, page, profile = (tmp_path / name for name in ("b.png", "b.html", "p.toml"))
-    command = [sys.executable, "-m", "h5pack", "bench", os.fspath(folder), "--seconds", "3", "--chunk-rows", "4,16",
+    command = [sys.executable, "-m", "h5pack", "bench", os.fspath(folder), "--seconds", "6", "--chunk-rows", "4,16",
                "--batch-size", "8", "--orders", "window,single", "--engines", "direct,default", "--cache", "hot",
                "--plot", os.fspath(plot), "--report", os.fspath(page), "--save", os.fspath(profile)]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)

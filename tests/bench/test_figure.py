@@ -271,3 +271,11 @@ def test_a_report_without_figures_is_drawn_too(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(OptionsError, match=r"none/a\.png: No such file or directory; name a file"):
         figure.draw_bench(reports.small_report(), tmp_path / "none" / "a.png")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (500, "500"), (1_000, "1k"), (80_000, "80k"), (100_000, "100k"), (1_500_000, "1.5M"), (2_000_000, "2M")],
+)
+def test_ticks_keep_their_zeros_before_the_point(value: float, text: str) -> None:
+    assert figure._scale_text(value) == text
