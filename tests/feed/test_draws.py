@@ -34,7 +34,7 @@ from h5pack.feed.selection import select_draws
 from tests.feed import packs
 from tests.feed.packs import all_same, reference, threads_end
 
-MANY = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+MANY = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 SOME = settings(MANY, max_examples=50)
 SHUFFLES: list[str | bool] = ["window", "full", "chunk", False]
 RESIDENT = ["no", "host", "auto"]

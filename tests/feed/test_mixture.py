@@ -118,7 +118,7 @@ def test_what_is_no_dataset(mixed: ConcatPack) -> None:
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=8).filter(any))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 def test_every_prefix_of_a_schedule_is_within_one_row(counts: list[int]) -> None:
     order = schedule(counts).tolist()
     whole, seen = sum(counts), Counter[int]()

@@ -22,8 +22,8 @@ from h5pack.feed import order, permutation
 from h5pack.feed.order import OrderPlan, Segment
 from h5pack.feed.row_set import ChosenRows, RowSet, SpanRows
 
-MANY = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
-SOME = settings(MANY, max_examples=60)
+MANY = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+SOME = settings(MANY, max_examples=20)
 
 
 @st.composite

@@ -16,7 +16,7 @@ from h5pack.pack import rowfile
 from h5pack.pack.rowfile import RowFile, suits_direct
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     runs=st.lists(st.tuples(st.integers(0, 9000), st.integers(1, 30_000), st.integers(1, 7)), min_size=1, max_size=5),
     piece=st.sampled_from([1, 4096, 10_000, 1 << 20]),

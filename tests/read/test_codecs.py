@@ -78,7 +78,7 @@ def smooth(shape: tuple[int, ...], dtype: str, seed: int) -> npt.NDArray[Any]:
     return np.asarray(np.cumsum(noise, 0) % 100).astype(dtype)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     pipeline=st.sampled_from(PIPELINES),
     shape=st.tuples(st.integers(1, 20), st.integers(1, 13), st.integers(1, 40)),
@@ -202,7 +202,7 @@ def test_a_loader_decodes_each_chunk_once_an_epoch(tmp_path: Path) -> None:
         assert dataset.stats().bytes_read == epoch * index.sizes.sum() + labels_bytes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=33, deadline=None)
 @given(
     size=st.one_of(st.integers(0, 50), st.sampled_from([8_191, 8_192, 8_193, 16_384, 50_001])),
     kind=st.sampled_from(["random", "zero", "full"]),

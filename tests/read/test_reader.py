@@ -16,7 +16,7 @@ from h5pack.read.reader import H5Reader
 from tests.read.files import in_child, numbers, write
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 40), st.integers(1, 6), st.integers(1, 6)),
     rank=st.integers(1, 3),

@@ -52,7 +52,7 @@ def layouts(draw: st.DrawFn) -> ChunkIndex:
     return index(addresses, chunk_rows, row_bytes, rows)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(layouts(), st.data())
 def test_runs_equal_those_of_one_row_at_a_time(made: ChunkIndex, data: st.DataObject) -> None:
     rows = data.draw(

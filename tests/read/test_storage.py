@@ -71,7 +71,7 @@ def sliced(size: int, runs: list[tuple[int, int]]) -> npt.NDArray[np.uint8]:
     return np.concatenate([np.empty((0, size), np.uint8), *parts])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=26, deadline=None)
 @given(st.integers(1, 700), st.integers(0, 9), st.data())
 def test_drawn_runs_equal_slices(size: int, spread: int, data: st.DataObject) -> None:
     runs = []
@@ -89,7 +89,7 @@ def test_drawn_runs_equal_slices(size: int, spread: int, data: st.DataObject) ->
             assert calls == len(runs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=30), st.integers(0, SIZE + 100))
 def test_the_c_librarys_preadv_equals_pythons(sizes: list[int], offset: int) -> None:
     """Places of all sizes, also over the end of the file."""
@@ -193,7 +193,7 @@ def broken() -> OSError:
 RUNS = [(100, 7), (20_000, 1), (40_000, 5)]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=26, deadline=None)
 @given(st.lists(st.one_of(st.none(), st.integers(1, 900)), min_size=1, max_size=12), st.integers(1, 400))
 def test_short_reads_are_gone_on_with(limits: list[int | None], size: int) -> None:
     """Also in the middle of a row, and again and again."""

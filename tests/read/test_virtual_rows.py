@@ -127,7 +127,7 @@ def virtual_files(draw: st.DrawFn, folder: Path) -> tuple[Path, npt.NDArray[Any]
     return path, joined, form
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=83, deadline=None)
 @given(
     scatter_bytes=st.sampled_from([1, engine_module.SCATTER_BYTES, 1 << 30]),
     gap_bytes=st.sampled_from([0, 100, spans_module.SPAN_GAP_BYTES]),

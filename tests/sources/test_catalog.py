@@ -23,7 +23,7 @@ def catalog(count: int = 10, **settings: object) -> Catalog:
     return Catalog("flat", FileReader("/"), NameTable.of(f"{n}.jpg" for n in range(count)), names, ids, **settings)  # type: ignore[arg-type]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=33, deadline=None)
 @given(st.lists(NAMES, max_size=12))
 def test_a_name_table_gives_back_every_name(names: list[str]) -> None:
     table = NameTable.of(iter(names))
@@ -54,7 +54,7 @@ def test_a_name_table_has_no_names_beyond_its_ends(index: int) -> None:
         NameTable.of(["a", "b", "c"])[index]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=33, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300))
 def test_a_limit_takes_evenly_spaced_images_in_order(count: int, limit: int) -> None:
     kept = [int(name[:-4]) for name in catalog(count).limited(limit).names]

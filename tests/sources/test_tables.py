@@ -27,7 +27,7 @@ def table(*cells: str, column: str = "x") -> Table:
 CELLS = st.text(st.characters(exclude_categories=("Cs", "Cc", "Z")), min_size=1, max_size=6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 4).flatmap(lambda width: st.lists(st.tuples(*[CELLS] * width), max_size=5)))
 def test_what_pythons_csv_writes_is_read(rows: list[tuple[str, ...]]) -> None:
     width = len(rows[0]) if rows else 2
@@ -106,7 +106,7 @@ def test_an_unknown_column_lists_the_known_ones() -> None:
         table("1").column("y")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=33, deadline=None)
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=8))
 def test_every_int64_is_an_integer(values: list[int]) -> None:
     result = integers([str(value) for value in values])

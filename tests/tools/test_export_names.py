@@ -179,7 +179,7 @@ USUAL = st.sampled_from(["a.jpg", "a.png", "a.png/b.jpg", "train/x/a.jpg"])
 NAMES = st.lists(st.one_of(PARTS, USUAL), min_size=1).filter(any)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(NAMES, st.booleans(), st.data())
 def test_any_names_make_files_that_can_stand_side_by_side(names: list[str], fold: bool, data: st.DataObject) -> None:
     count = len(names)

@@ -120,14 +120,14 @@ def test_a_pack_that_somebody_compressed_is_checked_through_the_library(copy: Pa
     assert h5pack.verify(tmp_path / "gzip.h5").damaged == {"images": [33]}
 
 
-def test_200_damaged_files(pack: Path, tmp_path: Path) -> None:
+def test_60_damaged_files(pack: Path, tmp_path: Path) -> None:
     """Each random flip is found, or changed nothing that a reader sees; nothing crashes this process."""
     whole = pack.read_bytes()
     with h5py.File(pack) as file:
         images, labels = file["images"][()], file["labels"][()]
     dice = random.Random(5)
     found = 0
-    for number in range(200):
+    for number in range(60):
         data = bytearray(whole)
         # Half of them in the metadata, which is a small part of the file.
         place = (
@@ -147,7 +147,7 @@ def test_200_damaged_files(pack: Path, tmp_path: Path) -> None:
         with h5py.File(path) as file:
             assert np.array_equal(file["images"][()], images)
             assert np.array_equal(file["labels"][()], labels)
-    assert found > 90
+    assert found > 27
 
 
 def test_rows_that_the_disk_does_not_give_are_damaged(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
