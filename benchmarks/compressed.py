@@ -30,7 +30,8 @@ import torch
 
 import h5pack
 from benchmarks.common import RESULTS, write_result
-from benchmarks.read import WORKERS, data_loader, through_h5py
+from benchmarks.read import WORKERS, data_loader
+from h5pack.bench.opened import through_library
 from h5pack.measure.consuming import consume
 from h5pack.measure.machine_facts import machine_facts
 from h5pack.measure.page_cache import make_hot
@@ -114,7 +115,10 @@ def ways_of(path: Path, batch: int) -> dict[str, Callable[[int], float]]:
     decoding = Decoding(path)
     for threads in (1, 2):
         ways[f"decoder alone | {threads}"] = partial(decoding, threads)
-    for label, dataset in (("H5Loader", h5pack.H5Dataset(path)), ("H5Loader through h5py", through_h5py(path))):
+    for label, dataset in (
+        ("H5Loader", h5pack.H5Dataset(path)),
+        ("H5Loader through h5py", through_library(h5pack.H5Dataset(path))),
+    ):
         for threads in (1, 2):
             loader = h5pack.H5Loader(dataset, batch, threads=threads, resident="no")
             consume(loader)

@@ -26,7 +26,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ import h5pack
 from benchmarks.again import measure_again
 from benchmarks.common import RESULTS, write_result
 from benchmarks.row_files import RowSource, make_flat, make_foreign, make_pack
+from h5pack.bench.opened import through_library
 from h5pack.measure.consuming import consume, touch
 from h5pack.measure.machine_facts import machine_facts
 from h5pack.measure.memory_copy import MemoryCopy
@@ -89,14 +89,6 @@ def fancy(path: Path, rows: int, size: int, batch: int, turn: int) -> float:
     )
 
 
-def through_h5py(path: Path) -> h5pack.H5Dataset:
-    """A dataset whose rows all come through the HDF5 library."""
-    dataset = h5pack.H5Dataset(path)
-    for name, index in dataset.engine.indexes.items():
-        dataset.engine.indexes[name] = replace(index, reason="the benchmark asks for it")
-    return dataset
-
-
 def data_loader(dataset: Dataset[Any], batch: int, **settings: Any) -> DataLoader[Any]:
     """A DataLoader with workers that stay."""
     if "batch_sampler" not in settings:
@@ -120,7 +112,7 @@ def loader_ways(pack: Path, batch: int) -> dict[str, Way]:
     for label, dataset, settings in (
         ("H5Loader", h5pack.H5Dataset(pack), {}),
         ("H5Loader, resident='no'", h5pack.H5Dataset(pack), {"resident": "no"}),
-        ("H5Loader through h5py", through_h5py(pack), {"resident": "no"}),
+        ("H5Loader through h5py", through_library(h5pack.H5Dataset(pack)), {"resident": "no"}),
     ):
         for threads in (1, 2):
             loader = h5pack.H5Loader(dataset, batch, threads=threads, drop_last=True, **settings)

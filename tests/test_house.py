@@ -15,7 +15,7 @@ PACKAGE = Path(h5pack.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 # From the ground up; a module imports only from its own floor's earlier files or from floors below.
-GROUND = ["version", "errors", "schema", "filters", "machine", "checksum", "layout", "rows", "hdf5"]
+GROUND = ["version", "errors", "schema", "filters", "machine", "checksum", "layout", "rows", "hdf5", "wording"]
 WINGS = ["decode", "read", "sources", "pack", "feed", "measure", "tools", "bench", "doctor", "commands", "cli"]
 MAY_IMPORT = {
     "decode": {"decode"},

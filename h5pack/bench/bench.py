@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from h5pack.bench.cell import Cell, Measurement
+from h5pack.bench.cell import Cell
 from h5pack.bench.interruption import Interruption
 from h5pack.bench.plan import CellPlan, is_hopeless, least_of, least_seconds, plan_cells
 from h5pack.bench.recommend import Question, choose, contenders, decisive
@@ -210,7 +211,7 @@ class _Copy:
 
     def median(self, threads: int) -> float | None:
         speeds = self._speeds[threads]
-        return Measurement(Cell("", "", "", "", 0, 0, threads), tuple(speeds)).median if speeds else None
+        return statistics.median(speeds) if speeds else None
 
 
 class _Sequential:

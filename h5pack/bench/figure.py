@@ -20,8 +20,9 @@ from h5pack.bench.report import BenchReport, Ceiling
 from h5pack.bench.result_file import write_result
 from h5pack.bench.statements import headline, machine_words
 from h5pack.bench.swept import Swept
-from h5pack.bench.wording import counted, plain, size_text, speed_text
+from h5pack.bench.wording import plain, size_text, speed_text
 from h5pack.errors import OptionsError
+from h5pack.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

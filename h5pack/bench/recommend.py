@@ -98,7 +98,8 @@ def choose(
     """
     cache, why = decisive(question, measurements)
     stored = {one.label: one for one in files}
-    found = _pooled(_comparable(files, measurements, question, cache), _comparable(files, trials, question, cache))
+    swept = _comparable(files, measurements, question, cache)
+    found = _pooled(swept, _comparable(files, trials, question, cache))
     if not found:
         return None
     best = max(found, key=lambda one: one.median)
@@ -109,8 +110,9 @@ def choose(
     threads, threads_why = _pick_threads(others, question, picked)
     workers, workers_why = _pick_workers(others, question)
     window = _pick_window(others, question, picked)
-    settled = next((one for one in [picked, *others] if _is_settled(one, question, window, threads)), picked)
-    swept = _comparable(files, measurements, question, cache)
+    settled = next(
+        (one for one in [picked, *others] if one.speeds and _has(one.cell, question, window, threads)), picked
+    )
     doubts = _doubts([best, picked], max(len(found), len(swept)), question)
     reasons = [_about(form, picked, alike, found, question), why, *threads_why, *workers_why]
     own = next((one for one in files if one.own), None)
@@ -143,10 +145,9 @@ def choose(
     )
 
 
-def _is_settled(one: Measurement, question: Question, window: int, threads: int) -> bool:
-    """Whether it was measured with what is recommended."""
-    cell = one.cell
-    return bool(one.speeds) and (cell.engine, cell.order, cell.batch, cell.window, cell.threads, cell.workers) == (
+def _has(cell: Cell, question: Question, window: int, threads: int) -> bool:
+    """Whether H5Loader reads in it, in the order that decides, with these settings."""
+    return (cell.engine, cell.order, cell.batch, cell.window, cell.threads, cell.workers) == (
         "direct", "window", question.batch, window, threads, None,
     )  # fmt: skip
 
@@ -177,9 +178,7 @@ def _pooled(sweep: Sequence[Measurement], trials: Sequence[Measurement]) -> list
 
 def _is_plain(cell: Cell, question: Question, cache: str) -> bool:
     """Whether nothing but the stored form differs from others."""
-    return (cell.engine, cell.order, cell.cache, cell.batch, cell.window, cell.threads, cell.workers) == (
-        "direct", "window", cache, question.batch, question.window, question.threads, None,
-    )  # fmt: skip
+    return cell.cache == cache and _has(cell, question, question.window, question.threads)
 
 
 def _distance(stored: Stored, question: Question) -> tuple[int, float]:

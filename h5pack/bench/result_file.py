@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 
@@ -22,6 +21,4 @@ def write_result(path: str | os.PathLike[str], data: bytes) -> None:
     try:
         write_atomically(target, data)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            target.with_name(target.name + ".tmp").unlink(missing_ok=True)
         raise OptionsError(f"{target}: {error.strerror or error}; name a file that can be written") from error

@@ -13,7 +13,6 @@ from h5pack.bench.wording import (
     ENGINE_WORDS,
     ORDER_WORDS,
     cell_words,
-    counted,
     listed,
     measured_text,
     plain,
@@ -21,6 +20,7 @@ from h5pack.bench.wording import (
     speed_words,
     times_text,
 )
+from h5pack.wording import counted
 
 INTERRUPTED = "interrupted: this is what was measured until then; nothing else is known"
 NO_RECOMMENDATION = "no recommendation: nothing was measured that it could rest on"

@@ -95,7 +95,7 @@ def _file(path: str, options: ConvertOptions) -> Subject:
         # Rows of other numbers can be read all the same.
         note = f"not compared with other chunks, since it cannot be converted: {error}"
     report = info(path)
-    found = next((one for one in report.datasets if one.name == images), None)
+    found = next((one for one in report.datasets if one.name.strip("/") == images.strip("/")), None)
     try:
         dataset = H5Dataset(path, images=images)
     except H5PackError:

@@ -15,8 +15,8 @@ from h5pack.bench.opened import Opened
 from h5pack.bench.plan import REPEATS, least_of
 from h5pack.bench.ways import LoaderWay, Way
 from h5pack.errors import H5PackError
-from h5pack.feed.dataset import H5Dataset
-from h5pack.measure.page_cache import drop_cache, make_hot
+from h5pack.measure.page_cache import make_hot
+from h5pack.measure.page_state import PageState
 
 _LEAST_RUN = 0.02
 _WARM_BYTES = 8 * 1024 * 1024
@@ -55,7 +55,7 @@ class Sweep:
         self._report = report
         self._clock = time.monotonic()
         self._opened = Opened()
-        self._sources = {stored.label: _files_behind(self._opened.dataset(stored)) for stored in files}
+        self._pages = {stored.label: PageState(self._opened.dataset(stored)) for stored in files}
         self._stays: set[str] = set()
 
     def measure(
@@ -120,7 +120,7 @@ class Sweep:
             way = open_way(one.cell, stored, self._seed, self._opened)
             if cold:
                 # Nothing was read by this way yet: what it keeps in memory by itself would not be cold.
-                if sum(drop_cache(path) for path in self._sources[stored.label]):
+                if self._pages[stored.label].drop() is not None:
                     self._stays.add(stored.label)
                     one.reason = "its pages stay in the page cache, which this file system does not let go"
                     return
@@ -172,9 +172,3 @@ class Sweep:
         now = time.monotonic()
         self._report(now - self._clock)
         self._clock = now
-
-
-def _files_behind(dataset: H5Dataset) -> list[Path]:
-    """The file, and those that a virtual dataset takes its rows from."""
-    behind = {file.path for index in dataset.engine.indexes.values() for file in index.files}
-    return [Path(path) for path in sorted({dataset.path, *behind})]

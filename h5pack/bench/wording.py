@@ -80,11 +80,6 @@ def cell_words(cell: Cell) -> str:
     return f"{cell.stored}, {cell.order}, {cell.engine}, {cell.cache}"
 
 
-def counted(count: int, noun: str) -> str:
-    """A count with its noun: 1 row, 2 rows."""
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
-
-
 def listed(names: Sequence[str]) -> str:
     """Names in a sentence: a, b and c."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else ""

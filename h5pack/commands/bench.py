@@ -6,6 +6,8 @@ import argparse
 import json
 from typing import Any
 
+from h5pack.commands.arguments import listed
+
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
     """Add the command to the program's."""
@@ -84,12 +86,12 @@ def _settings(arguments: argparse.Namespace) -> Any:
     return BenchSettings(
         seconds=arguments.seconds,
         chunk_rows=_numbers("--chunk-rows", arguments.chunk_rows),
-        chunk_bytes=tuple(parse_bytes(text) for text in _listed(arguments.chunk_bytes)),
+        chunk_bytes=tuple(parse_bytes(text) for text in listed(arguments.chunk_bytes)),
         contiguous=not arguments.no_contiguous,
-        orders=_listed(arguments.orders) or ORDERS,
-        engines=_listed(arguments.engines) or ENGINES,
-        caches=_listed(arguments.cache) or CACHES,
-        compressions=_listed(arguments.compression) or ("none",),
+        orders=listed(arguments.orders) or ORDERS,
+        engines=listed(arguments.engines) or ENGINES,
+        caches=listed(arguments.cache) or CACHES,
+        compressions=listed(arguments.compression) or ("none",),
         batch_sizes=_numbers("--batch-size", arguments.batch_size) or (256,),
         windows=_numbers("--window", arguments.window) or (16,),
         threads=_numbers("--threads", arguments.threads),
@@ -103,14 +105,10 @@ def _settings(arguments: argparse.Namespace) -> Any:
     )
 
 
-def _listed(value: str | None) -> tuple[str, ...]:
-    return () if value is None else tuple(part.strip() for part in value.split(",") if part.strip())
-
-
 def _numbers(option: str, value: str | None) -> tuple[int, ...]:
     from h5pack.errors import OptionsError
 
-    numbers = _listed(value)
+    numbers = listed(value)
     for number in numbers:
         if not number.isdecimal():
             raise OptionsError(f"{option} {number!r} is no whole number; give one, or several with commas")
@@ -121,7 +119,7 @@ def _require_outputs(arguments: argparse.Namespace) -> None:
     """Refuse what could not be written before anything is measured."""
     import os
 
-    from h5pack.bench.figure import require_plottable
+    from h5pack.bench.figure import require_matplotlib, require_plottable
     from h5pack.errors import OptionsError
 
     for path in (arguments.plot, arguments.report, arguments.save):
@@ -135,7 +133,7 @@ def _require_outputs(arguments: argparse.Namespace) -> None:
     if arguments.plot is not None:
         require_plottable(arguments.plot)
     if arguments.report is not None:
-        require_plottable("report.svg")
+        require_matplotlib()
 
 
 def _write(arguments: argparse.Namespace, report: Any) -> None:

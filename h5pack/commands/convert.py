@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+from h5pack.commands.arguments import add_hdf5, hdf5_options, listed
 from h5pack.errors import OptionsError
 
 
@@ -72,13 +73,8 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def _add_hdf5(convert: argparse.ArgumentParser) -> None:
     hdf5 = convert.add_argument_group("what of an HDF5 file")
-    hdf5.add_argument("--images", metavar="NAME", help="the dataset of images, numbers or encoded ones (default: look)")
-    labels = hdf5.add_mutually_exclusive_group()
-    labels.add_argument("--labels", metavar="NAME", help="the dataset of labels (default: look)")
-    labels.add_argument("--no-labels", action="store_const", const="", dest="labels", help="take no labels")
+    add_hdf5(hdf5)
     hdf5.add_argument("--fields", metavar="A,B", help="further datasets with a row an image")
-    hdf5.add_argument("--channel-axis", metavar="WHERE", help="of a row: last, first or none (default: look)")
-    hdf5.add_argument("--value-range", metavar="LOW:HIGH", help="values that become 0 and 255 (default of floats 0:1)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -120,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace) -> Any:
-    from h5pack.pack.options import ConvertOptions, parse_bytes, parse_range, parse_size
+    from h5pack.pack.options import ConvertOptions, parse_bytes, parse_size
 
     rows = arguments.chunk_rows
     if rows != "auto" and not rows.isdigit():
@@ -132,14 +128,10 @@ def _options(arguments: argparse.Namespace) -> Any:
         limit=arguments.limit,
         root=arguments.root,
         path_column=arguments.path_column,
-        label_columns=_listed(arguments.label_columns),
+        label_columns=listed(arguments.label_columns),
         split_column=arguments.split_column,
-        field_columns=_listed(arguments.field_columns),
-        images=arguments.images,
-        labels=arguments.labels,
-        fields=_listed(arguments.fields),
-        channel_axis=arguments.channel_axis,
-        value_range=None if arguments.value_range is None else parse_range(arguments.value_range),
+        field_columns=listed(arguments.field_columns),
+        fields=listed(arguments.fields),
         size=None if arguments.size is None else parse_size(arguments.size),
         fit=arguments.fit,
         resample=arguments.resample,
@@ -159,11 +151,8 @@ def _options(arguments: argparse.Namespace) -> Any:
         io=arguments.io,
         overwrite=arguments.overwrite,
         resume=arguments.resume,
+        **hdf5_options(arguments),
     )
-
-
-def _listed(value: str | None) -> tuple[str, ...]:
-    return () if value is None else tuple(part.strip() for part in value.split(",") if part.strip())
 
 
 def _json(report: Any) -> str:

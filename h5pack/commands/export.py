@@ -7,6 +7,8 @@ import json
 import sys
 from typing import Any
 
+from h5pack.commands.arguments import add_hdf5, hdf5_options, listed
+
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
     """Add the command to the program's."""
@@ -42,30 +44,6 @@ def _without_slash(folder: str) -> str:
     return folder.rstrip("/") or folder
 
 
-def add_hdf5(group: Any) -> None:
-    """Add the options that say which datasets of an HDF5 file mean what."""
-    group.add_argument(
-        "--images", metavar="NAME", help="the dataset of images, numbers or encoded ones (default: look)"
-    )
-    labels = group.add_mutually_exclusive_group()
-    labels.add_argument("--labels", metavar="NAME", help="the dataset of labels (default: look)")
-    labels.add_argument("--no-labels", action="store_const", const="", dest="labels", help="take no labels")
-    group.add_argument("--channel-axis", metavar="WHERE", help="of a row: last, first or none (default: look)")
-    group.add_argument("--value-range", metavar="LOW:HIGH", help="values that become 0 and 255 (default of floats 0:1)")
-
-
-def hdf5_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the options of `add_hdf5` say, by the names of `h5pack.sources.hdf5_catalog.HDF5Datasets`."""
-    from h5pack.pack.options import parse_range
-
-    return {
-        "images": arguments.images,
-        "labels": arguments.labels,
-        "channel_axis": arguments.channel_axis,
-        "value_range": None if arguments.value_range is None else parse_range(arguments.value_range),
-    }
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Export as the arguments say; the exit status, 1 where rows could not be exported."""
     from h5pack.tools.export_options import ExportOptions
@@ -77,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         quality=arguments.quality,
         splits=tuple(arguments.split),
         limit=arguments.limit,
-        fields=tuple(part.strip() for part in (arguments.fields or "").split(",") if part.strip()),
+        fields=listed(arguments.fields),
         workers=arguments.workers,
         start_method=arguments.start_method,
         overwrite=arguments.overwrite,

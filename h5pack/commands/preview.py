@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from h5pack.commands.export import add_hdf5, hdf5_options
+from h5pack.commands.arguments import add_hdf5, hdf5_options
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:

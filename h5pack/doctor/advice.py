@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from h5pack.doctor.facts import BUSY, Facts, counted
+from h5pack.doctor.facts import Facts
 from h5pack.doctor.judgement import DECODING, STORAGE, Verdict, rate_text
 from h5pack.doctor.stage import COLD, COLD_STORED, COPY, LOADER, NORMALIZE, STEP, TRANSFORM, Stage
 from h5pack.doctor.trial import Trial
+from h5pack.feed.cpu_time import BUSY
+from h5pack.wording import counted
 
 _SEEKS = 1.3
 """A disk that is so much faster in stored order loses time between chunks."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from h5pack.doctor.advice import Advice, advise
 from h5pack.doctor.diagnosis import Diagnosis
-from h5pack.doctor.facts import Facts, counted
+from h5pack.doctor.facts import Facts
 from h5pack.doctor.judgement import Verdict, judge
 from h5pack.doctor.named_object import one_line
 from h5pack.doctor.options import DoctorOptions
@@ -24,6 +24,7 @@ from h5pack.doctor.trial import PlannedTrial, Trial, plan_trial
 from h5pack.errors import H5PackError, OptionsError
 from h5pack.measure.machine_facts import machine_facts
 from h5pack.measure.repeats import interleaved
+from h5pack.wording import counted
 
 _WARM_PART = 0.08
 """Of the budget, for bringing rows into the page cache."""

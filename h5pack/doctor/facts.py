@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from h5pack.feed.cpu_time import BUSY
+from h5pack.wording import counted
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -129,14 +132,7 @@ class Facts:
         return None if cpus_used is None else cpus_used >= BUSY * min(self.threads, self.cpus)
 
 
-BUSY = 0.8
-"""The part of a CPU's time from which on it counts as busy."""
 _CROWDED = 0.5
 """Processes that want to run, for each of the machine's CPUs, from which on they are in the way."""
 WAITS = 0.5
 """The part of its time below which a thread counts as waiting."""
-
-
-def counted(number: int, noun: str) -> str:
-    """A number of things, in words: 1 thread, 2 threads."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith(("ch", "s")) else "s")

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from h5pack.doctor.facts import BUSY, WAITS, Facts, counted
+from h5pack.doctor.facts import WAITS, Facts
 from h5pack.doctor.stage import COLD, COPY, EVERYTHING, HOT, LOADER, NORMALIZE, STEP, TRANSFORM, Rates, Stage
+from h5pack.feed.cpu_time import BUSY
+from h5pack.wording import counted
 
 STORAGE = "storage"
 DECODING = "decoding"

@@ -23,7 +23,6 @@ from h5pack.doctor.feeding import Feeding, look_at
 from h5pack.doctor.named_object import load_named, one_line
 from h5pack.doctor.options import DoctorOptions
 from h5pack.doctor.pacing import LOADER_BATCHES, Slice, epochs_slice
-from h5pack.doctor.page_state import PageState
 from h5pack.doctor.stage import COLD, COLD_STORED, COPY, EVERYTHING, HOT, LOADER, NORMALIZE, STEP, TRANSFORM
 from h5pack.doctor.stage_run import NotMeasured, StageRun
 from h5pack.doctor.storage_stages import ChunkReading, ready_share
@@ -34,6 +33,7 @@ from h5pack.feed.dataset import H5Dataset
 from h5pack.feed.device_feed import resolve_device
 from h5pack.feed.resident import ResidentRows
 from h5pack.machine import available_cpus, available_memory
+from h5pack.measure.page_state import PageState
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import holds_encoded
 

@@ -6,9 +6,9 @@ import math
 import textwrap
 
 from h5pack.doctor.diagnosis import Diagnosis
-from h5pack.doctor.facts import counted
 from h5pack.doctor.judgement import rate_text
 from h5pack.doctor.stage import EVERYTHING, Stage
+from h5pack.wording import counted
 
 _BAR = 24
 _WIDTH = 110

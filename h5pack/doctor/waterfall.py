@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import textwrap
 from pathlib import Path
 from typing import Any
 
 from h5pack.doctor.diagnosis import Diagnosis
-from h5pack.doctor.facts import counted
 from h5pack.doctor.judgement import DECODING, STORAGE, rate_text
 from h5pack.doctor.stage import COLD, EVERYTHING, HOT, NAMES, Stage
 from h5pack.errors import OptionsError
+from h5pack.pack.output import write_atomically
+from h5pack.wording import counted
 
 _PLAIN, _GUILTY, _TOGETHER, _MUTED = "#9db4c8", "#d1495b", "#33658a", "#777777"
 
@@ -76,14 +78,12 @@ def draw(diagnosis: Diagnosis, path: str | os.PathLike[str]) -> None:
     figure.suptitle(_title(diagnosis), fontsize=13, fontweight="bold", x=0.01, ha="left")
     axes.set_title(_subtitle(diagnosis), fontsize=9, color=_MUTED, loc="left")
     target = Path(path)
-    partial = target.with_name(f"{target.name}.partial")
+    stream = io.BytesIO()
+    figure.savefig(stream, format=target.suffix.lstrip(".").lower())
     try:
-        figure.savefig(partial, format=target.suffix.lstrip(".").lower())
-        os.replace(partial, target)
+        write_atomically(target, stream.getvalue())
     except OSError as error:
         raise OptionsError(f"{target} cannot be written ({error.strerror or error}); give another place") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def guilty_stages(diagnosis: Diagnosis) -> set[str]:

@@ -8,6 +8,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+BUSY = 0.8
+"""The part of a CPU's time from which on it counts as busy."""
+
 _PROC = Path("/proc")
 
 

@@ -7,13 +7,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader, RandomSampler
 
+from h5pack.feed.cpu_time import BUSY
 from h5pack.feed.feed_report import FeedReport
 from h5pack.feed.loader import H5Loader
 from h5pack.feed.loader_layers import base_datasets, samplers_of
 from h5pack.machine import available_cpus
-
-_BUSY = 0.8
-"""The part of a CPU's time from which on it counts as busy."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ def _of_workers(loader: DataLoader[Any], evidence: Evidence) -> str:
     if used is None:
         return f"its {workers} workers do not keep up; give it more, or take H5Loader"
     most = 100 * min(workers, evidence.cpus)
-    if used < _BUSY * most:
+    if used < BUSY * most:
         return (
             f"its {workers} workers wait themselves (CPU {used:.0f} % of {most} %), for the disk or for batches to be "
             "handed over; give it more workers or a faster disk, or take H5Loader, which hands nothing over"
@@ -123,7 +121,7 @@ def _of_workers(loader: DataLoader[Any], evidence: Evidence) -> str:
 def _of_threads(loader: H5Loader, evidence: Evidence) -> str:
     used = evidence.report.cpu_percent
     most = 100 * min(loader.threads, evidence.cpus)
-    if used is None or used < _BUSY * most:
+    if used is None or used < BUSY * most:
         return (
             f"{base_datasets([loader])[0].path} comes more slowly from its disk than the step takes it (CPU "
             f"{'not available' if used is None else f'{used:.0f} % of {most} %'}); put it on a faster disk, keep it in "

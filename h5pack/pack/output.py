@@ -69,10 +69,7 @@ class Output:
         SourceError
             If the folder for it is missing.
         """
-        if not self.final.parent.is_dir():
-            raise SourceError(f"{self.final.parent}: no such folder for the output; make it first")
-        if not os.access(self.final.parent, os.W_OK | os.X_OK):
-            raise SourceError(f"{self.final.parent}: no permission to write there; choose another folder")
+        require_writable(self.final.parent)
         if self.final.is_dir():
             raise OutputExistsError(f"{self.final}: is a folder; name a file")
         if self.final.exists() and not overwrite and not resume:
@@ -131,30 +128,8 @@ class OutputLock:
     """
 
     def __init__(self, output: Output) -> None:
-        import fcntl
-
         self._path = output.partial
-        deadline = time.monotonic() + _LOCK_WAIT_SECONDS
-        while True:
-            self.descriptor = os.open(output.partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                    # Some network file systems have no locks; there nobody keeps a second conversion out.
-                    return
-                os.close(self.descriptor)
-                if time.monotonic() > deadline:
-                    raise OutputBusyError(_busy(output)) from error
-                time.sleep(0.05)
-                continue
-            # Between opening and locking, a finishing conversion may have renamed the file to its final name.
-            try:
-                if os.path.samestat(os.fstat(self.descriptor), os.stat(output.partial)):
-                    return
-            except FileNotFoundError:
-                pass
-            os.close(self.descriptor)
+        self.descriptor = lock_file(output.partial, _busy(output))
 
     def renew(self) -> None:
         """Put an empty file of a new inode in place, and lock it.
@@ -226,6 +201,58 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
+def require_writable(folder: Path) -> None:
+    """Make sure that an output can be made in a folder.
+
+    Raises
+    ------
+    SourceError
+    """
+    if not folder.is_dir():
+        raise SourceError(f"{folder}: no such folder for the output; make it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise SourceError(f"{folder}: no permission to write there; choose another folder")
+
+
+def lock_file(path: Path, busy: str, flags: int = 0) -> int:
+    """Open a file, made where it is missing, and lock it; gives its descriptor.
+
+    Parameters
+    ----------
+    path : Path
+    busy : str
+        What to say where another process holds it.
+    flags : int
+        For opening it, besides ``O_RDWR``, ``O_CREAT`` and ``O_CLOEXEC``.
+
+    Raises
+    ------
+    OutputBusyError
+        If another process holds it, and goes on to.
+    """
+    import fcntl
+
+    deadline = time.monotonic() + _LOCK_WAIT_SECONDS
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                # Some network file systems have no locks; there nobody keeps a second writer out.
+                return descriptor
+            os.close(descriptor)
+            if time.monotonic() > deadline:
+                raise OutputBusyError(busy) from error
+            time.sleep(0.05)
+            continue
+        # Between opening and locking, a writer that ended may have renamed or removed the file.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        os.close(descriptor)
+
+
 def sync_path(path: Path) -> None:
     """Make a file's bytes, or the renames in a folder, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -238,8 +265,13 @@ def sync_path(path: Path) -> None:
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a small file so that it is there whole, or not at all."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise

@@ -5,19 +5,14 @@ from __future__ import annotations
 import contextlib
 import csv
 import ctypes
-import errno
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from h5pack.errors import OutputBusyError, OutputExistsError, SourceError
-from h5pack.pack.output import sync_path
+from h5pack.errors import OutputExistsError, SourceError
+from h5pack.pack.output import lock_file, require_writable, sync_path
 from h5pack.tools.export_names import MANIFEST
-
-# A killed export's workers notice within milliseconds; two users' exports stay.
-_LOCK_WAIT_SECONDS = 3.0
 
 
 class ExportFolder:
@@ -64,11 +59,7 @@ class ExportFolder:
         SourceError
             If it cannot be made there.
         """
-        parent = self.final.parent
-        if not parent.is_dir():
-            raise SourceError(f"{parent}: no such folder for the output; make it first")
-        if not os.access(parent, os.W_OK | os.X_OK):
-            raise SourceError(f"{parent}: no permission to write there; choose another folder")
+        require_writable(self.final.parent)
         if os.path.ismount(self.final):
             raise SourceError(f"{self.final}: a file system of its own; name a folder in it")
         if self.final.exists() and not self.final.is_dir():
@@ -129,37 +120,13 @@ class ExportFolder:
         OutputBusyError
             If another one holds it.
         """
-        descriptor = self._lock()
+        busy = f"{self.final}: another export is writing it; wait for it, or give another name"
+        descriptor = lock_file(self.journal, busy, os.O_APPEND)
         try:
             yield descriptor
         finally:
             if os.fstat(descriptor).st_size == 0 and not self.partial.exists():
                 self.journal.unlink(missing_ok=True)
-            os.close(descriptor)
-
-    def _lock(self) -> int:
-        import fcntl
-
-        deadline = time.monotonic() + _LOCK_WAIT_SECONDS
-        while True:
-            descriptor = os.open(self.journal, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                    # Some network file systems have no locks; there nobody keeps a second export out.
-                    return descriptor
-                os.close(descriptor)
-                if time.monotonic() > deadline:
-                    raise OutputBusyError(
-                        f"{self.final}: another export is writing it; wait for it, or give another name"
-                    ) from error
-                time.sleep(0.05)
-                continue
-            # Between opening and locking, an export that ended may have removed the file.
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), os.stat(self.journal)):
-                    return descriptor
             os.close(descriptor)
 
     def begin(self, *, anew: bool) -> None:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from h5pack.pack.plan import human_bytes
+from h5pack.wording import counted
 
 _LISTED = 20
 
@@ -104,7 +105,7 @@ def export_text(report: ExportReport, folder: str) -> str:
     written = report.files - report.resumed_files
     speed = written / report.seconds if report.seconds else 0.0
     splits = ", ".join(f"{name} {count:,}" for name, count in report.splits.items())
-    classes = f"; {counted(report.classes, 'class', 'classes')}" if report.classes else ""
+    classes = f"; {counted(report.classes, 'class')}" if report.classes else ""
     images = counted(report.files, f"{report.format} image")
     time = f"{report.seconds:.1f} s ({speed:,.0f} images/s)"
     lines = [
@@ -130,8 +131,3 @@ def damage_text(report: ExportReport, folder: str) -> str:
     if len(report.damaged) > _LISTED:
         lines.append(f"  and {len(report.damaged) - _LISTED:,} more (--json lists all)")
     return "\n".join(lines)
-
-
-def counted(number: int, one: str, many: str | None = None) -> str:
-    """A number of things, in words."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"

@@ -23,14 +23,16 @@ from h5pack.errors import (
     RejectedImageError,
     SourceError,
 )
+from h5pack.pack.output import write_atomically
 from h5pack.read.row_decoder import RowDecoder
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.tools.contact_sheet import ContactSheet, Section, Strip, Tile, scaled
-from h5pack.tools.export_report import MissingRow, counted
+from h5pack.tools.export_report import MissingRow
 from h5pack.tools.export_source import SourceRows, open_rows
 from h5pack.tools.preview_font import SheetText
 from h5pack.tools.preview_report import PreviewReport, ShownClass, ShownSplit
 from h5pack.tools.preview_rows import PER_CLASS, UNCLASSED, RowSample, SplitSample, marks, sample_rows
+from h5pack.wording import counted
 
 SUFFIXES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 _LONGEST = {"PNG": 2**31 - 1, "JPEG": 65_500, "WEBP": 16_383}
@@ -200,12 +202,10 @@ def _decoded(decoder: RowDecoder | None, data: bytes) -> npt.NDArray[np.uint8]:
 
 
 def _section(source: SourceRows, split: SplitSample, pictures: dict[int, Image.Image]) -> Section:
-    note = counted(split.rows, "row") + (f", {counted(split.classes, 'class', 'classes')}" if split.classes else "")
+    note = counted(split.rows, "row") + (f", {counted(split.classes, 'class')}" if split.classes else "")
     ending = ""
     if split.left_out:
-        ending = (
-            f"{counted(split.left_out, 'more class', 'more classes')} not shown; --classes {split.classes} shows all"
-        )
+        ending = f"{counted(split.left_out, 'more class')} not shown; --classes {split.classes} shows all"
     strips = [
         Strip(sample.name, counted(sample.rows, "row"), list(_tiles(source, sample, pictures)))
         for sample in split.samples
@@ -260,13 +260,9 @@ def _save(sheet: Image.Image, target: Path, kind: str) -> None:
     """Write the picture beside its name, then give it that name."""
     stream = io.BytesIO()
     sheet.save(stream, kind, **_SETTINGS[kind])
-    partial = target.with_name(target.name + ".partial")
     try:
-        partial.write_bytes(stream.getvalue())
-        os.replace(partial, target)
+        write_atomically(target, stream.getvalue())
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise NoSpaceError(f"{target}: {os.strerror(error.errno)}; make room, or choose another place") from error
         raise
-    finally:
-        partial.unlink(missing_ok=True)

@@ -225,7 +225,8 @@ def test_rows_that_are_no_images_are_measured_as_they_are(tmp_path: Path) -> Non
 
 
 def test_pages_that_stay_make_a_cell_unmeasured(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h5pack.bench.sweep.drop_cache", lambda path: 3)
+    monkeypatch.setattr("h5pack.measure.page_state.drop_cache", lambda path: 3)
+    monkeypatch.setattr("h5pack.measure.page_state.PageState._seems_cached", lambda self: True)
     with Scratch(tmp_path) as scratch:
         settings = BenchSettings(chunk_rows=(4,), contiguous=False)
         sample = make_sample(find_subject(folder, ConvertOptions(), scratch.path), settings, scratch)

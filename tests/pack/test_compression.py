@@ -29,8 +29,8 @@ from h5pack.pack.executors import run
 from h5pack.pack.finisher import Finish, is_compressed
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.skeleton import filtered_chunk, require_filter
+from tests.crashing import children_of, convert_in_child, gone, leftovers, small_file_system, wait_for
 from tests.makers import flat_folder, quick, split_folders, truncate
-from tests.pack.test_crash import children_of, gone, leftovers, run_in_child, wait_for
 
 CHOICES = ["gzip", "gzip:1", "zstd", "zstd:9", "bitshuffle-lz4"]
 FILTERS = {
@@ -283,12 +283,12 @@ def test_killed_at_every_step(
     """SIGKILL at, or in the middle of, every call that changes a file, each chunk's storing among them."""
     count_chunks(monkeypatch)
     whole = packs[name].read_bytes()
-    steps = run_in_child(source, tmp_path / "count.h5", options(name), kill_at=None)
+    steps = convert_in_child(source, tmp_path / "count.h5", options(name), kill_at=None)
     assert (tmp_path / "count.h5").read_bytes() == whole
     assert steps > 40
     out, stages = tmp_path / "o.h5", set()
     for step in range(0, steps, every):
-        run_in_child(source, out, options(name), kill_at=step)
+        convert_in_child(source, out, options(name), kill_at=step)
         stages.add((out.exists(), leftovers(tmp_path) >= {"o.h5.partial.compressed"}, is_compressed(partial_of(out))))
         if out.exists():
             # Only cleaning up was left.
@@ -312,7 +312,7 @@ def test_starting_over_drops_what_was_compressed(
     count_chunks(monkeypatch)
     out, step = tmp_path / "o.h5", 20
     while not (tmp_path / "o.h5.partial.compressed").exists():
-        run_in_child(source, out, options("zstd", overwrite=True), kill_at=step)
+        convert_in_child(source, out, options("zstd", overwrite=True), kill_at=step)
         step += 1
     h5pack.convert(source, out, options("none", overwrite=True))
     assert out.read_bytes() == packs["none"].read_bytes()
@@ -347,7 +347,7 @@ def test_killed_again_and_again_while_resuming(
     out = tmp_path / "o.h5"
     rounds = 0
     while not out.exists():
-        run_in_child(source, out, options("zstd", resume=True), kill_at=3 + 2 * rounds)
+        convert_in_child(source, out, options("zstd", resume=True), kill_at=3 + 2 * rounds)
         rounds += 1
         assert rounds < 60
     h5pack.convert(source, out, options("zstd", resume=True))
@@ -360,12 +360,12 @@ def test_an_existing_output_survives_every_kill(
 ) -> None:
     count_chunks(monkeypatch)
     whole = packs["zstd"].read_bytes()
-    steps = run_in_child(source, tmp_path / "count.h5", options("zstd"), kill_at=None)
+    steps = convert_in_child(source, tmp_path / "count.h5", options("zstd"), kill_at=None)
     out = tmp_path / "o.h5"
     seen = set()
     for step in [*range(0, steps, 5), *range(steps - 12, steps + 2)]:
         out.write_bytes(b"precious")
-        run_in_child(source, out, options("zstd", overwrite=True), kill_at=step)
+        convert_in_child(source, out, options("zstd", overwrite=True), kill_at=step)
         assert out.read_bytes() in (b"precious", whole)
         seen.add(out.read_bytes() == whole)
         # That it may be replaced was agreed when it was begun; before that, it has to be said again.
@@ -496,13 +496,8 @@ def test_a_full_disk_while_compressing(
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 4 MiB."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(mount)], capture_output=True)
-    if made.returncode:
-        pytest.skip("needs root, to run: mount -t tmpfs")
-    yield mount
-    subprocess.run(["umount", str(mount)], check=True)
+    with small_file_system(tmp_path / "small", "4m") as mount:
+        yield mount
 
 
 def test_a_disk_without_room_for_both_copies_is_seen_first(small_disk: Path, tmp_path: Path) -> None:
@@ -597,7 +592,7 @@ def test_a_resume_with_another_compression_is_refused(source: Path, tmp_path: Pa
         ("none", "gzip", "begun with compression 'none', resumed with 'gzip:4'"),
         ("gzip:4", "gzip:5", "begun with compression 'gzip:4', resumed with 'gzip:5'"),
     ]:
-        run_in_child(source, out, options(begun), kill_at=30)
+        convert_in_child(source, out, options(begun), kill_at=30)
         assert partial_of(out).exists()
         with pytest.raises(ResumeError, match=message):
             h5pack.convert(source, out, options(resumed, resume=True))
@@ -606,7 +601,7 @@ def test_a_resume_with_another_compression_is_refused(source: Path, tmp_path: Pa
             h5pack.convert(source, out, options(resumed, resume=True))
         out.unlink()
     # Two ways to say the same.
-    run_in_child(source, out, options("gzip"), kill_at=30)
+    convert_in_child(source, out, options("gzip"), kill_at=30)
     assert h5pack.convert(source, out, options("gzip:4", resume=True)).images == ROWS
     assert h5pack.convert(source, out, options("gzip", resume=True)).already_complete
 
@@ -689,7 +684,7 @@ def test_the_command_line(packs: dict[str, Path], source: Path, tmp_path: Path) 
 
 
 def count_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the storing of a chunk one of the calls that `run_in_child` counts, and kills in."""
+    """Make the storing of a chunk one of the calls that `convert_in_child` counts, and kills in."""
     place = skeleton.place_chunk
     nothing = os.open(os.devnull, os.O_WRONLY)
 

@@ -20,8 +20,8 @@ from h5pack.cli import main
 from h5pack.errors import OptionsError, OutputExistsError, RejectedImageError, ResumeError, SizesDifferError
 from h5pack.pack.converter import Conversion
 from h5pack.pack.session import grouped
+from tests.crashing import convert_in_child, leftovers
 from tests.makers import flat_folder, quick, split_folders
-from tests.pack.test_crash import leftovers, run_in_child
 
 ROWS = 60
 SHAPE = (ROWS, 24, 20, 3)
@@ -196,10 +196,10 @@ def test_killed_at_every_step_and_resumed(tmp_path: Path, monkeypatch: pytest.Mo
     h5pack.convert(source, tmp_path / "whole.h5", quick(chunk_rows=11))
     whole = (tmp_path / "whole.h5").read_bytes()
     out = tmp_path / "o.h5"
-    steps = run_in_child(source, tmp_path / "count.h5", quick(chunk_rows=11), kill_at=None)
+    steps = convert_in_child(source, tmp_path / "count.h5", quick(chunk_rows=11), kill_at=None)
     assert steps > 20
     for step in range(steps):
-        run_in_child(source, out, quick(chunk_rows=11), kill_at=step)
+        convert_in_child(source, out, quick(chunk_rows=11), kill_at=step)
         h5pack.convert(source, out, quick(chunk_rows=11, resume=True))
         assert out.read_bytes() == whole, f"killed at step {step} of {steps}"
         out.unlink()
@@ -209,8 +209,8 @@ def test_killed_at_every_step_and_resumed(tmp_path: Path, monkeypatch: pytest.Mo
 def test_another_source_is_not_resumed(tmp_path: Path) -> None:
     source = write(tmp_path / "f.h5", STORED["gzip"])
     out = tmp_path / "o.h5"
-    steps = run_in_child(source, tmp_path / "count.h5", quick(), kill_at=None)
-    run_in_child(source, out, quick(), kill_at=steps // 2)
+    steps = convert_in_child(source, tmp_path / "count.h5", quick(), kill_at=None)
+    convert_in_child(source, out, quick(), kill_at=steps // 2)
     assert not out.exists()
     with pytest.raises(ResumeError, match="begun with value_range None, resumed with"):
         h5pack.convert(source, out, quick(resume=True, value_range=(0, 200)))
@@ -229,8 +229,8 @@ def test_another_file_under_a_virtual_source_is_not_resumed(tmp_path: Path) -> N
     with h5py.File(tmp_path / "v.h5", "w", libver="latest") as file:
         file.create_virtual_dataset("images", layout)
     out = tmp_path / "o.h5"
-    steps = run_in_child(tmp_path / "v.h5", tmp_path / "count.h5", quick(), kill_at=None)
-    run_in_child(tmp_path / "v.h5", out, quick(), kill_at=steps // 2)
+    steps = convert_in_child(tmp_path / "v.h5", tmp_path / "count.h5", quick(), kill_at=None)
+    convert_in_child(tmp_path / "v.h5", out, quick(), kill_at=steps // 2)
     with h5py.File(tmp_path / "1.h5", "a") as file:
         file["x"][3] = 0
     with pytest.raises(ResumeError, match=r"v\.h5 has changed since it was begun"):

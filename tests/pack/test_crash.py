@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from h5pack.errors import NoSpaceError
 from h5pack.pack import skeleton
 from h5pack.pack.journal import RowRecord
 from h5pack.pack.options import ConvertOptions
+from tests.crashing import children_of, convert_in_child, gone, leftovers, small_file_system, wait_for
 from tests.makers import flat_folder, quick, split_folders, truncate
 
 KILLS_IN_TIME = 40
@@ -61,11 +61,11 @@ def options(order: str, **settings: Any) -> ConvertOptions:
 
 def test_killed_at_every_step(source: Path, order: str, whole: bytes, tmp_path: Path) -> None:
     """SIGKILL at, or in the middle of, every call that changes a file, first to last; orders take turns."""
-    steps = run_in_child(source, tmp_path / "count.h5", options(order), kill_at=None)
+    steps = convert_in_child(source, tmp_path / "count.h5", options(order), kill_at=None)
     assert steps > 60
     out = tmp_path / "o.h5"
     for step in range(int(order == "shuffled"), steps, 2):
-        run_in_child(source, out, options(order), kill_at=step)
+        convert_in_child(source, out, options(order), kill_at=step)
         if out.exists():
             # Only cleaning up was left.
             assert out.read_bytes() == whole
@@ -79,10 +79,10 @@ def test_killed_at_every_step(source: Path, order: str, whole: bytes, tmp_path: 
 
 def test_killed_again_while_resuming(source: Path, order: str, whole: bytes, tmp_path: Path) -> None:
     out = tmp_path / "o.h5"
-    steps = run_in_child(source, tmp_path / "count.h5", options(order), kill_at=None)
+    steps = convert_in_child(source, tmp_path / "count.h5", options(order), kill_at=None)
     rounds = 0
     while not out.exists():
-        run_in_child(source, out, options(order, resume=True), kill_at=min(steps - 1, 5 + 3 * rounds))
+        convert_in_child(source, out, options(order, resume=True), kill_at=min(steps - 1, 5 + 3 * rounds))
         rounds += 1
         assert rounds < steps
     h5pack.convert(source, out, options(order, resume=True))
@@ -173,13 +173,8 @@ def test_a_killed_worker_is_reported_and_the_conversion_resumes(tmp_path: Path) 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 4 MiB."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(mount)], capture_output=True)
-    if made.returncode:
-        pytest.skip("needs root, to run: mount -t tmpfs")
-    yield mount
-    subprocess.run(["umount", str(mount)], check=True)
+    with small_file_system(tmp_path / "small", "4m") as mount:
+        yield mount
 
 
 def test_a_disk_that_is_too_small_is_seen_before_anything_is_written(small_disk: Path, tmp_path: Path) -> None:
@@ -261,98 +256,14 @@ def test_a_lost_page_after_the_rows_moved_is_decoded_again(
     assert out.read_bytes() == whole
 
 
-def run_in_child(source: Path, out: Path, how: ConvertOptions, kill_at: int | None) -> int:
-    """Convert in a forked child that dies by SIGKILL at its `kill_at`-th change to a file; gives how many it made."""
-    receive, send = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            count = count_changes(kill_at)
-            h5pack.convert(source, out, how)
-            os.write(send, str(count()).encode())
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    os.close(send)
-    with os.fdopen(receive) as stream:
-        told = stream.read()
-    _, status = os.waitpid(child, 0)
-    if told:
-        return int(told)
-    assert kill_at is not None
-    assert os.WIFSIGNALED(status)
-    assert os.WTERMSIG(status) == signal.SIGKILL
-    return 0
-
-
-def count_changes(kill_at: int | None) -> Callable[[], int]:
-    """Make this process count its calls that change a file, and kill itself in one of them."""
-    count = 0
-    die = os.kill
-
-    def wrapped(call: Callable[..., Any], halves: bool) -> Callable[..., Any]:
-        def counting(*arguments: Any, **keywords: Any) -> Any:
-            nonlocal count
-            if count == kill_at:
-                if halves:
-                    # The kernel may have taken a part.
-                    descriptor, data, *offset = arguments
-                    call(descriptor, memoryview(data)[: len(data) // 2], *offset)
-                die(os.getpid(), signal.SIGKILL)
-            count += 1
-            return call(*arguments, **keywords)
-
-        return counting
-
-    for name in ("replace", "fsync", "ftruncate", "unlink", "mkdir", "rmdir"):
-        setattr(os, name, wrapped(getattr(os, name), False))
-    for name in ("pwrite", "write"):
-        setattr(os, name, wrapped(getattr(os, name), True))
-    skeleton.h5py.h5f.create = wrapped(skeleton.h5py.h5f.create, False)
-    return lambda: count
-
-
-def leftovers(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
-
-
-def children_of(process: int) -> list[int]:
-    try:
-        tasks = Path(f"/proc/{process}/task").iterdir()
-        return sorted(int(child) for task in tasks for child in (task / "children").read_text().split())
-    except OSError:
-        return []
-
-
-def gone(process: int, seconds: float = 2) -> bool:
-    """Whether a process ends within some seconds; a zombie has ended."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.01)
-    return False
-
-
 def test_the_killing_harness_can_fail(tmp_path: Path) -> None:
     """A resume that does not look at the file would be found out."""
     source = flat_folder(tmp_path / "in", 40)
     out = tmp_path / "o.h5"
-    steps = run_in_child(source, tmp_path / "whole.h5", quick(chunk_rows=4), kill_at=None)
+    steps = convert_in_child(source, tmp_path / "whole.h5", quick(chunk_rows=4), kill_at=None)
     differs = False
     for step in range(0, steps, 3):
-        run_in_child(source, out, quick(chunk_rows=4), kill_at=step)
+        convert_in_child(source, out, quick(chunk_rows=4), kill_at=step)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("h5pack.pack.converter.Conversion._wrong_rows", lambda *_: [])
             patch.setattr("h5pack.pack.journal.Journal.records", lambda self: iter(forged()))

@@ -5,11 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,8 @@ from h5pack.errors import NoSpaceError, OutputBusyError, OutputExistsError, Work
 from h5pack.tools import export_journal
 from h5pack.tools.export_options import ExportOptions
 from h5pack.tools.exporter import export
+from tests.crashing import children_of, gone, run_in_child, small_file_system, wait_for
 from tests.makers import flat_folder, quick, split_folders
-from tests.pack.test_crash import children_of, gone, wait_for
 
 Tree = dict[str, bytes]
 
@@ -68,7 +66,7 @@ def test_killed_at_every_step(pack: Path, tmp_path: Path, overwrite: bool) -> No
             shutil.copytree(tmp_path / "old", out)
 
     begin()
-    steps = run_in_child(pack, out, one(overwrite=overwrite), kill_at=None)
+    steps = export_in_child(pack, out, one(overwrite=overwrite), kill_at=None)
     whole = tree(out)
     assert len(whole) == 6 + 6
     assert steps > 20
@@ -76,7 +74,7 @@ def test_killed_at_every_step(pack: Path, tmp_path: Path, overwrite: bool) -> No
     # Another beginning changes nothing in the middle.
     for step in [0, 1, 2, 3, *range(steps - 18, steps)] if overwrite else range(steps):
         begin()
-        run_in_child(pack, out, one(overwrite=overwrite), kill_at=step)
+        export_in_child(pack, out, one(overwrite=overwrite), kill_at=step)
         if out.exists():
             # Nothing half-done under the final name.
             assert tree(out) in (before, whole), f"killed at step {step} of {steps}"
@@ -102,11 +100,11 @@ def is_begun(journal: Path) -> bool:
 
 def test_the_killing_harness_can_fail(pack: Path, tmp_path: Path) -> None:
     """A resume that believed the journal's files to be whole would be found out."""
-    steps = run_in_child(pack, tmp_path / "whole", one(), kill_at=None)
+    steps = export_in_child(pack, tmp_path / "whole", one(), kill_at=None)
     differs = False
     for step in range(0, steps, 3):
         out = tmp_path / str(step)
-        run_in_child(pack, out, one(), kill_at=step)
+        export_in_child(pack, out, one(), kill_at=step)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("h5pack.tools.export_rows._holds", lambda path, *_: os.path.exists(path))
             patch.setattr(export_journal.WrittenFiles, "none", classmethod(everything))
@@ -155,7 +153,7 @@ def test_a_worker_that_dies(large: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_two_at_once(pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h5pack.tools.export_folder._LOCK_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("h5pack.pack.output._LOCK_WAIT_SECONDS", 0.1)
     with (tmp_path / "out.partial.journal").open("wb") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         for options in (one(), one(resume=True), one(overwrite=True)):
@@ -168,13 +166,8 @@ def test_two_at_once(pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 320 KiB."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=320k", "none", str(mount)], capture_output=True)
-    if made.returncode:
-        pytest.skip("needs root, to run: mount -t tmpfs")
-    yield mount
-    subprocess.run(["umount", str(mount)], check=True)
+    with small_file_system(tmp_path / "small", "320k") as mount:
+        yield mount
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -195,52 +188,6 @@ def test_a_mount_point_is_no_output(small_disk: Path, pack: Path) -> None:
         export(pack, small_disk, one())
 
 
-def run_in_child(pack: Path, out: Path, options: ExportOptions, kill_at: int | None) -> int:
+def export_in_child(pack: Path, out: Path, options: ExportOptions, kill_at: int | None) -> int:
     """Export in a forked child that dies by SIGKILL at its `kill_at`-th change to a file; gives how many it made."""
-    receive, send = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            count = count_changes(kill_at)
-            export(pack, out, options)
-            made = count()
-            os.write(send, str(made).encode())
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    os.close(send)
-    with os.fdopen(receive) as stream:
-        told = stream.read()
-    _, status = os.waitpid(child, 0)
-    if told:
-        return int(told)
-    assert kill_at is not None
-    assert os.WIFSIGNALED(status)
-    assert os.WTERMSIG(status) == signal.SIGKILL
-    return 0
-
-
-def count_changes(kill_at: int | None) -> Callable[[], int]:
-    """Make this process count its calls that change a file, and kill itself in one of them."""
-    count = 0
-
-    def wrapped(call: Callable[..., Any], halves: bool) -> Callable[..., Any]:
-        def counting(*arguments: Any, **keywords: Any) -> Any:
-            nonlocal count
-            if count == kill_at:
-                if halves:
-                    # The kernel may have taken a part.
-                    descriptor, data, *offset = arguments
-                    call(descriptor, memoryview(data)[: len(data) // 2], *offset)
-                os.kill(os.getpid(), signal.SIGKILL)
-            count += 1
-            return call(*arguments, **keywords)
-
-        return counting
-
-    for name in ("rename", "fsync", "ftruncate", "unlink", "mkdir", "rmdir"):
-        setattr(os, name, wrapped(getattr(os, name), False))
-    for name in ("pwrite", "write"):
-        setattr(os, name, wrapped(getattr(os, name), True))
-    return lambda: count
+    return run_in_child(lambda: export(pack, out, options), kill_at)

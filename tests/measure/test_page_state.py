@@ -9,9 +9,9 @@ import h5py
 import pytest
 
 import h5pack
-from h5pack.doctor import page_state
-from h5pack.doctor.page_state import PageState
+from h5pack.measure import page_state
 from h5pack.measure.page_cache import cached_pages, make_hot
+from h5pack.measure.page_state import PageState
 from tests.feed.packs import ROWS, SHAPE, labelled
 
 
