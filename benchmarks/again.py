@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import h5pack
 from h5pack.measure.consuming import consume
 from h5pack.measure.page_cache import drop_cache
 from h5pack.measure.repeats import interleaved, spread
+
+_EPOCHS = 5
+"""Of a file that was loaded once."""
 
 
 def measure_again(bench: Path, folder: Path, scratch: Path, repeats: int) -> dict[str, Any]:
@@ -57,17 +61,17 @@ def measure_again(bench: Path, folder: Path, scratch: Path, repeats: int) -> dic
             resident="no",
         )
     cold = chosen["judged_by"] == "cold"
-    for label, path in paths.items():
-        # The file comes into the page cache as in training, by the loader's first epoch: how its pages lie in memory
-        # makes later ones faster or slower by a fifth.
-        drop_cache(path)
-        consume(loaders[label])
     speeds: dict[str, list[float]] = {label: [] for label in loaders}
     for label in interleaved(list(loaders), repeats):
+        # How a file's pages come to lie in memory makes all epochs faster or slower by up to a fifth until it is loaded
+        # again. So it is, before each repeat, as in training: by an epoch.
         consume(loaders[label])
-        if cold and drop_cache(paths[label]):
+        stays = drop_cache(paths[label])
+        if cold and stays:
             raise SystemExit(f"{paths[label]}: its pages stay in the page cache, so that nothing cold can be measured")
-        speeds[label].append(consume(loaders[label]))
+        if not cold:
+            consume(loaders[label])
+        speeds[label].append(statistics.median(consume(loaders[label]) for _ in range(1 if cold else _EPOCHS)))
     medians = {label: spread(values)["median"] for label, values in speeds.items()}
     shutil.rmtree(scratch, ignore_errors=True)
     return {

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 import pytest
+
+# A worker of a fork server would import torch anew, for seconds.
+multiprocessing.set_forkserver_preload(["torch", "h5pack.feed.dataset"])
 
 
 @pytest.fixture(autouse=True)

@@ -35,9 +35,9 @@ from h5pack.pack.plan import human_bytes
 
 _COPY_BYTES = 256 * 1024 * 1024
 _MOST_THREADS = 4
-_FINAL_SHARE = 0.2
+_FINAL_SHARE = 0.3
 _WARM_SHARE = 0.1
-_CHUNKS_SHARE = 0.5
+_CHUNKS_SHARE = 0.6
 _MOST_TRIED = 16
 """Threads and workers beyond this are tried only where they are asked for."""
 _RESERVE_SECONDS = 0.5
@@ -149,9 +149,7 @@ class Bench:
         cells = contenders(report.files, report.measurements, question, cache)
         if not cells:
             return
-        if cache == "hot":
-            sweep.warm(_WARM_SHARE * (end - time.monotonic()))
-        sweep.measure(cells, _CHUNKS_SHARE * (end - time.monotonic()), report.trials)
+        sweep.measure(cells, _CHUNKS_SHARE * (end - time.monotonic()), report.trials, anew=True)
         interim = choose(report.files, report.measurements, report.trials, question)
         if interim is None:
             return

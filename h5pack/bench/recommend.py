@@ -18,7 +18,8 @@ ALIKE = 0.95
 """From this part of the fastest on, a setting counts as fast as it: repeats on a quiet machine differ by as much."""
 _CONTENDS = 0.6
 ENOUGH_REPEATS = 3
-ENOUGH_ROWS = 256
+ENOUGH_ROWS, ENOUGH_BYTES = 256, 16 * 1024 * 1024
+"""A sample has either: less fits into a CPU's caches."""
 _UNSURE_SPREAD = 0.4
 
 
@@ -165,14 +166,15 @@ def _comparable(
 
 
 def _pooled(sweep: Sequence[Measurement], trials: Sequence[Measurement]) -> list[Measurement]:
-    """The repeats of the run-off, with those of the sweep; what was not in the run-off had lost before.
+    """The run-off, each repeat of which found its file loaded anew; what was not in it had lost before.
 
-    How a file came to lie in the page cache makes it faster or slower by a tenth, until it is loaded anew, and between
-    sweep and run-off files are.
+    Where it had no time for enough repeats, those of the sweep count, too.
     """
-    earlier = {one.cell: one.speeds for one in sweep}
     if not trials:
         return list(sweep)
+    if all(len(one.speeds) >= ENOUGH_REPEATS for one in trials):
+        return list(trials)
+    earlier = {one.cell: one.speeds for one in sweep}
     return [replace(one, speeds=(*earlier.get(one.cell, ()), *one.speeds)) for one in trials]
 
 
@@ -273,8 +275,9 @@ def _doubts(deciding: Sequence[Measurement], compared: int, question: Question) 
         doubts.append(
             f"repeats differ by more than {100 * _UNSURE_SPREAD:.0f} %; try again on a machine that does nothing else"
         )
-    if question.sample_rows < min(ENOUGH_ROWS, 4 * question.batch):
-        doubts.append(f"the sample has {question.sample_rows:,} rows only")
+    size = question.sample_rows * question.row_bytes
+    if question.sample_rows < ENOUGH_ROWS and size < ENOUGH_BYTES:
+        doubts.append(f"the sample has {question.sample_rows:,} rows only, of {human_bytes(size)}")
     if compared < 2:
         doubts.append("there was nothing to compare it with")
     return doubts

@@ -6,13 +6,14 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from h5pack.bench.cell import Cell, Measurement, Stored
 from h5pack.bench.cell_way import open_way
 from h5pack.bench.opened import Opened
 from h5pack.bench.plan import REPEATS, least_of
+from h5pack.bench.recommend import ENOUGH_REPEATS
 from h5pack.bench.ways import LoaderWay, Way
 from h5pack.errors import H5PackError
 from h5pack.measure.page_cache import make_hot
@@ -22,20 +23,31 @@ _LEAST_RUN = 0.02
 _WARM_BYTES = 8 * 1024 * 1024
 _MOST_RUN = 0.5
 """Longer runs tell less than more of them."""
+_LONGEST_LOAD = 1.0
 
 
 @dataclass
 class _Running:
-    """What is known of a cell so far."""
+    """What is known of a cell so far: times in seconds, `run` and `load` those of its last repeat."""
 
     cell: Cell
+    anew: bool
     allowance: float = 0.0
     speeds: list[float] = field(default_factory=list)
     spent: float = 0.0
-    last: float = 0.0
+    run: float = 0.0
+    load: float = 0.0
     asked: list[float] = field(default_factory=list)
     hit_rate: float | None = None
     reason: str | None = None
+
+    def loads_anew(self) -> bool:
+        """Whether its file is loaded before the next repeat, which leaves time for enough of them."""
+        return self.anew and ENOUGH_REPEATS * (self.run + self.load) <= self.allowance
+
+    def next_seconds(self) -> float:
+        """That the next repeat will take."""
+        return self.run + (self.load if self.loads_anew() else 0.0)
 
 
 class Sweep:
@@ -59,7 +71,13 @@ class Sweep:
         self._stays: set[str] = set()
 
     def measure(
-        self, cells: Sequence[Cell], seconds: float, found: list[Measurement], others: Sequence[Callable[[], None]] = ()
+        self,
+        cells: Sequence[Cell],
+        seconds: float,
+        found: list[Measurement],
+        others: Sequence[Callable[[], None]] = (),
+        *,
+        anew: bool = False,
     ) -> None:
         """Measure cells of one page-cache state for about so long, and put what is known of them into `found`.
 
@@ -74,8 +92,12 @@ class Sweep:
             Gets one for each cell, also where this is interrupted.
         others : sequence of callable
             Called once each turn: ceilings.
+        anew : bool
+            Load a file into the page cache anew before each repeat, by an epoch as in training, as long as there
+            is time for enough repeats. How its pages come to lie in memory makes all epochs faster or slower by up to a
+            fifth until it is loaded again, which repeats without it would not show.
         """
-        running = [_Running(cell) for cell in cells]
+        running = [_Running(cell, anew) for cell in cells]
         if not running:
             return
         shares = sum(least_of(cell) for cell in cells)
@@ -92,7 +114,7 @@ class Sweep:
         while True:
             due = [
                 one for one in running
-                if one.reason is None and (not one.speeds or one.spent + one.last <= one.allowance)
+                if one.reason is None and (not one.speeds or one.spent + one.next_seconds() <= one.allowance)
             ]  # fmt: skip
             if not due or time.monotonic() >= end:
                 return
@@ -100,12 +122,16 @@ class Sweep:
                 other()
                 self._tick()
             for one in due if turn % 2 == 0 else reversed(due):
-                if time.monotonic() + one.last > end:
+                if time.monotonic() + one.next_seconds() > end:
                     continue
                 begin = time.monotonic()
+                if one.loads_anew():
+                    self._load(one)
+                loaded = time.monotonic()
                 self._run(one, min(_MOST_RUN, max(_LEAST_RUN, one.allowance / (2 * REPEATS))))
-                one.last = time.monotonic() - begin
-                one.spent += one.last
+                now = time.monotonic()
+                one.load, one.run = max(one.load, loaded - begin), now - loaded
+                one.spent += now - begin
                 self._tick()
             turn += 1
 
@@ -146,21 +172,25 @@ class Sweep:
                 way.close()
 
     def warm(self, seconds: float) -> None:
-        """Have the sample's rows in the page cache; of the file asked about as many as can be read in so long.
-
-        They come there as in training, by a loader's epoch: how a file's pages lie in memory makes later epochs faster
-        or slower by a fifth.
-        """
+        """Have the sample's rows in the page cache; of the file asked about as many as can be read in so long."""
         for label, stored in self._files.items():
             rows = max(1, min(stored.rows, _WARM_BYTES // stored.row_bytes))
-            # What it is that cannot be read, each cell will say.
-            with contextlib.suppress(H5PackError, OSError):
-                way = open_way(Cell(label, "window", "direct", "hot", rows, 16, 1), stored, self._seed, self._opened)
-                way.run(seconds, once=True)
-                way.close()
+            self._epoch(Cell(label, "window", "direct", "hot", rows, 16, 1), seconds)
             if not stored.own:
                 make_hot(Path(stored.path))
             self._tick()
+
+    def _load(self, one: _Running) -> None:
+        """Have a file's rows in the page cache anew, as in training: by an epoch in this order."""
+        if one.cell.cache == "hot" and self._pages[one.cell.stored].drop() is None:
+            self._epoch(replace(one.cell, workers=None), _LONGEST_LOAD)
+
+    def _epoch(self, cell: Cell, seconds: float) -> None:
+        # What it is that cannot be read, each cell will say.
+        with contextlib.suppress(H5PackError, OSError):
+            way = open_way(cell, self._files[cell.stored], self._seed, self._opened)
+            way.run(seconds, once=True)
+            way.close()
 
     def _known(self, one: _Running) -> Measurement:
         row_bytes = self._files[one.cell.stored].row_bytes

@@ -27,8 +27,10 @@ from h5pack.bench.scratch import Scratch
 from h5pack.bench.settings import BenchSettings
 from h5pack.bench.subject import find_subject
 from h5pack.bench.sweep import Sweep
+from h5pack.bench.ways import LoaderWay, Timing
 from h5pack.cli import main
 from h5pack.errors import NoImagesError, OptionsError
+from h5pack.measure.page_state import PageState
 from h5pack.pack.options import ConvertOptions
 from tests.makers import class_folders, flat_folder, save
 
@@ -236,6 +238,57 @@ def test_pages_that_stay_make_a_cell_unmeasured(folder: Path, tmp_path: Path, mo
     assert found[0].speeds == ()
     assert found[0].reason == "its pages stay in the page cache, which this file system does not let go"
     assert found[1].speeds
+
+
+@pytest.mark.parametrize(("answer", "loads"), [(None, 1), ("its pages stay", 0)])
+def test_files_are_loaded_anew_before_each_repeat_of_a_run_off(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str | None, loads: int
+) -> None:
+    done: list[str] = []
+
+    def drop(self: PageState) -> str | None:
+        done.append("drop")
+        return answer
+
+    class Noted(LoaderWay):
+        def run(self, seconds: float, *, once: bool = False) -> Timing:
+            done.append("load" if once else "run")
+            return super().run(seconds, once=once)
+
+    monkeypatch.setattr("h5pack.bench.sweep.PageState.drop", drop)
+    monkeypatch.setattr("h5pack.bench.cell_way.LoaderWay", Noted)
+    with Scratch(tmp_path) as scratch:
+        settings = BenchSettings(chunk_rows=(4,), contiguous=False)
+        sample = make_sample(find_subject(folder, ConvertOptions(), scratch.path), settings, scratch)
+        cells = [Cell("4 rows", "window", "direct", "hot", 8, 2, 1)]
+        for anew in (False, True):
+            found: list[Measurement] = []
+            done.clear()
+            Sweep(sample.files, 0, lambda seconds: None).measure(cells, 1.0, found, anew=anew)
+            repeats = len(found[0].speeds)
+            assert repeats > 1
+            turn = ["drop", *["load"] * loads, "run", "run"] if anew else ["run", "run"]
+            assert done == turn * repeats
+
+
+def test_files_that_are_slow_to_load_are_loaded_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drops: list[int] = []
+
+    def slow(self: PageState) -> None:
+        drops.append(1)
+        time.sleep(0.6)
+
+    monkeypatch.setattr("h5pack.bench.sweep.PageState.drop", slow)
+    with Scratch(tmp_path) as scratch:
+        settings = BenchSettings(chunk_rows=(4,), contiguous=False)
+        sample = make_sample(find_subject(folder, ConvertOptions(), scratch.path), settings, scratch)
+        found: list[Measurement] = []
+        cells = [Cell("4 rows", "window", "direct", "hot", 8, 2, 1)]
+        Sweep(sample.files, 0, lambda seconds: None).measure(cells, 1.6, found, anew=True)
+    assert len(drops) == 1
+    assert len(found[0].speeds) > 1
 
 
 def test_cold_cells_read_the_disk_though_hdf5_and_the_engine_keep_chunks(tmp_path: Path) -> None:

@@ -69,15 +69,27 @@ def test_rows_without_chunks_are_never_recommended() -> None:
     assert contenders(FILES, found, QUESTION, "hot") == [found[0].cell]
 
 
-def test_repeats_of_sweep_and_run_off_count_together() -> None:
+def test_a_run_off_with_enough_repeats_decides_alone() -> None:
+    sweep = [measured("2 rows", 60), measured("32 rows", 100, 101, 102), measured("128 rows", 30, 31, 32)]
+    trials = [measured("2 rows", 95, 96, 97), measured("32 rows", 50, 51, 62)]
+    chosen = choose(FILES, sweep, trials, QUESTION)
+    assert chosen is not None
+    assert chosen.stored == "2 rows"
+    assert chosen.alike == ("2 rows",)
+    assert chosen.images_per_s == 96
+    assert "the median of 3 runs from 95 to 97" in chosen.reasons[0]
+    assert "The slowest of the run-off, 32 rows, gives 51" in chosen.reasons[0]
+
+
+def test_repeats_of_the_sweep_count_where_the_run_off_had_no_time() -> None:
     sweep = [measured("2 rows", 60), measured("32 rows", 100), measured("128 rows", 30, 31, 32)]
-    trials = [measured("2 rows", 50, 51, 62), measured("32 rows", 90, 91, 92)]
+    trials = [measured("2 rows", 50, 51, 62), measured("32 rows", 90, 91)]
     chosen = choose(FILES, sweep, trials, QUESTION)
     assert chosen is not None
     assert chosen.stored == "32 rows"
     assert chosen.alike == ("32 rows",)
-    assert chosen.images_per_s == 91.5
-    assert "the median of 4 runs from 90 to 100" in chosen.reasons[0]
+    assert chosen.images_per_s == 91
+    assert "the median of 3 runs from 90 to 100" in chosen.reasons[0]
     assert "The slowest of the run-off, 2 rows, gives 56" in chosen.reasons[0]
 
 

@@ -114,7 +114,7 @@ def test_collate(even: Path) -> None:
     [
         {"num_workers": 0},
         {"num_workers": 2, "multiprocessing_context": "fork"},
-        {"num_workers": 2, "multiprocessing_context": "spawn"},
+        {"num_workers": 2, "multiprocessing_context": "spawn", "persistent_workers": True},
     ],
     ids=["none", "fork", "spawn"],
 )
