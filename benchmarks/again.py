@@ -10,6 +10,7 @@ from typing import Any
 
 import h5pack
 from h5pack.measure.consuming import consume
+from h5pack.measure.machine_facts import machine_facts
 from h5pack.measure.page_cache import drop_cache
 from h5pack.measure.repeats import interleaved, spread
 
@@ -33,12 +34,13 @@ def measure_again(bench: Path, folder: Path, scratch: Path, repeats: int) -> dic
     Returns
     -------
     dict
-        Images/s of each chunk size, and the recommended one's part of the best.
+        The machine, images/s of each chunk size, and the recommended one's part of the best.
     """
     found = json.loads(bench.read_text())
     chosen = found["recommendation"]
     if chosen is None or not chosen["convert"]:
         raise SystemExit(f"{bench}: it recommends no conversion; there is nothing to measure again")
+    machine = machine_facts(scratch)
     forms = [one for one in found["files"] if one["chunk_rows"] is not None and not one["own"]]
     # The bench may have given images of several sizes one.
     size = tuple(found["row_shape"][:2]) if "--size" in chosen["command"] else None
@@ -75,6 +77,7 @@ def measure_again(bench: Path, folder: Path, scratch: Path, repeats: int) -> dic
     medians = {label: spread(values)["median"] for label, values in speeds.items()}
     shutil.rmtree(scratch, ignore_errors=True)
     return {
+        "machine": machine,
         "recommended": chosen["stored"],
         "settings": {name: chosen[name] for name in ("batch", "window", "threads", "judged_by")},
         "images_per_s": {label: spread(values) for label, values in speeds.items()},

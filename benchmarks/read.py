@@ -284,6 +284,9 @@ def again(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dic
         result = measure_again(arguments.again, arguments.images, scratch, arguments.repeats)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+    command = f"python -m benchmarks.read --again RESULT --images FOLDER --repeats {arguments.repeats}"
+    result = {"benchmark": "chunk_size_again", "command": command, **result}
+    write_result(arguments.json or RESULTS / "chunk_size_again.json", result)
     for label, speed in result["images_per_s"].items():
         mark = ">" if label == result["recommended"] else " "
         print(f"{mark} {label}: {speed['median']:,.0f} images/s ({speed['min']:,.0f} to {speed['max']:,.0f})")
@@ -297,7 +300,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--small", type=int, default=200_000, help="rows of 3 KB (32x32)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--scratch", type=Path, help="a folder for the files (default: a temporary one)")
-    parser.add_argument("--json", type=Path, default=RESULTS / "read.json")
+    parser.add_argument("--json", type=Path, help="the result (default: in benchmarks/results)")
     parser.add_argument("--again", type=Path, help="measure the settings of this result of 'h5pack bench' instead")
     parser.add_argument("--images", type=Path, help="with --again: the folder of images that it was about")
     arguments = parser.parse_args(argv)
@@ -327,7 +330,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         }
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    write_result(arguments.json, result)
+    write_result(arguments.json or RESULTS / "read.json", result)
     for name, found in result["sizes"].items():
         print(f"{name} rows, read amplification {found['epoch']['amplification']:.3f}")
         for way in found["hot"]:

@@ -58,10 +58,12 @@ def test_chunk_size_benchmark_and_its_settings_again(tmp_path: Path) -> None:
     assert found["recommendation"]["stored"] in ("4 rows", "16 rows")
     assert str(tmp_path) not in result.read_text()
     command = ["--again", str(result), "--images", str(images), "--scratch", str(tmp_path), "--repeats", "2"]
-    once_more = read.main(command)
+    again = tmp_path / "again.json"
+    once_more = read.main([*command, "--json", str(again)])
+    assert json.loads(again.read_text()) == once_more
     assert set(once_more["images_per_s"]) == {"4 rows", "16 rows"}
     assert 0 < once_more["of_best"] <= 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.json", "images"], "scratch is cleaned up"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again.json", "c.json", "images"], "scratch is cleaned up"
 
 
 def test_compressed_benchmark(tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ from h5pack.pack.plan import human_bytes
 
 _COPY_BYTES = 256 * 1024 * 1024
 _MOST_THREADS = 4
-_FINAL_SHARE = 0.3
+_FINAL_SHARE = 0.35
 _WARM_SHARE = 0.1
-_CHUNKS_SHARE = 0.6
+_CHUNKS_SHARE = 0.65
 _MOST_TRIED = 16
 """Threads and workers beyond this are tried only where they are asked for."""
 _RESERVE_SECONDS = 0.5

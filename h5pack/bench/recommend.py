@@ -208,6 +208,10 @@ def _about(
     if others:
         why = "this one needs no work" if form.own else "this one is nearest to what h5pack convert takes by itself"
         text += f" As fast within {100 * (1 - ALIKE):.0f} %: {', '.join(others)}; of these {why}."
+    unclear = [one for one in slower if max(one.speeds) >= min(picked.speeds)]
+    if unclear:
+        speeds = ", ".join(f"{one.cell.stored} with {one.median:,.0f}" for one in unclear)
+        text += f" Slower, but by less than runs differ: {speeds}."
     if slower:
         worst = min(slower, key=lambda one: one.median)
         text += f" The slowest of the run-off, {worst.cell.stored}, gives {worst.median:,.0f}."

@@ -81,6 +81,14 @@ def test_a_run_off_with_enough_repeats_decides_alone() -> None:
     assert "The slowest of the run-off, 32 rows, gives 51" in chosen.reasons[0]
 
 
+def test_what_lost_by_less_than_runs_differ_is_named() -> None:
+    trials = [measured("2 rows", 80, 90, 99), measured("32 rows", 98, 101, 102), measured("128 rows", 60, 80, 97)]
+    chosen = choose(FILES, trials, trials, QUESTION)
+    assert chosen is not None
+    assert chosen.alike == ("32 rows",)
+    assert "Slower, but by less than runs differ: 2 rows with 90." in chosen.reasons[0]
+
+
 def test_repeats_of_the_sweep_count_where_the_run_off_had_no_time() -> None:
     sweep = [measured("2 rows", 60), measured("32 rows", 100), measured("128 rows", 30, 31, 32)]
     trials = [measured("2 rows", 50, 51, 62), measured("32 rows", 90, 91)]
