@@ -7,6 +7,7 @@ from typing import Any
 
 from h5pack.bench.cell import Measurement, Stored
 from h5pack.bench.report import BenchReport
+from h5pack.bench.swept import Swept
 
 _WAYS = (
     ("H5Loader, window", "window", "direct"),
@@ -21,14 +22,10 @@ _WAYS = (
 def chunk_size_table(result: dict[str, Any], cache: str) -> str:
     """Images/s of every form of chunks in one state of the page cache, as a Markdown table."""
     report = BenchReport.from_json(result)
-    found = {
-        (one.cell.stored, one.cell.order, one.cell.engine): one
-        for one in report.measurements
-        if one.cell.cache == cache and one.cell.workers is None
-    }
+    swept = Swept(report)
     lines = [f"| chunks | {' | '.join(name for name, _, _ in _WAYS)} |", "|---|" + "---|" * len(_WAYS)]
     for form in report.files:
-        cells = [_cell(found.get((form.label, order, engine))) for _, order, engine in _WAYS]
+        cells = [_cell(swept.found(form.label, order, engine, cache)) for _, order, engine in _WAYS]
         lines.append(f"| {_named(form, report)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

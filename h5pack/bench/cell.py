@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
+
+ENOUGH_REPEATS = 3
+"""That a median says something of."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,13 @@ class Measurement:
     def median(self) -> float:
         """Images/s; 0 without repeats."""
         return statistics.median(self.speeds) if self.speeds else 0.0
+
+    def settled_by(self, run_off: Measurement | None) -> Measurement:
+        """What is known after a run-off: its repeats, each of a file loaded anew; with these where they are too few."""
+        if run_off is None or not run_off.speeds:
+            return self
+        enough = len(run_off.speeds) >= ENOUGH_REPEATS
+        return replace(run_off, speeds=run_off.speeds if enough else (*self.speeds, *run_off.speeds))
 
     def to_json(self) -> dict[str, Any]:
         """The measurement for programs; keys are stable."""

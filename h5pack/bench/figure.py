@@ -199,7 +199,8 @@ def _draw_panel(panel: Axes, report: BenchReport, swept: Swept, axis: ChunkAxis,
     chosen = report.recommendation
     if chosen is not None and chosen.judged_by == cache:
         top = max(top, chosen.images_per_s)
-    ceilings = _draw_ceilings(panel, report, cache, top)
+    fastest = max((speed for _, speed in points), default=0.0)
+    ceilings = _draw_ceilings(panel, report, cache, top, fastest)
     top = max([top, *ceilings])
     panel.set_ylim(0, 1.14 * top)
     panel.set_xlim(*axis.limits)
@@ -208,7 +209,8 @@ def _draw_panel(panel: Axes, report: BenchReport, swept: Swept, axis: ChunkAxis,
     place = None if form is None else axis.place(form)
     if chosen is not None and chosen.judged_by == cache and place is not None:
         text = f"{'recommended' if chosen.sure else 'perhaps'}: {chosen.stored}"
-        points += [(place, speed) for speed in ceilings]
+        # A ceiling's name stands above its line.
+        points += [(place, height) for speed in ceilings for height in (speed, speed + 0.05 * top)]
         _draw_choice(panel, axis, (place, chosen.images_per_s), text, points, 1.14 * top)
 
 
@@ -237,7 +239,7 @@ def _draw_line(
     return max(median + high for median, high in zip(medians, highs, strict=True))
 
 
-def _draw_ceilings(panel: Axes, report: BenchReport, cache: str, top: float) -> list[float]:
+def _draw_ceilings(panel: Axes, report: BenchReport, cache: str, top: float, fastest: float) -> list[float]:
     """The highest ceiling of each kind as a line, one that is far above `top` as a word; images/s of the lines."""
     highest: dict[str, Ceiling] = {}
     for ceiling in report.ceilings:
@@ -248,7 +250,9 @@ def _draw_ceilings(panel: Axes, report: BenchReport, cache: str, top: float) -> 
     drawn = []
     for ceiling in highest.values():
         speed = statistics.median(ceiling.speeds)
-        text = f"ceiling: {ceiling.name}, {counted(ceiling.threads, 'thread')}: {speed_text(speed)}"
+        # On a disk of changing speed other reads may have been faster.
+        kind = "ceiling: " if speed >= fastest else ""
+        text = f"{kind}{ceiling.name}, {counted(ceiling.threads, 'thread')}: {speed_text(speed)}"
         style: dict[str, Any] = {"fontsize": 8, "color": _INK, "zorder": 4}
         if speed > 3 * top:
             # Drawn to scale it would press everything else to the ground.
@@ -309,7 +313,9 @@ def _draw_choice(
     place, speed = at
     near = 0.3 * (axis.limits[1] - axis.limits[0])
     heights = [height for other, height in points if abs(other - place) <= near]
-    height = free_height([*heights, speed], top, close_to=speed)
+    # The star is not to be covered.
+    star = (speed - 0.05 * top, speed + 0.05 * top)
+    height = free_height([*heights, *star], top, close_to=speed)
     middle = (axis.limits[0] + axis.limits[1]) / 2
     panel.annotate(
         f"{text}\n{speed_text(speed)} images/s",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from h5pack import schema
-from h5pack.bench.cell import Cell, Measurement, Stored
+from h5pack.bench.cell import ENOUGH_REPEATS, Cell, Measurement, Stored
 from h5pack.bench.report import Recommendation
 from h5pack.layout import plan_cache
 from h5pack.pack.options import ConvertOptions
@@ -17,7 +17,6 @@ from h5pack.pack.plan import human_bytes
 ALIKE = 0.95
 """From this part of the fastest on, a setting counts as fast as it: repeats on a quiet machine differ by as much."""
 _CONTENDS = 0.6
-ENOUGH_REPEATS = 3
 ENOUGH_ROWS, ENOUGH_BYTES = 256, 16 * 1024 * 1024
 """A sample has either: less fits into a CPU's caches."""
 _UNSURE_SPREAD = 0.4
@@ -166,16 +165,11 @@ def _comparable(
 
 
 def _pooled(sweep: Sequence[Measurement], trials: Sequence[Measurement]) -> list[Measurement]:
-    """The run-off, each repeat of which found its file loaded anew; what was not in it had lost before.
-
-    Where it had no time for enough repeats, those of the sweep count, too.
-    """
+    """What the run-off settled; what was not in it had lost before."""
     if not trials:
         return list(sweep)
-    if all(len(one.speeds) >= ENOUGH_REPEATS for one in trials):
-        return list(trials)
-    earlier = {one.cell: one.speeds for one in sweep}
-    return [replace(one, speeds=(*earlier.get(one.cell, ()), *one.speeds)) for one in trials]
+    earlier = {one.cell: one for one in sweep}
+    return [earlier.get(one.cell, Measurement(one.cell)).settled_by(one) for one in trials]
 
 
 def _is_plain(cell: Cell, question: Question, cache: str) -> bool:

@@ -85,6 +85,8 @@ def legend(report: BenchReport, chosen_sign: str, alike_sign: str) -> list[tuple
     signs = "median of the repeats; ±: the farthest of them, without ±: one repeat; -: not measured"
     if report.recommendation is not None:
         signs += f"; {chosen_sign}: recommended; {alike_sign}: as fast, within what was measured"
+    if report.trials:
+        signs += "; what was in the run-off, by that: before each repeat its file was loaded into the page cache anew"
     found = [("figures", signs)]
     found += [("orders", f"{name}: {ORDER_WORDS[name]}") for name in swept.orders if name in ORDER_WORDS]
     found += [("engines", f"{name}: {ENGINE_WORDS[name]}") for name in swept.engines if name in ENGINE_WORDS]

@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from h5pack.bench.cell import Cell, Measurement, Stored
+from h5pack.bench.cell import ENOUGH_REPEATS, Cell, Measurement, Stored
 from h5pack.bench.cell_way import open_way
 from h5pack.bench.opened import Opened
 from h5pack.bench.plan import REPEATS, least_of
-from h5pack.bench.recommend import ENOUGH_REPEATS
 from h5pack.bench.ways import LoaderWay, Way
 from h5pack.errors import H5PackError
 from h5pack.measure.page_cache import make_hot

@@ -50,7 +50,7 @@ class Variation:
 
 
 class Swept:
-    """The measurements of a report's sweep.
+    """The measurements of a report's sweep, those that its run-off settled as it did.
 
     Cells differ in chunks, order, engine and page cache; some also in batch, window, threads or workers. Of an order,
     engine and page cache the commonest of these settings is what chunks are compared with; the first, of equals.
@@ -83,8 +83,9 @@ class Swept:
         self._found: dict[tuple[str, str, str, str], Measurement] = {}
         self._varied: dict[tuple[str, Cell], dict[int | None, Measurement]] = {}
         self.others: list[Measurement] = []
+        trials = {one.cell: one for one in report.trials}
         for one in report.measurements:
-            self._sort(one)
+            self._sort(one.settled_by(trials.get(one.cell)))
 
     def _sort(self, one: Measurement) -> None:
         cell = one.cell

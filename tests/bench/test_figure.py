@@ -45,7 +45,8 @@ def texts_of(panel: Any) -> list[str]:
 
 
 def medians(report: BenchReport, order: str, engine: str, cache: str) -> list[float]:
-    cells = ((one.cell, one.median) for one in report.measurements)
+    trials = {one.cell: one for one in report.trials}
+    cells = ((one.cell, one.settled_by(trials.get(one.cell)).median) for one in report.measurements)
     return sorted(
         median for cell, median in cells if (cell.order, cell.engine, cell.cache) == (order, engine, cache) and median
     )
