@@ -70,6 +70,16 @@ def trials_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def again_table(result: dict[str, Any]) -> str:
+    """The chunk sizes of a bench, measured once more, as a Markdown table and a sentence."""
+    lines = ["| chunks | images/s |", "|---|---|"]
+    for label, speed in result["images_per_s"].items():
+        name = f"**{label}**" if label == result["recommended"] else label
+        lines.append(f"| {name} | {speed['median']:,.0f} ({speed['min']:,.0f} to {speed['max']:,.0f}) |")
+    best = f"{result['recommended']}, as recommended: {result['of_best']:.2f} of the best."
+    return "\n".join([*lines, "", best])
+
+
 def recommendation_text(result: dict[str, Any]) -> str:
     """What the bench said in the end."""
     chosen = BenchReport.from_json(result).recommendation

@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from benchmarks.bench_plots import chunk_size_about, chunk_size_table, recommendation_text, trials_table
+from benchmarks.bench_plots import again_table, chunk_size_about, chunk_size_table, recommendation_text, trials_table
 from benchmarks.common import RESULTS
 from benchmarks.echoing import echoing_table
 from benchmarks.mixing_plots import accuracy_table, draw_accuracy, draw_mixing, mixing_table
@@ -314,6 +314,8 @@ def main() -> None:
     update_figures(ROOT / "docs" / "tuning.md", "chunks about", chunk_size_about(result))
     update_figures(ROOT / "docs" / "tuning.md", "run-off", trials_table(result))
     update_figures(ROOT / "docs" / "tuning.md", "recommendation", recommendation_text(result))
+    result = json.loads((RESULTS / "chunk_size_again.json").read_text())
+    update_figures(ROOT / "docs" / "tuning.md", "again", again_table(result))
     result = json.loads((RESULTS / "mixing.json").read_text())
     draw_mixing(result, PICTURES / "mixing.png")
     update_figures(ROOT / "docs" / "mixing.md", "mixing", mixing_table(result))
