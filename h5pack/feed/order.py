@@ -192,10 +192,10 @@ class OrderPlan:
         rows = min(self.rows.most(self.pieces), self.stream_rows)
         return min(self.batches, (-(-rows // self.take) + 1) * self.lanes)
 
-    @property
+    @cached_property
     def pieces(self) -> int:
-        """Pieces of chunks a segment."""
-        return self.window if self.shuffle == "window" else 1
+        """Pieces of chunks a segment: a window's, or, where rows keep their order, as many as make a batch."""
+        return self.window if self.shuffle == "window" else max(1, self.take // max(1, self.rows.most(1)))
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a saved state to make sense; numbers and texts only."""

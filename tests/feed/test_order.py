@@ -340,6 +340,17 @@ def test_segments_come_in_an_order_that_few_open_batches_are_enough_for(
         assert one.span <= max(1, one.batches)
 
 
+@pytest.mark.parametrize("shuffle", ["chunk", False])
+def test_where_rows_keep_their_order_small_chunks_go_together(shuffle: str | bool) -> None:
+    """Each segment costs some tenths of a millisecond."""
+    small, large = (OrderPlan(SpanRows(0, 9_000, unit), 250, shuffle) for unit in (1, 300))
+    segments = list(small.segments(1))
+    assert [len(segment.rows) for segment in segments] == [250] * 36
+    assert {segment.last - segment.first + 1 for segment in segments} == {1}
+    assert small.span == 2, "no more memory than for larger chunks"
+    assert [len(segment.rows) for segment in large.segments(1)] == [300] * 30
+
+
 def test_span_counts_rows_that_are_repeated() -> None:
     plan = OrderPlan(ChosenRows(np.zeros(100, np.int64), np.arange(100), 4), 5, "window", window=2)
     assert plan.batches == 20
