@@ -96,13 +96,15 @@ def _reads_in_flight(findings: _Findings) -> list[Finding]:
         return []
     texts = []
     tried = trial if trial is not None and trial.parallel > facts.threads else None
-    if tried is not None and tried.helps:
+    # For a first epoch alone nobody wants more of them than there are CPUs.
+    more = limits or facts.threads <= facts.cpus
+    if tried is not None and tried.helps and more:
         texts.append(
             f"Too few reads in flight: {tried.parallel} {facts.units} instead of {facts.threads} give "
             f"{tried.gain:.1f} times as much ({_per_s(tried.after.median)}). Raise {facts.option} to {tried.parallel}: "
             f"{facts.units} that wait need no CPU of their own."
         )
-    elif tried is None:
+    elif tried is None and more:
         texts.append(f"Perhaps too few reads in flight: try {facts.option} {min(4 * facts.threads, 32)}.")
     stored, order = findings.median(COLD_STORED), findings.median(COLD)
     if stored is not None and order is not None and stored > _SEEKS * order:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import h5py
@@ -83,17 +84,17 @@ class ChunkIndex:
         """Rows of the dataset."""
         return self.shape[0]
 
-    @property
+    @cached_property
     def row_shape(self) -> tuple[int, ...]:
         """Shape of a row."""
         return self.shape[1:]
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes a row."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
-    @property
+    @cached_property
     def native_dtype(self) -> np.dtype[Any]:
         """The dtype of rows that were read."""
         native: np.dtype[Any] = self.dtype.newbyteorder("=")

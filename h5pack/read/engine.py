@@ -160,8 +160,7 @@ class Engine:
             found: npt.NDArray[Any] = self.read(name, [row])[0]
             return found
         out = np.empty(index.row_shape, index.native_dtype)
-        place = np.array([[out.__array_interface__["data"][0], out.nbytes]], np.uint64)
-        calls = self.storage.scatter(place, (0, 1), (offset,), lambda _: index.describe(np.array([row]), 0))
+        calls = self.storage.read_into(out, offset, lambda _: index.describe(np.array([row]), 0))
         if not index.dtype.isnative:
             out.byteswap(inplace=True)
         self._count(index, 1, 1, out.nbytes, calls)

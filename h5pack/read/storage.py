@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -179,6 +179,20 @@ class Storage:
                     self._insist(descriptor, buffers[start], offset, partial(describe, start))
                     start, offset = start + 1, offset + size
         return calls
+
+    def read_into(self, out: npt.NDArray[Any], offset: int, describe: Callable[[int], str]) -> int:
+        """Fill an array, C-contiguous, with the bytes from `offset` on; otherwise as `scatter`, for a single place."""
+        descriptor, views = self.open(), cast(Any, (out,))
+        try:
+            got = os.preadv(descriptor, views, offset)
+        except (OSError, ValueError):
+            # A ValueError: an older numpy gives no view of its times.
+            got = 0
+        if got == out.nbytes:
+            return 1
+        # Asked once more, piece by piece, by what knows all the errors.
+        place = np.array([[out.__array_interface__["data"][0], out.nbytes]], np.uint64)
+        return 1 + self.scatter(place, (0, 1), (offset,), describe)
 
     def _insist(self, descriptor: int, place: npt.NDArray[np.uint64], offset: int, describe: Callable[[], str]) -> None:
         """Fill one place that a short or failed read left open, asking several times before giving up."""

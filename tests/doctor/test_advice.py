@@ -56,6 +56,10 @@ def test_a_slow_first_epoch_is_a_note_where_later_ones_are_fed() -> None:
     found = advice({"storage_cold": 500})
     assert any("read it once before the training" in note for note in found.notes)
     assert "disk" not in text(found)
+    assert any("try --threads 16" in note for note in found.notes)
+    crowded = advice({"storage_cold": 500}, cpus=1)
+    assert any("lower --threads to 1" in part for part in (*crowded.moves, *crowded.notes))
+    assert not any("in flight" in part for part in (*crowded.moves, *crowded.notes)), "not at the same time"
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,38 @@ def limited(limits: Iterator[int | OSError | None]) -> Preadv:
     return preadv
 
 
+def row_read(storage: Storage, out: npt.NDArray[Any], offset: int) -> int:
+    return storage.read_into(out, offset, named)
+
+
+@pytest.mark.parametrize("dtype", ["u1", ">i4", "<f8", "?", "S7", "V5", "M8[s]", "u1,<f4"])
+@pytest.mark.parametrize("shape", [(), (1,), (4, 3)])
+def test_a_single_row_of_any_dtype(path: Path, dtype: str, shape: tuple[int, ...]) -> None:
+    out = np.zeros(shape, dtype)
+    # An older numpy gives no view of its times; then it is asked for by address.
+    assert row_read(opened(path), out, 77) <= (2 if dtype == "M8[s]" else 1)
+    assert out.tobytes() == DATA[77 : 77 + out.nbytes].tobytes()
+
+
+@pytest.mark.parametrize("trouble", ["fails", "is short", "never comes"])
+def test_a_single_row_that_does_not_come_at_once(path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
+    real = os.preadv
+
+    def preadv(descriptor: int, views: Any, offset: int) -> int:
+        if trouble == "fails":
+            raise broken()
+        return real(descriptor, [memoryview(views[0])[:40]], offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    out, offset = np.zeros(100, np.uint8), SIZE - 50 if trouble == "never comes" else 1000
+    if trouble == "never comes":
+        with pytest.raises(ReadError, match=r"'x' row 0 cannot be read \(the file ends before them\)"):
+            row_read(opened(path), out, offset)
+    else:
+        assert row_read(opened(path), out, offset) == 2
+        assert np.array_equal(out, DATA[offset : offset + 100])
+
+
 def broken() -> OSError:
     return OSError(errno.EIO, os.strerror(errno.EIO))
 
