@@ -862,11 +862,14 @@ def test_an_unfinished_iterator_does_not_disturb_the_exit(tmp_path: Path, body: 
     process = subprocess.Popen(
         script(path, body), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY
     )
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith("left: h5pack-"), "otherwise there is nothing to see"
-    assert process.stdout.readline() == "done\n"
-    start = time.monotonic()
-    rest, errors = process.communicate(timeout=30)
+    with process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith("left: h5pack-"), "otherwise there is nothing to see"
+        assert process.stdout.readline() == "done\n"
+        start = time.monotonic()
+        # Not communicate(), which loses what came with the last line.
+        rest, errors = process.stdout.read(), process.stderr.read()
     assert time.monotonic() - start < 5
     assert (process.returncode, errors) == (0, "")
     assert rest == "left:\n", "no thread reads while the interpreter is taken down"
