@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -75,7 +74,6 @@ def measure_again(bench: Path, folder: Path, scratch: Path, repeats: int) -> dic
             consume(loaders[label])
         speeds[label].append(statistics.median(consume(loaders[label]) for _ in range(1 if cold else _EPOCHS)))
     medians = {label: spread(values)["median"] for label, values in speeds.items()}
-    shutil.rmtree(scratch, ignore_errors=True)
     return {
         "machine": machine,
         "recommended": chosen["stored"],

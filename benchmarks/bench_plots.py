@@ -8,6 +8,7 @@ from typing import Any
 from h5pack.bench.cell import Measurement, Stored
 from h5pack.bench.report import BenchReport
 from h5pack.bench.swept import Swept
+from h5pack.wording import counted
 
 _WAYS = (
     ("H5Loader, window", "window", "direct"),
@@ -49,8 +50,7 @@ def chunk_size_about(result: dict[str, Any]) -> str:
     where = machine["processor"] + (" (a virtual machine)" if machine["virtual"] else "")
     rows = " x ".join(str(size) for size in report.row_shape)
     ceilings = "; ".join(
-        f"{one.name}, {one.threads} thread{'s' * (one.threads != 1)}: {statistics.median(one.speeds):,.0f}"
-        for one in report.ceilings
+        f"{one.name}, {counted(one.threads, 'thread')}: {statistics.median(one.speeds):,.0f}" for one in report.ceilings
     )
     return (
         f"{where}, {machine['cpus']} CPUs, {machine['file_system']}; {report.sample_rows:,} images of "

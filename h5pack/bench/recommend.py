@@ -13,6 +13,7 @@ from h5pack.bench.report import Recommendation
 from h5pack.layout import plan_cache
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.plan import human_bytes
+from h5pack.wording import counted
 
 ALIKE = 0.95
 """From this part of the fastest on, a setting counts as fast as it: repeats on a quiet machine differ by as much."""
@@ -231,7 +232,7 @@ def _pick_threads(others: Sequence[Measurement], question: Question, picked: Mea
         return question.threads, []
     speeds = ", ".join(f"{one.cell.threads}: {one.median:,.0f}" for one in sorted(found, key=_threads_of))
     count = least.cell.threads
-    return count, [f"{count} reading thread{'s' * (count != 1)} of H5Loader; images/s by threads: {speeds}."]
+    return count, [f"{counted(count, 'reading thread')} of H5Loader; images/s by threads: {speeds}."]
 
 
 def _threads_of(one: Measurement) -> int:
@@ -248,7 +249,7 @@ def _pick_workers(others: Sequence[Measurement], question: Question) -> tuple[in
     least = min((one for one in found if one.median >= ALIKE * best.median), key=_workers_of)
     speeds = ", ".join(f"{one.cell.workers}: {one.median:,.0f}" for one in sorted(found, key=_workers_of))
     count = least.cell.workers or 0
-    text = f"{count} worker{'s' * (count != 1)} where a DataLoader is wanted instead of H5Loader"
+    text = f"{counted(count, 'worker')} where a DataLoader is wanted instead of H5Loader"
     return count, [f"{text}; images/s by workers: {speeds}."]
 
 
@@ -268,7 +269,7 @@ def _doubts(deciding: Sequence[Measurement], compared: int, question: Question) 
     doubts = []
     least = min(len(one.speeds) for one in deciding)
     if least < ENOUGH_REPEATS:
-        doubts.append(f"what decides was measured {least} time{'s' * (least != 1)} only; give more --seconds")
+        doubts.append(f"what decides was measured {counted(least, 'time')} only; give more --seconds")
     elif any(max(one.speeds) - min(one.speeds) > _UNSURE_SPREAD * one.median for one in deciding):
         doubts.append(
             f"repeats differ by more than {100 * _UNSURE_SPREAD:.0f} %; try again on a machine that does nothing else"

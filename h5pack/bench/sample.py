@@ -24,6 +24,7 @@ from h5pack.machine import available_cpus, available_memory, free_bytes
 from h5pack.pack.converter import convert
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.report import ConvertReport
+from h5pack.wording import counted
 
 SAMPLE_BYTES = 512 * 1024 * 1024
 _FIRST = 64
@@ -160,7 +161,7 @@ def _make_forms(
             path = base
             if (wish, compression) != (first, "none"):
                 if made and time.monotonic() > end:
-                    late.append(f"{wish:,} rows" + ("" if compression == "none" else f" {compression}"))
+                    late.append(_label(wish, compression))
                     continue
                 path = scratch.path / f"{wish}-{compression}.h5".replace(":", "-")
                 _repack(base, path, sample, wish, compression)
@@ -211,12 +212,16 @@ def _repack(base: Path, path: Path, sample: Sample, chunk_rows: int, compression
     return path
 
 
+def _label(chunk_rows: int, compression: str) -> str:
+    return counted(chunk_rows, "row") + ("" if compression == "none" else f" {compression}")
+
+
 def _packed(path: Path, chunk_rows: int, compression: str, row_bytes: int) -> Stored:
     with open_file(path) as file:
         images = file[schema.IMAGES]
         stored = int(images.id.get_storage_size())
         rows, size = len(images), int(images.nbytes)
-    label = f"{chunk_rows:,} row" + "s" * (chunk_rows != 1) + ("" if compression == "none" else f" {compression}")
+    label = _label(chunk_rows, compression)
     return Stored(
         label, os.fspath(path), schema.IMAGES, schema.LABELS, rows, chunk_rows, chunk_rows * row_bytes, row_bytes,
         compression, stored, stored / size,

@@ -13,14 +13,13 @@ from h5pack.bench.wording import (
     ENGINE_WORDS,
     ORDER_WORDS,
     cell_words,
-    listed,
     measured_text,
     plain,
     size_text,
     speed_words,
     times_text,
 )
-from h5pack.wording import counted
+from h5pack.wording import counted, listed
 
 INTERRUPTED = "interrupted: this is what was measured until then; nothing else is known"
 NO_RECOMMENDATION = "no recommendation: nothing was measured that it could rest on"

@@ -18,6 +18,7 @@ from h5pack.sources.hdf5_catalog import is_hdf5
 from h5pack.sources.hdf5_rows import HDF5RowReader
 from h5pack.tools.info import DatasetReport, info
 from h5pack.tools.synth import make_folder
+from h5pack.wording import counted
 
 LEAST_IMAGES = 8
 _GENERATED = 4_000
@@ -80,7 +81,7 @@ def find_subject(path: str | os.PathLike[str] | None, options: ConvertOptions, s
         images = len(open_source(path, options.source_options))
         subject = Subject(os.fspath(path), "folder", os.fspath(path), images, options)
     if subject.images < LEAST_IMAGES:
-        count = f"{subject.images} image" + "s" * (subject.images != 1)
+        count = counted(subject.images, "image")
         raise OptionsError(f"{subject.name}: {count}, too few to measure anything; at least {LEAST_IMAGES} are needed")
     return subject
 

@@ -23,11 +23,12 @@ _WARM_BYTES = 8 * 1024 * 1024
 _MOST_RUN = 0.5
 """Longer runs tell less than more of them."""
 _LONGEST_LOAD = 1.0
+_STAYS = "its pages stay in the page cache, which this file system does not let go"
 
 
 @dataclass
 class _Running:
-    """What is known of a cell so far: times in seconds, `run` and `load` those of its last repeat."""
+    """What is known of a cell so far: times in seconds, `run` of its last repeat, `load` the longest."""
 
     cell: Cell
     anew: bool
@@ -138,7 +139,7 @@ class Sweep:
         stored = self._files[one.cell.stored]
         cold = one.cell.cache == "cold"
         if cold and stored.label in self._stays:
-            one.reason = "its pages stay in the page cache, which this file system does not let go"
+            one.reason = _STAYS
             return
         way: Way | None = None
         try:
@@ -147,7 +148,7 @@ class Sweep:
                 # Nothing was read by this way yet: what it keeps in memory by itself would not be cold.
                 if self._pages[stored.label].drop() is not None:
                     self._stays.add(stored.label)
-                    one.reason = "its pages stay in the page cache, which this file system does not let go"
+                    one.reason = _STAYS
                     return
             else:
                 if not stored.own:
@@ -185,6 +186,7 @@ class Sweep:
             self._epoch(replace(one.cell, workers=None), _LONGEST_LOAD)
 
     def _epoch(self, cell: Cell, seconds: float) -> None:
+        """Read an epoch, not much longer than so many seconds, for nothing but what it leaves in the page cache."""
         # What it is that cannot be read, each cell will say.
         with contextlib.suppress(H5PackError, OSError):
             way = open_way(cell, self._files[cell.stored], self._seed, self._opened)

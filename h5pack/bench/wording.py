@@ -80,11 +80,6 @@ def cell_words(cell: Cell) -> str:
     return f"{cell.stored}, {cell.order}, {cell.engine}, {cell.cache}"
 
 
-def listed(names: Sequence[str]) -> str:
-    """Names in a sentence: a, b and c."""
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else ""
-
-
 def plain(text: str) -> str:
     """A text of others (a path, say) without what would move a cursor, or is no Unicode: those are escaped."""
     return "".join(

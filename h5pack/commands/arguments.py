@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 
-def listed(value: str | None) -> tuple[str, ...]:
+def comma_parts(value: str | None) -> tuple[str, ...]:
     """The parts of a text with commas; none where it is not given."""
     return () if value is None else tuple(part.strip() for part in value.split(",") if part.strip())
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from h5pack.commands.arguments import listed
+from h5pack.commands.arguments import comma_parts
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -86,12 +86,12 @@ def _settings(arguments: argparse.Namespace) -> Any:
     return BenchSettings(
         seconds=arguments.seconds,
         chunk_rows=_numbers("--chunk-rows", arguments.chunk_rows),
-        chunk_bytes=tuple(parse_bytes(text) for text in listed(arguments.chunk_bytes)),
+        chunk_bytes=tuple(parse_bytes(text) for text in comma_parts(arguments.chunk_bytes)),
         contiguous=not arguments.no_contiguous,
-        orders=listed(arguments.orders) or ORDERS,
-        engines=listed(arguments.engines) or ENGINES,
-        caches=listed(arguments.cache) or CACHES,
-        compressions=listed(arguments.compression) or ("none",),
+        orders=comma_parts(arguments.orders) or ORDERS,
+        engines=comma_parts(arguments.engines) or ENGINES,
+        caches=comma_parts(arguments.cache) or CACHES,
+        compressions=comma_parts(arguments.compression) or ("none",),
         batch_sizes=_numbers("--batch-size", arguments.batch_size) or (256,),
         windows=_numbers("--window", arguments.window) or (16,),
         threads=_numbers("--threads", arguments.threads),
@@ -108,7 +108,7 @@ def _settings(arguments: argparse.Namespace) -> Any:
 def _numbers(option: str, value: str | None) -> tuple[int, ...]:
     from h5pack.errors import OptionsError
 
-    numbers = listed(value)
+    numbers = comma_parts(value)
     for number in numbers:
         if not number.isdecimal():
             raise OptionsError(f"{option} {number!r} is no whole number; give one, or several with commas")

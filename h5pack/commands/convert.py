@@ -6,8 +6,9 @@ import argparse
 import json
 from typing import Any
 
-from h5pack.commands.arguments import add_hdf5, hdf5_options, listed
+from h5pack.commands.arguments import add_hdf5, comma_parts, hdf5_options
 from h5pack.errors import OptionsError
+from h5pack.wording import counted
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -96,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
                 print(json.dumps({**plan.to_json(), "estimated_seconds": round(seconds, 3)}, indent=1))
             elif talk:
                 print(plan.describe())
-                workers = f"{conversion.workers} worker" + "s" * (conversion.workers > 1)
+                workers = counted(conversion.workers, "worker")
                 print(f"time     about {max(1, round(seconds))} s on {workers}", flush=True)
         if arguments.dry_run:
             return 0
@@ -128,10 +129,10 @@ def _options(arguments: argparse.Namespace) -> Any:
         limit=arguments.limit,
         root=arguments.root,
         path_column=arguments.path_column,
-        label_columns=listed(arguments.label_columns),
+        label_columns=comma_parts(arguments.label_columns),
         split_column=arguments.split_column,
-        field_columns=listed(arguments.field_columns),
-        fields=listed(arguments.fields),
+        field_columns=comma_parts(arguments.field_columns),
+        fields=comma_parts(arguments.fields),
         size=None if arguments.size is None else parse_size(arguments.size),
         fit=arguments.fit,
         resample=arguments.resample,

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from h5pack.commands.arguments import add_hdf5, hdf5_options, listed
+from h5pack.commands.arguments import add_hdf5, comma_parts, hdf5_options
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         quality=arguments.quality,
         splits=tuple(arguments.split),
         limit=arguments.limit,
-        fields=listed(arguments.fields),
+        fields=comma_parts(arguments.fields),
         workers=arguments.workers,
         start_method=arguments.start_method,
         overwrite=arguments.overwrite,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from h5pack.doctor.facts import WAITS, Facts
 from h5pack.doctor.stage import COLD, COPY, EVERYTHING, HOT, LOADER, NORMALIZE, STEP, TRANSFORM, Rates, Stage
 from h5pack.feed.cpu_time import BUSY
-from h5pack.wording import counted
+from h5pack.wording import counted, listed
 
 STORAGE = "storage"
 DECODING = "decoding"
@@ -323,8 +323,7 @@ _WORDS = {
 
 
 def _listed(names: tuple[str, ...]) -> str:
-    words = [_WORDS[name] for name in names]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return listed([_WORDS[name] for name in names])
 
 
 def _why_not(stages: Mapping[str, Stage], facts: Facts) -> str:

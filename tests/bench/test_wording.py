@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h5pack.bench.wording import listed, plain, size_text, speed_text, speed_words, spread_text, times_text
+from h5pack.bench.wording import plain, size_text, speed_text, speed_words, spread_text, times_text
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,8 @@ def test_sizes(count: int, text: str) -> None:
     assert size_text(count) == text
 
 
-def test_ratios_and_lists() -> None:
+def test_ratios() -> None:
     assert [times_text(ratio) for ratio in (0.921, 1.99, 3.42, 31.4, 1234)] == ["0.92", "1.99", "3.4", "31", "1,234"]
-    assert [listed(names) for names in ([], ["a"], ["a", "b"], ["a", "b", "c"])] == ["", "a", "a and b", "a, b and c"]
 
 
 @given(st.text(st.characters(), max_size=40))
