@@ -13,9 +13,7 @@ the pack, as it is in a large one.
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
-import tempfile
 import time
 import warnings
 from dataclasses import asdict, dataclass
@@ -28,9 +26,10 @@ from PIL import Image
 from torch import nn
 
 import h5pack
-from benchmarks.common import RESULTS, write_result
-from h5pack.feed.order import DEFAULT_WINDOW
-from h5pack.measure.machine_facts import machine_facts
+from benchmarks.common import RESULTS, scratch_folder, write_result
+from h5pack.benchmark.mixing import mixing_report
+from h5pack.order.window import DEFAULT_WINDOW
+from h5pack.system.machine import machine_facts
 
 ORDERS = ("shuffled", "sorted")
 SHUFFLES = ("full", "window")
@@ -90,7 +89,7 @@ def train(pack: Path, shuffle: str, seed: int, training: Training) -> nn.Module:
     """A network, trained on the pack's images in an order."""
     dataset = h5pack.H5Dataset(pack, split="train")
     loader = h5pack.H5Loader(
-        dataset, training.batch, shuffle=shuffle, window=training.window, seed=seed, drop_last=True, threads=1
+        dataset, training.batch, shuffle=shuffle, window=training.window, seed=seed, drop_last=True, num_threads=1
     )
     torch.manual_seed(seed)
     model = network(len(dataset.classes or ()))
@@ -118,13 +117,13 @@ def accuracy(model: nn.Module, pack: Path, split: str) -> float:
     model.eval()
     right = 0
     with torch.no_grad():
-        for images, labels in h5pack.H5Loader(dataset, 250, shuffle=False, threads=1):
+        for images, labels in h5pack.H5Loader(dataset, 250, shuffle=False, num_threads=1):
             right += int((model(normalised(images, dataset)).argmax(1) == labels).sum())
     return right / len(dataset)
 
 
 def measure(packs: dict[str, Path], split: str, training: Training, seeds: int) -> list[dict[str, Any]]:
-    """The four arms, seed by seed, so that whoever stops early has all arms."""
+    """The four arms, seed by seed, so that a run that is stopped early has all arms."""
     found: dict[tuple[str, str], list[float]] = {(order, shuffle): [] for order in ORDERS for shuffle in SHUFFLES}
     for seed in range(seeds):
         for (order, shuffle), scores in found.items():
@@ -163,8 +162,7 @@ def packed(images: Path, scratch: Path, chunk_rows: int) -> dict[str, Path]:
     packs = {}
     for order in ORDERS:
         packs[order] = scratch / f"{order}.h5"
-        options = h5pack.ConvertOptions(order=order, chunk_rows=chunk_rows, size=(32, 32), workers=1)
-        h5pack.convert(images, packs[order], options)
+        h5pack.convert(images, packs[order], order=order, chunk_rows=chunk_rows, size=32, num_workers=1)
     return packs
 
 
@@ -182,13 +180,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
     torch.set_num_threads(1)
     training = Training(arguments.epochs, arguments.batch, DEFAULT_WINDOW, 0.1)
-    scratch = Path(tempfile.mkdtemp(prefix="h5pack-bench-", dir=arguments.scratch))
-    try:
+    with scratch_folder(arguments.scratch) as scratch:
         images = arguments.images or generated(scratch / "images", arguments.count)
         split = "test" if (images / "test").is_dir() else "val"
         packs = packed(images, scratch, arguments.chunk_rows)
         datasets = {order: h5pack.H5Dataset(pack, split="train") for order, pack in packs.items()}
-        reports = {order: h5pack.mixing_report(dataset, training.batch) for order, dataset in datasets.items()}
+        reports = {order: mixing_report(dataset, training.batch) for order, dataset in datasets.items()}
         arms = measure(packs, split, training, arguments.seeds)
         tested = len(h5pack.H5Dataset(packs["sorted"], split=split))
         classes = len(datasets["sorted"].classes or ())
@@ -216,8 +213,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             ],
             "mixing": {order: report.to_json() for order, report in reports.items()},
         }
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     write_result(arguments.json, result)
     for gap in result["differences"]:
         print(f"{gap['of']} less {gap['less']}: {gap['mean']:+.4f} +- {gap['standard_error']:.4f}")

@@ -1,23 +1,118 @@
-"""Which chunk size is best on this machine? ``h5pack bench`` on generated images, its result kept beside the others.
+"""Which chunk size is best on this machine, and does the recommendation hold when it is measured again?
 
-Run ``python -m benchmarks.chunk_size``. `benchmarks.read --again` measures what it found once more.
+Run ``python -m benchmarks.chunk_size``: `h5pack.bench` on generated images, its result kept beside the others.
+``python -m benchmarks.chunk_size --again RESULT --images FOLDER`` packs the folder with each chunk size of that result
+again, and reads all of them side by side in whole epochs, with the recommended settings.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import tempfile
+import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, write_result
-from h5pack.bench.bench import Bench
-from h5pack.bench.report_text import bench_text
-from h5pack.bench.settings import BenchSettings
-from h5pack.machine import available_cpus
-from h5pack.tools.synth import make_folder
+import h5pack
+from benchmarks.common import RESULTS, scratch_folder, write_result
+from h5pack.benchmark.ceilings import consume, interleaved, spread
+from h5pack.benchmark.synthetic import make_folder
+from h5pack.system.machine import available_cpus, machine_facts
+from h5pack.system.page_cache import drop_cache
+
+_EPOCHS = 5
+"""Of a file that was loaded once."""
+
+
+def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """The report of a bench."""
+    folder = arguments.images
+    if folder is None:
+        folder = scratch / "images"
+        make_folder(folder, arguments.count, workers=available_cpus())
+    report = h5pack.bench(
+        folder,
+        seconds=arguments.seconds,
+        chunk_rows=arguments.chunk_rows,
+        batch_size=arguments.batch_size,
+        scratch=scratch,
+    )
+    if arguments.images is None:
+        # The folder's name was a temporary one.
+        report.source = "generated images"
+    print(report.to_text(full=True))
+    what = f"--count {arguments.count}" if arguments.images is None else f"--images {arguments.images.name}"
+    result = report.to_json() | {"command": f"python -m benchmarks.chunk_size {what} --seconds {arguments.seconds:g}"}
+    found: dict[str, Any] = json.loads(json.dumps(result).replace(str(folder), "images"))
+    return found
+
+
+def measure_again(bench: Path, folder: Path, scratch: Path, repeats: int) -> dict[str, Any]:
+    """Pack a folder with each chunk size of a bench, and read each as its recommendation says.
+
+    Parameters
+    ----------
+    bench : Path
+        What ``h5pack bench --json`` or this script wrote.
+    folder : Path
+        The images that it was about.
+    scratch : Path
+        For the packs.
+    repeats : int
+    """
+    found = json.loads(bench.read_text())
+    chosen = found["recommendation"]
+    if chosen is None or not chosen["convert"]:
+        raise SystemExit(f"{bench}: it recommends no conversion; there is nothing to measure again")
+    machine = machine_facts(scratch)
+    # The bench may have given images of several sizes one.
+    size = tuple(found["row_shape"][:2]) if "--size" in chosen["command"] else None
+    loaders, paths = {}, {}
+    for variant in found["variants"]:
+        if variant["chunk_rows"] is None or variant["is_input"]:
+            continue
+        label, compression = variant["label"], variant["compression"]
+        paths[label] = scratch / f"{variant['chunk_rows']}-{compression}.h5".replace(":", "-")
+        h5pack.convert(
+            folder,
+            paths[label],
+            limit=found["sample_rows"],
+            chunk_rows=variant["chunk_rows"],
+            compression=compression,
+            size=size,
+        )
+        loaders[label] = h5pack.H5Loader(
+            h5pack.H5Dataset(paths[label]),
+            chosen["batch_size"],
+            window=chosen["window"],
+            num_threads=chosen["num_threads"],
+            resident="no",
+        )
+    cold = chosen["judged_by"] == "cold"
+    speeds: dict[str, list[float]] = {label: [] for label in loaders}
+    for label in interleaved(list(loaders), repeats):
+        # The layout of cached pages makes all epochs faster or slower by up to a fifth until the file is loaded again,
+        # so it is loaded before each repeat, as in training: by an epoch.
+        consume(loaders[label])
+        if drop_cache(paths[label]) and cold:
+            raise SystemExit(f"{paths[label]}: its pages stay in the page cache, so cold reads cannot be measured")
+        if not cold:
+            consume(loaders[label])
+        speeds[label].append(statistics.median(consume(loaders[label]) for _ in range(1 if cold else _EPOCHS)))
+    medians = {label: spread(values)["median"] for label, values in speeds.items()}
+    result = {
+        "benchmark": "chunk_size_again",
+        "command": f"python -m benchmarks.chunk_size --again RESULT --images FOLDER --repeats {repeats}",
+        "machine": machine,
+        "recommended": chosen["variant"],
+        "settings": {name: chosen[name] for name in ("batch_size", "window", "num_threads", "judged_by")},
+        "images_per_s": {label: spread(values) for label, values in speeds.items()},
+        "of_best": round(medians[chosen["variant"]] / max(medians.values()), 4),
+    }
+    for label, median in medians.items():
+        print(f"{'>' if label == chosen['variant'] else ' '} {label}: {median:,.0f} images/s")
+    print(f"{chosen['variant']}, as recommended: {result['of_best']:.2f} of the best")
+    return result
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -27,33 +122,19 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--chunk-rows", type=lambda text: tuple(map(int, text.split(","))), default=())
     parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--again", type=Path, metavar="RESULT", help="measure what this result compares again")
+    parser.add_argument("--repeats", type=int, default=5, help="with --again")
     parser.add_argument("--scratch", type=Path, help="a folder for the files (default: a temporary one)")
-    parser.add_argument("--json", type=Path, default=RESULTS / "chunk_size.json")
+    parser.add_argument("--json", type=Path, help="the result (default: in benchmarks/results)")
     arguments = parser.parse_args(argv)
-    scratch = Path(tempfile.mkdtemp(prefix="h5pack-bench-", dir=arguments.scratch))
-    try:
-        folder = arguments.images
-        if folder is None:
-            folder = scratch / "images"
-            make_folder(folder, arguments.count, workers=available_cpus())
-        settings = BenchSettings(
-            seconds=arguments.seconds,
-            chunk_rows=arguments.chunk_rows,
-            batch_sizes=(arguments.batch_size,),
-            scratch=str(scratch),
-        )
-        report = Bench(folder, settings).run()
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    if arguments.images is None:
-        # The folder's name was a temporary one.
-        report.subject = "generated images"
-    what = f"--count {arguments.count}" if arguments.images is None else f"--images {arguments.images.name}"
-    result = report.to_json() | {"command": f"python -m benchmarks.chunk_size {what} --seconds {arguments.seconds:g}"}
-    text = json.dumps(result).replace(str(folder), "images")
-    result = json.loads(text)
-    print(bench_text(report))
-    write_result(arguments.json, result)
+    if arguments.again is not None and arguments.images is None:
+        parser.error("--again needs --images: the folder that the result is about")
+    with scratch_folder(arguments.scratch) as scratch:
+        if arguments.again is not None:
+            result = measure_again(arguments.again, arguments.images, scratch, arguments.repeats)
+        else:
+            result = measure(arguments, scratch)
+    write_result(arguments.json or RESULTS / f"{result['benchmark']}.json", result)
     return result
 
 

@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,14 +26,20 @@ import numpy.typing as npt
 import torch
 
 import h5pack
-from benchmarks.common import RESULTS, write_result
-from benchmarks.read import WORKERS, data_loader
-from h5pack.bench.opened import through_library
-from h5pack.measure.consuming import consume
-from h5pack.measure.machine_facts import machine_facts
-from h5pack.measure.page_cache import make_hot
-from h5pack.measure.repeats import interleaved, spread
-from h5pack.read.block import Block
+from benchmarks.common import (
+    RESULTS,
+    WORKERS,
+    Reader,
+    data_loader,
+    ratios,
+    repeat_in_turns,
+    scratch_folder,
+    write_result,
+)
+from h5pack.benchmark.ceilings import consume, spread
+from h5pack.benchmark.readers import through_library
+from h5pack.read.codecs import MallocBuffer
+from h5pack.system.machine import machine_facts
 
 COMPRESSIONS: dict[str, dict[str, Any]] = {
     "bitshuffle-lz4": dict(hdf5plugin.Bitshuffle(cname="lz4")),
@@ -84,7 +87,7 @@ class Decoding:
         dataset = h5pack.H5Dataset(path)
         index = dataset.engine.indexes["images"]
         assert index.codec is not None
-        self.codec, self.masks, self.rows = index.codec, index.masks.tolist(), index.rows
+        self.codec, self.filter_masks, self.rows = index.codec, index.filter_masks.tolist(), index.rows
         with path.open("rb") as file:
             self.chunks = []
             for address, size in zip(index.addresses.tolist(), index.sizes.tolist(), strict=True):
@@ -96,9 +99,9 @@ class Decoding:
 
         def work() -> None:
             while (number := next(numbers)) < len(self.chunks):
-                block = Block(len(self.chunks[number]))
+                block = MallocBuffer(len(self.chunks[number]))
                 block.array()[...] = self.chunks[number]
-                self.codec.decode(block, self.masks[number])
+                self.codec.decode(block, self.filter_masks[number])
 
         workers = [threading.Thread(target=work) for _ in range(threads)]
         begin = time.perf_counter()
@@ -109,9 +112,9 @@ class Decoding:
         return self.rows / (time.perf_counter() - begin)
 
 
-def ways_of(path: Path, batch: int) -> dict[str, Callable[[int], float]]:
+def ways_of(path: Path, batch: int) -> dict[str, Reader]:
     """All ways of reading one file, each warmed up."""
-    ways: dict[str, Callable[[int], float]] = {}
+    ways: dict[str, Reader] = {}
     decoding = Decoding(path)
     for threads in (1, 2):
         ways[f"decoder alone | {threads}"] = partial(decoding, threads)
@@ -120,7 +123,7 @@ def ways_of(path: Path, batch: int) -> dict[str, Callable[[int], float]]:
         ("H5Loader through h5py", through_library(h5pack.H5Dataset(path))),
     ):
         for threads in (1, 2):
-            loader = h5pack.H5Loader(dataset, batch, threads=threads, resident="no")
+            loader = h5pack.H5Loader(dataset, batch, num_threads=threads, resident="no")
             consume(loader)
             ways[f"{label} | {threads}"] = lambda turn, loader=loader: consume(loader)
     dataset = h5pack.H5Dataset(path)
@@ -134,10 +137,7 @@ def measure(path: Path, rows: int, settings: dict[str, Any], batch: int, repeats
     """One compression."""
     make_file(path, rows, settings)
     ways = ways_of(path, batch)
-    speeds: dict[str, list[float]] = {way: [] for way in ways}
-    for way in interleaved(list(ways), repeats):
-        make_hot(path)
-        speeds[way].append(ways[way](len(speeds[way])))
+    speeds = repeat_in_turns(ways, repeats, [path])
     dataset = h5pack.H5Dataset(path)
     consume(h5pack.H5Loader(dataset, batch, resident="no"))
     stats = dataset.stats()
@@ -151,12 +151,7 @@ def measure(path: Path, rows: int, settings: dict[str, Any], batch: int, repeats
                 "way": way.partition(" | ")[0],
                 "threads": int(way.partition(" | ")[2]),
                 "images_per_s": spread(found),
-                "of_decoder": spread(
-                    [
-                        one / top
-                        for one, top in zip(found, speeds[f"decoder alone | {way.partition(' | ')[2]}"], strict=True)
-                    ]
-                ),
+                "of_decoder": ratios(found, speeds[f"decoder alone | {way.partition(' | ')[2]}"]),
             }
             for way, found in speeds.items()
         ],
@@ -174,8 +169,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", type=Path, default=RESULTS / "compressed.json")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    scratch = Path(tempfile.mkdtemp(prefix="h5pack-bench-", dir=arguments.scratch))
-    try:
+    with scratch_folder(arguments.scratch) as scratch:
         result = {
             "benchmark": "compressed",
             "command": f"python -m benchmarks.compressed --rows {arguments.rows} --batch {arguments.batch} "
@@ -188,8 +182,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
                 for name, settings in COMPRESSIONS.items()
             },
         }
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     write_result(arguments.json, result)
     for name, found in result["compressions"].items():
         print(

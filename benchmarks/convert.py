@@ -16,10 +16,8 @@ import io
 import json
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,11 +26,10 @@ from typing import Any
 from PIL import Image
 
 import h5pack
-from benchmarks.common import RESULTS, write_result
-from h5pack.machine import available_cpus
-from h5pack.measure.machine_facts import machine_facts
-from h5pack.measure.repeats import interleaved, spread
-from h5pack.tools.synth import make_folder
+from benchmarks.common import RESULTS, scratch_folder, write_result
+from h5pack.benchmark.ceilings import interleaved, spread
+from h5pack.benchmark.synthetic import make_folder
+from h5pack.system.machine import available_cpus, machine_facts
 
 DECODERS = ("pillow", "simplejpeg")
 
@@ -77,8 +74,7 @@ def convert(folder: Path, out: Path, decoder: str, workers: int, how: str) -> di
         # As where the package is not installed.
         sys.modules["simplejpeg"] = None  # type: ignore[assignment]
     try:
-        options = h5pack.ConvertOptions(workers=workers, io=how, overwrite=True)
-        return h5pack.convert(folder, out, options).seconds
+        return h5pack.convert(folder, out, num_workers=workers, io=how, overwrite=True).seconds
     finally:
         if simplejpeg is not None:
             sys.modules["simplejpeg"] = simplejpeg
@@ -91,7 +87,7 @@ def peak_memory(folder: Path, out: Path, limit: int, workers: int) -> dict[str, 
     code = (
         "import sys, json, resource, h5pack\n"
         f"h5pack.convert({str(folder)!r}, {str(out)!r}, "
-        f"h5pack.ConvertOptions(workers={workers}, limit={limit}, overwrite=True))\n"
+        f"num_workers={workers}, limit={limit}, overwrite=True)\n"
         "peak = lambda who: resource.getrusage(who).ru_maxrss / 1024\n"
         "print(json.dumps([peak(resource.RUSAGE_SELF), peak(resource.RUSAGE_CHILDREN)]))\n"
     )
@@ -149,8 +145,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--scratch", type=Path, help="a folder for images and output (default: a temporary one)")
     parser.add_argument("--json", type=Path, default=RESULTS / "convert.json")
     arguments = parser.parse_args(argv)
-    scratch = Path(tempfile.mkdtemp(prefix="h5pack-bench-", dir=arguments.scratch))
-    try:
+    with scratch_folder(arguments.scratch) as scratch:
         folder = scratch / "images"
         make_folder(folder, arguments.count, workers=arguments.workers)
         result = {
@@ -159,8 +154,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             "machine": machine_facts(scratch),
             **measure(folder, scratch, arguments.repeats, arguments.workers),
         }
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     write_result(arguments.json, result)
     for way, found in result["ways"].items():
         print(

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -35,15 +33,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import h5pack
-from benchmarks.common import RESULTS, write_result
-from benchmarks.resnet50 import resnet50
-from h5pack.feed.batch_key import BatchKey
-from h5pack.feed.device_feed import DeviceFeed
-from h5pack.feed.gpu_probe import GpuIdentity, GpuProbe
-from h5pack.feed.normalize import Normalize
-from h5pack.machine import available_cpus
-from h5pack.measure.machine_facts import machine_facts
-from h5pack.measure.repeats import spread
+from benchmarks.common import RESULTS, scratch_folder, write_result
+from h5pack.benchmark.ceilings import spread
+from h5pack.device.batch import BatchKey
+from h5pack.device.feed import DeviceFeed
+from h5pack.device.normalize import Normalize
+from h5pack.monitor.probes import GpuProbe
+from h5pack.system.machine import available_cpus, machine_facts
 
 CLASSES = 10
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -68,8 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "device.json")
     options = parser.parse_args(arguments)
     device = DeviceFeed([], options.device).device
-    scratch = Path(tempfile.mkdtemp(prefix="h5pack-device-", dir=options.scratch))
-    try:
+    with scratch_folder(options.scratch) as scratch:
         result = {
             "benchmark": "device",
             "command": f"python -m benchmarks.device --batch {options.batch} --size {options.size} "
@@ -85,8 +80,6 @@ def main(arguments: list[str] | None = None) -> None:
             result["pinned_copy_gb_per_s"] = pinned_copy(device, options.repeats)
             result["training"] = training_figures(device, scratch, *pictures, partial(resnet50, CLASSES))
         write_result(options.json, result)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 # Figures of single stages.
@@ -172,6 +165,49 @@ def pass_through_figures(repeats: int, batches: int = 2_000) -> dict[str, Any]:
 # Training loops.
 
 
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions, beside a shortcut."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, outputs, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.shortcut = nn.Sequential()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.body(images) + self.shortcut(images))
+
+
+def resnet50(classes: int, width: int = 64, blocks: tuple[int, ...] = (3, 4, 6, 3)) -> nn.Module:
+    """ResNet-50 (He et al. 2016, arXiv:1512.03385), strides as in torchvision; float (N, 3, H, W) to (N, classes).
+
+    A smaller `width` and fewer `blocks` make a smaller one.
+    """
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, width, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, 1),
+    ]
+    inputs = width
+    for level, count in enumerate(blocks):
+        for block in range(count):
+            layers.append(Bottleneck(inputs, width << level, 2 if level and not block else 1))
+            inputs = 4 * (width << level)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+
+
 class JpegFolder(Dataset[Any]):
     """What most people write: a folder of files, opened and decoded one by one."""
 
@@ -215,7 +251,7 @@ class Utilisation:
 
     def __init__(self, device: torch.device) -> None:
         self.percents: list[float | None] = []
-        self._probe = GpuProbe(GpuIdentity.of(device)) if device.type == "cuda" else None
+        self._probe = GpuProbe(device) if device.type == "cuda" else None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch)
 

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import shutil
 import statistics
-import tempfile
 import time
 import warnings
 from collections import deque
@@ -32,12 +30,13 @@ from torch import nn
 
 import h5pack
 from benchmarks.accuracy import accuracy, generated, network
-from benchmarks.common import RESULTS, write_result
-from h5pack.feed.device_feed import DeviceFeed
-from h5pack.feed.echo_loader import EchoLoader
-from h5pack.feed.normalize import Normalize
-from h5pack.measure.machine_facts import machine_facts
-from h5pack.measure.repeats import spread
+from benchmarks.common import RESULTS, scratch_folder, write_result
+from benchmarks.tables import echoing_table
+from h5pack.benchmark.ceilings import spread
+from h5pack.device.echo import EchoLoader
+from h5pack.device.feed import DeviceFeed
+from h5pack.device.normalize import Normalize
+from h5pack.system.machine import machine_facts
 
 FACTORS: tuple[float | str, ...] = (1, 2, 3, "auto")
 _AHEAD = 2
@@ -85,7 +84,7 @@ class PacedLoader:
         self._paused = 0.0
 
     def pause(self, seconds: float) -> None:
-        """Take so many past seconds for none."""
+        """Subtract this many seconds that have passed."""
         self._paused += seconds
 
     def _now(self) -> float:
@@ -142,7 +141,7 @@ class Trainer:
 def feed_of(pack: Path, factor: float | str, seed: int, setting: Setting, seconds: float) -> DeviceFeed:
     """Augmented batches of a pack from a paced, echoed loader."""
     dataset = h5pack.H5Dataset(pack, split="train", with_rows=True)
-    loader = h5pack.H5Loader(dataset, setting.batch, seed=seed, drop_last=True, threads=1)
+    loader = h5pack.H5Loader(dataset, setting.batch, seed=seed, drop_last=True, num_threads=1)
     transform = Normalize.from_dataset(dataset, flip=True, crop=2, seed=seed)
     return DeviceFeed(EchoLoader(PacedLoader(loader, seconds), factor), "cpu", transform=transform)
 
@@ -203,7 +202,7 @@ def train(
 
 
 def measure(pack: Path, split: str, setting: Setting, seeds: int, step: float) -> list[dict[str, Any]]:
-    """All arms, seed by seed, so that whoever stops early has all arms."""
+    """All arms, seed by seed, so that a run that is stopped early has all arms."""
     arms: dict[tuple[float | str, bool], list[dict[str, Any]]] = {(1, False): [], **{(f, True): [] for f in FACTORS}}
     for seed in range(seeds):
         for (factor, paced), runs in arms.items():
@@ -218,38 +217,6 @@ def measure(pack: Path, split: str, setting: Setting, seeds: int, step: float) -
         }
         for (factor, paced), runs in arms.items()
     ]
-
-
-def echoing_table(result: dict[str, Any]) -> str:
-    """The arms as a table, for the docs."""
-    setting = result["setting"]
-    unslowed = next(arm for arm in result["arms"] if not arm["slowed"])["seconds"]["median"]
-    slow = f"{setting['slowdown']:g}x slower than the step"
-    heads = [
-        "factor, loader",
-        f"seconds to {setting['target']:.0%}",
-        "beside a fast loader",
-        "epochs of fresh images",
-        "steps",
-        "showings of a batch",
-        "time spent waiting",
-    ]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for arm in result["arms"]:
-        seconds = arm["seconds"]
-        reached = sum(run["reached"] for run in arm["runs"])
-        missed = "" if reached == len(arm["runs"]) else f", {reached} of {len(arm['runs'])} reached it"
-        cells = [
-            f"{arm['factor']}, {slow if arm['slowed'] else 'fast'}",
-            f"{seconds['median']:.1f} ({seconds['min']:.1f} to {seconds['max']:.1f}{missed})",
-            f"{seconds['median'] / unslowed:.1f}x",
-            f"{arm['epochs']['median']:.1f}",
-            f"{arm['steps']['median']:.0f}",
-            f"{arm['showings']['median']:.1f}",
-            f"{arm['waiting']['median']:.0%}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -272,12 +239,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    scratch = Path(tempfile.mkdtemp(prefix="h5pack-bench-", dir=arguments.scratch))
-    try:
+    with scratch_folder(arguments.scratch) as scratch:
         images = arguments.images or generated(scratch / "images", arguments.count)
         split = "test" if (images / "test").is_dir() else "val"
         pack = scratch / "images.h5"
-        h5pack.convert(images, pack, h5pack.ConvertOptions(size=(32, 32), workers=1))
+        h5pack.convert(images, pack, size=32, num_workers=1)
         step = step_seconds(pack, setting)
         dataset = h5pack.H5Dataset(pack, split="train")
         arms = measure(pack, split, setting, arguments.seeds, step)
@@ -297,9 +263,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             "seeds": arguments.seeds,
             "arms": arms,
         }
-    finally:
-        torch.set_num_threads(threads)
-        shutil.rmtree(scratch, ignore_errors=True)
+    torch.set_num_threads(threads)
     write_result(arguments.json, result)
     print(echoing_table(result))
     return result

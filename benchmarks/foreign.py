@@ -1,4 +1,4 @@
-"""How fast are other people's HDF5 files read, before and after ``h5pack convert``?
+"""How fast are HDF5 files made by other tools read, before and after ``h5pack convert``?
 
 Run ``python -m benchmarks.foreign``; it makes its own files, which hold the same images:
 
@@ -20,8 +20,6 @@ from __future__ import annotations
 import argparse
 import functools
 import io
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,13 +32,20 @@ import torch
 from PIL import Image
 
 import h5pack
-from benchmarks.common import RESULTS, write_result
+from benchmarks.common import (
+    RESULTS,
+    OneIndex,
+    Reader,
+    data_loader,
+    repeat_in_turns,
+    scratch_folder,
+    subset_of,
+    write_result,
+)
 from benchmarks.compressed import HEIGHT, WIDTH, image
-from benchmarks.read import OneIndex, data_loader, some
-from h5pack.measure.consuming import consume
-from h5pack.measure.machine_facts import machine_facts
-from h5pack.measure.page_cache import make_hot
-from h5pack.measure.repeats import interleaved, spread
+from h5pack.benchmark.ceilings import consume, spread
+from h5pack.system.machine import machine_facts
+from h5pack.system.page_cache import make_hot
 
 _DIFFERENT = 64
 _SOURCES = 4
@@ -153,20 +158,20 @@ def compare(path: Path, pack: Path, rows: int) -> int:
     return rows
 
 
-def ways_of(path: Path, rows: int, batch: int, slow_rows: int) -> dict[str, Callable[[], float]]:
+def ways_of(path: Path, rows: int, batch: int, slow_rows: int) -> dict[str, Reader]:
     """All ways of reading one file, each warmed up."""
-    one = data_loader(some(naive(path, rows), rows, slow_rows), batch)
+    one = data_loader(subset_of(naive(path, rows), rows, slow_rows), batch)
     dataset = h5pack.H5Dataset(path)
     workers = data_loader(dataset, batch, batch_sampler=h5pack.ChunkBatchSampler(dataset, batch))
-    loader = h5pack.H5Loader(dataset, batch, threads=2, resident="no")
+    loader = h5pack.H5Loader(dataset, batch, num_threads=2, resident="no")
     consume(one)
     consume(workers)
     consume(loader)
     return {
-        "one index by h5py, DataLoader": lambda: consume(one),
-        "H5Dataset, DataLoader": lambda: consume(workers),
+        "one index by h5py, DataLoader": lambda repeat: consume(one),
+        "H5Dataset, DataLoader": lambda repeat: consume(workers),
         # The system takes memory away that was idle for a while; the second epoch counts.
-        "H5Loader": lambda: (consume(loader), consume(loader))[1],
+        "H5Loader": lambda repeat: (consume(loader), consume(loader))[1],
     }
 
 
@@ -179,16 +184,12 @@ def measure(folder: Path, name: str, rows: int, batch: int, slow_rows: int, repe
     for file_path in files:
         make_hot(file_path)
     begin = time.perf_counter()
-    h5pack.convert(path, pack, h5pack.ConvertOptions(layout=layout))
+    h5pack.convert(path, pack, layout=layout)
     seconds = time.perf_counter() - begin
     right = compare(path, pack, rows)
     ways = {f"{when} | {way}": run for when, found in (("before", path), ("after", pack))
             for way, run in ways_of(found, rows, batch, slow_rows).items()}  # fmt: skip
-    speeds: dict[str, list[float]] = {way: [] for way in ways}
-    for way in interleaved(list(ways), repeats):
-        for file_path in (*files, pack):
-            make_hot(file_path)
-        speeds[way].append(ways[way]())
+    speeds = repeat_in_turns(ways, repeats, [*files, pack])
     result = {
         "bytes": sum(file_path.stat().st_size for file_path in files),
         "bytes_of_pack": pack.stat().st_size,
@@ -214,8 +215,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", type=Path, default=RESULTS / "foreign.json")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    scratch = Path(tempfile.mkdtemp(prefix="h5pack-bench-", dir=arguments.scratch))
-    try:
+    with scratch_folder(arguments.scratch) as scratch:
         result = {
             "benchmark": "foreign",
             "command": f"python -m benchmarks.foreign --rows {arguments.rows} --batch {arguments.batch} "
@@ -228,8 +228,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
                 for name in FILES
             },
         }
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     write_result(arguments.json, result)
     for name, found in result["files"].items():
         compared, speed = found["rows_compared"], found["convert_images_per_s"]

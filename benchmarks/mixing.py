@@ -1,15 +1,13 @@
 """How well does the window shuffle mix labels, against a full shuffle and the stored order?
 
 Run ``python -m benchmarks.mixing``; it makes its own packs: the same images in the default shuffled order, and sorted
-by class. `h5pack.mixing_report` then compares window sizes on each. Nothing is timed, so the figures are the same on
-every machine.
+by class. The report of ``h5pack bench --mixing`` compares windows on each. Nothing is timed, so the figures are the
+same on every machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 import h5pack
-from benchmarks.common import RESULTS, write_result
-from benchmarks.row_files import RowSource
-from h5pack.feed.order import DEFAULT_WINDOW
-from h5pack.measure.machine_facts import machine_facts
+from benchmarks.common import RESULTS, RowSource, scratch_folder, write_result
+from h5pack.benchmark.mixing import mixing_report
+from h5pack.order.window import DEFAULT_WINDOW
+from h5pack.system.machine import machine_facts
 
 ORDERS = ("shuffled", "sorted")
 
@@ -38,9 +36,9 @@ class ClassSource(RowSource):
 def measure(source: ClassSource, scratch: Path, order: str, chunk_rows: int, batch: int, epochs: int) -> dict[str, Any]:
     """The report about one pack."""
     pack = scratch / f"{order}.h5"
-    h5pack.convert(source, pack, h5pack.ConvertOptions(order=order, chunk_rows=chunk_rows, workers=1))
-    report = h5pack.mixing_report(h5pack.H5Dataset(pack), batch, window=DEFAULT_WINDOW, epochs=epochs)
-    print(f"{order} pack\n{report}\n")
+    h5pack.convert(source, pack, order=order, chunk_rows=chunk_rows, num_workers=1)
+    report = mixing_report(h5pack.H5Dataset(pack), batch, window=DEFAULT_WINDOW, epochs=epochs)
+    print(f"{order} pack\n{report.to_text()}\n")
     pack.unlink()
     return report.to_json()
 
@@ -55,8 +53,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", type=Path, default=RESULTS / "mixing.json")
     arguments = parser.parse_args(argv)
     source = ClassSource(arguments.rows, 32, 32)
-    scratch = Path(tempfile.mkdtemp(prefix="h5pack-bench-", dir=arguments.scratch))
-    try:
+    with scratch_folder(arguments.scratch) as scratch:
         result = {
             "benchmark": "mixing",
             "command": f"python -m benchmarks.mixing --rows {arguments.rows} --chunk-rows {arguments.chunk_rows} "
@@ -69,8 +66,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
                 for order in ORDERS
             },
         }
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     write_result(arguments.json, result)
     return result
 

@@ -1,33 +1,251 @@
-"""What the comparison runs in a process of its own: ``python -m benchmarks.peer_worker JOB.json REPORT.json``.
+"""What the peers' comparison runs in a process of its own: ``python -m benchmarks.peer_worker JOB.json REPORT.json``.
 
 A job names a way and what to do with it: convert, try, check or read; or it asks for the memory copy. What it found
-goes into the report; a peer that is missing is a report, too.
+goes into the report; a peer that is missing is a report, too. Below are the check that an epoch gives every image once,
+the files of a way in the page cache, and the private memory of a session of processes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
 import platform
 import statistics
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from benchmarks.peer_check import as_array, checksum, fault, marks
-from benchmarks.peer_files import PeerFiles
-from benchmarks.peer_memory import private_bytes
-from benchmarks.peer_ways.image_folder import ImageFolder
-from benchmarks.peer_ways.listing import chosen
-from benchmarks.peer_ways.way import Opened, Reading, Way
-from h5pack.measure.consuming import touch
+from benchmarks.peer_ways.base import ImageFolder, Opened, Reading, Way, chosen, decode
+from h5pack.benchmark.ceilings import touch
+from h5pack.system.libc import libc_function
+from h5pack.system.page_cache import cached_pages, make_hot
+
+_LABELS = 256
+
+
+def as_array(values: Any) -> npt.NDArray[Any]:
+    """An array over the memory of an array or a tensor."""
+    array: npt.NDArray[Any] = values.numpy() if hasattr(values, "numpy") else np.asarray(values)
+    return array
+
+
+def marks(images: npt.NDArray[np.uint8], labels: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """One number for each image: the sum of its pixels, times 256, plus its label.
+
+    It is the same for channels first and last.
+
+    Parameters
+    ----------
+    images : ndarray
+        uint8 (n, ...).
+    labels : ndarray
+        Integers (n,), below 256.
+
+    Returns
+    -------
+    ndarray
+        int64 (n,).
+    """
+    sums = images.reshape(len(images), -1).sum(axis=1, dtype=np.int64)
+    found: npt.NDArray[np.int64] = sums * _LABELS + labels.astype(np.int64)
+    return found
+
+
+def truth(source: ImageFolder, workers: int) -> npt.NDArray[np.int64]:
+    """The marks of a folder's images, decoded by Pillow, int64 (N,) in the folder's order."""
+    with ProcessPoolExecutor(workers) as pool:
+        sums = list(pool.map(_pixel_sum, source.paths, chunksize=64))
+    return np.array(sums, np.int64) * _LABELS + source.labels
+
+
+def checksum(found: npt.NDArray[np.int64]) -> int:
+    """The sum of all pixels, whatever the order of the images."""
+    return int((found // _LABELS).sum())
+
+
+def fault(found: npt.NDArray[np.int64], expected: npt.NDArray[np.int64]) -> str | None:
+    """What is wrong with an epoch; None where every image came exactly once.
+
+    Parameters
+    ----------
+    found, expected : ndarray
+        int64, marks in any order. Two images of one mark count as two.
+    """
+    if np.array_equal(np.sort(found), np.sort(expected)):
+        return None
+    numbers = np.unique(np.concatenate([found, expected]))
+    wanted, got = _counts(numbers, expected), _counts(numbers, found)
+    missing, extra = int(np.maximum(wanted - got, 0).sum()), int(np.maximum(got - wanted, 0).sum())
+    return (
+        f"{len(found):,} images came for {len(expected):,}: {missing:,} of them are missing, and {extra:,} came twice "
+        "or are none of them"
+    )
+
+
+def _counts(numbers: npt.NDArray[np.int64], values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    places = np.searchsorted(numbers, values)
+    return np.bincount(places, minlength=len(numbers)).astype(np.int64)
+
+
+def _pixel_sum(path: Path) -> int:
+    return int(decode(path).sum(dtype=np.int64))
+
+
+_MADV_DONTNEED = 4
+_TRIES = 4
+
+
+class PeerFiles:
+    """All files in a folder, following links.
+
+    Parameters
+    ----------
+    folder : Path
+
+    Attributes
+    ----------
+    paths : list of Path
+        Those that hold something.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        found = (Path(root) / name for root, _, names in os.walk(folder, followlinks=True) for name in names)
+        self.paths = [path for path in found if path.stat().st_size]
+
+    def disk_bytes(self) -> int:
+        """What they take on the disk, in whole blocks."""
+        return sum(path.stat().st_blocks * 512 for path in self.paths)
+
+    def flush(self) -> None:
+        """Have them on the disk."""
+        for path in self.paths:
+            self._with_descriptor(path, os.fsync)
+
+    def drop(self) -> int:
+        """Have the system forget their pages; returns how many are there still, by mincore (0: all are cold).
+
+        Files must have been flushed: dirty pages stay. Pages that a process maps stay, too; see `unmap`.
+        """
+        left = 0
+        for attempt in range(_TRIES):
+            if attempt:
+                time.sleep(0.1)
+            for path in self.paths:
+                self._with_descriptor(path, lambda file: os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED))
+            left = sum(cached_pages(path) for path in self.paths)
+            if not left:
+                break
+        return left
+
+    def heat(self) -> None:
+        """Have all their pages in the page cache."""
+        for path in self.paths:
+            make_hot(path)
+
+    def unmap(self) -> None:
+        """Take their pages out of this process's read-only maps, so that they can be dropped; the next access faults.
+
+        The maps stay valid. FFCV, for one, never closes its map.
+        """
+        names = {str(path.resolve()) for path in self.paths}
+        madvise = libc_function("madvise", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        assert madvise is not None
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and fields[5] in names and "w" not in fields[1]:
+                start, stop = (int(address, 16) for address in fields[0].split("-"))
+                madvise(start, stop - start, _MADV_DONTNEED)
+
+    def pages(self) -> int:
+        """How many pages they fill."""
+        return sum(-(-path.stat().st_size // mmap.PAGESIZE) for path in self.paths)
+
+    @staticmethod
+    def _with_descriptor(path: Path, act: object) -> None:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            act(descriptor)  # type: ignore[operator]
+        finally:
+            os.close(descriptor)
+
+
+_INTERVAL_SECONDS = 0.02
+
+
+def private_bytes(pids: Iterable[int]) -> int:
+    """Anonymous and shared memory of processes, each page counted once between them.
+
+    It is ``Pss_Anon`` and ``Pss_Shmem`` of ``/proc/PID/smaps_rollup``. Pages of mapped files are left out: they are the
+    page cache's, and are dropped when another process needs the memory. ``Rss`` would count them, and shared batches
+    once for each process.
+    """
+    total = 0
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        except OSError:  # It ended meanwhile.
+            continue
+        total += sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))) * 1024
+    return total
+
+
+def session(leader: int) -> list[int]:
+    """The processes of a session, even if their parent has exited."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == leader:
+                found.append(int(name))
+    return found
+
+
+class MemoryWatch:
+    """Watches a session's private memory in a thread, as a context.
+
+    Parameters
+    ----------
+    leader : int
+        The process that leads the session.
+
+    Attributes
+    ----------
+    peak : int
+        Bytes, the most that was seen.
+    """
+
+    def __init__(self, leader: int) -> None:
+        self.leader, self.peak = leader, 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> MemoryWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_INTERVAL_SECONDS):
+            self.peak = max(self.peak, private_bytes(session(self.leader)))
+
 
 _CHECKED_EPOCHS = 2
 _MOST_CHECK_SECONDS = 20
@@ -43,7 +261,7 @@ class Timed:
     rows, batches : int
         That came.
     seconds : float
-        To after the last one was looked at.
+        Until the last one was consumed.
     first_seconds : float
         To after the first one was.
     whole : bool
@@ -174,7 +392,7 @@ def read(way: Way, job: dict[str, Any]) -> dict[str, Any]:
 
 def memory_copy(job: dict[str, Any]) -> dict[str, Any]:
     """The ceiling, images a second, on each number of threads."""
-    from h5pack.measure.memory_copy import MemoryCopy
+    from h5pack.benchmark.ceilings import MemoryCopy
 
     copying = MemoryCopy(job["rows"], job["row_bytes"], min(job["batch"], job["rows"]))
     found = {}

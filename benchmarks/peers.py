@@ -11,7 +11,7 @@ exactly once, with its label, in an order that changes. The consumer looks at ev
 
 Each measurement has a process of its own. The ways take turns, forwards and backwards:
 
-- first batch: of a dataset opened anew, its files dropped from the page cache (mincore says whether pages stay); torch
+- first batch: of a newly opened dataset, its files dropped from the page cache (mincore says whether pages stay); torch
   is imported, the peer's own import counts;
 - cold: the whole of that epoch, timed from the opening to the last batch, without the import. FFCV compiles at its
   first batch: its cold epoch is the second one, the files dropped again;
@@ -28,19 +28,322 @@ The ceilings, in the same turns: np.take of random rows into batches that are us
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.common import RESULTS, write_result
-from benchmarks.peer_process import PeerProcess
-from benchmarks.peer_size import BATCH, WORKERS, Comparison, SizeComparison
-from benchmarks.peer_ways.listing import LISTING, chosen
-from h5pack.measure.machine_facts import machine_facts
-from h5pack.tools.synth import make_folder
+from benchmarks.peer_ways.base import LISTING, ImageFolder, Listed, chosen
+from benchmarks.peer_worker import MemoryWatch, PeerFiles, checksum, truth
+from h5pack.benchmark.ceilings import interleaved, sequential, spread
+from h5pack.benchmark.synthetic import make_folder
+from h5pack.system.machine import machine_facts
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class PeerProcess:
+    """Starts jobs of `benchmarks.peer_worker`, one after another.
+
+    Attributes
+    ----------
+    python : str
+        The interpreter; h5pack must be importable there.
+    folder : Path
+        For jobs, reports and the peers' own temporary files.
+    most_seconds : float
+        A job that takes longer is ended.
+    """
+
+    python: str
+    folder: Path
+    most_seconds: float = 600
+
+    def run(self, job: dict[str, Any], watch: bool = False) -> dict[str, Any]:
+        """Do a job in a fresh process.
+
+        Parameters
+        ----------
+        job : dict
+        watch : bool
+            Watch its memory: the report gets "peak", bytes.
+
+        Returns
+        -------
+        dict
+            The report; with "error" where the process failed, was killed, or took too long.
+        """
+        job_path, report_path, log_path = (self.folder / name for name in ("job.json", "report.json", "log.txt"))
+        report_path.unlink(missing_ok=True)
+        job_path.write_text(json.dumps(job))
+        # Peers leave temporary files behind, some in the home folder: here they go with the rest.
+        environment = {
+            **os.environ,
+            "TMPDIR": str(self.folder),
+            "HOME": str(self.folder),
+            "PYTHONPATH": str(ROOT),
+            "PYTHONWARNINGS": "ignore",
+        }
+        command = [self.python, "-m", "benchmarks.peer_worker", str(job_path), str(report_path)]
+        with log_path.open("wb") as log:
+            # A session of its own: all its processes can be found, and ended, whatever their parents are.
+            try:
+                process = subprocess.Popen(
+                    command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+                )
+            except OSError as error:
+                return {"error": f"cannot be started: {error.strerror}"}
+            peak = None
+            try:
+                if watch:
+                    with MemoryWatch(process.pid) as memory:
+                        process.wait(self.most_seconds)
+                    peak = memory.peak
+                else:
+                    process.wait(self.most_seconds)
+            except subprocess.TimeoutExpired:
+                return {"error": f"took more than {self.most_seconds:.0f} s"}
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        if not report_path.exists():
+            return {"error": f"ended with {process.returncode}: {_last_line(log_path)}"}
+        report: dict[str, Any] = json.loads(report_path.read_text())
+        return report if peak is None else {**report, "peak": peak}
+
+
+def _last_line(path: Path) -> str:
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "it said nothing"
+
+
+BATCH = 256
+WORKERS = 2
+_COPY, _SEQUENTIAL = "memory copy", "sequential read"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared, and where.
+
+    Attributes
+    ----------
+    process : PeerProcess
+    scratch : Path
+    repeats : int
+    seconds : float
+        Epochs of slow ways are cut short after this; hot ones are timed for half of it at least.
+    """
+
+    process: PeerProcess
+    scratch: Path
+    repeats: int
+    seconds: float
+
+
+class SizeComparison:
+    """All ways on images of one size.
+
+    Parameters
+    ----------
+    comparison : Comparison
+    folder : Path
+        The JPEGs.
+    ways : sequence of Listed
+    """
+
+    def __init__(self, comparison: Comparison, folder: Path, ways: Sequence[Listed]) -> None:
+        self.comparison, self.folder, self.ways = comparison, folder, ways
+        self.source = ImageFolder(folder)
+        self.row_bytes = int(np.prod(self.source.shape))
+        expected = truth(self.source, WORKERS)
+        self.truth = folder.with_suffix(".npy")
+        np.save(self.truth, expected)
+        self.checksum = checksum(expected)
+        self.workers = dict.fromkeys((listed.key for listed in ways), WORKERS)
+        self.stores: dict[str, dict[str, Any]] = {}
+
+    def _out(self, listed: Listed) -> Path:
+        return self.folder.with_name(f"{self.folder.name}-{listed.store}")
+
+    def _job(self, listed: Listed, task: str, **more: Any) -> dict[str, Any]:
+        return {
+            "task": task,
+            "way": listed.key,
+            "folder": str(self.folder),
+            "out": str(self._out(listed)),
+            "truth": str(self.truth),
+            "batch": min(BATCH, len(self.source) // 2),
+            "workers": self.workers[listed.key],
+            "seed": 0,
+            "seconds": self.comparison.seconds,
+            **more,
+        }
+
+    def prepare(self, listed: Listed) -> dict[str, Any]:
+        """Convert, choose the number of workers, compare two epochs and watch their memory.
+
+        Returns
+        -------
+        dict
+            What the result has of a way; with "skipped" where it cannot be measured.
+        """
+        found: dict[str, Any] = {"way": listed.name, "key": listed.key, "ours": listed.ours, "skipped": None}
+        run = self.comparison.process.run
+        if listed.store not in self.stores:
+            converted = run(self._job(listed, "convert"))
+            if not _failed(converted):
+                converted["bytes"] = PeerFiles(self._out(listed)).disk_bytes()
+            self.stores[listed.store] = converted
+        converted = self.stores[listed.store]
+        if reason := _failed(converted):
+            return {**found, "skipped": f"convert: {reason}" if "error" in converted else reason}
+        tried = {}
+        for workers in converted["tried"]:
+            report = run(self._job(listed, "try", workers=workers))
+            if not _failed(report):
+                tried[workers] = report["images_per_s"]
+        if tried:
+            self.workers[listed.key] = max(tried, key=lambda workers: tried[workers])
+        checked = run(self._job(listed, "check"), watch=True)
+        if reason := _failed(checked):
+            return {**found, "skipped": f"check: {reason}"}
+        found |= {
+            "settings": checked["settings"],
+            "packages": checked["packages"],
+            "parallel": checked["parallel"],
+            "workers_tried": {str(workers): round(speed, 1) for workers, speed in tried.items()} or None,
+            "verified": checked["verified"],
+            "verified_reason": checked["reason"],
+            "epochs_checked": checked["epochs"],
+            "checksum": checked["checksum"],
+            "peak_memory_mb": round((checked["peak"] - checked["baseline"]) / 1e6, 1),
+            "file_mb": round(converted["bytes"] / 1e6, 1),
+            "convert": self._conversion(converted),
+        }
+        return found
+
+    def _conversion(self, converted: dict[str, Any]) -> dict[str, Any] | None:
+        if not converted["workers"]:
+            return None
+        return {
+            "images_per_s": round(len(self.source) / converted["seconds"], 1),
+            "seconds": round(converted["seconds"], 3),
+            "seconds_before_fsync": round(converted["seconds_before_fsync"], 3),
+            "workers": converted["workers"],
+        }
+
+    def visit(self, listed: Listed) -> dict[str, Any]:
+        """A cold epoch and hot ones in a fresh process."""
+        pages = PeerFiles(self._out(listed)).drop()
+        return self.comparison.process.run(self._job(listed, "read", pages_found_in_cache=pages))
+
+    def ceilings(self) -> dict[str, float]:
+        """Images a second that no way can pass: copying rows in memory, reading a cold file."""
+        job = {"task": "copy", "rows": len(self.source), "row_bytes": self.row_bytes, "batch": BATCH}
+        job |= {"threads": [1, WORKERS], "seconds": self.comparison.seconds}
+        report = self.comparison.process.run(job)
+        if reason := _failed(report):
+            raise RuntimeError(f"the memory copy, which every ratio needs, was not measured: {reason}")
+        speeds = {f"{_COPY} {threads}": float(speed) for threads, speed in report["images_per_s"].items()}
+        path = self.folder.with_name(f"{self.folder.name}-rows") / "rows.raw"
+        if not path.exists():
+            path.parent.mkdir()
+            with path.open("wb") as raw:
+                for row in range(len(self.source)):
+                    raw.write(np.full(self.row_bytes, row % 251, np.uint8).data)
+            PeerFiles(path.parent).flush()
+        PeerFiles(path.parent).drop()
+        return {**speeds, _SEQUENTIAL: sequential(path) / self.row_bytes}
+
+    def result(self) -> dict[str, Any]:
+        """Everything about images of this size."""
+        found = {}
+        for listed in self.ways:
+            found[listed.key] = self.prepare(listed)
+            print(f"{self.row_bytes:,} bytes a row: {listed.name}: {_said(found[listed.key])}", flush=True)
+        running = {listed.key: listed for listed in self.ways if not found[listed.key]["skipped"]}
+        ceilings: list[dict[str, float]] = []
+        visits: dict[str, list[dict[str, Any]]] = {key: [] for key in running}
+        for name in interleaved(["ceilings", *running], self.comparison.repeats):
+            if name == "ceilings":
+                ceilings.append(self.ceilings())
+                print(
+                    f"  {', '.join(f'{key}: {speed:,.0f} images/s' for key, speed in ceilings[-1].items())}", flush=True
+                )
+            elif not found[name]["skipped"]:
+                report = self.visit(running[name])
+                if reason := _failed(report):
+                    found[name]["skipped"] = f"read: {reason}"
+                else:
+                    visits[name].append(report)
+                print(f"  {running[name].name}: {_seen(report)}", flush=True)
+        for key, reports in visits.items():
+            if not found[key]["skipped"]:
+                found[key] |= _measured(reports, [turn[f"{_COPY} {WORKERS}"] for turn in ceilings])
+        return {
+            "rows": len(self.source),
+            "row_bytes": self.row_bytes,
+            "source_mb": round(PeerFiles(self.folder).disk_bytes() / 1e6, 1),
+            "raw_mb": round(len(self.source) * self.row_bytes / 1e6, 1),
+            "checksum": self.checksum,
+            "ceilings": {name: spread([turn[name] for turn in ceilings]) for name in ceilings[0]},
+            "ways": list(found.values()),
+        }
+
+
+def _failed(report: dict[str, Any]) -> str | None:
+    """Why a process gave nothing."""
+    return f"not installed: {report['missing']}" if "missing" in report else report.get("error")
+
+
+def _measured(reports: list[dict[str, Any]], copies: list[float]) -> dict[str, Any]:
+    """Medians and spreads of the visits to one way; `copies` are the memory copy's speeds in the same turns."""
+    hot = [report["hot"]["images_per_s"] for report in reports]
+    first = [report["import_seconds"] + report["first_batch_seconds"] for report in reports]
+    return {
+        "hot_images_per_s": spread(hot),
+        "hot_of_memory_copy": spread([speed / copy for speed, copy in zip(hot, copies, strict=True)]),
+        "hot_batches": min(report["hot"]["batches"] for report in reports),
+        "hot_whole_epochs": all(report["hot"]["whole_epochs"] for report in reports),
+        "cold_images_per_s": spread([report["cold"]["images_per_s"] for report in reports]),
+        "cold_batches": min(report["cold"]["batches"] for report in reports),
+        "cold_whole_epoch": all(report["cold"]["whole_epoch"] for report in reports),
+        "cold_pages_found_in_cache": max(report["cold"]["pages_found_in_cache"] for report in reports),
+        "pages": reports[0]["cold"]["pages"],
+        "first_batch_seconds": spread(first),
+        "import_seconds": spread([report["import_seconds"] for report in reports]),
+    }
+
+
+def _said(found: dict[str, Any]) -> str:
+    if found["skipped"]:
+        return f"skipped, {found['skipped']}"
+    converted = found["convert"]
+    speed = f"converted at {converted['images_per_s']:,.0f} images/s, " if converted else ""
+    right = "each image once" if found["verified"] else f"WRONG: {found['verified_reason']}"
+    return f"{speed}{right}, {found['peak_memory_mb']:,.0f} MB"
+
+
+def _seen(report: dict[str, Any]) -> str:
+    if reason := _failed(report):
+        return reason
+    hot, cold = report["hot"]["images_per_s"], report["cold"]["images_per_s"]
+    first = report["import_seconds"] + report["first_batch_seconds"]
+    return f"hot {hot:,.0f}, cold {cold:,.0f} images/s, first batch {first:.2f} s"
+
 
 _SIZES = {"116 KB": (218, 178), "3 KB": (32, 32)}
 

@@ -1,4 +1,4 @@
-"""Draw the docs' pictures and write their figures from the committed results: ``python -m benchmarks.plots``."""
+"""Draw the docs' figures and write their tables from the committed results: ``python -m benchmarks.plots``."""
 
 from __future__ import annotations
 
@@ -11,17 +11,24 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from benchmarks.bench_plots import again_table, chunk_size_about, chunk_size_table, recommendation_text, trials_table
+from benchmarks import tables
 from benchmarks.common import RESULTS
-from benchmarks.echoing import echoing_table
-from benchmarks.mixing_plots import accuracy_table, draw_accuracy, draw_mixing, mixing_table
-from benchmarks.peer_plots import draw_peers, peers_summary, peers_table
-from h5pack.bench.figure import draw_bench
-from h5pack.bench.report import BenchReport
+from h5pack.benchmark.plots import draw_bench
+from h5pack.benchmark.report import BenchReport
 
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "docs" / "img"
-_GRAY, _BLUE, _LIGHT = "#9aa0a6", "#1a73e8", "#a8c7fa"
+_DARK, _GRAY, _BLUE, _LIGHT = "#3c4043", "#9aa0a6", "#1a73e8", "#a8c7fa"
+_COLORS = {"shuffled": "#1a73e8", "sorted": "#d93025"}
+_PACKS = {"shuffled": "pack in shuffled order", "sorted": "pack sorted by class"}
+_OURS = ("H5Loader", "H5Dataset")
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    print(f"drew {path}")
 
 
 def draw_convert(result: dict[str, Any], path: Path) -> None:
@@ -57,51 +64,7 @@ def draw_convert(result: dict[str, Any], path: Path) -> None:
         fontsize=9,
         loc="left",
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    print(f"drew {path}")
-
-
-def convert_table(result: dict[str, Any]) -> str:
-    """The figures of conversion as a Markdown table."""
-    machine = result["machine"]
-    repeats = next(iter(result["ways"].values()))["write_seconds"]["repeats"]
-    where = (
-        machine["processor"] + (" (a virtual machine)" if machine["virtual"] else "") + f", {machine['file_system']}"
-    )
-    columns = (
-        "decoder, way of writing",
-        "only open, read, decode: images/s",
-        "convert to the last write: images/s",
-        "ratio",
-        "tables, fsync, rename",
-    )
-    lines = [
-        f"{result['images']:,} JPEGs of 178x218, {result['workers']} workers, {where};",
-        f"medians of {repeats} interleaved repeats, minimum to maximum in brackets.",
-        "",
-        f"| {' | '.join(columns)} |",
-        "|---|---|---|---|---|",
-    ]
-    for way, found in result["ways"].items():
-        decoder, how = way.split()
-        ceiling, speed = found["ceiling_images_per_s"], found["convert_images_per_s"]
-        ratio, finish = found["ratio_to_last_write"], found["finish_seconds"]
-        lines.append(
-            f"| {decoder}, {'direct' if how == 'auto' else how} | {ceiling['median']:,.0f} | {speed['median']:,.0f} | "
-            f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}) | {finish['median']:.1f} s |"
-        )
-    memory = "; ".join(
-        f"{part['images']:,} images: {part['parent_mb']:.0f} MB in the converting process, "
-        f"{part['largest_worker_mb']:.0f} MB in its largest worker"
-        for part in result["memory"]
-    )
-    lines += ["", f"Peak memory, {memory}."]
-    return "\n".join(lines)
-
-
-_OURS = ("H5Loader", "H5Dataset")
+    _save(figure, path)
 
 
 def draw_read(result: dict[str, Any], path: Path) -> None:
@@ -130,198 +93,167 @@ def draw_read(result: dict[str, Any], path: Path) -> None:
         axes.set_xlabel("images/s (of the copy)", fontsize=8)
         axes.set_title(f"{name} rows, batch {first}", fontsize=9, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
-    ratios = [_way(found, "H5Loader", 2)["of_memory_copy"]["median"] for found in result["sizes"].values()]
+    ratios = [tables.way_of(found, "H5Loader", 2)["of_memory_copy"]["median"] for found in result["sizes"].values()]
     large, small = result["sizes"]
     figure.suptitle(
-        f"On 2 threads H5Loader hands out shuffled batches at {ratios[0]:.2f} ({large} rows) and {ratios[1]:.2f} "
+        f"On 2 threads H5Loader delivers shuffled batches at {ratios[0]:.2f} ({large} rows) and {ratios[1]:.2f} "
         f"({small} rows) of the speed of copying rows in memory",
         fontsize=10,
         x=0.01,
         ha="left",
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    print(f"drew {path}")
+    _save(figure, path)
 
 
-def _way(found: dict[str, Any], name: str, threads: int) -> dict[str, Any]:
-    return next(way for way in found["hot"] if way["way"] == name and way["threads"] == threads)
-
-
-def _cell(way: dict[str, Any] | None) -> str:
-    if way is None:
-        return "-"
-    speed, ratio = way["images_per_s"], way["of_memory_copy"]
-    return f"{speed['median']:,.0f} | {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
-
-
-def hot_table(result: dict[str, Any], *, every_batch: bool) -> str:
-    """The figures of hot reading as a Markdown table."""
-    lines = [
-        "| way | threads or workers | rows | batch | images/s | of the memory copy |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, found in result["sizes"].items():
-        first = found["hot"][0]["batch"]
-        for way in found["hot"]:
-            if every_batch or way["batch"] == first:
-                lines.append(f"| {way['way']} | {way['threads']} | {name} | {way['batch']} | {_cell(way)} |")
-    return "\n".join(lines)
-
-
-def cold_table(result: dict[str, Any]) -> str:
-    """The figures of cold reading as a Markdown table."""
-    lines = ["| way | threads | rows | MB/s | of the sequential read |", "|---|---|---|---|---|"]
-    for name, found in result["sizes"].items():
-        for way in found["cold"]["ways"]:
-            label, _, threads = way["way"].partition(" | ")
-            speed, ratio = way["mb_per_s"], way["of_sequential"]
-            lines.append(
-                f"| {label} | {threads or 1} | {name} | {speed['median']:,.0f} | "
-                f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}) |"
-            )
-    colds = [found["cold"] for found in result["sizes"].values()]
-    pages = sum(found["pages_found_in_cache"] for found in colds)
-    runs = sum(way["mb_per_s"]["repeats"] for found in colds for way in found["ways"])
-    epochs = ", ".join(
-        f"{name} rows: {found['epoch']['chunk_misses']} visits to {found['epoch']['chunks']} chunks, amplification "
-        f"{found['epoch']['amplification']:.3f}"
-        for name, found in result["sizes"].items()
-    )
-    lines += ["", f"Pages of the file in the page cache before the {runs} runs, by mincore: {pages:,} in all."]
-    lines += [f"One epoch, counted: {epochs}."]
-    return "\n".join(lines)
-
-
-def compressed_table(result: dict[str, Any]) -> str:
-    """The figures of reading compressed chunks as a Markdown table."""
-    lines = [
-        "| compression | bytes, of raw | way | threads or workers | images/s | of the decoder |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, found in result["compressions"].items():
-        stored = found["bytes_stored"] / found["bytes_raw"]
-        for way in found["ways"]:
-            speed, ratio = way["images_per_s"], way["of_decoder"]
-            lines.append(
-                f"| {name} | {stored:.2f} | {way['way']} | {way['threads']} | {speed['median']:,.0f} | "
-                f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}) |"
-            )
-    return "\n".join(lines)
-
-
-def foreign_table(result: dict[str, Any]) -> str:
-    """The figures of reading other people's files, before and after converting, as a Markdown table."""
-    lines = [
-        "| file | way | before: images/s | after convert: images/s | times as fast | converted at: images/s |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, found in result["files"].items():
-        speeds = {(way["when"], way["way"]): way["images_per_s"] for way in found["ways"]}
-        for way in dict.fromkeys(way for _, way in speeds):
-            before, after = speeds["before", way], speeds["after", way]
-            cells = " | ".join(
-                f"{one['median']:,.0f} ({one['min']:,.0f} to {one['max']:,.0f})" for one in (before, after)
-            )
-            ratio = after["median"] / before["median"]
-            lines.append(f"| {name} | {way} | {cells} | {ratio:.1f} | {found['convert_images_per_s']:,.0f} |")
-    return "\n".join(lines)
-
-
-def normalize_table(result: dict[str, Any]) -> str:
-    """The figures of normalising on a device as a Markdown table."""
-    size, batch = result["settings"]["size"], result["settings"]["batch"]
-    lines = [
-        f"On {result['device']}, batches of {batch} images of {size}x{size}:",
-        "",
-        "| result | augmentation | images/s | GB/s, read and written | of a copy on the device |",
-        "|---|---|---|---|---|",
-    ]
-    for way in result["normalize"]["ways"]:
-        speed, size_speed, ratio = way["images_per_s"], way["gb_per_s"], way["of_copy"]
-        of_copy = "-" if ratio is None else f"{ratio['median']:.2f}"
-        lines.append(
-            f"| {way['precision']} | {way['augmentation']} | {speed['median']:,.0f} ({speed['min']:,.0f} to "
-            f"{speed['max']:,.0f}) | {size_speed['median']:.1f} | {of_copy} |"
-        )
-    return "\n".join(lines)
-
-
-def read_summary(result: dict[str, Any]) -> str:
-    """What the README says of reading: the machine, and the ways that matter."""
+def draw_peers(result: dict[str, Any], path: Path) -> None:
+    """Hot images/s of every way on the large rows, or those there are, beside the memory copy."""
+    name, found = tables.first_size(result)
+    ways = tables.measured_ways(found)
+    copies = [(f"memory copy, {label}", found["ceilings"][f"memory copy {threads}"])
+              for threads, label in ((2, "2 threads"), (1, "1 thread"))]  # fmt: skip
+    bars = [(label, speed, _GRAY) for label, speed in copies]
+    for way in ways:
+        label = tables.way_name(way) + ("" if way["verified"] else " (not each image once)")
+        bars.append((label, way["hot_images_per_s"], _BLUE if way["ours"] else _LIGHT))
+    figure, axes = plt.subplots(figsize=(8.4, 0.6 + 0.3 * len(bars)), layout="constrained")
+    most = max(float(speed["max"]) for _, speed, _ in bars)
+    for place, (_, speed, colour) in enumerate(bars):
+        whiskers = [[speed["median"] - speed["min"]], [speed["max"] - speed["median"]]]
+        axes.barh(place, speed["median"], color=colour, xerr=whiskers, capsize=2.5, ecolor="#3c4043")
+        axes.text(speed["max"] + most * 0.015, place, f"{speed['median']:,.0f}", va="center", fontsize=8)
+    axes.set_yticks(range(len(bars)), [label for label, _, _ in bars], fontsize=8)
+    for tick, (_, _, colour) in zip(axes.get_yticklabels(), bars, strict=True):
+        tick.set_fontweight("bold" if colour == _BLUE else "normal")
+    axes.invert_yaxis()
+    axes.set_xlim(0, most * 1.12)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set_xlabel(f"shuffled images/s, page cache warm, {name} rows (median, minimum to maximum)", fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
     machine = result["machine"]
-    where = machine["processor"] + (" (a virtual machine)" if machine["virtual"] else "") + f", {machine['cpus']} CPUs"
-    repeats = result["sizes"]["3 KB"]["hot"][0]["images_per_s"]["repeats"]
-    lines = [
-        f"{where}; page cache warm, shuffled batches, every page of a batch looked at;",
-        f"medians of {repeats} interleaved repeats, minimum to maximum in brackets.",
-        "",
-        "| way | threads or workers | 116 KB rows: images/s | of the copy | 3 KB rows: images/s | of the copy |",
-        "|---|---|---|---|---|---|",
-    ]
-    names = ["memory copy", "H5Loader", "H5Loader, resident='no'", "np.memmap, fancy index", "np.memmap, DataLoader"]
-    names += ["H5Dataset with collate, DataLoader", "H5Dataset, DataLoader", "one index by h5py, DataLoader"]
-    names += ["H5Loader, resident='no', chunks of the recipe", "H5Loader, resident='no', guessed chunks"]
-    names += ["one index by h5py, chunks of the recipe, DataLoader", "one index by h5py, guessed chunks, DataLoader"]
-    large, small = (found["hot"] for found in result["sizes"].values())
-    for name in names:
-        for threads in (1, 2):
-            cells = []
-            for found in (large, small):
-                first = found[0]["batch"]
-                matches = (way["way"] == name and way["threads"] == threads and way["batch"] == first for way in found)
-                cells.append(next((way for way, match in zip(found, matches, strict=True) if match), None))
-            if any(cells):
-                row = " | ".join("- | -" if cell is None else _cell(cell) for cell in cells)
-                lines.append(f"| {name} | {threads} | {row} |")
-    return "\n".join(lines)
+    where = f"{found['rows']:,} images, batches of {result['batch']}, {machine['processor']}, {machine['cpus']} CPUs"
+    figure.suptitle(f"{tables.peers_message(found)}\n{where}; h5pack's ways in blue", fontsize=9, x=0.01, ha="left")
+    _save(figure, path)
 
 
-def update_figures(page: Path, name: str, text: str) -> None:
-    """Replace what stands between a page's marks of a set of figures."""
-    before, begin, rest = page.read_text().partition(f"<!-- figures: {name} -->\n")
-    _, end, after = rest.partition("<!-- end figures -->")
-    page.write_text(f"{before}{begin}{text}\n{end}{after}")
-    print(f"updated {page}")
+def _windows(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [order for order in report["orders"] if order["shuffle"] == "window"]
+
+
+def draw_mixing(result: dict[str, Any], path: Path) -> None:
+    """Label distance against window size, for both packs, with the full shuffle as a line and its band."""
+    figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
+    reports = result["packs"]
+    report = reports["sorted"]
+    expected, deviation = report["expected_distance"], tables.order_of(report, "full")["batch_deviation"]
+    axes.axhspan(expected - deviation, expected + deviation, color=_GRAY, alpha=0.25, lw=0)
+    axes.axhline(expected, color=_GRAY, lw=1.5, label="full shuffle (band: one standard deviation of single batches)")
+    for order, found in reports.items():
+        windows = [one["window"] for one in _windows(found)]
+        distances = [one["label_distance"] for one in _windows(found)]
+        errors = [2 * one["standard_error"] for one in _windows(found)]
+        label = f"window shuffle, {_PACKS[order]}"
+        axes.errorbar(windows, distances, errors, color=_COLORS[order], marker="o", ms=4, capsize=3, label=label)
+    axes.axvline(report["window"], color=_DARK, lw=0.8, ls=":")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = [tick for tick in (0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if tick > (expected - deviation) / 2]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    windows = [one["window"] for one in _windows(report)]
+    axes.set_xticks(windows, [str(window) for window in windows], fontsize=8)
+    axes.annotate(" default", (report["window"], 1), xycoords=("data", "axes fraction"), va="top", fontsize=8)
+    axes.set_xlabel(f"window, chunks shuffled together (of {report['chunks']:,} chunks)", fontsize=8)
+    axes.set_ylabel("distance of a batch's labels from all labels\n(total variation; whiskers: 2 standard errors)")
+    axes.yaxis.label.set_fontsize(8)
+    axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 0.22), frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    shuffled, by_class = (tables.excess(found, tables.asked_order(found)) for found in (reports["shuffled"], report))
+    axes.set_title(
+        f"With window={report['window']} a batch of {report['batch_size']} mixes labels as a full shuffle does "
+        f"({tables.percent(shuffled)})\nwhere the pack is in shuffled order; where it is sorted by class, "
+        f"its labels are {100 * by_class:,.0f} % further off",
+        fontsize=9,
+        loc="left",
+    )
+    _save(figure, path)
+
+
+def draw_accuracy(result: dict[str, Any], path: Path) -> None:
+    """Accuracy of every run, and the mean of each arm."""
+    figure, axes = plt.subplots(figsize=(7.2, 4.0), layout="constrained")
+    seeds = result["seeds"]
+    for place, arm in enumerate(result["arms"]):
+        spots = [place + 0.24 * (seed / max(1, seeds - 1) - 0.5) for seed in range(seeds)]
+        axes.plot(spots, [100 * score for score in arm["accuracy"]], "o", ms=5, color=_COLORS[arm["pack"]], alpha=0.7)
+        axes.hlines(100 * arm["mean"], place - 0.25, place + 0.25, color=_DARK, lw=1.5)
+        axes.text(place + 0.28, 100 * arm["mean"], f"{100 * arm['mean']:.1f}", va="center", fontsize=8)
+    names = {"full": "full shuffle", "window": f"window={result['training']['window']}"}
+    labels = [f"{names[arm['shuffle']]}\n{_PACKS[arm['pack']]}" for arm in result["arms"]]
+    axes.set_xticks(range(len(labels)), labels, fontsize=8)
+    axes.set_xlim(-0.5, len(labels) - 0.3)
+    axes.set_ylabel(
+        f"% of {result['test_images']:,} test images named rightly\n(a point a seed, line: mean)", fontsize=8
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    shuffled, by_class = (100 * gap["mean"] for gap in result["differences"][:2])
+    axes.set_title(
+        f"Window shuffle less full shuffle: {shuffled:+.1f} points on a pack in shuffled order,\n"
+        f"{by_class:+.1f} on one sorted by class "
+        f"({result['chunks']} chunks, {result['training']['epochs']} epochs, {seeds} seeds)",
+        fontsize=9,
+        loc="left",
+    )
+    _save(figure, path)
+
+
+def pages() -> list[Path]:
+    """The pages that may show figures."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def update_figures(name: str, text: str) -> None:
+    """Replace the text between the marks of a set of figures, on every page that has them."""
+    for page in pages():
+        before, begin, rest = page.read_text().partition(f"<!-- figures: {name} -->\n")
+        if begin:
+            _, end, after = rest.partition("<!-- end figures -->")
+            page.write_text(f"{before}{begin}{text}\n{end}{after}")
+            print(f"updated {page}")
 
 
 def main() -> None:
-    result = json.loads((RESULTS / "convert.json").read_text())
-    draw_convert(result, PICTURES / "convert.png")
-    update_figures(ROOT / "README.md", "convert", convert_table(result))
-    result = json.loads((RESULTS / "read.json").read_text())
-    draw_read(result, PICTURES / "read.png")
-    update_figures(ROOT / "README.md", "read", read_summary(result))
-    update_figures(ROOT / "docs" / "performance.md", "hot", hot_table(result, every_batch=True))
-    update_figures(ROOT / "docs" / "performance.md", "cold", cold_table(result))
-    result = json.loads((RESULTS / "compressed.json").read_text())
-    update_figures(ROOT / "docs" / "performance.md", "compressed", compressed_table(result))
-    result = json.loads((RESULTS / "foreign.json").read_text())
-    update_figures(ROOT / "docs" / "performance.md", "foreign", foreign_table(result))
-    result = json.loads((RESULTS / "device.json").read_text())
-    update_figures(ROOT / "docs" / "training.md", "normalize", normalize_table(result))
-    result = json.loads((RESULTS / "echoing.json").read_text())
-    update_figures(ROOT / "docs" / "training.md", "echoing", echoing_table(result))
-    result = json.loads((RESULTS / "peers.json").read_text())
-    draw_peers(result, PICTURES / "peers.png")
-    update_figures(ROOT / "README.md", "peers", peers_summary(result))
-    update_figures(ROOT / "docs" / "performance.md", "peers", peers_table(result))
-    result = json.loads((RESULTS / "chunk_size.json").read_text())
-    draw_bench(BenchReport.from_json(result), PICTURES / "chunk_size.png")
-    for cache in ("hot", "cold"):
-        update_figures(ROOT / "docs" / "tuning.md", f"chunks {cache}", chunk_size_table(result, cache))
-    update_figures(ROOT / "docs" / "tuning.md", "chunks about", chunk_size_about(result))
-    update_figures(ROOT / "docs" / "tuning.md", "run-off", trials_table(result))
-    update_figures(ROOT / "docs" / "tuning.md", "recommendation", recommendation_text(result))
-    result = json.loads((RESULTS / "chunk_size_again.json").read_text())
-    update_figures(ROOT / "docs" / "tuning.md", "again", again_table(result))
-    result = json.loads((RESULTS / "mixing.json").read_text())
-    draw_mixing(result, PICTURES / "mixing.png")
-    update_figures(ROOT / "docs" / "mixing.md", "mixing", mixing_table(result))
-    result = json.loads((RESULTS / "accuracy.json").read_text())
-    draw_accuracy(result, PICTURES / "accuracy.png")
-    update_figures(ROOT / "docs" / "mixing.md", "accuracy", accuracy_table(result))
+    found = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
+    draw_convert(found["convert"], PICTURES / "convert.png")
+    draw_read(found["read"], PICTURES / "read.png")
+    draw_peers(found["peers"], PICTURES / "peers.png")
+    draw_bench(BenchReport.from_json(found["chunk_size"]), PICTURES / "chunk_size.png")
+    draw_mixing(found["mixing"], PICTURES / "mixing.png")
+    draw_accuracy(found["accuracy"], PICTURES / "accuracy.png")
+    for name, text in all_tables(found).items():
+        update_figures(name, text)
+
+
+def all_tables(found: dict[str, Any]) -> dict[str, str]:
+    """The text of every set of figures of the docs by its name, from the results by their names."""
+    return {
+        "convert": tables.convert_table(found["convert"]),
+        "hot": tables.hot_table(found["read"], every_batch=True),
+        "cold": tables.cold_table(found["read"]),
+        "compressed": tables.compressed_table(found["compressed"]),
+        "foreign": tables.foreign_table(found["foreign"]),
+        "peers": tables.peers_table(found["peers"]),
+        "normalize": tables.normalize_table(found["device"]),
+        "echoing": tables.echoing_table(found["echoing"]),
+        "chunks hot": tables.chunk_size_table(found["chunk_size"], "hot"),
+        "chunks cold": tables.chunk_size_table(found["chunk_size"], "cold"),
+        "chunks about": tables.chunk_size_about(found["chunk_size"]),
+        "run-off": tables.run_off_table(found["chunk_size"]),
+        "recommendation": tables.recommendation_text(found["chunk_size"]),
+        "again": tables.again_table(found["chunk_size_again"]),
+        "mixing": tables.mixing_table(found["mixing"]),
+        "accuracy": tables.accuracy_table(found["accuracy"]),
+    }
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ turn.
 
 - the ceiling: ``np.take`` of random rows out of memory into batches that are used again, on 1 and 2 threads;
 - H5Loader: as it comes (which keeps rows in memory from the second epoch on, where they fit), reading the file every
-  epoch (``resident="no"``), through h5py, and on other people's chunks (see below);
+  epoch (``resident="no"``), through h5py, and on chunks made by other tools (see below);
 - np.memmap: fancy indexing in this process, and a DataLoader with 2 workers;
 - h5py: the usual dataset that reads one index, in a DataLoader with 2 workers; on a pack, on the well-known recipe's
   chunks, which cut images, and on the chunks that h5py guesses;
@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -33,36 +31,29 @@ from typing import Any
 import h5py
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset
 
 import h5pack
-from benchmarks.again import measure_again
-from benchmarks.common import RESULTS, write_result
-from benchmarks.row_files import RowSource, make_flat, make_foreign, make_pack
-from h5pack.bench.opened import through_library
-from h5pack.measure.consuming import consume, touch
-from h5pack.measure.machine_facts import machine_facts
-from h5pack.measure.memory_copy import MemoryCopy
-from h5pack.measure.page_cache import drop_cache, make_hot
-from h5pack.measure.repeats import interleaved, spread
-from h5pack.measure.sequential_read import sequential
-
-WORKERS = 2
-
-
-class OneIndex(Dataset[Any]):
-    """What most people write: open the file on first use, read one index."""
-
-    def __init__(self, path: Path, rows: int) -> None:
-        self.path, self.rows, self.file = path, rows, None
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def __getitem__(self, index: int) -> Any:
-        if self.file is None:
-            self.file = h5py.File(self.path, "r")
-        return torch.from_numpy(self.file["images"][index]), int(self.file["labels"][index])
+from benchmarks.common import (
+    RESULTS,
+    WORKERS,
+    OneIndex,
+    Reader,
+    RowSource,
+    data_loader,
+    make_flat,
+    make_foreign,
+    make_pack,
+    ratios,
+    repeat_in_turns,
+    scratch_folder,
+    subset_of,
+    write_result,
+)
+from h5pack.benchmark.ceilings import MemoryCopy, consume, interleaved, sequential, spread, touch
+from h5pack.benchmark.readers import through_library
+from h5pack.system.machine import machine_facts
+from h5pack.system.page_cache import drop_cache
 
 
 class Mapped(Dataset[Any]):
@@ -89,47 +80,30 @@ def fancy(path: Path, rows: int, size: int, batch: int, turn: int) -> float:
     )
 
 
-def data_loader(dataset: Dataset[Any], batch: int, **settings: Any) -> DataLoader[Any]:
-    """A DataLoader with workers that stay."""
-    if "batch_sampler" not in settings:
-        settings |= {"batch_size": batch, "shuffle": True, "drop_last": True}
-    return DataLoader(dataset, num_workers=WORKERS, persistent_workers=True, **settings)
-
-
-def some(dataset: Dataset[Any], rows: int, most: int) -> Dataset[Any]:
-    """`most` random ones of a dataset's `rows`: workers that are left early would go on beside the next way."""
-    if rows <= most:
-        return dataset
-    return Subset(dataset, np.random.default_rng(0).choice(rows, most, replace=False).tolist())
-
-
-Way = Callable[[int], float]
-
-
-def loader_ways(pack: Path, batch: int) -> dict[str, Way]:
+def loader_ways(pack: Path, batch: int) -> dict[str, Reader]:
     """H5Loader's ways of reading, each warmed up."""
-    ways: dict[str, Way] = {}
+    ways: dict[str, Reader] = {}
     for label, dataset, settings in (
         ("H5Loader", h5pack.H5Dataset(pack), {}),
         ("H5Loader, resident='no'", h5pack.H5Dataset(pack), {"resident": "no"}),
         ("H5Loader through h5py", through_library(h5pack.H5Dataset(pack)), {"resident": "no"}),
     ):
         for threads in (1, 2):
-            loader = h5pack.H5Loader(dataset, batch, threads=threads, drop_last=True, **settings)
+            loader = h5pack.H5Loader(dataset, batch, num_threads=threads, drop_last=True, **settings)
             for _ in range(2 if not settings else 1):
                 consume(loader)
             ways[f"{label} | {threads}"] = lambda turn, loader=loader: consume(loader)
     return ways
 
 
-def worker_ways(pack: Path, flat: Path, source: RowSource, foreign: dict[str, Path], batch: int) -> dict[str, Way]:
+def worker_ways(pack: Path, flat: Path, source: RowSource, foreign: dict[str, Path], batch: int) -> dict[str, Reader]:
     """What is read by a DataLoader's workers; the slow ones only a part of an epoch."""
     rows, size = source.rows, source.size
     dataset = h5pack.H5Dataset(pack)
     sampler = h5pack.ChunkBatchSampler(dataset, batch, drop_last=True)
     loaders: dict[str, DataLoader[Any]] = {
-        "np.memmap, DataLoader": data_loader(some(Mapped(flat, rows, size), rows, 20_000), batch),
-        "one index by h5py, DataLoader": data_loader(some(OneIndex(pack, rows), rows, 20_000), batch),
+        "np.memmap, DataLoader": data_loader(subset_of(Mapped(flat, rows, size), rows, 20_000), batch),
+        "one index by h5py, DataLoader": data_loader(subset_of(OneIndex(pack, rows), rows, 20_000), batch),
         "H5Dataset, DataLoader": data_loader(dataset, batch, batch_sampler=sampler),
         "H5Dataset with collate, DataLoader": data_loader(
             dataset, batch, batch_sampler=sampler, collate_fn=dataset.collate
@@ -139,9 +113,9 @@ def worker_ways(pack: Path, flat: Path, source: RowSource, foreign: dict[str, Pa
         with h5py.File(path) as file:
             count = len(file["images"])
         small = min(batch, 32)
-        slow = some(OneIndex(path, count), count, 8 * small)
+        slow = subset_of(OneIndex(path, count), count, 8 * small)
         loaders[f"one index by h5py, {label}, DataLoader"] = data_loader(slow, small)
-    ways: dict[str, Way] = {}
+    ways: dict[str, Reader] = {}
     for label, loader in loaders.items():
         consume(loader)
         ways[f"{label} | {WORKERS}"] = lambda turn, loader=loader: consume(loader)
@@ -159,22 +133,16 @@ def hot(source: RowSource, scratch: Path, pack: Path, batches: tuple[int, int], 
     found = []
     for batch in batches:
         copying = MemoryCopy(source.rows, source.size, batch)
-        ways: dict[str, Way] = {f"memory copy | {threads}": partial(copying, threads) for threads in (1, 2)}
+        ways: dict[str, Reader] = {f"memory copy | {threads}": partial(copying, threads) for threads in (1, 2)}
         ways |= loader_ways(pack, batch)
         if batch == batches[0]:
             for label, path in foreign.items():
-                loader = h5pack.H5Loader(h5pack.H5Dataset(path), batch, threads=2, resident="no")
+                loader = h5pack.H5Loader(h5pack.H5Dataset(path), batch, num_threads=2, resident="no")
                 ways[f"H5Loader, resident='no', {label} | 2"] = lambda turn, loader=loader: consume(loader)
             ways["np.memmap, fancy index | 1"] = partial(fancy, flat, source.rows, source.size, batch)
             ways |= worker_ways(pack, flat, source, foreign, batch)
-        speeds: dict[str, list[float]] = {way: [] for way in ways}
-        for way in interleaved(list(ways), repeats):
-            for path in (pack, flat, *foreign.values()):
-                make_hot(path)
-            turn = len(speeds[way])
-            if not way.endswith(f"DataLoader | {WORKERS}"):
-                ways[way](turn)
-            speeds[way].append(ways[way](turn))
+        files = [pack, flat, *foreign.values()]
+        speeds = repeat_in_turns(ways, repeats, files, lambda way: not way.endswith(f"DataLoader | {WORKERS}"))
         found += [_described(way, batch, speeds) for way in ways]
         del copying, ways
     for path in (flat, *foreign.values()):
@@ -190,15 +158,15 @@ def _described(way: str, batch: int, speeds: dict[str, list[float]]) -> dict[str
         "threads": int(threads),
         "batch": batch,
         "images_per_s": spread(speeds[way]),
-        "of_memory_copy": spread([speed / top for speed, top in zip(speeds[way], ceiling, strict=True)]),
+        "of_memory_copy": ratios(speeds[way], ceiling),
     }
 
 
 def cold_loader(path: Path, batch: int, size: int, threads: int) -> tuple[float, float]:
-    """Bytes a second of a first epoch, dataset and loader made anew; and the read amplification."""
+    """Bytes a second of a first epoch, with a new dataset and loader; and the read amplification."""
     begin = time.perf_counter()
     dataset = h5pack.H5Dataset(path)
-    loader = h5pack.H5Loader(dataset, batch, threads=threads)
+    loader = h5pack.H5Loader(dataset, batch, num_threads=threads)
     rows = 0
     for batch_ in loader:
         touch(batch_[0].numpy())
@@ -239,7 +207,7 @@ def cold(source: RowSource, pack: Path, batch: int, repeats: int) -> dict[str, A
             {
                 "way": way,
                 "mb_per_s": spread(found),
-                "of_sequential": spread([speed / top for speed, top in zip(found, sequential_speeds, strict=True)]),
+                "of_sequential": ratios(found, sequential_speeds),
             }
             for way, found in speeds.items()
         ],
@@ -275,41 +243,17 @@ def measure(source: RowSource, scratch: Path, batches: tuple[int, int], repeats:
     return result
 
 
-def again(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a bench recommends, measured once more beside all that it compared."""
-    if arguments.images is None:
-        parser.error("--again needs --images: the folder that the bench was about")
-    scratch = Path(tempfile.mkdtemp(prefix="h5pack-bench-", dir=arguments.scratch))
-    try:
-        result = measure_again(arguments.again, arguments.images, scratch, arguments.repeats)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    command = f"python -m benchmarks.read --again RESULT --images FOLDER --repeats {arguments.repeats}"
-    result = {"benchmark": "chunk_size_again", "command": command, **result}
-    write_result(arguments.json or RESULTS / "chunk_size_again.json", result)
-    for label, speed in result["images_per_s"].items():
-        mark = ">" if label == result["recommended"] else " "
-        print(f"{mark} {label}: {speed['median']:,.0f} images/s ({speed['min']:,.0f} to {speed['max']:,.0f})")
-    print(f"{result['recommended']}, as recommended: {result['of_best']:.2f} of the best")
-    return result
-
-
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--large", type=int, default=20_000, help="rows of 116 KB (178x218)")
     parser.add_argument("--small", type=int, default=200_000, help="rows of 3 KB (32x32)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--scratch", type=Path, help="a folder for the files (default: a temporary one)")
-    parser.add_argument("--json", type=Path, help="the result (default: in benchmarks/results)")
-    parser.add_argument("--again", type=Path, help="measure the settings of this result of 'h5pack bench' instead")
-    parser.add_argument("--images", type=Path, help="with --again: the folder of images that it was about")
+    parser.add_argument("--json", type=Path, default=RESULTS / "read.json")
     arguments = parser.parse_args(argv)
-    if arguments.again is not None:
-        return again(parser, arguments)
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
     torch.set_num_threads(1)
-    scratch = Path(tempfile.mkdtemp(prefix="h5pack-bench-", dir=arguments.scratch))
-    try:
+    with scratch_folder(arguments.scratch) as scratch:
         sizes = {
             "116 KB": (RowSource(arguments.large, 218, 178), (256, 512)),
             "3 KB": (RowSource(arguments.small, 32, 32), (512, 256)),
@@ -328,9 +272,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
                 name: measure(source, scratch, batches, arguments.repeats) for name, (source, batches) in sizes.items()
             },
         }
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    write_result(arguments.json or RESULTS / "read.json", result)
+    write_result(arguments.json, result)
     for name, found in result["sizes"].items():
         print(f"{name} rows, read amplification {found['epoch']['amplification']:.3f}")
         for way in found["hot"]:

@@ -1,6 +1,6 @@
 """A pack under Accelerate: ``accelerate launch examples/accelerate_loop.py PACK FOLDER``, or with plain ``python``.
 
-FOLDER gets the checkpoints. Kill it and run it again: it goes on behind the step of the last one. Needs
+FOLDER receives the checkpoints. Kill it and run it again: it resumes after the step of the last checkpoint. Needs
 ``pip install accelerate``.
 """
 
@@ -21,7 +21,7 @@ EPOCHS, BATCH, STREAMS, STEPS_BETWEEN_SAVES = 4, 32, 8, 6
 
 
 class Steps:
-    """How many steps were taken; Accelerate saves whatever has a state."""
+    """Counts steps; Accelerate saves every registered object that has a state."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -31,12 +31,12 @@ class Steps:
         return {"count": self.count}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a count."""
+        """Restore the count."""
         self.count = state["count"]
 
 
 def save(accelerator: Accelerator, folder: Path, count: int) -> None:
-    """Save under another name first: a kill amid saving leaves no checkpoint that looks whole."""
+    """Save under another name first, so that a kill leaves no incomplete checkpoint under the final name."""
     partial = folder / f"step-{count:06d}.partial"
     accelerator.save_state(str(partial))
     accelerator.wait_for_everyone()
@@ -45,11 +45,11 @@ def save(accelerator: Accelerator, folder: Path, count: int) -> None:
 
 
 def validate(accelerator: Accelerator, network: torch.nn.Module, pack: str) -> float:
-    """Share of the rows that the network names rightly; each rank takes its part of the rows."""
+    """The accuracy on the split "val"; each rank validates its share of the rows."""
     dataset = h5pack.H5Dataset(pack, "val")
     rank, ranks = accelerator.process_index, accelerator.num_processes
     rows = range(len(dataset) * rank // ranks, len(dataset) * (rank + 1) // ranks)
-    loader = h5pack.H5Loader(dataset, BATCH, shuffle=False, rows=rows, rank=0, world_size=1)
+    loader = h5pack.H5Loader(dataset, BATCH, shuffle=False, indices=rows, rank=0, num_replicas=1)
     normalise = h5pack.Normalize.from_dataset(dataset)
     right = torch.zeros((), device=accelerator.device)
     network.eval()
@@ -62,23 +62,23 @@ def validate(accelerator: Accelerator, network: torch.nn.Module, pack: str) -> f
 
 def main() -> None:
     pack, folder = sys.argv[1], Path(sys.argv[2])
-    accelerator = Accelerator()  # First: a loader asks which rank it is.
+    accelerator = Accelerator()  # First, because a loader asks for its rank.
     set_seed(0)
     dataset = h5pack.H5Dataset(pack, "train", with_rows=True)
     loader = h5pack.H5Loader(dataset, BATCH // accelerator.num_processes, streams=STREAMS, drop_last=True)
     normalise = h5pack.Normalize.from_dataset(dataset, flip=0.5, crop=2)
     feed = h5pack.DeviceFeed(loader, accelerator.device, transform=normalise)
     network = Network("cnn", 3, len(dataset.classes or ()), small=True, norm="group")
-    # The feed is not prepared: it knows its rank and its device already.
+    # The feed needs no `prepare`: it has its rank and its device.
     model, optimiser = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9))
     steps = Steps()
     accelerator.register_for_checkpointing(feed, steps)
     saved = sorted(path for path in folder.glob("step-*") if path.suffix != ".partial")
     if saved:
         accelerator.load_state(str(saved[-1]))
-        accelerator.print(f"goes on behind step {steps.count}")
+        accelerator.print(f"resumed after step {steps.count}")
     for epoch in range(steps.count // len(loader), EPOCHS):
-        feed.set_epoch(epoch)  # Of the epoch that was loaded, it keeps the place.
+        feed.set_epoch(epoch)  # Keeps a loaded state of this epoch.
         for images, labels, _ in feed:
             loss = F.cross_entropy(model(images), labels)
             accelerator.backward(loss)

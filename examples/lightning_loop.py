@@ -1,7 +1,7 @@
 """A pack under Lightning: ``python examples/lightning_loop.py PACK FOLDER``.
 
-FOLDER gets the checkpoints. Kill it and run it again: it goes on behind the step of the last one, since Lightning saves
-the state of a loader that has one. Needs ``pip install lightning``.
+FOLDER receives the checkpoints. Kill it and run it again: it resumes after the step of the last checkpoint, because
+Lightning saves the state of loaders that have one. Needs ``pip install lightning``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ EPOCHS, BATCH, STREAMS, STEPS_BETWEEN_SAVES = 4, 32, 8, 6
 
 
 class TrainFeed(h5pack.DeviceFeed):
-    """A feed that asks in which epoch the trainer is: Lightning begins some iterations only to see whether it can.
+    """A feed that takes its epoch from the trainer, because Lightning begins some iterations only to test the loader.
 
-    Within an epoch whose state was loaded it keeps the place. Steps tell the epoch, since Lightning counts one as over
-    only after it has begun the iteration of the next.
+    It keeps a loaded state of that epoch. The epoch is counted by steps, because Lightning begins the iteration of the
+    next epoch before it counts the last.
     """
 
     trainer: lightning.Trainer
@@ -37,7 +37,7 @@ class TrainFeed(h5pack.DeviceFeed):
 
 
 class Classifier(lightning.LightningModule):
-    """A small CNN, and the rows it learns from."""
+    """A small CNN and its data."""
 
     def __init__(self, pack: str) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Classifier(lightning.LightningModule):
         self.network = Network("cnn", 3, len(dataset.classes or ()), small=True, norm="group")
 
     def train_dataloader(self) -> TrainFeed:
-        """Batches on this rank's device; Lightning asks when the ranks have found each other."""
+        """Batches on this rank's device; Lightning calls this once the ranks are connected."""
         dataset = h5pack.H5Dataset(self.pack, "train", with_rows=True)
         # As in train.py, BATCH is that of all ranks together.
         loader = h5pack.H5Loader(dataset, BATCH // self.trainer.world_size, streams=STREAMS, drop_last=True)
@@ -56,7 +56,7 @@ class Classifier(lightning.LightningModule):
         return feed
 
     def val_dataloader(self) -> h5pack.DeviceFeed:
-        """On several ranks a few rows are counted twice; train.py shows how to count each of them once."""
+        """With several ranks a few rows are counted twice; train.py counts each once."""
         dataset = h5pack.H5Dataset(self.pack, "val")
         loader = h5pack.H5Loader(dataset, BATCH, shuffle=False)
         normalise = h5pack.Normalize.from_dataset(dataset)
@@ -70,7 +70,7 @@ class Classifier(lightning.LightningModule):
         return loss
 
     def validation_step(self, batch: Any, number: int) -> None:
-        """Count what the network names rightly."""
+        """Log the accuracy of a batch."""
         images, labels = batch
         right = (self.network(images).argmax(1) == labels).float().mean()
         self.log("accuracy", right, batch_size=len(labels), sync_dist=True, prog_bar=True)

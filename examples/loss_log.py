@@ -1,4 +1,4 @@
-"""What the training example writes down: losses and accuracies as JSON lines."""
+"""The log of the training example: losses and accuracies as JSON lines."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch.distributed as dist
 
 
 class LossLog:
-    """A line for each step and each validation.
+    """Write a line for each step and each validation.
 
-    A loss stays on the device until some have come together: asking for each one would make the GPU wait for us.
+    Losses stay on the device until several can be fetched at once, because each fetch synchronises with the GPU.
 
     Parameters
     ----------
     path : Path or None
-        None: write nothing, as on all ranks but one.
+        None: write nothing, as on all ranks but the first.
     every : int
         Steps whose losses are fetched together.
     begin : int
-        Bytes of the file to keep: what a resumed run logged before its checkpoint. The steps behind it come again.
+        Bytes of the file to keep: what was logged before the checkpoint. Later steps are repeated.
     """
 
     def __init__(self, path: Path | None, every: int, begin: int):
@@ -35,13 +35,13 @@ class LossLog:
             os.truncate(path, min(begin, path.stat().st_size))
 
     def loss(self, line: dict[str, int], loss: torch.Tensor) -> None:
-        """Take in the loss of a step on this rank."""
+        """Record the loss of a step on this rank."""
         self.waiting.append((line, loss))
         if len(self.waiting) >= self.every:
             self.flush()
 
     def flush(self) -> int:
-        """Write the losses, averaged over the ranks; all ranks call it together. Gives the file's length in bytes."""
+        """Write the losses, averaged over the ranks, which call it together; returns the file's length in bytes."""
         if self.waiting:
             means = torch.stack([loss for _, loss in self.waiting])
             if dist.is_initialized():
@@ -54,7 +54,7 @@ class LossLog:
         return 0 if self.path is None else self.path.stat().st_size
 
     def write(self, *lines: dict[str, Any]) -> None:
-        """Write lines, at once."""
+        """Append lines to the file."""
         if self.path is not None:
             with self.path.open("a") as file:
                 file.writelines(json.dumps(line) + "\n" for line in lines)

@@ -13,7 +13,7 @@ MODELS = {"cnn": (), "resnet18": (2, 2, 2, 2), "resnet50": (3, 4, 6, 3)}
 NORMS: dict[str, Callable[[int], nn.Module]] = {
     "batch": nn.BatchNorm2d,
     "sync": nn.SyncBatchNorm,  # The statistics of all ranks together; GPUs only.
-    "group": lambda channels: nn.GroupNorm(8, channels),  # Knows no batch, so it is the same on any number of ranks.
+    "group": lambda channels: nn.GroupNorm(8, channels),  # Independent of the batch, so of the number of ranks.
 }
 
 
@@ -26,7 +26,7 @@ class Block(nn.Module):
         narrow = [(before, width, 1, 1), (width, width, 3, stride), (width, after, 1, 1)]
         shapes = narrow if bottleneck else [(before, width, 3, stride), (width, width, 3, 1)]
         self.body = nn.Sequential(*(convolution(*shape, norm) for shape in shapes))
-        del self.body[-1][-1]  # The last ReLU comes behind the sum.
+        del self.body[-1][-1]  # The last ReLU follows the sum.
         same = stride == 1 and before == after
         self.shortcut = nn.Identity() if same else convolution(before, after, 1, stride, norm)[:2]
 
@@ -40,20 +40,20 @@ def convolution(before: int, after: int, size: int, stride: int, norm: Callable[
 
 
 class Network(nn.Module):
-    """A stem, stages most of which halve the image, and a linear head.
+    """A stem, stages of which most halve the image, and a linear head.
 
     Parameters
     ----------
     model, norm : str
-        Of `MODELS` and `NORMS`.
+        Keys of `MODELS` and `NORMS`.
     channels, classes : int
     small : bool
-        Images of some 32 pixels are not reduced before the first stage; larger ones are, to a quarter.
+        For images of about 32 pixels: do not reduce them to a quarter before the first stage.
     dropout : float
-        Share of the features that the head does without in training.
+        Share of the features that the head drops in training.
     recompute : bool
-        Forget what the stages computed, and compute it again for the gradient: less memory, a third more work. Batch
-        normalisation then takes each batch into its running statistics twice.
+        Recompute activations for the gradient: less memory, a third more work. Batch normalisation then counts each
+        batch twice in its running statistics.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ BATCH, WORKERS = 64, 2
 
 
 def read(name: str, dataset: h5pack.H5Dataset, batches: Iterable[Any]) -> None:
-    """Go through one epoch, starting included, and print what came out."""
+    """Read one epoch, and print its speed and its last batch."""
     begin, count, labels_seen = time.perf_counter(), 0, set()
     for batch in batches:
         images, labels = batch if isinstance(batch, list) else (batch, None)
@@ -31,7 +31,7 @@ def read(name: str, dataset: h5pack.H5Dataset, batches: Iterable[Any]) -> None:
 def main() -> None:
     dataset = h5pack.H5Dataset(sys.argv[1])
     print(dataset)
-    print("one epoch each, starting included; the first one fetches from the disk what is not in memory yet")
+    print("one epoch each, start-up included; the first may read from the disk, the second from memory")
     read("H5Loader", dataset, h5pack.H5Loader(dataset, BATCH))
     sampler = h5pack.ChunkBatchSampler(dataset, BATCH)
     loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate, num_workers=WORKERS)

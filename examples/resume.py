@@ -1,7 +1,7 @@
-"""A training loop that can be killed and goes on where it was: ``python examples/resume.py FILE STATE``.
+"""A training loop that can be killed and resumed: ``python examples/resume.py FILE STATE``.
 
-Kill it and run it again: the digest at the end is that of a run that was never stopped. The digest stands for a model:
-it depends on every row that came, and on their order.
+Kill it and run it again: the digest at the end is that of an uninterrupted run. It stands for a model, because it
+depends on every row and on their order.
 """
 
 import json
@@ -18,7 +18,7 @@ EPOCHS, BATCH, STEPS_BETWEEN_SAVES = 3, 64, 10
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Write a state so that a kill leaves the old one or the new one, never half of one."""
+    """Write a state atomically: a kill leaves the old one or the new one."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(state))
     os.replace(partial, path)
@@ -33,10 +33,10 @@ def main() -> None:
         state = json.loads(state_path.read_text())
         steps, digest = state["steps"], state["digest"]
         loader.load_state_dict(state["loader"])
-        print(f"goes on behind step {steps}")
+        print(f"resumed after step {steps}")
     for epoch in range(loader.state_dict()["epoch"], EPOCHS):
         for batch in loader:
-            time.sleep(0.02)  # Here would be a step of training.
+            time.sleep(0.02)  # A training step.
             digest = zlib.crc32(batch[-1].numpy(), digest)
             steps += 1
             if steps % STEPS_BETWEEN_SAVES == 0:

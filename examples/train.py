@@ -2,8 +2,8 @@
 
 One process on one device, or several ranks: ``torchrun --nproc_per_node 4 examples/train.py PACK``, or ``--spawn 4``.
 ``--batch-size`` is that of all ranks together, and H5Loader's streams give every step the same rows on any number of
-ranks. So a run may be killed, and go on with ``--resume``, on other ranks too, as if nothing had been.
-The networks, the choice of rows and the log are in files beside this one.
+ranks. So a killed run continues with ``--resume``, on another number of ranks too, as if it had never stopped.
+The networks, the train and validation rows and the log are in files beside this one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.utils.data import Subset
 import h5pack
 
 AMP = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What a checkpoint belongs to; the loader compares its seed, batch and streams by itself.
+# A resumed run must have the same of these; the loader compares its seed, batch size and streams by itself.
 SAME = ("model", "norm", "epochs", "lr", "warmup", "weight_decay", "label_smoothing", "dropout", "amp")
 SAME += ("flip", "crop", "echo", "accumulate", "checkpoint_activations")
 
@@ -45,28 +45,30 @@ def device_of(options: argparse.Namespace, local_rank: int) -> torch.device:
     if device.type == "cuda":
         index = local_rank if device.index is None else device.index
         if index >= torch.cuda.device_count():
-            raise SystemExit(f"cuda:{index} is not there, of {torch.cuda.device_count()} GPUs; try --device cpu")
+            raise SystemExit(
+                f"cuda:{index} does not exist: there are {torch.cuda.device_count()} GPUs; try --device cpu"
+            )
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     return device
 
 
 def normalise(rows: Any, options: argparse.Namespace, **augmentation: Any) -> h5pack.Normalize:
-    """uint8 to float, by the statistics of the pack that is trained with, where it has some."""
+    """uint8 to float, with the statistics of the training pack if it has any."""
     base = rows.dataset if isinstance(rows, Subset) else rows
-    make = h5pack.Normalize if base.mean is None else lambda **settings: h5pack.Normalize.from_dataset(base, **settings)
+    make = h5pack.Normalize if base.mean is None else lambda **given: h5pack.Normalize.from_dataset(base, **given)
     return make(dtype=AMP[options.amp], seed=options.seed, **augmentation)
 
 
 class Training:
-    """What a checkpoint saves and brings back, and what it takes to go a step."""
+    """What a checkpoint saves and restores, and the step of the optimiser."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device, rank: int, ranks: int):
         self.options, self.device, self.rank, self.ranks = options, device, rank, ranks
         if options.norm == "sync" and ranks > 1 and device.type != "cuda":
-            raise SystemExit("--norm sync needs GPUs; --norm group is the same on any number of ranks, too")
+            raise SystemExit("--norm sync needs GPUs; --norm group too gives the same results on any number of ranks")
         if options.batch_size % (ranks * options.accumulate):
-            raise SystemExit(f"--batch-size {options.batch_size} does not divide by {ranks} ranks x --accumulate")
+            raise SystemExit(f"--batch-size {options.batch_size} is not a multiple of {ranks} ranks x --accumulate")
         train, self.val, classes = open_rows(options.pack, options.val, options.val_split, options.seed)
         self.loader = h5pack.H5Loader(
             train,
@@ -75,18 +77,18 @@ class Training:
             drop_last=True,
             streams=options.streams,
             rank=rank,
-            world_size=ranks,
+            num_replicas=ranks,
             pin_memory=device.type == "cuda",
         )
         if not len(self.loader):
             raise SystemExit(f"{options.pack}: {len(train)} rows to train with, fewer than --batch-size")
-        # Echoing before the feed: each showing of a batch is augmented in another way.
+        # Echoing before the feed: each repeat of a batch is augmented differently.
         loader = h5pack.EchoLoader(self.loader, options.echo) if options.echo != 1 else self.loader
         augment = normalise(train, options, flip=options.flip, crop=options.crop)
         watched = rank == 0 and sys.stderr.isatty()
         self.batches = h5pack.FeedMonitor(h5pack.DeviceFeed(loader, device, transform=augment), progress=watched)
         self.steps = len(self.batches) * options.epochs
-        self.plain = normalise(train, options)  # For validation, too, whatever file its rows are from.
+        self.plain = normalise(train, options)  # For validation too, which needs the statistics of training.
         example = self.plain(train[0][0][None])
         torch.manual_seed(options.seed)
         self.network = Network(
@@ -99,7 +101,7 @@ class Training:
             recompute=options.checkpoint_activations,
         ).to(device, memory_format=torch.channels_last)
         self.model = self.wrapped()
-        # Decay pulls weights together; biases and normalisations have no need of it.
+        # Weight decay is for weights, not for biases and normalisations.
         groups = [[p for p in self.network.parameters() if (p.ndim > 1) is large] for large in (True, False)]
         decays = [{"params": groups[0], "weight_decay": options.weight_decay}, {"params": groups[1]}]
         self.optimiser = torch.optim.SGD(decays, lr=options.lr, momentum=0.9, nesterov=True, weight_decay=0)
@@ -109,33 +111,33 @@ class Training:
         self.accuracy = math.nan
 
     def wrapped(self) -> nn.Module:
-        """The network as it is trained: on several ranks, or several GPUs of this process, or compiled."""
+        """The network wrapped for several ranks or several GPUs of this process, and compiled if asked for."""
         model: nn.Module = self.network
         if self.ranks > 1:
             gpus = [self.device.index] if self.device.type == "cuda" else None
             unused = self.options.find_unused_parameters
             model = DistributedDataParallel(model, device_ids=gpus, find_unused_parameters=unused)
         elif self.options.data_parallel:
-            # One process drives all GPUs: it copies the weights to each at every step, gathers all outputs on the
-            # first, and Python's global lock lets one GPU at a time be given work. --spawn does none of this.
+            # One process drives all GPUs: each step copies the weights to each and gathers the outputs on the first,
+            # and the global interpreter lock serialises their work. --spawn has none of these costs.
             model = DataParallel(model)
         return torch.compile(model) if self.options.compile else model
 
     def rate(self) -> float:
-        """The learning rate of this step: a line up, then half a cosine. A pure function, so there is none to save."""
+        """The learning rate of this step: linear warm-up, then half a cosine. A function of the step, so not saved."""
         up = max(1, round(self.options.warmup * self.steps))
         if self.step < up:
             return self.options.lr * (self.step + 1) / up
         return self.options.lr * 0.5 * (1 + math.cos(math.pi * (self.step - up) / max(1, self.steps - up)))
 
     def train(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """One step of the optimiser; gives the mean loss of this rank's rows."""
+        """Take one step of the optimiser; returns the mean loss of this rank's rows."""
         for group in self.optimiser.param_groups:
             group["lr"] = self.rate()
         count, total = self.options.accumulate, torch.zeros((), device=self.device)
         parts = list(zip(images.tensor_split(count), labels.tensor_split(count), strict=True))
         for number, (part, answers) in enumerate(parts, start=1):
-            # Ranks exchange gradients once a step, with the last part.
+            # Ranks exchange gradients once a step, at the last part.
             wait = self.ranks > 1 and number < count
             with self.model.no_sync() if wait else contextlib.nullcontext():
                 with torch.autocast(self.device.type, AMP[self.options.amp], enabled=self.options.amp != "off"):
@@ -151,16 +153,16 @@ class Training:
 
     @torch.no_grad()
     def validate(self) -> tuple[float, int]:
-        """Share of the rows that the network names rightly, and how many rows that is, each of them once."""
+        """The accuracy on the validation rows, each counted once, and their number."""
         self.network.eval()
         if self.ranks > 1:
             for buffer in self.network.buffers():
-                dist.broadcast(buffer, 0)  # Each rank has batch statistics of its own.
+                dist.broadcast(buffer, 0)  # Each rank has its own batch statistics.
         counts = torch.zeros(2, dtype=torch.int64, device=self.device)
         share = share_of(len(self.val), self.rank, self.ranks)
         if len(share):
-            # A loader of one rank: among several, it would repeat rows to make their shares equal.
-            loader = h5pack.H5Loader(self.val, 250, shuffle=False, rows=share, rank=0, world_size=1, resident="no")
+            # num_replicas=1: with more, the loader would repeat rows to make the shares of ranks equal.
+            loader = h5pack.H5Loader(self.val, 250, shuffle=False, indices=share, rank=0, num_replicas=1, resident="no")
             for images, labels, *_ in h5pack.DeviceFeed(loader, self.device, transform=self.plain):
                 with torch.autocast(self.device.type, AMP[self.options.amp], enabled=self.options.amp != "off"):
                     right = self.network(images).argmax(1) == labels
@@ -172,7 +174,7 @@ class Training:
         return right / seen, seen
 
     def save(self, log: LossLog) -> None:
-        """Write the checkpoint, by rank 0, so that a kill leaves the old one or the new one, never half of one."""
+        """Write the checkpoint on rank 0, atomically: a kill leaves the old one or the new one."""
         if self.options.checkpoint is None:
             return
         random = {"cpu": torch.get_rng_state()}
@@ -203,7 +205,7 @@ class Training:
             os.replace(partial, self.options.checkpoint)
 
     def resume(self) -> int:
-        """Go on from the checkpoint, if there is one yet; gives the length that the log had."""
+        """Restore the checkpoint if there is one; returns the length that the log had, in bytes."""
         path = self.options.checkpoint
         if not path.exists():
             require_no_log(self.options.json)
@@ -227,13 +229,13 @@ class Training:
 
 
 def require_no_log(path: Path | None) -> None:
-    """Stop rather than cut off a log that is of another run."""
+    """Exit rather than overwrite the log of another run."""
     if path is not None and path.exists() and path.stat().st_size:
-        raise SystemExit(f"{path} is there already, and of another run; remove it, or give another name")
+        raise SystemExit(f"{path}: exists, from another run; remove it, or give another name")
 
 
 def profiler_of(options: argparse.Namespace, rank: int) -> Any:
-    """What writes a trace of a few steps into a folder, for chrome://tracing or https://ui.perfetto.dev."""
+    """A profiler that writes a trace of a few steps, for chrome://tracing or https://ui.perfetto.dev."""
     if options.profile is None:
         return contextlib.nullcontext()
     options.profile.mkdir(parents=True, exist_ok=True)
@@ -244,15 +246,15 @@ def profiler_of(options: argparse.Namespace, rank: int) -> Any:
 
 
 def run(options: argparse.Namespace, device: torch.device, rank: int, ranks: int) -> None:
-    """Train as one of the ranks."""
+    """Train on one of the ranks."""
     training = Training(options, device, rank, ranks)
     if not options.resume and rank == 0:
         require_no_log(options.json)
     begin = training.resume() if options.resume else 0
     log = LossLog(options.json if rank == 0 else None, options.log_every, begin)
-    say = print if rank == 0 else lambda *_: None
+    print_once = print if rank == 0 else lambda *_: None
     if training.step:
-        say(f"goes on behind step {training.step:,} of {training.steps:,}")
+        print_once(f"resumed after step {training.step:,} of {training.steps:,}")
     with profiler_of(options, rank) as profiler:
         for epoch in range(training.epoch, options.epochs):
             for images, labels, *_ in training.batches:
@@ -269,16 +271,16 @@ def run(options: argparse.Namespace, device: torch.device, rank: int, ranks: int
             training.accuracy, seen = training.validate()
             training.epoch = epoch + 1
             log.write({"epoch": epoch, "accuracy": training.accuracy, "images": seen})
-            say(
+            print_once(
                 f"epoch {epoch}: loss {loss:.4f}, accuracy {training.accuracy:.4f} of {seen:,} images; "
-                f"{'rank 0: ' if ranks > 1 else ''}{fed.seconds:.1f} s, {fed.line()}"
+                f"{'rank 0: ' if ranks > 1 else ''}{fed.seconds:.1f} s, {fed.summary()}"
             )
             training.save(log)
-    say(f"accuracy {training.accuracy:.4f} after {training.epoch} epochs, {training.step:,} steps")
+    print_once(f"accuracy {training.accuracy:.4f} after {training.epoch} epochs, {training.step:,} steps")
 
 
 def begin_rank(local_rank: int, options: argparse.Namespace, meeting: str | None = None) -> None:
-    """One process: alone, of torchrun (which tells by variables), or of --spawn (whose ranks meet in a file)."""
+    """Run one process: alone, of torchrun (by its environment variables), or of --spawn (ranks meet in a file)."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if meeting is not None:
         rank, ranks = local_rank, options.spawn
@@ -294,7 +296,7 @@ def begin_rank(local_rank: int, options: argparse.Namespace, meeting: str | None
     try:
         run(options, device, rank, ranks)
         if ranks > 1:
-            # Who leaves first closes connections; nobody shall still be reading from them.
+            # A rank that exits closes its connections, so all must have finished reading.
             dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
     except (h5pack.H5PackError, OSError) as error:
         raise SystemExit(f"train.py: {error}") from None
@@ -304,9 +306,9 @@ def begin_rank(local_rank: int, options: argparse.Namespace, meeting: str | None
 
 
 def count(text: str) -> int:
-    """A whole number from 1."""
+    """An integer of at least 1."""
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text} is no whole number from 1")
+        raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 1")
     return int(text)
 
 
@@ -318,7 +320,7 @@ def share(text: str) -> float:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The options, checked as far as they can be without a file."""
+    """The options, checked as far as possible without a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("pack", help="file of `h5pack convert`, or another HDF5 file with images and labels")
@@ -328,48 +330,48 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--norm", choices=NORMS, default="batch", help="sync or group: the same results on any number of ranks")
     add("--epochs", type=count, default=10)
     add("--batch-size", type=count, default=128, help="rows a step, of all ranks together")
-    add("--accumulate", type=count, default=1, help="cut a rank's batch into so many parts, one after the other")
-    add("--streams", type=count, default=8, help="a multiple of the ranks that you will ever use")
-    add("--lr", type=float, default=0.1, help="the highest learning rate")
-    add("--warmup", type=share, default=0.1, help="share of the steps in which it rises to there")
+    add("--accumulate", type=count, default=1, help="parts of a rank's batch whose gradients are accumulated")
+    add("--streams", type=count, default=8, help="a multiple of every number of ranks that you will use")
+    add("--lr", type=float, default=0.1, help="maximum learning rate")
+    add("--warmup", type=share, default=0.1, help="share of the steps in which the learning rate rises")
     add("--weight-decay", type=float, default=5e-4)
     add("--label-smoothing", type=share, default=0.0)
     add("--dropout", type=share, default=0.0)
     add("--flip", type=share, default=0.5, help="probability of a horizontal flip")
     add("--crop", type=int, default=4, help="pixels of padding before a random crop; 0: none")
-    add("--echo", type=float, default=1.0, help="show each batch so often, augmented in another way")
+    add("--echo", type=float, default=1.0, help="how often to give each batch, augmented differently each time")
     add("--amp", choices=AMP, default="off")
     add("--checkpoint-activations", action="store_true", help="less memory, more work")
     add("--compile", action="store_true")
-    add("--device", help="cpu, cuda or cuda:N; by default a GPU where there is one")
+    add("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     add("--spawn", type=count, default=1, metavar="N", help="start N ranks on this machine")
     add("--data-parallel", action="store_true", help="all GPUs from one process; --spawn is faster")
-    add("--find-unused-parameters", action="store_true", help="for networks that leave out parts in some steps")
+    add("--find-unused-parameters", action="store_true", help="for networks that skip parts in some steps")
     add("--seed", type=int, default=0)
-    add("--deterministic", action="store_true", help="only algorithms that give the same result each time")
+    add("--deterministic", action="store_true", help="use deterministic algorithms only")
     add("--checkpoint", type=Path, metavar="FILE", help="written every --every steps, and after each epoch")
     add("--every", type=count, default=200)
-    add("--resume", action="store_true", help="go on from --checkpoint, if it is there")
+    add("--resume", action="store_true", help="continue from --checkpoint if it exists")
     add("--json", type=Path, metavar="FILE", help="a line for each step and each validation")
-    add("--log-every", type=count, default=20, help="fetch losses from the device every so many steps")
+    add("--log-every", type=count, default=20, help="steps between fetches of losses from the device")
     add("--profile", type=Path, metavar="FOLDER", help="write a trace of a few steps")
     options = parser.parse_args(arguments)
     ranks = options.spawn * int(os.environ.get("WORLD_SIZE", "1"))
     if options.spawn not in (1, ranks):
-        parser.error("torchrun starts the ranks already; leave --spawn out")
+        parser.error("torchrun starts the ranks; leave --spawn out")
     if options.data_parallel and ranks > 1:
-        parser.error("--data-parallel is for one process, and ranks do its work better; leave it out")
+        parser.error("--data-parallel is for one process, and several ranks are faster; leave it out")
     if options.data_parallel and options.device not in (None, "cpu", "cuda", "cuda:0"):
-        parser.error("--data-parallel takes all GPUs; leave --device out")
+        parser.error("--data-parallel uses all GPUs; leave --device out")
     if options.resume and options.checkpoint is None:
         parser.error("--resume needs --checkpoint FILE")
     if options.checkpoint is not None and options.checkpoint.exists() and not options.resume:
-        parser.error(f"{options.checkpoint} is there already; add --resume to go on from it, or remove it")
+        parser.error(f"{options.checkpoint}: exists; add --resume to continue from it, or remove it")
     return options
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, in this process or in those it starts."""
+    """Train, in this process or in spawned ones."""
     options = parse(arguments)
     if options.spawn == 1:
         begin_rank(int(os.environ.get("LOCAL_RANK", "0")), options)

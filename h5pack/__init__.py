@@ -1,11 +1,13 @@
 """Pack an image folder once into ordinary chunked HDF5, then feed a GPU from it.
 
-Everything public is imported on first use, so that ``import h5pack`` costs milliseconds::
+All public names are imported on first use, so that ``import h5pack`` takes only milliseconds::
 
     import h5pack
 
     h5pack.convert("./celebA", "out.h5")
     dataset = h5pack.H5Dataset("out.h5", split="train")
+
+Types that functions return, such as reports, are documented with these functions and importable from their modules.
 """
 
 from __future__ import annotations
@@ -13,176 +15,79 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from h5pack.version import __version__
+from h5pack.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from h5pack.errors import (
-        DamagedRowsError,
-        H5PackError,
-        IncompletePackError,
-        LoaderError,
-        NoImagesError,
-        NoSpaceError,
-        OptionsError,
-        OutputBusyError,
-        OutputExistsError,
-        PackChangedError,
-        PackFormatError,
-        ReadError,
-        RejectedImageError,
-        ResumeError,
-        SizesDifferError,
-        SourceError,
-        StateError,
-        WorkerError,
-    )
-    from h5pack.feed.batch_key import BatchKey
-    from h5pack.feed.concat_pack import ConcatPack
-    from h5pack.feed.dataset import H5Dataset
-    from h5pack.feed.device_feed import DeviceFeed
-    from h5pack.feed.echo_loader import EchoLoader
-    from h5pack.feed.feed_monitor import FeedMonitor
-    from h5pack.feed.feed_report import FeedReport
-    from h5pack.feed.gpu_status import GpuStatus
-    from h5pack.feed.loader import H5Loader
-    from h5pack.feed.mixing import MixingReport, mixing_report
-    from h5pack.feed.mixture import MixtureSampler
-    from h5pack.feed.normalize import Normalize
-    from h5pack.feed.profile import LoaderProfile
-    from h5pack.feed.samplers import ChunkBatchSampler, ChunkSampler
-    from h5pack.layout import CachePlan, ChunkPlan, plan_cache, plan_chunks
-    from h5pack.pack.converter import Conversion, ConvertReport, convert
-    from h5pack.pack.options import ConvertOptions
-    from h5pack.read.stats import ReadStats
-    from h5pack.tools.export_options import ExportOptions
-    from h5pack.tools.export_report import ExportReport
-    from h5pack.tools.exporter import export
-    from h5pack.tools.info import FileReport, info
-    from h5pack.tools.preview import PreviewOptions, preview
-    from h5pack.tools.preview_report import PreviewReport
-    from h5pack.tools.verify import VerifyReport, verify
+    from h5pack.benchmark.bench import bench as bench
+    from h5pack.data.concat import ConcatPack as ConcatPack
+    from h5pack.data.dataset import H5Dataset as H5Dataset
+    from h5pack.data.loader import H5Loader as H5Loader
+    from h5pack.data.mixture import MixtureSampler as MixtureSampler
+    from h5pack.data.samplers import ChunkBatchSampler as ChunkBatchSampler
+    from h5pack.data.samplers import ChunkSampler as ChunkSampler
+    from h5pack.device.echo import EchoLoader as EchoLoader
+    from h5pack.device.feed import DeviceFeed as DeviceFeed
+    from h5pack.device.normalize import Normalize as Normalize
+    from h5pack.doctor.diagnose import diagnose as diagnose
+    from h5pack.errors import DamagedRowsError as DamagedRowsError
+    from h5pack.errors import H5PackError as H5PackError
+    from h5pack.errors import IncompletePackError as IncompletePackError
+    from h5pack.errors import LoaderError as LoaderError
+    from h5pack.errors import NoImagesError as NoImagesError
+    from h5pack.errors import NoSpaceError as NoSpaceError
+    from h5pack.errors import OptionsError as OptionsError
+    from h5pack.errors import OutputBusyError as OutputBusyError
+    from h5pack.errors import OutputExistsError as OutputExistsError
+    from h5pack.errors import PackChangedError as PackChangedError
+    from h5pack.errors import PackFormatError as PackFormatError
+    from h5pack.errors import ReadError as ReadError
+    from h5pack.errors import RejectedImageError as RejectedImageError
+    from h5pack.errors import ResumeError as ResumeError
+    from h5pack.errors import SizesDifferError as SizesDifferError
+    from h5pack.errors import SourceError as SourceError
+    from h5pack.errors import StateError as StateError
+    from h5pack.errors import WorkerError as WorkerError
+    from h5pack.exporter.exporter import export as export
+    from h5pack.inspect.info import info as info
+    from h5pack.inspect.preview import preview as preview
+    from h5pack.inspect.verify import verify as verify
+    from h5pack.monitor.monitor import FeedMonitor as FeedMonitor
+    from h5pack.pack.conversion import convert as convert
 
-_HOMES = {
-    "BatchKey": "h5pack.feed.batch_key",
-    "CachePlan": "h5pack.layout",
-    "ChunkBatchSampler": "h5pack.feed.samplers",
-    "ChunkPlan": "h5pack.layout",
-    "ChunkSampler": "h5pack.feed.samplers",
-    "ConcatPack": "h5pack.feed.concat_pack",
-    "Conversion": "h5pack.pack.converter",
-    "ConvertOptions": "h5pack.pack.options",
-    "ConvertReport": "h5pack.pack.converter",
-    "DamagedRowsError": "h5pack.errors",
-    "DeviceFeed": "h5pack.feed.device_feed",
-    "EchoLoader": "h5pack.feed.echo_loader",
-    "ExportOptions": "h5pack.tools.export_options",
-    "ExportReport": "h5pack.tools.export_report",
-    "FeedMonitor": "h5pack.feed.feed_monitor",
-    "FeedReport": "h5pack.feed.feed_report",
-    "FileReport": "h5pack.tools.info",
-    "GpuStatus": "h5pack.feed.gpu_status",
-    "H5Dataset": "h5pack.feed.dataset",
-    "H5Loader": "h5pack.feed.loader",
-    "H5PackError": "h5pack.errors",
-    "IncompletePackError": "h5pack.errors",
-    "LoaderError": "h5pack.errors",
-    "LoaderProfile": "h5pack.feed.profile",
-    "MixingReport": "h5pack.feed.mixing",
-    "MixtureSampler": "h5pack.feed.mixture",
-    "NoImagesError": "h5pack.errors",
-    "NoSpaceError": "h5pack.errors",
-    "Normalize": "h5pack.feed.normalize",
-    "OptionsError": "h5pack.errors",
-    "OutputBusyError": "h5pack.errors",
-    "OutputExistsError": "h5pack.errors",
-    "PackChangedError": "h5pack.errors",
-    "PackFormatError": "h5pack.errors",
-    "PreviewOptions": "h5pack.tools.preview",
-    "PreviewReport": "h5pack.tools.preview_report",
-    "ReadError": "h5pack.errors",
-    "ReadStats": "h5pack.read.stats",
-    "RejectedImageError": "h5pack.errors",
-    "ResumeError": "h5pack.errors",
-    "SizesDifferError": "h5pack.errors",
-    "SourceError": "h5pack.errors",
-    "StateError": "h5pack.errors",
-    "VerifyReport": "h5pack.tools.verify",
-    "WorkerError": "h5pack.errors",
-    "convert": "h5pack.pack.converter",
-    "export": "h5pack.tools.exporter",
-    "info": "h5pack.tools.info",
-    "mixing_report": "h5pack.feed.mixing",
-    "plan_cache": "h5pack.layout",
-    "plan_chunks": "h5pack.layout",
-    "preview": "h5pack.tools.preview",
-    "verify": "h5pack.tools.verify",
+_NAMES_OF_MODULES = {
+    "h5pack.benchmark.bench": "bench",
+    "h5pack.data.concat": "ConcatPack",
+    "h5pack.data.dataset": "H5Dataset",
+    "h5pack.data.loader": "H5Loader",
+    "h5pack.data.mixture": "MixtureSampler",
+    "h5pack.data.samplers": "ChunkBatchSampler ChunkSampler",
+    "h5pack.device.echo": "EchoLoader",
+    "h5pack.device.feed": "DeviceFeed",
+    "h5pack.device.normalize": "Normalize",
+    "h5pack.doctor.diagnose": "diagnose",
+    "h5pack.errors": "DamagedRowsError H5PackError IncompletePackError LoaderError NoImagesError NoSpaceError "
+    "OptionsError OutputBusyError OutputExistsError PackChangedError PackFormatError ReadError RejectedImageError "
+    "ResumeError SizesDifferError SourceError StateError WorkerError",
+    "h5pack.exporter.exporter": "export",
+    "h5pack.inspect.info": "info",
+    "h5pack.inspect.preview": "preview",
+    "h5pack.inspect.verify": "verify",
+    "h5pack.monitor.monitor": "FeedMonitor",
+    "h5pack.pack.conversion": "convert",
+    "h5pack.version": "__version__",
 }
+_MODULE_OF = {name: module for module, names in _NAMES_OF_MODULES.items() for name in names.split()}
 
-__all__ = [
-    "BatchKey",
-    "CachePlan",
-    "ChunkBatchSampler",
-    "ChunkPlan",
-    "ChunkSampler",
-    "ConcatPack",
-    "Conversion",
-    "ConvertOptions",
-    "ConvertReport",
-    "DamagedRowsError",
-    "DeviceFeed",
-    "EchoLoader",
-    "ExportOptions",
-    "ExportReport",
-    "FeedMonitor",
-    "FeedReport",
-    "FileReport",
-    "GpuStatus",
-    "H5Dataset",
-    "H5Loader",
-    "H5PackError",
-    "IncompletePackError",
-    "LoaderError",
-    "LoaderProfile",
-    "MixingReport",
-    "MixtureSampler",
-    "NoImagesError",
-    "NoSpaceError",
-    "Normalize",
-    "OptionsError",
-    "OutputBusyError",
-    "OutputExistsError",
-    "PackChangedError",
-    "PackFormatError",
-    "PreviewOptions",
-    "PreviewReport",
-    "ReadError",
-    "ReadStats",
-    "RejectedImageError",
-    "ResumeError",
-    "SizesDifferError",
-    "SourceError",
-    "StateError",
-    "VerifyReport",
-    "WorkerError",
-    "__version__",
-    "convert",
-    "export",
-    "info",
-    "mixing_report",
-    "plan_cache",
-    "plan_chunks",
-    "preview",
-    "verify",
-]
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'h5pack' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""``python -m h5pack``, the same as ``h5pack``."""
+"""Entry point of ``python -m h5pack``, which does the same as the command ``h5pack``."""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""The command line: parse, call, print. No logic, and nothing heavy is imported before it is needed."""
+"""The command line: parse the arguments, run the command, and print errors as one line.
+
+The commands import heavy modules such as torch only when they need them, so that ``h5pack --help`` is fast.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from h5pack.commands import bench, convert, doctor, export, info, preview, verify
+from h5pack.commands.arguments import error_text
 from h5pack.errors import H5PackError, OptionsError
 from h5pack.version import __version__
 
 _EPILOG = """\
 h5pack convert ./celebA out.h5            pack a folder of images
-h5pack convert theirs.h5 out.h5           pack the images of any HDF5 file anew
+h5pack convert other.h5 out.h5            repack the images of any HDF5 file
 h5pack info out.h5                        what a file holds, and what its chunks cost
 h5pack verify out.h5                      check every row
 h5pack preview out.h5 sheet.png           some images of every class
@@ -26,8 +30,15 @@ h5pack doctor out.h5                      which stage of feeding a training step
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that rejects abbreviated options, because options added later could make an abbreviation ambiguous."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
+
+
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, handled as Ctrl-C is: stop the workers, keep what is written."""
+    """Raised on SIGTERM, which is handled like Ctrl-C: the workers are stopped, and what is written is kept."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,51 +47,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     argv : sequence of str, optional
-        Arguments without the program's name; None: the process's own.
+        Arguments without the program's name. None for ``sys.argv[1:]``.
 
     Returns
     -------
     int
-        0; 1 for an error or a damaged pack; 2 for misuse; 130 and 143 for SIGINT and SIGTERM.
+        The exit status: 0 for success, 1 for an error or a damaged pack, 2 for invalid arguments, 130 after SIGINT, 143
+        after SIGTERM.
     """
     parser = _parser()
     arguments = parser.parse_args(_joined(sys.argv[1:] if argv is None else argv))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # File names are bytes; one that is no text must not stop a conversion.
+            # Printing a file name that is not UTF-8 must not make a conversion fail.
             stream.reconfigure(errors="backslashreplace")
-    signal.signal(signal.SIGTERM, _terminate)
+    before = signal.getsignal(signal.SIGTERM)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()
         return code
-    except OptionsError as error:
-        if arguments.debug:
-            raise
-        print(f"h5pack: {error}", file=sys.stderr)
-        return 2
     except H5PackError as error:
         if arguments.debug:
             raise
-        print(f"h5pack: {error}", file=sys.stderr)
-        return 1
+        print(f"h5pack: {error_text(error, getattr(arguments, 'parser', None))}", file=sys.stderr)
+        return 2 if isinstance(error, OptionsError) else 1
     except KeyboardInterrupt as error:
         print(f"h5pack: {_interrupted(arguments)}", file=sys.stderr)
         return 143 if isinstance(error, _Terminated) else 130
     except BrokenPipeError:
-        # The reader of our output has gone; Python would complain once more when it closes standard output.
+        # The program that reads standard output has closed it. Without this, Python would fail again when it flushes
+        # standard output at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        # Whatever h5pack did not foresee: still one line, unless it is asked for more.
+        # This is a bug in h5pack or a library. Print only one line unless --debug is given.
         if arguments.debug:
             raise
         print(f"h5pack: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
         return 1
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
-    """The arguments, with a value range tied to its option: one like -1:1 would be taken for an option itself."""
+    """Join --value-range and its value with "=", because argparse would treat a value such as -1:1 as an option."""
     joined: list[str] = []
     for argument in argv:
         if joined and joined[-1] == "--value-range":
@@ -102,7 +115,7 @@ def _interrupted(arguments: argparse.Namespace) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="h5pack",
         description="Pack an image folder once into ordinary chunked HDF5, then feed a GPU from it.",
         epilog=_EPILOG,
@@ -112,7 +125,12 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print one JSON object for programs")
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        title="commands",
+        metavar="COMMAND",
+        required=True,
+        parser_class=_Parser,
+    )
     for command in (convert, info, verify, preview, export, bench, doctor):
         command.add(commands, common)
     return parser

@@ -1,61 +1,105 @@
-"""The error tree.
+"""The exceptions that h5pack raises.
 
 ::
 
     H5PackError
-    ├── OptionsError (ValueError)            an option's value makes no sense
-    ├── SourceError (ValueError)             the source cannot be read as asked
-    │   ├── NoImagesError                    it holds no readable image
-    │   └── SizesDifferError                 images differ in size where they must be of one
+    ├── OptionsError (ValueError)            an option's value is invalid
+    ├── SourceError (ValueError)             the source is missing, ambiguous or cannot be read
+    │   ├── NoImagesError                    the source has no readable image
+    │   └── SizesDifferError                 images differ in size although they must have the same size
     ├── RejectedImageError (ValueError)      one image cannot be packed (reported; raised with ``strict``)
-    ├── OutputExistsError (FileExistsError)  the output, or an unfinished one, is already there
+    ├── OutputExistsError (FileExistsError)  the output, or an unfinished one, already exists
     ├── OutputBusyError (BlockingIOError)    another conversion is writing this output
     ├── NoSpaceError (OSError)               the output does not fit on its file system
-    ├── ResumeError (ValueError)             the interrupted conversion is another one
+    ├── ResumeError (ValueError)             the interrupted conversion had other options or another source
     ├── WorkerError (RuntimeError)           a worker process died
-    ├── PackFormatError (ValueError)         not an HDF5 file, or not the datasets that were asked for
-    │   └── IncompletePackError              a pack whose conversion did not finish
-    ├── PackChangedError (RuntimeError)      the file was replaced while it was in use
-    ├── ReadError (OSError)                  the file, or the disk under it, gave fewer bytes than the rows have
-    ├── DamagedRowsError (ValueError)        rows that differ from their checksums, or cannot be decoded
-    ├── StateError (ValueError)              a saved state belongs to another order of rows
-    └── LoaderError (RuntimeError)           a loader's iterator was used where it cannot work
+    ├── PackFormatError (ValueError)         a file is not HDF5, not a pack, or lacks the requested dataset or split
+    │   └── IncompletePackError              a pack's conversion did not finish
+    ├── PackChangedError (RuntimeError)      the file was replaced or rewritten while it was in use
+    ├── ReadError (OSError)                  reading returned fewer bytes than the rows have
+    ├── DamagedRowsError (ValueError)        rows do not match their checksums, or cannot be decoded
+    ├── StateError (ValueError)              a saved state is damaged, or belongs to another order of rows
+    └── LoaderError (RuntimeError)           a loader cannot return a batch, such as in a forked child
 
-Every message is one line that says what happened, where (file, dataset, rows) and what to do next.
+Every message is one line that states what is wrong, where (file, dataset, rows) and what to do next.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+
 
 class H5PackError(Exception):
-    """Base of every error that h5pack raises on purpose."""
+    """Base class of all exceptions that h5pack raises on purpose.
+
+    Parameters
+    ----------
+    message : str
+        One line: what is wrong, where, and what to do. It names parameters in Python syntax (``overwrite=True``).
+    path : str or path, optional
+        The file or folder that the error is about.
+    dataset : str, optional
+        The dataset in that file.
+    rows : sequence of int, optional
+        The affected rows of that dataset.
+    parameters : sequence of str, optional
+        The substrings of `message` that name parameters, verbatim (``"overwrite=True"``, ``"size"``). The command line
+        replaces them by its own options (``--overwrite``, ``--size``).
+
+    Attributes
+    ----------
+    path : str or None
+    dataset : str or None
+    rows : tuple of int
+    parameters : tuple of str
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        path: str | os.PathLike[str] | None = None,
+        dataset: str | None = None,
+        rows: Sequence[int] = (),
+        parameters: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message)
+        self.path = None if path is None else os.fspath(path)
+        self.dataset = dataset
+        self.rows = tuple(int(row) for row in rows)
+        self.parameters = tuple(parameters)
 
 
 class OptionsError(H5PackError, ValueError):
-    """An option's value makes no sense, alone or beside the others."""
+    """An option's value is invalid, by itself or in combination with other options."""
 
 
 class SourceError(H5PackError, ValueError):
-    """The source is missing, ambiguous, or its tables do not fit its images."""
+    """The source is missing, ambiguous or cannot be read, or its tables (such as labels) do not match its images.
+
+    Also raised if the output's folder does not exist or is not writable.
+    """
 
 
 class NoImagesError(SourceError):
-    """The source holds no image that can be read."""
+    """The source has no image that can be read."""
 
 
 class SizesDifferError(SourceError):
-    """Images differ in size: those of a source, without ``size``; or encoded rows that should make a batch."""
+    """Images differ in size: a source's images, if ``size`` is not given, or the encoded images of one batch."""
 
 
 class RejectedImageError(H5PackError, ValueError):
     """One image cannot be packed.
 
-    A conversion collects these in its rejects table; with ``strict`` the first one is raised.
+    A conversion does not raise this error but lists the image in its rejects table. With ``strict`` it raises the first
+    one.
     """
 
 
 class OutputExistsError(H5PackError, FileExistsError):
-    """The output, or an unfinished conversion to it, is already there."""
+    """The output, or an unfinished conversion to it, already exists."""
 
 
 class OutputBusyError(H5PackError, BlockingIOError):
@@ -67,7 +111,10 @@ class NoSpaceError(H5PackError, OSError):
 
 
 class ResumeError(H5PackError, ValueError):
-    """``resume`` was asked for, but the interrupted conversion had other options or another source."""
+    """A conversion cannot be resumed, because it began with other options, another source or another h5pack version.
+
+    Also raised if the journal of the interrupted conversion is damaged.
+    """
 
 
 class WorkerError(H5PackError, RuntimeError):
@@ -75,38 +122,39 @@ class WorkerError(H5PackError, RuntimeError):
 
 
 class PackFormatError(H5PackError, ValueError):
-    """Not an HDF5 file, not a pack, or a pack without the dataset or split that was asked for."""
+    """A file is not HDF5, not a pack, or a pack without the requested dataset or split."""
 
 
 class IncompletePackError(PackFormatError):
-    """A pack whose conversion did not finish."""
+    """A pack is incomplete, because its conversion did not finish."""
 
 
 class PackChangedError(H5PackError, RuntimeError):
-    """The file under a dataset was replaced or rewritten since the dataset was made."""
+    """The file of an open dataset was replaced or rewritten after the dataset object was created."""
 
 
 class ReadError(H5PackError, OSError):
-    """The file, or the disk under it, gave fewer bytes than the rows have."""
+    """Reading returned fewer bytes than the rows have, because the file was truncated or the disk failed."""
 
 
 class DamagedRowsError(H5PackError, ValueError):
-    """Rows whose bytes differ from their checksums, or are no image that can be decoded.
+    """Rows do not match their checksums, or cannot be decoded.
 
-    Attributes
-    ----------
-    rows : tuple of int
-        Their numbers in the dataset; empty where a DataLoader's worker raised it, as torch carries only the message.
+    `rows` is empty if the error was raised in a DataLoader worker, because PyTorch passes only the message to the main
+    process.
     """
-
-    def __init__(self, message: str, rows: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.rows = rows
 
 
 class StateError(H5PackError, ValueError):
-    """A saved state belongs to another order of rows: another seed, batch size, window, number of ranks, ..."""
+    """A saved state cannot be loaded, because it is damaged or belongs to another order of rows.
+
+    For example, the seed, batch size, shuffle window or number of ranks differ.
+    """
 
 
 class LoaderError(H5PackError, RuntimeError):
-    """A loader's iterator was used in a forked child, or after it was closed."""
+    """A loader cannot return a batch.
+
+    For example, its iterator is used in a forked child, or after it was closed or failed, or a batch cannot be passed
+    from a worker process through shared memory.
+    """

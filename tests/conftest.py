@@ -3,11 +3,48 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
+from typing import Any
 
 import pytest
 
-# A worker of a fork server would import torch anew, for seconds.
-multiprocessing.set_forkserver_preload(["torch", "h5pack.feed.dataset"])
+from tests import stacks
+
+# Each worker of a fork server would otherwise import torch again, for seconds.
+multiprocessing.set_forkserver_preload(["torch", "h5pack.data.dataset"])
+
+
+def pytest_configure() -> None:
+    """Let SIGINT interrupt the tests' processes, also where it is ignored.
+
+    A shell without job control starts background commands with SIGINT ignored, and a process that is started with it
+    ignored keeps ignoring it. After this, children find the default disposition, as they do under a terminal.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """After pytest's faulthandler plugin has set its file, and before pytest-xdist starts the workers."""
+    config = session.config
+    stacks.begin(is_worker=hasattr(config, "workerinput"), is_controller=config.pluginmanager.hasplugin("dsession"))
+
+
+def pytest_unconfigure() -> None:
+    stacks.end()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """A worker of pytest-xdist has ended."""
+    if error is not None:
+        stacks.note_dead_worker(node)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for text in stacks.report():
+        terminalreporter.section("a worker died")
+        terminalreporter.write_line(text)
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,6 @@ import h5py
 import pytest
 
 import h5pack
-from h5pack.pack.options import ConvertOptions
 
 
 def run_in_child(work: Callable[[], Any], kill_at: int | None) -> int:
@@ -45,9 +44,9 @@ def run_in_child(work: Callable[[], Any], kill_at: int | None) -> int:
     return 0
 
 
-def convert_in_child(source: Path, out: Path, options: ConvertOptions, kill_at: int | None) -> int:
+def convert_in_child(source: Path, out: Path, keywords: dict[str, Any], kill_at: int | None) -> int:
     """Convert in such a child."""
-    return run_in_child(lambda: h5pack.convert(source, out, options), kill_at)
+    return run_in_child(lambda: h5pack.convert(source, out, **keywords), kill_at)
 
 
 def count_changes(kill_at: int | None) -> Callable[[], int]:
@@ -81,7 +80,7 @@ def leftovers(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 90) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -96,7 +95,7 @@ def children_of(process: int) -> list[int]:
         return []
 
 
-def gone(process: int, seconds: float = 2) -> bool:
+def gone(process: int, seconds: float = 20) -> bool:
     """Whether a process ends within some seconds; a zombie has ended."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -111,7 +110,7 @@ def gone(process: int, seconds: float = 2) -> bool:
 
 @contextmanager
 def small_file_system(mount: Path, size: str) -> Iterator[Path]:
-    """A file system of so many bytes ("4m", "320k") at a new folder; skips the test where none can be made."""
+    """A file system of this size ("4m", "320k") at a new folder; skips the test where none can be made."""
     mount.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(mount)], capture_output=True)
     if made.returncode:

@@ -9,8 +9,6 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
-from h5pack.pack.options import ConvertOptions
-
 
 def pixels(seed: int, size: tuple[int, int] = (20, 14), channels: int = 3) -> npt.NDArray[np.uint8]:
     """Smooth colour with some noise, so that JPEG has something to do; uint8 (H, W, C) or (H, W)."""
@@ -81,6 +79,6 @@ def expected(path: Path, size: tuple[int, int] | None = None, mode: str = "RGB",
     return array if array.ndim == 3 else array[:, :, None]
 
 
-def quick(**settings: Any) -> ConvertOptions:
-    """Options for tests: in this process, unless they say otherwise."""
-    return ConvertOptions(**{"workers": 1, **settings})
+def quick(**keywords: Any) -> dict[str, Any]:
+    """Keywords of `h5pack.convert` for tests: in this process, unless they say otherwise."""
+    return {"num_workers": 1, **keywords}

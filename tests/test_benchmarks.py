@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks import chunk_size, compressed, convert, foreign, plots, read
+from benchmarks import chunk_size, compare, compressed, convert, foreign, plots, read, tables
 from benchmarks.common import RESULTS
-from h5pack.measure.repeats import interleaved, spread
+from h5pack.benchmark.bench import BenchRun
+from h5pack.benchmark.ceilings import interleaved, spread
+from tests.benchmark.files import StepClock
 from tests.makers import class_folders
 
 
@@ -45,21 +47,22 @@ def test_read_benchmark(tmp_path: Path) -> None:
         assert next(way["way"] for way in found["cold"]["ways"]) == "sequential read"
     plots.draw_read(result, tmp_path / "r.png")
     assert (tmp_path / "r.png").stat().st_size > 10_000
-    assert plots.read_summary(result).count("| H5Loader |") == 2
-    assert "H5Loader" in plots.cold_table(result)
+    assert "H5Loader" in tables.cold_table(result)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r.json", "r.png"], "scratch is cleaned up"
 
 
-def test_chunk_size_benchmark_and_its_settings_again(tmp_path: Path) -> None:
+def test_chunk_size_benchmark_and_its_settings_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A clock of its own, so that the time suffices on a busy machine.
+    monkeypatch.setattr(BenchRun.__init__, "__kwdefaults__", {"progress": False, "clock": StepClock(step=0.05)})
     images, result = class_folders(tmp_path / "images", {"a": 50, "b": 50}, (64, 48)), tmp_path / "c.json"
-    sizes = ["--chunk-rows", "4,16", "--batch-size", "16", "--seconds", "6"]
+    sizes = ["--chunk-rows", "4,16", "--batch-size", "16", "--seconds", "10"]
     chunk_size.main(["--images", str(images), *sizes, "--scratch", str(tmp_path), "--json", str(result)])
     found = json.loads(result.read_text())
-    assert found["recommendation"]["stored"] in ("4 rows", "16 rows")
+    assert found["recommendation"]["variant"] in ("4 rows", "16 rows")
     assert str(tmp_path) not in result.read_text()
     command = ["--again", str(result), "--images", str(images), "--scratch", str(tmp_path), "--repeats", "2"]
     again = tmp_path / "again.json"
-    once_more = read.main([*command, "--json", str(again)])
+    once_more = chunk_size.main([*command, "--json", str(again)])
     assert json.loads(again.read_text()) == once_more
     assert set(once_more["images_per_s"]) == {"4 rows", "16 rows"}
     assert 0 < once_more["of_best"] <= 1
@@ -77,7 +80,7 @@ def test_compressed_benchmark(tmp_path: Path) -> None:
         assert found["chunk_misses"] == found["chunks"] == 3
         ways = {(way["way"], way["threads"]) for way in found["ways"]}
         assert ways >= {(way, threads) for way in ("decoder alone", "H5Loader") for threads in (1, 2)}
-    assert plots.compressed_table(result).count("| H5Loader |") == 6
+    assert tables.compressed_table(result).count("| H5Loader |") == 6
     assert [path.name for path in tmp_path.iterdir()] == ["c.json"], "scratch is cleaned up"
 
 
@@ -91,8 +94,20 @@ def test_foreign_benchmark(tmp_path: Path) -> None:
         assert found["rows_compared"] == 90
         assert {(way["when"], way["way"]) for way in found["ways"]} >= {("before", "H5Loader"), ("after", "H5Loader")}
         assert all(way["images_per_s"]["min"] > 0 for way in found["ways"])
-    assert plots.foreign_table(result).count("| H5Loader |") == 4
+    assert tables.foreign_table(result).count("| H5Loader |") == 4
     assert [path.name for path in tmp_path.iterdir()] == ["f.json"], "scratch is cleaned up"
+
+
+def test_compare_benchmark(tmp_path: Path) -> None:
+    sizes = ["--large", "20", "--small", "40", "--images", "12", "--workers", "1", "--seconds", "0", "--repeats", "1"]
+    options = ["--against", str(compare.ROOT), "--scratch", str(tmp_path), "--json", str(tmp_path / "c.json")]
+    result = compare.main([*sizes, *options])
+    assert len(result["measurements"]) == 7
+    for found in result["measurements"].values():
+        speeds = found["this_per_s"]["median"], found["other_per_s"]["median"]
+        assert min(speeds) > 0
+        assert found["ratio"]["median"] == pytest.approx(speeds[0] / speeds[1], abs=1e-3)
+    assert [path.name for path in tmp_path.iterdir()] == ["c.json"], "scratch is cleaned up"
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
@@ -108,22 +123,12 @@ def test_common() -> None:
     assert spread([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0, "repeats": 3}
 
 
-def read_json(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
 def test_the_docs_show_the_committed_figures() -> None:
-    convert_result, read_result, compressed_result, foreign_result = (
-        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("convert", "read", "compressed", "foreign")
-    )
-    for page, name, text in (
-        ("README.md", "convert", plots.convert_table(convert_result)),
-        ("README.md", "read", plots.read_summary(read_result)),
-        ("docs/performance.md", "hot", plots.hot_table(read_result, every_batch=True)),
-        ("docs/performance.md", "cold", plots.cold_table(read_result)),
-        ("docs/performance.md", "compressed", plots.compressed_table(compressed_result)),
-        ("docs/performance.md", "foreign", plots.foreign_table(foreign_result)),
-        ("docs/training.md", "normalize", plots.normalize_table(read_json("device"))),
-        ("docs/training.md", "echoing", plots.echoing_table(read_json("echoing"))),
-    ):
-        assert f"<!-- figures: {name} -->\n{text}\n<!-- end figures -->" in (plots.ROOT / page).read_text()
+    texts = plots.all_tables({path.stem: json.loads(path.read_text()) for path in RESULTS.glob("*.json")})
+    shown = set()
+    for page in plots.pages():
+        for name, text in re.findall(r"<!-- figures: (.*?) -->\n(.*?)\n<!-- end figures -->", page.read_text(), re.S):
+            assert text == texts[name], (page, name)
+            shown.add(name)
+    assert shown <= set(texts)
+    assert len(shown) > 10

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from h5pack import cli
+from h5pack import cli, errors
+from h5pack.commands.arguments import error_text
+from h5pack.errors import OptionsError
 from tests.makers import class_folders, flat_folder, save, truncate
 
 
@@ -66,11 +69,11 @@ def test_json_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ("arguments", "code", "message"),
     [
         (["convert", "{missing}", "{out}"], 1, "no such file or folder"),
-        (["convert", "{in}", "{out}", "--size", "12by3"], 2, "neither HxW"),
-        (["convert", "{in}", "{out}", "--fit", "squash"], 2, "none of crop, pad, stretch"),
-        (["convert", "{in}", "{out}", "--chunk-rows", "many"], 2, "neither a number nor auto"),
-        (["convert", "{in}", "{out}", "--chunk-bytes", "4 parsecs"], 2, "no number of bytes"),
-        (["convert", "{in}", "{out}"], 1, "give --size HxW"),
+        (["convert", "{in}", "{out}", "--size", "12by3"], 2, "--size 12by3"),
+        (["convert", "{in}", "{out}", "--fit", "squash"], 2, "--fit squash"),
+        (["convert", "{in}", "{out}", "--chunk-rows", "many"], 2, "--chunk-rows many"),
+        (["convert", "{in}", "{out}", "--chunk-bytes", "4 parsecs"], 2, "--chunk-bytes 4 parsecs"),
+        (["convert", "{in}", "{out}"], 1, "give --size 64"),
         (["info", "{missing}"], 1, "no such file"),
         (["info", "{in}"], 1, "a folder, not an HDF5 file"),
         (["verify", "{text}"], 1, "not an HDF5 file"),
@@ -96,20 +99,26 @@ def test_errors_are_one_line(
     assert not (tmp_path / "o.h5").exists()
 
 
-def test_misuse_exits_with_2() -> None:
-    for arguments in ([], ["convert"], ["pack", "x"], ["convert", "a", "b", "--limit", "few"]):
+def test_misuse_and_abbreviated_options_exit_with_2() -> None:
+    for arguments in (
+        [],
+        ["convert"],
+        ["pack", "x"],
+        ["convert", "a", "b", "--limit", "few"],
+        ["convert", "a", "b", "--dry"],
+    ):
         with pytest.raises(SystemExit) as stop:
             cli.main(arguments)
         assert stop.value.code == 2
 
 
-def test_debug_shows_where(tmp_path: Path) -> None:
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "h5pack", "info", str(tmp_path / "none"), "--debug"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "Traceback" in result.stderr
 
 
-def test_a_bad_date_leaves_nothing_behind(
+def test_an_invalid_source_date_epoch_leaves_nothing_behind(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = flat_folder(tmp_path / "in", 3)
@@ -120,20 +129,46 @@ def test_a_bad_date_leaves_nothing_behind(
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_an_unforeseen_error_is_one_line_too(
+def test_an_unexpected_error_is_one_line_unless_debug_is_given(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object, **__: object) -> None:
-        raise ZeroDivisionError("nobody thought of this")
+        raise ZeroDivisionError("unexpected")
 
-    monkeypatch.setattr("h5pack.tools.info.info", broken)
+    monkeypatch.setattr("h5pack.inspect.info.info", broken)
     code, _, err = run(capsys, "info", tmp_path / "x")
     assert code == 1
-    assert err == "h5pack: ZeroDivisionError: nobody thought of this (--debug shows where)\n"
+    assert err == "h5pack: ZeroDivisionError: unexpected (--debug shows where)\n"
 
 
-def test_a_reader_that_goes_away(tmp_path: Path) -> None:
+def test_a_closed_pipe_gives_no_traceback(tmp_path: Path) -> None:
     source = flat_folder(tmp_path / "in", 3)
     command = f"{sys.executable} -m h5pack convert {source} {tmp_path}/o.h5 --dry-run | true"
     result = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("message", "parameters", "expected"),
+    [
+        ("give overwrite=True or resume=True", ("overwrite=True", "resume=True"), "give --overwrite or --resume"),
+        ("give size=224", ("size=224",), "give --size 224"),
+        ("size is 0; so is sizes", ("size is",), "size is 0; so is sizes"),
+        ("give labels=''", ("labels=''",), "give --no-labels"),
+        ("chunk_rows and chunk_bytes", ("chunk_rows", "chunk_bytes"), "--chunk-rows and --chunk-bytes"),
+        ("give source='flat'", ("source='flat'",), "give --source flat"),
+        ("nothing=1 here", ("nothing=1",), "nothing=1 here"),
+        ("exclude what is excluded", ("exclude",), "--exclude what is excluded"),
+    ],
+)
+def test_parameters_in_messages_become_options(message: str, parameters: tuple[str, ...], expected: str) -> None:
+    parser = cli._parser().parse_args(["convert", "in", "out"]).parser
+    assert error_text(OptionsError(message, parameters=parameters), parser) == expected
+
+
+@pytest.mark.parametrize("kind", [errors.OutputExistsError, errors.NoSpaceError, errors.DamagedRowsError])
+def test_errors_carry_data_between_processes(kind: type[errors.H5PackError]) -> None:
+    error = kind("a message", path=Path("a.h5"), dataset="images", rows=[3, 4], parameters=("size",))
+    copied = pickle.loads(pickle.dumps(error))
+    assert (str(copied), copied.path, copied.dataset) == ("a message", "a.h5", "images")
+    assert (copied.rows, copied.parameters) == ((3, 4), ("size",))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import device
-from benchmarks.resnet50 import resnet50
+from benchmarks.device import resnet50
 
 
 def test_it_runs_without_a_gpu(tmp_path: Path) -> None:

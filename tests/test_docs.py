@@ -13,15 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from h5pack import cli, errors, schema
-from h5pack.pack.options import ConvertOptions
-from tests.doctor.figures import stages
+from h5pack import cli, errors
+from h5pack.format import schema
+from h5pack.pack.conversion import Conversion, ConvertReport
+from tests.doctor.test_report import report as doctor_report
 from tests.makers import split_folders
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-RUNNABLE = re.compile(r"^<!-- runnable -->\n```python\n(.*?)^```$", re.M | re.S)
+BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.M | re.S)
 
 
 def page(name: str) -> str:
@@ -78,9 +79,9 @@ def test_no_page_names_an_option_that_there_is_not(path: Path) -> None:
     if path.name == "training.md":
         known |= train_options() | {"--nproc_per_node", "--requeue"}
     for line in path.read_text(encoding="utf-8").splitlines():
-        others = re.search(r"^#SBATCH|\b(pip|ruff|npm|pytest|h5pack\.tools\.synth|benchmarks)\b", line)
+        others = re.search(r"^#SBATCH|\b(pip|ruff|npm|pytest|h5pack\.benchmark\.synthetic|benchmarks)\b", line)
         if not others:
-            assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", line)) <= known, line
+            assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*(?<!-)(?![\w-])", line)) <= known, line
 
 
 def test_the_choices_of_options_are_in_their_rows() -> None:
@@ -107,33 +108,32 @@ def test_the_json_keys_are_listed(tmp_path: Path) -> None:
     from dataclasses import fields
 
     import h5pack
-    from h5pack.bench.cell import Cell
-    from h5pack.bench.report import BenchReport, Recommendation
-    from h5pack.doctor.diagnosis import Subject
-    from h5pack.doctor.facts import Facts
-    from h5pack.tools.export_report import ExportReport
-    from h5pack.tools.info import DatasetReport
-    from h5pack.tools.preview_report import PreviewReport
+    from h5pack.benchmark.cases import BenchCase
+    from h5pack.benchmark.recommend import Recommendation
+    from h5pack.benchmark.report import BenchReport
+    from h5pack.exporter.exporter import ExportReport
+    from h5pack.inspect.info import DatasetReport
+    from h5pack.inspect.preview import PreviewReport
 
     source = split_folders(tmp_path / "photos", {"train": {"x": 3}, "val": {"y": 2}})
-    with h5pack.Conversion(source, tmp_path / "o.h5", ConvertOptions(workers=1)) as conversion:
+    with Conversion(source, tmp_path / "o.h5", num_workers=1) as conversion:
         plan = conversion.plan().to_json()
         conversion.run()
     info = h5pack.info(tmp_path / "o.h5", stats=True).to_json()
     text = section(page("cli.md"), "JSON output")
     blocks = dict(re.findall(r"^\*\*`([\w -]+)`\*\*\n(.*?)(?=^\*\*|\Z)", text, re.M | re.S))
     found = {
-        "convert --json": {field.name for field in fields(h5pack.ConvertReport)},
+        "convert --json": {field.name for field in fields(ConvertReport)},
         "convert --dry-run --json": {*plan, "estimated_seconds"},
         "info --json": {*info, *info["pack"], *(field.name for field in fields(DatasetReport)), "overhead"},
         "verify --json": set(h5pack.verify(tmp_path / "o.h5").to_json()),
     }
     bench = BenchReport("photos", "folder", 1, (1, 1, 3), 3, 1, 60.0, {}).to_json()
     found["export --json"] = {"ok", *(field.name for field in fields(ExportReport))}
-    found["preview --json"] = {"ok", *(field.name for field in fields(PreviewReport))}
-    found["bench --json"] = {*bench, *(field.name for noun in (Recommendation, Cell) for field in fields(noun))}
-    stage = next(iter(stages(step=1.0).values())).to_json()
-    found["doctor --json"] = {*stage, *(field.name for noun in (Subject, Facts) for field in fields(noun))}
+    found["preview --json"] = {"ok", *(field.name for field in fields(PreviewReport) if field.name != "sheet")}
+    found["bench --json"] = {*bench, *(field.name for noun in (Recommendation, BenchCase) for field in fields(noun))}
+    doctor = doctor_report().to_json()
+    found["doctor --json"] = {*doctor, *doctor["stages"][0], *doctor["facts"]}
     assert set(blocks) == set(found)
     for name, keys in found.items():
         assert {key for key in keys if f"`{key}`" not in blocks[name]} == set(), name
@@ -176,7 +176,7 @@ def test_every_name_of_the_format_is_described() -> None:
     for number in (schema.ALIGNMENT_THRESHOLD_BYTES, schema.ALIGNMENT_BYTES):
         assert f"{number:,} bytes" in text
     assert f"version {schema.FORMAT_VERSION}" in text.splitlines()[0]
-    assert "has no label** while others have one" in text
+    assert "has no label** while others have one" in " ".join(text.split())
     assert f"**{schema.NO_LABEL}:" in text
     rules: dict[str, object] = {}
     exec(next(block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "statistics_step" in block), rules)
@@ -199,7 +199,7 @@ def test_everything_in_a_real_pack_is_described(tmp_path: Path) -> None:
         found.append(f"`/{name}`" if isinstance(item, h5py.Dataset) else f"`{name}`")
 
     for mode in ("rgb", "gray"):
-        h5pack.convert(source, tmp_path / f"{mode}.h5", ConvertOptions(workers=1, mode=mode))
+        h5pack.convert(source, tmp_path / f"{mode}.h5", num_workers=1, mode=mode)
         with h5py.File(tmp_path / f"{mode}.h5") as file:
             found.extend(f"`{name}`" for name in file.attrs)
             file.visititems(look)
@@ -207,9 +207,9 @@ def test_everything_in_a_real_pack_is_described(tmp_path: Path) -> None:
     assert {name for name in found if name not in text} == set()
 
 
-def option_rows(title: str) -> set[str]:
-    """The names in the first column of the first table of a section of reading.md."""
-    table = section(page("reading.md"), title).split("\n### ")[0]
+def parameter_rows(title: str) -> set[str]:
+    """The names in the first column of the first parameter table of a section of api.md."""
+    table = section(page("api.md"), title).split("| parameter |")[1].split("\n\n")[0]
     return {
         name for cell in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", table, re.M) for name in re.findall(r"\w+", cell)
     }
@@ -220,15 +220,28 @@ def option_rows(title: str) -> set[str]:
     [
         ("H5Dataset", ["H5Dataset"]),
         ("H5Loader", ["H5Loader"]),
-        ("The samplers", ["ChunkBatchSampler", "ChunkSampler"]),
+        ("Samplers", ["ChunkBatchSampler", "ChunkSampler"]),
+        ("ConcatPack and MixtureSampler", ["MixtureSampler"]),
+        ("DeviceFeed", ["DeviceFeed"]),
+        ("Normalize", ["Normalize"]),
+        ("EchoLoader", ["EchoLoader"]),
+        ("FeedMonitor", ["FeedMonitor"]),
     ],
 )
-def test_every_option_of_reading_has_a_row_and_no_other_has(title: str, names: list[str]) -> None:
+def test_every_parameter_has_a_row_in_the_reference(title: str, names: list[str]) -> None:
     import h5pack
 
-    assert option_rows(title) == {
+    assert parameter_rows(title) == {
         name for owner in names for name in inspect.signature(getattr(h5pack, owner)).parameters
     }
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    import h5pack
+
+    text = page("api.md")
+    names = set(h5pack.__all__) - {error.__name__ for error in error_classes()} - {"__version__"}
+    assert {name for name in names if f"`{name}`" not in text} == set()
 
 
 def test_what_a_state_belongs_to_is_listed(tmp_path: Path) -> None:
@@ -236,14 +249,13 @@ def test_what_a_state_belongs_to_is_listed(tmp_path: Path) -> None:
 
     import h5pack
 
-    h5pack.convert(
-        split_folders(tmp_path / "photos", {"train": {"x": 3}}), tmp_path / "o.h5", ConvertOptions(workers=1)
-    )
+    h5pack.convert(split_folders(tmp_path / "photos", {"train": {"x": 3}}), tmp_path / "o.h5", num_workers=1)
     dataset = h5pack.H5Dataset(tmp_path / "o.h5")
     names = set()
     for rows in (dataset, Subset(dataset, [2, 0])):
         names |= set(h5pack.ChunkBatchSampler(rows, 2).state_dict()["order"])
-    text = page("reading.md").split("\n### What a state belongs to\n")[1].split("\n## ")[0]
+    names |= set(h5pack.ChunkBatchSampler(dataset, 2, weights=[1, 2, 1]).state_dict()["order"])
+    text = section(page("api.md"), "States")
     cells = re.findall(r"^\| (`.*?) \|", text, re.M)
     assert {name for cell in cells for name in re.findall(r"\w+", cell)} == names
 
@@ -253,7 +265,7 @@ def test_what_was_read_is_listed() -> None:
 
     from h5pack.read.engine import ReadStats
 
-    text = page("reading.md").split("\n### What was read\n")[1].split("\n### ")[0]
+    text = section(page("api.md"), "Read statistics")
     cells = re.findall(r"^\| (`.*?) \|", text, re.M)
     assert {name for cell in cells for name in re.findall(r"\w+", cell)} == {
         "amplification",
@@ -261,20 +273,29 @@ def test_what_was_read_is_listed() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "path",
-    [ROOT / "README.md", *(DOCS / name for name in ("quickstart.md", "reading.md", "training.md"))],
-    ids=lambda path: path.name,
-)
-def test_the_code_of_a_page_runs(path: Path, tmp_path: Path) -> None:
-    blocks = RUNNABLE.findall(path.read_text(encoding="utf-8"))
-    assert path.name == "README.md" or blocks
-    if not blocks:
-        return
-    split_folders(tmp_path / "photos", {"train": {"cat": 40, "dog": 30}, "val": {"cat": 8, "dog": 9}}, (80, 70))
+def script_of(path: Path) -> str:
+    """The Python and bash blocks of a page, in order, as one script; empty without a block of Python.
+
+    Blocks in ``console`` or ``text`` are not run.
+    """
+    blocks = BLOCK.findall(path.read_text(encoding="utf-8"))
+    if not any(language == "python" for language, _ in blocks):
+        return ""
+    lines = ["import subprocess"]
+    for language, code in blocks:
+        lines.append(code if language == "python" else f"subprocess.run(['bash', '-euc', {code!r}], check=True)")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if script_of(path)], ids=lambda path: path.name)
+def test_the_blocks_of_a_page_run_in_an_empty_folder(path: Path, tmp_path: Path) -> None:
     script = tmp_path / "page.py"
-    script.write_text("\n".join(blocks), encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    script.write_text(script_of(path), encoding="utf-8")
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     done = subprocess.run(
         [sys.executable, script.name], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from pathlib import Path
 
+import pytest
 import torch
 
 import h5pack
-from benchmarks import echoing
-from h5pack.feed.echo_loader import EchoLoader
-from tests.feed import packs
+from benchmarks import echoing, tables
+from h5pack.device.echo import EchoLoader
+from tests.data import packs
 
 
 def test_echoing_benchmark(tmp_path: Path) -> None:
@@ -53,30 +53,43 @@ def test_echoing_benchmark(tmp_path: Path) -> None:
                 # The last batch may have been shown once when the target was reached.
                 assert arm["factor"] - 0.7 < run["showings"] <= arm["factor"]
                 assert run["seconds"] > run["epochs"] * 10 * 2 * result["step_seconds"] * 0.95 or not arm["slowed"]
-    table = echoing.echoing_table(result)
+    table = tables.echoing_table(result)
     assert table.count("\n") == 6
     assert "| auto, 2x slower than the step |" in table
     assert sorted(path.name for path in tmp_path.iterdir()) == ["e.json"], "scratch is cleaned up"
 
 
-def test_a_paced_loader_works_two_batches_ahead(tmp_path: Path) -> None:
+class FakeTime:
+    """A clock that moves when it is slept by."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_paced_loader_works_two_batches_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeTime()
+    monkeypatch.setattr(echoing, "time", clock)
     dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"))
     paced = echoing.PacedLoader(h5pack.H5Loader(dataset, 10), 0.05)
     batches = iter(paced)
     waits = []
     for number in range(6):
         if number == 3:
-            time.sleep(0.3)
-        begin = time.perf_counter()
+            clock.sleep(0.3)
+        begin = clock.now
         next(batches)
-        waits.append(time.perf_counter() - begin)
+        waits.append(clock.now - begin)
     # The fourth and the fifth were made in the meantime.
-    assert all(wait > 0.045 for wait in (waits[0], *waits[1:3], waits[5]))
-    assert max(waits[3:5]) < 0.045
-    begin = time.perf_counter()
-    time.sleep(0.2)
-    paced.pause(time.perf_counter() - begin)
-    begin = time.perf_counter()
+    assert waits == pytest.approx([0.05, 0.05, 0.05, 0, 0, 0.05])
+    clock.sleep(0.2)
+    paced.pause(0.2)
+    begin = clock.now
     next(batches)
-    assert time.perf_counter() - begin > 0.035
+    assert clock.now - begin == pytest.approx(0.05)
     assert len(list(itertools.islice(EchoLoader(paced, 2), 4))) == 4

@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 
 import h5pack
-from h5pack.checksum import row_checksums
-from h5pack.pack.skeleton import Skeleton, Tables, build, root_attributes
+from h5pack.format.checksums import row_checksums
+from h5pack.pack.file_structure import FileStructure, PackTables, root_attributes, write_structure
+from h5pack.pack.options import ConvertOptions
 from tests.makers import class_folders, expected, quick, split_folders, truncate
 
 INTEROP = Path(__file__).parent / "interop"
@@ -70,9 +71,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=list(PACKS))
 def sample(request: pytest.FixtureRequest, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Sample:
-    options = quick(**PACKS[request.param])
     path = tmp_path_factory.mktemp("packs") / f"{request.param}.h5"
-    h5pack.convert(source, path, options)
+    options = ConvertOptions(**PACKS[request.param])
+    h5pack.convert(source, path, **quick(**PACKS[request.param]))
     return Sample(path, source, options.layout, options.mode, options.compat)
 
 
@@ -205,7 +206,7 @@ def big_names(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     assert {len(name) for name in BIG_CLASSES} == {40}
     path = tmp_path_factory.mktemp("big") / f"{'compat' if request.param else 'v110'}.h5"
     rows = np.zeros((6, 8, 8, 3), np.uint8)
-    tables = Tables(
+    tables = PackTables(
         labels=np.array([0, 2_999, 1, 2_998, 2, 1_500], np.int64),
         label_names=BIG_CLASSES,
         fields={},
@@ -214,8 +215,8 @@ def big_names(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         checksums=row_checksums(rows),
         statistics={"mean": [0.0] * 3, "std": [0.0] * 3, "rows": 6, "step": 1, "split": "all"},
     )
-    skeleton = Skeleton((8, 8, 3), 4, "nhwc", request.param, root_attributes("0", "2023-11-14T22:13:20Z", {}))
-    build(path, skeleton, 6, tables)
+    structure = FileStructure((8, 8, 3), 4, "nhwc", request.param, root_attributes("0", "2023-11-14T22:13:20Z", {}))
+    write_structure(path, structure, 6, tables)
     return path
 
 
@@ -238,7 +239,7 @@ def test_splits_and_rejects_are_read_everywhere(tmp_path: Path, split: str) -> N
     source = split_folders(tmp_path / "in", {split: {"x": 6, "y": 3}, "zz": {"x": 4}})
     truncate(source / split / "y" / "00001.jpg")
     path = tmp_path / "o.h5"
-    h5pack.convert(source, path, quick(source="splits"))
+    h5pack.convert(source, path, **quick(source_kind="splits"))
     with h5py.File(path) as file:
         assert [name.decode() for name in file["splits/name"][()]] == [split, "zz"]
     assert np.frombuffer(h5dump_bytes(path, "/splits/rows"), "<i8").tolist() == [0, 8, 8, 12]
@@ -348,7 +349,7 @@ def test_the_order_of_the_format_page_is_the_order_of_the_rows(tmp_path: Path, o
     broken = {"train/x/00003.jpg", "train/y/00021.jpg", "train/y/00007.jpg", "val/x/00000.jpg", "test/y/00013.jpg"}
     for name in broken:
         truncate(source / name, 0.9)
-    report = h5pack.convert(source, tmp_path / "o.h5", quick(order=order, seed=seed))
+    report = h5pack.convert(source, tmp_path / "o.h5", **quick(order=order, seed=seed))
     assert (report.images, report.rejects) == (81, 7)
 
     rules: dict[str, Any] = {}
@@ -371,7 +372,7 @@ def test_the_order_of_the_format_page_is_the_order_of_the_rows(tmp_path: Path, o
 @pytest.mark.parametrize("mode", ["rgb", "gray"])
 def test_the_statistics_of_the_format_page_are_those_stored(tmp_path: Path, mode: str) -> None:
     source = split_folders(tmp_path / "in", {"train": {"x": 5, "y": 6}, "val": {"x": 3}})
-    h5pack.convert(source, tmp_path / "o.h5", quick(mode=mode))
+    h5pack.convert(source, tmp_path / "o.h5", **quick(mode=mode))
     rules: dict[str, Any] = {}
     exec(code_of_the_format_page("The formula"), rules)
     with h5py.File(tmp_path / "o.h5") as file:

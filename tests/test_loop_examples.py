@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 import h5pack
-from h5pack.feed.samplers import ChunkBatchSampler
+from h5pack.data.samplers import ChunkBatchSampler
 from tests.makers import quick
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -51,7 +51,7 @@ for folder, most in runs:
         print("stopped")
 print(json.dumps(logs))
 """
-"""Runs an example several times, each time for so many steps; prints the loss and the labels of each step."""
+"""Runs an example several times, each time for a given number of steps; prints the loss and the labels of each step."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
             path = folder / "in" / split / f"class-{number % 3}" / f"{number:03d}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(noise.astype(np.uint8)).save(path)
-    h5pack.convert(folder / "in", folder / "colours.h5", quick(chunk_rows=8))
+    h5pack.convert(folder / "in", folder / "colours.h5", **quick(chunk_rows=8))
     return folder / "colours.h5"
 
 
@@ -76,7 +76,7 @@ def steps_of(name: str, pack: Path, runs: list[tuple[str, int]]) -> tuple[list[l
         [sys.executable, "-c", DRIVER, name, str(pack), json.dumps(runs)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         env=variables,
         check=False,
     )
@@ -94,12 +94,12 @@ def order_of(pack: Path) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("name", "package"), [("lightning_loop", "lightning"), ("accelerate_loop", "accelerate")], ids=lambda name: name
 )
-def test_an_example_learns_and_goes_on_exactly(name: str, package: str, pack: Path, tmp_path: Path) -> None:
+def test_an_example_learns_and_resumes_exactly(name: str, package: str, pack: Path, tmp_path: Path) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"pip install {package}")
     one, other = str(tmp_path / "1"), str(tmp_path / "2")
     last = EPOCHS * STEPS
-    # Stopped amid an epoch, then behind the end of one; steps behind a checkpoint are taken again.
+    # Stopped within an epoch, then after the end of one; steps after a checkpoint are repeated.
     runs = [(one, -1), (other, SAVES + 1), (other, SAVES + 1), (other, -1)]
     (whole, first, second, third), said = steps_of(name, pack, runs)
     assert [labels for _, labels in whole] == order_of(pack)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +12,10 @@ import torch
 from PIL import Image
 
 import h5pack
-from benchmarks import accuracy, mixing, mixing_plots, plots
+from benchmarks import accuracy, mixing, plots, tables
 from benchmarks.common import RESULTS
-from h5pack.feed.order import DEFAULT_WINDOW
-from tests.makers import split_folders
-from tests.test_docs import RUNNABLE
+from h5pack.benchmark.mixing import mixing_report
+from h5pack.order.window import DEFAULT_WINDOW
 
 PAGE = plots.ROOT / "docs" / "mixing.md"
 
@@ -45,9 +41,9 @@ def test_mixing_benchmark(tmp_path: Path) -> None:
     assert stored[0] < 0.3 < 0.8 < stored[1]
     assert shuffled["expected_distance"] == by_class["expected_distance"]
     assert by_class["orders"][0]["label_distance"] > 2 * shuffled["orders"][0]["label_distance"]
-    mixing_plots.draw_mixing(result, tmp_path / "m.png")
+    plots.draw_mixing(result, tmp_path / "m.png")
     assert size_of(tmp_path / "m.png") == (1080, 630)
-    assert mixing_plots.mixing_table(result).count("| window=") == 6
+    assert tables.mixing_table(result).count("| window=") == 6
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.json", "m.png"], "scratch is cleaned up"
 
 
@@ -74,9 +70,9 @@ def test_accuracy_benchmark(tmp_path: Path) -> None:
     assert (gap["of"], gap["less"]) == ("sorted window", "sorted full")
     pairs = zip(arms["sorted", "window"]["accuracy"], arms["sorted", "full"]["accuracy"], strict=True)
     assert gap["mean"] == pytest.approx(np.mean([one - other for one, other in pairs]), abs=1e-6)
-    mixing_plots.draw_accuracy(result, tmp_path / "a.png")
+    plots.draw_accuracy(result, tmp_path / "a.png")
     assert size_of(tmp_path / "a.png") == (1080, 600)
-    assert "| sorted | window=16 |" in mixing_plots.accuracy_table(result)
+    assert "| sorted | window=16 |" in tables.accuracy_table(result)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.png"], "scratch is cleaned up"
 
 
@@ -152,32 +148,9 @@ def test_the_rule_of_thumb_of_the_page() -> None:
             assert order["label_distance"] / report["expected_distance"] == pytest.approx(rule, rel=0.1)
 
 
-def test_the_page_shows_the_committed_figures() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    for name, table in (("mixing", mixing_plots.mixing_table), ("accuracy", mixing_plots.accuracy_table)):
-        figures = table(json.loads((RESULTS / f"{name}.json").read_text()))
-        assert f"<!-- figures: {name} -->\n{figures}\n<!-- end figures -->" in text
-        assert f"](img/{name}.png)" in text
-
-
-def test_the_code_of_the_page_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    blocks = RUNNABLE.findall(text)
-    assert len(blocks) == 2
-    split_folders(tmp_path / "photos", {"train": {"cat": 40, "dog": 30}, "val": {"cat": 8, "dog": 9}}, (80, 70))
-    (tmp_path / "page.py").write_text("\n".join(blocks), encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(plots.ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "page.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    shown = text.split("```text\n")[1].split("```")[0]
-    assert done.stdout.startswith(shown)
-
-
 def test_every_option_of_the_report_has_a_row() -> None:
     import inspect
     import re
 
     rows = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(encoding="utf-8"), re.M)
-    assert rows == list(inspect.signature(h5pack.mixing_report).parameters)
+    assert rows == list(inspect.signature(mixing_report).parameters)

@@ -11,16 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import peer_plots, peers
-from benchmarks.peer_check import checksum, fault, marks, truth
-from benchmarks.peer_files import PeerFiles
-from benchmarks.peer_memory import private_bytes, session
-from benchmarks.peer_process import PeerProcess
-from benchmarks.peer_ways.image_folder import ImageFolder, decode
-from benchmarks.peer_ways.listing import LISTING, chosen
-from benchmarks.peer_ways.way import Reading
-from benchmarks.peer_worker import check, convert, read, timed
-from h5pack.tools.synth import make_folder
+from benchmarks import peers, plots, tables
+from benchmarks.peer_ways.base import LISTING, ImageFolder, Reading, chosen, decode
+from benchmarks.peer_worker import (
+    PeerFiles,
+    check,
+    checksum,
+    convert,
+    fault,
+    marks,
+    private_bytes,
+    read,
+    session,
+    timed,
+    truth,
+)
+from benchmarks.peers import PeerProcess
+from h5pack.benchmark.synthetic import make_folder
 
 _COUNT = 40
 
@@ -60,12 +67,11 @@ def test_the_comparison(tmp_path: Path) -> None:
     assert not ways["h5loader"]["skipped"]
     assert ways["h5loader"]["peak_memory_mb"] > 0
 
-    peer_plots.draw_peers(result, tmp_path / "p.png")
+    plots.draw_peers(result, tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 10_000
-    table = peer_plots.peers_table(result)
+    table = tables.peers_table(result)
     for way in ways.values():
         assert f"{way['way']} was skipped: {way['skipped']}" in table if way["skipped"] else way["way"] in table
-    assert "| **H5Loader** |" in peer_plots.peers_summary(result)
 
 
 @pytest.mark.parametrize("key", ["h5loader-file", "h5dataset", "memmap", "h5py", "h5py-auto", "h5py-recipe", "jpeg"])
@@ -205,24 +211,24 @@ def figures(name: str, ours: bool, hot: float, memory: float) -> dict[str, Any]:
 def test_where_a_peer_is_better_is_said() -> None:
     ours, peer = figures("H5Loader", True, 100, 100), figures("Peer", False, 90, 50)
     other = figures("H5Other", True, 50, 60)
-    said = peer_plots.where_peers_are_better({"ways": [ours, peer]})
+    said = tables.where_peers_are_better({"ways": [ours, peer]})
     assert said == ["peak memory (H5Loader: 100 MB): Peer 50 MB"]
     # Better than H5Loader, but not than another way of h5pack; and a difference within the margin is none.
     close = figures("Close", False, 104, 70)
-    (said,) = peer_plots.where_peers_are_better({"ways": [ours, other, close]})
+    (said,) = tables.where_peers_are_better({"ways": [ours, other, close]})
     assert said.startswith("peak memory (H5Loader: 100 MB; h5pack's best, H5Other: 60 MB): ")
     assert said.endswith(": better than H5Loader as it comes only: Close 70 MB")
     peer["verified"] = False
-    assert peer_plots.where_peers_are_better({"ways": [ours, peer]}) == []
-    assert "fewer than Fast (200 images/s)" in peer_plots.message({"ways": [ours, figures("Fast", False, 200, 1)]})
+    assert tables.where_peers_are_better({"ways": [ours, peer]}) == []
+    assert "fewer than Fast (200 images/s)" in tables.peers_message({"ways": [ours, figures("Fast", False, 200, 1)]})
     # H5Loader as it comes keeps rows in memory; what it does without is said beside what peers do.
     again = {**figures("H5Loader from its file", True, 60, 100), "key": "h5loader-file"}
-    faster = peer_plots.where_peers_read_faster({"ways": [ours, again, figures("Quick", False, 70, 1), close]})
+    faster = tables.where_peers_read_faster({"ways": [ours, again, figures("Quick", False, 70, 1), close]})
     assert faster.endswith("(60 images/s): Close 104 images/s, Quick 70 images/s")
-    assert not peer_plots.where_peers_read_faster({"ways": [ours, again, figures("Level", False, 62, 1)]})
-    assert "; 60 where it reads its file in every epoch" in peer_plots.message(
+    assert not tables.where_peers_read_faster({"ways": [ours, again, figures("Level", False, 62, 1)]})
+    assert "; 60 where it reads its file in every epoch" in tables.peers_message(
         {"ways": [ours, again, peer | {"verified": True}]}
     )
-    assert "1.1 times as many as the fastest peer, Slow" in peer_plots.message(
+    assert "1.1 times as many as the fastest peer, Slow" in tables.peers_message(
         {"ways": [ours, figures("Slow", False, 90, 1)]}
     )

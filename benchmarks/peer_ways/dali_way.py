@@ -9,8 +9,7 @@ from nvidia.dali import fn, pipeline_def
 from nvidia.dali.plugin.base_iterator import LastBatchPolicy
 from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
-from benchmarks.peer_ways.image_folder import ImageFolder
-from benchmarks.peer_ways.way import Batch, Opened, Reading, Way
+from benchmarks.peer_ways.base import Batch, ImageFolder, Opened, Reading, Way
 
 
 @pipeline_def

@@ -9,8 +9,7 @@ from ffcv.fields import IntField, RGBImageField
 from ffcv.loader import Loader, OrderOption
 from ffcv.writer import DatasetWriter
 
-from benchmarks.peer_ways.image_folder import ImageFolder
-from benchmarks.peer_ways.way import Batch, Opened, Reading, Way
+from benchmarks.peer_ways.base import Batch, ImageFolder, Opened, Reading, Way
 
 
 class _OpenedFFCV:

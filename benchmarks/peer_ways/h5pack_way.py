@@ -7,10 +7,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from benchmarks.peer_ways.data_loader import OpenedLoader
-from benchmarks.peer_ways.image_folder import ImageFolder
-from benchmarks.peer_ways.way import Opened, Reading, Way
-from h5pack import ChunkBatchSampler, ConvertOptions, H5Dataset, H5Loader, convert
+from benchmarks.peer_ways.base import ImageFolder, Opened, OpenedLoader, Reading, Way
+from h5pack import ChunkBatchSampler, H5Dataset, H5Loader, convert
 
 
 class _Packed(Way):
@@ -18,7 +16,7 @@ class _Packed(Way):
 
     def convert(self, source: ImageFolder, out: Path, workers: int) -> int:
         """``h5pack convert`` as it comes."""
-        convert(source.folder, out / "pack.h5", ConvertOptions(workers=workers))
+        convert(source.folder, out / "pack.h5", num_workers=workers)
         return workers
 
 
@@ -47,14 +45,14 @@ class LoaderWay(_Packed):
     def open(self, out: Path, reading: Reading) -> Opened:
         """The loader over the pack."""
         dataset = H5Dataset(out / "pack.h5")
-        options = {"threads": reading.workers, "seed": reading.seed, **self.options}
+        options = {"num_threads": reading.workers, "seed": reading.seed, **self.options}
         return _OpenedH5Loader(H5Loader(dataset, reading.batch, **options))
 
 
 class DatasetWay(_Packed):
     """H5Dataset in a DataLoader."""
 
-    settings = "ChunkBatchSampler, collate_fn=dataset.collate, workers that stay: as docs/reading.md has it."
+    settings = "ChunkBatchSampler, collate_fn=dataset.collate, workers that stay: as docs/loading.md has it."
 
     def open(self, out: Path, reading: Reading) -> Opened:
         """The DataLoader over the pack."""

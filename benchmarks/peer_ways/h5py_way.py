@@ -11,9 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from benchmarks.peer_ways.data_loader import shuffling
-from benchmarks.peer_ways.image_folder import ImageFolder
-from benchmarks.peer_ways.way import Opened, Reading, Way
+from benchmarks.peer_ways.base import ImageFolder, Opened, Reading, Way, shuffling
 
 
 class OneIndex(Dataset[Any]):

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from benchmarks.peer_ways.data_loader import shuffling
-from benchmarks.peer_ways.image_folder import ImageFolder, decode
-from benchmarks.peer_ways.way import Opened, Reading, Way
+from benchmarks.peer_ways.base import ImageFolder, Opened, Reading, Way, decode, shuffling
 
 
 class _Decoding(Dataset[Any]):

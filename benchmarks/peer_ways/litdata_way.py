@@ -9,9 +9,7 @@ from typing import Any
 
 import litdata
 
-from benchmarks.peer_ways.data_loader import OpenedLoader
-from benchmarks.peer_ways.image_folder import ImageFolder
-from benchmarks.peer_ways.way import Opened, Reading, Way
+from benchmarks.peer_ways.base import ImageFolder, Opened, OpenedLoader, Reading, Way
 
 _LARGE_ROW_BYTES = 32 * 1024
 

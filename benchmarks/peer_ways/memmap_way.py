@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.peer_ways.image_folder import ImageFolder
-from benchmarks.peer_ways.way import Batch, Opened, Reading, Way
+from benchmarks.peer_ways.base import Batch, ImageFolder, Opened, Reading, Way
 
 
 class _OpenedMap:

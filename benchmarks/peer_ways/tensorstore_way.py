@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import tensorstore
 
-from benchmarks.peer_ways.image_folder import ImageFolder
-from benchmarks.peer_ways.way import Batch, Opened, Reading, Way
+from benchmarks.peer_ways.base import Batch, ImageFolder, Opened, Reading, Way
 
 _SHARD_BYTES = 64 * 1024 * 1024
 _AHEAD = 2

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import webdataset
 
-from benchmarks.peer_ways.data_loader import OpenedLoader
-from benchmarks.peer_ways.image_folder import ImageFolder
-from benchmarks.peer_ways.way import Opened, Reading, Way
+from benchmarks.peer_ways.base import ImageFolder, Opened, OpenedLoader, Reading, Way
 
 _SHARDS = 8
 

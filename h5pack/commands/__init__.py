@@ -1,1 +1,1 @@
-"""The commands, a module each: what a command takes, and what it prints."""
+"""The commands of ``h5pack``. Each module defines the arguments of one command, runs it and prints its report."""

@@ -1,30 +1,39 @@
-"""What several commands take: lists, and which datasets of an HDF5 file mean what."""
+"""Arguments that several commands share, and translation of parameters in error messages to command-line options."""
 
 from __future__ import annotations
 
 import argparse
+import ast
+import re
+from collections.abc import Sequence
 from typing import Any
+
+from h5pack.errors import H5PackError
 
 
 def comma_parts(value: str | None) -> tuple[str, ...]:
-    """The parts of a text with commas; none where it is not given."""
+    """Split a comma-separated text and strip the parts. None gives an empty tuple."""
     return () if value is None else tuple(part.strip() for part in value.split(",") if part.strip())
 
 
 def add_hdf5(group: Any) -> None:
-    """Add the options that say which datasets of an HDF5 file mean what."""
-    group.add_argument(
-        "--images", metavar="NAME", help="the dataset of images, numbers or encoded ones (default: look)"
-    )
+    """Add the options that name an HDF5 file's datasets of images and labels, and say how to read the images."""
+    group.add_argument("--images", metavar="NAME", help="the dataset of images, arrays or encoded (default: detect it)")
     labels = group.add_mutually_exclusive_group()
-    labels.add_argument("--labels", metavar="NAME", help="the dataset of labels (default: look)")
-    labels.add_argument("--no-labels", action="store_const", const="", dest="labels", help="take no labels")
-    group.add_argument("--channel-axis", metavar="WHERE", help="of a row: last, first or none (default: look)")
-    group.add_argument("--value-range", metavar="LOW:HIGH", help="values that become 0 and 255 (default of floats 0:1)")
+    labels.add_argument("--labels", metavar="NAME", help="the dataset of labels (default: detect it)")
+    labels.add_argument("--no-labels", action="store_const", const="", dest="labels", help="use no labels")
+    group.add_argument(
+        "--channel-axis",
+        metavar="WHERE",
+        help="axis of a row that holds channels: last, first or none (default: detect it)",
+    )
+    group.add_argument(
+        "--value-range", metavar="LOW:HIGH", help="values that become 0 and 255 (default for floats: 0:1)"
+    )
 
 
 def hdf5_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the options of `add_hdf5` say, by the names of `h5pack.sources.hdf5_catalog.HDF5Datasets`."""
+    """Return the values of the options of `add_hdf5` as keywords of `h5pack.sources.hdf5_catalog.HDF5Datasets`."""
     from h5pack.pack.options import parse_range
 
     return {
@@ -33,3 +42,40 @@ def hdf5_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "channel_axis": arguments.channel_axis,
         "value_range": None if arguments.value_range is None else parse_range(arguments.value_range),
     }
+
+
+def error_text(error: H5PackError, parser: argparse.ArgumentParser | None) -> str:
+    """Return the error's message with parameters replaced by command-line options: ``--size 64`` for ``size=64``."""
+    return str(error) if parser is None else option_text(str(error), error.parameters, parser)
+
+
+def option_text(text: str, fragments: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """Return the text with the parameters in `fragments`, such as ``size=64``, replaced by command-line options."""
+    # Replace the longest fragments first, because one fragment may begin with another.
+    for fragment in sorted(fragments, key=len, reverse=True):
+        option = _option_text(fragment, parser) or fragment
+        text = re.sub(rf"(?<![\w-]){re.escape(fragment)}(?!\w)", lambda _: option, text)  # noqa: B023
+    return text
+
+
+def _option_text(fragment: str, parser: argparse.ArgumentParser) -> str | None:
+    """Return the command-line option for ``name`` or ``name=value``; None if the command has no such option."""
+    name, _, text = fragment.partition("=")
+    value = _literal(text)
+    flag = "--" + name.replace("_", "-")
+    # Private API: argparse has no public list of a parser's options.
+    actions = [action for action in parser._actions if flag in action.option_strings or action.dest == name]
+    for action in actions:
+        if action.option_strings and action.nargs == 0 and (not text or action.const == value):
+            return action.option_strings[-1]
+        if action.option_strings and action.nargs != 0 and not (text and value == ""):
+            return f"{action.option_strings[-1]} {value}" if text else action.option_strings[-1]
+    return None
+
+
+def _literal(value: str) -> Any:
+    """Return the value of a Python literal, or the text itself if it is none."""
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return value

@@ -1,4 +1,4 @@
-"""`h5pack bench` on the command line."""
+"""The command `h5pack bench`: its arguments and its output."""
 
 from __future__ import annotations
 
@@ -10,149 +10,134 @@ from h5pack.commands.arguments import comma_parts
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add the command to the program's."""
+    """Add this command and its arguments to the parser."""
     bench = commands.add_parser(
         "bench",
         parents=[common],
-        help="which chunks, order and settings are fastest on this machine",
-        description="Pack a sample of a folder of images, or of an HDF5 file, in several ways, and measure how fast "
-        "each is read. Everything temporary is removed in the end.",
+        help="which chunks and settings are fastest on this machine",
+        description="Pack a sample of a folder of images, or of an HDF5 file, in several ways, measure how fast each "
+        "is read, and recommend one. Temporary files are removed.",
     )
-    bench.set_defaults(run=run)
+    bench.set_defaults(run=run, parser=bench)
     bench.add_argument(
-        "source", nargs="?", metavar="SOURCE", help="a folder of images, a manifest or an HDF5 file (default: pictures)"
+        "source", nargs="?", metavar="SOURCE", help="a folder, a manifest or an HDF5 file (default: generated images)"
     )
-    bench.add_argument("--seconds", type=float, default=60.0, metavar="S", help="for all of it (default 60)")
+    bench.add_argument("--seconds", type=float, default=60.0, metavar="S", help="for everything (default 60)")
 
     what = bench.add_argument_group("what to compare")
     what.add_argument("--chunk-rows", metavar="A,B", help="chunk sizes in rows")
     what.add_argument("--chunk-bytes", metavar="A,B", help="chunk sizes in bytes (default: 64KiB to 16MiB)")
-    what.add_argument("--no-contiguous", action="store_true", help="leave out rows without chunks")
-    what.add_argument("--orders", metavar="A,B", help="of sequential, window, full and single (default: all)")
-    what.add_argument("--engines", metavar="A,B", help="of direct, tuned and default (default: all)")
-    what.add_argument("--cache", metavar="A,B", help="page cache: of hot and cold (default: both)")
+    what.add_argument("--no-contiguous", action="store_false", dest="contiguous", help="leave out rows without chunks")
+    what.add_argument(
+        "--orders", metavar="A,B", help="orders of rows, from sequential, window, full and single (default: all)"
+    )
+    what.add_argument("--engines", metavar="A,B", help="ways of reading, from direct, tuned and default (default: all)")
+    what.add_argument(
+        "--cache", dest="caches", metavar="A,B", help="states of the page cache, from hot and cold (default: both)"
+    )
     what.add_argument("--compression", metavar="A,B", help="as for convert (default: none)")
     what.add_argument("--batch-size", metavar="A,B", help="rows a batch (default 256)")
     what.add_argument("--window", metavar="A,B", help="chunks that are shuffled together (default 16)")
-    what.add_argument("--threads", metavar="A,B", help="reading threads of H5Loader")
-    what.add_argument("--workers", metavar="A,B", help="worker processes of a DataLoader")
+    what.add_argument("--threads", dest="num_threads", metavar="A,B", help="reading threads of H5Loader")
+    what.add_argument("--workers", dest="num_workers", metavar="A,B", help="worker processes of a DataLoader")
 
     sample = bench.add_argument_group("the sample")
     sample.add_argument("--rows", type=int, metavar="N", help="rows (default: by time, memory and disk; up to 512 MiB)")
     sample.add_argument("--size", metavar="HxW", help="height and width of every row; one number: a square")
-    sample.add_argument("--source", dest="kind", metavar="KIND", help="what SOURCE is, as for convert")
-    sample.add_argument("--images", metavar="NAME", help="the dataset of images of an HDF5 file (default: look)")
-    sample.add_argument("--labels", metavar="NAME", help="the dataset of labels of an HDF5 file (default: look)")
-    sample.add_argument("--scratch", metavar="DIR", help="for temporary packs (default: the working directory)")
+    sample.add_argument("--source", dest="source_kind", metavar="KIND", help="what SOURCE is, as for convert")
+    sample.add_argument("--images", metavar="NAME", help="the dataset of images of an HDF5 file (default: detected)")
+    sample.add_argument("--labels", metavar="NAME", help="the dataset of labels of an HDF5 file (default: detected)")
+    sample.add_argument("--scratch", metavar="DIR", help="for temporary files (default: the working directory)")
     sample.add_argument("--seed", type=int, default=0, metavar="N", help="of the orders (default 0)")
 
-    out = bench.add_argument_group("what to write")
+    mixing = bench.add_argument_group("how well the window shuffle mixes")
+    mixing.add_argument(
+        "--mixing", action="store_true",
+        help="report instead how well windows mix the labels of SOURCE, an HDF5 file; --window A,B: the window in "
+        "question, and others to compare",
+    )  # fmt: skip
+    mixing.add_argument("--split", metavar="NAME", help="with --mixing: of these rows only")
+    mixing.add_argument("--epochs", type=int, default=8, metavar="N", help="with --mixing (default 8)")
+
+    out = bench.add_argument_group("output")
+    out.add_argument("--full", action="store_true", help="all tables and notes, too")
     out.add_argument("--plot", metavar="FILE", help="draw the result (PNG, SVG or PDF)")
-    out.add_argument("--report", metavar="FILE", help="write an HTML page with the result and its pictures")
-    out.add_argument("--save", metavar="FILE", help="keep the recommendation as TOML, for H5Loader(profile=...)")
     out.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Bench as the arguments say; the exit status."""
-    from h5pack.bench.bench import Bench
-    from h5pack.bench.report_text import bench_text
+    """Run the benchmark and print its report; return the exit status."""
+    if arguments.mixing:
+        _print(_mixing(arguments), arguments)
+        return 0
+    from h5pack.benchmark.bench import BenchRun, make_settings
+    from h5pack.benchmark.plots import check_plot_file, draw_bench
 
-    options, settings = _options(arguments), _settings(arguments)
-    _require_outputs(arguments)
-    bench = Bench(arguments.source, settings, options, progress=not arguments.quiet and not arguments.json)
+    if arguments.plot is not None:
+        check_plot_file(arguments.plot)
+    bench = BenchRun(
+        arguments.source,
+        make_settings(**_settings(arguments)),
+        arguments.source_kind,
+        progress=not arguments.quiet and not arguments.json,
+    )
     try:
         report = bench.run()
     except BaseException:
-        # Ctrl-C or an error: what was measured until then is true.
+        # After Ctrl-C or an error, print the results so far, which are valid.
         if bench.report is not None and bench.report.measurements:
-            print(json.dumps(bench.report.to_json(), indent=1) if arguments.json else bench_text(bench.report))
+            _print(bench.report, arguments)
         raise
-    print(json.dumps(report.to_json(), indent=1) if arguments.json else bench_text(report), flush=True)
-    _write(arguments, report)
+    _print(report, arguments)
+    if arguments.plot is not None:
+        draw_bench(report, arguments.plot)
+        if not arguments.json:
+            print(f"wrote {arguments.plot}")
     return 0
 
 
-def _options(arguments: argparse.Namespace) -> Any:
-    from h5pack.pack.options import ConvertOptions
+def _print(report: Any, arguments: argparse.Namespace) -> None:
+    text = json.dumps(report.to_json(), indent=1) if arguments.json else report.to_text(full=arguments.full)
+    print(text, flush=True)
 
-    return ConvertOptions(source=arguments.kind)
 
+def _mixing(arguments: argparse.Namespace) -> Any:
+    from h5pack.benchmark.mixing import mixing_report
+    from h5pack.data.dataset import H5Dataset
+    from h5pack.errors import OptionsError
+    from h5pack.order.window import DEFAULT_WINDOW
 
-def _settings(arguments: argparse.Namespace) -> Any:
-    from h5pack.bench.settings import CACHES, ENGINES, ORDERS, BenchSettings
-    from h5pack.pack.options import parse_bytes, parse_size
-
-    return BenchSettings(
-        seconds=arguments.seconds,
-        chunk_rows=_numbers("--chunk-rows", arguments.chunk_rows),
-        chunk_bytes=tuple(parse_bytes(text) for text in comma_parts(arguments.chunk_bytes)),
-        contiguous=not arguments.no_contiguous,
-        orders=comma_parts(arguments.orders) or ORDERS,
-        engines=comma_parts(arguments.engines) or ENGINES,
-        caches=comma_parts(arguments.cache) or CACHES,
-        compressions=comma_parts(arguments.compression) or ("none",),
-        batch_sizes=_numbers("--batch-size", arguments.batch_size) or (256,),
-        windows=_numbers("--window", arguments.window) or (16,),
-        threads=_numbers("--threads", arguments.threads),
-        workers=_numbers("--workers", arguments.workers),
-        rows=arguments.rows,
-        size=None if arguments.size is None else parse_size(arguments.size),
-        images=arguments.images,
-        labels=arguments.labels,
-        scratch=arguments.scratch,
-        seed=arguments.seed,
+    if arguments.source is None:
+        raise OptionsError("--mixing needs SOURCE, an HDF5 file")
+    names = {name: getattr(arguments, name) for name in ("images", "labels", "split")}
+    dataset = H5Dataset(arguments.source, **{name: value for name, value in names.items() if value is not None})
+    window, *others = _numbers("window", arguments.window) or (DEFAULT_WINDOW,)
+    (batch_size, *_) = _numbers("batch_size", arguments.batch_size) or (256,)
+    return mixing_report(
+        dataset, batch_size, window=window, seed=arguments.seed, epochs=arguments.epochs, windows=others or None
     )
 
 
-def _numbers(option: str, value: str | None) -> tuple[int, ...]:
+def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the given arguments as keywords of `h5pack.bench`."""
+    from h5pack.pack.options import parse_bytes
+
+    found = {name: getattr(arguments, name) for name in ("seconds", "contiguous", "rows", "size", "seed")}
+    found.update({name: getattr(arguments, name) for name in ("images", "labels", "scratch")})
+    for name in ("orders", "engines", "caches", "compression"):
+        found[name] = comma_parts(getattr(arguments, name))
+    for name in ("chunk_rows", "batch_size", "window", "num_threads", "num_workers"):
+        found[name] = _numbers(name, getattr(arguments, name))
+    found["chunk_bytes"] = tuple(parse_bytes(text) for text in comma_parts(arguments.chunk_bytes))
+    return {name: value for name, value in found.items() if value not in (None, ())}
+
+
+def _numbers(name: str, value: str | None) -> tuple[int, ...]:
     from h5pack.errors import OptionsError
 
     numbers = comma_parts(value)
     for number in numbers:
         if not number.isdecimal():
-            raise OptionsError(f"{option} {number!r} is no whole number; give one, or several with commas")
+            fragment = f"{name}={number!r}"
+            raise OptionsError(f"{fragment}: not a whole number; give one, or several", parameters=(fragment,))
     return tuple(int(number) for number in numbers)
-
-
-def _require_outputs(arguments: argparse.Namespace) -> None:
-    """Refuse what could not be written before anything is measured."""
-    import os
-
-    from h5pack.bench.figure import require_matplotlib, require_plottable
-    from h5pack.errors import OptionsError
-
-    for path in (arguments.plot, arguments.report, arguments.save):
-        if path is None:
-            continue
-        folder = os.path.dirname(os.path.abspath(path))
-        if not os.path.isdir(folder):
-            raise OptionsError(f"{path}: its folder is not there; make it, or name another")
-        if os.path.isdir(path) or not os.access(folder, os.W_OK):
-            raise OptionsError(f"{path}: a folder, or in one that cannot be written; name another file")
-    if arguments.plot is not None:
-        require_plottable(arguments.plot)
-    if arguments.report is not None:
-        require_matplotlib()
-
-
-def _write(arguments: argparse.Namespace, report: Any) -> None:
-    from h5pack.bench.figure import draw_bench
-    from h5pack.bench.html_report import write_html
-    from h5pack.bench.saved import save_profile
-    from h5pack.errors import H5PackError
-
-    failed: H5PackError | None = None
-    for path, write in ((arguments.plot, draw_bench), (arguments.report, write_html), (arguments.save, save_profile)):
-        if path is None:
-            continue
-        try:
-            write(report, path)
-        except H5PackError as error:
-            # The others are worth having.
-            failed = failed or error
-            continue
-        if not arguments.json:
-            print(f"wrote    {path}")
-    if failed is not None:
-        raise failed

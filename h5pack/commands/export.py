@@ -1,43 +1,58 @@
-"""`h5pack export` on the command line."""
+"""The command `h5pack export`: its arguments and its output."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
-from h5pack.commands.arguments import add_hdf5, comma_parts, hdf5_options
+from h5pack.commands.arguments import add_hdf5, comma_parts
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add the command to the program's."""
+    """Add this command and its arguments to the parser."""
     export = commands.add_parser(
         "export",
         parents=[common],
         help="write a file's images as PNG or JPEG files in class folders",
         description="Write the images of a pack, or of any HDF5 file, as image files in folders of their splits and "
-        "classes, with a manifest of all labels. Nothing appears under DIR before it is whole.",
+        "classes, with a manifest of all labels. Nothing appears under the name DIR before it is complete.",
     )
-    export.set_defaults(run=run)
-    export.add_argument("file", metavar="FILE", help="a pack, or an HDF5 file of anybody's")
-    # Of this name, as the message after Ctrl-C looks for what is kept of it.
+    export.set_defaults(run=run, parser=export)
+    export.add_argument("file", metavar="FILE", help="a pack, or any HDF5 file")
+    # The argument must be called "out": the message after Ctrl-C looks for unfinished output at arguments.out.
     export.add_argument("out", type=_without_slash, metavar="DIR", help="the folder to make")
 
     what = export.add_argument_group("what to export")
-    what.add_argument("--split", action="append", default=[], metavar="NAME", help="only this split; repeatable")
+    what.add_argument(
+        "--split", dest="splits", action="append", default=[], metavar="NAME", help="only this split; repeatable"
+    )
     what.add_argument("--limit", type=int, metavar="N", help="at most N images, evenly spaced")
     add_hdf5(what)
-    what.add_argument("--fields", metavar="A,B", help="further datasets with a row an image, for the manifest")
+    what.add_argument(
+        "--fields",
+        type=comma_parts,
+        default=(),
+        metavar="A,B",
+        help="further datasets with one row per image, for the manifest",
+    )
 
-    how = export.add_argument_group("how to go about it")
-    how.add_argument("--format", default="png", metavar="FORMAT", help="png (default): the very pixels; or jpeg")
-    how.add_argument("--quality", type=int, metavar="N", help="of JPEGs, 1 to 100 (default 95)")
-    how.add_argument("--workers", type=int, metavar="N", help="processes (default: the CPUs this process may use)")
+    how = export.add_argument_group("execution options")
+    how.add_argument("--format", default="png", metavar="FORMAT", help="png (default): the same pixels; or jpeg")
+    how.add_argument("--quality", type=int, metavar="N", help="quality of JPEGs, 1 to 100 (default 95)")
+    how.add_argument(
+        "--workers",
+        dest="num_workers",
+        type=int,
+        metavar="N",
+        help="processes (default: the CPUs this process may use)",
+    )
     how.add_argument("--start-method", metavar="METHOD", help="fork, forkserver or spawn")
-    how.add_argument("--overwrite", action="store_true", help="replace an earlier export when the new one is whole")
+    how.add_argument("--overwrite", action="store_true", help="replace an earlier export when the new one is complete")
     how.add_argument("--resume", action="store_true", help="continue an interrupted export")
-    how.add_argument("--quiet", action="store_true", help="no progress, no summary")
+    how.add_argument("--quiet", action="store_true", help="print no progress and no summary")
 
 
 def _without_slash(folder: str) -> str:
@@ -45,29 +60,33 @@ def _without_slash(folder: str) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Export as the arguments say; the exit status, 1 where rows could not be exported."""
-    from h5pack.tools.export_options import ExportOptions
-    from h5pack.tools.export_report import damage_text, export_text
-    from h5pack.tools.exporter import export
+    """Export the images; return the exit status, 1 if any rows could not be exported."""
+    from h5pack.exporter.exporter import export
 
-    options = ExportOptions(
+    verbose = not arguments.quiet and not arguments.json
+    report = export(
+        arguments.file,
+        arguments.out,
         format=arguments.format,
         quality=arguments.quality,
-        splits=tuple(arguments.split),
+        splits=arguments.splits,
         limit=arguments.limit,
-        fields=comma_parts(arguments.fields),
-        workers=arguments.workers,
+        images=arguments.images,
+        labels=arguments.labels,
+        fields=arguments.fields,
+        channel_axis=arguments.channel_axis,
+        value_range=arguments.value_range,
+        num_workers=arguments.num_workers,
         start_method=arguments.start_method,
         overwrite=arguments.overwrite,
         resume=arguments.resume,
-        **hdf5_options(arguments),
+        progress=verbose,
     )
-    talk = not arguments.quiet and not arguments.json
-    report = export(arguments.file, arguments.out, options, progress=talk)
+    named = replace(report, path=arguments.out)
     if arguments.json:
         print(json.dumps(report.to_json(), indent=1))
-    elif talk:
-        print(export_text(report, arguments.out))
+    elif verbose:
+        print(named.to_text())
     if not report.ok and not arguments.json:
-        print(damage_text(report, arguments.out), file=sys.stderr)
+        print(named.damage_text(), file=sys.stderr)
     return 0 if report.ok else 1

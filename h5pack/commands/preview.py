@@ -1,4 +1,4 @@
-"""`h5pack preview` on the command line."""
+"""The command `h5pack preview`: its arguments and its output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from h5pack.commands.arguments import add_hdf5, hdf5_options
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add the command to the program's."""
+    """Add this command and its arguments to the parser."""
     preview = commands.add_parser(
         "preview",
         parents=[common],
@@ -19,43 +19,41 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         description="Draw a contact sheet of a pack, or of any HDF5 file: some images of each class of each split, "
         "with names, counts and row numbers.",
     )
-    preview.set_defaults(run=run)
-    preview.add_argument("file", metavar="FILE", help="a pack, or an HDF5 file of anybody's")
+    preview.set_defaults(run=run, parser=preview)
+    preview.add_argument("file", metavar="FILE", help="a pack, or any HDF5 file")
     preview.add_argument("out", metavar="OUT", help="the picture to make: .png, .jpg or .webp")
 
     what = preview.add_argument_group("what to show")
     what.add_argument("--split", action="append", default=[], metavar="NAME", help="only this split; repeatable")
     what.add_argument("--per-class", type=int, metavar="N", help="images of each class (default 8)")
-    what.add_argument(
-        "--classes", type=int, default=20, metavar="N", help="classes of each split, at most (default 20)"
-    )
+    what.add_argument("--max-classes", type=int, default=20, metavar="N", help="classes of each split (default 20)")
     what.add_argument("--seed", type=int, metavar="N", help="draw rows at random (default: evenly spaced)")
     add_hdf5(what)
 
     how = preview.add_argument_group("how it looks")
     how.add_argument("--tile", type=int, default=128, metavar="PIXELS", help="longer side of an image (default 128)")
-    how.add_argument("--font", metavar="FILE", help="a font for names in signs that the usual ones have not")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw a sheet as the arguments say; the exit status, 1 where rows could not be shown."""
-    from h5pack.tools.preview import PreviewOptions, preview
-    from h5pack.tools.preview_report import preview_lines
+    """Draw a contact sheet; return the exit status, 1 if any rows could not be shown."""
+    from h5pack.inspect.preview import preview
 
-    options = PreviewOptions(
+    report = preview(
+        arguments.file,
+        arguments.out,
         splits=tuple(arguments.split),
         per_class=arguments.per_class,
-        classes=arguments.classes,
+        max_classes=arguments.max_classes,
         tile=arguments.tile,
         seed=arguments.seed,
-        font=arguments.font,
         **hdf5_options(arguments),
     )
-    report = preview(arguments.file, arguments.out, options)
     if arguments.json:
         print(json.dumps(report.to_json(), indent=1))
     else:
-        print(preview_lines(report, arguments.out))
+        print(report.to_text())
+        if any(split.left_out for split in report.splits):
+            print(f"  all classes: --max-classes {max(split.named for split in report.splits)}")
         for row in report.damaged:
             print(f"{arguments.file}: row {row.row} ({row.name}): {row.reason}", file=sys.stderr)
     return 0 if report.ok else 1

@@ -1,1 +1,1 @@
-"""`h5pack doctor`: the stages of feeding a training step, apart and together, and which of them is too slow."""
+"""`h5pack doctor`: measures each stage of feeding a training step, alone and together, and names the slowest."""

@@ -1,1 +1,1 @@
-"""Images to HDF5."""
+"""Conversion of images into an HDF5 file (a pack)."""

@@ -1,35 +1,48 @@
-"""How the chunks of a pack's images are compressed: the choices, as options name them and as HDF5 does."""
+"""Compression of chunks: the methods that `compression` can name, and compressing an unfinished pack's rows."""
 
 from __future__ import annotations
 
+import os
 import re
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from h5pack import filters
-from h5pack.errors import OptionsError
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.errors import H5PackError, OptionsError
+from h5pack.format.checksums import row_checksums
+from h5pack.format.row_offsets import RowOffsets
+from h5pack.format.schema import FilterId
+from h5pack.read.hdf5 import load_filter
+from h5pack.system.files import read_all
+from h5pack.system.processes import run
 
 NONE = "none"
 COMPRESSIONS = (NONE, "gzip", "zstd", "bitshuffle-lz4")
-"""What `--compression` may name; gzip and zstd also with a level."""
+"""Allowed values of `compression`; gzip and zstd may be followed by a level, such as gzip:9."""
 
 _LEVELS = {"gzip": (4, 9), "zstd": (3, 22)}
-"""The level that is taken without one, and the highest; the lowest is 1."""
+"""The default and the highest compression level of each method; the lowest is 1."""
+# The filter's parameters: 0 lets the filter choose its block size, 2 compresses each block with LZ4.
 _BITSHUFFLE_LZ4 = (0, 2)
-"""Blocks of the filter's own choice, each compressed by LZ4."""
 
 
 @dataclass(frozen=True)
 class Compression:
-    """One filter of HDF5, and its settings.
+    """One HDF5 filter and its settings.
 
     Attributes
     ----------
     name : str
-        As an option, always with its level: the same for all ways to ask for it.
+        The value of the option `compression`, with the level added if it has one.
     number : int
-        By which HDF5 knows the filter.
+        The filter's registered number.
     parameters : tuple of int
-        The filter's.
+        The filter's parameters (HDF5's ``cd_values``).
     """
 
     name: str
@@ -38,7 +51,7 @@ class Compression:
 
 
 def parse_compression(text: str) -> Compression | None:
-    """Read a choice, such as gzip, zstd:7 or bitshuffle-lz4; None for none.
+    """Parse a value of `compression`, such as gzip, zstd:7 or bitshuffle-lz4; return None for "none".
 
     Raises
     ------
@@ -47,21 +60,172 @@ def parse_compression(text: str) -> Compression | None:
     if text == NONE:
         return None
     if text == "bitshuffle-lz4":
-        return Compression(text, filters.BITSHUFFLE, _BITSHUFFLE_LZ4)
-    match = re.fullmatch(r"(gzip|zstd)(?::([1-9][0-9]?))?", text)
+        return Compression(text, FilterId.BITSHUFFLE, _BITSHUFFLE_LZ4)
+    match = re.fullmatch(r"(gzip|zstd)(?::([1-9][0-9]?))?", text) if isinstance(text, str) else None
     if match is not None:
-        usual, most = _LEVELS[match[1]]
-        level = int(match[2]) if match[2] else usual
-        if level <= most:
-            number = filters.GZIP if match[1] == "gzip" else filters.ZSTD
+        default, maximum = _LEVELS[match[1]]
+        level = int(match[2]) if match[2] else default
+        if level <= maximum:
+            number = FilterId.GZIP if match[1] == "gzip" else FilterId.ZSTD
             return Compression(f"{match[1]}:{level}", number, (level,))
-    levels = (f"{name}:1 to {name}:{most}" for name, (_, most) in _LEVELS.items())
-    raise OptionsError(f"compression {text!r} is none of {', '.join([*COMPRESSIONS, *levels])}")
+    levels = (f"{name}:1 to {name}:{maximum}" for name, (_, maximum) in _LEVELS.items())
+    fragment = f"compression={text!r}"
+    raise OptionsError(f"{fragment} is none of {', '.join([*COMPRESSIONS, *levels])}", parameters=(fragment,))
 
 
-def most_bytes(count: int) -> int:
-    """Upper bound of what `count` bytes become, however little they can be compressed.
+def max_compressed_bytes(count: int) -> int:
+    """Return an upper bound of the size of `count` bytes after any filter.
 
-    Bitshuffle-LZ4 grows most: 52 bytes for each block of 8,192. zstd adds 1 in 256, gzip 1 in 1,000.
+    Data that does not compress grows. It grows most with Bitshuffle-LZ4: 52 bytes per block of 8,192. zstd adds 1 byte
+    in 256, gzip 1 in 1,000.
     """
     return count + count // 64 + 1024
+
+
+def require_filter(compression: Compression) -> None:
+    """Load a filter's HDF5 plugin into this process; raises OptionsError if it is not installed."""
+    if not load_filter(compression.number):
+        fragment = f"compression={compression.name!r}"
+        raise OptionsError(
+            f"{fragment} needs HDF5's filter {compression.number}, which is not installed; "
+            "pip install 'h5pack[compress]', or choose gzip",
+            parameters=(fragment,),
+        )
+
+
+def add_filter(properties: h5py.h5p.PropDCID, compression: Compression) -> None:
+    """Add a filter to a dataset's creation properties."""
+    # HDF5 may skip an optional filter for a chunk, and not every reader checks whether it did.
+    properties.set_filter(compression.number, h5py.h5z.FLAG_MANDATORY, compression.parameters)
+
+
+def compress_chunk(values: npt.NDArray[np.uint8], compression: Compression) -> bytes:
+    """Return the bytes that HDF5 stores for a chunk, uint8 (rows, ...), after writing it to an HDF5 file in memory.
+
+    Raises
+    ------
+    H5PackError
+        If HDF5 skipped the filter.
+    """
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_fapl_core(max(65_536, values.nbytes), False)
+    # HDF5 identifies files in memory by name, so each thread needs a name of its own.
+    name = f"h5pack-chunk-{threading.get_ident()}".encode()
+    with h5py.File(h5py.h5f.create(name, h5py.h5f.ACC_TRUNC, fapl=access)) as file:
+        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        properties.set_chunk(values.shape)
+        add_filter(properties, compression)
+        space = h5py.h5s.create_simple(values.shape)
+        dataset = h5py.Dataset(h5py.h5d.create(file.id, b"chunk", h5py.h5t.STD_U8LE, space, properties))
+        dataset.write_direct(values)
+        file.flush()
+        mask, stored = dataset.id.read_direct_chunk((0,) * values.ndim)
+    if mask:
+        fragment = f"compression={compression.name!r}"
+        raise H5PackError(
+            f"HDF5 {h5py.version.hdf5_version} stored a chunk without its mandatory filter: {fragment}. This is a "
+            "fault of the filter; choose another compression",
+            parameters=(fragment,),
+        )
+    return bytes(stored)
+
+
+@dataclass(frozen=True)
+class CompressTask:
+    """One chunk to compress.
+
+    Attributes
+    ----------
+    path : str
+        ``OUT.partial``, with its rows in their final order.
+    start : int
+        The chunk's first row.
+    offset : int
+        The chunk's byte offset in the file.
+    shape : tuple of int
+        Shape of the chunk: (rows, H, W, C) or (rows, C, H, W).
+    checksums : ndarray
+        uint32, (n,): checksums of the chunk's rows. If the chunk has room for more than n rows, the rest is zero.
+    compression : Compression
+    """
+
+    path: str
+    start: int
+    offset: int
+    shape: tuple[int, ...]
+    checksums: npt.NDArray[np.uint32]
+    compression: Compression
+
+
+def compress_rows(task: CompressTask) -> tuple[int, bytes]:
+    """Read a chunk's rows back, check and compress them; return the number of rows and the compressed bytes.
+
+    Raises
+    ------
+    H5PackError
+        If the rows do not match their checksums.
+    """
+    require_filter(task.compression)
+    chunk = np.zeros(task.shape, np.uint8)
+    rows = chunk[: len(task.checksums)]
+    descriptor = os.open(task.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        data = read_all(descriptor, rows.nbytes, task.offset)
+    finally:
+        os.close(descriptor)
+    rows.reshape(-1)[: len(data)] = np.frombuffer(data, np.uint8)
+    if not np.array_equal(row_checksums(rows), task.checksums):
+        raise H5PackError(
+            f"{task.path}: reading {describe_task(task)} back gave something else than was written; check the disk, "
+            "then run again with resume=True",
+            path=task.path,
+            rows=range(task.start, task.start + len(task.checksums)),
+            parameters=("resume=True",),
+        )
+    return len(rows), compress_chunk(chunk, task.compression)
+
+
+def describe_task(task: CompressTask) -> str:
+    """Describe a task's rows, for error messages."""
+    return f"rows {task.start}-{task.start + len(task.checksums) - 1}"
+
+
+def compressed_chunks(
+    path: str,
+    places: RowOffsets,
+    row_shape: tuple[int, ...],
+    checksums: npt.NDArray[np.uint32],
+    compression: Compression,
+    *,
+    executor: Executor,
+    max_in_flight: int,
+    advance: Callable[[int], object],
+) -> Iterator[bytes]:
+    """Yield the compressed bytes of every chunk in file order; the executor's workers compress them.
+
+    Parameters
+    ----------
+    path : str
+        ``OUT.partial``, with its rows in their final order.
+    places : RowOffsets
+        Byte offsets of the rows in that file.
+    row_shape : tuple of int
+    checksums : ndarray
+        uint32, (N,): checksums of the rows in their final order.
+    compression : Compression
+    executor : Executor
+    max_in_flight : int
+        Maximum number of chunks that are being compressed or wait to be stored.
+    advance : callable
+        Called with the number of rows after each chunk.
+    """
+
+    def tasks() -> Iterator[CompressTask]:
+        shape = (places.chunk_rows, *row_shape)
+        for start in range(0, len(checksums), places.chunk_rows):
+            some = checksums[start : start + places.chunk_rows]
+            yield CompressTask(path, start, places.offset(start), shape, some, compression)
+
+    for rows, stored in run(executor, compress_rows, tasks(), max_in_flight, describe_task, ordered=True):
+        yield stored
+        advance(rows)

@@ -1,20 +1,22 @@
-"""The journal beside an unfinished output: what was planned, and which rows are written.
+"""The journal beside an unfinished output, which records the plan and the rows that are written.
 
-``OUT.partial.journal/`` holds
+The folder ``OUT.partial.journal/`` contains
 
-- ``plan.json``: what a resume must agree with, and what it keeps (the time of creation); ``prints.bin`` beside it the
-  source's fingerprints;
-- ``rows-*.log``, one a writer, appended to after the rows are written: records of a magic number, a length, a CRC-32
-  and a payload. A kill can cut the last record short; reading stops there, and its rows are written again;
-- ``written.bin``: all rows' checksums and rejects, once every row is written or rejected. From then on rows may move.
+- ``plan.json``: the options and properties that must be equal in a resumed run (see `h5pack.pack.resume`), and the
+  creation time, which a resumed run keeps;
+- ``prints.bin``: fingerprints of the source's images, by which a resumed run notices changes;
+- ``rows-*.log``, one file per worker, to which it appends a record after rows are written. A record consists of a magic
+  number, a length, a CRC-32 and a payload. A kill can truncate the last record; a resumed run ignores it and writes its
+  rows again;
+- ``written.bin``: the checksums and rejects of all rows, saved once every row is written or rejected. From then on,
+  rows may be moved.
 
-A record says that a row was handed to the kernel, not that it reached the disk: after a power cut the journal may know
-more than the file. So a resume reads every row that the journal claims, and writes again those whose checksum differs.
+A record means that a row was passed to the kernel, not that it reached the disk: after a power cut, the journal may
+list rows that are not in the file. So a resumed run reads every listed row and writes it again if its checksum differs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import json
@@ -33,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import OutputBusyError, ResumeError
-from h5pack.pack.output import sync_path, write_atomically
+from h5pack.system.files import is_locked, lock, sync_path, write_atomically
 
 _MAGIC = 0x4B503548
 _PREFIX = struct.Struct("<III")
@@ -43,22 +45,22 @@ _WAIT_SECONDS = 10.0
 
 @dataclass
 class RowRecord:
-    """What a writer knows of some rows.
+    """The results of writing some rows.
 
     Attributes
     ----------
     rows : ndarray
         int64, (n,): the planned rows, ascending.
     packed : ndarray
-        bool, (n,): False where the image was rejected.
+        bool, (n,): False if the image was rejected.
     checksums : ndarray
         uint32, (n,): CRC-32 of each row's bytes.
     sampled : ndarray
-        int64, (k,): rows whose channel sums follow.
+        int64, (k,): the planned rows that `sums` describes.
     sums : ndarray
-        uint64, (k, 2, C): sums of values and of squares.
+        uint64, (k, 2, C): per channel, the sums of a row's values and of their squares.
     reasons : dict of int to str
-        Why rows were rejected.
+        Why images were rejected, by planned row.
     """
 
     rows: npt.NDArray[np.int64]
@@ -69,12 +71,13 @@ class RowRecord:
     reasons: dict[int, str] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """The record's payload."""
+        """Return the record as bytes, the payload of a journal record."""
         reasons = json.dumps({str(row): reason for row, reason in self.reasons.items()}).encode()
         channels = self.sums.shape[2]
         count = len(self.rows)
-        # Of rows that follow each other the first is enough.
-        listed = self.rows if not is_consecutive(self.rows) else self.rows[:1]
+        # If the rows are consecutive, only the first one is stored.
+        consecutive = count > 0 and int(self.rows[-1] - self.rows[0]) == count - 1
+        listed = self.rows[:1] if consecutive else self.rows
         head = _HEAD.pack(count, len(listed), len(self.sampled), channels, len(reasons))
         return b"".join(
             [
@@ -90,7 +93,7 @@ class RowRecord:
 
     @classmethod
     def decode(cls, payload: bytes) -> RowRecord:
-        """The record of a payload."""
+        """Create a record from the bytes that `encode` returned."""
         count, listed, sampled, channels, reasons = _HEAD.unpack_from(payload)
         stream = io.BytesIO(payload[_HEAD.size :])
         rows = np.frombuffer(stream.read(8 * listed), np.int64)
@@ -104,33 +107,66 @@ class RowRecord:
         )
 
 
-def is_consecutive(rows: npt.NDArray[np.int64]) -> bool:
-    """Whether ascending rows, int64 (n,), are some, and follow each other without a gap."""
-    return bool(len(rows)) and int(rows[-1] - rows[0]) == len(rows) - 1
+class RowResults:
+    """The results of all planned rows, collected from the records of interrupted runs and of this one.
+
+    Attributes
+    ----------
+    packed : ndarray
+        bool, (rows,): which rows contain an image.
+    settled : ndarray
+        bool, (rows,): which rows have a result, that is, were written or rejected.
+    checksums : ndarray
+        uint32, (rows,): CRC-32 of each row's bytes.
+    """
+
+    def __init__(self, rows: int, channels: int) -> None:
+        self.packed: npt.NDArray[np.bool_] = np.zeros(rows, np.bool_)
+        self.settled: npt.NDArray[np.bool_] = np.zeros(rows, np.bool_)
+        self.checksums: npt.NDArray[np.uint32] = np.zeros(rows, np.uint32)
+        self._reasons: dict[int, str] = {}
+        self._sums: dict[int, npt.NDArray[np.uint64]] = {}
+        self._channels = channels
+
+    def add(self, record: RowRecord) -> None:
+        """Add a record, which replaces earlier results of the same rows."""
+        rows = record.rows
+        self.packed[rows] = record.packed
+        self.settled[rows] = True
+        self.checksums[rows] = record.checksums
+        self._reasons.update(record.reasons)
+        self._sums.update(zip(record.sampled.tolist(), record.sums, strict=True))
+
+    def discard(self, rows: list[int]) -> None:
+        """Discard the results of rows whose bytes do not match their record, so that they are written again."""
+        self.packed[rows] = False
+        self.settled[rows] = False
+
+    def record(self) -> RowRecord:
+        """Return all results as one record."""
+        sampled = np.array(sorted(self._sums), np.int64)
+        sums = np.zeros((len(sampled), 2, self._channels), np.uint64)
+        for position, row in enumerate(sampled.tolist()):
+            sums[position] = self._sums[row]
+        return RowRecord(np.arange(len(self.packed)), self.packed, self.checksums, sampled, sums, self._reasons)
 
 
 class JournalWriter:
-    """Appends records to a file of its own, which it keeps locked for as long as it lives.
-
-    Parameters
-    ----------
-    folder : str
-        The journal.
-    """
+    """A writer that appends records to a new file in the journal `folder`, and keeps that file locked until closed."""
 
     def __init__(self, folder: str) -> None:
         name = f"rows-{os.getpid()}-{secrets.token_hex(4)}.log"
         self._descriptor = os.open(
             os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666
         )
-        _lock(self._descriptor)
+        lock(self._descriptor)
 
     def append(self, record: RowRecord) -> None:
-        """Append one record, in a single write."""
+        """Append one record with a single write; raises OSError (ENOSPC) if it was written only in part."""
         payload = record.encode()
         data = _PREFIX.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload
         if os.write(self._descriptor, data) < len(data):
-            # What lies behind a torn record is never read, so this journal ends here.
+            # Reading stops at an incomplete record, so nothing more can be appended to this file.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
@@ -139,55 +175,40 @@ class JournalWriter:
 
 
 class Journal:
-    """The journal of one output.
-
-    Parameters
-    ----------
-    folder : Path
-        ``OUT.partial.journal``.
-    """
+    """The journal in the folder ``OUT.partial.journal``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def start(self, plan: dict[str, Any], prints: npt.NDArray[np.uint64]) -> None:
-        """Begin a new journal; the plan appears last, so a journal without one counts as none."""
+    def start(self, plan: dict[str, Any], fingerprints: npt.NDArray[np.uint64]) -> None:
+        """Create a new journal. The plan is written last, and a journal without a plan is treated as missing."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir()
-        write_atomically(self.folder / "prints.bin", prints.tobytes())
+        write_atomically(self.folder / "prints.bin", fingerprints.tobytes())
         write_atomically(self.folder / "plan.json", json.dumps(plan, indent=1).encode())
         sync_path(self.folder)
 
     def plan(self) -> dict[str, Any] | None:
-        """What `start` was given; None where no conversion got as far.
-
-        Raises
-        ------
-        ResumeError
-            If it cannot be read any more.
-        """
+        """Return the plan that `start` saved, None if there is none; raises ResumeError if it is damaged."""
         try:
             plan: dict[str, Any] = json.loads((self.folder / "plan.json").read_bytes())
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
             raise ResumeError(
-                f"{self.folder}: the journal is damaged ({error}); start over with --overwrite instead of --resume"
+                f"{self.folder}: the journal is damaged ({error}); start over with overwrite=True and without "
+                "resume=True",
+                path=self.folder,
+                parameters=("overwrite=True", "resume=True"),
             ) from error
         return plan
 
-    def prints(self) -> npt.NDArray[np.uint64]:
-        """The fingerprints that `start` was given."""
+    def fingerprints(self) -> npt.NDArray[np.uint64]:
+        """Return the fingerprints that `start` saved, uint64 (M,)."""
         return np.frombuffer((self.folder / "prints.bin").read_bytes(), np.uint64)
 
     def records(self) -> Iterator[RowRecord]:
-        """All whole records of all writers, after the last of them has died.
-
-        Raises
-        ------
-        OutputBusyError
-            If a writer of an earlier run is still alive.
-        """
+        """Yield the intact records of all writers; raises OutputBusyError if a writer of an earlier run stays alive."""
         for path in sorted(self.folder.glob("rows-*.log")):
             _wait_for_writer(path)
             data = path.read_bytes()
@@ -201,13 +222,13 @@ class Journal:
                 position += _PREFIX.size + length
 
     def save_written(self, record: RowRecord) -> None:
-        """Note that every row is written or rejected, durably: rows may move from here on."""
+        """Save durably that every row is written or rejected. From then on, rows may be moved."""
         payload = record.encode()
         write_atomically(self.folder / "written.bin", struct.pack("<I", zlib.crc32(payload)) + payload)
         sync_path(self.folder)
 
     def written(self) -> RowRecord | None:
-        """What `save_written` noted; None before."""
+        """Return the record that `save_written` saved, None if it was not saved or is damaged."""
         try:
             data = (self.folder / "written.bin").read_bytes()
         except FileNotFoundError:
@@ -218,28 +239,13 @@ class Journal:
         return RowRecord.decode(payload)
 
 
-def _lock(descriptor: int) -> None:
-    import fcntl
-
-    # Without locks (some network file systems) an earlier run's dying writers cannot be waited for.
-    with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 def _wait_for_writer(path: Path) -> None:
-    import fcntl
-
     deadline = time.monotonic() + _WAIT_SECONDS
-    with path.open("rb") as stream:
-        while True:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise OutputBusyError(
-                        f"{path}: a worker of the interrupted conversion is still writing; stop it, then --resume"
-                    ) from None
-                time.sleep(0.02)
-            except OSError:
-                return
+    while is_locked(path):
+        if time.monotonic() > deadline:
+            raise OutputBusyError(
+                f"{path}: a worker of the interrupted conversion is still writing; stop it, then give resume=True",
+                path=path,
+                parameters=("resume=True",),
+            )
+        time.sleep(0.02)

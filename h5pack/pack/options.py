@@ -1,19 +1,23 @@
-"""What a conversion is asked to do."""
+"""The options of a conversion: the keywords of `h5pack.convert`, parsed and validated."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from numbers import Integral
+from typing import Any, TypeGuard
 
-from h5pack.decode.images import MAX_PIXELS
 from h5pack.errors import OptionsError
+from h5pack.images.decode import MAX_PIXELS
 from h5pack.pack.compression import NONE, Compression, parse_compression
+from h5pack.sources.catalog import NameFilter
 from h5pack.sources.detect import SourceOptions, check_kind
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.sources.manifest import ManifestColumns
-from h5pack.sources.walk import NameFilter
 
 LAYOUTS = ("nhwc", "nchw")
 MODES = ("rgb", "gray")
@@ -27,62 +31,9 @@ _LATER = ("compression", "images", "labels", "fields", "channel_axis", "value_ra
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """Options of `h5pack.convert`, each also a flag of ``h5pack convert``.
+    """The validated keywords of `h5pack.convert`; see there for their meaning."""
 
-    Attributes
-    ----------
-    source : str, optional
-        Kind of source: flat, classes, splits, celeba, manifest or hdf5; None: look.
-    include, exclude : tuple of str
-        Shell patterns over paths relative to the source.
-    limit : int, optional
-        Pack at most this many images, evenly spaced in source order.
-    root, path_column, label_columns, split_column, field_columns
-        How to read a manifest; see `h5pack.sources.manifest.ManifestColumns`.
-    images, labels, fields, channel_axis, value_range
-        How to read an HDF5 file; see `h5pack.sources.hdf5_catalog.HDF5Datasets`.
-    size : (int, int), optional
-        Height and width in pixels of every row; None: the images' own, which must then agree.
-    fit : str
-        How an image gets that size: crop (cover it, cut the rest off around the centre), pad (fit in, black borders)
-        or stretch.
-    resample : str
-        Pillow's filter for it.
-    draft : bool
-        Let JPEGs be decoded at a half, a quarter or an eighth where `size` allows: faster, not the same pixels.
-    mode : str
-        rgb (3 channels) or gray (1).
-    layout : str
-        nhwc or nchw.
-    order : str
-        shuffled (each split by `seed`) or sorted (the source's order).
-    seed : int
-        Of the shuffled order, 0 to 2**63 - 1.
-    chunk_rows, chunk_bytes : int, optional
-        Rows or bytes a chunk; see `h5pack.plan_chunks`.
-    max_pixels : int
-        Larger images are rejected as decompression bombs.
-    compression : str
-        How the images' chunks are compressed: none, gzip (or gzip:1 to gzip:9), zstd (or zstd:1 to zstd:22) or
-        bitshuffle-lz4.
-    compat : bool
-        Write for readers of HDF5 1.8 (pyfive, jsfive) instead of 1.10.
-    strict : bool
-        Stop at the first image that cannot be packed.
-    workers : int, optional
-        Worker processes; None: the CPUs this process may use. 1 works in this process.
-    start_method : str, optional
-        fork, forkserver or spawn; None: fork where that is safe, else forkserver.
-    io : str
-        How rows are written: direct (past the page cache: less CPU, and the cache keeps what it holds), buffered, or
-        auto (direct on ext4 and XFS).
-    overwrite : bool
-        Replace an output that exists, at the very end, and drop an unfinished one.
-    resume : bool
-        Continue an interrupted conversion.
-    """
-
-    source: str | None = None
+    source_kind: str | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     limit: int | None = None
@@ -110,14 +61,37 @@ class ConvertOptions:
     compression: str = NONE
     compat: bool = False
     strict: bool = False
-    workers: int | None = None
+    num_workers: int | None = None
     start_method: str | None = None
     io: str = "auto"
     overwrite: bool = False
     resume: bool = False
 
+    @classmethod
+    def from_keywords(cls, keywords: Mapping[str, Any]) -> ConvertOptions:
+        """Create options from keywords, parsing text such as ``size="64x64"`` and ``chunk_bytes="4MiB"``.
+
+        Raises
+        ------
+        OptionsError
+            If a value is invalid.
+        TypeError
+            If a name is not a keyword of `h5pack.convert`.
+        """
+        check_names("convert", keywords, cls)
+        values = dict(keywords)
+        for name in ("include", "exclude", "label_columns", "field_columns", "fields"):
+            if name in values:
+                values[name] = (values[name],) if isinstance(values[name], str) else tuple(values[name])
+        for name, parse in (("size", parse_size), ("chunk_bytes", parse_bytes), ("value_range", parse_range)):
+            if values.get(name) is not None:
+                values[name] = parse(values[name])
+        if values.get("root") is not None:
+            values["root"] = os.fspath(values["root"])
+        return cls(**values)
+
     def __post_init__(self) -> None:
-        check_kind(self.source)
+        check_kind(self.source_kind)
         for name, allowed in (
             ("fit", FITS),
             ("resample", RESAMPLES),
@@ -127,43 +101,45 @@ class ConvertOptions:
             ("io", IO),
             ("start_method", (None, "fork", "forkserver", "spawn")),
         ):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise OptionsError(f"{name} {value!r} is none of {', '.join(str(item) for item in allowed)}")
-        for name in ("limit", "workers", "max_pixels", "chunk_rows", "chunk_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise OptionsError(f"{name} is {value}; it must be at least 1")
+            check_choice(name, getattr(self, name), allowed)
+        for name in ("limit", "num_workers", "max_pixels", "chunk_rows", "chunk_bytes"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 1)
+        check_integer("seed", self.seed, 0, 2**63 - 1)
         if self.chunk_rows is not None and self.chunk_bytes is not None:
-            raise OptionsError("chunk_rows and chunk_bytes say the same thing twice; give one of them")
-        if self.size is not None and (not isinstance(self.size, tuple) or len(self.size) != 2 or min(self.size) < 1):
-            raise OptionsError(f"size is {self.size}; it must be (height, width), each at least 1 pixel")
+            raise OptionsError(
+                "chunk_rows and chunk_bytes both say how large a chunk is; give one of them",
+                parameters=("chunk_rows", "chunk_bytes"),
+            )
         parse_compression(self.compression)
-        # It checks what it is made of.
+        # Creating the source options validates their values.
         _ = self.source_options
-        if not 0 <= self.seed < 2**63:
-            raise OptionsError(f"seed is {self.seed}; it must be 0 to 2**63 - 1")
         if self.size is None:
             if self.draft:
-                raise OptionsError("draft decodes at a reduced size, so it needs size")
+                raise OptionsError(
+                    "draft=True decodes at a reduced size, so it needs size", parameters=("draft=True", "size")
+                )
             if (self.fit, self.resample) != ("crop", "bicubic"):
-                raise OptionsError("fit and resample say how images get a size, so they need size")
+                raise OptionsError(
+                    "fit and resample say how images get a size, so they need size",
+                    parameters=("fit", "resample", "size"),
+                )
 
     @property
     def channels(self) -> int:
-        """Channels of a row."""
+        """Number of channels of a row."""
         return 1 if self.mode == "gray" else 3
 
     @property
     def filter(self) -> Compression | None:
-        """The filter that the images' chunks pass through; None: they are stored as they are."""
+        """The HDF5 filter of the images' chunks; None if they are stored uncompressed."""
         return parse_compression(self.compression)
 
     @property
     def source_options(self) -> SourceOptions:
-        """The part that says how to read the source."""
+        """The options that specify how to read the source."""
         return SourceOptions(
-            kind=self.source,
+            kind=self.source_kind,
             names=NameFilter(self.include, self.exclude),
             columns=ManifestColumns(
                 self.path_column, self.label_columns, self.split_column, self.field_columns, self.root
@@ -173,14 +149,17 @@ class ConvertOptions:
         )
 
     def content(self) -> dict[str, Any]:
-        """The options that change what the file holds, for `h5pack_options` and for comparing on resume.
+        """Return the options that affect the file's contents; they are stored in `h5pack_options`, compared on resume.
 
-        `compression`, and what says how to read an HDF5 file, are among them only where they were given.
+        `compression` and the options of HDF5 sources are included only if they differ from their defaults.
         """
         values = dataclasses.asdict(self)
-        for name in ("root", "strict", "workers", "start_method", "io", "overwrite", "resume"):
+        for name in ("root", "strict", "num_workers", "start_method", "io", "overwrite", "resume"):
             del values[name]
-        # Left out, so that a pack without them is what it was before there was a choice.
+        # Packs and journals of version 0.1 call this option "source".
+        values = {"source": values.pop("source_kind"), **values}
+        # These options were added later. They are left out at their defaults, so that such packs have the same bytes as
+        # those made before the options existed.
         for name in _LATER:
             if values[name] == getattr(ConvertOptions, name):
                 del values[name]
@@ -191,43 +170,94 @@ class ConvertOptions:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
-def parse_size(text: str) -> tuple[int, int]:
-    """Read "HxW", or one number for a square, as (height, width).
+def check_names(function: str, keywords: Mapping[str, Any], options: type[Any]) -> None:
+    """Raise TypeError for a keyword that is not a field of the dataclass `options`, suggesting a similar name."""
+    names = [field.name for field in dataclasses.fields(options)]
+    for name in keywords:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, 1)
+            advice = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{advice}")
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str | None]) -> None:
+    """Raise OptionsError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        fragment = f"{name}={value!r}"
+        names = ", ".join(str(item) for item in allowed)
+        raise OptionsError(f"{fragment} is none of {names}", parameters=(fragment,))
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Return whether a value is an integer of Python or NumPy, but not a bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_integer(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
+    """Raise OptionsError unless `value` is an integer from `minimum` to `maximum`."""
+    fragment = f"{name}={value!r}"
+    if not is_integer(value):
+        raise OptionsError(f"{fragment} is not a whole number", parameters=(fragment,))
+    if value < minimum or (maximum is not None and value > maximum):
+        allowed = f"at least {minimum}" if maximum is None else f"{minimum} to {maximum}"
+        raise OptionsError(f"{fragment}; it must be {allowed}", parameters=(fragment,))
+
+
+def parse_size(size: int | str | Sequence[int]) -> tuple[int, int]:
+    """Return height and width in pixels, from one number for a square, a pair, or "HxW".
 
     Raises
     ------
     OptionsError
     """
-    match = re.fullmatch(r"(\d+)(?:[xX×](\d+))?", text.strip())
-    if match is None:
-        raise OptionsError(f"size {text!r} is neither HxW, such as 218x178, nor one number for a square")
-    height = int(match[1])
-    return height, int(match[2]) if match[2] else height
+    pair: tuple[object, ...]
+    if isinstance(size, str):
+        match = re.fullmatch(r"(\d+)(?:[xX×](\d+))?", size.strip())
+        pair = (int(match[1]), int(match[2] or match[1])) if match is not None else ()
+    else:
+        pair = tuple(size) if isinstance(size, Sequence) else (size, size)
+    if len(pair) != 2 or not (is_integer(pair[0]) and is_integer(pair[1]) and pair[0] > 0 and pair[1] > 0):
+        fragment = f"size={size!r}"
+        raise OptionsError(
+            f"{fragment} is neither height and width, such as 218x178, nor one number for a square, each at least 1 "
+            "pixel",
+            parameters=(fragment,),
+        )
+    return int(pair[0]), int(pair[1])
 
 
-def parse_range(text: str) -> tuple[float, float]:
-    """Read "LOW:HIGH", such as 0:1 or -1:1.
+def parse_range(value_range: str | Sequence[float]) -> tuple[float, float]:
+    """Return (low, high) from a pair of numbers, or from text such as "0:1".
 
     Raises
     ------
     OptionsError
     """
     try:
-        low, high = (float(part) for part in text.split(":"))
-    except ValueError:
-        raise OptionsError(f"value range {text!r} is not LOW:HIGH, such as 0:1") from None
-    return low, high
+        low, high = (float(part) for part in value_range.split(":")) if isinstance(value_range, str) else value_range
+        return low, high
+    except (TypeError, ValueError):
+        fragment = f"value_range={value_range!r}"
+        raise OptionsError(
+            f"{fragment} is neither two numbers nor LOW:HIGH, such as 0:1", parameters=(fragment,)
+        ) from None
 
 
-def parse_bytes(text: str) -> int:
-    """Read a number of bytes with an optional unit: 65536, 512KiB, 4MiB, 4MB, 1G.
+def parse_bytes(size: int | str) -> int:
+    """Return a number of bytes, from a number or from text such as "65536", "512KiB", "4MiB", "4MB" or "1G".
+
+    MB and the like count in powers of 1000; MiB and M in powers of 1024.
 
     Raises
     ------
     OptionsError
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)(i?)b?", text.strip().lower())
+    if not isinstance(size, str):
+        return size
+    text = size.strip().lower()
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)(i?)b?", text)
     if match is None:
-        raise OptionsError(f"{text!r} is no number of bytes, such as 4MiB")
-    base = 1024 if match[3] or not text.strip().lower().endswith("b") else 1000
+        fragment = f"chunk_bytes={size!r}"
+        raise OptionsError(f"{fragment} is no number of bytes, such as 4MiB", parameters=(fragment,))
+    base = 1024 if match[3] or not text.endswith("b") else 1000
     return int(float(match[1]) * base ** " kmg".index(match[2] or " "))

@@ -1,30 +1,26 @@
-"""The names that belong to an output, and the lock that keeps a second conversion out."""
+"""The output file: the temporary files beside it, the disk space it needs, the lock against a second conversion."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from h5pack.errors import NoSpaceError, OutputBusyError, OutputExistsError, SourceError
-from h5pack.machine import free_bytes
-
-# A killed conversion's workers notice within milliseconds; two users' conversions stay.
-_LOCK_WAIT_SECONDS = 3.0
+from h5pack.errors import NoSpaceError, OutputBusyError, OutputExistsError
+from h5pack.system.files import is_locked, lock, open_locked, require_writable
+from h5pack.system.machine import free_bytes
 
 
 @dataclass(frozen=True)
 class Output:
-    """Where a conversion writes.
+    """Paths of a conversion's output and of the temporary files beside it.
 
     Attributes
     ----------
     final : Path
-        The output, complete or absent.
+        The output. A conversion creates it only when it is complete.
     """
 
     final: Path
@@ -36,58 +32,60 @@ class Output:
 
     @property
     def journal(self) -> Path:
-        """The folder of what is done."""
+        """The folder of the journal; see `h5pack.pack.journal`."""
         return self._beside(".partial.journal")
 
     @property
     def finish(self) -> Path:
-        """The sparse file that lends `partial` its last metadata."""
+        """A sparse temporary file with the pack's final HDF5 metadata, which is then copied into `partial`."""
         return self._beside(".partial.finish")
 
     @property
     def compressed(self) -> Path:
-        """The compressed copy of `partial`, which takes its name when it is whole."""
+        """The compressed copy of `partial`. It replaces `partial` when the copy is complete."""
         return self._beside(".partial.compressed")
 
     @property
     def rejects(self) -> Path:
-        """The table of images that were not packed."""
+        """The CSV table of images that were not packed."""
         return self._beside(".rejects.csv")
 
     def _beside(self, ending: str) -> Path:
         return self.final.with_name(self.final.name + ending)
 
     def check(self, overwrite: bool, resume: bool) -> None:
-        """Refuse early what would fail late.
+        """Raise now if the conversion could not finish later.
 
         Raises
         ------
-        OutputBusyError
-            If another conversion is writing it.
-        OutputExistsError
-            If the output, or an unfinished conversion to it, is in the way.
         SourceError
-            If the folder for it is missing.
+            If the output's folder is missing or not writable.
+        OutputExistsError
+            If the output is a folder, or it or an unfinished one exists without `overwrite` or `resume`.
+        OutputBusyError
+            If another conversion is writing it, without `overwrite` or `resume`.
         """
         require_writable(self.final.parent)
         if self.final.is_dir():
-            raise OutputExistsError(f"{self.final}: is a folder; name a file")
+            raise OutputExistsError(f"{self.final}: is a folder; name a file", path=self.final)
         if self.final.exists() and not overwrite and not resume:
-            raise OutputExistsError(f"{self.final}: exists; give another name, or --overwrite to replace it")
-        if self.partial.exists() and not overwrite and not resume:
-            if _is_locked(self.partial):
-                raise OutputBusyError(_busy(self))
             raise OutputExistsError(
-                f"{self.partial}: an unfinished conversion; continue it with --resume, or start over with --overwrite"
+                f"{self.final}: exists; give another name, or overwrite=True to replace it",
+                path=self.final,
+                parameters=("overwrite=True",),
+            )
+        if self.partial.exists() and not overwrite and not resume:
+            if is_locked(self.partial):
+                raise OutputBusyError(_busy(self), path=self.final)
+            raise OutputExistsError(
+                f"{self.partial}: an unfinished conversion; continue it with resume=True, or start over with "
+                "overwrite=True",
+                path=self.partial,
+                parameters=("resume=True", "overwrite=True"),
             )
 
     def require_space(self, needed: int) -> None:
-        """Refuse a conversion that cannot fit; what `partial` and `compressed` already hold counts as had.
-
-        Raises
-        ------
-        NoSpaceError
-        """
+        """Raise NoSpaceError if `needed` bytes, minus what `partial` and `compressed` already occupy, are not free."""
         held = 0
         for path in (self.partial, self.compressed):
             with contextlib.suppress(FileNotFoundError):
@@ -96,11 +94,13 @@ class Output:
         if needed - held > free:
             raise NoSpaceError(
                 f"{self.final}: needs {needed - held:,} bytes more and {self.final.parent} has {free:,} free; make "
-                "room or choose another output, then run the same command with --resume"
+                "room or choose another output, then run again with resume=True",
+                path=self.final,
+                parameters=("resume=True",),
             )
 
     def journal_identity(self) -> tuple[int, int] | None:
-        """Device and inode of the journal's folder; None without one."""
+        """Return the device and inode numbers of the journal's folder; None if it does not exist."""
         try:
             status = os.stat(self.journal)
         except FileNotFoundError:
@@ -108,54 +108,41 @@ class Output:
         return status.st_dev, status.st_ino
 
     def remove_leftovers(self) -> None:
-        """Remove the journal, the finishing file and the compressed copy; `partial` stays."""
+        """Remove the temporary files `journal`, `finish` and `compressed`; keep `partial`."""
         shutil.rmtree(self.journal, ignore_errors=True)
         self.finish.unlink(missing_ok=True)
         self.compressed.unlink(missing_ok=True)
 
 
 class OutputLock:
-    """An flock on ``OUT.partial``, held from its creation to its renaming.
+    """An flock on ``OUT.partial``, held from the file's creation until it is renamed to the output.
 
-    Parameters
-    ----------
-    output : Output
-
-    Raises
-    ------
-    OutputBusyError
-        If another conversion holds it.
+    Raises OutputBusyError if another process holds it.
     """
 
     def __init__(self, output: Output) -> None:
         self._path = output.partial
-        self.descriptor = lock_file(output.partial, _busy(output))
+        self.descriptor = open_locked(output.partial, _busy(output))
 
     def renew(self) -> None:
-        """Put an empty file of a new inode in place, and lock it.
+        """Replace the file by an empty one with a new inode, and lock the new file.
 
-        A worker of an earlier conversion that hangs somewhere still has the old one open, and may write into it.
+        A hanging worker of an earlier conversion may still have the old file open; it cannot write into the new one.
         """
-        import fcntl
-
         os.unlink(self._path)
         fresh = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        with contextlib.suppress(OSError):
-            fcntl.flock(fresh, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(fresh)
         os.close(self.descriptor)
         self.descriptor = fresh
 
     def replace(self, path: Path) -> None:
-        """Rename the file at `path` to the locked one's name, and lock it instead.
+        """Rename the file at `path` to ``OUT.partial``, and lock it instead of the old one.
 
-        Whoever waits for the lock finds that the name means another file by then.
+        A process waiting for the old file's lock notices, once it gets it, that the name now belongs to another file.
         """
-        import fcntl
-
         fresh = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            with contextlib.suppress(OSError):
-                fcntl.flock(fresh, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(fresh)
             os.replace(path, self._path)
         except BaseException:
             os.close(fresh)
@@ -165,18 +152,15 @@ class OutputLock:
 
     @property
     def inode(self) -> int:
-        """Of the file that is locked."""
+        """Inode number of the locked file."""
         return os.fstat(self.descriptor).st_ino
 
     def share(self) -> None:
-        """Let readers open the file, which is complete from here on, while other conversions stay out."""
-        import fcntl
-
-        with contextlib.suppress(OSError):
-            fcntl.flock(self.descriptor, fcntl.LOCK_SH)
+        """Downgrade to a shared lock: readers can open the complete file, but no other conversion can lock it."""
+        lock(self.descriptor, shared=True, wait=True)
 
     def release(self) -> None:
-        """Give the lock up, and leave no file behind that nothing was written to."""
+        """Release the lock, and remove the file if nothing was written to it."""
         with contextlib.suppress(OSError):
             status = os.fstat(self.descriptor)
             if status.st_size == 0 and os.path.samestat(status, os.stat(self._path)):
@@ -186,92 +170,3 @@ class OutputLock:
 
 def _busy(output: Output) -> str:
     return f"{output.final}: another conversion is writing it; wait for it, or give another name"
-
-
-def _is_locked(path: Path) -> bool:
-    import fcntl
-
-    with path.open("rb") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-    return False
-
-
-def require_writable(folder: Path) -> None:
-    """Make sure that an output can be made in a folder.
-
-    Raises
-    ------
-    SourceError
-    """
-    if not folder.is_dir():
-        raise SourceError(f"{folder}: no such folder for the output; make it first")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise SourceError(f"{folder}: no permission to write there; choose another folder")
-
-
-def lock_file(path: Path, busy: str, flags: int = 0) -> int:
-    """Open a file, made where it is missing, and lock it; gives its descriptor.
-
-    Parameters
-    ----------
-    path : Path
-    busy : str
-        What to say where another process holds it.
-    flags : int
-        For opening it, besides ``O_RDWR``, ``O_CREAT`` and ``O_CLOEXEC``.
-
-    Raises
-    ------
-    OutputBusyError
-        If another process holds it, and goes on to.
-    """
-    import fcntl
-
-    deadline = time.monotonic() + _LOCK_WAIT_SECONDS
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                # Some network file systems have no locks; there nobody keeps a second writer out.
-                return descriptor
-            os.close(descriptor)
-            if time.monotonic() > deadline:
-                raise OutputBusyError(busy) from error
-            time.sleep(0.05)
-            continue
-        # Between opening and locking, a writer that ended may have renamed or removed the file.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                return descriptor
-        os.close(descriptor)
-
-
-def sync_path(path: Path) -> None:
-    """Make a file's bytes, or the renames in a folder, survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a small file so that it is there whole, or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise

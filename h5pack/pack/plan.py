@@ -1,23 +1,77 @@
-"""The plan of a conversion: everything that is settled before the first pixel is written."""
+"""The plan of a conversion, which is complete before the first pixel is written, and the report of its result."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from h5pack import schema
-from h5pack.decode.images import PixelOptions
-from h5pack.errors import NoImagesError, OptionsError, RejectedImageError, SizesDifferError
-from h5pack.layout import ChunkPlan, plan_chunks
-from h5pack.pack.compression import most_bytes
+from h5pack.errors import NoImagesError, OptionsError, SizesDifferError
+from h5pack.format import schema
+from h5pack.format.plans import ChunkPlan, plan_chunks
+from h5pack.images.decode import PixelOptions
+from h5pack.pack.compression import max_compressed_bytes
 from h5pack.pack.options import ConvertOptions
-from h5pack.pack.placement import Placement, place
+from h5pack.pack.rejects import refuse_reject
+from h5pack.pack.split_order import RowOrder, order_rows
 from h5pack.pack.survey import Survey
 from h5pack.sources.catalog import Catalog, Reject
+from h5pack.system.text import format_bytes
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """The result of a conversion.
+
+    Attributes
+    ----------
+    path : str
+        The output.
+    images : int
+        Number of rows of the output.
+    rejects : int
+        Number of images that were not packed; ``OUT.rejects.csv`` and the HDF5 group `/rejects` list them.
+    bytes : int
+        Size of the output.
+    num_workers : int
+        Number of processes that decoded images.
+    resumed_rows : int
+        Number of planned rows that an earlier, interrupted run had already written or rejected.
+    moved_rows : int
+        Number of rows that were moved to close gaps left by images that could not be decoded.
+    seconds : dict of str to float
+        Time of each stage: survey (including listing the source), check (of rows written by an earlier run), write,
+        compress (only with `compression`), finish (moving rows, tables, fsync, rename).
+    already_complete : bool
+        Whether the output was already complete before this call, which is possible with ``resume=True``.
+    """
+
+    path: str
+    images: int
+    rejects: int
+    bytes: int
+    num_workers: int
+    resumed_rows: int = 0
+    moved_rows: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    already_complete: bool = False
+
+    def to_text(self) -> str:
+        """Return the report as one or two lines of text."""
+        if self.already_complete:
+            return f"{self.path}: already complete"
+        total = sum(self.seconds.values())
+        speed = self.images / total if total else 0.0
+        size = format_bytes(self.bytes)
+        text = f"done     {self.path}: {self.images:,} images, {size}, {total:.1f} s ({speed:,.0f} images/s)"
+        if self.rejects:
+            text += f"\nrejects  {self.rejects:,}, listed with reasons in {self.path}.rejects.csv"
+        return text
+
 
 _METADATA_BYTES = 65_536
 _HDF5_MAX_CHUNK_BYTES = 2**32 - 1
@@ -25,27 +79,27 @@ _HDF5_MAX_CHUNK_BYTES = 2**32 - 1
 
 @dataclass(frozen=True)
 class ConvertPlan:
-    """What a conversion will do.
+    """The plan of a conversion: sizes, order of the rows, chunks, and the rejects known so far.
 
     Attributes
     ----------
     source : str
-        Where the images are.
+        Path of the source, or "dataset" for a map-style dataset.
     catalog : Catalog
         All M images that were found.
     options : ConvertOptions
     height, width : int
-        Pixels of a row.
-    placement : Placement
-        Row to catalog index, and the splits.
-    kinds : ndarray
-        uint8, (M,): how each image may be decoded.
-    prints : ndarray
-        uint64, (M,): fingerprints of the source.
+        Size of a row's image in pixels.
+    row_order : RowOrder
+        The catalog index of each row, and the splits.
+    decode_paths : ndarray
+        uint8, (M,): the `DecodePath` of each image.
+    fingerprints : ndarray
+        uint64, (M,): hashes by which a resumed conversion notices that an image has changed; see `Survey`.
     chunks : ChunkPlan
-        Of `/images`.
+        Chunks of the dataset `/images`.
     rejects : tuple of Reject
-        Known so far: by the tables and by the headers.
+        Images known to be unusable from the source's tables and the image headers, before any pixel is decoded.
     """
 
     source: str
@@ -53,20 +107,20 @@ class ConvertPlan:
     options: ConvertOptions
     height: int
     width: int
-    placement: Placement
-    kinds: npt.NDArray[np.uint8]
-    prints: npt.NDArray[np.uint64]
+    row_order: RowOrder
+    decode_paths: npt.NDArray[np.uint8]
+    fingerprints: npt.NDArray[np.uint64]
     chunks: ChunkPlan
     rejects: tuple[Reject, ...]
 
     @property
     def rows(self) -> int:
-        """Rows of the pack, if every image decodes."""
-        return len(self.placement.order)
+        """Number of rows of the pack if every image can be decoded."""
+        return len(self.row_order.origins)
 
     @property
     def row_shape(self) -> tuple[int, int, int]:
-        """(H, W, C) or (C, H, W), as the layout says."""
+        """Shape of a row: (H, W, C) or (C, H, W), depending on `options.layout`."""
         channels = self.options.channels
         if self.options.layout == "nchw":
             return channels, self.height, self.width
@@ -74,37 +128,38 @@ class ConvertPlan:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes a row."""
+        """Bytes per row."""
         return self.height * self.width * self.options.channels
 
     @property
     def pixels(self) -> PixelOptions:
-        """What the workers need to know of the options."""
+        """The options that workers need to decode images into rows."""
         options = self.options
         return PixelOptions(
-            self.height,
-            self.width,
-            options.channels,
-            options.size is not None,
-            options.fit,
-            options.resample,
-            options.draft,
-            options.max_pixels,
+            height=self.height,
+            width=self.width,
+            channels=options.channels,
+            resize=options.size is not None,
+            fit=options.fit,
+            resample=options.resample,
+            draft=options.draft,
+            max_pixels=options.max_pixels,
         )
 
     @property
     def file_bytes(self) -> int:
-        """Bytes the file will take, at most: the chunks, and the tables before compression."""
+        """Upper bound of the output's size in bytes: the chunks plus the tables, without the gzip of the tables."""
         size = self.chunks.bytes
         if self.options.filter is not None:
-            size = most_bytes(size)
+            size = max_compressed_bytes(size)
         return self._chunks_bytes(size) + self._tables_bytes()
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes of disk the conversion needs: the file, and its tables once more in the file that lends them.
+        """Upper bound of the disk space in bytes that the conversion needs while it runs.
 
-        A compressed file lies beside the raw rows until it is whole.
+        The tables are written twice, because they are first written to a temporary file. A compressed pack needs space
+        for the uncompressed rows, too, until it is complete.
         """
         if self.options.filter is not None:
             return self.file_bytes + self._chunks_bytes(self.chunks.bytes) + _METADATA_BYTES
@@ -119,13 +174,22 @@ class ConvertPlan:
         field_bytes = sum(4 + values.nbytes // max(1, len(catalog)) for values in catalog.fields.values())
         return self.rows * (4 + 4 + label_bytes + field_bytes) + catalog.names.nbytes + _METADATA_BYTES
 
+    def name(self, row: int) -> str:
+        """Return the name of the image in a row."""
+        return self.catalog.names[int(self.row_order.origins[row])]
+
+    def all_rejects(self, reasons: Mapping[int, str]) -> list[Reject]:
+        """Return, sorted, the planned rejects and those found while decoding; `reasons` gives the latter by row."""
+        rejects = [*self.rejects, *(Reject(self.name(row), reason) for row, reason in reasons.items())]
+        return sorted(rejects, key=lambda reject: (reject.name, reject.reason))
+
     def split_rows(self) -> dict[str, tuple[int, int]]:
-        """Each split's first row and the row behind its last."""
-        starts = self.placement.starts.tolist()
+        """Return the (start, stop) rows of each split."""
+        starts = self.row_order.split_starts.tolist()
         return dict(zip(self.catalog.split_names, itertools.pairwise(starts), strict=True))
 
     def label_kind(self) -> str:
-        """The labels, in words."""
+        """Return a description of the labels, such as "10 classes"."""
         labels, names = self.catalog.labels, self.catalog.label_names
         if labels is None:
             return "none"
@@ -134,7 +198,7 @@ class ConvertPlan:
         return f"{len(names)} classes" if names is not None else "integers"
 
     def to_json(self) -> dict[str, Any]:
-        """The plan for programs; keys are stable."""
+        """Return the plan as a JSON-serializable dict. The keys are stable across versions."""
         return {
             "source": self.source,
             "kind": self.catalog.kind,
@@ -154,27 +218,28 @@ class ConvertPlan:
             "options": self.options.content(),
         }
 
-    def describe(self) -> str:
-        """The plan for people, a few lines."""
+    def to_text(self) -> str:
+        """Return the plan as a few lines of text."""
         options, chunks = self.options, self.chunks
         sizes = f"{self.height}x{self.width} {options.mode}"
         if options.size is not None:
             sizes += f", by {options.fit} and {options.resample}"
         splits = ", ".join(f"{name} {stop - start:,}" for name, (start, stop) in self.split_rows().items())
-        file = human_bytes(self.file_bytes)
+        file = format_bytes(self.file_bytes)
         if options.filter is not None:
-            file = f"at most {file}, {options.filter.name}; until it is whole, {human_bytes(self.needed_bytes)} of disk"
+            needed = format_bytes(self.needed_bytes)
+            file = f"at most {file}, {options.filter.name}; until it is complete, {needed} of disk"
         lines = [
             f"source   {self.source} ({self.catalog.kind}{self.catalog.about and ': ' + self.catalog.about})",
             f"images   {self.rows:,} of {sizes}, {options.layout}, {options.order}",
             f"labels   {self.label_kind()}" + "".join(f", field {name}" for name in sorted(self.catalog.fields)),
             f"splits   {splits}",
-            f"chunks   {chunks.count:,} of {chunks.rows:,} rows, {human_bytes(chunks.bytes)} each",
+            f"chunks   {chunks.count:,} of {chunks.rows:,} rows, {format_bytes(chunks.bytes)} each",
             f"file     {file}",
         ]
         if self.catalog.ignored:
-            passed = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.catalog.ignored.items()))
-            lines.append(f"ignored  {passed}")
+            ignored = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.catalog.ignored.items()))
+            lines.append(f"ignored  {ignored}")
         if self.rejects:
             first = self.rejects[0]
             lines.append(f"rejects  {len(self.rejects):,} so far ({first.name}: {first.reason})")
@@ -182,35 +247,35 @@ class ConvertPlan:
 
 
 def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> ConvertPlan:
-    """Settle sizes, splits, order and chunks.
+    """Return the plan, which determines the size of a row, the splits, the order of rows and the chunks.
 
     Raises
     ------
     RejectedImageError
-        With ``strict``, if an image is already known to be unusable.
+        With ``strict=True``, if an image is already known to be unusable.
     NoImagesError
-        If none is usable.
+        If no image is usable.
     SizesDifferError
-        If sizes differ and `options.size` is not set.
+        If the images' sizes differ and `size` was not given.
     OptionsError
         If a chunk would reach HDF5's limit of 4 GiB.
     """
     rejects = [*catalog.rejects]
     rejects += [Reject(catalog.names[index], reason) for index, reason in sorted(survey.reasons.items())]
     if options.strict and rejects:
-        raise RejectedImageError(
-            f"{source}: {rejects[0].name}: {rejects[0].reason}; mend or remove it, or go on without it by leaving "
-            "out --strict"
-        )
+        refuse_reject(source, rejects[0], begun=False)
     usable = np.setdiff1d(np.arange(len(catalog), dtype=np.int64), np.array([*survey.reasons], np.int64))
     if not len(usable):
         raise NoImagesError(
-            f"{source}: none of its {len(catalog):,} files can be read as an image "
-            f"({rejects[0].name}: {rejects[0].reason}, say); check the path"
+            f"{source}: none of its {len(catalog):,} files can be read as an image, such as {rejects[0].name}: "
+            f"{rejects[0].reason}; check the path",
+            path=source,
         )
     height, width = options.size or _common_size(source, catalog, survey, usable)
     if survey.labels is not None:
-        catalog = _with_labels(catalog, survey.labels)
+        columns = range(survey.labels.shape[1]) if survey.labels.ndim == 2 else None
+        names = None if columns is None else tuple(f"label_{column}" for column in columns)
+        catalog = replace(catalog, labels=survey.labels, label_names=names)
     seed = options.seed if options.order == "shuffled" else None
     return ConvertPlan(
         source=source,
@@ -218,9 +283,9 @@ def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
         options=options,
         height=height,
         width=width,
-        placement=place(usable, catalog.split_ids[usable], len(catalog.split_names), seed),
-        kinds=survey.kinds,
-        prints=survey.prints,
+        row_order=order_rows(usable, catalog.split_ids[usable], len(catalog.split_names), seed),
+        decode_paths=survey.decode_paths,
+        fingerprints=survey.fingerprints,
         chunks=_plan_chunks(len(usable), height * width * options.channels, options),
         rejects=tuple(rejects),
     )
@@ -228,41 +293,29 @@ def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
 
 def _plan_chunks(rows: int, row_bytes: int, options: ConvertOptions) -> ChunkPlan:
     chunks = plan_chunks(rows, row_bytes, chunk_rows=options.chunk_rows, chunk_bytes=options.chunk_bytes)
-    if options.filter is not None and most_bytes(chunks.bytes) > _HDF5_MAX_CHUNK_BYTES:
+    stored = max_compressed_bytes(chunks.bytes)
+    if options.filter is not None and stored > _HDF5_MAX_CHUNK_BYTES:
         raise OptionsError(
-            f"a chunk of {chunks.rows} rows x {row_bytes} bytes may be {most_bytes(chunks.bytes):,} bytes when "
-            "compressed; HDF5 1.10 reads chunks below 4 GiB; ask for fewer rows a chunk or smaller images"
+            f"a chunk of {chunks.rows} rows x {row_bytes} bytes may have {stored:,} bytes when compressed; HDF5 1.10 "
+            "reads chunks below 4 GiB; give a smaller chunk_rows or size",
+            parameters=("chunk_rows", "size"),
         )
     return chunks
 
 
 def _common_size(source: str, catalog: Catalog, survey: Survey, usable: npt.NDArray[np.int64]) -> tuple[int, int]:
-    packed = survey.heights[usable].astype(np.int64) << 32 | survey.widths[usable]
-    sizes, firsts, counts = np.unique(packed, return_index=True, return_counts=True)
+    joined = survey.heights[usable].astype(np.int64) << 32 | survey.widths[usable]
+    sizes, firsts, counts = np.unique(joined, return_index=True, return_counts=True)
     if len(sizes) > 1:
-        common, other = np.argsort(-counts, kind="stable")[:2]
-        texts = [
-            f"{catalog.names[int(usable[firsts[which]])]} is {sizes[which] >> 32}x{sizes[which] & 0xFFFFFFFF}"
-            for which in (common, other)
+        examples = [
+            f"{sizes[which] >> 32}x{sizes[which] & 0xFFFFFFFF} ({counts[which]:,}, such as "
+            f"{catalog.names[int(usable[firsts[which]])]})"
+            for which in np.argsort(-counts, kind="stable")[:2]
         ]
         raise SizesDifferError(
-            f"{source}: its images have {len(sizes):,} sizes ({texts[0]} as {counts[common]:,} are, {texts[1]}); "
-            "give --size HxW, and --fit crop, pad or stretch"
+            f"{source}: its images have {len(sizes):,} sizes, most often {examples[0]}, then {examples[1]}; give "
+            "size=64 or another size, and a fit: crop, pad or stretch",
+            path=source,
+            parameters=("size=64",),
         )
     return int(sizes[0] >> 32), int(sizes[0] & 0xFFFFFFFF)
-
-
-def _with_labels(catalog: Catalog, labels: npt.NDArray[Any]) -> Catalog:
-
-    names = tuple(f"label_{column}" for column in range(labels.shape[1])) if labels.ndim == 2 else None
-    return replace(catalog, labels=labels, label_names=names)
-
-
-def human_bytes(count: int) -> str:
-    """A number of bytes with a binary unit."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"

@@ -1,44 +1,51 @@
-"""Mean and standard deviation of the channels, exact: sums are integers to the last step."""
+"""Channel statistics: mean and standard deviation, exact because all sums are integers until the final division."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from h5pack import schema
+from h5pack.format import schema
+from h5pack.format.row_offsets import RowOffsets
+from h5pack.pack.journal import RowRecord
+from h5pack.pack.plan import ConvertPlan
+from h5pack.pack.split_order import RowOrder
+from h5pack.system.files import read_all
 
 _EXACT_LINES = 256
 
 
+def statistics_range(plan: ConvertPlan, row_order: RowOrder) -> tuple[int, int]:
+    """Return the (start, stop) rows of the split that the statistics describe."""
+    split = schema.statistics_split(plan.catalog.split_names)
+    return int(row_order.split_starts[split]), int(row_order.split_starts[split + 1])
+
+
 def sampled_rows(start: int, stop: int) -> npt.NDArray[np.int64]:
-    """Rows of a split that the statistics are taken from: every one of a small split, every 8th of others."""
+    """Return the rows that the statistics are computed from: all rows of a small split, every 8th of a larger one."""
     return np.arange(start, stop, schema.statistics_step(stop - start), dtype=np.int64)
 
 
 def channel_sums(row: npt.NDArray[np.uint8], layout: str) -> npt.NDArray[np.uint64]:
-    """Exact sums of a row's values and of their squares.
+    """Return the exact sums of a row's values and of their squares, uint64 (2, C).
 
-    Summed along the image's columns in float32, which processors add fastest: a tenth of the time of numpy's integer
-    sums. It is exact, in any order of adding, as long as a column's sum of squares stays below 2**24, that is for up
-    to 258 lines.
+    Sums down the image's columns are computed in float32, in a tenth of the time of numpy's integer sums. They are
+    exact, whatever the order of the additions, while a column's sum of squares stays below 2**24, that is for up to 258
+    lines of pixels; so at most 256 lines are summed at a time.
 
     Parameters
     ----------
     row : ndarray
-        uint8, (H, W, C) or (C, H, W), as `layout` says.
+        uint8, (H, W, C) or (C, H, W), depending on `layout`.
     layout : str
         nhwc or nchw.
-
-    Returns
-    -------
-    ndarray
-        uint64, (2, C).
     """
     last = layout == "nhwc"
     channels = row.shape[2 if last else 0]
-    # The channels' lines one under the other: (1, H, W * C), or (C, H, W).
+    # nhwc: treat the channels as more columns, (1, H, W * C). nchw: (C, H, W) as it is.
     lines = row.reshape(1, row.shape[0], -1) if last else row
     total = np.zeros((2, channels), np.uint64)
     for start in range(0, lines.shape[1], _EXACT_LINES):
@@ -51,28 +58,45 @@ def channel_sums(row: npt.NDArray[np.uint8], layout: str) -> npt.NDArray[np.uint
 def mean_and_std(
     total: npt.NDArray[np.uint64], rows: int, row_pixels: int
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Mean and (population) standard deviation in 0..1 from exact sums.
+    """Return mean and population standard deviation on a scale of 0 to 1, each float64 (C,); NaN if `rows` is 0.
 
     Parameters
     ----------
     total : ndarray
-        uint64, (2, C): sums of values, and of their squares.
-    rows : int
-        Rows that were summed.
-    row_pixels : int
-        Pixels a row.
-
-    Returns
-    -------
-    mean, std : ndarray
-        float64, (C,); NaN where `rows` is 0.
+        uint64, (2, C): sums of the values, and of their squares.
+    rows, row_pixels : int
+        Number of rows that were summed, and of pixels per row.
     """
     count = rows * row_pixels
     sums, squares = ([int(value) for value in line] for line in total)
     if not count:
         return np.full(len(sums), math.nan), np.full(len(sums), math.nan)
     mean = [value / (255 * count) for value in sums]
-    # Python's integers have any length: the difference of two large numbers loses nothing.
+    # Python's integers have arbitrary precision, so the difference of two large numbers is exact.
     variance = [square * count - value * value for value, square in zip(sums, squares, strict=True)]
     std = [math.sqrt(value) / (255 * count) for value in variance]
     return np.array(mean), np.array(std)
+
+
+def pack_statistics(
+    plan: ConvertPlan, written: RowRecord, final: RowOrder, places: RowOffsets, descriptor: int
+) -> dict[str, Any]:
+    """Return the statistics of the final rows. Rows that were not summed while they were written are read back."""
+    start, stop = statistics_range(plan, final)
+    rows = sampled_rows(start, stop)
+    known = dict(zip(written.sampled.tolist(), written.sums, strict=True))
+    total = np.zeros((2, plan.options.channels), np.uint64)
+    for row in rows.tolist():
+        sums = known.get(int(final.origins[row]))
+        if sums is None:
+            data = read_all(descriptor, places.row_bytes, places.offset(row))
+            sums = channel_sums(np.frombuffer(data, np.uint8).reshape(plan.row_shape), plan.options.layout)
+        total += sums
+    mean, std = mean_and_std(total, len(rows), plan.height * plan.width)
+    return {
+        "mean": mean,
+        "std": std,
+        "rows": len(rows),
+        "step": schema.statistics_step(stop - start),
+        "split": plan.catalog.split_names[schema.statistics_split(plan.catalog.split_names)],
+    }

@@ -1,51 +1,48 @@
-"""The survey: one parallel pass over the images' headers, before anything is written."""
+"""The survey: one parallel pass over all image headers before anything is written."""
 
 from __future__ import annotations
 
-import hashlib
-import io
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.decode.headers import Kind
-from h5pack.decode.images import read_header, refuse_bomb, strict_pillow
 from h5pack.errors import RejectedImageError, SourceError
-from h5pack.pack.executors import run, shared
-from h5pack.sources.catalog import Catalog, FileReader, absence
-from h5pack.sources.hdf5_rows import HDF5RowReader, PixelForm
-from h5pack.sources.mapped import DatasetReader
+from h5pack.images.decode import refuse_bomb, strict_pillow
+from h5pack.images.headers import DecodePath, ImageHeader
+from h5pack.sources.catalog import Catalog, SourceReader, SurveyedImage
+from h5pack.system.processes import run, shared
 
 _TASK_IMAGES = 512
+_REJECTED = SurveyedImage(ImageHeader(0, 0, DecodePath.PILLOW), 0)
 
 
 @dataclass
 class Survey:
-    """What the headers told, in catalog order.
+    """The results of a survey, in the order of the catalog's M images.
 
     Attributes
     ----------
     heights, widths : ndarray
-        int32, (M,): upright pixels; 0 where the image is rejected.
-    kinds : ndarray
-        uint8, (M,): `Kind`.
-    prints : ndarray
-        uint64, (M,): a fingerprint of name, length and time of each file, by which a resume sees a changed source.
+        int32, (M,): size in pixels after applying the Exif orientation; 0 for rejected images.
+    decode_paths : ndarray
+        uint8, (M,): the `DecodePath` of each image.
+    fingerprints : ndarray
+        uint64, (M,): a hash per image that changes with the image (for a file: its name, length and modification time),
+        by which a resumed conversion notices that the source has changed.
     reasons : dict of int to str
         Why images are rejected, by catalog index.
     labels : ndarray or None
-        What a map-style dataset gave: int64 (M,), or uint8 (M, K).
+        Labels of a map-style dataset: int64 (M,), or uint8 (M, K). None for other sources.
     """
 
     heights: npt.NDArray[np.int32]
     widths: npt.NDArray[np.int32]
-    kinds: npt.NDArray[np.uint8]
-    prints: npt.NDArray[np.uint64]
+    decode_paths: npt.NDArray[np.uint8]
+    fingerprints: npt.NDArray[np.uint64]
     reasons: dict[int, str]
     labels: npt.NDArray[Any] | None = None
 
@@ -57,68 +54,60 @@ class _Task:
     max_pixels: int
 
 
-@dataclass(frozen=True)
-class _Part:
-    start: int
-    sizes: list[tuple[int, int, int]]
-    prints: list[int]
-    reasons: dict[int, str]
-    labels: list[npt.NDArray[Any] | None]
-
-
 def survey(
-    catalog: Catalog, executor: Executor, in_flight: int, max_pixels: int, advance: Callable[[int], object]
+    catalog: Catalog, executor: Executor, max_in_flight: int, max_pixels: int, advance: Callable[[int], object]
 ) -> Survey:
-    """Survey a catalog.
+    """Read the headers of all images of a catalog in the executor's workers.
 
     Parameters
     ----------
     catalog : Catalog
     executor : Executor
-        Its shared object is the catalog's reader.
-    in_flight : int
-        Tasks under way at once.
+        From `open_executor`, opened with the catalog's reader as the shared object.
+    max_in_flight : int
+        Maximum number of tasks that run or wait.
     max_pixels : int
+        Larger images are rejected.
     advance : callable
-        Called with the number of images done, after each step.
+        Called with the number of images after each task.
 
     Raises
     ------
     SourceError
-        If the storage fails, or a dataset's labels do not fit each other.
+        If reading from storage fails, or the labels of a map-style dataset differ in shape.
     """
     count = len(catalog)
     result = Survey(
         np.zeros(count, np.int32), np.zeros(count, np.int32), np.zeros(count, np.uint8), np.zeros(count, np.uint64), {}
     )
-    if isinstance(catalog.reader, HDF5RowReader) and catalog.reader.form is not None:
-        _survey_array(catalog.reader, catalog.reader.form, result, max_pixels)
+    size = catalog.reader.uniform_size()
+    if size is not None:
+        _survey_uniform(catalog.reader, size, result, max_pixels)
         advance(count)
         return result
-    labels: list[npt.NDArray[Any] | None] = [None] * count if isinstance(catalog.reader, DatasetReader) else []
-    for part in run(executor, _survey_part, _tasks(catalog, max_pixels), in_flight, _describe):
-        rows = slice(part.start, part.start + len(part.sizes))
-        sizes = np.array(part.sizes, np.int32)
-        result.heights[rows], result.widths[rows], result.kinds[rows] = sizes.T
-        result.prints[rows] = part.prints
-        result.reasons.update(part.reasons)
+    labels: list[npt.NDArray[Any] | None] = [None] * count if catalog.reader.has_labels else []
+    for start, images, reasons in run(executor, _survey, _tasks(catalog, max_pixels), max_in_flight, _describe):
+        rows = slice(start, start + len(images))
+        headers = [(image.header.height, image.header.width, image.header.decode_path) for image in images]
+        result.heights[rows], result.widths[rows], result.decode_paths[rows] = np.array(headers, np.int32).T
+        result.fingerprints[rows] = [image.fingerprint for image in images]
+        result.reasons.update(reasons)
         if labels:
-            labels[rows] = part.labels
-        advance(len(part.sizes))
+            labels[rows] = [image.label for image in images]
+        advance(len(images))
     if labels:
         result.labels = _joined_labels(labels, result.reasons)
     return result
 
 
-def _survey_array(reader: HDF5RowReader, form: PixelForm, result: Survey, max_pixels: int) -> None:
-    """Rows of one dataset are all of one size, and change with their file."""
-    height, width = form.size(reader.index.row_shape)
-    result.heights[:], result.widths[:] = height, width
+def _survey_uniform(reader: SourceReader, size: tuple[int, int], result: Survey, max_pixels: int) -> None:
+    """Fill `result` for rows of one HDF5 dataset. All have the same size, so no header needs to be read."""
+    result.heights[:], result.widths[:] = size
     try:
-        refuse_bomb(height, width, max_pixels)
+        refuse_bomb(*size, max_pixels)
     except RejectedImageError as error:
         result.reasons.update(dict.fromkeys(range(len(result.heights)), str(error)))
-    result.prints[:] = reader.prints(np.arange(len(result.prints)))
+    result.fingerprints[:] = reader.fingerprints(np.arange(len(result.heights)))
 
 
 def _tasks(catalog: Catalog, max_pixels: int) -> Iterator[_Task]:
@@ -129,54 +118,22 @@ def _tasks(catalog: Catalog, max_pixels: int) -> Iterator[_Task]:
 
 
 def _describe(task: _Task) -> str:
-    return f"the header of {task.names[0]!r} or one of the {len(task.names) - 1} images behind it"
+    return f"the header of {task.names[0]!r} or one of the {len(task.names) - 1} images after it"
 
 
-def _survey_part(task: _Task) -> _Part:
-    reader = shared()
-    part = _Part(task.start, [], [], {}, [])
+def _survey(task: _Task) -> tuple[int, list[SurveyedImage], dict[int, str]]:
+    """Return a task's first catalog index, its images' headers, and the reasons of the rejected ones by index."""
+    reader: SourceReader = shared()
+    images: list[SurveyedImage] = []
+    reasons: dict[int, str] = {}
     with strict_pillow():
         for index, name in enumerate(task.names, task.start):
-            height = width = kind = mark = 0
-            label = None
             try:
-                if isinstance(reader, DatasetReader):
-                    pixels, label = reader.sample(int(name))
-                    (height, width), kind = pixels.shape[:2], Kind.PILLOW
-                    described = f"{name}\0{pixels.shape}\0{None if label is None else label.tolist()}"
-                    mark = _fingerprint(described.encode())
-                elif isinstance(reader, HDF5RowReader):
-                    data = reader.encoded(index)
-                    header = read_header(data, partial(io.BytesIO, data), task.max_pixels)
-                    height, width, kind = header.height, header.width, header.kind
-                    mark = int(reader.prints(np.array([index]))[0])
-                else:
-                    height, width, kind, mark = _survey_file(reader, name, task.max_pixels)
+                images.append(reader.survey(index, name, task.max_pixels))
             except RejectedImageError as error:
-                part.reasons[index] = str(error)
-            part.sizes.append((height, width, kind))
-            part.prints.append(mark)
-            part.labels.append(label)
-    return part
-
-
-def _survey_file(reader: FileReader, name: str, max_pixels: int) -> tuple[int, int, int, int]:
-    try:
-        head, size, modified = reader.head(name)
-        header = read_header(head, lambda: reader.open(name), max_pixels)
-    except (OSError, ValueError) as error:
-        if isinstance(error, RejectedImageError):
-            raise
-        reason = absence(error) if isinstance(error, OSError) else "its name cannot be opened"
-        if reason is None:
-            raise SourceError(f"{name}: {error}; mend the storage, then try again") from error
-        raise RejectedImageError(reason) from error
-    mark = _fingerprint(b"%s\0%d\0%d" % (name.encode("utf-8", "surrogateescape"), size, modified))
-    return header.height, header.width, header.kind, mark
-
-
-def _fingerprint(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+                reasons[index] = str(error)
+                images.append(_REJECTED)
+    return task.start, images, reasons
 
 
 def _joined_labels(labels: list[npt.NDArray[Any] | None], reasons: dict[int, str]) -> npt.NDArray[Any] | None:

@@ -1,45 +1,52 @@
-"""Workers' work: decode images into rows, write the rows in place, journal them.
+"""Writing rows: the missing rows are divided into tasks; workers decode the images, write the rows, and journal them.
 
-A row's place in the file is known before its pixels, so workers share nothing but the file: no pixel passes between
-processes, and the HDF5 library takes no part.
+A row's offset in the file is known before its pixels, so workers share nothing but the file: no pixels are sent between
+processes, and the HDF5 library is not used.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.checksum import crc32
-from h5pack.decode.images import Decoder, PixelOptions, strict_pillow
 from h5pack.errors import OutputBusyError, RejectedImageError, SourceError
-from h5pack.pack.executors import shared
+from h5pack.format.checksums import crc32
+from h5pack.format.row_offsets import RowOffsets
+from h5pack.images.decode import Decoder, PixelOptions, strict_pillow
+from h5pack.pack.direct_io import RowBuffer, RowFile
 from h5pack.pack.journal import JournalWriter, RowRecord
-from h5pack.pack.rowfile import RowFile, RowRun
-from h5pack.pack.statistics import channel_sums
+from h5pack.pack.plan import ConvertPlan
+from h5pack.pack.statistics import channel_sums, sampled_rows, statistics_range
+from h5pack.system.processes import shared
+
+_TASKS_PER_WORKER = 16
+_TASK_BYTES = 32 * 1024 * 1024
+# Rows that are not contiguous in the file are written in groups of this size while the next group is decoded.
+_SCATTERED_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True)
 class WriteJob:
-    """What all tasks of one conversion share.
+    """The parameters that all writing tasks of one conversion share.
 
     Attributes
     ----------
-    path : str
-        ``OUT.partial``.
-    journal : str
-        Its journal's folder.
+    path, journal : str
+        Paths of ``OUT.partial`` and of the journal's folder.
     row_shape : tuple of int
-        As stored.
+        Shape of a row in the file: (H, W, C) or (C, H, W).
     layout : str
     pixels : PixelOptions
     io : str
-        direct, buffered or auto; see `h5pack.pack.rowfile`.
+        direct, buffered or auto; see `h5pack.pack.direct_io`.
     inode : int
-        Of the file; another file by that name is another conversion's.
+        Inode number of the file. If the file at `path` has another one, it belongs to another conversion.
     """
 
     path: str
@@ -52,58 +59,129 @@ class WriteJob:
 
 
 @dataclass(frozen=True)
-class WriteRun:
-    """Rows that are written together: one behind the other in the file, or each at its own place.
+class RowGroup:
+    """Rows that are decoded and written together; they may be contiguous in the file or scattered.
 
     Attributes
     ----------
     rows : ndarray
         int64, (n,): planned rows, ascending.
     offsets : ndarray
-        int64, (n,): where each starts in the file, in bytes.
-    indices : list of int
-        The images' places in the catalog.
+        int64, (n,): byte offset of each row in the file.
+    indices, decode_paths : list of int
+        Catalog index and `DecodePath` of each row's image.
     names : list of str
-    kinds : list of int
-        How each may be decoded.
     sampled : list of int
-        Which of these rows, counted from 0, are part of the statistics.
+        Positions in `rows` of the rows that the channel statistics use.
     """
 
     rows: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
     indices: list[int]
     names: list[str]
-    kinds: list[int]
+    decode_paths: list[int]
     sampled: list[int]
 
 
 @dataclass(frozen=True)
 class WriteTask:
-    """Runs for one worker.
-
-    Attributes
-    ----------
-    job : WriteJob
-    runs : list of WriteRun
-    """
+    """Row groups that one worker decodes and writes."""
 
     job: WriteJob
-    runs: list[WriteRun]
+    groups: list[RowGroup]
+
+
+def write_tasks(
+    plan: ConvertPlan, job: WriteJob, places: RowOffsets, missing: npt.NDArray[np.int64], num_workers: int
+) -> Iterator[WriteTask]:
+    """Yield tasks that write the missing rows, int64 ascending; tasks are small enough to keep all workers busy."""
+    sampled = np.zeros(plan.rows, np.bool_)
+    sampled[sampled_rows(*statistics_range(plan, plan.row_order))] = True
+    # Tasks only need to be large enough for their overhead to be negligible.
+    max_rows = max(1, -(-len(missing) // (num_workers * _TASKS_PER_WORKER)))
+    max_rows = min(max_rows, max(1, _TASK_BYTES // plan.row_bytes))
+    source_groups = plan.catalog.reader.groups(plan.row_order.origins[missing])
+    scattered = source_groups is not None
+    shares = (missing,) if source_groups is None else join_groups(missing, source_groups, max_rows)
+    for share in shares:
+        groups: list[RowGroup] = []
+        count = 0
+        for rows in _written_together(share, places, min(plan.chunks.rows, max_rows), scattered=scattered):
+            if not scattered and groups and count + len(rows) > max_rows:
+                yield WriteTask(job, groups)
+                groups, count = [], 0
+            groups.append(_row_group(plan, places, rows, sampled))
+            count += len(rows)
+        if groups:
+            yield WriteTask(job, groups)
+
+
+def join_groups(
+    rows: npt.NDArray[np.int64], groups: npt.NDArray[np.int64], max_rows: int
+) -> Iterator[npt.NDArray[np.int64]]:
+    """Divide rows into ascending arrays without splitting a group, each of at most `max_rows` rows or one larger group.
+
+    Parameters
+    ----------
+    rows : ndarray
+        int64, (n,), ascending.
+    groups : ndarray
+        int64, (n,): group number of each row. Rows of one group are cheaper to read together.
+    max_rows : int
+    """
+    by_group = rows[np.argsort(groups, kind="stable")]
+    edges = [0, *(np.flatnonzero(np.diff(np.sort(groups))) + 1).tolist(), len(rows)]
+    start = 0
+    for edge, after in itertools.pairwise(edges):
+        if edge > start and after - start > max_rows:
+            yield np.sort(by_group[start:edge])
+            start = edge
+    if start < len(rows):
+        yield np.sort(by_group[start:])
+
+
+def _written_together(
+    rows: npt.NDArray[np.int64], places: RowOffsets, max_rows: int, *, scattered: bool
+) -> Iterator[npt.NDArray[np.int64]]:
+    """Divide ascending rows into runs contiguous in the file; with `scattered`, join short runs into larger groups."""
+    apart: list[npt.NDArray[np.int64]] = []
+    for start, count in places.runs(rows, max_rows):
+        found = np.arange(start, start + count)
+        if scattered and count * places.row_bytes < _SCATTERED_BYTES:
+            apart.append(found)
+        else:
+            yield found
+    if apart:
+        joined = np.concatenate(apart)
+        step = max(1, _SCATTERED_BYTES // places.row_bytes)
+        yield from (joined[first : first + step] for first in range(0, len(joined), step))
+
+
+def _row_group(
+    plan: ConvertPlan, places: RowOffsets, rows: npt.NDArray[np.int64], sampled: npt.NDArray[np.bool_]
+) -> RowGroup:
+    indices = plan.row_order.origins[rows]
+    return RowGroup(
+        rows=rows,
+        offsets=places.offsets(rows),
+        indices=indices.tolist(),
+        names=[plan.catalog.names[index] for index in indices.tolist()],
+        decode_paths=plan.decode_paths[indices].tolist(),
+        sampled=np.flatnonzero(sampled[rows]).tolist(),
+    )
 
 
 class _Worker:
-    """One conversion's state in one process."""
+    """The files and the decoder that one worker process uses for one conversion."""
 
     def __init__(self, job: WriteJob) -> None:
         self.job = job
-        # The journal first: a resume waits for whoever holds one.
+        # Open the journal before the output, because a resumed conversion waits for processes with an open journal.
         self.journal = JournalWriter(job.journal)
-        self.decoder = Decoder(job.pixels)
+        self.decoder = LayoutDecoder(job.pixels, job.layout)
         self.file = RowFile(job.path, job.io)
         if os.fstat(self.file.descriptor).st_ino != job.inode:
-            raise OutputBusyError(f"{job.path}: replaced by another conversion; let that one finish")
-        self.upright = upright_buffer(job.pixels, job.layout)
+            raise OutputBusyError(f"{job.path}: replaced by another conversion; let that one finish", path=job.path)
 
     def close(self) -> None:
         self.file.close()
@@ -122,7 +200,7 @@ def _worker_for(job: WriteJob) -> _Worker:
 
 
 def release() -> None:
-    """Close what this process holds open for a conversion."""
+    """Close the files that this process opened to write rows."""
     global _worker
     if _worker is not None:
         _worker.close()
@@ -133,63 +211,62 @@ atexit.register(release)
 
 
 def write_rows(task: WriteTask) -> list[RowRecord]:
-    """Decode a task's images, write their rows, and journal each run when it is written.
+    """Decode a task's images, write their rows, and journal each group once it is written; return the groups' records.
 
     Raises
     ------
     OSError
-        If the output cannot be written; ENOSPC where it is full.
+        If the output cannot be written; ENOSPC if the disk is full.
     SourceError
-        If the source's storage fails.
+        If an image cannot be read from storage.
     """
     worker = _worker_for(task.job)
     records: list[RowRecord] = []
-    before: RowRun | None = None
+    previous: RowBuffer | None = None
     row_bytes = int(np.prod(task.job.row_shape))
-    shared().begin([index for run in task.runs for index in run.indices])
+    shared().begin([index for group in task.groups for index in group.indices])
     with strict_pillow():
-        for run in task.runs:
-            current = worker.file.begin_rows(run.offsets, row_bytes)
-            record = _fill(worker, run, current)
-            # While this run was decoded, the one before was written.
-            if before is not None:
-                before.wait()
+        for group in task.groups:
+            current = worker.file.begin_rows(group.offsets, row_bytes)
+            record = _fill(worker, group, current)
+            # The previous group was being written while this one was decoded.
+            if previous is not None:
+                previous.wait()
                 worker.journal.append(records[-1])
-            before = current
+            previous = current
             records.append(record)
-    if before is not None:
-        before.wait()
+    if previous is not None:
+        previous.wait()
         worker.journal.append(records[-1])
     return records
 
 
-def _fill(worker: _Worker, run: WriteRun, target: RowRun) -> RowRecord:
-    """Decode a run's images into its buffer, handing finished rows on."""
-    job, count = worker.job, len(run.indices)
+def _fill(worker: _Worker, group: RowGroup, buffer: RowBuffer) -> RowRecord:
+    """Decode a group's images into its buffer, allowing each row to be written as soon as it is decoded."""
+    job, count = worker.job, len(group.indices)
     packed = np.ones(count, np.bool_)
     checksums = [0] * count
     reasons: dict[int, str] = {}
     sums = []
-    sampled = iter([*run.sampled, -1])
-    next_sampled = next(sampled)
-    for place, (index, name, kind) in enumerate(zip(run.indices, run.names, run.kinds, strict=True)):
-        row = target.row(place).reshape(job.row_shape)
+    sampled = set(group.sampled)
+    for position, (index, name, decode_path) in enumerate(
+        zip(group.indices, group.names, group.decode_paths, strict=True)
+    ):
+        row = buffer.row(position).reshape(job.row_shape)
         try:
-            _decode(worker, index, name, kind, row)
+            worker.decoder.decode(_read(index, name), decode_path, row)
         except RejectedImageError as error:
-            packed[place] = False
-            reasons[int(run.rows[place])] = str(error)
+            packed[position] = False
+            reasons[int(group.rows[position])] = str(error)
             row[...] = 0
         else:
-            checksums[place] = crc32(row)
-        if place == next_sampled:
-            next_sampled = next(sampled)
-            if packed[place]:
-                # Now, while the row is in the processor's cache.
-                sums.append((int(run.rows[place]), channel_sums(row, job.layout)))
-        target.ready(place + 1)
+            checksums[position] = crc32(row)
+            if position in sampled:
+                # Sum now, while the row is in the CPU cache.
+                sums.append((int(group.rows[position]), channel_sums(row, job.layout)))
+        buffer.ready(position + 1)
     return RowRecord(
-        rows=run.rows,
+        rows=group.rows,
         packed=packed,
         checksums=np.array(checksums, np.uint32),
         sampled=np.array([row for row, _ in sums], np.int64),
@@ -198,54 +275,50 @@ def _fill(worker: _Worker, run: WriteRun, target: RowRun) -> RowRecord:
     )
 
 
-def _decode(worker: _Worker, index: int, name: str, kind: int, row: npt.NDArray[np.uint8]) -> None:
+def _read(index: int, name: str) -> bytes | npt.NDArray[np.uint8]:
     try:
-        source = shared().read(index, name)
+        source: bytes | npt.NDArray[np.uint8] = shared().read(index, name)
     except OSError as error:
-        # The survey has read this file, so its loss is the storage's fault, or the source is being changed.
+        # The survey could read this file, so either the storage has failed or the source was changed since.
         raise SourceError(
-            f"{name}: {error.strerror or error}, though the survey had read it; bring the source back as it was, then "
-            "continue with --resume"
+            f"{name}: {error.strerror or error}, though the survey could read it; restore the source, then run again "
+            "with resume=True",
+            path=name,
+            parameters=("resume=True",),
         ) from error
-    decode_row(worker.decoder, source, kind, row, worker.upright)
+    return source
 
 
-def upright_buffer(pixels: PixelOptions, layout: str) -> npt.NDArray[np.uint8] | None:
-    """What `decode_row` needs to turn channels to the front: uint8, (H, W, C); None where they are stored last."""
-    return None if layout == "nhwc" else np.empty((pixels.height, pixels.width, pixels.channels), np.uint8)
-
-
-def decode_row(
-    decoder: Decoder,
-    source: bytes | npt.NDArray[np.uint8],
-    kind: int,
-    row: npt.NDArray[np.uint8],
-    upright: npt.NDArray[np.uint8] | None,
-) -> None:
-    """Decode one image into a row as it is stored.
+class LayoutDecoder:
+    """Decoder of images into rows of either layout.
 
     Parameters
     ----------
-    decoder : Decoder
-    source, kind
-        As for `Decoder.decode`.
-    row : ndarray
-        uint8, (H, W, C) or (C, H, W), contiguous.
-    upright : ndarray or None
-        See `upright_buffer`.
-
-    Raises
-    ------
-    RejectedImageError
+    pixels : PixelOptions
+    layout : str
+        nhwc or nchw.
     """
-    if upright is None:
-        decoder.decode(source, kind, row)
-    else:
-        decoder.decode(source, kind, upright)
-        row[...] = upright.transpose(2, 0, 1)
+
+    def __init__(self, pixels: PixelOptions, layout: str) -> None:
+        self._decoder = Decoder(pixels)
+        shape = (pixels.height, pixels.width, pixels.channels)
+        self._channels_last = None if layout == "nhwc" else np.empty(shape, np.uint8)
+
+    def decode(self, source: bytes | npt.NDArray[np.uint8], decode_path: int, row: npt.NDArray[np.uint8]) -> None:
+        """Decode one image into `row`, uint8, (H, W, C) or (C, H, W), contiguous; see `Decoder.decode`.
+
+        Raises
+        ------
+        RejectedImageError
+        """
+        if self._channels_last is None:
+            self._decoder.decode(source, decode_path, row)
+        else:
+            self._decoder.decode(source, decode_path, self._channels_last)
+            row[...] = self._channels_last.transpose(2, 0, 1)
 
 
 def describe(task: WriteTask) -> str:
-    """A task in words, for the message when its worker dies."""
-    first, last = task.runs[0], task.runs[-1]
+    """Describe a task's rows, for the error message if its worker dies."""
+    first, last = task.groups[0], task.groups[-1]
     return f"rows {first.rows[0]}-{last.rows[-1]} ({first.names[0]!r} and on)"

@@ -1,1 +1,1 @@
-"""HDF5 to uint8 rows."""
+"""Reading of rows from HDF5 files, directly or through the HDF5 library."""

@@ -1,121 +1,186 @@
-"""Chunks that are not just rows: read, decoded, put together, and kept for the next batch of the same window."""
+"""Reading of chunks that are filtered (compressed) or hold only parts of rows: read, decode, assemble, and cache them.
+
+A decoded chunk is cached because later batches of the same shuffle window need its other rows. Chunks are read from the
+engine's own file or from the source files of its virtual datasets.
+"""
 
 from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import DamagedRowsError
-from h5pack.read.block import Block
 from h5pack.read.chunk_index import ChunkIndex
-from h5pack.read.decoded import DecodedChunks
-from h5pack.read.reader import H5Reader
-from h5pack.read.storage import Storage
+from h5pack.read.codecs import MallocBuffer
+from h5pack.read.hdf5_reader import H5Reader
+from h5pack.read.read_plan import plan_extents, plan_reads
+from h5pack.read.storage import CHECK_SECONDS, SourceFile, Storage
+from h5pack.system.arrays import equal_runs
 
-_FEW = 4
-"""Less than one row in so many of a chunk is few, for which reading all of it does not pay."""
+DECODED_BYTES = 192 * 1024 * 1024
+"""Capacity of the cache: a default shuffle window of 32 chunks of 4 MiB, and half of the next window."""
+_SPARSE_FACTOR = 4
+"""If fewer than one in this many rows of a chunk are requested, reading only their bytes is cheaper."""
+_MAX_FILES = 256
+"""Maximum number of source files kept open. Each may use two descriptors, one of them inside the HDF5 library."""
+
+
+class _CacheState:
+    """The cached chunks of one process, least recently used first."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        # A lock that another thread holds during a fork would stay locked in the child.
+        self.lock = threading.Lock()
+        self.chunks: OrderedDict[Hashable, npt.NDArray[np.uint8]] = OrderedDict()
+        self.bytes = 0
+
+
+class DecodedChunks:
+    """A least-recently-used cache of decoded chunks; each process has its own. `capacity` is in bytes."""
+
+    def __init__(self, capacity: int = DECODED_BYTES) -> None:
+        self.capacity = capacity
+        self._state = _CacheState()
+
+    def _own_state(self) -> _CacheState:
+        state = self._state
+        if state.process != os.getpid():
+            # A single assignment, so that no other thread sees a partly initialized state.
+            state = self._state = _CacheState()
+        return state
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"capacity": self.capacity}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    @property
+    def bytes(self) -> int:
+        """Total size of the cached chunks, in bytes."""
+        return self._own_state().bytes
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._own_state().chunks
+
+    def get(self, key: Hashable, decode: Callable[[], npt.NDArray[np.uint8]], *, keep: bool) -> npt.NDArray[np.uint8]:
+        """Return a cached chunk, or else call `decode` and return its result, which is cached if `keep` is true.
+
+        Two threads may decode the same chunk at the same time. That wastes time, but the results are correct.
+        """
+        state = self._own_state()
+        with state.lock:
+            found = state.chunks.get(key)
+            if found is not None:
+                state.chunks.move_to_end(key)
+                return found
+        found = decode()
+        if keep and found.nbytes <= self.capacity:
+            with state.lock:
+                before = state.chunks.pop(key, None)
+                state.bytes += found.nbytes - (0 if before is None else before.nbytes)
+                state.chunks[key] = found
+                while state.bytes > self.capacity:
+                    _, oldest = state.chunks.popitem(last=False)
+                    state.bytes -= oldest.nbytes
+        return found
+
+    def clear(self) -> None:
+        """Remove all chunks from the cache."""
+        self._state = _CacheState()
+
+
+class ChunkRows(NamedTuple):
+    """The bytes of rows of one chunk.
+
+    Attributes
+    ----------
+    values : ndarray
+        uint8, the raw bytes of a run of adjacent rows; may be read-only.
+    positions : ndarray
+        int64 (n,), the indices of the requested rows in this run.
+    size, calls : int
+        Number of bytes read from the file, and number of system or library calls. Both are 0 if the chunk was cached.
+    """
+
+    values: npt.NDArray[np.uint8]
+    positions: npt.NDArray[np.int64]
+    size: int
+    calls: int
 
 
 class ChunkDecoder:
-    """Gives decoded chunks, to any number of threads.
+    """Reads and decodes the chunks of one file. It is thread-safe, and `cache` may be shared with other files."""
 
-    Parameters
-    ----------
-    storage : Storage
-    reader : H5Reader
-        For chunks of which only the HDF5 library can tell how they are stored.
-    kept : DecodedChunks, optional
-        That other files' chunks are kept in, too; None: its own.
-    """
-
-    def __init__(self, storage: Storage, reader: H5Reader, kept: DecodedChunks | None = None) -> None:
+    def __init__(self, storage: Storage, reader: H5Reader, cache: DecodedChunks | None = None) -> None:
         self.storage, self.reader = storage, reader
-        self.kept = DecodedChunks() if kept is None else kept
-        self._whose = () if kept is None else (storage.path,)
+        self.cache = DecodedChunks() if cache is None else cache
+        self._key = () if cache is None else (storage.path,)
 
-    def take(
-        self, index: ChunkIndex, rows: npt.NDArray[np.int64], *, keep: bool
-    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], int, int]:
-        """Bytes of some rows of one chunk.
-
-        Parameters
-        ----------
-        index : ChunkIndex
-            With a codec.
-        rows : ndarray
-            int64, (n,).
-        keep : bool
-            Keep the chunk for the next one who asks, while there is room.
-
-        Returns
-        -------
-        values : ndarray
-            uint8: rows one behind the other, perhaps read-only.
-        places : ndarray
-            int64, (n,): which of them are those asked for.
-        read, calls : int
-            Bytes that were read for it, and calls.
-
-        Raises
-        ------
-        ReadError
-            If it cannot be read.
-        DamagedRowsError
-            If it cannot be decoded.
-        PackChangedError
-        """
+    def rows_in_chunk(self, index: ChunkIndex, rows: npt.NDArray[np.int64], *, keep: bool) -> ChunkRows:
+        """Return the bytes of rows, int64 (n,), of one chunk of a dataset with a codec; cache the chunk if `keep`."""
         assert index.codec is not None
         chunk = int(rows[0]) // index.chunk_rows
-        key = (*self._whose, index.name, chunk)
-        if not index.codec.steps and len(rows) * _FEW < index.chunk_rows and not self.kept.has(key):
-            # Of pieces that are stored as they are, HDF5 reads just the rows' bytes.
-            values, calls = self.through_library(index, rows)
-            return values.reshape(-1), np.arange(len(rows)), values.nbytes, calls
-        read = 0
+        key = (*self._key, index.name, chunk)
+        if not index.codec.steps and len(rows) * _SPARSE_FACTOR < index.chunk_rows and key not in self.cache:
+            # Without filters, HDF5 can read just the bytes of the requested rows.
+            return self.read_through_library(index, rows)
+        size = 0
 
         def load() -> npt.NDArray[np.uint8]:
-            nonlocal read
-            read = int(np.maximum(index.sizes[chunk], 0).sum())
+            nonlocal size
+            size = int(np.maximum(index.sizes[chunk], 0).sum())
             return self._load(index, chunk)
 
-        loaded = self.kept.get(key, load, keep=keep)
-        return loaded, rows - chunk * index.chunk_rows, read, int(read > 0)
+        values = self.cache.get(key, load, keep=keep)
+        return ChunkRows(values, rows - chunk * index.chunk_rows, size, int(size > 0))
 
     def _load(self, index: ChunkIndex, chunk: int) -> npt.NDArray[np.uint8]:
-        """The rows of a chunk, or of the chunks that hold their pieces; behind the last row there may be anything."""
+        """Return all rows of chunk number `chunk` (or of the chunks that hold parts of these rows), decoded.
+
+        Bytes beyond the dataset's last row are undefined.
+        """
         first = chunk * index.chunk_rows
         stop = min(index.rows, first + index.chunk_rows)
         if (index.sizes[chunk] < 0).any():
-            return self.through_library(index, np.arange(first, stop))[0].reshape(-1)
-        if index.piece_shape is None:
+            return self.read_through_library(index, np.arange(first, stop)).values
+        if index.chunk_shape is None:
             offset = int(index.addresses[chunk])
             if offset < 0:
                 return np.tile(np.frombuffer(index.fill, np.uint8), index.chunk_rows)
-            return self._decode(index, chunk, offset, int(index.sizes[chunk]), int(index.masks[chunk]))
-        return self._put_together(index, chunk)
+            return self._decode(index, chunk, offset, int(index.sizes[chunk]), int(index.filter_masks[chunk]))
+        return self._assemble(index, chunk)
 
-    def _put_together(self, index: ChunkIndex, chunk: int) -> npt.NDArray[np.uint8]:
-        """Rows out of the chunks that hold their pieces."""
-        assert index.piece_shape is not None
+    def _assemble(self, index: ChunkIndex, chunk: int) -> npt.NDArray[np.uint8]:
+        """Return whole rows, joined from the several chunks that each hold a part of every row."""
+        assert index.chunk_shape is not None
         rows = np.empty((index.chunk_rows, *index.row_shape), index.dtype)
         fill = np.frombuffer(index.fill, index.dtype).reshape(index.row_shape) if index.fill else None
-        inner = index.piece_shape[1:]
-        grid = [-(-size // piece) for size, piece in zip(index.row_shape, inner, strict=True)]
+        shape, inner = index.row_shape, index.chunk_shape[1:]
+        grid = [-(-size // length) for size, length in zip(shape, inner, strict=True)]
         addresses, sizes, masks = (
-            part[chunk].reshape(-1).tolist() for part in (index.addresses, index.sizes, index.masks)
+            column[chunk].reshape(-1).tolist() for column in (index.addresses, index.sizes, index.filter_masks)
         )
-        for number, place in enumerate(np.ndindex(*grid)):
-            begins = [step * piece for step, piece in zip(place, inner, strict=True)]
-            ends = [min(begin + piece, size) for begin, piece, size in zip(begins, inner, index.row_shape, strict=True)]
-            target = tuple(slice(begin, end) for begin, end in zip(begins, ends, strict=True))
-            there = (slice(None), *target)
+        for number, position in enumerate(np.ndindex(*grid)):
+            begins = [step * length for step, length in zip(position, inner, strict=True)]
+            ends = [min(begin + length, size) for begin, length, size in zip(begins, inner, shape, strict=True)]
+            target = (slice(None), *(slice(begin, end) for begin, end in zip(begins, ends, strict=True)))
             if addresses[number] < 0:
                 assert fill is not None
-                rows[there] = fill[target]
+                rows[target] = fill[target[1:]]
                 continue
             data = self._decode(index, chunk, addresses[number], sizes[number], masks[number])
-            kept = (slice(None), *(slice(0, end - begin) for begin, end in zip(begins, ends, strict=True)))
-            rows[there] = data.view(index.dtype).reshape(index.piece_shape)[kept]
+            inside = (slice(None), *(slice(0, end - begin) for begin, end in zip(begins, ends, strict=True)))
+            rows[target] = data.view(index.dtype).reshape(index.chunk_shape)[inside]
         return rows.reshape(-1).view(np.uint8)
 
     def _decode(self, index: ChunkIndex, chunk: int, offset: int, size: int, mask: int) -> npt.NDArray[np.uint8]:
@@ -123,33 +188,116 @@ class ChunkDecoder:
         first = chunk * index.chunk_rows
         stop = min(index.rows, first + index.chunk_rows)
         where = f"{index.name!r} rows {first}-{stop - 1}"
-        block = Block(size)
-        place = np.array([[block.address, size]], np.uint64)
-        self.storage.scatter(place, (0, 1), (offset,), lambda _: where)
+        encoded = MallocBuffer(size)
+        buffer = np.array([[encoded.address, size]], np.uint64)
+        self.storage.scatter(buffer, (0, 1), (offset,), lambda _: where)
         try:
-            return index.codec.decode(block, mask)
+            return index.codec.decode(encoded, mask)
         except ValueError as error:
-            self.storage.look()
+            self.storage.check_unchanged()
             raise DamagedRowsError(
                 f"{self.storage.path}: {where} cannot be decoded ({error}); run 'h5pack verify' on it, then restore "
                 "the file or convert again",
-                tuple(range(first, stop)),
+                path=self.storage.path,
+                dataset=index.name,
+                rows=range(first, stop),
             ) from error
 
-    def through_library(self, index: ChunkIndex, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint8], int]:
-        """Rows as they are stored, (n, row_bytes), by way of the HDF5 library, which reads just them; and its calls."""
+    def read_through_library(self, index: ChunkIndex, rows: npt.NDArray[np.int64]) -> ChunkRows:
+        """Read exactly these rows through the HDF5 library, and return their bytes in stored byte order."""
         values = np.empty((len(rows), *index.row_shape), index.native_dtype)
-        # It makes sure that the file is still the same.
+        # open() raises if the file was replaced.
         self.storage.open()
         calls = self.reader.read(index.name, rows, values)
-        return values.astype(index.dtype, copy=False).reshape(len(rows), -1).view(np.uint8), calls
+        stored = values.astype(index.dtype, copy=False).reshape(-1).view(np.uint8)
+        return ChunkRows(stored, np.arange(len(rows)), stored.nbytes, calls)
 
-    def advise(self, index: ChunkIndex, rows: npt.NDArray[np.int64]) -> None:
-        """Have the chunks of some rows fetched from the disk meanwhile, where they are not in memory already."""
-        if not len(rows):
-            return
-        numbers = rows // index.chunk_rows
-        chunks = numbers[np.append(True, np.diff(numbers) != 0)]
-        addresses, sizes = index.addresses[chunks].reshape(-1), index.sizes[chunks].reshape(-1)
-        there = (addresses >= 0) & (sizes > 0)
-        self.storage.fetch(addresses[there].tolist(), sizes[there].tolist())
+
+def max_files() -> int:
+    """Return how many files to keep open: at most an eighth of the descriptors that this process may have."""
+    descriptors = os.sysconf("SC_OPEN_MAX") if hasattr(os, "sysconf") else -1
+    return _MAX_FILES if descriptors < 0 else max(1, min(_MAX_FILES, descriptors // 8))
+
+
+class SourceFiles:
+    """Opens each file on its first read in each process, and closes the oldest if more than `max_open` are open."""
+
+    def __init__(self, own: ChunkDecoder, max_open: int | None = None) -> None:
+        self.own = own
+        self.max_open = max_files() if max_open is None else max_open
+        self._opened: dict[SourceFile, ChunkDecoder] = {}
+        self._checked: dict[str, float] = {}
+
+    def close(self) -> None:
+        """Close all files in this process once reads in progress have ended. The next read opens them again."""
+        self.own.storage.close()
+        self.own.reader.close()
+        self.own.cache.clear()
+        self._opened = {}
+        self._checked.clear()
+
+    def decoder(self, file: SourceFile | None) -> ChunkDecoder:
+        """Return the decoder of a source file; None stands for the engine's own file."""
+        if file is None or (file.path == self.own.storage.path and file.identity == self.own.storage.identity):
+            return self.own
+        opened = self._opened
+        found = opened.get(file)
+        if found is None:
+            storage, reader = Storage(file.path, file.identity), H5Reader(file.path, file.identity)
+            # `dict.setdefault` is atomic, so one of two racing threads wins, and no lock can stay locked in a forked
+            # child.
+            found = opened.setdefault(file, ChunkDecoder(storage, reader, self.own.cache))
+            while len(opened) > self.max_open:
+                # Another thread may have removed the oldest entry in the meantime.
+                with contextlib.suppress(KeyError, RuntimeError, StopIteration):
+                    del opened[next(iter(opened))]
+        return found
+
+    def storage(self, index: ChunkIndex, source_id: int | None) -> Storage:
+        """Return the storage of the file of a source; `source_id` None stands for the dataset's own file."""
+        return self.decoder(index.source_file(source_id)).storage
+
+    def check_unchanged(self, index: ChunkIndex) -> None:
+        """Raise PackChangedError if one of the source files of a dataset was replaced since it was indexed."""
+        for file in index.files:
+            file.identity.require(file.path)
+
+    def check_unchanged_throttled(self, index: ChunkIndex) -> None:
+        """Call `check_unchanged` at most once per second, because the HDF5 library does not notice replaced sources."""
+        if index.files and time.monotonic() - self._checked.get(index.name, 0.0) > CHECK_SECONDS:
+            self.check_unchanged(index)
+            self._checked[index.name] = time.monotonic()
+
+    def rows_in_chunk(self, index: ChunkIndex, rows: npt.NDArray[np.int64], *, keep: bool) -> ChunkRows:
+        """Return the bytes of rows of one chunk, like `ChunkDecoder.rows_in_chunk`.
+
+        In a virtual dataset, the rows must belong to one range (consecutive rows in one chunk of one source).
+        """
+        ((file, source, there),) = index.split_by_source(rows)
+        decoder = self.decoder(file)
+        if source.codec is not None:
+            return decoder.rows_in_chunk(source, there, keep=keep)
+        if source.library_reason is not None:
+            return decoder.read_through_library(source, there)
+        if source.is_empty:
+            # All unallocated sources of a file with the same fill value share one index, so row numbers mean nothing.
+            return ChunkRows(np.frombuffer(source.fill, np.uint8), np.zeros(len(rows), np.int64), 0, 0)
+        values = np.empty((len(rows), index.row_bytes), np.uint8)
+        _, size, calls = plan_reads(source, there).execute(values, lambda _: decoder.storage)
+        return ChunkRows(values.reshape(-1), np.arange(len(rows)), size, calls)
+
+    def prefetch(self, index: ChunkIndex, rows: npt.NDArray[np.int64]) -> None:
+        """Start reading the chunks of these rows into the page cache, without waiting."""
+        for file, source, there in index.split_by_source(rows):
+            if source.codec is not None:
+                numbers = source.chunks_of(there)
+                chunks = numbers[equal_runs(numbers)[:-1]]
+                offsets, sizes = source.addresses[chunks].reshape(-1), source.sizes[chunks].reshape(-1)
+            elif source.raw and not source.is_empty:
+                extents = plan_extents(source, there)
+                offsets, sizes = extents.offsets, np.diff(extents.edges) * index.row_bytes
+            else:
+                continue
+            stored = (offsets >= 0) & (sizes > 0)
+            if stored.any():
+                self.decoder(file).storage.prefetch(offsets[stored].tolist(), sizes[stored].tolist())

@@ -1,10 +1,15 @@
-"""Where every row of a dataset lies in its file, so that it can be read beside the HDF5 library."""
+"""The chunk index of a dataset: the byte offset of every chunk, with which rows are read without the HDF5 library.
+
+A chunk to which nothing was written may have no storage allocated in the file. Its rows are the fill value.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import cached_property
 from typing import Any
 
@@ -12,76 +17,98 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import PackFormatError
-from h5pack.hdf5 import ChunkTable, chunk_grid, chunk_table, filters_of, require_filters
-from h5pack.layout import DEFAULT_CHUNK_BYTES, plan_chunks
-from h5pack.read.codecs import Codec, find_codec
-from h5pack.read.identity import SourceFile
+from h5pack.format.plans import DEFAULT_CHUNK_BYTES, plan_chunks
+from h5pack.read.codecs import Codec, UnsupportedFilterError, find_codec
+from h5pack.read.hdf5 import ChunkTable, chunk_grid, chunk_table, dataset_error, filters_of, require_filters
+from h5pack.read.storage import SourceFile
+from h5pack.system.arrays import consecutive_runs
 
-_MOST_UNIT_ROWS = 4_096
-"""Rows that a contiguous dataset's make-believe chunks have at most, so that a window of them stays small."""
-VIRTUAL = "it is virtual"
-LINKED = "a link leads to"
-"""How the reasons of datasets begin whose rows lie in files of their own (`h5pack.read.virtual`)."""
+_MAX_GROUP_ROWS = 4_096
+"""Maximum rows of a chunk group of a contiguous dataset, so that a shuffle window of such groups stays small."""
 _LISTS_CHUNKS = hasattr(h5py.h5d.DatasetID, "chunk_iter")
 _COUNTS_USER_BLOCK = (1, 14, 4)
-"""The first HDF5 that places chunks from the start of the file, not from behind its user block (1.14.2 does not)."""
+"""First HDF5 version that reports chunk offsets from the start of the file. Up to 1.14.2, the size of the file's user
+block, an optional prefix before the HDF5 data, is missing from them."""
+
+
+class LibraryCause(Enum):
+    """The kinds of reasons for which rows must be read through the HDF5 library."""
+
+    STORAGE = auto()
+    """The dataset's storage layout or this operating system does not allow direct reads."""
+    FILTER = auto()
+    """A filter that h5pack cannot decode by itself."""
+    LINK = auto()
+    """The name is a link to a dataset in another file."""
+    VIRTUAL = auto()
+    """The dataset is virtual."""
+    ENCODED_IMAGES = auto()
+    """The rows are encoded images (such as JPEG files) of variable length."""
+    REQUESTED = auto()
+    """The caller asked for reads through the HDF5 library."""
 
 
 @dataclass(frozen=True)
+class LibraryReason:
+    """Why rows are read through the HDF5 library. `text` is shown in messages."""
+
+    cause: LibraryCause
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChunkIndex:
-    """Where a dataset's rows lie.
+    """The locations of a dataset's rows in its file.
 
     Attributes
     ----------
-    name : str
-        Path of the dataset.
-    dtype : dtype
-        As stored; what is read is handed out in the machine's byte order.
-    shape : tuple of int
-        Axis 0 is the row.
+    name, dtype, shape : str, dtype, tuple of int
+        Properties of the stored dataset; `dtype` keeps the stored byte order. Axis 0 is the row.
     chunk_rows : int
-        Rows that lie one behind the other: those of a chunk, or all rows of a contiguous dataset.
-    unit_rows : int
-        Rows that a chunk-aware order keeps together: those of a chunk, or about 4 MiB of a contiguous dataset.
+        Number of consecutive rows stored together: the rows of a chunk, or all rows of a contiguous dataset.
+    group_rows : int
+        Rows of a chunk group, which is read together: one chunk, or about 4 MiB of a contiguous dataset.
     addresses : ndarray
-        int64, (chunks,): byte offset of each chunk from the start of the file; -1 where none is allocated, so that
-        its rows are the fill value. (chunks, pieces) where several chunks hold pieces of the same rows. Empty where
-        `reason` is given.
+        int64 (chunks,), byte offset of each chunk from the start of the file; -1 for a chunk without allocated
+        storage. If chunks hold only parts of rows, the shape is (chunks along axis 0, chunks per row). Empty if
+        `library_reason` is given.
     fill : bytes
-        One row of fill values, as stored; empty where every chunk is allocated.
-    reason : str or None
-        Why the rows must come through the HDF5 library; None: they can be read directly.
+        One row of fill values in stored byte order; empty if every chunk has allocated storage.
+    library_reason : LibraryReason or None
+        Why the rows must be read through the HDF5 library; None if they can be read directly.
     codec : Codec or None
-        What decodes a chunk; None: chunks are stored as they are, and hold whole rows.
+        The decoder of chunks that are filtered or hold only parts of rows; None if chunks are plain whole rows.
     sizes : ndarray
-        int64, as `addresses`: with a codec, the bytes of each chunk as stored; -1 where only the HDF5 library can tell
-        whether it passed through the filters.
-    masks : ndarray
-        uint32, as `addresses`: with a codec, bit i says that filter i was left out.
-    others : frozenset of SourceFile
-        Other files that rows come from by way of the HDF5 library, which does not see that one is replaced.
-    piece_shape : tuple of int or None
-        Shape of a chunk, where chunks do not hold whole rows and nothing else.
+        int64, the shape of `addresses`: if there is a codec, the stored bytes of each chunk. -1 marks a chunk that must
+        be read through the HDF5 library, because the file does not say whether it was filtered.
+    filter_masks : ndarray
+        uint32, the shape of `addresses`: if there is a codec, bit i is set if filter i was not applied to the chunk.
+    chunk_shape : tuple of int or None
+        Shape of a chunk if chunks hold only parts of rows, else None.
+    external_files : frozenset of SourceFile
+        Other files from which the HDF5 library reads rows. The library does not notice if one is replaced.
     """
 
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     chunk_rows: int
-    unit_rows: int
+    group_rows: int
     addresses: npt.NDArray[np.int64]
     fill: bytes = b""
-    reason: str | None = None
+    library_reason: LibraryReason | None = None
     codec: Codec | None = None
     sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    masks: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
-    piece_shape: tuple[int, ...] | None = None
-    others: frozenset[SourceFile] = frozenset()
+    filter_masks: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
+    chunk_shape: tuple[int, ...] | None = None
+    external_files: frozenset[SourceFile] = frozenset()
 
     @property
     def rows(self) -> int:
-        """Rows of the dataset."""
+        """Number of rows of the dataset."""
         return self.shape[0]
 
     @cached_property
@@ -91,57 +118,70 @@ class ChunkIndex:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes a row."""
+        """Size of a row in bytes."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     @cached_property
     def native_dtype(self) -> np.dtype[Any]:
-        """The dtype of rows that were read."""
+        """The dtype of rows that are returned to the caller, in native byte order."""
         native: np.dtype[Any] = self.dtype.newbyteorder("=")
         return native
 
     @property
     def complete(self) -> bool:
-        """Whether every row has storage."""
+        """Whether every row has allocated storage, so that no row is a fill value."""
         return not self.fill
 
     @property
     def raw(self) -> bool:
-        """Whether every row's bytes lie in a file as they are."""
-        return self.reason is None and self.codec is None
+        """Whether every row is stored unfiltered and contiguously, so that it can be read with one direct read."""
+        return self.library_reason is None and self.codec is None
 
     @property
-    def warning(self) -> str | None:
-        """Why rows, all or some, come through the HDF5 library; None: they are all read directly."""
-        return self.reason
+    def is_encoded(self) -> bool:
+        """Whether the rows are encoded images."""
+        return self.library_reason is not None and self.library_reason.cause is LibraryCause.ENCODED_IMAGES
+
+    @cached_property
+    def is_empty(self) -> bool:
+        """Whether no row has allocated storage, so that reads return the fill value without I/O."""
+        return self.raw and bool((self.addresses < 0).all())
+
+    @property
+    def library_text(self) -> str | None:
+        """Why some or all rows are read through the HDF5 library; None if all are read directly."""
+        return None if self.library_reason is None else self.library_reason.text
 
     @property
     def decoding_bytes(self) -> int:
-        """Memory that giving some rows of a chunk takes, besides the rows' own places: none for raw rows."""
+        """Extra memory for reading rows of one chunk, in bytes; 0 if rows are read directly into their buffers."""
         if self.codec is None:
             return 0
-        # A chunk as stored, decoded, and among its neighbours.
+        # Three buffers: the stored chunk, the decoded chunk, and the rows joined from several chunks.
         return 2 * self.chunk_rows * self.row_bytes + int(self.sizes.max(initial=0))
 
     @property
     def files(self) -> frozenset[SourceFile]:
-        """The files that rows come from, besides the dataset's own."""
-        return self.others
+        """The files that hold rows of this dataset, other than its own file."""
+        return self.external_files
 
     def chunks_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The number of the chunk that each row lies in; int64, (n,)."""
+        """Return the chunk number of each row; int64 (n,)."""
         return rows // self.chunk_rows
 
-    def units_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The number of the unit that each row lies in, of those that are cheapest read together; int64, (n,)."""
-        return rows // self.unit_rows
+    def groups_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the chunk group number of each row, int64 (n,). Rows of one group are cheapest to read together."""
+        return rows // self.group_rows
 
-    def rows_beside(self, row: int) -> int:
-        """Rows of the chunk that a row lies in."""
+    def rows_in_chunk_of(self, row: int) -> int:
+        """Return the number of rows in the chunk that contains `row`."""
         return min(self.chunk_rows, self.rows - row // self.chunk_rows * self.chunk_rows)
 
     def offsets_of(self, rows: npt.NDArray[np.int64], chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Byte offset of each row, where rows are raw and `chunks` are theirs; -1 for rows without storage."""
+        """Return the byte offset of each row, given their chunk numbers; -1 for rows without allocated storage.
+
+        Only valid if `raw` is true.
+        """
         starts = self.addresses[chunks]
         offsets = starts + (rows - chunks * self.chunk_rows) * self.row_bytes
         if not self.complete:
@@ -149,151 +189,193 @@ class ChunkIndex:
         return offsets
 
     def offset_of(self, row: int) -> int | None:
-        """Byte offset of a row that lies in the dataset's own file as it is; None for others, and empty ones."""
+        """Return the byte offset of a row that one direct read can fetch from the dataset's own file, or None."""
         if not self.raw or not self.row_bytes:
             return None
         chunk = row // self.chunk_rows
         start = int(self.addresses[chunk])
         return None if start < 0 else start + (row - chunk * self.chunk_rows) * self.row_bytes
 
-    def owners_of(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-        """The number of the source that each chunk lies in; None: all lie in the dataset's own file."""
+    def source_ids_of(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+        """Return the number of each chunk's source (see `VirtualIndex`); None if all are in the dataset's own file."""
         return None
 
+    def source_file(self, source_id: int | None) -> SourceFile | None:
+        """Return the file of a source; None stands for the dataset's own file."""
+        return None
+
+    def split_by_source(
+        self, rows: npt.NDArray[np.int64]
+    ) -> Iterator[tuple[SourceFile | None, ChunkIndex, npt.NDArray[np.int64]]]:
+        """Split rows wherever their source changes; yield the file (None: the own file), its index, and row numbers.
+
+        The yielded row numbers count in the source, not in this dataset.
+        """
+        yield None, self, rows
+
+    def sources_in(self, file: SourceFile) -> tuple[SourceDataset, ...]:
+        """Return the datasets that store the rows of this dataset, whose own file is `file`."""
+        return (SourceDataset(file, self),)
+
+    def ranges(self, start: int, stop: int) -> RowRanges:
+        """Split rows `start` to `stop` - 1 into ranges, each within one chunk (group) of one source."""
+        # Rows without allocated storage are never read, so they can form a single range.
+        step = self.rows if self.is_empty else self.group_rows
+        firsts = np.append(start, np.arange((start // step + 1) * step, stop, step))
+        zeros = np.zeros(len(firsts), np.int64)
+        addresses = self.offsets_of(firsts, self.chunks_of(firsts)) if self.raw else zeros - 1
+        return RowRanges(firsts, zeros, zeros, addresses)
+
     def fill_of(self, row: int) -> bytes:
-        """The fill value of a row that has no storage, as stored."""
+        """Return the bytes of the fill value, for a row without allocated storage."""
         return self.fill
 
-    def describe(self, rows: npt.NDArray[np.int64], place: int) -> str:
-        """The consecutive rows from `place` on, in words."""
-        first = int(rows[place])
-        steps = np.flatnonzero(np.diff(rows[place:]) != 1)
-        last = int(rows[place + steps[0]] if len(steps) else rows[-1])
+    def describe(self, rows: npt.NDArray[np.int64], position: int) -> str:
+        """Return a text for messages that names the run of consecutive rows that starts at ``rows[position]``."""
+        count = int(consecutive_runs(rows[position:])[1])
+        first, last = int(rows[position]), int(rows[position + count - 1])
         return f"{self.name!r} row {first}" if first == last else f"{self.name!r} rows {first}-{last}"
 
 
-def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkIndex:
-    """Find every chunk of a dataset, in one pass, and check that it lies inside the file.
+@dataclass(frozen=True)
+class SourceDataset:
+    """A dataset, itself not virtual, that stores rows of a virtual dataset."""
 
-    Parameters
+    file: SourceFile
+    index: ChunkIndex
+
+
+@dataclass(frozen=True)
+class RowRanges:
+    """Consecutive rows, split into ranges. A range is a run of rows within one chunk (group) of one source.
+
+    Attributes
     ----------
-    file : h5py.File
-        The file that was asked for; a link may lead the dataset elsewhere.
-    dataset : h5py.Dataset
-        Of numbers, with at least one axis.
-    name : str
-        By which it was asked for.
+    firsts, source_ids : ndarray
+        int64 (ranges,), the first row of each range, and the number of its source.
+    shifts : ndarray
+        int64 (ranges,), the difference between a row's number in the source and its number here.
+    addresses : ndarray
+        int64 (ranges,), byte offset of each range's first row; -1 without allocated storage or if rows are not `raw`.
+    """
 
-    Raises
-    ------
-    PackFormatError
-        If the index is damaged: chunks past the end of the file, over each other, or off the grid.
+    firsts: npt.NDArray[np.int64]
+    source_ids: npt.NDArray[np.int64]
+    shifts: npt.NDArray[np.int64]
+    addresses: npt.NDArray[np.int64]
+
+
+def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkIndex:
+    """Return the index of a numeric dataset, after a check that all its chunks are inside the file.
+
+    `file` and `name` are what the user gave. Through a link, `dataset` may belong to another file. Raises
+    PackFormatError if chunks extend past the end of the file, overlap, or have coordinates that are off the chunk grid.
     """
     row_bytes = math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
     chunk_rows = dataset.chunks[0] if dataset.chunks else max(1, dataset.shape[0])
-    unit_rows = chunk_rows if dataset.chunks else contiguous_unit_rows(dataset.shape[0], row_bytes)
+    group_rows = chunk_rows if dataset.chunks else contiguous_group_rows(dataset.shape[0], row_bytes)
     require_filters(dataset)
-    reason = _why_not(file, dataset)
-    piece_shape = dataset.chunks if dataset.chunks and dataset.chunks[1:] != dataset.shape[1:] else None
+    reason = _library_reason(file, dataset)
+    chunk_shape = dataset.chunks if dataset.chunks and dataset.chunks[1:] != dataset.shape[1:] else None
     codec: Codec | None = None
-    found = filters_of(dataset)
-    if reason is None and (found or piece_shape):
-        codec_or_reason = find_codec(found, math.prod(dataset.chunks) * dataset.dtype.itemsize)
-        if isinstance(codec_or_reason, Codec):
-            codec = codec_or_reason
-        else:
-            reason = codec_or_reason
+    filters = filters_of(dataset)
+    if reason is None and (filters or chunk_shape):
+        try:
+            codec = find_codec(filters, math.prod(dataset.chunks) * dataset.dtype.itemsize)
+        except UnsupportedFilterError as error:
+            reason = LibraryReason(LibraryCause.FILTER, str(error))
     table = ChunkTable(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.uint32))
     fill = b""
     if reason is None and row_bytes and dataset.shape[0]:
-        try:
-            table = chunk_table(dataset) if dataset.chunks else _contiguous(dataset)
-        except MemoryError as error:
-            raise PackFormatError(f"{file.filename}: {name!r} has more chunks than memory has room for") from error
-        except Exception as error:
-            # Damage shows as any of h5py's errors.
-            raise PackFormatError(
-                f"{file.filename}: the chunk index of {name!r} is damaged ({error}); restore the file, or convert again"
-            ) from error
+        table = _read_table(file, dataset, name)
         numbers = np.arange(len(table.addresses))
         stored = np.minimum(dataset.shape[0] - numbers * chunk_rows, chunk_rows) * row_bytes
         if codec is not None:
             stored = table.sizes.copy()
             if codec.steps:
-                _mark_doubtful(table, _partial(dataset), codec)
+                # With H5Pset_chunk_opts, a chunk at the dataset's edge may be unfiltered although its mask is 0.
+                table.sizes[_reaches_past_edge(dataset) & (stored == codec.size) & (table.filter_masks == 0)] = -1
         _require_inside(file, name, table.addresses, stored, chunk_rows, dataset.shape[0])
         if (table.addresses < 0).any():
             fill = np.full(dataset.shape[1:], dataset.fillvalue, dataset.dtype).tobytes()
     return ChunkIndex(
-        name,
-        dataset.dtype,
-        dataset.shape,
-        chunk_rows,
-        unit_rows,
-        table.addresses,
-        fill,
-        reason,
-        codec,
-        table.sizes,
-        table.masks,
-        piece_shape,
+        name=name,
+        dtype=dataset.dtype,
+        shape=dataset.shape,
+        chunk_rows=chunk_rows,
+        group_rows=group_rows,
+        addresses=table.addresses,
+        fill=fill,
+        library_reason=reason,
+        codec=codec,
+        sizes=table.sizes,
+        filter_masks=table.filter_masks,
+        chunk_shape=chunk_shape,
     )
 
 
-def _partial(dataset: h5py.Dataset) -> npt.NDArray[np.bool_]:
-    """Which chunks reach past the dataset's edge; as `ChunkTable` has them."""
+def contiguous_group_rows(rows: int, row_bytes: int) -> int:
+    """Return the number of rows of a chunk group in a dataset without chunks, about 4 MiB."""
+    if row_bytes >= DEFAULT_CHUNK_BYTES:
+        return 1
+    return min(_MAX_GROUP_ROWS, plan_chunks(max(1, rows), max(1, row_bytes)).rows)
+
+
+def _library_reason(file: h5py.File, dataset: h5py.Dataset) -> LibraryReason | None:
+    """Return why a dataset's rows cannot be read directly, or None if they can."""
+    cause, text = LibraryCause.STORAGE, ""
+    create = dataset.id.get_create_plist()
+    layout = create.get_layout()
+    versions = f"h5py {h5py.version.version} with HDF5 {h5py.version.hdf5_version}"
+    if not hasattr(os, "preadv"):
+        text = "this system has no preadv"
+    elif dataset.file.filename != file.filename:
+        cause, text = LibraryCause.LINK, f"a link leads to {dataset.file.filename}"
+    elif file.driver != "sec2":
+        text = f"the file is opened by HDF5's driver {file.driver}"
+    elif layout == h5py.h5d.VIRTUAL:
+        cause, text = LibraryCause.VIRTUAL, "it is virtual"
+    elif layout == h5py.h5d.COMPACT:
+        text = "its layout is compact"
+    elif create.get_external_count():
+        text = "its data is in other files"
+    elif dataset.chunks and not _LISTS_CHUNKS:
+        text = f"{versions} cannot list chunks"
+    elif dataset.chunks and file.userblock_size and h5py.version.hdf5_version_tuple < _COUNTS_USER_BLOCK:
+        text = f"{versions} misplaces the chunks of files with a user block"
+    elif not dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype, logical=True)):
+        text = "its numbers are stored in an unusual way"
+    return LibraryReason(cause, text) if text else None
+
+
+def _read_table(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkTable:
+    try:
+        return chunk_table(dataset) if dataset.chunks else _contiguous_table(dataset)
+    except MemoryError as error:
+        raise dataset_error(file.filename, name, "has more chunks than memory has room for") from error
+    except Exception as error:
+        # On damaged files, h5py may raise any exception type.
+        problem = f"has a damaged chunk index ({error}); restore the file, or convert again"
+        raise dataset_error(file.filename, name, problem) from error
+
+
+def _contiguous_table(dataset: h5py.Dataset) -> ChunkTable:
+    offset = dataset.id.get_offset()
+    # HDF5 adds the user block to the offset even if nothing is allocated, so the offset alone does not tell.
+    absent = offset is None or dataset.id.get_space_status() == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED
+    size = math.prod(dataset.shape) * dataset.dtype.itemsize
+    return ChunkTable(np.array([-1 if absent else offset]), np.array([size]), np.zeros(1, np.uint32))
+
+
+def _reaches_past_edge(dataset: h5py.Dataset) -> npt.NDArray[np.bool_]:
+    """Return which chunks extend past the dataset's edge, bool in the shape of a `ChunkTable`'s arrays."""
     grid = chunk_grid(dataset)
     partial = np.zeros(grid, np.bool_)
     for axis, (size, chunk) in enumerate(zip(dataset.shape, dataset.chunks, strict=True)):
         if size % chunk:
             partial[(slice(None),) * axis + (-1,)] = True
-    pieces = math.prod(grid[1:])
-    return partial.reshape(grid[0]) if pieces == 1 else partial.reshape(grid[0], pieces)
-
-
-def _mark_doubtful(table: ChunkTable, partial: npt.NDArray[np.bool_], codec: Codec) -> None:
-    """A chunk at the edge may be stored as it is, and no mask says so (H5Pset_chunk_opts)."""
-    table.sizes[partial & (table.sizes == codec.size) & (table.masks == 0)] = -1
-
-
-def contiguous_unit_rows(rows: int, row_bytes: int) -> int:
-    """Rows that a chunk-aware order keeps together where no chunks say: about 4 MiB of them."""
-    if row_bytes >= DEFAULT_CHUNK_BYTES:
-        return 1
-    return min(_MOST_UNIT_ROWS, plan_chunks(max(1, rows), max(1, row_bytes)).rows)
-
-
-def _why_not(file: h5py.File, dataset: h5py.Dataset) -> str | None:
-    """Why a dataset's rows cannot be read directly; None if they can."""
-    if not hasattr(os, "preadv"):
-        return "this system has no preadv"
-    if dataset.file.filename != file.filename:
-        return f"{LINKED} {dataset.file.filename}"
-    if file.driver != "sec2":
-        return f"the file is opened by HDF5's driver {file.driver}"
-    create = dataset.id.get_create_plist()
-    layout = create.get_layout()
-    if layout == h5py.h5d.VIRTUAL:
-        return VIRTUAL
-    if layout == h5py.h5d.COMPACT:
-        return "its layout is compact"
-    if create.get_external_count():
-        return "its data lies in other files"
-    if dataset.chunks and not _LISTS_CHUNKS:
-        return f"h5py {h5py.version.version} with HDF5 {h5py.version.hdf5_version} cannot list chunks"
-    if dataset.chunks and file.userblock_size and h5py.version.hdf5_version_tuple < _COUNTS_USER_BLOCK:
-        return f"HDF5 {h5py.version.hdf5_version} misplaces the chunks of files with a user block"
-    if not dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype, logical=True)):
-        return "its numbers are stored in an unusual way"
-    return None
-
-
-def _contiguous(dataset: h5py.Dataset) -> ChunkTable:
-    offset = dataset.id.get_offset()
-    # HDF5 adds a user block to the offset of nothing, too.
-    absent = offset is None or dataset.id.get_space_status() == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED
-    size = math.prod(dataset.shape) * dataset.dtype.itemsize
-    return ChunkTable(np.array([-1 if absent else offset]), np.array([size]), np.zeros(1, np.uint32))
+    per_row = math.prod(grid[1:])
+    return partial.reshape(grid[0]) if per_row == 1 else partial.reshape(grid[0], per_row)
 
 
 def _require_inside(
@@ -304,8 +386,8 @@ def _require_inside(
     chunk_rows: int,
     rows: int,
 ) -> None:
-    """Refuse chunks past the end of the file or over each other: reading them would give wrong pixels."""
-    pieces = addresses.size // max(1, len(addresses))
+    """Raise PackFormatError if chunks extend past the end of the file or overlap, as their pixels would be wrong."""
+    per_row = addresses.size // max(1, len(addresses))
     addresses, sizes = addresses.reshape(-1), sizes.reshape(-1)
     numbers = np.flatnonzero(addresses >= 0)
     if not len(numbers):
@@ -313,19 +395,15 @@ def _require_inside(
     starts = addresses[numbers]
     size = os.path.getsize(file.filename)
     stored = sizes[numbers]
-    where = f"{file.filename}: {name!r}"
     outside = np.flatnonzero(starts > size - stored)
     if len(outside):
-        chunk = int(numbers[outside[0]]) // pieces
+        chunk = int(numbers[outside[0]]) // per_row
         first, last = chunk * chunk_rows, min(rows, (chunk + 1) * chunk_rows) - 1
-        raise PackFormatError(
-            f"{where} rows {first}-{last} lie past the end of the file ({size:,} bytes); the file is cut short or "
-            "damaged: restore it, or convert again"
-        )
+        problem = f"rows {first}-{last} lie past the end of the file ({size:,} bytes); restore it, or convert again"
+        raise dataset_error(file.filename, name, problem)
     order = np.argsort(starts, kind="stable")
     over = np.flatnonzero(np.diff(starts[order]) < stored[order][:-1])
     if len(over):
         one, other = sorted(int(numbers[order[over[0] + step]]) for step in (0, 1))
-        raise PackFormatError(
-            f"{where} chunks {one} and {other} lie over each other; the file is damaged: restore it, or convert again"
-        )
+        problem = f"chunks {one} and {other} lie over each other; the file is damaged: restore it, or convert again"
+        raise dataset_error(file.filename, name, problem)

@@ -1,115 +1,126 @@
-"""Chunks that passed through filters, decoded beside the HDF5 library: outside its lock and Python's, in any thread."""
+"""Decoders for HDF5 filters that run in parallel threads, because they hold neither HDF5's lock nor the GIL.
+
+Filter plugins, which HDF5 loads as shared libraries, are called through the same C interface (`H5Z_func_t` of
+H5Zpublic.h) that HDF5 uses, but from several threads at once. The package hdf5plugin provides them.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from h5pack import filters
-from h5pack.hdf5 import Filter
-from h5pack.read import plugins
-from h5pack.read.block import Block
-
-_CHECKSUM_BYTES = 4
-_FLETCHER_WORDS = 4_096
-"""Words a block: the sums of so many, weighted by their place, are whole numbers that a float64 holds exactly."""
+from h5pack.format.schema import FilterId
+from h5pack.read.hdf5 import Filter
+from h5pack.system.libc import require_libc_function
 
 Bytes = npt.NDArray[np.uint8]
+
+_malloc = require_libc_function("malloc", ctypes.c_void_p, ctypes.c_size_t)
+_free = require_libc_function("free", None, ctypes.c_void_p)
+
+
+class MallocBuffer:
+    """A buffer allocated by malloc, as filter plugins require: they may free or replace it.
+
+    It is freed with the last array that uses it. If `address` is given, the object takes ownership of that malloc
+    memory; None allocates new memory.
+    """
+
+    def __init__(self, size: int, address: int | None = None) -> None:
+        self.size = size
+        self.address = _malloc(max(1, size)) if address is None else address
+        if not self.address:
+            raise MemoryError(f"no memory for {size:,} bytes")
+
+    def __del__(self) -> None:
+        if getattr(self, "address", None):
+            _free(self.address)
+
+    def release(self) -> int:
+        """Give up ownership of the memory, so that the caller must free it, and return its address."""
+        address, self.address = self.address, None
+        assert address is not None
+        return address
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {"version": 3, "shape": (self.size,), "typestr": "|u1", "data": (self.address, False)}
+
+    def array(self) -> Bytes:
+        """Return the memory as an array that keeps it alive. Do not call `release` while the array is in use."""
+        return np.asarray(self)
+
+
+class UnsupportedFilterError(ValueError):
+    """h5pack has no decoder of its own for a filter of a dataset, or that decoder is not installed."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """A dataset's filters, in the order in which they encode.
-
-    Attributes
-    ----------
-    steps : tuple of (int, tuple of int)
-        Number and parameters of each.
-    size : int
-        Bytes of a decoded chunk.
-    """
+    """The filters of a dataset as (number, parameters), in encoding order; `size` is the bytes of a decoded chunk."""
 
     steps: tuple[tuple[int, tuple[int, ...]], ...]
     size: int
 
-    def decode(self, block: Block, mask: int) -> Bytes:
-        """Decode a chunk.
+    def decode(self, encoded: MallocBuffer, mask: int) -> Bytes:
+        """Decode a chunk to uint8 (size,), possibly read-only; raise ValueError if that fails.
 
-        Parameters
-        ----------
-        block : Block
-            Its bytes as stored; used up.
-        mask : int
-            Bit i: filter i was left out for this chunk.
-
-        Returns
-        -------
-        ndarray
-            uint8, (size,), perhaps read-only.
-
-        Raises
-        ------
-        ValueError
-            If the bytes cannot be decoded, or not to a chunk.
+        `encoded` must not be used afterwards. Bit i of `mask` is set if filter i was not applied to this chunk.
         """
-        data: Block | Bytes = block
-        for place in reversed(range(len(self.steps))):
-            if mask >> place & 1:
+        data: MallocBuffer | Bytes = encoded
+        for position in reversed(range(len(self.steps))):
+            if mask >> position & 1:
                 continue
-            number, parameters = self.steps[place]
-            if plugins.is_plugin(number):
-                # The first that encoded had a chunk before it.
-                data = plugins.decode(number, parameters, _as_block(data), None if place else self.size)
+            number, parameters = self.steps[position]
+            if is_plugin(number):
+                # Only the filter at position 0 encoded the plain chunk, so only its decoded size is known.
+                data = decode_plugin(number, parameters, _to_malloc(data), None if position else self.size)
             else:
-                data = _DECODERS[number](_as_array(data), parameters, self.size)
-        decoded = _as_array(data)
+                data = _DECODERS[number](_to_array(data), parameters, self.size)
+        decoded = _to_array(data)
         if len(decoded) != self.size:
             raise ValueError(f"it decodes to {len(decoded):,} bytes instead of {self.size:,}")
         return decoded
 
 
-def find_codec(found: tuple[Filter, ...], size: int) -> Codec | str:
-    """What decodes chunks that passed through these filters, or why nothing does.
-
-    Parameters
-    ----------
-    found : tuple of Filter
-        In the order in which they encode.
-    size : int
-        Bytes of a decoded chunk.
-    """
+def find_codec(found: tuple[Filter, ...], size: int) -> Codec:
+    """Return the decoder for these filters, or raise UnsupportedFilterError; a decoded chunk has `size` bytes."""
     for item in found:
-        if item.number not in _DECODERS and not plugins.is_plugin(item.number):
-            return f"its chunks pass through filter {item.number} ({item.name or 'unnamed'})"
-        if item.number == filters.LZF and _imagecodecs() is None:
-            return "its chunks pass through lzf, whose decoder is missing: pip install 'h5pack[compress]'"
+        if item.number not in _DECODERS and not is_plugin(item.number):
+            raise UnsupportedFilterError(f"its chunks pass through filter {item.number} ({item.name or 'unnamed'})")
+        if item.number == FilterId.LZF and _imagecodecs() is None:
+            raise UnsupportedFilterError(
+                "its chunks pass through lzf, whose decoder is missing: pip install 'h5pack[compress]'"
+            )
     return Codec(tuple((item.number, item.parameters) for item in found), size)
 
 
-def _as_array(data: Block | Bytes) -> Bytes:
-    return data.array() if isinstance(data, Block) else data
+def _to_array(data: MallocBuffer | Bytes) -> Bytes:
+    return data.array() if isinstance(data, MallocBuffer) else data
 
 
-def _as_block(data: Block | Bytes) -> Block:
-    if isinstance(data, Block):
+def _to_malloc(data: MallocBuffer | Bytes) -> MallocBuffer:
+    if isinstance(data, MallocBuffer):
         return data
-    block = Block(len(data))
-    block.array()[...] = data
-    return block
+    copy = MallocBuffer(len(data))
+    copy.array()[...] = data
+    return copy
 
 
-def _gunzip(data: Bytes, parameters: tuple[int, ...], size: int) -> Bytes:
+def _decode_gzip(data: Bytes, parameters: tuple[int, ...], size: int) -> Bytes:
     try:
         return np.frombuffer(_inflate()(data, bufsize=size), np.uint8)
     except Exception as error:
-        # zlib's and isal's errors have no class in common.
+        # The error classes of zlib and isal have no common base class.
         raise ValueError(f"gzip: {error}") from error
 
 
@@ -123,7 +134,7 @@ def _inflate() -> Callable[..., bytes]:
 
 
 def _unshuffle(data: Bytes, parameters: tuple[int, ...], size: int) -> Bytes:
-    """Put each element's bytes together again; what does not fill an element is at the end, as it was."""
+    """Undo the shuffle filter. Trailing bytes that do not fill a whole element were not shuffled."""
     width = max(1, parameters[0]) if parameters else 1
     count = len(data) // width
     if count < 2 or width == 1:
@@ -135,14 +146,14 @@ def _unshuffle(data: Bytes, parameters: tuple[int, ...], size: int) -> Bytes:
     return restored
 
 
-def _unlzf(data: Bytes, parameters: tuple[int, ...], size: int) -> Bytes:
-    # What other filters made of a chunk may be larger than it.
+def _decode_lzf(data: Bytes, parameters: tuple[int, ...], size: int) -> Bytes:
+    # Filters that ran before LZF may have enlarged the chunk, so retry with larger buffers.
     for room in (size, 2 * size + 1_024, 16 * size + 65_536):
         try:
             return np.frombuffer(_imagecodecs().lzf_decode(data, out=room), np.uint8)
         except Exception as error:
-            why = error
-    raise ValueError(f"lzf: {why}") from why
+            reason = error
+    raise ValueError(f"lzf: {reason}") from reason
 
 
 @functools.cache
@@ -153,26 +164,31 @@ def _imagecodecs() -> Any:
         return None
 
 
+_CHECKSUM_BYTES = 4
+_FLETCHER_WORDS = 4_096
+"""Number of words summed at once. The limit keeps their position-weighted sum exact in a float64."""
+
+
 def _check_fletcher32(data: Bytes, parameters: tuple[int, ...], size: int) -> Bytes:
-    """Compare a chunk with the checksum behind it."""
+    """Compare a chunk with the checksum stored after it, and return the chunk without the checksum."""
     content, stored = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
     if len(stored) < _CHECKSUM_BYTES:
         raise ValueError("fletcher32: it is too short")
     low, high = fletcher32(content)
-    wanted = int.from_bytes(stored.tobytes(), "little")
-    # HDF5 before 1.6.3 swapped the bytes of each half on some machines; later ones accept that.
+    expected = int.from_bytes(stored.tobytes(), "little")
+    # HDF5 before 1.6.3 swapped the bytes of each half on some machines; later versions accept both orders.
     swapped = int.from_bytes(stored[[1, 0, 3, 2]].tobytes(), "little")
-    if high << 16 | low not in (wanted, swapped):
+    if high << 16 | low not in (expected, swapped):
         raise ValueError("fletcher32: it differs from its checksum")
     return content
 
 
 def fletcher32(data: Bytes) -> tuple[int, int]:
-    """HDF5's checksum of bytes, as its low and its high half: Fletcher's sums of 16-bit words, modulo 65535.
+    """Return the low and the high half of HDF5's Fletcher-32 checksum: two sums of 16-bit words, modulo 65535.
 
-    The first half sums the words w_0..w_(n-1), the second sums (n - i) w_i. A last odd byte is a word's high byte. Both
-    stay 65535 rather than 0 where words other than zero add up to it (H5_checksum_fletcher32 in HDF5's src/H5checksum.c
-    folds carries back instead of dividing).
+    The low half is the sum of the words w_0..w_(n-1), the high half the sum of (n - i) w_i. If the number of bytes is
+    odd, the last byte is the high byte of a final word. A nonzero sum that is divisible by 65535 gives 65535, not 0,
+    because H5_checksum_fletcher32 in HDF5's src/H5checksum.c folds carries back instead of dividing.
     """
     words = data[: len(data) // 2 * 2].view(">u2")
     if len(data) % 2:
@@ -182,10 +198,10 @@ def fletcher32(data: Bytes) -> tuple[int, int]:
     whole = len(words) // _FLETCHER_WORDS * _FLETCHER_WORDS
     sums = words[:whole].reshape(-1, _FLETCHER_WORDS).astype(np.float64) @ weights
     tail = words[whole:].astype(np.float64)
-    blocks = [(_FLETCHER_WORDS, *pair) for pair in sums.tolist()]
-    blocks.append((len(tail), float(tail.sum()), float((tail * np.arange(len(tail), 0, -1)).sum())))
-    for count, plain, weighted in blocks:
-        # The sums so far count again with each word that follows.
+    parts = [(_FLETCHER_WORDS, *pair) for pair in sums.tolist()]
+    parts.append((len(tail), float(tail.sum()), float((tail * np.arange(len(tail), 0, -1)).sum())))
+    for count, plain, weighted in parts:
+        # The first sum is added to the second once for each further word.
         second += count * first + int(weighted)
         first += int(plain)
     return _folded(first), _folded(second)
@@ -196,8 +212,112 @@ def _folded(total: int) -> int:
 
 
 _DECODERS: dict[int, Callable[[Bytes, tuple[int, ...], int], Bytes]] = {
-    filters.GZIP: _gunzip,
-    filters.SHUFFLE: _unshuffle,
-    filters.FLETCHER32: _check_fletcher32,
-    filters.LZF: _unlzf,
+    FilterId.GZIP: _decode_gzip,
+    FilterId.SHUFFLE: _unshuffle,
+    FilterId.FLETCHER32: _check_fletcher32,
+    FilterId.LZF: _decode_lzf,
 }
+
+_PLUGINS: dict[int, str] = {
+    FilterId.BITSHUFFLE: "bshuf",
+    FilterId.BLOSC: "blosc",
+    FilterId.LZ4: "lz4",
+    FilterId.ZSTD: "zstd",
+}
+"""File names of the thread-safe filter plugins: those that keep no state between calls, or protect it by a lock."""
+_REVERSE = 0x0100
+_MAX_DECODED_BYTES = 1 << 40
+"""A larger result is an error: plugins report failures as 0 or as a negative number, which is huge when unsigned."""
+_BITSHUFFLE_COMPRESSOR = 4
+"""Index of bitshuffle's parameter that selects the compressor."""
+_BITSHUFFLE_WITH_HEADER = (2, 3)
+"""Values of that parameter for LZ4 and Zstd, whose chunks begin with a header. Other values mean no compression."""
+_HEADER_BYTES = 12
+_MAX_BLOCK_BYTES = 1 << 30
+
+_Function = ctypes.CFUNCTYPE(
+    ctypes.c_size_t,
+    ctypes.c_uint,
+    ctypes.c_size_t,
+    ctypes.POINTER(ctypes.c_uint),
+    ctypes.c_size_t,
+    ctypes.POINTER(ctypes.c_size_t),
+    ctypes.POINTER(ctypes.c_void_p),
+)
+
+
+class _PluginDescription(ctypes.Structure):
+    """The C struct `H5Z_class2_t`, with which a plugin describes its filter."""
+
+    _fields_ = (
+        ("version", ctypes.c_int),
+        ("number", ctypes.c_int),
+        ("encodes", ctypes.c_uint),
+        ("decodes", ctypes.c_uint),
+        ("name", ctypes.c_char_p),
+        ("can_apply", ctypes.c_void_p),
+        ("set_local", ctypes.c_void_p),
+        ("function", ctypes.c_void_p),
+    )
+
+
+def is_plugin(number: int) -> bool:
+    """Return whether the plugin of a filter is installed and may be called from several threads at once."""
+    return number in _PLUGINS and _plugin_function(number) is not None
+
+
+def decode_plugin(
+    number: int, parameters: tuple[int, ...], encoded: MallocBuffer, size: int | None = None
+) -> MallocBuffer:
+    """Decode a chunk with a filter for which `is_plugin` is true; raise ValueError if that fails.
+
+    `encoded` must not be used afterwards. `size` is the number of decoded bytes, if known.
+    """
+    function = _plugin_function(number)
+    assert function is not None
+    if size is not None:
+        _require_header(number, parameters, encoded, size)
+    values = (ctypes.c_uint * len(parameters))(*parameters)
+    room, pointer = ctypes.c_size_t(encoded.size), ctypes.c_void_p(encoded.address)
+    count = encoded.size
+    encoded.release()
+    decoded = function(_REVERSE, len(parameters), values, count, ctypes.byref(room), ctypes.byref(pointer))
+    # Even after a failure, the memory at `pointer` must be freed here: a plugin frees its input only if it replaces it.
+    failed = not 0 < decoded < _MAX_DECODED_BYTES
+    result = MallocBuffer(0 if failed else decoded, pointer.value)
+    if failed:
+        raise ValueError(f"filter {number} cannot decode it")
+    return result
+
+
+def _require_header(number: int, parameters: tuple[int, ...], encoded: MallocBuffer, size: int) -> None:
+    """Raise ValueError if the header of a chunk has a wrong size, which LZ4's and bitshuffle's plugins do not check.
+
+    The header has two big-endian integers: the decoded size (8 bytes) and the size of the blocks (4 bytes).
+    """
+    has_header = number == FilterId.LZ4 or (
+        number == FilterId.BITSHUFFLE
+        and len(parameters) > _BITSHUFFLE_COMPRESSOR
+        and parameters[_BITSHUFFLE_COMPRESSOR] in _BITSHUFFLE_WITH_HEADER
+    )
+    if not has_header:
+        return
+    header = encoded.array()[:_HEADER_BYTES].tobytes()
+    promised, block = int.from_bytes(header[:8], "big"), int.from_bytes(header[8:], "big")
+    if len(header) < _HEADER_BYTES or promised != size or not 0 < block <= max(size, _MAX_BLOCK_BYTES):
+        raise ValueError(f"its header says {promised:,} bytes instead of {size:,}")
+
+
+@functools.cache
+def _plugin_function(number: int) -> ctypes._FuncPointer | None:
+    """Return the C function of a filter plugin, or None if the plugin is not installed."""
+    try:
+        # Importing hdf5plugin also loads the symbols of HDF5, which the plugins need.
+        module = importlib.import_module("hdf5plugin")
+        paths = sorted(Path(module.PLUGIN_PATH).glob(f"libh5{_PLUGINS[number]}.*"))
+        library = ctypes.CDLL(str(paths[0]))
+        library.H5PLget_plugin_info.restype = ctypes.POINTER(_PluginDescription)
+        description = library.H5PLget_plugin_info().contents
+    except (ImportError, OSError, IndexError, AttributeError):
+        return None
+    return _Function(description.function) if description.number == number else None

@@ -1,92 +1,102 @@
-"""Rows that are encoded images: each the bytes of a JPEG, PNG or other file, in a variable-length dataset of uint8.
+"""Datasets of encoded images: each row is the bytes of a JPEG, PNG or other file, of variable-length uint8.
 
-Such a dataset is read as if it held pixels: RGB, upright, (H, W, 3). H and W are row 0's; rows of another size can be
-had one by one, but make no batch. The bytes are fetched through the HDF5 library, one thread at a time, and decoded by
-the decoder that packs images (`h5pack.decode.images`), in any number of threads: the decoders release the GIL.
+Such a dataset is read as if it held pixels: RGB, upright, (H, W, 3), where H and W are the size of row 0. Rows of
+another size can be read singly, but not batched. The HDF5 library fetches the bytes, one thread at a time.
+`h5pack.images.decode`, which `h5pack convert` uses too, decodes them in any number of threads without the GIL.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+import io
+from typing import Any
 
 import h5py
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
-from h5pack.errors import DamagedRowsError, PackFormatError, RejectedImageError, SizesDifferError
-from h5pack.hdf5 import is_filtered
-from h5pack.layout import CachePlan, plan_cache
-from h5pack.read.chunk_index import ChunkIndex, contiguous_unit_rows
+from h5pack.errors import DamagedRowsError, RejectedImageError, SizesDifferError
+from h5pack.format.plans import CachePlan, plan_cache
+from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, read_header
+from h5pack.images.headers import ImageHeader
+from h5pack.read.chunk_index import ChunkIndex, LibraryCause, LibraryReason, contiguous_group_rows
+from h5pack.read.hdf5 import dataset_error, is_filtered, read_error
 
-if TYPE_CHECKING:
-    from h5pack.read.row_decoder import RowDecoder
 
-REASON = "its rows are encoded images, decoded as they are read"
-"""Why such a dataset comes through the HDF5 library."""
+class RowDecoder(Decoder):
+    """Decodes images to upright RGB without resizing. It is thread-safe.
+
+    It changes no process-wide setting of Pillow, such as ``ImageFile.LOAD_TRUNCATED_IMAGES``.
+    """
+
+    def __init__(self) -> None:
+        # Load Pillow's plugins before any thread decodes: Image.open in one thread may fail to recognize a format
+        # while another thread is still loading the plugins.
+        Image.init()
+        super().__init__(
+            PixelOptions(
+                height=0,
+                width=0,
+                channels=3,
+                resize=False,
+                fit="crop",
+                resample="bilinear",
+                draft=False,
+                max_pixels=MAX_PIXELS,
+            )
+        )
+
+    def header(self, data: bytes) -> ImageHeader:
+        """Return an image's header with its upright size; raise RejectedImageError if it is no image or too large."""
+        return read_header(data, lambda: io.BytesIO(data), MAX_PIXELS)
+
+    def pixels(self, data: bytes) -> npt.NDArray[np.uint8]:
+        """Return an image's pixels, uint8 (h, w, 3), at its own size; raise RejectedImageError if decoding fails."""
+        header = self.header(data)
+        out = np.empty((header.height, header.width, 3), np.uint8)
+        self.decode(data, header.decode_path, out)
+        return out
+
+    def _place(self, image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
+        # The expected size is that of `out`; the size in the options is unused.
+        if (image.height, image.width) != out.shape[:2]:
+            raise RejectedImageError(
+                f"its header says {out.shape[0]}x{out.shape[1]}, and it is {image.height}x{image.width}"
+            )
+        out[...] = np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
 
 
 def is_encoded(dataset: h5py.Dataset) -> bool:
-    """Whether a dataset has one axis, of variable-length uint8 or int8."""
+    """Return whether a dataset may hold encoded images: one axis, of variable-length uint8 or int8."""
     base = h5py.check_vlen_dtype(dataset.dtype)
     return dataset.ndim == 1 and isinstance(base, np.dtype) and base in (np.uint8, np.int8)
 
 
-def holds_encoded(index: ChunkIndex) -> bool:
-    """Whether a dataset's rows are encoded images."""
-    return index.reason == REASON
-
-
 def fetch_bytes(dataset: h5py.Dataset, first: int, count: int) -> list[bytes]:
-    """The bytes of consecutive rows, in one call of the library.
-
-    Parameters
-    ----------
-    dataset : h5py.Dataset
-        For which `is_encoded` holds.
-    first, count : int
-
-    Raises
-    ------
-    PackFormatError
-        If HDF5 cannot read them.
-    """
+    """Return the bytes of consecutive rows of an encoded dataset, read in one call of the HDF5 library."""
     space = dataset.id.get_space()
     space.select_hyperslab((first,), (count,))
     cells = np.empty(count, dataset.dtype)
     try:
         dataset.id.read(h5py.h5s.create_simple((count,)), space, cells)
     except (OSError, RuntimeError, ValueError) as error:
-        name, last = dataset.name.lstrip("/"), first + count - 1
-        rows = f"row {first}" if count == 1 else f"rows {first}-{last}"
-        raise PackFormatError(
-            f"{dataset.file.filename}: {name!r} {rows} cannot be read ({error}); the file is damaged: restore it"
-        ) from error
+        rows = range(first, first + count)
+        raise read_error(dataset.file.filename, dataset.name.lstrip("/"), rows, error) from error
     return [cell.tobytes() for cell in cells]
 
 
 @functools.cache
 def row_decoder() -> RowDecoder:
-    """This process's decoder; any number of threads may use it."""
-    # Pillow is loaded only where rows are decoded.
-    from h5pack.read.row_decoder import RowDecoder
-
+    """Return this process's decoder, which is thread-safe."""
     return RowDecoder()
 
 
 def decode_rows(path: str, name: str, rows: npt.NDArray[np.int64], encoded: list[bytes], out: npt.NDArray[Any]) -> None:
-    """Decode rows to their places.
+    """Decode encoded rows into `out`; `path`, `name` and `rows` are used in messages only.
 
-    Parameters
-    ----------
-    path, name : str
-        Of the file and the dataset, for messages.
-    rows : ndarray
-        int64, (n,): their numbers, for messages.
-    encoded : list of bytes
-        (n,).
-    out : ndarray
-        uint8, (n, H, W, 3); or of objects, (n,): each is given an array uint8 (h, w, 3) of its own.
+    `out` is either uint8 (n, H, W, 3), or an object array (n,) whose elements become uint8 arrays (h, w, 3) of
+    individual sizes.
 
     Raises
     ------
@@ -96,49 +106,38 @@ def decode_rows(path: str, name: str, rows: npt.NDArray[np.int64], encoded: list
         If a row's image is not H x W.
     """
     decoder = row_decoder()
-    for place, (row, data) in enumerate(zip(rows.tolist(), encoded, strict=True)):
+    for position, (row, data) in enumerate(zip(rows.tolist(), encoded, strict=True)):
         try:
             if out.dtype == object:
-                out[place] = decoder.pixels(data)
+                out[position] = decoder.pixels(data)
                 continue
             header = decoder.header(data)
             if (header.height, header.width) != out.shape[1:3]:
-                raise SizesDifferError(_other_size(path, name, row, (header.height, header.width), out.shape[1:3]))
-            decoder.decode(data, header.kind, out[place])
+                height, width = out.shape[1:3]
+                raise SizesDifferError(
+                    f"{path}: {name!r} row {row} is {header.height}x{header.width} and row 0 is {height}x{width}, so "
+                    "they cannot be batched; give H5Dataset a transform that resizes, and use a DataLoader, or "
+                    f"pack the file with 'h5pack convert' and size='{height}x{width}'",
+                    path=path,
+                    dataset=name,
+                    rows=(row,),
+                    parameters=(f"size='{height}x{width}'",),
+                )
+            decoder.decode(data, header.decode_path, out[position])
         except RejectedImageError as error:
             raise DamagedRowsError(
-                f"{path}: {name!r} row {row} cannot be decoded ({error}); leave it out with a torch Subset, or with "
-                f"'h5pack convert {path} packed.h5 --images {name}', which lists such rows",
-                (row,),
+                f"{path}: {name!r} row {row} cannot be decoded ({error}); leave it out with a torch Subset, or pack "
+                "the file with 'h5pack convert', which lists such rows",
+                path=path,
+                dataset=name,
+                rows=(row,),
             ) from error
 
 
-def _other_size(path: str, name: str, row: int, size: tuple[int, ...], first: tuple[int, ...]) -> str:
-    height, width = first
-    return (
-        f"{path}: {name!r} row {row} is {size[0]}x{size[1]} and row 0 is {height}x{width}, so that they make no batch; "
-        "give H5Dataset a transform that resizes, and use a DataLoader, or run "
-        f"'h5pack convert {path} packed.h5 --images {name} --size {height}x{width}'"
-    )
-
-
 def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: bool = True) -> ChunkIndex:
-    """Describe a dataset of encoded images as one of pixels, at the size of row 0.
+    """Return an index that describes a dataset of encoded images as one of pixels, in the size of row 0.
 
-    Parameters
-    ----------
-    file : h5py.File
-    dataset : h5py.Dataset
-        For which `is_encoded` holds.
-    name : str
-        By which it was asked for.
-    sized : bool
-        False: do not look at row 0, and give images 0 x 0 pixels, for who reads their bytes only.
-
-    Raises
-    ------
-    PackFormatError
-        If row 0 cannot be read, or is no image.
+    If `sized` is false, row 0 is not decoded and the size is given as 0 x 0. This suffices for reading only the bytes.
     """
     rows = len(dataset)
     height = width = 0
@@ -147,27 +146,29 @@ def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: b
         try:
             height, width, _ = row_decoder().pixels(data).shape
         except RejectedImageError as error:
-            raise PackFormatError(
-                f"{file.filename}: {name!r} row 0 is no image that can be decoded ({error}), so that the size of the "
-                "images is unknown; name another dataset, or mend that row"
-            ) from error
-    shape = rows, height, width, 3
-    # Chunks hold only references to the images, so they say nothing of which rows to keep together.
+            problem = (
+                f"row 0 is not an image that can be decoded ({error}), so the size of the images is unknown; name "
+                "another dataset, or repair that row"
+            )
+            raise dataset_error(file.filename, name, problem, (0,)) from error
+    # Chunks hold only references to the images' bytes, so chunk groups are those of a contiguous dataset.
     return ChunkIndex(
         name=name,
         dtype=np.dtype(np.uint8),
-        shape=shape,
+        shape=(rows, height, width, 3),
         chunk_rows=dataset.chunks[0] if dataset.chunks else max(1, rows),
-        unit_rows=contiguous_unit_rows(rows, height * width * 3),
+        group_rows=contiguous_group_rows(rows, height * width * 3),
         addresses=np.empty(0, np.int64),
-        reason=REASON,
+        library_reason=LibraryReason(
+            LibraryCause.ENCODED_IMAGES, "its rows are encoded images, decoded as they are read"
+        ),
     )
 
 
 def reference_cache(dataset: h5py.Dataset) -> CachePlan | None:
-    """A chunk cache that suits a dataset for which `is_encoded` holds; None where it has no chunks."""
+    """Return a chunk cache that suits a dataset of encoded images, or None if it has no chunks."""
     if dataset.chunks is None:
         return None
-    # A reference has 16 bytes in the file; NumPy's itemsize is that of a pointer.
+    # In the file, a row is a reference of 16 bytes; NumPy's itemsize would be the 8 bytes of a pointer.
     size = dataset.id.get_type().get_size()
     return plan_cache(dataset.shape, dataset.chunks, size, filtered=is_filtered(dataset))

@@ -1,9 +1,9 @@
-"""Rows of a file's datasets at the speed of memory: read directly where possible, through the HDF5 library elsewhere.
+"""The engine that reads rows of a file's datasets, directly if possible, else through the HDF5 library.
 
-Rows of `SCATTER_BYTES` and more go from the page cache straight to their places, wherever those are (`Storage`).
-Smaller ones are read in spans into a staging buffer and sorted from there, since naming each place would cost more than
-copying the row. What cannot be read directly goes through h5py with a cache that suits it (`H5Reader`); the bytes are
-the same.
+There are three paths. Directly readable rows of `SCATTER_BYTES` or more are scattered: read straight into their
+buffers, which may be anywhere in memory (`Storage`). Smaller ones are read into a staging buffer and copied from it,
+because an address per row would cost more than copying the row. All other rows are read and decoded by chunk
+(`ChunkDecoder`), or through h5py with a suitable chunk cache (`H5Reader`).
 """
 
 from __future__ import annotations
@@ -14,30 +14,57 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from h5pack import schema
-from h5pack.checksum import row_checksums
 from h5pack.errors import DamagedRowsError
-from h5pack.read.chunk_decoder import ChunkDecoder
+from h5pack.format import schema
+from h5pack.format.checksums import row_checksums
+from h5pack.read.chunk_decoder import ChunkDecoder, SourceFiles
 from h5pack.read.chunk_index import ChunkIndex
-from h5pack.read.encoded import holds_encoded
-from h5pack.read.identity import FileIdentity
-from h5pack.read.reader import H5Reader
-from h5pack.read.runs import chunk_edges
-from h5pack.read.scatter import Scatter, plan_scatter
-from h5pack.read.source_files import SourceFiles
-from h5pack.read.spans import read_spans
-from h5pack.read.stats import ReadStats
-from h5pack.read.storage import Storage
+from h5pack.read.hdf5_reader import H5Reader
+from h5pack.read.read_plan import ScatterPlan, plan_reads, plan_scatter
+from h5pack.read.storage import FileIdentity, Storage
+from h5pack.system.arrays import equal_runs
+
+
+@dataclass
+class ReadStats:
+    """Counts of what this process has read.
+
+    Attributes
+    ----------
+    rows : int
+        Number of rows returned from the main dataset (the images).
+    chunk_hits, chunk_misses : int
+        Rows of the main dataset that needed no chunk read of their own, and rows that did; their sum is `rows`.
+    bytes_wanted, bytes_read : int
+        Size of all returned rows, and number of bytes read from files, in all datasets. Chunks may be compressed, so
+        `bytes_read` may be the smaller one.
+    reads : int
+        Number of system calls or HDF5 library calls.
+    """
+
+    rows: int = 0
+    chunk_hits: int = 0
+    chunk_misses: int = 0
+    bytes_wanted: int = 0
+    bytes_read: int = 0
+    reads: int = 0
+
+    @property
+    def amplification(self) -> float:
+        """Ratio of `bytes_read` to `bytes_wanted`; 1.0 before the first read."""
+        return self.bytes_read / self.bytes_wanted if self.bytes_wanted else 1.0
+
 
 SCATTER_BYTES = 512
-"""Rows of this many bytes or more are scattered. Measured: at 784 bytes scattering is even with staging, above it wins,
-at 256 it loses."""
+"""Minimum size of rows to scatter. Measured, scattering is as fast as staging at 784 bytes, faster for larger rows, and
+slower at 256 bytes."""
 
 _log = logging.getLogger("h5pack")
 
@@ -48,12 +75,12 @@ class Engine:
     Parameters
     ----------
     path : str
-        Absolute.
+        Absolute path.
     identity : FileIdentity
     indexes : dict of str to ChunkIndex
-        The datasets; the first one's chunks are counted.
+        Index of each dataset. The first one is the main dataset, for which chunk statistics are counted.
     warn : bool
-        Log which of them come through the HDF5 library.
+        Log a warning for each dataset that is read through the HDF5 library.
     """
 
     def __init__(self, path: str, identity: FileIdentity, indexes: dict[str, ChunkIndex], *, warn: bool = True) -> None:
@@ -65,13 +92,16 @@ class Engine:
         self.files = SourceFiles(self.chunks)
         self.stats = ReadStats()
         self._main = next(iter(indexes), "")
-        # A lock that another thread holds at a fork would stay locked in the child, so each process makes its own.
+        # A lock that another thread holds during a fork stays locked in the child, so each process makes its own.
         self._lock = (os.getpid(), threading.Lock())
         for index in indexes.values():
-            if warn and index.warning is not None and not index.name.startswith(f"{schema.CHECKSUMS}/"):
+            if warn and index.library_text is not None and not index.name.startswith(f"{schema.CHECKSUMS}/"):
                 _log.warning(
-                    "%s: %r is read through the HDF5 library, which is slower: %s", path, index.name, index.warning
+                    "%s: %r is read through the HDF5 library, which is slower: %s", path, index.name, index.library_text
                 )
+
+    def __repr__(self) -> str:
+        return f"Engine({self.path!r}, datasets={list(self.indexes)})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": None, "stats": ReadStats()}
@@ -83,38 +113,28 @@ class Engine:
         """Close all files in this process; the next read opens them again."""
         self.files.close()
 
-    def look(self) -> None:
-        """Make sure that the file, and those that its virtual datasets are made of, are still those that were indexed.
-
-        Raises
-        ------
-        PackChangedError
-        """
-        self.storage.look()
+    def check_unchanged(self) -> None:
+        """Raise PackChangedError if the file or a source of its virtual datasets was replaced since it was indexed."""
+        self.storage.check_unchanged()
         for index in self.indexes.values():
-            self.files.look(index)
+            self.files.check_unchanged(index)
 
     def read(self, name: str, rows: Sequence[int] | npt.NDArray[np.int64], out: Any = None) -> npt.NDArray[Any]:
-        """Rows of a dataset, in the order asked for.
+        """Read rows of a dataset, in the given order.
 
         Parameters
         ----------
         name : str
-            One of the datasets.
+            A key of `indexes`.
         rows : sequence of int
             (n,), within 0..N-1, in any order; repeats are allowed.
         out : ndarray, optional
-            (n, ...) in the machine's byte order, C-contiguous: where they go.
-
-        Returns
-        -------
-        ndarray
-            (n, ...), in the machine's byte order; `out` where that was given.
+            (n, ...), native byte order, C-contiguous. Receives the rows and is returned. Default: a new array.
 
         Raises
         ------
         PackChangedError
-            If the file is no longer the one that was indexed.
+            If the file was replaced or rewritten since it was indexed.
         ReadError, DamagedRowsError, PackFormatError
             If the rows cannot be read.
         """
@@ -128,12 +148,12 @@ class Engine:
         order = None if ascending else np.argsort(wanted, kind="stable")
         if order is not None:
             wanted = wanted[order]
-        if self.scatters(index):
-            places = np.arange(len(wanted)) if order is None else order
+        if self.can_scatter(index):
+            positions = np.arange(len(wanted)) if order is None else order
             start = out.__array_interface__["data"][0]
             plan = self.plan(name, wanted)
-            plan.buffers[:, 0] = (places * index.row_bytes + start).view(np.uint64)
-            self.scatter(plan)
+            plan.buffers[:, 0] = (positions * index.row_bytes + start).view(np.uint64)
+            self.execute(plan)
             if not index.dtype.isnative:
                 out.byteswap(inplace=True)
         elif order is None:
@@ -145,15 +165,7 @@ class Engine:
         return out  # type: ignore[no-any-return]
 
     def read_one(self, name: str, row: int) -> npt.NDArray[Any]:
-        """One row, as `read` gives it: of raw rows, with little more work than the system's own.
-
-        Parameters
-        ----------
-        name : str
-            One of the datasets.
-        row : int
-            Within 0..N-1.
-        """
+        """Read one row, like `read`, with little overhead beyond the system call if it can be read directly."""
         index = self.indexes[name]
         offset = index.offset_of(row)
         if offset is None:
@@ -167,101 +179,92 @@ class Engine:
         return out
 
     @staticmethod
-    def scatters(index: ChunkIndex) -> bool:
-        """Whether a dataset's rows are scattered, so that `scatter` may be called."""
+    def can_scatter(index: ChunkIndex) -> bool:
+        """Return whether a dataset's rows can be scattered by `plan` and `execute`."""
         return index.raw and index.row_bytes >= SCATTER_BYTES
 
     @staticmethod
-    def decodes(index: ChunkIndex) -> bool:
-        """Whether a dataset's rows are copied out of decoded chunks to their places, so that `decode` may be called."""
-        return index.reason is None and not index.raw and index.row_bytes >= SCATTER_BYTES
+    def can_decode(index: ChunkIndex) -> bool:
+        """Return whether a dataset's rows should be copied from decoded chunks (`rows_in_chunk`)."""
+        return index.library_reason is None and not index.raw and index.row_bytes >= SCATTER_BYTES
 
-    def places(self, index: ChunkIndex) -> bool:
-        """Whether a loader puts a dataset's rows to their places as they are stored, whatever their byte order."""
-        return self.scatters(index) or self.decodes(index)
+    def keeps_byte_order(self, index: ChunkIndex) -> bool:
+        """Return whether rows arrive in stored byte order, because they are scattered or copied from decoded chunks.
 
-    def decoding_bytes(self, threads: int, *, keep: bool) -> int:
-        """Memory that `decode` needs in so many threads, and to keep chunks."""
-        most = max((index.decoding_bytes for index in self.indexes.values()), default=0)
-        if not most:
+        The caller must then swap the bytes if the stored order is not the native one.
+        """
+        return self.can_scatter(index) or self.can_decode(index)
+
+    def decoding_bytes(self, num_threads: int, *, keep: bool) -> int:
+        """Return the memory in bytes that `rows_in_chunk` needs in `num_threads` threads, plus the cache if `keep`."""
+        largest = max((index.decoding_bytes for index in self.indexes.values()), default=0)
+        if not largest:
             return 0
-        return threads * most + (self.chunks.kept.capacity if keep else 0)
+        return num_threads * largest + (self.chunks.cache.capacity if keep else 0)
 
-    def decode(
+    def rows_in_chunk(
         self, name: str, rows: npt.NDArray[np.int64], *, keep: bool = False
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-        """Read and decode the chunk that holds some rows; of a virtual dataset, rows of one piece, as they are.
+        """Read and decode the chunk that contains the given rows.
 
         Parameters
         ----------
         name : str
-            A dataset for which `decodes` holds, or would if its rows were larger.
+            A dataset for which `can_decode` is true, or would be if its rows were larger.
         rows : ndarray
-            int64, (n,): of one chunk; they are counted as read.
+            int64 (n,), rows of one chunk, or in a virtual dataset of one range (see `VirtualIndex`). They are added to
+            `stats`.
         keep : bool
-            Keep it for the next one who asks, while there is room.
+            Cache the chunk unless it is larger than the cache.
 
         Returns
         -------
         values : ndarray
-            (m, ...): as stored, perhaps read-only.
-        places : ndarray
-            int64, (n,): where among them the rows are.
-
-        Raises
-        ------
-        ReadError
-            If it cannot be read.
-        DamagedRowsError
-            If it cannot be decoded.
-        PackChangedError
+            (m, ...), adjacent rows in stored byte order, possibly read-only.
+        positions : ndarray
+            int64 (n,), the indices of the requested rows in `values`.
         """
         index = self.indexes[name]
-        values, places, read, calls = self.files.take(index, rows, keep=keep)
-        self._count(index, len(rows), 1, read, calls)
-        return values.view(index.dtype).reshape(-1, *index.row_shape), places
+        found = self.files.rows_in_chunk(index, rows, keep=keep)
+        self._count(index, len(rows), 1, found.size, found.calls)
+        return found.values.view(index.dtype).reshape(-1, *index.row_shape), found.positions
 
-    def plan(self, name: str, rows: npt.NDArray[np.int64]) -> Scatter:
-        """Plan to read rows, as they are stored, to places in memory that are named later.
+    def plan(self, name: str, rows: npt.NDArray[np.int64]) -> ScatterPlan:
+        """Plan the reads of rows, int64 (n,), of a dataset for which `can_scatter` is true.
 
-        Parameters
-        ----------
-        name : str
-            A dataset for which `scatters` holds.
-        rows : ndarray
-            int64, (n,); ascending within each chunk makes the fewest calls.
+        The caller must fill the addresses in the plan's `buffers` before `execute`.
         """
         return plan_scatter(self.indexes[name], rows)
 
-    def scatter(self, plan: Scatter, first: int = 0, last: int | None = None) -> None:
-        """Read the runs `first` to `last` - 1 of a plan, to the addresses that were put into its `buffers`.
+    def execute(self, plan: ScatterPlan, first: int = 0, last: int | None = None) -> None:
+        """Read the extents `first` to `last` - 1 of a plan into the addresses in its `buffers`.
 
-        The memory must stay where it is during the call.
+        The caller must keep the memory at these addresses alive and in place during the call.
         """
         last = len(plan.offsets) if last is None else last
         absent = calls = 0
-        for stretch in plan.stretches(first, last):
-            edges = plan.edges[stretch.first : stretch.last + 1]
-            if stretch.absent:
-                # HDF5 gives rows without storage the fill value.
+        for extents in plan.by_file(first, last):
+            edges = plan.edges[extents.first : extents.last + 1]
+            if extents.absent:
+                # Like HDF5, return the fill value for rows without allocated storage.
                 for start, end in itertools.pairwise(edges):
                     fill = plan.index.fill_of(int(plan.rows[start]))
                     for address in plan.buffers[start:end, 0].tolist():
                         ctypes.memmove(address, fill, len(fill))
                 absent += edges[-1] - edges[0]
             else:
-                storage = self.files.storage(plan.index, stretch.owner)
-                calls += storage.scatter(plan.buffers, edges, plan.offsets[stretch.first : stretch.last], plan.describe)
-        rows, visits = plan.edges[last] - plan.edges[first], sum(plan.visits[first:last])
+                storage = self.files.storage(plan.index, extents.source_id)
+                calls += storage.scatter(plan.buffers, edges, plan.offsets[extents.first : extents.last], plan.describe)
+        rows, visits = plan.edges[last] - plan.edges[first], sum(plan.chunk_visits[first:last])
         self._count(plan.index, rows, visits, (rows - absent) * plan.index.row_bytes, calls)
 
     def _stage(self, index: ChunkIndex, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
-        """Read ascending rows to consecutive places of `out`."""
-        if index.reason is not None:
+        """Read ascending rows into consecutive rows of `out`, on any path but scattering."""
+        if index.library_reason is not None:
             self.storage.open()
-            self.files.look_at_times(index)
+            self.files.check_unchanged_throttled(index)
             size = len(rows) * index.row_bytes
-            if holds_encoded(index):
+            if index.is_encoded:
                 size, calls = self.reader.read_images(index.name, rows, out)
             else:
                 calls = self.reader.read(index.name, rows, out)
@@ -270,22 +273,20 @@ class Engine:
             return
         flat = out.reshape(len(rows), -1).view(np.uint8)
         if index.raw:
-            visits, size, calls = read_spans(index, rows, flat, self.files.storage_of(index))
+            visits, size, calls = plan_reads(index, rows).execute(flat, partial(self.files.storage, index))
             self._count(index, len(rows), visits, size, calls)
         else:
-            self._stage_decoded(index, rows, flat)
+            for first, last in itertools.pairwise(equal_runs(index.chunks_of(rows)).tolist()):
+                # Do not cache a chunk that was consumed completely.
+                keep = last - first < index.rows_in_chunk_of(int(rows[first]))
+                values, positions = self.rows_in_chunk(index.name, rows[first:last], keep=keep)
+                values = values.reshape(len(values), -1).view(np.uint8)
+                np.take(values, positions, axis=0, out=flat[first:last], mode="clip")
         if not index.dtype.isnative:
             out.byteswap(inplace=True)
 
-    def _stage_decoded(self, index: ChunkIndex, rows: npt.NDArray[np.int64], flat: npt.NDArray[np.uint8]) -> None:
-        for first, last in itertools.pairwise(chunk_edges(index, rows)):
-            # Who takes all of a chunk will hardly come back to it.
-            stored = index.rows_beside(int(rows[first]))
-            values, places = self.decode(index.name, rows[first:last], keep=last - first < stored)
-            np.take(values.reshape(len(values), -1).view(np.uint8), places, axis=0, out=flat[first:last], mode="clip")
-
     def snapshot(self) -> ReadStats:
-        """What this process has read so far."""
+        """Return a copy of this process's statistics."""
         with self._own_lock():
             return replace(self.stats)
 
@@ -308,44 +309,35 @@ class Engine:
             stats.reads += calls
 
     def check(self, name: str, checksums: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
-        """Compare rows that were read with their stored checksums.
+        """Compare `values`, the rows that were read, with their CRC-32s in the dataset `checksums`.
 
-        Parameters
-        ----------
-        name, checksums : str
-            The dataset, and the dataset of its CRC-32s.
-        rows : ndarray
-            int64, (n,).
-        values : ndarray
-            (n, ...): what was read.
-
-        Raises
-        ------
-        DamagedRowsError
+        Raises DamagedRowsError if a row differs.
         """
         stored = values.astype(self.indexes[name].dtype, copy=False)
         wrong = np.flatnonzero(row_checksums(stored) != self.read(checksums, rows))
         if len(wrong):
-            damaged = sorted({int(rows[place]) for place in wrong})
+            damaged = sorted({int(rows[position]) for position in wrong})
             some = ", ".join(map(str, damaged[:8])) + (", ..." if len(damaged) > 8 else "")
             what = f"rows {some} differ" if len(damaged) > 1 else f"row {some} differs"
             raise DamagedRowsError(
                 f"{self.path}: {name!r} {what} from the stored checksum; run 'h5pack verify' on it, then restore the "
                 "file or convert again",
-                tuple(damaged),
+                path=self.path,
+                dataset=name,
+                rows=damaged,
             )
 
-    def advise(self, plan: Scatter) -> None:
-        """Have a plan's bytes fetched from the disk meanwhile, where they are not in memory already."""
+    def prefetch(self, plan: ScatterPlan) -> None:
+        """Start reading a plan's bytes into the page cache, without waiting, unless they are cached already."""
         size = plan.index.row_bytes
-        for stretch in plan.stretches():
-            if not stretch.absent:
-                edges = plan.edges[stretch.first : stretch.last + 1]
-                self.files.storage(plan.index, stretch.owner).fetch(
-                    plan.offsets[stretch.first : stretch.last],
+        for extents in plan.by_file():
+            if not extents.absent:
+                edges = plan.edges[extents.first : extents.last + 1]
+                self.files.storage(plan.index, extents.source_id).prefetch(
+                    plan.offsets[extents.first : extents.last],
                     ((end - start) * size for start, end in itertools.pairwise(edges)),
                 )
 
-    def advise_chunks(self, name: str, rows: npt.NDArray[np.int64]) -> None:
-        """Have the chunks that rows, int64 (n,), will be decoded from fetched from the disk meanwhile."""
-        self.files.advise(self.indexes[name], rows)
+    def prefetch_chunks(self, name: str, rows: npt.NDArray[np.int64]) -> None:
+        """Start reading the chunks of rows, int64 (n,), into the page cache, unless they are cached already."""
+        self.files.prefetch(self.indexes[name], rows)

@@ -1,9 +1,10 @@
-"""Bytes of a file, scattered to many places in memory by one call of the kernel.
+"""Reads of a file's bytes without the HDF5 library, into many buffers by one system call, and the file's identity.
 
-``os.preadv`` looks at every buffer with the GIL held, 266 ns each, which for small rows is as long as copying them. The
-C library's ``preadv`` takes the addresses as they lie in an array that numpy computed for thousands of rows at once,
-and ctypes lets go of the GIL for the whole call. Measured on a 2-core machine, a window of rows scattered from the page
-cache to shuffled batches ran at 0.83 to 0.95 (116 KB rows) and 0.90 (3 KB rows) of a random-row copy in memory.
+``os.preadv`` checks every buffer while it holds the GIL, which takes 266 ns each, as long as copying a small row. The C
+library's ``preadv`` takes an array of addresses, which NumPy computes for thousands of rows at once, and ctypes
+releases the GIL for the whole call. Measured on a 2-core machine, scattering a shuffle window of rows from the page
+cache to shuffled batches ran at 0.83 to 0.95 (116 KB rows) and 0.90 (3 KB rows) of the speed of copying random rows
+in memory.
 """
 
 from __future__ import annotations
@@ -12,48 +13,80 @@ import ctypes
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import ReadError
-from h5pack.read.identity import FileIdentity
+from h5pack.errors import PackChangedError, ReadError
+from h5pack.system.libc import libc_function, raise_errno
 
-_PROBES = 4
+MAX_BUFFERS = os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024
+_MAX_CALL_BYTES = 1 << 30
+_RETRY_SECONDS = (0.0, 0.05, 0.5)
+CHECK_SECONDS = 1.0
+"""Minimum time between two checks that the file was not replaced."""
+_MAX_PROBES = 4
 
 Preadv = Callable[[int, int, int, int], int]
 
-MOST_BUFFERS = os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024
-_MOST_BYTES = 1 << 30
-_RETRY_SECONDS = (0.0, 0.05, 0.5)
-LOOK_SECONDS = 1.0
+
+@dataclass(frozen=True)
+class FileIdentity:
+    """The inode, size and modification time of a file, which change if it is replaced or rewritten."""
+
+    inode: int
+    size: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, file: str | int) -> FileIdentity:
+        """Return the current identity of the file at a path or of an open descriptor."""
+        status = os.stat(file)
+        return cls(status.st_ino, status.st_size, status.st_mtime_ns)
+
+    def require(self, path: str, file: str | int | None = None) -> None:
+        """Raise PackChangedError unless `path`, or the descriptor `file` opened from it, has this identity."""
+        try:
+            same = FileIdentity.of(path if file is None else file) == self
+        except OSError:
+            same = False
+        if not same:
+            raise PackChangedError(
+                f"{path}: the file was replaced or rewritten since this dataset was opened; open the dataset again",
+                path=path,
+            )
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file that stores rows. `path` is absolute."""
+
+    path: str
+    identity: FileIdentity
 
 
 def _c_preadv() -> Preadv | None:
-    """The C library's preadv with 64-bit offsets; None where there is none."""
+    """Return the C library's preadv with 64-bit offsets, or None if there is none."""
     if ctypes.sizeof(ctypes.c_void_p) != 8:
         return None
-    try:
-        function = ctypes.CDLL(None, use_errno=True).preadv
-    except (AttributeError, OSError, TypeError):
+    function = libc_function("preadv", ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
+    if function is None:
         return None
-    function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
-    function.restype = ctypes.c_ssize_t
 
     def preadv(descriptor: int, buffers: int, count: int, offset: int) -> int:
         got: int = function(descriptor, buffers, count, offset)
         if got < 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+            raise_errno()
         return got
 
     return preadv
 
 
 def python_preadv(descriptor: int, buffers: int, count: int, offset: int) -> int:
-    """`os.preadv` over the same array of addresses; for systems whose C library cannot be asked, and for the tests."""
+    """Call `os.preadv` with the same arguments as the C function, for systems without that function and for tests."""
     pairs = (ctypes.c_uint64 * (2 * count)).from_address(buffers)
     views = [(ctypes.c_char * pairs[2 * place + 1]).from_address(pairs[2 * place]) for place in range(count)]
     return os.preadv(descriptor, views, offset)
@@ -63,66 +96,53 @@ preadv: Preadv = _c_preadv() or python_preadv
 
 
 class _Descriptor(int):
-    """A file's descriptor, closed when nobody reads from it any more."""
+    """A file descriptor that is closed with its last reference, so never while another thread reads from it."""
 
     def __del__(self) -> None:
         os.close(self)
 
 
 class Storage:
-    """One file, opened on first use; a forked child goes on with its parent's descriptor, which has no position.
-
-    Parameters
-    ----------
-    path : str
-        Absolute.
-    identity : FileIdentity
-        Of the file that was indexed; another one is refused.
-    """
+    """Reads bytes of one file, which it opens on first use. A forked child can use its parent's descriptor."""
 
     def __init__(self, path: str, identity: FileIdentity) -> None:
         self.path = path
         self.identity = identity
         self._opened: dict[str, _Descriptor] = {}
-        self._looked = 0.0
+        self._checked = 0.0
+
+    def __repr__(self) -> str:
+        return f"Storage({self.path!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "identity": self.identity, "_opened": {}, "_looked": 0.0}
+        return {"path": self.path, "identity": self.identity, "_opened": {}, "_checked": 0.0}
 
     def close(self) -> None:
-        """Close the file once running reads are done; the next read opens it again."""
+        """Close the file once reads in progress have ended. The next read opens it again."""
         self._opened.pop("file", None)
 
     def open(self) -> int:
-        """The file's descriptor, after a look, at most once a second, whether it is still the file that was indexed.
-
-        Raises
-        ------
-        PackChangedError
-        """
+        """Return the file's descriptor; raise PackChangedError if the file was replaced (checked once per second)."""
         kept = self._opened.get("file")
         if kept is not None:
-            if time.monotonic() - self._looked > LOOK_SECONDS:
-                self.look()
+            if time.monotonic() - self._checked > CHECK_SECONDS:
+                self.check_unchanged()
             return kept
-        self.look()
+        self.check_unchanged()
         try:
             descriptor = _Descriptor(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
         except OSError as error:
-            raise ReadError(f"{self.path}: cannot be opened ({error.strerror}); check its mode and its disk") from error
+            raise ReadError(
+                f"{self.path}: cannot be opened ({error.strerror}); check its mode and its disk", path=self.path
+            ) from error
         self.identity.require(self.path, descriptor)
-        # One step of the interpreter, so of two threads that come at once one wins.
+        # `dict.setdefault` is atomic, so one of two racing threads wins.
         return self._opened.setdefault("file", descriptor)
 
-    def look(self) -> None:
-        """Make sure that the path still leads to the file that was indexed.
-
-        Raises
-        ------
-        PackChangedError
-        """
+    def check_unchanged(self) -> None:
+        """Raise PackChangedError if the file at the path is no longer the one that was indexed."""
         self.identity.require(self.path)
-        self._looked = time.monotonic()
+        self._checked = time.monotonic()
 
     def scatter(
         self,
@@ -131,40 +151,35 @@ class Storage:
         offsets: Sequence[int],
         describe: Callable[[int], str],
     ) -> int:
-        """Read runs of bytes to many places in memory.
+        """Read extents of the file into many buffers, and return the number of system calls.
 
         Parameters
         ----------
         buffers : ndarray
-            uint64, (n, 2), C-contiguous: address and byte count of each place, all of one size; the memory must stay
-            where it is during the call.
+            uint64 (n, 2), C-contiguous: address and size in bytes of each buffer, all of the same size. The memory must
+            stay alive and in place during the call.
         edges : sequence of int
-            (runs + 1,): run i fills the places ``edges[i]`` to ``edges[i + 1] - 1``.
+            (extents + 1,). Extent i fills the buffers ``edges[i]`` to ``edges[i + 1] - 1``.
         offsets : sequence of int
-            (runs,): of each run's first byte in the file.
+            (extents,), file offset of each extent in bytes.
         describe : callable
-            What place number i is, in words, for the error.
-
-        Returns
-        -------
-        int
-            Calls of the kernel.
+            Takes the number of a buffer and returns a description for error messages.
 
         Raises
         ------
         ReadError
-            If the file or the disk does not give the bytes, asked several times.
+            If the bytes still cannot be read after several attempts.
         PackChangedError
-            If that is because the file was replaced or rewritten.
+            If the file was replaced or rewritten.
         """
         descriptor = self.open()
         size = int(buffers[0, 1])
-        most = max(1, min(MOST_BUFFERS, _MOST_BYTES // size))
+        max_count = max(1, min(MAX_BUFFERS, _MAX_CALL_BYTES // size))
         pointer = buffers.__array_interface__["data"][0]
         calls = 0
         for offset, start, end in zip(offsets, edges, edges[1:], strict=False):
             while start < end:
-                count = min(most, end - start)
+                count = min(max_count, end - start)
                 try:
                     got = preadv(descriptor, pointer + 16 * start, count, offset)
                 except OSError:
@@ -176,27 +191,27 @@ class Storage:
                     whole = got // size
                     start, offset = start + whole, offset + whole * size
                 else:
-                    self._insist(descriptor, buffers[start], offset, partial(describe, start))
+                    self._fill(descriptor, buffers[start], offset, partial(describe, start))
                     start, offset = start + 1, offset + size
         return calls
 
     def read_into(self, out: npt.NDArray[Any], offset: int, describe: Callable[[int], str]) -> int:
-        """Fill an array, C-contiguous, with the bytes from `offset` on; otherwise as `scatter`, for a single place."""
+        """Fill a C-contiguous array with the bytes at `offset`; returns and raises like `scatter`, for one buffer."""
         descriptor, views = self.open(), cast(Any, (out,))
         try:
             got = os.preadv(descriptor, views, offset)
         except (OSError, ValueError):
-            # A ValueError: an older numpy gives no view of its times.
+            # Older versions of NumPy cannot export the buffer of a datetime array (ValueError).
             got = 0
         if got == out.nbytes:
             return 1
-        # Asked once more, piece by piece, by what knows all the errors.
-        place = np.array([[out.__array_interface__["data"][0], out.nbytes]], np.uint64)
-        return 1 + self.scatter(place, (0, 1), (offset,), describe)
+        # Retry through the slow path, which handles short reads and errors.
+        buffer = np.array([[out.__array_interface__["data"][0], out.nbytes]], np.uint64)
+        return 1 + self.scatter(buffer, (0, 1), (offset,), describe)
 
-    def _insist(self, descriptor: int, place: npt.NDArray[np.uint64], offset: int, describe: Callable[[], str]) -> None:
-        """Fill one place that a short or failed read left open, asking several times before giving up."""
-        address, size, done = int(place[0]), int(place[1]), 0
+    def _fill(self, descriptor: int, buffer: npt.NDArray[np.uint64], offset: int, describe: Callable[[], str]) -> None:
+        """Fill one buffer after a short or failed read; raise ReadError if several attempts fail."""
+        address, size, done = int(buffer[0]), int(buffer[1]), 0
         pauses = iter(_RETRY_SECONDS)
         while done < size:
             pair = np.array([[address + done, size - done]], np.uint64)
@@ -209,15 +224,16 @@ class Storage:
             if not got:
                 pause = next(pauses, None)
                 if pause is None:
-                    self.look()
+                    self.check_unchanged()
                     raise ReadError(
                         f"{self.path}: {describe()} cannot be read ({reason}); check the disk, run 'h5pack verify' on "
-                        "it, or restore the file"
+                        "it, or restore the file",
+                        path=self.path,
                     )
                 time.sleep(pause)
 
     def is_cached(self, offset: int) -> bool:
-        """Whether the byte at `offset` is in the page cache; True where the system cannot say."""
+        """Return whether the byte at `offset` is in the page cache; True if the system cannot tell."""
         if not hasattr(os, "RWF_NOWAIT"):
             return True
         try:
@@ -227,20 +243,20 @@ class Storage:
         except OSError:
             return True
 
-    def fetch(self, offsets: Sequence[int], sizes: Iterable[int]) -> None:
-        """Have stretches of the file fetched from the disk meanwhile, where they are not in memory already.
+    def prefetch(self, offsets: Sequence[int], sizes: Iterable[int]) -> None:
+        """Start reading extents of the file into the page cache, without waiting, unless they are cached already.
 
-        The first byte of a few stretches is looked for in the page cache; where all of them are there, the rest is
-        taken to be there, too. Negative offsets stand for bytes without storage.
+        Only the first bytes of a few extents are tested. If all of them are cached, nothing is read. Extents with
+        negative offsets (rows without allocated storage) are skipped.
         """
-        step = max(1, len(offsets) // _PROBES)
+        step = max(1, len(offsets) // _MAX_PROBES)
         if all(self.is_cached(offset) for offset in offsets[::step] if offset >= 0):
             return
         for offset, size in zip(offsets, sizes, strict=True):
             if offset >= 0:
-                self.advise(offset, size)
+                self.will_need(offset, size)
 
-    def advise(self, offset: int, count: int) -> None:
-        """Tell the system that bytes will be needed soon, so that it fetches them from the disk meanwhile."""
+    def will_need(self, offset: int, count: int) -> None:
+        """Advise the system that bytes will be needed soon, so that it starts to read them into the page cache."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.open(), offset, count, os.POSIX_FADV_WILLNEED)

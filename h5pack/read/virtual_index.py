@@ -1,54 +1,28 @@
-"""Where the rows of a dataset lie that is made of rows of others, which may be in other files."""
+"""Locates the rows of a virtual dataset: each is stored in a source dataset, possibly in another file."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.read.chunk_index import ChunkIndex, contiguous_unit_rows
-from h5pack.read.identity import SourceFile
+from h5pack.read.chunk_index import ChunkIndex, RowRanges, SourceDataset, contiguous_group_rows
+from h5pack.read.storage import SourceFile
+from h5pack.system.arrays import equal_runs
 
-Numbers = npt.NDArray[np.int64]
-
-
-def _no_numbers() -> Numbers:
-    return np.empty(0, np.int64)
+Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Source:
-    """A dataset that rows come from.
+class MappedRows:
+    """A mapping: rows `first` to `first + rows - 1` are the rows from `start` on of the dataset `index` in `file`.
 
-    Attributes
-    ----------
-    file : SourceFile
-    index : ChunkIndex
-        Not itself a `VirtualIndex`.
-    """
-
-    file: SourceFile
-    index: ChunkIndex
-
-
-@dataclass(frozen=True)
-class Part:
-    """Consecutive rows that are consecutive rows of another dataset.
-
-    Attributes
-    ----------
-    first, rows : int
-        Where they begin, and how many they are.
-    file : SourceFile
-    index : ChunkIndex
-        Of the other dataset; perhaps a `VirtualIndex`, and `file` is then the file of that.
-    start : int
-        The first of them there.
+    That dataset may itself be virtual.
     """
 
     first: int
@@ -58,79 +32,82 @@ class Part:
     start: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class VirtualIndex(ChunkIndex):
-    """Where a dataset's rows lie, which are rows of others.
+    """The locations of the rows of a virtual dataset.
 
-    Rows that lie in one chunk of one source make a *piece*; of a contiguous source, rows of about 4 MiB do. The pieces
-    are to this dataset what chunks of one size are to others: `chunks_of` gives their numbers.
+    The rows are divided into ranges. A range is a run of rows within one chunk of one source (or about 4 MiB of a
+    contiguous source). Ranges replace chunks in the methods inherited from `ChunkIndex`: `chunks_of` returns range
+    numbers, and `addresses` holds the byte offset of each range's first row in the source's file, or -1 if the range
+    has no allocated storage or its rows are filtered and cannot be read with one direct read.
 
     Attributes
     ----------
-    addresses : ndarray
-        int64, (pieces,): byte offset of each piece's first row in its source's file; -1 where it has no storage, or its
-        rows are not raw.
-    starts : ndarray
-        int64, (pieces,): first row of each piece, ascending from 0.
-    owners : ndarray
-        int64, (pieces,): number of the source of each.
+    starts, source_ids : ndarray
+        int64 (ranges,), the first row of each range, ascending from 0, and the index of its source in `sources`.
     shifts : ndarray
-        int64, (pieces,): to be added to a row, for its number in the source.
-    sources : tuple of Source
-        Rows that nobody maps are of a source without storage.
+        int64 (ranges,), the difference between a row's number in the source and its number here.
+    sources : tuple of SourceDataset
+        Rows that no mapping covers get a source without allocated storage, and are fill values.
     """
 
-    starts: Numbers = field(default_factory=_no_numbers)
-    owners: Numbers = field(default_factory=_no_numbers)
-    shifts: Numbers = field(default_factory=_no_numbers)
-    sources: tuple[Source, ...] = ()
+    starts: Integers
+    source_ids: Integers
+    shifts: Integers
+    sources: tuple[SourceDataset, ...]
 
     @cached_property
     def complete(self) -> bool:
-        """Whether every raw row has storage."""
+        """Whether every range has an address, so that no row is a fill value; only meaningful if `raw` is true."""
         return bool((self.addresses >= 0).all())
 
-    # Asked at each read, and there may be thousands of sources.
+    # Cached, because every read uses it and there may be thousands of sources.
     @cached_property
     def raw(self) -> bool:
-        """Whether every row's bytes lie in a file as they are."""
+        """Whether every row is stored unfiltered and contiguously, so that it can be read with one direct read."""
         return all(source.index.raw for source in self.sources)
 
     @property
-    def warning(self) -> str | None:
-        """Why some rows come through the HDF5 library; None: they are all read directly."""
+    def library_text(self) -> str | None:
+        """Why some rows are read through the HDF5 library; None if all are read directly."""
         for source in self.sources:
-            if source.index.reason is not None:
-                return f"of its sources, {source.index.name!r} of {source.file.path}: {source.index.reason}"
+            if source.index.library_reason is not None:
+                return f"of its sources, {source.index.name!r} of {source.file.path}: {source.index.library_reason}"
         return None
 
     @property
     def decoding_bytes(self) -> int:
-        """Memory that giving some rows of a piece takes, besides the rows' own places."""
+        """Extra memory for reading rows of one range, in bytes; 0 if rows are read directly into their buffers."""
         if self.raw:
             return 0
         return max(
-            self.row_bytes * source.index.unit_rows if source.index.codec is None else source.index.decoding_bytes
+            self.row_bytes * source.index.group_rows if source.index.codec is None else source.index.decoding_bytes
             for source in self.sources
-            if not is_empty(source.index)
+            if not source.index.is_empty
         )
 
-    def chunks_of(self, rows: Numbers) -> Numbers:
-        """The number of the piece that each row lies in; int64, (n,)."""
+    @cached_property
+    def files(self) -> frozenset[SourceFile]:
+        """The files that hold rows of this dataset."""
+        found = {source.file for source in self.sources if not source.index.is_empty}
+        return frozenset(found).union(*(source.index.files for source in self.sources))
+
+    def chunks_of(self, rows: Integers) -> Integers:
+        """Return the range number of each row; int64 (n,)."""
         return np.searchsorted(self.starts, rows, "right") - 1
 
-    def units_of(self, rows: Numbers) -> Numbers:
-        """The number of the piece that each row lies in, since units may cut them; int64, (n,)."""
+    def groups_of(self, rows: Integers) -> Integers:
+        """Return the range number of each row, int64 (n,): ranges, not multiples of `group_rows`, are read together."""
         return self.chunks_of(rows)
 
-    def rows_beside(self, row: int) -> int:
-        """Rows of the piece that a row lies in."""
-        piece = int(np.searchsorted(self.starts, row, "right"))
-        stop = self.rows if piece == len(self.starts) else int(self.starts[piece])
-        return stop - int(self.starts[piece - 1])
+    def rows_in_chunk_of(self, row: int) -> int:
+        """Return the number of rows in the range that contains `row`."""
+        number = int(np.searchsorted(self.starts, row, "right"))
+        stop = self.rows if number == len(self.starts) else int(self.starts[number])
+        return stop - int(self.starts[number - 1])
 
-    def offsets_of(self, rows: Numbers, chunks: Numbers) -> Numbers:
-        """Byte offset of each row in its source's file, where rows are raw and `chunks` are their pieces; or -1."""
+    def offsets_of(self, rows: Integers, chunks: Integers) -> Integers:
+        """Return each row's byte offset in its source's file, given the range numbers; -1 without allocated storage."""
         begins = self.addresses[chunks]
         offsets = begins + (rows - self.starts[chunks]) * self.row_bytes
         if not self.complete:
@@ -138,138 +115,119 @@ class VirtualIndex(ChunkIndex):
         return offsets
 
     def offset_of(self, row: int) -> int | None:
-        """None: its rows lie in other files."""
+        """Return None, because the rows are in other files."""
         return None
 
-    def owners_of(self, chunks: Numbers) -> Numbers:
-        """The number of the source that each piece lies in."""
-        return self.owners[chunks]
+    def source_ids_of(self, chunks: Integers) -> Integers:
+        """Return the number of each range's source, an index in `sources`."""
+        return self.source_ids[chunks]
+
+    def source_file(self, source_id: int | None) -> SourceFile | None:
+        """Return the file of a source; None stands for the dataset's own file."""
+        return None if source_id is None else self.sources[source_id].file
+
+    def split_by_source(self, rows: Integers) -> Iterator[tuple[SourceFile | None, ChunkIndex, Integers]]:
+        """Split rows wherever their source changes; yield the source's file, its index, and the row numbers in it."""
+        numbers = self.chunks_of(rows)
+        source_ids, there = self.source_ids[numbers], rows + self.shifts[numbers]
+        for first, last in itertools.pairwise(equal_runs(source_ids).tolist()):
+            source = self.sources[source_ids[first]]
+            yield source.file, source.index, there[first:last]
+
+    def sources_in(self, file: SourceFile) -> tuple[SourceDataset, ...]:
+        """Return the datasets that store the rows of this dataset."""
+        return self.sources
+
+    def ranges(self, start: int, stop: int) -> RowRanges:
+        """Split rows `start` to `stop` - 1 into ranges, each within one chunk of one source."""
+        low, high = np.searchsorted(self.starts, start, "right") - 1, np.searchsorted(self.starts, stop, "left")
+        firsts = np.maximum(self.starts[low:high], start)
+        addresses = self.offsets_of(firsts, np.arange(low, high))
+        return RowRanges(firsts, self.source_ids[low:high], self.shifts[low:high], addresses)
 
     def fill_of(self, row: int) -> bytes:
-        """The fill value of a row that has no storage: that of its source, as stored."""
-        return self.sources[self._owner(row)].index.fill
+        """Return the bytes of the fill value of a row without allocated storage, which is that of its source."""
+        number = self.chunks_of(np.array([row]))[0]
+        source: SourceDataset = self.sources[self.source_ids[number]]
+        return source.index.fill
 
-    def describe(self, rows: Numbers, place: int) -> str:
-        """The consecutive rows from `place` on, in words, as their source knows them."""
-        owner, there = next(self.deal(rows[place:]))
-        return self.sources[owner].index.describe(there, 0)
-
-    def deal(self, rows: Numbers) -> Iterator[tuple[int, Numbers]]:
-        """Each source's number and its rows, in the order of `rows`, a source again when they come back to it."""
-        pieces = self.chunks_of(rows)
-        owners, there = self.owners[pieces], rows + self.shifts[pieces]
-        edges = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(rows)]
-        for first, last in itertools.pairwise(edges):
-            if first < last:
-                yield int(owners[first]), there[first:last]
-
-    @cached_property
-    def files(self) -> frozenset[SourceFile]:
-        """The files that rows come from."""
-        found = {source.file for source in self.sources if not is_empty(source.index)}
-        return frozenset(found).union(*(source.index.files for source in self.sources))
-
-    def _owner(self, row: int) -> int:
-        return int(self.owners[self.chunks_of(np.array([row]))[0]])
+    def describe(self, rows: Integers, position: int) -> str:
+        """Return a text that names the run of consecutive rows at ``rows[position]`` within their source."""
+        _, index, there = next(self.split_by_source(rows[position:]))
+        return index.describe(there, 0)
 
 
-def is_empty(index: ChunkIndex) -> bool:
-    """Whether no row of a dataset has storage, so that nothing of it is ever read."""
-    return index.raw and bool((index.addresses < 0).all())
-
-
-def join_parts(index: ChunkIndex, file: SourceFile, fill: bytes, parts: Sequence[Part]) -> VirtualIndex:
-    """The index of a dataset that is made of others' rows.
-
-    Parameters
-    ----------
-    index : ChunkIndex
-        Its name, dtype and shape; it has rows, and they have bytes.
-    file : SourceFile
-        Its own.
-    fill : bytes
-        One row of fill values, for rows that are in no part.
-    parts : sequence of Part
-        Ascending, none over another.
-    """
-    builder = _Builder(index.row_bytes)
+def join_rows(index: ChunkIndex, file: SourceFile, fill: bytes, parts: Sequence[MappedRows]) -> VirtualIndex:
+    """Return the index of a dataset whose rows are those of `parts`, in ascending order, and `fill` in the gaps."""
+    builder = _Builder()
     at = 0
     for part in [*parts, None]:
         stop = index.rows if part is None else part.first
         if at < stop:
-            absent = np.full(1, -1, np.int64)
-            shape = (stop - at, *index.row_shape)
-            hole = ChunkIndex(index.name, index.dtype, shape, stop - at, stop - at, absent, fill)
-            builder.add(Part(at, stop - at, file, hole, 0))
+            hole = ChunkIndex(
+                name=index.name,
+                dtype=index.dtype,
+                shape=(stop - at, *index.row_shape),
+                chunk_rows=stop - at,
+                group_rows=stop - at,
+                addresses=np.full(1, -1, np.int64),
+                fill=fill,
+            )
+            builder.add(MappedRows(at, stop - at, file, hole, 0))
         if part is not None:
             builder.add(part)
             at = part.first + part.rows
-    unit_rows = builder.unit_rows() or contiguous_unit_rows(index.rows, index.row_bytes)
-    joined = [np.concatenate(column) for column in zip(*builder.pieces, strict=True)]
+    group_rows = builder.group_rows() or contiguous_group_rows(index.rows, index.row_bytes)
+    starts, source_ids, shifts, addresses = (np.concatenate(column) for column in zip(*builder.columns, strict=True))
     return VirtualIndex(
-        index.name,
-        index.dtype,
-        index.shape,
-        unit_rows,
-        unit_rows,
-        joined[3],
-        starts=joined[0],
-        owners=joined[1],
-        shifts=joined[2],
+        name=index.name,
+        dtype=index.dtype,
+        shape=index.shape,
+        chunk_rows=group_rows,
+        group_rows=group_rows,
+        addresses=addresses,
+        starts=starts,
+        source_ids=source_ids,
+        shifts=shifts,
         sources=tuple(builder.sources),
     )
 
 
 class _Builder:
-    """Pieces of parts, one part after the other."""
+    """Collects the ranges and sources of all mappings of a virtual dataset, in ascending order of rows."""
 
-    def __init__(self, row_bytes: int) -> None:
-        self.pieces: list[tuple[Numbers, Numbers, Numbers, Numbers]] = []
-        self.sources: list[Source] = []
+    def __init__(self) -> None:
+        self.columns: list[tuple[Integers, Integers, Integers, Integers]] = []
+        self.sources: list[SourceDataset] = []
         self._numbers: dict[tuple[str, str], int] = {}
         self._known: dict[int, tuple[ChunkIndex, int]] = {}
-        self._row_bytes = row_bytes
-        self._units: Counter[int] = Counter()
+        self._rows_by_group: Counter[int] = Counter()
 
-    def add(self, part: Part) -> None:
-        """Cut a part into its pieces: first rows, owners, shifts, addresses."""
-        index, start, stop, shift = part.index, part.start, part.start + part.rows, part.start - part.first
-        if isinstance(index, VirtualIndex):
-            low, high = np.searchsorted(index.starts, start, "right") - 1, np.searchsorted(index.starts, stop, "left")
-            numbers = np.arange(low, high)
-            firsts = np.maximum(index.starts[low:high], start)
-            counts = np.diff(np.append(firsts, stop))
-            known = np.array([self._number(source) for source in index.sources])
-            owners, shifts = known[index.owners[low:high]], index.shifts[low:high] + shift
-            for owner in np.unique(owners).tolist():
-                self._weigh(self.sources[owner].index, int(counts[owners == owner].sum()))
-            self.pieces.append((firsts - shift, owners, shifts, index.offsets_of(firsts, numbers)))
-            return
-        # Rows without storage may be any number, so they make one piece.
-        unit = index.rows if is_empty(index) else index.unit_rows
-        firsts = np.append(start, np.arange((start // unit + 1) * unit, stop, unit))
-        owner = self._number(Source(part.file, index))
-        self._weigh(index, part.rows)
-        addresses = index.offsets_of(firsts, index.chunks_of(firsts)) if index.raw else np.full(len(firsts), -1)
-        same = np.ones(len(firsts), np.int64)
-        self.pieces.append((firsts - shift, owner * same, shift * same, addresses))
+    def add(self, part: MappedRows) -> None:
+        """Split the rows of a mapping into ranges and append them."""
+        stop, shift = part.start + part.rows, part.start - part.first
+        ranges = part.index.ranges(part.start, stop)
+        numbers = np.array([self._number(source) for source in part.index.sources_in(part.file)])
+        source_ids = numbers[ranges.source_ids]
+        counts = np.diff(np.append(ranges.firsts, stop))
+        for number in np.unique(source_ids).tolist():
+            source = self.sources[number].index
+            if not source.is_empty:
+                self._rows_by_group[source.group_rows] += int(counts[source_ids == number].sum())
+        self.columns.append((ranges.firsts - shift, source_ids, ranges.shifts + shift, ranges.addresses))
 
-    def unit_rows(self) -> int:
-        """Rows of the sources' chunks, of the size that most rows are in; 0 where no row has a source."""
-        return self._units.most_common(1)[0][0] if self._units else 0
+    def group_rows(self) -> int:
+        """Return the `group_rows` that the sources of most rows have; 0 if no row has a source."""
+        return self._rows_by_group.most_common(1)[0][0] if self._rows_by_group else 0
 
-    def _weigh(self, index: ChunkIndex, rows: int) -> None:
-        if not is_empty(index):
-            self._units[index.unit_rows] += rows
-
-    def _number(self, source: Source) -> int:
+    def _number(self, source: SourceDataset) -> int:
         known = self._known.get(id(source.index))
         if known is None:
-            # Of rows without storage nothing but their fill value matters.
-            what = f"\0{source.index.fill!r}" if is_empty(source.index) else source.index.name
+            # Sources without allocated storage differ only in their fill values, so equal ones share an entry.
+            what = f"\0{source.index.fill!r}" if source.index.is_empty else source.index.name
             found = self._numbers.setdefault((source.file.path, what), len(self.sources))
             if found == len(self.sources):
                 self.sources.append(source)
-            # Together with the index, so that no other one is given its id.
+            # Keeping a reference to the index prevents that another object gets the same id.
             known = self._known[id(source.index)] = source.index, found
         return known[1]

@@ -1,1 +1,1 @@
-"""Where images come from: folders, CelebA as distributed, manifests, map-style datasets."""
+"""Sources of images: folders, CelebA as distributed, manifests, HDF5 files, map-style datasets."""

@@ -1,26 +1,87 @@
-"""The catalog of a source: which images there are, in source order, with labels and splits, before any is opened."""
+"""The catalog of a source: a list of its images with labels and splits, made before any image is opened.
+
+The survey, a pass over all image headers before the pack is written, then finds the sizes and rejects files that are
+no images.
+"""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, BinaryIO
+from fnmatch import fnmatchcase
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.checksum import crc32
-from h5pack.errors import RejectedImageError
-from h5pack.sources.walk import NameFilter
+from h5pack.errors import RejectedImageError, SourceError
+from h5pack.format.checksums import crc32
+from h5pack.images.decode import read_header
+from h5pack.images.headers import ImageHeader
+
+IMAGE_SUFFIXES = frozenset(
+    f".{ending}"
+    for line in (
+        "jpg jpeg jpe jfif png apng bmp dib gif tif tiff webp avif avifs heic heif jp2 j2k jpx jpf",
+        "ppm pgm pbm pnm pfm tga pcx sgi ico icns dds qoi psd",
+    )
+    for ending in line.split()
+)
+"""Files with these suffixes are treated as images. Their format is later detected from the content."""
+
+
+@dataclass(frozen=True)
+class NameFilter:
+    """A filter that selects files of a source by name.
+
+    Attributes
+    ----------
+    include : tuple of str
+        Shell patterns, matched against a file's name and its path relative to the source. If given, only files that
+        match a pattern are selected, whatever their suffix. Default: visible files with an image suffix.
+    exclude : tuple of str
+        Shell patterns. A file that matches one is skipped.
+    """
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def refusal(self, relative: str) -> str | None:
+        """Return the category under which a skipped file is counted, such as "hidden"; None if it is selected."""
+        if (self.include or self.exclude) and not self.allows(relative):
+            return "excluded" if _matches(relative, self.exclude) else "not included"
+        if self.include:
+            return None
+        name = relative[relative.rfind("/") + 1 :]
+        if name[:1] == ".":
+            return "hidden"
+        dot = name.rfind(".")
+        suffix = name[dot:].lower() if dot > 0 else ""
+        return None if suffix in IMAGE_SUFFIXES else f"{suffix or 'no suffix'} files"
+
+    def allows(self, relative: str) -> bool:
+        """Return whether the patterns allow the path. Its suffix is not considered."""
+        return not _matches(relative, self.exclude) and (not self.include or _matches(relative, self.include))
+
+    def excludes_below(self, folder: str) -> bool:
+        """Return whether the patterns exclude everything below `folder`."""
+        return any(pattern.endswith("*") and fnmatchcase(f"{folder}/", pattern) for pattern in self.exclude)
+
+
+def _matches(relative: str, patterns: tuple[str, ...]) -> bool:
+    name = relative[relative.rfind("/") + 1 :]
+    return any(fnmatchcase(relative, pattern) or fnmatchcase(name, pattern) for pattern in patterns)
 
 
 class NameTable:
-    """Many file names in little memory: one bytes object and an offset a name.
+    """A compact sequence of many file names: one bytes object, and an offset per name.
 
-    A million names of 30 bytes take 38 MB, where a list of str takes 87 MB and a fork soon copies it.
+    A million names of 30 bytes take 38 MB. A list of str takes 87 MB, and forked processes soon copy it, because
+    reference counts are written to its memory pages.
     """
 
     def __init__(self, blob: bytes, offsets: npt.NDArray[np.int64]) -> None:
@@ -29,8 +90,8 @@ class NameTable:
 
     @classmethod
     def of(cls, names: Iterable[str]) -> NameTable:
-        """Collect `names`; they may hold undecodable bytes as Python's surrogate escapes."""
-        # One call encodes all; no name holds a NUL, so the NULs between them tell the lengths.
+        """Return a table of `names`, in which surrogate escapes stand for undecodable bytes."""
+        # Names contain no NUL, so all are encoded in one call with NUL as separator.
         joined = os.fsencode("\0".join(names))
         if not joined:
             return cls(b"", np.zeros(1, np.int64))
@@ -49,57 +110,87 @@ class NameTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all names."""
+        """Total size of the encoded names in bytes."""
         return len(self._blob)
 
     def __iter__(self) -> Iterator[str]:
         return (self[index] for index in range(len(self)))
 
     def take(self, indices: Iterable[int]) -> NameTable:
-        """The names at `indices`, as a table of their own."""
+        """Return the names at `indices`."""
         return NameTable.of(self[index] for index in indices)
 
 
-class Reader:
-    """Fetches the images of a source; pickled or forked into the workers."""
+class SurveyedImage(NamedTuple):
+    """The result of the survey for one image.
+
+    `fingerprint` has 64 bits and changes if the image changes. `label` is given only if labels come with the samples.
+    """
+
+    header: ImageHeader
+    fingerprint: int
+    label: npt.NDArray[Any] | None = None
+
+
+class SourceReader:
+    """Base class of readers, which fetch the images of a source. Worker processes get a pickled or forked copy.
+
+    `has_labels` says whether reading a sample also yields its label, so that the catalog has none.
+    """
+
+    has_labels = False
 
     def read(self, index: int, name: str) -> bytes | npt.NDArray[np.uint8]:
-        """The encoded file, or the decoded pixels (uint8, (h, w, 1 or 3)), of image `index`.
+        """Return the encoded file, or the decoded pixels (uint8, (h, w, 1 or 3)), of image `index`.
 
-        Raises
-        ------
-        OSError
-            If the storage fails.
-        RejectedImageError
-            If there is nothing to read; the message is the reason alone.
+        Raises OSError if the storage fails, and RejectedImageError if this image cannot be read. The text of the
+        latter is the reason, without the image's name.
         """
         raise NotImplementedError
 
-    def begin(self, indices: Sequence[int]) -> None:
-        """Hear which images will be asked for next, in this order."""
+    def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
+        """Return the size, decode path and fingerprint of image `index`; read as little of it as possible.
 
-    def groups(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-        """A number for each image, int64 (n,): those of one number are cheaper read together; None if none are."""
+        Raises RejectedImageError (its text is the reason, without the image's name) if it is no image or has more than
+        `max_pixels`, and SourceError if the storage fails.
+        """
+        raise NotImplementedError
+
+    def uniform_size(self) -> tuple[int, int] | None:
+        """Return (height, width) if all images are arrays of the same size, so that no survey is needed; else None."""
         return None
 
-    def take(self, indices: npt.NDArray[np.int64]) -> Reader:
-        """The reader of the images at `indices` alone, which then count from 0."""
+    def fingerprints(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """Return the fingerprints of images, uint64 (n,). Only available if all images have a uniform size."""
+        raise NotImplementedError
+
+    def begin(self, indices: Sequence[int]) -> None:
+        """Announce the images that will be read next, in this order, so that they can be read ahead."""
+
+    def groups(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+        """Return a chunk group number for each image, int64 (n,), or None if reads do not profit from grouping.
+
+        Images with the same number are cheaper to read together.
+        """
+        return None
+
+    def take(self, indices: npt.NDArray[np.int64]) -> SourceReader:
+        """Return a reader of only the images at `indices`, which are renumbered from 0."""
         return self
 
 
-# Without O_NONBLOCK the opening of a named pipe waits for a writer that may never come.
+def fingerprint(data: bytes) -> int:
+    """Return a 64-bit hash of `data`."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+# Without O_NONBLOCK, opening a named pipe would wait for a writer, possibly forever.
 _OPEN_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
-class FileReader(Reader):
-    """Reads image files below a folder.
-
-    Attributes
-    ----------
-    root : str
-        The folder; absolute names are taken as they are.
-    """
+class FileReader(SourceReader):
+    """Reads image files. Relative names start from the folder `root`."""
 
     root: str
 
@@ -107,7 +198,7 @@ class FileReader(Reader):
         descriptor, size, _ = self._open(name)
         try:
             data = os.read(descriptor, size)
-            # Linux reads at most 2 GiB a call, and a network file system may return less than was asked for.
+            # Linux reads at most 2 GiB per call, and a network file system may return fewer bytes than requested.
             while len(data) < size:
                 more = os.read(descriptor, size - len(data))
                 if not more:
@@ -117,8 +208,22 @@ class FileReader(Reader):
         finally:
             os.close(descriptor)
 
+    def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
+        try:
+            head, size, modified = self.head(name)
+            header = read_header(head, lambda: self.open(name), max_pixels)
+        except RejectedImageError:
+            raise
+        except (OSError, ValueError) as error:
+            reason = missing_file_reason(error) if isinstance(error, OSError) else "its name cannot be opened"
+            if reason is None:
+                raise SourceError(f"{name}: {error}; repair the storage, then try again", path=name) from error
+            raise RejectedImageError(reason) from error
+        mark = fingerprint(b"%s\0%d\0%d" % (name.encode("utf-8", "surrogateescape"), size, modified))
+        return SurveyedImage(header, mark)
+
     def head(self, name: str, head_bytes: int = 2_048) -> tuple[bytes, int, int]:
-        """The first bytes of a file, its length, and its modification time in nanoseconds."""
+        """Return the first bytes of a file, its size in bytes, and its modification time in nanoseconds."""
         descriptor, size, modified = self._open(name)
         try:
             return os.read(descriptor, head_bytes), size, modified
@@ -126,11 +231,11 @@ class FileReader(Reader):
             os.close(descriptor)
 
     def open(self, name: str) -> BinaryIO:
-        """A file that was seen to be regular, for reading parts of it."""
+        """Open a file for reading parts of it. `head` must have confirmed that it is a regular file."""
         return open(self._path(name), "rb")
 
     def _path(self, name: str) -> str:
-        # os.path.join is as slow as opening the file.
+        # os.path.join would take as long as opening the file.
         return name if name.startswith("/") else f"{self.root}/{name}"
 
     def _open(self, name: str) -> tuple[int, int, int]:
@@ -142,7 +247,7 @@ class FileReader(Reader):
         return descriptor, status.st_size, status.st_mtime_ns
 
 
-_ABSENT = {
+_MISSING_FILE_REASONS = {
     errno.ENOENT: "file not found",
     errno.ENOTDIR: "file not found",
     errno.EISDIR: "not a regular file",
@@ -154,21 +259,16 @@ _ABSENT = {
 }
 
 
-def absence(error: OSError) -> str | None:
-    """Why a file cannot be had, where that is the file's own fault; None where the storage failed."""
-    return _ABSENT.get(error.errno or 0)
+def missing_file_reason(error: OSError) -> str | None:
+    """Return why a file cannot be read if the file itself is the cause, or None if the storage failed."""
+    return _MISSING_FILE_REASONS.get(error.errno or 0)
 
 
 @dataclass(frozen=True)
 class Reject:
-    """An image that is not packed.
+    """A rejected image, which is not packed: its file name relative to the source, and the reason.
 
-    Attributes
-    ----------
-    name : str
-        File name relative to the source.
-    reason : str
-        Why, in words that depend on the image alone.
+    The reason depends only on the image, so that every run gives the same text.
     """
 
     name: str
@@ -177,36 +277,36 @@ class Reject:
 
 @dataclass(frozen=True)
 class Catalog:
-    """What a source holds, in source order.
+    """The images of a source, in source order.
 
     Attributes
     ----------
     kind : str
-        flat, classes, splits, celeba, manifest, hdf5 or dataset.
-    reader : Reader
-        Fetches the images.
+        "flat", "classes", "splits", "celeba", "manifest", "hdf5" or "dataset".
+    reader : SourceReader
+        Reads the images.
     names : NameTable
         M file names, relative to the source.
     split_names : tuple of str
-        At least one.
+        At least one name.
     split_ids : ndarray
-        int32, (M,): index into `split_names`.
+        int32 (M,), the index of each image's split in `split_names`.
     labels : ndarray or None
-        int64 (M,), or uint8 (M, K).
+        int64 (M,), or a label table, uint8 (M, K).
     label_names : tuple of str or None
-        The classes of an int64 label, or the columns of a uint8 table.
+        Class names of int64 labels, or column names of a label table.
     fields : dict of str to ndarray
         Further values of each image, (M, ...).
     rejects : tuple of Reject
-        Images that cannot be packed for what the source's tables say of them.
+        Images that cannot be packed because of their entries in the source's tables, such as a missing label.
     ignored : dict of str to int
-        How many other files were passed over, by kind.
+        Number of skipped files in each category (see `NameFilter.refusal`).
     about : str
-        What of the source was taken, in words, where that was found by looking.
+        For an HDF5 file, a text that names the datasets in use.
     """
 
     kind: str
-    reader: Reader
+    reader: SourceReader
     names: NameTable
     split_names: tuple[str, ...]
     split_ids: npt.NDArray[np.int32]
@@ -221,7 +321,7 @@ class Catalog:
         return len(self.names)
 
     def tables_checksum(self) -> int:
-        """CRC-32 of labels, splits and fields, by which a resume sees that a table has changed."""
+        """Return a CRC-32 of labels, splits and fields, with which a resumed conversion detects changed tables."""
         checksum = crc32(repr((self.split_names, self.label_names, sorted(self.fields), self.rejects)).encode())
         for values in (self.split_ids, self.labels, *(self.fields[name] for name in sorted(self.fields))):
             if values is not None:
@@ -229,7 +329,7 @@ class Catalog:
         return checksum
 
     def take(self, indices: npt.NDArray[np.int64]) -> Catalog:
-        """The catalog of the images at `indices` alone."""
+        """Return a catalog of only the images at `indices`."""
         return replace(
             self,
             reader=self.reader.take(indices),
@@ -240,36 +340,36 @@ class Catalog:
         )
 
     def filtered(self, wanted: NameFilter) -> Catalog:
-        """The catalog of the images that --include and --exclude let pass; others are counted in `ignored`.
+        """Return a catalog of only the images that the patterns allow; count the others in `ignored`.
 
-        A table names its images, so their endings do not matter.
+        Suffixes do not matter, because this is for sources that list their images in a table.
         """
-        counted: dict[str, int] = {}
-        kept = []
-        for number, name in enumerate(self.names if wanted.include or wanted.exclude else ()):
-            refusal = wanted.refusal(name)
-            if refusal in ("excluded", "not included"):
-                counted[refusal] = counted.get(refusal, 0) + 1
-            else:
-                kept.append(number)
-        if not counted:
+        if not wanted.include and not wanted.exclude:
             return self
-        return replace(self.take(np.array(kept, np.int64)), ignored={**self.ignored, **counted})
+        ignored = dict(self.ignored)
+        kept = []
+        for number, name in enumerate(self.names):
+            if wanted.allows(name):
+                kept.append(number)
+            else:
+                refusal = str(wanted.refusal(name))
+                ignored[refusal] = ignored.get(refusal, 0) + 1
+        return self if len(kept) == len(self) else replace(self.take(np.array(kept, np.int64)), ignored=ignored)
 
     def limited(self, limit: int) -> Catalog:
-        """At most `limit` images, evenly spaced in source order, so that every class and split keeps its share."""
+        """Return a catalog of at most `limit` images, evenly spaced to keep the shares of classes and splits."""
         if len(self) <= limit:
             return self
         return self.take(np.arange(limit, dtype=np.int64) * len(self) // limit)
 
 
 def one_split(count: int, name: str = "all") -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-    """Split names and ids of a source without splits."""
+    """Return the `split_names` and `split_ids` of a source without splits."""
     return (name,), np.zeros(count, np.int32)
 
 
 def class_ids(values: Sequence[str]) -> tuple[tuple[str, ...], npt.NDArray[np.int64]]:
-    """Sorted distinct names, and each value's index among them."""
+    """Return the sorted distinct values, and the index of each value among them, int64."""
     names = tuple(sorted(set(values)))
     index = {name: number for number, name in enumerate(names)}
     return names, np.array([index[value] for value in values], np.int64)

@@ -1,4 +1,4 @@
-"""CelebA as it is distributed: img_align_celeba, its attribute table, partition and identities."""
+"""CelebA in its distributed form as a source: img_align_celeba, the attribute table, partition and identities."""
 
 from __future__ import annotations
 
@@ -8,38 +8,35 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import SourceError
-from h5pack.sources.catalog import Catalog, FileReader, NameTable, Reject, one_split
-from h5pack.sources.tables import Table, binary_table, integers, read_delimited, read_spaced
-from h5pack.sources.walk import NameFilter, walk
+from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, Reject, one_split
+from h5pack.sources.folders import walk
+from h5pack.sources.manifest import TextTable, binary_table, integers, read_delimited, read_spaced
 
 _IMAGES = "img_align_celeba"
-# As the university's archives unpack (Img, Anno, Eval), as Kaggle's does, and everything side by side.
+# The layouts of the university's archives (Img, Anno, Eval), of Kaggle's archive, and of a single common folder.
 _IMAGE_FOLDERS = (f"{_IMAGES}/{_IMAGES}", _IMAGES, f"Img/{_IMAGES}/{_IMAGES}", f"Img/{_IMAGES}")
 _TABLE_FOLDERS = ("", "Anno", "Eval", "anno", "eval")
 _PARTITIONS = ("train", "val", "test")
+_AGAIN = "download the file again"
 
 
 def is_celeba(root: Path) -> bool:
-    """Whether the folder holds CelebA's images and its attribute table."""
+    """Return whether the folder contains CelebA's images and attribute table."""
     return _image_folder(root) is not None and _table_path(root, "list_attr_celeba") is not None
 
 
 def celeba(root: Path, wanted: NameFilter) -> Catalog:
-    """Read CelebA's tables: uint8 labels (N, 40), splits where a partition is there, identities as a field.
+    """Return the catalog of CelebA: uint8 labels (N, 40), splits from the partition table, identities as a field.
 
-    An image without a row in one of the tables, and a row without its image, become rejects: a row of the pack
-    always has its true label.
-
-    Raises
-    ------
-    SourceError
-        If the images or the attribute table are missing, or a table cannot be read.
+    The partition and identity tables are optional. Images that are missing in a table, and table rows without an image,
+    become rejects, so that every packed image has its correct label.
     """
     folder = _image_folder(root)
     attributes_path = _table_path(root, "list_attr_celeba")
     if folder is None or attributes_path is None:
         raise SourceError(
-            f"{root}: not CelebA as distributed; it needs {_IMAGES}/ and list_attr_celeba.txt or .csv in one folder"
+            f"{root}: not CelebA as distributed; it needs {_IMAGES}/ and list_attr_celeba.txt or .csv in one folder",
+            path=root,
         )
     attributes = _read(attributes_path, None, skip=1)
     tables = {"attributes": attributes}
@@ -50,10 +47,9 @@ def celeba(root: Path, wanted: NameFilter) -> Catalog:
         path = _table_path(root, stem)
         if path is not None:
             tables[role] = _read(path, ("image_id", column))
-
     for table in tables.values():
         if len(table.header) < 2:
-            raise SourceError(f"{table.path}: no column beside the file names; fetch the file again")
+            raise SourceError(f"{table.path}: no column beside the file names; {_AGAIN}", path=table.path)
 
     found = walk(str(root), wanted, folder)
     images = [name[len(folder) + 1 :] for name in found.below("")]
@@ -62,9 +58,7 @@ def celeba(root: Path, wanted: NameFilter) -> Catalog:
     split_names, split_ids = one_split(len(names))
     if "partition" in tables:
         split_names, split_ids = _PARTITIONS, _partition(tables["partition"])[row_of["partition"]]
-    fields: dict[str, npt.NDArray[np.int64]] = {}
-    if "identity" in tables:
-        fields["identity"] = _column(tables["identity"])[row_of["identity"]]
+    fields = {"identity": _column(tables["identity"])[row_of["identity"]]} if "identity" in tables else {}
     columns = attributes.header[1:]
     return Catalog(
         "celeba",
@@ -89,20 +83,23 @@ def _table_path(root: Path, stem: str) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def _read(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> Table:
-    """CelebA's tables are delimited by spaces, Kaggle's copies by commas under a header."""
+def _read(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> TextTable:
+    """Read a table: the original ones are delimited by spaces, Kaggle's CSV copies by commas, with a header."""
     return read_delimited(path) if path.suffix == ".csv" else read_spaced(path, header, skip)
 
 
 def _join(
-    folder: Path, images: list[str], tables: list[Table]
+    folder: Path, images: list[str], tables: list[TextTable]
 ) -> tuple[list[str], list[npt.NDArray[np.int64]], list[tuple[str, str]]]:
-    """Names with a row in every table, their rows in each, and (name, reason) for all others."""
+    """Return the images that have a row in every table, their row numbers in each table, and the rejects.
+
+    A reject is a pair (name, reason): an image without a row, or a row whose image does not exist.
+    """
     indexes = [{row[0]: number for number, row in enumerate(table.rows)} for table in tables]
     for table, index in zip(tables, indexes, strict=True):
         if len(index) < len(table.rows):
             number = next(number for number, row in enumerate(table.rows) if index[row[0]] != number)
-            raise SourceError(f"{table.place(number)}: {table.rows[number][0]!r} has another row; fetch the file again")
+            raise table.error(number, f"{table.rows[number][0]!r} has another row; {_AGAIN}")
     rejects = []
     names = []
     for name in images:
@@ -113,28 +110,27 @@ def _join(
             names.append(name)
     present = set(images)
     for name in indexes[0]:
-        # A file that --include or --exclude left out is there, and its row is no fault.
+        # An image that the name filter skipped does exist, so its table row is no error.
         if name not in present and not (folder / name).exists():
             rejects.append((name, f"named in {tables[0].path.name}, but there is no such file"))
     rows = [np.array([index[name] for name in names], np.int64) for index in indexes]
     return names, rows, rejects
 
 
-def _column(table: Table) -> npt.NDArray[np.int64]:
+def _column(table: TextTable) -> npt.NDArray[np.int64]:
     cells = table.column(table.header[1])
     values = integers(cells)
     if values is None:
         row = next(row for row, cell in enumerate(cells) if integers([cell]) is None)
-        raise SourceError(f"{table.place(row)}: {cells[row]!r} is no integer; fetch the file again")
+        raise table.error(row, f"{cells[row]!r} is no integer; {_AGAIN}")
     return values
 
 
-def _partition(table: Table) -> npt.NDArray[np.int32]:
+def _partition(table: TextTable) -> npt.NDArray[np.int32]:
     values = _column(table)
     odd = np.flatnonzero((values < 0) | (values > 2))
     if len(odd):
-        raise SourceError(
-            f"{table.place(odd[0])}: partition {values[odd[0]]}; partitions are 0 (train), 1 (val) and 2 (test); "
-            "fetch the file again"
+        raise table.error(
+            odd[0], f"partition {values[odd[0]]}; partitions are 0 (train), 1 (val) and 2 (test); {_AGAIN}"
         )
     return values.astype(np.int32)

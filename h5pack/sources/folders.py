@@ -1,18 +1,134 @@
-"""Folders of images: flat, one folder a class, or one folder a split."""
+"""Folders of images as sources: listing of files, and catalogs for flat folders, class folders and split folders."""
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from h5pack import schema
 from h5pack.errors import NoImagesError, SourceError
-from h5pack.sources.catalog import Catalog, FileReader, NameTable, one_split
-from h5pack.sources.walk import Walk, child_folders
+from h5pack.format import schema
+from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, one_split
 
-# Folder names that mean a split, in the order in which splits are stored.
+
+@dataclass
+class Walk:
+    """The result of `walk`: the folders below a root that contain selected files.
+
+    Attributes
+    ----------
+    folders : dict of str to str
+        Maps a folder relative to the root ("" is the root itself) to its sorted file names. They are joined into one
+        string by NUL, which no name contains, so that a million names are not a million objects.
+    order : list of str
+        The sorted folders.
+    ignored : Counter
+        Number of skipped files and folders in each category.
+    """
+
+    folders: dict[str, str] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    ignored: Counter[str] = field(default_factory=Counter)
+
+    def names(self, folder: str) -> list[str]:
+        """Return the sorted names of the selected files in `folder`, without its path."""
+        return self.folders[folder].split("\0")
+
+    def below(self, top: str) -> Iterator[str]:
+        """Yield the paths, relative to the root, of all selected files in and below the folder `top`."""
+        for folder in self._folders_below(top):
+            lead = f"{folder}/" if folder else ""
+            for name in self.names(folder):
+                yield lead + name
+
+    def _folders_below(self, top: str) -> list[str]:
+        if not top:
+            return self.order
+        # Strings that start with "a/" sort between "a/" and "a0", because "0" follows "/" in Unicode.
+        first, last = bisect_left(self.order, f"{top}/"), bisect_left(self.order, f"{top}0")
+        return ([top] if top in self.folders else []) + self.order[first:last]
+
+
+def walk(root: str, names: NameFilter, top: str = "") -> Walk:
+    """Find all files in and below the folder `top` of `root` that the filter `names` selects.
+
+    The order does not depend on the file system. Links to files and folders are followed, except loops of links. Raises
+    SourceError if a folder cannot be listed, unless the filter excludes everything below it.
+    """
+    found = Walk()
+    stack: list[tuple[str, frozenset[tuple[int, int]]]] = [(top, frozenset())]
+    while stack:
+        folder, above = stack.pop()
+        path = os.path.join(root, folder) if folder else root
+        try:
+            status = os.stat(path)
+            identity = (status.st_dev, status.st_ino)
+            if identity in above:
+                found.ignored["loops of links"] += 1
+                continue
+            wanted, below = _list_folder(path, folder, names, found.ignored)
+        except OSError as error:
+            if names.excludes_below(folder):
+                found.ignored["excluded folders"] += 1
+                continue
+            raise SourceError(
+                f"{path}: cannot be listed ({error.strerror}); repair that, or leave it out with exclude",
+                path=path,
+                parameters=("exclude",),
+            ) from error
+        stack += [(name, above | {identity}) for name in below]
+        if wanted:
+            found.folders[folder] = "\0".join(sorted(wanted))
+    found.order = sorted(found.folders)
+    return found
+
+
+def _list_folder(path: str, folder: str, names: NameFilter, ignored: Counter[str]) -> tuple[list[str], list[str]]:
+    """Return the names of a folder's selected files, and the paths of its subfolders relative to the root."""
+    wanted, below = [], []
+    with os.scandir(path) as entries:
+        for entry in entries:
+            relative = f"{folder}/{entry.name}" if folder else entry.name
+            if _is_folder(entry):
+                if _is_visible(entry.name):
+                    below.append(relative)
+                else:
+                    ignored["hidden folders"] += 1
+                continue
+            refusal = names.refusal(relative)
+            if refusal is None:
+                wanted.append(entry.name)
+            else:
+                ignored[refusal] += 1
+    return wanted, below
+
+
+def child_folders(root: str) -> list[str]:
+    """Return the sorted names of the visible folders directly below `root`."""
+    with os.scandir(root) as entries:
+        return sorted(entry.name for entry in entries if _is_visible(entry.name) and _is_folder(entry))
+
+
+def _is_visible(name: str) -> bool:
+    return not name.startswith(".") and name != "__MACOSX"
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        # A link that leads to itself is treated as a file, and becomes a rejected image when it cannot be read.
+        if error.errno != errno.ELOOP:
+            raise
+        return False
+
+
+# Folder names that denote a split, with the rank that orders the splits in a pack.
 _SPLIT_RANKS = {
     "train": 0, "training": 0, "tr": 0,
     "val": 1, "valid": 1, "validation": 1, "dev": 1,
@@ -21,87 +137,62 @@ _SPLIT_RANKS = {
 
 
 def is_split_name(name: str) -> bool:
-    """Whether a folder of this name is a split by custom: train, val, test and their variants."""
+    """Return whether a folder with this name is a split by convention: train, val, test or a variant of these."""
     return name.lower() in _SPLIT_RANKS
 
 
 def split_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Distinct split names, train before validation before test before others."""
+    """Return the distinct split names in stored order: train, validation, test, then others by name."""
     return tuple(sorted(set(names), key=lambda name: (_SPLIT_RANKS.get(name.lower(), 3), name)))
 
 
 def flat(root: str, found: Walk) -> Catalog:
-    """Every image below `root`, however deep, without labels."""
+    """Return a catalog without labels of all images below `root`, at any depth."""
     names = NameTable.of(found.below(""))
-    split_names, split_ids = one_split(len(names))
-    return Catalog("flat", FileReader(root), names, split_names, split_ids, ignored=dict(found.ignored))
+    return Catalog("flat", FileReader(root), names, *one_split(len(names)), ignored=dict(found.ignored))
 
 
 def classes(root: str, found: Walk, folders: list[str]) -> Catalog:
-    """One folder a class, as torchvision's ImageFolder reads it: the class is the top folder, deeper ones belong to it.
+    """Return a catalog of one folder per class; as in torchvision's ImageFolder, subfolders belong to their class.
 
-    Parameters
-    ----------
-    root : str
-    found : Walk
-        Of `root`.
-    folders : list of str
-        The folders directly below `root`, sorted: the classes, also those without images.
+    `folders` are the sorted folders directly below `root`. Each is a class, even if it has no images.
     """
     if found.folders.get(""):
-        first = found.names("")[0]
         raise SourceError(
-            f"{root}: holds images beside its class folders ({first!r}, say); move them into a class, "
-            "or pack everything without labels with --source flat"
+            f"{root}: holds images beside its class folders, such as {found.names('')[0]!r}; move them into a class, "
+            "or pack everything without labels by source_kind='flat'",
+            path=root,
+            parameters=("source_kind='flat'",),
         )
     names: list[str] = []
     labels: list[int] = []
     for label, folder in enumerate(folders):
         names.extend(found.below(folder))
         labels.extend([label] * (len(names) - len(labels)))
-    split_names, split_ids = one_split(len(names))
     return Catalog(
         "classes",
         FileReader(root),
         NameTable.of(names),
-        split_names,
-        split_ids,
+        *one_split(len(names)),
         labels=np.array(labels, np.int64),
         label_names=tuple(folders),
         ignored=dict(found.ignored),
     )
 
 
-def _in_classes(root: str, split: str, found: Walk) -> bool:
-    """Whether the images of a split lie in class folders, rather than in the split's own folder."""
-    inner = next((name for name in found.below(split) if name.count("/") > 1), None)
-    if inner is not None and split in found.folders:
-        raise SourceError(
-            f"{os.path.join(root, split)}: holds images beside its class folders ({found.names(split)[0]!r} beside "
-            f"{inner.split('/')[1]!r}, say); move them into a class, or leave them out with --exclude"
-        )
-    return inner is not None
-
-
 def splits(root: str, found: Walk, folders: list[str]) -> Catalog:
-    """One folder a split; in each, class folders, or images alone where the split has no labels (label -1).
-
-    Raises
-    ------
-    NoImagesError
-        If no split holds an image.
-    SourceError
-        If images lie beside the splits, or beside the class folders of one.
-    """
+    """Return a catalog of one folder per split, which contains either class folders or unlabelled images (label -1)."""
     split_names = split_order(folder for folder in folders if any(found.below(folder)))
     if not split_names:
-        raise NoImagesError(f"{root}: no image in its split folders ({', '.join(folders)})")
+        raise NoImagesError(f"{root}: no image in its split folders ({', '.join(folders)})", path=root)
     if found.folders.get(""):
         raise SourceError(
-            f"{root}: holds images beside its split folders ({found.names('')[0]!r}, say); move them into a split, "
-            "or leave them out with --exclude"
+            f"{root}: holds images beside its split folders, such as {found.names('')[0]!r}; move them into a split, "
+            "or leave them out with exclude",
+            path=root,
+            parameters=("exclude",),
         )
-    labelled = [split for split in split_names if _in_classes(root, split, found)]
+    labelled = [split for split in split_names if _has_classes(root, split, found)]
     label_names = tuple(sorted({name for split in labelled for name in child_folders(os.path.join(root, split))}))
     index = {name: number for number, name in enumerate(label_names)}
     names: list[str] = []
@@ -123,3 +214,16 @@ def splits(root: str, found: Walk, folders: list[str]) -> Catalog:
         label_names=label_names or None,
         ignored=dict(found.ignored),
     )
+
+
+def _has_classes(root: str, split: str, found: Walk) -> bool:
+    """Return whether a split's images are in class folders; raise SourceError if some are and others are not."""
+    inner = next((name for name in found.below(split) if name.count("/") > 1), None)
+    if inner is not None and split in found.folders:
+        raise SourceError(
+            f"{os.path.join(root, split)}: holds images beside its class folders, such as {found.names(split)[0]!r} "
+            f"beside {inner.split('/')[1]!r}; move them into a class, or leave them out with exclude",
+            path=os.path.join(root, split),
+            parameters=("exclude",),
+        )
+    return inner is not None

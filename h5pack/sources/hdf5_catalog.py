@@ -1,10 +1,11 @@
-"""An HDF5 file as a source: which dataset holds the images, which the labels, and how they are to be understood."""
+"""An HDF5 file as a source: detection of the datasets of images and labels, and interpretation of their numbers."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,42 +15,46 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from h5pack import schema
-from h5pack.errors import H5PackError, OptionsError, SourceError
-from h5pack.hdf5 import dataset_names, open_file, require_dataset, text
+from h5pack.errors import DamagedRowsError, H5PackError, OptionsError, SourceError
+from h5pack.format import schema
+from h5pack.read.description import FileDescription, checksums_of, describe_file
 from h5pack.read.encoded import is_encoded
-from h5pack.read.pack import Pack, checksums_of, read_pack
-from h5pack.sources.catalog import Catalog, NameTable, one_split
+from h5pack.read.engine import Engine
+from h5pack.read.hdf5 import attribute_names, dataset_names, open_file, require_dataset, text
+from h5pack.read.virtual import require_sources
+from h5pack.sources.catalog import Catalog, NameFilter, NameTable, class_ids, one_split
 from h5pack.sources.hdf5_rows import CHANNEL_AXES, HDF5RowReader, PixelForm
-from h5pack.sources.hdf5_tables import field_names_of, read_field, read_labels
-from h5pack.sources.walk import NameFilter
+from h5pack.sources.manifest import is_field_name
+from h5pack.system.machine import available_memory
+from h5pack.system.text import format_bytes
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5")
 _LABELS = ("labels", "label", "targets", "target", "y")
 _REST = "rest"
-# What of a dataset's name says that it holds the images: "images", "train/images", "train_set_x", "X".
+# Finds the word for images in a dataset's name, such as "images", "train/images", "train_set_x" or "X".
 _IMAGE_WORD = re.compile(r"(?<![a-z])(?:images?|imgs?|x)(?![a-z])", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class HDF5Datasets:
-    """Which datasets of an HDF5 file mean what.
+    """The roles of the datasets of an HDF5 file.
 
     Attributes
     ----------
     images : str, optional
-        None: look.
+        Path of the images. Default: the dataset that looks like images.
     labels : str, optional
-        None: look. An empty name: there are none.
+        Path of the labels; an empty string for no labels. Default: a dataset beside the images with a name such as
+        "labels", if there is one.
     fields : tuple of str
-        Further datasets with a row for each image; of a pack, its own come without being named.
+        Paths of further datasets with one row per image.
     channel_axis : str, optional
-        One of `CHANNEL_AXES`; None: look.
+        One of `CHANNEL_AXES`. Default: inferred from the shape by `channel_axes`.
     value_range : (float, float), optional
-        The values that become 0 and 255; see `PixelForm`.
+        The values mapped to 0 and 255; see `PixelForm`.
     own_fields : bool
-        Whether a pack's own fields come without being named.
+        If `fields` is empty, include all fields of a pack.
     """
 
     images: str | None = None
@@ -61,54 +66,48 @@ class HDF5Datasets:
 
     def __post_init__(self) -> None:
         if self.channel_axis is not None and self.channel_axis not in CHANNEL_AXES:
-            raise OptionsError(f"channel_axis {self.channel_axis!r} is none of {', '.join(CHANNEL_AXES)}")
+            fragment = f"channel_axis={self.channel_axis!r}"
+            raise OptionsError(f"{fragment} is none of {', '.join(CHANNEL_AXES)}", parameters=(fragment,))
         if self.value_range is not None:
             low, high = self.value_range
             if not (math.isfinite(high - low) and low < high):
-                raise OptionsError(f"value_range is {low:g} to {high:g}; the first must be below the second")
+                raise OptionsError(
+                    f"value_range is {low:g} to {high:g}; the first must be below the second",
+                    parameters=("value_range",),
+                )
 
 
 def is_hdf5(path: Path) -> bool:
-    """Whether a file is HDF5, by its signature, before which there may be a user block, or else by its ending."""
+    """Return whether a file has the signature of HDF5, at its start or after a user block, or else a suffix of HDF5."""
     try:
         with path.open("rb") as stream:
-            size, place = os.fstat(stream.fileno()).st_size, 0
-            while place < size:
-                stream.seek(place)
+            size, offset = os.fstat(stream.fileno()).st_size, 0
+            while offset < size:
+                stream.seek(offset)
                 if stream.read(len(_SIGNATURE)) == _SIGNATURE:
                     return True
-                place = max(512, 2 * place)
+                offset = max(512, 2 * offset)
     except OSError:
         pass
     return path.suffix.lower() in _SUFFIXES
 
 
 def hdf5_catalog(path: Path, datasets: HDF5Datasets, wanted: NameFilter) -> Catalog:
-    """Catalog the rows of an HDF5 file; row order is source order.
-
-    Raises
-    ------
-    SourceError
-        If it does not say which dataset is meant, or labels do not fit.
-    PackFormatError
-        If the file or a dataset is damaged or missing.
-    OptionsError
-        If a field takes one of the format's own names.
-    """
+    """Return the catalog of an HDF5 file, whose rows are the images in source order."""
     with open_file(path) as file:
         try:
             catalog = _catalog(path, file, datasets)
         except H5PackError:
             raise
         except Exception as error:
-            # Damage shows as any of h5py's errors.
-            raise SourceError(f"{path}: its metadata is damaged ({error}); restore the file") from error
+            # On damaged files, h5py may raise any exception type.
+            raise SourceError(f"{path}: its metadata is damaged ({error}); restore the file", path=path) from error
     return catalog.filtered(wanted)
 
 
 def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
     images = (datasets.images or _find_images(file)).strip("/")
-    pack = read_pack(path, images, None, sized=False)
+    pack = describe_file(path, images, None, sized=False)
     stored = require_dataset(file, images)
     labels = _find_labels(file, images) if datasets.labels is None else datasets.labels.strip("/") or None
     fields = tuple(name.strip("/") for name in datasets.fields)
@@ -117,8 +116,11 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
     form = None if is_encoded(stored) else _form(path, stored, datasets)
     if form is None and (datasets.channel_axis or datasets.value_range):
         raise OptionsError(
-            f"{path}: {images!r} holds encoded images, which know their channels and values; leave out --channel-axis "
-            "and --value-range"
+            f"{path}: {images!r} holds encoded images, which know their channels and values; leave out channel_axis "
+            "and value_range",
+            path=path,
+            dataset=images,
+            parameters=("channel_axis", "value_range"),
         )
     reader = HDF5RowReader(pack, form)
     values, names = (None, None) if labels is None else read_labels(path, require_dataset(file, labels), labels)
@@ -128,15 +130,15 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
         if table is not None and len(table) != len(stored):
             raise SourceError(
                 f"{path}: {name!r} has {len(table):,} rows and {images!r} has {len(stored):,}; name datasets that "
-                "go together"
+                "go together",
+                path=path,
+                dataset=name,
             )
-    split_names, split_ids = _splits(path, pack, len(stored))
     return Catalog(
         "hdf5",
         reader,
         _names(file, images, len(stored)),
-        split_names,
-        split_ids,
+        *_splits(path, pack, len(stored)),
         labels=values,
         label_names=names,
         fields=dict(zip(field_names, columns.values(), strict=True)),
@@ -145,21 +147,28 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
 
 
 def _find_images(file: h5py.File) -> str:
-    """The dataset of images of a file that has one; of several, the one called so."""
+    """Return the path of the images: the dataset "images", or else the only dataset that looks like images.
+
+    Raises SourceError if there is no such dataset, or more than one.
+    """
     if isinstance(file.get(schema.IMAGES), h5py.Dataset):
         return schema.IMAGES
     found = [name for name in dataset_names(file) if _looks_like_images(file[name])]
     if len(found) == 1:
         return found[0]
     if not found:
-        held = ", ".join(f"{name!r} {_described(file[name])}" for name in dataset_names(file)) or "none"
+        held = ", ".join(f"{name!r} {file[name].dtype} {file[name].shape}" for name in dataset_names(file)) or "none"
         raise SourceError(
             f"{file.filename}: none of its datasets looks like images, (N, H, W), (N, H, W, C) or (N, C, H, W) of "
-            f"numbers, or encoded ones ({held}); name one with --images"
+            f"numbers, or encoded ones ({held}); name one with images=NAME",
+            path=file.filename,
+            parameters=("images=NAME",),
         )
     raise SourceError(
-        f"{file.filename}: {', '.join(map(repr, found))} look like images; say which with --images, and convert each "
-        "to a pack of its own"
+        f"{file.filename}: {', '.join(map(repr, found))} look like images; choose one with images=NAME, and convert "
+        "each to a pack of its own",
+        path=file.filename,
+        parameters=("images=NAME",),
     )
 
 
@@ -167,28 +176,24 @@ def _looks_like_images(dataset: h5py.Dataset) -> bool:
     try:
         return is_encoded(dataset) or is_image_array(dataset.shape or (), dataset.dtype)
     except TypeError:
-        # Numbers that NumPy has not.
+        # NumPy has no dtype for this dataset.
         return False
 
 
 def is_image_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
-    """Whether an array's rows look like images: numbers, of two axes of some length, and perhaps one of channels."""
+    """Return whether an array's rows look like images: numeric, height and width of at least 8, at most 4 channels."""
     if dtype.kind not in "biuf" or len(shape) not in (3, 4):
         return False
     return channel_axes(shape[1:]) != [] and sorted(shape[1:])[-2] >= 8
 
 
 def channel_axes(row_shape: tuple[int, ...]) -> list[str]:
-    """Which of `CHANNEL_AXES` a row's shape allows."""
+    """Return the members of `CHANNEL_AXES` that the shape of a row allows; empty if it is no image."""
     if len(row_shape) == 2:
         return ["none"]
     if len(row_shape) != 3:
         return []
     return [name for name, axis in (("last", 2), ("first", 0)) if 1 <= row_shape[axis] <= 4]
-
-
-def _described(dataset: h5py.Dataset) -> str:
-    return f"{dataset.dtype} {dataset.shape}"
 
 
 def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelForm:
@@ -202,17 +207,23 @@ def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelFor
         what = f" with channels {asked}" if allowed and asked is not None else ""
         raise SourceError(
             f"{path}: the rows of {name!r} have shape {shape}, which is no image{what}: (H, W), (H, W, C) or "
-            "(C, H, W), C from 1 to 4; name another dataset with --images"
+            "(C, H, W), C from 1 to 4; name another dataset with images=NAME",
+            path=path,
+            dataset=name,
+            parameters=("images=NAME",),
         )
     if asked is None and len(allowed) > 1:
         raise SourceError(
-            f"{path}: rows of {shape} may have their channels last or first; say which with --channel-axis"
+            f"{path}: rows of {shape} may have their channels last or first; give channel_axis",
+            path=path,
+            dataset=name,
+            parameters=("channel_axis",),
         )
     return PixelForm(asked or allowed[0], datasets.value_range)
 
 
 def _find_labels(file: h5py.File, images: str) -> str | None:
-    """A dataset beside the images whose name says that it holds their labels."""
+    """Return the path of a dataset beside the images whose name and length mark it as their labels, or None."""
     folder, _, own = images.rpartition("/")
     prefix = f"{folder}/" if folder else ""
     rows = len(file[images])
@@ -233,29 +244,143 @@ def _label_names(images: str) -> Iterator[str]:
 
 
 def _own_fields(file: h5py.File) -> Iterator[str]:
-    """A pack's further datasets, those with checksums."""
+    """Yield the names of a pack's fields, which are its further datasets that have checksums."""
     for name, item in file.items():
         if name not in schema.RESERVED and isinstance(item, h5py.Dataset) and checksums_of(name) in file:
             yield name
 
 
-def _splits(path: Path, pack: Pack, rows: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
+def _splits(path: Path, pack: FileDescription, rows: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
     if not pack.splits:
         return one_split(rows)
     names = (*pack.splits, _REST)
     ids = np.full(rows, len(pack.splits), np.int32)
     for number, (start, stop) in enumerate(pack.splits.values()):
         if (ids[start:stop] != len(pack.splits)).any():
-            raise SourceError(f"{path}: its splits share rows; mend the file")
+            raise SourceError(f"{path}: its splits share rows; correct the file", path=path)
         ids[start:stop] = number
     return (names if (ids == len(pack.splits)).any() else names[:-1]), ids
 
 
 def _names(file: h5py.File, images: str, rows: int) -> NameTable:
-    """A pack's file names, or the rows' numbers."""
+    """Return the file names stored in a pack, or else names made of the dataset's path and the row numbers."""
     stored = file.get(schema.FILENAMES)
     if images == schema.IMAGES and isinstance(stored, h5py.Dataset) and stored.shape == (rows,):
-        # A file that h5pack did not write may hold empty names, and NULs, which a table of names cannot.
+        # A file of another program may contain empty names, or names with NULs, which a NameTable cannot store.
         names = (text(name).replace("\0", "\\x00") for name in stored[()].tolist())
         return NameTable.of(name or f"{images}/{row:08d}" for row, name in enumerate(names))
     return NameTable.of(f"{images}/{row:08d}" for row in range(rows))
+
+
+_OTHER, _NONE, _FIELD = "labels=NAME", "labels=''", "fields=NAME"
+
+
+def read_labels(path: Path, dataset: h5py.Dataset, name: str) -> tuple[npt.NDArray[Any], tuple[str, ...] | None]:
+    """Return labels in a pack's form: int64 (N,) with class names or None, or uint8 (N, K) with column names."""
+    values = _read_all(path, dataset, name)
+    if values.ndim == 2 and values.shape[1] == 1:
+        values = values[:, 0]
+    if values.ndim not in (1, 2):
+        raise _label_error(path, name, f"has shape {values.shape}, and labels are (N,) or (N, K)", _OTHER)
+    if values.ndim == 1 and values.dtype.kind in "OSU":
+        if any(not isinstance(value, (bytes, str)) for value in values.tolist()):
+            raise _label_error(path, name, "holds neither numbers nor texts", _OTHER, _NONE)
+        words, numbers = class_ids([text(value) for value in values.tolist()])
+        return numbers, words
+    if values.dtype.kind not in "biuf":
+        raise _label_error(path, name, f"holds {values.dtype}, which is no label", _OTHER, _NONE)
+    whole = values.dtype.kind != "f" or bool((np.isfinite(values) & (values == np.rint(values))).all())
+    if not whole or (values.size and not -(2**63) <= int(values.min()) <= int(values.max()) < 2**63):
+        found = f"holds numbers that are no integers of 64 bits, such as {values.reshape(-1)[0]}"
+        raise _label_error(path, name, found, _OTHER, _NONE, _FIELD)
+    if values.ndim == 2:
+        columns = attribute_names(dataset, schema.COLUMNS) or ()
+        if len(columns) != values.shape[1]:
+            columns = tuple(f"label_{column}" for column in range(values.shape[1]))
+        return _byte_table(path, name, values), columns
+    labels = values.astype(np.int64)
+    classes = attribute_names(dataset, schema.CLASSES)
+    if classes is not None and len(labels) and not schema.NO_LABEL <= labels.min() <= labels.max() < len(classes):
+        found = f"has {len(classes)} classes and values from {labels.min()} to {labels.max()}"
+        raise _label_error(path, name, found, _OTHER, _NONE)
+    return labels, classes
+
+
+def _label_error(path: Path, name: str, found: str, *advice: str) -> SourceError:
+    return SourceError(
+        f"{path}: {name!r} {found}; give {' or '.join(advice)}", path=path, dataset=name, parameters=advice
+    )
+
+
+def read_field(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
+    """Return the values of a field, (N, ...), in native byte order; raise SourceError if they are not numbers."""
+    if dataset.dtype.kind not in "biuf" or not dataset.shape:
+        raise SourceError(
+            f"{path}: {name!r} holds {dataset.dtype}; a field is rows of numbers: leave it out", path=path, dataset=name
+        )
+    return _read_all(path, dataset, name)
+
+
+def field_names_of(path: Path, fields: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names that fields get in the pack: the last components of their paths.
+
+    Raises OptionsError if two are equal, or if the format does not allow a name.
+    """
+    names = tuple(map(os.path.basename, fields))
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise OptionsError(f"{path}: two of the fields would be called {twice[0]!r}; give one of them", path=path)
+    for name in names:
+        if not is_field_name(name):
+            raise OptionsError(
+                f"{path}: a field may not be called {name!r}, which the format uses; leave it out", path=path
+            )
+    return names
+
+
+def _byte_table(path: Path, name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """Convert a label table to uint8. Its numbers are 0..255, or -1 and 1 for false and true as in CelebA."""
+    low, high = (values.min(), values.max()) if values.size else (0, 0)
+    if low == -1 and high <= 1:
+        values = values > 0
+    elif low < 0 or high > 255:
+        found = f"holds numbers from {low} to {high}, and a table of labels holds 0 to 255 (or -1 and 1)"
+        raise _label_error(path, name, found, _OTHER, _NONE, _FIELD)
+    return values.astype(np.uint8)
+
+
+def _read_all(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
+    """Return all values of a dataset. Numbers are read by the engine and compared with their checksums, if any."""
+    size = math.prod(dataset.shape or ()) * dataset.dtype.itemsize
+    if size > available_memory() // 2:
+        raise SourceError(
+            f"{path}: {name!r} holds {format_bytes(size)}, more than memory has room for; leave it out",
+            path=path,
+            dataset=name,
+        )
+    try:
+        if dataset.dtype.kind in "biuf" and dataset.shape:
+            return _read_numbers(path, dataset, name)
+        if dataset.is_virtual:
+            require_sources(dataset)
+        return np.asarray(dataset[()])
+    except DamagedRowsError as error:
+        raise SourceError(f"{error}; or leave that dataset out", path=path, dataset=name, rows=error.rows) from error
+    except H5PackError:
+        raise
+    except Exception as error:
+        # On damaged files, h5py may raise any exception type.
+        raise SourceError(
+            f"{path}: {name!r} cannot be read ({error}); restore the file, or name another", path=path, dataset=name
+        ) from error
+
+
+def _read_numbers(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
+    pack = describe_file(path, name, None)
+    engine = Engine(pack.path, pack.identity, pack.indexes, warn=False)
+    rows = np.arange(len(dataset))
+    values = engine.read(name, rows)
+    if checksums_of(name) in pack.indexes:
+        engine.check(name, checksums_of(name), rows, values)
+    engine.close()
+    return values

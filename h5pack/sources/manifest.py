@@ -1,7 +1,9 @@
-"""A CSV or TSV manifest: a path a line, with labels, a split and further fields."""
+"""A manifest as a source: a CSV or TSV table of image paths, labels, splits and fields. Also text tables in general."""
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from h5pack import schema
 from h5pack.errors import OptionsError, SourceError
-from h5pack.sources.catalog import Catalog, FileReader, NameTable, class_ids, one_split
+from h5pack.format import schema
+from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, class_ids, one_split
 from h5pack.sources.folders import split_order
-from h5pack.sources.tables import Table, binary_table, integers, numbers, read_delimited, real
-from h5pack.sources.walk import NameFilter
 
 _PATHS = ("path", "file", "filename", "file_name", "filepath", "image", "image_path", "image_id")
 _LABELS = ("label", "class", "target", "category")
@@ -23,19 +23,20 @@ _SPLITS = ("split", "partition", "subset", "set")
 
 @dataclass(frozen=True)
 class ManifestColumns:
-    """Which columns of a manifest mean what; by default those with the usual names.
+    """The roles of a manifest's columns. By default, columns are found by common names such as "path" and "label".
 
     Attributes
     ----------
     path : str, optional
-        Column of image paths, relative to the manifest's folder (or `root`), or absolute.
+        Column of image paths, absolute or relative to `root`.
     labels : tuple of str
-        One column: integers as they are, or names of classes. Several: a uint8 table.
+        One column of integer labels or class names, or several columns that form a uint8 label table.
     split : str, optional
+        Column of split names.
     fields : tuple of str
-        Columns of numbers, each stored as a dataset of its own.
+        Numeric columns, each of which becomes a field of the pack. Default: none.
     root : str, optional
-        The folder that relative paths start from.
+        The folder from which relative paths start. Default: the manifest's folder.
     """
 
     path: str | None = None
@@ -46,47 +47,47 @@ class ManifestColumns:
 
 
 def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalog:
-    """Read a manifest; its order is the source order.
-
-    Raises
-    ------
-    SourceError
-        If a column is missing or holds what it cannot mean.
-    OptionsError
-        If a field takes one of the format's own names.
-    """
+    """Return the catalog of a manifest, with the images in the order of its lines."""
     table = read_delimited(path)
     path_column = columns.path or _usual(table, _PATHS)
     if path_column is None:
         raise SourceError(
-            f"{path}: no column of image paths among {', '.join(table.header)}; name it with --path-column"
+            f"{path}: no column of image paths among {', '.join(table.header)}; name it with path_column",
+            path=path,
+            parameters=("path_column",),
         )
     names = table.column(path_column)
     for row, name in enumerate(names):
         if not name or "\0" in name:
-            raise SourceError(f"{table.place(row)}: {name!r} is no path; mend the line")
-    split_names, split_ids = _splits(table, columns)
+            raise table.error(row, f"{name!r} is no path; correct the line")
+    for name in columns.fields:
+        if not is_field_name(name):
+            raise OptionsError(f"{path}: field {name!r}: the format uses or forbids that name; rename it", path=path)
     labels, label_names = _labels(table, columns)
     catalog = Catalog(
         "manifest",
         FileReader(columns.root or str(path.parent)),
         NameTable.of(names),
-        split_names,
-        split_ids,
+        *_splits(table, columns),
         labels=labels,
         label_names=label_names,
-        fields={name: numbers(table, name) for name in _field_names(columns)},
+        fields={name: numbers(table, name) for name in columns.fields},
     )
     return catalog.filtered(wanted)
 
 
-def _usual(table: Table, names: tuple[str, ...]) -> str | None:
-    """The header's column with the first of these names that it has, whatever its case."""
+def is_field_name(name: str) -> bool:
+    """Return whether the format allows this name for a field."""
+    return name not in schema.RESERVED and "/" not in name and not name.startswith(".")
+
+
+def _usual(table: TextTable, names: tuple[str, ...]) -> str | None:
+    """Return the column whose name, ignoring case, is the first of `names` that occurs in the header, or None."""
     lowered = {column.lower(): column for column in reversed(table.header)}
     return next((lowered[name] for name in names if name in lowered), None)
 
 
-def _labels(table: Table, columns: ManifestColumns) -> tuple[npt.NDArray[Any] | None, tuple[str, ...] | None]:
+def _labels(table: TextTable, columns: ManifestColumns) -> tuple[npt.NDArray[Any] | None, tuple[str, ...] | None]:
     if len(columns.labels) > 1:
         return binary_table(table, columns.labels), columns.labels
     column = columns.labels[0] if columns.labels else _usual(table, _LABELS)
@@ -102,11 +103,107 @@ def _labels(table: Table, columns: ManifestColumns) -> tuple[npt.NDArray[Any] | 
     names, labels[known] = class_ids([cells[row] for row in known])
     if any(_is_number(name) for name in names):
         row = next(row for row in known if _is_number(cells[row]))
-        raise SourceError(
-            f"{table.place(row)}: column {column!r} holds the number {cells[row]!r}, and not every cell is an integer; "
-            "labels are integers or names of classes; store other numbers with --field-columns"
+        raise table.error(
+            row,
+            f"column {column!r} holds the number {cells[row]!r}, and not every cell is an integer; labels are "
+            "integers or names of classes; store other numbers with field_columns",
+            "field_columns",
         )
     return labels, names
+
+
+def _splits(table: TextTable, columns: ManifestColumns) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
+    column = columns.split or _usual(table, _SPLITS)
+    if column is None:
+        return one_split(len(table.rows))
+    cells = [cell or "all" for cell in table.column(column)]
+    names = split_order(cells)
+    index = {name: number for number, name in enumerate(names)}
+    return names, np.array([index[cell] for cell in cells], np.int32)
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table with a header. `lines` holds the line number, from 1, at which each row ends in the file."""
+
+    path: Path
+    header: tuple[str, ...]
+    rows: list[list[str]]
+    lines: list[int]
+
+    def error(self, row: int, message: str, *parameters: str) -> SourceError:
+        """Return an error whose message begins with the file and the line of a row."""
+        return SourceError(f"{self.path} line {self.lines[row]}: {message}", path=self.path, parameters=parameters)
+
+    def column(self, name: str) -> list[str]:
+        """Return the cells of a column; if it does not exist, raise SourceError that lists the columns."""
+        if name not in self.header:
+            columns = ", ".join(self.header)
+            raise SourceError(f"{self.path}: no column {name!r}; its columns are {columns}", path=self.path)
+        position = self.header.index(name)
+        return [row[position] for row in self.rows]
+
+
+def read_delimited(path: Path) -> TextTable:
+    """Read a table whose first line names the columns: tab-separated if the suffix is .tsv or .tab, else CSV."""
+    delimiter = "\t" if path.suffix.lower() in (".tsv", ".tab") else ","
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as stream:
+            reader = csv.reader(stream, delimiter=delimiter)
+            lines = [(reader.line_num, cells) for cells in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise SourceError(
+            f"{path}: cannot be read as UTF-8 text with delimiters ({error}); save it as CSV", path=path
+        ) from error
+    if not lines:
+        raise SourceError(f"{path}: empty; its first line must name the columns", path=path)
+    header = tuple(cell.strip() for cell in lines[0][1])
+    return _rectangular(path, header, lines[1:])
+
+
+def read_spaced(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> TextTable:
+    """Read a table delimited by spaces, such as those of CelebA.
+
+    The first `skip` lines are ignored. If `header` is None, the next line names all columns except the first one, which
+    holds the file names.
+    """
+    try:
+        with path.open(encoding="utf-8-sig") as stream:
+            lines = [(number, line.split()) for number, line in enumerate(stream, 1)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(f"{path}: cannot be read as text ({error}); download it again", path=path) from error
+    if header is None:
+        if len(lines) <= skip:
+            raise SourceError(f"{path}: no line that names the columns; download it again", path=path)
+        header = ("image_id", *lines[skip][1])
+        skip += 1
+    return _rectangular(path, header, lines[skip:])
+
+
+def _rectangular(path: Path, header: tuple[str, ...], lines: list[tuple[int, list[str]]]) -> TextTable:
+    table = TextTable(path, header, [], [])
+    for number, cells in lines:
+        if not cells or cells == [""]:
+            continue
+        table.lines.append(number)
+        if len(cells) != len(header):
+            raise table.error(-1, f"{len(cells)} cells under {len(header)} columns; correct the line")
+        table.rows.append([cell.strip() for cell in cells])
+    return table
+
+
+def whole(cell: str) -> int:
+    """Return a cell as an integer; raise ValueError if it is none. Unlike ``int``, "1_0" is not accepted as 10."""
+    if "_" in cell:
+        raise ValueError(cell)
+    return int(cell)
+
+
+def real(cell: str) -> float:
+    """Return a cell as a float; raise ValueError if it is no number. Unlike ``float``, "1_0" is not accepted."""
+    if "_" in cell:
+        raise ValueError(cell)
+    return float(cell)
 
 
 def _is_number(cell: str) -> bool:
@@ -117,23 +214,52 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-def _splits(table: Table, columns: ManifestColumns) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-    column = columns.split or _usual(table, _SPLITS)
-    if column is None:
-        return one_split(len(table.rows))
-    cells = [cell or "all" for cell in table.column(column)]
-    names = split_order(cells)
-    index = {name: number for number, name in enumerate(names)}
-    return names, np.array([index[cell] for cell in cells], np.int32)
+def integers(cells: Iterable[str]) -> npt.NDArray[np.int64] | None:
+    """Return cells as int64, or None if a cell is not an integer of 64 bits."""
+    try:
+        return np.array([whole(cell) for cell in cells], np.int64)
+    except (ValueError, OverflowError):
+        return None
 
 
-def _field_names(columns: ManifestColumns) -> tuple[str, ...]:
-    for name in columns.fields:
-        if not is_field_name(name):
-            raise OptionsError(f"field {name!r}: the format uses or forbids that name; rename the column")
-    return columns.fields
+def numbers(table: TextTable, column: str) -> npt.NDArray[np.int64] | npt.NDArray[np.float64]:
+    """Return a column as int64 if all cells are integers, else as float64; raise SourceError if a cell is no number."""
+    cells = table.column(column)
+    exact = integers(cells)
+    if exact is not None:
+        return exact
+    for row, cell in enumerate(cells):
+        if not _is_number(cell):
+            raise table.error(
+                row,
+                f"column {column!r} holds {cell!r}, which is no number; a field holds numbers, and names belong in a "
+                "label column",
+            )
+    return np.array([real(cell) for cell in cells], np.float64)
 
 
-def is_field_name(name: str) -> bool:
-    """Whether a pack's field may be called so."""
-    return name not in schema.RESERVED and "/" not in name and not name.startswith(".")
+def binary_table(table: TextTable, columns: Sequence[str]) -> npt.NDArray[np.uint8]:
+    """Return columns as a uint8 table (N, K).
+
+    The cells are integers in 0..255. In a column of -1, 0 and 1, such as CelebA's, -1 becomes 0.
+    """
+    result = np.empty((len(table.rows), len(columns)), np.uint8)
+    for position, column in enumerate(columns):
+        cells = table.column(column)
+        values = integers(cells)
+        if values is not None and len(values) and values.min() == -1 and values.max() <= 1:
+            values = np.where(values == -1, 0, values)
+        if values is None or (len(values) and not (values.min() >= 0 and values.max() <= 255)):
+            row = next(row for row, cell in enumerate(cells) if not _is_byte(cell))
+            raise table.error(
+                row,
+                f"column {column!r} holds {cells[row]!r}; several label columns make a table of numbers in 0..255 (or "
+                "-1 and 1); pack one label column of names, or correct the column",
+            )
+        result[:, position] = values
+    return result
+
+
+def _is_byte(cell: str) -> bool:
+    values = integers([cell])
+    return values is not None and 0 <= values[0] <= 255

@@ -2,35 +2,65 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
-from h5pack.doctor import examination
-from h5pack.doctor.pacing import REPEATS, Need
+from h5pack.doctor import diagnose, host_stages, measure
+from h5pack.doctor.measure import MIN_REPEATS, StageCost
+from h5pack.monitor import monitor, recorder
+from h5pack.monitor.bottleneck import Stage
+from h5pack.monitor.probes import CpuTime
+from tests.data.packs import labelled
+from tests.monitor.fake_clock import FakeClock
 
 
-def measure_for(monkeypatch: pytest.MonkeyPatch, times: float, seconds: float) -> None:
-    """Have each repeat take so many times its least, and so long at least, whatever the budget is.
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return labelled(tmp_path / "x.h5", 200)
 
-    A machine that is busy with other tests then takes longer, and refuses nothing.
+
+class Machine(FakeClock):
+    """A clock, and the CPU time of a machine on which only `work` and `wait` take time."""
+
+    def __init__(self) -> None:
+        super().__init__(tick=1e-3)
+        self.busy = 0.0
+
+    def work(self, seconds: float) -> None:
+        """The CPU computes."""
+        self.now += seconds
+        self.busy += seconds
+
+    def wait(self, seconds: float) -> None:
+        """The CPU is idle."""
+        self.now += seconds
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Measurements independent of this machine's speed and load.
+
+    What runs in several threads must take no time of it: a DataLoader without workers runs in the main thread.
     """
-
-    def allot(needs: Mapping[str, Need], budget: float, repeats: int) -> dict[str, float]:
-        return {key: max(times * need.least_seconds, seconds) for key, need in needs.items()}
-
-    monkeypatch.setattr(examination, "allot", allot)
-    monkeypatch.setattr(examination, "repeats_within", lambda needs, seconds: REPEATS)
-    monkeypatch.setattr(examination, "_TRIAL_PART", 0.0)
+    fake = Machine()
+    for module in (diagnose, host_stages, measure, monitor, recorder):
+        monkeypatch.setattr(module, "time", fake)
+    monkeypatch.setattr(host_stages, "_ready_seconds", lambda: fake.busy)
+    monkeypatch.setattr(CpuTime, "now", lambda *_: CpuTime(fake.busy, 0.0))
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.0, 0.0))
+    return fake
 
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that are not about figures."""
-    measure_for(monkeypatch, 1.0, 0.0)
+    """Every repeat takes its minimum, whatever the budget: for tests that are not about numbers."""
 
+    def share_budget(costs: Mapping[Stage, StageCost], seconds: float, repeats: int) -> dict[Stage, float]:
+        return {stage: cost.min_seconds for stage, cost in costs.items()}
 
-@pytest.fixture
-def steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that are."""
-    measure_for(monkeypatch, 3.0, 0.04)
+    monkeypatch.setattr(diagnose, "share_budget", share_budget)
+    monkeypatch.setattr(diagnose, "repeats_within", lambda costs, seconds: MIN_REPEATS)
+    monkeypatch.setattr(diagnose, "_TRIAL_FRACTION", 0.0)

@@ -1,4 +1,4 @@
-"""What happens behind the loader; of CUDA only what can be made believe."""
+"""The stages behind the loader, with as much of CUDA as can be faked."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 import h5pack
 from h5pack.doctor import device_stages
 from h5pack.doctor.device_stages import DeviceStages, idle_gpus, labels_of, normalizer_for
-from h5pack.feed.gpu_status import GpuStatus
-from tests.feed.packs import ROWS, converted, labelled
+from h5pack.monitor.probes import GpuStatus
+from tests.data.packs import ROWS, converted, labelled
+from tests.doctor.conftest import Machine
 
 CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -40,7 +41,7 @@ def uint8(*shape: int) -> torch.Tensor:
         (torch.rand(2, 3, 4, 5).half(), "a conversion of float16 to float32", (2, 3, 4, 5)),
     ],
 )
-def test_floats_are_made_of_anything(
+def test_images_of_any_shape_become_floats(
     dataset: h5pack.H5Dataset, images: torch.Tensor, text: str, shape: tuple[int, ...]
 ) -> None:
     normalize, found = normalizer_for(dataset, images, torch.float32)
@@ -57,10 +58,10 @@ def test_a_pack_is_normalized_by_its_statistics(tmp_path: Path) -> None:
     assert text == "Normalize, by the statistics of the file"
     assert normalize is not None
     assert torch.equal(normalize(batch), h5pack.Normalize.from_dataset(pack, dtype=torch.bfloat16)(batch))
-    assert normalizer_for(pack, torch.rand(2, 3), torch.float32) == (None, "not needed, the images are float32 already")
+    assert normalizer_for(pack, torch.rand(2, 3), torch.float32) == (None, "the images are float32 already")
 
 
-def test_the_stages_of_a_cpu(dataset: h5pack.H5Dataset) -> None:
+def test_stages_on_the_cpu(dataset: h5pack.H5Dataset) -> None:
     images, labels = uint8(8, 16, 12, 3), torch.arange(8)
     normalize, _ = normalizer_for(dataset, images, torch.float32)
     stages = DeviceStages(CPU, [images, labels], normalize)
@@ -78,7 +79,7 @@ def test_the_stages_of_a_cpu(dataset: h5pack.H5Dataset) -> None:
     assert labels_of((1, "words")) is None
 
 
-def test_everything_takes_all_images_and_counts_waiting(dataset: h5pack.H5Dataset) -> None:
+def test_the_loop_passes_all_images_and_counts_waiting(dataset: h5pack.H5Dataset, machine: Machine) -> None:
     with_labels: list[int] = []
 
     def step(images: torch.Tensor, labels: torch.Tensor | None) -> None:
@@ -86,13 +87,13 @@ def test_everything_takes_all_images_and_counts_waiting(dataset: h5pack.H5Datase
         assert labels is not None
         with_labels.extend(labels.tolist())
 
-    loader = h5pack.H5Loader(dataset, 16, window=2, threads=1)
+    loader = h5pack.H5Loader(dataset, 16, window=2, num_threads=1)
     batch = next(iter(loader))
     normalize, _ = normalizer_for(dataset, batch[0], torch.float32)
-    run = DeviceStages(CPU, batch, normalize).everything(loader, step, lambda: 0)
+    run = DeviceStages(CPU, batch, normalize).everything(loader, step, lambda: 0, 4)
     for turn in range(3):
         with_labels.clear()
-        found = run(0.05, 4)
+        found = run(1.0)
         assert found.images % ROWS == 0
         assert found.images == len(with_labels)
         assert sorted(with_labels[:ROWS]) == list(range(ROWS)), turn
@@ -100,7 +101,7 @@ def test_everything_takes_all_images_and_counts_waiting(dataset: h5pack.H5Datase
     loader.close()
 
 
-def test_what_a_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synchronisations_of_a_step_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[Any] = []
 
     def set_mode(mode: Any) -> None:
@@ -138,24 +139,23 @@ def test_what_a_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("used", "idle"), [((90.0, 0.0, 3.0), 2), ((90.0, 80.0, 0.0), 1), ((0.0, 50.0, 50.0), 0), ((5.0, None, 0.0), None)]
 )
-def test_gpus_that_do_nothing(
+def test_idle_gpus_are_counted(
     monkeypatch: pytest.MonkeyPatch, used: tuple[float | None, ...], idle: int | None
 ) -> None:
     class Probe:
-        def __init__(self, identity: Any) -> None:
-            self.number = identity
+        def __init__(self, device: torch.device) -> None:
+            self.number = device.index
 
         def sample(self) -> GpuStatus | None:
             found = used[self.number]
             return None if found is None else GpuStatus(utilisation_percent=found)
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(device_stages.GpuIdentity, "of", lambda device: device.index)
     monkeypatch.setattr(device_stages, "GpuProbe", Probe)
     assert idle_gpus(torch.device("cuda", 0)) == idle
 
 
-def test_the_copy_goes_as_a_feed_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_copy_runs_as_in_a_device_feed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     class Copier:
@@ -185,7 +185,7 @@ def test_the_copy_goes_as_a_feed_s(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_the_stages_of_a_gpu(dataset: h5pack.H5Dataset) -> None:
+def test_stages_on_a_gpu(dataset: h5pack.H5Dataset) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     loader = h5pack.H5Loader(dataset, 16, window=2, pin_memory=True)
     batch = next(iter(loader))
@@ -196,6 +196,6 @@ def test_the_stages_of_a_gpu(dataset: h5pack.H5Dataset) -> None:
     assert stages.normalize(0.05).rate > 0
     assert stages.synchronisations(lambda images, labels: images.sum().item())[0] == 1
     assert stages.synchronisations(lambda images, labels: images.sum())[0] == 0
-    found = stages.everything(loader, lambda images, labels: images.sum(), lambda: 0)(0.1, 4)
+    found = stages.everything(loader, lambda images, labels: images.sum(), lambda: 0, 4)(0.1)
     assert 0 <= found.stall_seconds <= found.seconds
     loader.close()

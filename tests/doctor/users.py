@@ -1,8 +1,7 @@
-"""What users give to a doctor: transforms, models, steps; named in tests as ``tests.doctor.users:NAME``."""
+"""Transforms, models and steps of users; named in tests as ``tests.doctor.users:NAME``."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,22 +14,8 @@ def cheap() -> Callable[[torch.Tensor, Any], Any]:
     return lambda images, labels: images.sum()
 
 
-def slow_step() -> nn.Module:
-    """A model whose forward pass takes 20 ms, and which does not train."""
-    return Sleeper()
-
-
-class Sleeper(nn.Module):
-    """Takes 20 ms a batch."""
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.02)
-        return images.flatten(1)[:, :1]
-
-
-def slow_transform(images: torch.Tensor) -> torch.Tensor:
-    """Takes 10 ms a batch."""
-    time.sleep(0.01)
+def of_a_batch(images: torch.Tensor) -> torch.Tensor:
+    """A transform of whole batches that changes nothing."""
     return images
 
 
@@ -57,20 +42,6 @@ def failing_factory() -> nn.Module:
 def failing_step() -> nn.Module:
     """A model for images of another size."""
     return nn.Sequential(nn.Flatten(), nn.Linear(7, 2))
-
-
-class Once(nn.Module):
-    """Fails, but not at first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls > 4:
-            raise RuntimeError("out of luck")
-        return images.flatten(1)[:, :1]
 
 
 def interrupting_step() -> Callable[[torch.Tensor, Any], None]:

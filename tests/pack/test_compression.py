@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import h5py
 import hdf5plugin
@@ -19,27 +20,34 @@ import numpy as np
 import pytest
 
 import h5pack
-from h5pack import filters
 from h5pack.errors import H5PackError, NoSpaceError, OptionsError, OutputExistsError, ResumeError
-from h5pack.layout import plan_cache
-from h5pack.pack import skeleton
-from h5pack.pack.compression import Compression, most_bytes, parse_compression
-from h5pack.pack.compressor import CompressTask, compress_chunk
-from h5pack.pack.executors import run
-from h5pack.pack.finisher import Finish, is_compressed
+from h5pack.format.plans import plan_cache
+from h5pack.format.schema import FilterId
+from h5pack.pack import file_structure, finish
+from h5pack.pack.compression import (
+    Compression,
+    CompressTask,
+    compress_chunk,
+    compress_rows,
+    max_compressed_bytes,
+    parse_compression,
+    require_filter,
+)
+from h5pack.pack.conversion import Conversion
+from h5pack.pack.finish import is_compressed
 from h5pack.pack.options import ConvertOptions
-from h5pack.pack.skeleton import filtered_chunk, require_filter
+from h5pack.system.processes import run
 from tests.crashing import children_of, convert_in_child, gone, leftovers, small_file_system, wait_for
 from tests.makers import flat_folder, quick, split_folders, truncate
 
 CHOICES = ["gzip", "gzip:1", "zstd", "zstd:9", "bitshuffle-lz4"]
 FILTERS = {
-    "gzip": (filters.GZIP, (4,)),
-    "gzip:1": (filters.GZIP, (1,)),
-    "zstd": (filters.ZSTD, (3,)),
-    "zstd:9": (filters.ZSTD, (9,)),
+    "gzip": (FilterId.GZIP, (4,)),
+    "gzip:1": (FilterId.GZIP, (1,)),
+    "zstd": (FilterId.ZSTD, (3,)),
+    "zstd:9": (FilterId.ZSTD, (9,)),
     # The plugin puts its version, and the size of an element, in front.
-    "bitshuffle-lz4": (filters.BITSHUFFLE, (0, 2)),
+    "bitshuffle-lz4": (FilterId.BITSHUFFLE, (0, 2)),
 }
 TABLES = ("labels", "filenames", "splits/name", "splits/rows", "checksums/images", "checksums/labels")
 ROWS = 76
@@ -64,11 +72,11 @@ def packs(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOURCE_DATE_EPOCH", "1700000000")
         for number, name in enumerate(["none", *CHOICES]):
-            h5pack.convert(source, folder / f"{number}.h5", options(name))
+            h5pack.convert(source, folder / f"{number}.h5", **options(name))
     return {name: folder / f"{number}.h5" for number, name in enumerate(["none", *CHOICES])}
 
 
-def options(compression: str, **settings: object) -> ConvertOptions:
+def options(compression: str, **settings: Any) -> dict[str, Any]:
     return quick(compression=compression, chunk_rows=CHUNK_ROWS, **settings)
 
 
@@ -121,7 +129,7 @@ def test_how_the_chunks_are_stored(packs: dict[str, Path], name: str) -> None:
 
 @pytest.mark.parametrize("compat", [False, True])
 def test_long_chunks_start_on_pages(source: Path, tmp_path: Path, compat: bool) -> None:
-    h5pack.convert(source, tmp_path / "o.h5", quick(compression="bitshuffle-lz4", chunk_rows=12, compat=compat))
+    h5pack.convert(source, tmp_path / "o.h5", **quick(compression="bitshuffle-lz4", chunk_rows=12, compat=compat))
     with h5py.File(tmp_path / "o.h5") as file:
         images = file["images"]
         chunks = [images.id.get_chunk_info(place) for place in range(images.id.get_num_chunks())]
@@ -146,14 +154,16 @@ def test_a_chunk_is_what_h5py_itself_would_store(packs: dict[str, Path], name: s
         )
         other.flush()
         for start in range(0, ROWS, CHUNK_ROWS):
-            place = (start, 0, 0, 0)
-            assert images.id.read_direct_chunk(place) == theirs.id.read_direct_chunk(place)
+            offset = (start, 0, 0, 0)
+            assert images.id.read_direct_chunk(offset) == theirs.id.read_direct_chunk(offset)
 
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_the_bytes_do_not_depend_on_workers(packs: dict[str, Path], source: Path, name: str, tmp_path: Path) -> None:
-    for number, settings in enumerate([{"workers": 3}, {"workers": 2, "start_method": "spawn", "io": "buffered"}]):
-        h5pack.convert(source, tmp_path / f"{number}.h5", options(name, **settings))
+    for number, settings in enumerate(
+        [{"num_workers": 3}, {"num_workers": 2, "start_method": "spawn", "io": "buffered"}]
+    ):
+        h5pack.convert(source, tmp_path / f"{number}.h5", **options(name, **settings))
         assert (tmp_path / f"{number}.h5").read_bytes() == packs[name].read_bytes()
     assert leftovers(tmp_path) == {"0.h5", "0.h5.rejects.csv", "1.h5", "1.h5.rejects.csv"}
 
@@ -162,7 +172,7 @@ def test_the_bytes_do_not_depend_on_workers(packs: dict[str, Path], source: Path
 @pytest.mark.parametrize("name", ["gzip:9", "bitshuffle-lz4"])
 def test_beside_other_options(source: Path, tmp_path: Path, name: str, settings: dict[str, object]) -> None:
     for compression, out in ((name, "a.h5"), (name, "b.h5"), ("none", "raw.h5")):
-        h5pack.convert(source, tmp_path / out, options(compression, **settings))
+        h5pack.convert(source, tmp_path / out, **options(compression, **settings))
         assert h5pack.verify(tmp_path / out).ok
     assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
     with h5py.File(tmp_path / "a.h5") as file, h5py.File(tmp_path / "raw.h5") as raw:
@@ -172,8 +182,8 @@ def test_beside_other_options(source: Path, tmp_path: Path, name: str, settings:
 
 def test_a_pack_of_less_than_one_chunk(tmp_path: Path) -> None:
     source = flat_folder(tmp_path / "in", 3)
-    h5pack.convert(source, tmp_path / "o.h5", quick(compression="zstd", chunk_rows=50, workers=2))
-    h5pack.convert(source, tmp_path / "raw.h5", quick(chunk_rows=50))
+    h5pack.convert(source, tmp_path / "o.h5", **quick(compression="zstd", chunk_rows=50, num_workers=2))
+    h5pack.convert(source, tmp_path / "raw.h5", **quick(chunk_rows=50))
     with h5py.File(tmp_path / "o.h5") as file, h5py.File(tmp_path / "raw.h5") as raw:
         assert file["images"].id.get_num_chunks() == 1
         assert np.array_equal(file["images"][()], raw["images"][()])
@@ -222,10 +232,10 @@ def test_what_cannot_be_compressed_stays_below_the_bound(name: str, count: int) 
     compression = parse_compression(name)
     assert compression is not None
     require_filter(compression)
-    stored = filtered_chunk(values, compression)
-    assert 0 < len(stored) <= most_bytes(count)
+    stored = compress_chunk(values, compression)
+    assert 0 < len(stored) <= max_compressed_bytes(count)
     assert len(stored) > count
-    assert len(filtered_chunk(np.zeros(count, np.uint8), compression)) <= most_bytes(count)
+    assert len(compress_chunk(np.zeros(count, np.uint8), compression)) <= max_compressed_bytes(count)
 
 
 def test_rows_that_changed_on_the_disk_are_not_compressed(tmp_path: Path) -> None:
@@ -233,15 +243,16 @@ def test_rows_that_changed_on_the_disk_are_not_compressed(tmp_path: Path) -> Non
     (tmp_path / "o.partial").write_bytes(bytes(100) + rows.tobytes())
     compression = parse_compression("gzip")
     assert compression is not None
-    checksums = h5pack.checksum.row_checksums(rows)  # type: ignore[attr-defined]
+    checksums = h5pack.format.checksums.row_checksums(rows)  # type: ignore[attr-defined]
     task = CompressTask(str(tmp_path / "o.partial"), 20, 100, (8, 4, 3, 3), checksums, compression)
-    count, stored = compress_chunk(task)
+    count, stored = compress_rows(task)
     assert count == 5
-    assert stored == filtered_chunk(np.concatenate([rows, np.zeros((3, 4, 3, 3), np.uint8)]), compression)
+    assert stored == compress_chunk(np.concatenate([rows, np.zeros((3, 4, 3, 3), np.uint8)]), compression)
     for broken in (bytes(100) + bytes(1) + rows.tobytes()[1:], (bytes(100) + rows.tobytes())[:-7]):
         (tmp_path / "o.partial").write_bytes(broken)
-        with pytest.raises(H5PackError, match="reading rows 20-24 back gave something else than was written"):
-            compress_chunk(task)
+        with pytest.raises(H5PackError, match="rows 20-24") as caught:
+            compress_rows(task)
+        assert caught.value.rows == (20, 21, 22, 23, 24)
 
 
 def test_chunks_come_in_order_and_few_wait() -> None:
@@ -269,11 +280,11 @@ def test_a_filter_that_is_left_out_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     class Lenient:
         FLAG_MANDATORY = h5py.h5z.FLAG_OPTIONAL
 
-    monkeypatch.setattr("h5pack.pack.skeleton.h5py.h5z", Lenient)
+    monkeypatch.setattr("h5pack.pack.compression.h5py.h5z", Lenient)
     values = np.random.default_rng(0).integers(0, 256, 5000, np.uint8)
     # LZF is the filter that gives up on noise.
-    with pytest.raises(H5PackError, match="stored a chunk without lzf, though it was told not to"):
-        filtered_chunk(values, Compression("lzf", filters.LZF, ()))
+    with pytest.raises(H5PackError, match="lzf"):
+        compress_chunk(values, Compression("lzf", FilterId.LZF, ()))
 
 
 @pytest.mark.parametrize(("name", "every"), [("zstd", 2), ("gzip", 5), ("bitshuffle-lz4", 5)])
@@ -293,7 +304,7 @@ def test_killed_at_every_step(
         if out.exists():
             # Only cleaning up was left.
             assert out.read_bytes() == whole
-        report = h5pack.convert(source, out, options(name, resume=True))
+        report = h5pack.convert(source, out, **options(name, resume=True))
         assert (report.images, report.rejects, report.bytes) == (ROWS, 4, len(whole))
         assert out.read_bytes() == whole, f"killed at step {step} of {steps}"
         assert leftovers(tmp_path) == {"count.h5", "count.h5.rejects.csv", "o.h5", "o.h5.rejects.csv"}
@@ -314,7 +325,7 @@ def test_starting_over_drops_what_was_compressed(
     while not (tmp_path / "o.h5.partial.compressed").exists():
         convert_in_child(source, out, options("zstd", overwrite=True), kill_at=step)
         step += 4
-    h5pack.convert(source, out, options("none", overwrite=True))
+    h5pack.convert(source, out, **options("none", overwrite=True))
     assert out.read_bytes() == packs["none"].read_bytes()
     assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
 
@@ -323,20 +334,20 @@ def test_starting_over_drops_what_was_compressed(
 def test_lost_pages_of_the_rows_are_decoded_again(source: Path, tmp_path: Path, order: str) -> None:
     """A power cut before the compression: the journal knows more than the disk."""
     out = tmp_path / "o.h5"
-    h5pack.convert(source, tmp_path / "whole.h5", options("zstd", order=order))
+    h5pack.convert(source, tmp_path / "whole.h5", **options("zstd", order=order))
 
-    def cut(*_: object) -> None:
+    def cut(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Finish, "compress", cut)
+        patch.setattr(finish, "compress", cut)
         with pytest.raises(KeyboardInterrupt):
-            h5pack.convert(source, out, options("zstd", order=order))
+            h5pack.convert(source, out, **options("zstd", order=order))
     data = bytearray(partial_of(out).read_bytes())
     for start in range(70_000, len(data) - 5000, 90_000):
         data[start : start + 4096] = bytes(4096)
     partial_of(out).write_bytes(data)
-    h5pack.convert(source, out, options("zstd", order=order, resume=True))
+    h5pack.convert(source, out, **options("zstd", order=order, resume=True))
     assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
 
 
@@ -350,7 +361,7 @@ def test_killed_again_and_again_while_resuming(
         convert_in_child(source, out, options("zstd", resume=True), kill_at=3 + 2 * rounds)
         rounds += 1
         assert rounds < 60
-    h5pack.convert(source, out, options("zstd", resume=True))
+    h5pack.convert(source, out, **options("zstd", resume=True))
     assert rounds > 5
     assert out.read_bytes() == packs["zstd"].read_bytes()
 
@@ -370,7 +381,7 @@ def test_an_existing_output_survives_every_kill(
         seen.add(out.read_bytes() == whole)
         # That it may be replaced was agreed when it was begun; before that, it has to be said again.
         agreed = (tmp_path / "o.h5.partial.journal" / "plan.json").exists()
-        h5pack.convert(source, out, options("zstd", resume=True, overwrite=not agreed and seen != {True}))
+        h5pack.convert(source, out, **options("zstd", resume=True, overwrite=not agreed and seen != {True}))
         assert out.read_bytes() == whole
         for path in tmp_path.glob("o.h5*"):
             path.unlink()
@@ -381,19 +392,20 @@ def test_an_output_that_appeared_meanwhile_is_kept(
     packs: dict[str, Path], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "o.h5"
-    compress = Finish.compress
+    compress = finish.compress
 
-    def meanwhile(self: Finish, *arguments: object) -> None:
-        compress(self, *arguments)  # type: ignore[arg-type]
+    def meanwhile(*arguments: Any, **keywords: Any) -> None:
+        compress(*arguments, **keywords)
         out.write_bytes(b"precious")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Finish, "compress", meanwhile)
-        with pytest.raises(OutputExistsError, match="exists by now"):
-            h5pack.convert(source, out, options("zstd"))
+        patch.setattr(finish, "compress", meanwhile)
+        with pytest.raises(OutputExistsError) as caught:
+            h5pack.convert(source, out, **options("zstd"))
+        assert "overwrite=True" in caught.value.parameters
     assert out.read_bytes() == b"precious"
     assert is_compressed(partial_of(out))
-    report = h5pack.convert(source, out, options("zstd", resume=True, overwrite=True))
+    report = h5pack.convert(source, out, **options("zstd", resume=True, overwrite=True))
     assert (report.images, report.resumed_rows) == (ROWS, 80 - 1)
     assert out.read_bytes() == packs["zstd"].read_bytes()
 
@@ -402,23 +414,23 @@ def test_another_conversion_is_kept_out_until_the_end(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lock goes along when the compressed copy takes the name of the file that was locked."""
-    monkeypatch.setattr("h5pack.pack.output._LOCK_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("h5pack.system.files._LOCK_WAIT_SECONDS", 0.1)
     out = tmp_path / "o.h5"
-    compress = Finish.compress
+    compress = finish.compress
     refused = []
 
-    def meanwhile(self: Finish, *arguments: object) -> None:
-        compress(self, *arguments)  # type: ignore[arg-type]
+    def meanwhile(*arguments: Any, **keywords: Any) -> None:
+        compress(*arguments, **keywords)
         monkeypatch.undo()
-        monkeypatch.setattr("h5pack.pack.output._LOCK_WAIT_SECONDS", 0.1)
+        monkeypatch.setattr("h5pack.system.files._LOCK_WAIT_SECONDS", 0.1)
         for settings in ({}, {"resume": True}, {"overwrite": True}):
             try:
-                h5pack.convert(source, out, options("zstd", **settings))
+                h5pack.convert(source, out, **options("zstd", **settings))
             except h5pack.OutputBusyError as error:
                 refused.append(str(error))
 
-    monkeypatch.setattr(Finish, "compress", meanwhile)
-    h5pack.convert(source, out, options("zstd"))
+    monkeypatch.setattr(finish, "compress", meanwhile)
+    h5pack.convert(source, out, **options("zstd"))
     assert len(refused) == 3
     assert h5pack.verify(out).ok
 
@@ -455,7 +467,7 @@ def test_ctrl_c_while_compressing_says_how_to_continue(tmp_path: Path) -> None:
     process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
     wait_for((tmp_path / "o.h5.partial.compressed").exists)
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=90)
     assert process.returncode == 130
     assert errors.strip().splitlines()[-1] == (
         f"h5pack: interrupted; {out}.partial is kept: run the same command with --resume to continue"
@@ -463,32 +475,30 @@ def test_ctrl_c_while_compressing_says_how_to_continue(tmp_path: Path) -> None:
     assert "Traceback" not in errors
     assert leftovers(tmp_path) == {"in", "o.h5.partial", "o.h5.partial.journal"}
     subprocess.run([*command, "--resume", "--quiet"], check=True)
-    h5pack.convert(source, tmp_path / "whole.h5", quick(chunk_rows=8, compression="zstd:19"))
+    h5pack.convert(source, tmp_path / "whole.h5", **quick(chunk_rows=8, compression="zstd:19"))
     assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
 
 
 def test_a_full_disk_while_compressing(
     packs: dict[str, Path], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = skeleton.place_chunk
+    store = file_structure.store_chunk
 
     def full(images: h5py.Dataset, number: int, chunk: bytes) -> None:
         if number == 4:
             raise OSError("Can't write data (file write failed: errno = 28, error message = 'No space left on device')")
-        place(images, number, chunk)
+        store(images, number, chunk)
 
     out = tmp_path / "o.h5"
     for resume in (False, True):
         with monkeypatch.context() as patch:
-            patch.setattr(skeleton, "place_chunk", full)
-            with pytest.raises(
-                NoSpaceError, match=r"o\.h5\.partial: No space left on device; make room, then"
-            ) as caught:
-                h5pack.convert(source, out, options("zstd", resume=resume))
+            patch.setattr(file_structure, "store_chunk", full)
+            with pytest.raises(NoSpaceError) as caught:
+                h5pack.convert(source, out, **options("zstd", resume=resume))
         assert "\n" not in str(caught.value)
         # A resume lays the file out once more, to know where the rows are.
         assert leftovers(tmp_path) - {"o.h5.partial.finish"} == {"o.h5.partial", "o.h5.partial.journal"}
-    report = h5pack.convert(source, out, options("zstd", resume=True))
+    report = h5pack.convert(source, out, **options("zstd", resume=True))
     assert report.resumed_rows == 79
     assert out.read_bytes() == packs["zstd"].read_bytes()
 
@@ -535,20 +545,20 @@ def test_a_disk_that_fills_up_while_compressing(small_disk: Path, tmp_path: Path
     result = subprocess.run([sys.executable, "-c", code, *asked], capture_output=True, text=True)
     assert result.returncode == 1
     assert result.stderr == (
-        f"h5pack: {out}.partial: No space left on device; make room, then run the same command with --resume\n"
+        f"h5pack: {out}.partial: No space left on device; make room, then run again with --resume\n"
     )
     assert leftovers(small_disk) == {"o.h5.partial", "o.h5.partial.journal"}
     subprocess.run(["mount", "-o", "remount,size=16m", str(small_disk)], check=True)
-    report = h5pack.convert(source, out, quick(compression="bitshuffle-lz4", chunk_rows=9, resume=True))
+    report = h5pack.convert(source, out, **quick(compression="bitshuffle-lz4", chunk_rows=9, resume=True))
     assert report.resumed_rows == 330
-    h5pack.convert(source, tmp_path / "whole.h5", quick(compression="bitshuffle-lz4", chunk_rows=9))
+    h5pack.convert(source, tmp_path / "whole.h5", **quick(compression="bitshuffle-lz4", chunk_rows=9))
     assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
 
 
 def test_the_plan_counts_both_copies(source: Path, tmp_path: Path) -> None:
     plans = {}
     for name in ("none", "zstd"):
-        with h5pack.Conversion(source, tmp_path / "o.h5", options(name)) as conversion:
+        with Conversion(source, tmp_path / "o.h5", **options(name)) as conversion:
             plans[name] = conversion.plan()
             assert conversion.estimate_seconds() > 0
     raw, compressed = plans["none"], plans["zstd"]
@@ -557,12 +567,12 @@ def test_the_plan_counts_both_copies(source: Path, tmp_path: Path) -> None:
     assert compressed.needed_bytes > 2 * payload > raw.needed_bytes
     assert compressed.to_json()["bytes"] == compressed.file_bytes
     assert compressed.to_json()["needed_bytes"] == compressed.needed_bytes
-    assert "zstd:3; until it is whole," in compressed.describe()
-    assert "until it is whole" not in raw.describe()
+    assert "zstd:3; until it is complete," in compressed.to_text()
+    assert "until it is complete" not in raw.to_text()
     large = quick(compression="gzip", chunk_rows=475_000)
     with (
-        h5pack.Conversion(source, tmp_path / "o.h5", large) as conversion,
-        pytest.raises(OptionsError, match=r"may be 4,.* bytes when compressed; HDF5 1\.10 reads chunks below 4 GiB"),
+        Conversion(source, tmp_path / "o.h5", **large) as conversion,
+        pytest.raises(OptionsError, match="4 GiB"),
     ):
         conversion.plan()
 
@@ -579,7 +589,7 @@ def test_what_the_disk_holds_never_exceeds_the_plan(
         replace(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "replace", measuring)
-    with h5pack.Conversion(source, tmp_path / "o.h5", options("bitshuffle-lz4")) as conversion:
+    with Conversion(source, tmp_path / "o.h5", **options("bitshuffle-lz4")) as conversion:
         needed = conversion.plan().needed_bytes
         conversion.run()
     assert ROWS * 9000 < most <= needed
@@ -587,23 +597,24 @@ def test_what_the_disk_holds_never_exceeds_the_plan(
 
 def test_a_resume_with_another_compression_is_refused(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.h5"
-    for begun, resumed, message in [
-        ("zstd", "none", "begun with compression 'zstd:3', resumed with 'none'"),
-        ("none", "gzip", "begun with compression 'none', resumed with 'gzip:4'"),
-        ("gzip:4", "gzip:5", "begun with compression 'gzip:4', resumed with 'gzip:5'"),
+    for begun, resumed, parameter in [
+        ("zstd", "none", "compression='zstd:3'"),
+        ("none", "gzip", "compression='none'"),
+        ("gzip:4", "gzip:5", "compression='gzip:4'"),
     ]:
         convert_in_child(source, out, options(begun), kill_at=30)
         assert partial_of(out).exists()
-        with pytest.raises(ResumeError, match=message):
-            h5pack.convert(source, out, options(resumed, resume=True))
-        assert h5pack.convert(source, out, options(begun, resume=True)).images == ROWS
-        with pytest.raises(OutputExistsError, match="was not made with these options"):
-            h5pack.convert(source, out, options(resumed, resume=True))
+        with pytest.raises(ResumeError) as caught:
+            h5pack.convert(source, out, **options(resumed, resume=True))
+        assert parameter in caught.value.parameters
+        assert h5pack.convert(source, out, **options(begun, resume=True)).images == ROWS
+        with pytest.raises(OutputExistsError, match="options"):
+            h5pack.convert(source, out, **options(resumed, resume=True))
         out.unlink()
-    # Two ways to say the same.
+    # Two names of one compression.
     convert_in_child(source, out, options("gzip"), kill_at=30)
-    assert h5pack.convert(source, out, options("gzip:4", resume=True)).images == ROWS
-    assert h5pack.convert(source, out, options("gzip", resume=True)).already_complete
+    assert h5pack.convert(source, out, **options("gzip:4", resume=True)).images == ROWS
+    assert h5pack.convert(source, out, **options("gzip", resume=True)).already_complete
 
 
 @pytest.mark.parametrize(
@@ -613,12 +624,10 @@ def test_a_resume_with_another_compression_is_refused(source: Path, tmp_path: Pa
         *("lz4", "bitshuffle", "bitshuffle-lz4:1", "none:1", "zstd:3 ", "gzip=4"),
     ],
 )
-def test_what_is_no_compression(text: str) -> None:
+def test_an_unknown_compression_is_refused(text: str) -> None:
     with pytest.raises(OptionsError) as caught:
         ConvertOptions(compression=text)
-    assert str(caught.value) == (
-        f"compression {text!r} is none of none, gzip, zstd, bitshuffle-lz4, gzip:1 to gzip:9, zstd:1 to zstd:22"
-    )
+    assert caught.value.parameters == (f"compression={text!r}",)
 
 
 def test_compressions() -> None:
@@ -635,15 +644,14 @@ def test_compressions() -> None:
 WITHOUT_PLUGIN = "import sys; sys.modules['hdf5plugin'] = None; import h5pack.cli; sys.exit(h5pack.cli.main())"
 
 
-def test_a_missing_plugin_is_said_before_anything_is_written(source: Path, tmp_path: Path) -> None:
+def test_a_missing_plugin_is_reported_before_anything_is_written(source: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_PLUGIN, "convert", str(source), str(tmp_path / "o.h5"), "--compression"]
     for name, number in (("zstd", 32015), ("bitshuffle-lz4", 32008)):
         done = subprocess.run([*command, name], capture_output=True, text=True)
         assert done.returncode == 2
-        assert done.stderr == (
-            f"h5pack: compression {parse_compression(name).name!r} needs HDF5's filter {number}, which is not "  # type: ignore[union-attr]
-            "installed; pip install 'h5pack[compress]', or choose gzip\n"
-        )
+        assert f"filter {number}" in done.stderr
+        assert "pip install 'h5pack[compress]'" in done.stderr
+        assert done.stderr.count("\n") == 1
         assert done.stdout == ""
     assert leftovers(tmp_path) == set()
     subprocess.run([*command, "gzip", "--quiet"], check=True)
@@ -665,7 +673,7 @@ def test_the_command_line(packs: dict[str, Path], source: Path, tmp_path: Path) 
     out = str(tmp_path / "o.h5")
     asked = ["convert", str(source), out, "--chunk-rows", str(CHUNK_ROWS), "--workers", "2", "--compression"]
     done = subprocess.run([*command, *asked, "bitshuffle-lz4"], capture_output=True, text=True, check=True)
-    assert "bitshuffle-lz4; until it is whole, " in done.stdout
+    assert "bitshuffle-lz4; until it is complete, " in done.stdout
     assert "done     " in done.stdout
     assert done.stderr == ""
     assert Path(out).read_bytes() == packs["bitshuffle-lz4"].read_bytes()
@@ -675,7 +683,7 @@ def test_the_command_line(packs: dict[str, Path], source: Path, tmp_path: Path) 
     assert "already complete" in again.stdout
     wrong = subprocess.run([*command, *asked, "gzip:12"], capture_output=True, text=True)
     assert wrong.returncode == 2
-    assert wrong.stderr.startswith("h5pack: compression 'gzip:12' is none of none, gzip, ")
+    assert wrong.stderr.startswith("h5pack: --compression gzip:12 is none of none, gzip, ")
     json_asked = [*command, *asked, "gzip:1", "--overwrite", "--json"]
     report = json.loads(subprocess.run(json_asked, capture_output=True, text=True, check=True).stdout)
     assert set(report["seconds"]) == {"survey", "write", "compress", "finish"}
@@ -685,14 +693,14 @@ def test_the_command_line(packs: dict[str, Path], source: Path, tmp_path: Path) 
 
 def count_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the storing of a chunk one of the calls that `convert_in_child` counts, and kills in."""
-    place = skeleton.place_chunk
+    store = file_structure.store_chunk
     nothing = os.open(os.devnull, os.O_WRONLY)
 
     def counted(images: h5py.Dataset, number: int, chunk: bytes) -> None:
         os.write(nothing, b"now")
-        place(images, number, chunk)
+        store(images, number, chunk)
 
-    monkeypatch.setattr(skeleton, "place_chunk", counted)
+    monkeypatch.setattr(file_structure, "store_chunk", counted)
 
 
 def partial_of(out: Path) -> Path:

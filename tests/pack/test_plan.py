@@ -10,8 +10,8 @@ import pytest
 
 from h5pack.errors import NoImagesError, OptionsError, RejectedImageError, SizesDifferError
 from h5pack.pack.options import ConvertOptions
-from h5pack.pack.placement import place
-from h5pack.pack.plan import ConvertPlan, human_bytes, make_plan
+from h5pack.pack.plan import ConvertPlan, make_plan
+from h5pack.pack.split_order import order_rows
 from h5pack.pack.survey import Survey
 from h5pack.sources.catalog import Catalog, FileReader, NameTable, Reject
 
@@ -70,25 +70,22 @@ def test_the_shape_of_a_row(settings: dict[str, Any], shape: tuple[int, ...]) ->
     assert made.chunks.bytes == made.chunks.rows * made.row_bytes
 
 
-def test_the_workers_are_told_what_they_need() -> None:
+def test_the_pixel_options_are_those_of_the_plan() -> None:
     pixels = plan(size=(64, 32), fit="pad", resample="box", draft=True, mode="gray", max_pixels=10**6).pixels
     assert (pixels.height, pixels.width, pixels.channels, pixels.resize) == (64, 32, 1, True)
     assert (pixels.fit, pixels.resample, pixels.draft, pixels.max_pixels) == ("pad", "box", True, 10**6)
 
 
-def test_sizes_that_differ_name_two_files_and_the_cure() -> None:
+def test_sizes_that_differ_name_two_files_and_the_parameter() -> None:
     seen = survey({4: (100, 50), 6: (100, 50), 9: (30, 20), 0: (0, 0)}, reasons={0: "truncated"})
-    message = (
-        r"in: its images have 3 sizes \(01\.jpg is 218x178 as 16 are, 04\.jpg is 100x50\); "
-        "give --size HxW, and --fit crop, pad or stretch"
-    )
-    with pytest.raises(SizesDifferError, match=f"^{message}$"):
+    with pytest.raises(SizesDifferError, match=r"218x178 \(16, such as 01.*100x50 \(2, such as 04") as caught:
         plan(seen=seen)
+    assert caught.value.parameters == ("size=64",)
     assert plan(seen=seen, size=(64, 64)).rows == 19
 
 
 def test_height_and_width_are_not_confused() -> None:
-    with pytest.raises(SizesDifferError, match=r"00\.jpg is 218x178 as 19 are, 07\.jpg is 178x218"):
+    with pytest.raises(SizesDifferError, match=r"218x178 \(19, .* 178x218 \(1, such as 07"):
         plan(seen=survey({7: (178, 218)}))
 
 
@@ -100,25 +97,26 @@ def test_the_size_of_a_rejected_image_does_not_count() -> None:
         ("03.jpg", "truncated"),
         ("11.jpg", "zero bytes"),
     ]
-    assert not {3, 11} & set(made.placement.order.tolist())
+    assert not {3, 11} & set(made.row_order.origins.tolist())
 
 
 def test_rejects_of_the_tables_come_first() -> None:
     of = catalog(rejects=(Reject("gone.jpg", "file not found"),))
     made = plan(of, survey(reasons={3: "truncated"}))
     assert [reject.name for reject in made.rejects] == ["gone.jpg", "03.jpg"]
-    with pytest.raises(RejectedImageError, match=r"^in: gone\.jpg: file not found; .*--strict$"):
+    with pytest.raises(RejectedImageError, match=r"gone\.jpg") as caught:
         plan(of, strict=True)
+    assert caught.value.parameters == ("strict=True",)
 
 
 def test_strict_names_the_first_bad_image() -> None:
-    with pytest.raises(RejectedImageError, match=r"05\.jpg: truncated"):
+    with pytest.raises(RejectedImageError, match=r"05\.jpg"):
         plan(seen=survey(reasons={9: "zero bytes", 5: "truncated"}), strict=True)
     assert plan(strict=True).rows == COUNT
 
 
 def test_nothing_usable() -> None:
-    with pytest.raises(NoImagesError, match=r"none of its 20 files .*00\.jpg: zero bytes"):
+    with pytest.raises(NoImagesError, match=r"00\.jpg"):
         plan(seen=survey(reasons=dict.fromkeys(range(COUNT), "zero bytes")))
 
 
@@ -126,12 +124,12 @@ def test_the_order_is_the_options() -> None:
     everything = np.arange(COUNT, dtype=np.int64)
     ids = catalog().split_ids
     for seed in (0, 5):
-        assert np.array_equal(plan(seed=seed).placement.order, place(everything, ids, 2, seed).order)
-    assert np.array_equal(plan(order="sorted").placement.order, place(everything, ids, 2, None).order)
-    assert plan(seed=0).placement.order.tolist() != plan(seed=5).placement.order.tolist()
+        assert np.array_equal(plan(seed=seed).row_order.origins, order_rows(everything, ids, 2, seed).origins)
+    assert np.array_equal(plan(order="sorted").row_order.origins, order_rows(everything, ids, 2, None).origins)
+    assert plan(seed=0).row_order.origins.tolist() != plan(seed=5).row_order.origins.tolist()
 
 
-def test_wished_chunks() -> None:
+def test_chunks_have_the_rows_or_bytes_that_were_asked_for() -> None:
     assert plan(chunk_rows=7).chunks.rows == 7
     assert plan(chunk_rows=7).chunks.count == 3
     assert plan(chunk_bytes=400_000).chunks.rows == 3
@@ -170,7 +168,7 @@ def test_the_plan_for_programs() -> None:
 
 def test_the_plan_for_people() -> None:
     of = catalog(fields={"identity": np.arange(COUNT)}, ignored={".txt files": 2_000})
-    text = plan(of, survey(reasons={3: "truncated"}), size=(64, 32), fit="pad").describe()
+    text = plan(of, survey(reasons={3: "truncated"}), size=(64, 32), fit="pad").to_text()
     for words in (
         "19 of 64x32 rgb, by pad and bicubic, nhwc, shuffled",
         "3 classes, field identity",
@@ -179,23 +177,7 @@ def test_the_plan_for_people() -> None:
         "1 so far (03.jpg: truncated)",
     ):
         assert words in text
-    quiet = plan().describe()
+    quiet = plan().to_text()
     assert "ignored" not in quiet
     assert "rejects" not in quiet
     assert "by crop" not in quiet
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (1_023, "1023 B"),
-        (1_024, "1.0 KiB"),
-        (4_194_304, "4.0 MiB"),
-        (3 * 2**30 // 2, "1.5 GiB"),
-        (2**41, "2.0 TiB"),
-        (2**51, "2048.0 TiB"),
-    ],
-)
-def test_bytes_for_people(count: int, text: str) -> None:
-    assert human_bytes(count) == text

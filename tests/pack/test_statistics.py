@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from h5pack import schema
+from h5pack.format import schema
 from h5pack.pack.statistics import channel_sums, mean_and_std, sampled_rows
 
 

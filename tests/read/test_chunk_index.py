@@ -13,10 +13,10 @@ import numpy.typing as npt
 import pytest
 
 from h5pack.errors import PackFormatError
-from h5pack.layout import plan_chunks
-from h5pack.read.chunk_index import ChunkIndex, index_dataset
+from h5pack.format.plans import plan_chunks
+from h5pack.read.chunk_index import ChunkIndex, LibraryCause, index_dataset
 from h5pack.read.engine import Engine
-from h5pack.read.identity import FileIdentity
+from h5pack.read.storage import FileIdentity
 from tests.read.files import STORAGES, engine_of, index_of, low_level, numbers, write
 
 SHAPE = (10, 4, 3)
@@ -40,11 +40,11 @@ def gathered(path: Path, index: ChunkIndex) -> npt.NDArray[Any]:
 @pytest.mark.parametrize(
     "storage", ["contiguous", "rows", "extendable", "unlimited", "early", "holes", "no_holes_filled", "never"]
 )
-def test_rows_lie_where_the_index_says(tmp_path: Path, storage: str, libver: str, userblock: int) -> None:
+def test_the_index_gives_the_offset_of_every_row(tmp_path: Path, storage: str, libver: str, userblock: int) -> None:
     path = tmp_path / "f.h5"
     expected = write(path, VALUES, storage, fill=-7, libver=libver, userblock_size=userblock)
     index = index_of(path)
-    assert index.reason is None
+    assert index.library_reason is None
     assert np.array_equal(gathered(path, index), expected)
     assert (index.shape, index.rows, index.row_shape, index.row_bytes) == (SHAPE, 10, (4, 3), 48)
     whole = storage in ("contiguous", "never")
@@ -67,18 +67,15 @@ def test_rows_without_storage_have_the_fill_value(tmp_path: Path, dtype: str, fi
     assert (stored == (fill or 0)).all()
     for name in ("chunked", "contiguous"):
         index = index_of(path, name)
-        assert (index.reason, set(index.addresses.tolist())) == (None, {-1})
+        assert (index.library_reason, set(index.addresses.tolist())) == (None, {-1})
         assert index.fill == np.full(4, fill or 0, dtype).tobytes()
         assert np.array_equal(gathered(path, index), stored)
 
 
-def odd(kind: Any, size: int | None = None, precision: int | None = None) -> Any:
+def short_integer(kind: Any, precision: int) -> Any:
     """A type of numbers that NumPy has not."""
     made = kind.copy()
-    if precision is not None:
-        made.set_precision(precision)
-    if size is not None:
-        made.set_size(size)
+    made.set_precision(precision)
     return made
 
 
@@ -121,35 +118,41 @@ def filtered(**settings: Any) -> Callable[[h5py.File], None]:
     return lambda file: file.create_dataset("x", data=VALUES, chunks=(3, 4, 3), **settings)
 
 
+def typed(kind: Callable[[], Any]) -> Callable[[h5py.File], None]:
+    return lambda file: low_level(file, "x", VALUES, default(), kind())
+
+
 @pytest.mark.parametrize(
-    ("make", "reason"),
+    ("make", "cause", "word"),
     [
-        (filtered(scaleoffset=0), r"its chunks pass through filter 6 \(scaleoffset\)"),
-        (filtered(scaleoffset=0, compression="gzip"), r"filter 6 \(scaleoffset\)"),
-        (virtual, "it is virtual"),
-        (lambda file: low_level(file, "x", VALUES, compact()), "its layout is compact"),
-        (external, "its data lies in other files"),
-        (linked, r"a link leads to .*other\.h5"),
-        (lambda file: low_level(file, "x", VALUES, default(), odd(h5py.h5t.STD_I32LE, None, 24)), "unusual way"),
-        (lambda file: low_level(file, "x", VALUES, default(), odd(h5py.h5t.STD_I32BE, None, 17)), "unusual way"),
-        (lambda file: low_level(file, "x", VALUES, default(), small_float()), "unusual way"),
+        (filtered(scaleoffset=0), LibraryCause.FILTER, "scaleoffset"),
+        (filtered(scaleoffset=0, compression="gzip"), LibraryCause.FILTER, "scaleoffset"),
+        (virtual, LibraryCause.VIRTUAL, "virtual"),
+        (lambda file: low_level(file, "x", VALUES, compact()), LibraryCause.STORAGE, "compact"),
+        (external, LibraryCause.STORAGE, "other files"),
+        (linked, LibraryCause.LINK, "other.h5"),
+        (typed(lambda: short_integer(h5py.h5t.STD_I32LE, 24)), LibraryCause.STORAGE, "unusual"),
+        (typed(lambda: short_integer(h5py.h5t.STD_I32BE, 17)), LibraryCause.STORAGE, "unusual"),
+        (typed(small_float), LibraryCause.STORAGE, "unusual"),
     ],
 )
-def test_why_rows_go_through_the_library(tmp_path: Path, make: Callable[[h5py.File], Any], reason: str) -> None:
+def test_rows_that_cannot_be_read_directly_have_a_cause_and_equal_values(
+    tmp_path: Path, make: Callable[[h5py.File], Any], cause: LibraryCause, word: str
+) -> None:
     path = tmp_path / "f.h5"
     with h5py.File(path, "w") as file:
         make(file)
     index = index_of(path)
-    assert index.reason is not None
-    with pytest.raises(AssertionError, match=reason):
-        raise AssertionError(index.reason)
+    assert index.library_reason is not None
+    assert index.library_reason.cause is cause
+    assert word in str(index.library_reason)
     assert not len(index.addresses)
-    assert not Engine.scatters(index)
+    assert not Engine.can_scatter(index)
     order = [9, 0, 4, 4, 1, 2]
-    assert np.array_equal(engine_of(path).read("x", order), VALUES[order]), "the rows are the same all the same"
+    assert np.array_equal(engine_of(path).read("x", order), VALUES[order])
 
 
-def test_links_inside_the_file_do_not_matter(tmp_path: Path) -> None:
+def test_rows_behind_links_inside_the_file_are_read_directly(tmp_path: Path) -> None:
     path = tmp_path / "f.h5"
     write(path, VALUES, "rows")
     with h5py.File(path, "r+") as file:
@@ -158,44 +161,42 @@ def test_links_inside_the_file_do_not_matter(tmp_path: Path) -> None:
         file["around"] = h5py.ExternalLink("f.h5", "x")
     for name in ("soft", "hard", "around"):
         index = index_of(path, name)
-        assert (index.name, index.reason) == (name, None)
+        assert (index.name, index.library_reason) == (name, None)
         assert np.array_equal(gathered(path, index), VALUES)
 
 
-def test_files_that_are_not_read_as_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_drivers_and_systems_without_preadv_use_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "f.h5"
     write(path, VALUES, "rows")
     with h5py.File(path, driver="core") as file:
-        assert index_dataset(file, file["x"], "x").reason == "the file is opened by HDF5's driver core"
+        assert index_dataset(file, file["x"], "x").library_text == "the file is opened by HDF5's driver core"
     monkeypatch.delattr("os.preadv")
-    assert index_of(path).reason == "this system has no preadv"
+    assert index_of(path).library_text == "this system has no preadv"
 
 
-def test_old_hdf5_libraries_that_misplace_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before 1.14.4 chunks are counted from behind the user block."""
-    write(tmp_path / "block.h5", VALUES, "rows", userblock_size=512)
-    write(tmp_path / "plain.h5", VALUES, "rows")
+@pytest.mark.parametrize(
+    ("target", "value"),
+    [("h5py.version.hdf5_version_tuple", (1, 14, 2)), ("h5pack.read.chunk_index._LISTS_CHUNKS", False)],
+    ids=["user block before HDF5 1.14.4", "no chunk_iter before HDF5 1.12.3"],
+)
+def test_chunks_that_this_hdf5_misplaces_or_cannot_list_use_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, value: Any
+) -> None:
+    write(tmp_path / "chunked.h5", VALUES, "rows", userblock_size=512)
     write(tmp_path / "whole.h5", VALUES, "contiguous", userblock_size=512)
-    monkeypatch.setattr("h5py.version.hdf5_version_tuple", (1, 14, 2))
-    assert "user block" in (index_of(tmp_path / "block.h5").reason or "")
-    assert index_of(tmp_path / "plain.h5").reason is None
-    assert index_of(tmp_path / "whole.h5").reason is None
-    assert np.array_equal(engine_of(tmp_path / "block.h5").read("x", range(10)), VALUES)
-
-
-def test_h5py_without_a_list_of_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As built with HDF5 1.12."""
-    write(tmp_path / "f.h5", VALUES, "rows")
-    write(tmp_path / "whole.h5", VALUES, "contiguous")
-    monkeypatch.setattr("h5pack.read.chunk_index._LISTS_CHUNKS", False)
-    assert "cannot list chunks" in (index_of(tmp_path / "f.h5").reason or "")
-    assert index_of(tmp_path / "whole.h5").reason is None
-    assert np.array_equal(engine_of(tmp_path / "f.h5").read("x", range(10)), VALUES)
+    write(tmp_path / "plain.h5", VALUES, "rows")
+    monkeypatch.setattr(target, value)
+    assert index_of(tmp_path / "chunked.h5").library_reason is not None
+    assert (index_of(tmp_path / "plain.h5").library_reason is None) == ("version" in target)
+    assert index_of(tmp_path / "whole.h5").library_reason is None
+    assert np.array_equal(engine_of(tmp_path / "chunked.h5").read("x", range(10)), VALUES)
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 3), (5, 0, 3), (0,), (0, 0)])
 @pytest.mark.parametrize("chunks", [True, False])
-def test_nothing_to_read(tmp_path: Path, shape: tuple[int, ...], chunks: bool) -> None:
+def test_datasets_without_bytes_have_no_addresses(tmp_path: Path, shape: tuple[int, ...], chunks: bool) -> None:
     path = tmp_path / "f.h5"
     with h5py.File(path, "w") as file:
         how: dict[str, Any] = {"maxshape": (None,) * len(shape), "chunks": (2,) * len(shape)} if chunks else {}
@@ -207,25 +208,25 @@ def test_nothing_to_read(tmp_path: Path, shape: tuple[int, ...], chunks: bool) -
     assert (found.shape, found.dtype) == ((len(rows), *shape[1:]), np.dtype("i4"))
 
 
-def unit_rows(path: Path, shape: tuple[int, ...], **settings: Any) -> int:
+def group_rows(path: Path, shape: tuple[int, ...], **settings: Any) -> int:
     path.unlink(missing_ok=True)
     with h5py.File(path, "w") as file:
         file.create_dataset("x", shape, "u1", **settings)
-    return index_of(path).unit_rows
+    return index_of(path).group_rows
 
 
-def test_rows_that_an_order_keeps_together(tmp_path: Path) -> None:
+def test_group_rows_are_those_of_a_chunk_or_4_mib(tmp_path: Path) -> None:
     path = tmp_path / "f.h5"
-    assert unit_rows(path, (1000, 7), chunks=(13, 7)) == 13
-    assert unit_rows(path, (5, 7), chunks=(13, 7), maxshape=(None, 7)) == 13
-    assert unit_rows(path, (1000, 8, 7), chunks=(13, 4, 7)) == 13
+    assert group_rows(path, (1000, 7), chunks=(13, 7)) == 13
+    assert group_rows(path, (5, 7), chunks=(13, 7), maxshape=(None, 7)) == 13
+    assert group_rows(path, (1000, 8, 7), chunks=(13, 4, 7)) == 13
     # Contiguous: as a pack of such rows would be cut, 4 MiB where there are many.
-    assert unit_rows(path, (100_000, 128, 128, 3)) == 4 * 1024 * 1024 // 49_152 == 85
-    assert unit_rows(path, (2_000, 128, 128, 3)) == plan_chunks(2_000, 49_152).rows == 32
-    assert unit_rows(path, (10, 128, 128, 3)) == 2
-    assert unit_rows(path, (10_000_000, 3)) == 4_096, "a window of them stays small"
-    assert unit_rows(path, (0, 128, 128, 3)) == 2
-    assert unit_rows(path, (100, 0)) == 4_096
+    assert group_rows(path, (100_000, 128, 128, 3)) == 4 * 1024 * 1024 // 49_152 == 85
+    assert group_rows(path, (2_000, 128, 128, 3)) == plan_chunks(2_000, 49_152).rows == 32
+    assert group_rows(path, (10, 128, 128, 3)) == 2
+    assert group_rows(path, (10_000_000, 3)) == 4_096, "a window of them stays small"
+    assert group_rows(path, (0, 128, 128, 3)) == 2
+    assert group_rows(path, (100, 0)) == 4_096
     assert index_of(path).chunk_rows == 100
 
 
@@ -239,7 +240,7 @@ def test_contiguous_rows_of_four_gigabytes(tmp_path: Path) -> None:
         space = h5py.h5s.create_simple((2, 1 << 32))
         h5py.h5d.create(file.id, b"x", h5py.h5t.STD_U8LE, space, create)
     index = index_of(path)
-    assert (index.unit_rows, index.row_bytes, index.reason) == (1, 1 << 32, None)
+    assert (index.group_rows, index.row_bytes, index.library_reason) == (1, 1 << 32, None)
 
 
 # Files of the oldest format have no checksums in their metadata, so that a patched place reaches the index.
@@ -267,14 +268,14 @@ def chunk_key(chunk: int, row_offset: int) -> bytes:
     )
 
 
-def test_chunks_past_the_end(tmp_path: Path) -> None:
+def test_chunks_past_the_end_of_the_file_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "f.h5"
     write(path, VALUES, "rows", libver="earliest")
     patch(path, address(places(path)[2]), address(1 << 33))
-    with pytest.raises(PackFormatError, match=r"f\.h5: 'x' rows 6-8 lie past the end of the file \([\d,]+ bytes\)"):
+    with pytest.raises(PackFormatError, match="rows 6-8"):
         index_of(path)
     patch(path, address(1 << 33), address((1 << 64) - 2))
-    with pytest.raises(PackFormatError, match=r"f\.h5: the chunk index of 'x' is damaged"):
+    with pytest.raises(PackFormatError, match="damaged"):
         index_of(path)
 
 
@@ -289,21 +290,21 @@ def test_the_last_chunk_may_be_cut_behind_its_last_row(tmp_path: Path) -> None:
     assert np.array_equal(gathered(path, index_of(path)), VALUES)
     with open(path, "r+b") as file:
         file.truncate(size + len(row) - 1)
-    with pytest.raises(PackFormatError, match="rows 9-9 lie past the end"):
+    with pytest.raises(PackFormatError, match="rows 9-9"):
         index_of(path)
 
 
 @pytest.mark.parametrize("step", [0, 143, -143])
-def test_chunks_over_each_other(tmp_path: Path, step: int) -> None:
+def test_overlapping_chunks_are_refused(tmp_path: Path, step: int) -> None:
     path = tmp_path / "f.h5"
     write(path, VALUES, "rows", libver="earliest")
     found = places(path)
     patch(path, address(found[2]), address(found[0] + step))
-    with pytest.raises(PackFormatError, match=r"'x' chunks 0 and 2 lie over each other; the file is damaged"):
+    with pytest.raises(PackFormatError, match="chunks 0 and 2"):
         index_of(path)
 
 
-def test_the_last_chunk_may_share_the_space_behind_its_rows(tmp_path: Path) -> None:
+def test_the_last_chunk_may_overlap_behind_its_rows(tmp_path: Path) -> None:
     """Only rows that exist are compared: the last chunk holds one."""
     path = tmp_path / "f.h5"
     write(path, VALUES, "rows", libver="earliest")
@@ -312,26 +313,27 @@ def test_the_last_chunk_may_share_the_space_behind_its_rows(tmp_path: Path) -> N
     assert index_of(path).addresses[3] == found[0] - 48
 
 
-@pytest.mark.parametrize(("wrong", "message"), [(4, ".*bad coordinate"), (12, "a chunk at"), (9, "chunk 3 twice")])
-def test_chunks_off_the_grid(tmp_path: Path, wrong: int, message: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "wrong", "word"),
+    [
+        (chunk_key(2, 6), chunk_key(2, 4), "coordinate"),
+        (chunk_key(2, 6), chunk_key(2, 12), "12"),
+        (chunk_key(2, 6), chunk_key(2, 9), "twice"),
+        (chunk_key(1, 3), (143).to_bytes(4, "little") + chunk_key(1, 3)[4:], "143"),
+    ],
+    ids=["off the grid", "past the end", "twice", "another size"],
+)
+def test_damaged_chunk_keys_are_refused(tmp_path: Path, key: bytes, wrong: bytes, word: str) -> None:
     path = tmp_path / "f.h5"
     write(path, VALUES, "rows", libver="earliest")
-    patch(path, chunk_key(2, 6), chunk_key(2, wrong))
-    with pytest.raises(PackFormatError, match=rf"the chunk index of 'x' is damaged \({message}"):
+    patch(path, key, wrong)
+    with pytest.raises(PackFormatError, match=word) as caught:
         index_of(path)
+    assert (caught.value.path, caught.value.dataset) == (str(path), "x")
 
 
-def test_a_chunk_of_another_size(tmp_path: Path) -> None:
-    path = tmp_path / "f.h5"
-    write(path, VALUES, "rows", libver="earliest")
-    key = chunk_key(1, 3)
-    patch(path, key, (143).to_bytes(4, "little") + key[4:])
-    with pytest.raises(PackFormatError, match=r"damaged \(chunk 1 has 143 bytes instead of 144\)"):
-        index_of(path)
-
-
-class Told:
-    """A dataset whose chunk index says what a test wants."""
+class FakeChunks:
+    """A dataset with the chunk index that a test wants."""
 
     def __init__(self, dataset: h5py.Dataset, chunks: list[Any] | Exception, offset: int = 0) -> None:
         self._dataset, self._chunks, self._offset = dataset, chunks, offset
@@ -374,32 +376,29 @@ def chunk(row: int, column: int = 0, size: int = 144, offset: int = 512) -> Any:
         KeyError("no node"),
     ],
 )
-def test_whatever_the_library_says_of_a_damaged_index(tmp_path: Path, chunks: list[Any] | Exception) -> None:
+def test_any_failure_of_chunk_iter_is_a_pack_format_error(tmp_path: Path, chunks: list[Any] | Exception) -> None:
     path = tmp_path / "f.h5"
     write(path, VALUES, "rows")
-    with (
-        h5py.File(path) as file,
-        pytest.raises(PackFormatError, match=r"f\.h5: .*'x'.*(damaged|cut short)") as caught,
-    ):
-        index_dataset(file, Told(file["x"], chunks), "x")
-    assert "\n" not in str(caught.value)
+    with h5py.File(path) as file, pytest.raises(PackFormatError) as caught:
+        index_dataset(file, FakeChunks(file["x"], chunks), "x")
+    assert (caught.value.path, caught.value.dataset) == (str(path), "x")
 
 
-def test_contiguous_rows_past_the_end(tmp_path: Path) -> None:
+def test_contiguous_rows_past_the_end_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "f.h5"
     write(path, VALUES, "contiguous")
     last = path.stat().st_size - VALUES.nbytes
     with h5py.File(path) as file:
-        assert index_dataset(file, Told(file["x"], [], last), "x").addresses.tolist() == [last]
-        with pytest.raises(PackFormatError, match=r"f\.h5: 'x' rows 0-9 lie past the end of the file \([\d,]+ bytes\)"):
-            index_dataset(file, Told(file["x"], [], last + 1), "x")
+        assert index_dataset(file, FakeChunks(file["x"], [], last), "x").addresses.tolist() == [last]
+        with pytest.raises(PackFormatError, match="rows 0-9"):
+            index_dataset(file, FakeChunks(file["x"], [], last + 1), "x")
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_every_storage_is_either_direct_or_explained(tmp_path: Path, storage: str) -> None:
+def test_every_storage_is_direct_or_has_a_library_reason(tmp_path: Path, storage: str) -> None:
     path = tmp_path / "f.h5"
     expected = write(path, VALUES, storage, fill=5)
     index = index_of(path)
-    assert (index.reason is None) == (storage not in ("compact", "virtual"))
+    assert (index.library_reason is None) == (storage not in ("compact", "virtual"))
     engine = Engine(str(path), FileIdentity.of(str(path)), {"x": index})
     assert np.array_equal(engine.read("x", range(10)), expected)

@@ -18,19 +18,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from h5pack import filters
 from h5pack.errors import DamagedRowsError, PackFormatError
-from h5pack.hdf5 import Filter
-from h5pack.read import codecs, plugins
-from h5pack.read.block import Block
-from h5pack.read.codecs import Codec, find_codec, fletcher32
+from h5pack.format.schema import FilterId
+from h5pack.read import codecs
+from h5pack.read.codecs import Codec, MallocBuffer, UnsupportedFilterError, find_codec, fletcher32
+from h5pack.read.hdf5 import Filter
 from tests.read.files import engine_of, index_of
 
 FILTERS: dict[str, tuple[int, tuple[int, ...]]] = {
-    "gzip": (filters.GZIP, (4,)),
-    "shuffle": (filters.SHUFFLE, ()),
-    "fletcher32": (filters.FLETCHER32, ()),
-    "lzf": (filters.LZF, ()),
+    "gzip": (FilterId.GZIP, (4,)),
+    "shuffle": (FilterId.SHUFFLE, ()),
+    "fletcher32": (FilterId.FLETCHER32, ()),
+    "lzf": (FilterId.LZF, ()),
 }
 for label, plugin in {
     "bitshuffle": hdf5plugin.Bitshuffle(cname="none"),
@@ -112,7 +111,7 @@ def test_decoding_equals_h5pys(
             expected = file["x"][()]
         assert np.array_equal(expected, values)
         index = index_of(path)
-        assert index.reason is None
+        assert index.library_reason is None
         assert index.codec is not None
         engine = engine_of(path)
         rows = data.draw(st.lists(st.integers(0, shape[0] - 1), max_size=12))
@@ -122,9 +121,9 @@ def test_decoding_equals_h5pys(
         assert np.array_equal(engine.read("x", range(shape[0])), expected)
         for first in range(0, shape[0], chunk_rows):
             several = np.arange(first, min(shape[0], first + chunk_rows))
-            decoded, places = engine.decode("x", several)
+            decoded, places = engine.rows_in_chunk("x", several)
             assert np.array_equal(decoded[places], expected[several])
-        assert pickle.loads(pickle.dumps(engine)).chunks.kept.bytes == 0
+        assert pickle.loads(pickle.dumps(engine)).chunks.cache.bytes == 0
         engine.close()
 
 
@@ -137,14 +136,14 @@ def test_every_filter_is_decoded_in_any_number_of_threads(tmp_path: Path) -> Non
         write(path, values, (name,), 8, "v110")
         engine = engine_of(path)
 
-        def look(turn: int, engine: Any = engine) -> bool:
+        def reads_right(turn: int, engine: Any = engine) -> bool:
             chunk = turn % 8
             rows = np.arange(chunk * 8, chunk * 8 + 8)
-            decoded, places = engine.decode("x", rows)
+            decoded, places = engine.rows_in_chunk("x", rows)
             return np.array_equal(decoded[places], values[rows])
 
         with ThreadPoolExecutor(8) as pool:
-            assert all(pool.map(look, range(160)))
+            assert all(pool.map(reads_right, range(160)))
 
 
 def test_a_chunk_is_decoded_once_for_several_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,24 +159,24 @@ def test_a_chunk_is_decoded_once_for_several_batches(tmp_path: Path, monkeypatch
     assert len(decoded) == 4
     assert engine.stats.chunk_misses == 20
     assert engine.stats.bytes_read == engine.indexes["x"].sizes.sum()
-    assert engine.chunks.kept.bytes == 40_000
+    assert engine.chunks.cache.bytes == 40_000
     engine.read("x", range(10, 20))
-    assert len(decoded) == 4, "also for one who takes all of it"
+    assert len(decoded) == 4, "a complete chunk also comes from the cache"
     engine.close()
-    assert engine.chunks.kept.bytes == 0
+    assert engine.chunks.cache.bytes == 0
     engine.read("x", range(40))
     assert len(decoded) == 8
-    assert engine.chunks.kept.bytes == 0, "who takes whole chunks does not come back"
+    assert engine.chunks.cache.bytes == 0, "chunks that are consumed completely are not cached"
     # Room for two chunks: the oldest go first.
-    engine.chunks.kept.capacity = 25_000
+    engine.chunks.cache.capacity = 25_000
     for chunk in (0, 1, 2, 1, 2):
         engine.read("x", [chunk * 10])
     assert len(decoded) == 11
     engine.read("x", [0])
     assert len(decoded) == 12
-    engine.chunks.kept.capacity = 9_999
+    engine.chunks.cache.capacity = 9_999
     assert np.array_equal(engine.read("x", [35, 31]), values[[35, 31]])
-    assert not engine.chunks.kept.has(("x", 3))
+    assert ("x", 3) not in engine.chunks.cache
     assert engine.decoding_bytes(3, keep=False) == 3 * (20_000 + int(engine.indexes["x"].sizes.max()))
 
 
@@ -190,7 +189,7 @@ def test_a_loader_decodes_each_chunk_once_an_epoch(tmp_path: Path) -> None:
         file["labels"] = np.arange(90)
     dataset = h5pack.H5Dataset(tmp_path / "f.h5")
     index = dataset.engine.indexes["images"]
-    loader = h5pack.H5Loader(dataset, 8, window=4, threads=2, resident="no")
+    loader = h5pack.H5Loader(dataset, 8, window=4, num_threads=2, resident="no")
     for epoch in range(1, 3):
         seen = []
         for images, labels in loader:
@@ -245,9 +244,7 @@ def test_damage_is_named_or_changes_nothing(tmp_path: Path, name: str) -> None:
     data[chunk.byte_offset + chunk.size // 2] ^= 255
     path.write_bytes(data)
     engine = engine_of(path)
-    with pytest.raises(
-        DamagedRowsError, match=r"f\.h5: 'x' rows 4-7 cannot be decoded \(.*\); run 'h5pack verify'"
-    ) as caught:
+    with pytest.raises(DamagedRowsError) as caught:
         engine.read("x", [6])
     assert "\n" not in str(caught.value)
     assert np.array_equal(engine.read("x", [0, 11]), values[[0, 11]])
@@ -275,31 +272,31 @@ def test_damage_without_a_checksum_is_an_error_or_other_pixels(tmp_path: Path, n
     assert refused > 3
 
 
-def test_few_rows_of_pieces_are_read_alone(tmp_path: Path) -> None:
+def test_few_rows_of_chunks_that_cut_rows_are_read_alone(tmp_path: Path) -> None:
     values = smooth((100, 10, 60), ">u2", 1)
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file.create_dataset("x", data=values, chunks=(50, 10, 40))
     engine = engine_of(tmp_path / "f.h5")
     index = engine.indexes["x"]
-    assert index.reason is None
+    assert index.library_reason is None
     rows = [3, 99, 7, 52]
     assert np.array_equal(engine.read("x", rows), values[rows])
     assert engine.stats.bytes_read == engine.stats.bytes_wanted == 4 * index.row_bytes
     assert np.array_equal(engine.read("x", range(40)), values[:40])
-    assert engine.stats.bytes_read == 4 * index.row_bytes + 2 * 50 * 10 * 40 * 2, "both pieces, whole"
+    assert engine.stats.bytes_read == 4 * index.row_bytes + 2 * 50 * 10 * 40 * 2, "both chunks, whole"
     assert np.array_equal(engine.read("x", [3]), values[[3]])
     assert engine.stats.bytes_read == 4 * index.row_bytes + 2 * 50 * 10 * 40 * 2, "which is kept"
 
 
 def test_a_chunk_of_another_size_is_refused() -> None:
-    codec = Codec(((filters.GZIP, (4,)),), 100)
+    codec = Codec(((FilterId.GZIP, (4,)),), 100)
     for size in (99, 101):
         packed = np.frombuffer(zlib.compress(bytes(size)), np.uint8)
-        block = Block(len(packed))
+        block = MallocBuffer(len(packed))
         block.array()[...] = packed
         with pytest.raises(ValueError, match=f"{size} bytes instead of 100"):
             codec.decode(block, 0)
-    block = Block(100)
+    block = MallocBuffer(100)
     block.array()[...] = 7
     assert (codec.decode(block, 1) == 7).all(), "the filter was left out"
 
@@ -314,42 +311,40 @@ def test_gzip_without_isal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     codecs._inflate.cache_clear()
 
 
-def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_decoder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codecs, "_imagecodecs", lambda: None)
-    found = find_codec((Filter(filters.LZF, (), "lzf"),), 10)
-    assert isinstance(found, str)
-    assert "pip install 'h5pack[compress]'" in found
-    assert find_codec((Filter(32_026, (), "blosc2"),), 10) == "its chunks pass through filter 32026 (blosc2)"
+    with pytest.raises(UnsupportedFilterError, match="pip install"):
+        find_codec((Filter(FilterId.LZF, (), "lzf"),), 10)
+    with pytest.raises(UnsupportedFilterError, match="32026"):
+        find_codec((Filter(32_026, (), "blosc2"),), 10)
     # What HDF5 itself does not know cannot be read at all.
     values = smooth((12, 30, 40), "u1", 2)
     write(tmp_path / "f.h5", values, ("zstd",), 4, "v110")
     data = (tmp_path / "f.h5").read_bytes()
-    number, unknown = filters.ZSTD.to_bytes(2, "little"), (33_333).to_bytes(2, "little")
+    number, unknown = FilterId.ZSTD.to_bytes(2, "little"), (33_333).to_bytes(2, "little")
     # Its number stands before its name's length, in the dataset's message of filters; v1 of that has no checksum.
     write(tmp_path / "g.h5", values, ("zstd",), 4, "earliest")
     data = (tmp_path / "g.h5").read_bytes()
     assert data.count(number) >= 1
     (tmp_path / "g.h5").write_bytes(data.replace(number, unknown, 1))
-    with pytest.raises(
-        PackFormatError, match=r"filter 33333 .*, whose decoder is missing; pip install 'h5pack\[compress\]'"
-    ):
+    with pytest.raises(PackFormatError, match="33333"):
         index_of(tmp_path / "g.h5")
 
 
 def test_no_plugin_without_hdf5plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    plugins._function.cache_clear()
+    codecs._plugin_function.cache_clear()
     monkeypatch.setitem(sys.modules, "hdf5plugin", None)
-    assert not plugins.is_plugin(filters.ZSTD)
-    assert not plugins.is_plugin(4)
-    plugins._function.cache_clear()
+    assert not codecs.is_plugin(FilterId.ZSTD)
+    assert not codecs.is_plugin(4)
+    codecs._plugin_function.cache_clear()
 
 
-def test_blocks_give_their_memory_back() -> None:
-    block = Block(1_000)
+def test_a_malloc_buffer_lives_as_long_as_its_arrays() -> None:
+    block = MallocBuffer(1_000)
     array = block.array()
     array[...] = 3
     view = array[10:20]
     del block, array
     assert (view == 3).all()
     with pytest.raises(MemoryError, match="no memory for"):
-        Block(1 << 60)
+        MallocBuffer(1 << 60)

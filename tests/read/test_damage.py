@@ -16,7 +16,7 @@ import pytest
 
 import h5pack
 from h5pack.errors import DamagedRowsError, H5PackError
-from h5pack.pack.executors import open_executor
+from h5pack.system.processes import open_executor
 from tests.makers import quick, split_folders
 from tests.read.files import index_of, numbers
 
@@ -27,14 +27,14 @@ Outcome = tuple[str, str]
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pack")
     source = split_folders(folder / "in", {"train": {"x": 31, "y": 26}, "test": {"x": 5, "y": 9}}, (16, 12))
-    h5pack.convert(source, folder / "sound.h5", quick(chunk_rows=7))
+    h5pack.convert(source, folder / "sound.h5", **quick(chunk_rows=7))
     return folder / "sound.h5"
 
 
 def row_places(path: Path) -> npt.NDArray[np.int64]:
     """Byte offset of each image."""
     index = index_of(path, "images")
-    assert index.reason is None
+    assert index.library_reason is None
     rows = np.arange(index.rows)
     return index.addresses[rows // index.chunk_rows] + rows % index.chunk_rows * index.row_bytes
 
@@ -98,7 +98,7 @@ def require_survival(crashed: list[Path]) -> None:
 
 def test_100_flipped_bytes_in_images_are_named(pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The structure is sound, so that `verify` needs no other process to look at it.
-    monkeypatch.setattr("h5pack.tools.verify.open_executor", lambda *_: open_executor(1, None, None))
+    monkeypatch.setattr("h5pack.inspect.verify.open_executor", lambda *_: open_executor(1, None, None))
     sound, places, dice = pack.read_bytes(), row_places(pack), random.Random(1)
     size = index_of(pack, "images").row_bytes
     with h5py.File(pack) as file:
@@ -148,7 +148,7 @@ def test_100_packs_of_damaged_metadata(pack: Path, tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("libver", ["earliest", "v108"])
-def test_files_without_checksums_raise_no_strange_errors(
+def test_files_without_checksums_raise_only_h5pack_errors(
     tmp_path: Path, libver: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Damage to formats that have no checksums reaches h5pack; what it cannot know of it cannot refuse."""
@@ -167,7 +167,7 @@ def test_files_without_checksums_raise_no_strange_errors(
             print(f"\nHDF5 {h5py.version.hdf5_version} crashes or hangs on {[path.name for path in crashed]}")
 
 
-def test_outcomes_are_told_apart(pack: Path, tmp_path: Path) -> None:
+def test_read_damaged_distinguishes_all_outcomes(pack: Path, tmp_path: Path) -> None:
     """The reading of damaged files sees what it should see."""
     data, place = bytearray(pack.read_bytes()), int(row_places(pack)[5])
     data[place] ^= 1

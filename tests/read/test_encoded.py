@@ -7,7 +7,6 @@ import random
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,16 @@ from PIL import Image
 
 from h5pack.errors import DamagedRowsError, PackChangedError, PackFormatError, SizesDifferError
 from h5pack.pack import options
-from h5pack.read import reader as reader_module
-from h5pack.read import row_decoder as row_decoder_module
-from h5pack.read.encoded import holds_encoded, row_decoder
+from h5pack.read import encoded as row_decoder_module
+from h5pack.read import hdf5_reader as reader_module
+from h5pack.read.description import describe_file
+from h5pack.read.encoded import row_decoder
 from h5pack.read.engine import Engine
-from h5pack.read.identity import FileIdentity
-from h5pack.read.pack import read_pack
-from h5pack.read.reader import H5Reader
+from h5pack.read.hdf5_reader import H5Reader
+from h5pack.read.storage import FileIdentity
 from tests.makers import pixels
 from tests.read.encoded_files import SIZE, decoded, encode, jpegs, kinds, write_encoded
-from tests.read.files import in_child
+from tests.read.files import in_child, run_threads
 from tests.read.test_damage import read_all, require_one_line
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -42,7 +41,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def engine_of(path: Path, **asked: Any) -> Engine:
-    pack = read_pack(path, **asked)
+    pack = describe_file(path, **asked)
     return Engine(pack.path, pack.identity, pack.indexes)
 
 
@@ -57,7 +56,7 @@ def test_bytes_and_pixels_in_every_layout(tmp_path: Path, layout: str, dtype: st
     path = write_encoded(tmp_path / "f.h5", rows, dtype=dtype, **LAYOUTS[layout])
     engine = engine_of(path)
     index = engine.indexes["images"]
-    assert holds_encoded(index)
+    assert index.is_encoded
     assert (index.shape, index.dtype, index.addresses.size) == ((31, *SIZE, 3), np.uint8, 0)
     expected = np.stack([decoded(row) for row in rows])
     dice = np.random.default_rng(3)
@@ -80,7 +79,7 @@ def test_virtual_over_encoded_rows(tmp_path: Path) -> None:
     assert engine.reader.read_bytes("images", order) == [rows[row] for row in order]
     assert np.array_equal(engine.read("images", order), np.stack([decoded(rows[row]) for row in order]))
     (tmp_path / "1.h5").unlink()
-    with pytest.raises(PackFormatError, match=r"its source .*1\.h5 is missing"):
+    with pytest.raises(PackFormatError, match=r"1\.h5 is missing"):
         engine_of(tmp_path / "f.h5")
 
 
@@ -98,7 +97,7 @@ def test_consecutive_rows_are_fetched_in_one_call(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("kind", kinds())
-def test_pixels_are_pillows(tmp_path: Path, kind: str) -> None:
+def test_pixels_equal_pillows(tmp_path: Path, kind: str) -> None:
     """Beside row 0, a plain JPEG of the same upright size."""
     data = kinds()[kind]
     engine = engine_of(write_encoded(tmp_path / "f.h5", [jpegs(1)[0], data]))
@@ -116,25 +115,25 @@ def test_row_0_gives_the_size(tmp_path: Path, kind: str) -> None:
     assert engine.indexes["images"].shape == (1, *SIZE, 3)
 
 
-def test_units_follow_the_pixels_not_the_chunks_of_references(tmp_path: Path) -> None:
+def test_group_rows_follow_the_pixels_not_the_chunks_of_references(tmp_path: Path) -> None:
     rows = jpegs(1, (60, 50)) * 900
     with h5py.File(tmp_path / "pixels.h5", "w") as file:
         file.create_dataset("images", (900, 60, 50, 3), "u1")
-    expected = read_pack(tmp_path / "pixels.h5").indexes["images"].unit_rows
+    expected = describe_file(tmp_path / "pixels.h5").indexes["images"].group_rows
     assert 1 < expected < 900
     for layout, settings in LAYOUTS.items():
-        index = read_pack(write_encoded(tmp_path / f"{layout}.h5", rows, **settings)).indexes["images"]
-        assert index.unit_rows == expected
+        index = describe_file(write_encoded(tmp_path / f"{layout}.h5", rows, **settings)).indexes["images"]
+        assert index.group_rows == expected
 
 
-def test_without_rows(tmp_path: Path) -> None:
+def test_an_empty_dataset_has_no_pixels(tmp_path: Path) -> None:
     engine = engine_of(write_encoded(tmp_path / "f.h5", []))
     assert engine.indexes["images"].shape == (0, 0, 0, 3)
     assert engine.read("images", []).shape == (0, 0, 0, 3)
     assert engine.reader.read_bytes("images", np.empty(0, np.int64)) == []
 
 
-def test_counts(tmp_path: Path) -> None:
+def test_encoded_reads_are_counted(tmp_path: Path) -> None:
     rows = jpegs(40)
     engine = engine_of(write_encoded(tmp_path / "f.h5", rows, chunks=(8,)))
     engine.read("images", np.arange(40))
@@ -148,12 +147,12 @@ def test_counts(tmp_path: Path) -> None:
 
 
 def test_the_cache_holds_the_references_of_compressed_chunks(tmp_path: Path) -> None:
-    """NumPy calls a reference 8 bytes, and it has 16: HDF5 would decode a chunk anew for each row."""
+    """NumPy calls a reference 8 bytes, and it has 16: HDF5 would decode a chunk again for each row."""
     path = write_encoded(tmp_path / "f.h5", jpegs(50), chunks=(50,), compression="gzip")
     reader = reader_of(path)
     reader.read_bytes("images", np.array([0]))
-    assert reader._opened is not None
-    cache = reader._opened.dataset("images").id.get_access_plist().get_chunk_cache()
+    assert reader._handles is not None
+    cache = reader._handles.dataset("images").id.get_access_plist().get_chunk_cache()
     assert cache[1] >= 50 * 16
 
 
@@ -172,7 +171,7 @@ def test_a_replaced_file(tmp_path: Path) -> None:
     reader = reader_of(path)
     path.unlink()
     write_encoded(path, jpegs(6))
-    with pytest.raises(PackChangedError, match="replaced or rewritten"):
+    with pytest.raises(PackChangedError):
         reader.read_bytes("images", np.array([0]))
 
 
@@ -181,24 +180,14 @@ def test_many_threads(tmp_path: Path) -> None:
     rows = list(kinds().values())
     engine = engine_of(write_encoded(tmp_path / "f.h5", rows, chunks=(3,)))
     expected = np.stack([decoded(row) for row in rows])
-    failures: list[Any] = []
 
     def work(seed: int) -> None:
         dice = np.random.default_rng(seed)
         for _ in range(5):
             order = dice.permutation(len(rows))
-            try:
-                if not np.array_equal(engine.read("images", order), expected[order]):
-                    failures.append("other pixels")
-            except Exception as error:
-                failures.append(error)
+            assert np.array_equal(engine.read("images", order), expected[order])
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    run_threads(6, work)
     assert engine.snapshot().rows == 6 * 5 * len(rows)
 
 
@@ -241,9 +230,8 @@ def test_a_row_that_cannot_be_decoded_is_named(tmp_path: Path, kind: str) -> Non
     rows[6] = make()
     path = write_encoded(tmp_path / "f.h5", rows)
     engine = engine_of(path)
-    message = rf"f\.h5: 'images' row 6 cannot be decoded \(.*{reason}.*\); leave it out .* --images images'"
     for out in (None, np.empty(3, object)):
-        with pytest.raises(DamagedRowsError, match=message) as caught:
+        with pytest.raises(DamagedRowsError, match=reason) as caught:
             engine.read("images", [2, 6, 1], out)
         assert caught.value.rows == (6,)
         assert "\n" not in str(caught.value)
@@ -258,33 +246,33 @@ def test_a_bomb_is_refused_before_it_is_decoded(tmp_path: Path, monkeypatch: pyt
     rows = [*jpegs(1), encode(pixels(0, (20, 15))), encode(pixels(0, (20, 15)), "PNG")]
     engine = engine_of(write_encoded(tmp_path / "f.h5", rows))
     for row in (1, 2):
-        with pytest.raises(DamagedRowsError, match=f"row {row} cannot be decoded .decompression bomb: 20x15"):
+        with pytest.raises(DamagedRowsError, match="bomb: 20x15"):
             engine.read("images", [row], np.empty(1, object))
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_row_0(tmp_path: Path, kind: str) -> None:
+def test_a_row_0_that_cannot_be_decoded_is_refused(tmp_path: Path, kind: str) -> None:
     path = write_encoded(tmp_path / "f.h5", [BAD[kind][0](), *jpegs(2)])
-    with pytest.raises(
-        PackFormatError, match=r"'images' row 0 is no image that can be decoded \(.*\), so that"
-    ) as caught:
-        read_pack(path)
+    with pytest.raises(PackFormatError) as caught:
+        describe_file(path)
+    assert (caught.value.dataset, caught.value.rows) == ("images", (0,))
     assert "\n" not in str(caught.value)
 
 
-def test_an_image_of_another_size(tmp_path: Path) -> None:
+def test_an_image_of_another_size_is_refused_in_a_batch(tmp_path: Path) -> None:
     rows = [*jpegs(3), encode(pixels(5, (30, 9)), "PNG"), *jpegs(2)]
     path = write_encoded(tmp_path / "f.h5", rows)
     engine = engine_of(path)
     for wanted in ([3], [1, 3, 2], [4, 3, 0]):
-        with pytest.raises(SizesDifferError, match=r"'images' row 3 is 30x9 and row 0 is 20x14, .* --size 20x14'"):
+        with pytest.raises(SizesDifferError, match="30x9") as caught:
             engine.read("images", wanted)
+        assert (caught.value.rows, caught.value.parameters) == ((3,), ("size='20x14'",))
     own = engine.read("images", [4, 3, 0, 3], np.empty(4, object))
     assert [image.shape for image in own] == [(20, 14, 3), (30, 9, 3), (20, 14, 3), (30, 9, 3)]
     assert all(np.array_equal(image, decoded(rows[row])) for image, row in zip(own, (4, 3, 0, 3), strict=True))
 
 
-def test_hostile_bytes_give_errors_or_images(tmp_path: Path) -> None:
+def test_random_bytes_give_errors_or_images(tmp_path: Path) -> None:
     """Bytes changed at random: an error that names the row, or some image, and never another kind of failure."""
     dice = np.random.default_rng(5)
     originals = list(kinds().values())
@@ -337,7 +325,7 @@ def find(data: bytes, mark: bytes) -> list[int]:
     return [found.start() for found in re.finditer(re.escape(mark), data)]
 
 
-def test_no_warning_a_row(tmp_path: Path) -> None:
+def test_pillow_warns_once_not_for_every_row(tmp_path: Path) -> None:
     """Pillow warns of a palette with transparency in bytes; Python prints that once, and nothing is switched off."""
     image = pixels(1, SIZE)
     palette = encode(Image.fromarray(image).convert("P"), "PNG", transparency=bytes(range(200)))
@@ -359,24 +347,24 @@ def test_no_warning_a_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("shape", "dtype"),
     [
-        (lambda file: file.create_dataset("x", (3,), h5py.vlen_dtype(np.float32)), "holds variable-length float32"),
-        (lambda file: file.create_dataset("x", (3,), h5py.vlen_dtype(np.uint16)), "holds variable-length uint16"),
-        (lambda file: file.create_dataset("x", (3, 2), h5py.vlen_dtype(np.uint8)), "variable-length uint8 on 2 axes"),
-        (lambda file: file.create_dataset("x", (3,), h5py.string_dtype()), "variable-length strings; encoded images"),
-        (lambda file: file.create_dataset("x", (3,), h5py.string_dtype("ascii")), "must be stored as variable-length"),
-        (lambda file: file.create_dataset("x", (3,), "V50"), r"holds \|V50, not numbers"),
-        (lambda file: file.create_dataset("x", (3,), "S50"), r"holds \|S50, not numbers"),
+        ((3,), h5py.vlen_dtype(np.float32)),
+        ((3,), h5py.vlen_dtype(np.uint16)),
+        ((3, 2), h5py.vlen_dtype(np.uint8)),
+        ((3,), h5py.string_dtype()),
+        ((3,), h5py.string_dtype("ascii")),
+        ((3,), "V50"),
+        ((3,), "S50"),
     ],
+    ids=str,
 )
-def test_other_rows_of_variable_length_are_refused(
-    tmp_path: Path, make: Callable[[h5py.File], Any], message: str
-) -> None:
+def test_other_rows_of_variable_length_are_refused(tmp_path: Path, shape: tuple[int, ...], dtype: Any) -> None:
     with h5py.File(tmp_path / "f.h5", "w") as file:
-        make(file)
-    with pytest.raises(PackFormatError, match=rf"f\.h5: dataset 'x' .*{message}.*name another dataset"):
-        read_pack(tmp_path / "f.h5", "x")
+        file.create_dataset("x", shape, dtype)
+    with pytest.raises(PackFormatError) as caught:
+        describe_file(tmp_path / "f.h5", "x")
+    assert caught.value.dataset == "x"
 
 
 def test_unwritten_rows_are_empty(tmp_path: Path) -> None:
@@ -384,9 +372,10 @@ def test_unwritten_rows_are_empty(tmp_path: Path) -> None:
     with h5py.File(path, "r+") as file:
         file["images"].resize((7,))
     assert reader_of(path).read_bytes("images", np.array([2, 3, 6]))[1:] == [b"", b""]
-    with pytest.raises(DamagedRowsError, match=r"row 5 cannot be decoded \(zero bytes"):
+    with pytest.raises(DamagedRowsError, match="zero bytes") as caught:
         engine_of(path, labels=None).read("images", [5])
+    assert caught.value.rows == (5,)
 
 
-def test_the_decoder_is_one(tmp_path: Path) -> None:
+def test_the_decoder_is_shared(tmp_path: Path) -> None:
     assert row_decoder() is row_decoder()

@@ -20,17 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import h5pack
-from h5pack.checksum import row_checksums
 from h5pack.errors import DamagedRowsError, PackChangedError
+from h5pack.format.checksums import row_checksums
 from h5pack.read import engine as engine_module
-from h5pack.read import spans as spans_module
+from h5pack.read import read_plan as plan_module
 from h5pack.read import storage as storage_module
-from h5pack.read.engine import Engine
-from h5pack.read.identity import FileIdentity
-from h5pack.read.pack import read_pack
-from h5pack.read.reader import H5Reader
-from h5pack.read.stats import ReadStats
-from h5pack.read.storage import python_preadv
+from h5pack.read.description import describe_file
+from h5pack.read.engine import Engine, ReadStats
+from h5pack.read.hdf5_reader import H5Reader
+from h5pack.read.storage import FileIdentity, python_preadv
 from tests.makers import flat_folder, quick
 from tests.read.files import (
     DIRECT,
@@ -40,6 +38,7 @@ from tests.read.files import (
     in_child,
     numbers,
     row_lists,
+    run_threads,
     to_addresses,
     write,
 )
@@ -63,7 +62,7 @@ def h5pys(path: Path, rows: list[int], shape: tuple[int, ...], fill: Any) -> npt
     dtype=st.sampled_from(DTYPES),
     storage=st.sampled_from(STORAGES),
     scatter_bytes=st.sampled_from([1, engine_module.SCATTER_BYTES, 1 << 30]),
-    gap_bytes=st.sampled_from([0, 100, spans_module.SPAN_GAP_BYTES]),
+    gap_bytes=st.sampled_from([0, 100, plan_module.MAX_GAP_BYTES]),
     settings_=st.sampled_from([{}, {"libver": "latest"}, {"libver": "v110"}, {"userblock_size": 512}]),
     data=st.data(),
 )
@@ -84,14 +83,14 @@ def test_rows_equal_h5pys(
     python = data.draw(st.booleans())
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "SCATTER_BYTES", scatter_bytes)
-        patch.setattr(spans_module, "SPAN_GAP_BYTES", gap_bytes)
+        patch.setattr(plan_module, "MAX_GAP_BYTES", gap_bytes)
         if python:
             patch.setattr(storage_module, "preadv", python_preadv)
         path = Path(folder) / "f.h5"
         chunk_rows = data.draw(st.integers(1, 8))
         values = write(path, numbers(shape, dtype), storage, fill=fill, chunk_rows=chunk_rows, **settings_)
         engine = engine_of(path)
-        assert (engine.indexes["x"].reason is None) == (storage in DIRECT)
+        assert (engine.indexes["x"].library_reason is None) == (storage in DIRECT)
         expected = h5pys(path, rows, shape, fill)
         found = engine.read("x", rows)
         assert found.dtype == np.dtype(dtype).newbyteorder("=")
@@ -103,9 +102,9 @@ def test_rows_equal_h5pys(
         by_library = np.full_like(expected, 1)
         H5Reader(str(path), FileIdentity.of(str(path))).read("x", wanted, by_library)
         assert np.array_equal(by_library, expected)
-        if Engine.scatters(engine.indexes["x"]):
+        if Engine.can_scatter(engine.indexes["x"]):
             assert np.array_equal(to_addresses(engine, wanted), expected)
-        assert_counted(engine, rows, 3 if Engine.scatters(engine.indexes["x"]) else 2)
+        assert_counted(engine, rows, 3 if Engine.can_scatter(engine.indexes["x"]) else 2)
         for row in set(rows):
             one = engine.read_one("x", row)
             assert one.dtype == found.dtype
@@ -126,14 +125,14 @@ def assert_counted(engine: Engine, rows: list[int], times: int) -> None:
     assert stats.bytes_wanted == times * len(rows) * index.row_bytes
     if index.codec is not None:
         once = sum(int(np.maximum(index.sizes[chunk], 0).sum()) for chunk in set(chunks))
-        # Twice where all rows of a chunk were taken; and few rows out of pieces are read by themselves.
+        # Twice where all rows of a chunk were taken; and few rows of chunks that cut rows are read by themselves.
         assert stats.bytes_read <= 2 * once + (0 if index.codec.steps else stats.bytes_wanted)
         assert not index.codec.steps or stats.bytes_read >= once
         return
-    absent = 0 if index.reason else sum(int(index.addresses[chunk]) < 0 for chunk in chunks)
-    if Engine.scatters(index):
+    absent = 0 if index.library_reason else sum(int(index.addresses[chunk]) < 0 for chunk in chunks)
+    if Engine.can_scatter(index):
         assert stats.bytes_read == times * (len(rows) - absent) * index.row_bytes
-    elif index.reason is not None:
+    elif index.library_reason is not None:
         assert stats.bytes_read == stats.bytes_wanted
     assert (stats.reads > 0) == bool(rows) or absent == len(rows)
 
@@ -141,7 +140,7 @@ def assert_counted(engine: Engine, rows: list[int], times: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scatter_bytes", [1, 1 << 30])
 @pytest.mark.parametrize("order", [[1, 3, 8], [8, 1, 8, 0, 2]])
-def test_numbers_come_in_the_machines_byte_order(
+def test_rows_are_returned_in_native_byte_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, scatter_bytes: int, order: list[int]
 ) -> None:
     monkeypatch.setattr(engine_module, "SCATTER_BYTES", scatter_bytes)
@@ -155,12 +154,12 @@ def test_numbers_come_in_the_machines_byte_order(
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("engine")
     source = flat_folder(folder / "in", 40, (16, 16))
-    h5pack.convert(source, folder / "o.h5", quick(chunk_rows=6))
+    h5pack.convert(source, folder / "o.h5", **quick(chunk_rows=6))
     return folder / "o.h5"
 
 
 def engine_of_pack(path: Path) -> Engine:
-    described = read_pack(path)
+    described = describe_file(path)
     return Engine(described.path, described.identity, described.indexes)
 
 
@@ -185,7 +184,7 @@ def test_whole_chunks_in_any_order_are_read_once(pack: Path, order: list[int]) -
     assert engine.stats.amplification == 1.0
 
 
-def test_small_rows_are_read_in_spans(tmp_path: Path) -> None:
+def test_small_rows_are_read_over_small_gaps(tmp_path: Path) -> None:
     path = tmp_path / "f.h5"
     values = write(path, numbers((9000, 4), "i4"), "contiguous")
     engine = engine_of(path)
@@ -200,7 +199,7 @@ def test_small_rows_are_read_in_spans(tmp_path: Path) -> None:
     assert engine.stats.amplification == 259 / 3
 
 
-def test_nothing_read_amplifies_nothing() -> None:
+def test_amplification_is_1_before_the_first_read() -> None:
     assert ReadStats().amplification == 1.0
 
 
@@ -275,12 +274,12 @@ def test_check_names_the_damaged_rows(pack: Path, tmp_path: Path) -> None:
 
     damage(17)
     checked(tmp_path / "o.h5", [row for row in range(40) if row != 17])
-    with pytest.raises(DamagedRowsError, match=r"o\.h5: 'images' row 17 differs from the stored checksum; run") as one:
+    with pytest.raises(DamagedRowsError, match="row 17") as one:
         checked(tmp_path / "o.h5", [39, 17, 2, 17])
     assert one.value.rows == (17,)
     for row in (5, 39, 0):
         damage(row)
-    with pytest.raises(DamagedRowsError, match=r"rows 0, 5, 17, 39 differ") as caught:
+    with pytest.raises(DamagedRowsError, match="0, 5, 17, 39") as caught:
         checked(tmp_path / "o.h5", range(40)[::-1])
     assert caught.value.rows == (0, 5, 17, 39)
     for row in range(20, 30):
@@ -301,11 +300,11 @@ def test_checksums_are_of_the_bytes_as_stored(tmp_path: Path, dtype: str, storag
     found = engine.read("x", rows)
     engine.check("x", "sums", rows, found)
     found[1, 2] = not found[1, 2] if dtype == "?" else found[1, 2] + 1
-    with pytest.raises(DamagedRowsError, match="row 0 differs"):
+    with pytest.raises(DamagedRowsError, match="row 0"):
         engine.check("x", "sums", rows, found)
 
 
-def test_threads_get_their_own_rows(tmp_path: Path) -> None:
+def test_concurrent_reads_return_the_right_rows(tmp_path: Path) -> None:
     path = tmp_path / "f.h5"
     kept: dict[str, npt.NDArray[Any]] = {}
     with h5py.File(path, "w") as file:
@@ -317,7 +316,7 @@ def test_threads_get_their_own_rows(tmp_path: Path) -> None:
             kept[name] = numbers(shape, "<i2", len(name))
             file.create_dataset(name, data=kept[name], **settings_)
     engine = engine_of(path, *kept)
-    start, failures = threading.Barrier(8, timeout=20), []
+    start = threading.Barrier(8, timeout=60)
 
     def work(number: int) -> None:
         dice = np.random.default_rng(number)
@@ -325,20 +324,14 @@ def test_threads_get_their_own_rows(tmp_path: Path) -> None:
         for _ in range(40):
             for name, values in kept.items():
                 rows = dice.integers(0, 60, 20)
-                if not np.array_equal(engine.read(name, rows), values[rows]):
-                    failures.append((number, name, rows))
+                assert np.array_equal(engine.read(name, rows), values[rows]), (name, rows)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    run_threads(8, work)
     assert engine.stats.rows == 8 * 40 * 20
     assert engine.stats.bytes_wanted == 8 * 40 * 20 * (1400 + 18 + 80)
 
 
-def test_threads_count_one_after_the_other(tmp_path: Path) -> None:
+def test_statistics_are_counted_under_a_lock(tmp_path: Path) -> None:
     path = tmp_path / "f.h5"
     write(path, numbers((20, 300), "i4"), "rows")
     engine = engine_of(path)
@@ -348,7 +341,7 @@ def test_threads_count_one_after_the_other(tmp_path: Path) -> None:
         thread.join(0.1)
         assert thread.is_alive()
         assert engine.stats.rows == 0
-    thread.join(20)
+    thread.join(60)
     assert engine.stats.rows == 1
 
 
@@ -390,7 +383,7 @@ def test_closed_engines_open_again_and_notice_another_file(tmp_path: Path, stora
         engine.close()
     path.with_name("new").write_bytes(path.read_bytes())
     os.replace(path.with_name("new"), path)
-    with pytest.raises(PackChangedError, match="replaced or rewritten"):
+    with pytest.raises(PackChangedError, match=r"f\.h5"):
         engine.read("x", [5])
     path.unlink()
     with pytest.raises(PackChangedError):
@@ -408,14 +401,13 @@ def test_chunks_that_cannot_be_decoded_are_named(tmp_path: Path) -> None:
     path.write_bytes(data)
     engine = engine_of(path)
     assert np.array_equal(engine.read("x", [11, 0]), values[[11, 0]])
-    with pytest.raises(
-        DamagedRowsError, match=r"f\.h5: 'x' rows 4-7 cannot be decoded \(.*\); run 'h5pack verify'"
-    ) as caught:
+    with pytest.raises(DamagedRowsError) as caught:
         engine.read("x", [6, 5])
+    assert (caught.value.dataset, caught.value.rows) == ("x", (4, 5, 6, 7))
     assert "\n" not in str(caught.value)
 
 
-def test_only_bytes_that_are_not_in_memory_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_uncached_bytes_are_prefetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "f.h5"
     write(path, numbers((20, 600), "u1"), "holes")
     engine = engine_of(path)
@@ -423,7 +415,7 @@ def test_only_bytes_that_are_not_in_memory_are_asked_for(tmp_path: Path, monkeyp
     plan = engine.plan("x", np.array([0, 1, 4, 6, 8, 19]))
     asked: list[tuple[int, int]] = []
     probed: list[int] = []
-    monkeypatch.setattr(engine.storage, "advise", lambda offset, count: asked.append((offset, count)))
+    monkeypatch.setattr(engine.storage, "will_need", lambda offset, count: asked.append((offset, count)))
     cached = True
 
     def is_cached(offset: int) -> bool:
@@ -431,11 +423,11 @@ def test_only_bytes_that_are_not_in_memory_are_asked_for(tmp_path: Path, monkeyp
         return cached
 
     monkeypatch.setattr(engine.storage, "is_cached", is_cached)
-    engine.advise(plan)
+    engine.prefetch(plan)
     assert asked == []
     assert probed
     assert min(probed) >= 0
     cached = False
-    engine.advise(plan)
+    engine.prefetch(plan)
     runs = [(0, 2), (6, 1), (8, 1), (19, 1)]
     assert asked == [(int(places[row // 3]) + row % 3 * 600, count * 600) for row, count in runs]

@@ -22,9 +22,8 @@ from hypothesis import strategies as st
 from h5pack.errors import PackChangedError, ReadError
 from h5pack.read import storage as storage_module
 from h5pack.read.engine import Engine
-from h5pack.read.identity import FileIdentity
-from h5pack.read.storage import MOST_BUFFERS, Preadv, Storage, python_preadv
-from tests.read.files import descriptors, engine_of, in_child, numbers, write
+from h5pack.read.storage import MAX_BUFFERS, FileIdentity, Preadv, Storage, python_preadv
+from tests.read.files import descriptors, engine_of, in_child, numbers, run_threads, write
 
 IMPLEMENTATIONS = [storage_module.preadv, python_preadv]
 SIZE = 50_000
@@ -73,7 +72,7 @@ def sliced(size: int, runs: list[tuple[int, int]]) -> npt.NDArray[np.uint8]:
 
 @settings(max_examples=26, deadline=None)
 @given(st.integers(1, 700), st.integers(0, 9), st.data())
-def test_drawn_runs_equal_slices(size: int, spread: int, data: st.DataObject) -> None:
+def test_scattered_extents_equal_slices(size: int, spread: int, data: st.DataObject) -> None:
     runs = []
     for _ in range(data.draw(st.integers(1, 6))):
         places = data.draw(st.integers(1, 20))
@@ -110,18 +109,18 @@ def test_the_c_librarys_preadv_equals_pythons(sizes: list[int], offset: int) -> 
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_both_say_what_the_kernel_says(implementation: Preadv) -> None:
+def test_both_raise_the_errors_of_the_kernel(implementation: Preadv) -> None:
     pair = np.zeros((1, 2), np.uint64)
     with pytest.raises(OSError) as caught:
         implementation(-1, pair.__array_interface__["data"][0], 1, 0)
     assert caught.value.errno == errno.EBADF
 
 
-def test_the_c_library_is_asked_here() -> None:
+def test_this_machine_uses_the_c_library() -> None:
     assert storage_module.preadv is not python_preadv
 
 
-def test_systems_whose_c_library_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_preadv_in_the_c_library_python_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: object())
     assert storage_module._c_preadv() is None
     monkeypatch.setattr("ctypes.sizeof", lambda _: 4)
@@ -129,18 +128,18 @@ def test_systems_whose_c_library_cannot_be_asked(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("places", [MOST_BUFFERS, MOST_BUFFERS + 1, 3 * MOST_BUFFERS + 5])
-def test_more_places_than_one_call_takes(
+@pytest.mark.parametrize("places", [MAX_BUFFERS, MAX_BUFFERS + 1, 3 * MAX_BUFFERS + 5])
+def test_more_buffers_than_one_call_allows(
     path: Path, monkeypatch: pytest.MonkeyPatch, places: int, implementation: Preadv
 ) -> None:
     monkeypatch.setattr(storage_module, "preadv", implementation)
     found, calls = scattered(opened(path), 11, [(3, places)])
     assert np.array_equal(found, sliced(11, [(3, places)]))
-    assert calls == -(-places // MOST_BUFFERS)
+    assert calls == -(-places // MAX_BUFFERS)
 
 
-def test_no_call_asks_for_more_than_the_kernel_gives(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_module, "_MOST_BYTES", 1000)
+def test_no_call_exceeds_the_byte_limit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_module, "_MAX_CALL_BYTES", 1000)
     asked = recorded(monkeypatch)
     found, calls = scattered(opened(path), 300, [(0, 10), (9000, 2)])
     assert np.array_equal(found, sliced(300, [(0, 10), (9000, 2)]))
@@ -165,7 +164,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 
 
 def limited(limits: Iterator[int | OSError | None]) -> Preadv:
-    """A kernel that reads at most so many bytes, call by call; None: all, or fails."""
+    """A kernel that reads at most these numbers of bytes, call by call; None: all, or fails."""
     real = storage_module.preadv
 
     def preadv(descriptor: int, buffers: int, count: int, offset: int) -> int:
@@ -200,7 +199,7 @@ def test_a_single_row_of_any_dtype(path: Path, dtype: str, shape: tuple[int, ...
 
 
 @pytest.mark.parametrize("trouble", ["fails", "is short", "never comes"])
-def test_a_single_row_that_does_not_come_at_once(path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
+def test_a_single_row_is_retried(path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
     real = os.preadv
 
     def preadv(descriptor: int, views: Any, offset: int) -> int:
@@ -211,7 +210,7 @@ def test_a_single_row_that_does_not_come_at_once(path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "preadv", preadv)
     out, offset = np.zeros(100, np.uint8), SIZE - 50 if trouble == "never comes" else 1000
     if trouble == "never comes":
-        with pytest.raises(ReadError, match=r"'x' row 0 cannot be read \(the file ends before them\)"):
+        with pytest.raises(ReadError, match="row 0 "):
             row_read(opened(path), out, offset)
     else:
         assert row_read(opened(path), out, offset) == 2
@@ -227,7 +226,7 @@ RUNS = [(100, 7), (20_000, 1), (40_000, 5)]
 
 @settings(max_examples=26, deadline=None)
 @given(st.lists(st.one_of(st.none(), st.integers(1, 900)), min_size=1, max_size=12), st.integers(1, 400))
-def test_short_reads_are_gone_on_with(limits: list[int | None], size: int) -> None:
+def test_short_reads_are_continued(limits: list[int | None], size: int) -> None:
     """Also in the middle of a row, and again and again."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         path = Path(folder) / "bytes"
@@ -250,7 +249,7 @@ def test_short_reads_are_gone_on_with(limits: list[int | None], size: int) -> No
         [299, 1, 0, 0, None],
     ],
 )
-def test_a_disk_that_hesitates(path: Path, monkeypatch: pytest.MonkeyPatch, limits: list[Any]) -> None:
+def test_temporary_errors_are_retried(path: Path, monkeypatch: pytest.MonkeyPatch, limits: list[Any]) -> None:
     monkeypatch.setattr(storage_module, "preadv", limited(itertools.chain(limits, itertools.repeat(None))))
     found, _ = scattered(opened(path), 300, RUNS)
     assert np.array_equal(found, sliced(300, RUNS))
@@ -266,17 +265,15 @@ def test_a_disk_that_hesitates(path: Path, monkeypatch: pytest.MonkeyPatch, limi
         ([0], 0, "the file ends before them"),
     ],
 )
-def test_a_disk_that_fails_for_good(
+def test_lasting_errors_name_the_row(
     path: Path, monkeypatch: pytest.MonkeyPatch, limits: list[Any], place: int, reason: str
 ) -> None:
     limits = [*limits[:-1], *[limits[-1]] * 50]
     calls = iter(limits)
     monkeypatch.setattr(storage_module, "preadv", limited(calls))
-    with pytest.raises(
-        ReadError, match=rf"bytes: 'x' row {place} cannot be read \({reason}\); check the disk"
-    ) as caught:
+    with pytest.raises(ReadError, match=f"row {place} .*{reason}") as caught:
         scattered(opened(path), 300, RUNS)
-    assert "\n" not in str(caught.value)
+    assert caught.value.path == str(path)
     assert isinstance(caught.value, OSError)
     # The call for many, then one at once and three more.
     assert len(limits) - len(list(calls)) == len(limits[:-50]) + 1 + 4
@@ -298,7 +295,7 @@ def pack_of_rows(folder: Path) -> tuple[Path, npt.NDArray[Any], Engine]:
     return path, values, engine_of(path)
 
 
-def test_an_engine_names_the_rows_that_a_disk_does_not_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_names_the_rows_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, values, engine = pack_of_rows(tmp_path)
     bad = int(engine.indexes["x"].addresses[2]) + 600
     real = storage_module.preadv
@@ -312,13 +309,13 @@ def test_an_engine_names_the_rows_that_a_disk_does_not_give(tmp_path: Path, monk
 
     monkeypatch.setattr(storage_module, "preadv", preadv)
     assert np.array_equal(engine.read("x", [6, 8, 5]), values[[6, 8, 5]])
-    with pytest.raises(ReadError, match=r"'x' rows 7-8 cannot be read \(Input/output error\)"):
+    with pytest.raises(ReadError, match=r"rows 7-8 .*Input"):
         engine.read("x", range(20)[:9])
-    with pytest.raises(ReadError, match=r"'x' row 7 cannot be read"):
+    with pytest.raises(ReadError, match="row 7 "):
         engine.read("x", [9, 7, 2])
     monkeypatch.setattr("h5pack.read.engine.SCATTER_BYTES", 1 << 30)
     monkeypatch.setattr(storage_module, "preadv", limited(itertools.repeat(0)))
-    with pytest.raises(ReadError, match=r"'x' rows 3-5 cannot be read \(the file ends before them\)"):
+    with pytest.raises(ReadError, match=r"rows 3-5 .*ends"):
         engine.read("x", [5, 4, 3])
 
 
@@ -329,21 +326,21 @@ def test_a_file_that_is_cut_while_it_is_open(
 ) -> None:
     monkeypatch.setattr("h5pack.read.engine.SCATTER_BYTES", scatter_bytes)
     path, values, engine = pack_of_rows(tmp_path)
-    monkeypatch.setattr(storage_module, "LOOK_SECONDS", 1000.0)
+    monkeypatch.setattr(storage_module, "CHECK_SECONDS", 1000.0)
     assert np.array_equal(engine.read("x", [19]), values[[19]])
     os.truncate(path, size)
-    with pytest.raises(PackChangedError, match=r"f\.h5: the file was replaced or rewritten"):
+    with pytest.raises(PackChangedError):
         engine.read("x", range(20))
 
 
-def test_a_disk_that_loses_bytes_of_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file looks unchanged, so that its rows are named."""
+def test_a_short_file_with_the_same_identity_names_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file checks unchanged, so that its rows are named."""
     path, _, engine = pack_of_rows(tmp_path)
     engine.read("x", [0])
     same = FileIdentity.of(str(path))
     os.truncate(path, int(engine.indexes["x"].addresses[2]) + 700)
     monkeypatch.setattr(FileIdentity, "of", classmethod(lambda *_: same))
-    with pytest.raises(ReadError, match=r"'x' rows 7-8 cannot be read \(the file ends before them\)"):
+    with pytest.raises(ReadError, match=r"rows 7-8 .*ends"):
         engine.read("x", range(9))
 
 
@@ -357,12 +354,12 @@ def test_a_file_that_is_replaced_while_it_is_open(tmp_path: Path, monkeypatch: p
     engine.read("x", [0])
     now = storage_module.time.monotonic()
     replace(path, 9)
-    # Until it looks again it reads on from the file that it opened.
+    # Until it checks again it reads on from the file that it opened.
     monkeypatch.setattr("time.monotonic", lambda: now + 0.5)
     assert np.array_equal(engine.read("x", range(20)), values)
     monkeypatch.setattr("time.monotonic", lambda: now + 1.5)
     for _ in range(2):
-        with pytest.raises(PackChangedError, match=r"f\.h5: the file was replaced or rewritten since this dataset"):
+        with pytest.raises(PackChangedError):
             engine.read("x", [3])
     path.unlink()
     with pytest.raises(PackChangedError):
@@ -371,30 +368,32 @@ def test_a_file_that_is_replaced_while_it_is_open(tmp_path: Path, monkeypatch: p
 
 def test_a_file_that_is_rewritten_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, values, engine = pack_of_rows(tmp_path)
-    monkeypatch.setattr(storage_module, "LOOK_SECONDS", -1.0)
+    monkeypatch.setattr(storage_module, "CHECK_SECONDS", -1.0)
     assert np.array_equal(engine.read("x", [4]), values[[4]])
     os.utime(path, ns=(1, 1))
     with pytest.raises(PackChangedError):
         engine.read("x", [4])
 
 
-def test_looks_are_rare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_checked_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, engine = pack_of_rows(tmp_path)
-    looks = []
-    real = Storage.look
-    monkeypatch.setattr(Storage, "look", lambda self: (looks.append(1), real(self)))
+    checks = []
+    real = Storage.check_unchanged
+    monkeypatch.setattr(Storage, "check_unchanged", lambda self: (checks.append(1), real(self)))
     for _ in range(50):
         engine.read("x", [1])
-    assert len(looks) <= 2
+    assert len(checks) <= 2
 
 
-def test_a_file_that_is_replaced_before_it_is_opened(path: Path, tmp_path: Path) -> None:
+def replaced(path: Path) -> None:
+    path.with_name("new").write_bytes(DATA.tobytes())
+    os.replace(path.with_name("new"), path)
+
+
+@pytest.mark.parametrize("change", [replaced, Path.unlink])
+def test_a_file_that_is_replaced_or_deleted_before_it_is_opened(path: Path, change: Callable[[Path], None]) -> None:
     storage = opened(path)
-    (tmp_path / "new").write_bytes(DATA.tobytes())
-    os.replace(tmp_path / "new", path)
-    with pytest.raises(PackChangedError):
-        storage.open()
-    path.unlink()
+    change(path)
     with pytest.raises(PackChangedError):
         storage.open()
     assert descriptors(path) == 0
@@ -402,13 +401,7 @@ def test_a_file_that_is_replaced_before_it_is_opened(path: Path, tmp_path: Path)
 
 def test_a_file_that_is_replaced_while_it_is_being_opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage, real = opened(path), os.open
-
-    def late(name: str, flags: int) -> int:
-        path.with_name("new").write_bytes(DATA.tobytes())
-        os.replace(path.with_name("new"), path)
-        return real(name, flags)
-
-    monkeypatch.setattr(os, "open", late)
+    monkeypatch.setattr(os, "open", lambda name, flags: (replaced(path), real(name, flags))[1])
     with pytest.raises(PackChangedError):
         storage.open()
     assert descriptors(path) == 0
@@ -420,7 +413,7 @@ def test_a_file_that_cannot_be_opened(path: Path, monkeypatch: pytest.MonkeyPatc
 
     storage = opened(path)
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(ReadError, match=r"bytes: cannot be opened \(Permission denied\)"):
+    with pytest.raises(ReadError, match="denied"):
         storage.open()
 
 
@@ -441,51 +434,29 @@ def test_closing_and_opening_again(path: Path) -> None:
     assert descriptors(path) == 0
 
 
-def test_pickled_while_open(path: Path) -> None:
-    storage = opened(path)
-    first = storage.open()
-    again: Storage = pickle.loads(pickle.dumps(storage))
-    assert np.array_equal(scattered(again, 9, RUNS)[0], sliced(9, RUNS))
-    assert again.open() != first
-    again.close()
-    assert np.array_equal(scattered(storage, 9, RUNS)[0], sliced(9, RUNS))
-
-
-def test_forked_while_open(path: Path) -> None:
+def test_pickled_and_forked_while_open(path: Path) -> None:
     storage = opened(path)
     first = int(storage.open())
 
-    def child() -> bool:
-        fine = storage.open() == first and np.array_equal(scattered(storage, 9, RUNS)[0], sliced(9, RUNS))
-        storage.close()
-        return fine and descriptors(path) == 0 and np.array_equal(scattered(storage, 9, RUNS)[0], sliced(9, RUNS))
+    def reads(one: Storage) -> bool:
+        return np.array_equal(scattered(one, 9, RUNS)[0], sliced(9, RUNS))
 
+    def child() -> bool:
+        fine = storage.open() == first and reads(storage)
+        storage.close()
+        return fine and descriptors(path) == 0 and reads(storage)
+
+    again: Storage = pickle.loads(pickle.dumps(storage))
+    assert reads(again)
+    assert again.open() != first
+    again.close()
     assert in_child(child)
     assert storage.open() == first
-    assert np.array_equal(scattered(storage, 9, RUNS)[0], sliced(9, RUNS))
-
-
-def run_threads(count: int, work: Callable[[int], None]) -> None:
-    """Run `work(number)` in threads; the first failure is raised here."""
-    failures: list[BaseException] = []
-
-    def guarded(number: int) -> None:
-        try:
-            work(number)
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    assert reads(storage)
 
 
 def test_threads_that_open_at_once_share_one_descriptor(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage, real, together, made = opened(path), os.open, threading.Barrier(4, timeout=20), []
+    storage, real, together, made = opened(path), os.open, threading.Barrier(4, timeout=60), []
 
     def late(name: str, flags: int) -> int:
         descriptor = real(name, flags)
@@ -525,15 +496,15 @@ def test_is_cached(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(asked) == 3
 
 
-def test_advise(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage, told = opened(path), []
-    storage.advise(0, SIZE)
-    monkeypatch.setattr(os, "posix_fadvise", lambda *call: told.append(call))
-    storage.advise(123, 456)
-    assert told == [(storage.open(), 123, 456, os.POSIX_FADV_WILLNEED)]
+def test_will_need_calls_fadvise_if_there_is_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, calls = opened(path), []
+    storage.will_need(0, SIZE)
+    monkeypatch.setattr(os, "posix_fadvise", lambda *call: calls.append(call))
+    storage.will_need(123, 456)
+    assert calls == [(storage.open(), 123, 456, os.POSIX_FADV_WILLNEED)]
     monkeypatch.delattr(os, "posix_fadvise")
-    storage.advise(1, 2)
-    assert len(told) == 1
+    storage.will_need(1, 2)
+    assert len(calls) == 1
 
 
 def test_closing_while_others_read_never_gives_them_another_file(path: Path, tmp_path: Path) -> None:

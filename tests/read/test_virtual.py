@@ -7,7 +7,6 @@ import itertools
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from PIL import Image
 
 import h5pack
 from h5pack.errors import PackChangedError, PackFormatError
+from h5pack.read import virtual as module
+from h5pack.read.chunk_index import index_dataset
 
 ROWS = np.arange(24 * 5 * 4 * 3, dtype=np.uint8).reshape(24, 5, 4, 3)
 
@@ -60,27 +61,24 @@ def test_a_missing_source_is_named(tmp_path: Path) -> None:
     os.rename(tmp_path / "part1.h5", tmp_path / "gone.h5")
     with h5py.File(path) as file:
         assert not file["images"][8:16].any(), "HDF5 gives zeros"
-    with pytest.raises(
-        PackFormatError, match=r"v\.h5: 'images' is virtual, and its source part1\.h5 is missing"
-    ) as caught:
+    with pytest.raises(PackFormatError, match="missing") as caught:
         h5pack.H5Dataset(path)
-    assert "\n" not in str(caught.value)
+    assert caught.value.path == "part1.h5"
     (tmp_path / "part1.h5").write_bytes(b"no file")
-    with pytest.raises(PackFormatError, match=r"is virtual, and of its sources: .*part1\.h5: not an HDF5 file"):
+    with pytest.raises(PackFormatError, match="not an HDF5 file") as caught:
         h5pack.H5Dataset(path)
+    assert caught.value.path == str(tmp_path / "part1.h5")
 
 
-def test_a_source_without_its_dataset_or_rows_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "rows"), [("data/y", 8), ("data/x", 5)])
+def test_a_source_without_its_dataset_or_rows_is_named(tmp_path: Path, name: str, rows: int) -> None:
     parts(tmp_path)
     path = virtual(tmp_path)
     with h5py.File(tmp_path / "part2.h5", "w") as file:
-        file["data/y"] = ROWS[:8]
-    with pytest.raises(PackFormatError, match=r"part2\.h5: no dataset 'data/x', a source of .*v\.h5: 'images'"):
+        file[name] = ROWS[:rows]
+    with pytest.raises(PackFormatError) as caught:
         h5pack.H5Dataset(path)
-    with h5py.File(tmp_path / "part2.h5", "w") as file:
-        file["data/x"] = ROWS[:5]
-    with pytest.raises(PackFormatError, match=r"'data/x' has shape \(5, 5, 4, 3\), and .* takes 480 numbers of it"):
-        h5pack.H5Dataset(path)
+    assert (caught.value.path, caught.value.dataset) == (str(tmp_path / "part2.h5"), "data/x")
 
 
 def test_a_part_of_a_source_needs_that_part(tmp_path: Path) -> None:
@@ -97,7 +95,7 @@ def test_a_part_of_a_source_needs_that_part(tmp_path: Path) -> None:
         if good:
             assert np.array_equal(pixels(tmp_path / "v.h5"), ROWS[6:14:2])
         else:
-            with pytest.raises(PackFormatError, match=r"'x' has shape \(12, 5, 4, 3\)"):
+            with pytest.raises(PackFormatError, match="12"):
                 h5pack.H5Dataset(tmp_path / "v.h5")
 
 
@@ -112,15 +110,12 @@ def test_virtual_over_virtual_and_the_same_file(tmp_path: Path) -> None:
         file.create_virtual_dataset("images", layout)
     assert np.array_equal(pixels(tmp_path / "outer.h5"), np.concatenate([ROWS[:2], ROWS]))
     (tmp_path / "part0.h5").unlink()
-    with pytest.raises(PackFormatError, match=r"sources: .*inner\.h5: 'images' is virtual, .* part0\.h5 is missing"):
+    with pytest.raises(PackFormatError, match=r"part0\.h5 is missing"):
         h5pack.H5Dataset(tmp_path / "outer.h5")
 
 
-def test_a_prefix_or_the_folder_one_is_in_leads_to_the_sources(tmp_path: Path) -> None:
+def test_sources_are_found_by_prefix_or_current_folder(tmp_path: Path) -> None:
     """HDF5 reads the variable once, so this is a process of its own."""
-    import subprocess
-    import sys
-
     (tmp_path / "there").mkdir()
     parts(tmp_path / "there")
     path = virtual(tmp_path)
@@ -143,14 +138,14 @@ LOOK = """
 import os, sys, h5py
 from h5pack.errors import PackFormatError
 from h5pack.read.engine import Engine
-from h5pack.read.pack import read_pack
+from h5pack.read.description import describe_file
 
 path, relative, *places = sys.argv[1:]
 while True:
     with h5py.File(path) as file:
         expected = int(file["images"][0, 0, 0, 0])
     try:
-        pack = read_pack(path)
+        pack = describe_file(path)
         found = int(Engine(pack.path, pack.identity, pack.indexes).read("images", [0])[0, 0, 0, 0])
     except PackFormatError:
         # HDF5 gives the fill value.
@@ -180,16 +175,18 @@ def test_sources_are_those_that_hdf5_finds(tmp_path: Path, name: str, prefix: st
     environment = {**os.environ, "HDF5_VDS_PREFIX": prefix.format(folder=tmp_path)}
     command = [sys.executable, "-c", LOOK, str(tmp_path / "opened" / "v.h5"), relative]
     command += [str(tmp_path / place) for place in PLACES]
-    told = subprocess.run(command, cwd=tmp_path / "cwd", env=environment, capture_output=True, text=True, check=True)
-    seen = [tuple(map(int, line.split())) for line in told.stdout.splitlines()]
+    done = subprocess.run(command, cwd=tmp_path / "cwd", env=environment, capture_output=True, text=True, check=True)
+    seen = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
     assert all(expected == found for expected, found in seen), [PLACES[expected - 1] for expected, _ in seen[:-1]]
     assert len(seen) >= 4
 
 
 @pytest.mark.parametrize("kind", ["strided", "encoded", "linked", "external"])
-def test_files_behind_the_library_are_watched(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_sources_of_library_reads_are_noticed(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """HDF5 gives zeros, or another file's rows, and says nothing."""
-    monkeypatch.setattr("h5pack.read.source_files.LOOK_SECONDS", -1)
+    monkeypatch.setattr("h5pack.read.chunk_decoder.CHECK_SECONDS", -1)
     source, path = tmp_path / "source.h5", tmp_path / "v.h5"
 
     def write_source(fill: int) -> None:
@@ -242,7 +239,7 @@ def test_files_behind_the_library_are_watched(tmp_path: Path, kind: str, monkeyp
         dataset[1]
 
 
-def test_many_ways_to_one_source_are_gone_once(tmp_path: Path) -> None:
+def test_a_source_with_many_paths_is_visited_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven levels of 12 virtual datasets, each over all 12 below: 12**7 ways, and 84 datasets."""
     with h5py.File(tmp_path / "f.h5", "w", libver="latest") as file:
         for number in range(12):
@@ -252,9 +249,10 @@ def test_many_ways_to_one_source_are_gone_once(tmp_path: Path) -> None:
             for row in range(12):
                 layout[row] = h5py.VirtualSource(".", f"{level - 1}-{row}", (12, 4, 4))[row]
             file.create_virtual_dataset("images" if (level, number) == (7, 0) else f"{level}-{number}", layout)
-    begin = time.perf_counter()
+    indexed: list[str] = []
+    monkeypatch.setattr(module, "index_dataset", lambda *call: (indexed.append(call[2]), index_dataset(*call))[1])
     dataset = h5pack.H5Dataset(tmp_path / "f.h5")
-    assert time.perf_counter() - begin < 30
+    assert len(indexed) == len(set(indexed)) == 85
     assert [int(dataset[row][0, 0]) for row in range(12)] == list(range(12))
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h5pack.errors import RejectedImageError
-from h5pack.sources.catalog import Catalog, FileReader, NameTable, Reject, absence, class_ids, one_split
+from h5pack.sources.catalog import Catalog, FileReader, NameTable, Reject, class_ids, missing_file_reason, one_split
 
 NAMES = st.binary(min_size=1, max_size=12).map(lambda data: os.fsdecode(data.replace(b"\0", b"0")))
 
@@ -169,6 +169,6 @@ def test_a_files_own_fault_is_told_from_the_storages(tmp_path: Path) -> None:
     ]:
         with pytest.raises(OSError) as caught:
             reader.read(0, name)
-        assert absence(caught.value) == reason
-    assert absence(OSError(errno.EIO, "input/output error")) is None
-    assert absence(OSError("no number")) is None
+        assert missing_file_reason(caught.value) == reason
+    assert missing_file_reason(OSError(errno.EIO, "input/output error")) is None
+    assert missing_file_reason(OSError("no number")) is None

@@ -1,4 +1,4 @@
-"""Looking at a source, or being told what it is."""
+"""Which kind of source a path is."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from h5pack.errors import NoImagesError, OptionsError, SourceError
+from h5pack.sources.catalog import NameFilter
 from h5pack.sources.detect import KINDS, SourceOptions, check_kind, open_source
-from h5pack.sources.walk import NameFilter
-from tests.sources.test_walk import touch
+from tests.sources.test_folders import touch
 
 
 def kind_of(root: Path, **settings: object) -> str:
@@ -54,57 +54,56 @@ def test_a_source_may_be_a_string_or_a_link(tmp_path: Path) -> None:
 
 def test_a_mixture_of_splits_and_classes_is_an_error_that_names_both(tmp_path: Path) -> None:
     touch(tmp_path, "cat/1.jpg", "train/dog/1.jpg")
-    with pytest.raises(
-        SourceError, match=r"'train' looks like a split and 'cat' like a class; .*--source splits or --source classes"
-    ):
+    with pytest.raises(SourceError, match=r"'train'.*'cat'") as caught:
         kind_of(tmp_path)
+    assert caught.value.parameters == ("source_kind='splits'", "source_kind='classes'", "exclude")
     assert kind_of(tmp_path, kind="splits") == "splits"
     assert open_source(tmp_path, SourceOptions("classes")).label_names == ("cat", "train")
     assert kind_of(tmp_path, names=NameFilter(exclude=("cat/*",))) == "splits"
     assert kind_of(tmp_path, names=NameFilter(exclude=("train/*",))) == "classes"
 
 
-def test_a_forced_kind_overrules_the_look(tmp_path: Path) -> None:
+def test_a_given_kind_overrules_the_detected_one(tmp_path: Path) -> None:
     touch(tmp_path, "train/cat/1.jpg", "test/cat/1.jpg")
     assert list(open_source(tmp_path, SourceOptions("flat")).names) == ["test/cat/1.jpg", "train/cat/1.jpg"]
     assert open_source(tmp_path, SourceOptions("classes")).label_names == ("test", "train")
-    with pytest.raises(SourceError, match="not CelebA as distributed"):
+    with pytest.raises(SourceError, match="CelebA"):
         kind_of(tmp_path, kind="celeba")
-    with pytest.raises(SourceError, match="give the file, not its folder"):
+    with pytest.raises(SourceError, match="manifest"):
         kind_of(tmp_path, kind="manifest")
     (tmp_path / "list.txt").write_text("path,label\ntrain/cat/1.jpg,x\n")
     assert kind_of(tmp_path / "list.txt", kind="manifest") == "manifest"
-    with pytest.raises(SourceError, match="not a folder; --source classes needs one"):
+    with pytest.raises(SourceError, match="not a folder") as caught:
         kind_of(tmp_path / "list.txt", kind="classes")
+    assert caught.value.parameters == ("source_kind='classes'",)
 
 
 @pytest.mark.parametrize("kind", [None, "flat", "classes"])
-def test_nothing_to_pack_says_what_was_passed_over(tmp_path: Path, kind: str | None) -> None:
+def test_a_source_without_images_is_an_error_that_counts_what_was_skipped(tmp_path: Path, kind: str | None) -> None:
     touch(tmp_path, "a/1.txt", "a/2.txt", "a/.hidden.jpg", ".git/x.jpg")
-    with pytest.raises(
-        NoImagesError, match=r"no images \(passed over: 2 \.txt files, 1 hidden, 1 hidden folders\); .*--include"
-    ):
+    with pytest.raises(NoImagesError, match=r"2 \.txt files, 1 hidden, 1 hidden folders"):
         kind_of(tmp_path, kind=kind)
 
 
 def test_an_empty_folder_says_so(tmp_path: Path) -> None:
-    with pytest.raises(NoImagesError, match=f"{tmp_path}: no images; check the path"):
+    with pytest.raises(NoImagesError, match="no images") as caught:
         kind_of(tmp_path)
+    assert caught.value.path == str(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["missing", "x" * 5_000, "looped"])
 def test_a_source_that_is_not_there(tmp_path: Path, name: str) -> None:
     (tmp_path / "looped").symlink_to("looped")
-    with pytest.raises(SourceError, match="no such file or folder; check the path"):
+    with pytest.raises(SourceError, match="no such"):
         kind_of(tmp_path / name)
 
 
 def test_a_file_that_is_no_manifest(tmp_path: Path) -> None:
     touch(tmp_path, "photo.jpg")
-    with pytest.raises(SourceError, match=r"photo\.jpg: neither a folder of images, nor a \.csv or \.tsv"):
+    with pytest.raises(SourceError, match=r"photo\.jpg: neither"):
         kind_of(tmp_path / "photo.jpg")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(SourceError, match="pipe: not a folder"):
+    with pytest.raises(SourceError, match="not a folder"):
         kind_of(tmp_path / "pipe")
 
 
@@ -123,12 +122,13 @@ def test_what_is_no_source_at_all() -> None:
     ]:
         with pytest.raises(SourceError, match=message):
             open_source(value, SourceOptions())  # type: ignore[arg-type]
-    with pytest.raises(NoImagesError, match="the list: no images"):
+    with pytest.raises(NoImagesError, match="list"):
         open_source([], SourceOptions())
 
 
 def test_kinds_are_checked() -> None:
     for kind in (None, *KINDS):
         check_kind(kind)
-    with pytest.raises(OptionsError, match="source 'zip' is none of flat, classes"):
+    with pytest.raises(OptionsError) as caught:
         check_kind("zip")
+    assert caught.value.parameters == ("source_kind='zip'",)

@@ -1,4 +1,4 @@
-"""Other people's HDF5 files: which datasets mean what, and what of them makes no sense."""
+"""HDF5 files made by other tools: which datasets mean what, and what of them makes no sense."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 
 import h5pack
 from h5pack.errors import H5PackError, OptionsError, PackFormatError, SourceError
-from h5pack.sources.catalog import Catalog
+from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.hdf5_catalog import HDF5Datasets, channel_axes, hdf5_catalog, is_hdf5, is_image_array
-from h5pack.sources.walk import NameFilter
 from tests.makers import quick, split_folders
 
 ROWS = 6
@@ -73,7 +72,7 @@ def test_images_and_labels_are_found(tmp_path: Path, held: dict[str, Any], found
 
 def test_what_is_not_clear_is_asked(tmp_path: Path) -> None:
     two = write(tmp_path / "two.h5", train_x=IMAGES, test_x=IMAGES)
-    with pytest.raises(SourceError, match=r"'test_x', 'train_x' look like images; say which with --images"):
+    with pytest.raises(SourceError, match="'test_x', 'train_x'"):
         catalog(two)
     assert catalog(two, images="/train_x/").about == "images 'train_x'"
     with pytest.raises(SourceError, match=r"none of its datasets looks like images.*'v' float64 \(6, 400\)"):
@@ -135,20 +134,23 @@ def test_labels_become_what_a_pack_stores(tmp_path: Path, stored: Any, labels: A
 
 
 @pytest.mark.parametrize(
-    ("stored", "error"),
+    ("stored", "advice"),
     [
-        (np.arange(ROWS) / 2, "no labels, such as 0.0; labels are integers: store them with --fields"),
-        (np.full(ROWS, np.nan), "no labels, such as nan"),
-        (np.full(ROWS, 2**63, np.uint64), "no labels, such as 9223372036854775808"),
-        (np.arange(2 * ROWS).reshape(ROWS, 2) * 30, "numbers from 0 to 330; a table of labels holds 0 to 255"),
-        (np.zeros((ROWS, 2, 2)), r"shape \(6, 2, 2\); labels are"),
-        (np.zeros(ROWS, "c8"), "holds complex64, no labels"),
+        (np.arange(ROWS) / 2, {"labels=NAME", "labels=''", "fields=NAME"}),
+        (np.full(ROWS, np.nan), {"labels=NAME", "labels=''", "fields=NAME"}),
+        (np.full(ROWS, 2**63, np.uint64), {"labels=NAME", "labels=''", "fields=NAME"}),
+        (np.arange(2 * ROWS).reshape(ROWS, 2) * 30, {"labels=NAME", "labels=''", "fields=NAME"}),
+        (np.zeros((ROWS, 2, 2)), {"labels=NAME"}),
+        (np.zeros(ROWS, "c8"), {"labels=NAME", "labels=''"}),
     ],
 )
-def test_labels_that_are_none(tmp_path: Path, stored: Any, error: str) -> None:
+def test_what_is_no_label_is_refused_with_advice(tmp_path: Path, stored: Any, advice: set[str]) -> None:
     path = write(tmp_path / "f.h5", x=IMAGES, y=stored)
-    with pytest.raises(SourceError, match=error):
+    with pytest.raises(SourceError) as caught:
         catalog(path)
+    assert (caught.value.path, caught.value.dataset) == (str(path), "y")
+    assert set(caught.value.parameters) == advice
+    assert all(fragment in str(caught.value) for fragment in advice)
     assert catalog(path, labels="").labels is None
     with pytest.raises(SourceError, match=r"'y' has 6 rows and 'x' has 5"):
         catalog(write(tmp_path / "g.h5", x=IMAGES[:5], y=np.arange(ROWS)), labels="y")
@@ -161,19 +163,20 @@ def test_fields_are_rows_of_numbers(tmp_path: Path) -> None:
     assert list(made.fields) == ["age"]
     assert made.fields["age"].dtype == np.dtype("f4")
     assert made.fields["age"].tolist() == age.tolist()
-    for field, error in (("name", "holds .S1; fields are rows of numbers"), ("labels2", "'labels2' has 3 rows")):
-        with pytest.raises(SourceError, match=error):
+    for field in ("name", "labels2"):
+        with pytest.raises(SourceError) as caught:
             catalog(path, images="x", fields=(field,))
+        assert caught.value.dataset == field
     with h5py.File(path, "a") as file:
         file["meta/splits"] = age
-    with pytest.raises(OptionsError, match="called 'splits', which the format uses"):
+    with pytest.raises(OptionsError, match="splits"):
         catalog(path, images="x", fields=("meta/splits",))
 
 
 def test_fields_of_one_name_are_not_lost(tmp_path: Path) -> None:
     path = write(tmp_path / "f.h5", x=IMAGES, a__age=np.arange(ROWS), b__age=np.arange(ROWS))
     for fields in (("a/age", "b/age"), ("a/age", "a/age")):
-        with pytest.raises(OptionsError, match="two of the fields would be called 'age'"):
+        with pytest.raises(OptionsError, match="'age'"):
             catalog(path, fields=fields)
 
 
@@ -198,32 +201,30 @@ def test_labels_without_their_source_are_no_zeros(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["labels", "age"])
 def test_damaged_labels_and_fields_of_a_pack_are_not_taken(tmp_path: Path, name: str) -> None:
     write(tmp_path / "f.h5", images=IMAGES, labels=np.arange(ROWS), age=np.arange(ROWS) * 3)
-    h5pack.convert(tmp_path / "f.h5", tmp_path / "p.h5", quick(fields=("age",)))
+    h5pack.convert(tmp_path / "f.h5", tmp_path / "p.h5", **quick(fields=("age",)))
     with h5py.File(tmp_path / "p.h5") as file:
         place = file[name].id.get_offset() + 8 * 2
     data = bytearray((tmp_path / "p.h5").read_bytes())
     data[place] ^= 64
     (tmp_path / "p.h5").write_bytes(bytes(data))
-    with pytest.raises(SourceError, match=rf"'{name}' row 2 differs from the stored checksum.*leave that dataset out"):
+    with pytest.raises(SourceError, match="checksum") as caught:
         catalog(tmp_path / "p.h5")
-    assert (
-        len(catalog(tmp_path / "p.h5", labels="", fields=("age",) if name == "labels" else ())) == ROWS
-        if (name == "labels")
-        else True
-    )
+    assert (caught.value.dataset, caught.value.rows) == (name, (2,))
+    if name == "labels":
+        assert len(catalog(tmp_path / "p.h5", labels="", fields=("age",))) == ROWS
 
 
 def test_what_memory_has_no_room_for(tmp_path: Path) -> None:
     path = write(tmp_path / "f.h5", x=IMAGES)
     with h5py.File(path, "a") as file:
         file.create_dataset("masks", (ROWS, 1 << 20, 1 << 20), np.float64, chunks=(1, 1024, 1024))
-    with pytest.raises(SourceError, match=r"'masks' holds 49152\.0 GiB, more than memory has room for"):
+    with pytest.raises(SourceError, match="48 TiB"):
         catalog(path, images="x", fields=("masks",))
 
 
 def test_a_pack_keeps_what_it_says_of_itself(tmp_path: Path) -> None:
     root = split_folders(tmp_path / "source", {"train": {"b": 4, "a": 3}, "test": {"a": 2, "b": 1}})
-    h5pack.convert(root, tmp_path / "one.h5", quick(layout="nchw"))
+    h5pack.convert(root, tmp_path / "one.h5", **quick(layout="nchw"))
     with h5py.File(tmp_path / "one.h5") as file:
         names = [name.decode() for name in file["filenames"]]
         labels = file["labels"][()].tolist()
@@ -251,32 +252,34 @@ def test_splits_that_leave_rows_out_or_share_them(tmp_path: Path) -> None:
     assert made.split_ids.tolist() == [2, 0, 0, 2, 1, 1]
     with h5py.File(path, "a") as file:
         file["splits/rows"][...] = [[0, 4], [3, 6]]
-    with pytest.raises(SourceError, match="its splits share rows"):
+    with pytest.raises(SourceError, match="share"):
         catalog(path)
 
 
 @pytest.mark.parametrize(
-    ("settings", "error"),
+    ("settings", "fragment"),
     [
-        ({"channel_axis": "middle"}, "channel_axis 'middle' is none of last, first, none"),
-        ({"value_range": (1.0, 1.0)}, "value_range is 1 to 1; the first must be below the second"),
-        ({"value_range": (0.0, float("inf"))}, "value_range is 0 to inf"),
+        ({"channel_axis": "middle"}, "channel_axis='middle'"),
+        ({"value_range": (1.0, 1.0)}, "value_range"),
+        ({"value_range": (0.0, float("inf"))}, "value_range"),
     ],
 )
-def test_options_that_make_no_sense(settings: dict[str, Any], error: str) -> None:
-    with pytest.raises(OptionsError, match=error):
-        quick(**settings)
+def test_options_that_make_no_sense_are_refused(settings: dict[str, Any], fragment: str) -> None:
+    with pytest.raises(OptionsError) as caught:
+        HDF5Datasets(**settings)
+    assert caught.value.parameters == (fragment,)
 
 
 def test_they_are_for_hdf5_files(tmp_path: Path) -> None:
     root = split_folders(tmp_path / "source", {"train": {"a": 1}})
-    with pytest.raises(OptionsError, match=r"--images, --labels.* are for HDF5 files, and this is none"):
-        h5pack.convert(root, tmp_path / "o.h5", quick(images="x"))
+    with pytest.raises(OptionsError, match="HDF5") as caught:
+        h5pack.convert(root, tmp_path / "o.h5", **quick(images="x"))
+    assert caught.value.parameters == ("images", "labels", "fields", "channel_axis", "value_range")
     path = write(tmp_path / "f.h5", x=IMAGES)
-    with pytest.raises(OptionsError, match="a manifest's"):
-        h5pack.convert(path, tmp_path / "o.h5", quick(path_column="x"))
-    with pytest.raises(SourceError, match="not a folder; --source flat needs one"):
-        h5pack.convert(path, tmp_path / "o.h5", quick(source="flat"))
+    with pytest.raises(OptionsError, match="manifest"):
+        h5pack.convert(path, tmp_path / "o.h5", **quick(path_column="x"))
+    with pytest.raises(SourceError, match="not a folder"):
+        h5pack.convert(path, tmp_path / "o.h5", **quick(source_kind="flat"))
 
 
 def test_damage_is_an_error_of_ours(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h5pack.errors import PackChangedError, PackFormatError, RejectedImageError, SourceError
-from h5pack.read.pack import read_pack
+from h5pack.errors import PackChangedError, PackFormatError, ReadError, RejectedImageError, SourceError
+from h5pack.read.description import describe_file
 from h5pack.sources import hdf5_rows
 from h5pack.sources.hdf5_rows import HDF5RowReader, PixelForm
 
@@ -22,7 +22,7 @@ SEEN = np.arange(12 * 10 * 3, dtype=np.uint8).reshape(12, 10, 3)
 
 
 def reader(path: Path, name: str = "x", channel_axis: str = "last") -> HDF5RowReader:
-    return HDF5RowReader(read_pack(path, name, None), PixelForm(channel_axis))
+    return HDF5RowReader(describe_file(path, name, None), PixelForm(channel_axis))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_reading_ahead_gives_the_same_rows(
         made.begin(coming)
         for place, index in enumerate(coming):
             assert np.array_equal(made.read(index, ""), expected[index])  # type: ignore[arg-type]
-            # Somebody may ask for others in between.
+            # Other rows may be requested in between.
             for other in others[place : place + 1]:
                 assert np.array_equal(made.read(other, ""), expected[other])  # type: ignore[arg-type]
 
@@ -122,7 +122,7 @@ def test_reading_ahead_gives_the_same_rows(
 def test_a_group_is_decoded_once(file: Path, capacity: int | None) -> None:
     made = reader(file, "gzip")
     if capacity is not None:
-        made.engine.chunks.kept.capacity = capacity
+        made.engine.chunks.cache.capacity = capacity
     with pytest.MonkeyPatch.context() as patch:
         # Two rows a batch, and still the chunk is read once.
         patch.setattr(hdf5_rows, "_BATCH_BYTES", 1_200)
@@ -142,8 +142,8 @@ def test_a_reader_of_some_images_counts_anew(file: Path) -> None:
     assert np.array_equal(some.read(1, ""), expected[30])  # type: ignore[arg-type]
     assert some.groups(np.array([0, 1])).tolist() == [1, 4]  # type: ignore[union-attr]
     whole = reader(file, "gzip")
-    assert some.prints(np.array([0, 1])).tolist() == whole.prints(np.array([8, 30])).tolist()
-    assert len(set(whole.prints(np.arange(40)).tolist())) == 40
+    assert some.fingerprints(np.array([0, 1])).tolist() == whole.fingerprints(np.array([8, 30])).tolist()
+    assert len(set(whole.fingerprints(np.arange(40)).tolist())) == 40
     again = pickle.loads(pickle.dumps(some))
     assert np.array_equal(again.read(0, ""), expected[8])
 
@@ -180,17 +180,11 @@ def test_another_file_under_the_same_name_stops(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "error"),
-    [
-        (
-            "Can't synchronously read data (file read failed: errno = 5, error message = 'Input/output error')",
-            SourceError,
-        ),
-        ("Can't synchronously read data (wrong chunk)", RejectedImageError),
-    ],
+    ("failure", "error"),
+    [(ReadError("input/output error"), SourceError), (PackFormatError("wrong chunk"), RejectedImageError)],
 )
 def test_what_the_library_cannot_read(
-    tmp_path: Path, told: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, failure: Exception, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failing disk stops the conversion, a wrong row is left out, and a file that does not open is no row's fault."""
     with h5py.File(tmp_path / "f.h5", "w") as made:
@@ -199,7 +193,7 @@ def test_what_the_library_cannot_read(
     assert np.array_equal(found.read(2, ""), np.zeros((12, 10, 3)))  # type: ignore[arg-type]
 
     def failing(*arguments: Any) -> int:
-        raise PackFormatError(told)
+        raise failure
 
     monkeypatch.setattr(found.engine.reader, "read", failing)
     with pytest.raises(error):
@@ -209,5 +203,6 @@ def test_what_the_library_cannot_read(
         raise PackFormatError("too many open files")
 
     monkeypatch.setattr(found.engine.reader, "open", unopened)
-    with pytest.raises(SourceError):
+    with pytest.raises(SourceError) as caught:
         found.read(2, "")
+    assert caught.value.parameters == ("resume=True",)

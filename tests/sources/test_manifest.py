@@ -1,7 +1,8 @@
-"""Manifests: columns found and named, labels of every kind, splits, fields, filters."""
+"""Text tables, and manifests: columns, labels of every kind, splits, fields, filters."""
 
 from __future__ import annotations
 
+import csv
 import tempfile
 from pathlib import Path
 
@@ -10,13 +11,181 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h5pack import schema
 from h5pack.errors import OptionsError, SourceError
-from h5pack.sources.catalog import Catalog
+from h5pack.format import schema
+from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
-from h5pack.sources.manifest import ManifestColumns, manifest
-from h5pack.sources.walk import NameFilter
+from h5pack.sources.manifest import (
+    ManifestColumns,
+    TextTable,
+    binary_table,
+    integers,
+    manifest,
+    numbers,
+    read_delimited,
+    read_spaced,
+)
 from tests.makers import save
+
+
+def written(path: Path, text: str | bytes) -> Path:
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def table(*cells: str, column: str = "x") -> TextTable:
+    return TextTable(Path("t.csv"), (column,), [[cell] for cell in cells], list(range(2, 2 + len(cells))))
+
+
+CELLS = st.text(st.characters(exclude_categories=("Cs", "Cc", "Z")), min_size=1, max_size=6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 4).flatmap(lambda width: st.lists(st.tuples(*[CELLS] * width), max_size=5)))
+def test_what_pythons_csv_writes_is_read(rows: list[tuple[str, ...]]) -> None:
+    width = len(rows[0]) if rows else 2
+    header = tuple(f"c{n}" for n in range(width))
+    with tempfile.TemporaryDirectory() as folder:
+        for suffix, delimiter in ((".csv", ","), (".tsv", "\t"), (".TAB", "\t")):
+            path = Path(folder, f"t{suffix}")
+            with path.open("w", newline="", encoding="utf-8") as stream:
+                csv.writer(stream, delimiter=delimiter).writerows([header, *rows])
+            result = read_delimited(path)
+            assert result.header == header
+            assert result.rows == [list(row) for row in rows]
+            assert result.lines == list(range(2, 2 + len(rows)))
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize("lead", ["", "\ufeff"])
+def test_byte_order_marks_line_endings_spaces_and_quotes(tmp_path: Path, ending: str, lead: str) -> None:
+    lines = [lead + "path , label", ' a.jpg,"x, y" ', "", '"b.jpg",z']
+    result = read_delimited(written(tmp_path / "t.csv", ending.join(lines)))
+    assert result.header == ("path", "label")
+    assert result.rows == [["a.jpg", "x, y"], ["b.jpg", "z"]]
+    assert result.lines == [2, 4]
+
+
+def test_places_count_the_lines_of_the_file(tmp_path: Path) -> None:
+    result = read_delimited(written(tmp_path / "t.csv", 'a,b\n\n1,"two\nlines"\n\n3,4\n'))
+    assert result.lines == [4, 6]
+    error = result.error(1, "x", "labels")
+    assert (error.path, error.parameters) == (str(tmp_path / "t.csv"), ("labels",))
+    assert "line 6" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a,b\n1,2\n\n1\n", "line 4: 1 cells"),
+        ("a,b\n1,2,3\n", "line 2: 3 cells"),
+        ('a,b\n"1\n1",2\n1,2,3\n', "line 4: 3 cells"),
+        ("", "empty"),
+        (b"\xff\xfea\0,\0b\0", "UTF-8"),
+        ("a,b\n" + "x" * 200_000 + ",1\n", "limit"),
+    ],
+)
+def test_malformed_files_are_errors_that_name_the_line(tmp_path: Path, content: str | bytes, message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        read_delimited(written(tmp_path / "t.csv", content))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="missing"):
+        read_delimited(tmp_path / "missing.csv")
+    with pytest.raises(SourceError, match="missing"):
+        read_spaced(tmp_path / "missing.txt", None)
+
+
+def test_tables_delimited_by_spaces(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.txt", "2\r\nBald  Young \r\n1.jpg -1  1\r\n2.jpg  1 -1\r\n\r\n")
+    result = read_spaced(path, None, skip=1)
+    assert result.header == ("image_id", "Bald", "Young")
+    assert result.rows == [["1.jpg", "-1", "1"], ["2.jpg", "1", "-1"]]
+    assert result.lines == [3, 4]
+    path = written(tmp_path / "p.txt", "1.jpg 0\n\n2.jpg 2\n")
+    result = read_spaced(path, ("image_id", "partition"))
+    assert (result.rows, result.lines) == ([["1.jpg", "0"], ["2.jpg", "2"]], [1, 3])
+
+
+def test_malformed_tables_delimited_by_spaces(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="line 4: 2 cells"):
+        read_spaced(written(tmp_path / "t.txt", "2\nA B\n1.jpg 1 1\n2.jpg 1\n"), None, skip=1)
+    with pytest.raises(SourceError, match="columns"):
+        read_spaced(written(tmp_path / "t.txt", "2\n"), None, skip=1)
+    with pytest.raises(SourceError, match="text"):
+        read_spaced(written(tmp_path / "t.txt", b"\xff\xff"), None, skip=1)
+
+
+def test_an_unknown_column_lists_the_known_ones() -> None:
+    with pytest.raises(SourceError, match=r"'y'.* x"):
+        table("1").column("y")
+
+
+@settings(max_examples=33, deadline=None)
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=8))
+def test_every_int64_is_an_integer(values: list[int]) -> None:
+    result = integers([str(value) for value in values])
+    assert result is not None
+    assert result.dtype == np.int64
+    assert result.tolist() == values
+
+
+@pytest.mark.parametrize("cell", ["", "1.0", "cat", "1_0", "1e3", "nan", str(2**63), "9" * 5_000, "0x10", "--1"])
+def test_what_is_no_integer(cell: str) -> None:
+    assert integers(["1", cell]) is None
+
+
+def test_numbers_are_int64_where_all_are_integers_else_float64() -> None:
+    for cells, dtype in [(("3", "-4"), np.int64), (("3", "0.5", "1e-3", "nan"), np.float64), ((), np.int64)]:
+        result = numbers(table(*cells), "x")
+        assert result.dtype == dtype
+        assert np.array_equal(result, [float(cell) for cell in cells], equal_nan=True)
+
+
+@pytest.mark.parametrize("cell", ["", "cat", "1_0.5", "1,5"])
+def test_a_cell_that_is_no_number_is_named(cell: str) -> None:
+    with pytest.raises(SourceError, match=rf"line 4: .*'{cell}'"):
+        numbers(table("1", "2.5", cell, "worse"), "x")
+
+
+@pytest.mark.parametrize(
+    ("cells", "stored"),
+    [
+        (["-1", "1", "-1"], [0, 1, 0]),
+        (["-1", "0", "1"], [0, 0, 1]),
+        (["-1", "-1"], [0, 0]),
+        (["0", "1"], [0, 1]),
+        (["0", "255"], [0, 255]),
+        ([], []),
+    ],
+)
+def test_tables_of_small_numbers(cells: list[str], stored: list[int]) -> None:
+    result = binary_table(table(*cells), ["x"])
+    assert (result.dtype, result.shape) == (np.uint8, (len(cells), 1))
+    assert result[:, 0].tolist() == stored
+
+
+@pytest.mark.parametrize(
+    ("cells", "line"),
+    [
+        (["0", "256"], 3),
+        (["-1", "2"], 2),
+        (["-2"], 2),
+        (["1", "0.5"], 3),
+        (["1", "0", ""], 4),
+        (["yes"], 2),
+        (["1_0"], 2),
+    ],
+)
+def test_what_is_no_small_number_is_named(cells: list[str], line: int) -> None:
+    with pytest.raises(SourceError, match=rf"line {line}: .*'{cells[line - 2]}'"):
+        binary_table(table(*cells), ["x"])
+
+
+def test_a_table_keeps_the_order_of_the_columns_asked_for() -> None:
+    whole = TextTable(Path("t.csv"), ("a", "b", "c"), [["1", "2", "-1"], ["3", "4", "1"]], [2, 3])
+    assert binary_table(whole, ["c", "a"]).tolist() == [[0, 1], [1, 3]]
 
 
 def read(path: Path, /, *lines: str, wanted: NameFilter | None = None, **columns: object) -> Catalog:
@@ -78,13 +247,14 @@ def test_columns_may_be_named(tmp_path: Path) -> None:
     [{"path": "nope"}, {"labels": ("nope",)}, {"labels": ("a", "nope")}, {"split": "nope"}, {"fields": ("nope",)}],
 )
 def test_unknown_columns_are_errors_that_list_the_columns(tmp_path: Path, columns: dict[str, object]) -> None:
-    with pytest.raises(SourceError, match=r"m\.csv: no column 'nope'; its columns are path, a, Label"):
+    with pytest.raises(SourceError, match=r"'nope'.*path, a, Label"):
         read(tmp_path / "m.csv", "path,a,Label", "1.jpg,1,2", **columns)
 
 
 def test_no_column_of_paths(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=r"m\.csv: no column of image paths among picture, label; .*--path-column"):
+    with pytest.raises(SourceError, match="picture, label") as caught:
         read(tmp_path / "m.csv", "picture,label", "1.jpg,1")
+    assert caught.value.parameters == ("path_column",)
 
 
 def test_paths_are_relative_to_the_manifest_or_the_root_or_absolute(tmp_path: Path) -> None:
@@ -133,10 +303,9 @@ def test_every_row_keeps_its_own_class(cells: list[str]) -> None:
     [(["1", "0.5"], 2, "1"), (["cat", "", "1.0"], 4, "1.0"), (["nan", "cat"], 2, "nan"), (["cat", "3"], 3, "3")],
 )
 def test_numbers_that_are_no_integers_are_no_labels(tmp_path: Path, cells: list[str], line: int, cell: str) -> None:
-    with pytest.raises(
-        SourceError, match=rf"m\.csv line {line}: column 'label' holds the number '{cell}'.*--field-columns"
-    ):
+    with pytest.raises(SourceError, match=rf"line {line}: .*'{cell}'") as caught:
         labelled(tmp_path / "m.csv", *cells)
+    assert (caught.value.path, caught.value.parameters) == (str(tmp_path / "m.csv"), ("field_columns",))
 
 
 def test_several_label_columns_make_a_table(tmp_path: Path) -> None:
@@ -146,7 +315,7 @@ def test_several_label_columns_make_a_table(tmp_path: Path) -> None:
     assert labels_of(catalog) == [[30, 0, 1], [255, 1, 0]]
     assert catalog.labels is not None
     assert catalog.labels.dtype == np.uint8
-    with pytest.raises(SourceError, match=r"m\.csv line 3: column 'age' holds '256'; several label columns"):
+    with pytest.raises(SourceError, match=r"line 3: .*'256'"):
         read(tmp_path / "m.csv", lines[0], lines[1], "2.jpg,1,0,256", labels=("smiling", "age"))
 
 
@@ -167,13 +336,13 @@ def test_fields_are_columns_of_numbers(tmp_path: Path) -> None:
     assert list(catalog.fields) == ["weight", "age"]
     assert (catalog.fields["age"].dtype, catalog.fields["age"].tolist()) == (np.int64, [30, -4])
     assert (catalog.fields["weight"].dtype, catalog.fields["weight"].tolist()) == (np.float64, [0.5, 2.0])
-    with pytest.raises(SourceError, match=r"m\.csv line 3: column 'age' holds 'old', which is no number"):
+    with pytest.raises(SourceError, match=r"line 3: .*'old'"):
         read(tmp_path / "m.csv", "path,age", "1.jpg,30", "2.jpg,old", fields=("age",))
 
 
 @pytest.mark.parametrize("name", [*sorted(schema.RESERVED), "a/b", ".hidden"])
 def test_names_that_the_format_uses_are_refused_for_fields(tmp_path: Path, name: str) -> None:
-    with pytest.raises(OptionsError, match=f"field '{name}': the format uses or forbids that name"):
+    with pytest.raises(OptionsError, match=f"'{name}'"):
         read(tmp_path / "m.csv", f"path,{name}", "1.jpg,1", fields=(name,))
 
 
@@ -199,7 +368,7 @@ def test_a_path_that_ends_in_a_slash_may_be_filtered(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cell", ['""', "a\0b.jpg"])
 def test_a_cell_that_is_no_path_is_named_by_its_line(tmp_path: Path, cell: str) -> None:
     # csv of Python 3.10 refuses the NUL by itself.
-    with pytest.raises(SourceError, match=r"m\.csv( line 4: .* is no path; mend the line|: cannot be read .*NUL)"):
+    with pytest.raises(SourceError, match=r"line 4|NUL"):
         read(tmp_path / "m.csv", "path,label", "1.jpg,1", "", f"{cell},2")
 
 
@@ -216,5 +385,6 @@ def test_a_column_named_path_is_preferred_wherever_it_stands(tmp_path: Path) -> 
 
 def test_columns_for_a_folder_are_refused(tmp_path: Path) -> None:
     save(tmp_path / "a.jpg")
-    with pytest.raises(OptionsError, match="are a manifest's"):
+    with pytest.raises(OptionsError, match="manifest") as caught:
         open_source(tmp_path, SourceOptions(columns=ManifestColumns(split="s")))
+    assert "split_column" in caught.value.parameters

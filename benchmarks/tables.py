@@ -1,0 +1,563 @@
+"""The Markdown tables of the docs, made from the committed results."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from h5pack.benchmark.cases import FileVariant, Measurement
+from h5pack.benchmark.report import BenchReport, SweepTable
+from h5pack.system.text import counted
+
+_WAYS = (
+    ("H5Loader, window", "window", "direct"),
+    ("H5Loader, full shuffle", "full", "direct"),
+    ("H5Dataset, one index", "single", "direct"),
+    ("h5py tuned, window", "window", "tuned"),
+    ("h5py, full shuffle", "full", "default"),
+    ("h5py, one index", "single", "default"),
+)
+
+
+_LARGE = "116 KB"
+_OURS = "h5loader"
+_FROM_FILE = "h5loader-file"
+_MARGIN = 0.05
+
+
+def convert_table(result: dict[str, Any]) -> str:
+    """The figures of conversion as a Markdown table."""
+    machine = result["machine"]
+    repeats = next(iter(result["ways"].values()))["write_seconds"]["repeats"]
+    where = (
+        machine["processor"] + (" (a virtual machine)" if machine["virtual"] else "") + f", {machine['file_system']}"
+    )
+    columns = (
+        "decoder, way of writing",
+        "only open, read, decode: images/s",
+        "convert to the last write: images/s",
+        "ratio",
+        "tables, fsync, rename",
+    )
+    lines = [
+        f"{result['images']:,} JPEGs of 178x218, {result['workers']} workers, {where};",
+        f"medians of {repeats} interleaved repeats, minimum to maximum in brackets.",
+        "",
+        f"| {' | '.join(columns)} |",
+        "|---|---|---|---|---|",
+    ]
+    for way, found in result["ways"].items():
+        decoder, how = way.split()
+        ceiling, speed = found["ceiling_images_per_s"], found["convert_images_per_s"]
+        ratio, finish = found["ratio_to_last_write"], found["finish_seconds"]
+        lines.append(
+            f"| {decoder}, {'direct' if how == 'auto' else how} | {ceiling['median']:,.0f} | {speed['median']:,.0f} | "
+            f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}) | {finish['median']:.1f} s |"
+        )
+    memory = "; ".join(
+        f"{part['images']:,} images: {part['parent_mb']:.0f} MB in the converting process, "
+        f"{part['largest_worker_mb']:.0f} MB in its largest worker"
+        for part in result["memory"]
+    )
+    lines += ["", f"Peak memory, {memory}."]
+    return "\n".join(lines)
+
+
+def way_of(found: dict[str, Any], name: str, threads: int) -> dict[str, Any]:
+    return next(way for way in found["hot"] if way["way"] == name and way["threads"] == threads)
+
+
+def _read_cell(way: dict[str, Any] | None) -> str:
+    if way is None:
+        return "-"
+    speed, ratio = way["images_per_s"], way["of_memory_copy"]
+    return f"{speed['median']:,.0f} | {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
+
+
+def hot_table(result: dict[str, Any], *, every_batch: bool) -> str:
+    """The figures of hot reading as a Markdown table."""
+    lines = [
+        "| way | threads or workers | rows | batch | images/s | of the memory copy |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, found in result["sizes"].items():
+        first = found["hot"][0]["batch"]
+        for way in found["hot"]:
+            if every_batch or way["batch"] == first:
+                lines.append(f"| {way['way']} | {way['threads']} | {name} | {way['batch']} | {_read_cell(way)} |")
+    return "\n".join(lines)
+
+
+def cold_table(result: dict[str, Any]) -> str:
+    """The figures of cold reading as a Markdown table."""
+    lines = ["| way | threads | rows | MB/s | of the sequential read |", "|---|---|---|---|---|"]
+    for name, found in result["sizes"].items():
+        for way in found["cold"]["ways"]:
+            label, _, threads = way["way"].partition(" | ")
+            speed, ratio = way["mb_per_s"], way["of_sequential"]
+            lines.append(
+                f"| {label} | {threads or 1} | {name} | {speed['median']:,.0f} | "
+                f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}) |"
+            )
+    colds = [found["cold"] for found in result["sizes"].values()]
+    pages = sum(found["pages_found_in_cache"] for found in colds)
+    runs = sum(way["mb_per_s"]["repeats"] for found in colds for way in found["ways"])
+    epochs = ", ".join(
+        f"{name} rows: {found['epoch']['chunk_misses']} visits to {found['epoch']['chunks']} chunks, amplification "
+        f"{found['epoch']['amplification']:.3f}"
+        for name, found in result["sizes"].items()
+    )
+    lines += ["", f"Pages of the file in the page cache before the {runs} runs, by mincore: {pages:,} in all."]
+    lines += [f"One epoch, counted: {epochs}."]
+    return "\n".join(lines)
+
+
+def compressed_table(result: dict[str, Any]) -> str:
+    """The figures of reading compressed chunks as a Markdown table."""
+    lines = [
+        "| compression | bytes, of raw | way | threads or workers | images/s | of the decoder |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, found in result["compressions"].items():
+        stored = found["bytes_stored"] / found["bytes_raw"]
+        for way in found["ways"]:
+            speed, ratio = way["images_per_s"], way["of_decoder"]
+            lines.append(
+                f"| {name} | {stored:.2f} | {way['way']} | {way['threads']} | {speed['median']:,.0f} | "
+                f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}) |"
+            )
+    return "\n".join(lines)
+
+
+def foreign_table(result: dict[str, Any]) -> str:
+    """Reading files made by other tools, before and after converting, as a Markdown table."""
+    lines = [
+        "| file | way | before: images/s | after convert: images/s | times as fast | converted at: images/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, found in result["files"].items():
+        speeds = {(way["when"], way["way"]): way["images_per_s"] for way in found["ways"]}
+        for way in dict.fromkeys(way for _, way in speeds):
+            before, after = speeds["before", way], speeds["after", way]
+            cells = " | ".join(
+                f"{one['median']:,.0f} ({one['min']:,.0f} to {one['max']:,.0f})" for one in (before, after)
+            )
+            ratio = after["median"] / before["median"]
+            lines.append(f"| {name} | {way} | {cells} | {ratio:.1f} | {found['convert_images_per_s']:,.0f} |")
+    return "\n".join(lines)
+
+
+def normalize_table(result: dict[str, Any]) -> str:
+    """The figures of normalising on a device as a Markdown table."""
+    size, batch = result["settings"]["size"], result["settings"]["batch"]
+    lines = [
+        f"On {result['device']}, batches of {batch} images of {size}x{size}:",
+        "",
+        "| result | augmentation | images/s | GB/s, read and written | of a copy on the device |",
+        "|---|---|---|---|---|",
+    ]
+    for way in result["normalize"]["ways"]:
+        speed, size_speed, ratio = way["images_per_s"], way["gb_per_s"], way["of_copy"]
+        of_copy = "-" if ratio is None else f"{ratio['median']:.2f}"
+        lines.append(
+            f"| {way['precision']} | {way['augmentation']} | {speed['median']:,.0f} ({speed['min']:,.0f} to "
+            f"{speed['max']:,.0f}) | {size_speed['median']:.1f} | {of_copy} |"
+        )
+    return "\n".join(lines)
+
+
+def chunk_size_table(result: dict[str, Any], cache: str) -> str:
+    """Images/s of every form of chunks in one state of the page cache, as a Markdown table."""
+    report = BenchReport.from_json(result)
+    table = SweepTable(report)
+    lines = [f"| chunks | {' | '.join(name for name, _, _ in _WAYS)} |", "|---|" + "---|" * len(_WAYS)]
+    for variant in report.variants:
+        cells = [_speed_cell(table.found(variant.label, order, engine, cache)) for _, order, engine in _WAYS]
+        lines.append(f"| {_variant_text(variant, report)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _variant_text(variant: FileVariant, report: BenchReport) -> str:
+    size = "" if variant.chunk_bytes is None else f", {variant.chunk_bytes / 2**20:.2g} MiB"
+    chosen = report.recommendation is not None and report.recommendation.variant == variant.label
+    return f"**{variant.label}**{size}" if chosen else f"{variant.label}{size}"
+
+
+def _speed_cell(one: Measurement | None) -> str:
+    if one is None or not one.speeds:
+        return "-"
+    reads = "" if one.amplification is None or one.amplification < 1.05 else f", {one.amplification:.1f}x read"
+    return f"{one.median:,.0f}{reads}"
+
+
+def chunk_size_about(result: dict[str, Any]) -> str:
+    """The machine, the images, and the ceilings of the run, as a sentence."""
+    machine, report = result["machine"], BenchReport.from_json(result)
+    where = machine["processor"] + (" (a virtual machine)" if machine["virtual"] else "")
+    rows = " x ".join(str(size) for size in report.row_shape)
+    ceilings = "; ".join(
+        f"{one.name}, {counted(one.num_threads, 'thread')}: {statistics.median(one.speeds):,.0f}"
+        for one in report.ceilings
+    )
+    return (
+        f"{where}, {machine['cpus']} CPUs, {machine['file_system']}; {report.sample_rows:,} images of "
+        f"{rows}, batches of 256, windows of 16 chunks; medians, images/s. Ceilings: {ceilings}."
+    )
+
+
+def run_off_table(result: dict[str, Any]) -> str:
+    """The run-off: chunks, threads and workers, as a Markdown table."""
+    report = BenchReport.from_json(result)
+    lines = ["| chunks | read by | images/s |", "|---|---|---|"]
+    for one in sorted(report.run_off, key=lambda one: -one.median):
+        count = one.case.num_threads if one.case.num_workers is None else one.case.num_workers
+        what = "H5Loader, thread" if one.case.num_workers is None else "H5Dataset in a DataLoader, worker"
+        speeds = f"{one.median:,.0f} ({min(one.speeds):,.0f} to {max(one.speeds):,.0f})" if one.speeds else "-"
+        lines.append(f"| {one.case.variant} | {what.replace(',', f', {count}')}{'s' * (count != 1)} | {speeds} |")
+    return "\n".join(lines)
+
+
+def again_table(result: dict[str, Any]) -> str:
+    """The chunk sizes of a bench, measured once more, as a Markdown table and a sentence."""
+    lines = ["| chunks | images/s |", "|---|---|"]
+    for label, speed in result["images_per_s"].items():
+        name = f"**{label}**" if label == result["recommended"] else label
+        lines.append(f"| {name} | {speed['median']:,.0f} ({speed['min']:,.0f} to {speed['max']:,.0f}) |")
+    best = f"{result['recommended']}, as recommended: {result['of_best']:.2f} of the best."
+    return "\n".join([*lines, "", best])
+
+
+def recommendation_text(result: dict[str, Any]) -> str:
+    """What the bench said in the end."""
+    chosen = BenchReport.from_json(result).recommendation
+    if chosen is None:
+        return "Nothing was recommended."
+    return "\n".join([*(f"- {reason}" for reason in chosen.reasons), "", "```console", f"$ {chosen.command}", "```"])
+
+
+def echoing_table(result: dict[str, Any]) -> str:
+    """The arms as a table, for the docs."""
+    setting = result["setting"]
+    unslowed = next(arm for arm in result["arms"] if not arm["slowed"])["seconds"]["median"]
+    slow = f"{setting['slowdown']:g}x slower than the step"
+    heads = [
+        "factor, loader",
+        f"seconds to {setting['target']:.0%}",
+        "beside a fast loader",
+        "epochs of fresh images",
+        "steps",
+        "showings of a batch",
+        "time spent waiting",
+    ]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for arm in result["arms"]:
+        seconds = arm["seconds"]
+        reached = sum(run["reached"] for run in arm["runs"])
+        missed = "" if reached == len(arm["runs"]) else f", {reached} of {len(arm['runs'])} reached it"
+        cells = [
+            f"{arm['factor']}, {slow if arm['slowed'] else 'fast'}",
+            f"{seconds['median']:.1f} ({seconds['min']:.1f} to {seconds['max']:.1f}{missed})",
+            f"{seconds['median'] / unslowed:.1f}x",
+            f"{arm['epochs']['median']:.1f}",
+            f"{arm['steps']['median']:.0f}",
+            f"{arm['showings']['median']:.1f}",
+            f"{arm['waiting']['median']:.0%}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def order_of(report: dict[str, Any], shuffle: str | bool, window: int | None = None) -> dict[str, Any]:
+    return next(order for order in report["orders"] if order["shuffle"] == shuffle and order["window"] == window)
+
+
+def asked_order(report: dict[str, Any]) -> dict[str, Any]:
+    return order_of(report, "window", report["window"])
+
+
+def excess(report: dict[str, Any], order: dict[str, Any]) -> float:
+    excess: float = order["label_distance"] / report["expected_distance"] - 1
+    return excess
+
+
+def percent(share: float) -> str:
+    return f"{round(100 * share):+,} %"
+
+
+def mixing_table(result: dict[str, Any]) -> str:
+    """The figures of mixing as a Markdown table."""
+    shuffled, by_class = result["packs"]["shuffled"], result["packs"]["sorted"]
+    columns = ("order", "shuffled pack: distance", "to full", "sorted pack: distance", "to full", "chunks a batch")
+    where = f"{by_class['rows']:,} rows of {result['classes']} classes in {by_class['chunks']} chunks"
+    known = f"a full shuffle's distance is {by_class['expected_distance']:.4f}, calculated"
+    lines = [
+        f"{where}, batches of {by_class['batch_size']}, {by_class['epochs']} epochs;",
+        f"{known}. After ±: the standard error.",
+        "",
+        f"| {' | '.join(columns)} |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one, other in zip(shuffled["orders"], by_class["orders"], strict=True):
+        name = {"window": f"window={one['window']}", "full": "full shuffle", False: "stored order"}[one["shuffle"]]
+        cells = [
+            f"{order['label_distance']:.4f} ± {order['standard_error']:.4f} | {percent(excess(report, order))}"
+            for report, order in ((shuffled, one), (by_class, other))
+        ]
+        lines.append(f"| {name} | {cells[0]} | {cells[1]} | {one['chunks_per_batch']:.1f} |")
+    enough = [report["enough_window"] or "none" for report in (shuffled, by_class)]
+    lines += ["", f"Smallest window shown to be equal: {enough[0]} (shuffled pack), {enough[1]} (sorted pack)."]
+    return "\n".join(lines)
+
+
+def accuracy_table(result: dict[str, Any]) -> str:
+    """The figures of the training runs as a Markdown table."""
+    training, mixing = result["training"], result["mixing"]
+    data = f"{result['train_images']:,} images of {result['classes']} classes in {result['chunks']} chunks"
+    steps = f"{result['steps']} steps with batches of {training['batch']} ({training['epochs']} epochs)"
+    lines = [
+        f"{data} of {result['chunk_rows']} rows, tested on {result['test_images']:,} others;",
+        f"a network of {result['parameters']:,} parameters, {steps}, {result['seeds']} seeds.",
+        "",
+        "| pack | shuffle | accuracy, mean ± standard deviation of the seeds | labels of a batch, to a full shuffle |",
+        "|---|---|---|---|",
+    ]
+    for arm in result["arms"]:
+        report = mixing[arm["pack"]]
+        order = order_of(report, "full") if arm["shuffle"] == "full" else asked_order(report)
+        name = "full" if arm["shuffle"] == "full" else f"window={training['window']}"
+        lines.append(
+            f"| {arm['pack']} | {name} | {100 * arm['mean']:.1f} ± {100 * arm['deviation']:.1f} % | "
+            f"{percent(excess(report, order))} |"
+        )
+    lines += ["", "Seed by seed, in points, with the standard error of the mean:"]
+    lines += [
+        f"- {gap['of'].replace(' ', ' pack, ')} less {gap['less'].replace(' ', ' pack, ')}: {100 * gap['mean']:+.1f} ± "
+        f"{100 * gap['standard_error']:.1f}"
+        for gap in result["differences"]
+    ]
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the tables.
+
+    Attributes
+    ----------
+    title : str
+        With its unit.
+    short : str
+        What sentences call it.
+    keys : tuple of str
+        Where a way's result has it.
+    digits : int
+        After the point.
+    unit : str
+        Behind a figure in a sentence.
+    least : bool
+        Less is better.
+    """
+
+    title: str
+    short: str
+    keys: tuple[str, ...]
+    digits: int
+    unit: str
+    least: bool
+
+    def value(self, way: dict[str, Any]) -> float | None:
+        """The figure of a way, a median where it was repeated."""
+        found: Any = way
+        for key in self.keys:
+            found = found[key]
+            if found is None:
+                return None
+        return float(found["median"] if isinstance(found, dict) else found)
+
+    def said(self, way: dict[str, Any]) -> str:
+        """The figure with its unit."""
+        value = self.value(way)
+        return "-" if value is None else f"{value:,.{self.digits}f} {self.unit}"
+
+    def cell(self, way: dict[str, Any]) -> str:
+        """The figure, with its minimum and maximum where it was repeated."""
+        value = self.value(way)
+        if value is None:
+            return "-"
+        text = f"{value:,.{self.digits}f}"
+        spread = way[self.keys[0]]
+        if isinstance(spread, dict) and "min" in spread:
+            text += f" ({spread['min']:,.{self.digits}f} to {spread['max']:,.{self.digits}f})"
+        return text
+
+    def better(self, way: dict[str, Any], other: dict[str, Any]) -> bool:
+        """Whether a way's figure is better than another's by more than the margin."""
+        one, two = self.value(way), self.value(other)
+        if one is None or two is None:
+            return False
+        return one < two * (1 - _MARGIN) if self.least else one > two * (1 + _MARGIN)
+
+
+COLUMNS = (
+    Column("hot: images/s", "hot", ("hot_images_per_s",), 0, "images/s", False),
+    Column("cold: images/s", "cold", ("cold_images_per_s",), 0, "images/s", False),
+    Column("first batch: s", "first batch", ("first_batch_seconds",), 2, "s", True),
+    Column("peak memory: MB", "peak memory", ("peak_memory_mb",), 0, "MB", True),
+    Column("convert: images/s", "conversion", ("convert", "images_per_s"), 0, "images/s", False),
+    Column("on disk: MB", "size on disk", ("file_mb",), 0, "MB", True),
+)
+_HOT = COLUMNS[0]
+
+
+def measured_ways(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The ways that were measured, the fastest first."""
+    ways = [way for way in found["ways"] if not way["skipped"]]
+    return sorted(ways, key=lambda way: -float(way["hot_images_per_s"]["median"]))
+
+
+def _verified(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of them whose epochs gave each image once."""
+    return [way for way in measured_ways(found) if way["verified"]]
+
+
+def _best(column: Column, ways: list[dict[str, Any]]) -> dict[str, Any]:
+    """The way with the best figure; one without a figure loses."""
+    sign = 1 if column.least else -1
+
+    def rank(way: dict[str, Any]) -> float:
+        value = column.value(way)
+        return float("inf") if value is None else sign * value
+
+    return min(ways, key=rank)
+
+
+def way_name(way: dict[str, Any]) -> str:
+    return f"{way['way']}, {way['parallel']}"
+
+
+def peers_message(found: dict[str, Any]) -> str:
+    """What the hot figures say in one sentence; empty where there is nothing to compare."""
+    right = _verified(found)
+    ours, peers = ([way for way in right if way["ours"] is mine] for mine in (True, False))
+    if not ours or not peers:
+        return ""
+    mine, peer = _best(_HOT, ours), _best(_HOT, peers)
+    times = mine["hot_images_per_s"]["median"] / peer["hot_images_per_s"]["median"]
+    rest = f"{times:.1f} times as many as the fastest peer, {peer['way']}"
+    if times < 1 + _MARGIN:
+        rest = f"about as many as the fastest peer, {peer['way']}"
+    if times < 1 - _MARGIN:
+        rest = f"fewer than {peer['way']} ({_HOT.said(peer)})"
+    copied = f"{mine['hot_of_memory_copy']['median']:.2f} of the speed of copying rows in memory"
+    said = f"{mine['way']} gives {_HOT.said(mine)}, {copied}:\n{rest}"
+    again = next((way for way in ours if way["key"] == _FROM_FILE), mine)
+    if again is mine:
+        return said
+    return f"{said}; {again['hot_images_per_s']['median']:,.0f} where it reads its file in every epoch, as the peers do"
+
+
+def first_size(result: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    name = _LARGE if _LARGE in result["sizes"] else next(iter(result["sizes"]))
+    return name, result["sizes"][name]
+
+
+def where_peers_are_better(found: dict[str, Any]) -> list[str]:
+    """A line for each column in which a peer's figure is better than H5Loader's by more than the margin.
+
+    It names those that are better than all of h5pack's ways apart from those that are better than H5Loader alone.
+    """
+    right = _verified(found)
+    ours, peers = ([way for way in right if way["ours"] is mine] for mine in (True, False))
+    if not ours:
+        return []
+    loader = next((way for way in ours if way["key"] == _OURS), ours[0])
+    lines = []
+    for column in COLUMNS:
+        best = _best(column, ours)
+        order = sorted(peers, key=lambda way: column.value(way) or 0, reverse=not column.least)
+        ahead = [way for way in order if column.better(way, loader)]
+        if not ahead:
+            continue
+        listed = [f"{way['way']} {column.said(way)}" for way in ahead if column.better(way, best)]
+        rest = [f"{way['way']} {column.said(way)}" for way in ahead if not column.better(way, best)]
+        line = f"{column.short} (H5Loader: {column.said(loader)}"
+        line += f"; h5pack's best, {best['way']}: {column.said(best)})" if best is not loader else ")"
+        parts = [", ".join(listed)] if listed else []
+        parts += [f"better than H5Loader as it comes only: {', '.join(rest)}"] if rest else []
+        lines.append(f"{line}: {'; '.join(parts)}")
+    return lines
+
+
+def where_peers_read_faster(found: dict[str, Any]) -> str:
+    """Which peers are faster, hot, than H5Loader where that reads its file in every epoch, as they do; empty if none.
+
+    As it comes, H5Loader keeps rows in memory of its own, which no peer does, and its memory is in the other column.
+    """
+    right = _verified(found)
+    again = next((way for way in right if way["key"] == _FROM_FILE), None)
+    if again is None:
+        return ""
+    ahead = [f"{way['way']} {_HOT.said(way)}" for way in right if not way["ours"] and _HOT.better(way, again)]
+    if not ahead:
+        return ""
+    return f"hot, where H5Loader reads its file in every epoch ({_HOT.said(again)}): {', '.join(ahead)}"
+
+
+def _notes(found: dict[str, Any]) -> list[str]:
+    """What a reader must know of single ways: wrong epochs, cut ones, pages that stayed, what was left out."""
+    lines = ["Conversion and peak memory were measured once, one way after another: small differences say nothing."]
+    for way in measured_ways(found):
+        if not way["verified"]:
+            lines.append(f"{way['way']} did not give each image once: {way['verified_reason']}.")
+    cut = [
+        f"{way['way']} {way['hot_batches']} hot and {way['cold_batches']} cold batches"
+        for way in measured_ways(found)
+        if not (way["hot_whole_epochs"] and way["cold_whole_epoch"])
+    ]
+    if cut:
+        lines.append(f"Epochs that were cut short for time, batches read at least: {', '.join(cut)}.")
+    stayed = [f"{way['way']} {way['cold_pages_found_in_cache']:,} of {way['pages']:,}" for way in measured_ways(found)
+              if way["cold_pages_found_in_cache"]]  # fmt: skip
+    if stayed:
+        lines.append(f"Pages that stayed in the page cache before cold epochs: {', '.join(stayed)}.")
+    lines += [f"{way['way']} was skipped: {way['skipped']}." for way in found["ways"] if way["skipped"]]
+    return lines
+
+
+def _heading(result: dict[str, Any], name: str, found: dict[str, Any]) -> str:
+    machine = result["machine"]
+    where = machine["processor"] + (" (a virtual machine)" if machine["virtual"] else "") + f", {machine['cpus']} CPUs"
+    repeats = next(iter(found["ceilings"].values()))["repeats"]
+    return (
+        f"{name} rows, {found['rows']:,} images, {found['raw_mb']:,.0f} MB of pixels, batch {result['batch']};\n"
+        f"{where}, {machine['file_system']}; medians of {repeats} interleaved repeats, minimum to maximum in brackets."
+    )
+
+
+def peers_table(result: dict[str, Any]) -> str:
+    """Every way and every figure as Markdown tables, one a row size, and where a peer is better."""
+    blocks = []
+    for name, found in result["sizes"].items():
+        ceilings = found["ceilings"]
+        lines = [_heading(result, name, found), ""]
+        lines.append(f"| way | of the copy | {' | '.join(column.title for column in COLUMNS)} |")
+        lines.append("|---" * (len(COLUMNS) + 2) + "|")
+        for way in measured_ways(found):
+            label = f"**{way_name(way)}**" if way["ours"] else way_name(way)
+            cells = " | ".join(column.cell(way) for column in COLUMNS)
+            lines.append(f"| {label} | {way['hot_of_memory_copy']['median']:.2f} | {cells} |")
+        copies = " and ".join(f"{ceilings[f'memory copy {n}']['median']:,.0f}" for n in (1, 2))
+        straight = f"{ceilings['sequential read']['median']:,.0f}"
+        lines += ["", f"The ceilings in the same turns: copying rows in memory, {copies} images/s on 1 and 2 threads;"]
+        lines += [f"reading a cold file from its beginning to its end, {straight} images/s."]
+        lines += _notes(found)
+        again = where_peers_read_faster(found)
+        better = ([again] if again else []) + where_peers_are_better(found)
+        if better:
+            lines += ["", f"Where a peer is better than H5Loader, by more than {_MARGIN:.0%}:", ""]
+            lines += [f"- {line}." for line in better]
+        elif any(way["ours"] for way in _verified(found)):
+            lines += ["", f"In no column is a peer better than H5Loader by more than {_MARGIN:.0%}."]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)

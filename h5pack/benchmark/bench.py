@@ -1,0 +1,440 @@
+"""`bench`: within a time budget, packs a sample, measures all cases, measures the fastest again, and recommends one.
+
+A case is one configuration: a file variant, an order and a reader. The sweep measures all cases; the run-off measures
+the fastest ones again, side by side.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tqdm import tqdm
+
+from h5pack.benchmark.cases import (
+    CACHES,
+    ENGINES,
+    ORDERS,
+    BenchCase,
+    BenchSettings,
+    CasePlan,
+    exceeds_decode_budget,
+    min_bench_seconds,
+    min_seconds,
+    plan_cases,
+)
+from h5pack.benchmark.ceilings import CopyCeiling, SequentialCeiling
+from h5pack.benchmark.plots import check_plot_file, draw_bench
+from h5pack.benchmark.recommend import Workload, choose, finalists, pick_cache_state
+from h5pack.benchmark.report import BenchReport
+from h5pack.benchmark.sample import BenchInput, BenchSample, ScratchFolder, find_input, make_sample
+from h5pack.benchmark.sweep import Sweep
+from h5pack.errors import OptionsError
+from h5pack.pack.options import parse_size
+from h5pack.system.machine import available_cpus, available_memory, free_bytes, machine_facts
+from h5pack.system.text import format_bytes
+
+_MAX_THREADS = 4
+_MAX_TRIED = 16
+"""Maximum number of threads and workers that is tried by default."""
+_RUN_OFF_SHARE = 0.35
+_WARM_SHARE = 0.1
+_FINALISTS_SHARE = 0.65
+"""Fraction of the run-off's time for file variants; the rest is for numbers of threads and workers."""
+_RESERVE_SECONDS = 0.5
+_SEVERAL = (
+    "chunk_rows", "chunk_bytes", "orders", "engines", "caches", "compression", "batch_size", "window", "num_threads",
+    "num_workers",
+)  # fmt: skip
+"""Keywords of `bench` that take one value or a sequence of values."""
+
+
+def bench(
+    source: str | os.PathLike[str] | None = None,
+    *,
+    seconds: float = 60.0,
+    chunk_rows: int | Sequence[int] = (),
+    chunk_bytes: int | Sequence[int] = (),
+    contiguous: bool = True,
+    orders: str | Sequence[str] = ORDERS,
+    engines: str | Sequence[str] = ENGINES,
+    caches: str | Sequence[str] = CACHES,
+    compression: str | Sequence[str] = "none",
+    batch_size: int | Sequence[int] = 256,
+    window: int | Sequence[int] = 16,
+    num_threads: int | Sequence[int] = (),
+    num_workers: int | Sequence[int] = (),
+    rows: int | None = None,
+    size: int | tuple[int, int] | str | None = None,
+    source_kind: str | None = None,
+    images: str | None = None,
+    labels: str | None = None,
+    scratch: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    plot: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+) -> BenchReport:
+    """Measure which chunks and loader settings are fastest on this machine.
+
+    Pack a sample of the images in several variants, read each variant in several ways, and recommend one. Temporary
+    files are removed. If several batch sizes or windows are given, all comparisons of other parameters use the first.
+
+    Parameters
+    ----------
+    source : path, optional
+        A folder of images, a manifest or an HDF5 file. None: generate images.
+    seconds : float
+        Time budget for everything, including packing.
+    chunk_rows, chunk_bytes : int or sequence of int
+        Chunk sizes to compare, in rows or bytes. Default: 64 KiB to 16 MiB.
+    contiguous : bool
+        Whether to compare with a dataset without chunks.
+    orders : sequence of {"sequential", "window", "full", "single"}
+        Orders of reading: as stored, window shuffle, full shuffle, one random index per call.
+    engines : sequence of {"direct", "tuned", "default"}
+        Readers: H5Loader reading the file directly, H5Loader reading through the HDF5 library with a tuned chunk cache,
+        and plain h5py.
+    caches : sequence of {"hot", "cold"}
+        Read with the file in the page cache, or after dropping it from there.
+    compression : str or sequence of str
+        Compression methods to compare, as for `convert`.
+    batch_size, window : int or sequence of int
+        Rows per batch, and chunks that are shuffled together.
+    num_threads, num_workers : int or sequence of int
+        Reading threads of H5Loader and worker processes of a DataLoader to compare. Default: powers of two up to the
+        CPUs of this process.
+    rows : int, optional
+        Number of rows in the sample. Default: as many as time, memory and disk allow, up to 512 MiB.
+    size : int, (int, int) or str, optional
+        Height and width of a row, as for `convert`.
+    source_kind : str, optional
+        Kind of `source`, as for `convert`. Default: detect it.
+    images, labels : str, optional
+        Datasets of an HDF5 file. Default: detect them.
+    scratch : path, optional
+        Folder for temporary files, on the disk to measure. Default: the working directory.
+    seed : int
+        Seed of the shuffled orders.
+    plot : path, optional
+        Draw the result into this .png, .svg or .pdf file.
+    progress : bool
+        Whether to show a progress bar on standard error if that is a terminal.
+
+    Returns
+    -------
+    BenchReport
+        ``print(report.to_text())`` shows the recommendation; `to_json` returns all figures.
+
+    Raises
+    ------
+    H5PackError
+        If there is nothing to measure, a value is invalid, or there is too little time or disk space.
+    """
+    if plot is not None:
+        check_plot_file(plot)
+    settings = make_settings(
+        seconds=seconds,
+        chunk_rows=chunk_rows,
+        chunk_bytes=chunk_bytes,
+        contiguous=contiguous,
+        orders=orders,
+        engines=engines,
+        caches=caches,
+        compression=compression,
+        batch_size=batch_size,
+        window=window,
+        num_threads=num_threads,
+        num_workers=num_workers,
+        rows=rows,
+        size=size,
+        images=images,
+        labels=labels,
+        scratch=None if scratch is None else os.fspath(scratch),
+        seed=seed,
+    )
+    report = BenchRun(source, settings, source_kind, progress=progress).run()
+    if plot is not None:
+        draw_bench(report, plot)
+    return report
+
+
+def make_settings(**keywords: Any) -> BenchSettings:
+    """Make settings from the keywords of `bench`. Single values become tuples if the keyword allows several."""
+    size = keywords.get("size")
+    if size is not None:
+        keywords["size"] = parse_size(size)
+    for name in _SEVERAL:
+        if name in keywords:
+            values = keywords[name]
+            keywords[name] = (values,) if isinstance(values, (int, str)) else tuple(dict.fromkeys(values))
+    return BenchSettings(**keywords)
+
+
+class BenchRun:
+    """One run of `bench`. `report` holds the results so far, also after an interruption.
+
+    `report` is None until the sample is packed.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | None,
+        settings: BenchSettings,
+        source_kind: str | None = None,
+        *,
+        progress: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._source = source
+        self._settings = settings
+        options = {name: getattr(settings, name) for name in ("size", "images", "labels")}
+        options["source_kind"] = source_kind
+        self._options = {name: value for name, value in options.items() if value is not None}
+        self._clock = clock
+        self._bar = tqdm(
+            total=settings.seconds,
+            disable=not progress or not sys.stderr.isatty(),
+            bar_format="{desc:<22}{bar}| {elapsed}",
+            leave=False,
+        )
+        self._signals = SignalRelay()
+        self.report: BenchReport | None = None
+
+    def run(self) -> BenchReport:
+        """Measure all cases, and return the report with the recommendation."""
+        settings = self._settings
+        begin = self._clock()
+        try:
+            with self._signals, ScratchFolder(settings.scratch) as scratch:
+                with self._phase("packing a sample"):
+                    source = find_input(self._source, self._options, scratch.path)
+                    sample = make_sample(source, settings, scratch, self._clock)
+                packing = self._clock() - begin
+                self._on_progress(packing)
+                report = self.report = _empty_report(source, sample, settings, scratch.path)
+                report.seconds["packing"] = packing
+                with _each_warning_once():
+                    self._measure(report, sample, source, begin + settings.seconds)
+                report.complete = True
+        finally:
+            self._bar.close()
+            if self.report is not None:
+                self.report.seconds["all"] = self._clock() - begin
+        return report
+
+    def _measure(self, report: BenchReport, sample: BenchSample, source: BenchInput, end: float) -> None:
+        settings = self._settings
+        batch_size = min(settings.batch_size[0], max(1, sample.rows // 4))
+        if batch_size < settings.batch_size[0]:
+            report.notes.append(f"Batches have {batch_size} rows, as the sample has only {sample.rows:,}.")
+        num_threads = min(_MAX_THREADS, available_cpus())
+        needed = min_bench_seconds(sample.variants, settings, batch_size, num_threads)
+        _require_time(end - self._clock() - _RESERVE_SECONDS, needed, report.seconds["packing"], settings)
+        sweep = Sweep(sample.variants, settings.seed, self._on_progress, self._clock)
+        with self._phase("warming up"):
+            sweep.warm(_WARM_SHARE * (end - self._clock()))
+        left = (1 - _RUN_OFF_SHARE) * (end - self._clock() - _RESERVE_SECONDS)
+        plan = plan_cases(sample.variants, settings, batch_size, num_threads, left)
+        _note_left_out(report, plan, sample, batch_size)
+        copy = CopyCeiling(sample.rows, sample.row_bytes, batch_size, num_threads)
+        if copy.left_out:
+            report.notes.append("The ceiling of warm reads, a memory copy, was left out for lack of memory.")
+        sequential = SequentialCeiling(sample.variants, sample.row_bytes)
+        hot_seconds = _hot_share(plan) * left
+        try:
+            with self._phase("page cache warm"):
+                sweep.measure(plan.hot, hot_seconds, report.measurements, [copy.measure])
+            copy.close()
+            with self._phase("page cache cold"):
+                ceilings = [sequential.measure] if plan.cold else []
+                sweep.measure(plan.cold, left - hot_seconds, report.measurements, ceilings)
+        finally:
+            report.ceilings += copy.results() + sequential.results()
+        speeds = next((one.speeds for one in report.ceilings if one.num_threads == num_threads), ())
+        workload = _workload(source, sample, batch_size, settings.window[0], num_threads)
+        workload = replace(workload, copy_speed=statistics.median(speeds) if copy.results() else None)
+        with self._phase("run-off"):
+            self._run_off(sweep, report, workload, end - _RESERVE_SECONDS)
+        report.recommendation = choose(report.variants, report.measurements, report.run_off, workload)
+
+    def _run_off(self, sweep: Sweep, report: BenchReport, workload: Workload, end: float) -> None:
+        """Measure the fastest variants again, side by side; then numbers of threads and workers on the best variant."""
+        cache, _ = pick_cache_state(workload, report.measurements)
+        cases = finalists(report.variants, report.measurements, workload, cache)
+        if not cases:
+            return
+        seconds = _FINALISTS_SHARE * (end - self._clock())
+        sweep.measure(cases, seconds, report.run_off, reload_each_repeat=True)
+        interim = choose(report.variants, report.measurements, report.run_off, workload)
+        if interim is None:
+            return
+        counts = [count for count in _powers_of_two(available_cpus()) if count <= _MAX_TRIED]
+        base = BenchCase(interim.variant, "window", "direct", cache, workload.batch_size, workload.window, 1)
+        more = [replace(base, num_threads=count) for count in self._settings.num_threads or counts]
+        for count in self._settings.num_workers or counts:
+            if (note := _shared_memory_note(count, workload)) is not None:
+                report.notes.append(note)
+            else:
+                more.append(replace(base, num_workers=count))
+        # Skip the cases that the run-off has just measured.
+        more = [case for case in dict.fromkeys(more) if case not in cases]
+        sweep.measure(more, end - self._clock(), report.run_off)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self._bar.set_description_str(name)
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            if self.report is not None:
+                self.report.seconds[name] = self._clock() - begin
+
+    def _on_progress(self, seconds: float) -> None:
+        self._signals.check()
+        self._bar.update(min(seconds, max(0.0, self._settings.seconds - self._bar.n)))
+
+
+class SignalRelay:
+    """Context manager that calls the handlers of SIGINT and SIGTERM again if their exception was lost.
+
+    Python ignores an exception that a handler raises inside ``__del__`` or a weakref callback, so Ctrl-C would have no
+    effect. Outside the main thread, which is the only one to receive signals, this class does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._pending: int | None = None
+
+    def __enter__(self) -> SignalRelay:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers.clear()
+
+    def check(self) -> None:
+        """Call the handler again if a signal has come since the last call; it raises KeyboardInterrupt, for example."""
+        number, self._pending = self._pending, None
+        if number is not None and number in self._handlers:
+            self._handlers[number](number, None)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._pending = number
+        self._handlers[number](number, frame)
+
+
+@contextmanager
+def _each_warning_once() -> Iterator[None]:
+    """Log each of h5pack's warnings only once, although every measurement opens the files again."""
+    seen: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        new = text not in seen
+        seen.add(text)
+        return new
+
+    logger = logging.getLogger("h5pack")
+    logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_new)
+
+
+def _empty_report(source: BenchInput, sample: BenchSample, settings: BenchSettings, folder: Path) -> BenchReport:
+    return BenchReport(
+        source=source.name,
+        kind=source.kind,
+        num_images=source.num_images,
+        row_shape=sample.row_shape,
+        row_bytes=sample.row_bytes,
+        sample_rows=sample.rows,
+        budget_seconds=settings.seconds,
+        machine=machine_facts(folder),
+        variants=list(sample.variants),
+        faults=source.faults,
+        fix=source.fix,
+        notes=list(sample.notes),
+        pack_images_per_s=sample.pack_images_per_s,
+    )
+
+
+def _workload(source: BenchInput, sample: BenchSample, batch_size: int, window: int, num_threads: int) -> Workload:
+    return Workload(
+        source="" if source.kind == "generated" else source.source,
+        options=sample.options,
+        num_images=source.num_images,
+        row_bytes=sample.row_bytes,
+        sample_rows=sample.rows,
+        row_shape=sample.row_shape,
+        default_chunk_rows=sample.default_chunk_rows,
+        memory_bytes=available_memory(),
+        batch_size=batch_size,
+        window=window,
+        num_threads=num_threads,
+        cpus=available_cpus(),
+    )
+
+
+def _require_time(left: float, needed: float, packing: float, settings: BenchSettings) -> None:
+    if left < needed:
+        given, enough = f"seconds={settings.seconds:g}", f"seconds={1.5 * (packing + needed) + 1:.0f}"
+        raise OptionsError(
+            f"{given}: too little time, as packing the sample took {packing:.1f} s and measuring takes at least "
+            f"{needed:.1f} s; give {enough}, fewer rows or fewer sizes to compare",
+            parameters=(given, enough),
+        )
+
+
+def _note_left_out(report: BenchReport, plan: CasePlan, sample: BenchSample, batch_size: int) -> None:
+    if plan.left_out:
+        kinds = dict.fromkeys(f"{one.engine} {one.order} ({one.cache})" for one in plan.left_out)
+        report.notes.append(f"Left out for lack of time: {', '.join(kinds)}; give it more seconds.")
+    slow = [variant.label for variant in sample.variants if exceeds_decode_budget(variant, batch_size)]
+    if slow:
+        report.notes.append(
+            f"The full shuffle of {', '.join(slow)} was left out: each batch would decode more than a gigabyte."
+        )
+
+
+def _shared_memory_note(num_workers: int, workload: Workload) -> str | None:
+    """Return why shared memory is too small for this number of workers; None if it is large enough."""
+    shared = Path("/dev/shm")
+    # A DataLoader prefetches 2 batches per worker by default.
+    needed = 2 * num_workers * workload.batch_size * workload.row_bytes
+    if not shared.is_dir() or needed <= free_bytes(shared):
+        return None
+    return (
+        f"num_workers={num_workers} was left out: its batches need {format_bytes(needed)} of shared memory, and "
+        f"{format_bytes(free_bytes(shared))} are free in {shared}."
+    )
+
+
+def _hot_share(plan: CasePlan) -> float:
+    hot, cold = (sum(map(min_seconds, cases)) for cases in (plan.hot, plan.cold))
+    return hot / (hot + cold) if hot + cold else 0.0
+
+
+def _powers_of_two(maximum: int) -> list[int]:
+    """Return the powers of two below `maximum`, and `maximum` itself."""
+    return [*(1 << power for power in range(maximum.bit_length()) if 1 << power < maximum), maximum]

@@ -1,0 +1,314 @@
+"""The cases of a benchmark: its settings, all cases that these ask for, and the selection that fits into the time.
+
+A case is one configuration: a file variant, read in some order by some engine.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from h5pack.errors import OptionsError
+from h5pack.pack.compression import parse_compression
+
+ORDERS = ("sequential", "window", "full", "single")
+"""Orders of reading: as stored, window shuffle, full shuffle, one random index per call."""
+ENGINES = ("direct", "tuned", "default")
+"""Readers: H5Loader reading the file directly, the same through the HDF5 library with a tuned cache, plain h5py."""
+CACHES = ("hot", "cold")
+"""Page-cache states: the file is in the page cache, or was dropped from it."""
+DEFAULT_CHUNK_BYTES = tuple(1024 * size for size in (64, 256, 1024, 4096, 16384))
+MIN_REPEATS = 3
+"""Minimum number of repeats for a reliable median."""
+REPEATS = 4
+"""Intended number of repeats of a case; slow cases get fewer."""
+
+_MIN_CASE_SECONDS = {"hot": 0.14, "cold": 0.2}
+_DECODE_BUDGET_BYTES = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings:
+    """The validated keywords of `bench`, with tuples for sequences. See `bench` for their meaning.
+
+    Raises
+    ------
+    OptionsError
+        If a value is invalid.
+    """
+
+    seconds: float = 60.0
+    chunk_rows: tuple[int, ...] = ()
+    chunk_bytes: tuple[int, ...] = ()
+    contiguous: bool = True
+    orders: tuple[str, ...] = ORDERS
+    engines: tuple[str, ...] = ENGINES
+    caches: tuple[str, ...] = CACHES
+    compression: tuple[str, ...] = ("none",)
+    batch_size: tuple[int, ...] = (256,)
+    window: tuple[int, ...] = (16,)
+    num_threads: tuple[int, ...] = ()
+    num_workers: tuple[int, ...] = ()
+    rows: int | None = None
+    size: tuple[int, int] | None = None
+    images: str | None = None
+    labels: str | None = None
+    scratch: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.seconds) and self.seconds > 0):
+            raise _wrong("seconds", self.seconds, "it must be above 0")
+        for name, allowed in (("orders", ORDERS), ("engines", ENGINES), ("caches", CACHES)):
+            values = getattr(self, name)
+            if not values or not set(values) <= set(allowed):
+                raise _wrong(name, ",".join(values), f"it must be some of {', '.join(allowed)}")
+        minimum = {"batch_size": 1, "window": 1, "num_threads": 1, "num_workers": 0, "chunk_rows": 1, "chunk_bytes": 1}
+        for name, least in minimum.items():
+            for value in getattr(self, name):
+                if value < least:
+                    raise _wrong(name, value, f"it must be at least {least}")
+        if self.rows is not None and self.rows < 1:
+            raise _wrong("rows", self.rows, "it must be at least 1")
+        for name in ("batch_size", "window", "compression"):
+            if not getattr(self, name):
+                raise _wrong(name, "", "it must have at least one value")
+        for compression in self.compression:
+            parse_compression(compression)
+
+
+def _wrong(name: str, value: object, rule: str) -> OptionsError:
+    return OptionsError(f"{name}={value}: {rule}", parameters=(f"{name}={value}",))
+
+
+@dataclass(frozen=True)
+class FileVariant:
+    """A file that holds the sample's rows, with one chunk size and compression.
+
+    Attributes
+    ----------
+    label : str
+        Such as "32 rows" (per chunk), "32 rows gzip", "contiguous", or "as it is" for the input file.
+    path : str
+    images, labels : str
+        Names of the datasets in the file; `labels` may be None.
+    rows : int
+        Number of rows to read, from the start of the file.
+    chunk_rows, chunk_bytes : int or None
+        Uncompressed size of a chunk. None if the dataset is contiguous or virtual, or has rows of variable length.
+    row_bytes : int
+        Size of a decoded row.
+    compression : str
+        Names of the HDF5 filters; "none" if there are none.
+    stored_bytes : int
+        Size in the file of the whole dataset of images.
+    overhead : float
+        `stored_bytes` divided by the size of the array in memory.
+    is_input : bool
+        Whether it is the input file itself; otherwise it was converted from the input.
+    """
+
+    label: str
+    path: str
+    images: str
+    labels: str | None
+    rows: int
+    chunk_rows: int | None
+    chunk_bytes: int | None
+    row_bytes: int
+    compression: str
+    stored_bytes: int
+    overhead: float
+    is_input: bool = False
+
+
+@dataclass(frozen=True)
+class BenchCase:
+    """One configuration of a benchmark: a file variant (given by its label), read in some order by some engine.
+
+    ``num_threads`` is 1 for readers that work in the calling thread. ``num_workers`` is None unless a DataLoader reads.
+    """
+
+    variant: str
+    order: str
+    engine: str
+    cache: str
+    batch_size: int
+    window: int
+    num_threads: int
+    num_workers: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.variant}, {self.order}, {self.engine}, {self.cache}"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Results of all repeats of a case.
+
+    Attributes
+    ----------
+    case : BenchCase
+    speeds : tuple of float
+        Images/s of each repeat.
+    amplification : float or None
+        Bytes requested by read calls per byte of the images delivered; None if unknown.
+    hit_rate : float or None
+        Fraction of rows that needed no read of their own, because their chunk had already been read for another row;
+        None if unknown.
+    reason : str or None
+        Why the case was not measured; None if it was.
+    """
+
+    case: BenchCase
+    speeds: tuple[float, ...] = ()
+    amplification: float | None = None
+    hit_rate: float | None = None
+    reason: str | None = None
+
+    @property
+    def median(self) -> float:
+        """Median speed in images/s; 0 without repeats."""
+        return statistics.median(self.speeds) if self.speeds else 0.0
+
+    def updated_by(self, run_off: Measurement | None) -> Measurement:
+        """Return this measurement of the sweep with the speeds replaced by those of the run-off.
+
+        The run-off is more reliable, because it loads the file into the page cache again before each repeat. If it has
+        too few repeats for a median, the sweep's are kept as well.
+        """
+        if run_off is None or not run_off.speeds:
+            return self
+        enough = len(run_off.speeds) >= MIN_REPEATS
+        return replace(run_off, speeds=run_off.speeds if enough else (*self.speeds, *run_off.speeds))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the case, repeats and counters as a JSON-serializable dict. The keys are stable across versions."""
+        return {
+            **asdict(self.case),
+            "images_per_s": repeats_json(self.speeds),
+            "amplification": None if self.amplification is None else round(self.amplification, 4),
+            "hit_rate": None if self.hit_rate is None else round(self.hit_rate, 4),
+            "reason": self.reason,
+        }
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Measurement:
+        """Make a measurement from the result of `to_json`, whose numbers are rounded."""
+        case = BenchCase(**{field.name: found[field.name] for field in fields(BenchCase)})
+        speeds = () if found["images_per_s"] is None else tuple(found["images_per_s"]["repeats"])
+        return cls(case, speeds, found["amplification"], found["hit_rate"], found["reason"])
+
+
+def repeats_json(speeds: Sequence[float]) -> dict[str, Any] | None:
+    """Return the median, minimum, maximum and all repeats in images/s, rounded; None without repeats."""
+    if not speeds:
+        return None
+    found = {"median": statistics.median(speeds), "min": min(speeds), "max": max(speeds)}
+    return {**{name: round(speed, 1) for name, speed in found.items()}, "repeats": [round(one, 1) for one in speeds]}
+
+
+@dataclass(frozen=True)
+class CasePlan:
+    """The cases to measure with a warm page cache, then with a cold one, and those that the time is too short for."""
+
+    hot: tuple[BenchCase, ...]
+    cold: tuple[BenchCase, ...]
+    left_out: tuple[BenchCase, ...]
+
+
+def plan_cases(
+    variants: Sequence[FileVariant], settings: BenchSettings, batch_size: int, num_threads: int, seconds: float
+) -> CasePlan:
+    """Return the most important cases that fit into `seconds`, starting with those that decide the recommendation."""
+    levels: dict[int, list[BenchCase]] = {}
+    for case in all_cases(variants, settings, batch_size, num_threads):
+        levels.setdefault(_level(case), []).append(case)
+    taken: list[BenchCase] = []
+    left_out: list[BenchCase] = []
+    spent = 0.0
+    for level in sorted(levels):
+        cost = sum(map(min_seconds, levels[level]))
+        # Measure all cases of a level or none: a part of the variants could not be compared with the others.
+        if taken and spent + cost > seconds:
+            left_out += levels[level]
+            continue
+        spent += cost
+        taken += levels[level]
+    hot, cold = (tuple(case for case in taken if case.cache == cache) for cache in CACHES)
+    return CasePlan(hot, cold, tuple(left_out))
+
+
+def min_seconds(case: BenchCase) -> float:
+    """Return the time that a case needs, including its start.
+
+    Cases that decide the recommendation get four times as much as others.
+    """
+    return _MIN_CASE_SECONDS[case.cache] * (4 if _level(case) <= 1 else 1)
+
+
+def min_bench_seconds(
+    variants: Sequence[FileVariant], settings: BenchSettings, batch_size: int, num_threads: int
+) -> float:
+    """Return the duration of the shortest useful benchmark.
+
+    It measures the most important cases, and needs half their time again for the run-off.
+    """
+    cases = all_cases(variants, settings, batch_size, num_threads)
+    first = min(map(_level, cases))
+    return 1.5 * sum(min_seconds(case) for case in cases if _level(case) == first)
+
+
+def exceeds_decode_budget(variant: FileVariant, batch_size: int) -> bool:
+    """Return whether a batch of random rows may have to decode more than a gigabyte of chunks."""
+    if variant.compression == "none" or not variant.chunk_bytes or not variant.chunk_rows:
+        return False
+    chunks = min(batch_size, -(-variant.rows // variant.chunk_rows))
+    return chunks * variant.chunk_bytes > _DECODE_BUDGET_BYTES
+
+
+def all_cases(
+    variants: Sequence[FileVariant], settings: BenchSettings, batch_size: int, num_threads: int
+) -> list[BenchCase]:
+    """Return all cases that `settings` ask for, regardless of time."""
+    cases = []
+    window = settings.window[0]
+    for variant in variants:
+        for cache in settings.caches:
+            for engine in settings.engines:
+                # A dataset without chunks has no chunk cache to tune.
+                if engine == "tuned" and variant.chunk_rows is None:
+                    continue
+                for order in settings.orders:
+                    if order == "full" and exceeds_decode_budget(variant, batch_size):
+                        continue
+                    rows = 1 if order == "single" else batch_size
+                    threads = 1 if order == "single" or engine == "default" else num_threads
+                    cases.append(BenchCase(variant.label, order, engine, cache, rows, window, threads))
+            if "direct" in settings.engines and "window" in settings.orders:
+                base = BenchCase(variant.label, "window", "direct", cache, batch_size, window, num_threads)
+                cases += _varied(base, settings)
+    return cases
+
+
+def _varied(base: BenchCase, settings: BenchSettings) -> list[BenchCase]:
+    """Return variations of the case, one for each further batch size, window, and number of threads and workers."""
+    return [
+        *(replace(base, batch_size=size) for size in settings.batch_size[1:]),
+        *(replace(base, window=window) for window in settings.window[1:]),
+        *(replace(base, num_threads=count) for count in settings.num_threads if count != base.num_threads),
+        *(replace(base, num_threads=1, num_workers=count) for count in settings.num_workers),
+    ]
+
+
+def _level(case: BenchCase) -> int:
+    """Return the rank of importance, 0 being the highest. Cases of levels 0 and 1 decide the recommendation."""
+    cold = case.cache == "cold"
+    if (case.engine, case.order) == ("direct", "window"):
+        return 0 + cold
+    if (case.engine, case.order) == ("default", "single"):
+        return 2 + cold
+    return (6 if cold else 4) + (case.engine != "direct")

@@ -1,0 +1,212 @@
+"""Ceilings, the upper bounds that readers are compared with: copying rows in memory, and reading sequentially."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import statistics
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.benchmark.cases import FileVariant
+from h5pack.benchmark.report import Ceiling
+from h5pack.data.dataset import H5Dataset
+from h5pack.system.machine import available_memory
+from h5pack.system.memory import huge_page_memory
+from h5pack.system.page_cache import drop_cache
+
+_T = TypeVar("_T")
+
+_BLOCK_BYTES = 4 * 1024 * 1024
+_COPY_BYTES = 256 * 1024 * 1024
+_SEQUENTIAL_SECONDS = 0.3
+_BUFFERS_PER_THREAD = 3
+_PROBES = 16
+
+
+def touch(images: npt.NDArray[Any]) -> int:
+    """Read one byte of every memory page of an array, so that all of it is really in memory; return their sum."""
+    return int(images.reshape(-1)[:: mmap.PAGESIZE].sum())
+
+
+def consume(batches: Iterable[Any]) -> float:
+    """Iterate over batches, read every page of their images, and return the rows per second.
+
+    A batch is an image tensor, or a list or tuple that begins with one.
+    """
+    begin, rows = time.perf_counter(), 0
+    for batch in batches:
+        images = batch[0] if isinstance(batch, (list, tuple)) else batch
+        touch(images.numpy())
+        rows += len(images)
+    return rows / (time.perf_counter() - begin)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median, minimum, maximum and number of repeats."""
+    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {**{name: round(value, 4) for name, value in found.items()}, "repeats": len(values)}
+
+
+def interleaved(names: Sequence[_T], repeats: int) -> Iterator[_T]:
+    """Yield all names `repeats` times, alternately forwards and backwards.
+
+    A gradual change in the machine's speed then affects all of them equally.
+    """
+    for repeat in range(repeats):
+        yield from names if repeat % 2 == 0 else reversed(names)
+
+
+def sequential(path: Path, flags: int = 0, seconds: float = math.inf) -> float:
+    """Read a file from its start for at most about `seconds`, and return the bytes per second.
+
+    `flags` are added to those of `os.open`, such as ``os.O_DIRECT``.
+    """
+    descriptor = os.open(path, os.O_RDONLY | flags)
+    block, done = mmap.mmap(-1, _BLOCK_BYTES), 0
+    begin = time.perf_counter()
+    try:
+        while time.perf_counter() - begin < seconds and (got := os.preadv(descriptor, [block], done)):
+            done += got
+            # Stop at an unaligned end of the file: O_DIRECT cannot read from an unaligned offset.
+            if got % mmap.PAGESIZE:
+                break
+    finally:
+        os.close(descriptor)
+    return done / (time.perf_counter() - begin)
+
+
+class MemoryCopy:
+    """Copy of random rows of a uint8 array (rows, row_bytes) into batches by ``np.take``.
+
+    The memory of the batches is reused.
+    """
+
+    def __init__(self, rows: int, row_bytes: int, batch_size: int, max_threads: int = 2) -> None:
+        self.rows, self.batch_size = rows, batch_size
+        self.source = self._array(rows, row_bytes)
+        self.source[...] = np.arange(row_bytes, dtype=np.uint32).astype(np.uint8)
+        self.buffers = [self._array(batch_size, row_bytes) for _ in range(_BUFFERS_PER_THREAD * max_threads)]
+        for buffer in self.buffers:
+            buffer[...] = 1
+
+    @staticmethod
+    def _array(rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
+        size = rows * row_bytes
+        return np.frombuffer(huge_page_memory(size), np.uint8)[:size].reshape(rows, row_bytes)
+
+    def __call__(self, num_threads: int, seed: int) -> float:
+        """Copy one epoch of full batches in random order, and return the rows per second."""
+        order = np.random.default_rng(seed).permutation(self.rows)
+        batches = self.rows // self.batch_size
+
+        def copy(thread: int) -> None:
+            for number in range(thread, batches, num_threads):
+                buffer = number // num_threads % _BUFFERS_PER_THREAD
+                out = self.buffers[thread * _BUFFERS_PER_THREAD + buffer]
+                rows = order[number * self.batch_size : (number + 1) * self.batch_size]
+                np.take(self.source, rows, axis=0, out=out, mode="clip")
+                touch(out)
+
+        begin = time.perf_counter()
+        threads = [threading.Thread(target=copy, args=(thread,)) for thread in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return batches * self.batch_size / (time.perf_counter() - begin)
+
+
+class CopyCeiling:
+    """The speed of a memory copy on one thread and on `num_threads`; left out if there is too little memory."""
+
+    def __init__(self, rows: int, row_bytes: int, batch_size: int, num_threads: int) -> None:
+        rows = max(batch_size, min(rows, _COPY_BYTES // row_bytes))
+        needed = (rows + _BUFFERS_PER_THREAD * num_threads * batch_size) * row_bytes
+        self._copy: MemoryCopy | None = None
+        if needed <= available_memory() // 4:
+            self._copy = MemoryCopy(rows, row_bytes, batch_size, num_threads)
+        self.left_out = self._copy is None
+        self._speeds: dict[int, list[float]] = {count: [] for count in sorted({1, num_threads})}
+
+    def measure(self) -> None:
+        """Measure one repeat with each number of threads."""
+        if self._copy is not None:
+            for count, speeds in self._speeds.items():
+                speeds.append(self._copy(count, len(speeds)))
+
+    def close(self) -> None:
+        """Free the memory of the arrays."""
+        self._copy = None
+
+    def results(self) -> list[Ceiling]:
+        """Return the ceilings that were measured, in images/s."""
+        return [Ceiling("memory copy", count, "hot", tuple(found)) for count, found in self._speeds.items() if found]
+
+
+class SequentialCeiling:
+    """The speed of reading an uncompressed variant sequentially after dropping it from the page cache."""
+
+    def __init__(self, variants: Sequence[FileVariant], row_bytes: int) -> None:
+        # Bytes of a compressed file cannot be converted to a number of images.
+        plain = [variant.path for variant in variants if variant.compression == "none"]
+        self._path = Path(plain[-1]) if plain else None
+        self._row_bytes = row_bytes
+        self._speeds: list[float] = []
+
+    def measure(self) -> None:
+        """Measure one repeat; do nothing from now on if the file cannot be dropped from the page cache."""
+        if self._path is not None and drop_cache(self._path):
+            self._path = None
+        if self._path is not None:
+            self._speeds.append(sequential(self._path, seconds=_SEQUENTIAL_SECONDS) / self._row_bytes)
+
+    def results(self) -> list[Ceiling]:
+        """Return the ceiling that was measured, in images/s; empty if there is none."""
+        return [Ceiling("sequential read", 1, "cold", tuple(self._speeds))] if self._speeds else []
+
+
+class PageState:
+    """The page-cache state of a dataset's file and of all other files that its rows are stored in."""
+
+    def __init__(self, dataset: H5Dataset) -> None:
+        self._dataset = dataset
+        others = {other.path for index in dataset.engine.indexes.values() for other in index.files}
+        self.files = (Path(dataset.path), *sorted(Path(other) for other in others - {dataset.path}))
+
+    def drop(self) -> str | None:
+        """Drop the files from the page cache. Return None, or the reason why pages stay there."""
+        if not hasattr(os, "posix_fadvise"):
+            return "this system has no call that drops a file from the page cache"
+        for path in self.files:
+            try:
+                left = drop_cache(path)
+            except OSError as error:
+                return f"{path} cannot be dropped from the page cache ({error.strerror or error})"
+            if left and (path != self.files[0] or self._seems_cached()):
+                return (
+                    f"{left:,} pages of {path} stay in the page cache: its file system keeps them there (tmpfs, some "
+                    "network file systems), or another process does"
+                )
+        return None
+
+    def _seems_cached(self) -> bool:
+        """Return whether any of some sampled rows can be read without waiting.
+
+        This second check is needed because mincore(2) reports all pages as cached to a process that may not write the
+        file.
+        """
+        index = self._dataset.engine.indexes[self._dataset.names[0]]
+        offsets = index.addresses.reshape(-1)
+        offsets = offsets[offsets >= 0]
+        if not len(offsets) or not hasattr(os, "RWF_NOWAIT"):
+            return True
+        step = max(1, len(offsets) // _PROBES)
+        return any(self._dataset.engine.storage.is_cached(int(offset)) for offset in offsets[::step])

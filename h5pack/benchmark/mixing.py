@@ -1,0 +1,400 @@
+"""`mixing_report`, which measures how well a shuffle mixes rows, from the samplers' orders, without reading images."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.data.dataset import H5Dataset
+from h5pack.data.samplers import ChunkBatchSampler
+from h5pack.data.selection import select_rows
+from h5pack.errors import OptionsError
+from h5pack.order.row_ranges import EpochRows, Rows
+from h5pack.order.window import DEFAULT_WINDOW, OrderPlan, whole_number
+
+MARGIN = 0.05
+"""A label distance may exceed that of a full shuffle by at most this fraction."""
+MAX_BATCHES = 2_048
+"""Maximum number of batches sampled from one order, in all epochs together."""
+MAX_WINDOW_ROWS = 2**22
+"""Windows with more rows are compared only on request, because all rows of a window are permuted at once in memory."""
+_RUNS = 8
+_T_95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
+"""One-sided 95 % quantiles of Student's t for 1 to 10 degrees of freedom.
+
+For more, 1.645 + 1.7 / degrees of freedom is a slight overestimate.
+"""
+
+
+@dataclass(frozen=True)
+class OrderMixing:
+    """Measurements of one order of the rows.
+
+    Attributes
+    ----------
+    shuffle : "window", "full" or False
+    window : int or None
+        Number of chunks that are shuffled together; None unless `shuffle` is "window".
+    label_distance : float or None
+        Total-variation distance (0 to 1) between the label histogram of a batch and that of all rows: the mean over all
+        batches, and over the columns of a label table. None without integer labels.
+    batch_deviation, standard_error : float or None
+        Standard deviation of the distance over all batches, and standard error of the mean distance, calculated from
+        the means of the epochs.
+    storage_correlation : float
+        Spearman's rank correlation between a row's position in the epoch and its position in the file; mean over the
+        epochs.
+    epoch_correlation : float or None
+        The same correlation between a row's positions in one epoch and in the next. None if too few rows were sampled
+        in both.
+    chunks_per_batch : float
+        Number of distinct chunks that a batch's rows come from; mean over the batches.
+    """
+
+    shuffle: str | bool
+    window: int | None
+    label_distance: float | None
+    batch_deviation: float | None
+    standard_error: float | None
+    storage_correlation: float
+    epoch_correlation: float | None
+    chunks_per_batch: float
+
+    def bound(self, quantile: float) -> float:
+        """Return the label distance plus `quantile` standard errors."""
+        return (self.label_distance or 0.0) + quantile * (self.standard_error or 0.0)
+
+
+@dataclass(frozen=True)
+class MixingReport:
+    """How well the window shuffle mixes a dataset's rows.
+
+    Attributes
+    ----------
+    rows, chunks : int
+        Number of rows in an epoch, and number of chunks that hold them.
+    chunk_bytes : int
+        Uncompressed size of a full chunk of images.
+    batch_size, seed, epochs : int
+    batches, epoch_batches : int
+        Number of full batches sampled from each epoch, and number of full batches in an epoch.
+    window : int
+        Window, in chunks, that the advice is about; at most `chunks`.
+    expected_distance : float or None
+        Expected label distance of a full shuffle, calculated exactly. None without labels.
+    allowed_distance : float or None
+        Largest distance that counts as equal to a full shuffle's. It exceeds `expected_distance` by 5 %, or by 5 % of
+        the way from there to the mean distance of single rows if that is less (for example with more classes than rows
+        per batch).
+    enough_window : int or None
+        Smallest window that was shown to mix the labels as well as a full shuffle; None if there is none.
+    orders : tuple of OrderMixing
+        The windows in ascending order, then the full shuffle, then the stored order.
+
+    Notes
+    -----
+    Even a perfectly random batch has a distance above 0, but its mean is known: the count of a class in the batch is
+    hypergeometric, and the mean absolute deviation of such a count has a closed form (de Moivre's; Diaconis and Zabell,
+    "Closed form summation for classical distributions", Statistical Science 1991). The batches of one epoch depend on
+    each other but the epochs do not, so the standard error is calculated from the means of the epochs. A window counts
+    as equal to a full shuffle if the upper end of the one-sided 95 % confidence interval of its mean distance
+    (Student's t) is at most `allowed_distance`; a window of all chunks is a full shuffle. Windows are tested from the
+    largest down to the first that fails, so `enough_window` is too small in at most 5 % of reports.
+    """
+
+    rows: int
+    chunks: int
+    chunk_bytes: int
+    batch_size: int
+    seed: int
+    epochs: int
+    batches: int
+    epoch_batches: int
+    window: int
+    expected_distance: float | None
+    allowed_distance: float | None
+    enough_window: int | None
+    orders: tuple[OrderMixing, ...]
+
+    @property
+    def advice(self) -> str:
+        """One sentence that says whether the window is large enough, and what to do if not."""
+        window, enough = self.window, self.enough_window
+        asked = next(order for order in self.orders if order.window == window)
+        if self.allowed_distance is None:
+            return f"No labels to judge by: a batch of window={window} has rows of {asked.chunks_per_batch:.1f} chunks."
+        if enough is not None and enough <= window:
+            return f"Keep window={window}: its batches mix the labels as those of a full shuffle do."
+        if asked.bound(-_quantile(self.epochs)) <= self.allowed_distance:
+            return f"Give more epochs: {self.epochs} do not show whether window={window} is large enough."
+        way = f"window={enough} ({(enough or 0) * self.chunk_bytes / 2**20:,.1f} MiB)"
+        off = f"a batch's labels are {100 * self.excess(asked):,.0f} % further off than a full shuffle's"
+        return f"Use shuffle='full', or {way if enough else 'convert in shuffled order'}: with window={window} {off}."
+
+    def excess(self, order: OrderMixing) -> float:
+        """Return the fraction by which an order's label distance exceeds that of a full shuffle; nan without labels."""
+        if order.label_distance is None or self.expected_distance is None:
+            return math.nan
+        return order.label_distance / self.expected_distance - 1 if self.expected_distance else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a JSON-serializable dict. The keys are stable across versions."""
+        return {**asdict(self), "advice": self.advice}
+
+    def to_text(self, full: bool = False) -> str:
+        """Return a table of the orders, and the advice. `full` has no effect; it matches `BenchReport.to_text`."""
+        sampled = f"{self.batches:,} of {self.epoch_batches:,} batches in each of {self.epochs} epochs"
+        lines = [
+            f"{self.rows:,} rows in {self.chunks:,} chunks, batches of {self.batch_size}; sampled {sampled}.",
+            "",
+            "order             label distance  to full  to file  to next epoch  chunks a batch",
+            *map(self._line, self.orders),
+            "",
+        ]
+        if self.expected_distance is not None:
+            known = f"A full shuffle's label distance is {self.expected_distance:.4f} on average"
+            lines.append(f"{known}; up to {self.allowed_distance:.4f} counts as equal.")
+            lines.append(f"Smallest window that is shown to be equal: {self.enough_window or 'none'}.")
+        largest = max(order.window or 0 for order in self.orders)
+        if largest < self.chunks:
+            lines.append(f"Windows of more than {largest:,} chunks were not compared; name them in windows.")
+        return "\n".join([*lines, self.advice])
+
+    def _line(self, order: OrderMixing) -> str:
+        distance = above = follows = "-"
+        if order.label_distance is not None:
+            distance = f"{order.label_distance:.4f} +- {order.standard_error:.4f}"
+            above = f"{round(100 * self.excess(order)):+,} %"
+        if order.epoch_correlation is not None:
+            follows = f"{order.epoch_correlation:+.3f}"
+        name = {"full": "full shuffle", False: "stored order"}.get(order.shuffle, f"window={order.window}")
+        middle = f"{distance:>18}{above:>9}{order.storage_correlation:>+9.3f}{follows:>15}"
+        return f"{name:14}{middle}{order.chunks_per_batch:16.1f}"
+
+
+def mixing_report(
+    dataset: Any,
+    batch_size: int = 256,
+    *,
+    window: int = DEFAULT_WINDOW,
+    seed: int = 0,
+    epochs: int = 8,
+    windows: Sequence[int] | None = None,
+) -> MixingReport:
+    """Measure how well the window shuffle mixes a dataset's rows, compared with a full shuffle and the stored order.
+
+    The orders are those of `ChunkBatchSampler` and `H5Loader` on one rank. The labels are read once, the images never.
+    For each order, at most 2,048 batches are sampled in all epochs together, but at least 8 per epoch: 8 evenly spaced
+    runs of consecutive batches.
+
+    Parameters
+    ----------
+    dataset : H5Dataset or Subset
+    batch_size : int
+        Rows per batch. A smaller last batch is left out.
+    window : int
+        Number of chunks that are shuffled together; the advice is about this window.
+    seed : int
+    epochs : int
+        Epochs of each order, at least 2; more make the result more certain.
+    windows : sequence of int, optional
+        Windows to compare besides `window`. Default: powers of two and all chunks, up to 2**22 rows per window.
+
+    Raises
+    ------
+    OptionsError
+        If a value is invalid, the dataset has no chunks, or its rows do not fill a batch.
+    """
+    epochs = whole_number("epochs", epochs, 2)
+    plan = ChunkBatchSampler(dataset, batch_size, seed=seed, window=window, drop_last=True, rank=0, num_replicas=1).plan
+    base, rows = select_rows(dataset)[0], plan.rows.epoch_rows(0)
+    if not plan.num_batches:
+        raise OptionsError(f"{rows.count:,} rows do not fill a batch of {batch_size}; give a smaller batch_size")
+    compared = _windows(rows, plan.window, windows)
+    labels = _LabelTable.read(base, rows)
+    plans = [replace(plan, window=number) for number in compared]
+    plans += [replace(plan, shuffle="full"), replace(plan, shuffle=False)]
+    sampled = _sampled_batches(plan.num_batches, max(_RUNS, MAX_BATCHES // epochs))
+    orders = tuple(_measured(one, labels, epochs, sampled) for one in plans)
+    expected = allowed = None
+    if labels is not None:
+        expected = labels.expected(plan.batch_size)
+        allowed = expected + MARGIN * min(expected, labels.expected(1) - expected)
+    return MixingReport(
+        rows=rows.count,
+        chunks=rows.chunk_count,
+        chunk_bytes=base.engine.indexes[base.names[0]].row_bytes * rows.chunk_rows,
+        batch_size=plan.batch_size,
+        seed=plan.seed,
+        epochs=epochs,
+        batches=len(sampled),
+        epoch_batches=plan.num_batches,
+        window=min(plan.window, rows.chunk_count),
+        expected_distance=expected,
+        allowed_distance=allowed,
+        enough_window=None if allowed is None else _enough(orders, rows.chunk_count, allowed, epochs),
+        orders=orders,
+    )
+
+
+def _windows(rows: EpochRows, asked: int, windows: Sequence[int] | None) -> list[int]:
+    """Return the windows to compare, in ascending order."""
+    if windows is None:
+        numbers = [1 << power for power in range(rows.chunk_count.bit_length())] + [rows.chunk_count]
+        numbers = [number for number in numbers if number * rows.chunk_rows <= max(MAX_WINDOW_ROWS, rows.chunk_rows)]
+    elif not hasattr(windows, "__len__") or not len(windows):
+        raise OptionsError(f"windows is {windows!r}; give whole numbers, or None for powers of two")
+    else:
+        numbers = [whole_number("a window", number, 1) for number in windows]
+    return sorted({min(number, rows.chunk_count) for number in (*numbers, asked)})
+
+
+def _quantile(epochs: int) -> float:
+    """Return the one-sided 95 % quantile of Student's t for the mean of that many epochs."""
+    return _T_95[epochs - 2] if epochs - 2 < len(_T_95) else 1.645 + 1.7 / (epochs - 1)
+
+
+def _enough(orders: tuple[OrderMixing, ...], chunks: int, allowed: float, epochs: int) -> int | None:
+    """Return the smallest window that passes, testing from the largest down to the first that fails.
+
+    A window of all chunks always passes, because it is a full shuffle.
+    """
+    enough = None
+    for order in sorted((order for order in orders if order.window), key=lambda order: -(order.window or 0)):
+        if order.window != chunks and order.bound(_quantile(epochs)) > allowed * (1 + 1e-9):
+            break
+        enough = order.window
+    return enough
+
+
+def _sampled_batches(batches: int, max_batches: int) -> Rows:
+    """Return the batch numbers to sample, ascending: all, or `max_batches` in evenly spaced runs; int64 (n,)."""
+    if batches <= max_batches:
+        return np.arange(batches)
+    run = np.arange(max_batches // _RUNS)
+    return np.concatenate([number * (batches - len(run)) // (_RUNS - 1) + run for number in range(_RUNS)])
+
+
+def _batches(plan: OrderPlan, epoch: int, sampled: Rows) -> Rows:
+    """Return the file's rows in the `sampled` full batches, whose numbers ascend; int64 (n, batch_size)."""
+    found = np.empty((len(sampled), plan.batch_size), np.int64)
+    where = {batch: at for at, batch in enumerate(sampled.tolist())}
+    done = 0
+    while done < len(sampled):
+        for group in plan.chunk_groups(epoch, int(sampled[done])):
+            for (batch, slot, share), rows in group.split_by_batch(group.rows):
+                if batch in where:
+                    found[where[batch], slot : slot + share] = rows
+            # If the group's last batch is not full, it continues in the next chunk group.
+            whole = slot + share == plan.batch_size
+            done = int(np.searchsorted(sampled, group.last + whole))
+            if done == len(sampled) or sampled[done] > group.last + 1:
+                break
+    return found
+
+
+def _measured(plan: OrderPlan, labels: _LabelTable | None, epochs: int, sampled: Rows) -> OrderMixing:
+    distances: list[list[float]] = []
+    chunks: list[int] = []
+    to_file: list[float] = []
+    to_next: list[float] = []
+    before: tuple[Rows, Rows] | None = None
+    for epoch in range(epochs):
+        found = _batches(plan, epoch, sampled)
+        rows, places = found.reshape(-1), (sampled[:, None] * plan.batch_size + np.arange(plan.batch_size)).reshape(-1)
+        to_file.append(_spearman(places, rows))
+        if before is not None:
+            _, here, there = np.intersect1d(rows, before[0], return_indices=True)
+            if len(here) > 2:
+                to_next.append(_spearman(places[here], before[1][there]))
+        before = rows, places
+        chunks += [len(np.unique(batch // plan.rows.chunk_rows)) for batch in found]
+        if labels is not None:
+            distances.append([labels.distance(batch) for batch in found])
+    means = np.array([np.mean(epoch) for epoch in distances])
+    return OrderMixing(
+        shuffle=plan.shuffle,
+        window=plan.window if plan.shuffle == "window" else None,
+        label_distance=float(means.mean()) if distances else None,
+        batch_deviation=float(np.std(distances)) if distances else None,
+        standard_error=float(means.std(ddof=1) / math.sqrt(epochs)) if distances else None,
+        storage_correlation=float(np.mean(to_file)),
+        epoch_correlation=float(np.mean(to_next)) if to_next else None,
+        chunks_per_batch=float(np.mean(chunks)),
+    )
+
+
+def _ranks(values: Rows) -> npt.NDArray[np.float64]:
+    """Return the ranks of values, starting at 1; equal values get their mean rank."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: npt.NDArray[np.float64] = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+    return ranks
+
+
+def _spearman(one: Rows, other: Rows) -> float:
+    """Return Spearman's rank correlation; 0 if all values of one side are equal."""
+    left, right = (ranks - ranks.mean() for ranks in (_ranks(one), _ranks(other)))
+    scale = math.sqrt(float(left @ left) * float(right @ right))
+    return float(left @ right) / scale if scale else 0.0
+
+
+class _LabelTable:
+    """Integer labels, (n,) or (n, K), of the `stored` rows. An epoch has each of these rows `repeats` times."""
+
+    def __init__(self, stored: Rows, values: npt.NDArray[Any], repeats: Rows) -> None:
+        self._stored = stored
+        table = values.reshape(len(values), -1)
+        self.columns = table.shape[1]
+        self._codes = np.empty(table.shape, np.int64)  # Class numbers from 0, distinct between columns.
+        begin = 0
+        for column in range(self.columns):
+            classes, codes = np.unique(table[:, column], return_inverse=True)
+            self._codes[:, column] = codes + begin
+            begin += len(classes)
+        counts = np.zeros(begin, np.int64)
+        np.add.at(counts, self._codes, repeats[:, None])
+        self._counts, self.rows, self._shares = counts, int(repeats.sum()), counts / repeats.sum()
+
+    @classmethod
+    def read(cls, dataset: H5Dataset, rows: EpochRows) -> _LabelTable | None:
+        """Read the labels of an epoch's rows; return None without integer labels."""
+        name = dataset.label_name
+        if name is None or dataset.engine.indexes[name].dtype.kind not in "iu":
+            return None
+        stored, repeats = np.unique(rows.rows_at(np.arange(rows.count))[0], return_counts=True)
+        return cls(stored, dataset.read_rows(name, stored), repeats)
+
+    def distance(self, batch: Rows) -> float:
+        """Return the total-variation distance between the labels of a batch and of all rows; mean over the columns."""
+        codes = self._codes[np.searchsorted(self._stored, batch)]
+        counts = np.bincount(codes.reshape(-1), minlength=len(self._shares))
+        return float(np.abs(counts / len(batch) - self._shares).sum()) / 2 / self.columns
+
+    def expected(self, batch_size: int) -> float:
+        """Return the expected `distance` of a random batch drawn without replacement."""
+        sizes, times = (column.tolist() for column in np.unique(self._counts, return_counts=True))
+        deviations = [_mean_deviation(self.rows, size, batch_size) for size in sizes]
+        return float(np.dot(times, deviations)) / batch_size / 2 / self.columns
+
+
+def _mean_deviation(rows: int, marked: int, drawn: int) -> float:
+    """Return the mean absolute deviation of the number of marked rows among `drawn` rows, drawn without replacement.
+
+    By de Moivre's sum, it is 2 m (rows - marked - drawn + m) / rows times the probability of m, where m is the first
+    integer above the mean.
+    """
+    above = drawn * marked // rows + 1
+    if above > min(drawn, marked):
+        return 0.0
+    chance = _log_binomial(marked, above) + _log_binomial(rows - marked, drawn - above) - _log_binomial(rows, drawn)
+    return 2 * above * (rows - marked - drawn + above) / rows * math.exp(chance)
+
+
+def _log_binomial(items: int, taken: int) -> float:
+    """Return the natural logarithm of the binomial coefficient."""
+    return math.lgamma(items + 1) - math.lgamma(taken + 1) - math.lgamma(items - taken + 1)

@@ -1,0 +1,398 @@
+"""`BenchReport`, the result of a benchmark, as a short recommendation, as tables and as JSON.
+
+The sweep measures all cases (configurations); the run-off measures the fastest of them again.
+"""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from h5pack.benchmark.cases import CACHES, ENGINES, ORDERS, BenchCase, FileVariant, Measurement, repeats_json
+from h5pack.benchmark.recommend import Recommendation
+from h5pack.format.plans import CachePlan
+from h5pack.system.text import counted, format_bytes
+
+_WIDTH = 100
+_NO_TIME = "the time was over before"
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """An upper bound on the speed of any reader on this machine.
+
+    Attributes
+    ----------
+    name : str
+        "memory copy" or "sequential read".
+    num_threads : int
+    cache : str
+        Page-cache state whose reads are limited by it: "hot" or "cold".
+    speeds : tuple of float
+        Images/s of each repeat.
+    """
+
+    name: str
+    num_threads: int
+    cache: str
+    speeds: tuple[float, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}, {counted(self.num_threads, 'thread')}"
+
+
+@dataclass
+class BenchReport:
+    """The results of `bench`. After Ctrl-C, it holds the results so far, and `complete` is False.
+
+    Attributes
+    ----------
+    source : str
+        The path, or "generated images".
+    kind : str
+        "folder", "file" or "generated".
+    num_images : int
+        Number of images in the whole source.
+    row_shape : tuple of int
+    row_bytes, sample_rows : int
+    budget_seconds : float
+    machine : dict
+    variants : list of FileVariant
+    ceilings : list of Ceiling
+    measurements : list of Measurement
+        Results of the sweep.
+    run_off : list of Measurement
+        Results of the run-off: the fastest variants again, then numbers of threads and workers.
+    faults : tuple of str
+        Faults in the layout of the input file that slow down its readers.
+    fix : str or None
+        A command that fixes the faults.
+    notes : list of str
+        Remarks on what was left out or assumed.
+    recommendation : Recommendation or None
+        None if too little was measured to recommend anything.
+    seconds : dict of str to float
+        Duration of each phase, and of all together.
+    pack_images_per_s : float or None
+        Speed of packing the sample.
+    complete : bool
+    """
+
+    source: str
+    kind: str
+    num_images: int
+    row_shape: tuple[int, ...]
+    row_bytes: int
+    sample_rows: int
+    budget_seconds: float
+    machine: dict[str, Any]
+    variants: list[FileVariant] = field(default_factory=list)
+    ceilings: list[Ceiling] = field(default_factory=list)
+    measurements: list[Measurement] = field(default_factory=list)
+    run_off: list[Measurement] = field(default_factory=list)
+    faults: tuple[str, ...] = ()
+    fix: str | None = None
+    notes: list[str] = field(default_factory=list)
+    recommendation: Recommendation | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    pack_images_per_s: float | None = None
+    complete: bool = False
+
+    def __repr__(self) -> str:
+        chosen = self.recommendation
+        answer = "no recommendation" if chosen is None else f"recommended: {chosen.variant}"
+        return f"<BenchReport of {self.source}: {len(self.measurements)} cases, {answer}>"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a JSON-serializable dict, without paths of temporary files.
+
+        The keys are stable across versions.
+        """
+        found = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {
+            "benchmark": "chunk_size",
+            **found,
+            "row_shape": list(self.row_shape),
+            "variants": [
+                {name: value for name, value in asdict(one).items() if name != "path"} for one in self.variants
+            ],
+            "ceilings": [
+                {"name": one.name, "num_threads": one.num_threads, "cache": one.cache,
+                 "images_per_s": repeats_json(one.speeds)} for one in self.ceilings
+            ],
+            "measurements": [one.to_json() for one in self.measurements],
+            "run_off": [one.to_json() for one in self.run_off],
+            "faults": list(self.faults),
+            "notes": list(self.notes),
+            "recommendation": None if self.recommendation is None else asdict(self.recommendation),
+            "seconds": {name: round(value, 2) for name, value in self.seconds.items()},
+            "pack_images_per_s": None if self.pack_images_per_s is None else round(self.pack_images_per_s, 1),
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> BenchReport:
+        """Make a report from the result of `to_json`; unknown keys are ignored."""
+        chosen = found["recommendation"]
+        if chosen is not None:
+            cache = None if chosen["chunk_cache"] is None else CachePlan(**chosen["chunk_cache"])
+            tuples = {name: tuple(chosen[name]) for name in ("ties", "doubts", "reasons")}
+            chosen = Recommendation(**{**chosen, **tuples, "chunk_cache": cache})
+        plain = {name: found[name] for name in cls.__dataclass_fields__}
+        ceilings = [
+            Ceiling(one["name"], one["num_threads"], one["cache"], tuple(one["images_per_s"]["repeats"]))
+            for one in found["ceilings"]
+        ]
+        changed = {
+            "row_shape": tuple(found["row_shape"]),
+            "variants": [FileVariant(path="", **one) for one in found["variants"]],
+            "ceilings": ceilings,
+            "measurements": [Measurement.from_json(one) for one in found["measurements"]],
+            "run_off": [Measurement.from_json(one) for one in found["run_off"]],
+            "faults": tuple(found["faults"]),
+            "recommendation": chosen,
+        }
+        return cls(**{**plain, **changed})
+
+    def to_text(self, full: bool = False) -> str:
+        """Return the recommendation in fewer than 25 lines of about 100 columns.
+
+        With `full`, add all reasons, tables and notes.
+        """
+        blocks = [*_answer(self, full)]
+        if full:
+            blocks += [_facts(self), *_tables(self), _bullets("not measured", _unmeasured(self))]
+        elif self.notes:
+            blocks.append([f"{counted(len(self.notes), 'note')} and all figures are in the full report."])
+        return "\n\n".join("\n".join(block) for block in blocks if block)
+
+    def headline(self) -> str:
+        """Return the result in one sentence."""
+        chosen = self.recommendation
+        if chosen is None:
+            return "Images/s by chunk size; too little was measured to recommend one"
+        what = f"Chunks of {chosen.variant} are read" if chosen.convert else "The file as it is is read"
+        text = f"{what} at {rounded(chosen.images_per_s)} images/s in shuffled batches on this machine"
+        ceiling = self.highest_ceiling(chosen.judged_by)
+        if ceiling is not None:
+            text += f", {chosen.images_per_s / statistics.median(ceiling.speeds):.2f} of a {ceiling}"
+        return text if not chosen.doubts else f"Not sure: {text[0].lower()}{text[1:]}"
+
+    def highest_ceiling(self, cache: str) -> Ceiling | None:
+        """Return the highest measured ceiling for a page-cache state; None if none was measured."""
+        measured = [one for one in self.ceilings if one.cache == cache and one.speeds]
+        return max(measured, key=lambda one: statistics.median(one.speeds), default=None)
+
+
+class SweepTable:
+    """Table of the sweep's measurements by variant, order, engine and page-cache state, updated by the run-off.
+
+    Cases may also differ in batch size, window, threads or workers. For each order, engine and page-cache state, the
+    table holds the cases with the most common of these settings. All other cases are in `others`.
+
+    Attributes
+    ----------
+    variants : list of FileVariant
+        Sorted: the input file, uncompressed variants by ascending chunk size, the contiguous variant, then compressed
+        variants.
+    caches, orders, engines : list of str
+    others : list of Measurement
+    """
+
+    def __init__(self, report: BenchReport) -> None:
+        cases = [one.case for one in report.measurements]
+        self.variants = sorted(report.variants, key=_variant_key)
+        self.caches = [name for name in CACHES if any(case.cache == name for case in cases)]
+        self.orders = [name for name in ORDERS if any(case.order == name for case in cases)]
+        self.engines = [name for name in ENGINES if any(case.engine == name for case in cases)]
+        self.others: list[Measurement] = []
+        counts: dict[tuple[str, str, str], Counter[tuple[Any, ...]]] = {}
+        for case in cases:
+            counts.setdefault((case.order, case.engine, case.cache), Counter())[_settings(case)] += 1
+        self._found: dict[tuple[str, str, str, str], Measurement] = {}
+        run_off = {one.case: one for one in report.run_off}
+        for one in report.measurements:
+            case = one.case
+            common = counts[case.order, case.engine, case.cache].most_common(1)[0][0]
+            updated = one.updated_by(run_off.get(case))
+            if _settings(case) == common:
+                self._found[case.variant, case.order, case.engine, case.cache] = updated
+            else:
+                self.others.append(updated)
+
+    def found(self, variant: str, order: str, engine: str, cache: str) -> Measurement | None:
+        """Return the measurement, which may have no repeats; None if the case was not planned."""
+        return self._found.get((variant, order, engine, cache))
+
+    def compared(self) -> list[FileVariant]:
+        """Return the variants to compare by chunk size: the input, uncompressed ones, and the first compression's."""
+        made = [one.compression for one in self.variants if not one.is_input and one.chunk_rows is not None]
+        first = made[0] if made else "none"
+        return [one for one in self.variants if one.is_input or one.compression in ("none", first)]
+
+
+def _settings(case: BenchCase) -> tuple[Any, ...]:
+    return case.batch_size, case.window, case.num_threads, case.num_workers
+
+
+def _variant_key(variant: FileVariant) -> tuple[Any, ...]:
+    compressed = variant.compression != "none" and not variant.is_input
+    return not variant.is_input, compressed, variant.chunk_bytes is None, variant.chunk_bytes or 0, variant.label
+
+
+def speed_text(speed: float) -> str:
+    """Return images/s with three significant digits, such as 831, 8.31k, 83.1k or 1.52M."""
+    value = float(f"{speed:.3g}")
+    for size, unit in ((1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:#.3g}".rstrip(".") + unit
+    return f"{value:.3g}"
+
+
+def rounded(speed: float) -> str:
+    """Return images/s for use in a sentence: three significant digits, with thousands separators."""
+    return f"{float(f'{speed:.3g}'):,.0f}" if speed >= 100 else f"{speed:.3g}"
+
+
+def measured_text(speeds: Sequence[float]) -> str:
+    """Return the median and the largest deviation of any repeat from the median, such as 83.1k ±6%."""
+    if not speeds:
+        return "-"
+    median = statistics.median(speeds)
+    spread = max(max(speeds) - median, median - min(speeds)) / median
+    return speed_text(median) + (f" ±{100 * spread:.0f}%" if len(speeds) > 1 else "")
+
+
+def printable(text: str) -> str:
+    """Return untrusted text with control characters and invalid Unicode escaped."""
+    return "".join(
+        sign if sign.isprintable() else sign.encode("unicode_escape", "backslashreplace").decode("ascii")
+        for sign in text
+    )
+
+
+def machine_text(machine: dict[str, Any]) -> str:
+    """Return the processor, CPUs, memory and file system as text, as far as they are known."""
+    parts = [printable(str(machine["processor"]))] if machine.get("processor") else []
+    parts += [counted(int(machine["cpus"]), "CPU")] if machine.get("cpus") else []
+    parts += [f"{machine['memory_gb']:g} GB of memory"] if machine.get("memory_gb") else []
+    parts += [printable(str(machine["file_system"]))] if machine.get("file_system") else []
+    return ", ".join(parts) or "unknown machine"
+
+
+def _answer(report: BenchReport, full: bool) -> list[list[str]]:
+    """Return blocks of lines: the input, the commands and code to use, and the doubts and reasons."""
+    shape = "x".join(map(str, report.row_shape))
+    about = f"{printable(report.source)}: {counted(report.num_images, 'image')}, rows of {shape} "
+    about += f"({format_bytes(report.row_bytes)}), sample of {report.sample_rows:,}"
+    first = [] if report.complete else ["interrupted: this is what was measured until then"]
+    chosen = report.recommendation
+    if chosen is None:
+        return [[*first, about], ["No recommendation: nothing was measured that it could rest on."]]
+    what = f"Convert with chunks of {chosen.variant}" if chosen.convert else "Keep the file as it is"
+    if chosen.doubts:
+        what = f"Perhaps {what[0].lower()}{what[1:]}"
+    typed = [line for text in (chosen.command, chosen.code) if text for line in text.splitlines()]
+    reasons = [f"Not sure: {text}." for text in chosen.doubts] + [printable(text) for text in chosen.reasons]
+    reasons += [f"Fault of the file: {printable(text)}" for text in report.faults]
+    if chosen.chunk_cache is not None and full:
+        cache = chosen.chunk_cache
+        reasons.append(
+            f"By h5py: rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0:g} ({cache.reason})."
+        )
+    if full:
+        return [[*first, about], [f"{what}:"], [f"    {line}" for line in typed], _bullets("", reasons)]
+    lines = [textwrap.shorten(f"- {text}", _WIDTH, placeholder=" ...") for text in reasons[:12]]
+    return [[*first, textwrap.shorten(about, _WIDTH, placeholder=" ...")], [f"{what}:"],
+            [f"    {line}" for line in typed], lines]  # fmt: skip
+
+
+def _facts(report: BenchReport) -> list[str]:
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.seconds.items() if name != "all")
+    lines = [f"machine   {machine_text(report.machine)}"]
+    lines.append(f"time      {report.seconds.get('all', 0.0):.0f} s of {report.budget_seconds:g} s ({phases})")
+    lines += [f"ceiling   {one}: {measured_text(one.speeds)} images/s, {one.cache}" for one in report.ceilings]
+    if report.fix is not None:
+        lines.append(f"fix       {report.fix}")
+    return lines + _bullets("notes", map(printable, report.notes))
+
+
+def _tables(report: BenchReport) -> list[list[str]]:
+    table = SweepTable(report)
+    blocks = []
+    for cache in table.caches:
+        rows = []
+        for variant in table.variants:
+            for engine in table.engines:
+                found = [table.found(variant.label, order, engine, cache) for order in table.orders]
+                if any(found):
+                    rows.append([_mark(variant, report), _size(variant), engine, *map(_entry, found)])
+        if rows:
+            title = f"images/s, page cache {cache}: median, farthest repeat, and bytes read per byte delivered"
+            blocks.append([title, *_aligned(["", "chunk", "engine", *table.orders], rows)])
+    for title, measurements in (("other settings", table.others), ("run-off", report.run_off)):
+        if measurements:
+            heads = ["", "order", "engine", "cache", "batch", "window", "threads", "workers", "images/s"]
+            fastest_first = sorted(measurements, key=lambda one: -one.median)
+            rows = [
+                ["-" if value is None else str(value) for value in asdict(one.case).values()] + [_entry(one)]
+                for one in fastest_first
+            ]
+            blocks.append([title, *_aligned(heads, rows)])
+    return blocks
+
+
+def _mark(variant: FileVariant, report: BenchReport) -> str:
+    chosen = report.recommendation
+    if chosen is None:
+        return f"  {variant.label}"
+    return f"{'>' if variant.label == chosen.variant else '=' if variant.label in chosen.ties else ' '} {variant.label}"
+
+
+def _size(variant: FileVariant) -> str:
+    size = "-" if variant.chunk_bytes is None else format_bytes(variant.chunk_bytes)
+    return size if variant.compression == "none" else f"{size} x {variant.overhead:.2f}"
+
+
+def _entry(one: Measurement | None) -> str:
+    if one is None or not one.speeds:
+        return "-"
+    read = "" if one.amplification is None or one.amplification < 1.05 else f", {one.amplification:.3g}x"
+    return measured_text(one.speeds) + read
+
+
+def _aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return table lines; the first column is aligned left, the others right."""
+    widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))]
+        ).rstrip()
+        for row in (heads, *rows)
+    ]
+
+
+def _unmeasured(report: BenchReport) -> list[str]:
+    """Return each reason for missing measurements once, with the cases that it applies to."""
+    reasons: dict[str, list[BenchCase]] = {}
+    for one in (*report.measurements, *report.run_off):
+        if one.reason is not None or not one.speeds:
+            reasons.setdefault(one.reason or _NO_TIME, []).append(one.case)
+    return [
+        f"{counted(len(cases), 'case')} ({cases[0]}{' and others' if len(cases) > 1 else ''}): {printable(reason)}"
+        for reason, cases in reasons.items()
+    ]
+
+
+def _bullets(title: str, texts: Iterable[str]) -> list[str]:
+    lines = [
+        line
+        for text in texts
+        for line in textwrap.wrap(
+            text, _WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+    ]
+    return [title, *lines] if lines and title else lines

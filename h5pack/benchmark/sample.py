@@ -1,0 +1,482 @@
+"""The input of a benchmark and its sample: some of the input's images, packed in every variant in a scratch folder.
+
+A variant is a file with one chunk size and compression.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shlex
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from h5pack.benchmark.cases import DEFAULT_CHUNK_BYTES, BenchSettings, FileVariant
+from h5pack.benchmark.synthetic import make_folder
+from h5pack.data.dataset import H5Dataset
+from h5pack.errors import H5PackError, NoImagesError, NoSpaceError, OptionsError, SizesDifferError, SourceError
+from h5pack.format import schema
+from h5pack.format.plans import plan_chunks
+from h5pack.inspect.info import DatasetReport, info
+from h5pack.pack.conversion import convert
+from h5pack.pack.options import ConvertOptions
+from h5pack.pack.plan import ConvertReport
+from h5pack.read.hdf5 import open_file
+from h5pack.sources.detect import open_source
+from h5pack.sources.hdf5_catalog import is_hdf5
+from h5pack.sources.hdf5_rows import HDF5RowReader
+from h5pack.system.files import lock
+from h5pack.system.machine import available_cpus, available_memory, free_bytes
+from h5pack.system.text import counted
+
+MIN_IMAGES = 8
+MAX_SAMPLE_BYTES = 512 * 1024 * 1024
+_GENERATED_IMAGES, _GENERATED_SIZE = 4_000, (218, 178)
+_FALLBACK_SIZE = (224, 224)
+_PROBE_IMAGES, _PROBE_BYTES = 64, 64 * 1024 * 1024
+_PACKING_SHARE = 0.2
+"""Fraction of the time budget for packing the sample."""
+_BLOCK_BYTES = 8 * 1024 * 1024
+_PREFIX, _LOCK = ".h5pack-bench-", "lock"
+
+
+class ScratchFolder:
+    """Context manager of a temporary folder. It also removes folders that killed runs left in the same place.
+
+    Parameters
+    ----------
+    parent : path, optional
+        A folder on the disk to measure. None: the working directory, or the system's temporary folder if the working
+        directory is not writable.
+
+    Attributes
+    ----------
+    path, parent : Path
+        The temporary folder, and the folder that contains it.
+
+    Raises
+    ------
+    OptionsError
+        If `parent` is not writable.
+    """
+
+    def __init__(self, parent: str | os.PathLike[str] | None = None) -> None:
+        self.parent = Path.cwd() if parent is None else Path(parent)
+        if parent is None and not os.access(self.parent, os.W_OK | os.X_OK):
+            self.parent = Path(tempfile.gettempdir())
+        try:
+            _remove_abandoned(self.parent)
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self.parent))
+        except OSError as error:
+            raise OptionsError(
+                f"{self.parent}: temporary files cannot be made there ({error.strerror}); give another scratch=FOLDER",
+                path=self.parent,
+                parameters=("scratch=FOLDER",),
+            ) from error
+        self._lock = _try_lock(self.path / _LOCK, os.O_CREAT)
+
+    def __enter__(self) -> ScratchFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+
+    def require(self, size: int) -> None:
+        """Raise NoSpaceError unless `size` bytes are free."""
+        free = free_bytes(self.path)
+        if size > free:
+            raise NoSpaceError(
+                f"{self.parent}: temporary packs need {size:,} bytes, and {free:,} are free; give another "
+                "scratch=FOLDER, or fewer rows or chunk sizes",
+                path=self.parent,
+                parameters=("scratch=FOLDER",),
+            )
+
+
+def _try_lock(path: Path, flags: int) -> int | None:
+    """Lock a file for this process, and return its descriptor.
+
+    Return None if another process has locked it, or the file system has no locks.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | flags, 0o600)
+    except OSError:
+        return None
+    if not lock(descriptor):
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the folders of runs that have ended without doing so; they are recognised by their released lock."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        descriptor = _try_lock(folder / _LOCK, 0)
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(folder)
+            os.close(descriptor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchInput:
+    """The images or the file to benchmark.
+
+    Attributes
+    ----------
+    name : str
+        Name for reports.
+    kind : str
+        "folder", "file" or "generated".
+    source : str
+        Path to convert.
+    num_images : int
+    options : dict
+        Keywords for converting the images with `convert`.
+    variant : FileVariant or None
+        The input file itself; None if the input is not a file.
+    faults : tuple of str
+    fix : str or None
+        Faults of the file's layout, and the command that fixes them, as in the report of `h5pack.inspect.info`.
+    not_convertible : str
+        Why the input cannot be converted; empty if it can.
+    """
+
+    name: str
+    kind: str
+    source: str
+    num_images: int
+    options: dict[str, Any]
+    variant: FileVariant | None = None
+    faults: tuple[str, ...] = ()
+    fix: str | None = None
+    not_convertible: str = ""
+
+
+def find_input(path: str | os.PathLike[str] | None, options: dict[str, Any], scratch: Path) -> BenchInput:
+    """Open the input of a benchmark. If `path` is None, generate images in `scratch`.
+
+    Raises
+    ------
+    SourceError, PackFormatError
+        If there are no images.
+    OptionsError
+        If there are too few images.
+    """
+    if path is None:
+        folder = scratch / "images"
+        make_folder(folder, _GENERATED_IMAGES, _GENERATED_SIZE)
+        return BenchInput(
+            name="generated images", kind="generated", source=str(folder), num_images=_GENERATED_IMAGES, options=options
+        )
+    name = os.fspath(path)
+    if Path(path).is_file() and is_hdf5(Path(path)):
+        found = _hdf5_input(name, options)
+    else:
+        num_images = len(open_source(path, ConvertOptions.from_keywords(options).source_options))
+        found = BenchInput(name=name, kind="folder", source=name, num_images=num_images, options=options)
+    if found.num_images < MIN_IMAGES:
+        count = counted(found.num_images, "image")
+        raise OptionsError(f"{name}: {count}, too few to measure; at least {MIN_IMAGES} are needed", path=name)
+    return found
+
+
+def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
+    images, reason = options.get("images") or schema.IMAGES, ""
+    try:
+        catalog = open_source(path, ConvertOptions.from_keywords(options).source_options)
+        if isinstance(catalog.reader, HDF5RowReader):
+            images = catalog.reader.images
+    except SourceError as error:
+        # Rows that are not images cannot be converted, but reading them can still be measured.
+        reason = str(error)
+    report = info(path)
+    try:
+        dataset = H5Dataset(path, images=images)
+    except H5PackError:
+        if reason:
+            raise SourceError(reason, path=path) from None
+        raise
+    stored = _dataset_report(report.datasets, images)
+    if stored is None:
+        # The name is a link or has extra slashes, so look the dataset up by its resolved name and file.
+        stored = _dataset_report(info(dataset.path).datasets, images)
+    assert stored is not None
+    channels_first = len(stored.shape) == 4 and stored.shape[1] in (1, 3) and stored.shape[3] not in (1, 3)
+    gray = len(stored.shape) == 3 or (len(stored.shape) == 4 and 1 in (stored.shape[1], stored.shape[3]))
+    options = {**options, "images": images}
+    if dataset.label_name is not None:
+        options.setdefault("labels", dataset.label_name)
+    options.update({"layout": "nchw"} if channels_first else {})
+    options.update({"mode": "gray"} if gray else {})
+    return BenchInput(
+        name=path,
+        kind="file",
+        source=path,
+        num_images=len(dataset),
+        options=options,
+        variant=_as_it_is(stored, dataset),
+        faults=stored.faults,
+        fix=None if stored.fix is None else shlex.join(stored.fix),
+        not_convertible=reason,
+    )
+
+
+def _dataset_report(datasets: Any, name: str) -> DatasetReport | None:
+    return next((one for one in datasets if one.name.strip("/") == name.strip("/")), None)
+
+
+def _as_it_is(stored: DatasetReport, dataset: H5Dataset) -> FileVariant:
+    index = dataset.engine.indexes[dataset.names[0]]
+    encoded = index.is_encoded
+    chunks = None if encoded else stored.chunks
+    return FileVariant(
+        label="as it is",
+        path=dataset.path,
+        images=dataset.names[0],
+        labels=dataset.label_name,
+        rows=len(dataset),
+        chunk_rows=None if chunks is None else chunks[0],
+        chunk_bytes=None if chunks is None else math.prod(chunks) * index.dtype.itemsize,
+        # Images that differ in size have no common row shape, so their row_bytes may be 0.
+        row_bytes=max(1, index.row_bytes),
+        compression="encoded images" if encoded else "+".join(stored.filters) or "none",
+        stored_bytes=stored.stored_bytes,
+        overhead=stored.overhead,
+        is_input=True,
+    )
+
+
+@dataclass
+class BenchSample:
+    """The packed sample of a benchmark.
+
+    Attributes
+    ----------
+    variants : list of FileVariant
+    rows, row_bytes : int
+    row_shape : tuple of int
+    options : dict
+        Keywords of `convert` with which the sample was packed.
+    pack_images_per_s : float or None
+    default_chunk_rows : int
+        Chunk size that `convert` chooses by default for the whole source.
+    notes : list of str
+        Remarks on what was left out, and why.
+    """
+
+    variants: list[FileVariant]
+    rows: int
+    row_bytes: int
+    row_shape: tuple[int, ...]
+    options: dict[str, Any]
+    pack_images_per_s: float | None = None
+    default_chunk_rows: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def make_sample(
+    source: BenchInput, settings: BenchSettings, scratch: ScratchFolder, clock: Callable[[], float] = time.monotonic
+) -> BenchSample:
+    """Pack a sample of the images in every variant that `settings` ask for.
+
+    Raises
+    ------
+    H5PackError
+        If the images cannot be packed, or there is too little disk space.
+    """
+    if source.not_convertible and source.variant is not None:
+        return _input_only(source, source.variant, settings, source.not_convertible)
+    begin = clock()
+    packer = _Packer(source, scratch.path)
+    try:
+        row_bytes, speed = packer.probe(clock)
+    except NoImagesError as error:
+        if source.variant is None:
+            raise
+        return _input_only(source, source.variant, settings, str(error))
+    default_chunk_rows = min(plan_chunks(source.num_images, row_bytes).rows, source.num_images)
+    wanted = _wanted_chunk_rows(settings, row_bytes, default_chunk_rows)
+    num_files = len(wanted) * len(settings.compression) + settings.contiguous
+    rows = _sample_rows(source, settings, scratch, row_bytes, num_files, speed)
+    chunk_rows = [count for count in wanted if count == wanted[0] or 2 * count <= rows]
+    if len(chunk_rows) < len(wanted):
+        left_out = ", ".join(f"{count:,}" for count in wanted if count not in chunk_rows)
+        packer.notes.append(f"Chunks of {left_out} rows hold more than half of the sample's {rows:,}: left out.")
+    scratch.require(int(1.1 * rows * row_bytes * num_files))
+    # Sort the default chunk size first, because the last ones may be left out for lack of time.
+    chunk_rows.sort(key=lambda count: abs(math.log(count / default_chunk_rows)))
+    base = scratch.path / "base.h5"
+    report = packer.convert(base, limit=rows, chunk_rows=chunk_rows[0])
+    if report.rejects:
+        packer.notes.append(f"{report.rejects:,} images of the sample cannot be packed; 'h5pack convert' lists them.")
+    dataset = H5Dataset(base)
+    index = dataset.engine.indexes[dataset.names[0]]
+    sample = BenchSample(
+        variants=[],
+        rows=report.images,
+        row_bytes=index.row_bytes,
+        row_shape=index.row_shape,
+        options=packer.options,
+        # Count the writing only, because the time to start workers is negligible for a whole folder.
+        pack_images_per_s=report.images / max(1e-3, report.seconds["write"]),
+        default_chunk_rows=default_chunk_rows,
+        notes=packer.notes,
+    )
+    end = begin + 2 * _PACKING_SHARE * settings.seconds
+    _make_variants(sample, base, settings, chunk_rows, lambda: clock() > end)
+    if source.variant is not None:
+        sample.variants.insert(0, _first_rows(source.variant, rows))
+    return sample
+
+
+class _Packer:
+    """Converter of images of the input. If they differ in size and no size was requested, it uses a fallback size."""
+
+    def __init__(self, source: BenchInput, folder: Path) -> None:
+        self._source, self._folder = source.source, folder
+        self.options = source.options
+        self.notes: list[str] = []
+
+    def probe(self, clock: Callable[[], float]) -> tuple[int, float]:
+        """Convert a few images; return the bytes per row, and an estimate of the images/s on all CPUs."""
+        row_bytes, speed = 0, 0.0
+        path = self._folder / "first.h5"
+        # Convert two images first to learn the size of a row, which may be hundreds of megabytes.
+        for limit in (2, _PROBE_IMAGES):
+            limit = min(limit, max(2, _PROBE_BYTES // row_bytes)) if row_bytes else limit
+            begin = clock()
+            report = self.convert(path, limit=limit, num_workers=1, overwrite=True)
+            speed = available_cpus() * report.images / max(1e-3, clock() - begin)
+            dataset = H5Dataset(path)
+            row_bytes = dataset.engine.indexes[dataset.names[0]].row_bytes
+        path.unlink()
+        return row_bytes, speed
+
+    def convert(self, path: Path, **changes: Any) -> ConvertReport:
+        """Convert with the input's options, updated by `changes`."""
+        try:
+            return convert(self._source, path, **{**self.options, **changes})
+        except SizesDifferError:
+            self.options = {**self.options, "size": _FALLBACK_SIZE}
+            self.notes.append("The images differ in size, and none was asked for: size=224 was used.")
+            return convert(self._source, path, **{**self.options, **changes})
+
+
+def _make_variants(
+    sample: BenchSample,
+    base: Path,
+    settings: BenchSettings,
+    chunk_rows: list[int],
+    is_late: Callable[[], bool],
+) -> None:
+    """Convert the rows of `base` to every requested variant, as far as time allows."""
+    made: list[FileVariant] = []
+    late: list[str] = []
+    kept = {name: sample.options[name] for name in ("layout", "mode") if name in sample.options}
+    for compression in settings.compression:
+        for count in chunk_rows:
+            label = _label(count, compression)
+            path = base
+            if (count, compression) != (chunk_rows[0], "none"):
+                if made and is_late():
+                    late.append(label)
+                    continue
+                path = base.parent / f"{count}-{compression}.h5".replace(":", "-")
+                # Use one process, because starting workers takes longer than copying the rows.
+                convert(base, path, num_workers=1, order="sorted", chunk_rows=count, compression=compression, **kept)
+            made.append(_variant(label, path, count, compression, sample.row_bytes))
+    sample.variants += sorted(made, key=lambda one: (settings.compression.index(one.compression), one.chunk_rows or 0))
+    if settings.contiguous and is_late():
+        late.append("contiguous")
+    elif settings.contiguous:
+        path = base.parent / "contiguous.h5"
+        _write_contiguous(base, path, sample.row_bytes)
+        sample.variants.append(_variant("contiguous", path, None, "none", sample.row_bytes))
+    if late:
+        sample.notes.append(f"Not packed, for lack of time: {', '.join(late)}; give it more seconds.")
+
+
+def _sample_rows(
+    source: BenchInput, settings: BenchSettings, scratch: ScratchFolder, row_bytes: int, num_files: int, speed: float
+) -> int:
+    """Return the number of sample rows that time, memory and disk allow.
+
+    All files together must fit into the page cache, and leave memory for the batches.
+    """
+    if settings.rows is not None:
+        return max(MIN_IMAGES, min(settings.rows, source.num_images))
+    disk_bytes = int(0.8 * free_bytes(scratch.path)) // num_files
+    max_bytes = min(MAX_SAMPLE_BYTES, available_memory() // (3 * num_files), disk_bytes)
+    by_time = max(int(speed * _PACKING_SHARE * settings.seconds), _PROBE_IMAGES)
+    return max(MIN_IMAGES, min(source.num_images, max_bytes // row_bytes, by_time))
+
+
+def _wanted_chunk_rows(settings: BenchSettings, row_bytes: int, default_chunk_rows: int) -> list[int]:
+    """Return the chunk sizes to compare, in rows, in ascending order."""
+    wanted = set(settings.chunk_rows) | {max(1, size // row_bytes) for size in settings.chunk_bytes}
+    if not wanted:
+        wanted = {max(1, size // row_bytes) for size in DEFAULT_CHUNK_BYTES} | {default_chunk_rows}
+    return sorted(wanted)
+
+
+def _label(chunk_rows: int, compression: str) -> str:
+    return counted(chunk_rows, "row") + ("" if compression == "none" else f" {compression}")
+
+
+def _variant(label: str, path: Path, chunk_rows: int | None, compression: str, row_bytes: int) -> FileVariant:
+    with open_file(path) as file:
+        images = file[schema.IMAGES]
+        rows, size, stored = len(images), int(images.nbytes), int(images.id.get_storage_size())
+    return FileVariant(
+        label=label,
+        path=os.fspath(path),
+        images=schema.IMAGES,
+        labels=schema.LABELS,
+        rows=rows,
+        chunk_rows=chunk_rows,
+        chunk_bytes=None if chunk_rows is None else chunk_rows * row_bytes,
+        row_bytes=row_bytes,
+        compression=compression,
+        stored_bytes=stored,
+        overhead=stored / size,
+    )
+
+
+def _write_contiguous(base: Path, path: Path, row_bytes: int) -> None:
+    """Copy the rows of a pack into a dataset without chunks, the default layout of h5py's ``create_dataset``."""
+    with open_file(base) as source, h5py.File(path, "w", libver=("v110", "v110")) as file:
+        images = source[schema.IMAGES]
+        copied = file.create_dataset(schema.IMAGES, images.shape, images.dtype)
+        step = max(1, _BLOCK_BYTES // row_bytes)
+        for start in range(0, len(images), step):
+            copied[start : start + step] = images[start : start + step]
+        if schema.LABELS in source:
+            file[schema.LABELS] = source[schema.LABELS][()]
+
+
+def _first_rows(variant: FileVariant, rows: int) -> FileVariant:
+    """Return the variant restricted to its first rows, rounded up to whole chunks."""
+    if variant.chunk_rows is not None:
+        rows = -(-rows // variant.chunk_rows) * variant.chunk_rows
+    return replace(variant, rows=min(variant.rows, rows))
+
+
+def _input_only(source: BenchInput, variant: FileVariant, settings: BenchSettings, reason: str) -> BenchSample:
+    """Return a sample that consists of the first rows of the input file, which cannot be converted."""
+    rows = settings.rows or max(MIN_IMAGES, min(MAX_SAMPLE_BYTES, available_memory() // 4) // variant.row_bytes)
+    first = _first_rows(variant, rows)
+    dataset = H5Dataset(first.path, images=first.images, labels=first.labels)
+    shape = dataset.engine.indexes[first.images].row_shape
+    note = f"Not compared with other chunk sizes, since it cannot be converted: {reason}"
+    return BenchSample([first], first.rows, first.row_bytes, shape, source.options, notes=[note])

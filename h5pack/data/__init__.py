@@ -1,0 +1,1 @@
+"""PyTorch datasets, samplers and loaders for HDF5 files."""

@@ -1,0 +1,268 @@
+"""Tasks that read the rows of a chunk group and write them to their batches.
+
+A chunk group is a set of chunks that are read together; a span is a run of consecutive slots (row indices) of one
+batch. Both are defined in `h5pack.order.window`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.data.buffers import BatchField, BatchMemory
+from h5pack.data.dataset import H5Dataset
+from h5pack.data.resident import ResidentRows
+from h5pack.order.window import ChunkGroup, Span
+from h5pack.read.engine import SCATTER_BYTES
+from h5pack.read.read_plan import ScatterPlan
+from h5pack.system.arrays import equal_runs
+
+TASK_BYTES = 8 * 1024 * 1024
+"""Bytes that one task reads: enough to make the cost of a task (about 10 us) negligible, and less than a batch."""
+
+_LARGE_BYTES = 8_192
+"""Decoded rows of at least this many bytes are copied one by one. Smaller rows are copied by one fancy index, which is
+one call but copies the data twice."""
+
+ROWS = "row numbers"
+"""Name of the batch field that holds the row numbers in the file. The space avoids a clash with a dataset's name."""
+
+Task = Callable[[], None]
+OnArrival = Callable[[list[Span]], None]
+
+
+@dataclass
+class _OpenBatch:
+    memory: BatchMemory
+    missing: int
+
+
+class OpenBatches:
+    """The batches whose memory is allocated and some of whose rows have not been written yet."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, _OpenBatch] = {}
+        self._lock = threading.Lock()
+
+    def open(self, batch: int, memory: BatchMemory, rows: int) -> None:
+        """Register a batch of `rows` rows, none of which is written yet."""
+        self._open[batch] = _OpenBatch(memory, rows)
+
+    def memory(self, batch: int) -> BatchMemory:
+        """Return the memory of an open batch."""
+        return self._open[batch].memory
+
+    def arrive(self, span: Span) -> BatchMemory | None:
+        """Record that the rows of `span` are written. If that completes the batch, close it and return its memory."""
+        batch, _, count = span
+        with self._lock:
+            found = self._open[batch]
+            found.missing -= count
+            if found.missing:
+                return None
+            del self._open[batch]
+        return found.memory
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """A chunk group and the read plans of its large fields.
+
+    Attributes
+    ----------
+    group : ChunkGroup
+    plans : dict of str to ScatterPlan
+        The plan of each field whose rows are read from the file directly into the batches.
+    """
+
+    group: ChunkGroup
+    plans: dict[str, ScatterPlan]
+
+
+class _Countdown:
+    """Counter of the unfinished tasks of a chunk group, which calls `on_arrival` once its rows are in their batches.
+
+    Only the tasks reference the countdown, so no reference cycle keeps the pipeline alive.
+    """
+
+    def __init__(self, spans: list[Span], on_arrival: OnArrival) -> None:
+        self._spans, self._on_arrival = spans, on_arrival
+        self.tasks = 0
+        self._lock = threading.Lock()
+
+    def count(self) -> None:
+        """Count one finished task."""
+        with self._lock:
+            self.tasks -= 1
+            left = self.tasks
+        if not left:
+            self._on_arrival(self._spans)
+
+
+class GroupReader:
+    """Factory of the tasks that fill batches with the rows of chunk groups.
+
+    Parameters
+    ----------
+    dataset : H5Dataset
+    fields : list of BatchField
+        The tensors of a batch.
+    batches : OpenBatches
+    small : ResidentRows, optional
+        Small fields whose rows are all in memory already.
+    keep : bool
+        Cache decoded chunks, because the order reads them several times.
+    """
+
+    def __init__(
+        self,
+        dataset: H5Dataset,
+        fields: list[BatchField],
+        batches: OpenBatches,
+        small: ResidentRows | None,
+        keep: bool,
+    ) -> None:
+        self._keep = keep
+        self._dataset, self._engine = dataset, dataset.engine
+        self._fields, self._batches, self._small = fields, batches, small
+
+    def plan(self, group: ChunkGroup) -> PlannedGroup:
+        """Plan the reads of a group's rows, and make the kernel start reading those that are not in the page cache."""
+        plans = {}
+        for name in self._dataset.names:
+            if self._engine.can_scatter(self._engine.indexes[name]):
+                plans[name] = self._engine.plan(name, group.rows)
+                self._engine.prefetch(plans[name])
+            elif self._engine.can_decode(self._engine.indexes[name]):
+                self._engine.prefetch_chunks(name, group.rows)
+        return PlannedGroup(group, plans)
+
+    def read(self, planned: PlannedGroup, on_arrival: OnArrival) -> list[Task]:
+        """Return tasks that read a group from the file: large rows directly to the batch, small ones with a copy.
+
+        `on_arrival` is called with the group's spans once all its rows are in their batches.
+        """
+        group, countdown = planned.group, _Countdown(planned.group.spans, on_arrival)
+        tasks: list[Task] = []
+        for field in self._fields:
+            plan = planned.plans.get(field.name)
+            if plan is not None:
+                plan.buffers[:, 0] = self._addresses(group, field)
+                cuts = _cut_runs(plan.edges, field.row_bytes)
+                tasks += [partial(self._scatter, plan, low, high, countdown) for low, high in itertools.pairwise(cuts)]
+            elif field.name == ROWS or field.row_bytes < SCATTER_BYTES:
+                tasks.append(partial(self._stage, field, group, countdown))
+            elif self._engine.can_decode(self._engine.indexes[field.name]):
+                edges = equal_runs(self._engine.indexes[field.name].chunks_of(group.rows)).tolist()
+                tasks += [
+                    partial(self._decode, field, group, low, high, countdown) for low, high in itertools.pairwise(edges)
+                ]
+            else:
+                cuts = _cut_rows(group.rows, field.row_bytes)
+                tasks += [
+                    partial(self._copy, field, group, low, high, countdown) for low, high in itertools.pairwise(cuts)
+                ]
+        countdown.tasks = len(tasks)
+        return tasks
+
+    def gather(self, group: ChunkGroup, resident: ResidentRows, on_arrival: OnArrival) -> list[Task]:
+        """Return one task per span of a group that copies its rows from memory and calls `on_arrival` with the span."""
+        return [self.gather_span(span, rows, resident, on_arrival) for span, rows in group.split_by_batch(group.rows)]
+
+    def gather_span(
+        self, span: Span, rows: npt.NDArray[np.int64], resident: ResidentRows, on_arrival: OnArrival
+    ) -> Task:
+        """Return a task that copies the rows of one span from memory and then calls `on_arrival` with the span."""
+        return partial(self._gather, span, rows, resident, on_arrival)
+
+    def _addresses(self, group: ChunkGroup, field: BatchField) -> npt.NDArray[np.uint64]:
+        """Return the memory address to which each row of a group is to be written; uint64, (n,)."""
+        size = field.row_bytes
+        start, bases, counts = 0, [], []
+        for batch, slot, count in group.spans:
+            bases.append(self._batches.memory(batch).address + field.offset + (slot - start) * size)
+            counts.append(count)
+            start += count
+        addresses = np.repeat(np.array(bases, np.int64), counts)
+        addresses += np.arange(0, start * size, size)
+        return addresses[group.positions].view(np.uint64)
+
+    def _scatter(self, plan: ScatterPlan, low: int, high: int, countdown: _Countdown) -> None:
+        self._engine.execute(plan, low, high)
+        countdown.count()
+
+    def _stage(self, field: BatchField, group: ChunkGroup, countdown: _Countdown) -> None:
+        if field.name == ROWS:
+            values: npt.NDArray[Any] = group.rows
+        elif self._small is not None and field.name in self._small:
+            values = np.empty((len(group.rows), *field.row_shape), field.dtype)
+            self._small.gather(field.name, group.rows, values)
+        else:
+            values = self._engine.read(field.name, group.rows)
+        for (batch, slot, count), part in group.split_by_batch(values):
+            self._batches.memory(batch).arrays[field.name][slot : slot + count] = part
+        countdown.count()
+
+    def _decode(self, field: BatchField, group: ChunkGroup, low: int, high: int, countdown: _Countdown) -> None:
+        """Copy rows of one compressed (filtered) chunk to their batches, without converting the byte order."""
+        chunk, rows = self._engine.rows_in_chunk(field.name, group.rows[low:high], keep=self._keep)
+        # Sort the rows by position, so that the rows of each batch are adjacent.
+        order = np.argsort(group.positions[low:high])
+        positions, rows = group.positions[low:high][order], rows[order]
+        owners, slots = group.slots(positions)
+        edges = equal_runs(owners).tolist()
+        large = field.row_bytes >= _LARGE_BYTES
+        for start, stop in itertools.pairwise(edges):
+            batch = group.spans[owners[start]][0]
+            array = self._batches.memory(batch).arrays[field.name].view(chunk.dtype)
+            if large:
+                for slot, row in zip(slots[start:stop].tolist(), rows[start:stop].tolist(), strict=True):
+                    array[slot] = chunk[row]
+            else:
+                array[slots[start:stop]] = chunk[rows[start:stop]]
+        countdown.count()
+
+    def _copy(self, field: BatchField, group: ChunkGroup, low: int, high: int, countdown: _Countdown) -> None:
+        """Copy large rows that only the HDF5 library can read to their batches."""
+        values = self._engine.read(field.name, group.rows[low:high])
+        owners, slots = group.slots(group.positions[low:high])
+        for value, owner, slot in zip(values, owners.tolist(), slots.tolist(), strict=True):
+            self._batches.memory(group.spans[owner][0]).arrays[field.name][slot] = value
+        countdown.count()
+
+    def _gather(self, span: Span, rows: npt.NDArray[np.int64], resident: ResidentRows, on_arrival: OnArrival) -> None:
+        batch, slot, count = span
+        for name, array in self._batches.memory(batch).arrays.items():
+            if name == ROWS:
+                array[slot : slot + count] = rows
+            else:
+                resident.gather(name, rows, array[slot : slot + count])
+        on_arrival([span])
+
+
+def _cut_rows(rows: npt.NDArray[np.int64], row_bytes: int) -> list[int]:
+    """Cut each ascending run of rows into tasks of about `TASK_BYTES`; return their starts and, last, the end."""
+    max_rows = max(1, TASK_BYTES // row_bytes)
+    edges = [0, *(np.flatnonzero(np.diff(rows) < 0) + 1).tolist(), len(rows)]
+    cuts = [cut for low, high in itertools.pairwise(edges) for cut in range(low, high, max_rows)]
+    return [*cuts, len(rows)]
+
+
+def _cut_runs(edges: list[int], row_bytes: int) -> list[int]:
+    """Combine runs of rows, given by their edges, into tasks of about `TASK_BYTES`, without cutting a run.
+
+    Returns the number of the first run of each task, followed by the number of runs.
+    """
+    max_rows = max(1, TASK_BYTES // row_bytes)
+    cuts = [0]
+    for number in range(1, len(edges) - 1):
+        if edges[number + 1] - edges[cuts[-1]] > max_rows:
+            cuts.append(number)
+    return [*cuts, len(edges) - 1]

@@ -1,0 +1,156 @@
+"""Collating a DataLoader's batches without copies: `SampleBatch`, whose samples are read on first access.
+
+torch's ``default_collate`` chooses a collate function by the type of the first sample (``default_collate_fn_map``).
+The first sample of a `SampleBatch` therefore has a special type, whose collate function returns the tensors that the
+rows were read into, instead of stacking copies of the samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data._utils import collate as torch_collate
+
+from h5pack.data.buffers import MarkedTensor, SharedBatch
+from h5pack.errors import SizesDifferError
+
+
+class BatchSource(Protocol):
+    """A dataset that can read whole batches."""
+
+    def read_batch(self, rows: npt.NDArray[np.int64]) -> list[torch.Tensor]:
+        """Return the tensors of a batch, each (n, ...), equal to what ``default_collate`` returns."""
+
+    def split_batch(self, batch: list[torch.Tensor], rows: npt.NDArray[np.int64]) -> list[Any]:
+        """Return samples of the first ``len(rows)`` rows of a batch; they share the batch's memory."""
+
+
+class FirstSample(tuple[Any, ...]):
+    """The type of a batch's first sample if samples are tuples. Copies and pickles of it are ordinary tuples."""
+
+    def __reduce__(self) -> Any:
+        return tuple, (list(self),)
+
+    def __copy__(self) -> tuple[Any, ...]:
+        return tuple(self)
+
+
+class FirstTensor(MarkedTensor):
+    """The type of a batch's first sample if each sample is a single tensor."""
+
+
+class SampleBatch(Sequence[Any]):
+    """A sequence of samples that are read together on first access or by `collate`.
+
+    Parameters
+    ----------
+    rows : ndarray
+        int64, (n,): the samples, in the numbering of ``source.read_batch``: rows of a file, or indices of a
+        `ConcatPack`.
+    source : BatchSource
+    load : callable, optional
+        Reads samples individually. It is used if the images differ in size and so cannot be read into one tensor.
+    """
+
+    def __init__(
+        self,
+        rows: npt.NDArray[np.int64],
+        source: BatchSource,
+        load: Callable[[npt.NDArray[np.int64]], list[Any]] | None = None,
+    ) -> None:
+        self.rows = rows
+        self._source = source
+        self._load = load
+        self._differ = False
+        self._batch: list[torch.Tensor] | None = None
+        self._first: Any = None
+        self._samples: list[Any] | None = None
+
+    def comes_from(self, source: BatchSource) -> bool:
+        """Return whether `source` is the dataset that this batch reads from, so that it may collate the batch."""
+        return self._source is source
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no sample other than the first has been accessed."""
+        return self._samples is None
+
+    def collate(self) -> list[torch.Tensor] | torch.Tensor:
+        """Return the tensors of the batch, or its only tensor. The caller owns them; another call reads again."""
+        batch, self._batch = self._batch, None
+        if batch is None or self._samples is not None:
+            batch = self._source.read_batch(self.rows)
+        if len(batch) > 1:
+            return batch
+        return batch.single() if isinstance(batch, SharedBatch) else batch[0]
+
+    def samples(self) -> list[Any]:
+        """Return the samples, which are read on the first call only."""
+        if self._samples is None:
+            self._samples = self._load_samples(self.rows)
+        return self._samples
+
+    def _load_samples(self, rows: npt.NDArray[np.int64]) -> list[Any]:
+        """Return samples of `rows`, the first rows of the batch: views of its tensors, or read by `load`."""
+        if self._load is None:
+            return self._source.split_batch(self._read(), rows)
+        if not self._differ:
+            try:
+                return self._source.split_batch(self._read(), rows)
+            except SizesDifferError:
+                self._differ = True
+        return self._load(rows)
+
+    def _read(self) -> list[torch.Tensor]:
+        if self._batch is None:
+            self._batch = self._source.read_batch(self.rows)
+        return self._batch
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if index != 0 or not len(self):
+            return self.samples()[index]
+        if self._first is None:
+            if self._samples is None:
+                (first,) = self._load_samples(self.rows[:1])
+            else:
+                first = self._samples[0]
+            alone = isinstance(first, torch.Tensor)
+            self._first = first.as_subclass(FirstTensor) if alone else FirstSample(first)
+        return self._first
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.samples())
+
+
+def _collate(batch: Sequence[Any], *, collate_fn_map: dict[Any, Any] | None = None) -> Any:
+    """Collate a batch whose first sample is marked: a `SampleBatch`, or a list that a user made of its samples."""
+    usual = collate_fn_map is not None and collate_fn_map.get(torch.Tensor) is torch_collate.collate_tensor_fn
+    if usual and isinstance(batch, SampleBatch) and batch.untouched:
+        return batch.collate()
+    first = batch[0]
+    first = first.plain() if isinstance(first, FirstTensor) else tuple(first)
+    return torch_collate.collate([first, *batch[1:]], collate_fn_map=collate_fn_map)
+
+
+# Private API: torch documents default_collate_fn_map, but exports it from torch.utils.data._utils.collate only.
+torch_collate.default_collate_fn_map.update({FirstSample: _collate, FirstTensor: _collate})
+
+with contextlib.suppress(AttributeError, ValueError):
+    # torchvision's transforms traverse torch's pytrees, which would treat an unregistered type as a leaf.
+    # Private API: torch.utils._pytree has no public counterpart for registering a container.
+    pytree.register_pytree_node(FirstSample, lambda sample: (list(sample), None), lambda parts, _: tuple(parts))

@@ -1,0 +1,179 @@
+"""`ConcatPack`: several HDF5 files as one map-style torch dataset."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from h5pack.data.buffers import SharedMemory
+from h5pack.data.collate import SampleBatch
+from h5pack.data.dataset import H5Dataset, is_class_label
+from h5pack.errors import OptionsError
+
+Rows = npt.NDArray[np.int64]
+
+
+class ConcatPack(Dataset[Any]):
+    """Concatenation of several datasets. Sample i of dataset d has the index ``offsets[d] + i``.
+
+    Parameters
+    ----------
+    datasets : sequence of H5Dataset
+        Their images, labels and fields must have the same shapes and dtypes, and all or none must have labels.
+
+    Attributes
+    ----------
+    datasets : tuple of H5Dataset
+    offsets : ndarray
+        int64, (n + 1,): the index at which each dataset starts, and last the number of all samples.
+
+    Raises
+    ------
+    OptionsError
+        If `datasets` is empty, one is not an H5Dataset, or two of them have different fields.
+    """
+
+    def __init__(self, datasets: Sequence[H5Dataset]) -> None:
+        self.datasets = tuple(datasets)
+        if not self.datasets:
+            raise OptionsError("datasets is empty; give one or more", parameters=("datasets",))
+        for dataset in self.datasets:
+            if not isinstance(dataset, H5Dataset):
+                raise OptionsError(
+                    f"datasets has a {type(dataset).__name__}; give H5Datasets only", parameters=("datasets",)
+                )
+            _check_same_fields(self.datasets[0], dataset)
+        self.offsets: Rows = np.cumsum([0, *map(len, self.datasets)])
+        self._shared = SharedMemory()
+        self._plain = all(one.transform is None and one.target_transform is None for one in self.datasets)
+
+    def __len__(self) -> int:
+        return int(self.offsets[-1])
+
+    def __repr__(self) -> str:
+        return f"ConcatPack({list(self.datasets)!r})"
+
+    def __enter__(self) -> ConcatPack:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files in this process; the next read opens them again."""
+        for dataset in self.datasets:
+            dataset.close()
+
+    def __getitem__(self, index: int) -> Any:
+        """Return one sample; a negative index counts from the end.
+
+        Raises
+        ------
+        IndexError
+            If there is no such sample.
+        """
+        number = self._indices([index])
+        owner = int(self._owners(number)[0])
+        return self.datasets[owner][int(number[0] - self.offsets[owner])]
+
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
+        """Return the samples of many indices; samples of the same dataset are read together."""
+        numbers = self._indices(indices)
+        if self._plain:
+            return SampleBatch(numbers, self)
+        samples: list[Any] = [None] * len(numbers)
+        for dataset, positions, rows in self._by_dataset(numbers):
+            found = dataset.__getitems__((rows - dataset.first_row).tolist())
+            for position, sample in zip(positions.tolist(), found, strict=True):
+                samples[position] = sample
+        return samples
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """Collate samples as ``default_collate`` does, but read the rows directly instead of stacking samples.
+
+        Returns
+        -------
+        list of Tensor, or Tensor
+            As returned by `H5Dataset.collate`. A row number counts the rows of the file that the sample is from.
+        """
+        if isinstance(samples, SampleBatch) and samples.comes_from(self):
+            return samples.collate()
+        return default_collate(list(samples))
+
+    def read_batch(self, indices: Rows) -> list[torch.Tensor]:
+        """Return the tensors of a batch of samples, each (n, ...), in shared memory if in a worker."""
+        batch: list[torch.Tensor] = []
+        for dataset, positions, rows in self._by_dataset(indices):
+            # These rows are only a part of the batch and are copied into it, so they need no shared memory.
+            parts = dataset.read_batch(rows, share=False)
+            if not batch:
+                shapes = [((len(indices), *part.shape[1:]), part.numpy().dtype.str) for part in parts]
+                batch = self._shared.batch(shapes)
+            for whole, part in zip(batch, parts, strict=True):
+                whole.numpy()[positions] = part.numpy()
+        return batch or self.datasets[0].read_batch(indices)
+
+    def split_batch(self, batch: list[torch.Tensor], indices: Rows) -> list[Any]:
+        """Return samples of the first ``len(indices)`` rows of a batch; they share the batch's memory."""
+        # Any dataset can split the batch: row numbers are in its last tensor, and the rest depends on dtypes only.
+        rows = batch[-1].numpy()[: len(indices)] if self.datasets[0].with_rows else indices
+        return self.datasets[0].split_batch(batch, rows)
+
+    def stats(self) -> list[Any]:
+        """Return statistics of what this process has read, one `ReadStats` per dataset."""
+        return [dataset.stats() for dataset in self.datasets]
+
+    def _indices(self, indices: Sequence[int]) -> Rows:
+        numbers = np.array([operator.index(index) for index in indices], np.int64)
+        wrong = np.flatnonzero((numbers < -len(self)) | (numbers >= len(self)))
+        if len(wrong):
+            raise IndexError(
+                f"index {indices[int(wrong[0])]} of {len(self)} samples is out of range; give {-len(self)} to "
+                f"{len(self) - 1}"
+            )
+        numbers[numbers < 0] += len(self)
+        return numbers
+
+    def _owners(self, indices: Rows) -> Rows:
+        """Return the index in `datasets` of each sample's dataset; int64, (n,)."""
+        return np.searchsorted(self.offsets, indices, "right") - 1
+
+    def _by_dataset(self, indices: Rows) -> Iterator[tuple[H5Dataset, Rows, Rows]]:
+        """Yield (dataset, positions in `indices` of its samples, their rows in its file) for each dataset concerned."""
+        owners = self._owners(indices)
+        for owner in np.unique(owners).tolist():
+            positions = np.flatnonzero(owners == owner)
+            dataset = self.datasets[owner]
+            yield dataset, positions, indices[positions] - self.offsets[owner] + dataset.first_row
+
+
+def _check_same_fields(one: H5Dataset, other: H5Dataset) -> None:
+    """Raise an OptionsError if the samples of two datasets have different fields."""
+    for what, mine, theirs in zip(
+        ("images", "labels", "fields", "row numbers"), _field_texts(one), _field_texts(other), strict=True
+    ):
+        if mine != theirs:
+            raise OptionsError(
+                f"{one.path} and {other.path} differ in {what}: {mine or 'none'} and {theirs or 'none'}; convert or "
+                "open both in the same way",
+                path=other.path,
+            )
+
+
+def _field_texts(dataset: H5Dataset) -> tuple[str, str, str, str]:
+    """Return descriptions (shapes and dtypes) of the images, labels, fields and row numbers of a dataset's batches."""
+    words = {}
+    for name in dataset.names:
+        index = dataset.engine.indexes[name]
+        dtype = "whole numbers" if name == dataset.label_name and is_class_label(index) else str(index.native_dtype)
+        words[name] = f"{index.row_shape} {dtype}"
+    images = words.pop(dataset.names[0])
+    labels = words.pop(dataset.label_name, "") if dataset.label_name is not None else ""
+    return images, labels, ", ".join(words.values()), "with" if dataset.with_rows else ""

@@ -1,0 +1,355 @@
+"""`H5Dataset`: the rows of an HDF5 file as a map-style torch dataset."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from h5pack.data.buffers import SharedMemory
+from h5pack.data.collate import SampleBatch
+from h5pack.errors import OptionsError, PackFormatError
+from h5pack.format import schema
+from h5pack.read.description import checksums_of, describe_file
+from h5pack.read.engine import Engine, ReadStats
+from h5pack.read.hdf5 import open_file, text
+
+
+class H5Dataset(Dataset[Any]):
+    """Samples of an HDF5 file: ``(image, label, *fields, row)``, without the parts that do not exist or are not wanted.
+
+    The dataset works with fork, spawn and forkserver workers, because the file is opened on first use in each process
+    and the dataset owns no thread. The rows of a batch are read together (``__getitems__``): directly from the file if
+    its layout allows it, else through the HDF5 library, which is logged. The dataset is a context manager that closes
+    the file.
+
+    Parameters
+    ----------
+    path : path
+        A pack (a file that h5pack wrote), or any HDF5 file with a dataset that has one sample per entry of axis 0. The
+        samples are arrays of numbers or encoded images. Encoded images are rows of variable-length uint8 that hold the
+        bytes of a JPEG, PNG or other image file, and are decoded to RGB (H, W, 3).
+    split : str, optional
+        Name of one of the file's splits; None: all rows.
+    transform : callable, optional
+        Called with each image in a form that torchvision's transforms accept: a uint8 ndarray (H, W, C) if channels
+        are stored last (for ``ToTensor`` and ``v2.ToImage``), a tensor (C, H, W) if they are stored first.
+    target_transform : callable, optional
+        Called with each label.
+    images : str
+        Path of the dataset of images in the file.
+    labels : str or None
+        Path of the dataset of labels in the file; None: no labels. If the file has no dataset at the default path, the
+        samples have no labels.
+    fields : sequence of str
+        Paths of further datasets with one row per image, such as masks. Their rows follow the label, as tensors.
+    with_rows : bool
+        Append the row number in the file, an int, to each sample.
+    check : bool
+        Compare each row that is read with its stored checksum.
+
+    Attributes
+    ----------
+    splits : dict of str to range
+        Name of each split, and its range of rows in the file.
+    classes : tuple of str or None
+        Class names: label i is of class ``classes[i]``.
+    columns : tuple of str or None
+        Column names of a label table, (rows, K).
+    mean, std : ndarray or None
+        float64, (C,): mean and standard deviation of each channel, stored in the pack, for pixels scaled to 0..1.
+    names : tuple of str
+        Paths of the datasets that a sample consists of: images, labels, fields.
+    label_name : str or None
+        Path of the dataset of labels.
+    first_row : int
+        Row number in the file of sample 0.
+    group_rows : int
+        Rows per chunk; a chunk-aware sampler keeps the rows of a chunk together.
+
+    Raises
+    ------
+    PackFormatError
+        If the file, one of the datasets or the split does not exist, or the file is damaged.
+    IncompletePackError
+        If the pack's conversion did not finish.
+    OptionsError
+        With ``check=True``, if the file has no checksums.
+
+    Notes
+    -----
+    Without `transform` an image is a uint8 tensor with the stored axes, (H, W, C) or (C, H, W). Encoded images may
+    differ in size, but collating images of several sizes into one batch is an error. An integer label is a Python int.
+    Any other label is a tensor of the stored dtype: of shape () for a single number, (K,) for a row of a table.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        split: str | None = None,
+        *,
+        transform: Callable[[Any], Any] | None = None,
+        target_transform: Callable[[Any], Any] | None = None,
+        images: str = schema.IMAGES,
+        labels: str | None = schema.LABELS,
+        fields: Sequence[str] = (),
+        with_rows: bool = False,
+        check: bool = False,
+    ) -> None:
+        if isinstance(fields, str):
+            raise OptionsError(
+                f"fields is the text {fields!r}; give a sequence of dataset names", parameters=("fields",)
+            )
+        pack = describe_file(path, images, labels, fields)
+        self.path = pack.path
+        self.split = split
+        self.transform = transform
+        self.target_transform = target_transform
+        self.classes = pack.classes
+        self.splits = {name: range(*rows) for name, rows in pack.splits.items()}
+        self.columns = pack.columns
+        self.mean = pack.mean
+        self.std = pack.std
+        self.with_rows = with_rows
+        self.check = check
+        self.names = tuple(name for name in pack.indexes if not name.startswith(f"{schema.CHECKSUMS}/"))
+        self.label_name = pack.labels
+        self._channels_first = pack.layout == "nchw"
+        if check and checksums_of(self.names[0]) not in pack.indexes:
+            raise OptionsError(
+                f"{pack.path}: it has no checksums of {self.names[0]!r}; leave check out",
+                path=pack.path,
+                dataset=self.names[0],
+                parameters=("check",),
+            )
+        self._shared = SharedMemory()
+        self.engine = Engine(pack.path, pack.identity, pack.indexes)
+        self.first_row, stop = 0, pack.indexes[self.names[0]].rows
+        if split is not None:
+            if split not in pack.splits:
+                known = ", ".join(repr(name) for name in pack.splits) or "none"
+                raise PackFormatError(
+                    f"{pack.path}: no split {split!r}; its splits are {known}", path=pack.path, parameters=("split",)
+                )
+            self.first_row, stop = pack.splits[split]
+        self._encoded = tuple(name for name in self.names if pack.indexes[name].is_encoded)
+        self._length = stop - self.first_row
+        self.group_rows = pack.indexes[self.names[0]].group_rows
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __repr__(self) -> str:
+        shape = " x ".join(str(size) for size in self.engine.indexes[self.names[0]].row_shape)
+        return f"H5Dataset({self.path!r}, split={self.split!r}): {len(self):,} rows of {shape}"
+
+    @property
+    def class_to_idx(self) -> dict[str, int] | None:
+        """Dict from class name to label, as in torchvision's datasets; None if the file has no class names."""
+        return None if self.classes is None else {name: label for label, name in enumerate(self.classes)}
+
+    @property
+    def targets(self) -> torch.Tensor | None:
+        """All labels, read from the file: int64 (n,) if integers, else of the stored dtype; None without labels."""
+        if self.label_name is None:
+            return None
+        labels = self.read_rows(self.label_name, np.arange(self.first_row, self.first_row + len(self)))
+        index = self.engine.indexes[self.label_name]
+        return torch.from_numpy(labels.astype(np.int64) if is_class_label(index) else labels)
+
+    @property
+    def filenames(self) -> list[str] | None:
+        """The source file name of each sample, read from the pack; None if the file does not store them."""
+        with open_file(self.path) as file:
+            if schema.FILENAMES not in file:
+                return None
+            return [text(name) for name in file[schema.FILENAMES][self.first_row : self.first_row + len(self)]]
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """Return one sample, or for a slice a list of samples. Negative indices count from the end.
+
+        Raises
+        ------
+        IndexError
+            If there is no such row.
+        """
+        if isinstance(index, slice):
+            return self._load(self._rows(range(*index.indices(len(self)))))
+        if self.check or self._encoded:
+            return self._load(self._rows([index]))[0]
+        row = self._row(index)
+        sample = [self._convert(name, self.engine.read_one(name, row)) for name in self.names]
+        if self.with_rows:
+            sample.append(row)
+        return sample[0] if len(sample) == 1 else tuple(sample)
+
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
+        """Return the samples of many indices, read together. torch's DataLoader calls this for each batch.
+
+        Without transforms the result is a `SampleBatch`, which reads on first access. So `collate` can read the whole
+        batch at once, without creating the single samples.
+        """
+        rows = self._rows(indices)
+        return SampleBatch(rows, self, self._load if self._encoded else None) if self._plain else self._load(rows)
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """Collate samples as torch's ``default_collate`` does, but read the rows directly into the batch.
+
+        In a worker process the batch is in shared memory that is reused once the main process has released it, so
+        sending a batch neither copies it nor allocates new memory. A DataLoader without a ``collate_fn`` collates in
+        the same way. With `transform` or `target_transform`, or for samples that are not from this dataset, this is the
+        same as ``default_collate``.
+
+        Returns
+        -------
+        list of Tensor, or Tensor
+            The images of the stored shape and dtype, (n, ...); the labels, int64 (n,) if integers, else of the stored
+            dtype; the fields; the row numbers, int64 (n,). A single tensor if there are only images.
+        """
+        if isinstance(samples, SampleBatch) and samples.comes_from(self):
+            return samples.collate()
+        return default_collate(list(samples))
+
+    def read_batch(self, rows: npt.NDArray[np.int64], *, share: bool = True) -> list[torch.Tensor]:
+        """Return the tensors of rows of the file, each (n, ...); with `share` and in a worker, in shared memory."""
+        shapes: list[tuple[tuple[int, ...], str]] = []
+        for name in self.names:
+            index = self.engine.indexes[name]
+            whole = name == self.label_name and is_class_label(index)
+            shapes.append(((len(rows), *index.row_shape), "int64" if whole else index.native_dtype.str))
+        if self.with_rows:
+            shapes.append(((len(rows),), "int64"))
+        batch = self._shared.batch(shapes, share=share)
+        for name, tensor in zip(self.names, batch, strict=False):
+            out = tensor.numpy()
+            if out.dtype == self.engine.indexes[name].native_dtype:
+                self.read_rows(name, rows, out)
+            else:
+                out[...] = self.read_rows(name, rows)
+        if self.with_rows:
+            batch[-1].numpy()[...] = rows
+        return batch
+
+    def split_batch(self, batch: list[torch.Tensor], rows: npt.NDArray[np.int64]) -> list[Any]:
+        """Return samples of the first ``len(rows)`` rows of a batch; they share the batch's memory."""
+        return self._samples([list(tensor.numpy()[: len(rows)]) for tensor in batch[: len(self.names)]], rows)
+
+    def _samples(self, columns: list[list[Any]], rows: npt.NDArray[np.int64]) -> list[Any]:
+        """Return samples, given for each dataset of `names` the list of its values, and the row numbers."""
+        if self.with_rows:
+            columns.append(rows.tolist())
+        samples = []
+        for values in zip(*columns, strict=True):
+            sample = [self._convert(name, value) for name, value in zip(self.names, values, strict=False)]
+            sample += values[len(self.names) :]
+            samples.append(sample[0] if len(sample) == 1 else tuple(sample))
+        return samples
+
+    def read_rows(
+        self, name: str, rows: npt.NDArray[np.int64], out: npt.NDArray[Any] | None = None
+    ) -> npt.NDArray[Any]:
+        """Return rows of one of the datasets in `names`, after a check of their checksums if ``check=True``.
+
+        Parameters
+        ----------
+        name : str
+        rows : ndarray
+            int64, (n,): rows of the file, in any order.
+        out : ndarray, optional
+            (n, ...), in native byte order: receives the rows, and is returned. For encoded images it may be an array
+            of objects, (n,), which receives uint8 arrays (h, w, 3) of any size.
+        """
+        values = self.engine.read(name, rows, out)
+        if self.check:
+            self.check_rows(name, rows, values)
+        return values
+
+    def check_rows(self, name: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
+        """Compare values that were read with their stored checksums. Do nothing if the file has none for this dataset.
+
+        Raises
+        ------
+        DamagedRowsError
+            If rows differ from their checksums.
+        """
+        if checksums_of(name) in self.engine.indexes:
+            self.engine.check(name, checksums_of(name), rows, values)
+
+    def stats(self) -> ReadStats:
+        """Return statistics of what this process has read: rows, chunk hits and misses, bytes, amplification.
+
+        Each DataLoader worker has its own counters.
+        """
+        return self.engine.snapshot()
+
+    def close(self) -> None:
+        """Close the file in this process; the next read opens it again."""
+        self.engine.close()
+
+    def __enter__(self) -> H5Dataset:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _row(self, index: int) -> int:
+        """Convert an index into this dataset to a row number in the file."""
+        number = operator.index(index)
+        if not -self._length <= number < self._length:
+            raise self._out_of_range(index)
+        return self.first_row + number % self._length
+
+    def _rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Convert indices into this dataset to row numbers in the file; int64, (n,)."""
+        try:
+            rows = np.fromiter(map(operator.index, indices), np.int64, len(indices))
+        except OverflowError:
+            far = self._length
+            rows = np.array([min(max(operator.index(index), -far - 1), far) for index in indices])
+        wrong = np.flatnonzero((rows < -self._length) | (rows >= self._length))
+        if len(wrong):
+            raise self._out_of_range(indices[int(wrong[0])])
+        rows[rows < 0] += self._length
+        rows += self.first_row
+        return rows
+
+    def _out_of_range(self, index: int) -> IndexError:
+        count = self._length
+        return IndexError(f"{self.path}: index {index} of {count} rows is out of range; give {-count} to {count - 1}")
+
+    @property
+    def _plain(self) -> bool:
+        return self.transform is None and self.target_transform is None
+
+    def _load(self, rows: npt.NDArray[np.int64]) -> list[Any]:
+        if not self._encoded:
+            return self.split_batch(self.read_batch(rows, share=False), rows)
+        columns = []
+        for name in self.names:
+            # An array of objects can hold images of different sizes.
+            out = np.empty(len(rows), object) if name in self._encoded else None
+            columns.append(list(self.read_rows(name, rows, out)))
+        return self._samples(columns, rows)
+
+    def _convert(self, name: str, value: Any) -> Any:
+        if name == self.names[0]:
+            if self.transform is None:
+                return torch.from_numpy(np.asarray(value))
+            return self.transform(torch.from_numpy(value) if self._channels_first else value)
+        if name != self.label_name:
+            return torch.from_numpy(np.asarray(value))
+        whole = np.ndim(value) == 0 and value.dtype.kind in "biu"
+        label = value.item() if whole else torch.from_numpy(np.asarray(value))
+        return label if self.target_transform is None else self.target_transform(label)
+
+
+def is_class_label(index: Any) -> bool:
+    """Return whether a label dataset has exactly one integer per row. Such labels are int64 in batches."""
+    return not index.row_shape and index.dtype.kind in "iu"

@@ -1,0 +1,466 @@
+"""`H5Loader`: a loader whose threads, in this process, prefetch rows directly into the memory of the batches."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from h5pack.data.buffers import BatchMemory, BufferPool
+from h5pack.data.chunk_groups import ROWS
+from h5pack.data.dataset import H5Dataset, is_class_label
+from h5pack.data.iteration import BatchIterator
+from h5pack.data.pipeline import Pipeline
+from h5pack.data.resident import ResidentRows
+from h5pack.data.samplers import order_text
+from h5pack.data.selection import plan_batches, resolve_ranks, select_draws
+from h5pack.errors import OptionsError
+from h5pack.order.cursor import EpochCursor, IterationState, Resumable
+from h5pack.order.permutation import derive_key
+from h5pack.order.window import DEFAULT_WINDOW, whole_number
+from h5pack.read.engine import SCATTER_BYTES, ReadStats
+from h5pack.system.machine import available_cpus, available_memory
+
+
+class LoaderIterator(BatchIterator):
+    """Iterator over one epoch. Its threads end after the last batch, or when it is closed or garbage-collected.
+
+    Parameters
+    ----------
+    cursor : EpochCursor
+        Determines the first batch, and counts the batches that are delivered.
+    end : int
+        Number of batches of the epoch.
+    start : callable
+        Starts the threads that read, and returns their `Pipeline`.
+    """
+
+    def __init__(self, cursor: EpochCursor, end: int, start: Callable[[IterationState], Pipeline]) -> None:
+        super().__init__()
+        self._cursor = cursor
+        self._iteration = iteration = cursor.begin()
+        self._following, self._end = iteration.start, end
+        self._ready: dict[int, Any] = {}
+        self._pipeline: Pipeline | None = None
+        if self._following < self._end:
+            self._pipeline = start(iteration)
+            # The threads reference the pipeline but not this iterator. So an iterator that the user drops is
+            # garbage-collected, and its finalizer stops the threads.
+            self._finalizer = self._pipeline.stop_with(self)
+
+    def __len__(self) -> int:
+        """Return the number of batches left."""
+        return self._end - self._following
+
+    @property
+    def waiting(self) -> int:
+        """Number of complete batches that have not been delivered yet."""
+        return len(self._ready) + (0 if self._pipeline is None else self._pipeline.waiting)
+
+    def close(self) -> None:
+        """Stop reading, and wait until the threads of this iteration have ended."""
+        # After the last batch nothing runs any more. Not closing then lets `next` still raise StopIteration.
+        if self._pipeline is not None:
+            super().close()
+
+    def _next_batch(self) -> Any:
+        pipeline = self._pipeline
+        if pipeline is None:
+            raise StopIteration
+        pipeline.require_own_process()
+        while self._following not in self._ready:
+            number, batch = pipeline.fetch()
+            self._ready[number] = batch
+            del batch
+        found = self._ready.pop(self._following)
+        self._following += 1
+        pipeline.return_credit()
+        if self._following == self._end:
+            self._release()
+        self._iteration.count += 1
+        return found
+
+    def _release(self) -> None:
+        pipeline, self._pipeline = self._pipeline, None
+        self._ready.clear()
+        if pipeline is not None:
+            # Until it is detached, the finalizer keeps the pipeline and its memory alive as long as this iterator.
+            self._finalizer.detach()
+            if pipeline.process == os.getpid():
+                pipeline.stop()
+                pipeline.join()
+
+    def _finish(self) -> None:
+        self._cursor.finish(self._iteration)
+
+
+_MAX_THREADS = 4
+_MAX_SMALL_BYTES = 16 * 1024 * 1024
+_RESIDENT = ("auto", "no", "host")
+# Distinguishes the random keys of transforms from others. Changing it would change their random numbers.
+_TRANSFORM = 4
+
+
+@dataclass(frozen=True)
+class _FieldSteps:
+    """The processing steps of one field of a complete batch, in the order of execution."""
+
+    name: str
+    swap_bytes: bool
+    check: bool
+    transform: tuple[Callable[..., Any], bool] | None
+
+
+class H5Loader(Resumable):
+    """Loader of batches from an HDF5 file that replaces a DataLoader in a training loop; a context manager.
+
+    Threads of this process prefetch rows directly into the memory of the batches. A batch stays valid as long as any of
+    its tensors is referenced; after that its memory is reused.
+
+    Parameters
+    ----------
+    dataset : H5Dataset or Subset
+        Must have no `transform` or `target_transform`; give them to the loader instead.
+    batch_size : int
+        Rows per batch of this rank.
+    shuffle : {"window", "full", "chunk", False}
+        As for `ChunkBatchSampler`, which yields the same order for the same parameters. True is "window".
+    seed : int
+    window : int
+        Number of chunks whose rows are shuffled together.
+    drop_last : bool
+        True leaves out a last smaller batch, and the few rows that do not divide evenly among the ranks or streams.
+        False keeps the smaller batch, and repeats a few rows to divide evenly.
+    rank, num_replicas : int, optional
+        Give both or neither. None: those of torch.distributed if it is initialised, else a single rank.
+    streams, lanes : int
+        As for `ChunkBatchSampler`.
+    indices : sequence of int, optional
+        Use only these indices of `dataset`. None: all.
+    weights, num_samples : optional
+        As for `ChunkBatchSampler`: draw rows in proportion to their weights.
+    num_threads : int, optional
+        Number of threads that read. None: 4, or the number of CPUs that this process may use if that is smaller.
+    prefetch_factor : int, optional
+        Number of batches to prefetch, as far as `memory_bytes` allows. None: the batches of two shuffle windows. The
+        chunks of a window are read together, so lower values are raised to the batches of one window.
+    memory_bytes : int, optional
+        Upper bound for the memory of the loader: the batches that it prefetches (in each iteration), and the rows that
+        it keeps. The results of transforms and the batches that the caller holds do not count. None: half of the memory
+        that is available to this process, divided among the ranks on this machine.
+    resident : {"auto", "no", "host"}
+        "host": keep rows in memory once they have been read. "no": read the rows from the file in every epoch, or from
+        the system's page cache if they are still there. "auto": as "no" in the first iteration, then as "host" if all
+        rows fit into `memory_bytes`. The first iteration differs because filling new memory is slow, which only pays
+        off over several epochs.
+    pin_memory : bool
+        Yield batches in pinned memory, from which copies to a GPU can be asynchronous. Without a GPU, warn and use
+        pageable memory.
+    transform : callable, optional
+        Called with the images of each batch, a tensor (n, ...), in the reading threads. So it must be thread-safe, and
+        batches arrive in any order. If it has a parameter ``generator``, it receives a torch Generator seeded by (seed,
+        epoch, batch, rank), so that its random numbers are the same in every run.
+    target_transform : callable, optional
+        Called with the labels of each batch, in the same way as `transform`.
+
+    Raises
+    ------
+    OptionsError
+        If a value is invalid, or `memory_bytes` is too small for this batch size and window.
+
+    Notes
+    -----
+    A batch is what ``H5Dataset.collate`` returns: a list ``[images, labels, *fields, rows]`` without the parts that the
+    dataset does not have, or a single tensor if there are only images. Each iteration is the next epoch, unless
+    `set_epoch` chose another one.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        shuffle: str | bool = "window",
+        seed: int = 0,
+        window: int = DEFAULT_WINDOW,
+        drop_last: bool = False,
+        rank: int | None = None,
+        num_replicas: int | None = None,
+        streams: int | None = None,
+        lanes: int = 1,
+        indices: Sequence[int] | npt.NDArray[np.int64] | None = None,
+        weights: npt.ArrayLike | str | None = None,
+        num_samples: int | None = None,
+        num_threads: int | None = None,
+        prefetch_factor: int | None = None,
+        memory_bytes: int | None = None,
+        resident: str = "auto",
+        pin_memory: bool = False,
+        transform: Callable[..., Any] | None = None,
+        target_transform: Callable[..., Any] | None = None,
+    ) -> None:
+        rank, num_replicas = resolve_ranks(rank, num_replicas)
+        self.dataset = dataset
+        self._base, rows = select_draws(dataset, indices, weights, num_samples)
+        _require_no_transform(self._base)
+        if resident not in _RESIDENT:
+            raise OptionsError(f"resident {resident!r} is none of 'auto', 'no', 'host'", parameters=("resident",))
+        self.plan = plan_batches(
+            rows,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            window=window,
+            drop_last=drop_last,
+            rank=rank,
+            num_replicas=num_replicas,
+            streams=streams,
+            lanes=lanes,
+        )
+        self.batch_size = self.plan.batch_size
+        self.drop_last = drop_last
+        self._with_rows, self._check = self._base.with_rows, self._base.check
+        num_threads = min(_MAX_THREADS, available_cpus()) if num_threads is None else num_threads
+        self.num_threads = whole_number("num_threads", num_threads, 1)
+        self.pin_memory = pin_memory and _can_pin()
+        self._transforms = {
+            name: (function, "generator" in _parameters(function))
+            for name, function in ((self._base.names[0], transform), (self._base.label_name, target_transform))
+            if name is not None and function is not None
+        }
+        super().__init__(EpochCursor(self.plan.identity(), "batches", self.plan.num_batches))
+        self._plan_memory(memory_bytes, resident, prefetch_factor)
+        self._reset()
+
+    def _plan_memory(self, memory_bytes: int | None, resident: str, prefetch_factor: int | None) -> None:
+        """Decide how many batches to prefetch, and whether to keep rows in memory."""
+        ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+        budget = (
+            available_memory() // 2 // ranks if memory_bytes is None else whole_number("memory_bytes", memory_bytes, 0)
+        )
+        minimum = self.plan.max_group_batches + 1
+        wanted = 2 * minimum if prefetch_factor is None else whole_number("prefetch_factor", prefetch_factor, 1)
+        batch_bytes = self._new_pool(0).bytes
+        decoding = self._base.engine.decoding_bytes(self.num_threads, keep=self.plan.shuffle == "full")
+        # One batch more than the minimum, because the consumer holds one while the next are read.
+        needed = (minimum + 1) * batch_bytes + decoding
+        if budget < needed:
+            raise OptionsError(
+                f"memory_bytes is {budget:,}, and batches of {self.batch_size} rows from windows of "
+                f"{self.plan.group_chunks} chunks need {needed:,}; give more, or a smaller batch_size or window",
+                parameters=("memory_bytes", "batch_size", "window"),
+            )
+        rows = self.plan.rows.unique_count
+        kept = ResidentRows.bytes_needed(self._base, rows)
+        self.resident = resident == "host" or (resident == "auto" and kept + needed <= budget)
+        self._first_resident = 0 if resident == "host" else 1
+        if self.resident and kept + needed > budget:
+            raise OptionsError(
+                f"memory_bytes is {budget:,}, and keeping {rows:,} rows in memory needs "
+                f"{kept + needed:,}; give more, or resident='auto'",
+                parameters=("memory_bytes", "resident='auto'"),
+            )
+        # Keep labels and other small fields in memory if they fit, because reading a few small rows at a time is slow.
+        indexes = self._base.engine.indexes
+        small = [name for name in self._base.names if indexes[name].row_bytes < SCATTER_BYTES]
+        small_bytes = rows * sum(indexes[name].row_bytes for name in small)
+        kept = (kept if self.resident else 0) + decoding
+        keep_small = 0 < small_bytes <= min(_MAX_SMALL_BYTES, budget - needed - kept + decoding)
+        self._small_names = small if keep_small else []
+        kept += small_bytes if keep_small else 0
+        self.prefetch_factor = max(minimum, min(wanted, (budget - kept) // max(1, batch_bytes) - 1))
+        self.memory_bytes = (self.prefetch_factor + 1) * batch_bytes + kept
+
+    def _new_pool(self, keep: int) -> BufferPool:
+        indexes = self._base.engine.indexes
+        fields = []
+        for name in self._base.names:
+            # Class labels are int64 in batches, so allocate (possibly pinned) memory of that type from the start.
+            whole = name == self._base.label_name and is_class_label(indexes[name])
+            dtype = np.dtype(np.int64) if whole else indexes[name].native_dtype
+            fields.append((name, indexes[name].row_shape, dtype))
+        if self._with_rows or self._check:
+            fields.append((ROWS, (), np.dtype(np.int64)))
+        largest = self.plan.batch_rows(0) if self.plan.num_batches else 0
+        return BufferPool(fields, largest, self.pin_memory, keep)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_pool", "_iterators", "_kept", "_small")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def _reset(self) -> None:
+        """Drop all memory, threads and kept rows: when created, after `close`, and in a forked child process."""
+        self._process = os.getpid()
+        self._pool = self._new_pool(self.prefetch_factor + 1)
+        self._iterations = 0
+        self._kept: ResidentRows | None = None
+        self._small: ResidentRows | None = None
+        self._iterators: weakref.WeakSet[LoaderIterator] = weakref.WeakSet()
+
+    def __len__(self) -> int:
+        """Return the number of batches of this rank per epoch."""
+        return self.plan.num_batches
+
+    def __repr__(self) -> str:
+        settings = f"num_threads={self.num_threads}, resident={self.resident}"
+        return f"H5Loader({self.dataset!r}, batch_size={self.batch_size}, {order_text(self.plan)}, {settings})"
+
+    def __enter__(self) -> H5Loader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Start the next epoch. The threads start to prefetch immediately.
+
+        Raises
+        ------
+        PackChangedError
+            If the file was replaced or rewritten since the dataset was created.
+        """
+        if self._process != os.getpid():
+            self._reset()
+        _require_no_transform(self._base)
+        self._base.engine.check_unchanged()
+        if self.resident and self._kept is None and self._iterations >= self._first_resident:
+            self._kept = ResidentRows(self._base, self.plan.rows.unique_rows())
+        if self._small_names and self._small is None:
+            small = ResidentRows(self._base, self.plan.rows.unique_rows(), self._small_names)
+            small.load_all()
+            self._small = small
+        self._iterations += 1
+        iterator = LoaderIterator(self._cursor, len(self), self._start)
+        self._iterators.add(iterator)
+        return iterator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last delivered batch of the running iteration; numbers and strings only.
+
+        Once an epoch has been consumed to its end, the state is the start of the next epoch.
+        """
+        return self._cursor.state()
+
+    @property
+    def queue_depth(self) -> int:
+        """Number of complete batches of all running iterations that have not been delivered yet."""
+        return sum(iterator.waiting for iterator in list(self._iterators))
+
+    def stats(self) -> ReadStats:
+        """Return statistics of what this process has read: rows, chunk hits and misses, bytes, amplification."""
+        return self._base.stats()
+
+    def use_memory_of(self, other: H5Loader) -> bool:
+        """Share another loader's buffers if its batches have the same layout, for loaders that are used in turn.
+
+        Returns
+        -------
+        bool
+            Whether the buffers are shared: the fields, shapes, dtypes, sizes and pinning are the same.
+        """
+        mine, theirs = self._pool, other._pool
+        same = mine.fields == theirs.fields and mine.bytes == theirs.bytes and self.pin_memory == other.pin_memory
+        if same:
+            theirs.keep = max(mine.keep, theirs.keep)
+            self._pool = theirs
+        return same
+
+    def prepare_memory(self) -> None:
+        """Allocate and touch the memory of the batches now, so that the first batches are as fast as later ones."""
+        self._pool.prepare()
+
+    def close(self) -> None:
+        """Stop all iterations, and free all memory except that of batches in use. The loader may be used again."""
+        for iterator in list(self._iterators):
+            iterator.close()
+        self._reset()
+
+    def _start(self, iteration: IterationState) -> Pipeline:
+        return Pipeline(
+            self._base,
+            self.plan,
+            iteration.epoch,
+            iteration.start,
+            self._pool,
+            num_threads=self.num_threads,
+            credits=self.prefetch_factor,
+            finish=partial(self._finish, iteration.epoch, self._field_steps(self._kept is not None)),
+            resident=self._kept,
+            small=self._small,
+        )
+
+    def _field_steps(self, resident: bool) -> list[_FieldSteps]:
+        """Return the processing steps of each field. Resident rows were checked and converted when they were loaded."""
+        steps = []
+        for name in self._base.names:
+            index = self._base.engine.indexes[name]
+            steps.append(
+                _FieldSteps(
+                    name,
+                    swap_bytes=not resident and not index.dtype.isnative and self._base.engine.keeps_byte_order(index),
+                    check=not resident and self._check and name not in self._small_names,
+                    transform=self._transforms.get(name),
+                )
+            )
+        return steps
+
+    def _finish(self, epoch: int, steps: list[_FieldSteps], batch: int, memory: BatchMemory) -> Any:
+        """Process the fields of a complete batch, and return the tensors that the loader yields."""
+        tensors = []
+        for field in steps:
+            array = memory.arrays[field.name]
+            if field.swap_bytes:
+                array.byteswap(inplace=True)
+            if field.check:
+                self._base.check_rows(field.name, memory.arrays[ROWS], array)
+            tensor: Any = memory.tensor(field.name)
+            if field.transform is not None:
+                function, seeded = field.transform
+                if seeded:
+                    key = derive_key(_TRANSFORM, self.plan.seed, epoch, batch, self.plan.rank)
+                    tensor = function(tensor, generator=torch.Generator().manual_seed(key >> 1))
+                else:
+                    tensor = function(tensor)
+                if self.pin_memory and isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                    tensor = tensor.pin_memory()
+            tensors.append(tensor)
+        if self._with_rows:
+            tensors.append(memory.tensor(ROWS))
+        return tensors[0] if len(tensors) == 1 else tensors
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _require_no_transform(dataset: H5Dataset) -> None:
+    if dataset.transform is not None or dataset.target_transform is not None:
+        raise OptionsError(
+            "H5Loader handles whole batches, so it cannot call the dataset's transform for each sample; give it "
+            "transform= (and target_transform=) itself, or use a DataLoader",
+            parameters=("transform=", "target_transform="),
+        )
+
+
+def _can_pin() -> bool:
+    if torch.accelerator.is_available() if hasattr(torch, "accelerator") else torch.cuda.is_available():
+        return True
+    warnings.warn("pin_memory needs a GPU, and there is none; batches are in pageable memory", stacklevel=3)
+    return False

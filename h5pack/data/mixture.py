@@ -1,0 +1,255 @@
+"""`MixtureSampler`: batches with rows of several packs in fixed proportions."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.data.concat import ConcatPack
+from h5pack.data.samplers import BatchOrder, batch_indices, order_text
+from h5pack.data.selection import resolve_ranks
+from h5pack.errors import OptionsError
+from h5pack.order.cursor import EpochCursor, IterationState
+from h5pack.order.permutation import derive_key
+from h5pack.order.row_ranges import RowRange
+from h5pack.order.window import DEFAULT_WINDOW, OrderPlan, whole_number
+
+Rows = npt.NDArray[np.int64]
+
+_VERSION = 1
+_PERIOD = 10_000
+_BLOCK_ROWS = 1_024
+
+
+class MixtureSampler(BatchOrder):
+    """Batch sampler that mixes several packs in fixed proportions; a DataLoader's ``batch_sampler``.
+
+    Each pack has a shuffled order of its own, which continues with its next epoch when it is exhausted. So a small pack
+    may be repeated several times while a large one is read once.
+
+    Parameters
+    ----------
+    dataset : ConcatPack
+    batch_size : int
+        Rows per batch of this rank.
+    weights : sequence of float, optional
+        Proportions of the packs, above 0. They are exact if they are proportional to integers with a sum of at most
+        10,000, else rounded to 1/10,000 of their sum. None: the packs' lengths, but at least 1/5,000 for each.
+    num_samples : int, optional
+        Number of rows per epoch over all ranks. None: the number of rows of all packs.
+    shuffle : {"window", "full", "chunk", False}
+        Order of each pack, as for `ChunkBatchSampler`.
+    seed : int
+    window : int
+        Number of chunks of a pack whose rows are shuffled together.
+    drop_last : bool
+        If `num_samples` is not a multiple of the global batch (batch size x ranks): True leaves out the remaining rows,
+        False draws more rows to fill the last batch.
+    rank, num_replicas : int, optional
+        Give both or neither. None: those of torch.distributed if it is initialised, else a single rank.
+
+    Raises
+    ------
+    OptionsError
+        If a value is invalid.
+
+    Notes
+    -----
+    Among any n consecutive rows of the order, the number of rows of a pack differs from its share by less than
+    2 + n / 10,000, or by less than 2 if the weights are exact. The order is endless and
+    each epoch is a part of it, so all batches are full. If the global batch is the same, each step has the same rows
+    for every number of ranks.
+    """
+
+    def __init__(
+        self,
+        dataset: ConcatPack,
+        batch_size: int,
+        *,
+        weights: Sequence[float] | None = None,
+        num_samples: int | None = None,
+        shuffle: str | bool = "window",
+        seed: int = 0,
+        window: int = DEFAULT_WINDOW,
+        drop_last: bool = False,
+        rank: int | None = None,
+        num_replicas: int | None = None,
+    ) -> None:
+        if not isinstance(dataset, ConcatPack):
+            raise OptionsError(
+                f"dataset is a {type(dataset).__name__}; give a ConcatPack of the packs", parameters=("dataset",)
+            )
+        rank, num_replicas = resolve_ranks(rank, num_replicas)
+        self.plans = []
+        for number, pack in enumerate(dataset.datasets):
+            if not len(pack):
+                raise OptionsError(f"{pack.path}: it has no rows; leave it out of the mixture", path=pack.path)
+            rows = RowRange(pack.first_row, pack.first_row + len(pack), pack.group_rows)
+            key = derive_key(whole_number("seed", seed, None), number)
+            self.plans.append(
+                OrderPlan(
+                    rows, _BLOCK_ROWS, shuffle="window" if shuffle is True else shuffle, seed=key, window=window, rank=0
+                )
+            )
+        self.batch_size = whole_number("batch_size", batch_size, 1)
+        # This plan only validates the ranks.
+        ranks = OrderPlan(
+            self.plans[0].rows, self.batch_size, rank=rank, num_replicas=num_replicas, streams=num_replicas
+        )
+        self.rank, self.global_batch = ranks.rank, self.batch_size * ranks.num_replicas
+        self.num_samples = whole_number("num_samples", len(dataset) if num_samples is None else num_samples, 1)
+        self.drop_last = drop_last
+        self._batches = (
+            self.num_samples // self.global_batch if drop_last else -(-self.num_samples // self.global_batch)
+        )
+        self.dataset = dataset
+        self._offsets = dataset.offsets
+        self._counts = _weight_counts(_lengths(dataset) if weights is None else weights, self.plans)
+        self._owners = schedule(self._counts)
+        super().__init__(EpochCursor(self._identity(), "batches", self._batches))
+
+    def _identity(self) -> dict[str, Any]:
+        packs = [{**plan.identity(), "global_batch": None} for plan in self.plans]
+        return {
+            "mixture": _VERSION,
+            "packs": packs,
+            "counts": self._counts,
+            "samples": self.num_samples,
+            "drop_last": bool(self.drop_last),
+            "global_batch": self.global_batch,
+        }
+
+    def __len__(self) -> int:
+        """Return the batches of this rank's epoch."""
+        return self._batches
+
+    def __repr__(self) -> str:
+        settings = f"batch_size={self.batch_size}, num_samples={self.num_samples}, {order_text(self.plans[0])}"
+        return f"MixtureSampler({self.dataset!r}, {settings})"
+
+    def _items(self, iteration: IterationState) -> Iterator[list[int]]:
+        period = len(self._owners)
+        first, last = (iteration.epoch * self._batches + count for count in (iteration.start, self._batches))
+        whole, rest = divmod(first * self.global_batch, period)
+        before = np.bincount(self._owners[:rest], minlength=len(self.plans)).tolist()
+        orders = [
+            _EndlessOrder(plan, whole * count + done)
+            for plan, count, done in zip(self.plans, self._counts, before, strict=True)
+        ]
+        for step in range(first, last):
+            offsets = np.arange(self.global_batch) + step * self.global_batch % period
+            owners = self._owners[offsets % period]
+            indices = np.empty(self.global_batch, np.int64)
+            for number, order in enumerate(orders):
+                mine = np.flatnonzero(owners == number)
+                indices[mine] = order.next_indices(len(mine)) + self._offsets[number]
+            yield indices[self.rank * self.batch_size : (self.rank + 1) * self.batch_size].tolist()
+
+
+class _EndlessOrder:
+    """The endless order of one pack: its epochs concatenated, starting at row `first` of that order."""
+
+    def __init__(self, plan: OrderPlan, first: int) -> None:
+        self._plan = plan
+        self._epoch, row = divmod(first, plan.rows.count)
+        block, skip = divmod(row, _BLOCK_ROWS)
+        self._blocks = batch_indices(plan, self._epoch, block)
+        self._remaining: Rows = np.empty(0, np.int64)
+        self._skip = skip
+
+    def next_indices(self, count: int) -> Rows:
+        """Return the next `count` indices into the pack; int64, (count,)."""
+        parts = []
+        while count:
+            if not len(self._remaining):
+                self._remaining = self._next_block()
+            parts.append(self._remaining[:count])
+            self._remaining = self._remaining[count:]
+            count -= len(parts[-1])
+        return np.concatenate(parts) if parts else self._remaining[:0]
+
+    def _next_block(self) -> Rows:
+        block = next(self._blocks, None)
+        if block is None:
+            self._epoch += 1
+            self._blocks = batch_indices(self._plan, self._epoch, 0)
+            block = next(self._blocks)
+        skip, self._skip = self._skip, 0
+        return block[skip:]
+
+
+def schedule(counts: Sequence[int]) -> Rows:
+    """Return a sequence with ``counts[i]`` copies of each number i, spread evenly.
+
+    Among the first n items, the copies of each number differ from its share by less than 1. Copy j (from 0) of a number
+    goes to one of the positions at which its share grows from j to j + 1. Of the copies that may come next, the one
+    whose positions end first is chosen, which always succeeds (Baruah, Cohen, Plaxton and Varvel 1996, "Proportionate
+    progress").
+
+    Returns
+    -------
+    ndarray
+        int64, (sum of counts,).
+    """
+    whole = sum(counts)
+    later = [(0, number, 0) for number, count in enumerate(counts) if count]
+    due: list[tuple[int, int, int]] = []
+    order = np.empty(whole, np.int64)
+    for position in range(whole):
+        while later and later[0][0] <= position:
+            _, number, row = heapq.heappop(later)
+            heapq.heappush(due, (-(-(row + 1) * whole // counts[number]), number, row))
+        _, number, row = heapq.heappop(due)
+        order[position] = number
+        if row + 1 < counts[number]:
+            heapq.heappush(later, ((row + 1) * whole // counts[number], number, row + 1))
+    return order
+
+
+def _lengths(dataset: ConcatPack) -> list[int]:
+    """Return the packs' lengths as weights, raised to at least 1/5,000 of the total so that none is rounded to 0."""
+    lengths = [len(pack) for pack in dataset.datasets]
+    return [max(length, -(-sum(lengths) // (_PERIOD // 2))) for length in lengths]
+
+
+def _weight_counts(weights: Sequence[float], plans: Sequence[OrderPlan]) -> list[int]:
+    """Return the number of rows of each pack in one period of the schedule, which has at most 10,000 rows."""
+    try:
+        given = [float(weight) for weight in weights]
+    except (TypeError, ValueError) as error:
+        raise OptionsError(
+            f"weights are no numbers ({error}); give one for each pack", parameters=("weights",)
+        ) from error
+    if len(given) != len(plans):
+        raise OptionsError(f"{len(given)} weights for {len(plans)} packs; give one for each", parameters=("weights",))
+    for number, weight in enumerate(given):
+        if not 0 < weight < math.inf:
+            raise OptionsError(
+                f"weights[{number}] is {weight}; it must be above 0 and finite, or leave the pack out",
+                parameters=("weights",),
+            )
+    exact = [Fraction(weight) for weight in given]
+    whole = sum(exact)
+    common = math.lcm(*(weight.denominator for weight in exact))
+    numbers = [int(weight * common) for weight in exact]
+    divisor = math.gcd(*numbers)
+    if sum(numbers) // divisor <= _PERIOD:
+        return [number // divisor for number in numbers]
+    shares = [weight * _PERIOD / whole for weight in exact]
+    counts = [int(share) for share in shares]
+    largest = sorted(range(len(shares)), key=lambda number: (counts[number] - shares[number], number))
+    for number in largest[: _PERIOD - sum(counts)]:
+        counts[number] += 1
+    for number, count in enumerate(counts):
+        if not count:
+            raise OptionsError(
+                f"weights[{number}] is below 1 in {_PERIOD:,} of all; give more, or leave the pack out",
+                parameters=("weights",),
+            )
+    return counts

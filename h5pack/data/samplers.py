@@ -1,0 +1,286 @@
+"""`ChunkSampler` and `ChunkBatchSampler`: DataLoader samplers that yield the rows of a chunk close together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Sampler
+
+from h5pack.data.selection import plan_batches, resolve_ranks, select_draws
+from h5pack.order.cursor import EpochCursor, IterationState, Resumable
+from h5pack.order.window import DEFAULT_WINDOW, OrderPlan
+
+_BLOCK_ROWS = 4_096
+Item = TypeVar("Item")
+
+
+def batch_indices(plan: OrderPlan, epoch: int, first: int) -> Iterator[npt.NDArray[np.int64]]:
+    """Yield the dataset indices, int64 (n,), of each batch of an epoch, starting with batch `first`."""
+    open_batches: dict[int, npt.NDArray[np.int64]] = {}
+    following = first
+    for group in plan.chunk_groups(epoch, first):
+        # This and later groups have no rows of batches before `group.first`, so those batches are complete.
+        while following < group.first:
+            yield open_batches.pop(following)
+            following += 1
+        for (batch, slot, count), indices in group.split_by_batch(group.indices):
+            if batch not in open_batches:
+                open_batches[batch] = np.empty(plan.batch_rows(batch), np.int64)
+            open_batches[batch][slot : slot + count] = indices
+    for batch in range(following, plan.num_batches):
+        yield open_batches.pop(batch)
+
+
+class SamplerIterator(Iterator[Item]):
+    """One iteration over a sampler.
+
+    It does not start until the first item is requested, because DataLoaders create some iterators that they never use.
+
+    torchdata's StatefulDataLoader saves and restores the state of this iterator in addition to the sampler's. When it
+    resumes at the end of an epoch, it restores an iterator but never requests an item from it. So `load_state_dict`
+    starts the iteration, and the sampler continues with the next epoch.
+    """
+
+    def __init__(self, cursor: EpochCursor, items: Callable[[IterationState], Iterator[Item]]) -> None:
+        cursor.pause()
+        self._cursor, self._items = cursor, items
+        self._iteration: IterationState | None = None
+        self._remaining: Iterator[Item] = iter(())
+
+    def __next__(self) -> Item:
+        iteration = self._iteration or self._begin()
+        item = next(self._remaining)
+        iteration.count += 1
+        return item
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last item of this iteration."""
+        return self._cursor.state_of(self._iteration)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue this iteration where `state` was saved.
+
+        Raises
+        ------
+        StateError
+            If `state` is malformed, belongs to another order, or cannot be converted to this number of ranks.
+        """
+        self._cursor.load(state)
+        self._begin()
+
+    def _begin(self) -> IterationState:
+        self._iteration = iteration = self._cursor.begin()
+        self._remaining = self._items(iteration)
+        return iteration
+
+
+class ChunkSampler(Resumable, Sampler[int]):
+    """Sampler whose shuffled order reads each chunk once per epoch; pass it to a DataLoader as ``sampler``.
+
+    Parameters
+    ----------
+    dataset : H5Dataset or Subset
+        Of a torch `Subset` of an `H5Dataset`, such as ``random_split`` returns, only the subset's rows are drawn.
+    shuffle : {"window", "full", "chunk", False}
+        "window": permute the chunks, then shuffle the rows of `window` chunks at a time. "full": permute all rows
+        individually, so the rows of a chunk are read at different times. "chunk": permute the chunks, but keep the
+        order of the rows within each. False: the order of the file. True is the same as "window".
+    seed : int
+    window : int
+        Number of chunks whose rows are shuffled together.
+    drop_last : bool
+        If the rows do not divide evenly among the ranks or streams: True leaves out the few extra rows, False repeats a
+        few rows, as in torch's DistributedSampler.
+    rank, num_replicas : int, optional
+        Give both or neither. None: those of torch.distributed if it is initialised, else a single rank.
+    streams : int, optional
+        Number of equal parts into which the order is divided; each rank gets the same number of them. For every number
+        of ranks that divides `streams`, each training step has the same rows if the global batch (batch size x ranks)
+        is the same. None: one stream per rank.
+    indices : sequence of int, optional
+        Use only these indices of `dataset`. None: all.
+    weights : array-like or "balanced", optional
+        Draw each row in proportion to its weight: one number of at least 0 for each index of `dataset`, or of
+        `indices` if given. The number of copies of a row in an epoch is its share of the draws, rounded down or up.
+        "balanced": each class of the dataset's labels has the same total weight, shared equally by its rows. None: each
+        row is drawn once.
+    num_samples : int, optional
+        Number of draws per epoch over all ranks; requires `weights`. None: the number of rows.
+
+    Raises
+    ------
+    OptionsError
+        If a value is invalid, or `dataset` does not wrap an `H5Dataset`.
+
+    Notes
+    -----
+    For given parameters the order depends only on `seed` and the epoch, and never changes between releases.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        shuffle: str | bool = "window",
+        seed: int = 0,
+        window: int = DEFAULT_WINDOW,
+        drop_last: bool = False,
+        rank: int | None = None,
+        num_replicas: int | None = None,
+        streams: int | None = None,
+        indices: Sequence[int] | npt.NDArray[np.int64] | None = None,
+        weights: npt.ArrayLike | str | None = None,
+        num_samples: int | None = None,
+    ) -> None:
+        rank, num_replicas = resolve_ranks(rank, num_replicas)
+        own_streams = max(1, (streams or 1) // max(1, num_replicas))
+        self.dataset = dataset
+        self.plan = plan = OrderPlan(
+            select_draws(dataset, indices, weights, num_samples)[1],
+            _BLOCK_ROWS * own_streams,
+            shuffle="window" if shuffle is True else shuffle,
+            seed=seed,
+            window=window,
+            trim=drop_last,
+            rank=rank,
+            num_replicas=num_replicas,
+            streams=num_replicas if streams is None else streams,
+        )
+        super().__init__(EpochCursor({**plan.identity(), "global_batch": None}, "rows", plan.rank_rows, num_replicas))
+
+    def __len__(self) -> int:
+        """Return the number of rows of this rank per epoch."""
+        return self.plan.rank_rows
+
+    def __repr__(self) -> str:
+        return f"ChunkSampler({self.dataset!r}, {order_text(self.plan)})"
+
+    def __iter__(self) -> Iterator[int]:
+        return SamplerIterator(self._cursor, self._items)
+
+    def _items(self, iteration: IterationState) -> Iterator[int]:
+        first, skip = divmod(iteration.start, self.plan.batch_size)
+        for indices in batch_indices(self.plan, iteration.epoch, first) if iteration.start < len(self) else ():
+            # Take one row from each stream in turn, so that a step has the same rows for every number of ranks.
+            turns = indices.reshape(self.plan.step_streams, -1).T.reshape(-1)
+            yield from turns[skip:].tolist()
+            skip = 0
+
+    def state_dict(self, rows_consumed: int | None = None) -> dict[str, Any]:
+        """Return the state of the running iteration, for `load_state_dict`.
+
+        Parameters
+        ----------
+        rows_consumed : int, optional
+            Number of rows that the training loop received since the iteration started. None: the rows that this
+            sampler has yielded, which are more than were received if DataLoader workers prefetch.
+        """
+        return self._cursor.state(rows_consumed)
+
+
+class BatchOrder(Resumable, Sampler[list[int]]):
+    """Base class of batch samplers, whose states count batches."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return SamplerIterator(self._cursor, self._items)
+
+    def _items(self, iteration: IterationState) -> Iterator[list[int]]:
+        raise NotImplementedError
+
+    def state_dict(self, batches_consumed: int | None = None) -> dict[str, Any]:
+        """Return the state of the running iteration, for `load_state_dict`.
+
+        Parameters
+        ----------
+        batches_consumed : int, optional
+            Number of batches that the training loop received since the iteration started. None: the batches that this
+            sampler has yielded, which are more than were received if DataLoader workers prefetch.
+        """
+        return self._cursor.state(batches_consumed)
+
+
+class ChunkBatchSampler(BatchOrder):
+    """Batch sampler whose shuffled order reads each chunk once per epoch; a DataLoader's ``batch_sampler``.
+
+    Parameters
+    ----------
+    dataset : H5Dataset or Subset
+    batch_size : int
+        Rows per batch of this rank.
+    shuffle, seed, window, rank, num_replicas, indices, weights, num_samples
+        As for `ChunkSampler`.
+    drop_last : bool
+        True leaves out a last smaller batch, and the few rows that do not divide evenly among the ranks or streams.
+        False keeps the smaller batch, and repeats a few rows to divide evenly.
+    streams : int, optional
+        Number of equal parts into which the order is divided; each rank gets the same number of them. For every number
+        of ranks w for which w x `lanes` divides `streams`, each training step has the same rows if the global batch
+        (`batch_size` x w) is the same. None: one stream per rank and lane.
+    lanes : int
+        Number of groups of streams that take turns: batch t has rows of group t mod `lanes` only. If the number of
+        DataLoader workers divides `lanes`, each chunk is read by only one worker.
+
+    Raises
+    ------
+    OptionsError
+        If a value is invalid, or `dataset` does not wrap an `H5Dataset`.
+
+    Notes
+    -----
+    For given parameters the order depends only on `seed` and the epoch, and never changes between releases.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        shuffle: str | bool = "window",
+        seed: int = 0,
+        window: int = DEFAULT_WINDOW,
+        drop_last: bool = False,
+        rank: int | None = None,
+        num_replicas: int | None = None,
+        streams: int | None = None,
+        lanes: int = 1,
+        indices: Sequence[int] | npt.NDArray[np.int64] | None = None,
+        weights: npt.ArrayLike | str | None = None,
+        num_samples: int | None = None,
+    ) -> None:
+        rank, num_replicas = resolve_ranks(rank, num_replicas)
+        self.dataset = dataset
+        self.plan = plan_batches(
+            select_draws(dataset, indices, weights, num_samples)[1],
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            window=window,
+            drop_last=drop_last,
+            rank=rank,
+            num_replicas=num_replicas,
+            streams=streams,
+            lanes=lanes,
+        )
+        super().__init__(EpochCursor(self.plan.identity(), "batches", self.plan.num_batches))
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+
+    def __len__(self) -> int:
+        """Return the number of batches of this rank per epoch."""
+        return self.plan.num_batches
+
+    def __repr__(self) -> str:
+        return f"ChunkBatchSampler({self.dataset!r}, batch_size={self.batch_size}, {order_text(self.plan)})"
+
+    def _items(self, iteration: IterationState) -> Iterator[list[int]]:
+        if iteration.start < len(self):
+            for indices in batch_indices(self.plan, iteration.epoch, iteration.start):
+                yield indices.tolist()
+
+
+def order_text(plan: OrderPlan) -> str:
+    """Return the part of a ``repr`` that describes an order."""
+    return f"shuffle={plan.shuffle!r}, seed={plan.seed}, window={plan.window}, rank={plan.rank} of {plan.num_replicas}"

@@ -1,0 +1,233 @@
+"""Resolve the arguments of samplers and loaders: datasets and torch `Subset`s, indices, weights and ranks."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed
+from torch.utils.data import Subset
+
+from h5pack.data.dataset import H5Dataset, is_class_label
+from h5pack.errors import OptionsError
+from h5pack.format.schema import NO_LABEL
+from h5pack.order.row_ranges import RowRange, RowSampler, RowSet, RowSubset
+from h5pack.order.weights import MAX_SAMPLES, WeightedRows, balanced_weights
+from h5pack.order.window import OrderPlan, whole_number
+
+_BLOCK_ROWS = 1 << 16
+
+
+def select_rows(dataset: Any, indices: Sequence[int] | npt.NDArray[np.int64] | None = None) -> tuple[H5Dataset, RowSet]:
+    """Return the `H5Dataset` that `dataset` is or wraps, and the rows to draw from.
+
+    Parameters
+    ----------
+    dataset : H5Dataset or Subset
+        A `Subset`, such as ``random_split`` returns, may wrap another `Subset`.
+    indices : sequence of int, optional
+        Indices into `dataset`; None: all rows.
+
+    Raises
+    ------
+    OptionsError
+        If `dataset` does not wrap an `H5Dataset`, or an index is out of range.
+    """
+    return _select(dataset, indices)[:2]
+
+
+def select_draws(
+    dataset: Any,
+    indices: Sequence[int] | npt.NDArray[np.int64] | None = None,
+    weights: npt.ArrayLike | str | None = None,
+    num_samples: int | None = None,
+) -> tuple[H5Dataset, RowSampler]:
+    """Return the `H5Dataset` that `dataset` is or wraps, and the `RowSampler` that chooses the rows of each epoch.
+
+    The parameters are those of `ChunkSampler`.
+
+    Raises
+    ------
+    OptionsError
+        If a value is invalid.
+    """
+    base, row_set, order = _select(dataset, indices)
+    if weights is None:
+        if num_samples is not None:
+            raise OptionsError(
+                f"num_samples is {num_samples!r}, but without weights each row is drawn once; give weights, too",
+                parameters=("num_samples", "weights"),
+            )
+        return base, row_set
+    count = row_set.count if num_samples is None else whole_number("num_samples", num_samples, 1)
+    if count > MAX_SAMPLES:
+        raise OptionsError(
+            f"num_samples is {count:,}; give at most {MAX_SAMPLES:,}, and set_epoch for more",
+            parameters=("num_samples",),
+        )
+    if not row_set.count:
+        raise OptionsError(
+            "there are no rows to draw from by weight; leave weights out, or give other indices",
+            parameters=("weights", "indices"),
+        )
+    if isinstance(weights, str):
+        return base, WeightedRows(row_set, _class_weights(base, row_set, weights), count)
+    numbers = _check_weights(weights, row_set.count)
+    return base, WeightedRows(row_set, numbers if order is None else numbers[order], count)
+
+
+def _check_weights(weights: npt.ArrayLike, count: int) -> npt.NDArray[np.float64]:
+    """Return the weights as float64, (count,), or raise an OptionsError."""
+
+    def error(message: str) -> OptionsError:
+        return OptionsError(message, parameters=("weights",))
+
+    try:
+        given = np.asarray(weights)
+    except (TypeError, ValueError) as cause:
+        raise error(f"weights are no array of numbers ({cause}); give a number for each row") from cause
+    if given.dtype.kind not in "buif":
+        raise error(f"weights are {given.dtype}; give a number for each row, or 'balanced'")
+    if given.shape != (count,):
+        raise error(f"weights have shape {given.shape}, and there are {count:,} rows; give ({count},)")
+    numbers = given.astype(np.float64, copy=False)
+    some = False
+    for low in range(0, count, _BLOCK_ROWS):
+        block = numbers[low : low + _BLOCK_ROWS]
+        wrong = np.flatnonzero(~((block >= 0) & (block < np.inf)))
+        if len(wrong):
+            raise error(f"weights[{low + int(wrong[0])}] is {block[wrong[0]]}; a weight must be 0 or more, and finite")
+        some = some or bool(block.any())
+    if not some:
+        raise error("all weights are 0, so that nothing can be drawn; give some row a weight above 0")
+    return numbers
+
+
+def _class_weights(dataset: H5Dataset, rows: RowSet, text: str) -> npt.NDArray[np.float64]:
+    """Return weights of the rows, in the file's order, that give each class of the labels the same total weight."""
+
+    def error(message: str) -> OptionsError:
+        return OptionsError(
+            message, path=dataset.path, dataset=dataset.label_name, parameters=("weights='balanced'", "weights")
+        )
+
+    if text != "balanced":
+        raise error(f"weights is the text {text!r}; give a number for each row, or 'balanced'")
+    if dataset.label_name is None:
+        raise error(f"{dataset.path}: weights='balanced' needs labels, and it has none; give weights as numbers")
+    index = dataset.engine.indexes[dataset.label_name]
+    if not is_class_label(index):
+        shape = " x ".join(map(str, index.row_shape))
+        what = f"a table of {shape} columns" if shape else f"{index.dtype} numbers"
+        raise error(
+            f"{dataset.path}: weights='balanced' needs a whole number per row, and {dataset.label_name!r} holds "
+            f"{what}; give weights as numbers"
+        )
+    labels = np.empty(rows.count, np.int64)
+    for low in range(0, rows.count, _BLOCK_ROWS):
+        positions = np.arange(low, min(low + _BLOCK_ROWS, rows.count))
+        labels[positions] = dataset.read_rows(dataset.label_name, rows.rows_at(positions)[0])
+    # In a file with class names, NO_LABEL marks rows without a label; in other files it is an ordinary label.
+    weights = balanced_weights(labels, None if dataset.classes is None else NO_LABEL)
+    if weights is None:
+        raise error(f"{dataset.path}: weights='balanced' needs labels, and none of the rows has one")
+    return weights
+
+
+def _select(
+    dataset: Any, indices: Sequence[int] | npt.NDArray[np.int64] | None
+) -> tuple[H5Dataset, RowSet, npt.NDArray[np.int64] | None]:
+    """Return the `H5Dataset`, its rows in the file's order, and the position of each row in `indices` or `dataset`.
+
+    The positions are None if all rows of the `H5Dataset` are selected.
+    """
+    base, subsets = dataset, []
+    while isinstance(base, Subset):
+        subsets.append(base)
+        base = base.dataset
+    if not isinstance(base, H5Dataset):
+        raise OptionsError(
+            f"a {type(base).__name__} has no chunks to order by; give an H5Dataset, or a torch Subset of one",
+            parameters=("dataset",),
+        )
+    given = chosen = None
+    if indices is not None:
+        given = chosen = _check_indices(np.asarray(indices), len(dataset), "indices")
+    for subset in subsets:
+        below: Any = subset.dataset
+        inner = _check_indices(np.asarray(subset.indices), len(below), "the Subset's indices")
+        chosen = inner if chosen is None else inner[chosen]
+    if chosen is None:
+        return base, RowRange(base.first_row, base.first_row + len(base), base.group_rows), None
+    order = np.argsort(chosen, kind="stable")
+    yielded = order if given is None else given[order]
+    return base, RowSubset(chosen[order] + base.first_row, yielded, base.group_rows), order
+
+
+def _check_indices(indices: npt.NDArray[Any], count: int, what: str) -> npt.NDArray[np.int64]:
+    """Return indices as int64, (n,), with negative ones converted to count from 0; raise an OptionsError if invalid."""
+    if indices.ndim != 1 or (len(indices) and indices.dtype.kind not in "iu"):
+        raise OptionsError(
+            f"{what} must be whole numbers in one axis, not {indices.dtype} {indices.shape}", parameters=("indices",)
+        )
+    numbers = indices.astype(np.int64)
+    numbers[numbers < 0] += count
+    wrong = np.flatnonzero((numbers < 0) | (numbers >= count))
+    if len(wrong):
+        raise OptionsError(
+            f"{what}: {int(indices[wrong[0]])} is not one of the {count:,} rows", parameters=("indices",)
+        )
+    return numbers
+
+
+def resolve_ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
+    """Return (rank, num_replicas): the arguments, else those of torch.distributed, else (0, 1)."""
+    if (rank is None) != (num_replicas is None):
+        raise OptionsError(
+            "give both rank and num_replicas, or neither (then those of torch.distributed are taken)",
+            parameters=("rank", "num_replicas"),
+        )
+    if rank is not None and num_replicas is not None:
+        return rank, num_replicas
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+        warnings.warn(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised yet: every process "
+            "will read all rows; call init_process_group first, or give rank and num_replicas",
+            stacklevel=3,
+        )
+    return 0, 1
+
+
+def plan_batches(
+    rows: RowSampler,
+    batch_size: int,
+    *,
+    shuffle: str | bool,
+    seed: int,
+    window: int,
+    drop_last: bool,
+    rank: int,
+    num_replicas: int,
+    streams: int | None,
+    lanes: int,
+) -> OrderPlan:
+    """Return the plan of an order of batches, the same for `ChunkBatchSampler` and `H5Loader`."""
+    return OrderPlan(
+        rows,
+        batch_size,
+        shuffle="window" if shuffle is True else shuffle,
+        seed=seed,
+        window=window,
+        trim=drop_last,
+        drop_last=drop_last,
+        rank=rank,
+        num_replicas=num_replicas,
+        streams=num_replicas * lanes if streams is None else streams,
+        lanes=lanes,
+    )

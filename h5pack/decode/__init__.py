@@ -1,1 +1,0 @@
-"""Images: encoded bytes, or pixels of another size, to uint8 pixels."""

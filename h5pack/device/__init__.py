@@ -1,0 +1,1 @@
+"""Batches on the device: prefetching, normalization, augmentation and echoing (repeating batches)."""

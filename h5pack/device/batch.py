@@ -1,0 +1,368 @@
+"""Access to the contents of a batch: its tensors, its images, its row numbers, and how often it was repeated."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import Subset
+
+from h5pack.data.concat import ConcatPack
+from h5pack.data.dataset import H5Dataset
+from h5pack.device.profiling import profiler_range
+from h5pack.errors import OptionsError
+
+_IMAGES = ("images", "image")
+_ROWS = "rows"
+_REPEATS = "repeats"
+_ADVICE = "open the dataset with H5Dataset(..., with_rows=True)"
+
+
+@dataclass(frozen=True)
+class BatchKey:
+    """The identity of each sample of a batch, from which a transform derives its random numbers.
+
+    The random numbers are then a pure function of (seed, epoch, row, repeat): the same on every device, for every batch
+    size and number of ranks, and in a resumed run.
+
+    Attributes
+    ----------
+    rows : Tensor
+        int64, (N,), on the images' device: the index of each sample in the file's datasets.
+    epoch : int
+    repeats : int or Tensor
+        How many times each row was delivered before in this epoch: one number for all rows, or int64, (N,).
+    """
+
+    rows: torch.Tensor
+    epoch: int
+    repeats: int | torch.Tensor = 0
+
+
+class EchoedBatch(list[Any]):
+    """A batch in list form that also records how many times it was delivered before, in the attribute `repeats`.
+
+    Parameters
+    ----------
+    elements : iterable
+    repeats : int or Tensor
+        One number for all rows, or int64, (N,). 0: this is the first delivery.
+    """
+
+    def __init__(self, elements: Iterable[Any] = (), repeats: int | torch.Tensor = 0) -> None:
+        super().__init__(elements)
+        self.repeats = repeats
+
+    @staticmethod
+    def mark(batch: Any, repeats: int | torch.Tensor) -> Any:
+        """Return a batch that shares the memory of `batch` and has the attribute `repeats`; `batch` is not changed.
+
+        A tuple, named tuple, list or dict becomes an instance of a subclass of its type. A tensor is detached, and
+        another mapping is copied shallowly. Any other object is returned without the attribute.
+        """
+        if isinstance(batch, torch.Tensor):
+            marked: Any = batch.detach()
+            setattr(marked, _REPEATS, repeats)
+            return marked
+        if type(batch) in (list, EchoedBatch):
+            return EchoedBatch(batch, repeats)
+        if isinstance(batch, (list, tuple, dict)):
+            kind = type(batch)
+            return _copy_into(kind if hasattr(kind, "_unmarked_type") else _marked_type(kind), batch, repeats)
+        if isinstance(batch, Mapping):
+            marked = copy.copy(batch)
+            setattr(marked, _REPEATS, repeats)
+            return marked
+        return batch
+
+    @staticmethod
+    def unmark(batch: Any) -> Any:
+        """Return the batch with the type that it had before `mark`. An unmarked batch is returned unchanged."""
+        if not is_echoed(batch):
+            return batch
+        if isinstance(batch, torch.Tensor):
+            return batch.detach()
+        if type(batch) is EchoedBatch:
+            return list(batch)
+        if hasattr(type(batch), "_unmarked_type"):
+            return _copy_into(type(batch)._unmarked_type, batch, None)
+        batch = copy.copy(batch)
+        delattr(batch, _REPEATS)
+        return batch
+
+
+def is_echoed(batch: Any) -> bool:
+    """Return whether a batch carries the attribute `repeats` that `EchoedBatch.mark` sets."""
+    return isinstance(batch, (torch.Tensor, list, tuple, Mapping)) and _REPEATS in getattr(batch, "__dict__", ())
+
+
+def repeats_of(batch: Any) -> int | torch.Tensor:
+    """Return how many times a batch, or each of its rows, was delivered before; 0 for an unmarked batch."""
+    return getattr(batch, _REPEATS) if is_echoed(batch) else 0
+
+
+@functools.cache
+def _marked_type(kind: type) -> type:
+    """Return a subclass of a container type whose instances can have attributes."""
+    members = {"_unmarked_type": kind, "__reduce_ex__": _reduce, "__module__": __name__}
+    return type(f"Echoed{kind.__name__}", (kind,), members)
+
+
+def _reduce(batch: Any, _protocol: Any) -> tuple[Any, ...]:
+    # pickle cannot import classes that were created at run time, so let it call `mark` when it loads the batch.
+    return EchoedBatch.mark, (EchoedBatch.unmark(batch), batch.repeats)
+
+
+def _copy_into(kind: type, batch: Any, repeats: int | torch.Tensor | None) -> Any:
+    """Return a container of type `kind` with the elements and attributes of `batch`."""
+    # Do not call the constructors: a named tuple's takes one argument per element, and a subclass's is unknown.
+    if isinstance(batch, tuple):
+        filled: Any = tuple.__new__(kind, batch)
+    elif isinstance(batch, list):
+        filled = list.__new__(kind)
+        list.extend(filled, batch)
+    else:
+        filled = dict.__new__(kind)
+        for key, value in batch.items():
+            filled[key] = value
+    attributes = {name: value for name, value in getattr(batch, "__dict__", {}).items() if name != _REPEATS}
+    if attributes:
+        filled.__dict__.update(attributes)
+    if repeats is not None:
+        setattr(filled, _REPEATS, repeats)
+    return filled
+
+
+def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
+    """Yield all tensors of a batch, at any depth of lists, tuples and mappings."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, (list, tuple, Mapping)):
+        for element in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from tensors_of(element)
+    repeats = repeats_of(batch)
+    if isinstance(repeats, torch.Tensor):
+        yield repeats
+
+
+def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a copy of the batch's containers with `function` applied to each tensor; other objects are kept."""
+    if is_echoed(batch):
+        repeats = repeats_of(batch)
+        if isinstance(repeats, torch.Tensor):
+            repeats = function(repeats)
+        return EchoedBatch.mark(map_tensors(EchoedBatch.unmark(batch), function), repeats)
+    if isinstance(batch, torch.Tensor):
+        return function(batch)
+    if isinstance(batch, (list, tuple)):
+        return _with_elements(batch, [map_tensors(element, function) for element in batch])
+    if isinstance(batch, Mapping):
+        return _with_values(batch, {key: map_tensors(element, function) for key, element in batch.items()})
+    return batch
+
+
+def batch_size_and_bytes(batch: Any) -> tuple[int | None, int]:
+    """Return the batch size and the bytes of all tensors.
+
+    The batch size is the length of the first tensor with at least one axis, or None if there is no such tensor.
+    """
+    if isinstance(batch, torch.Tensor):
+        return (batch.shape[0] if batch.dim() else None), batch.nbytes
+    if not isinstance(batch, (list, tuple, Mapping)):
+        # This may be an array of another library, such as NumPy.
+        shape, nbytes = getattr(batch, "shape", ()), getattr(batch, "nbytes", 0)
+        return (shape[0] if isinstance(shape, tuple) and shape else None), nbytes if isinstance(nbytes, int) else 0
+    size, total = None, 0
+    for element in batch.values() if isinstance(batch, Mapping) else batch:
+        element_size, nbytes = batch_size_and_bytes(element)
+        size = element_size if size is None else size
+        total += nbytes
+    return size, total
+
+
+def images_of(batch: Any, image_key: Hashable | None = None) -> torch.Tensor:
+    """Return the images of a batch.
+
+    Parameters
+    ----------
+    batch : Tensor, list, tuple or mapping
+    image_key : int or str, optional
+        Where the images are in the batch; see `DeviceFeed`.
+
+    Raises
+    ------
+    OptionsError
+        If there is no tensor at `image_key`.
+    """
+    images = batch
+    if not isinstance(batch, torch.Tensor):
+        try:
+            images = batch[_resolve_key(batch, image_key)]
+        except (LookupError, TypeError, ValueError) as error:
+            raise OptionsError(
+                f"no images at {image_key!r} in a batch of {_describe_batch(batch)}; give image_key",
+                parameters=("image_key",),
+            ) from error
+    if not isinstance(images, torch.Tensor):
+        raise OptionsError(
+            f"the images of a batch of {_describe_batch(batch)} are a {type(images).__name__}, not a tensor; give "
+            "image_key",
+            parameters=("image_key",),
+        )
+    return images
+
+
+def with_images(batch: Any, image_key: Hashable | None, images: Any) -> Any:
+    """Return a copy of the batch in which `images` replaces its images. The other elements are shared."""
+    if is_echoed(batch):
+        return EchoedBatch.mark(with_images(EchoedBatch.unmark(batch), image_key, images), repeats_of(batch))
+    if isinstance(batch, torch.Tensor):
+        return images
+    key = _resolve_key(batch, image_key)
+    if isinstance(batch, Mapping):
+        return _with_values(batch, {key: images})
+    elements = list(batch)
+    elements[key] = images
+    return _with_elements(batch, elements)
+
+
+def rows_of(batch: Any) -> torch.Tensor | None:
+    """Return the row numbers of a batch, int64, (N,), or None if it has none.
+
+    Row numbers are the value of "rows" in a mapping or named tuple. In any other list or tuple with at least two
+    elements they are the last element.
+    """
+    rows: Any = None
+    if isinstance(batch, Mapping):
+        rows = batch.get(_ROWS)
+    elif isinstance(batch, (list, tuple)):
+        if _ROWS in getattr(batch, "_fields", ()):
+            rows = batch.rows  # type: ignore[union-attr]
+        elif len(batch) > 1:
+            rows = batch[-1]
+    is_rows = isinstance(rows, torch.Tensor) and rows.dtype == torch.int64 and rows.ndim == 1
+    return rows if is_rows else None
+
+
+def _resolve_key(batch: Any, image_key: Hashable | None) -> Any:
+    if isinstance(batch, Mapping):
+        return next((key for key in _IMAGES if key in batch), _IMAGES[0]) if image_key is None else image_key
+    if not isinstance(batch, (list, tuple)):
+        raise TypeError
+    if isinstance(image_key, str):
+        return getattr(batch, "_fields", ()).index(image_key)
+    return 0 if image_key is None else image_key
+
+
+def _describe_batch(batch: Any) -> str:
+    if isinstance(batch, Mapping):
+        return f"the keys {', '.join(map(repr, batch))}"
+    if isinstance(batch, (list, tuple)):
+        return f"{len(batch)} elements"
+    return f"type {type(batch).__name__}"
+
+
+def _with_elements(batch: Any, elements: Sequence[Any]) -> Any:
+    kind = type(batch)
+    if kind in (list, tuple):
+        return kind(elements)
+    if isinstance(batch, list):
+        changed = copy.copy(batch)
+        changed[:] = elements
+        return changed
+    # A named tuple's constructor takes one argument per element.
+    return kind(*elements) if hasattr(kind, "_fields") else kind(elements)
+
+
+def _with_values(batch: Any, values: dict[Any, Any]) -> Any:
+    if type(batch) is dict:
+        return {**batch, **values}
+    if not hasattr(batch, "__setitem__"):
+        return type(batch)({**batch, **values})
+    changed = copy.copy(batch)
+    for key, value in values.items():
+        changed[key] = value
+    return changed
+
+
+class ImageTransform:
+    """A wrapper that applies a transform to the images of a batch.
+
+    Parameters
+    ----------
+    transform : callable
+        Called with the images, and also with a `BatchKey` if its attribute `keyed` is true.
+    image_key : int or str, optional
+        Where the images are in a batch; see `DeviceFeed`.
+    dataset : optional
+        The dataset that the batches are read from, if known.
+
+    Attributes
+    ----------
+    seconds : float
+        Total time spent in calls of the transform so far.
+
+    Raises
+    ------
+    OptionsError
+        If the transform needs row numbers, but the dataset's batches do not contain them.
+    """
+
+    def __init__(self, transform: Callable[..., Any], image_key: Hashable | None, dataset: Any = None) -> None:
+        self.transform = transform
+        self.keyed = bool(getattr(transform, "keyed", False))
+        self.seconds = 0.0
+        self._name = getattr(transform, "__name__", type(transform).__name__)
+        self._image_key = image_key
+        self._gives_rows = _gives_rows(dataset)
+        if self.keyed and self._gives_rows is False:
+            raise OptionsError(f"{self._name} draws by row, and the dataset's batches have no rows; {_ADVICE}")
+
+    def __call__(self, batch: Any, epoch: int) -> Any:
+        """Return the batch with its images transformed.
+
+        Raises
+        ------
+        OptionsError
+            If the batch has no images, or if the transform needs row numbers and the batch has none.
+        """
+        images = images_of(batch, self._image_key)
+        with profiler_range("transform"):
+            keys = (self._key(batch, images, epoch),) if self.keyed else ()
+            begin = time.perf_counter()
+            changed = self.transform(images, *keys)
+            self.seconds += time.perf_counter() - begin
+        return with_images(batch, self._image_key, changed)
+
+    def _key(self, batch: Any, images: torch.Tensor, epoch: int) -> BatchKey:
+        rows = rows_of(batch)
+        if rows is None or rows is images or len(rows) != len(images):
+            raise OptionsError(
+                f"{self._name} draws by row, and the batch has neither 'rows' nor {len(images)} row numbers, int64, as "
+                f"its last element; {_ADVICE}"
+            )
+        is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2 and not hasattr(batch, "_fields")
+        if is_pair and not self._gives_rows:
+            # Integer labels look like row numbers. Used as such, they would give all images of a class the same draws.
+            raise OptionsError(
+                f"{self._name} draws by row, and the second of a batch's two elements may be labels; {_ADVICE}, or "
+                "give batches as dicts with 'rows'"
+            )
+        repeats = repeats_of(batch)
+        if isinstance(repeats, torch.Tensor):
+            repeats = repeats.to(images.device, non_blocking=True)
+        return BatchKey(rows.to(images.device, non_blocking=True), epoch, repeats)
+
+
+def _gives_rows(dataset: Any) -> bool | None:
+    """Return whether the last element of a dataset's batches is row numbers; None if unknown."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    if isinstance(dataset, ConcatPack):
+        dataset = dataset.datasets[0]
+    return dataset.with_rows if isinstance(dataset, H5Dataset) else None

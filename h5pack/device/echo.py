@@ -1,0 +1,414 @@
+"""`EchoLoader`, which repeats each batch of a loader that is slower than the training step (data echoing)."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Rational
+from typing import Any
+
+import torch
+
+from h5pack.data.iteration import BatchIterator
+from h5pack.device.batch import EchoedBatch, repeats_of
+from h5pack.device.loader_wrapper import BatchFetcher, DeliveryCursor, FetchedBatch, LoaderWrapper
+from h5pack.device.prefetch import EndOfBatches, PrefetchThread
+from h5pack.errors import OptionsError, StateError
+from h5pack.order.window import whole_number
+
+_AUTO = "auto"
+_MAX_DENOMINATOR = 10_000
+"""A factor is rounded to a fraction with at most this denominator, so that 2.3 becomes 23/10."""
+_WAIT_SHARE = 0.05
+"""With "auto": the longest wait for a batch that is expected soon, as a fraction of the duration of a step."""
+_NEWEST_SHARE = 0.2
+"""Weight of the newest duration in a moving average."""
+
+
+@dataclass
+class EchoState:
+    """The progress of an iteration over repeated batches. It holds neither batches nor threads.
+
+    Attributes
+    ----------
+    epoch : int
+    batch : int
+        The index within the epoch of the batch that is being repeated.
+    showing : int
+        How many times that batch has been delivered.
+    shown, fresh : int
+        Number of deliveries in this iteration, and how many of them were the first delivery of their batch.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    showing: int = 0
+    shown: int = 0
+    fresh: int = 0
+
+
+class EchoLoader(LoaderWrapper):
+    """A loader that delivers each batch of another loader several times (data echoing).
+
+    The method is that of Choi, Passos, Shallue and Dahl 2019, arXiv:1907.05550. With ``DeviceFeed(EchoLoader(...))``
+    raw batches are repeated, and each repeat is augmented differently. With ``EchoLoader(DeviceFeed(...))`` transformed
+    batches are repeated. The first delivery of a batch is the loader's own object. A repeat has the same tensors and
+    also the attribute `repeats` (see `EchoedBatch`), so writing into the tensors in place changes later repeats.
+
+    Parameters
+    ----------
+    loader : iterable of batches
+        An `H5Loader`, DataLoader, `DeviceFeed` or any other iterable of batches.
+    factor : float or "auto"
+        How many times each batch is delivered, at least 1, rounded to a fraction with a denominator of at most 10,000.
+        With 2.5, batches are delivered 2 and 3 times in turn. "auto": repeat a batch until a thread has fetched the
+        next one. That depends on timing, so two runs differ in the order of their batches.
+    max_factor : int
+        Upper bound of `factor`. With "auto", the maximum number of times that a batch is delivered.
+
+    Attributes
+    ----------
+    loader : iterable
+    factor : Fraction or "auto"
+    max_factor : int
+
+    Raises
+    ------
+    OptionsError
+        If an option is invalid.
+
+    Notes
+    -----
+    All ranks of a distributed training must take the same number of steps, so "auto" raises `OptionsError` there.
+    """
+
+    def __init__(self, loader: Any, factor: float | str = 2, *, max_factor: int = 8) -> None:
+        super().__init__(loader)
+        self.max_factor = whole_number("max_factor", max_factor, 1)
+        self.factor: Fraction | str = _AUTO if factor == _AUTO else _to_fraction(factor, self.max_factor)
+        self._require_one_rank()
+        # The state of the current iteration, or of the last one if none is running.
+        self._state = EchoState()
+        # Where the next iteration begins, if `load_state_dict` was called.
+        self._loaded: EchoState | None = None
+        self._thread: weakref.ref[PrefetchThread] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_thread": None}
+
+    def __repr__(self) -> str:
+        factor = f"{float(self.factor):g}" if isinstance(self.factor, Fraction) else repr(self.factor)
+        return f"EchoLoader({self.loader!r}, factor={factor}, max_factor={self.max_factor})"
+
+    @property
+    def shown(self) -> int:
+        """Number of batches, including repeats, that the current or last iteration delivered."""
+        return self._state.shown
+
+    @property
+    def fresh(self) -> int:
+        """How many of the `shown` batches were delivered for the first time."""
+        return self._state.fresh
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration. A state that was loaded for this epoch is kept, any other is dropped."""
+        super().set_epoch(epoch)
+        if self._loaded is not None and self._loaded.epoch != epoch:
+            self._loaded = None
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch, including repeats."""
+        if not isinstance(self.factor, Fraction):
+            raise TypeError("an EchoLoader with factor='auto' has no length: repeats depend on time")
+        return int(len(self.loader) * self.factor // 1)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin the next epoch.
+
+        Raises
+        ------
+        OptionsError
+            If `factor` is "auto" and there are several ranks.
+        """
+        self._require_one_rank()
+        # A DataLoader with persistent workers reuses a single iterator, which the previous thread may still be using.
+        self.close()
+        state, self._loaded = self._loaded, None
+        cursor, fetcher = self._begin(record=True)
+        self._state = state = state or EchoState(self.epoch)
+        if isinstance(self.factor, Fraction):
+            return _FixedEcho(self, fetcher, cursor, state, self.factor)
+        iterator = _AdaptiveEcho(self, fetcher, cursor, state, self.max_factor)
+        self._thread = weakref.ref(iterator.thread)
+        return iterator
+
+    def close(self) -> None:
+        """Stop the thread that `factor="auto"` uses, once it has fetched its current batch. The loader stays open."""
+        thread = None if self._thread is None else self._thread()
+        if thread is not None:
+            thread.stop()
+            thread.join()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last batch that was delivered, made of numbers, strings, lists and dicts.
+
+        After a complete epoch, it is the state at the beginning of the next epoch.
+
+        Raises
+        ------
+        StateError
+            If the loader keeps no state.
+        """
+        state = self._state if self._cursor is not None else self._loaded or EchoState()
+        return {
+            "echo": self._settings(),
+            "loader": super().state_dict(),
+            "epoch": state.epoch,
+            "batch": state.batch,
+            "showing": state.showing,
+            "sizes": [],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the next iteration continue where `state` was saved.
+
+        Raises
+        ------
+        StateError
+            If `state` was saved with other settings or by another loader.
+        """
+        try:
+            saved, loader = dict(state["echo"]), state["loader"]
+            loaded = EchoState(int(state["epoch"]), int(state["batch"]), int(state["showing"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(f"not a state of an EchoLoader ({error!r}); give what state_dict() returned") from error
+        settings = self._settings()
+        for name in {**settings, **saved}:
+            if saved.get(name) != settings.get(name):
+                raise StateError(
+                    f"the state was saved with {name} {saved.get(name)!r}, and this EchoLoader has "
+                    f"{settings.get(name)!r}; resume with the same"
+                )
+        super().load_state_dict(loader)
+        self._loaded = loaded
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the settings that a saved state must have in common with this loader."""
+        fixed = isinstance(self.factor, Fraction)
+        return {
+            "version": 1,
+            "factor": [self.factor.numerator, self.factor.denominator] if isinstance(self.factor, Fraction) else _AUTO,
+            "most": None if fixed else self.max_factor,
+            # Version 1 of the state also described a shuffle buffer, here and in "sizes".
+            "shuffle_buffer": 0,
+            "seed": None,
+        }
+
+    def _require_one_rank(self) -> None:
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if self.factor == _AUTO and distributed and torch.distributed.get_world_size() > 1:
+            raise OptionsError(
+                "factor='auto' would give each rank another number of steps; give a number where there are several "
+                "ranks",
+                parameters=("factor='auto'",),
+            )
+
+
+class _EchoIterator(BatchIterator):
+    """An iterator over one epoch of an EchoLoader; it updates `state` at each delivery.
+
+    Parameters
+    ----------
+    max_showings : int
+        The maximum number of times that a batch is delivered.
+    """
+
+    def __init__(
+        self, loader: EchoLoader, fetcher: BatchFetcher, cursor: DeliveryCursor, state: EchoState, max_showings: int
+    ) -> None:
+        super().__init__()
+        self._loader, self._fetcher, self._cursor = loader, fetcher, cursor
+        self._state, self._max_showings = state, max_showings
+        self._current: FetchedBatch | None = None
+
+    def _begin_batch(self, fetched: FetchedBatch) -> None:
+        self._current, self._state.epoch = fetched, fetched.epoch
+
+    def _show(self, fetched: FetchedBatch) -> Any:
+        """Return the batch to deliver and count the delivery; a repeat gets the attribute `repeats`."""
+        state, batch = self._state, fetched.batch
+        before = repeats_of(batch)
+        if state.showing or isinstance(before, torch.Tensor) or before:
+            batch = EchoedBatch.mark(batch, before * self._max_showings + state.showing)
+        state.shown += 1
+        state.fresh += state.showing == 0
+        state.showing += 1
+        return batch
+
+    def _end_batch(self, fetched: FetchedBatch) -> None:
+        self._state.batch, self._state.showing = self._state.batch + 1, 0
+        self._cursor.advance(fetched)
+        self._current = None
+
+    def _release(self) -> None:
+        self._current = None
+        self._fetcher.close()
+
+    def _finish(self) -> None:
+        self._loader._finish(self._cursor)
+
+
+class _FixedEcho(_EchoIterator):
+    """An iterator that delivers each batch `factor` times on average."""
+
+    def __init__(
+        self, loader: EchoLoader, fetcher: BatchFetcher, cursor: DeliveryCursor, state: EchoState, factor: Fraction
+    ) -> None:
+        super().__init__(loader, fetcher, cursor, state, -int(-factor // 1))
+        self._factor = factor
+
+    def _next_batch(self) -> Any:
+        if self._current is None:
+            self._begin_batch(self._fetcher.fetch())
+        assert self._current is not None
+        fetched = self._current
+        batch = self._show(fetched)
+        if self._state.showing == showings(self._factor, self._state.batch):
+            self._end_batch(fetched)
+        return batch
+
+
+def showings(factor: Fraction, batch: int) -> int:
+    """Return how many times the batch with index `batch` is delivered.
+
+    The counts add up such that the first n batches are delivered ``floor(factor * n)`` times in total.
+    """
+    return int((batch + 1) * factor // 1 - batch * factor // 1)
+
+
+class _AdaptiveEcho(_EchoIterator):
+    """An iterator that repeats each batch until the next one is ready, and at most `max_showings` times.
+
+    A thread prefetches one batch. The thread stops at the end of the iteration, or when the iterator is
+    garbage-collected.
+    """
+
+    def __init__(
+        self, loader: EchoLoader, fetcher: BatchFetcher, cursor: DeliveryCursor, state: EchoState, max_showings: int
+    ) -> None:
+        super().__init__(loader, fetcher, cursor, state, max_showings)
+        self._clock = _FetchClock()
+        self.thread = PrefetchThread(fetcher, self._clock.enter, self._clock.prepare, 1)
+        self.thread.stop_with(self)
+        self._delivered_at = 0.0
+        self._step_seconds = 0.0
+
+    def _next_batch(self) -> Any:
+        self._on_request()
+        while True:
+            fetched = self._get(wait=self._current is None or self._state.showing >= self._max_showings)
+            if fetched is not None:
+                if self._current is not None:
+                    self._end_batch(self._current)
+                self._begin_batch(fetched)
+            if self._state.showing < self._max_showings:
+                break
+            # The iteration was resumed, and its first batch had already been delivered `max_showings` times.
+        assert self._current is not None
+        batch = self._show(self._current)
+        self._on_delivery()
+        return batch
+
+    def _on_request(self) -> None:
+        if self._delivered_at:
+            self._step_seconds = _moving_average(self._step_seconds, time.monotonic() - self._delivered_at)
+
+    def _on_delivery(self) -> None:
+        self._delivered_at = time.monotonic()
+
+    def _get(self, *, wait: bool) -> FetchedBatch | None:
+        """Return the loader's next batch, or None if it is neither ready nor about to be. Always wait if `wait`.
+
+        A batch that is about to be ready is worth a short wait: repeating the old batch instead would hardly save time.
+        """
+        if not wait:
+            tolerance = _WAIT_SHARE * self._step_seconds
+            missing = self._clock.expected_at() - time.monotonic()
+            if 0.0 < missing <= tolerance and self._clock.ready.acquire(timeout=tolerance):
+                self._clock.ready.release()
+        item = self.thread.get(wait=wait)
+        if item is None:
+            return None
+        if isinstance(item, EndOfBatches):
+            try:
+                raise item.error
+            finally:
+                # The error's traceback refers to this frame, so the local variable would form a reference cycle.
+                del item
+        self._clock.restart()
+        return item
+
+    def _release(self) -> None:
+        # The thread itself closes the fetcher when it ends.
+        self._current = None
+        self.thread.stop()
+        self.thread.join()
+
+
+class _FetchClock:
+    """A clock that measures how long a prefetch thread takes for a batch, and predicts when the next one is ready."""
+
+    def __init__(self) -> None:
+        self.ready = threading.Semaphore(0)
+        self._begun, self._seconds = time.monotonic(), 0.0
+        # Each thread has its own current CUDA stream. If the wrapped loader is a DeviceFeed, it delivers batches in the
+        # prefetch thread, and must make them ready for the stream of the consumer's thread.
+        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.current_stream() if in_use else None
+
+    def enter(self) -> None:
+        """Set the consumer's CUDA stream as the current one; called first in the prefetch thread."""
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)
+
+    def prepare(self, batch: Any) -> Any:
+        """Record that a batch is ready, and return it unchanged."""
+        self._seconds = _moving_average(self._seconds, time.monotonic() - self._begun)
+        self.ready.release()
+        return batch
+
+    def restart(self) -> None:
+        """Record that the consumer received a batch, upon which the thread begins to fetch the next one."""
+        self._begun = time.monotonic()
+        self.ready.acquire()
+
+    def expected_at(self) -> float:
+        """Return when the batch that is being fetched should be ready, in seconds of `time.monotonic`."""
+        return self._begun + self._seconds
+
+
+def _moving_average(average: float, seconds: float) -> float:
+    return seconds if not average else average + _NEWEST_SHARE * (seconds - average)
+
+
+def _to_fraction(factor: Any, max_factor: int) -> Fraction:
+    found = None
+    if not isinstance(factor, (str, bool)):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            exact = Fraction(factor if isinstance(factor, Rational) else float(factor))
+            found = exact.limit_denominator(_MAX_DENOMINATOR) if exact >= 1 else None
+    if found is None:
+        raise OptionsError(
+            f"factor is {factor!r}; it must be a number of at least 1, or 'auto'", parameters=("factor",)
+        )
+    if found > max_factor:
+        raise OptionsError(
+            f"factor is {factor}, above max_factor={max_factor}; give a lower factor or a higher max_factor",
+            parameters=(f"max_factor={max_factor}", "max_factor", "factor"),
+        )
+    return found

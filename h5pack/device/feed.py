@@ -1,0 +1,225 @@
+"""`DeviceFeed`, which copies batches to the device and transforms them there while the previous step runs."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+
+from h5pack.data.iteration import BatchIterator
+from h5pack.device.batch import ImageTransform, map_tensors
+from h5pack.device.loader_wrapper import BatchFetcher, DeliveryCursor, FetchedBatch, LoaderWrapper
+from h5pack.device.prefetch import CudaCopier, DevicePrefetcher, PrefetchThread
+from h5pack.device.profiling import profiler_range
+from h5pack.errors import OptionsError
+from h5pack.order.window import whole_number
+
+
+class DeviceFeed(LoaderWrapper):
+    """A loader that delivers the batches of another loader on a device.
+
+    On CUDA, a thread fetches batches from the loader. While the training step runs, the batches are copied from pinned
+    memory and transformed on a separate CUDA stream. On the CPU, each batch is fetched and transformed in the caller's
+    thread when it is requested. The results are the same.
+
+    Parameters
+    ----------
+    loader : iterable of batches
+        An `H5Loader`, `EchoLoader`, DataLoader, StatefulDataLoader or any other iterable of batches. A batch is a
+        tensor, or lists, tuples, named tuples or mappings of tensors, nested in any way. Other objects in a batch are
+        passed on unchanged.
+    device : torch.device or str, optional
+        Default: the CUDA device with the index in torchrun's variable LOCAL_RANK, else the current CUDA device, or the
+        CPU if CUDA is not available.
+    transform : callable, optional
+        Called with a batch's images on the device, and also with a `BatchKey` if its attribute `keyed` is true.
+    prefetch_factor : int
+        Maximum number of batches copied to the device before the step requests them. As many more may wait in host
+        memory. Batches are prefetched only for CUDA devices.
+    image_key : int or str, optional
+        Where the images are in a batch: an index, a key, or the field name of a named tuple. Default: the tensor itself
+        if the batch is a tensor, the key "images" or "image" of a mapping, and the first element of a list or tuple.
+
+    Attributes
+    ----------
+    loader : iterable
+    device : torch.device
+    prefetch_factor : int
+
+    Raises
+    ------
+    OptionsError
+        If the device does not exist, or if the transform needs row numbers but the loader's dataset has none in its
+        batches.
+
+    Notes
+    -----
+    A batch is ready for use on the CUDA stream that was current when the batch was requested. To use it on another
+    stream, synchronize as for any tensor (``wait_stream``, ``record_stream``).
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        device: torch.device | str | int | None = None,
+        *,
+        transform: Callable[..., Any] | None = None,
+        prefetch_factor: int = 2,
+        image_key: Hashable | None = None,
+    ) -> None:
+        super().__init__(loader)
+        self.device = resolve_device(device)
+        self.prefetch_factor = whole_number("prefetch_factor", prefetch_factor, 1)
+        dataset = getattr(loader, "dataset", None)
+        self._transform = None if transform is None else ImageTransform(transform, image_key, dataset)
+        self._copier: CudaCopier | None = None
+        self._threads: weakref.WeakSet[PrefetchThread] = weakref.WeakSet()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Streams and threads belong to this process and cannot be pickled.
+        return {**self.__dict__, "_cursor": None, "_copier": None, "_threads": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._threads = weakref.WeakSet()
+
+    def __repr__(self) -> str:
+        return f"DeviceFeed({self.loader!r}, device={str(self.device)!r}, prefetch_factor={self.prefetch_factor})"
+
+    @property
+    def transform_seconds(self) -> float:
+        """Total seconds spent in the transform so far in this process; on CUDA, only the time to launch its kernels."""
+        return 0.0 if self._transform is None else self._transform.seconds
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin the loader's next epoch and return its iterator, which prefetches batches on CUDA."""
+        # A DataLoader with persistent workers reuses a single iterator, so a new iteration ends all earlier ones.
+        persistent = getattr(self.loader, "persistent_workers", False)
+        for thread in list(self._threads):
+            if persistent:
+                thread.stop()
+            if thread.stopping:
+                # The thread may still be using the loader's iterator.
+                thread.join()
+        copier = self._begin_copying()
+        # The loader's own state counts batches that were prefetched, or whose transform failed, although the step never
+        # received them. Recording the state with each batch avoids that.
+        cursor, fetcher = self._begin(record=copier is not None or self._transform is not None)
+        if copier is None:
+            return _FeedIterator(self, cursor, _DirectFetcher(fetcher, self.device, self._transform))
+        prefetcher = DevicePrefetcher(fetcher, copier, self.prefetch_factor)
+        self._threads.add(prefetcher.thread)
+        return _FeedIterator(self, cursor, prefetcher)
+
+    def close(self) -> None:
+        """Stop all iterations and wait until their threads have ended. The wrapped loader stays open."""
+        for thread in list(self._threads):
+            thread.stop()
+            thread.join()
+
+    def _begin_copying(self) -> CudaCopier | None:
+        if self.device.type != "cuda":
+            return None
+        if self._copier is None:
+            self._copier = CudaCopier(self.device, self._transform)
+        self._copier.begin()
+        return self._copier
+
+
+class _FeedIterator(BatchIterator):
+    """An iterator over one epoch of a `DeviceFeed`."""
+
+    def __init__(self, feed: DeviceFeed, cursor: DeliveryCursor, batches: DevicePrefetcher | _DirectFetcher) -> None:
+        super().__init__("feed")
+        self._feed, self._cursor = feed, cursor
+        self._batches: DevicePrefetcher | _DirectFetcher | None = batches
+
+    def _next_batch(self) -> Any:
+        assert self._batches is not None
+        try:
+            fetched = next(self._batches)
+        except torch.cuda.OutOfMemoryError as error:
+            _add_memory_advice(error, self._feed)
+            raise
+        self._cursor.advance(fetched)
+        return fetched.batch
+
+    def _release(self) -> None:
+        batches, self._batches = self._batches, None
+        if batches is not None:
+            batches.close()
+
+    def _finish(self) -> None:
+        self._feed._finish(self._cursor)
+
+
+class _DirectFetcher(Iterator[FetchedBatch]):
+    """A fetcher without prefetching: it fetches, copies and transforms a batch on request, in the caller's thread."""
+
+    def __init__(self, fetcher: BatchFetcher, device: torch.device, transform: ImageTransform | None) -> None:
+        self._fetcher, self._device, self._transform = fetcher, device, transform
+
+    def __next__(self) -> FetchedBatch:
+        with profiler_range("read"):
+            fetched = self._fetcher.fetch()
+        if self._device.type != "cpu":
+            with profiler_range("copy"):
+                fetched.batch = map_tensors(fetched.batch, lambda tensor: tensor.to(self._device))
+        if self._transform is not None:
+            fetched.batch = self._transform(fetched.batch, fetched.epoch)
+        return fetched
+
+    def close(self) -> None:
+        """Drop the loader's iterator and close it if possible."""
+        self._fetcher.close()
+
+
+def resolve_device(device: torch.device | str | int | None) -> torch.device:
+    """Return the device to use, with an index if it is a CUDA device. None selects the default of `DeviceFeed`.
+
+    Raises
+    ------
+    OptionsError
+        If `device` is not a device, or if it is a CUDA device that does not exist.
+    """
+    if device is None:
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        # If a launcher makes only one device visible to each process, it has index 0, and LOCAL_RANK may be too large.
+        rank = int(os.environ.get("LOCAL_RANK", "-1") or -1)
+        return torch.device("cuda", rank if 0 <= rank < torch.cuda.device_count() else torch.cuda.current_device())
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise OptionsError(
+            f"device={device!r} is not a device; give 'cpu', 'cuda' or 'cuda:0'", parameters=(f"device={device!r}",)
+        ) from error
+    if found.type != "cuda":
+        return found
+    asked = f"device={str(found)!r}"
+    if not torch.cuda.is_available():
+        why = "torch finds no CUDA device" if torch.version.cuda else "torch was built without CUDA"
+        raise OptionsError(f"{asked}: {why}; give device='cpu'", parameters=(asked, "device='cpu'"))
+    if found == torch.device("cuda"):
+        return torch.device("cuda", torch.cuda.current_device())
+    if found.index >= torch.cuda.device_count():
+        raise OptionsError(
+            f"{asked}: there are {torch.cuda.device_count()} CUDA devices, counted from 0", parameters=(asked,)
+        )
+    return found
+
+
+def _add_memory_advice(error: BaseException, feed: DeviceFeed) -> None:
+    batches = feed.prefetch_factor + 1 if feed.device.type == "cuda" else 1
+    note = (
+        f"h5pack: DeviceFeed holds up to {batches} batches on {feed.device} at a time; lower the batch size or "
+        "prefetch_factor"
+    )
+    # Python 3.10 does not have BaseException.add_note.
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        error.args = (f"{error}\n{note}",)

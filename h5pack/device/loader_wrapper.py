@@ -1,0 +1,337 @@
+"""`LoaderWrapper`, the base class of `DeviceFeed`, `EchoLoader` and `FeedMonitor`, which wrap any kind of loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from h5pack.data.samplers import BatchOrder, ChunkSampler
+from h5pack.errors import OptionsError, StateError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass
+class FetchedBatch:
+    """A batch that was fetched from a loader, with its epoch and position.
+
+    Attributes
+    ----------
+    batch : Any
+    epoch : int
+    count : int
+        How many batches have been fetched in this iteration, including this one.
+    state : dict or None
+        The loader's state after this batch; None if it was not recorded.
+    """
+
+    batch: Any
+    epoch: int
+    count: int
+    state: dict[str, Any] | None = None
+
+
+@dataclass
+class DeliveryCursor:
+    """The progress of the training step in an iteration. Batches that were only prefetched do not count.
+
+    Attributes
+    ----------
+    iteration : int
+        The number of the iteration, counted from 0. It serves as the epoch if the loader does not count epochs.
+    delivered : int
+        How many batches the step has received.
+    state : dict or None
+        The loader's state after the last batch that the step received; None if it was not recorded.
+    """
+
+    iteration: int
+    delivered: int = 0
+    state: dict[str, Any] | None = None
+
+    def advance(self, fetched: FetchedBatch) -> None:
+        """Record that the step has received this batch."""
+        self.delivered, self.state = fetched.count, fetched.state
+
+
+class LoaderWrapper:
+    """A wrapper around a loader that offers the loader's length, dataset, epoch and state as its own.
+
+    The state and the epoch are those of the loader, or those of its sampler if it is a DataLoader. If neither counts
+    epochs, the wrapper counts iterations from 0 and uses that number as the epoch.
+
+    Parameters
+    ----------
+    loader : iterable of batches
+
+    Raises
+    ------
+    OptionsError
+        If `loader` is not iterable.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+            raise OptionsError(
+                f"a {type(loader).__name__} gives no batches; give an H5Loader, a DataLoader or the like"
+            )
+        self.loader = loader
+        self._iteration = 0
+        self._next_iteration = 0
+        self._seen_epoch = self._sampler_epoch()
+        # The progress of the current iteration. None: no iteration is running, so the state is the next one's start.
+        self._cursor: DeliveryCursor | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the threads and other resources of this wrapper. The wrapped loader stays open."""
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch. Raises TypeError if the loader has no length."""
+        return len(self.loader)
+
+    @property
+    def dataset(self) -> Any:
+        """The loader's dataset.
+
+        Raises
+        ------
+        AttributeError
+            If the loader has no dataset.
+        """
+        found = first_attribute(layers_of(self.loader), "dataset")
+        if found is None:
+            raise AttributeError(f"a {type(self.loader).__name__} has no dataset")
+        return found
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the current iteration, or of the last one if none is running."""
+        known = self._known_epoch()
+        return self._iteration if known is None else known
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration."""
+        self._next_iteration = epoch
+        self._cursor = None
+        setter = next((one for one in self._loader_and_samplers() if callable(getattr(one, "set_epoch", None))), None)
+        if setter is not None:
+            setter.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last batch that the step received, even if more batches were prefetched.
+
+        It is the state of the loader, or that of its sampler if it is a DataLoader. If neither counts epochs, the epoch
+        is added. After a complete epoch, it is the state at the beginning of the next epoch.
+
+        Raises
+        ------
+        StateError
+            If the loader keeps no state.
+        """
+        cursor = self._cursor
+        if hasattr(self.loader, "state_dict"):
+            recorded = None if cursor is None else cursor.state
+            state = self.loader.state_dict() if recorded is None else recorded
+        else:
+            sampler = self._stateful_sampler()
+            state = sampler.state_dict() if cursor is None else sampler.state_dict(self._consumed(sampler, cursor))
+        if self._known_epoch() is None:
+            state = {"epoch": self._next_iteration if cursor is None else cursor.iteration, "loader": state}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the next iteration continue where `state` was saved.
+
+        Raises
+        ------
+        StateError
+            If `state` belongs to another loader, or if the loader keeps no state.
+        """
+        epoch = None
+        if self._known_epoch() is None:
+            try:
+                epoch, state = int(state["epoch"]), state["loader"]
+            except (KeyError, TypeError, ValueError) as error:
+                raise StateError(
+                    f"not a state of a {type(self.loader).__name__} ({error!r}); give what state_dict() returned"
+                ) from error
+        (self.loader if hasattr(self.loader, "load_state_dict") else self._stateful_sampler()).load_state_dict(state)
+        if epoch is not None:
+            self._next_iteration = epoch
+        self._cursor = None
+
+    def _begin(self, *, record: bool) -> tuple[DeliveryCursor, BatchFetcher]:
+        """Begin an iteration of the loader; return its cursor and its fetcher.
+
+        Parameters
+        ----------
+        record : bool
+            Whether to record the loader's state with each batch. A wrapper that fetches more than it delivers needs it.
+        """
+        sampler_epoch = self._sampler_epoch()
+        if sampler_epoch != self._seen_epoch and sampler_epoch is not None:
+            # The user called the sampler's own set_epoch, so this is the epoch. If users forget that call, the sampler
+            # repeats its order, but iterations are still counted.
+            self._next_iteration = sampler_epoch
+        self._seen_epoch = sampler_epoch
+        iterator = iter(self.loader)
+        self._iteration, self._next_iteration = self._next_iteration, self._next_iteration + 1
+        self._cursor = DeliveryCursor(self._iteration, 0, self._loader_state() if record else None)
+        return self._cursor, BatchFetcher(self, iterator, self._iteration, record)
+
+    def _finish(self, cursor: DeliveryCursor) -> None:
+        """Move the state to the beginning of the next epoch. Called when an iteration has no more batches."""
+        if self._cursor is not cursor:
+            return
+        self._cursor = None
+        if hasattr(self.loader, "state_dict"):
+            return
+        for sampler in self._loader_and_samplers():
+            # If set_epoch or load_state_dict was called during the iteration, the sampler's state already describes the
+            # next epoch and does not depend on the number of batches. It must not be changed then.
+            if isinstance(sampler, (BatchOrder, ChunkSampler)) and sampler.state_dict(0) != sampler.state_dict(1):
+                sampler.set_epoch(sampler.epoch + 1)
+
+    def _loader_state(self) -> dict[str, Any] | None:
+        """Return the loader's own current state; None if it keeps no state."""
+        if not hasattr(self.loader, "state_dict"):
+            return None
+        try:
+            state: dict[str, Any] = self.loader.state_dict()
+        except StateError:
+            # The loader is itself a wrapper of one without state, which is an error only if the user needs the state.
+            return None
+        return state
+
+    def _loader_and_samplers(self) -> Iterator[Any]:
+        """Yield the loader, its batch sampler, its sampler, and the sampler inside the batch sampler, as far as any."""
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        yield self.loader
+        for sampler in (batch_sampler, getattr(self.loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
+            if sampler is not None:
+                yield sampler
+
+    def _counts_epochs(self, one: Any) -> bool:
+        """Return whether a loader or sampler moves to the next epoch by itself. A DistributedSampler does not."""
+        return one is self.loader or isinstance(one, (BatchOrder, ChunkSampler))
+
+    def _known_epoch(self) -> int | None:
+        """Return the epoch as counted by the loader or its sampler; None if neither counts epochs."""
+        found = (getattr(one, "epoch", None) for one in self._loader_and_samplers() if self._counts_epochs(one))
+        return next((epoch for epoch in found if isinstance(epoch, int)), None)
+
+    def _sampler_epoch(self) -> int | None:
+        """Return the epoch of a sampler that relies on the user to call set_epoch; None without such a sampler."""
+        found = (getattr(one, "epoch", None) for one in self._loader_and_samplers() if not self._counts_epochs(one))
+        return next((epoch for epoch in found if isinstance(epoch, int)), None)
+
+    def _stateful_sampler(self) -> BatchOrder | ChunkSampler:
+        for one in self._loader_and_samplers():
+            if isinstance(one, (BatchOrder, ChunkSampler)):
+                return one
+        raise StateError(
+            f"a {type(self.loader).__name__} keeps no state, and has no sampler that does; use an H5Loader, a "
+            "StatefulDataLoader, or a DataLoader with batch_sampler=ChunkBatchSampler(...)"
+        )
+
+    def _consumed(self, sampler: BatchOrder | ChunkSampler, cursor: DeliveryCursor) -> int:
+        """Return what the step has received, counted in batches for a `BatchOrder` and in rows for a `ChunkSampler`."""
+        if isinstance(sampler, BatchOrder):
+            return cursor.delivered
+        rows = cursor.delivered * (getattr(self.loader, "batch_size", None) or 1)
+        begun: int = sampler.state_dict(0)["rows"]
+        return min(rows, len(sampler) - begun)
+
+
+class BatchFetcher:
+    """A fetcher of the batches of one iteration of a wrapped loader. Only one thread at a time may use it.
+
+    Parameters
+    ----------
+    wrapper : LoaderWrapper
+    iterator : iterator
+        The iterator of the wrapped loader.
+    iteration : int
+        The number of the iteration. It serves as the epoch if the loader does not count epochs.
+    record : bool
+        Whether to record the loader's state with each batch.
+    """
+
+    def __init__(self, wrapper: LoaderWrapper, iterator: Iterator[Any], iteration: int, record: bool) -> None:
+        self._wrapper, self._iterator, self._iteration, self._record = wrapper, iterator, iteration, record
+        self._count = 0
+        self._epoch: int | None = None
+
+    def fetch(self) -> FetchedBatch:
+        """Return the next batch.
+
+        Raises
+        ------
+        StopIteration
+            If there are no more batches.
+        """
+        batch = next(self._iterator)
+        self._count += 1
+        state = self._wrapper._loader_state() if self._record else None
+        if self._epoch is None:
+            # Keep the epoch of the first batch, because another iteration may change it before this one ends.
+            known = self._wrapper._known_epoch()
+            self._epoch = self._iteration if known is None else known
+        return FetchedBatch(batch, self._epoch, self._count, state)
+
+    def close(self) -> None:
+        """Drop the loader's iterator, and call its `close` if it has one, so that its threads end."""
+        iterator, self._iterator = self._iterator, iter(())
+        close = getattr(iterator, "close", None)
+        # A generator is its own iterator. Closing it would close the loader, which the caller may want to use again.
+        if close is not None and iterator is not self._wrapper.loader:
+            close()
+
+
+def layers_of(loader: Any) -> list[Any]:
+    """Return a loader and all loaders that it wraps (found by the attribute ``loader``), outermost first."""
+    layers = [loader]
+    while (inner := getattr(layers[-1], "loader", None)) is not None and all(inner is not layer for layer in layers):
+        layers.append(inner)
+    return layers
+
+
+def first_attribute(layers: list[Any], name: str) -> Any:
+    """Return the attribute `name` of the first layer where it exists and is not None; None if there is none."""
+    for layer in layers:
+        value = getattr(layer, name, None)
+        if value is not None:
+            return value
+    return None
+
+
+def base_datasets(layers: list[Any]) -> list[Any]:
+    """Return the underlying datasets of the loaders, found by unwrapping subsets and concatenations."""
+    waiting, found = [first_attribute(layers, "dataset")], []
+    while waiting:
+        dataset = waiting.pop(0)
+        inner = getattr(dataset, "datasets", None) or getattr(dataset, "dataset", None)
+        if isinstance(inner, (list, tuple)):
+            waiting += inner
+        elif inner is not None:
+            waiting.append(inner)
+        elif dataset is not None:
+            found.append(dataset)
+    return found
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    """Return the batch sampler and the sampler of a DataLoader, as far as not None; [] for any other loader."""
+    if not isinstance(loader, DataLoader):
+        return []
+    return [sampler for sampler in (loader.batch_sampler, loader.sampler) if sampler is not None]

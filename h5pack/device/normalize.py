@@ -1,0 +1,397 @@
+"""`Normalize`, which turns uint8 images into normalised floats on any device, with augmentation in the same pass."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from h5pack.data.buffers import BufferPool
+from h5pack.device.augment import (
+    Augmentation,
+    AugmentationDraws,
+    crop_and_flip,
+    crop_and_flip_on_cpu,
+    draw_augmentation,
+    erase_mask,
+    erase_on_cpu,
+)
+from h5pack.device.batch import BatchKey
+from h5pack.device.pixel_scale import PixelScale, scale_into, scale_whole
+from h5pack.errors import OptionsError
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LAYOUTS = ("channels_last", "contiguous")
+_CHANNELS = ("last", "first", None)
+_BACKENDS = ("auto", "torch", "triton")
+_POOLED = 2
+"""How many CPU results' memory is kept for reuse, because allocating new memory takes longer than the arithmetic."""
+_MIN_POOLED_BYTES = 1 << 20
+_log = logging.getLogger(__name__)
+
+
+class Normalize:
+    """A transform of uint8 images to ``(image / 255 - mean) / std`` in one pass, accurate to one rounding step.
+
+    Flips, crops and erased boxes are applied in the same pass. They depend only on the seed and on each sample's epoch,
+    row, and number of earlier deliveries of the row (see `BatchKey`).
+
+    Parameters
+    ----------
+    mean, std : sequence of float, optional
+        One number per channel, for pixel values scaled to 0..1. Default: 0 and 1, for any number of channels.
+    dtype : torch.dtype
+        Type of the result: float32, float16 or bfloat16.
+    layout : {"channels_last", "contiguous"}
+        Memory format of the result. Its shape is (N, C, H, W) in both cases.
+    channels : {"last", "first"}, optional
+        Which axis of the images is the channel axis: (N, H, W, C) or (N, C, H, W). Default: the axis whose length is
+        the number of channels of `mean` and `std`, or 1 or 3 if neither is given. If both axes qualify, calls raise
+        `OptionsError`.
+    flip : float or bool
+        The probability of a horizontal flip. True: 0.5.
+    crop : int
+        Pixels of black padding added on each side before a window of the image's size is cut out at random, like
+        torchvision's ``RandomCrop(size, padding=crop)``. The crop is applied before the flip.
+    erase : float
+        The probability that a box is set to 0 (the mean) after normalising, like torchvision's ``RandomErasing``.
+    erase_scale : tuple of float
+        Smallest and largest target area of the box, as a fraction of the image's area.
+    erase_ratio : tuple of float
+        Smallest and largest height-to-width ratio of the box.
+    seed : int
+        Seed of the random augmentation.
+    backend : {"auto", "torch", "triton"}
+        "auto": use a Triton kernel for CUDA tensors if Triton works, and torch operations otherwise. Inside
+        ``torch.compile``, torch operations are always used, because the compiler fuses them.
+
+    Attributes
+    ----------
+    keyed : bool
+        Whether calls need a `BatchKey`. True if flip, crop or erase is enabled.
+
+    Raises
+    ------
+    OptionsError
+        If an option is invalid. Calls raise it if the images are not a uint8 batch with the expected number of
+        channels, or if a required key is missing.
+    """
+
+    def __init__(
+        self,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        layout: str = "channels_last",
+        channels: str | None = None,
+        flip: float | bool = False,
+        crop: int | None = None,
+        erase: float = 0.0,
+        erase_scale: tuple[float, float] = (0.02, 0.33),
+        erase_ratio: tuple[float, float] = (0.3, 3.3),
+        seed: int = 0,
+        backend: str = "auto",
+    ) -> None:
+        self.mean, self.std = _checked_statistics(mean, std)
+        self._any_channels = mean is None and std is None
+        for name, value, known in (
+            ("dtype", dtype, _DTYPES),
+            ("layout", layout, _LAYOUTS),
+            ("channels", channels, _CHANNELS),
+            ("backend", backend, _BACKENDS),
+        ):
+            if value not in known:
+                raise OptionsError(
+                    f"{name} is {value!r}; give one of {', '.join(map(repr, known))}", parameters=(name,)
+                )
+        largest = max(max(mean, 1 - mean) / std for mean, std in zip(self.mean, self.std, strict=True))
+        if not largest <= torch.finfo(dtype).max:
+            raise OptionsError(
+                f"std {min(self.std)} makes values of {largest:.3g}, which {dtype} cannot hold", parameters=("std",)
+            )
+        self.dtype = dtype
+        self.layout = layout
+        self.channels = channels
+        probability = 0.5 if flip is True else float(flip)
+        self.augmentation = Augmentation(probability, crop or 0, float(erase), erase_scale, erase_ratio)
+        self.keyed = self.augmentation.enabled
+        self.seed = int(seed)
+        self.backend = backend
+        self._scale = PixelScale.of(self.mean, self.std)
+        self._constants: dict[tuple[str, int], torch.Tensor] = {}
+        self._pool: BufferPool | None = None
+        self._kernels_fail = False
+
+    @classmethod
+    def from_dataset(cls, dataset: Any, **options: Any) -> Normalize:
+        """Create a transform with the mean and standard deviation that are stored in an h5pack file.
+
+        Parameters
+        ----------
+        dataset : H5Dataset, or Subset or ConcatPack of H5Datasets
+        **options
+            Further parameters of `Normalize`.
+
+        Raises
+        ------
+        OptionsError
+            If the dataset has no statistics, or the datasets of a ConcatPack have different ones.
+        """
+        found = _statistics_of(dataset)
+        if len(set(found)) != 1:
+            raise OptionsError("the datasets' statistics differ; give Normalize the mean and std to use")
+        return cls(*found[0], **options)
+
+    @classmethod
+    def imagenet(cls, **options: Any) -> Normalize:
+        """Create a transform with the mean and standard deviation of ImageNet, which many pretrained models expect."""
+        return cls(IMAGENET_MEAN, IMAGENET_STD, **options)
+
+    def __repr__(self) -> str:
+        parts = [
+            f"mean={_format_numbers(self.mean)}, std={_format_numbers(self.std)}",
+            f"dtype={self.dtype}",
+            f"layout={self.layout!r}",
+        ]
+        parts += [f"channels={self.channels!r}"] if self.channels else []
+        augmentation = self.augmentation
+        parts += [f"flip={augmentation.flip}"] if augmentation.flip else []
+        parts += [f"crop={augmentation.crop}"] if augmentation.crop else []
+        if augmentation.erase:
+            parts.append(f"erase={augmentation.erase}, erase_scale={augmentation.erase_scale}")
+            parts.append(f"erase_ratio={augmentation.erase_ratio}")
+        parts += [f"seed={self.seed}"] if self.keyed else []
+        parts += [f"backend={self.backend!r}"] if self.backend != "auto" else []
+        return f"Normalize({', '.join(parts)})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Device tensors and pooled memory are not pickled. They are created again on demand.
+        return {**self.__dict__, "_constants": {}, "_pool": None, "_kernels_fail": False}
+
+    def __call__(self, images: torch.Tensor, key: BatchKey | None = None) -> torch.Tensor:
+        """Return normalised and augmented images.
+
+        Parameters
+        ----------
+        images : Tensor
+            uint8, (N, H, W, C) or (N, C, H, W), with any strides, on any device.
+        key : BatchKey, optional
+            Required if `keyed`.
+
+        Returns
+        -------
+        Tensor
+            (N, C, H, W), of `dtype`, on the same device.
+
+        """
+        pixels = self._pixels(images)
+        _, height, width, channels = pixels.shape
+        draws = None
+        if self.keyed:
+            draws = draw_augmentation(self._checked_key(key, pixels), self.seed, self.augmentation, height, width)
+        constants = self._constants_on(images.device, channels)
+        planar = self.layout == "contiguous"
+        if torch.compiler.is_compiling():
+            # torch.compile fuses these operations into one kernel.
+            return self._by_operations(pixels, constants, draws)
+        if self._by_triton(images.device):
+            result = self._empty(pixels)
+            if self._launched(result, pixels, constants, draws):
+                return result
+        if images.device.type != "cpu" or not pixels.numel():
+            return self._by_operations(pixels, constants, draws)
+        result = self._empty(pixels)
+        memory = result if planar else result.permute(0, 2, 3, 1)
+        source = pixels.permute(0, 3, 1, 2) if planar else pixels
+        if draws is not None and self.augmentation.moves_pixels:
+            source = crop_and_flip_on_cpu(pixels, draws, planar)
+        scale_into(memory, source.contiguous(), constants, planar)
+        if draws is not None and self.augmentation.erase:
+            erase_on_cpu(result, draws)
+        return result
+
+    def _pixels(self, images: torch.Tensor) -> torch.Tensor:
+        """Check the images and return them as (N, H, W, C), without a copy."""
+        if not isinstance(images, torch.Tensor):
+            raise OptionsError(f"the images are a {type(images).__name__}; give a uint8 tensor")
+        if images.dtype != torch.uint8:
+            raise OptionsError(f"the images are {images.dtype}; give uint8")
+        shape = tuple(images.shape)
+        if len(shape) != 4:
+            raise OptionsError(f"the images' shape is {shape}; give a batch, (N, H, W, C) or (N, C, H, W)")
+        counts = {1, 3} if self._any_channels else {len(self.mean)}
+        last, first = shape[3] in counts, shape[1] in counts
+        channels = self.channels
+        if channels is None:
+            if last and first:
+                raise OptionsError(
+                    f"images of shape {shape} may have their channels last or first; give channels",
+                    parameters=("channels",),
+                )
+            channels = "last" if last else "first"
+        found = shape[3] if channels == "last" else shape[1]
+        if not self._any_channels and found != len(self.mean):
+            raise OptionsError(
+                f"images of shape {shape} do not have the {len(self.mean)} channels of mean and std; give as many "
+                "means as there are channels, or give channels",
+                parameters=("channels", "mean", "std"),
+            )
+        return images if channels == "last" else images.permute(0, 2, 3, 1)
+
+    def _checked_key(self, key: BatchKey | None, pixels: torch.Tensor) -> BatchKey:
+        if key is None:
+            raise OptionsError(
+                "flip, crop and erase take their random numbers from each sample's row number; open the dataset with "
+                "with_rows=True and use DeviceFeed, or call with a BatchKey"
+            )
+        shapes = [tuple(part.shape) for part in (key.rows, key.repeats) if isinstance(part, torch.Tensor)]
+        if any(shape != (len(pixels),) for shape in shapes):
+            raise OptionsError(f"the key's shapes are {shapes}, of {len(pixels)} images; give a row for each image")
+        if key.rows.device == pixels.device:
+            return key
+        return BatchKey(key.rows.to(pixels.device), key.epoch, key.repeats)
+
+    def _constants_on(self, device: torch.device, channels: int) -> torch.Tensor:
+        name = (str(device), channels)
+        # While torch.compile traces this call, tensors are symbolic and must not be cached.
+        if torch.compiler.is_compiling() or name not in self._constants:
+            constants = self._scale.tensor(device, channels)
+            if torch.compiler.is_compiling():
+                return constants
+            self._constants[name] = constants
+        return self._constants[name]
+
+    def _empty(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return an uninitialised result of shape (N, C, H, W) in the memory format `self.layout`."""
+        planar = self.layout == "contiguous"
+        count, height, width, channels = pixels.shape
+        shape = (count, channels, height, width) if planar else (count, height, width, channels)
+        size = self.dtype.itemsize * math.prod(shape)
+        if pixels.device.type == "cpu" and size >= _MIN_POOLED_BYTES:
+            result = self._pooled(count, size // count).view(self.dtype).view(shape)
+        else:
+            result = torch.empty(shape, dtype=self.dtype, device=pixels.device)
+        return result if planar else result.permute(0, 3, 1, 2)
+
+    def _pooled(self, count: int, row_bytes: int) -> torch.Tensor:
+        """Return a uint8 tensor (count, row_bytes), in the memory of an earlier result if that is no longer in use."""
+        pool = self._pool
+        if pool is None or pool.fields[0].row_bytes != row_bytes or pool.bytes < count * row_bytes:
+            pool = BufferPool([("images", (row_bytes,), np.dtype(np.uint8))], count, False, _POOLED)
+            self._pool = pool
+        return pool.allocate(count).tensor("images")
+
+    def _by_triton(self, device: torch.device) -> bool:
+        if self.backend == "auto":
+            return device.type == "cuda" and not self._kernels_fail
+        return self.backend == "triton"
+
+    def _launched(
+        self, result: torch.Tensor, pixels: torch.Tensor, constants: torch.Tensor, draws: AugmentationDraws | None
+    ) -> bool:
+        """Fill `result` with the Triton kernel and return True. With "auto", return False if Triton does not work.
+
+        After a failure, later calls with "auto" do not try Triton again.
+        """
+        try:
+            from h5pack.device import kernels
+        except ImportError as error:
+            if self.backend == "triton":
+                raise OptionsError(
+                    "backend='triton' needs Triton: pip install triton, or give backend='auto'",
+                    parameters=("backend='triton'", "backend='auto'"),
+                ) from error
+            self._kernels_fail = True
+            return False
+        if self.backend == "triton" and pixels.device.type != "cuda" and not kernels.interpreted():
+            raise OptionsError(
+                f"backend='triton' needs CUDA tensors, not {pixels.device.type}; give backend='auto'",
+                parameters=("backend='triton'", "backend='auto'"),
+            )
+        try:
+            kernels.normalize(result, pixels, constants, draws, self.augmentation)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:
+            # Triton compiles the kernel at the first call, which fails without a C compiler or with too old a driver.
+            # An AcceleratorError (a type that torch has since 2.8) was caused by an earlier kernel, so it is raised.
+            if self.backend == "triton" or isinstance(error, getattr(torch, "AcceleratorError", ())):
+                raise
+            _log.warning("the Triton kernel cannot be used, so torch operations are: %s", error)
+            self._kernels_fail = True
+            return False
+        return True
+
+    def _by_operations(
+        self, pixels: torch.Tensor, constants: torch.Tensor, draws: AugmentationDraws | None
+    ) -> torch.Tensor:
+        """Compute the result with torch operations, which run on any device and inside ``torch.compile``."""
+        if draws is not None and self.augmentation.moves_pixels:
+            pixels = crop_and_flip(pixels, draws)
+        result = scale_whole(pixels, constants, self.dtype)
+        if draws is not None and self.augmentation.erase:
+            result = result.masked_fill(erase_mask(draws, *pixels.shape[1:3])[..., None], 0.0)
+        result = result.permute(0, 3, 1, 2)
+        if self.layout == "contiguous":
+            return result.contiguous()
+        return result.contiguous(memory_format=torch.channels_last)
+
+
+def _checked_statistics(
+    mean: Sequence[float] | None, std: Sequence[float] | None
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Check mean and std, and return them as tuples of equal length. If both are None, the length is 1."""
+    try:
+        means = None if mean is None else tuple(float(value) for value in mean)
+        deviations = None if std is None else tuple(float(value) for value in std)
+    except TypeError as error:
+        raise OptionsError(
+            f"mean is {mean!r} and std is {std!r}; give sequences of one number a channel", parameters=("mean", "std")
+        ) from error
+    if means is None:
+        means = (0.0,) * len(deviations or (1.0,))
+    if deviations is None:
+        deviations = (1.0,) * len(means)
+    if len(means) != len(deviations) or not means:
+        raise OptionsError(
+            f"mean has {len(means)} channels and std has {len(deviations)}; give one number a channel for both",
+            parameters=("mean", "std"),
+        )
+    for value in means:
+        if not 0 <= value <= 1:
+            raise OptionsError(
+                f"mean {value} is not in 0..1; divide statistics of pixels in 0..255 by 255", parameters=("mean",)
+            )
+    for value in deviations:
+        if not 0 < value < math.inf:
+            raise OptionsError(
+                f"std {value} is not positive and finite; give it in units of pixels in 0..1", parameters=("std",)
+            )
+    return means, deviations
+
+
+def _statistics_of(dataset: Any) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+    """Return the stored (mean, std) of each underlying dataset, found by unwrapping subsets and concatenations."""
+    if hasattr(dataset, "datasets"):
+        return [pair for part in dataset.datasets for pair in _statistics_of(part)]
+    if hasattr(dataset, "dataset"):
+        return _statistics_of(dataset.dataset)
+    mean, std = getattr(dataset, "mean", None), getattr(dataset, "std", None)
+    if mean is None or std is None:
+        where = getattr(dataset, "path", f"a {type(dataset).__name__}")
+        raise OptionsError(
+            f"{where}: no statistics are stored; give Normalize mean and std, or use Normalize.imagenet()",
+            path=getattr(dataset, "path", None),
+        )
+    return [(tuple(map(float, mean)), tuple(map(float, std)))]
+
+
+def _format_numbers(values: tuple[float, ...]) -> str:
+    return f"({', '.join(f'{value:.4g}' for value in values)}{',' if len(values) == 1 else ''})"

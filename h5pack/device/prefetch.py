@@ -1,0 +1,258 @@
+"""Prefetching: a thread fetches batches, which are copied to a CUDA device before the training step requests them.
+
+The consumer is the code that iterates over the batches, usually the training loop. A `PrefetchThread` fetches batches
+from the loader and prepares them (pins their memory). When the consumer requests a batch, `DevicePrefetcher` *launches*
+the prepared batches, up to ``prefetch_factor`` more than the requested one, and delivers the batch that was launched
+first. A launch only queues the copy and the transform on the device, so the consumer has to wait only if no batch is
+ready. Launches happen in the consumer's thread, so its modes (no_grad, autocast) apply and its profiler sees the work.
+
+If the loader or a launch fails, the batches before the error are delivered first, and then the error is raised.
+
+The thread holds no reference to its consumer. When the user drops an iterator, it is therefore garbage-collected, and
+its finalizer stops the thread. Garbage collection may run in any thread while any lock is held, so `stop` must not take
+a lock.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from h5pack.data.iteration import BackgroundThreads
+from h5pack.device.batch import ImageTransform, map_tensors, tensors_of
+from h5pack.device.loader_wrapper import BatchFetcher, FetchedBatch
+from h5pack.device.profiling import profiler_range
+from h5pack.errors import LoaderError
+
+
+@dataclass
+class EndOfBatches:
+    """A queue entry after the last batch; `error` ended the iteration and is StopIteration if nothing failed."""
+
+    error: BaseException
+
+
+class PrefetchThread(BackgroundThreads):
+    """A thread that fetches batches and queues them.
+
+    Parameters
+    ----------
+    fetcher : BatchFetcher
+    enter : callable
+        Called once in the thread, before the first batch is fetched.
+    prepare : callable
+        Called in the thread with each batch; returns the object to queue.
+    max_batches : int
+        Maximum number of batches that are being fetched or waiting for `get`.
+    """
+
+    def __init__(
+        self, fetcher: BatchFetcher, enter: Callable[[], None], prepare: Callable[[Any], Any], max_batches: int
+    ) -> None:
+        super().__init__()
+        self.stopping = False
+        self._fetcher, self._enter, self._prepare = fetcher, enter, prepare
+        self._credits: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[FetchedBatch | EndOfBatches] = queue.SimpleQueue()
+        for _ in range(max_batches):
+            self._credits.put(None)
+        self.start(feed=self._run)
+
+    def get(self, *, wait: bool) -> FetchedBatch | EndOfBatches | None:
+        """Return the next batch or the end marker; None if the queue is empty and `wait` is false."""
+        self.require_own_process("feed")
+        try:
+            item = self._batches.get(wait)
+        except queue.Empty:
+            return None
+        self._credits.put(None)
+        return item
+
+    def stop(self) -> None:
+        """Stop the thread once it has fetched its current batch. Takes no lock, so finalizers may call it."""
+        self.stopping = True
+        self._credits.put(None)
+        self._batches.put(EndOfBatches(LoaderError("the iterator was closed while its next batch was awaited")))
+
+    def _run(self) -> None:
+        try:
+            self._enter()
+            while True:
+                self._credits.get()
+                if self.stopping:
+                    break
+                fetched = self._fetcher.fetch()
+                fetched.batch = self._prepare(fetched.batch)
+                self._batches.put(fetched)
+                # Otherwise this variable would keep the batch alive while the thread waits.
+                del fetched
+        except StopIteration:
+            self._batches.put(EndOfBatches(StopIteration()))
+        except BaseException as error:
+            # Remove this frame from the traceback. It refers to the queue that will hold the error, which would be a
+            # reference cycle that includes the loader. When a DataLoader is garbage-collected as part of a cycle, it
+            # waits 5 seconds for each of its workers.
+            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+            self._batches.put(EndOfBatches(error))
+        finally:
+            self._fetcher.close()
+            # An error's frames refer to their callers, including this frame, which would keep `self` alive.
+            del self
+
+
+class DevicePrefetcher(Iterator[FetchedBatch]):
+    """An iterator over batches that are copied and transformed before the consumer requests them.
+
+    Parameters
+    ----------
+    fetcher : BatchFetcher
+    copier : CudaCopier
+    prefetch_factor : int
+        How many batches are launched in addition to the delivered one. As many more wait in host memory.
+    """
+
+    def __init__(self, fetcher: BatchFetcher, copier: CudaCopier, prefetch_factor: int) -> None:
+        self.thread = PrefetchThread(fetcher, copier.enter, copier.prepare, prefetch_factor)
+        self._copier, self._prefetch_factor = copier, prefetch_factor
+        self._launched: deque[tuple[FetchedBatch, Any]] = deque()
+        self._end: BaseException | None = None
+        self._finalizer = self.thread.stop_with(self)
+
+    def __next__(self) -> FetchedBatch:
+        while self._end is None and len(self._launched) <= self._prefetch_factor:
+            if not self._launch_one():
+                break
+        if not self._launched:
+            assert self._end is not None
+            try:
+                raise self._end
+            finally:
+                # The error's traceback refers to this frame and so to `self`. Keeping it here would be a cycle.
+                self._end = StopIteration()
+        fetched, launched = self._launched.popleft()
+        fetched.batch = self._copier.receive(launched)
+        return fetched
+
+    def close(self) -> None:
+        """Stop fetching and drop the launched batches."""
+        self._end = self._end or StopIteration()
+        self._launched.clear()
+        self.thread.stop()
+        self._finalizer.detach()
+
+    def _launch_one(self) -> bool:
+        """Launch the next batch, or record the end of the iteration.
+
+        Wait for the batch only if no other batch is launched; otherwise return False if it is not ready.
+        """
+        if self._launched:
+            item = self.thread.get(wait=False)
+        else:
+            with profiler_range("read"):
+                item = self.thread.get(wait=True)
+        if item is None:
+            return False
+        if isinstance(item, EndOfBatches):
+            self._end = item.error
+        else:
+            batch, item.batch = item.batch, None
+            try:
+                self._launched.append((item, self._copier.launch(batch, item.epoch)))
+            except Exception as error:
+                self._end = error
+        if self._end is not None:
+            self.thread.stop()
+        return True
+
+
+@dataclass
+class _PreparedBatch:
+    """A batch in pinned memory. `ready` marks the end of the loader's work on tensors that it made on the device."""
+
+    batch: Any
+    ready: torch.cuda.Event | None
+
+
+@dataclass
+class _LaunchedBatch:
+    """A batch whose copy and transform are queued on the device. `done` marks their end."""
+
+    batch: Any
+    done: torch.cuda.Event
+
+
+class CudaCopier:
+    """A copier that moves batches to a device and transforms them there, on its own CUDA stream.
+
+    The host never waits for the device. torch's allocator of pinned memory reuses host memory only after the copies
+    from it are done. Device memory is allocated on the copier's stream. `record_stream` is called for the consumer's
+    stream, so that the memory is not reused before the consumer's work on it is done.
+
+    Parameters
+    ----------
+    device : torch.device
+        A CUDA device with an index.
+    transform : ImageTransform, optional
+    """
+
+    def __init__(self, device: torch.device, transform: ImageTransform | None) -> None:
+        self.device, self._transform = device, transform
+        # All epochs use the same stream, because the allocator keeps a separate pool of memory for each stream.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """Make the copy stream wait for work queued on the consumer's stream, such as creating transform constants."""
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def enter(self) -> None:
+        """Set the current CUDA device; called first in the prefetch thread."""
+        torch.cuda.set_device(self.device)
+
+    def prepare(self, batch: Any) -> _PreparedBatch:
+        """Copy tensors in pageable memory to pinned memory; called in the prefetch thread."""
+        pinned = map_tensors(batch, _pin)
+        ready = None
+        if any(tensor.device == self.device for tensor in tensors_of(pinned)):
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record(torch.cuda.current_stream(self.device))
+        return _PreparedBatch(pinned, ready)
+
+    def launch(self, prepared: _PreparedBatch, epoch: int) -> _LaunchedBatch:
+        """Queue the batch's copies and the transform on the copy stream."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            if prepared.ready is not None:
+                self._stream.wait_event(prepared.ready)
+            with profiler_range("copy"):
+                batch = map_tensors(prepared.batch, self._copy)
+            if self._transform is not None:
+                batch = self._transform(batch, epoch)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        return _LaunchedBatch(batch, done)
+
+    def receive(self, launched: _LaunchedBatch) -> Any:
+        """Return the batch, after making the consumer's current stream wait for its copy and transform."""
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(launched.done)
+        for tensor in tensors_of(launched.batch):
+            if tensor.device == self.device:
+                tensor.record_stream(current)
+        return launched.batch
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device == self.device:
+            # The loader allocated this tensor on another stream. record_stream prevents the allocator from reusing its
+            # memory before the copy stream's work on it is done.
+            tensor.record_stream(self._stream)
+            return tensor
+        return tensor.to(self.device, non_blocking=True)
+
+
+def _pin(tensor: torch.Tensor) -> torch.Tensor:
+    pageable = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_pinned()
+    return tensor.pin_memory() if pageable else tensor

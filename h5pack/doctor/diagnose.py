@@ -1,0 +1,367 @@
+"""`diagnose`, which measures the stages of feeding a training step within a time budget and names the bottleneck."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from h5pack.benchmark.ceilings import interleaved
+from h5pack.doctor.measure import (
+    INTERRUPTED,
+    MIN_REPEATS,
+    NotMeasured,
+    StageCost,
+    StageRun,
+    min_total_seconds,
+    repeats_within,
+    share_budget,
+)
+from h5pack.doctor.report import STAGE_TITLES, DoctorReport
+from h5pack.doctor.step import error_line
+from h5pack.doctor.target import DiagnoseSettings, Target
+from h5pack.errors import H5PackError, OptionsError
+from h5pack.format import schema
+from h5pack.monitor.advice import Advice, advise, more_reads
+from h5pack.monitor.bottleneck import Bottleneck, Evidence, Rates, Stage, StageResult, Trial, Verdict, judge
+from h5pack.order.window import DEFAULT_WINDOW
+from h5pack.system.machine import machine_facts
+from h5pack.system.text import counted
+
+_WARM_FRACTION = 0.08
+"""Fraction of the budget spent on reading rows into the page cache."""
+_TRIAL_FRACTION = 0.2
+"""Fraction of the budget for a trial: measuring one stage again with another number of threads or workers."""
+_LEEWAY = 1.25
+"""Factor by which a recommended budget exceeds the estimated minimum."""
+_QUESTION_SECONDS = 0.05
+"""Duration of each small measurement that is not a stage, such as the fraction of time that reads wait."""
+
+Progress = Callable[[str], None]
+
+
+def diagnose(
+    path: str | os.PathLike[str],
+    *,
+    device: Any = None,
+    model: Any = None,
+    transform: Callable[..., Any] | None = None,
+    batch_size: int = 256,
+    num_threads: int | None = None,
+    num_workers: int | None = None,
+    split: str | None = None,
+    images: str = schema.IMAGES,
+    labels: str = schema.LABELS,
+    window: int = DEFAULT_WINDOW,
+    dtype: str = "float32",
+    pin_memory: bool | None = None,
+    seconds: float = 30.0,
+    on_progress: Progress | None = None,
+) -> DoctorReport:
+    """Measure the stages of feeding a training step, name the bottleneck, and recommend how to remove it.
+
+    Parameters
+    ----------
+    path : path
+        A file written by h5pack, or any other HDF5 file that `H5Dataset` can read.
+    device : device, optional
+        Where the step runs, such as "cpu", "cuda" or "cuda:1". None: CUDA if available, else the CPU.
+    model : Module or callable, optional
+        A torch module, or a factory. The factory is called with the keywords ``shape``, ``classes``, ``num_classes``
+        and ``device``, as far as its signature names them. It returns a module, a pair of a module and a loss, or a
+        function of images and labels that runs the whole step. None: a small built-in network.
+    transform : callable, optional
+        The transform that runs on the host. It receives whole batches, as `H5Loader`'s transform does, or with
+        `num_workers` single images, as `H5Dataset`'s does.
+    batch_size : int
+    num_threads : int, optional
+        Threads of the `H5Loader`. None: its default.
+    num_workers : int, optional
+        Feed from an `H5Dataset` in a DataLoader with this many workers, instead of from an `H5Loader`.
+    split : str, optional
+        Read only the rows of this split. None: all rows.
+    images, labels : str
+        Names of the HDF5 datasets, as for `H5Dataset`.
+    window : int
+        Number of HDF5 chunks that are shuffled together.
+    dtype : {"float32", "bfloat16", "float16"}
+        Type of the images on the device. With bfloat16 or float16, the step runs under autocast.
+    pin_memory : bool, optional
+        Whether batches are in pinned memory. None: only if the step runs on a GPU.
+    seconds : float
+        Time budget of all measurements together. Making the model is not counted.
+    on_progress : callable, optional
+        Called with a short text before each measurement.
+
+    Returns
+    -------
+    DoctorReport
+
+    Raises
+    ------
+    OptionsError
+        If a value is invalid, or `seconds` is too short to measure every stage.
+    PackFormatError, IncompletePackError
+        If `H5Dataset` cannot read the file, or there are no rows to measure.
+    """
+    settings = DiagnoseSettings(
+        path=path,
+        device=device,
+        model=model,
+        transform=transform,
+        batch_size=batch_size,
+        num_threads=num_threads,
+        num_workers=num_workers,
+        split=split,
+        images=images,
+        labels=labels,
+        window=window,
+        dtype=dtype,
+        pin_memory=pin_memory,
+        seconds=seconds,
+    )
+    with Diagnosis(settings, on_progress) as diagnosis:
+        diagnosis.run()
+        return diagnosis.report()
+
+
+class Diagnosis:
+    """One run of `diagnose`. `report` may be called at any time and returns the results so far.
+
+    Raises
+    ------
+    OptionsError, PackFormatError, IncompletePackError
+        As for `diagnose`.
+    """
+
+    def __init__(self, settings: DiagnoseSettings, on_progress: Progress | None = None) -> None:
+        self._settings = settings
+        self._show: Progress = on_progress or (lambda text: None)
+        self._begun = time.perf_counter()
+        self._load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+        self._runs: dict[Stage, StageRun] = {}
+        self._costs: dict[Stage, StageCost] = {}
+        self._reasons: dict[Stage, str] = {}
+        self._failures: list[str] = []
+        self._unknown: list[str] = []
+        self._evidence: Evidence | None = None
+        self._verdict: Verdict | None = None
+        self._advice: list[Advice] = []
+        self.target = Target(settings)
+
+    def __enter__(self) -> Diagnosis:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop all loaders, and close the file."""
+        self.target.close()
+
+    def run(self) -> None:
+        """Measure all stages, and determine the bottleneck.
+
+        Raises
+        ------
+        OptionsError
+            If the budget is too small.
+        H5PackError
+            If the file's rows cannot be read.
+        """
+        target, seconds = self.target, self._settings.seconds
+        self._show("reading the first rows")
+        self._begun = time.perf_counter()
+        target.load_sample()
+        self._show("making the step")
+        making = time.perf_counter()
+        target.make_step()
+        # The budget excludes making the model, which may download weights or compile.
+        self._begun += time.perf_counter() - making
+        cold = self._estimate(target.cold_runs())
+        target.warm(_WARM_FRACTION * seconds)
+        hot = self._estimate(target.hot_runs())
+        measured = self._small_measurements()
+        left, needed = self._left(), min_total_seconds(self._costs)
+        if needed > left:
+            self._refuse(seconds - left + needed)
+        # Leave a part of the budget for a trial, unless the stages need all of it.
+        left = max(needed, left - _TRIAL_FRACTION * seconds)
+        repeats = repeats_within(self._costs, left)
+        shares = share_budget(self._costs, left, repeats)
+        # Cold stages drop the file from the page cache, so they run last; the rows are then read into it only once.
+        for group in (hot, cold):
+            for stage in interleaved(group, repeats):
+                self._repeat(stage, shares[stage])
+        self._judge(measured)
+
+    def report(self) -> DoctorReport:
+        """Return the results so far."""
+        target = self.target
+        return DoctorReport(
+            target=target.describe(),
+            evidence=self._evidence,
+            stages=tuple(self._results().values()),
+            verdict=self._verdict,
+            advice=tuple(self._advice),
+            unknown=tuple(self._unknown),
+            failures=tuple(dict.fromkeys([*target.failures.values(), *self._failures])),
+            seconds=time.perf_counter() - self._begun,
+            machine=machine_facts(Path(os.path.dirname(target.dataset.path))),
+        )
+
+    def _left(self) -> float:
+        return self._settings.seconds - (time.perf_counter() - self._begun)
+
+    def _estimate(self, runs: Sequence[StageRun]) -> list[Stage]:
+        """Estimate how long a repeat of each stage takes, and return the stages that can be measured."""
+        stages = []
+        for run in runs:
+            self._show(f"{STAGE_TITLES[run.stage]}, an estimate")
+            self._runs[run.stage] = run
+            cost = self._guarded(run.stage, run.estimate)
+            if cost is not None:
+                if run.stage is Stage.EVERYTHING and Stage.STEP in self._costs and run.prepare is None:
+                    # The first iteration is slower than later ones, which need no longer than all stages in sequence.
+                    parts = sum(part.batch_seconds for part in self._costs.values())
+                    cost = replace(cost, batch_seconds=min(cost.batch_seconds, parts))
+                self._costs[run.stage] = cost
+                stages.append(run.stage)
+            if self._left() < 0:
+                spent = self._settings.seconds - self._left()
+                self._refuse(spent + min_total_seconds(self._costs), at_least=True)
+        return stages
+
+    def _small_measurements(self) -> dict[str, Any]:
+        """Measure what `Evidence` needs besides the stages, with the rows in the page cache; return its fields."""
+        target, budget = self.target, self._settings.seconds
+        found: dict[str, Any] = {"load": self._load}
+        self._show("small measurements")
+        seconds = min(_QUESTION_SECONDS, 0.02 * budget)
+        found["read_busy_fraction"] = target.read_busy_fraction(seconds)
+        found["transform_busy_fraction"] = self._guarded(
+            Stage.TRANSFORM, lambda: target.transform_busy_fraction(seconds)
+        )
+        step = self._costs.get(Stage.STEP)
+        if step is not None:
+            enough = max(6 * step.batch_seconds, seconds)
+            if enough < 0.1 * budget:
+                found["half_batch_ratio"] = self._guarded(Stage.STEP, lambda: target.half_batch_ratio(enough))
+            else:
+                self._unknown.append("a small batch: there is no time to try half of it; measure for longer")
+            if target.on_gpu:
+                found["synchronisations"], found["synchronised_at"] = target.synchronisations()
+        if not target.on_gpu:
+            self._unknown.append(
+                "host synchronisation inside the step, unpinned memory, idle GPUs: the step runs on the CPU"
+            )
+        return found
+
+    def _repeat(self, stage: Stage, seconds: float) -> None:
+        run = self._runs[stage]
+        if stage not in self._reasons:
+            self._show(f"{STAGE_TITLES[stage]}, repeat {len(run.repeats) + 1}")
+            self._guarded(stage, lambda: run.repeat(seconds))
+
+    def _guarded(self, stage: Stage, call: Callable[[], Any]) -> Any:
+        """Return the result of `call`. If it fails, record the error as the stage's reason and return None."""
+        try:
+            return call()
+        except NotMeasured as error:
+            self._reasons[stage] = str(error)
+        except H5PackError as error:
+            self._reasons[stage] = error_line(error)
+            self._failures.append(error_line(error))
+        except Exception as error:
+            # The user's transform and model may raise any exception, on any batch.
+            self._reasons[stage] = error_line(error)
+            self._failures.append(f"{STAGE_TITLES[stage]}: {error_line(error)}")
+        return None
+
+    def _results(self) -> dict[Stage, StageResult]:
+        """Return the results of all stages, in the order in which an image passes through them."""
+        reasons = {**self.target.reasons, **self._reasons}
+        results = {}
+        for stage in Stage:
+            if stage in reasons or stage not in self._runs:
+                results[stage] = StageResult(stage, reason=reasons.get(stage, INTERRUPTED))
+            else:
+                results[stage] = self._runs[stage].result()
+        return results
+
+    def _judge(self, measured: dict[str, Any]) -> None:
+        everything = self._runs.get(Stage.EVERYTHING)
+        if everything is not None and everything.repeats:
+            stalls = sum(one.stall_seconds for one in everything.repeats)
+            measured["stall_fraction"] = stalls / sum(one.seconds for one in everything.repeats)
+        self._evidence = evidence = self.target.evidence(**measured, stages=self._results())
+        if evidence.crowded:
+            self._unknown.append(
+                f"how fast an idle machine would be: other processes use this one (load average {evidence.load:.1f} on "
+                f"{counted(evidence.machine_cpus or 1, 'CPU')})"
+            )
+        verdict = judge(evidence)
+        planned = plan_trial(verdict, evidence)
+        if planned is not None:
+            stage, number = planned
+            self._show(f"a trial with {number} {'threads' if evidence.num_workers is None else 'workers'}")
+            trial = self._guarded(stage, lambda: self._try(stage, number))
+            self._evidence = evidence = replace(evidence, trial=trial)
+        self._advice = advise(verdict, evidence)
+        self._verdict = verdict
+
+    def _try(self, stage: Stage, number: int) -> Trial | None:
+        """Measure a stage with another number of threads or workers, alternating with the original number."""
+        cost, target = self._costs[stage], self.target
+        if stage is not Stage.COLD:
+            target.warm(0.0)
+        runs = {"before": target.loader_run(stage), "after": target.loader_run(stage, number)}
+        for run in runs.values():
+            run.repeat(0.0)
+            run.repeats.clear()
+        repeats = len(runs) * MIN_REPEATS
+        if self._left() < repeats * cost.total_seconds:
+            what = counted(number, "thread" if self._settings.num_workers is None else "worker")
+            self._unknown.append(f"whether {what} would be faster: no time for a trial; measure for longer")
+            return None
+        share = min(self._left(), _TRIAL_FRACTION * self._settings.seconds) / repeats
+        seconds = max(cost.min_seconds, share - cost.overhead_seconds)
+        for name in interleaved(list(runs), MIN_REPEATS):
+            runs[name].repeat(seconds)
+        rates = {name: Rates.of([one.rate for one in run.repeats]) for name, run in runs.items()}
+        return Trial(stage, number, rates["before"], rates["after"])
+
+    def _refuse(self, seconds: float, *, at_least: bool = False) -> None:
+        """Raise an OptionsError that recommends a budget, because results from so short a time would be meaningless."""
+        needed = _LEEWAY * seconds / (1 - _WARM_FRACTION)
+        rounded = math.ceil(needed) if needed > 3 else math.ceil(10 * needed) / 10
+        settings = self._settings
+        raise OptionsError(
+            f"{settings.seconds:g} seconds are too little to measure batches of {settings.batch_size} images here; "
+            f"give seconds={rounded:g} or {'much ' * at_least}more, or a smaller batch_size",
+            parameters=(f"seconds={rounded:g}", "batch_size"),
+        )
+
+
+def plan_trial(verdict: Verdict, evidence: Evidence) -> tuple[Stage, int] | None:
+    """Return the stage and the number of threads or workers to try, or None if the loader is not the bottleneck.
+
+    If threads mostly wait for storage, more threads than CPUs are tried; if they compute, as many as there are CPUs.
+    """
+    found = set(verdict.bottlenecks)
+    first_epoch = verdict.first_epoch is not None
+    cold_matters = evidence.rates(Stage.COLD) is not None and (not evidence.fits_cache or first_epoch)
+    more = more_reads(evidence.parallel)
+    if Bottleneck.STORAGE in found or (first_epoch and cold_matters):
+        planned = (Stage.COLD if cold_matters else Stage.LOADER), more
+    elif Bottleneck.TRANSFORM in found and evidence.transform_waits:
+        planned = Stage.TRANSFORM, more
+    elif found & {Bottleneck.DECODING, Bottleneck.LOADER, Bottleneck.TRANSFORM}:
+        planned = evidence.feed_stage, evidence.cpus
+    else:
+        return None
+    return planned if planned[1] != evidence.parallel else None

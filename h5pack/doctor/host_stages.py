@@ -1,0 +1,247 @@
+"""The stages on the host: reading chunks and nothing else, and running the loaders as a training run would."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader
+
+from h5pack.benchmark.ceilings import touch
+from h5pack.data.dataset import H5Dataset
+from h5pack.data.loader import H5Loader
+from h5pack.data.samplers import ChunkBatchSampler
+from h5pack.device.batch import batch_size_and_bytes, tensors_of
+from h5pack.doctor.measure import Repeat
+from h5pack.monitor.probes import CpuTime
+
+_MAX_BLOCK_BYTES = 16 * 1024 * 1024
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
+
+
+class ChunkReader:
+    """Reader of a dataset's images chunk by chunk, with one buffer per thread.
+
+    Attributes
+    ----------
+    block_rows : int
+        Maximum number of rows per read.
+    busy_fraction : float or None
+        Fraction of the last `run` in which its threads ran or waited for a CPU, and not for storage. None before.
+    """
+
+    def __init__(self, dataset: H5Dataset) -> None:
+        self._dataset = dataset
+        self._index = index = dataset.engine.indexes[dataset.names[0]]
+        # An encoded chunk has to be decoded completely even for a few of its rows, so it is never split.
+        whole = index.codec is not None
+        max_rows = index.group_rows if whole else max(1, _MAX_BLOCK_BYTES // max(1, index.row_bytes))
+        self.block_rows = max(1, min(index.group_rows, max_rows))
+        self.busy_fraction: float | None = None
+
+    def warm(self, seconds: float, min_rows: int) -> int:
+        """Read rows from the first one until the time is up and `min_rows` are read; return how many were read."""
+        deadline = time.perf_counter() + seconds
+        rows, out = len(self._dataset), self._buffer()
+        for first, last in self._blocks(0, rows):
+            self._read(first, last, out)
+            if time.perf_counter() >= deadline and last >= min_rows:
+                return last
+        return rows
+
+    def run(self, seconds: float, num_threads: int, rows: int, begin: float = 0.0) -> Repeat:
+        """Measure reading the first `rows` in stored order, cyclically, starting at the fraction `begin` of them."""
+        blocks = list(self._blocks(0, rows))
+        numbers = itertools.count(int(begin * len(blocks)))
+        lock = threading.Lock()
+        done: list[tuple[int, float, float]] = []
+        errors: list[BaseException] = []
+        deadline = time.perf_counter() + seconds
+
+        def work() -> None:
+            out, read = self._buffer(), 0
+            ran, wall = _ready_seconds(), time.perf_counter()
+            try:
+                while not errors and (not read or time.perf_counter() < deadline):
+                    with lock:
+                        first, last = blocks[next(numbers) % len(blocks)]
+                    self._read(first, last, out)
+                    read += last - first
+            except BaseException as error:
+                errors.append(error)
+            done.append((read, _ready_seconds() - ran, time.perf_counter() - wall))
+
+        cpu, begun = CpuTime.now(), time.perf_counter()
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        images = sum(read for read, _, _ in done)
+        walls = sum(wall for _, _, wall in done)
+        self.busy_fraction = min(1.0, sum(ran for _, ran, _ in done) / max(1e-9, walls))
+        return Repeat(images, time.perf_counter() - begun, CpuTime.now().since(cpu).total, total_images=images)
+
+    def _buffer(self) -> npt.NDArray[Any]:
+        return np.empty((self.block_rows, *self._index.row_shape), self._index.native_dtype)
+
+    def _read(self, first: int, last: int, out: npt.NDArray[Any]) -> None:
+        rows = np.arange(first, last) + self._dataset.first_row
+        self._dataset.engine.read(self._dataset.names[0], rows, out[: last - first])
+
+    def _blocks(self, first: int, rows: int) -> Iterator[tuple[int, int]]:
+        """Yield the (first, last) row ranges of the split that are read at once; none crosses a chunk boundary."""
+        base, unit = self._dataset.first_row, self._index.group_rows
+        while first < rows:
+            edge = ((base + first) // unit + 1) * unit - base
+            last = min(rows, edge, first + self.block_rows)
+            yield first, last
+            first = last
+
+
+def busy_fraction(call: Callable[[], Any], seconds: float) -> float:
+    """Call `call` for some time; return the fraction (0 to 1) of it in which this thread ran or waited for a CPU."""
+    ran, begun = _ready_seconds(), time.perf_counter()
+    while True:
+        call()
+        wall = time.perf_counter() - begun
+        if wall >= seconds:
+            return min(1.0, (_ready_seconds() - ran) / max(wall, 1e-9))
+
+
+def _ready_seconds() -> float:
+    """Return this thread's CPU time plus its time waiting for a CPU.
+
+    The waiting counts, so that a busy machine does not look like a slow disk. Without /proc/thread-self/schedstat,
+    return the CPU time alone.
+    """
+    try:
+        ran, queued, _ = _SCHEDSTAT.read_text().split()
+        return (int(ran) + int(queued)) / 1e9
+    except (OSError, ValueError):
+        return time.thread_time()
+
+
+class HostLoaders:
+    """Factory of the loaders to measure: `H5Loader`s, or DataLoaders if `num_workers` is set.
+
+    Parameters
+    ----------
+    dataset : H5Dataset
+        A dataset without a transform.
+    batch_size, window : int
+        As for `H5Loader`.
+    num_threads, num_workers : int or None
+        At most one of them is set.
+    transform : callable or None
+        Receives whole batches; if `num_workers` is set, single images.
+    pin_memory : bool
+
+    Attributes
+    ----------
+    parallel : int
+        Number of threads of the `H5Loader`s, or of workers of the DataLoaders.
+    """
+
+    def __init__(
+        self,
+        dataset: H5Dataset,
+        *,
+        batch_size: int,
+        window: int,
+        num_threads: int | None,
+        num_workers: int | None,
+        transform: Callable[..., Any] | None,
+        pin_memory: bool,
+    ) -> None:
+        self.dataset = self.transformed_dataset = dataset
+        self.transform = transform
+        self._batch_size, self._window, self._pin_memory = batch_size, window, pin_memory
+        self._num_threads, self._num_workers = num_threads, num_workers
+        self._made: list[Any] = []
+        if transform is not None and num_workers is not None:
+            self.transformed_dataset = H5Dataset(
+                dataset.path, dataset.split, transform=transform, images=dataset.names[0], labels=dataset.label_name
+            )
+        self.parallel: int = self.make().num_threads if num_workers is None else num_workers
+
+    def make(self, rows: int | None = None, *, transform: bool = False, parallel: int | None = None) -> Any:
+        """Make a loader of the first `rows`, or of all rows if None.
+
+        `transform` adds the user's transform; `parallel` overrides the number of threads or workers.
+        """
+        options: dict[str, Any] = {"window": self._window, "rank": 0, "num_replicas": 1}
+        options["indices"] = None if rows is None or rows >= len(self.dataset) else range(rows)
+        if self._num_workers is None:
+            loader: Any = H5Loader(
+                self.dataset,
+                self._batch_size,
+                num_threads=self._num_threads if parallel is None else parallel,
+                # Rows kept in memory would not be read from the file, so reading would not be measured.
+                resident="no",
+                pin_memory=self._pin_memory,
+                transform=self.transform if transform else None,
+                **options,
+            )
+        else:
+            dataset = self.transformed_dataset if transform else self.dataset
+            workers = self._num_workers if parallel is None else parallel
+            loader = DataLoader(
+                dataset,
+                batch_sampler=ChunkBatchSampler(dataset, self._batch_size, **options),
+                num_workers=workers,
+                # Starting workers takes seconds, which must not count in every measured epoch.
+                persistent_workers=workers > 0,
+                collate_fn=dataset.collate,
+                pin_memory=self._pin_memory,
+            )
+        self._made.append(loader)
+        return loader
+
+    def prefetched(self, loader: Any) -> int:
+        """Return how many batches a loader holds ready when it is faster than its consumer."""
+        if self._num_workers is None:
+            return int(2 * loader.plan.max_group_batches + 2)
+        return int((loader.prefetch_factor or 0) * loader.num_workers)
+
+    def ready_images(self, loader: Any) -> Callable[[], int]:
+        """Return a function that returns how many images are ready in a loader; always 0 for a DataLoader."""
+        if self._num_workers is not None:
+            return lambda: 0
+        return lambda: loader.queue_depth * loader.plan.batch_rows(0)
+
+    def stop(self, loader: Any) -> None:
+        """Stop a loader's threads or workers."""
+        self._made.remove(loader)
+        if self._num_workers is None:
+            loader.close()
+        elif getattr(loader, "_iterator", None) is not None:
+            # Private API: DataLoader._iterator._shutdown_workers. Torch has no public way to end persistent workers.
+            with contextlib.suppress(AttributeError):
+                loader._iterator._shutdown_workers()
+            loader._iterator = None
+
+    def close(self) -> None:
+        """Stop all loaders, and close the dataset that this object opened for the transform."""
+        for loader in list(self._made):
+            self.stop(loader)
+        if self.transformed_dataset is not self.dataset:
+            self.transformed_dataset.close()
+
+
+def touch_batch(batch: Any) -> int:
+    """Read every memory page of a batch on the host, as a copy to a device would; return the number of images."""
+    for tensor in tensors_of(batch):
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel():
+            touch(tensor.view(-1).view(torch.uint8).numpy())
+    return batch_size_and_bytes(batch)[0] or 0

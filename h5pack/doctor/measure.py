@@ -1,0 +1,324 @@
+"""Timing of stages: how the time budget is shared among them, and how the speed of loaders and calls is measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from h5pack.monitor.bottleneck import Rates, Stage, StageResult
+from h5pack.monitor.probes import CpuTime
+
+MIN_REPEATS, MAX_REPEATS = 3, 5
+"""Fewer repeats give no useful median and spread; more than the minimum are run if the budget allows."""
+MIN_LOADER_BATCHES = 2
+"""Minimum number of batches in a loader's repeat: the first batch alone only shows how long the start takes."""
+MIN_SECONDS = 0.015
+"""Minimum duration of a repeat; a shorter one would measure the clock and the scheduler."""
+_STARVED = 0.5
+"""The loader counts as slower than its consumer if the consumer spends more than this fraction of time waiting."""
+_QUEUED_SECONDS = 0.1
+"""Maximum duration of the work that is queued on a device before it is synchronized."""
+_WEIGHTS = {
+    Stage.EVERYTHING: 2.0,
+    Stage.LOADER: 1.5,
+    Stage.TRANSFORM: 1.5,
+    Stage.COPY: 0.5,
+    Stage.NORMALIZE: 0.5,
+}
+"""Relative shares of the budget beyond the minimum: more for stages that decide the verdict, less for steady ones.
+
+A stage that is not listed has the weight 1.
+"""
+INTERRUPTED = "it was interrupted before"
+
+
+class NotMeasured(Exception):
+    """Raised if it turns out that a stage cannot be measured; the message gives the reason."""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """One repeat of a stage.
+
+    `images` is the number of images counted in `seconds`; `total_images` also includes those processed before counting
+    began. `stall_seconds` is how long the step waited for its batches; 0 if that was not monitored.
+    """
+
+    images: int
+    seconds: float
+    cpu_seconds: float | None = None
+    stall_seconds: float = 0.0
+    total_images: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Images per second."""
+        return self.images / max(self.seconds, 1e-9)
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """How long a repeat of a stage takes.
+
+    Attributes
+    ----------
+    batch_seconds : float
+        Estimated time for a batch. For a loader, the time until its first batch.
+    weight : float
+        Relative share of the budget that remains after every stage has got its minimum.
+    overhead_seconds : float
+        Time spent before and after each repeat, which is not measured.
+    min_batches : int
+        Minimum number of batches in a repeat.
+    """
+
+    batch_seconds: float
+    weight: float = 1.0
+    overhead_seconds: float = 0.0
+    min_batches: int = 1
+
+    @property
+    def min_seconds(self) -> float:
+        """Minimum duration of a repeat, without the overhead."""
+        return max(self.min_batches * self.batch_seconds, MIN_SECONDS)
+
+    @property
+    def total_seconds(self) -> float:
+        """Minimum duration of a repeat, with the overhead."""
+        return self.min_seconds + self.overhead_seconds
+
+
+def min_total_seconds(costs: Mapping[Stage, StageCost]) -> float:
+    """Return the time that the minimum number of repeats of all stages takes."""
+    return MIN_REPEATS * sum(cost.total_seconds for cost in costs.values())
+
+
+def repeats_within(costs: Mapping[Stage, StageCost], seconds: float) -> int:
+    """Return the number of repeats of each stage: MAX_REPEATS if they need at most half of `seconds`."""
+    roomy = seconds >= 2 * MAX_REPEATS / MIN_REPEATS * min_total_seconds(costs)
+    return MAX_REPEATS if roomy else MIN_REPEATS
+
+
+def share_budget(costs: Mapping[Stage, StageCost], seconds: float, repeats: int) -> dict[Stage, float]:
+    """Return the duration of a repeat of each stage: its minimum plus its share of what remains of `seconds`."""
+    left = max(0.0, seconds - repeats * sum(cost.total_seconds for cost in costs.values()))
+    weights = sum(cost.weight for cost in costs.values())
+    return {stage: cost.min_seconds + left * cost.weight / weights / repeats for stage, cost in costs.items()}
+
+
+class Meter:
+    """Counters that are read around a measurement. This base class counts nothing and has no device to wait for."""
+
+    def stalled(self) -> float:
+        """Return for how many seconds the step has waited for its batches so far, over all epochs."""
+        return 0.0
+
+    def starved(self) -> float | None:
+        """Return for how many seconds the consumer has waited for the loader so far.
+
+        None means all the time, because the consumer does nothing else.
+        """
+        return None
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished all queued work."""
+
+    def epoch_over(self) -> None:
+        """Called after the last batch of an epoch."""
+
+
+@dataclass(frozen=True)
+class _Mark:
+    time: float
+    images: int
+    ready: int
+    cpu: CpuTime
+    stalled: float
+    starved: float | None
+
+    @classmethod
+    def begin(cls, images: int, meter: Meter, ready: int = 0) -> _Mark:
+        """Mark the start of a measurement. Read the counters before the clock, so that reading them is not measured."""
+        meter.synchronize()
+        stalled, starved, cpu = meter.stalled(), meter.starved(), CpuTime.now()
+        return cls(time.perf_counter(), images, ready, cpu, stalled, starved)
+
+    @classmethod
+    def end(cls, images: int, meter: Meter, ready: int = 0) -> _Mark:
+        """Mark the end of a measurement. Read the clock before the counters, so that reading them is not measured."""
+        meter.synchronize()
+        return cls(time.perf_counter(), images, ready, CpuTime.now(), meter.stalled(), meter.starved())
+
+    def starves(self, end: _Mark) -> bool:
+        """Return whether the consumer waited for the loader most of the time from this mark to `end`."""
+        if self.starved is None or end.starved is None:
+            return True
+        return end.starved - self.starved > _STARVED * (end.time - self.time)
+
+    def until(self, end: _Mark) -> Repeat:
+        """Return the repeat from this mark to `end`."""
+        images = end.images - self.images
+        if self.starves(end):
+            # Batches become ready many at a time and out of order, so images that wait in the loader count as loaded.
+            # If the consumer is slower than the loader, they are only prefetched images and do not count.
+            images += end.ready - self.ready
+        cpu = end.cpu.since(self.cpu).total
+        return Repeat(images, end.time - self.time, cpu, end.stalled - self.stalled, end.images)
+
+
+def measure_epochs(
+    begin: Callable[[], Iterator[Any]],
+    consume: Callable[[Any], int],
+    seconds: float,
+    *,
+    prefetched: int = 0,
+    meter: Meter | None = None,
+    ready_images: Callable[[], int] = lambda: 0,
+) -> Repeat:
+    """Measure a loader for about `seconds`.
+
+    If an epoch is shorter than that, run as many whole epochs as fit, and include the time to start each. If the first
+    epoch is longer, stop it when the time is up. Part of it is then not counted:
+
+    - the first `prefetched` batches, which the loader read before they were requested, if they took at most half of the
+      time;
+    - otherwise, if the loader is faster than its consumer, the time until the first batch.
+
+    Parameters
+    ----------
+    begin : callable
+        Starts an epoch and returns its iterator.
+    consume : callable
+        Called with each batch; returns its number of images.
+    seconds : float
+        0: stop after the first batch.
+    prefetched : int
+        Number of batches that the loader holds ready when it is faster than its consumer.
+    meter : Meter, optional
+    ready_images : callable, optional
+        Returns how many images are ready in the loader. They count as loaded if the consumer mostly waits for it.
+    """
+    meter = meter or Meter()
+    start: _Mark | None = None
+    images, longest = 0, 0.0
+    while True:
+        begun, before, batches = time.perf_counter(), images, 0
+        iterator = begin()
+        if start is None:
+            # Start the clock after begin(), in which persistent workers first finish the epoch that was stopped before.
+            start = filled = led = _Mark.begin(0, meter)
+            deadline = start.time + seconds
+        try:
+            for batch in iterator:
+                if not longest and not batches:
+                    filled = _Mark.begin(0, meter, ready_images())
+                images += consume(batch)
+                batches += 1
+                if not longest and time.perf_counter() >= deadline:
+                    end = _Mark.end(images, meter, ready_images())
+                    # Leave out the prefetched batches, unless the remaining interval is short: images that were ready
+                    # at its start would then be most of those counted.
+                    if batches > prefetched > 0 and 2 * (end.time - led.time) >= end.time - start.time:
+                        return led.until(end)
+                    return (start if start.starves(end) else filled).until(end)
+                if not longest and batches == prefetched:
+                    led = _Mark.begin(images, meter, ready_images())
+        finally:
+            close = getattr(iterator, "close", None)
+            if close is not None:
+                close()
+        meter.epoch_over()
+        now = time.perf_counter()
+        longest = max(longest, now - begun)
+        # Stop after an epoch without images too, which would otherwise repeat forever.
+        if images == before or now + longest > deadline:
+            return start.until(_Mark.end(images, meter))
+
+
+def measure_calls(
+    call: Callable[[], int], seconds: float, meter: Meter | None = None, max_queued_calls: int = 1
+) -> Repeat:
+    """Measure `call`, which returns how many images it processed; run it at least once.
+
+    The meter's device is synchronized after the first call, and then only after every few calls, because a device that
+    is synchronized after every call is idle while the next one is launched. The longer a call takes, the fewer are
+    queued.
+    """
+    meter = meter or Meter()
+    start = _Mark.begin(0, meter)
+    images = call()
+    meter.synchronize()
+    passed = time.perf_counter() - start.time
+    queued = max(1, min(max_queued_calls, int(_QUEUED_SECONDS / max(passed, 1e-9))))
+    while passed < seconds:
+        images += sum(call() for _ in range(queued))
+        meter.synchronize()
+        passed = time.perf_counter() - start.time
+    return start.until(_Mark.end(images, meter))
+
+
+@dataclass
+class StageRun:
+    """A stage that can be measured, with its results so far.
+
+    Attributes
+    ----------
+    stage : Stage
+    run : callable
+        Measures the stage for the given number of seconds. 0: one batch.
+    prepare : callable or None
+        Called before each measurement; its time is not counted.
+    note : str or None
+        Remark for the report, such as which rows are measured.
+    warm_up : int
+        Number of measurements that `estimate` discards.
+    min_batches : int
+        Minimum number of batches in a repeat.
+    repeats : list of Repeat
+    """
+
+    stage: Stage
+    run: Callable[[float], Repeat]
+    prepare: Callable[[], None] | None = None
+    note: str | None = None
+    warm_up: int = 0
+    min_batches: int = 1
+    repeats: list[Repeat] = field(default_factory=list)
+
+    def estimate(self) -> StageCost:
+        """Measure one batch, and return what a repeat of the stage costs."""
+        batch_seconds = overhead = 0.0
+        for _ in range(self.warm_up + 1):
+            begun = time.perf_counter()
+            self._prepare()
+            batch_seconds = self.run(0.0).seconds
+            # The overhead includes the time to stop an unfinished epoch.
+            overhead = max(0.0, time.perf_counter() - begun - batch_seconds)
+        return StageCost(batch_seconds, _WEIGHTS.get(self.stage, 1.0), overhead, self.min_batches)
+
+    def repeat(self, seconds: float) -> None:
+        """Measure one more repeat."""
+        self._prepare()
+        self.repeats.append(self.run(seconds))
+
+    def result(self) -> StageResult:
+        """Return the stage's rates, or the reason why there are none."""
+        if not self.repeats:
+            return StageResult(self.stage, reason=INTERRUPTED)
+        if not all(one.images for one in self.repeats):
+            return StageResult(self.stage, reason="no images came through")
+        cpu = [one.cpu_seconds for one in self.repeats]
+        known = [seconds for seconds in cpu if seconds is not None]
+        return StageResult(
+            self.stage,
+            Rates.of([one.rate for one in self.repeats]),
+            cpus_used=sum(known) / sum(one.seconds for one in self.repeats) if len(known) == len(cpu) else None,
+            images=sum(one.total_images for one in self.repeats),
+            note=self.note,
+        )
+
+    def _prepare(self) -> None:
+        if self.prepare is not None:
+            self.prepare()

@@ -1,0 +1,388 @@
+"""The target of a diagnosis: the file, its loaders, the user's transform and model, and the stages to measure."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from h5pack.benchmark.ceilings import PageState
+from h5pack.data.dataset import H5Dataset
+from h5pack.data.resident import ResidentRows
+from h5pack.device.batch import images_of
+from h5pack.device.feed import resolve_device
+from h5pack.doctor.device_stages import PREFETCHED_ON_GPU, DeviceStages, describe_device, idle_gpus, normalizer_for
+from h5pack.doctor.host_stages import ChunkReader, HostLoaders, busy_fraction, touch_batch
+from h5pack.doctor.measure import MIN_LOADER_BATCHES, NotMeasured, Repeat, StageRun, measure_epochs
+from h5pack.doctor.report import TargetSummary
+from h5pack.doctor.step import Step, StepSetting, error_line, make_step, name_of
+from h5pack.errors import OptionsError, PackFormatError
+from h5pack.monitor.bottleneck import Encoding, Evidence, Stage
+from h5pack.order.window import whole_number
+from h5pack.read.chunk_index import ChunkIndex
+from h5pack.system.machine import available_cpus, available_memory
+
+DTYPES = ("float32", "bfloat16", "float16")
+_CACHED_FRACTION = 0.8
+"""A file larger than this fraction of the available memory is assumed not to stay in the page cache."""
+_GOLDEN = 0.618
+"""Each cold repeat starts this fraction of the file after the previous one, so that the starts are spread evenly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnoseSettings:
+    """The validated parameters of `diagnose`."""
+
+    path: str | os.PathLike[str]
+    device: torch.device | str | None = None
+    model: Any = None
+    transform: Callable[..., Any] | None = None
+    batch_size: int
+    num_threads: int | None = None
+    num_workers: int | None = None
+    split: str | None = None
+    images: str
+    labels: str
+    window: int
+    dtype: str
+    pin_memory: bool | None = None
+    seconds: float
+
+    def __post_init__(self) -> None:
+        whole_number("batch_size", self.batch_size, 1)
+        whole_number("window", self.window, 1)
+        if self.num_threads is not None:
+            whole_number("num_threads", self.num_threads, 1)
+        if self.num_workers is not None:
+            whole_number("num_workers", self.num_workers, 0)
+        if self.num_threads is not None and self.num_workers is not None:
+            raise OptionsError(
+                "num_threads is H5Loader's and num_workers a DataLoader's; give one of the two",
+                parameters=("num_threads", "num_workers"),
+            )
+        if self.dtype not in DTYPES:
+            raise OptionsError(f"dtype is {self.dtype!r}; give one of {', '.join(DTYPES)}", parameters=("dtype",))
+        if not 0 < self.seconds < float("inf"):
+            raise OptionsError(
+                f"seconds is {self.seconds!r}; give the time that measuring may take, above 0", parameters=("seconds",)
+            )
+        for name, value in (("model", self.model), ("transform", self.transform)):
+            if value is not None and not callable(value):
+                raise OptionsError(f"{name} is a {type(value).__name__}; give a callable", parameters=(name,))
+
+
+class Target:
+    """The file, loaders, device and step of a diagnosis.
+
+    Attributes
+    ----------
+    device : torch.device
+    dataset : H5Dataset
+    failures : dict of Stage to str
+        Errors of the user's transform and model, one line each.
+    reasons : dict of Stage to str
+        Reasons why stages cannot be measured.
+    hot_rows : int
+        The stages that run from the page cache read this many rows, from the start of the split.
+    fits_cache : bool
+        Whether the page cache can hold the split.
+
+    Raises
+    ------
+    OptionsError
+        If the device does not exist, or a setting is invalid for the device or the file.
+    PackFormatError
+        If the file, a dataset or the split does not exist, or there are no rows.
+    """
+
+    def __init__(self, settings: DiagnoseSettings) -> None:
+        self._settings = settings
+        self.device = resolve_device(settings.device)
+        if self.device.type not in ("cpu", "cuda"):
+            raise OptionsError(
+                f"device {str(settings.device)!r} cannot be measured; give 'cpu' or 'cuda'", parameters=("device",)
+            )
+        self.on_gpu = self.device.type == "cuda"
+        if settings.pin_memory and not self.on_gpu:
+            raise OptionsError(
+                "pin_memory=True is for a GPU, and the device is the CPU", parameters=("pin_memory=True",)
+            )
+        self._pinned = self.on_gpu if settings.pin_memory is None else settings.pin_memory
+        self.dataset = H5Dataset(settings.path, settings.split, images=settings.images, labels=settings.labels)
+        if not len(self.dataset):
+            where = f"split {settings.split!r}" if settings.split is not None else repr(settings.images)
+            raise PackFormatError(
+                f"{self.dataset.path}: {where} has no rows; there is nothing to measure",
+                path=self.dataset.path,
+                dataset=settings.images,
+            )
+        self.index: ChunkIndex = self.dataset.engine.indexes[self.dataset.names[0]]
+        self.failures: dict[Stage, str] = {}
+        self.reasons: dict[Stage, str] = {}
+        self.loaders = HostLoaders(
+            self.dataset,
+            batch_size=settings.batch_size,
+            window=settings.window,
+            num_threads=settings.num_threads,
+            num_workers=settings.num_workers,
+            transform=settings.transform,
+            pin_memory=self._pinned,
+        )
+        self._reader = ChunkReader(self.dataset)
+        self.hot_rows = len(self.dataset)
+        self.fits_cache = self._stored_bytes() <= _CACHED_FRACTION * available_memory()
+        self._pages = PageState(self.dataset)
+        self._step: Step | None = None
+        self._stages: DeviceStages | None = None
+        self._sample: Any = None
+        self._step_text = self._normalize_text = "none"
+
+    @property
+    def has_transform(self) -> bool:
+        """Whether the user gave a transform, even if it failed."""
+        return self._settings.transform is not None
+
+    def warm(self, seconds: float) -> None:
+        """Read rows into the page cache for about `seconds`, but at least a shuffle window and two batches."""
+        settings = self._settings
+        min_rows = max(settings.window * self.index.group_rows, 2 * settings.batch_size)
+        self.hot_rows = max(self._reader.warm(seconds, min(min_rows, len(self.dataset))), 1)
+
+    def load_sample(self) -> None:
+        """Load one batch, with the user's transform unless it fails."""
+        self._sample = self._first_batch()
+        if self.loaders.transform is None:
+            return
+        try:
+            transformed = self._first_batch(transform=True)
+            if not len(images_of(transformed)):
+                raise ValueError("it returned a batch without images")
+            self._sample = transformed
+        except OptionsError as error:
+            self._fail_transform(error_line(error))
+        except Exception as error:
+            # The user's code may raise any exception.
+            what = "a batch" if self._settings.num_workers is None else "an image"
+            name = name_of(self.loaders.transform)
+            self._fail_transform(f"the transform {name} failed on {what} ({error_line(error)})")
+
+    def _fail_transform(self, text: str) -> None:
+        self.failures[Stage.TRANSFORM], self.loaders.transform = text, None
+
+    def _first_batch(self, *, transform: bool = False) -> Any:
+        loader = self.loaders.make(self.hot_rows, transform=transform)
+        iterator = iter(loader)
+        try:
+            return next(iterator)
+        finally:
+            del iterator
+            self.loaders.stop(loader)
+
+    def make_step(self) -> None:
+        """Make the step and run it once; a failure is recorded in `failures`."""
+        settings, dataset = self._settings, self.dataset
+        images = images_of(self._sample)
+        normalize, self._normalize_text = normalizer_for(dataset, images, getattr(torch, settings.dtype))
+        self._stages = stages = DeviceStages(self.device, self._sample, normalize)
+        if normalize is None:
+            self.reasons[Stage.NORMALIZE] = self._normalize_text
+            self._normalize_text = f"not needed, {self._normalize_text}"
+        names = dataset.classes or dataset.columns
+        setting = StepSetting(
+            tuple(stages.images.shape[1:]), None if names is None else len(names), self.device, stages.images.dtype
+        )
+        try:
+            step, self._step_text = make_step(settings.model, setting)
+            stages.try_step(step)
+            self._step = step
+        except OptionsError as error:
+            self.failures[Stage.STEP] = error_line(error)
+        except Exception as error:
+            # The user's code may raise any exception.
+            shape = "x".join(map(str, stages.images.shape))
+            who = "the built-in step" if settings.model is None else f"the model {name_of(settings.model)}"
+            self.failures[Stage.STEP] = (
+                f"{who} failed on a batch of {shape} {settings.dtype} on {self.device} ({error_line(error)})"
+            )
+
+    def hot_runs(self) -> list[StageRun]:
+        """Return the stages that are measured with the rows in the page cache; record reasons for the others."""
+        some = f"{self.hot_rows:,} of {len(self.dataset):,} rows" if self.hot_rows < len(self.dataset) else None
+        threads = max(1, self.loaders.parallel)
+        runs = [
+            StageRun(
+                Stage.HOT, lambda seconds: self._reader.run(seconds, threads, self.hot_rows), note=some, warm_up=1
+            ),
+            self.loader_run(Stage.LOADER, note=some),
+        ]
+        if not self.has_transform:
+            self.reasons[Stage.TRANSFORM] = "there is no transform"
+        elif Stage.TRANSFORM in self.failures:
+            self.reasons[Stage.TRANSFORM] = "the transform failed"
+        else:
+            runs.append(self.loader_run(Stage.TRANSFORM, note=some))
+        runs += self._device_runs()
+        if self.fits_cache:
+            runs += self._everything(self.hot_rows, None)
+        return runs
+
+    def cold_runs(self) -> list[StageRun]:
+        """Return the stages that are measured after the file has been dropped from the page cache.
+
+        The whole loop is among them if the file is too large for the page cache.
+        """
+        reason = self._pages.drop()
+        if reason is not None:
+            self.reasons[Stage.COLD_STORED] = self.reasons[Stage.COLD] = reason
+            return [] if self.fits_cache else self._everything(None, None)
+        turns, rows = itertools.count(), len(self.dataset)
+
+        def stored(seconds: float) -> Repeat:
+            return self._reader.run(seconds, 1, rows, begin=next(turns) * _GOLDEN % 1)
+
+        runs = [StageRun(Stage.COLD_STORED, stored, self._drop), self.loader_run(Stage.COLD)]
+        return runs if self.fits_cache else [*runs, *self._everything(None, self._drop)]
+
+    def loader_run(self, stage: Stage, parallel: int | None = None, note: str | None = None) -> StageRun:
+        """Return the run of a loader alone (stage LOADER, TRANSFORM or COLD).
+
+        `parallel` overrides the number of threads or workers.
+        """
+        cold, transform = stage is Stage.COLD, stage is Stage.TRANSFORM
+        loader = self.loaders.make(None if cold else self.hot_rows, transform=transform, parallel=parallel)
+        prefetched, ready = self.loaders.prefetched(loader), self.loaders.ready_images(loader)
+
+        def run(seconds: float) -> Repeat:
+            return measure_epochs(lambda: iter(loader), touch_batch, seconds, prefetched=prefetched, ready_images=ready)
+
+        warm_up = int(stage is Stage.LOADER)
+        return StageRun(stage, run, self._drop if cold else None, note, warm_up, MIN_LOADER_BATCHES)
+
+    def _device_runs(self) -> list[StageRun]:
+        stages, step = self._stages, self._step
+        assert stages is not None
+        runs = []
+        if self.on_gpu:
+            runs.append(StageRun(Stage.COPY, stages.copy, warm_up=1))
+        else:
+            self.reasons[Stage.COPY] = "the step runs on the CPU" if torch.cuda.device_count() else "there is no GPU"
+        if Stage.NORMALIZE not in self.reasons:
+            note = None if self.on_gpu else "on the CPU"
+            runs.append(StageRun(Stage.NORMALIZE, stages.normalize, note=note, warm_up=1))
+        if step is None:
+            self.reasons[Stage.STEP] = f"the {'built-in step' if self._settings.model is None else 'model'} failed"
+        else:
+            runs.append(StageRun(Stage.STEP, lambda seconds: stages.step(step, seconds), warm_up=1))
+        return runs
+
+    def _everything(self, rows: int | None, prepare: Callable[[], None] | None) -> list[StageRun]:
+        stages, step = self._stages, self._step
+        if Stage.TRANSFORM in self.failures or stages is None or step is None:
+            failed = Stage.TRANSFORM if Stage.TRANSFORM in self.failures else Stage.STEP
+            self.reasons[Stage.EVERYTHING] = self.reasons[failed]
+            return []
+        loader = self.loaders.make(rows, transform=self.has_transform)
+        prefetched = self.loaders.prefetched(loader) + PREFETCHED_ON_GPU * self.on_gpu
+        run = stages.everything(loader, step, self.loaders.ready_images(loader), prefetched)
+        return [StageRun(Stage.EVERYTHING, run, prepare, min_batches=MIN_LOADER_BATCHES)]
+
+    def _drop(self) -> None:
+        reason = self._pages.drop()
+        if reason is not None:
+            raise NotMeasured(reason)
+
+    def read_busy_fraction(self, seconds: float) -> float | None:
+        """Return the fraction of time in which one thread that reads rows from the page cache does not wait."""
+        self._reader.run(seconds, 1, self.hot_rows)
+        return self._reader.busy_fraction
+
+    def transform_busy_fraction(self, seconds: float) -> float | None:
+        """Return the fraction of time in which one thread that calls the transform does not wait; None if unknown."""
+        transform = self.loaders.transform
+        if transform is None:
+            return None
+        if self._settings.num_workers is not None:
+            dataset = self.loaders.transformed_dataset
+            return busy_fraction(lambda: dataset[0], seconds)
+        images = images_of(self._first_batch())
+        try:
+            return busy_fraction(lambda: transform(images), seconds)
+        except TypeError:
+            # The transform also needs a random generator, which only a loader passes.
+            return None
+
+    def half_batch_ratio(self, seconds: float) -> float | None:
+        """Return the step's images/s with half a batch divided by its images/s with a whole batch."""
+        stages, step = self._stages, self._step
+        if stages is None or step is None or len(stages.images) < 2:
+            return None
+        pairs = [(stages.step(step, seconds / 6, 0.5).rate, stages.step(step, seconds / 6).rate) for _ in range(3)]
+        return sorted(half / whole for half, whole in pairs)[1]
+
+    def synchronisations(self) -> tuple[float | None, str | None]:
+        """Return how many times a step makes the host wait for the GPU, and ``FILE:LINE`` of the first wait."""
+        if self._stages is None or self._step is None or not self.on_gpu:
+            return None, None
+        return self._stages.synchronisations(self._step)
+
+    def evidence(self, **measured: Any) -> Evidence:
+        """Return the `Evidence` for a verdict: the `measured` fields, and what is known about the target."""
+        index, rows = self.index, len(self.dataset)
+        images = images_of(self._sample)
+        num_workers = self._settings.num_workers
+        return Evidence(
+            cpus=available_cpus(),
+            machine_cpus=os.cpu_count() or 1,
+            num_threads=self.loaders.parallel if num_workers is None else None,
+            num_workers=num_workers,
+            on_gpu=self.on_gpu,
+            batch_rows=min(self._settings.batch_size, rows),
+            stored_row_bytes=index.row_bytes,
+            loaded_row_bytes=images.nbytes // max(1, len(images)),
+            stored_float=index.native_dtype.kind == "f",
+            loaded_float=images.is_floating_point(),
+            pinned=self._pinned,
+            encoding=Encoding.of(index),
+            library_reason=None if index.is_encoded else index.library_text,
+            fits_cache=self.fits_cache,
+            fits_resident=ResidentRows.bytes_needed(self.dataset, rows) <= available_memory() // 2,
+            has_transform=self.has_transform,
+            num_gpus=torch.cuda.device_count() if self.on_gpu else 0,
+            idle_gpus=idle_gpus(self.device) if self.on_gpu else None,
+            world_size=int(os.environ.get("WORLD_SIZE", "1") or 1),
+            **measured,
+        )
+
+    def describe(self) -> TargetSummary:
+        """Return the target's description for the report."""
+        shape = "x".join(map(str, self.index.row_shape)) or "single"
+        return TargetSummary(
+            path=self.dataset.path,
+            split=self._settings.split,
+            images=f"{shape} {self.index.native_dtype}",
+            rows=len(self.dataset),
+            hot_rows=self.hot_rows,
+            device=describe_device(self.device),
+            step=self._step_text,
+            labels=self._stages is not None and self._stages.labels is not None,
+            normalize=self._normalize_text,
+        )
+
+    def close(self) -> None:
+        """Stop the loaders, and close the file."""
+        self.loaders.close()
+        self.dataset.close()
+
+    def _stored_bytes(self) -> int:
+        """Return about how many bytes of the file the split takes."""
+        index, rows = self.index, len(self.dataset)
+        fraction = rows / max(1, index.rows)
+        if index.library_reason is not None:
+            return int(os.path.getsize(self.dataset.path) * fraction)
+        if index.codec is not None and len(index.sizes):
+            return int(index.sizes.clip(0).sum() * fraction)
+        return rows * index.row_bytes

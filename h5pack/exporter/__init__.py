@@ -1,0 +1,1 @@
+"""Export of packs and other HDF5 files to folders of image files."""

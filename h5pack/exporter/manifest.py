@@ -1,0 +1,262 @@
+"""The manifest of an export: a CSV table with one line per row, in stored order, of split, labels and fields.
+
+``h5pack convert DIR/manifest.csv`` reads it back and restores splits, labels, label columns, fields and row order.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import shlex
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unicodedata import category
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.exporter.names import MANIFEST, ExportNames, has_splits
+from h5pack.exporter.source_rows import SourceRows
+from h5pack.format import schema
+from h5pack.sources.catalog import Catalog, NameTable
+from h5pack.sources.folders import split_order
+from h5pack.sources.manifest import real
+
+_BLOCK_ROWS = 4_096
+_MAX_FIELD_NUMBERS = 1_024
+# `h5pack convert` reads a column with one of these names as labels.
+_LABEL_COLUMNS = ("label", "class", "target", "category")
+
+
+@dataclass(frozen=True)
+class ManifestColumn:
+    """A column of the manifest.
+
+    Attributes
+    ----------
+    name : str
+    values : ndarray or NameTable
+        (n,), one value per row.
+    words : tuple of str or None
+        If given, `values` are indices into `words`, and -1 makes an empty cell.
+    """
+
+    name: str
+    values: npt.NDArray[Any] | NameTable
+    words: tuple[str, ...] | None = None
+
+    def cells(self, start: int, stop: int) -> list[Any]:
+        """Return the cells of rows `start` to `stop`."""
+        if isinstance(self.values, NameTable):
+            return [printable(self.values[row]) for row in range(start, stop)]
+        values = self.values[start:stop]
+        if self.words is not None:
+            named = (*map(printable, self.words), "")
+            return [named[value] for value in values.tolist()]
+        if values.dtype.kind == "b":
+            values = values.view(np.uint8)
+        # str() of a Python number parses back to exactly the same value.
+        return values.tolist()  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of a manifest, not yet written to a file.
+
+    Attributes
+    ----------
+    paths : NameTable
+        (n,), the image file of each row.
+    split : ManifestColumn
+    labels, fields, others : tuple of ManifestColumn
+        Columns that `h5pack convert` reads as labels, those that it reads as fields, and those that it ignores, which
+        document the origin of a row.
+    lost : tuple of str
+        Descriptions of what `h5pack convert` would not restore from the manifest.
+    """
+
+    paths: NameTable
+    split: ManifestColumn
+    labels: tuple[ManifestColumn, ...]
+    fields: tuple[ManifestColumn, ...]
+    others: tuple[ManifestColumn, ...]
+    lost: tuple[str, ...]
+
+    def lines(self, left_out: Collection[int]) -> Iterator[list[str]]:
+        """Yield the cells of the header line, then of each row except those in `left_out`, which have no file."""
+        columns = (self.split, *self.labels, *self.fields, *self.others)
+        yield ["path", *(column.name for column in columns)]
+        for start in range(0, len(self.paths), _BLOCK_ROWS):
+            stop = min(start + _BLOCK_ROWS, len(self.paths))
+            paths = (_path_cell(self.paths[row]) for row in range(start, stop))
+            cells = zip(paths, *(column.cells(start, stop) for column in columns), strict=True)
+            for row, line in enumerate(cells, start):
+                if row not in left_out:
+                    yield list(map(str, line))
+
+    def write(self, path: Path, left_out: Collection[int]) -> None:
+        """Write the manifest without the rows in `left_out`, which have no file; raise OSError if that fails."""
+        with path.open("w", newline="", encoding="utf-8") as stream:
+            csv.writer(stream, lineterminator="\n").writerows(self.lines(left_out))
+
+    def equals(self, path: Path, left_out: Collection[int]) -> bool:
+        """Return whether the file at `path` already has the contents that `write` would give it."""
+        try:
+            with path.open(newline="", encoding="utf-8") as stream:
+                return all(found == line for found, line in zip(csv.reader(stream), self.lines(left_out), strict=True))
+        except (OSError, ValueError, csv.Error):
+            return False
+
+    def command(self, folder: Path, source: SourceRows, names: ExportNames) -> tuple[str, tuple[str, ...]]:
+        """Return the command that packs the export in `folder` again, and descriptions of what it would not restore.
+
+        The command reads the manifest. If that would lose something which the names of the folders preserve, such as
+        classes without rows, it reads the folders instead.
+        """
+        kind = _folder_kind(source.catalog, names) if self.lost else None
+        if kind is not None:
+            words = ["h5pack", "convert", str(folder), "again.h5", "--source", kind]
+        else:
+            words = ["h5pack", "convert", str(folder / MANIFEST), "again.h5", "--order", "sorted"]
+            if len(self.labels) > 1:
+                words += ["--label-columns", ",".join(column.name for column in self.labels)]
+            if self.fields:
+                words += ["--field-columns", ",".join(column.name for column in self.fields)]
+        if source.channels in (1, 2):
+            words += ["--mode", "gray"]
+        if source.reader.pack.layout == "nchw":
+            words += ["--layout", "nchw"]
+        return shlex.join(words), self.lost if kind is None else ()
+
+
+def plan_manifest(source: SourceRows, paths: NameTable) -> Manifest:
+    """Return the manifest of the rows of `source`, whose image files are `paths`."""
+    catalog = source.catalog
+    name = _ColumnNames("path", "split")
+    lost: list[str] = []
+    split = ManifestColumn("split", catalog.split_ids, catalog.split_names)
+    labels, others = _labels(catalog, name, lost)
+    fields: list[ManifestColumn] = []
+    for field, values in sorted(catalog.fields.items()):
+        fields += _field(field, values, catalog.labels is None, name, lost)
+    others.append(ManifestColumn(name("row"), source.rows))
+    if source.has_names:
+        others.append(ManifestColumn(name("source"), catalog.names))
+    lost += _lost_splits(catalog)
+    return Manifest(paths, split, tuple(labels), tuple(fields), tuple(others), tuple(lost))
+
+
+def _folder_kind(catalog: Catalog, names: ExportNames) -> str | None:
+    """Return the `--source` kind with which `h5pack convert` restores everything from the folders alone, or None."""
+    if catalog.fields or not names.tell_splits_and_classes or [*_lost_splits(catalog)]:
+        return None
+    if list(catalog.label_names or ()) != sorted(catalog.label_names or ()):
+        return None
+    return "splits" if has_splits(catalog) else "classes"
+
+
+class _ColumnNames:
+    """Makes the names of columns distinct, and removes commas and surrounding white space, which readers may strip."""
+
+    def __init__(self, *used: str) -> None:
+        self._used = set(used)
+
+    def __call__(self, wanted: str) -> str:
+        plain = printable(wanted).strip().replace(",", ";") or "column"
+        name, number = plain, 2
+        while name in self._used:
+            name, number = f"{plain}~{number}", number + 1
+        self._used.add(name)
+        return name
+
+
+def _labels(catalog: Catalog, name: _ColumnNames, lost: list[str]) -> tuple[list[ManifestColumn], list[ManifestColumn]]:
+    """Return the label columns and further columns; append to `lost` what `h5pack convert` would not restore.
+
+    The further columns hold the class names if those cannot serve as labels in a table, so that labels are numbers.
+    """
+    labels, names = catalog.labels, catalog.label_names
+    if labels is None:
+        return [], []
+    if labels.ndim == 2:
+        assert names is not None
+        columns = [ManifestColumn(name(column), labels[:, number]) for number, column in enumerate(names)]
+        changed = [column for column, made in zip(names, columns, strict=True) if column != made.name]
+        if changed:
+            lost.append(f"names of label columns ({changed[0]!r} is called otherwise)")
+        return columns, []
+    if names is None:
+        return [ManifestColumn(name("label"), labels)], []
+    unreadable = next((word for word in names if not _is_word(word)), None)
+    if unreadable is not None:
+        # `h5pack convert` rejects a label column that mixes numbers and words, and reads one of numbers only as
+        # integers, so class names that look like numbers cannot be labels.
+        lost.append(f"names of classes (a table cannot hold {unreadable!r} as a name, so labels are numbers)")
+        return [ManifestColumn(name("label"), labels)], [ManifestColumn(name("class"), labels, names)]
+    used = {names[label] for label in np.unique(labels).tolist() if label != schema.NO_LABEL}
+    unused = [word for word in names if word not in used]
+    if unused:
+        lost.append(f"{_counted(unused, 'class', 'classes')} without rows")
+    if [word for word in names if word in used] != sorted(used):
+        lost.append("the order of classes, which becomes alphabetic, and with it their numbers")
+    return [ManifestColumn(name("label"), labels, names)], []
+
+
+def _field(
+    field: str, values: npt.NDArray[Any], unlabelled: bool, name: _ColumnNames, lost: list[str]
+) -> Iterator[ManifestColumn]:
+    count = math.prod(values.shape[1:])
+    if count > _MAX_FIELD_NUMBERS:
+        lost.append(f"field {field!r}, of {count:,} numbers per row, which is not in the table")
+        return
+    if values.ndim > 1:
+        flat = values.reshape(len(values), count)
+        lost.append(f"the shape of field {field!r}, whose numbers have one column each")
+        yield from (ManifestColumn(name(f"{field}.{number}"), flat[:, number]) for number in range(count))
+        return
+    # In a table without labels, `h5pack convert` would read a column of such a name as labels.
+    column = name(f"field_{field}" if unlabelled and field.lower() in _LABEL_COLUMNS else field)
+    if column != field:
+        lost.append(f"the name of field {field!r}, which is called {column!r}")
+    yield ManifestColumn(column, values)
+
+
+def _lost_splits(catalog: Catalog) -> Iterator[str]:
+    counts = np.bincount(catalog.split_ids, minlength=len(catalog.split_names))
+    empty = [name for name, count in zip(catalog.split_names, counts.tolist(), strict=True) if not count]
+    if empty:
+        yield f"{_counted(empty, 'split', 'splits')} without rows"
+    filled = [name for name in catalog.split_names if name not in empty]
+    if any(name != (printable(name).strip() or "all") for name in filled):
+        yield "names of splits that are empty, or hold what a table cannot"
+    elif list(split_order(filled)) != filled:
+        yield "the order of splits"
+
+
+def _counted(names: list[str], one: str, many: str) -> str:
+    return f"{one} {names[0]!r}" if len(names) == 1 else f"{len(names):,} {many} ({names[0]!r} first)"
+
+
+def _is_word(name: str) -> bool:
+    """Return whether a cell with this name is read back as text, unchanged."""
+    if not name or name != printable(name).strip():
+        return False
+    try:
+        real(name)
+    except ValueError:
+        return True
+    return False
+
+
+def printable(name: str) -> str:
+    """Return a name with its control characters escaped, because a bare carriage return would end a CSV line."""
+    if name.isprintable():
+        return name
+    return "".join(sign.encode("unicode_escape").decode() if category(sign) == "Cc" else sign for sign in name)
+
+
+def _path_cell(path: str) -> str:
+    """Return the cell of a path, with ``./`` in front if the path begins with white space, which readers strip."""
+    return f"./{path}" if path[:1].isspace() else path

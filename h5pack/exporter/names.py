@@ -1,0 +1,237 @@
+"""Names of exported files: the stored name of each row inside the folders of its split and class, safe and distinct.
+
+- A path starts with the folder of the split, then that of the class. If the stored name already begins with these
+  folders, they are not repeated. A file without splits has no split folders.
+- ``.``, ``..`` and a leading ``/`` are removed from the stored name, and control characters become ``_``. A path
+  component that begins with a dot gets ``_`` in front, because readers of image folders skip hidden files.
+- An image suffix is replaced by that of the export format. After any other suffix, that of the format is appended.
+- If a row has no stored name, or one that is too long for the file system, its file is named after the row number.
+- A name that is already used by an earlier row or by a folder gets ``~2``, ``~3``, ... before its suffix.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from h5pack.exporter.source_rows import SourceRows
+from h5pack.format import schema
+from h5pack.sources.catalog import IMAGE_SUFFIXES, Catalog, NameTable, one_split
+
+MANIFEST = "manifest.csv"
+"""Name of the CSV table written into the folder of an export."""
+UNLABELLED = "_no_label"
+"""Class folder of the rows without a label, in a file whose other rows have labels."""
+
+_MAX_NUMBERED_CLASSES = 1_000
+_MAX_PATH_BYTES = 2_048
+_MAX_FOLDER_BYTES = 200
+# Room for the number, such as ~2, that may be inserted before the suffix.
+_SPARE_BYTES = 12
+_NUMBER_DIGITS = 6
+
+
+@dataclass(frozen=True)
+class NameRules:
+    """The constraints that the image format and the file system place on names.
+
+    Attributes
+    ----------
+    suffixes : tuple of str
+        Suffixes of the format, in lower case. A name that has none of them gets the first.
+    fold_case : bool
+        Whether the file system ignores upper and lower case.
+    max_name_bytes : int
+        Longest file name that the file system allows, in bytes.
+    """
+
+    suffixes: tuple[str, ...]
+    fold_case: bool = False
+    max_name_bytes: int = 255
+
+
+@dataclass(frozen=True)
+class ExportNames:
+    """The paths of an export's files and folders.
+
+    Attributes
+    ----------
+    paths : NameTable
+        (n,), the distinct path of each row's file, relative to the folder of the export.
+    folders : tuple of str
+        All folders that the paths need, and those of classes without rows. A parent precedes its subfolders.
+    renamed : int
+        Number of stored names that had to change by more than their suffix and leading folders.
+    tell_splits_and_classes : bool
+        Whether each split and class has a folder with exactly its name, so that folders alone can restore them.
+    """
+
+    paths: NameTable
+    folders: tuple[str, ...]
+    renamed: int
+    tell_splits_and_classes: bool = False
+
+
+def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
+    """Return the path of every row's file, and the folders that they need."""
+    catalog = source.catalog
+    split_folders, class_folders = _split_folders(catalog, rules), _ClassFolders(catalog, rules)
+    digits = max(_NUMBER_DIGITS, len(str(int(source.rows.max(initial=0)))))
+    paths: list[str] = []
+    renamed = np.zeros(len(source), np.bool_)
+    for index, name in enumerate(catalog.names):
+        split = int(catalog.split_ids[index])
+        front = [*split_folders[split : split + 1], *class_folders.of(index, split)]
+        parts = _safe_parts(name) if source.has_names else []
+        renamed[index] = source.has_names and "/".join(parts) != name
+        for folder in front:
+            if len(parts) > 1 and parts[0] == folder:
+                del parts[0]
+        path = "/".join((*front, *parts[:-1], _with_suffix(parts[-1], rules.suffixes))) if parts else ""
+        if not path or _too_long(path, rules):
+            path = "/".join((*front, f"{int(source.rows[index]):0{digits}d}{rules.suffixes[0]}"))
+            renamed[index] = source.has_names
+        paths.append(path)
+    folders = {folder for path in paths for folder in _parents(path)}
+    for index in _make_distinct(paths, folders, rules):
+        renamed[index] = source.has_names
+    folders |= set(class_folders.unused(split_folders))
+    exact = class_folders.are_exact and split_folders == [*(catalog.split_names if has_splits(catalog) else ())]
+    return ExportNames(NameTable.of(paths), tuple(sorted(folders)), int(renamed.sum()), exact)
+
+
+def _make_distinct(paths: list[str], folders: Iterable[str], rules: NameRules) -> Iterator[int]:
+    """Rename, in place, paths that are equal to an earlier path or to a folder, and yield their indices."""
+    fold = _folding(rules)
+    used = {fold(folder) for folder in folders}
+    unchanged = {fold(path) for path in paths}
+    for index, path in enumerate(paths):
+        if fold(path) in used:
+            stem, dot, suffix = path.rpartition(".")
+            number = 2
+            while fold(path) in used or fold(path) in unchanged:
+                path, number = f"{stem}~{number}{dot}{suffix}", number + 1
+            paths[index] = path
+            yield index
+        used.add(fold(path))
+
+
+def has_splits(catalog: Catalog) -> bool:
+    """Return whether the source was divided into splits."""
+    return catalog.split_names != one_split(0)[0]
+
+
+def _split_folders(catalog: Catalog, rules: NameRules) -> list[str]:
+    """Return the folder name of each split; an empty list if the source has no splits."""
+    return _folder_names(catalog.split_names, rules) if has_splits(catalog) else []
+
+
+class _ClassFolders:
+    """The folder names of the classes."""
+
+    def __init__(self, catalog: Catalog, rules: NameRules) -> None:
+        self._labels = labels = catalog.labels if catalog.labels is not None and catalog.labels.ndim == 1 else None
+        self._named = catalog.label_names is not None
+        self._folders: dict[int, str] = {}
+        self._unlabelled_splits: set[int] = set()
+        self.are_exact = False
+        if labels is None:
+            return
+        if catalog.label_names is not None:
+            self._folders = dict(enumerate(_folder_names(catalog.label_names, rules, UNLABELLED)))
+            unlabelled = bool((labels == schema.NO_LABEL).any())
+            self.are_exact = not unlabelled and [*self._folders.values()] == [*catalog.label_names]
+            self._folders[schema.NO_LABEL] = UNLABELLED
+            if has_splits(catalog):
+                # A split in which no row has a label gets no class folders, like an unlabelled split in a source.
+                labelled = set(catalog.split_ids[labels != schema.NO_LABEL].tolist())
+                self._unlabelled_splits = set(range(len(catalog.split_names))) - labelled
+            return
+        values = np.unique(labels)
+        if len(values) <= _MAX_NUMBERED_CLASSES:
+            width = max((len(str(value)) for value in values.tolist()), default=1)
+            self._folders = {value: f"{value:0{width}d}" for value in values.tolist()}
+
+    def of(self, index: int, split: int) -> tuple[str, ...]:
+        """Return the class folder of a row as a tuple of one name; an empty tuple if it has none."""
+        if self._labels is None or split in self._unlabelled_splits or not self._folders:
+            return ()
+        return (self._folders[int(self._labels[index])],)
+
+    def unused(self, split_folders: Sequence[str]) -> Iterator[str]:
+        """Yield folders for the named classes that have no rows, inside the first split that has class folders."""
+        if self._labels is None or not self._named:
+            return
+        used = set(np.unique(self._labels).tolist())
+        parents = [name for split, name in enumerate(split_folders) if split not in self._unlabelled_splits]
+        if split_folders and not parents:
+            return
+        for label, folder in self._folders.items():
+            if label not in used and label != schema.NO_LABEL:
+                yield from parents[:1]
+                yield "/".join((*parents[:1], folder))
+
+
+def _folder_names(names: Iterable[str], rules: NameRules, *reserved: str) -> list[str]:
+    """Return a distinct, safe folder name for each name, different from those in `reserved`."""
+    fold = _folding(rules)
+    used = {fold(name) for name in reserved}
+    found = []
+    for name in names:
+        plain = _visible(_printable(name).replace("/", "_") or "_")
+        plain = plain.encode()[: min(_MAX_FOLDER_BYTES, rules.max_name_bytes - _SPARE_BYTES)].decode("utf-8", "ignore")
+        folder, number = plain, 2
+        while fold(folder) in used:
+            folder, number = f"{plain}~{number}", number + 1
+        used.add(fold(folder))
+        found.append(folder)
+    return found
+
+
+def _visible(part: str) -> str:
+    """Return a path component with ``_`` in front if it is hidden, ignored by readers, or named like the manifest."""
+    return f"_{part}" if part.startswith(".") or part.casefold() in ("__macosx", MANIFEST) else part
+
+
+def _safe_parts(name: str) -> list[str]:
+    return [_visible(part) for part in _printable(name).split("/") if part not in ("", ".", "..")]
+
+
+def _printable(name: str) -> str:
+    if name.isprintable():
+        return name
+    return "".join("_" if unicodedata.category(sign) == "Cc" else sign for sign in name)
+
+
+def _with_suffix(name: str, suffixes: tuple[str, ...]) -> str:
+    stem, dot, ending = name.rpartition(".")
+    suffix = f".{ending.lower()}"
+    if not stem or not dot or suffix not in IMAGE_SUFFIXES:
+        return name + suffixes[0]
+    return name if suffix in suffixes else stem + suffixes[0]
+
+
+def _too_long(path: str, rules: NameRules) -> bool:
+    encoded = path.encode("utf-8", "surrogatepass")
+    max_bytes = rules.max_name_bytes - _SPARE_BYTES
+    return len(encoded) > max_bytes and (
+        len(encoded) > _MAX_PATH_BYTES or max(map(len, encoded.split(b"/"))) > max_bytes
+    )
+
+
+def _parents(path: str) -> Iterator[str]:
+    """Yield all parent folders of a relative path, from the innermost to the outermost."""
+    folder = path.rpartition("/")[0]
+    while folder:
+        yield folder
+        folder = folder.rpartition("/")[0]
+
+
+def _folding(rules: NameRules) -> Callable[[str], str]:
+    """Return a function that maps names to equal strings exactly if the file system treats them as the same name."""
+    if not rules.fold_case:
+        return str
+    return lambda name: unicodedata.normalize("NFC", unicodedata.normalize("NFD", name).casefold())

@@ -1,1 +1,0 @@
-"""Rows to batches; the only wing that imports torch."""

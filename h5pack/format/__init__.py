@@ -1,0 +1,1 @@
+"""The file format: names of datasets and attributes, chunk and cache plans, checksums, byte offsets of rows."""

@@ -1,0 +1,44 @@
+"""CRC-32 checksums of rows, which a pack stores in its group `/checksums`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+
+def _fastest_crc32() -> Callable[..., int]:
+    # isal and zlib compute the same checksum. On one machine isal reached 86 GB/s and zlib 5.8 GB/s. On other machines
+    # zlib reaches 1 GB/s, at which a row's checksum takes half as long as decoding a small JPEG.
+    try:
+        from isal import isal_zlib
+    except ImportError:
+        import zlib
+
+        return zlib.crc32
+    return cast("Callable[..., int]", isal_zlib.crc32)
+
+
+crc32: Callable[..., int] = _fastest_crc32()
+"""Return zlib's CRC-32 of a bytes-like object, computed by isal if it is installed, which is faster, else by zlib."""
+
+
+def row_checksums(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
+    """Return the CRC-32 of each row's bytes.
+
+    Parameters
+    ----------
+    rows : ndarray, (n, ...)
+        Rows along axis 0, of any dtype.
+
+    Returns
+    -------
+    ndarray
+        uint32, (n,).
+    """
+    rows = np.ascontiguousarray(rows)
+    flat = rows.reshape(len(rows), math.prod(rows.shape[1:])).view(np.uint8)
+    return np.fromiter((crc32(row) for row in flat), dtype=np.uint32, count=len(rows))

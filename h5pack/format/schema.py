@@ -1,0 +1,71 @@
+"""The names and constants of the file format; docs/format.md describes their meaning."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+FORMAT_VERSION = 1
+
+# Attributes of the root group.
+FORMAT = "h5pack_format"
+VERSION = "h5pack_version"
+CREATED = "h5pack_created"
+COMPLETE = "h5pack_complete"
+OPTIONS = "h5pack_options"
+
+# Datasets and groups.
+IMAGES = "images"
+LABELS = "labels"
+FILENAMES = "filenames"
+SPLITS = "splits"
+SPLIT_NAMES = "splits/name"
+SPLIT_ROWS = "splits/rows"
+CHECKSUMS = "checksums"
+STATISTICS = "statistics"
+REJECTS = "rejects"
+RESERVED = frozenset({IMAGES, LABELS, FILENAMES, SPLITS, CHECKSUMS, STATISTICS, REJECTS, "encoded"})
+
+# Attributes of datasets.
+CLASSES = "classes"
+COLUMNS = "columns"
+LAYOUT = "h5pack_layout"
+RDCC_NBYTES = "h5pack_rdcc_nbytes"
+RDCC_NSLOTS = "h5pack_rdcc_nslots"
+RDCC_W0 = "h5pack_rdcc_w0"
+
+NO_LABEL = -1
+"""The label stored for an image without one in a pack whose other images have labels."""
+
+# Chunks of at least this many bytes start on a page boundary. So no two chunks share a page, and whole chunks can be
+# transferred with O_DIRECT and GPUDirect Storage.
+ALIGNMENT_THRESHOLD_BYTES = 65_536
+ALIGNMENT_BYTES = 4_096
+
+
+class FilterId(IntEnum):
+    """The registered numbers of the HDF5 filters that h5pack knows."""
+
+    GZIP = 1
+    SHUFFLE = 2
+    FLETCHER32 = 3
+    LZF = 32000
+    BLOSC = 32001
+    LZ4 = 32004
+    BITSHUFFLE = 32008
+    ZSTD = 32015
+
+
+STATISTICS_STEP = 8
+"""The channel statistics of larger packs use every STATISTICS_STEP-th row of the train split."""
+STATISTICS_SMALL_ROWS = 4_096
+"""If the train split has at most this many rows, the channel statistics use all of them."""
+
+
+def statistics_step(train_rows: int) -> int:
+    """Return the step between the rows of the train split that `/statistics` uses: 1 for a small split, else 8."""
+    return 1 if train_rows <= STATISTICS_SMALL_ROWS else STATISTICS_STEP
+
+
+def statistics_split(names: tuple[str, ...]) -> int:
+    """Return the index of the split that `/statistics` describes: the one named train, else the first."""
+    return names.index("train") if "train" in names else 0

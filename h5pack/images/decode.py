@@ -1,0 +1,371 @@
+"""Decoding of image files to uint8 pixels.
+
+The pixels are those of ``PIL.Image.open(file).convert("RGB")`` (or "L"), turned upright according to the Exif
+orientation, then resized by Pillow. Rules for special kinds of images:
+
+- gray is repeated into three channels; colour is converted to gray with Pillow's ITU-R 601 weights;
+- palette images are converted to their colours; transparency and alpha are dropped, never blended;
+- CMYK is converted with Pillow's formula, without profiles; ICC profiles are not applied;
+- 16-bit gray keeps its high byte (Pillow's own conversion would clip everything above 255 to white);
+- 32-bit and floating-point images are rejected, because no conversion suits all of them;
+- only the first frame of an animation or multi-page file is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+
+from h5pack.errors import RejectedImageError
+from h5pack.images.headers import DecodePath, ImageHeader, parse_jpeg, parse_png
+
+MAX_PIXELS = 178_956_970
+"""Default of `max_pixels`: images with more pixels are rejected as decompression bombs. Pillow has the same limit."""
+
+_ORIENTATION = 0x0112
+_TIFF_WIDTH, _TIFF_HEIGHT = 0x0100, 0x0101
+_LONG_HEAD_BYTES = 65_536
+_ENCODER_SLACK_BYTES = 1_024
+_SIDEWAYS = (5, 6, 7, 8)
+_16_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
+
+
+@dataclass(frozen=True)
+class PixelOptions:
+    """The options of decoding images into rows.
+
+    Attributes
+    ----------
+    height, width, channels : int
+        Size of a row in pixels, and its number of channels.
+    resize : bool
+        Whether images of other sizes are resized; if not, they are rejected.
+    fit, resample : str
+        How images are resized; see `h5pack.convert`.
+    draft : bool
+        Whether JPEGs may be decoded at a reduced size.
+    max_pixels : int
+        Larger images are rejected.
+    """
+
+    height: int
+    width: int
+    channels: int
+    resize: bool
+    fit: str
+    resample: str
+    draft: bool
+    max_pixels: int
+
+
+@contextlib.contextmanager
+def strict_pillow() -> Iterator[None]:
+    """Silence Pillow's warnings, disable its limit on pixels (`refuse_bomb` has ours), and reject truncated files."""
+    limit, truncated = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
+    Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = None, False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = limit, truncated
+
+
+def read_header(head: bytes, open_file: Callable[[], BinaryIO], max_pixels: int) -> ImageHeader:
+    """Return an image's size after applying its Exif orientation, and its decode path.
+
+    Parameters
+    ----------
+    head : bytes
+        The first bytes of the file.
+    open_file : callable
+        Opens the file. It is called only if `head` is not sufficient.
+    max_pixels : int
+
+    Raises
+    ------
+    OSError
+        If reading from storage fails.
+    RejectedImageError
+        If the file is not an image, or has more than `max_pixels` pixels.
+    """
+    if not head:
+        raise RejectedImageError("zero bytes")
+    header = parse_jpeg(head)
+    if header is None:
+        with open_file() as stream:
+            # Segments such as an ICC profile can move the first scan beyond `head`, so try again with more bytes.
+            header = parse_jpeg(stream.read(_LONG_HEAD_BYTES)) if head.startswith(b"\xff\xd8") else parse_png(stream)
+            if header is None:
+                stream.seek(0)
+                header = _pillow_header(stream)
+    refuse_bomb(header.height, header.width, max_pixels)
+    return header
+
+
+def _pillow_header(stream: BinaryIO) -> ImageHeader:
+    _refuse_programs(stream.read(4))
+    stream.seek(0)
+    with _rejecting(), Image.open(stream) as image:
+        _refuse_deep(image)
+        # Before a TIFF is loaded, some releases of Pillow report its stored size, others its upright size.
+        width, height = _coded_size(image) if isinstance(image, TiffImageFile) else image.size
+        sideways = _orientation(image) in _SIDEWAYS
+    return ImageHeader(width, height, DecodePath.PILLOW) if sideways else ImageHeader(height, width, DecodePath.PILLOW)
+
+
+def _coded_size(image: TiffImageFile) -> tuple[int, int]:
+    return image.tag_v2[_TIFF_WIDTH], image.tag_v2[_TIFF_HEIGHT]
+
+
+class Decoder:
+    """A decoder of images into rows. Each worker has its own.
+
+    Parameters
+    ----------
+    options : PixelOptions
+    """
+
+    def __init__(self, options: PixelOptions) -> None:
+        self._options = options
+        self._fast = _proven_paths(options.channels) if not options.draft else frozenset()
+        if self._fast:
+            import simplejpeg
+
+            self._decode_jpeg = simplejpeg.decode_jpeg
+        self._colorspace = "GRAY" if options.channels == 1 else "RGB"
+        self._resample = Image.Resampling[options.resample.upper()]
+
+    def decode(self, source: bytes | npt.NDArray[np.uint8], decode_path: int, out: npt.NDArray[np.uint8]) -> None:
+        """Decode one image into `out`.
+
+        Parameters
+        ----------
+        source : bytes or ndarray
+            The bytes of an image file, or pixels, uint8 (h, w, 1 or 3).
+        decode_path : int
+            The `DecodePath` from the image's header. It is ignored for pixels.
+        out : ndarray
+            uint8, (H, W, C), contiguous.
+
+        Raises
+        ------
+        RejectedImageError
+            If the image cannot be decoded, or has another size and `resize` is False.
+        """
+        if not isinstance(source, bytes):
+            if source.shape[:2] == out.shape[:2] and source.shape[2] in (1, out.shape[2]):
+                # NumPy's broadcasting repeats gray into all channels, as Pillow does.
+                out[...] = source
+            else:
+                self._place(_image(source), out)
+        elif (
+            decode_path == DecodePath.PILLOW or self._options.draft or not self._decode_plain(source, decode_path, out)
+        ):
+            _refuse_programs(source)
+            with _rejecting(), Image.open(io.BytesIO(source)) as image:
+                refuse_bomb(image.height, image.width, self._options.max_pixels)
+                self._place(self._upright(image), out)
+
+    def _decode_plain(self, data: bytes, decode_path: int, out: npt.NDArray[np.uint8]) -> bool:
+        """Decode an upright gray or YCbCr JPEG with simplejpeg or directly with Pillow's JPEG decoder.
+
+        Returns False if this fails, which includes warnings of simplejpeg. The caller must then decode with
+        ``Image.open``, which also finds the reason to reject the image.
+        """
+        try:
+            if decode_path not in self._fast:
+                # Image.open does the same, but first tries to identify the format and then searches for tags.
+                image: Image.Image = JpegImageFile(io.BytesIO(data))
+                refuse_bomb(image.height, image.width, self._options.max_pixels)
+                image.load()
+            else:
+                buffer = None if self._options.resize else out
+                pixels = self._decode_jpeg(data, self._colorspace, fastdct=False, fastupsample=False, buffer=buffer)
+                if buffer is not None:
+                    return bool(pixels.shape == out.shape)
+                image = _image(pixels)
+        except Exception:
+            return False
+        self._place(image, out)
+        return True
+
+    def _upright(self, image: Image.Image) -> Image.Image:
+        options = self._options
+        if options.draft:
+            size = (options.width, options.height)
+            image.draft(None, size[::-1] if _orientation(image) in _SIDEWAYS else size)
+        _refuse_deep(image)
+        image.load()
+        # Read the orientation after loading, because Pillow turns a TIFF upright while loading and removes the tag.
+        orientation = _orientation(image)
+        if image.mode in _16_BIT or image.mode == "I":
+            high = (np.asarray(image).astype(np.int64) >> 8).astype(np.uint8)
+            flat: Image.Image = Image.fromarray(high)
+        else:
+            mode = "L" if options.channels == 1 else "RGB"
+            # Skip a needless conversion, because Pillow would copy the image.
+            flat = image if image.mode == mode else image.convert(mode)
+        return _turn(flat, orientation)
+
+    def _place(self, image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
+        options = self._options
+        mode = "L" if options.channels == 1 else "RGB"
+        if image.mode != mode:
+            image = image.convert(mode)
+        size = (options.width, options.height)
+        if image.size != size:
+            if not options.resize:
+                raise RejectedImageError(
+                    f"size {image.height}x{image.width} where the others are {options.height}x{options.width}"
+                )
+            if options.fit == "crop":
+                image = ImageOps.fit(image, size, self._resample)
+            elif options.fit == "pad":
+                image = ImageOps.pad(image, size, self._resample)
+            else:
+                image = image.resize(size, self._resample)
+        _copy_pixels(image, out)
+
+
+def _copy_pixels(image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
+    """Copy the pixels of an "L" or "RGB" image into `out`, which must be contiguous.
+
+    ``np.asarray`` would call ``tobytes``, which encodes 64 KiB at a time and joins the parts. That would make a
+    conversion with Pillow 6 % slower (median of 6 interleaved pairs).
+    """
+    # Private API: Pillow has no public function to encode raw pixels in one step. If this fails, NumPy copies them.
+    try:
+        encoder = Image._getencoder(image.mode, "raw", (image.mode, 0, 1))
+        encoder.setimage(image.im, (0, 0, *image.size))
+        data = encoder.encode(out.nbytes + _ENCODER_SLACK_BYTES)[2]
+    except (AttributeError, TypeError, ValueError):
+        data = b""
+    if len(data) == out.nbytes:
+        out.data.cast("B")[:] = data
+    else:
+        out[...] = np.asarray(image).reshape(out.shape)
+
+
+def _image(pixels: npt.NDArray[np.uint8]) -> Image.Image:
+    return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+
+
+def _orientation(image: Image.Image) -> int:
+    value = image.getexif().get(_ORIENTATION, 1)
+    return value if isinstance(value, int) else 1
+
+
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def _turn(image: Image.Image, orientation: int) -> Image.Image:
+    method = _TURNS.get(orientation)
+    return image if method is None else image.transpose(method)
+
+
+def _refuse_programs(head: bytes) -> None:
+    if head.startswith((b"%!PS", b"\xc5\xd0\xd3\xc6")):
+        raise RejectedImageError("PostScript, which only a program can draw")
+
+
+def _refuse_deep(image: Image.Image) -> None:
+    if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
+        raise RejectedImageError(f"{image.mode} pixels of 32 bits; convert it to 8 or 16 bits first")
+
+
+def refuse_bomb(height: int, width: int, max_pixels: int) -> None:
+    """Raise RejectedImageError if an image has more than `max_pixels` pixels."""
+    if height * width > max_pixels:
+        raise RejectedImageError(f"decompression bomb: {height}x{width} is over {max_pixels} pixels")
+
+
+@contextlib.contextmanager
+def _rejecting() -> Iterator[None]:
+    """Turn any error of a decoder into a RejectedImageError, with a reason that is the same in every run."""
+    try:
+        yield
+    except RejectedImageError:
+        raise
+    except OSError as error:
+        # Pillow reports malformed files as OSError without an errno. An OSError with an errno comes from the storage,
+        # except for EINVAL and EOVERFLOW, which occur when a damaged header points outside the file.
+        if error.errno not in (None, errno.EINVAL, errno.EOVERFLOW):
+            raise
+        raise _rejected(error) from error
+    except MemoryError:
+        # The size of an image is bounded, so the machine is short of memory and the image must not be rejected.
+        raise
+    except Exception as error:
+        # Malformed bytes can make decoders raise any type of exception, so all others mean that the image is damaged.
+        raise _rejected(error) from error
+
+
+def _rejected(error: Exception) -> RejectedImageError:
+    if isinstance(error, UnidentifiedImageError):
+        return RejectedImageError("not an image, or of an unknown format")
+    text = re.sub(r"<[^>]*>| at 0x[0-9a-f]+", "", str(error)).strip()
+    if "truncated" in text.lower():
+        return RejectedImageError("truncated")
+    return RejectedImageError(f"cannot be decoded: {type(error).__name__}: {text}")
+
+
+def _proven_paths(channels: int) -> frozenset[DecodePath]:
+    """Return the kinds of JPEG that the installed simplejpeg decodes to exactly Pillow's pixels; none if not installed.
+
+    simplejpeg and Pillow each bundle their own libjpeg-turbo, so every kind is tested on small images of odd sizes,
+    baseline and progressive. The test takes about 2 ms.
+    """
+    try:
+        import simplejpeg
+    except ImportError:
+        return frozenset()
+    mode, colorspace = ("L", "GRAY") if channels == 1 else ("RGB", "RGB")
+    proven = set(DecodePath) - {DecodePath.PILLOW}
+    if channels == 1:
+        # libjpeg converts colour to gray by dropping chroma, but Pillow's convert("L") by a weighted sum of RGB.
+        proven = {DecodePath.JPEG_GRAY}
+    for decode_path in tuple(proven):
+        for sample in _sample_jpegs(decode_path):
+            with Image.open(io.BytesIO(sample)) as image:
+                expected = np.asarray(image.convert(mode))
+            found = simplejpeg.decode_jpeg(sample, colorspace, fastdct=False, fastupsample=False)
+            if not np.array_equal(np.squeeze(found), expected):
+                proven.discard(decode_path)
+    return frozenset(proven)
+
+
+def _sample_jpegs(decode_path: DecodePath) -> Iterator[bytes]:
+    height, width = 37, 53
+    y, x = np.mgrid[:height, :width]
+    waves = np.stack([np.sin(x * y / 40 + phase) * 90 + 2 * x + y for phase in range(3)], axis=2)
+    pixels = np.clip(waves + 20 * ((x * 7919 + y * 104729) % 5)[:, :, None], 0, 255).astype(np.uint8)
+    if decode_path == DecodePath.JPEG_GRAY:
+        image, settings = Image.fromarray(pixels[:, :, 0]), {}
+    else:
+        image, settings = Image.fromarray(pixels), {"subsampling": decode_path - DecodePath.JPEG_444}
+    for progressive in (False, True):
+        for quality in (50, 95):
+            stream = io.BytesIO()
+            image.save(stream, "JPEG", quality=quality, progressive=progressive, **cast("dict[str, Any]", settings))
+            yield stream.getvalue()

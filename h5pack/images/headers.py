@@ -1,0 +1,181 @@
+"""Image headers: an image's size and how it may be decoded.
+
+Plain JPEG and PNG files are parsed here, in a tenth of the time that Pillow needs to open one. All other files (with
+orientation tags, unusual colour spaces, or other formats) are left to Pillow. The tests require that both give the same
+results. "Upright" means that the Exif orientation has been applied, or that there is none to apply.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import BinaryIO
+
+_SOF = (0xC0, 0xC1, 0xC2)
+_APP0, _APP1, _APP14, _SOS = 0xE0, 0xE1, 0xEE, 0xDA
+# Tables, restart intervals, comments and application segments; not APP1, which may contain an orientation.
+_SKIPPED = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)} - {_APP1})
+# Segments that Pillow parses. If they are malformed, it rejects the image, so Pillow must decide.
+_PILLOW_SEGMENTS = (b"MPF\0", b"Photoshop 3.0\0")
+_JFIF_BYTES, _ICC_BYTES, _ADOBE_BYTES = 14, 14, 12
+
+
+class DecodePath(IntEnum):
+    """The decoder an image needs. PILLOW accepts any image; the others are kinds of upright 8-bit JPEGs, gray or YCbCr.
+
+    The others are named after their chroma subsampling; faster decoders can be used for them.
+    """
+
+    PILLOW = 0
+    JPEG_GRAY = 1
+    JPEG_444 = 2
+    JPEG_422 = 3
+    JPEG_420 = 4
+
+
+_JPEG_PATHS = {
+    (0x11,): DecodePath.JPEG_GRAY,
+    (0x11, 0x11, 0x11): DecodePath.JPEG_444,
+    (0x21, 0x11, 0x11): DecodePath.JPEG_422,
+    (0x22, 0x11, 0x11): DecodePath.JPEG_420,
+}
+
+
+@dataclass(frozen=True)
+class ImageHeader:
+    """The size of an image after applying its Exif orientation, and how to decode it.
+
+    Attributes
+    ----------
+    height, width : int
+        Size in pixels.
+    decode_path : DecodePath
+    """
+
+    height: int
+    width: int
+    decode_path: DecodePath
+
+
+_last_prefix: tuple[bytes, ImageHeader] | None = None
+
+
+def parse_jpeg(head: bytes) -> ImageHeader | None:
+    """Parse the header of a plain JPEG.
+
+    Images of the same size from the same encoder often start with identical bytes up to the first scan, and nothing
+    after that affects the result. So the previous result is returned if `head` starts with the same bytes as then.
+
+    Parameters
+    ----------
+    head : bytes
+        The first bytes of the file.
+
+    Returns
+    -------
+    ImageHeader or None
+        None if Pillow must decide: for other formats, an Exif or XMP segment (which may contain an orientation), CMYK,
+        12 bits per channel, lossless or arithmetic coding, a malformed file, or if the first scan starts beyond `head`
+        (until then, an orientation or a segment that declares an unusual colour space may still follow).
+    """
+    global _last_prefix
+    last = _last_prefix
+    if last is not None and head.startswith(last[0]):
+        return last[1]
+    if head[:3] != b"\xff\xd8\xff":
+        return None
+    # usual_colour: whether a JFIF or Adobe segment declares that three components are YCbCr.
+    position, usual_colour, frame = 2, False, b""
+    while position + 4 <= len(head):
+        if head[position] != 0xFF:
+            return None
+        marker = head[position + 1]
+        if marker == 0xFF:
+            position += 1
+            continue
+        length = (head[position + 2] << 8) + head[position + 3]
+        end = position + 2 + length
+        if length < 2 or end > len(head):
+            return None
+        body = head[position + 4 : end]
+        if marker == _SOS:
+            header = _frame(frame, usual_colour)
+            if header is not None:
+                _last_prefix = head[:end], header
+            return header
+        if marker in _SOF:
+            if frame:
+                return None
+            frame = body
+        elif marker not in _SKIPPED or body.startswith(_PILLOW_SEGMENTS):
+            return None
+        elif marker == _APP0 and body[:4] == b"JFIF":
+            if len(body) < _JFIF_BYTES or body[4]:
+                return None
+            usual_colour = True
+        elif marker == _APP14 and body[:5] == b"Adobe":
+            if len(body) < _ADOBE_BYTES or body[11] != 1:
+                return None
+            usual_colour = True
+        elif body.startswith(b"ICC_PROFILE\0") and len(body) < _ICC_BYTES:
+            return None
+        position = end
+    return None
+
+
+def _frame(body: bytes, usual_colour: bool) -> ImageHeader | None:
+    if len(body) < 6 or body[0] != 8:
+        return None
+    height, width, components = (body[1] << 8) + body[2], (body[3] << 8) + body[4], body[5]
+    if not height or not width or len(body) != 6 + 3 * components:
+        return None
+    factors = tuple(body[7 + 3 * index] for index in range(components))
+    # The sampling factors of a single component have no effect, so any are accepted.
+    decode_path = DecodePath.JPEG_GRAY if components == 1 else _JPEG_PATHS.get(factors)
+    identifiers = tuple(body[6 + 3 * index] for index in range(components))
+    if decode_path is None or not (usual_colour or identifiers in ((1,), (1, 2, 3))):
+        return None
+    return ImageHeader(height, width, decode_path)
+
+
+_TURNING_CHUNKS = (b"eXIf", b"iTXt")
+_TURNING_KEYWORDS = (b"Raw profile type", b"XML:com.adobe.xmp", b"exif", b"xmp")
+
+
+def parse_png(stream: BinaryIO) -> ImageHeader | None:
+    """Parse the header of a PNG, and search its chunks for one that could contain an orientation.
+
+    Parameters
+    ----------
+    stream : binary file
+        The file, positioned at its start.
+
+    Returns
+    -------
+    ImageHeader or None
+        None if Pillow must decide: for other formats, a truncated file, a wrong CRC of the header, or if there is a
+        chunk that could contain an orientation.
+    """
+    start = stream.read(33)
+    if start[:8] != b"\x89PNG\r\n\x1a\n" or start[12:16] != b"IHDR" or len(start) < 33:
+        return None
+    if zlib.crc32(start[12:29]) != int.from_bytes(start[29:], "big"):
+        return None
+    width, height = int.from_bytes(start[16:20], "big"), int.from_bytes(start[20:24], "big")
+    while True:
+        chunk = stream.read(8)
+        if len(chunk) < 8:
+            return None
+        length, name = int.from_bytes(chunk[:4], "big"), chunk[4:]
+        if name == b"IEND":
+            return ImageHeader(height, width, DecodePath.PILLOW) if width and height else None
+        if name in _TURNING_CHUNKS:
+            return None
+        skipped = 0
+        if name in (b"tEXt", b"zTXt"):
+            keyword = stream.read(min(length, 80))
+            if keyword.startswith(_TURNING_KEYWORDS):
+                return None
+            skipped = len(keyword)
+        stream.seek(length + 4 - skipped, 1)

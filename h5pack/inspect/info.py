@@ -1,0 +1,410 @@
+"""`h5pack info`: describe an HDF5 file and its storage, find what makes row reads slow, and recommend a command."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.errors import PackFormatError, ReadError
+from h5pack.format import schema
+from h5pack.format.plans import CachePlan, plan_cache, plan_chunks
+from h5pack.read.encoded import index_encoded, is_encoded, reference_cache
+from h5pack.read.hdf5 import attribute_names, dataset_names, filters_of, open_file, reopen_tuned, text
+from h5pack.sources.hdf5_catalog import channel_axes, is_image_array
+from h5pack.system.text import format_bytes
+
+_DEFAULT_CACHE_BYTES = 1024 * 1024
+_FILTER_NAMES = {
+    1: "gzip", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "scaleoffset", 307: "bzip2", 32000: "lzf",
+    32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32013: "zfp", 32015: "zstd", 32026: "blosc2",
+}  # fmt: skip
+_LAYOUTS = {
+    h5py.h5d.CHUNKED: "chunked", h5py.h5d.CONTIGUOUS: "contiguous",
+    h5py.h5d.COMPACT: "compact", h5py.h5d.VIRTUAL: "virtual",
+}  # fmt: skip
+_MAX_SAMPLED_ROWS = 1024
+_MAX_NAMES = 6
+
+
+@dataclass(frozen=True)
+class DatasetReport:
+    """The storage of one dataset.
+
+    Attributes
+    ----------
+    name, dtype : str
+        For rows of variable length, `dtype` is a text such as "variable-length uint8".
+    shape : tuple of int
+    layout : str
+        "chunked", "contiguous", "compact" or "virtual".
+    chunks : tuple of int or None
+        Shape of a chunk.
+    index : str or None
+        The kind of chunk index that HDF5 uses, such as "B-tree v1".
+    filters : tuple of str
+    bytes, stored_bytes : int
+        Size of the array, and of its storage in the file. For rows of variable length, `bytes` is 0 (the size is
+        unknown without reading all rows), and `stored_bytes` counts only the references to them.
+    cache : CachePlan or None
+        Recommended chunk cache for reading rows in any order through the HDF5 library.
+    faults : tuple of str
+        Descriptions of properties that make reading single rows slow.
+    fix : tuple of str or None
+        Program and arguments of a command that writes a copy without these faults.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
+    chunks: tuple[int, ...] | None
+    index: str | None
+    filters: tuple[str, ...]
+    bytes: int
+    stored_bytes: int
+    cache: CachePlan | None
+    faults: tuple[str, ...] = ()
+    fix: tuple[str, ...] | None = None
+
+    @property
+    def overhead(self) -> float:
+        """Ratio of the stored size to the size of the array."""
+        return self.stored_bytes / self.bytes if self.bytes else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a JSON-serializable dict."""
+        return {**asdict(self), "overhead": round(self.overhead, 4)}
+
+    def to_text(self, path: str) -> str:
+        """Return the report as lines of text. `path`, the file's path, is used in recommended commands."""
+        shape = " x ".join(f"{size:,}" for size in self.shape) or "scalar"
+        stored = f"{format_bytes(self.stored_bytes)} stored"
+        if self.bytes:
+            stored += f", {self.overhead:.3f} of the data"
+        lines = [f"/{self.name}: {self.dtype} {shape}, {self.layout}, {stored}"]
+        if self.chunks is not None:
+            chunks = " x ".join(f"{size:,}" for size in self.chunks)
+            lines.append(f"  chunks {chunks}, {self.index}, {', '.join(self.filters) or 'no filter'}")
+        if self.cache is not None:
+            cache = self.cache
+            lines.append(f"  rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0} ({cache.reason})")
+        lines += [f"  fault: {fault}" for fault in self.faults]
+        if self.fix is not None:
+            lines.append(f"  fix: {shlex.join(self.fix)}")
+            measure = ["h5pack", "bench", path, *_options(images=self.name)]
+            lines.append(f"  what it costs here, in images/s: {shlex.join(measure)}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class FileReport:
+    """The contents of a file.
+
+    Attributes
+    ----------
+    path : str
+    bytes : int
+        Size of the file.
+    pack : dict or None
+        Metadata of a pack; None if the file is not an h5pack file.
+    datasets : tuple of DatasetReport
+    stats : dict or None
+        Class counts and channel statistics, if requested.
+    """
+
+    path: str
+    bytes: int
+    pack: dict[str, Any] | None
+    datasets: tuple[DatasetReport, ...]
+    stats: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a JSON-serializable dict. The keys are stable across versions."""
+        return {**asdict(self), "datasets": [dataset.to_json() for dataset in self.datasets]}
+
+    def to_text(self) -> str:
+        """Return the report as lines of text."""
+        lines = [f"{self.path}: {format_bytes(self.bytes)}", *self._pack_lines()]
+        lines += [dataset.to_text(self.path) for dataset in self.datasets]
+        stats = self.stats or {}
+        if stats.get("labels"):
+            lines += ["labels", *(f"  {name}: {count:,}" for name, count in stats["labels"].items())]
+        channels = stats.get("channels")
+        if channels is not None:
+            mean, std = _number_text(channels["mean"]), _number_text(channels["std"])
+            lines.append(f"channels of {channels['rows']:,} rows: mean {mean}, std {std}")
+        return "\n".join(lines)
+
+    def _pack_lines(self) -> list[str]:
+        pack = self.pack
+        if pack is None:
+            return ["not an h5pack file"]
+        if not pack["complete"]:
+            return [f"an unfinished pack (h5pack {pack['version']}); resume its conversion"]
+        newer = ", newer than this h5pack reads" if pack["format"] > schema.FORMAT_VERSION else ""
+        splits = ", ".join(f"{name} {stop - start:,}" for name, (start, stop) in pack["splits"].items())
+        lines = [
+            f"a pack, format {pack['format']}{newer}, made by h5pack {pack['version']} at {pack['created']}",
+            f"splits   {splits}",
+        ]
+        for kind in ("classes", "columns"):
+            if kind in pack:
+                names = ", ".join(pack[kind][:_MAX_NAMES]) + (", ..." if len(pack[kind]) > _MAX_NAMES else "")
+                lines.append(f"{kind}  {len(pack[kind]):,}: {names}")
+        lines.append(f"mean     {_number_text(pack['mean'])}   std {_number_text(pack['std'])}   (of 0..1)")
+        lines.append(f"rejects  {pack['rejects']:,}")
+        return lines
+
+
+def _number_text(values: list[float | None]) -> str:
+    return " ".join("none" if value is None else f"{value:.4f}" for value in values)
+
+
+def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
+    """Describe any HDF5 file.
+
+    Parameters
+    ----------
+    path : path
+    stats : bool
+        Also count the rows of each class, and report channel statistics. Those of a pack are stored; for other files
+        they are measured on up to 1,024 rows.
+
+    Raises
+    ------
+    PackFormatError
+        If the path is not an HDF5 file, or the file cannot be opened.
+    """
+    with open_file(path) as file:
+        try:
+            return FileReport(
+                path=os.fspath(path),
+                bytes=os.path.getsize(path),
+                pack=_describe_pack(file) if schema.FORMAT in file.attrs else None,
+                datasets=tuple(_describe(file, file[name]) for name in dataset_names(file)),
+                stats=_stats(file) if stats else None,
+            )
+        except (KeyError, ValueError, RuntimeError, OSError) as error:
+            raise PackFormatError(
+                f"{os.fspath(path)}: its metadata is damaged ({error}); restore the file, or run 'h5pack verify' on it",
+                path=path,
+            ) from error
+
+
+def _describe(file: h5py.File, dataset: h5py.Dataset) -> DatasetReport:
+    layout = _LAYOUTS[dataset.id.get_create_plist().get_layout()]
+    filters = _filter_names(dataset)
+    shape = tuple(dataset.shape or ())
+    cache = None
+    faults: tuple[str, ...] = ()
+    fix = None
+    if layout == "chunked":
+        cache = plan_cache(shape, dataset.chunks, dataset.dtype.itemsize, filtered=bool(filters))
+        if _holds_rows(dataset):
+            faults = _faults(dataset, filters)
+            fix = _fix(file, dataset) if faults else None
+    varies = isinstance(h5py.check_vlen_dtype(dataset.dtype), np.dtype)
+    if is_encoded(dataset):
+        cache = reference_cache(dataset)
+        faults, fix = _judge_encoded(file, dataset)
+    return DatasetReport(
+        name=dataset.name.lstrip("/"),
+        dtype=f"variable-length {h5py.check_vlen_dtype(dataset.dtype)}" if varies else str(dataset.dtype),
+        shape=shape,
+        layout=layout,
+        chunks=dataset.chunks,
+        index=_index_kind(file, dataset),
+        filters=filters,
+        bytes=int(dataset.nbytes) if dataset.shape is not None and not varies else 0,
+        stored_bytes=int(dataset.id.get_storage_size()),
+        cache=cache,
+        faults=faults,
+        fix=fix,
+    )
+
+
+def _judge_encoded(file: h5py.File, dataset: h5py.Dataset) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
+    """Return faults and fix of a dataset of variable-length rows; none if row 0 is not an encoded image."""
+    name = dataset.name.lstrip("/")
+    try:
+        rows = index_encoded(file, dataset, name).rows
+    except (PackFormatError, ReadError):
+        rows = 0
+    if not rows:
+        return (), None
+    return ("each row is an encoded image: decoded again in every epoch",), _convert_command(file, images=name)
+
+
+def _options(**options: str) -> list[str]:
+    return [part for name, value in options.items() for part in (f"--{name}", value)]
+
+
+def _convert_command(file: h5py.File, **options: str) -> tuple[str, ...]:
+    return ("h5pack", "convert", file.filename, "packed.h5", *_options(**options))
+
+
+def _filter_names(dataset: h5py.Dataset) -> tuple[str, ...]:
+    return tuple(_FILTER_NAMES.get(item.number) or f"{item.name} ({item.number})" for item in filters_of(dataset))
+
+
+def _index_kind(file: h5py.File, dataset: h5py.Dataset) -> str | None:
+    """Return the kind of chunk index, derived from HDF5's own rules because h5py cannot query it."""
+    if dataset.chunks is None:
+        return None
+    superblock = file.id.get_create_plist().get_version()[0]
+    if superblock < 3:
+        return "B-tree v1"
+    unlimited = sum(size is None for size in dataset.maxshape)
+    if unlimited:
+        return "extensible array" if unlimited == 1 else "B-tree v2"
+    if math.prod(_grid(dataset)) == 1:
+        return "single chunk"
+    early = dataset.id.get_create_plist().get_alloc_time() == h5py.h5d.ALLOC_TIME_EARLY
+    return "implicit" if early and not _filter_names(dataset) else "fixed array"
+
+
+def _grid(dataset: h5py.Dataset) -> list[int]:
+    return [max(1, math.ceil(size / chunk)) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True)]
+
+
+def _holds_rows(dataset: h5py.Dataset) -> bool:
+    """Return whether a dataset resembles images or features: a numeric array over 1 MiB with more than one axis."""
+    return dataset.ndim >= 2 and dataset.dtype.kind in "biuf" and len(dataset) > 1 and dataset.nbytes > 1024 * 1024
+
+
+def _faults(dataset: h5py.Dataset, filters: tuple[str, ...]) -> tuple[str, ...]:
+    """Return descriptions of properties of the chunks that make reading single rows slow."""
+    chunks, itemsize = dataset.chunks, dataset.dtype.itemsize
+    chunk_bytes = math.prod(chunks) * itemsize
+    per_row = math.prod(_grid(dataset)[1:])
+    found = []
+    if per_row > 1:
+        found.append(f"chunks {chunks} cut every row into {per_row} parts, each read on its own")
+    stored = dataset.id.get_storage_size()
+    if not filters and stored > 1.05 * dataset.nbytes:
+        found.append(
+            f"the file stores {stored / dataset.nbytes:.2f} times the data: chunks reach past the array's edge"
+        )
+    if per_row > 1 and tuple(chunks) == _guessed_chunks(dataset):
+        found.append("this is h5py's guess (chunks=True), which does not consider rows")
+    # Compression of a pack is no fault, because h5pack decodes each chunk only once per shuffle window.
+    own = schema.FORMAT in dataset.file.attrs
+    if filters and not own and per_row * chunk_bytes > _DEFAULT_CACHE_BYTES:
+        found.append(
+            f"one row needs {per_row * chunk_bytes / 2**20:.1f} MiB of chunks, more than HDF5's default cache of "
+            "1 MiB: each row read decodes them again"
+        )
+    if chunk_bytes < 16_384 and dataset.nbytes > 2**24:
+        found.append(f"chunks of {chunk_bytes:,} bytes: the index costs more than the reading")
+    return tuple(found)
+
+
+def _guessed_chunks(dataset: h5py.Dataset) -> tuple[int, ...]:
+    """Return the chunk shape that h5py chooses with ``chunks=True`` for a dataset of this shape and dtype."""
+    with h5py.File("guess", "w", driver="core", backing_store=False) as file:
+        guess = file.create_dataset("guess", dataset.shape, dataset.dtype, chunks=True, maxshape=dataset.maxshape)
+        return tuple(guess.chunks)
+
+
+def _fix(file: h5py.File, dataset: h5py.Dataset) -> tuple[str, ...]:
+    """Return a command that writes a copy whose chunks hold whole rows."""
+    name = dataset.name.lstrip("/")
+    axes = channel_axes(dataset.shape[1:])
+    if dataset.dtype == np.uint8 and is_image_array(dataset.shape, dataset.dtype) and len(axes) == 1:
+        # The copy keeps layout and channels, so programs that read the file need no change.
+        options = {"images": name}
+        if axes == ["first"]:
+            options["layout"] = "nchw"
+        if axes == ["none"] or dataset.shape[3 if axes == ["last"] else 1] < 3:
+            options["mode"] = "gray"
+        return _convert_command(file, **options)
+    row_bytes = math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
+    rows = plan_chunks(len(dataset), row_bytes).rows
+    chunk = "x".join(map(str, (min(rows, len(dataset)), *dataset.shape[1:])))
+    return ("h5repack", "-f", f"{name}:NONE", "-l", f"{name}:CHUNK={chunk}", file.filename, "repacked.h5")
+
+
+def _describe_pack(file: h5py.File) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "format": int(file.attrs[schema.FORMAT]),
+        "version": text(file.attrs.get(schema.VERSION, b"")),
+        "created": text(file.attrs.get(schema.CREATED, b"")),
+        "complete": bool(file.attrs.get(schema.COMPLETE, 0)),
+        "options": text(file.attrs.get(schema.OPTIONS, b"")),
+    }
+    if not described["complete"]:
+        return described
+    names, rows = file.get(schema.SPLIT_NAMES), file.get(schema.SPLIT_ROWS)
+    pairs = () if names is None or rows is None else zip(names[()], rows[()], strict=True)
+    described["splits"] = {text(name): [int(start), int(stop)] for name, (start, stop) in pairs}
+    for kind in (schema.CLASSES, schema.COLUMNS):
+        found = attribute_names(file[schema.LABELS], kind) if schema.LABELS in file else None
+        if found is not None:
+            described[kind] = list(found)
+    for name in ("mean", "std"):
+        stored = file.get(f"{schema.STATISTICS}/{name}")
+        described[name] = [] if stored is None else _finite(stored[()])
+    described["rejects"] = len(file[f"{schema.REJECTS}/filenames"]) if schema.REJECTS in file else 0
+    return described
+
+
+def _finite(values: npt.NDArray[np.float64]) -> list[float | None]:
+    """Convert values to a list with None for NaN, because JSON has no NaN. The statistics of an empty split are NaN."""
+    return [float(value) if math.isfinite(value) else None for value in values]
+
+
+def _stats(file: h5py.File) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    labels = file.get(schema.LABELS)
+    if isinstance(labels, h5py.Dataset) and labels.dtype.kind in "iu":
+        result["labels"] = _label_counts(labels)
+    if f"{schema.STATISTICS}/mean" in file:
+        group = file[schema.STATISTICS]
+        result["channels"] = {
+            "mean": _finite(group["mean"][()]),
+            "std": _finite(group["std"][()]),
+            "rows": int(group.attrs["rows"]),
+        }
+    elif isinstance(file.get(schema.IMAGES), h5py.Dataset):
+        result["channels"] = _measured_channels(reopen_tuned(file[schema.IMAGES]))
+    return result
+
+
+def _label_counts(labels: h5py.Dataset) -> dict[str, int]:
+    values = labels[()]
+    if values.ndim == 2:
+        names = [text(name) for name in labels.attrs.get(schema.COLUMNS, range(values.shape[1]))]
+        return {name: int(np.count_nonzero(column)) for name, column in zip(names, values.T, strict=True)}
+    numbers, counts = np.unique(values, return_counts=True)
+    classes = labels.attrs.get(schema.CLASSES)
+    named = {
+        number: text(classes[number]) if classes is not None and 0 <= number < len(classes) else str(number)
+        for number in numbers.tolist()
+    }
+    return {named[number]: int(count) for number, count in zip(numbers.tolist(), counts, strict=True)}
+
+
+def _measured_channels(images: h5py.Dataset) -> dict[str, Any] | None:
+    """Return mean and standard deviation of each channel, measured on evenly spaced rows; None if these are no images.
+
+    The channel axis is the last one if its length is 1, 3 or 4, else axis 1.
+    """
+    if images.ndim != 4 or images.dtype.kind not in "iuf":
+        return None
+    rows = np.unique(np.linspace(0, len(images) - 1, min(len(images), _MAX_SAMPLED_ROWS)).astype(np.int64))
+    axis = 3 if images.shape[3] in (1, 3, 4) else 1
+    scale = 255.0 if images.dtype == np.uint8 else 1.0
+    sums = np.zeros((2, images.shape[axis]))
+    others = tuple(other for other in range(3) if other != axis - 1)
+    for row in rows.tolist():
+        pixels = images[row].astype(np.float64) / scale
+        sums += [pixels.sum(others), (pixels * pixels).sum(others)]
+    mean, square = sums / (len(rows) * math.prod(images.shape[1:]) / images.shape[axis])
+    return {"mean": mean.tolist(), "std": np.sqrt(np.maximum(square - mean**2, 0)).tolist(), "rows": len(rows)}

@@ -1,0 +1,465 @@
+"""`h5pack preview`: draw a contact sheet of a file's images, grouped by split and class."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageDraw, ImageFont
+
+from h5pack.errors import (
+    DamagedRowsError,
+    NoSpaceError,
+    OptionsError,
+    OutputExistsError,
+    RejectedImageError,
+    SourceError,
+)
+from h5pack.exporter.source_rows import MissingRow, SourceRows, open_rows
+from h5pack.format import schema
+from h5pack.images.decode import MAX_PIXELS, strict_pillow
+from h5pack.read.encoded import RowDecoder
+from h5pack.sources.catalog import Catalog
+from h5pack.sources.hdf5_catalog import HDF5Datasets
+from h5pack.system.files import write_atomically
+from h5pack.system.text import counted
+
+ROWS_PER_CLASS = 8
+ROWS_WITHOUT_CLASSES = 32
+
+_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
+_MAX_SIDES = {"PNG": 2**31 - 1, "JPEG": 65_500, "WEBP": 16_383}
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "PNG": {},
+    "JPEG": {"quality": 90, "subsampling": 0},
+    "WEBP": {"quality": 90},
+}
+
+_MARGIN, _GAP = 24, 8
+_TILES_WIDTH, _MIN_WIDTH = 1_200, 640
+_TITLE, _HEADING, _PLAIN, _SMALL = 24, 19, 14, 12
+_MAX_MARKS = 12
+_INK, _GRAY, _PAPER, _ALARM = "#1b1b1f", "#63636b", "#ffffff", "#b3261e"
+
+
+@dataclass(frozen=True)
+class ShownClass:
+    """A class on the sheet: its name (None if the file has no classes), its row count, and the rows shown."""
+
+    name: str | None
+    rows: int
+    shown: list[int]
+
+
+@dataclass(frozen=True)
+class ShownSplit:
+    """A split on the sheet.
+
+    `named` is its number of classes, not counting rows without a label; `left_out` is how many of them are not shown.
+    """
+
+    name: str
+    rows: int
+    classes: list[ShownClass]
+    named: int
+    left_out: int
+
+
+@dataclass(frozen=True)
+class PreviewReport:
+    """A contact sheet and its contents.
+
+    Attributes
+    ----------
+    path : str or None
+        Path of the written picture; None if `out` was not given.
+    source : str
+        The HDF5 file and the datasets that were read.
+    width, height : int
+        Size of the sheet in pixels.
+    rows, images : int
+        Number of rows in the selected splits, and number of images on the sheet.
+    splits : list of ShownSplit
+    damaged : tuple of MissingRow
+        Selected rows that could not be shown.
+    sheet : PIL.Image.Image
+        The sheet itself, RGB. It is not part of `to_json`.
+    """
+
+    path: str | None
+    source: str
+    width: int
+    height: int
+    rows: int
+    images: int
+    splits: list[ShownSplit]
+    damaged: tuple[MissingRow, ...]
+    sheet: Image.Image = field(repr=False, compare=False)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every selected row could be shown."""
+        return not self.damaged
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a JSON-serializable dict. The keys are stable across versions."""
+        found = {**vars(self), "ok": self.ok}
+        del found["sheet"]
+        found["splits"] = [asdict(split) for split in self.splits]
+        found["damaged"] = [asdict(row) for row in self.damaged]
+        return found
+
+    def to_text(self) -> str:
+        """Return the report as lines of text."""
+        size = f"{counted(self.images, 'image')} of {self.rows:,} rows, {self.width}x{self.height} pixels"
+        lines = [size if self.path is None else f"{self.path}: {size}"]
+        lines += [
+            f"  {split.name}: {split.left_out:,} of {split.named:,} classes not shown"
+            for split in self.splits
+            if split.left_out
+        ]
+        return "\n".join(lines)
+
+
+def preview(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    splits: Sequence[str] = (),
+    per_class: int | None = None,
+    max_classes: int = 20,
+    tile: int = 128,
+    seed: int | None = None,
+    images: str | None = None,
+    labels: str | None = None,
+    channel_axis: str | None = None,
+    value_range: tuple[float, float] | None = None,
+) -> PreviewReport:
+    """Draw a contact sheet: some images of each class in each split, with names, counts and row numbers.
+
+    Only the images that are shown are read.
+
+    Parameters
+    ----------
+    path : path
+        A pack, or any HDF5 file with a dataset of images.
+    out : path, optional
+        The picture to write (.png, .jpg or .webp); an existing file is replaced. Default: write no file.
+    splits : sequence of str
+        Show only these splits. Default: all.
+    per_class : int, optional
+        Number of images per class. Default: 8, or 32 per split if there are no classes.
+    max_classes : int
+        Maximum number of classes shown per split. Rows without a label are shown in addition.
+    tile : int
+        Length of the longer side of an image on the sheet in pixels, 16 to 4096.
+    seed : int, optional
+        Select rows at random with this seed. Default: select them evenly spaced in stored order.
+    images, labels, channel_axis, value_range
+        How to interpret an HDF5 file; see `h5pack.convert`.
+
+    Raises
+    ------
+    OptionsError
+        If the sheet would be too large, or `out` has an unsupported extension.
+    DamagedRowsError
+        If none of the selected rows can be shown.
+    """
+    # Do not load the fields of a pack, which may be as large as its images.
+    datasets = HDF5Datasets(images, labels, (), channel_axis, value_range, own_fields=False)
+    _require_options(per_class, max_classes, tile, seed)
+    target = None if out is None else Path(os.path.abspath(out))
+    file_format = "PNG" if target is None else _require_output(target, path)
+    source = open_rows(path, datasets, tuple(splits))
+    shown = _sample_rows(source, per_class, max_classes, seed)
+    which = "evenly spaced" if seed is None else f"drawn with seed {seed}"
+    report = _draw(os.fspath(path), source, shown, tile, f"rows are {which}", file_format)
+    if target is None:
+        return report
+    _save(report.sheet, target, file_format)
+    return replace(report, path=str(target))
+
+
+def _draw(
+    path: str, source: SourceRows, shown: list[ShownSplit], tile: int, remark: str, file_format: str
+) -> PreviewReport:
+    rows = sorted(row for split in shown for one in split.classes for row in one.shown)
+    _require_size(len(rows) * tile**2)
+    index_of = dict(zip(rows, np.searchsorted(source.rows, rows).tolist(), strict=True))
+    pictures, errors = _read(source, index_of, tile)
+    if not pictures:
+        raise _nothing_to_show(path, errors)
+    lines = [
+        _TextLine(os.path.basename(path), _TITLE),
+        _TextLine(f"{source.reader.images}: {counted(len(source), 'row')} of {_pixel_text(source)}", color=_GRAY),
+        _TextLine(remark, color=_GRAY),
+        *_split_lines(shown, pictures, _marks_of(source.catalog, index_of)),
+    ]
+    columns = max(1, (_TILES_WIDTH + _GAP) // (max(image.width for image in pictures.values()) + _GAP))
+    layout = _Layout(lines, columns)
+    _require_size(layout.width * layout.height, max(layout.width, layout.height), file_format)
+    names = source.catalog.names
+    return PreviewReport(
+        path=None,
+        source=f"{path} ({source.catalog.about})",
+        width=layout.width,
+        height=layout.height,
+        rows=len(source),
+        images=len(pictures),
+        splits=shown,
+        damaged=tuple(MissingRow(row, names[index_of[row]], str(error)) for row, error in errors.items()),
+        sheet=layout.draw(),
+    )
+
+
+def _require_options(per_class: int | None, max_classes: int, tile: int, seed: int | None) -> None:
+    for name, value, least in (("per_class", per_class, 1), ("max_classes", max_classes, 1), ("seed", seed, 0)):
+        if value is not None and value < least:
+            raise OptionsError(f"{name} is {value}; it must be at least {least}", parameters=(name,))
+    if not 16 <= tile <= 4_096:
+        raise OptionsError(f"tile is {tile}; it must be 16 to 4096 pixels", parameters=("tile",))
+
+
+def _require_output(target: Path, source: str | os.PathLike[str]) -> str:
+    """Return the file format of the picture; raise if it cannot be written at `target`."""
+    file_format = _FORMATS.get(target.suffix.lower())
+    if file_format is None:
+        raise OptionsError(f"{target}: the extension is none of {', '.join(_FORMATS)}; give one of them", path=target)
+    if not target.parent.is_dir():
+        raise SourceError(f"{target.parent}: no such folder for the output; make it first", path=target.parent)
+    if target.is_dir():
+        raise OutputExistsError(f"{target}: is a folder; name a file", path=target)
+    if target.exists() and os.path.exists(source) and os.path.samefile(target, source):
+        raise OptionsError(f"{target}: is the source itself; give the picture another name", path=target)
+    return file_format
+
+
+def _require_size(pixels: int, longest: int = 0, file_format: str = "PNG") -> None:
+    limit = _MAX_SIDES[file_format]
+    if pixels > MAX_PIXELS or longest > limit:
+        allowed = f"{limit:,} a side" if longest > limit else f"{MAX_PIXELS:,}"
+        raise OptionsError(
+            f"the sheet would have {longest or pixels:,} pixels, and {file_format} here at most {allowed}; give a "
+            "smaller per_class, max_classes or tile, or one split",
+            parameters=("per_class", "max_classes", "tile"),
+        )
+
+
+def _sample_rows(source: SourceRows, per_class: int | None, max_classes: int, seed: int | None) -> list[ShownSplit]:
+    catalog, generator = source.catalog, None if seed is None else np.random.default_rng(seed)
+    found = []
+    for number, name in enumerate(catalog.split_names):
+        rows = source.rows[catalog.split_ids == number]
+        if catalog.labels is None or catalog.labels.ndim > 1:
+            shown = _some(rows, per_class or ROWS_WITHOUT_CLASSES, generator)
+            found.append(ShownSplit(name, len(rows), [ShownClass(None, len(rows), shown)] if shown else [], 0, 0))
+            continue
+        labels = catalog.labels[catalog.split_ids == number]
+        present = np.unique(labels).tolist()
+        unlabelled = [label for label in present if label == schema.NO_LABEL and catalog.label_names is not None]
+        named = [label for label in present if label not in unlabelled]
+        classes = []
+        for label in (*named[:max_classes], *unlabelled):
+            of_label = rows[labels == label]
+            shown = _some(of_label, per_class or ROWS_PER_CLASS, generator)
+            if label == schema.NO_LABEL and catalog.label_names is not None:
+                label_name = "no label"
+            else:
+                label_name = f"label {label}" if catalog.label_names is None else catalog.label_names[label]
+            classes.append(ShownClass(label_name, len(of_label), shown))
+        found.append(ShownSplit(name, len(rows), classes, len(named), max(0, len(named) - max_classes)))
+    return found
+
+
+def _some(rows: npt.NDArray[np.int64], max_count: int, generator: np.random.Generator | None) -> list[int]:
+    """Return at most `max_count` of the rows, ascending: random ones if there is a generator, else evenly spaced."""
+    if len(rows) > max_count and generator is not None:
+        rows = np.sort(generator.choice(rows, max_count, replace=False))
+    elif len(rows) > max_count:
+        rows = rows[np.arange(max_count) * len(rows) // max_count]
+    found: list[int] = rows.tolist()
+    return found
+
+
+def _read(
+    source: SourceRows, index_of: dict[int, int], tile: int
+) -> tuple[dict[int, Image.Image], dict[int, RejectedImageError]]:
+    """Read and scale the images; return the pictures by row, and the errors of rows that cannot be shown."""
+    reader, pictures, errors = source.reader, {}, {}
+    reader.begin(list(index_of.values()))
+    with strict_pillow():
+        decoder = RowDecoder()
+        for row, index in index_of.items():
+            try:
+                data = reader.read(index, "")
+                pictures[row] = scaled(data if isinstance(data, np.ndarray) else decoder.pixels(data), tile)
+            except RejectedImageError as error:
+                errors[row] = error
+    return pictures, errors
+
+
+def _nothing_to_show(path: str, errors: dict[int, RejectedImageError]) -> DamagedRowsError:
+    first = next(iter(errors.values()))
+    hint = "; give value_range" if "value_range" in first.parameters else ""
+    return DamagedRowsError(
+        f"{path}: none of its rows can be shown; the first: {first}{hint}",
+        path=path,
+        rows=tuple(errors),
+        parameters=first.parameters,
+    )
+
+
+def scaled(pixels: npt.NDArray[np.uint8], tile: int) -> Image.Image:
+    """Scale uint8 pixels (h, w, 1 or 3) to fit a square of `tile` pixels. Enlargement uses integer factors only."""
+    image = Image.fromarray(np.ascontiguousarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)).convert("RGB")
+    longest = max(image.size)
+    if longest <= tile:
+        factor = tile // longest
+        return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
+    size = (max(1, round(image.width * tile / longest)), max(1, round(image.height * tile / longest)))
+    return image.resize(size, Image.Resampling.LANCZOS)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A picture with its row number and the names of its attributes; `image` is None for a damaged row."""
+
+    image: Image.Image | None
+    row: int
+    marks: Sequence[str]
+
+
+@dataclass(frozen=True)
+class _TextLine:
+    """A line of the sheet: either text, or tiles that wrap to several rows if necessary."""
+
+    text: str = ""
+    size: int = _PLAIN
+    color: str = _INK
+    tiles: tuple[_Tile, ...] = ()
+
+
+def _split_lines(
+    shown: list[ShownSplit], pictures: dict[int, Image.Image], marks: dict[int, list[str]]
+) -> Iterator[_TextLine]:
+    for split in shown:
+        count = counted(split.rows, "row") + (f", {counted(split.named, 'class')}" if split.named else "")
+        yield _TextLine()
+        yield _TextLine(f"{split.name}: {count}", _HEADING)
+        for one in split.classes:
+            if one.name is not None:
+                yield _TextLine(f"{one.name}: {counted(one.rows, 'row')}")
+            yield _TextLine(tiles=tuple(_Tile(pictures.get(row), row, marks.get(row, [])) for row in one.shown))
+        if split.left_out:
+            yield _TextLine(f"{counted(split.left_out, 'more class')} not shown")
+
+
+def _pixel_text(source: SourceRows) -> str:
+    index, form = source.reader.index, source.reader.form
+    if form is None:
+        return "encoded images"
+    height, width = form.size(index.row_shape)
+    colors = {1: "gray", 2: "gray and alpha", 3: "rgb", 4: "rgb and alpha"}[source.channels or 3]
+    layout = {"last": "nhwc", "first": "nchw", "none": "nhw"}[form.channel_axis]
+    return f"{height}x{width} {colors}, {index.dtype}, {layout}"
+
+
+def _marks_of(catalog: Catalog, index_of: dict[int, int]) -> dict[int, list[str]]:
+    """Return, for each row, the nonzero attributes of a label table, such as "Smiling", with values other than 1."""
+    table, names = catalog.labels, catalog.label_names or ()
+    if table is None or table.ndim != 2:
+        return {}
+    found = {}
+    for row, index in index_of.items():
+        values = zip(names, table[index].tolist(), strict=True)
+        marks = [name if value == 1 else f"{name} = {value}" for name, value in values if value != 0]
+        if len(marks) > _MAX_MARKS:
+            marks = [*marks[: _MAX_MARKS - 1], f"+ {len(marks) - _MAX_MARKS + 1} more"]
+        found[row] = marks
+    return found
+
+
+class _Layout:
+    """The layout of a sheet: lines from top to bottom, with all tiles in cells of the same size."""
+
+    def __init__(self, lines: list[_TextLine], columns: int) -> None:
+        images = [tile.image for line in lines for tile in line.tiles if tile.image is not None]
+        self._lines, self._columns = lines, columns
+        self._cell = max(image.width for image in images), max(image.height for image in images)
+        used = min(columns, max(len(line.tiles) for line in lines))
+        self.width = max(_MIN_WIDTH, 2 * _MARGIN + used * (self._cell[0] + _GAP) - _GAP)
+        self.height = 2 * _MARGIN + sum(self._line_height(line) for line in lines)
+
+    def draw(self) -> Image.Image:
+        """Draw the sheet."""
+        sheet = Image.new("RGB", (self.width, self.height), _PAPER)
+        pen = ImageDraw.Draw(sheet)
+        top = _MARGIN
+        for line in self._lines:
+            _write(pen, (_MARGIN, top), line.text, line.size, line.color, self.width - 2 * _MARGIN)
+            row_top = top
+            for tiles in self._rows(line):
+                for column, tile in enumerate(tiles):
+                    self._draw_tile(sheet, pen, tile, (_MARGIN + column * (self._cell[0] + _GAP), row_top))
+                row_top += self._row_height(tiles)
+            top += self._line_height(line)
+        return sheet
+
+    def _rows(self, line: _TextLine) -> list[tuple[_Tile, ...]]:
+        return [line.tiles[first : first + self._columns] for first in range(0, len(line.tiles), self._columns)]
+
+    def _row_height(self, tiles: tuple[_Tile, ...]) -> int:
+        texts = 1 + max(len(tile.marks) for tile in tiles)
+        return self._cell[1] + texts * _leading(_SMALL) + _GAP
+
+    def _line_height(self, line: _TextLine) -> int:
+        return sum(self._row_height(tiles) for tiles in self._rows(line)) or _leading(line.size)
+
+    def _draw_tile(self, sheet: Image.Image, pen: ImageDraw.ImageDraw, tile: _Tile, corner: tuple[int, int]) -> None:
+        left, top = corner
+        bottom = top + self._cell[1]
+        if tile.image is None:
+            right = left + self._cell[0] - 1
+            pen.rectangle((left, top, right, bottom - 1), outline=_ALARM)
+            pen.line((left, top, right, bottom - 1), _ALARM)
+            pen.line((left, bottom - 1, right, top), _ALARM)
+        else:
+            sheet.paste(tile.image, corner)
+        color, caption = (_ALARM, f"row {tile.row}: damaged") if tile.image is None else (_GRAY, f"row {tile.row}")
+        for number, text in enumerate((caption, *tile.marks)):
+            _write(pen, (left, bottom + number * _leading(_SMALL)), text, _SMALL, color, self._cell[0])
+            color = _INK
+
+
+def _write(pen: ImageDraw.ImageDraw, corner: tuple[int, int], text: str, size: int, color: str, max_width: int) -> None:
+    """Draw as much of a line of text as fits. Control characters, such as line breaks, are escaped."""
+    text = "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
+    font = ImageFont.load_default(size)
+    while text and font.getlength(text) > max_width:
+        text = text[:-1]
+    pen.text(corner, text, color, font)
+
+
+def _leading(size: int) -> int:
+    """Return the height in pixels of a line of text of this font size."""
+    return round(size * 1.35)
+
+
+def _save(sheet: Image.Image, target: Path, file_format: str) -> None:
+    stream = io.BytesIO()
+    sheet.save(stream, file_format, **_SETTINGS[file_format])
+    try:
+        write_atomically(target, stream.getvalue())
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise NoSpaceError(
+                f"{target}: {os.strerror(error.errno)}; make room, or choose another folder", path=target
+            ) from error
+        raise

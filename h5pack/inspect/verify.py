@@ -1,0 +1,309 @@
+"""`h5pack verify`: check the structure of a pack and the checksum of every row."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from h5pack.errors import H5PackError, OptionsError, PackFormatError
+from h5pack.format import schema
+from h5pack.format.checksums import row_checksums
+from h5pack.format.plans import plan_cache
+from h5pack.format.row_offsets import RowOffsets, check_rows_counted, check_tasks, describe_check
+from h5pack.read.chunk_index import index_dataset
+from h5pack.read.hdf5 import (
+    dataset_names,
+    is_filtered,
+    open_file,
+    reopen_tuned,
+    require_complete,
+    require_filters,
+    text,
+)
+from h5pack.system.machine import available_cpus
+from h5pack.system.processes import open_executor, run
+from h5pack.system.text import counted
+
+_MAX_LISTED = 20
+_TASK_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The result of a verification.
+
+    Attributes
+    ----------
+    path : str
+    rows : int
+        Number of rows of the pack; 0 if it could not be opened.
+    problems : tuple of str
+        Descriptions of structural defects, such as missing datasets.
+    damaged : dict of str to list of int
+        For each dataset, the rows that do not match their checksums or cannot be read.
+    filenames : dict of int to str
+        Source file names of up to 1,000 damaged rows, by row.
+    """
+
+    path: str
+    rows: int
+    problems: tuple[str, ...] = ()
+    damaged: dict[str, list[int]] = field(default_factory=dict)
+    filenames: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the file has neither structural problems nor damaged rows."""
+        return not self.problems and not any(self.damaged.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a JSON-serializable dict. The keys are stable across versions."""
+        return {
+            "path": self.path,
+            "ok": self.ok,
+            "rows": self.rows,
+            "problems": list(self.problems),
+            "damaged": self.damaged,
+            "filenames": {str(row): name for row, name in self.filenames.items()},
+        }
+
+    def to_text(self) -> str:
+        """Return the report as lines of text, with the first 20 damaged rows of each dataset."""
+        if self.ok:
+            return f"{self.path}: {self.rows:,} rows, every checksum agrees"
+        lines = [f"{self.path}: {problem}" for problem in self.problems]
+        for name, rows in sorted(self.damaged.items()):
+            lines.append(
+                f"{self.path}: {name!r}: {counted(len(rows), 'damaged row')}; restore the file or convert again"
+            )
+            for row in rows[:_MAX_LISTED]:
+                origin = self.filenames.get(row)
+                lines.append(f"  row {row}" + (f" ({origin})" if origin is not None else ""))
+            if len(rows) > _MAX_LISTED:
+                lines.append(f"  and {len(rows) - _MAX_LISTED:,} more (the JSON report lists all)")
+        return "\n".join(lines)
+
+
+@dataclass
+class _Structure:
+    """The results of the structural check, which one worker process makes through the HDF5 library.
+
+    `offsets` and `checksums` locate and verify the rows of the images. `offsets` is None if these cannot be read
+    directly, because they are compressed or were repacked by another program. In that case `chunk_rows` and
+    `chunk_bytes` are the size of a chunk, which the library must read; otherwise they are 0.
+    """
+
+    rows: int
+    problems: list[str] = field(default_factory=list)
+    damaged: dict[str, list[int]] = field(default_factory=dict)
+    offsets: RowOffsets | None = None
+    checksums: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
+    chunk_rows: int = 0
+    chunk_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _DecodeTask:
+    """A task: rows of whole chunks to read through the HDF5 library and compare with their checksums."""
+
+    path: str
+    start: int
+    checksums: npt.NDArray[np.uint32]
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    num_workers: int | None = None,
+    start_method: str | None = None,
+    progress: bool = False,
+) -> VerifyReport:
+    """Check a pack's structure and the checksum of every row.
+
+    The HDF5 library runs only in worker processes, because a damaged file may crash it. Uncompressed rows are read in
+    parallel without the library, compressed rows through it.
+
+    Parameters
+    ----------
+    path : path
+    num_workers : int, optional
+        Number of worker processes; at least 2 are used. Default: the number of CPUs that this process may use.
+    start_method : str, optional
+        Start method of multiprocessing. Default: "fork" if that is safe, else "forkserver".
+    progress : bool
+        Show a progress bar on standard error, if that is a terminal.
+
+    Raises
+    ------
+    PackFormatError
+        If the file is not a pack, and therefore has no checksums.
+    """
+    if num_workers is not None and num_workers < 1:
+        raise OptionsError(f"num_workers is {num_workers}; it must be at least 1", parameters=("num_workers",))
+    name = os.path.abspath(path)
+    count = max(2, num_workers or available_cpus())
+    with open_executor(count, start_method, None) as executor:
+        try:
+            structure = executor.submit(_inspect, name).result()
+        except _NoPackError as error:
+            raise PackFormatError(str(error), path=name) from None
+        except H5PackError as error:
+            return VerifyReport(name, 0, (str(error).removeprefix(f"{name}: "),))
+        except BrokenProcessPool:
+            crash = f"HDF5 {h5py.version.hdf5_version} crashed on it; the file is damaged: restore it"
+            return VerifyReport(name, 0, (crash,))
+        damaged = structure.damaged
+        wrong = _check_images(name, structure, executor, 2 * count, progress=progress)
+        if wrong:
+            damaged[schema.IMAGES] = wrong
+        listed = sorted({row for found in damaged.values() for row in found})
+        names = executor.submit(_filenames, name, listed).result() if listed else {}
+    return VerifyReport(name, structure.rows, tuple(structure.problems), damaged, names)
+
+
+def _check_images(path: str, structure: _Structure, executor: Executor, in_flight: int, *, progress: bool) -> list[int]:
+    """Return the rows of the images that do not match their checksums or cannot be read, ascending."""
+    done: Iterator[tuple[int, list[int]]] = iter(())
+    if structure.offsets is not None:
+        rows = np.arange(structure.rows, dtype=np.int64)
+        tasks = check_tasks(path, structure.offsets, rows, structure.checksums, _TASK_BYTES)
+        done = run(executor, check_rows_counted, tasks, in_flight, describe_check)
+    elif structure.chunk_rows:
+        done = run(executor, _decode_counted, _decode_tasks(path, structure), in_flight, _describe_decode)
+    wrong: list[int] = []
+    tqdm.monitor_interval = 0
+    with tqdm(
+        total=structure.rows, desc="verify", unit=" rows", disable=None if progress else True, leave=False
+    ) as bar:
+        for checked, found in done:
+            wrong += found
+            bar.update(checked)
+    return sorted(wrong)
+
+
+class _NoPackError(PackFormatError):
+    """The file is not a pack, so there are no checksums to verify against."""
+
+
+def _inspect(path: str) -> _Structure:
+    with open_file(path) as file:
+        try:
+            if schema.FORMAT not in file.attrs:
+                raise _NoPackError(f"{path}: not an h5pack file (no attribute {schema.FORMAT}), so it has no checksums")
+            require_complete(file)
+            return _inspect_pack(path, file)
+        except H5PackError:
+            raise
+        except Exception as error:
+            # On damaged files, h5py may raise any exception type.
+            raise PackFormatError(f"{path}: damaged metadata ({error}); restore the file or convert again") from None
+
+
+def _inspect_pack(path: str, file: h5py.File) -> _Structure:
+    images = file.get(schema.IMAGES)
+    if not isinstance(images, h5py.Dataset) or images.ndim != 4 or images.dtype != np.uint8 or images.chunks is None:
+        raise PackFormatError(f"{path}: no chunked uint8 dataset 'images' of rank 4; convert again")
+    found = _Structure(images.shape[0])
+    _check_tables(file, found.rows, found.problems)
+    _check_other_rows(file, found)
+    checksums = file.get(f"{schema.CHECKSUMS}/{schema.IMAGES}")
+    if not isinstance(checksums, h5py.Dataset) or checksums.shape != (found.rows,):
+        found.problems.append("checksums/images: missing, or not one per row")
+        return found
+    found.checksums = checksums[()]
+    try:
+        index = index_dataset(file, images, schema.IMAGES)
+    except PackFormatError as error:
+        found.problems.append(str(error).removeprefix(f"{path}: "))
+        return found
+    absent = np.flatnonzero(index.addresses < 0)
+    if len(absent):
+        found.problems.append(f"images: {len(absent)} chunks have no storage, chunk {int(absent[0])} first")
+    elif index.library_reason is not None or is_filtered(images):
+        found.chunk_rows, found.chunk_bytes = images.chunks[0], int(np.prod(images.chunks))
+    else:
+        found.offsets = RowOffsets(index.addresses, index.chunk_rows, index.row_bytes)
+    return found
+
+
+def _check_other_rows(file: h5py.File, found: _Structure) -> None:
+    """Compare the rows of every dataset except the images with their checksums."""
+    if schema.LABELS in file and f"{schema.CHECKSUMS}/{schema.LABELS}" not in file:
+        found.problems.append(f"{schema.CHECKSUMS}/{schema.LABELS}: missing")
+    for name in dataset_names(file):
+        target = name.removeprefix(f"{schema.CHECKSUMS}/")
+        if target in (name, schema.IMAGES):
+            continue
+        if target not in file or len(file[target]) != len(file[name]):
+            found.problems.append(f"{name}: there is no dataset {target!r} of as many rows")
+            continue
+        wrong = np.flatnonzero(row_checksums(file[target][()]) != file[name][()])
+        if len(wrong):
+            found.damaged[target] = wrong.tolist()
+
+
+def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
+    for name in (schema.FILENAMES, schema.SPLIT_NAMES, schema.SPLIT_ROWS, "statistics/mean", "statistics/std"):
+        if not isinstance(file.get(name), h5py.Dataset):
+            problems.append(f"{name}: missing")
+    for name in (schema.FILENAMES, schema.LABELS):
+        item = file.get(name)
+        if isinstance(item, h5py.Dataset) and len(item) != rows:
+            problems.append(f"{name}: {len(item):,} rows, and images has {rows:,}")
+    splits = file.get(schema.SPLIT_ROWS)
+    if isinstance(splits, h5py.Dataset):
+        edges = splits[()].reshape(-1, 2)
+        joined = [0, *edges[:, 1].tolist()]
+        if edges[:, 0].tolist() != joined[:-1] or joined[-1] != rows:
+            problems.append(f"splits/rows: do not cover the {rows:,} rows in order")
+
+
+def _decode_tasks(path: str, structure: _Structure) -> Iterator[_DecodeTask]:
+    step = structure.chunk_rows * max(1, _TASK_BYTES // structure.chunk_bytes)
+    for start in range(0, structure.rows, step):
+        yield _DecodeTask(path, start, structure.checksums[start : start + step])
+
+
+def _decode_counted(task: _DecodeTask) -> tuple[int, list[int]]:
+    """Check a task's rows; return their number, and the rows that differ from their checksums or cannot be read."""
+    with open_file(task.path) as file:
+        images = file[schema.IMAGES]
+        require_filters(images)
+        # A cache of one chunk suffices, because chunks are read in order.
+        images = reopen_tuned(
+            images, plan_cache(images.shape, images.chunks, 1, filtered=is_filtered(images), window=1)
+        )
+        stop = task.start + len(task.checksums)
+        wrong: list[int] = []
+        for start in range(task.start, stop, images.chunks[0]):
+            rows = range(start, min(start + images.chunks[0], stop))
+            try:
+                found = row_checksums(images[rows.start : rows.stop])
+            except (OSError, RuntimeError):
+                wrong += rows
+            else:
+                expected = task.checksums[rows.start - task.start : rows.stop - task.start]
+                wrong += [start + int(position) for position in np.flatnonzero(found != expected)]
+    return len(task.checksums), wrong
+
+
+def _describe_decode(task: _DecodeTask) -> str:
+    return f"{task.path} rows {task.start}-{task.start + len(task.checksums) - 1}"
+
+
+def _filenames(path: str, rows: list[int]) -> dict[int, str]:
+    try:
+        with open_file(path) as file:
+            stored = file[schema.FILENAMES]
+            return {row: text(stored[row]) for row in rows[:1000] if row < len(stored)}
+    except (H5PackError, OSError, KeyError, RuntimeError):
+        return {}

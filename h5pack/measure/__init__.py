@@ -1,1 +1,0 @@
-"""What every measurement needs: repeats and their spread, the page cache, the machine, the ceilings."""

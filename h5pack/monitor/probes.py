@@ -1,0 +1,227 @@
+"""CPU time of this process and its child processes, and the state of torch's GPU as reported by NVIDIA's driver."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import multiprocessing
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True)
+class CpuTime:
+    """The CPU seconds used so far.
+
+    Attributes
+    ----------
+    own : float
+        CPU seconds of this process, in all threads.
+    children : float or None
+        CPU seconds of all descendant processes, including those that ended and were waited for. None: not available.
+    """
+
+    own: float
+    children: float | None
+
+    @classmethod
+    def now(cls, proc: Path = _PROC) -> CpuTime:
+        """Read the current CPU times. `proc` is the folder of the proc file system; tests pass another one."""
+        return cls(time.process_time(), _children_seconds(proc))
+
+    def since(self, earlier: CpuTime) -> CpuTime:
+        """Return the CPU seconds used since an earlier reading."""
+        children = None
+        if self.children is not None and earlier.children is not None:
+            # A grandchild that outlives its parent is no longer counted, so the sum may decrease.
+            children = max(0.0, self.children - earlier.children)
+        return CpuTime(self.own - earlier.own, children)
+
+    @property
+    def total(self) -> float | None:
+        """CPU seconds of this process and its descendants together; None if not available."""
+        return None if self.children is None else self.own + self.children
+
+
+def _children_seconds(proc: Path) -> float | None:
+    ended = os.times()
+    seconds = ended.children_user + ended.children_system
+    if not (proc / "self" / "stat").exists():
+        # Without /proc, only children that have ended are counted, so the sum is wrong if any are running.
+        return None if multiprocessing.active_children() else seconds
+    try:
+        ticks = sum(_ticks(_stat(proc / child)) for child in _descendants(proc))
+    except OSError:
+        return None
+    return seconds + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _descendants(proc: Path) -> set[str]:
+    """Return the process IDs of all descendants of this process."""
+    own = str(os.getpid())
+    if not (proc / own / "task" / own / "children").exists():
+        # This kernel does not list a process's children, so find them by the parent PID of every process.
+        return _by_parent(proc, own)
+    found: set[str] = set()
+    waiting = [own]
+    while waiting:
+        tasks = proc / waiting.pop() / "task"
+        for thread in _entries(tasks):
+            children = _text(tasks / thread / "children").split()
+            waiting += [child for child in children if child not in found]
+            found.update(children)
+    return found
+
+
+def _by_parent(proc: Path, own: str) -> set[str]:
+    children: dict[str, list[str]] = {}
+    for process in _entries(proc):
+        fields = _stat(proc / process) if process.isdigit() else []
+        if fields:
+            children.setdefault(fields[1], []).append(process)
+    found: set[str] = set()
+    waiting = [own]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        waiting += below
+        found.update(below)
+    return found
+
+
+def _stat(folder: Path) -> list[str]:
+    """Return the fields of a process's `stat` file, beginning with its state; [] if the process has ended."""
+    # The process name before these fields may contain spaces and brackets, so split after the last bracket.
+    return _text(folder / "stat").rpartition(")")[2].split()
+
+
+def _entries(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file in /proc; "" if its process or thread has ended."""
+    try:
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _ticks(fields: list[str]) -> int:
+    """Return the clock ticks used by a process and by those of its children that it has waited for."""
+    return sum(map(int, fields[11:15]))
+
+
+@dataclass(frozen=True)
+class GpuStatus:
+    """The state of a GPU at one time. None means not available.
+
+    Attributes
+    ----------
+    name : str or None
+    utilisation_percent : float or None
+        Percentage of the driver's last sampling period (about 0.2 s to 1 s) during which at least one kernel was
+        running, 0 to 100. At 100 %, kernels may still use only a small part of the GPU.
+    memory_used_bytes, memory_total_bytes : int or None
+        Memory used by all processes together, and the GPU's total memory.
+    """
+
+    name: str | None = None
+    utilisation_percent: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+
+
+BUDGET_SECONDS = 0.05
+"""A query that takes longer than this counts as failed, because it delays the training loop."""
+_MAX_FAILURES = 3
+"""After this many failures in a row, a query is no longer made. A single failure may be due to a busy CPU."""
+
+_log = logging.getLogger("h5pack")
+
+
+class GpuProbe:
+    """A probe that queries the state of one GPU from NVML, the management library of NVIDIA's driver.
+
+    Parameters
+    ----------
+    device : torch.device
+        A CUDA device. NVML numbers GPUs by PCI bus, while torch's numbers depend on `CUDA_VISIBLE_DEVICES` and the
+        GPUs' speed. The GPU is therefore identified by its UUID, which is the same in both.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._failures: Counter[str] = Counter()
+        self._card: Any = None
+        try:
+            self._nvml: Any = importlib.import_module("pynvml")
+            self._nvml.nvmlInit()
+            self._card = _find_card(self._nvml, device)
+            self._name = _decoded(self._nvml.nvmlDeviceGetName(self._card))
+        except Exception as error:
+            # No problem with the driver or its Python package may stop the training, which goes on without GPU status.
+            self._card = None
+            _log.info("nothing is known about the GPU: %s (pip install nvidia-ml-py)", error)
+
+    def sample(self) -> GpuStatus | None:
+        """Return the GPU's current state; None if it cannot be queried."""
+        if self._card is None:
+            return None
+        rates, memory = self._query("nvmlDeviceGetUtilizationRates"), self._query("nvmlDeviceGetMemoryInfo")
+        return GpuStatus(
+            self._name,
+            None if rates is None else float(rates.gpu),
+            None if memory is None else int(memory.used),
+            None if memory is None else int(memory.total),
+        )
+
+    def _query(self, function: str) -> Any:
+        if self._failures[function] == _MAX_FAILURES:
+            return None
+        begun = time.perf_counter()
+        try:
+            answer = getattr(self._nvml, function)(self._card)
+        except Exception:
+            # The query is not supported or not permitted, it timed out, or the package does not have this function.
+            answer = None
+        failed = answer is None or time.perf_counter() - begun > BUDGET_SECONDS
+        self._failures[function] = self._failures[function] + 1 if failed else 0
+        return answer
+
+
+def _find_card(nvml: Any, device: torch.device, environment: Mapping[str, str] = os.environ) -> Any:
+    """Return NVML's handle of a torch device. Raise LookupError if the device cannot be identified with certainty."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    names = [str(number) for number in range(index + 1)] if visible is None else visible.split(",")
+    name = names[index].strip() if index < len(names) else ""
+    known = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    uuids = [uuid for uuid in (name, "" if known is None else f"GPU-{known}") if uuid.startswith("GPU-")]
+    cards = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
+    for uuid in uuids:
+        # CUDA_VISIBLE_DEVICES may contain only the first characters of a UUID.
+        matching = [card for card in cards if _decoded(nvml.nvmlDeviceGetUUID(card)).startswith(uuid)]
+        if len(matching) == 1:
+            return matching[0]
+    # By default, CUDA numbers the fastest GPU first. Its numbers agree with NVML's only if all GPUs are the same model
+    # or if CUDA is set to number them by PCI bus.
+    models = {_decoded(nvml.nvmlDeviceGetName(card)) for card in cards}
+    ordered = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len(models) == 1
+    if not uuids and ordered and name.isdigit() and int(name) < len(cards):
+        return cards[int(name)]
+    raise LookupError(f"none of the {len(cards)} GPUs that NVML lists is {device} ({', '.join(uuids) or name})")
+
+
+def _decoded(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value

@@ -1,0 +1,326 @@
+"""The counters that a `FeedMonitor` keeps during one iteration, and the reports and warnings made from them."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler
+
+from h5pack.data.loader import H5Loader
+from h5pack.device.batch import batch_size_and_bytes
+from h5pack.device.loader_wrapper import base_datasets, first_attribute, samplers_of
+from h5pack.monitor.advice import BOTTLENECK_WORDS, advise
+from h5pack.monitor.bottleneck import Encoding, Evidence, judge
+from h5pack.monitor.probes import CpuTime, GpuStatus
+from h5pack.monitor.report import FeedReport, ReportOutputs
+from h5pack.system.machine import available_cpus
+
+
+class TimingEvent(Protocol):
+    """The methods of `torch.cuda.Event` that are used here."""
+
+    def record(self, stream: Any) -> None:
+        """Record the event on a stream."""
+
+    def query(self) -> bool:
+        """Return whether the device has reached the event."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Return the milliseconds from this event to `end_event`."""
+
+
+class DeviceWait:
+    """A counter of the seconds during which the training step's CUDA stream waited for batches.
+
+    `event` creates a timing event, and `stream` returns the current stream.
+    """
+
+    def __init__(self, event: Callable[[], TimingEvent], stream: Callable[[], Any]) -> None:
+        self._event, self._stream = event, stream
+        self._spare: list[tuple[TimingEvent, TimingEvent]] = []
+        self._open: tuple[TimingEvent, TimingEvent] | None = None
+        self._pending: deque[tuple[TimingEvent, TimingEvent, float]] = deque()
+        self._seconds = 0.0
+
+    @classmethod
+    def on(cls, device: torch.device) -> DeviceWait:
+        """Create a counter for a CUDA device."""
+        make: Callable[..., TimingEvent] = torch.cuda.Event
+        return cls(partial(make, enable_timing=True), partial(torch.cuda.current_stream, device))
+
+    def begin(self) -> None:
+        """Record that a batch is about to be requested."""
+        self._open = pair = self._spare.pop() if self._spare else (self._event(), self._event())
+        pair[0].record(self._stream())
+
+    def end(self, host_seconds: float) -> None:
+        """Record that a batch arrived, and how many seconds the process waited for it."""
+        if self._open is None:
+            return
+        pair, self._open = self._open, None
+        # The current stream is the one that waits for the copy, so this event is reached when the copy is done.
+        pair[1].record(self._stream())
+        self._pending.append((*pair, host_seconds))
+        self._harvest()
+
+    @property
+    def seconds(self) -> float:
+        """The seconds counted so far.
+
+        If the device has not yet reached the end of a wait, the time that the process waited is used instead.
+        """
+        self._harvest()
+        return self._seconds + sum(host for _, _, host in self._pending)
+
+    def _harvest(self) -> None:
+        while self._pending and self._pending[0][1].query():
+            first, last, _ = self._pending.popleft()
+            self._seconds += max(0.0, first.elapsed_time(last) / 1000)
+            self._spare.append((first, last))
+
+
+_warned: set[str] = set()
+"""Names of the monitors that have warned in this process."""
+
+
+@dataclass(frozen=True)
+class MonitorSettings:
+    """The parameters of `FeedMonitor` that a `FeedRecorder` needs."""
+
+    name: str
+    interval_seconds: float
+    warn_stall: float | None
+    warn_once: bool
+
+
+@dataclass(frozen=True)
+class _Counters:
+    """A snapshot of all counters. Reports are made from the differences between two snapshots."""
+
+    time: float
+    batches: int
+    images: int | None
+    size: int
+    wait: float
+    stall: float
+    cpu: CpuTime
+    fresh: int | None
+    shown: int | None
+    transform: float | None
+
+
+class FeedRecorder:
+    """A recorder that counts the batches and waits of one iteration, and reports them after each interval.
+
+    Parameters
+    ----------
+    settings : MonitorSettings
+    layers : list
+        The loader and all loaders that it wraps, outermost first.
+    outputs : ReportOutputs
+    begun : float
+        The time when the iteration began, in seconds of `time.perf_counter`.
+    epoch : callable
+        Returns the current epoch.
+    step : callable
+        Converts a number of batches of this iteration to `FeedReport.step`.
+    gpu_status : callable
+        Queries the GPU's state.
+    device_wait : DeviceWait or None
+        None if the step does not run on a CUDA device.
+    """
+
+    def __init__(
+        self,
+        settings: MonitorSettings,
+        layers: list[Any],
+        outputs: ReportOutputs,
+        *,
+        begun: float,
+        epoch: Callable[[], int | None],
+        step: Callable[[int], int],
+        gpu_status: Callable[[], GpuStatus | None],
+        device_wait: DeviceWait | None,
+    ) -> None:
+        self._settings, self._layers, self._outputs = settings, layers, outputs
+        self._epoch, self._step, self._query_gpu = epoch, step, gpu_status
+        self._device_wait = device_wait
+        self._gpu: GpuStatus | None = None
+        self._gpu_time = float("-inf")
+        self.batches = 0
+        self._images: int | None = None
+        self._size = 0
+        self._wait = 0.0
+        self._unhidden = 0.0
+        self._first = self._last = self._read(begun)
+        self._interval: FeedReport | None = None
+        self._warm = self._warned = False
+        self._transform_seconds: float | None = None
+        self._final: FeedReport | None = None
+        self.due = begun + settings.interval_seconds
+
+    def waited(self, seconds: float) -> None:
+        """Count time spent waiting without receiving a batch, at the start or the end of the loader."""
+        self._wait += seconds
+        self._unhidden += seconds
+
+    def count(self, batch: Any, seconds: float) -> None:
+        """Count a batch and the seconds that the process waited for it."""
+        images, size = batch_size_and_bytes(batch)
+        self.batches += 1
+        self._wait += seconds
+        self._size += size
+        if images is not None:
+            self._images = images + (self._images or 0)
+
+    def tick(self) -> None:
+        """Report the interval that has ended, and warn if the step waited too long.
+
+        Must be called directly in ``__next__`` of the monitor's iterator, so that the warning's `stacklevel` points to
+        the training loop.
+        """
+        now = self._read(time.perf_counter())
+        self.due = now.time + self._settings.interval_seconds
+        report = self._close_interval(now)
+        limit, name = self._settings.warn_stall, self._settings.name
+        # During the first interval, workers are still starting and caches are filling, so it is not representative.
+        warm, self._warm = self._warm, True
+        has_warned = self._warned or (self._settings.warn_once and name in _warned)
+        if limit is not None and warm and report.stall_fraction > limit and not has_warned:
+            self._warned = True
+            _warned.add(name)
+            warnings.warn(f"h5pack {name}: {stall_text(self._layers, report, self._transform_seconds)}", stacklevel=3)
+
+    def finish(self) -> None:
+        """Report the last interval and the epoch after the iteration has ended, completely or early."""
+        if self._final is not None:
+            return
+        now = self._read(time.perf_counter())
+        if now.batches > self._last.batches or self._interval is None:
+            self._close_interval(now)
+        self._final = self._report("epoch", self._first, now)
+        self._outputs.end(self._final)
+
+    def report(self) -> FeedReport:
+        """Return the report of the epoch so far, or of the whole epoch once it has ended."""
+        return self._final or self._report("epoch", self._first, self._read(time.perf_counter()))
+
+    def _close_interval(self, now: _Counters) -> FeedReport:
+        self._interval = report = self._report("interval", self._last, now)
+        before, after = self._last.transform, now.transform
+        self._transform_seconds = None if before is None or after is None else after - before
+        self._last = now
+        self._outputs.interval(report, now.batches)
+        return report
+
+    def _read(self, now: float) -> _Counters:
+        device = self._device_wait
+        return _Counters(
+            time=now,
+            batches=self.batches,
+            images=self._images,
+            size=self._size,
+            wait=self._wait,
+            stall=self._wait if device is None else self._unhidden + device.seconds,
+            cpu=CpuTime.now(),
+            fresh=self._attribute("fresh"),
+            shown=self._attribute("shown"),
+            transform=self._attribute("transform_seconds"),
+        )
+
+    def _attribute(self, name: str) -> Any:
+        """Return a numeric attribute that only h5pack's loaders define, or None.
+
+        Other loaders may have an attribute of that name, such as a method, so anything but a number is ignored.
+        """
+        value = first_attribute(self._layers, name)
+        return value if isinstance(value, (int, float)) else None
+
+    def _report(self, over: str, first: _Counters, last: _Counters) -> FeedReport:
+        seconds = max(last.time - first.time, 1e-9)
+        # A wait is counted when its CUDA events are done, which may be in a later interval, so limit it to this one.
+        stall = min(max(0.0, last.stall - first.stall), seconds)
+        images = None if last.images is None else last.images - (first.images or 0)
+        cpu = last.cpu.since(first.cpu)
+        if last.time - self._gpu_time >= self._settings.interval_seconds:
+            self._gpu, self._gpu_time = self._query_gpu(), last.time
+        return FeedReport(
+            name=self._settings.name,
+            over=over,
+            time=time.time(),
+            epoch=self._epoch(),
+            step=self._step(last.batches),
+            batches=last.batches - first.batches,
+            images=images,
+            seconds=seconds,
+            wait_seconds=last.wait - first.wait,
+            stall_seconds=stall,
+            stall_fraction=stall / seconds,
+            images_per_s=None if images is None else images / seconds,
+            bytes_per_s=(last.size - first.size) / seconds if last.size else None,
+            queue_depth=self._attribute("queue_depth"),
+            cpu_percent=None if cpu.total is None else 100 * cpu.total / seconds,
+            children_cpu_percent=None if cpu.children is None else 100 * cpu.children / seconds,
+            gpu=self._gpu,
+            freshness=_freshness(first, last),
+            interval=self._interval if over == "epoch" else None,
+        )
+
+
+def _freshness(first: _Counters, last: _Counters) -> float | None:
+    if last.shown is None or last.fresh is None:
+        return None
+    shown = last.shown - (first.shown or 0)
+    return min(1.0, (last.fresh - (first.fresh or 0)) / shown) if shown > 0 else None
+
+
+def stall_text(layers: list[Any], report: FeedReport, transform_seconds: float | None = None) -> str:
+    """Return the text of a warning: how long the step waited, for which loader, the bottleneck, and what to do."""
+    evidence = interval_evidence(layers, report, transform_seconds)
+    verdict = judge(evidence)
+    advice = " ".join(one.text for one in advise(verdict, evidence) if one.moves)
+    return (
+        f"the step waited {100 * report.stall_fraction:.0f} % of the last {report.seconds:.1f} s for "
+        f"{type(layers[-1]).__name__}; the bottleneck is {BOTTLENECK_WORDS[verdict.bottlenecks[0]]}. {advice}"
+    )
+
+
+def interval_evidence(layers: list[Any], report: FeedReport, transform_seconds: float | None = None) -> Evidence:
+    """Collect the evidence about why the step waited, from the report of an interval and the loaders' options."""
+    loader = layers[-1]
+    num_workers = loader.num_workers if isinstance(loader, DataLoader) else None
+    percent = report.cpu_percent if num_workers is None else report.children_cpu_percent
+    encoding: Encoding | None = None
+    library_reason = None
+    for dataset in base_datasets(layers):
+        indexes = getattr(getattr(dataset, "engine", None), "indexes", {})
+        for index in (indexes[name] for name in getattr(dataset, "names", ()) if name in indexes):
+            encoding = encoding or Encoding.of(index)
+            if index.library_reason is not None and not index.is_encoded:
+                library_reason = f"{dataset.path}: {index.library_reason}"
+    return Evidence(
+        cpus=available_cpus(),
+        num_threads=loader.num_threads if isinstance(loader, H5Loader) else None,
+        num_workers=num_workers,
+        encoding=encoding,
+        library_reason=library_reason,
+        full_shuffle=any(_is_full(order) for order in (loader, *samplers_of(loader))),
+        stall_fraction=report.stall_fraction,
+        wait_fraction=report.wait_seconds / max(report.stall_seconds, 1e-9),
+        transform_wait_fraction=(
+            None if transform_seconds is None else transform_seconds / max(report.wait_seconds, 1e-9)
+        ),
+        cpus_used=None if percent is None else percent / 100,
+    )
+
+
+def _is_full(order: Any) -> bool:
+    """Return whether a loader or sampler shuffles rows individually, regardless of chunks."""
+    return isinstance(order, RandomSampler) or getattr(getattr(order, "plan", None), "shuffle", "") == "full"

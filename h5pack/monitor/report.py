@@ -1,0 +1,217 @@
+"""The reports of a `FeedMonitor` and their outputs: a callable, a progress line, JSON lines, TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tqdm import tqdm
+
+from h5pack.errors import OptionsError
+from h5pack.monitor.probes import GpuStatus
+
+_log = logging.getLogger("h5pack")
+_NOT_AVAILABLE = "not available"
+
+
+@dataclass(frozen=True)
+class FeedReport:
+    """A report on how long the training step waited for data during an interval or an epoch.
+
+    None means not available, or not known yet.
+
+    Attributes
+    ----------
+    name : str
+        The name of the monitor.
+    over : {"interval", "epoch"}
+        The period that the report covers.
+    time : float
+        Unix time at the end of the period, in seconds.
+    epoch : int or None
+    step : int
+        The number of batches delivered by the end of the period: in all epochs if the loader has a length, else by this
+        monitor.
+    batches : int
+        How many batches the step received during the period.
+    images : int or None
+        How many images these batches contained. None if the batches contain no tensor from which to tell.
+    seconds : float
+        Length of the period. An epoch's period begins with the iteration, and ends now or at the end of the epoch.
+    wait_seconds : float
+        The time that the process waited inside ``next(loader)``.
+    stall_seconds : float
+        The time that the step waited. On a CPU, that is `wait_seconds`. On a CUDA device, it is the time during which
+        the step's stream was idle because the batch was not ready: the part of the process's wait that was not hidden
+        by work queued on the device, and the part of the copy that was still to be done.
+    stall_fraction : float
+        `stall_seconds` divided by `seconds`, 0 to 1.
+    images_per_s, bytes_per_s : float or None
+        Speed in images and in bytes. Bytes are those of all tensors of a batch, in the form that the step receives.
+    queue_depth : int or None
+        How many batches were ready in the loader at the end of the period.
+    cpu_percent, children_cpu_percent : float or None
+        CPU use of this process and its child processes (such as a DataLoader's workers) together, and of the child
+        processes alone. 100 is one CPU.
+    freshness : float or None
+        With an `EchoLoader`: the fraction of the delivered batches that were not repeats, 0 to 1.
+    gpu : GpuStatus or None
+        State of the GPU at the end of the period.
+    interval : FeedReport or None
+        In the report of an epoch: the report of the last completed interval.
+    """
+
+    name: str
+    over: str
+    time: float
+    epoch: int | None
+    step: int
+    batches: int
+    images: int | None
+    seconds: float
+    wait_seconds: float
+    stall_seconds: float
+    stall_fraction: float
+    images_per_s: float | None
+    bytes_per_s: float | None
+    queue_depth: int | None = None
+    cpu_percent: float | None = None
+    children_cpu_percent: float | None = None
+    freshness: float | None = None
+    gpu: GpuStatus | None = None
+    interval: FeedReport | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a JSON-serializable dict. The keys are stable across versions."""
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("gpu", "interval")}
+        gpu = self.gpu or GpuStatus()
+        return {**own, **{f"gpu_{one.name}": getattr(gpu, one.name) for one in fields(gpu)}}
+
+    def to_text(self) -> str:
+        """Return the numbers as one line of text."""
+        megabytes = None if self.bytes_per_s is None else self.bytes_per_s / 1e6
+        fresh = "" if self.freshness is None else f", fresh {100 * self.freshness:.0f} %"
+        return (
+            f"{self.name}: {self.batches:,} batches in {self.seconds:.1f} s, {self.summary()}{fresh}, "
+            f"{_number_text(megabytes, ' MB/s')}, queue {_number_text(self.queue_depth)}, "
+            f"CPU {_number_text(self.cpu_percent, ' %')}"
+        )
+
+    __str__ = to_text
+
+    def summary(self) -> str:
+        """Return speed, stall fraction and GPU utilisation as a short text for a progress line."""
+        gpu = None if self.gpu is None else self.gpu.utilisation_percent
+        speed, busy = _number_text(self.images_per_s, " images/s"), _number_text(gpu, " %")
+        return f"{speed}, stall {100 * self.stall_fraction:.0f} %, GPU {busy}"
+
+
+def _number_text(value: float | None, unit: str = "") -> str:
+    return _NOT_AVAILABLE if value is None else f"{value:,.0f}{unit}"
+
+
+class ReportOutputs:
+    """The outputs of a monitor, each of which receives every report. The parameters are those of `FeedMonitor`."""
+
+    def __init__(
+        self,
+        name: str,
+        on_report: Callable[[FeedReport], Any] | None = None,
+        progress: bool = False,
+        json_lines: str | os.PathLike[str] | None = None,
+        tensorboard: Any = None,
+    ) -> None:
+        if on_report is not None and not callable(on_report):
+            raise OptionsError(f"on_report is a {type(on_report).__name__}; give a callable", parameters=("on_report",))
+        self._name, self._on_report, self._progress = name, on_report, progress
+        self._bar: Any = None
+        self._first_batch = 0
+        self._path = None if json_lines is None else os.path.abspath(json_lines)
+        if self._path is not None:
+            try:
+                open(self._path, "a", encoding="utf-8").close()
+            except OSError as error:
+                raise OptionsError(
+                    f"json_lines: {error}; name a file that can be written", parameters=("json_lines",)
+                ) from error
+        self._own_writer = isinstance(tensorboard, (str, os.PathLike))
+        self._writer = _summary_writer(tensorboard) if self._own_writer else tensorboard
+        if self._writer is not None and not hasattr(self._writer, "add_scalar"):
+            kind = type(tensorboard).__name__
+            raise OptionsError(
+                f"tensorboard is a {kind}; give a SummaryWriter, or a folder for one", parameters=("tensorboard",)
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The progress bar, and a TensorBoard writer that was created here, belong to this process.
+        return {**self.__dict__, "_bar": None, "_writer": None if self._own_writer else self._writer}
+
+    def begin(self, total: int | None, first_batch: int = 0) -> None:
+        """Begin an epoch of `total` batches (None: not known) at the batch with index `first_batch`."""
+        self._first_batch = first_batch
+        if self._progress:
+            # Do not let tqdm start its monitor thread, because threads do not survive a fork.
+            tqdm.monitor_interval = 0
+            self._bar = tqdm(total=total, initial=first_batch, desc=self._name, unit=" batches")
+
+    def interval(self, report: FeedReport, batches: int) -> None:
+        """Send the report of an interval to the outputs. `batches` is the number of batches in the iteration so far."""
+        self._show(report, batches)
+        self._append(report)
+        if self._writer is not None:
+            for key, value in report.to_json().items():
+                if isinstance(value, (int, float)) and key not in ("time", "epoch", "step"):
+                    self._writer.add_scalar(f"feed/{self._name}/{key}", float(value), report.step)
+            self._writer.flush()
+        if self._on_report is not None:
+            self._on_report(report)
+
+    def end(self, report: FeedReport) -> None:
+        """Send the report of an epoch to the outputs, and close the progress bar."""
+        self._append(report)
+        self._show(report, report.batches)
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        if self._on_report is not None:
+            self._on_report(report)
+
+    def close(self) -> None:
+        """Close the TensorBoard writer if it was created here."""
+        if self._own_writer and self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _show(self, report: FeedReport, batches: int) -> None:
+        if self._bar is None:
+            return
+        title = self._name if report.epoch is None else f"{self._name} {report.epoch}"
+        self._bar.set_description_str(title, refresh=False)
+        self._bar.set_postfix_str(report.summary(), refresh=False)
+        self._bar.n = self._first_batch + batches
+        self._bar.refresh()
+
+    def _append(self, report: FeedReport) -> None:
+        if self._path is None:
+            return
+        try:
+            # Open the file again for each report, because several processes may append to it, and it may be moved.
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(report.to_json(), ensure_ascii=False) + "\n")
+        except OSError as error:
+            _log.warning("json_lines: %s; no more lines are written", error)
+            self._path = None
+
+
+def _summary_writer(folder: str | os.PathLike[str]) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise OptionsError(
+            f"tensorboard is not installed ({error}); pip install tensorboard", parameters=("tensorboard",)
+        ) from error
+    return SummaryWriter(os.fspath(folder))

@@ -1,0 +1,164 @@
+"""Progress within an epoch, and resuming from a saved state on the same or another number of ranks (GPUs)."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+from h5pack.errors import OptionsError, StateError
+
+
+@dataclass
+class IterationState:
+    """The progress of one iteration over an epoch.
+
+    Attributes
+    ----------
+    epoch : int
+    start : int
+        Number of the batch or row at which this iteration started: 0, or more if it resumed from a saved state.
+    count : int
+        Batches or rows delivered since `start`.
+    """
+
+    epoch: int = 0
+    start: int = 0
+    count: int = 0
+
+
+class EpochCursor:
+    """The progress of a sampler or loader: the next epoch, the batch or row it starts at, and the running iteration.
+
+    An iteration starts the epoch that was passed to `set_epoch`, by default the epoch after the last one. After `load`
+    the next iteration continues where the state was saved.
+
+    Parameters
+    ----------
+    identity : dict
+        The parameters that determine the order. A state that was saved with other values is refused.
+    unit : {"batches", "rows"}
+        Whether batches or rows are counted.
+    length : int
+        Batches or rows per epoch.
+    num_replicas : int, optional
+        Number of ranks; give it if each rank counts its own rows. A saved state then resumes on another number of
+        ranks only if all streams (equal parts of the order, see `h5pack.order.window`) had delivered the same number
+        of rows when it was saved.
+    """
+
+    def __init__(self, identity: dict[str, Any], unit: str, length: int, num_replicas: int | None = None) -> None:
+        self.identity = identity
+        self.unit = unit
+        self.iteration = IterationState()
+        self._length = length
+        self._num_replicas = num_replicas
+        self._next_epoch = 0
+        self._next_start = 0
+        self._running = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the next epoch. If a state was loaded for the same epoch, the next iteration still resumes from it."""
+        try:
+            epoch = operator.index(epoch)
+        except TypeError as error:
+            raise OptionsError(f"epoch is {epoch!r}; it must be a whole number", parameters=("epoch",)) from error
+        if epoch != self._next_epoch:
+            self._next_epoch, self._next_start = epoch, 0
+        self._running = False
+
+    def pause(self) -> None:
+        """Record that an iterator was created but not started, so that the state is its starting point."""
+        self._running = False
+
+    def finish(self, iteration: IterationState) -> None:
+        """Record that an iteration was consumed to its end, so that the state is the start of the next epoch."""
+        if iteration is self.iteration:
+            self._running = False
+
+    def begin(self) -> IterationState:
+        """Start the next epoch. The caller must increase the result's `count` for each batch or row it delivers."""
+        self.iteration = IterationState(self._next_epoch, self._next_start)
+        self._next_epoch, self._next_start = self.iteration.epoch + 1, 0
+        self._running = True
+        return self.iteration
+
+    def state(self, count: int | None = None) -> dict[str, Any]:
+        """Return the state after `count` batches or rows of the running iteration; None: after those counted so far."""
+        return self.state_of(self.iteration if self._running else None, count)
+
+    def state_of(self, iteration: IterationState | None, count: int | None = None) -> dict[str, Any]:
+        """Return the state after `count` batches or rows of `iteration`, or, without it, at the next one's start."""
+        epoch, done = self._next_epoch, self._next_start
+        if iteration is not None:
+            epoch, done = iteration.epoch, iteration.start + (iteration.count if count is None else count)
+        # These keys are part of saved states, so they stay the same even if the parameters are renamed.
+        ranks = {} if self._num_replicas is None else {"world_size": self._num_replicas}
+        return {"order": self.identity, "epoch": epoch, self.unit: done, **ranks}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Make the next iteration continue where `state` was saved.
+
+        Raises
+        ------
+        StateError
+            If `state` is malformed, belongs to another order, or cannot be converted to this number of ranks.
+        """
+        try:
+            order, epoch, done = dict(state["order"]), int(state["epoch"]), int(state[self.unit])
+            saved_ranks = None if self._num_replicas is None else int(state["world_size"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(
+                f"not a state of {self.unit} in an order ({error!r}); give what state_dict() returned"
+            ) from error
+        for name in {**self.identity, **order}:
+            if order.get(name) != self.identity.get(name):
+                hint = "; orders for several numbers of ranks need the same streams=" if name == "streams" else ""
+                raise StateError(
+                    f"the state was saved with {name} {order.get(name)!r}, and this order has "
+                    f"{self.identity.get(name)!r}; resume with the same{hint}",
+                    parameters=(name,),
+                )
+        if self._num_replicas is not None and saved_ranks is not None and saved_ranks != self._num_replicas:
+            done = self._for_our_ranks(done, saved_ranks, self._num_replicas)
+        if not 0 <= done <= self._length:
+            raise StateError(f"the state is after {done} {self.unit}, and an epoch has {self._length}; it was damaged")
+        self._next_epoch, self._next_start = epoch, done
+        self._running = False
+
+    def _for_our_ranks(self, done: int, saved_ranks: int, ranks: int) -> int:
+        """Convert the rows delivered on each of `saved_ranks` ranks to the rows delivered on each of `ranks` ranks."""
+        streams = self.identity["streams"]
+        if done * saved_ranks % streams:
+            raise StateError(
+                f"the state was saved after {done} rows on each of {saved_ranks} ranks, before all {streams} streams "
+                f"had given equally many; resume with {saved_ranks} ranks, or save after a multiple of "
+                f"{streams // saved_ranks} rows"
+            )
+        return done * saved_ranks // ranks
+
+
+class Resumable:
+    """Base class of samplers and loaders that implements epochs and states with an `EpochCursor`."""
+
+    def __init__(self, cursor: EpochCursor) -> None:
+        self._cursor = cursor
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the running or last iteration."""
+        return self._cursor.iteration.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration. By default each iteration is the epoch after the previous one."""
+        self._cursor.set_epoch(epoch)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the next iteration continue where `state` was saved, after the last delivered batch or row.
+
+        Raises
+        ------
+        StateError
+            If `state` is malformed, belongs to another order, or cannot be converted to this number of ranks.
+        """
+        self._cursor.load(state)

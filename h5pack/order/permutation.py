@@ -1,0 +1,94 @@
+"""Reproducible permutations: a key gives the same order in every release, on every machine, with every numpy.
+
+numpy's shuffles may change between its releases, so the random numbers come from a hash (`h5pack.system.arrays`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.system.arrays import SPLITMIX64_GAMMA, shuffled, splitmix64, splitmix64_array
+
+_MASK = (1 << 64) - 1
+_ROUNDS = 8
+TABLE_ROWS = 1 << 20
+"""Permutations of up to this many items are stored as a table (8 MiB); larger ones compute each item on request."""
+
+
+def derive_key(*parts: int) -> int:
+    """Hash integers into a 64-bit key; changing any of them changes the whole key."""
+    state = 0
+    for part in parts:
+        state = splitmix64(((state ^ (int(part) & _MASK)) + SPLITMIX64_GAMMA) & _MASK)
+    return state
+
+
+class Permutation:
+    """A random permutation of 0..count-1 with random access.
+
+    More than `TABLE_ROWS` items are permuted by a Feistel network over the next power of four, which is applied again
+    until the result is below `count` (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). So even a
+    billion items take no memory.
+
+    Parameters
+    ----------
+    count : int
+    key : int
+        64 bits.
+    """
+
+    def __init__(self, count: int, key: int) -> None:
+        self.count = count
+        self._table = shuffled(count, key) if count <= TABLE_ROWS else None
+        half = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
+        self._half = np.uint64(half)
+        self._low = np.uint64((1 << half) - 1)
+        self._keys = [np.uint64(derive_key(key, number)) for number in range(_ROUNDS)]
+
+    def items_at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the items at the given positions; int64, (n,)."""
+        if self._table is not None:
+            return self._table[positions]
+        return self._walk(positions, self._encrypt)
+
+    def positions_of(self, items: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the positions of the given items, int64 (n,): the inverse of `items_at`."""
+        if self._table is not None:
+            inverse = np.empty(self.count, np.int64)
+            inverse[self._table] = np.arange(self.count)
+            return inverse[items]
+        return self._walk(items, self._decrypt)
+
+    def _walk(
+        self, values: npt.NDArray[np.int64], step: Callable[[npt.NDArray[np.uint64]], npt.NDArray[np.uint64]]
+    ) -> npt.NDArray[np.int64]:
+        current = step(values.astype(np.uint64))
+        outside = np.flatnonzero(current >= self.count)
+        while len(outside):
+            current[outside] = step(current[outside])
+            outside = outside[current[outside] >= self.count]
+        return current.view(np.int64)
+
+    def _round(self, half: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.uint64]:
+        mixed: npt.NDArray[np.uint64] = splitmix64_array((half + np.uint64(1)) * np.uint64(SPLITMIX64_GAMMA) + key)
+        mixed &= self._low
+        return mixed
+
+    def _encrypt(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        left, right = values >> self._half, values & self._low
+        for key in self._keys:
+            left, right = right, left ^ self._round(right, key)
+        return self._joined(left, right)
+
+    def _decrypt(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        left, right = values >> self._half, values & self._low
+        for key in reversed(self._keys):
+            left, right = right ^ self._round(left, key), left
+        return self._joined(left, right)
+
+    def _joined(self, left: npt.NDArray[np.uint64], right: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        joined: npt.NDArray[np.uint64] = (left << self._half) | right
+        return joined

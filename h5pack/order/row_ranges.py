@@ -1,0 +1,221 @@
+"""The rows that an epoch consists of, grouped by chunk: a range of the file's rows, or any subset of them."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.system.arrays import equal_runs
+
+Rows = npt.NDArray[np.int64]
+
+
+class EpochRows(Protocol):
+    """The rows of one epoch in the order in which the file stores them, divided into chunks.
+
+    Chunks are numbered 0 to ``chunk_count - 1`` and rows have positions 0 to ``count - 1``, both in the file's order.
+
+    Attributes
+    ----------
+    count : int
+        Number of rows; a row that is drawn several times counts each time.
+    chunk_count : int
+        Number of chunks that contain at least one row of the epoch.
+    chunk_rows : int
+        Rows per chunk of the file.
+    short_chunks : list of (int, int) or None
+        Pairs of a chunk and the number of rows by which it is shorter than `chunk_rows`, possibly 0. All other chunks
+        have `chunk_rows` rows. None: chunks of any length, see `chunk_lengths`.
+    """
+
+    count: int
+    chunk_count: int
+    chunk_rows: int
+    short_chunks: list[tuple[int, int]] | None
+
+    def chunk_lengths(self) -> Rows:
+        """Return the number of rows in each chunk; int64, (chunk_count,)."""
+
+    def rows_in_chunks(self, chunks: Rows, starts: Rows, stops: Rows) -> tuple[Rows, Rows]:
+        """Return rows ``starts[i]`` to ``stops[i] - 1``, counted within the chunk, of each chunk ``chunks[i]``.
+
+        Parameters
+        ----------
+        chunks, starts, stops : ndarray
+            int64, (c,).
+
+        Returns
+        -------
+        rows, indices : ndarray
+            int64, (n,): rows of the file, and the dataset indices that a sampler yields for them.
+        """
+
+    def rows_at(self, positions: Rows) -> tuple[Rows, Rows]:
+        """Return the rows of the file at the given positions, and their dataset indices; both int64, (n,)."""
+
+
+class RowSampler(Protocol):
+    """The choice of the rows of each epoch: all rows of a range or subset, or random draws by weight.
+
+    Attributes
+    ----------
+    count : int
+        Rows per epoch.
+    chunk_rows : int
+        Rows per chunk of the file.
+    """
+
+    count: int
+    chunk_rows: int
+
+    @property
+    def unique_count(self) -> int:
+        """Number of distinct rows of the file that can occur in any epoch."""
+
+    def epoch_rows(self, key: int) -> EpochRows:
+        """Return the rows of the epoch whose 64-bit random key is `key`."""
+
+    def max_rows(self, chunks: int) -> int:
+        """Return an upper bound for the rows in any `chunks` chunks that follow each other in an epoch's order."""
+
+    def unique_rows(self) -> range | Rows:
+        """Return the distinct rows of the file that can occur in any epoch, ascending; a range, or int64, (n,)."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return the values that must be equal to resume from a saved state; numbers and strings only."""
+
+
+def concatenated_ranges(starts: Rows, counts: Rows) -> Rows:
+    """Concatenate the ranges ``starts[i]`` to ``starts[i] + counts[i] - 1``; int64, (n,)."""
+    ends = np.cumsum(counts)
+    numbers: Rows = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
+    return numbers
+
+
+class RowRange:
+    """Consecutive rows of the file: a split, or all rows. It takes the same memory for any number of rows.
+
+    Parameters
+    ----------
+    start, stop : int
+        First row, and the row after the last.
+    chunk_rows : int
+        Rows per chunk.
+    """
+
+    def __init__(self, start: int, stop: int, chunk_rows: int) -> None:
+        self.start, self.stop, self.chunk_rows = start, stop, chunk_rows
+        self.count = self.unique_count = stop - start
+        self._chunk = start // chunk_rows
+        self.chunk_count = (stop - 1) // chunk_rows - self._chunk + 1 if self.count else 0
+        # In the first and the last chunk, some rows may belong to other splits or be past the end of the dataset.
+        self.short_chunks: list[tuple[int, int]] | None = []
+        if self.count:
+            last = self.chunk_count - 1
+            self.short_chunks = [
+                (0, start - self._chunk * chunk_rows),
+                (last, (self._chunk + self.chunk_count) * chunk_rows - stop),
+            ]
+
+    def epoch_rows(self, key: int) -> RowRange:
+        """Return this object, because every epoch has the same rows."""
+        return self
+
+    def max_rows(self, chunks: int) -> int:
+        """Return an upper bound for the rows in any `chunks` chunks that follow each other in an epoch's order."""
+        return chunks * self.chunk_rows
+
+    def chunk_starts(self, chunks: Rows) -> Rows:
+        """Return the positions at which chunks start, int64 (n,); for chunk number `chunk_count`, the total of rows."""
+        return np.clip((self._chunk + chunks) * self.chunk_rows, self.start, self.stop) - self.start
+
+    def chunk_lengths(self) -> Rows:
+        """Return the number of rows in each chunk; int64, (chunk_count,)."""
+        return np.diff(self.chunk_starts(np.arange(self.chunk_count + 1)))
+
+    def rows_in_chunks(self, chunks: Rows, starts: Rows, stops: Rows) -> tuple[Rows, Rows]:
+        """Return rows and dataset indices as `EpochRows.rows_in_chunks` does."""
+        heads = np.maximum(self.start, (self._chunk + chunks) * self.chunk_rows)
+        rows = concatenated_ranges(heads + starts, stops - starts)
+        return rows, rows - self.start
+
+    def rows_at(self, positions: Rows) -> tuple[Rows, Rows]:
+        """Return rows and dataset indices as `EpochRows.rows_at` does."""
+        return positions + self.start, positions
+
+    def unique_rows(self) -> range:
+        """Return all rows of the range, ascending."""
+        return range(self.start, self.stop)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the values that must be equal to resume from a saved state."""
+        return {"start": self.start, "rows": self.count, "chunk_rows": self.chunk_rows}
+
+
+class RowSubset:
+    """Any rows of the file, sorted into the order in which the file stores them.
+
+    Parameters
+    ----------
+    rows : ndarray
+        int64, (n,): rows of the file; repeats are allowed.
+    indices : ndarray
+        int64, (n,): the dataset index that a sampler yields for each of them.
+    chunk_rows : int
+        Rows per chunk.
+    """
+
+    short_chunks: list[tuple[int, int]] | None = None
+
+    def __init__(self, rows: Rows, indices: Rows, chunk_rows: int) -> None:
+        order = np.argsort(rows, kind="stable")
+        self._rows, self._indices, self.chunk_rows = rows[order], indices[order], chunk_rows
+        self.count = len(rows)
+        self._edges = equal_runs(self._rows // chunk_rows)
+        self.chunk_count = len(self._edges) - 1
+        # Because rows may be repeated, a chunk here can have more rows than in the file.
+        self._longest = int(self.chunk_lengths().max(initial=0))
+
+    def epoch_rows(self, key: int) -> RowSubset:
+        """Return this object, because every epoch has the same rows."""
+        return self
+
+    def max_rows(self, chunks: int) -> int:
+        """Return an upper bound for the rows in any `chunks` chunks that follow each other in an epoch's order."""
+        return chunks * self._longest
+
+    def chunk_starts(self, chunks: Rows) -> Rows:
+        """Return the positions at which chunks start, int64 (n,); for chunk number `chunk_count`, the total of rows."""
+        return self._edges[chunks]
+
+    def chunk_lengths(self) -> Rows:
+        """Return the number of rows in each chunk; int64, (chunk_count,)."""
+        return np.diff(self._edges)
+
+    def rows_in_chunks(self, chunks: Rows, starts: Rows, stops: Rows) -> tuple[Rows, Rows]:
+        """Return rows and dataset indices as `EpochRows.rows_in_chunks` does."""
+        return self.rows_at(concatenated_ranges(self._edges[chunks] + starts, stops - starts))
+
+    def rows_at(self, positions: Rows) -> tuple[Rows, Rows]:
+        """Return rows and dataset indices as `EpochRows.rows_at` does."""
+        return self._rows[positions], self._indices[positions]
+
+    @property
+    def unique_count(self) -> int:
+        """Number of distinct rows of the file."""
+        return int(np.count_nonzero(np.diff(self._rows))) + 1 if self.count else 0
+
+    def unique_rows(self) -> Rows:
+        """Return the distinct rows of the file, ascending; int64, (n,)."""
+        return np.unique(self._rows)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the values that must be equal to resume from a saved state."""
+        digest = zlib.crc32(self._indices.astype("<i8").tobytes(), zlib.crc32(self._rows.astype("<i8").tobytes()))
+        return {"rows": self.count, "chunk_rows": self.chunk_rows, "rows_digest": digest}
+
+
+RowSet = RowRange | RowSubset

@@ -1,0 +1,225 @@
+"""Drawing rows by class weights or row weights: systematic resampling, which reads no chunk twice in an epoch.
+
+Each row, in the file's order, is a segment of a line, as long as the row's weight. An epoch with n draws places n
+equally spaced points on the line, shifted by an offset that is random in each epoch. A row is drawn once for each point
+on its segment. So the number of copies of a row is its share of the draws, rounded down or up, and the mean of that
+number over many epochs is exactly the share.
+
+All arithmetic is in integers: a weight is a number of *units*, and the line is about 2^60 units long. Sums of units are
+exact in whatever order they are added, so the draws are the same on every machine, and rounding never repeats or loses
+a row.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.order.row_ranges import Rows, RowSet, concatenated_ranges
+
+MAX_SAMPLES = 1 << 48
+"""Maximum draws per epoch. Up to this bound the floating-point quotient in `_draws_before` is off by less than one,
+which is corrected there."""
+
+_LINE_BITS = 60
+_BLOCK_ROWS = 1 << 16
+
+
+def balanced_weights(labels: Rows, unlabelled: int | None) -> npt.NDArray[np.float64] | None:
+    """Return weights of rows such that each class has the same total weight.
+
+    Parameters
+    ----------
+    labels : ndarray
+        int64, (n,).
+    unlabelled : int or None
+        The label that means "no class"; rows with this label get weight 0. None: there is no such label.
+
+    Returns
+    -------
+    ndarray or None
+        float64, (n,); None if no row has a label.
+    """
+    classes, counts = np.unique(labels, return_counts=True)
+    shares = 1 / counts
+    if unlabelled is not None:
+        shares[classes == unlabelled] = 0
+    if not shares.any():
+        return None
+    weights = np.empty(len(labels))
+    for low in range(0, len(labels), _BLOCK_ROWS):
+        weights[low : low + _BLOCK_ROWS] = shares[np.searchsorted(classes, labels[low : low + _BLOCK_ROWS])]
+    return weights
+
+
+class WeightedRows:
+    """A `RowSampler` that draws rows in proportion to their weights.
+
+    Parameters
+    ----------
+    rows : RowSet
+        Rows to draw from.
+    weights : ndarray
+        float64, (rows.count,): weights of the rows in the file's order; all must be finite and at least 0, and one
+        must be above 0. The array is not kept.
+    num_samples : int
+        Draws per epoch, up to `MAX_SAMPLES`.
+    """
+
+    def __init__(self, rows: RowSet, weights: npt.NDArray[np.float64], num_samples: int) -> None:
+        self.rows, self.count, self.chunk_rows = rows, num_samples, rows.chunk_rows
+        self._digest = 0
+        for low in range(0, len(weights), _BLOCK_ROWS):
+            self._digest = zlib.crc32(weights[low : low + _BLOCK_ROWS].astype("<f8").tobytes(), self._digest)
+        self._units = _in_units(weights)
+        sums = np.add.reduceat(self._units, rows.chunk_starts(np.arange(rows.chunk_count)))
+        self._sums: Rows = np.concatenate(([0], np.cumsum(sums)))
+        self._line = int(self._sums[-1])
+        self._drawable = int(np.count_nonzero(self._units))
+
+    def epoch_rows(self, key: int) -> EpochDraws:
+        """Return the draws of an epoch; the upper 53 bits of the random `key` determine its offset."""
+        return EpochDraws(self, (key >> 11) * self._line >> 53)
+
+    def max_rows(self, chunks: int) -> int:
+        """Return an upper bound on the rows drawn from `chunks` consecutive chunks of any epoch's order."""
+        sums = np.diff(self._sums)
+        others = min(chunks, len(sums)) - 1
+        heaviest = sums if others == len(sums) else np.partition(sums, len(sums) - 1 - others)[-1 - others :]
+        # Padding continues the order at its beginning, so a chunk can occur twice; count the heaviest one more.
+        units = int(heaviest.sum()) + int(heaviest.max())
+        return -(-self.count * units // self._line) + others + 1
+
+    @property
+    def unique_count(self) -> int:
+        """Number of distinct rows of the file with a positive weight."""
+        return self.rows.unique_count if self._drawable == self.rows.count else len(self.unique_rows())
+
+    def unique_rows(self) -> range | Rows:
+        """Return the distinct rows of the file with a positive weight, ascending; a range, or int64, (n,)."""
+        if self._drawable == self.rows.count:
+            return self.rows.unique_rows()
+        return np.unique(self.rows.rows_at(np.flatnonzero(self._units))[0])
+
+    def identity(self) -> dict[str, Any]:
+        """Return the values that must be equal to resume from a saved state."""
+        return {**self.rows.identity(), "samples": self.count, "weights_digest": self._digest}
+
+    def chunk_edges(self, offset: int) -> Rows:
+        """Return the number of draws before each chunk, and last the number of all draws; int64, (chunk_count + 1,)."""
+        return self._draws_before(self._sums, offset)
+
+    def row_edges(self, chunks: Rows, offset: int) -> tuple[Rows, Rows, Rows]:
+        """Return the cumulative number of draws at each row of the given chunks.
+
+        Parameters
+        ----------
+        chunks : ndarray
+            int64, (c,).
+        offset : int
+            The epoch's random offset, from 0 to below the length of the line in units. The first point is at
+            ``offset / count`` units.
+
+        Returns
+        -------
+        positions, edges, counts : ndarray
+            int64, (n,), (n,) and (c,): the positions of the chunks' rows in `rows`; the number of draws from the start
+            of the line up to the end of each row; and the number of rows in each chunk.
+        """
+        starts = self.rows.chunk_starts(chunks)
+        counts = self.rows.chunk_starts(chunks + 1) - starts
+        positions = concatenated_ranges(starts, counts)
+        units = self._units[positions]
+        sums = np.cumsum(units)
+        heads = np.cumsum(counts) - counts
+        sums += np.repeat(self._sums[chunks] - (sums[heads] - units[heads]), counts)
+        return positions, self._draws_before(sums, offset), counts
+
+    def _draws_before(self, units: Rows, offset: int) -> Rows:
+        """Return the number of points below given positions on the line; point k is at (k x line + offset) / count."""
+        # The result is the floor of (count x units + line - 1 - offset) / line, but the product exceeds 64 bits. So
+        # take the floating-point quotient, and correct it by the remainder, which is small and so exact modulo 2^64.
+        near = (units * (self.count / self._line)).astype(np.int64)
+        rest = units.view(np.uint64) * np.uint64(self.count)
+        rest += np.uint64(self._line - 1 - offset)
+        rest -= near.view(np.uint64) * np.uint64(self._line)
+        near += rest.view(np.int64) // self._line
+        return near
+
+
+class EpochDraws:
+    """The rows that one epoch draws, as `EpochRows`. Chunks without a draw are left out of the numbering.
+
+    Parameters
+    ----------
+    rows : WeightedRows
+    offset : int
+        The epoch's random offset, as for `WeightedRows.row_edges`.
+    """
+
+    short_chunks: list[tuple[int, int]] | None = None
+
+    def __init__(self, rows: WeightedRows, offset: int) -> None:
+        self._weighted, self._offset = rows, offset
+        self.count, self.chunk_rows = rows.count, rows.chunk_rows
+        edges = rows.chunk_edges(offset)
+        self._drawn = np.flatnonzero(np.diff(edges))
+        self._edges = np.append(edges[self._drawn], self.count)
+        self.chunk_count = len(self._drawn)
+
+    def chunk_lengths(self) -> Rows:
+        """Return the number of draws from each chunk, at least 1; int64, (chunk_count,)."""
+        return np.diff(self._edges)
+
+    def rows_in_chunks(self, chunks: Rows, starts: Rows, stops: Rows) -> tuple[Rows, Rows]:
+        """Return rows and dataset indices as `EpochRows.rows_in_chunks` does."""
+        positions, edges, counts = self._weighted.row_edges(self._drawn[chunks], self._offset)
+        lows = self._edges[chunks] + starts
+        edges = np.clip(edges, np.repeat(lows, counts), np.repeat(self._edges[chunks] + stops, counts))
+        copies = np.diff(edges, prepend=0)
+        heads = np.cumsum(counts) - counts
+        copies[heads] = edges[heads] - lows
+        return self._weighted.rows.rows_at(np.repeat(positions, copies))
+
+    def rows_at(self, positions: Rows) -> tuple[Rows, Rows]:
+        """Return rows and dataset indices as `EpochRows.rows_at` does."""
+        order = np.argsort(positions, kind="stable")
+        draws = positions[order]
+        found = np.empty(len(draws), np.int64)
+        for first, last, chunks in self._groups(np.searchsorted(self._edges, draws, "right") - 1):
+            rows, edges, _ = self._weighted.row_edges(self._drawn[chunks], self._offset)
+            found[order[first:last]] = rows[np.searchsorted(edges, draws[first:last], "right")]
+        return self._weighted.rows.rows_at(found)
+
+    def _groups(self, owners: Rows) -> Iterator[tuple[int, int, Rows]]:
+        """Split ascending chunk numbers into slices that span few chunks, and yield (start, stop, distinct chunks)."""
+        max_chunks = max(1, _BLOCK_ROWS // self.chunk_rows)
+        chunks, heads = np.unique(owners, return_index=True)
+        heads = np.append(heads, len(owners))
+        for low in range(0, len(chunks), max_chunks):
+            high = min(low + max_chunks, len(chunks))
+            yield int(heads[low]), int(heads[high]), chunks[low:high]
+
+
+def _in_units(weights: npt.NDArray[np.float64]) -> Rows:
+    """Scale weights to integers whose sum is about 2^60, int64 (n,); equal weights stay equal."""
+    count = len(weights)
+    # Scaling by a power of two keeps all digits. The first power is a safe one: even if all rows had the largest
+    # weight, the sum would not overflow. The sum at that power then gives the final one.
+    power = _LINE_BITS - count.bit_length() - int(np.frexp(weights.max())[1])
+    coarse = sum(int(part.sum()) for _, part in _scaled(weights, power))
+    power += _LINE_BITS - (coarse + count).bit_length()
+    units = np.empty(count, np.int64)
+    for low, part in _scaled(weights, power):
+        units[low : low + len(part)] = part
+    return units
+
+
+def _scaled(weights: npt.NDArray[np.float64], power: int) -> Iterator[tuple[int, Rows]]:
+    """Multiply weights by 2**power and round them, in blocks; yield each block's start and its values, int64 (n,)."""
+    for low in range(0, len(weights), _BLOCK_ROWS):
+        yield low, np.rint(np.ldexp(weights[low : low + _BLOCK_ROWS], power)).astype(np.int64)

@@ -1,0 +1,438 @@
+"""The order of an epoch: chunks are permuted, then rows are shuffled within a window of chunks.
+
+The order depends only on a plan (`OrderPlan`) and the epoch. Its terms:
+
+- line: the epoch's chunks in permuted order, concatenated.
+- stream: one of `streams` equal parts of the line. If the rows do not divide evenly, the line is padded by repeating
+  its beginning, or trimmed. Within a stream, the rows of `window` chunks at a time are shuffled.
+- lane: a group of streams; stream s belongs to lane s mod `lanes`. Batch t takes the same number of rows from each
+  stream of lane t mod `lanes`.
+- rank: each of w ranks owns ``streams / w`` streams, the same number from each lane.
+- slot: the index of a row within its batch.
+- chunk group: consecutive chunks of the line that are read together.
+
+Consequently the rows of a step are the same for every number of ranks. Each chunk is read by one rank, except chunks
+that the end of a stream cuts in two. If DataLoader workers take batches in turn and their number divides `lanes`, each
+chunk is also read by one worker.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.errors import OptionsError
+from h5pack.order.permutation import TABLE_ROWS, Permutation, derive_key
+from h5pack.order.row_ranges import EpochRows, Rows, RowSampler
+from h5pack.system.arrays import shuffled
+
+ORDER_VERSION = 1
+SHUFFLES = ("window", "full", "chunk", False)
+DEFAULT_WINDOW = 16
+# Each purpose has random keys of its own. Changing these numbers would change the order for a given seed.
+_CHUNKS, _ROWS, _WINDOW, _DRAWS = 1, 2, 3, 4
+
+
+def whole_number(name: str, value: Any, minimum: int | None) -> int:
+    """Return a parameter's value as a Python int.
+
+    Raises
+    ------
+    OptionsError
+        If the value is not an integer (bool included), or is below `minimum`.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__") or (minimum is not None and value < minimum):
+        bound = "" if minimum is None else f" of at least {minimum}"
+        raise OptionsError(f"{name} is {value!r}; it must be a whole number{bound}", parameters=(name,))
+    return operator.index(value)
+
+
+Span = tuple[int, int, int]
+"""A run of consecutive rows of one batch: (batch number, first slot, number of slots)."""
+
+
+@dataclass(frozen=True)
+class ChunkGroup:
+    """The rows of consecutive chunks that are read together, and the batches and slots that they go to.
+
+    Attributes
+    ----------
+    rows : ndarray
+        int64, (n,): rows of the file, ascending within each chunk.
+    indices : ndarray
+        int64, (n,): the dataset indices that a sampler yields for `rows`.
+    positions : ndarray
+        int64, (n,): a permutation of 0 to n - 1. Number the slots of all `spans` consecutively from 0; then
+        ``rows[i]`` goes to slot number ``positions[i]``.
+    spans : list of (int, int, int)
+        (batch, first slot, number of slots), in ascending order of batches.
+    """
+
+    rows: Rows
+    indices: Rows
+    positions: Rows
+    spans: list[Span]
+
+    def split_by_batch(self, values: npt.NDArray[Any]) -> Iterator[tuple[Span, npt.NDArray[Any]]]:
+        """Yield each span with its part of `values`, (n, ...), which are given in the order of `rows`."""
+        ordered = np.empty_like(values)
+        ordered[self.positions] = values
+        start = 0
+        for span in self.spans:
+            yield span, ordered[start : start + span[2]]
+            start += span[2]
+
+    def slots(self, positions: Rows) -> tuple[Rows, Rows]:
+        """Return, for each position, the index of its span and the slot in that span's batch; both int64, (n,)."""
+        _, firsts, counts = np.array(self.spans).T
+        ends = np.cumsum(counts)
+        owners = np.searchsorted(ends, positions, "right")
+        return owners, positions + (firsts + counts - ends)[owners]
+
+    @property
+    def first(self) -> int:
+        """The number of the first batch with rows of this group."""
+        return self.spans[0][0]
+
+    @property
+    def last(self) -> int:
+        """The number of the last batch with rows of this group."""
+        return self.spans[-1][0]
+
+
+@dataclass(frozen=True)
+class OrderPlan:
+    """All parameters of an order except the epoch. The module's docstring defines the terms.
+
+    Attributes
+    ----------
+    rows : RowSampler
+    batch_size : int
+        Rows of a full batch of this rank.
+    shuffle : str or False
+        One of `SHUFFLES`.
+    seed : int
+    window : int
+        Number of chunks whose rows are shuffled together.
+    trim : bool
+        Make the streams equally long by leaving out rows; otherwise by repeating rows.
+    drop_last : bool
+        Leave out the last batch if it is smaller.
+    rank, num_replicas : int
+    streams, lanes : int
+        `streams` must be a multiple of ``num_replicas * lanes``, and `batch_size` a multiple of the streams per batch.
+
+    Raises
+    ------
+    OptionsError
+        If a value is invalid, or does not divide as required.
+    """
+
+    rows: RowSampler
+    batch_size: int
+    _: KW_ONLY
+    shuffle: str | bool = "window"
+    seed: int = 0
+    window: int = DEFAULT_WINDOW
+    trim: bool = False
+    drop_last: bool = False
+    rank: int = 0
+    num_replicas: int = 1
+    streams: int = 1
+    lanes: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "window", "num_replicas", "streams", "lanes", "seed", "rank"):
+            minimum = None if name in ("seed", "rank") else 1
+            # Convert numpy integers, too, because a saved state must contain Python ints only.
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), minimum))
+        if self.shuffle not in SHUFFLES:
+            raise OptionsError(
+                f"shuffle {self.shuffle!r} is none of 'window', 'full', 'chunk', False", parameters=("shuffle",)
+            )
+        if not 0 <= self.rank < self.num_replicas:
+            raise OptionsError(
+                f"rank {self.rank} is not one of 0 to {self.num_replicas - 1} (num_replicas - 1)",
+                parameters=("rank", "num_replicas"),
+            )
+        if self.streams % (self.num_replicas * self.lanes):
+            raise OptionsError(
+                f"{self.streams} streams do not divide into {self.num_replicas} ranks of {self.lanes} lanes; give a "
+                f"multiple of {self.num_replicas * self.lanes}",
+                parameters=("streams", "lanes"),
+            )
+        if self.batch_size % self.step_streams:
+            raise OptionsError(
+                f"a batch of {self.batch_size} rows does not divide into {self.step_streams} streams a step; give a "
+                f"multiple of {self.step_streams}, or fewer streams",
+                parameters=("streams",),
+            )
+
+    @cached_property
+    def step_streams(self) -> int:
+        """Number of streams from which each batch of this rank takes rows."""
+        return self.streams // (self.num_replicas * self.lanes)
+
+    @cached_property
+    def stream_rows(self) -> int:
+        """Rows per stream, including rows that are repeated as padding."""
+        whole, rest = divmod(self.rows.count, self.streams)
+        return whole + (1 if rest and not self.trim else 0)
+
+    @cached_property
+    def stream_share(self) -> int:
+        """Number of rows that a full batch takes from each of its streams."""
+        return self.batch_size // self.step_streams
+
+    @cached_property
+    def rank_rows(self) -> int:
+        """Rows of this rank per epoch, including those of a last smaller batch that `drop_last` leaves out."""
+        return self.stream_rows * (self.streams // self.num_replicas)
+
+    @cached_property
+    def num_batches(self) -> int:
+        """Number of batches of this rank per epoch."""
+        share = self.stream_share
+        steps = self.stream_rows // share if self.drop_last else -(-self.stream_rows // share)
+        return steps * self.lanes
+
+    def batch_rows(self, batch: int) -> int:
+        """Return the number of rows of one batch."""
+        return self.step_streams * min(self.stream_share, self.stream_rows - batch // self.lanes * self.stream_share)
+
+    @cached_property
+    def max_group_batches(self) -> int:
+        """Upper bound for the number of batches from the first to the last one that a chunk group has rows of."""
+        if self.shuffle == "full":
+            return 1
+        rows = min(self.rows.max_rows(self.group_chunks), self.stream_rows)
+        return min(self.num_batches, (-(-rows // self.stream_share) + 1) * self.lanes)
+
+    @cached_property
+    def group_chunks(self) -> int:
+        """Chunks per chunk group: those of a shuffle window; without one, about as many as fill a batch."""
+        return self.window if self.shuffle == "window" else max(1, self.stream_share // max(1, self.rows.max_rows(1)))
+
+    def identity(self) -> dict[str, Any]:
+        """Return the values that must be equal to resume from a saved state; numbers and strings only."""
+        return {
+            "order": ORDER_VERSION,
+            **self.rows.identity(),
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "window": self.window if self.shuffle == "window" else 1,
+            "trim": self.trim,
+            "drop_last": self.drop_last,
+            "streams": self.streams,
+            "lanes": self.lanes,
+            "global_batch": self.batch_size * self.num_replicas,
+        }
+
+    def chunk_groups(self, epoch: int, first: int = 0) -> Iterator[ChunkGroup]:
+        """Yield the rows of the epoch, starting with batch `first`, one chunk group at a time.
+
+        The groups come in ascending order of their first batch. So as soon as a group starts at batch b, all batches
+        before b are complete.
+        """
+        if not self.rows.count:
+            return
+        line = _Line(self, epoch)
+        waiting = []
+        for number, (stream, lane, place) in enumerate(self._own_streams()):
+            start = max(0, -(-(first - lane) // self.lanes)) * self.stream_share
+            groups = self._in_batches(line.groups(stream, start), lane, place, start)
+            head = next(groups, None)
+            if head is not None:
+                waiting.append((head.first, number, head, groups))
+        heapq.heapify(waiting)
+        while waiting:
+            _, number, head, groups = waiting[0]
+            yield head
+            following = next(groups, None)
+            if following is None:
+                heapq.heappop(waiting)
+            else:
+                heapq.heapreplace(waiting, (following.first, number, following, groups))
+
+    def _own_streams(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (stream, its lane, its index among this rank's streams of that lane) for each stream of this rank."""
+        for place in range(self.step_streams):
+            for lane in range(self.lanes):
+                yield (self.rank * self.step_streams + place) * self.lanes + lane, lane, place
+
+    def _in_batches(
+        self, groups: Iterator[tuple[Rows, Rows, Rows, int]], lane: int, place: int, start: int
+    ) -> Iterator[ChunkGroup]:
+        """Turn the tuples that `_Line.groups` yields for a stream into chunk groups with batches and slots."""
+        share = self.stream_share
+        end = min(self.stream_rows, self.num_batches // self.lanes * share)
+        for rows, indices, positions, low in groups:
+            high = low + len(rows)
+            if low < start or high > end:
+                # Leave out rows of batches that were delivered before a resume, and of a dropped last batch.
+                low, skipped, high = max(low, start), max(0, start - low), min(high, end)
+                keep = (positions >= skipped) & (positions < skipped + high - low)
+                rows, indices, positions = rows[keep], indices[keep], positions[keep] - skipped
+            spans = []
+            for step in range(low // share, -(-high // share)):
+                # The last batch may be smaller, and then takes fewer rows from each stream.
+                step_share = min(share, self.stream_rows - step * share)
+                first, last = max(low, step * share), min(high, (step + 1) * share)
+                spans.append((step * self.lanes + lane, first - step * share + place * step_share, last - first))
+            if spans:
+                yield ChunkGroup(rows, indices, positions, spans)
+
+
+class _Line:
+    """The line of one epoch: its chunks in permuted order, concatenated, and repeated from the beginning after the end.
+
+    Chunks on the line are numbered on through the repetitions, and offsets on it count rows.
+    """
+
+    def __init__(self, plan: OrderPlan, epoch: int) -> None:
+        self.plan, self.epoch = plan, epoch
+        self.rows: EpochRows = plan.rows.epoch_rows(self._key(_DRAWS))
+        permuted = plan.shuffle in ("window", "chunk")
+        self._permutation = Permutation(self.rows.chunk_count, self._key(_CHUNKS)) if permuted else None
+        self._edges: Rows | None = None
+        self._short: list[tuple[int, int]] = []
+        if self.rows.short_chunks is not None and (not permuted or self.rows.chunk_count > TABLE_ROWS):
+            # Only the first and the last chunk can be shorter, so the start of any chunk is computed without a table.
+            for chunk, missing in self.rows.short_chunks:
+                number = chunk
+                if self._permutation is not None:
+                    number = int(self._permutation.positions_of(np.array([chunk]))[0])
+                self._short.append((number, missing))
+        else:
+            lengths = self.rows.chunk_lengths()
+            if self._permutation is not None:
+                lengths = lengths[self._permutation.items_at(np.arange(self.rows.chunk_count))]
+            self._edges = np.concatenate(([0], np.cumsum(lengths)))
+
+    def _key(self, *parts: int) -> int:
+        return derive_key(ORDER_VERSION, self.plan.seed, self.epoch, *parts)
+
+    def _starts(self, numbers: Rows) -> Rows:
+        """Return the offsets at which the chunks with the given numbers on the line start."""
+        rounds, inside = np.divmod(numbers, self.rows.chunk_count)
+        if self._edges is not None:
+            found: Rows = rounds * self.rows.count + self._edges[inside]
+            return found
+        starts: Rows = rounds * self.rows.count + inside * self.rows.chunk_rows
+        for number, missing in self._short:
+            starts -= missing * (number < inside)
+        return starts
+
+    def _find(self, offset: int) -> int:
+        """Return the number on the line of the chunk that contains an offset."""
+        rounds, inside = divmod(offset, self.rows.count)
+        if self._edges is not None:
+            number = int(np.searchsorted(self._edges, inside, "right")) - 1
+        else:
+            # The short chunks make a chunk start earlier, by less than two chunks, so it is one of three candidates.
+            near = inside // self.rows.chunk_rows + np.arange(3)
+            near = near[near < self.rows.chunk_count]
+            number = int(near[np.searchsorted(self._starts(near), inside, "right") - 1])
+        return rounds * self.rows.chunk_count + number
+
+    def groups(self, stream: int, first: int) -> Iterator[tuple[Rows, Rows, Rows, int]]:
+        """Yield (rows, indices, positions in their shuffled order, offset of the group in the stream).
+
+        The first group contains offset `first` of the stream, and may start before it.
+        """
+        length = self.plan.stream_rows
+        if first >= length:
+            return
+        if self.plan.shuffle == "full":
+            yield from self._fully_shuffled(stream * length, first, length)
+            return
+        start, end = stream * length, (stream + 1) * length
+        origin = self._find(start)
+        chunks = min(self.plan.group_chunks, self._find(end - 1) - origin + 1)
+        window = (self._find(start + first) - origin) // chunks
+        while True:
+            numbers = origin + window * chunks + np.arange(chunks + 1)
+            edges = np.clip(self._starts(numbers), start, end)
+            low, high = int(edges[0]), int(edges[-1])
+            if low >= end:
+                return
+            rows, indices = self._rows_between(numbers[:-1], edges)
+            positions = np.arange(high - low)
+            if self.plan.shuffle == "window":
+                positions = shuffled(high - low, self._key(_WINDOW, stream, window))
+            yield rows, indices, positions, low - start
+            window += 1
+
+    def _rows_between(self, numbers: Rows, edges: Rows) -> tuple[Rows, Rows]:
+        """Return the rows from ``edges[i]`` to ``edges[i + 1]``, which are in chunk ``numbers[i]`` of the line."""
+        starts = self._starts(numbers)
+        chunks = numbers % self.rows.chunk_count
+        if self._permutation is not None:
+            chunks = self._permutation.items_at(chunks)
+        some = edges[1:] > edges[:-1]
+        return self.rows.rows_in_chunks(chunks[some], (edges[:-1] - starts)[some], (edges[1:] - starts)[some])
+
+    def _fully_shuffled(self, start: int, first: int, length: int) -> Iterator[tuple[Rows, Rows, Rows, int]]:
+        """Yield fully shuffled rows as `groups` does: one batch's share at a time, its rows in the file's order."""
+        permutation = Permutation(self.rows.count, self._key(_ROWS))
+        for low in range(first, length, self.plan.stream_share):
+            offsets = np.arange(low, min(low + self.plan.stream_share, length))
+            rows, indices = self.rows.rows_at(permutation.items_at((start + offsets) % self.rows.count))
+            order = np.argsort(rows, kind="stable")
+            yield rows[order], indices[order], order, low
+
+
+def merge_groups(groups: Iterable[ChunkGroup], max_rows: int, max_batches: int) -> Iterator[ChunkGroup]:
+    """Merge consecutive chunk groups into larger ones; the rows keep their batches and slots.
+
+    Parameters
+    ----------
+    groups : iterable of ChunkGroup
+    max_rows : int
+        Upper bound for the rows of a merged group; a single group with more rows is left unchanged.
+    max_batches : int
+        Upper bound for the number of batches from the first to the last one of a merged group.
+    """
+    waiting: list[ChunkGroup] = []
+    rows = 0
+    for group in groups:
+        fits = waiting and (
+            rows + len(group.rows) <= max_rows
+            # With several streams the next group may have rows of earlier batches, but spans must ascend.
+            and group.first >= waiting[-1].last
+            and group.last - waiting[0].first < max_batches
+        )
+        if waiting and not fits:
+            yield _merged(waiting)
+            waiting, rows = [], 0
+        waiting.append(group)
+        rows += len(group.rows)
+    if waiting:
+        yield _merged(waiting)
+
+
+def _merged(groups: list[ChunkGroup]) -> ChunkGroup:
+    if len(groups) == 1:
+        return groups[0]
+    spans: list[Span] = []
+    for group in groups:
+        for batch, slot, count in group.spans:
+            last = spans[-1] if spans else (-1, 0, 0)
+            if last[0] == batch and last[1] + last[2] == slot:
+                spans[-1] = batch, last[1], last[2] + count
+            else:
+                spans.append((batch, slot, count))
+    starts = np.cumsum([0, *(len(group.rows) for group in groups)])
+    return ChunkGroup(
+        np.concatenate([group.rows for group in groups]),
+        np.concatenate([group.indices for group in groups]),
+        np.concatenate([group.positions + start for group, start in zip(groups, starts, strict=False)]),
+        spans,
+    )

@@ -1,0 +1,486 @@
+"""The whole conversion: survey (one pass over all image headers before writing), plan, write and finish.
+
+A conversion that was interrupted can be continued from where it stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from h5pack.errors import NoImagesError, NoSpaceError, OptionsError, RejectedImageError
+from h5pack.format.row_offsets import RowOffsets, check_rows_counted, check_tasks, describe_check
+from h5pack.images.decode import MAX_PIXELS, strict_pillow
+from h5pack.pack import finish, writer
+from h5pack.pack.compression import compress_chunk, require_filter
+from h5pack.pack.file_structure import PackTables
+from h5pack.pack.journal import RowRecord, RowResults
+from h5pack.pack.options import ConvertOptions
+from h5pack.pack.output import Output, OutputLock
+from h5pack.pack.plan import ConvertPlan, make_plan
+from h5pack.pack.plan import ConvertReport as ConvertReport
+from h5pack.pack.rejects import refuse_reject
+from h5pack.pack.resume import UnfinishedPack, creation_time, verify_existing
+from h5pack.pack.split_order import RowOrder, close_holes
+from h5pack.pack.survey import survey
+from h5pack.pack.writer import LayoutDecoder
+from h5pack.sources.catalog import Catalog, Reject
+from h5pack.sources.detect import open_source
+from h5pack.sources.map_style import MapStyleDataset
+from h5pack.system.machine import available_cpus
+from h5pack.system.processes import open_executor, run
+
+_CHECK_BYTES = 8 * 1024 * 1024
+_TIMED_IMAGES = 8
+_MAX_TIMED_IMAGES = 256
+
+
+def convert(
+    source: str | os.PathLike[str] | MapStyleDataset,
+    out: str | os.PathLike[str],
+    *,
+    source_kind: str | None = None,
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    limit: int | None = None,
+    root: str | os.PathLike[str] | None = None,
+    path_column: str | None = None,
+    label_columns: str | Sequence[str] = (),
+    split_column: str | None = None,
+    field_columns: str | Sequence[str] = (),
+    images: str | None = None,
+    labels: str | None = None,
+    fields: str | Sequence[str] = (),
+    channel_axis: str | None = None,
+    value_range: str | tuple[float, float] | None = None,
+    size: int | str | tuple[int, int] | None = None,
+    fit: str = "crop",
+    resample: str = "bicubic",
+    draft: bool = False,
+    mode: str = "rgb",
+    layout: str = "nhwc",
+    order: str = "shuffled",
+    seed: int = 0,
+    chunk_rows: int | None = None,
+    chunk_bytes: int | str | None = None,
+    max_pixels: int = MAX_PIXELS,
+    compression: str = "none",
+    compat: bool = False,
+    strict: bool = False,
+    num_workers: int | None = None,
+    start_method: str | None = None,
+    io: str = "auto",
+    overwrite: bool = False,
+    resume: bool = False,
+    progress: bool = False,
+) -> ConvertReport:
+    """Pack a folder of images, the images of another HDF5 file, or a map-style dataset, into an HDF5 file.
+
+    The file gets the name `out` only once it is complete. If a call is interrupted, even by SIGKILL, another call with
+    ``resume=True`` continues it and produces the same bytes as an uninterrupted one.
+
+    Parameters
+    ----------
+    source : path or map-style dataset
+        A folder (of images, of class folders, of split folders, CelebA), a CSV or TSV manifest, any HDF5 file with a
+        dataset of images, or a map-style dataset of (uint8 image, label).
+    out : path
+        The file to create.
+    source_kind : str, optional
+        flat, classes, splits, celeba, manifest or hdf5. Default: detected from the source's content.
+    include, exclude : str or sequence of str
+        Shell patterns for paths relative to the source. Only images that match `include` and do not match `exclude`
+        are packed.
+    limit : int, optional
+        Pack at most this many images, evenly spaced in source order.
+    root : path, optional
+        Folder that a manifest's relative paths start from. Default: the folder that contains the manifest.
+    path_column, split_column : str, optional
+        A manifest's columns of image paths and of split names. Default: detected from the column names.
+    label_columns : str or sequence of str
+        A manifest's column of labels, or several columns of 0 and 1 for multi-label data.
+    field_columns : str or sequence of str
+        A manifest's columns of numbers to store as further fields (per-row datasets).
+    images, labels : str, optional
+        An HDF5 file's datasets of images and of labels; ``labels=""`` for none. Default: detected.
+    fields : str or sequence of str
+        Further datasets of an HDF5 file with one row per image, to be stored as fields.
+    channel_axis : str, optional
+        The position of the channel axis in an HDF5 file's images: last, first or none. Default: detected from the
+        shape.
+    value_range : (float, float) or str, optional
+        The two pixel values of an HDF5 file that become 0 and 255, as a pair or as text such as "0:1". Default: 0 to 1
+        for floats; integers keep their values.
+    size : int, (int, int) or str, optional
+        Height and width in pixels of every row: a number for a square, a pair, or "218x178". Default: the images keep
+        their size, which must then be the same for all.
+    fit : str
+        How an image is brought to `size`: crop (scale to cover, cut around the centre), pad (scale to fit, black
+        borders) or stretch.
+    resample : str
+        Pillow's filter: nearest, box, bilinear, hamming, bicubic or lanczos.
+    draft : bool
+        Decode JPEGs at a half, a quarter or an eighth of their size if `size` is small enough: faster, but the pixels
+        differ.
+    mode : str
+        rgb (3 channels) or gray (1).
+    layout : str
+        Axes of a row: nhwc (H, W, C) or nchw (C, H, W).
+    order : str
+        shuffled (each split is shuffled with `seed`) or sorted (source order).
+    seed : int
+        Seed of the shuffled order, 0 to 2**63 - 1.
+    chunk_rows : int, optional
+        Rows per chunk.
+    chunk_bytes : int or str, optional
+        Bytes per chunk, instead of `chunk_rows`: a number, or text such as "4MiB". Default: see
+        `h5pack.format.plans.plan_chunks`.
+    max_pixels : int
+        Reject larger images as decompression bombs.
+    compression : str
+        Compression of the images' chunks: none, gzip (or gzip:1 to gzip:9), zstd (or zstd:1 to zstd:22) or
+        bitshuffle-lz4.
+    compat : bool
+        Write a file that readers of HDF5 1.8 (pyfive, jsfive) can open, instead of requiring 1.10.
+    strict : bool
+        Raise at the first image that cannot be packed, instead of listing it in ``OUT.rejects.csv``.
+    num_workers : int, optional
+        Worker processes; with 1, this process does the work. Default: the number of CPUs this process may use.
+    start_method : str, optional
+        fork, forkserver or spawn. Default: fork where that is safe, else forkserver.
+    io : str
+        How rows are written: direct (bypasses the page cache, which takes less CPU and evicts nothing from the cache),
+        buffered, or auto (direct on ext4 and XFS, else buffered).
+    overwrite : bool
+        Replace an existing output once the new one is complete, and discard an unfinished one.
+    resume : bool
+        Continue an interrupted conversion with the same options. If the output is already complete, only check that
+        it was made with these options from this source.
+    progress : bool
+        Show progress bars on standard error if it is a terminal.
+
+    Returns
+    -------
+    ConvertReport
+
+    Raises
+    ------
+    H5PackError
+        See `h5pack.errors`.
+
+    Examples
+    --------
+    >>> h5pack.convert("photos", "photos.h5", size=224, chunk_bytes="4MiB", overwrite=True)  # doctest: +SKIP
+    """
+    keywords = {name: value for name, value in locals().items() if name not in ("source", "out", "progress")}
+    with Conversion(source, out, progress=progress, **keywords) as conversion:
+        return conversion.run()
+
+
+class Conversion:
+    """A conversion whose plan can be inspected before it runs; a context manager.
+
+    Parameters
+    ----------
+    source, out, progress
+        See `convert`.
+    **keywords
+        The other keywords of `convert`.
+
+    Raises
+    ------
+    OutputExistsError
+        If the output or an unfinished one exists, and neither `overwrite` nor `resume` is True.
+    OutputBusyError
+        If another conversion is writing the output, and neither `overwrite` nor `resume` is True.
+    OptionsError
+        If an option's value is invalid, or the HDF5 plugin for `compression` is not installed.
+    SourceError
+        If the output's folder does not exist or is not writable.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | MapStyleDataset,
+        out: str | os.PathLike[str],
+        *,
+        progress: bool = False,
+        **keywords: Any,
+    ) -> None:
+        self.options = ConvertOptions.from_keywords(keywords)
+        if self.options.filter is not None:
+            require_filter(self.options.filter)
+        self.output = Output(Path(os.path.abspath(out)))
+        if isinstance(source, (str, os.PathLike)) and _is_same_file(source, out):
+            raise OptionsError(f"{os.fspath(out)}: is the source itself; give the output another name", path=out)
+        self.output.check(self.options.overwrite, self.options.resume)
+        self.num_workers = self.options.num_workers or available_cpus()
+        self._source = source
+        self._progress = progress
+        self._listed: Catalog | None = None
+        self._plan: ConvertPlan | None = None
+        self._stack = contextlib.ExitStack()
+        self._executor: Executor | None = None
+        self._seconds: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        return f"Conversion({_source_name(self._source)!r}, {str(self.output.final)!r})"
+
+    def __enter__(self) -> Conversion:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+        writer.release()
+
+    def existing_report(self) -> ConvertReport | None:
+        """Return the report of an output that is already complete; None without `resume` or if work remains.
+
+        Raises
+        ------
+        OutputExistsError
+            If the existing output was made with other options or from another source, or is not a pack.
+        """
+        output = self.output
+        if not self.options.resume or not output.final.exists() or output.partial.exists():
+            return None
+        if self.options.overwrite and output.journal_identity() is None:
+            return None
+        rows, rejects = verify_existing(output.final, self._catalog(), self.options)
+        if not output.partial.exists():
+            output.remove_leftovers()
+        size = output.final.stat().st_size
+        return ConvertReport(str(output.final), rows, rejects, size, self.num_workers, already_complete=True)
+
+    def _catalog(self) -> Catalog:
+        if self._listed is None:
+            self._listed = open_source(self._source, self.options.source_options)
+        return self._listed
+
+    def plan(self) -> ConvertPlan:
+        """List the source, survey its image headers and return the plan; nothing is written.
+
+        Raises
+        ------
+        SourceError, SizesDifferError, NoImagesError, RejectedImageError, OptionsError
+        """
+        if self._plan is None:
+            begin = time.perf_counter()
+            options = self.options
+            catalog = self._catalog()
+            self._executor = self._stack.enter_context(
+                open_executor(self.num_workers, options.start_method, catalog.reader)
+            )
+            with self._bar("survey", len(catalog)) as advance:
+                surveyed = survey(catalog, self._executor, 2 * self.num_workers, options.max_pixels, advance)
+            self._plan = make_plan(_source_name(self._source), catalog, surveyed, options)
+            self._seconds["survey"] = time.perf_counter() - begin
+        return self._plan
+
+    def estimate_seconds(self) -> float:
+        """Return an estimate of the time to write all rows in seconds.
+
+        A few images are decoded, and compressed if `compression` is given, in this process to measure it.
+        """
+        plan = self.plan()
+        origins, reader = plan.row_order.origins, plan.catalog.reader
+        decoder = LayoutDecoder(plan.pixels, "nhwc")
+        row = np.empty((plan.height, plan.width, plan.options.channels), np.uint8)
+        picked = origins[:: max(1, plan.rows // _TIMED_IMAGES)]
+        groups = reader.groups(origins)
+        if groups is not None:
+            # Time the whole first group, because reading one of its images costs as much as reading all.
+            picked = origins[groups == groups.min()][:_MAX_TIMED_IMAGES]
+            reader.begin(picked.tolist())
+        begin = time.perf_counter()
+        with strict_pillow():
+            for index in picked.tolist():
+                with contextlib.suppress(OSError, RejectedImageError):
+                    decoder.decode(reader.read(index, plan.catalog.names[index]), int(plan.decode_paths[index]), row)
+                    if plan.options.filter is not None:
+                        compress_chunk(row, plan.options.filter)
+        return (time.perf_counter() - begin) / len(picked) * plan.rows / self.num_workers
+
+    def run(self) -> ConvertReport:
+        """Run the conversion and return its report; raises H5PackError."""
+        existing = self.existing_report()
+        if existing is not None:
+            return existing
+        plan = self.plan()
+        output = self.output
+        output.require_space(plan.needed_bytes)
+        created = creation_time()
+        lock = OutputLock(output)
+        try:
+            with self._stopping_workers():
+                return self._write_and_finish(plan, lock, created)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise NoSpaceError(
+                f"{output.partial}: {os.strerror(error.errno)}; make room, then run again with resume=True",
+                path=output.partial,
+                parameters=("resume=True",),
+            ) from error
+        finally:
+            lock.release()
+
+    @contextlib.contextmanager
+    def _stopping_workers(self) -> Iterator[None]:
+        """Stop the workers on any error, so that no worker writes after the lock is released."""
+        try:
+            yield
+        except BaseException:
+            self._stack.__exit__(*sys.exc_info())
+            raise
+
+    def _write_and_finish(self, plan: ConvertPlan, lock: OutputLock, created: str) -> ConvertReport:
+        pack = UnfinishedPack(plan, self.output, lock, created)
+        written = pack.journal.written()
+        rows_moved_before = written is not None
+        if written is None:
+            results = self._earlier_results(pack)
+            resumed = int(results.settled.sum())
+            written = self._write(pack, results, lock)
+        else:
+            resumed = len(written.packed)
+        begin = time.perf_counter()
+        if self.options.strict:
+            _refuse_rejects(plan, written)
+        final = close_holes(plan.row_order.split_starts, written.packed, plan.options.order == "sorted")
+        if not (rows_moved_before and self.options.filter is not None and finish.is_compressed(self.output.partial)):
+            if rows_moved_before:
+                self._repair(pack, written, final, lock)
+            else:
+                finish.move_rows(lock.descriptor, pack.places, final.origins)
+            tables = finish.make_tables(pack, written, final, lock.descriptor)
+            if self.options.filter is None:
+                finish.complete(pack, lock, tables)
+            else:
+                self._compress(pack, lock, tables)
+        rejects = plan.all_rejects(written.reasons)
+        finish.publish(self.output, lock, rejects, pack.overwrite)
+        self._seconds["finish"] = time.perf_counter() - begin - self._seconds.get("compress", 0.0)
+        return ConvertReport(
+            path=str(self.output.final),
+            images=len(final.origins),
+            rejects=len(rejects),
+            bytes=os.fstat(lock.descriptor).st_size,
+            num_workers=self.num_workers,
+            resumed_rows=resumed,
+            moved_rows=int((final.origins != np.arange(len(final.origins))).sum()),
+            seconds=self._seconds,
+        )
+
+    def _earlier_results(self, pack: UnfinishedPack) -> RowResults:
+        """Return the results that the journal records and the file's bytes confirm; other rows are written again."""
+        begin = time.perf_counter()
+        results = RowResults(pack.plan.rows, pack.plan.options.channels)
+        for record in pack.journal.records():
+            results.add(record)
+        if results.settled.any():
+            results.discard(self._wrong_rows(pack.places, np.flatnonzero(results.packed), results.checksums))
+            self._seconds["check"] = time.perf_counter() - begin
+        return results
+
+    def _wrong_rows(
+        self, places: RowOffsets, rows: npt.NDArray[np.int64], checksums: npt.NDArray[np.uint32]
+    ) -> list[int]:
+        """Return, ascending, those of `rows` whose bytes do not match `checksums`, which is indexed by row."""
+        assert self._executor is not None
+        wrong: list[int] = []
+        tasks = check_tasks(str(self.output.partial), places, rows, checksums, _CHECK_BYTES)
+        with self._bar("check", len(rows)) as advance:
+            for count, found in run(self._executor, check_rows_counted, tasks, 2 * self.num_workers, describe_check):
+                wrong += found
+                advance(count)
+        return sorted(wrong)
+
+    def _write(self, pack: UnfinishedPack, results: RowResults, lock: OutputLock) -> RowRecord:
+        """Write the rows without a result, then record durably that every row is written or rejected."""
+        begin = time.perf_counter()
+        assert self._executor is not None
+        plan = pack.plan
+        missing = np.flatnonzero(~results.settled)
+        tasks = writer.write_tasks(plan, pack.job, pack.places, missing, self.num_workers)
+        with self._bar("write", len(missing)) as advance:
+            for records in run(self._executor, writer.write_rows, tasks, 2 * self.num_workers, writer.describe):
+                for record in records:
+                    results.add(record)
+                    advance(len(record.packed))
+                    if self.options.strict:
+                        _refuse_rejects(plan, record)
+        self._seconds["write"] = time.perf_counter() - begin
+        written = results.record()
+        if not written.packed.any():
+            self.output.remove_leftovers()
+            self.output.partial.unlink(missing_ok=True)
+            reason = next(iter(written.reasons.values()), "no reason known")
+            raise NoImagesError(
+                f"{plan.source}: none of its images can be decoded; the first: {reason}", path=plan.source
+            )
+        # Flush the rows before saving the record, so that a power cut cannot leave a record of rows that are missing.
+        os.fsync(lock.descriptor)
+        pack.journal.save_written(written)
+        return written
+
+    def _repair(self, pack: UnfinishedPack, written: RowRecord, final: RowOrder, lock: OutputLock) -> None:
+        """Redo the moves of rows that an interrupted run did not complete."""
+        plan, origins = pack.plan, final.origins
+        wrong = self._wrong_rows(pack.places, np.arange(len(origins)), written.checksums[origins])
+        decoder = LayoutDecoder(plan.pixels, plan.options.layout)
+
+        def decode(row: int) -> bytes:
+            index = int(plan.row_order.origins[row])
+            pixels = np.empty(plan.row_shape, np.uint8)
+            with strict_pillow():
+                decoder.decode(plan.catalog.reader.read(index, plan.name(row)), int(plan.decode_paths[index]), pixels)
+            return pixels.tobytes()
+
+        finish.repair_rows(lock.descriptor, pack.places, origins, written.checksums, wrong, decode)
+
+    def _compress(self, pack: UnfinishedPack, lock: OutputLock, tables: PackTables) -> None:
+        begin = time.perf_counter()
+        assert self._executor is not None
+        with self._bar("compress", len(tables.checksums)) as advance:
+            finish.compress(
+                pack, lock, tables, executor=self._executor, max_in_flight=2 * self.num_workers, advance=advance
+            )
+        self._seconds["compress"] = time.perf_counter() - begin
+
+    @contextlib.contextmanager
+    def _bar(self, title: str, total: int) -> Iterator[Callable[[int], object]]:
+        if not self._progress:
+            yield lambda count: None
+            return
+        # tqdm's monitor thread would make the next fork unsafe: the child could inherit a lock that is never released.
+        tqdm.monitor_interval = 0
+        with tqdm(total=total, desc=title, unit=" images", disable=None, smoothing=0.1, leave=False) as bar:
+            yield bar.update
+
+
+def _refuse_rejects(plan: ConvertPlan, record: RowRecord) -> None:
+    for row, reason in record.reasons.items():
+        refuse_reject(plan.source, Reject(plan.name(row), reason), begun=True)
+
+
+def _is_same_file(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    return os.path.isfile(one) and os.path.exists(other) and os.path.samefile(one, other)
+
+
+def _source_name(source: str | os.PathLike[str] | MapStyleDataset) -> str:
+    return os.fspath(source) if isinstance(source, (str, os.PathLike)) else "dataset"

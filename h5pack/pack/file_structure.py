@@ -1,0 +1,277 @@
+"""The HDF5 structure around the pixels: a file whose chunks have addresses but no content, and all other datasets.
+
+The datasets beside the images (labels, fields, file names, splits, checksums, statistics, rejects) are called tables.
+
+The structure is written twice. The first time, it is written for the planned rows, which determines the address of
+every chunk. HDF5 never opens that file for writing again, because a kill while it is open for writing would leave a
+file that HDF5 refuses to open. The second time, it is written for the rows that were packed, into a separate file with
+all tables after the chunks. Chunks are allocated in order, so these chunks have the same addresses as the first chunks
+of the first file. The bytes outside the chunks are then copied into the first file, which completes it.
+
+A compressed pack is a separate file. Each of its chunks gets its address when its compressed size is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.format import schema
+from h5pack.format.checksums import row_checksums
+from h5pack.format.plans import plan_cache
+from h5pack.pack.compression import Compression, add_filter
+from h5pack.read.hdf5 import chunk_table, utf8
+from h5pack.sources.catalog import NameTable, Reject
+
+_TABLE_CHUNK_BYTES = 262_144
+
+
+@dataclass(frozen=True)
+class FileStructure:
+    """The shape, chunks and attributes of the images dataset and its file.
+
+    Attributes
+    ----------
+    row_shape : tuple of int
+        (H, W, C) or (C, H, W).
+    chunk_rows : int
+    layout : str
+        nhwc or nchw.
+    compat : bool
+        Write a file that HDF5 1.8 can read.
+    attributes : dict
+        Text attributes of the root group. They are known before the first pixel is written.
+    compression : Compression or None
+        Compression of the chunks that `write_compressed` stores. `write_structure` ignores it.
+    """
+
+    row_shape: tuple[int, int, int]
+    chunk_rows: int
+    layout: str
+    compat: bool
+    attributes: dict[str, str]
+    compression: Compression | None = None
+
+
+@dataclass(frozen=True)
+class PackTables:
+    """The data of a pack's tables (all datasets but the images), in the order of the final rows.
+
+    Attributes
+    ----------
+    labels : ndarray or None
+    label_names : tuple of str or None
+    fields : dict of str to ndarray
+    filenames : NameTable
+    splits : dict of str to (int, int)
+        The (start, stop) rows of each split.
+    checksums : ndarray
+        uint32, (N,): CRC-32 of each image row.
+    statistics : dict
+        mean and std, float64 (C,) on a scale of 0 to 1; rows (how many), step and split: what they were computed from.
+    rejects : list of Reject
+    """
+
+    labels: npt.NDArray[Any] | None
+    label_names: tuple[str, ...] | None
+    fields: dict[str, npt.NDArray[Any]]
+    filenames: Sequence[str] | NameTable
+    splits: dict[str, tuple[int, int]]
+    checksums: npt.NDArray[np.uint32]
+    statistics: dict[str, Any]
+    rejects: list[Reject] = field(default_factory=list)
+
+
+def write_structure(
+    path: str | os.PathLike[str], structure: FileStructure, rows: int, tables: PackTables | None
+) -> npt.NDArray[np.int64]:
+    """Write a file without pixels, and return the byte offset of each chunk, int64 (chunks,).
+
+    Parameters
+    ----------
+    path : path
+        An existing file is truncated and keeps its inode, so a lock on it stays valid.
+    structure : FileStructure
+    rows : int
+    tables : PackTables or None
+        None for the first structure, which is marked as incomplete.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be written; ENOSPC if the disk is full.
+    """
+    with _system_errors(), _create_file(path, structure.compat) as file:
+        # Create the images first, because anything allocated before them would shift their chunks.
+        addresses = chunk_table(_create_images(file, structure, rows, None)).addresses
+        _describe_file(file, structure, tables)
+    return addresses
+
+
+def write_compressed(
+    path: str | os.PathLike[str], structure: FileStructure, rows: int, tables: PackTables, chunks: Iterable[bytes]
+) -> None:
+    """Write a compressed pack from its compressed chunks in file order; raises OSError like `write_structure`."""
+    with _system_errors(), _create_file(path, structure.compat) as file:
+        images = _create_images(file, structure, rows, structure.compression)
+        for number, chunk in enumerate(chunks):
+            store_chunk(images, number, chunk)
+        _describe_file(file, structure, tables)
+
+
+def store_chunk(images: h5py.Dataset, number: int, chunk: bytes) -> None:
+    """Store the bytes of one chunk, to which the dataset's filters have already been applied."""
+    images.id.write_direct_chunk((number * images.chunks[0], 0, 0, 0), chunk)
+
+
+@contextlib.contextmanager
+def _system_errors() -> Iterator[None]:
+    """Turn HDF5's errors into OSErrors with the errno, which HDF5 reports only in the message."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        number = re.search(r"errno = (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+
+
+def _describe_file(file: h5py.File, structure: FileStructure, tables: PackTables | None) -> None:
+    for name, value in structure.attributes.items():
+        file.attrs[name] = np.bytes_(value.encode())
+    file.attrs[schema.FORMAT] = np.int64(schema.FORMAT_VERSION)
+    file.attrs[schema.COMPLETE] = np.int64(tables is not None)
+    if tables is not None:
+        _write_tables(file, tables)
+
+
+def _create_file(path: str | os.PathLike[str], compat: bool) -> h5py.File:
+    """Create an empty file without time stamps, so that the same content always produces the same bytes."""
+    create = h5py.h5p.create(h5py.h5p.FILE_CREATE)
+    create.set_obj_track_times(False)
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    version = h5py.h5f.LIBVER_V18 if compat else h5py.h5f.LIBVER_V110
+    access.set_libver_bounds(version, version)
+    access.set_alignment(schema.ALIGNMENT_THRESHOLD_BYTES, schema.ALIGNMENT_BYTES)
+    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+    # The caller already holds an flock on the file, which would conflict with HDF5's own file locking.
+    access.set_file_locking(False, False)
+    return h5py.File(h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_TRUNC, create, access))
+
+
+def _create_images(
+    file: h5py.File, structure: FileStructure, rows: int, compression: Compression | None
+) -> h5py.Dataset:
+    shape, chunks = (rows, *structure.row_shape), (structure.chunk_rows, *structure.row_shape)
+    create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    create.set_chunk(chunks)
+    create.set_obj_track_times(False)
+    create.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    if compression is None:
+        # Early allocation assigns every chunk's address now; nothing is written, so the file is sparse.
+        create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    else:
+        add_filter(create, compression)
+    cache = plan_cache(shape, chunks, 1, filtered=compression is not None)
+    access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
+    access.set_chunk_cache(cache.nslots, cache.nbytes, cache.w0)
+    # The dataset is extendable, because HDF5 stores a fixed-size dataset's chunks back to back, not page-aligned.
+    space = h5py.h5s.create_simple(shape, (h5py.h5s.UNLIMITED, *structure.row_shape))
+    images = h5py.Dataset(
+        h5py.h5d.create(file.id, schema.IMAGES.encode(), h5py.h5t.STD_U8LE, space, create, dapl=access)
+    )
+    _describe_images(images, structure)
+    images.attrs[schema.RDCC_NBYTES] = np.int64(cache.nbytes)
+    images.attrs[schema.RDCC_NSLOTS] = np.int64(cache.nslots)
+    images.attrs[schema.RDCC_W0] = np.float64(cache.w0)
+    return images
+
+
+def _describe_images(images: h5py.Dataset, structure: FileStructure) -> None:
+    """Write axis labels and the attributes of the HDF5 Image specification 1.2, by which viewers recognize images."""
+    last = structure.layout == "nhwc"
+    channels = structure.row_shape[2 if last else 0]
+    images.attrs["CLASS"] = np.bytes_("IMAGE")
+    images.attrs["IMAGE_VERSION"] = np.bytes_("1.2")
+    if channels == 3:
+        images.attrs["IMAGE_SUBCLASS"] = np.bytes_("IMAGE_TRUECOLOR")
+        images.attrs["INTERLACE_MODE"] = np.bytes_("INTERLACE_PIXEL" if last else "INTERLACE_PLANE")
+    else:
+        images.attrs["IMAGE_SUBCLASS"] = np.bytes_("IMAGE_GRAYSCALE")
+        images.attrs["IMAGE_WHITE_IS_ZERO"] = np.uint8(0)
+    images.attrs[schema.LAYOUT] = np.bytes_(structure.layout)
+    for axis, label in enumerate(structure.layout.upper()):
+        images.dims[axis].label = label
+
+
+def _write_tables(file: h5py.File, tables: PackTables) -> None:
+    if tables.labels is not None:
+        labels = file.create_dataset(schema.LABELS, data=tables.labels)
+        if tables.label_names is not None:
+            kind = schema.CLASSES if tables.labels.ndim == 1 else schema.COLUMNS
+            labels.attrs[kind] = utf8(tables.label_names)
+    for name, values in sorted(tables.fields.items()):
+        file.create_dataset(name, data=values)
+    _create_names(file, schema.FILENAMES, tables.filenames)
+
+    # Create these groups explicitly, because groups that HDF5 creates implicitly would store a time stamp.
+    for name in (schema.SPLITS, schema.CHECKSUMS):
+        file.create_group(name)
+    file.create_dataset(schema.SPLIT_NAMES, data=utf8(tables.splits))
+    file.create_dataset(schema.SPLIT_ROWS, data=np.array([*tables.splits.values()], np.int64))
+
+    file.create_dataset(f"{schema.CHECKSUMS}/{schema.IMAGES}", data=tables.checksums)
+    if tables.labels is not None:
+        file.create_dataset(f"{schema.CHECKSUMS}/{schema.LABELS}", data=row_checksums(tables.labels))
+    for name, values in sorted(tables.fields.items()):
+        file.create_dataset(f"{schema.CHECKSUMS}/{name}", data=row_checksums(values))
+
+    statistics = file.create_group(schema.STATISTICS)
+    for name in ("mean", "std"):
+        statistics.create_dataset(name, data=np.asarray(tables.statistics[name], np.float64))
+    statistics.attrs["rows"] = np.int64(tables.statistics["rows"])
+    statistics.attrs["step"] = np.int64(tables.statistics["step"])
+    split = utf8([tables.statistics["split"]])
+    statistics.attrs.create("split", split[0], dtype=split.dtype)
+
+    if tables.rejects:
+        file.create_group(schema.REJECTS)
+        _create_names(file, f"{schema.REJECTS}/filenames", [reject.name for reject in tables.rejects])
+        _create_names(file, f"{schema.REJECTS}/reasons", [reject.reason for reject in tables.rejects])
+
+
+def _create_names(file: h5py.File, path: str, names: Sequence[str] | NameTable) -> None:
+    """Write names as fixed-length strings with gzip: 20,000 are read in 0.9 ms, variable-length ones in 12.5 ms."""
+    width = max((len(name.encode("utf-8", "backslashreplace")) for name in names), default=1)
+    rows = max(1, min(len(names), _TABLE_CHUNK_BYTES // max(1, width)))
+    table = file.create_dataset(
+        path,
+        (len(names),),
+        h5py.string_dtype("utf-8", max(1, width)),
+        chunks=(rows,),
+        compression="gzip",
+        compression_opts=6,
+    )
+    # Write chunk by chunk to save memory, because one long name makes every string of the array as long.
+    for start in range(0, len(names), rows):
+        stop = min(start + rows, len(names))
+        table[start:stop] = utf8([names[index] for index in range(start, stop)], minimum=max(1, width))
+
+
+def options_text(options: dict[str, Any]) -> str:
+    """Return the options that affect the file's contents as the JSON text that the root group stores."""
+    return json.dumps(options, sort_keys=True)
+
+
+def root_attributes(version: str, created: str, options: dict[str, Any]) -> dict[str, str]:
+    """Return the text attributes of a pack's root group."""
+    return {schema.VERSION: version, schema.CREATED: created, schema.OPTIONS: options_text(options)}

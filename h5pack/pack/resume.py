@@ -1,0 +1,210 @@
+"""Resuming: check that a run continues the same conversion, open its unfinished file, recognize a complete output."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from h5pack.errors import OptionsError, OutputExistsError, ResumeError
+from h5pack.format import schema
+from h5pack.format.row_offsets import RowOffsets
+from h5pack.pack.file_structure import FileStructure, options_text, root_attributes, write_structure
+from h5pack.pack.journal import Journal
+from h5pack.pack.options import ConvertOptions
+from h5pack.pack.output import Output, OutputLock
+from h5pack.pack.plan import ConvertPlan
+from h5pack.pack.writer import WriteJob
+from h5pack.read.hdf5 import open_file, require_complete, text
+from h5pack.sources.catalog import Catalog
+from h5pack.version import __version__
+
+
+def identity(plan: ConvertPlan) -> dict[str, Any]:
+    """Return what must be equal in a resumed run and the interrupted one, besides the images' fingerprints."""
+    return {
+        "h5pack": __version__,
+        "options": plan.options.content(),
+        "shape": [plan.rows, *plan.row_shape],
+        "tables": plan.catalog.tables_checksum(),
+    }
+
+
+class UnfinishedPack:
+    """The unfinished file of a conversion: continued with `resume` if there is one, else created.
+
+    Parameters
+    ----------
+    plan : ConvertPlan
+    output : Output
+    lock : OutputLock
+        The lock on `output`.
+    created : str
+        The creation time to store in a new file (see `creation_time`). A continued file keeps its own.
+
+    Attributes
+    ----------
+    journal : Journal
+    structure : FileStructure
+    places : RowOffsets
+        Byte offsets of the planned rows in the file.
+    overwrite : bool
+        Whether an existing output may be replaced, according to this run or the interrupted one.
+    job : WriteJob
+        The parameters of the workers that write the rows.
+
+    Raises
+    ------
+    ResumeError
+        If the unfinished file was created with other options, from another source or by another version of h5pack.
+    OutputExistsError
+        If an output exists that may not be replaced.
+    """
+
+    def __init__(self, plan: ConvertPlan, output: Output, lock: OutputLock, created: str) -> None:
+        self.plan = plan
+        self.output = output
+        self.journal = Journal(output.journal)
+        before = self.journal.plan() if plan.options.resume else None
+        self.overwrite = plan.options.overwrite or (before is not None and bool(before["overwrite"]))
+        if output.final.exists() and not self.overwrite:
+            raise OutputExistsError(
+                f"{output.final}: exists by now; add overwrite=True to replace it",
+                path=output.final,
+                parameters=("overwrite=True",),
+            )
+        if before is None:
+            self.structure = _structure(plan, created)
+            output.remove_leftovers()
+            lock.renew()
+            addresses = write_structure(output.partial, self.structure, plan.rows, None)
+            begun = {**identity(plan), "created": created, "overwrite": self.overwrite}
+            self.journal.start(begun, plan.fingerprints)
+        else:
+            self._require_same(before)
+            self.structure = _structure(plan, before["created"])
+            # Compute the addresses from the plan again, because a kill may have damaged the metadata of `partial`.
+            addresses = write_structure(output.finish, self.structure, plan.rows, None)
+        self.places = RowOffsets(addresses, plan.chunks.rows, plan.row_bytes)
+        self.job = WriteJob(
+            path=str(output.partial),
+            journal=str(output.journal),
+            row_shape=plan.row_shape,
+            layout=plan.options.layout,
+            pixels=plan.pixels,
+            io=plan.options.io,
+            inode=lock.inode,
+        )
+
+    def _require_same(self, before: dict[str, Any]) -> None:
+        source, now = self.plan.source, identity(self.plan)
+        if before["h5pack"] != now["h5pack"]:
+            raise self._refused(f"begun by h5pack {before['h5pack']}, this is {now['h5pack']}")
+        for name in {**before["options"], **now["options"]}:
+            # An option that is missing from the stored options has its default.
+            default = getattr(ConvertOptions, name, None)
+            old, value = (options.get(name, default) for options in (before["options"], now["options"]))
+            if old != value:
+                parameter = "source_kind" if name == "source" else name
+                raise self._refused(f"begun with {parameter}={old!r}, resumed with {value!r}", f"{parameter}={old!r}")
+        prints, old_prints = self.plan.fingerprints, self.journal.fingerprints()
+        if len(prints) != len(old_prints):
+            raise self._refused(f"begun with {len(old_prints):,} files, and {source} now has {len(prints):,}")
+        changed = np.flatnonzero(prints != old_prints)
+        if len(changed) or before["tables"] != now["tables"] or before["shape"] != now["shape"]:
+            name = self.plan.catalog.names[int(changed[0])] if len(changed) else "a label or a split"
+            raise self._refused(f"{source} has changed since, first {name}")
+
+    def _refused(self, difference: str, *parameters: str) -> ResumeError:
+        advice = "resume with the same, or start over with overwrite=True and without resume=True"
+        return ResumeError(
+            f"{self.output.partial}: {difference}; {advice}",
+            path=self.output.partial,
+            parameters=(*parameters, "overwrite=True", "resume=True"),
+        )
+
+
+def _structure(plan: ConvertPlan, created: str) -> FileStructure:
+    options = plan.options
+    return FileStructure(
+        row_shape=plan.row_shape,
+        chunk_rows=plan.chunks.rows,
+        layout=options.layout,
+        compat=options.compat,
+        attributes=root_attributes(__version__, created, options.content()),
+        compression=options.filter,
+    )
+
+
+def creation_time() -> str:
+    """Return the time to store in a new file, in ISO 8601, UTC: now, or the environment's SOURCE_DATE_EPOCH if set.
+
+    Raises
+    ------
+    OptionsError
+        If SOURCE_DATE_EPOCH is not a whole number of seconds.
+    """
+    epoch = os.environ.get("SOURCE_DATE_EPOCH")
+    if epoch is not None and not epoch.isdigit():
+        raise OptionsError(f"SOURCE_DATE_EPOCH is {epoch!r}; it must be whole seconds since 1970")
+    seconds = int(epoch) if epoch is not None else int(time.time())
+    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def verify_existing(path: Path, catalog: Catalog, options: ConvertOptions) -> tuple[int, int]:
+    """Check that a complete output was made with these options from this source; return the counts (rows, rejects).
+
+    Only file names, labels and splits are compared, because a complete pack has no fingerprints of its source's images.
+
+    Raises
+    ------
+    OutputExistsError
+        If the file is not a pack, or was made with other options or from another source.
+    PackFormatError
+        If the file is not an HDF5 file, or not complete.
+    """
+    with open_file(path) as file:
+        if schema.FORMAT not in file.attrs:
+            raise _different(path, "is not a pack")
+        require_complete(file)
+        if text(file.attrs.get(schema.OPTIONS, b"")) != options_text(options.content()):
+            raise _different(path, "was not made with these options")
+        if not _same_source(file, catalog):
+            raise _different(path, "was not made from this source")
+        rejects = len(file[f"{schema.REJECTS}/filenames"]) if schema.REJECTS in file else 0
+        return len(file[schema.IMAGES]), rejects
+
+
+def _same_source(file: h5py.File, catalog: Catalog) -> bool:
+    """Return whether the packed and rejected names are those of the source, with the same splits and labels."""
+    packed = file[schema.FILENAMES][()].tolist()
+    rejected = file[f"{schema.REJECTS}/filenames"][()].tolist() if schema.REJECTS in file else []
+    names = [name.encode("utf-8", "backslashreplace") for name in catalog.names]
+    listed = [reject.name.encode("utf-8", "backslashreplace") for reject in catalog.rejects]
+    if sorted(packed + rejected) != sorted(names + listed):
+        return False
+    index = {name: number for number, name in enumerate(names)}
+    if len(index) < len(names):
+        # With duplicate names, rows cannot be matched to images, so splits and labels are not compared.
+        return True
+    origins = np.array([index[name] for name in packed], np.int64)
+    splits = [text(name) for name in file[schema.SPLIT_NAMES][()]]
+    stored_splits = np.repeat(np.arange(len(splits)), np.diff(file[schema.SPLIT_ROWS][()], axis=1)[:, 0])
+    if splits != list(catalog.split_names) or not np.array_equal(catalog.split_ids[origins], stored_splits):
+        return False
+    if catalog.labels is None:
+        return schema.LABELS not in file or catalog.kind == "dataset"
+    return schema.LABELS in file and np.array_equal(file[schema.LABELS][()], catalog.labels[origins])
+
+
+def _different(path: Path, difference: str) -> OutputExistsError:
+    return OutputExistsError(
+        f"{path}: exists, and {difference}; give another name, or overwrite=True without resume=True to replace it",
+        path=path,
+        parameters=("overwrite=True", "resume=True"),
+    )

@@ -1,0 +1,205 @@
+"""Description of an HDF5 file as a dataset of images: chunk indexes, labels, splits, statistics."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.errors import H5PackError, PackFormatError
+from h5pack.format import schema
+from h5pack.read.chunk_index import ChunkIndex, index_dataset
+from h5pack.read.encoded import index_encoded, is_encoded
+from h5pack.read.hdf5 import (
+    attribute_names,
+    dataset_error,
+    find_item,
+    open_file,
+    require_complete,
+    require_dataset,
+    text,
+)
+from h5pack.read.storage import FileIdentity
+from h5pack.read.virtual import index_rows, require_sources
+
+
+@dataclass(frozen=True)
+class FileDescription:
+    """The contents of an HDF5 file, as needed to read it as a dataset of images.
+
+    Attributes
+    ----------
+    path : str
+        Absolute path.
+    identity : FileIdentity
+        Identity of the file when it was described, to detect that it was replaced later.
+    indexes : dict of str to ChunkIndex
+        Chunk index of each dataset, by its path in the file. The images are first; then come labels and fields, each
+        dataset followed by that of its checksums if there is one.
+    layout : str or None
+        "nhwc" or "nchw"; None if the file does not tell. Encoded images are "nhwc".
+    labels : str or None
+        Path of the label dataset.
+    fields : tuple of str
+        Paths of further datasets with one row per image.
+    classes, columns : tuple of str or None
+        Class names of integer labels, or column names of a label table.
+    splits : dict of str to (int, int)
+        First row and end row (exclusive) of each split; empty if the file has no splits.
+    mean, std : ndarray or None
+        float64 (C,), channel statistics of pixels scaled to 0..1.
+    """
+
+    path: str
+    identity: FileIdentity
+    indexes: dict[str, ChunkIndex]
+    layout: str | None
+    labels: str | None
+    fields: tuple[str, ...]
+    classes: tuple[str, ...] | None
+    columns: tuple[str, ...] | None
+    splits: dict[str, tuple[int, int]]
+    mean: npt.NDArray[np.float64] | None
+    std: npt.NDArray[np.float64] | None
+
+
+def describe_file(
+    path: str | os.PathLike[str],
+    images: str = schema.IMAGES,
+    labels: str | None = schema.LABELS,
+    fields: Sequence[str] = (),
+    *,
+    sized: bool = True,
+) -> FileDescription:
+    """Describe a pack, or any HDF5 file with a dataset of numbers, or of encoded images, whose axis 0 is the sample.
+
+    Parameters
+    ----------
+    path : path
+    images : str
+        Path of the dataset of images.
+    labels : str or None
+        Path of the dataset of labels; None for no labels. If the default dataset does not exist (and neither do its
+        checksums, which would mean that it was lost), the result has no labels.
+    fields : sequence of str
+        Paths of further datasets with one row per image.
+    sized : bool
+        If false, the size of encoded images is not determined. This suffices for reading only their bytes.
+    """
+    absolute = os.path.abspath(path)
+    with open_file(absolute) as file:
+        # Identify the file by its open descriptor, because the path may lead to a replacement by now.
+        identity = FileIdentity.of(file.id.get_vfd_handle() if file.driver == "sec2" else absolute)
+        try:
+            require_complete(file)
+            if labels == schema.LABELS and labels not in file and checksums_of(labels) not in file:
+                labels = None
+            images, labels = images.strip("/"), None if labels is None else labels.strip("/")
+            return _describe(file, identity, images, labels, tuple(name.strip("/") for name in fields), sized=sized)
+        except H5PackError:
+            raise
+        except Exception as error:
+            # On damaged files, h5py may raise any exception type.
+            raise PackFormatError(
+                f"{absolute}: its metadata is damaged ({error}); restore the file, or run 'h5pack verify' on it",
+                path=absolute,
+            ) from error
+
+
+def _describe(
+    file: h5py.File,
+    identity: FileIdentity,
+    images: str,
+    labels: str | None,
+    fields: tuple[str, ...],
+    *,
+    sized: bool,
+) -> FileDescription:
+    stored = require_dataset(file, images)
+    indexes: dict[str, ChunkIndex] = {}
+    for name in (images, *(() if labels is None else (labels,)), *fields):
+        dataset = stored if name == images else require_dataset(file, name)
+        _require_rows(file, dataset, name == images)
+        if len(dataset) != len(stored):
+            problem = f"has {len(dataset):,} rows and {images!r} has {len(stored):,}; name the right datasets"
+            raise dataset_error(file.filename, name, problem)
+        if is_encoded(dataset):
+            # Stored checksums are those of the encoded bytes, so they cannot be compared with decoded pixels.
+            sources = require_sources(dataset) if dataset.is_virtual else frozenset()
+            indexes[name] = replace(index_encoded(file, dataset, name, sized=sized), external_files=sources)
+            continue
+        indexes[name] = index_rows(file, dataset, name)
+        checksums = find_item(file, checksums_of(name))
+        if isinstance(checksums, h5py.Dataset) and checksums.shape == (len(stored),) and checksums.dtype.kind == "u":
+            indexes[checksums_of(name)] = index_dataset(file, checksums, checksums_of(name))
+    label = None if labels is None else file[labels]
+    layout = "nhwc" if is_encoded(stored) else stored.attrs.get(schema.LAYOUT)
+    return FileDescription(
+        path=file.filename,
+        identity=identity,
+        indexes=indexes,
+        layout=None if layout is None else text(layout),
+        labels=labels,
+        fields=fields,
+        classes=None if label is None else attribute_names(label, schema.CLASSES),
+        columns=None if label is None else attribute_names(label, schema.COLUMNS),
+        splits=_splits(file, stored.shape[0]),
+        mean=_statistic(file, "mean"),
+        std=_statistic(file, "std"),
+    )
+
+
+def checksums_of(name: str) -> str:
+    """Return the path of the dataset that holds the checksums of the rows of dataset `name`."""
+    return f"{schema.CHECKSUMS}/{name}"
+
+
+def _require_rows(file: h5py.File, dataset: h5py.Dataset, images: bool) -> None:
+    """Raise PackFormatError unless the rows of a dataset are numbers or encoded images."""
+    name = dataset.name.lstrip("/")
+    refuse = partial(dataset_error, file.filename, name)
+    if dataset.ndim < 1:
+        raise refuse("has no axis 0 to take samples from; name another dataset")
+    try:
+        dtype = dataset.dtype
+    except TypeError as error:
+        raise refuse(f"holds no numbers that NumPy knows ({error}); name another dataset") from error
+    if is_encoded(dataset):
+        return
+    string = h5py.check_string_dtype(dtype)
+    if images and string is not None and string.length is None:
+        raise refuse(
+            "holds variable-length strings; encoded images must be stored as variable-length uint8 "
+            "(h5py.vlen_dtype(np.uint8)), since text ends at the first zero byte; write them again, or name another "
+            "dataset"
+        )
+    base = h5py.check_vlen_dtype(dtype)
+    if isinstance(base, np.dtype):
+        raise refuse(
+            f"holds variable-length {base} on {dataset.ndim} axes; rows of variable length must be encoded images, "
+            "uint8 on one axis; name another dataset"
+        )
+    if dtype.kind not in "biuf":
+        raise refuse(f"holds {dtype}, not numbers; name another dataset")
+
+
+def _splits(file: h5py.File, rows: int) -> dict[str, tuple[int, int]]:
+    if schema.SPLIT_ROWS not in file or schema.SPLIT_NAMES not in file:
+        return {}
+    names = [text(name) for name in file[schema.SPLIT_NAMES][()]]
+    ranges = [(int(start), int(stop)) for start, stop in file[schema.SPLIT_ROWS][()]]
+    if len(names) != len(ranges) or any(not 0 <= start <= stop <= rows for start, stop in ranges):
+        raise PackFormatError(
+            f"{file.filename}: its splits do not fit its {rows:,} rows; run 'h5pack verify' on it", path=file.filename
+        )
+    return dict(zip(names, ranges, strict=True))
+
+
+def _statistic(file: h5py.File, name: str) -> npt.NDArray[np.float64] | None:
+    item = file.get(f"{schema.STATISTICS}/{name}")
+    return None if not isinstance(item, h5py.Dataset) else np.asarray(item[()], np.float64)

@@ -1,0 +1,265 @@
+"""Functions that open HDF5 files and datasets, raise errors with advice, and set chunk caches that suit row reads."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.errors import IncompletePackError, PackFormatError, ReadError
+from h5pack.format import schema
+from h5pack.format.plans import CachePlan, plan_cache
+
+
+def open_file(path: str | os.PathLike[str]) -> h5py.File:
+    """Open an HDF5 file for reading; raise PackFormatError if it is missing, not HDF5, truncated, or being written."""
+    name = os.fspath(path)
+    try:
+        return h5py.File(name, "r")
+    except FileNotFoundError as error:
+        raise PackFormatError(f"{name}: no such file; check the path", path=name) from error
+    except (OSError, RuntimeError) as error:
+        if os.path.isdir(name):
+            raise PackFormatError(
+                f"{name}: a folder, not an HDF5 file; pack it with 'h5pack convert'", path=name
+            ) from error
+        raise PackFormatError(f"{name}: {_open_failure(name, error)}", path=name) from error
+
+
+def _open_failure(name: str, error: Exception) -> str:
+    # HDF5 distinguishes many causes only in the text of its errors.
+    text = str(error)
+    if isinstance(error, PermissionError):
+        return "no permission to read it; change its mode, or ask its owner"
+    if isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.EACCES):
+        return "another process is writing it; wait until it has finished"
+    if isinstance(error, OSError) and error.errno in (errno.ENOLCK, errno.ENOTSUP):
+        return "its file system has no locks; set HDF5_USE_FILE_LOCKING=FALSE and try again"
+    if "truncated file" in text:
+        return "the file is cut short (a broken copy or download); copy it again"
+    if "already open for write" in text:
+        return "a writer was killed and HDF5 refuses the file; restore it, or run 'h5clear -s' at your own risk"
+    if "signature not found" in text:
+        size = os.path.getsize(name)
+        return "it is empty; convert again" if size == 0 else "not an HDF5 file; check the path"
+    detail = text[text.find("(") + 1 : text.rfind(")")] if "(" in text and ")" in text else text
+    return f"HDF5 cannot open it ({detail}); the file is damaged: restore it or convert again"
+
+
+def dataset_error(path: str, name: str, problem: str, rows: Sequence[int] = ()) -> PackFormatError:
+    """Return the error to raise for a dataset that cannot be used; `problem` continues after the dataset's name."""
+    return PackFormatError(f"{path}: {name!r} {problem}", path=path, dataset=name, rows=rows)
+
+
+def read_error(path: str, name: str, rows: range, error: Exception) -> ReadError | PackFormatError:
+    """Return the error for rows that the HDF5 library cannot read: ReadError if the system's read failed."""
+    # Only the text of HDF5's error says whether a system call failed.
+    kind = ReadError if "file read failed" in str(error) else PackFormatError
+    which = f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]}-{rows[-1]}"
+    return kind(
+        f"{path}: {name!r} {which} cannot be read ({error}); run 'h5pack verify' on it, or restore the file",
+        path=path,
+        dataset=name,
+        rows=rows,
+    )
+
+
+def require_complete(file: h5py.File) -> None:
+    """Raise if a pack is incomplete or its format version is too new; do nothing for files that are not packs."""
+    if schema.FORMAT not in file.attrs:
+        return
+    version = int(file.attrs[schema.FORMAT])
+    if version > schema.FORMAT_VERSION:
+        raise PackFormatError(
+            f"{file.filename}: pack format {version}, and this h5pack reads up to {schema.FORMAT_VERSION}; "
+            "upgrade with 'pip install -U h5pack'",
+            path=file.filename,
+        )
+    if not int(file.attrs.get(schema.COMPLETE, 0)):
+        raise IncompletePackError(
+            f"{file.filename}: its conversion did not finish; run the same conversion again with resume=True",
+            path=file.filename,
+            parameters=("resume=True",),
+        )
+
+
+def require_dataset(file: h5py.File, name: str) -> h5py.Dataset:
+    """Return the dataset `name` of `file`; if there is none, raise PackFormatError that lists the datasets."""
+    item = find_item(file, name)
+    if not isinstance(item, h5py.Dataset):
+        known = ", ".join(repr(found) for found in dataset_names(file)) or "none"
+        raise PackFormatError(
+            f"{file.filename}: no dataset {name!r}; it holds {known}", path=file.filename, dataset=name
+        )
+    return item
+
+
+def find_item(file: h5py.File, name: str) -> Any:
+    """Return the object called `name`, or None if there is none; raise PackFormatError if it is damaged.
+
+    ``file.get`` would return None for damaged objects, too.
+    """
+    try:
+        return file[name]
+    except KeyError as error:
+        if isinstance(file.get(name, getlink=True), h5py.HardLink):
+            problem = f"cannot be opened ({error.args[0]}); the file is damaged: restore it, or convert again"
+            raise dataset_error(file.filename, name, problem) from error
+        return None
+
+
+def dataset_names(file: h5py.File) -> list[str]:
+    """Return the paths of all datasets in a file, without a leading slash, in the order in which HDF5 visits them."""
+    names: list[str] = []
+    file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+    return names
+
+
+def reopen_tuned(dataset: h5py.Dataset, cache: CachePlan | None = None) -> h5py.Dataset:
+    """Reopen a dataset with another chunk cache, by default one that suits reading rows in any order.
+
+    The cache is set through an access property list, because h5py ignores ``rdcc_nbytes=0`` for datasets.
+    """
+    if dataset.chunks is None:
+        return dataset
+    if cache is None:
+        cache = plan_cache(dataset.shape, dataset.chunks, dataset.dtype.itemsize, filtered=is_filtered(dataset))
+    access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
+    access.set_chunk_cache(cache.nslots, cache.nbytes, cache.w0)
+    file_id, path = dataset.file.id, dataset.name.encode()
+    # While a dataset is open, it keeps the cache of its first handle, so close that handle first.
+    dataset.id.close()
+    return h5py.Dataset(h5py.h5d.open(file_id, path, access))
+
+
+def is_filtered(dataset: h5py.Dataset) -> bool:
+    """Return whether the dataset's chunks are filtered, such as compressed."""
+    return bool(dataset.id.get_create_plist().get_nfilters() > 0)
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A filter of a dataset: its registered number, parameters, and name."""
+
+    number: int
+    parameters: tuple[int, ...]
+    name: str
+
+
+def filters_of(dataset: h5py.Dataset) -> tuple[Filter, ...]:
+    """Return a dataset's filters in encoding order."""
+    create = dataset.id.get_create_plist()
+    found = [create.get_filter(position) for position in range(create.get_nfilters())]
+    return tuple(Filter(number, tuple(values), text(name)) for number, _, values, name in found)
+
+
+def load_filter(number: int) -> bool:
+    """Make a filter available to HDF5 in this process if possible; return whether it is available."""
+    if not h5py.h5z.filter_avail(number):
+        with contextlib.suppress(ImportError):
+            # Importing hdf5plugin registers its filters with HDF5.
+            importlib.import_module("hdf5plugin")
+    return bool(h5py.h5z.filter_avail(number))
+
+
+def require_filters(dataset: h5py.Dataset) -> None:
+    """Make a dataset's filters available to HDF5 in this process; raise PackFormatError if a decoder is missing."""
+    for item in filters_of(dataset):
+        if not load_filter(item.number):
+            raise dataset_error(
+                dataset.file.filename,
+                dataset.name.lstrip("/"),
+                f"has chunks that pass through filter {item.number} ({item.name or 'unnamed'}), whose decoder is "
+                "missing; pip install 'h5pack[compress]'",
+            )
+
+
+@dataclass(frozen=True)
+class ChunkTable:
+    """The locations of a dataset's chunks in its file.
+
+    All arrays have the shape (chunks along axis 0,), or (chunks along axis 0, chunks per row) if chunks hold only parts
+    of rows.
+
+    Attributes
+    ----------
+    addresses : ndarray
+        int64, byte offsets from the start of the file; -1 for a chunk without allocated storage.
+    sizes : ndarray
+        int64, stored (compressed) bytes.
+    filter_masks : ndarray
+        uint32, bit i is set if filter i was not applied to the chunk.
+    """
+
+    addresses: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    filter_masks: npt.NDArray[np.uint32]
+
+
+def chunk_grid(dataset: h5py.Dataset) -> tuple[int, ...]:
+    """Return the number of chunks along each axis of a chunked dataset."""
+    return tuple(-(-size // chunk) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True))
+
+
+def chunk_table(dataset: h5py.Dataset) -> ChunkTable:
+    """Return the locations of all chunks of a dataset; chunks that hold parts of the same rows are in C order.
+
+    One pass of ``chunk_iter`` takes 2 to 4 microseconds per chunk, whereas a single lookup takes time linear in the
+    chunk count. Raises ValueError if the index is damaged: a chunk is off the grid, is listed twice, or is unfiltered
+    and has a wrong size.
+    """
+    grid, chunks = chunk_grid(dataset), dataset.chunks
+    per_row = math.prod(grid[1:])
+    count = grid[0] * per_row
+    size = None if is_filtered(dataset) else math.prod(chunks) * dataset.dtype.itemsize
+    table = ChunkTable(np.full(count, -1, np.int64), np.zeros(count, np.int64), np.zeros(count, np.uint32))
+
+    def record(chunk: Any) -> None:
+        number = 0
+        for offset, length, along_axis in zip(chunk.chunk_offset, chunks, grid, strict=True):
+            position, rest = divmod(offset, length)
+            if rest or not 0 <= position < along_axis:
+                raise ValueError(f"a chunk at {chunk.chunk_offset}")
+            number = number * along_axis + position
+        if size is not None and chunk.size != size:
+            raise ValueError(f"chunk {number} has {chunk.size} bytes instead of {size}")
+        if table.addresses[number] >= 0:
+            raise ValueError(f"chunk {number} twice")
+        table.addresses[number] = chunk.byte_offset
+        table.sizes[number], table.filter_masks[number] = chunk.size, chunk.filter_mask
+
+    dataset.id.chunk_iter(record)
+    if per_row == 1:
+        return table
+    shape = grid[0], per_row
+    return ChunkTable(table.addresses.reshape(shape), table.sizes.reshape(shape), table.filter_masks.reshape(shape))
+
+
+def text(value: Any) -> str:
+    """Decode a string attribute or element, which h5py returns as bytes or as str."""
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
+
+
+def attribute_names(dataset: h5py.Dataset, attribute: str) -> tuple[str, ...] | None:
+    """Return the strings in an attribute, or None if the attribute does not exist."""
+    value = dataset.attrs.get(attribute)
+    return None if value is None else tuple(text(item) for item in np.atleast_1d(value))
+
+
+def utf8(values: Any, *, minimum: int = 1) -> npt.NDArray[np.bytes_]:
+    """Encode strings for a fixed-length UTF-8 dataset or attribute.
+
+    Bytes that are not valid UTF-8, which file names on Linux may contain, become ``\\udcXX`` escapes.
+    """
+    encoded = [value.encode("utf-8", "backslashreplace") for value in values]
+    width = max([minimum, *map(len, encoded)])
+    return np.array(encoded, dtype=h5py.string_dtype("utf-8", width))

@@ -1,0 +1,240 @@
+"""Plans of direct reads: which extents of a file hold which rows, and how to read them with few system calls.
+
+An extent is a run of bytes that are adjacent in the file. Plans are computed without I/O. Large rows are scattered,
+which means that they are read straight into buffers anywhere in memory (`ScatterPlan`). Small rows are read into one
+array, and one read may cover several extents and the small gaps between them (`ReadPlan`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.read.chunk_index import ChunkIndex
+from h5pack.read.storage import Storage
+from h5pack.system.arrays import run_edges
+
+MAX_GAP_BYTES = 4_096
+"""Largest gap between rows that a read includes. It is one page, which the disk reads anyway and which is cheaper to
+copy than another system call."""
+
+MAX_EXTENT_BYTES = 4 * 1024 * 1024
+"""A read ends at multiples of this file offset, which limits the memory for its rows and the gaps between them."""
+
+
+@dataclass(frozen=True)
+class RowExtents:
+    """Rows divided into extents: runs of rows whose bytes are adjacent in the file.
+
+    Attributes
+    ----------
+    edges : ndarray
+        int64 (extents + 1,). Extent i holds positions ``edges[i]`` to ``edges[i + 1] - 1`` of the requested rows.
+    offsets : ndarray
+        int64 (extents,), byte offset of each extent; negative if its rows have no allocated storage.
+    chunk_visits : ndarray
+        int64 (extents,), number of chunks that each extent enters. A chunk counts again if the rows return to it.
+    source_ids : ndarray or None
+        int64 (extents,), number of each extent's source in a virtual dataset; None for other datasets.
+    """
+
+    edges: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    chunk_visits: npt.NDArray[np.int64]
+    source_ids: npt.NDArray[np.int64] | None = None
+
+
+def plan_extents(index: ChunkIndex, rows: npt.NDArray[np.int64]) -> RowExtents:
+    """Divide rows, int64 (n,), in the given order, into extents. Ascending rows give the fewest extents."""
+    if not len(rows):
+        return RowExtents(np.zeros(1, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
+    chunks = index.chunks_of(rows)
+    offsets, source_ids = index.offsets_of(rows, chunks), index.source_ids_of(chunks)
+    breaks = np.diff(offsets) != index.row_bytes
+    if not index.complete:
+        absent = offsets < 0
+        breaks = np.where(absent[1:] & absent[:-1], False, breaks | absent[1:] | absent[:-1])
+    if source_ids is not None:
+        breaks |= source_ids[1:] != source_ids[:-1]
+    edges = run_edges(breaks)
+    enters = np.ones(len(rows), np.int64)
+    enters[1:] = np.diff(chunks) != 0
+    begins = edges[:-1]
+    visits = np.add.reduceat(enters, begins)
+    return RowExtents(edges, offsets[begins], visits, None if source_ids is None else source_ids[begins])
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """Direct reads of rows into one array, each normally by one system call.
+
+    Read i covers the extents ``edges[i]`` to ``edges[i + 1] - 1``: ``sizes[i]`` bytes of the file at ``offsets[i]``. A
+    negative offset means that the rows have no allocated storage.
+    """
+
+    index: ChunkIndex
+    rows: npt.NDArray[np.int64]
+    extents: RowExtents
+    edges: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+
+    def execute(self, out: npt.NDArray[np.uint8], storage_of: Callable[[int | None], Storage]) -> tuple[int, int, int]:
+        """Read the rows into `out`, uint8 (n, row_bytes), C-contiguous.
+
+        `storage_of` returns the storage of a source's file, given the number of the source, or None for the dataset's
+        own file. Returns the numbers of chunks entered, of bytes read, and of system calls.
+        """
+        extents, row_bytes = self.extents, self.index.row_bytes
+        row_edges = extents.edges[self.edges].tolist()
+        total = calls = 0
+        for (head, tail), (first, last), start, size in zip(
+            itertools.pairwise(self.edges.tolist()),
+            itertools.pairwise(row_edges),
+            self.offsets.tolist(),
+            self.sizes.tolist(),
+            strict=True,
+        ):
+            if start < 0:
+                # Like HDF5, return the fill value for rows without allocated storage.
+                out[first:last] = np.frombuffer(self.index.fill_of(int(self.rows[first])), np.uint8)
+                continue
+            total += size
+            direct = size == (last - first) * row_bytes
+            staging = out[first:last].reshape(-1) if direct else np.empty(size, np.uint8)
+            buffer = np.array([[staging.__array_interface__["data"][0], size]], np.uint64)
+            storage = storage_of(None if extents.source_ids is None else int(extents.source_ids[head]))
+            calls += storage.scatter(buffer, (0, 1), (start,), partial(self.index.describe, self.rows[first:last]))
+            if not direct:
+                _copy_rows(row_bytes, extents.edges[head : tail + 1], extents.offsets[head:tail] - start, staging, out)
+        return int(extents.chunk_visits.sum()), total, calls
+
+
+def plan_reads(
+    index: ChunkIndex,
+    rows: npt.NDArray[np.int64],
+    *,
+    max_gap_bytes: int | None = None,
+    max_extent_bytes: int = MAX_EXTENT_BYTES,
+) -> ReadPlan:
+    """Plan direct reads of rows, int64 (n,) with n > 0, into one array.
+
+    Extents become one read if the gap between them is at most `max_gap_bytes` (default `MAX_GAP_BYTES`) and both begin
+    in the same block of `max_extent_bytes` of the file.
+    """
+    gap_bytes = MAX_GAP_BYTES if max_gap_bytes is None else max_gap_bytes
+    extents = plan_extents(index, rows)
+    starts, ends = extents.offsets, extents.offsets + np.diff(extents.edges) * index.row_bytes
+    # Rows without allocated storage are not merged with their neighbours, because they are filled and not read.
+    apart = (starts[1:] - ends[:-1] > gap_bytes) | (starts[1:] < ends[:-1]) | (starts[:-1] < 0)
+    apart |= np.diff(starts // max_extent_bytes) != 0
+    if extents.source_ids is not None:
+        apart |= np.diff(extents.source_ids) != 0
+    edges = run_edges(apart)
+    offsets = starts[edges[:-1]]
+    return ReadPlan(index, rows, extents, edges, offsets, ends[edges[1:] - 1] - offsets)
+
+
+def _copy_rows(
+    size: int,
+    edges: npt.NDArray[np.int64],
+    offsets: npt.NDArray[np.int64],
+    staging: npt.NDArray[np.uint8],
+    out: npt.NDArray[np.uint8],
+) -> None:
+    """Copy rows of `size` bytes from a staging buffer, which also contains the gaps between them, to `out`."""
+    counts = np.diff(edges)
+    within = np.arange(edges[-1] - edges[0]) - np.repeat(edges[:-1] - edges[0], counts)
+    positions = np.repeat(offsets, counts) + within * size
+    windows = np.lib.stride_tricks.sliding_window_view(staging, size)
+    out[edges[0] : edges[-1]] = windows[positions]
+
+
+class FileExtents(NamedTuple):
+    """Extents `first` to `last` - 1 of a `ScatterPlan`, all in one file.
+
+    `source_id` is None for the dataset's own file. `absent` is true if the rows have no allocated storage.
+    """
+
+    first: int
+    last: int
+    source_id: int | None
+    absent: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScatterPlan:
+    """Direct reads of rows into buffers anywhere in memory.
+
+    Attributes
+    ----------
+    buffers : ndarray
+        uint64 (n, 2), address and size in bytes of each row's buffer. The caller must fill in the addresses.
+    edges, offsets, chunk_visits, source_ids : list of int
+        See `RowExtents`.
+    borders : list of int
+        Numbers of the extents at which the source changes, or at which rows without allocated storage begin or end.
+    """
+
+    index: ChunkIndex
+    rows: npt.NDArray[np.int64]
+    buffers: npt.NDArray[np.uint64]
+    edges: list[int]
+    offsets: list[int]
+    chunk_visits: list[int]
+    source_ids: list[int] | None
+    borders: list[int]
+
+    def describe(self, position: int) -> str:
+        """Return a text for messages that names the run of consecutive rows that starts at ``rows[position]``."""
+        return self.index.describe(self.rows, position)
+
+    def by_file(self, first: int = 0, last: int | None = None) -> Iterator[FileExtents]:
+        """Yield the extents `first` to `last` - 1 in groups of the same file, divided at `borders`."""
+        last = len(self.offsets) if last is None else last
+        if first == last:
+            return
+        if not self.borders:
+            yield self._extents(first, last)
+            return
+        inner = self.borders[bisect_right(self.borders, first) : bisect_left(self.borders, last)]
+        for low, high in itertools.pairwise([first, *inner, last]):
+            yield self._extents(low, high)
+
+    def _extents(self, first: int, last: int) -> FileExtents:
+        source_id = None if self.source_ids is None else self.source_ids[first]
+        return FileExtents(first, last, source_id, self.offsets[first] < 0)
+
+
+def plan_scatter(index: ChunkIndex, rows: npt.NDArray[np.int64]) -> ScatterPlan:
+    """Plan direct reads of rows, int64 (n,), into buffers anywhere in memory.
+
+    Rows that ascend within each chunk need the fewest system calls.
+    """
+    extents = plan_extents(index, rows)
+    buffers = np.empty((len(rows), 2), np.uint64)
+    buffers[:, 1] = index.row_bytes
+    borders: list[int] = []
+    if extents.source_ids is not None or not index.complete:
+        absent = extents.offsets < 0
+        change = absent[1:] != absent[:-1]
+        if extents.source_ids is not None:
+            change |= extents.source_ids[1:] != extents.source_ids[:-1]
+        borders = (np.flatnonzero(change) + 1).tolist()
+    return ScatterPlan(
+        index=index,
+        rows=rows,
+        buffers=buffers,
+        edges=extents.edges.tolist(),
+        offsets=extents.offsets.tolist(),
+        chunk_visits=extents.chunk_visits.tolist(),
+        source_ids=None if extents.source_ids is None else extents.source_ids.tolist(),
+        borders=borders,
+    )

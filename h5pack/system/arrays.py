@@ -1,0 +1,113 @@
+"""Integer arrays: runs of equal or consecutive values, and permutations that are reproducible on every machine."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+SPLITMIX64_GAMMA = 0x9E3779B97F4A7C15
+SPLITMIX64_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_MASK = (1 << 64) - 1
+
+
+def run_edges(breaks: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Return the edges of the runs into which `breaks` divides n items, where n is ``len(breaks) + 1``.
+
+    Parameters
+    ----------
+    breaks : ndarray
+        bool, (n - 1,): whether item i + 1 begins a new run.
+
+    Returns
+    -------
+    ndarray
+        int64, (runs + 1,): run i consists of the items ``edges[i]`` to ``edges[i + 1] - 1``. The first edge is 0, the
+        last is n.
+    """
+    cuts = np.flatnonzero(breaks)
+    edges = np.empty(len(cuts) + 2, np.int64)
+    edges[0], edges[-1] = 0, len(breaks) + 1
+    np.add(cuts, 1, out=edges[1:-1])
+    return edges
+
+
+def equal_runs(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the edges of the runs of equal values in the form that `run_edges` returns; ``[0]`` for no values."""
+    return run_edges(values[1:] != values[:-1]) if len(values) else np.zeros(1, np.int64)
+
+
+def consecutive_runs(*columns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the edges of the runs in which every column increases by one from item to item; ``[0]`` for no values.
+
+    Parameters
+    ----------
+    columns : ndarray
+        One or more arrays, int64 (n,).
+
+    Returns
+    -------
+    ndarray
+        int64, (runs + 1,); see `run_edges`.
+    """
+    if not len(columns[0]):
+        return np.zeros(1, np.int64)
+    breaks = np.zeros(len(columns[0]) - 1, np.bool_)
+    for values in columns:
+        breaks |= np.diff(values) != 1
+    return run_edges(breaks)
+
+
+def splitmix64(value: int) -> int:
+    """Return the hash of a 64-bit integer by the finalizer of splitmix64.
+
+    Reference: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators". The generator's outputs
+    pass BigCrush.
+    """
+    value = ((value ^ (value >> 30)) * SPLITMIX64_FACTORS[0]) & _MASK
+    value = ((value ^ (value >> 27)) * SPLITMIX64_FACTORS[1]) & _MASK
+    return value ^ (value >> 31)
+
+
+def splitmix64_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Apply `splitmix64` to every element in place, and return `values`."""
+    values ^= values >> np.uint64(30)
+    values *= np.uint64(SPLITMIX64_FACTORS[0])
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(SPLITMIX64_FACTORS[1])
+    values ^= values >> np.uint64(31)
+    return values
+
+
+def hash_sequence(count: int, key: int) -> npt.NDArray[np.uint64]:
+    """Return the first `count` outputs of the splitmix64 generator with the initial state `key`, uint64 (count,)."""
+    states = np.arange(1, count + 1, dtype=np.uint64)
+    states *= np.uint64(SPLITMIX64_GAMMA)
+    states += np.uint64(key)
+    return splitmix64_array(states)
+
+
+def shuffled(count: int, key: int) -> npt.NDArray[np.int64]:
+    """Return a pseudorandom permutation of 0..count-1 that does not depend on the versions of h5pack and NumPy.
+
+    ``Generator.permutation`` is not used, because NumPy may change its results between releases. Instead, each number
+    is stored in the low bits of a uint64 with 64 - log2(count) hashed bits above it, and these values are sorted.
+
+    Parameters
+    ----------
+    count : int
+    key : int
+        The seed, 64 bits.
+
+    Returns
+    -------
+    ndarray
+        int64, (count,).
+    """
+    bits = np.uint64(max(count - 1, 0).bit_length())
+    keys = hash_sequence(count, key)
+    keys <<= bits
+    keys |= np.arange(count, dtype=np.uint64)
+    keys.sort()
+    keys &= (np.uint64(1) << bits) - np.uint64(1)
+    table: npt.NDArray[np.int64] = keys.view(np.int64)
+    return table

@@ -1,0 +1,181 @@
+"""File operations without HDF5: atomic writes, locks, flushing to disk, reading and writing at offsets."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import time
+from pathlib import Path
+
+from h5pack.errors import OutputBusyError, SourceError
+from h5pack.system.libc import libc_function, raise_errno
+
+# The workers of a killed process exit within milliseconds. A lock held longer belongs to a running conversion.
+_LOCK_WAIT_SECONDS = 3.0
+_COPY_BYTES = 4 * 1024 * 1024
+
+
+def read_all(descriptor: int, count: int, offset: int) -> bytes:
+    """Read and return `count` bytes at `offset`; fewer only if the file ends before."""
+    parts = []
+    while count:
+        part = os.pread(descriptor, count, offset)
+        if not part:
+            break
+        parts.append(part)
+        count, offset = count - len(part), offset + len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def write_all(descriptor: int, data: memoryview | bytes, offset: int) -> None:
+    """Write all of `data` at `offset`, repeating the system call if it writes only a part."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def copy_changed(source: int, target: int, start: int, stop: int) -> None:
+    """Copy the bytes from `start` to `stop` from `source` to `target`, writing only blocks that differ."""
+    while start < stop:
+        count = min(_COPY_BYTES, stop - start)
+        data = read_all(source, count, start)
+        # Treat bytes beyond the end of the source as zeros.
+        data += bytes(count - len(data))
+        if read_all(target, count, start) != data:
+            write_all(target, data, start)
+        start += count
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a small file so that, even after a crash, `path` has either all of `data` or its earlier state."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def sync_path(path: Path) -> None:
+    """Flush a file's bytes, or a folder's entries (after creating or renaming files in it), to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file_system(folder: Path) -> None:
+    """Flush the file system that contains `folder` to the disk; one call is cheaper than flushing every file."""
+    sync = libc_function("syncfs", ctypes.c_int, ctypes.c_int)
+    if sync is None:
+        os.sync()
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if sync(descriptor):
+            raise_errno(folder)
+    finally:
+        os.close(descriptor)
+
+
+def file_system_type(path: str | os.PathLike[str]) -> str | None:
+    """Return the type of the file system that contains `path`, such as ext4; None if /proc does not list its mount."""
+    try:
+        device = os.stat(path).st_dev
+        number = f"{os.major(device)}:{os.minor(device)}"
+        with open("/proc/self/mountinfo") as mounts:
+            for line in mounts:
+                fields = line.split()
+                if fields[2] == number:
+                    return fields[fields.index("-") + 1]
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
+def require_writable(folder: Path) -> None:
+    """Raise SourceError unless `folder` exists and files can be created in it."""
+    if not folder.is_dir():
+        raise SourceError(f"{folder}: no such folder for the output; make it first", path=folder)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise SourceError(f"{folder}: no permission to write there; choose another folder", path=folder)
+
+
+def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool | None:
+    """Lock an open file with flock.
+
+    Parameters
+    ----------
+    descriptor : int
+    shared : bool
+        Take a shared lock instead of an exclusive one.
+    wait : bool
+        Wait until the lock is free.
+
+    Returns
+    -------
+    bool or None
+        True if the file is now locked; False if another process holds a conflicting lock; None if the system or the
+        file system has no such locks, such as some network file systems.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether another process holds an exclusive lock on a file."""
+    with path.open("rb") as stream:
+        return lock(stream.fileno(), shared=True) is False
+
+
+def open_locked(path: Path, busy: str, flags: int = 0) -> int:
+    """Open a file, creating it if it does not exist, lock it exclusively, and return its descriptor.
+
+    On file systems without locks (see `lock`), the file is opened without one, so a second writer is not noticed.
+
+    Parameters
+    ----------
+    path : Path
+    busy : str
+        The error message if another process holds the lock.
+    flags : int
+        Flags for ``os.open`` in addition to ``O_RDWR``, ``O_CREAT`` and ``O_CLOEXEC``.
+
+    Raises
+    ------
+    OutputBusyError
+        If another process still holds the lock after 3 seconds, which is longer than the workers of a killed process
+        need to exit.
+    """
+    deadline = time.monotonic() + _LOCK_WAIT_SECONDS
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
+        locked = lock(descriptor)
+        if locked is None:
+            return descriptor
+        # Another writer may have renamed or removed the file between opening and locking; then open it again.
+        with contextlib.suppress(FileNotFoundError):
+            if locked and os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        os.close(descriptor)
+        if not locked:
+            if time.monotonic() > deadline:
+                raise OutputBusyError(busy, path=path)
+            time.sleep(0.05)

@@ -1,0 +1,42 @@
+"""Functions of the C library that Python does not provide, or that it calls without releasing the GIL."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from typing import Any
+
+
+def libc_function(name: str, result: Any, *arguments: Any) -> Callable[..., Any] | None:
+    """Return a function of the C library, or None if the C library does not have it.
+
+    Calls of the function release the GIL. After a failed call, `raise_errno` raises the corresponding OSError.
+
+    Parameters
+    ----------
+    name : str
+    result, arguments : ctypes type
+        Types of the function's result and of its arguments.
+    """
+    try:
+        # Indexing, unlike attribute access, creates a new object, so argument types set elsewhere are not overwritten.
+        function = ctypes.CDLL(None, use_errno=True)[name]
+    except (AttributeError, OSError, TypeError):
+        return None
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+def raise_errno(path: str | os.PathLike[str] | None = None) -> None:
+    """Raise an OSError with the errno of this thread's last call of a C function."""
+    number = ctypes.get_errno()
+    raise OSError(number, os.strerror(number), None if path is None else os.fspath(path))
+
+
+def require_libc_function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+    """Return a function of the C library like `libc_function`, but raise OSError if it is missing."""
+    function = libc_function(name, result, *arguments)
+    if function is None:
+        raise OSError(f"the C library has no {name}")
+    return function

@@ -1,0 +1,24 @@
+"""Formatting of numbers, sizes and lists as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun in the singular or plural, such as "1 row", "2,000 rows" or "2 batches"."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith(("ch", "s")) else "s")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names joined as in a sentence, such as "a, b and c"."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else ""
+
+
+def format_bytes(count: float) -> str:
+    """Return a number of bytes with a binary unit and at most three digits, such as "64 KiB" or "1.5 MiB"."""
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1024
+        del units[0]
+    return f"{value:.2g} {units[0]}" if 0 < value < 1 else f"{value:.3g} {units[0]}"

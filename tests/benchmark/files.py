@@ -1,0 +1,49 @@
+"""Input files of the bench's tests, samples of them, and a clock that no load disturbs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from h5pack.benchmark.cases import BenchSettings
+from h5pack.benchmark.sample import BenchInput, BenchSample, ScratchFolder, find_input, make_sample
+
+SIZE = (64, 48)
+ROW_BYTES = 64 * 48 * 3
+
+
+class StepClock:
+    """A clock that advances by `step` seconds a call, and by what `advance` adds."""
+
+    def __init__(self, step: float = 0.0) -> None:
+        self.now, self.step = 0.0, step
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += seconds
+
+
+def write_cut_chunks(path: Path) -> Path:
+    """200 rows, channels first, whose chunks are one line short, as in a well-known recipe."""
+    values = np.random.default_rng(0).integers(0, 256, (200, 3, *SIZE), np.uint8)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("images", data=values, chunks=(50, 3, SIZE[0] - 1, SIZE[1]))
+        file["labels"] = np.arange(200) % 10
+    return path
+
+
+def input_of(path: Path) -> BenchInput:
+    """The input of a bench of a file or folder."""
+    return find_input(path, {}, path.parent)
+
+
+def sample_of(path: Path, scratch: ScratchFolder, **settings: Any) -> BenchSample:
+    """A sample without time limit."""
+    return make_sample(input_of(path), BenchSettings(**settings), scratch, StepClock())

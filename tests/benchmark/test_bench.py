@@ -1,0 +1,251 @@
+"""The bench from end to end, on tiny images and a clock of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+import h5pack
+from h5pack.benchmark.bench import BenchRun, SignalRelay, make_settings
+from h5pack.benchmark.cases import Measurement
+from h5pack.benchmark.report import BenchReport
+from h5pack.cli import main
+from h5pack.errors import OptionsError
+from tests.benchmark.files import ROW_BYTES, SIZE, StepClock, write_cut_chunks
+from tests.makers import class_folders, flat_folder, save
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return class_folders(tmp_path_factory.mktemp("source") / "photos", {"a": 60, "b": 60}, SIZE)
+
+
+@pytest.fixture(autouse=True)
+def one_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the run-off compare one thread and one worker, whatever the machine."""
+    monkeypatch.setattr("h5pack.benchmark.bench.available_cpus", lambda: 1)
+
+
+def bench(source: Path, scratch: Path, **settings: Any) -> BenchReport:
+    """A bench of 8 s on a clock whose every reading takes 50 ms."""
+    made = make_settings(**{"seconds": 8.0, "scratch": os.fspath(scratch), **settings})
+    return BenchRun(source, made, clock=StepClock(step=0.05)).run()
+
+
+def by_case(report: BenchReport) -> dict[tuple[str, str, str, str], Measurement]:
+    return {
+        (one.case.variant, one.case.order, one.case.engine, one.case.cache): one
+        for one in report.measurements
+        if one.case.num_workers is None
+    }
+
+
+def test_a_folder_is_packed_measured_and_answered(folder: Path, tmp_path: Path) -> None:
+    labels = ["4 rows", "16 rows", "4 rows gzip", "16 rows gzip", "contiguous"]
+    settings = {"chunk_rows": (4, 16), "compression": ("none", "gzip"), "batch_size": 8}
+    report = bench(folder, tmp_path, orders=("window", "single"), engines=("direct", "default"), **settings)
+    assert report.complete
+    assert report.seconds["all"] <= 1.1 * report.budget_seconds
+    assert list(tmp_path.iterdir()) == []
+    assert (report.kind, report.num_images, report.sample_rows, report.row_bytes) == ("folder", 120, 120, ROW_BYTES)
+    assert [one.label for one in report.variants] == labels
+    found = by_case(report)
+    for label in labels:
+        assert found[label, "window", "direct", "hot"].median > 0
+        assert found[label, "single", "default", "hot"].median > 0
+    assert {one.name for one in report.ceilings} >= {"memory copy"}
+    chosen = report.recommendation
+    assert chosen is not None
+    assert chosen.chunk_rows in (4, 16)
+    assert chosen.doubts, "120 rows are few"
+    assert {one.case.num_workers for one in report.run_off} == {None, 1}
+    text = json.dumps(report.to_json())
+    assert BenchReport.from_json(json.loads(text)).recommendation == chosen
+    assert os.fspath(tmp_path) not in text
+
+
+def test_an_input_file_is_compared_with_packs_of_it(tmp_path: Path) -> None:
+    path = write_cut_chunks(tmp_path / "cut.h5")
+    settings = {"chunk_rows": 8, "contiguous": False, "batch_size": 16}
+    report = bench(path, tmp_path, caches="hot", orders=("window", "single"), **settings)
+    assert [one.label for one in report.variants] == ["as it is", "8 rows"]
+    found = by_case(report)
+    assert found["as it is", "single", "default", "hot"].median > 0
+    assert found["as it is", "window", "direct", "hot"].median > 0
+    assert report.faults
+    assert report.fix is not None
+    chosen = report.recommendation
+    assert chosen is not None
+    assert chosen.variant in ("8 rows", "as it is")
+    if chosen.convert:
+        assert "--layout nchw" in chosen.command
+        assert chosen.gain is not None
+
+
+def test_encoded_images_of_several_sizes_are_compared(tmp_path: Path) -> None:
+    path = tmp_path / "encoded.h5"
+    with h5py.File(path, "w") as file:
+        images = file.create_dataset("images", (20,), h5py.vlen_dtype(np.uint8))
+        for row in range(20):
+            jpeg = save(tmp_path / "one.jpg", row, (32 + row % 3, 40)).read_bytes()
+            images[row] = np.frombuffer(jpeg, np.uint8)
+    report = bench(path, tmp_path, chunk_rows=2, contiguous=False, caches="hot")
+    assert [one.label for one in report.variants] == ["as it is", "2 rows"]
+    found = by_case(report)
+    assert found["as it is", "single", "default", "hot"].speeds
+    # Images of several sizes make no batch.
+    assert found["as it is", "window", "direct", "hot"].reason is not None
+
+
+def test_too_little_time_is_an_error_that_names_enough(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionsError) as caught:
+        bench(folder, tmp_path, seconds=0.5, chunk_rows=4)
+    assert [name.partition("=")[0] for name in caught.value.parameters] == ["seconds", "seconds"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_value_or_several_make_the_same_settings() -> None:
+    one = make_settings(chunk_rows=4, orders="window", compression="gzip", size=64)
+    several = make_settings(chunk_rows=[4], orders=["window"], compression=["gzip", "gzip"], size=(64, 64))
+    assert one == several
+
+
+def test_the_function_takes_keywords_and_draws(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionsError):
+        h5pack.bench(folder, plot=tmp_path / "none" / "a.png")
+    with pytest.raises(OptionsError):
+        h5pack.bench(folder, seconds=-1)
+    with pytest.raises(OptionsError):
+        h5pack.bench(flat_folder(tmp_path / "few", 2), scratch=tmp_path)
+    assert os.listdir(tmp_path) == ["few"]
+
+
+def test_bad_input_is_one_line_on_the_command_line(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = flat_folder(tmp_path / "few", 3)
+    (tmp_path / "empty").mkdir()
+    for arguments, code, message in (
+        ([os.fspath(few)], 2, "3 images"),
+        ([os.fspath(tmp_path / "empty")], 1, "no images"),
+        ([os.fspath(tmp_path / "nothing")], 1, "nothing"),
+        ([os.fspath(folder), "--seconds", "0.2"], 2, "--seconds 0.2"),
+        ([os.fspath(folder), "--orders", "random"], 2, "--orders random"),
+        ([os.fspath(folder), "--threads", "two"], 2, "--threads two"),
+        ([os.fspath(folder), "--plot", os.fspath(tmp_path / "no" / "b.png")], 2, "b.png"),
+        ([os.fspath(folder), "--plot", os.fspath(tmp_path / "b.xyz")], 2, "b.xyz"),
+        (["--mixing"], 2, "SOURCE"),
+    ):
+        assert main(["bench", *arguments, "--scratch", os.fspath(tmp_path), "--quiet"]) == code
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert len(lines) == 1, lines
+        assert message in lines[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "few"]
+
+
+def test_the_command_prints_an_answer_that_works(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(BenchRun.__init__, "__kwdefaults__", {"progress": False, "clock": StepClock(step=0.05)})
+    options = ["--seconds", "8", "--chunk-rows", "4,16", "--batch-size", "8", "--orders", "window,single"]
+    options += ["--engines", "direct,default", "--cache", "hot", "--plot", "b.png"]
+    assert main(["bench", os.fspath(folder), *options]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) < 26
+    assert Path("b.png").read_bytes()[:4] == b"\x89PNG"
+    assert os.listdir(tmp_path) == ["b.png"]
+    (command,) = (line.split() for line in out.splitlines() if line.startswith("    h5pack convert"))
+    assert main([*command[1:], "--workers", "1", "--quiet"]) == 0
+    code = "".join(line[4:] + "\n" for line in out.splitlines() if "= h5pack." in line)
+    found: dict[str, Any] = {"h5pack": h5pack}
+    exec(code, found)
+    assert sum(len(batch[0]) for batch in found["loader"]) == 120
+
+
+def test_mixing_is_reported_for_a_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_cut_chunks(tmp_path / "cut.h5")
+    options = ["--batch-size", "10", "--window", "2,4", "--epochs", "2", "--json"]
+    assert main(["bench", os.fspath(path), "--mixing", *options]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["rows"], report["window"], report["batch_size"], report["epochs"]) == (200, 2, 10, 2)
+    assert [order["window"] for order in report["orders"]] == [2, 4, None, None]
+    assert main(["bench", os.fspath(path), "--mixing", "--batch-size", "10"]) == 0
+    assert "window=1" in capsys.readouterr().out
+
+
+def test_ctrl_c_prints_what_is_known_and_cleans_up(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "h5pack", "bench", os.fspath(folder), "--seconds", "3600", "--chunk-rows", "4",
+               "--batch-size", "8", "--json"]  # fmt: skip
+    # The run says when the first case was measured.
+    code = (
+        "import sys; from h5pack.benchmark import sweep; run = sweep.Sweep._run\n"
+        "def noted(*arguments):\n    run(*arguments); print('measured', file=sys.stderr, flush=True)\n"
+        "sweep.Sweep._run = noted\nfrom h5pack.cli import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    run = subprocess.Popen(
+        [sys.executable, "-c", code, *command[3:]], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert run.stderr is not None
+    while run.stderr.readline().strip() != "measured":
+        assert run.poll() is None
+    run.send_signal(signal.SIGINT)
+    out, _ = run.communicate()
+    assert run.returncode == 130
+    report = json.loads(out)
+    assert report["complete"] is False
+    assert report["recommendation"] is None
+    assert any(one["images_per_s"] for one in report["measurements"])
+    assert list(tmp_path.iterdir()) == []
+
+
+class Referent:
+    """Something that can be referred to weakly."""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_swallowed_ctrl_c_is_raised_at_the_next_check() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with SignalRelay() as signals:
+        signals.check()
+        thing = Referent()
+        reference = weakref.ref(thing, lambda _: os.kill(os.getpid(), signal.SIGINT))
+        # An exception in the callback is swallowed.
+        del thing
+        assert reference() is None
+        with pytest.raises(KeyboardInterrupt):
+            signals.check()
+        # Raised once.
+        signals.check()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_ordinary_ctrl_c_is_raised_at_once() -> None:
+    with SignalRelay(), pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_another_thread_leaves_the_handlers_alone() -> None:
+    found = []
+
+    def enter() -> None:
+        with SignalRelay() as signals:
+            found.append(signal.getsignal(signal.SIGINT))
+            signals.check()
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert found == [signal.getsignal(signal.SIGINT)]

@@ -1,0 +1,455 @@
+"""The mixing report: on packs whose answer is known, and its verdict on figures whose answer is known."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import FrozenInstanceError, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import pytest
+from torch.utils.data import Subset
+
+import h5pack
+from h5pack.benchmark import mixing
+from h5pack.benchmark.mixing import MixingReport, mixing_report
+from h5pack.data.dataset import H5Dataset
+from h5pack.errors import OptionsError
+from h5pack.order.window import OrderPlan
+from tests.data.packs import converted, write
+
+CLASSES, CHUNK = 5, 20
+
+
+def packed(path: Path, labels: npt.NDArray[Any] | None, rows: int = 1_000) -> H5Dataset:
+    """A dataset of tiny images in chunks of 20."""
+    tables = {} if labels is None else {"labels": labels}
+    return H5Dataset(write(path, CHUNK, images=np.zeros((rows, 2, 2, 1), "u1"), **tables))
+
+
+@pytest.fixture
+def ordered(tmp_path: Path) -> H5Dataset:
+    """1,000 rows in order of their 5 classes, 10 chunks a class."""
+    return packed(tmp_path / "sorted.h5", np.repeat(np.arange(CLASSES), 200))
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> H5Dataset:
+    """The same rows, shuffled."""
+    labels = np.random.default_rng(5).permutation(np.repeat(np.arange(CLASSES), 200))
+    return packed(tmp_path / "mixed.h5", labels)
+
+
+def of(report: MixingReport, shuffle: str | bool, window: int | None = None) -> mixing.OrderMixing:
+    (order,) = (order for order in report.orders if (order.shuffle, order.window) == (shuffle, window))
+    return order
+
+
+def windows(report: MixingReport) -> list[mixing.OrderMixing]:
+    return [order for order in report.orders if order.window is not None]
+
+
+def exact_distance(sizes: Sequence[int], batch: int) -> float:
+    """The mean label distance of random batches, summed over every possible count of each class."""
+    rows, total = sum(sizes), 0.0
+    for size in sizes:
+        for count in range(max(0, batch + size - rows), min(batch, size) + 1):
+            chance = math.comb(size, count) * math.comb(rows - size, batch - count) / math.comb(rows, batch)
+            total += chance * abs(count / batch - size / rows)
+    return total / 2
+
+
+def test_one_class_chunks_with_a_window_of_one_make_one_class_batches(ordered: H5Dataset) -> None:
+    one = of(mixing_report(ordered, CHUNK, epochs=2), "window", 1)
+    assert one.label_distance == pytest.approx(1 - 1 / CLASSES)
+    assert one.batch_deviation == pytest.approx(0, abs=1e-12)
+    assert one.chunks_per_batch == 1.0
+
+
+def test_a_window_of_two_one_class_chunks_is_known(ordered: H5Dataset) -> None:
+    # Batches of 40 are whole windows: of one class with the chance 9 / 49, else of two.
+    two = of(mixing_report(ordered, 2 * CHUNK, epochs=40, windows=[2]), "window", 2)
+    assert two.chunks_per_batch == 2.0
+    expected = 9 / 49 * (1 - 1 / CLASSES) + 40 / 49 * (1 - 2 / CLASSES)
+    assert two.standard_error is not None
+    assert two.label_distance == pytest.approx(expected, abs=4 * two.standard_error)
+    assert 0 < two.standard_error < 0.01
+
+
+@pytest.mark.parametrize("sizes", [[200] * 5, [500, 300, 150, 45, 5], [999, 1]])
+@pytest.mark.parametrize("batch", [7, 256])
+def test_a_full_shuffle_has_the_calculated_distance(tmp_path: Path, sizes: list[int], batch: int) -> None:
+    report = mixing_report(packed(tmp_path / "o.h5", np.repeat(np.arange(len(sizes)), sizes)), batch, epochs=30)
+    assert report.expected_distance == pytest.approx(exact_distance(sizes, batch), rel=1e-9)
+    full = of(report, "full")
+    assert full.standard_error is not None
+    assert full.label_distance == pytest.approx(report.expected_distance, abs=4 * full.standard_error + 1e-12)
+    assert full.standard_error < 0.15 * (report.expected_distance or 0)
+
+
+def test_the_calculated_distance_is_that_of_numpys_random_batches(mixed: H5Dataset) -> None:
+    random, labels = np.random.default_rng(1), np.repeat(np.arange(CLASSES), 200)
+    found = [
+        np.abs(np.bincount(random.choice(labels, 50, replace=False), minlength=CLASSES) / 50 - 0.2).sum() / 2
+        for _ in range(4_000)
+    ]
+    expected = mixing_report(mixed, 50, epochs=2, windows=[1]).expected_distance
+    assert expected == pytest.approx(np.mean(found), abs=4 * np.std(found) / 4_000**0.5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "marked", "drawn"), [(9, 0, 4), (9, 9, 4), (9, 5, 9), (10, 5, 4), (10, 5, 1), (1, 1, 1)]
+)
+def test_the_mean_deviation_at_its_edges(rows: int, marked: int, drawn: int) -> None:
+    chances = [
+        math.comb(marked, count) * math.comb(rows - marked, drawn - count) / math.comb(rows, drawn)
+        for count in range(drawn + 1)
+    ]
+    expected = sum(chance * abs(count - drawn * marked / rows) for count, chance in enumerate(chances))
+    assert mixing._mean_deviation(rows, marked, drawn) == pytest.approx(expected, abs=1e-12)
+
+
+def test_all_chunks_in_a_window_are_as_good_as_a_full_shuffle(ordered: H5Dataset) -> None:
+    report = mixing_report(ordered, 100, epochs=40)
+    assert report.chunks == 50
+    largest = of(report, "window", 50)
+    assert largest.label_distance is not None
+    assert largest.standard_error is not None
+    assert largest.label_distance == pytest.approx(report.expected_distance, abs=4 * largest.standard_error)
+    assert report.enough_window == 50
+    assert report.excess(of(report, "window", 16)) > 0.5
+    assert report.advice.startswith("Use shuffle='full', or window=50 (0.0 MiB): with window=16 a batch's labels are ")
+
+
+def test_a_shuffled_pack_mixes_at_any_window(mixed: H5Dataset) -> None:
+    report = mixing_report(mixed, 100, epochs=40)
+    assert report.enough_window == 1
+    assert report.advice == "Keep window=16: its batches mix the labels as those of a full shuffle do."
+    # It is the labels that are mixed, not the chunks.
+    assert of(report, "window", 1).chunks_per_batch < 10 < of(report, "full").chunks_per_batch
+
+
+def test_a_larger_window_mixes_better_and_has_more_chunks_a_batch(ordered: H5Dataset) -> None:
+    report = mixing_report(ordered, 50, epochs=8)
+    assert [order.window for order in windows(report)] == [1, 2, 4, 8, 16, 32, 50]
+    chunks = [order.chunks_per_batch for order in windows(report)]
+    assert chunks == sorted(chunks)
+    distances = [order.label_distance or 0 for order in windows(report)]
+    assert distances == sorted(distances, reverse=True)
+
+
+def test_rank_correlations(mixed: H5Dataset) -> None:
+    report = mixing_report(mixed, 50, epochs=10)
+    stored = of(report, False)
+    assert stored.storage_correlation == pytest.approx(1)
+    assert stored.epoch_correlation == pytest.approx(1)
+    # Of n random places it has a deviation of 1 / sqrt(n - 1).
+    assert abs(of(report, "full").storage_correlation) < 4 / (999 * 10) ** 0.5
+    assert abs(of(report, "full").epoch_correlation or 1) < 4 / (999 * 9) ** 0.5
+    for order in windows(report):
+        assert abs(order.storage_correlation) < 4 / (49 * 10) ** 0.5
+        assert abs(order.epoch_correlation or 1) < 4 / (49 * 9) ** 0.5
+
+
+def test_spearman_by_hand() -> None:
+    places = np.arange(5)
+    assert mixing._spearman(places, np.array([10, 20, 30, 40, 900])) == pytest.approx(1)
+    assert mixing._spearman(places, np.array([9, 7, 5, 3, 1])) == pytest.approx(-1)
+    assert mixing._spearman(places, np.array([3, 3, 3, 3, 3])) == 0
+    # Ranks 1, 2.5, 2.5, 4, 5 against 1 to 5: 1 less 6 * 0.5 / 120, but for the ties.
+    assert mixing._spearman(places, np.array([1, 2, 2, 3, 4])) == pytest.approx(9.5 / (10 * 9.5) ** 0.5)
+
+
+@pytest.mark.parametrize("shuffle", ["window", "full", False])
+def test_the_batches_are_the_samplers(mixed: H5Dataset, shuffle: str | bool) -> None:
+    sampler = h5pack.ChunkBatchSampler(mixed, 48, shuffle=shuffle, seed=3, window=4, drop_last=True)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        whole = list(sampler)
+        last = len(whole) - 1
+        for wanted in (range(last + 1), range(7, 12), [last], [0, 1, 9, 10, 11, last], [*range(0, last, 3)]):
+            found = mixing._batches(sampler.plan, epoch, np.array(wanted))
+            assert found.tolist() == [whole[batch] for batch in wanted]
+
+
+@pytest.mark.parametrize(("shuffle", "window"), [("window", 3), ("full", None), (False, None)])
+def test_every_figure_is_that_of_the_samplers_batches(
+    ordered: H5Dataset, shuffle: str | bool, window: int | None
+) -> None:
+    epochs, batch = 4, 48
+    found = of(mixing_report(ordered, batch, seed=9, epochs=epochs, windows=[3]), shuffle, window)
+    sampler = h5pack.ChunkBatchSampler(ordered, batch, shuffle=shuffle, seed=9, window=window or 16, drop_last=True)
+    rows = np.array([list(sampler) for _ in range(epochs)])
+    counts = np.stack([(rows // 200 == label).sum(axis=2) for label in range(CLASSES)], axis=2)
+    distances = np.abs(counts / batch - 1 / CLASSES).sum(axis=2) / 2
+    assert found.label_distance == pytest.approx(distances.mean())
+    assert found.batch_deviation == pytest.approx(distances.std())
+    assert found.standard_error == pytest.approx(statistics.stdev(distances.mean(axis=1)) / epochs**0.5)
+    assert found.chunks_per_batch == np.mean([len(set(one // CHUNK)) for epoch in rows for one in epoch])
+    flat = rows.reshape(epochs, -1)
+    places = np.arange(flat.shape[1])
+    to_file = [np.corrcoef(places, epoch.argsort().argsort())[0, 1] for epoch in flat]
+    assert found.storage_correlation == pytest.approx(np.mean(to_file))
+    where = [{row: place for place, row in enumerate(epoch)} for epoch in flat.tolist()]
+    pairs = [[(one[row], other[row]) for row in sorted(one.keys() & other.keys())] for one, other in pairwise(where)]
+    to_next = [np.corrcoef(np.array(pair).argsort(axis=0).argsort(axis=0).T)[0, 1] for pair in pairs]
+    assert found.epoch_correlation == pytest.approx(np.mean(to_next))
+
+
+def test_the_orders_measured_are_those_asked_for(mixed: H5Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[OrderPlan] = []
+    original = mixing._batches
+
+    def spy(plan: OrderPlan, epoch: int, wanted: Any) -> Any:
+        plans.append(plan)
+        return original(plan, epoch, wanted)
+
+    monkeypatch.setattr(mixing, "_batches", spy)
+    mixing_report(mixed, 48, window=5, seed=3, epochs=2, windows=[2, 1_000])
+    assert [(plan.shuffle, plan.window) for plan in plans[::2]] == [
+        ("window", 2),
+        ("window", 5),
+        ("window", 50),
+        ("full", 5),
+        (False, 5),
+    ]
+    sampler = h5pack.ChunkBatchSampler(mixed, 48, window=5, seed=3, drop_last=True)
+    assert plans[2].identity() == sampler.plan.identity()
+
+
+def test_a_large_pack_is_sampled(ordered: H5Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = mixing_report(ordered, 4, epochs=2, windows=[1, 16])
+    assert (whole.batches, whole.epoch_batches) == (250, 250)
+    monkeypatch.setattr(mixing, "MAX_BATCHES", 200)
+    asked: list[list[int]] = []
+    original = mixing._batches
+
+    def spy(plan: OrderPlan, epoch: int, wanted: Any) -> Any:
+        asked.append(wanted.tolist())
+        return original(plan, epoch, wanted)
+
+    monkeypatch.setattr(mixing, "_batches", spy)
+    part = mixing_report(ordered, 4, epochs=2, windows=[1, 16])
+    assert (part.batches, part.epoch_batches) == (96, 250)
+    assert "sampled 96 of 250 batches in each of 2 epochs" in part.to_text()
+    runs = np.array(asked[0]).reshape(8, 12)
+    assert (np.diff(runs, axis=1) == 1).all()
+    assert (runs[0, 0], runs[-1, -1]) == (0, 249)
+    assert set(np.diff(runs[:, 0]).tolist()) <= {34, 35}, "evenly spaced"
+    assert all(wanted == asked[0] for wanted in asked)
+    assert of(part, False).storage_correlation == pytest.approx(1)
+    for one, other in zip(whole.orders, part.orders, strict=True):
+        assert one.label_distance == pytest.approx(other.label_distance or 0, abs=0.1)
+
+
+def test_large_windows_are_tried_when_they_are_named(ordered: H5Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixing, "MAX_WINDOW_ROWS", 8 * CHUNK)
+    report = mixing_report(ordered, 50, window=4, epochs=2)
+    assert [order.window for order in windows(report)] == [1, 2, 4, 8]
+    assert "Windows of more than 8 chunks were not compared" in report.to_text()
+    assert report.enough_window is None
+    assert report.advice.startswith("Use shuffle='full', or convert in shuffled order: with window=4 a batch's")
+    named = mixing_report(ordered, 50, window=4, epochs=2, windows=(50,))
+    assert [order.window for order in windows(named)] == [4, 50]
+    assert "not compared" not in named.to_text()
+
+
+@pytest.mark.parametrize("labels", [None, np.random.default_rng(0).normal(size=1_000)])
+def test_without_labels_there_is_no_label_mix(tmp_path: Path, labels: npt.NDArray[Any] | None) -> None:
+    report = mixing_report(packed(tmp_path / "o.h5", labels), 50, epochs=2)
+    assert report.expected_distance is None
+    assert report.enough_window is None
+    for order in report.orders:
+        assert (order.label_distance, order.batch_deviation, order.standard_error) == (None, None, None)
+    assert of(report, False).chunks_per_batch == 3.0
+    assert of(report, False).storage_correlation == pytest.approx(1)
+    assert report.advice.startswith("No labels to judge by: a batch of window=16 has rows of ")
+    assert report.allowed_distance is None
+    assert "label distance is" not in report.to_text()
+
+
+def test_columns_of_a_label_table_count_alike(tmp_path: Path) -> None:
+    half, tenth = np.arange(1_000) >= 500, np.arange(1_000) % 10 == 0
+    report = mixing_report(packed(tmp_path / "o.h5", np.stack([half, tenth], 1).astype("u1")), CHUNK, epochs=2)
+    both = exact_distance([500, 500], CHUNK), exact_distance([900, 100], CHUNK)
+    assert report.expected_distance == pytest.approx(sum(both) / 2, rel=1e-9)
+    # In stored order a batch is a chunk: one value of the first column, two of twenty in the second.
+    assert of(report, False).label_distance == pytest.approx((0.5 + 0) / 2)
+
+
+def test_only_the_rows_of_a_subset_count(ordered: H5Dataset) -> None:
+    one_class = mixing_report(Subset(ordered, range(200, 400)), 50, epochs=2)
+    assert (one_class.rows, one_class.chunks, one_class.expected_distance) == (200, 10, 0)
+    assert {order.label_distance for order in one_class.orders} == {0.0}
+    assert one_class.enough_window == 1
+    assert "+0 %" in one_class.to_text()
+    thin = Subset(Subset(ordered, range(0, 1_000, 2)), range(0, 500, 2))
+    report = mixing_report(thin, 5, epochs=2)
+    assert (report.rows, report.chunks) == (250, 50)
+    assert of(report, "window", 1).label_distance == pytest.approx(1 - 1 / CLASSES)
+
+
+def test_repeated_rows_count_as_often_as_they_come(ordered: H5Dataset) -> None:
+    thrice = Subset(ordered, [*range(100), *range(100), *range(100), *range(200, 300), *range(400, 500)])
+    report = mixing_report(thrice, 30, epochs=2)
+    assert report.rows == 500
+    assert report.expected_distance == pytest.approx(exact_distance([300, 100, 100], 30), rel=1e-9)
+    # In stored order: ten batches of the first class, and six of the others, one of which has ten rows of each.
+    shares = np.array([300, 100, 100]) / 500
+    others = [np.abs(np.array(counts) / 30 - shares).sum() / 2 for counts in ((0, 30, 0), (0, 10, 20), (0, 0, 30))]
+    expected = (10 * (1 - 0.6) + 3 * others[0] + others[1] + 2 * others[2]) / 16
+    assert of(report, False).label_distance == pytest.approx(expected)
+    assert of(report, False).storage_correlation > 0.99
+
+
+def test_a_split_that_begins_in_the_middle_of_the_file(tmp_path: Path) -> None:
+    converted(tmp_path, order="sorted")
+    path = tmp_path / "o.h5"
+    dataset = max((H5Dataset(path, split=split) for split in ("train", "test")), key=lambda one: one.first_row)
+    first, stop = dataset.first_row, dataset.first_row + len(dataset)
+    assert first % 7
+    with h5py.File(path) as file:
+        labels = file["labels"][first:stop]
+    report = mixing_report(dataset, 4, epochs=2)
+    assert report.rows == stop - first
+    assert report.chunks == len({row // 7 for row in range(first, stop)})
+    shares = np.bincount(labels) / len(labels)
+    batches = [labels[at : at + 4] for at in range(0, len(labels) - 3, 4)]
+    distances = [np.abs(np.bincount(batch, minlength=2) / 4 - shares).sum() / 2 for batch in batches]
+    assert of(report, False).label_distance == pytest.approx(np.mean(distances))
+
+
+def test_labels_are_read_once_and_images_never(ordered: H5Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[tuple[str, int]] = []
+    original = H5Dataset.read_rows
+
+    def spy(self: H5Dataset, name: str, rows: Any, out: Any = None) -> Any:
+        read.append((name, len(rows)))
+        return original(self, name, rows, out)
+
+    monkeypatch.setattr(H5Dataset, "read_rows", spy)
+    mixing_report(ordered, 50)
+    assert read == [("labels", 1_000)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size is 0; it must be a whole number of at least 1"),
+        ({"batch_size": 1_001}, "1,000 rows do not fill a batch of 1001; give a smaller batch_size"),
+        ({"window": 0}, "window is 0"),
+        ({"window": 2.5}, "window is 2.5"),
+        ({"epochs": 1}, "epochs is 1; it must be a whole number of at least 2"),
+        ({"epochs": True}, "epochs is True"),
+        ({"seed": "x"}, "seed is 'x'"),
+        ({"windows": []}, r"windows is \[\]; give whole numbers, or None for powers of two"),
+        ({"windows": [4, 0]}, "a window is 0"),
+        ({"windows": 4}, "windows is 4; give whole numbers"),
+        ({"windows": "4"}, "a window is '4'"),
+    ],
+)
+def test_senseless_options(ordered: H5Dataset, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionsError, match=f"^{message}"):
+        mixing_report(ordered, **options)
+
+
+def test_a_dataset_without_chunks_or_rows_is_refused(ordered: H5Dataset) -> None:
+    with pytest.raises(OptionsError, match="a list has no chunks"):
+        mixing_report([1, 2, 3])
+    with pytest.raises(OptionsError, match="0 rows do not fill a batch of 256"):
+        mixing_report(Subset(ordered, []))
+
+
+def made(*figures: tuple[int, float, float]) -> tuple[mixing.OrderMixing, ...]:
+    """Windows with their label distances and standard errors; then orders that the verdict is not about."""
+    orders = [mixing.OrderMixing("window", *figure[:2], 0.0, figure[2], 0.0, 0.0, 1.0) for figure in figures]
+    return (*orders, replace(orders[0], shuffle="full", window=None), replace(orders[0], shuffle=False, window=None))
+
+
+def test_windows_are_tested_from_the_largest_to_the_first_that_fails() -> None:
+    assert mixing._enough(made((1, 0.2, 0.001), (2, 0.1, 0.001), (4, 0.1, 0.001)), 1_000, 0.11, 8) == 2
+    assert mixing._enough(made((1, 0.1, 0.001), (2, 0.2, 0.001), (4, 0.1, 0.001)), 1_000, 0.11, 8) == 4
+    assert mixing._enough(made((1, 0.1, 0.001), (2, 0.1, 0.001), (4, 0.2, 0.001)), 1_000, 0.11, 8) is None
+    # All chunks are a full shuffle, whatever the figures.
+    assert mixing._enough(made((1, 0.2, 0.001), (2, 0.1, 0.001), (4, 0.2, 0.001)), 4, 0.11, 8) == 2
+    assert mixing._enough(made((1, 0.2, 0.001), (2, 0.2, 0.001), (4, 0.2, 0.001)), 4, 0.11, 8) == 4
+    # Close, but the epochs do not show it.
+    assert mixing._enough(made((1, 0.1, 0.1)), 1_000, 0.11, 8) is None
+
+
+@pytest.mark.parametrize("epochs", [2, 3, 8, 11, 40])
+def test_a_window_at_the_limit_passes_one_time_in_twenty(epochs: int) -> None:
+    random, times = np.random.default_rng(epochs), 4_000
+    means = random.normal(0.1, 0.002, (times, epochs))
+    errors = means.std(axis=1, ddof=1) / epochs**0.5
+    passed = sum(
+        mixing._enough(made((1, mean, error)), 1_000, 0.1, epochs) == 1
+        for mean, error in zip(means.mean(axis=1).tolist(), errors.tolist(), strict=True)
+    )
+    assert passed / times == pytest.approx(0.05, abs=4 * (0.05 * 0.95 / times) ** 0.5)
+
+
+def test_advice_when_the_epochs_do_not_decide(ordered: H5Dataset) -> None:
+    report = mixing_report(ordered, 50, window=4, epochs=2, windows=[50])
+    limit = report.allowed_distance or 0
+    unsure = replace(report, epochs=8, orders=made((4, 1.05 * limit, 0.05 * limit)), enough_window=None)
+    assert unsure.advice == "Give more epochs: 8 do not show whether window=4 is large enough."
+    surely = replace(report, epochs=8, orders=made((4, 1.05 * limit, 0.02 * limit)), enough_window=None)
+    assert surely.advice.startswith("Use shuffle='full', or convert in shuffled order: with window=4 a batch's labels")
+    better = replace(surely, enough_window=50)
+    assert better.advice.startswith("Use shuffle='full', or window=50 (0.0 MiB): with window=4 a batch's labels are ")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch", "share"),
+    # 5 % of a full shuffle's distance, as long as it is below half of that of single rows.
+    [([200] * 5, 1, 0.0), ([200] * 5, 50, 0.05), ([2] * 500, 50, None), ([200] * 5, 1_000, 0.05)],
+)
+def test_the_limit(tmp_path: Path, sizes: list[int], batch: int, share: float | None) -> None:
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+    report = mixing_report(packed(tmp_path / "o.h5", labels), batch, epochs=2, windows=[1])
+    expected, single = exact_distance(sizes, batch), exact_distance(sizes, 1)
+    assert single == pytest.approx(1 - 1 / len(sizes))
+    assert report.expected_distance == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    limit = expected + 0.05 * (single - expected) if share is None else (1 + share) * expected
+    assert report.allowed_distance == pytest.approx(limit, rel=1e-9, abs=1e-12)
+    if share is None:
+        assert limit < 1.01 * expected, "a full shuffle is nearly as far off as can be"
+
+
+def test_the_report_as_text_and_for_programs(ordered: H5Dataset) -> None:
+    report = mixing_report(ordered, 50, epochs=2)
+    assert json.loads(json.dumps(report.to_json()))["orders"][0]["window"] == 1
+    assert report.to_json()["advice"] == report.advice
+    assert report.chunk_bytes == CHUNK * 4
+    lines = report.to_text().splitlines()
+    assert lines[0] == "1,000 rows in 50 chunks, batches of 50; sampled 20 of 20 batches in each of 2 epochs."
+    assert [line[:14].strip() for line in lines[3 : 3 + len(report.orders)]] == [
+        *(f"window={number}" for number in (1, 2, 4, 8, 16, 32, 50)),
+        "full shuffle",
+        "stored order",
+    ]
+    widths = {len(line) for line in lines[2 : 3 + len(report.orders)]}
+    assert len(widths) == 1, "the columns stand under their titles"
+    assert lines[-1] == report.advice
+    with pytest.raises(FrozenInstanceError):
+        report.rows = 3  # type: ignore[misc]
+
+
+def test_a_window_of_more_chunks_than_there_are_is_all_of_them(tmp_path: Path) -> None:
+    report = mixing_report(packed(tmp_path / "o.h5", np.arange(60) % 3, 60), 10, epochs=2)
+    assert (report.window, report.chunks) == (3, 3)
+    assert [order.window for order in windows(report)] == [1, 2, 3]
+
+
+def test_the_same_seed_gives_the_same_report(ordered: H5Dataset) -> None:
+    first, second, other = (mixing_report(ordered, 50, seed=seed, epochs=2) for seed in (1, 1, 2))
+    assert first == second
+    assert first.orders != other.orders

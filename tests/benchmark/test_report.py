@@ -1,0 +1,144 @@
+"""The report: a short answer, all figures as tables and JSON, and the table of the sweep."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from h5pack.benchmark.report import BenchReport, SweepTable, measured_text, printable, rounded, speed_text
+from tests.benchmark import reports
+
+
+def worst_case() -> BenchReport:
+    """As much to say as there can be."""
+    report = reports.file_report()
+    chosen = report.recommendation
+    assert chosen is not None
+    report.complete = False
+    report.recommendation = dataclasses.replace(chosen, doubts=("few repeats", "small sample", "wide spread"))
+    report.faults = tuple(f"fault {number}" for number in range(5))
+    return report
+
+
+@pytest.mark.parametrize("report", [reports.folder_report(), reports.file_report(), worst_case(), reports.empty()])
+def test_the_answer_has_fewer_than_25_lines_of_100_columns(report: BenchReport) -> None:
+    lines = report.to_text().splitlines()
+    assert len(lines) < 25
+    assert max(map(len, lines)) <= 100
+
+
+def test_the_answer_says_what_to_type_and_every_doubt() -> None:
+    report = worst_case()
+    chosen = report.recommendation
+    assert chosen is not None
+    text = report.to_text()
+    for line in (chosen.command, *chosen.code.splitlines()):
+        assert f"    {line}\n" in text
+    for doubt in chosen.doubts:
+        assert doubt in text
+    assert text.startswith("interrupted")
+    assert not reports.folder_report().to_text().startswith("interrupted")
+
+
+def test_the_full_text_has_every_case_and_note() -> None:
+    report = reports.file_report()
+    report.measurements += [
+        reports.failed(report.variants[1], "window", "direct", "cold", "no space left on device"),
+        reports.measured(report.variants[4], "window", "direct", "hot", 61_234.0, batch_size=64),
+    ]
+    text = report.to_text(full=True)
+    for variant in report.variants:
+        assert variant.label in text
+    for part in ("no space left on device", "61.2k", report.notes[0], report.fix, "8.2 GB", "memory copy, 2 threads"):
+        assert part is not None
+        assert part in text
+    # The recommended variant and its ties are marked.
+    assert "\n> 36 rows" in text
+    assert "\n= 9 rows" in text
+    assert "\n  2 rows" in text
+
+
+def test_a_report_survives_json() -> None:
+    for report in (reports.file_report(), reports.empty()):
+        found = json.loads(json.dumps(report.to_json()))
+        again = BenchReport.from_json(found)
+        assert json.loads(json.dumps(again.to_json())) == found
+        assert again.recommendation == report.recommendation
+        assert [one.case for one in again.run_off] == [one.case for one in report.run_off]
+    assert "/scratch" not in json.dumps(reports.file_report().to_json())
+
+
+def test_text_from_outside_cannot_move_the_cursor() -> None:
+    assert printable("a\x1b[31m\n\udc80é") == "a\\x1b[31m\\n\\udc80é"
+    report = reports.folder_report()
+    report.source = "/data/\x1b[31m"
+    assert "\x1b" not in report.to_text(full=True)
+
+
+@pytest.mark.parametrize(
+    ("speed", "text"),
+    [(8.314, "8.31"), (831.4, "831"), (999.6, "1.00k"), (8_314, "8.31k"), (83_140, "83.1k"), (831_400, "831k"),
+     (1_516_000, "1.52M")],
+)  # fmt: skip
+def test_speeds_have_three_digits(speed: float, text: str) -> None:
+    assert speed_text(speed) == text
+    assert measured_text((speed,)) == text
+
+
+def test_the_spread_is_that_of_the_farthest_repeat() -> None:
+    assert measured_text((90.0, 100.0, 104.0)) == "100 ±10%"
+    assert measured_text(()) == "-"
+    assert rounded(83_149.0) == "83,100"
+
+
+def table_of(report: BenchReport, *measurements: object) -> SweepTable:
+    report.measurements = list(measurements)  # type: ignore[arg-type]
+    return SweepTable(report)
+
+
+def test_the_table_holds_the_most_common_settings() -> None:
+    report = reports.empty()
+    report.variants = [reports.packed(rows) for rows in (1, 36, 9)]
+    plain = [reports.measured(one, "window", "direct", "hot") for one in report.variants]
+    others = [
+        reports.measured(report.variants[1], "window", "direct", "hot", 7e3, batch_size=size) for size in (64, 1024)
+    ]
+    table = table_of(report, *others, *plain)
+    assert [one.label for one in table.variants] == ["1 row", "9 rows", "36 rows"]
+    assert [table.found(one.label, "window", "direct", "hot") for one in report.variants] == plain
+    assert table.found("36 rows", "full", "direct", "hot") is None
+    assert table.others == others
+
+
+def test_the_table_is_updated_by_the_run_off() -> None:
+    report = reports.folder_report()
+    table = SweepTable(report)
+    found = table.found("36 rows", "window", "direct", "hot")
+    assert found is not None
+    assert found.median == pytest.approx(70e3 + 36 * reports.ROW_BYTES / 1e3)
+
+
+def test_orders_engines_and_caches_are_those_measured_in_their_order() -> None:
+    report = reports.empty()
+    report.variants = [reports.packed(36)]
+    cases = [("single", "default", "cold"), ("window", "direct", "hot"), ("sequential", "tuned", "cold")]
+    table = table_of(report, *(reports.measured(report.variants[0], *names) for names in cases))
+    assert table.orders == ["sequential", "window", "single"]
+    assert (table.engines, table.caches) == (["direct", "tuned", "default"], ["hot", "cold"])
+
+
+def test_chunk_sizes_are_compared_in_one_compression() -> None:
+    report = reports.empty()
+    gzip = [reports.packed(rows, "gzip") for rows in (36, 9)]
+    report.variants = [*gzip, reports.contiguous(), reports.packed(36), reports.packed(9), reports.as_it_is()]
+    assert [one.label for one in SweepTable(report).compared()] == ["as it is", "9 rows", "36 rows", "contiguous"]
+    report.variants = [*gzip, *(reports.packed(rows, "lzf") for rows in (36, 9))]
+    assert [one.label for one in SweepTable(report).compared()] == ["9 rows gzip", "36 rows gzip"]
+
+
+def test_the_repr_names_source_and_recommendation() -> None:
+    assert "/data/celebA" in repr(reports.folder_report())
+    assert "36 rows" in repr(reports.folder_report())
+    assert "no recommendation" in repr(reports.empty())

@@ -1,0 +1,148 @@
+"""The sample holds the images in every variant; scratch folders go, those of dead runs too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from h5pack.benchmark.cases import BenchSettings
+from h5pack.benchmark.sample import ScratchFolder, make_sample
+from h5pack.errors import NoImagesError, NoSpaceError, OptionsError
+from tests.benchmark.files import ROW_BYTES, SIZE, StepClock, input_of, sample_of, write_cut_chunks
+from tests.makers import class_folders, flat_folder, save
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return class_folders(tmp_path_factory.mktemp("source") / "photos", {"a": 60, "b": 60}, SIZE)
+
+
+def test_every_variant_holds_the_same_images(folder: Path, tmp_path: Path) -> None:
+    with ScratchFolder(tmp_path) as scratch:
+        sample = sample_of(folder, scratch, chunk_rows=(4, 10), compression=("none", "gzip"))
+        assert (sample.rows, sample.row_bytes, sample.row_shape) == (120, ROW_BYTES, (*SIZE, 3))
+        rows = []
+        for one in sample.variants:
+            with h5py.File(one.path) as file:
+                rows.append(file["images"][()])
+                assert file["images"].chunks == (None if one.chunk_rows is None else (one.chunk_rows, *SIZE, 3))
+                assert file["images"].compression == (None if one.compression == "none" else "gzip")
+    labels = ["4 rows", "10 rows", "4 rows gzip", "10 rows gzip", "contiguous"]
+    assert [one.label for one in sample.variants] == labels
+    assert all(np.array_equal(found, rows[0]) for found in rows)
+    assert len(np.unique(rows[0].reshape(120, -1), axis=0)) == 120
+    assert sample.notes == []
+
+
+def test_a_larger_input_file_is_read_in_whole_chunks(tmp_path: Path) -> None:
+    path = write_cut_chunks(tmp_path / "cut.h5")
+    source = input_of(path)
+    assert (source.kind, source.num_images) == ("file", 200)
+    assert source.options == {"images": "images", "labels": "labels", "layout": "nchw"}
+    assert len(source.faults) == 2
+    assert source.fix is not None
+    assert source.variant is not None
+    assert source.variant.overhead == pytest.approx(2 * 63 / 64, rel=0.01)
+    with ScratchFolder(tmp_path) as scratch:
+        sample = sample_of(path, scratch, rows=60, chunk_rows=(8,), contiguous=False)
+    assert [(one.label, one.rows, one.is_input) for one in sample.variants] == [
+        ("as it is", 100, True), ("8 rows", 60, False),
+    ]  # fmt: skip
+
+
+def test_chunks_larger_than_half_the_sample_are_left_out(folder: Path, tmp_path: Path) -> None:
+    with ScratchFolder(tmp_path) as scratch:
+        sample = sample_of(folder, scratch, chunk_rows=(4, 100), contiguous=False)
+    assert [one.label for one in sample.variants] == ["4 rows"]
+    assert len(sample.notes) == 1
+
+
+def test_variants_that_come_late_are_left_out(folder: Path, tmp_path: Path) -> None:
+    settings = BenchSettings(seconds=1.0, chunk_rows=(4, 16))
+    with ScratchFolder(tmp_path) as scratch:
+        sample = make_sample(input_of(folder), settings, scratch, StepClock(step=10.0))
+    assert [one.label for one in sample.variants] == ["4 rows"]
+    assert "16 rows, contiguous" in sample.notes[0]
+
+
+@pytest.mark.parametrize("number", [3, 51])
+def test_images_of_several_sizes_get_one(tmp_path: Path, number: int) -> None:
+    # The second is beyond the images that are packed first.
+    source = flat_folder(tmp_path / "photos", 100)
+    save(source / f"{number:05d}.jpg", 5, (40, 60))
+    with ScratchFolder(tmp_path) as scratch:
+        sample = sample_of(source, scratch, chunk_rows=(2,), contiguous=False)
+        assert not (scratch.path / "first.h5").exists()
+    assert sample.row_shape == (224, 224, 3)
+    assert sample.options["size"] == (224, 224)
+    assert len(sample.notes) == 1
+
+
+def test_rows_that_are_no_images_are_only_read_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "features.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("images", data=np.random.default_rng(0).normal(size=(300, 64)), chunks=(30, 64))
+    with ScratchFolder(tmp_path) as scratch:
+        sample = sample_of(path, scratch)
+    assert [one.label for one in sample.variants] == ["as it is"]
+    assert len(sample.notes) == 1
+
+
+def test_nothing_to_measure_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NoImagesError):
+        input_of(tmp_path / "empty")
+    with pytest.raises(OptionsError):
+        input_of(flat_folder(tmp_path / "few", 3))
+
+
+def test_the_scratch_folder_goes_also_after_an_error(tmp_path: Path) -> None:
+    def fail() -> None:
+        with ScratchFolder(tmp_path) as scratch:
+            (scratch.path / "folder").mkdir()
+            (scratch.path / "folder" / "file").write_text("x")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_killed_runs_go_and_those_of_running_ones_stay(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom h5pack.benchmark.sample import ScratchFolder\n"
+        f"with ScratchFolder({os.fspath(tmp_path)!r}) as scratch:\n"
+        "    (scratch.path / 'pack.h5').write_text('x')\n"
+        "    print(scratch.path, flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    runs = [
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    folders = [Path(run.stdout.readline().strip()) for run in runs if run.stdout is not None]
+    runs[0].send_signal(signal.SIGKILL)
+    runs[0].communicate()
+    assert all(folder.is_dir() for folder in folders)
+    with ScratchFolder(tmp_path):
+        assert not folders[0].exists()
+        assert (folders[1] / "pack.h5").exists()
+    runs[1].communicate()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_scratch_needs_a_folder_and_space(tmp_path: Path) -> None:
+    with pytest.raises(OptionsError) as caught:
+        ScratchFolder(tmp_path / "nowhere")
+    assert caught.value.parameters == ("scratch=FOLDER",)
+    with ScratchFolder(tmp_path) as scratch:
+        scratch.require(1)
+        with pytest.raises(NoSpaceError):
+            scratch.require(10**18)

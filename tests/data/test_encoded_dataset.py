@@ -1,0 +1,325 @@
+"""Rows that are encoded images, as samples and batches: Pillow's pixels, each row once, by every way of reading."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import h5pack
+from h5pack.data.collate import SampleBatch
+from h5pack.errors import DamagedRowsError, OptionsError, SizesDifferError
+from tests.data.packs import all_same, loader_threads, reference, same, threads_end
+from tests.makers import pixels
+from tests.read.encoded_files import SIZE, decoded, encode, jpegs, write_encoded
+from tests.stacks import watched
+
+ROWS = 70
+RAGGED = [(20, 14), (31, 9), (12, 25), (20, 14)]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_stays() -> Iterator[None]:
+    with watched():
+        yield
+    assert threads_end(), loader_threads()
+
+
+@pytest.fixture(scope="module")
+def even(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images of one size, JPEG and PNG in turn, with labels and a field."""
+    rows = jpegs(ROWS)
+    rows[1::3] = [encode(pixels(seed, SIZE), "PNG") for seed in range(1, ROWS, 3)]
+    path = write_encoded(tmp_path_factory.mktemp("even") / "f.h5", rows, chunks=(16,))
+    with h5py.File(path, "r+") as file:
+        file["weights"] = np.linspace(0, 1, ROWS, dtype="f4")
+    return path
+
+
+@pytest.fixture(scope="module")
+def ragged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images of several sizes, with labels."""
+    rows = [encode(pixels(seed, RAGGED[seed % 4])) for seed in range(ROWS)]
+    return write_encoded(tmp_path_factory.mktemp("ragged") / "f.h5", rows)
+
+
+def stored(path: Path) -> list[npt.NDArray[np.uint8]]:
+    """What h5py and Pillow see in a file."""
+    with h5py.File(path) as file:
+        return [decoded(data.tobytes()) for data in file["images"][()]]
+
+
+def require_rows(batches: list[Any], path: Path) -> list[int]:
+    """The labels of all batches, whose images must be those of these rows."""
+    images, seen = stored(path), []
+    for batch in batches:
+        assert (batch[0].dtype, batch[1].dtype) == (torch.uint8, torch.int64)
+        for image, label in zip(batch[0], batch[1].tolist(), strict=True):
+            assert np.array_equal(image, images[label])
+            seen.append(label)
+    return seen
+
+
+# Images of one size.
+
+
+def test_samples(even: Path) -> None:
+    images = stored(even)
+    dataset = h5pack.H5Dataset(even, fields=["weights"], with_rows=True)
+    assert repr(dataset).endswith(f"{ROWS} rows of 20 x 14 x 3")
+    for index in (0, 1, 33, -1):
+        image, label, weight, row = dataset[index]
+        assert np.array_equal(image, images[index])
+        assert (label, row) == (index % ROWS, index % ROWS)
+        assert weight.dtype == torch.float32
+        assert weight == np.float32((index % ROWS) / (ROWS - 1))
+        assert type(label) is int
+        assert image.dtype == torch.uint8
+    assert [label for _, label, _, _ in dataset[5:50:7]] == list(range(5, 50, 7))
+    indices = [9, 8, 9, 0, 69, 1]
+    for samples in (dataset.__getitems__(indices), [dataset[index] for index in indices]):
+        assert [sample[1] for sample in samples] == indices
+        assert all(np.array_equal(sample[0], images[index]) for sample, index in zip(samples, indices, strict=True))
+    assert pickle.loads(pickle.dumps(dataset))[3][1] == 3
+
+
+def test_a_row_asked_for_twice_has_memory_of_its_own(even: Path) -> None:
+    dataset = h5pack.H5Dataset(even, transform=lambda image: image)
+    one, two = (image for image, _ in dataset.__getitems__([4, 4]))
+    one[...] = 0
+    assert two.any()
+
+
+def test_collate(even: Path) -> None:
+    dataset = h5pack.H5Dataset(even, fields=["weights"], with_rows=True)
+    indices = [60, 3, 3, 17, 0]
+    batch = dataset.collate(dataset.__getitems__(indices))
+    assert [part.dtype for part in batch] == [torch.uint8, torch.int64, torch.float32, torch.int64]
+    assert np.array_equal(batch[0], np.stack(stored(even))[indices])
+    assert batch[1].tolist() == batch[3].tolist() == indices
+
+
+@pytest.mark.parametrize("collate", [True, False], ids=["collate", "default_collate"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_workers": 0},
+        {"num_workers": 2, "multiprocessing_context": "fork"},
+        {"num_workers": 2, "multiprocessing_context": "spawn", "persistent_workers": True},
+    ],
+    ids=["none", "fork", "spawn"],
+)
+def test_a_dataloader(even: Path, settings: dict[str, Any], collate: bool) -> None:
+    dataset = h5pack.H5Dataset(even)
+    dataset[0]  # The file is open in this process when the workers are made.
+    sampler = h5pack.ChunkBatchSampler(dataset, 8, seed=3)
+    loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate if collate else None, **settings)
+    orders = [require_rows(list(loader), even) for _ in range(2)]
+    assert all(Counter(order) == Counter(range(ROWS)) for order in orders)
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("resident", ["no", "host", "auto"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("shuffle", ["window", "full", False])
+def test_h5loader(even: Path, threads: int, resident: str, shuffle: Any) -> None:
+    dataset = h5pack.H5Dataset(even, fields=["weights"], with_rows=True)
+    order = {"shuffle": shuffle, "window": 3, "seed": 5}
+    expected = reference(dataset, 3, 12, **order)
+    loader = h5pack.H5Loader(dataset, 12, num_threads=threads, resident=resident, **order)
+    for epoch in range(3):
+        batches = list(loader)
+        assert all_same(batches, expected[epoch])
+        assert Counter(require_rows(batches, even)) == Counter(range(ROWS))
+
+
+def test_h5loader_of_tiny_images(tmp_path: Path) -> None:
+    """Rows below 512 bytes take another way through the loader."""
+    path = write_encoded(tmp_path / "f.h5", jpegs(30, (8, 6)))
+    for resident in ("no", "host"):
+        loader = h5pack.H5Loader(h5pack.H5Dataset(path), 7, resident=resident, num_threads=2)
+        for _ in range(2):
+            assert Counter(require_rows(list(loader), path)) == Counter(range(30))
+
+
+def test_h5loader_transforms_batches(even: Path) -> None:
+    def crop(images: torch.Tensor) -> torch.Tensor:
+        return images[:, 2:10, :8]
+
+    loader = h5pack.H5Loader(h5pack.H5Dataset(even), 12, transform=crop, shuffle=False)
+    found = torch.cat([images for images, _ in loader])
+    assert np.array_equal(found, np.stack(stored(even))[:, 2:10, :8])
+
+
+def test_a_state_resumes(even: Path) -> None:
+    loaders = [h5pack.H5Loader(h5pack.H5Dataset(even), 12, seed=2, window=2) for _ in range(2)]
+    iterator = iter(loaders[0])
+    next(iterator), next(iterator)
+    loaders[1].load_state_dict(loaders[0].state_dict())
+    assert all(same(one, two) for one, two in zip(iterator, loaders[1], strict=True))
+
+
+def test_counts(even: Path) -> None:
+    dataset = h5pack.H5Dataset(even, labels=None)
+    with h5py.File(even) as file:
+        size = sum(map(len, file["images"][()]))
+    loader = h5pack.H5Loader(dataset, 12, resident="no")
+    assert sum(map(len, loader)) == ROWS
+    stats = loader.stats()
+    assert (stats.rows, stats.bytes_read, stats.bytes_wanted) == (ROWS, size, ROWS * 20 * 14 * 3)
+    assert stats.amplification == size / (ROWS * 20 * 14 * 3)
+    dataset[7]
+    assert dataset.stats().rows == ROWS + 1
+    dataset.__getitems__([3, 4]).samples()
+    assert dataset.stats().rows == ROWS + 3
+
+
+def test_check_has_nothing_to_check(even: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionsError, match="checksums"):
+        h5pack.H5Dataset(even, check=True)
+    path = write_encoded(tmp_path / "f.h5", jpegs(3))
+    with h5py.File(path, "r+") as file:
+        file["checksums/images"] = np.zeros(3, "u4")
+    with pytest.raises(OptionsError, match="no checksums"):
+        h5pack.H5Dataset(path, check=True)
+
+
+def test_fields_may_be_encoded_too(tmp_path: Path) -> None:
+    masks = [encode(pixels(seed, (10, 10)), "PNG") for seed in range(9)]
+    path = write_encoded(write_encoded(tmp_path / "f.h5", jpegs(9)), masks, "masks")
+    dataset = h5pack.H5Dataset(path, fields=["masks"])
+    assert np.array_equal(dataset[4][2], decoded(masks[4]))
+    (images, labels, fields), *_ = h5pack.H5Loader(dataset, 9, shuffle=False)
+    assert np.array_equal(fields, np.stack([decoded(mask) for mask in masks]))
+    assert np.array_equal(images, np.stack(stored(path)))
+    assert labels.tolist() == list(range(9))
+    dataset.close()
+    with h5py.File(path, "r+") as file:
+        file["numbers"] = np.arange(9 * 4).reshape(9, 2, 2).astype("u1")
+    numbers = h5pack.H5Dataset(path, images="numbers", fields=["masks"])
+    image, _, mask = numbers[8]
+    assert image.tolist() == [[32, 33], [34, 35]]
+    assert np.array_equal(mask, decoded(masks[8]))
+
+
+# Images of several sizes.
+
+
+def test_a_sample_has_its_own_size(ragged: Path) -> None:
+    images = stored(ragged)
+    dataset = h5pack.H5Dataset(ragged)
+    for index in (0, 1, 2, 69):
+        image, label = dataset[index]
+        assert np.array_equal(image, images[index])
+        assert label == index
+    seen = []
+    transformed = h5pack.H5Dataset(ragged, transform=lambda image: seen.append(image) or label, with_rows=True)
+    assert [row for _, _, row in transformed.__getitems__([2, 1, 5, 1])] == [2, 1, 5, 1]
+    assert all(type(image) is np.ndarray and image.flags.writeable for image in seen)
+    assert all(np.array_equal(image, images[row]) for image, row in zip(seen, (2, 1, 5, 1), strict=True))
+
+
+def batches_of(dataset: h5pack.H5Dataset, way: str) -> None:
+    """Ask for batches, one way or another."""
+    settings: dict[str, Any] = {"batch_size": 8, "multiprocessing_context": None}
+    if way == "collate":
+        dataset.collate(dataset.__getitems__([0, 3, 1]))
+    elif way.startswith("H5Loader"):
+        list(h5pack.H5Loader(dataset, 8, num_threads=2, shuffle=False, resident=way.split()[1]))
+    elif way == "default_collate":
+        list(DataLoader(dataset, **settings))
+    else:
+        list(DataLoader(dataset, num_workers=1, collate_fn=dataset.collate, **settings))
+
+
+@pytest.mark.parametrize("way", ["collate", "H5Loader no", "H5Loader host", "default_collate", "worker"])
+def test_several_sizes_make_no_batch(ragged: Path, way: str) -> None:
+    with pytest.raises(SizesDifferError, match=r"row [12] is (31x9|12x25) and row 0 is 20x14"):
+        batches_of(h5pack.H5Dataset(ragged), way)
+
+
+def as_list(samples: Any) -> list[Any]:
+    return [samples[0], *list(samples)[1:]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_collate_of_ones_own_gets_samples_of_their_own_size(ragged: Path, workers: int) -> None:
+    images = stored(ragged)
+    loader = DataLoader(h5pack.H5Dataset(ragged), batch_size=8, collate_fn=as_list, num_workers=workers)
+    found = [sample for samples in loader for sample in samples]
+    assert [label for _, label in found] == list(range(ROWS))
+    assert all(np.array_equal(image, images[label]) for image, label in found)
+
+
+def test_samples_that_make_no_batch_are_tried_once(ragged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the attempt each row is decoded once; the first one twice, as it was read alone."""
+    dataset = h5pack.H5Dataset(ragged, labels=None)
+    tried, read_batch = [], dataset.read_batch
+    monkeypatch.setattr(dataset, "read_batch", lambda rows: tried.append(rows) or read_batch(rows))
+    samples = dataset.__getitems__([0, 3, 1, 2])
+    assert isinstance(samples, SampleBatch)
+    assert samples[0].shape == (20, 14, 3)
+    assert [tuple(sample.shape) for sample in samples] == [(20, 14, 3), (20, 14, 3), (31, 9, 3), (12, 25, 3)]
+    assert len(tried) == 1
+    assert dataset.stats().rows == 1 + 4
+
+
+class RandomCrop:
+    """A random part of an image, resized; what torchvision's RandomResizedCrop does."""
+
+    def __call__(self, image: npt.NDArray[np.uint8]) -> torch.Tensor:
+        assert image.shape[:2] in RAGGED
+        assert image.shape[2] == 3
+        high, wide = (int(torch.randint(0, size // 2, ())) for size in image.shape[:2])
+        part = torch.from_numpy(image).permute(2, 0, 1)[None, :, high:, wide:].float()
+        return torch.nn.functional.interpolate(part, (8, 8))[0].to(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_workers": 0},
+        {"num_workers": 2, "multiprocessing_context": "fork"},
+        {"num_workers": 2, "multiprocessing_context": "spawn"},
+    ],
+    ids=["none", "fork", "spawn"],
+)
+def test_a_transform_makes_batches_of_several_sizes(ragged: Path, settings: dict[str, Any]) -> None:
+    dataset = h5pack.H5Dataset(ragged, transform=RandomCrop())
+    loader = DataLoader(dataset, batch_size=8, shuffle=True, collate_fn=dataset.collate, **settings)
+    batches = list(loader)
+    assert all(images.shape[1:] == (3, 8, 8) for images, _ in batches)
+    assert Counter(torch.cat([labels for _, labels in batches]).tolist()) == Counter(range(ROWS))
+
+
+# Rows that cannot be decoded.
+
+
+@pytest.mark.parametrize("way", ["collate", "H5Loader no", "H5Loader host", "default_collate", "worker", "single"])
+def test_a_truncated_row_is_named(tmp_path: Path, way: str) -> None:
+    rows = jpegs(8)
+    rows[1] = rows[1][:300]
+    rows[6] = b""
+    dataset = h5pack.H5Dataset(write_encoded(tmp_path / "f.h5", rows))
+    with pytest.raises(DamagedRowsError, match="row 1") as caught:
+        dataset[1] if way == "single" else batches_of(dataset, way)
+    assert caught.value.rows == (() if way == "worker" else (1,))
+    with pytest.raises(DamagedRowsError, match="row 6"):
+        dataset[6]
+    good = [0, 2, 3, 4, 5, 7]
+    loader = h5pack.H5Loader(dataset, 4, indices=good)
+    assert Counter(require_rows(list(loader), write_good(tmp_path, rows))) == Counter(good)
+
+
+def write_good(folder: Path, rows: list[bytes]) -> Path:
+    """The same rows, with images in place of the bad ones."""
+    return write_encoded(folder / "good.h5", [row if len(row) > 300 else jpegs(1)[0] for row in rows])

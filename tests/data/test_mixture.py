@@ -1,0 +1,288 @@
+"""Several packs as one dataset, and batches of them in proportions that hold everywhere."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, default_collate
+
+import h5pack
+from h5pack.data.concat import ConcatPack
+from h5pack.data.mixture import MixtureSampler, schedule
+from h5pack.errors import OptionsError, StateError
+from tests.data import packs
+from tests.data.packs import same
+
+SIZES = (103, 40, 7)
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> ConcatPack:
+    """Labels are 1,000 times the pack's number, plus the row."""
+    datasets = []
+    for number, size in enumerate(SIZES):
+        labels = (np.arange(size) + 1_000 * number).astype(["i8", ">i4", "u2"][number])
+        path = packs.write(tmp_path / f"{number}.h5", images=packs.values(size), labels=labels, chunks=5 + number)
+        datasets.append(h5pack.H5Dataset(path, with_rows=True))
+    return ConcatPack(datasets)
+
+
+def owners(indices: list[int]) -> list[int]:
+    return (np.searchsorted(np.cumsum(SIZES), indices, "right")).tolist()
+
+
+def flat(sampler: Any) -> list[int]:
+    return list(itertools.chain(*sampler))
+
+
+# The dataset.
+
+
+def test_indices_run_over_all_datasets(mixed: ConcatPack) -> None:
+    assert len(mixed) == 150
+    expected = [sample for dataset in mixed.datasets for sample in dataset]  # type: ignore[attr-defined]
+    for index in (0, 102, 103, 142, 143, 149, -1, -150, np.int64(5)):
+        image, label, row = mixed[index]
+        assert torch.equal(image, expected[index][0])
+        assert (label, row) == expected[index][1:]
+    for wrong in (150, -151):
+        with pytest.raises(IndexError, match="150"):
+            mixed[wrong]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_in_the_order_asked_for(mixed: ConcatPack, workers: int) -> None:
+    order = np.random.default_rng(0).permutation(150).tolist()
+    asked = [order[:40], [149, -150, 103, 103], [3], [140, 141], *(order[at : at + 9] for at in range(0, 90, 9))]
+    for collate in (None, mixed.collate, default_collate):
+        loader = DataLoader(mixed, batch_sampler=asked, num_workers=workers, collate_fn=collate)  # type: ignore[arg-type]
+        for indices, batch in zip(asked, loader, strict=True):
+            assert same(batch, default_collate([mixed[index] for index in indices]))
+
+
+def test_samples_with_transforms_and_pickles(mixed: ConcatPack) -> None:
+    again = pickle.loads(pickle.dumps(mixed))
+    assert same(again.collate(again.__getitems__([5, 149, 110])), mixed.collate(mixed.__getitems__([5, 149, 110])))
+    changed = ConcatPack([h5pack.H5Dataset(one.path, target_transform=lambda label: -label) for one in mixed.datasets])
+    assert [label for _, label in changed.__getitems__([120, 3, 144])] == [-1017, -3, -2001]
+    assert mixed.collate(mixed.__getitems__([]))[0].shape == (0, *packs.SHAPE)
+
+
+def test_a_batch_reads_each_dataset_once(mixed: ConcatPack) -> None:
+    mixed.collate(mixed.__getitems__([0, 104, 1, 105, 2, 106]))
+    assert [(stats.rows, stats.chunk_misses) for stats in mixed.stats()] == [(3, 1), (3, 1), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("other", "field"),
+    [
+        ({"images": packs.values(9, (5, 4, 3))}, "images"),
+        ({"images": packs.values(9, dtype="f4")}, "images"),
+        ({"labels": None}, "labels"),
+        ({"labels": np.zeros((9, 4), "u1")}, "labels"),
+        ({"labels": np.zeros(9)}, "labels"),
+    ],
+    ids=["shape", "dtype", "no labels", "a table", "floats"],
+)
+def test_datasets_with_different_fields_are_refused(tmp_path: Path, other: dict[str, Any], field: str) -> None:
+    one = h5pack.H5Dataset(packs.write(tmp_path / "a.h5", 4, images=packs.values(9), labels=np.arange(9)))
+    parts = {"images": packs.values(9), "labels": np.arange(9), **other}
+    parts = {name: part for name, part in parts.items() if part is not None}
+    two = h5pack.H5Dataset(packs.write(tmp_path / "b.h5", 4, **parts))
+    with pytest.raises(OptionsError, match=f"in {field}:") as caught:
+        ConcatPack([one, two])
+    assert caught.value.path == two.path
+    assert "\n" not in str(caught.value)
+    with pytest.raises(OptionsError, match="in row numbers:"):
+        ConcatPack([one, h5pack.H5Dataset(one.path, with_rows=True)])
+
+
+def test_only_datasets_can_be_concatenated(mixed: ConcatPack) -> None:
+    for wrong in ([], [mixed]):
+        with pytest.raises(OptionsError) as caught:
+            ConcatPack(wrong)  # type: ignore[arg-type]
+        assert caught.value.parameters == ("datasets",)
+
+
+def test_a_closed_pack_opens_its_files_again(mixed: ConcatPack) -> None:
+    with mixed:
+        assert len(mixed[0]) == len(mixed[149])
+    assert len(mixed[0]) > 0
+    assert str(len(mixed.datasets[0])) in repr(mixed)
+
+
+# Proportions.
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=8).filter(any))
+@settings(deadline=None, max_examples=50)
+def test_every_prefix_of_a_schedule_is_within_one_row(counts: list[int]) -> None:
+    order = schedule(counts).tolist()
+    whole, seen = sum(counts), Counter[int]()
+    assert len(order) == whole
+    for done, number in enumerate(order, start=1):
+        seen[number] += 1
+        for other, count in enumerate(counts):
+            assert abs(seen[other] - Fraction(done * count, whole)) < 1
+    assert [seen[number] for number in range(len(counts))] == counts
+
+
+@pytest.mark.parametrize(
+    ("weights", "bound"), [([1, 1, 2], 2), ([0.5, 0.3, 0.2], 2.1), ([1, 0.003, 0.2], 2.1), (None, 2.0)], ids=str
+)
+def test_proportions_hold_in_every_thousand_rows(mixed: ConcatPack, weights: Any, bound: float) -> None:
+    sampler = MixtureSampler(mixed, 64, weights=weights, num_samples=24_000, seed=1)
+    found = np.array(owners(flat(sampler) + flat(sampler)))
+    shares = np.array(SIZES if weights is None else weights, float)
+    shares /= shares.sum()
+    for number, share in enumerate(shares):
+        counts = np.convolve(found == number, np.ones(1_000, np.int64), "valid")
+        assert len(counts) > 40_000
+        assert np.abs(counts - 1_000 * share).max() < bound
+
+
+def test_each_pack_goes_through_its_own_epochs(mixed: ConcatPack) -> None:
+    for shuffle in ("window", "full", "chunk", False):
+        sampler = MixtureSampler(mixed, 10, weights=[1, 1, 1], num_samples=500, seed=3, window=2, shuffle=shuffle)
+        indices = flat(sampler) + flat(sampler)
+        assert len(indices) == 1_000
+        for number, size in enumerate(SIZES):
+            mine = [index for index in indices if owners([index]) == [number]]
+            first = sum(SIZES[:number])
+            rounds = [mine[low : low + size] for low in range(0, len(mine), size)]
+            assert len(rounds) > 3
+            for one in rounds[:-1]:
+                assert sorted(one) == list(range(first, first + size))
+            if number < 2:
+                # The last one is a single chunk.
+                assert (rounds[0] == rounds[1]) is (shuffle is False)
+
+
+# Ranks, epochs, resuming.
+
+
+def test_steps_have_the_same_rows_for_every_number_of_ranks(mixed: ConcatPack) -> None:
+    alone = list(MixtureSampler(mixed, 24, num_samples=300, seed=2, rank=0, num_replicas=1))
+    assert len(alone) == 13
+    for ranks in (2, 3, 4, 8):
+        parts = [
+            MixtureSampler(mixed, 24 // ranks, num_samples=300, seed=2, rank=r, num_replicas=ranks)
+            for r in range(ranks)
+        ]
+        assert [list(itertools.chain(*step)) for step in zip(*parts, strict=True)] == alone
+
+
+def test_an_epoch_is_whole_batches_and_the_next_goes_on(mixed: ConcatPack) -> None:
+    for drop, batches in ((False, 13), (True, 12)):
+        sampler = MixtureSampler(mixed, 24, num_samples=300, seed=2, drop_last=drop)
+        long = MixtureSampler(mixed, 24, num_samples=24 * batches * 3, seed=2)
+        assert len(sampler) == batches
+        epochs = [list(sampler) for _ in range(3)]
+        assert [len(epoch) for epoch in epochs] == [batches] * 3
+        assert all(len(batch) == 24 for epoch in epochs for batch in epoch)
+        assert list(itertools.chain(*epochs)) == list(long)
+        sampler.set_epoch(1)
+        assert list(sampler) == epochs[1]
+        assert sampler.epoch == 1
+    assert flat(MixtureSampler(mixed, 24, seed=2)) != flat(MixtureSampler(mixed, 24, seed=3))
+
+
+def test_resuming_at_every_batch(mixed: ConcatPack) -> None:
+    def make(**settings: Any) -> MixtureSampler:
+        return MixtureSampler(
+            mixed, 12, **{"weights": [3, 1, 0.5], "num_samples": 400, "seed": 5, "window": 2, **settings}
+        )
+
+    never_stopped = make()
+    whole = [list(never_stopped), list(never_stopped)]
+    for done in range(len(whole[0]) + 1):
+        running = make()
+        next(iter(running))
+        state = json.loads(json.dumps(running.state_dict(batches_consumed=done)))
+        again = make()
+        again.load_state_dict(state)
+        assert list(again) == whole[0][done:]
+        assert list(again) == whole[1]
+        parts = [make(rank=rank, num_replicas=2) for rank in range(2)]
+        with pytest.raises(StateError, match="global_batch"):
+            parts[0].load_state_dict(state)
+        half = [
+            MixtureSampler(mixed, 6, weights=[3, 1, 0.5], num_samples=400, seed=5, window=2, rank=rank, num_replicas=2)
+            for rank in range(2)
+        ]
+        for part in half:
+            part.load_state_dict(state)
+        assert [one + two for one, two in zip(*half, strict=True)] == whole[0][done:]
+    state = make().state_dict()
+    for change in ({"weights": [3, 1, 0.6]}, {"seed": 6}, {"num_samples": 401}, {"window": 3}, {"drop_last": True}):
+        with pytest.raises(StateError, match="saved"):
+            make(**change).load_state_dict(state)
+
+
+def test_a_dataloader_gives_the_rows_of_the_sampler(mixed: ConcatPack) -> None:
+    sampler = MixtureSampler(mixed, 16, weights=[1, 2, 1], seed=4)
+    expected = list(MixtureSampler(mixed, 16, weights=[1, 2, 1], seed=4))
+    for indices, (images, labels, rows) in zip(expected, DataLoader(mixed, batch_sampler=sampler), strict=True):
+        places = np.array(owners(indices))
+        assert np.array_equal(labels.numpy(), rows.numpy() + 1_000 * places)
+        for image, pack, row in zip(images.numpy(), places.tolist(), rows.tolist(), strict=True):
+            assert np.array_equal(image, packs.values(SIZES[pack])[row])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"weights": [1, 2]},
+        {"weights": [1, 0, 1]},
+        {"weights": [1, 1, float("nan")]},
+        {"weights": [1, 1, 1e-9]},
+        {"weights": ["a", 1, 1]},
+        {"weights": 3},
+        {"num_samples": 0},
+        {"batch_size": 0},
+        {"window": 0},
+        {"seed": None},
+        {"shuffle": "rows"},
+        {"rank": 2, "num_replicas": 2},
+    ],
+    ids=str,
+)
+def test_error_names_the_parameter_at_fault(mixed: ConcatPack, wrong: dict[str, Any]) -> None:
+    with pytest.raises(OptionsError) as caught:
+        MixtureSampler(mixed, **{"batch_size": 8, **wrong})
+    assert set(caught.value.parameters) & set(wrong)
+
+
+def test_mixture_needs_a_concat_pack_of_packs_with_rows(mixed: ConcatPack, tmp_path: Path) -> None:
+    with pytest.raises(OptionsError) as caught:
+        MixtureSampler(mixed.datasets[0], 8)  # type: ignore[arg-type]
+    assert caught.value.parameters == ("dataset",)
+    empty = h5pack.H5Dataset(packs.write(tmp_path / "e.h5", images=packs.values(0), chunks=None))
+    with pytest.raises(OptionsError) as caught:
+        MixtureSampler(ConcatPack([empty]), 8)
+    assert caught.value.path == empty.path
+
+
+def test_a_tiny_pack_beside_a_large_one_has_a_share(tmp_path: Path) -> None:
+    sizes = {"large": 90_000, "tiny": 4}
+    datasets = []
+    for name, size in sizes.items():
+        images, labels = np.zeros((size, 2), np.uint8), np.arange(size)
+        packs.write(tmp_path / f"{name}.h5", min(size, 1_000), images=images, labels=labels)
+        datasets.append(h5pack.H5Dataset(tmp_path / f"{name}.h5"))
+    both = ConcatPack(datasets)
+    sampler = MixtureSampler(both, 100, num_samples=20_000)
+    drawn = Counter(index >= sizes["large"] for batch in sampler for index in batch)
+    assert drawn[True] >= 2
+    assert drawn[True] + drawn[False] == 20_000

@@ -1,0 +1,194 @@
+"""Which rows of which dataset: subsets of subsets, chosen indices, and the ranks of torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+import torch.distributed
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, Subset, TensorDataset, random_split
+
+import h5pack
+from h5pack.data.selection import resolve_ranks, select_rows
+from h5pack.errors import OptionsError
+from h5pack.order.row_ranges import RowRange, RowSubset
+
+FIRST, COUNT, UNIT = 5, 40, 6
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> h5pack.H5Dataset:
+    """Samples are their row's number; sample 0 is row 5, as that of a split would be."""
+    path = tmp_path_factory.mktemp("rows") / "f.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("images", data=np.arange(FIRST + COUNT)[:, None], chunks=(UNIT, 1))
+        file.attrs["h5pack_format"] = 1
+        file.attrs["h5pack_complete"] = 1
+        file["splits/name"] = np.array([b"other", b"mine"])
+        file["splits/rows"] = np.array([[0, FIRST], [FIRST, FIRST + COUNT]])
+    return h5pack.H5Dataset(path, split="mine")
+
+
+def pairs(rows: Any) -> list[tuple[int, int]]:
+    """Row of the file and index of everything in a row set, by index."""
+    found = zip(*(part.tolist() for part in rows.rows_at(np.arange(rows.count))), strict=True)
+    return sorted(found, key=lambda pair: pair[1])
+
+
+def expected(dataset: Any, indices: Any) -> list[tuple[int, int]]:
+    """What the dataset itself gives for these indices."""
+    return sorted(((int(dataset[int(index)]), int(index)) for index in indices), key=lambda pair: pair[1])
+
+
+def test_a_dataset_is_a_span(dataset: h5pack.H5Dataset) -> None:
+    base, rows = select_rows(dataset)
+    assert base is dataset
+    assert isinstance(rows, RowRange)
+    assert (rows.start, rows.stop, rows.chunk_rows) == (FIRST, FIRST + COUNT, UNIT)
+    assert pairs(rows) == expected(dataset, range(COUNT))
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [[3, 30, 7, 0], [], [39, -1, -40], np.arange(39, 0, -3), torch.tensor([4, 2]), range(5, 9), (7, 7, 7)],
+    ids=repr,
+)
+def test_chosen_indices_of_a_dataset_and_of_a_subset(dataset: h5pack.H5Dataset, indices: Any) -> None:
+    numbers = [int(index) for index in indices]
+    base, rows = select_rows(dataset, indices)
+    assert base is dataset
+    assert isinstance(rows, RowSubset)
+    assert rows.chunk_rows == UNIT
+    assert pairs(rows) == expected(dataset, [index % COUNT for index in numbers])
+    # A sampler over a Subset gives the Subset's own indices, which count from 0.
+    subset: Subset[Any] = Subset(dataset, numbers)
+    base, rows = select_rows(subset)
+    assert base is dataset
+    assert pairs(rows) == expected(subset, range(len(subset)))
+
+
+def test_subsets_of_subsets_and_rows_of_them(dataset: h5pack.H5Dataset) -> None:
+    outer: Subset[Any] = Subset(Subset(Subset(dataset, range(30, 0, -1)), [20, 3, -1, 9, 4, 3]), [5, 0, -2, 2])
+    base, rows = select_rows(outer)
+    assert base is dataset
+    assert pairs(rows) == expected(outer, range(4)) == [(32, 0), (15, 1), (31, 2), (6, 3)]
+    base, rows = select_rows(outer, [3, -4])
+    assert pairs(rows) == expected(outer, [3, 0])
+
+
+@given(st.data())
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_nest_of_subsets_is_what_indexing_gives(dataset: h5pack.H5Dataset, data: st.DataObject) -> None:
+    nest: Any = dataset
+    for _ in range(data.draw(st.integers(0, 3))):
+        count = len(nest)
+        nest = Subset(nest, data.draw(st.lists(st.integers(-count, count - 1), min_size=1, max_size=50)))
+    chosen = None
+    if data.draw(st.booleans()):
+        chosen = data.draw(st.lists(st.integers(0, len(nest) - 1), max_size=30))
+    assert pairs(select_rows(nest, chosen)[1]) == expected(nest, range(len(nest)) if chosen is None else chosen)
+
+
+def test_random_split(dataset: h5pack.H5Dataset) -> None:
+    parts = random_split(dataset, [0.7, 0.3], torch.Generator().manual_seed(1))
+    sets = [select_rows(part)[1] for part in parts]
+    assert [rows.count for rows in sets] == [28, 12]
+    assert sorted(row for rows in sets for row, _ in pairs(rows)) == list(range(FIRST, FIRST + COUNT))
+    for part, rows in zip(parts, sets, strict=True):
+        assert pairs(rows) == expected(part, range(len(part)))
+
+
+@pytest.mark.parametrize("wrong", [40, -41, 10**12])
+def test_indices_out_of_range(dataset: h5pack.H5Dataset, wrong: int) -> None:
+    with pytest.raises(OptionsError, match="indices"):
+        select_rows(dataset, [0, wrong])
+    with pytest.raises(OptionsError, match="Subset"):
+        select_rows(Subset(dataset, [0, wrong]))
+    with pytest.raises(OptionsError, match="Subset"):
+        select_rows(Subset(Subset(dataset, [0, 1]), [wrong]))
+    with pytest.raises(OptionsError, match="indices"):
+        select_rows(Subset(dataset, [0, 1]), [2])
+
+
+@pytest.mark.parametrize("wrong", [[0.5], [[1, 2]], [True, False], ["a"], 3], ids=repr)
+def test_indices_that_are_no_whole_numbers(dataset: h5pack.H5Dataset, wrong: Any) -> None:
+    with pytest.raises(OptionsError, match="indices"):
+        select_rows(dataset, wrong)
+    with pytest.raises(OptionsError, match="Subset"):
+        select_rows(Subset(dataset, wrong))
+
+
+class Endless(Dataset[int]):
+    """A dataset without a length."""
+
+
+@pytest.mark.parametrize(
+    "wrong", [TensorDataset(torch.zeros(3)), Subset(TensorDataset(torch.zeros(3)), [9]), Subset(Endless(), [0]), [1, 2]]
+)
+def test_datasets_without_chunks(wrong: Any) -> None:
+    with pytest.raises(OptionsError, match="chunks"):
+        select_rows(wrong)
+    with pytest.raises(OptionsError, match="chunks"):
+        h5pack.ChunkBatchSampler(wrong, 4)
+
+
+# Ranks.
+
+
+@pytest.fixture
+def one_of_one(tmp_path: Path) -> Iterator[None]:
+    """torch.distributed, with this process for its only one."""
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_ranks_that_are_given() -> None:
+    assert resolve_ranks(2, 5) == (2, 5)
+    for rank, num_replicas in ((0, None), (None, 2)):
+        with pytest.raises(OptionsError, match="both"):
+            resolve_ranks(rank, num_replicas)
+
+
+def test_one_process_without_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_ranks(None, None) == (0, 1)
+    for text in ("1", ""):
+        monkeypatch.setenv("WORLD_SIZE", text)
+        assert resolve_ranks(None, None) == (0, 1)
+
+
+@pytest.mark.usefixtures("one_of_one")
+def test_ranks_are_those_of_torch_distributed(monkeypatch: pytest.MonkeyPatch, dataset: h5pack.H5Dataset) -> None:
+    assert resolve_ranks(None, None) == (0, 1)
+    # Once torch.distributed says it, the variable does not matter, and there is nothing to warn of.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert resolve_ranks(None, None) == (0, 1)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    plan = h5pack.ChunkBatchSampler(dataset, 5).plan
+    assert (plan.rank, plan.num_replicas, plan.streams) == (3, 4, 4)
+    assert resolve_ranks(0, 2) == (0, 2), "what is given goes first"
+
+
+def test_a_launcher_without_torch_distributed_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, dataset: h5pack.H5Dataset
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for make in (
+        lambda: h5pack.ChunkBatchSampler(dataset, 5),
+        lambda: h5pack.ChunkSampler(dataset),
+        lambda: h5pack.H5Loader(dataset, 5),
+    ):
+        with pytest.warns(UserWarning, match="WORLD_SIZE") as caught:
+            assert make().plan.num_replicas == 1
+        assert [warning.filename for warning in caught] == [__file__], "points to the caller"
+    h5pack.ChunkBatchSampler(dataset, 5, rank=1, num_replicas=4)

@@ -1,0 +1,152 @@
+"""Virtual datasets are fed as ordinary ones are: the loader, `collate` and workers give h5py's pixels."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import h5pack
+from h5pack.errors import PackChangedError
+from tests.data import packs
+from tests.stacks import watched
+
+SHAPE = (16, 12, 3)
+ROWS = (23, 30, 17, 26)
+HOLE = 5
+FORMS: dict[str, list[dict[str, Any]]] = {
+    "raw": [{"chunks": (7, *SHAPE)}, {}, {"chunks": (10, *SHAPE)}, {"chunks": (4, *SHAPE)}],
+    "coded": [{"chunks": (7, *SHAPE), "compression": "gzip"}, {"chunks": (5, 8, 12, 2)}] * 2,
+    "mixed": [{"chunks": (7, *SHAPE)}, {}, {"chunks": (8, *SHAPE), "compression": "gzip"}, {"chunks": (5, 8, 12, 2)}],
+    "with one for the library": [{"chunks": (7, *SHAPE)}, {}, {"chunks": (8, *SHAPE), "scaleoffset": 0}, {}],
+}
+
+
+def virtual(folder: Path, form: str, dtype: str = "u1") -> tuple[Path, npt.NDArray[Any]]:
+    """A file of images over four others, with rows of none between them, and of labels over the same; its images."""
+    total = sum(ROWS) + HOLE
+    images, labels = h5py.VirtualLayout((total, *SHAPE), dtype), h5py.VirtualLayout((total,), "i8")
+    values = packs.values(total, SHAPE, dtype)
+    at = 0
+    for number, (rows, settings) in enumerate(zip(ROWS, FORMS[form], strict=True)):
+        with h5py.File(folder / f"s{number}.h5", "w") as file:
+            file.create_dataset("x", data=values[at : at + rows], **settings)
+            file["y"] = np.arange(at, at + rows)
+        images[at : at + rows] = h5py.VirtualSource(f"s{number}.h5", "x", (rows, *SHAPE), dtype)
+        labels[at : at + rows] = h5py.VirtualSource(f"s{number}.h5", "y", (rows,), "i8")
+        at += rows
+        if number == 1:
+            at += HOLE
+    with h5py.File(folder / "v.h5", "w", libver="latest") as file:
+        file.create_virtual_dataset("images", images, fillvalue=3)
+        file.create_virtual_dataset("labels", labels, fillvalue=-1)
+    with h5py.File(folder / "v.h5") as file:
+        found = file["images"][()]
+    return folder / "v.h5", found.astype(found.dtype.newbyteorder("="))
+
+
+def labels_of(rows: npt.NDArray[np.int64]) -> list[int]:
+    hole = sum(ROWS[:2])
+    return [-1 if hole <= row < hole + HOLE else row for row in rows.tolist()]
+
+
+def require_epoch(batches: Any, values: npt.NDArray[Any]) -> None:
+    """Each row once, with its pixels and its label."""
+    seen = []
+    for images, labels, rows in batches:
+        assert np.array_equal(images.numpy(), values[rows.numpy()])
+        assert labels.tolist() == labels_of(rows.numpy())
+        seen += rows.tolist()
+    assert sorted(seen) == list(range(len(values)))
+
+
+@pytest.mark.parametrize("dtype", ["u1", ">i2"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shuffle", ["window", "full", False])
+@pytest.mark.parametrize("resident", ["no", "host"])
+def test_the_loader_gives_h5pys_pixels(tmp_path: Path, form: str, shuffle: Any, resident: str, dtype: str) -> None:
+    path, values = virtual(tmp_path, form, dtype)
+    dataset = h5pack.H5Dataset(path, with_rows=True)
+    loader = h5pack.H5Loader(dataset, 9, shuffle=shuffle, window=2, num_threads=2, resident=resident)
+    with watched():
+        for _ in range(2):
+            require_epoch(loader, values)
+    stats = loader.stats()
+    times = 1 if resident == "host" else 2
+    # The labels are read at once, to be kept; and again with the images where all rows are kept.
+    label_bytes = 8 * (2 if resident == "host" else 1)
+    wanted = times * values.nbytes + label_bytes * len(values)
+    assert (stats.rows, stats.bytes_wanted) == (times * len(values), wanted)
+    if form == "raw":
+        # All but the rows without a mapping.
+        assert stats.bytes_read == wanted - HOLE * (times * values[0].nbytes + label_bytes)
+    loader.close()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_batches_and_samples_equal_h5pys(tmp_path: Path, form: str) -> None:
+    path, values = virtual(tmp_path, form)
+    dataset = h5pack.H5Dataset(path, with_rows=True)
+    order = np.random.default_rng(0).integers(0, len(values), 64)
+    images, labels, rows = dataset.collate(dataset.__getitems__(order.tolist()))
+    assert np.array_equal(images.numpy(), values[order])
+    assert labels.tolist() == labels_of(order)
+    assert rows.tolist() == order.tolist()
+    for row in (0, 22, 23, 52, 53, 57, 58, len(values) - 1):
+        image, label, _ = dataset[row]
+        assert np.array_equal(image.numpy(), values[row])
+        assert label == labels_of(np.array([row]))[0]
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("form", ["raw", "mixed"])
+def test_workers_give_h5pys_pixels(tmp_path: Path, form: str, start: str) -> None:
+    path, values = virtual(tmp_path, form)
+    dataset = h5pack.H5Dataset(path, with_rows=True)
+    # Files are open, and a chunk is kept, when the workers come.
+    assert np.array_equal(dataset[40][0].numpy(), values[40])
+    sampler = h5pack.ChunkBatchSampler(dataset, 8, seed=1, window=2)
+    loader = DataLoader(
+        dataset, batch_sampler=sampler, num_workers=2, multiprocessing_context=start, collate_fn=dataset.collate
+    )
+    require_epoch(loader, values)
+
+
+@pytest.mark.parametrize("form", ["raw", "coded"])
+def test_a_source_that_is_replaced_between_epochs_is_named(tmp_path: Path, form: str) -> None:
+    path, _ = virtual(tmp_path, form)
+    loader = h5pack.H5Loader(h5pack.H5Dataset(path), 9, num_threads=2, resident="no")
+    assert sum(len(images) for images, _ in loader) == sum(ROWS) + HOLE
+    (tmp_path / "new").write_bytes((tmp_path / "s3.h5").read_bytes())
+    os.replace(tmp_path / "new", tmp_path / "s3.h5")
+    with pytest.raises(PackChangedError, match="s3"):
+        iter(loader)
+    loader.close()
+
+
+def test_files_are_closed_and_opened_again_under_way(tmp_path: Path) -> None:
+    path, values = virtual(tmp_path, "raw")
+    dataset = h5pack.H5Dataset(path, with_rows=True)
+    dataset.engine.files.max_open = 1
+    loader = h5pack.H5Loader(dataset, 9, shuffle="full", num_threads=3, resident="no")
+    with watched():
+        for _ in range(3):
+            require_epoch(loader, values)
+    loader.close()
+
+
+def test_a_window_of_the_same_seed_is_the_same_order(tmp_path: Path) -> None:
+    path, _ = virtual(tmp_path, "raw")
+    orders = []
+    for threads in (1, 3):
+        loader = h5pack.H5Loader(h5pack.H5Dataset(path, with_rows=True), 9, seed=4, window=2, num_threads=threads)
+        orders.append(torch.cat([rows for *_, rows in loader]).tolist())
+        loader.close()
+    assert orders[0] == orders[1]

@@ -1,0 +1,118 @@
+"""Loaders, and feeds that prefetch on the CPU as `DeviceFeed` does on CUDA, for the tests of this folder."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import h5pack
+from h5pack.device.batch import BatchKey, ImageTransform, map_tensors
+from h5pack.device.feed import DeviceFeed
+
+BATCH = 12
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+
+class FakeCopier:
+    """Does on the CPU at once what `CudaCopier` queues on a device."""
+
+    def __init__(self, transform: ImageTransform | None) -> None:
+        self.transform = transform
+        self.launched = self.received = 0
+        self.ahead: list[int] = []
+
+    def begin(self) -> None:
+        pass
+
+    def enter(self) -> None:
+        assert threading.current_thread().name == "h5pack-feed"
+
+    def prepare(self, batch: Any) -> Any:
+        return batch
+
+    def launch(self, batch: Any, epoch: int) -> Any:
+        assert threading.current_thread() is threading.main_thread()
+        self.launched += 1
+        batch = map_tensors(batch, torch.clone)
+        return batch if self.transform is None else self.transform(batch, epoch)
+
+    def receive(self, launched: Any) -> Any:
+        self.received += 1
+        self.ahead.append(self.launched - self.received)
+        return launched
+
+
+class PrefetchingFeed(DeviceFeed):
+    """A feed that prefetches on the CPU."""
+
+    copier: FakeCopier
+
+    def _begin_copying(self) -> Any:
+        self.copier = FakeCopier(self._transform)
+        return self.copier
+
+
+FEEDS: dict[str, Callable[..., DeviceFeed]] = {
+    "direct": DeviceFeed,
+    "prefetch 1": lambda loader, **options: PrefetchingFeed(loader, prefetch_factor=1, **options),
+    "prefetch 3": lambda loader, **options: PrefetchingFeed(loader, prefetch_factor=3, **options),
+}
+every_feed = pytest.mark.parametrize("feed_of", FEEDS.values(), ids=FEEDS)
+
+
+def h5_loader(dataset: Any) -> Any:
+    return h5pack.H5Loader(dataset, BATCH, window=3, seed=7, num_threads=1)
+
+
+def data_loader(dataset: Any, workers: int = 0, **settings: Any) -> Any:
+    sampler = h5pack.ChunkBatchSampler(dataset, BATCH, window=3, seed=7)
+    return DataLoader(dataset, batch_sampler=sampler, num_workers=workers, **settings)
+
+
+def row_loader(dataset: Any) -> Any:
+    return DataLoader(dataset, BATCH, sampler=h5pack.ChunkSampler(dataset, window=3, seed=7))
+
+
+def stateful_loader(dataset: Any) -> Any:
+    module = pytest.importorskip("torchdata.stateful_dataloader", reason="pip install 'h5pack[dev]'")
+    sampler = h5pack.ChunkBatchSampler(dataset, BATCH, window=3, seed=7)
+    return module.StatefulDataLoader(dataset, batch_sampler=sampler)
+
+
+LOADERS = {"H5Loader": h5_loader, "DataLoader": data_loader, "rows": row_loader, "stateful": stateful_loader}
+
+
+class Numbers:
+    """A loader that has no length, dataset, epoch or state."""
+
+    def __init__(self, count: int = 5) -> None:
+        self.count = count
+        self.given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self.count):
+            self.given += 1
+            yield torch.full((2, 3), number)
+
+
+class Keyed:
+    """A transform that records its keys."""
+
+    keyed = True
+
+    def __init__(self) -> None:
+        self.keys: list[BatchKey] = []
+
+    def __call__(self, images: torch.Tensor, key: BatchKey) -> torch.Tensor:
+        self.keys.append(key)
+        return images.float() + 1000 * key.rows.reshape(-1, *[1] * (images.ndim - 1)) + key.epoch
+
+
+def rest_of(feed: DeviceFeed) -> list[Any]:
+    """The rows of the rest of an epoch, batch by batch."""
+    return [batch[-1].tolist() for batch in feed]

@@ -1,0 +1,243 @@
+"""Batches of any container: their images, rows and keys, and how often they were repeated."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import OrderedDict, UserDict, namedtuple
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+import h5pack
+from h5pack.device.batch import BatchKey, EchoedBatch, is_echoed, repeats_of
+from h5pack.errors import OptionsError
+from tests.data import packs
+from tests.device.feeds import (
+    LOADERS,
+    Keyed,
+    every_feed,
+    h5_loader,
+)
+
+Pair = namedtuple("Pair", "images rows")
+pytestmark = [
+    pytest.mark.usefixtures("no_thread_stays"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+]
+
+
+class Typed(NamedTuple):
+    """A named tuple with types."""
+
+    images: torch.Tensor
+    rows: torch.Tensor
+
+
+class OwnList(list[Any]):
+    """A list with an attribute."""
+
+
+def batches() -> dict[str, Any]:
+    images, rows = torch.arange(12).reshape(3, 4), torch.arange(3)
+    own = OwnList([images, rows])
+    own.name = "kept"  # type: ignore[attr-defined]
+    return {
+        "list": [images, rows],
+        "own list": own,
+        "tuple": (images, rows),
+        "namedtuple": Pair(images, rows),
+        "typed namedtuple": Typed(images, rows),
+        "dict": {"images": images, "rows": rows},
+        "ordered": OrderedDict(images=images, rows=rows),
+        "mapping": UserDict(images=images, rows=rows),
+        "tensor": images,
+    }
+
+
+def elements(batch: Any) -> list[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    return list(batch.values() if hasattr(batch, "values") else batch)
+
+
+@pytest.mark.parametrize("kind", batches())
+@pytest.mark.parametrize("repeats", [0, 3, torch.tensor([0, 1, 4])], ids=str)
+def test_any_container_can_be_marked(kind: str, repeats: Any) -> None:
+    batch = batches()[kind]
+    shown = EchoedBatch.mark(batch, repeats)
+    again = EchoedBatch.mark(shown, 9)
+    assert repeats_of(again) == 9
+    for one in (shown, copy.copy(shown), pickle.loads(pickle.dumps(shown))):
+        if kind == "tensor" and one is not shown and not is_echoed(one):
+            continue  # torch copies no attributes.
+        assert isinstance(one, type(batch))
+        assert is_echoed(one)
+        assert torch.equal(torch.as_tensor(repeats_of(one)), torch.as_tensor(repeats))
+        assert all(torch.equal(a, b) for a, b in zip(elements(one), elements(batch), strict=True))
+    # Over the same memory, and the original is unmarked.
+    assert [element.data_ptr() for element in elements(shown)] == [element.data_ptr() for element in elements(batch)]
+    assert not is_echoed(batch)
+    assert repeats_of(batch) == 0
+    plain = EchoedBatch.unmark(shown)
+    assert type(plain) is type(batch)
+    assert not is_echoed(plain)
+    assert EchoedBatch.unmark(batch) is batch
+    if kind == "own list":
+        assert plain.name == shown.name == "kept"
+
+
+def test_a_marked_named_tuple_has_its_fields() -> None:
+    shown = EchoedBatch.mark(batches()["namedtuple"], 2)
+    assert shown.rows.tolist() == [0, 1, 2]
+    assert shown._fields == ("images", "rows")
+
+
+def test_other_objects_are_returned_unmarked() -> None:
+    for other in (None, "text", 3, object()):
+        assert EchoedBatch.mark(other, 5) is other
+        assert repeats_of(other) == 0
+        assert EchoedBatch.unmark(other) is other
+
+
+def test_an_echoed_batch_equals_its_list() -> None:
+    batch = EchoedBatch([1, 2], 4)
+    assert batch == [1, 2]
+    assert repeats_of(batch) == 4
+    assert EchoedBatch().repeats == 0
+
+
+def test_a_key_is_frozen() -> None:
+    key = BatchKey(torch.arange(2), 3)
+    assert key.repeats == 0
+    with pytest.raises(AttributeError):
+        key.epoch = 4  # type: ignore[misc]
+
+
+# Images and keys, by a DeviceFeed.
+
+
+@every_feed
+def test_a_transform_changes_the_images_and_nothing_else(feed_of: Any) -> None:
+    images, rows, thing = torch.ones(2, 3), torch.arange(2), object()
+    batches: list[Any] = [
+        [images, rows, thing],
+        (images, None, "text"),
+        Pair(images, rows),
+        {"x": thing, "image": images},
+        OrderedDict(images=images, more=[rows, (thing, {"deep": rows})]),
+        images,
+        EchoedBatch([images, rows], 2),
+        EchoedBatch.mark((images, rows), torch.tensor([1, 2])),
+        EchoedBatch.mark({"images": images}, 1),
+        EchoedBatch.mark(images, 3),
+    ]
+    found = list(feed_of(batches, transform=lambda part: part * 5))
+    for one, two in zip(found, batches, strict=True):
+        assert type(one) is type(two)
+        assert torch.equal(torch.as_tensor(repeats_of(one)), torch.as_tensor(repeats_of(two)))
+        changed = one
+        if isinstance(one, dict):
+            changed = one.get("images", one.get("image"))
+        elif not isinstance(one, torch.Tensor):
+            changed = one[0]
+        assert changed.unique().tolist() == [5]
+    assert found[0][2] is thing
+    assert found[4]["more"][1][0] is thing
+    assert torch.equal(found[4]["more"][1][1]["deep"], rows)
+    # The loader may give its batches again.
+    assert images.unique().tolist() == [1]
+    assert batches[0][0] is images
+
+
+@every_feed
+def test_image_key_says_where_the_images_are(feed_of: Any) -> None:
+    one, two = torch.ones(2), torch.full((2,), 2)
+    for image_key, batch in (
+        (1, [one, two]),
+        (-1, (one, two)),
+        ("right", {"left": one, "right": two}),
+        ("rows", Pair(one, two)),
+    ):
+        (found,) = feed_of([batch], transform=torch.neg, image_key=image_key)
+        parts = list(found.values() if isinstance(found, dict) else found)
+        assert [element.unique().tolist() for element in parts] == [[1], [-2]]
+    for image_key, batch in (
+        (None, ["text", one]),
+        (4, [one]),
+        (None, {"left": one, "right": two}),
+        ("x", {"y": one}),
+        (None, 7),
+        ("x", Pair(one, two)),
+    ):
+        with pytest.raises(OptionsError) as caught:
+            list(feed_of([batch], transform=torch.neg, image_key=image_key))
+        assert caught.value.parameters == ("image_key",)
+
+
+@every_feed
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_key_of_each_batch(dataset: h5pack.H5Dataset, feed_of: Any, kind: str) -> None:
+    keyed = Keyed()
+    feed = feed_of(LOADERS[kind](dataset), transform=keyed)
+    for epoch in (0, 1, 5):
+        feed.set_epoch(epoch)
+        keyed.keys.clear()
+        for images, labels, rows in feed:
+            assert torch.equal(labels, rows)
+            stored = torch.from_numpy(packs.values())[rows]
+            assert torch.equal(images, stored.float() + 1000 * rows.reshape(-1, 1, 1, 1) + epoch)
+        assert [key.epoch for key in keyed.keys] == [epoch] * 9
+        assert sorted(torch.cat([key.rows for key in keyed.keys]).tolist()) == list(range(packs.ROWS))
+
+
+@every_feed
+def test_keys_of_other_loaders(feed_of: Any) -> None:
+    keyed = Keyed()
+    images, rows = torch.zeros(3, 2), torch.tensor([5, 6, 9])
+    repeats = torch.tensor([0, 2, 1])
+    batches = [
+        {"images": images, "rows": rows},
+        EchoedBatch([images, "x", rows], 4),
+        EchoedBatch.mark((images, "x", rows), repeats),
+        Pair(images, rows),
+    ]
+    feed = feed_of(batches, transform=keyed)
+    for epoch in range(2):
+        keyed.keys.clear()
+        found = list(feed)
+        assert [key.epoch for key in keyed.keys] == [epoch] * 4
+        assert all(torch.equal(key.rows, rows) for key in keyed.keys)
+        assert [keyed.keys[number].repeats for number in (0, 1, 3)] == [0, 4, 0]
+        assert torch.equal(torch.as_tensor(keyed.keys[2].repeats), repeats)
+        assert torch.equal(found[0]["rows"], rows)
+        assert torch.equal(found[1][-1], rows)
+    feed.set_epoch(7)
+    assert len(list(feed)) == 4
+    assert (keyed.keys[-1].epoch, feed.epoch) == (7, 7)
+
+
+@every_feed
+def test_keyed_transforms_need_rows(dataset: h5pack.H5Dataset, feed_of: Any) -> None:
+    plain = h5pack.H5Dataset(dataset.path)
+    for data in (plain, Subset(plain, [1, 2]), h5pack.ConcatPack([plain, plain])):
+        with pytest.raises(OptionsError, match="Keyed"):
+            feed_of(DataLoader(data, 2), transform=Keyed())
+    images, labels = torch.zeros(3, 2), torch.arange(3)
+    for batch in (
+        [images, labels, "x"],
+        [images, "x", labels.int()],
+        [images, "x", torch.arange(4)],
+        {"images": images},
+        images,
+        labels,
+    ):
+        with pytest.raises(OptionsError, match="int64"):
+            list(feed_of([batch], transform=Keyed()))
+    # As an ImageFolder's batches: labels must not be used as rows.
+    with pytest.raises(OptionsError, match="labels"):
+        list(feed_of(DataLoader(TensorDataset(images, labels), 3), transform=Keyed()))
+    without = h5pack.H5Dataset(dataset.path, labels=None, with_rows=True)
+    assert len(list(feed_of(h5_loader(without), transform=Keyed()))) == 9

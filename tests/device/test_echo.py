@@ -1,0 +1,592 @@
+"""`EchoLoader`: every batch is repeated as configured, every stop can be resumed, and no thread stays."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import Counter, namedtuple
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import h5pack
+from h5pack.device.batch import BatchKey, repeats_of
+from h5pack.device.echo import EchoLoader, showings
+from h5pack.device.feed import DeviceFeed
+from h5pack.errors import LoaderError, OptionsError, StateError
+from tests.crashing import wait_for
+from tests.data import packs
+from tests.data.packs import all_same, threads_end
+
+pytestmark = pytest.mark.usefixtures("no_thread_stays")
+BATCH = 12
+BATCHES = 9
+"""Of 103 rows; the last one has 7."""
+
+
+def own(dataset: Any, **settings: Any) -> h5pack.H5Loader:
+    return h5pack.H5Loader(dataset, BATCH, window=3, seed=7, **settings)
+
+
+def torchs(dataset: Any, workers: int = 0, **settings: Any) -> Any:
+    sampler = h5pack.ChunkBatchSampler(dataset, BATCH, window=3, seed=7, **settings)
+    return DataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate, num_workers=workers)
+
+
+def by_rows(dataset: Any) -> Any:
+    sampler = h5pack.ChunkSampler(dataset, window=3, seed=7)
+    return DataLoader(dataset, BATCH, sampler=sampler, collate_fn=dataset.collate)
+
+
+def fed(dataset: Any) -> DeviceFeed:
+    return DeviceFeed(own(dataset), "cpu")
+
+
+LOADERS: dict[str, Callable[[Any], Any]] = {"H5Loader": own, "batches": torchs, "rows": by_rows, "DeviceFeed": fed}
+
+
+Pair = namedtuple("Pair", "images rows")
+
+
+def numbered_rows(batch: Any) -> list[tuple[int, int]]:
+    """Row and repeat of each sample of a batch with rows."""
+    repeats = repeats_of(batch)
+    each = repeats.tolist() if isinstance(repeats, torch.Tensor) else [repeats] * len(batch[-1])
+    return list(zip(batch[-1].tolist(), each, strict=True))
+
+
+def epoch_of(batches: Any) -> list[list[tuple[int, int]]]:
+    return [numbered_rows(batch) for batch in batches]
+
+
+def through_json(state: Any) -> Any:
+    return json.loads(json.dumps(state))
+
+
+# Fixed factors.
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize(("factor", "counts"), [(1, [1]), (2, [2]), (2.5, [2, 3]), (4 / 3, [1, 1, 2]), (3, [3])])
+def test_each_batch_is_given_factor_times(
+    dataset: h5pack.H5Dataset, kind: str, factor: float, counts: list[int]
+) -> None:
+    plain = list(own(dataset))
+    echo = EchoLoader(LOADERS[kind](dataset), factor)
+    expected = [
+        (batch, repeat) for batch, count in zip(plain, itertools.cycle(counts), strict=False) for repeat in range(count)
+    ]
+    found = list(echo)
+    assert len(echo) == len(found) == len(expected) == int(BATCHES * Fraction(factor).limit_denominator(99))
+    assert all_same(found, [batch for batch, _ in expected])
+    assert [repeats_of(batch) for batch in found] == [repeat for _, repeat in expected]
+    assert (echo.shown, echo.fresh) == (len(found), BATCHES)
+    assert echo.epoch == 0
+    assert len(list(echo)) == len(found)
+    assert echo.epoch == 1
+    assert echo.dataset is dataset
+
+
+@pytest.mark.parametrize("factor", [Fraction(1), Fraction(4, 3), Fraction(2), Fraction(5, 2), Fraction(23, 5)], ids=str)
+def test_showings_of_n_batches_are_n_times_factor_rounded_down(factor: Fraction) -> None:
+    counts = [showings(factor, batch) for batch in range(60)]
+    assert set(counts) <= {int(factor), int(-(-factor // 1))}
+    assert list(itertools.accumulate(counts)) == [int((number + 1) * factor) for number in range(60)]
+
+
+def test_repeats_share_tensors_and_the_first_is_the_loaders_batch() -> None:
+    batches = [[torch.arange(4) + number, torch.ones(4)] for number in range(3)]
+    found = list(EchoLoader(batches, 2))
+    for number, batch in enumerate(batches):
+        assert found[2 * number] is batch
+        assert found[2 * number + 1] is not batch
+        assert [one is other for one, other in zip(found[2 * number + 1], batch, strict=True)] == [True, True]
+        assert repeats_of(batch) == 0
+
+
+@pytest.mark.parametrize(
+    ("factor", "batches", "length"), [(2.3, 10, 23), (Fraction(7, 3), 30, 70), (np.float32(1.1), 30, 33), (9, 1, 9)]
+)
+def test_factors_are_decimal_fractions(factor: Any, batches: int, length: int) -> None:
+    """2.3 in binary is a little less, and ten batches of it would be 22."""
+    echo = EchoLoader([torch.zeros(1)] * batches, factor, max_factor=9)
+    assert len(echo) == len(list(echo)) == length
+
+
+def test_nested_echoes_count_repeats_of_both(dataset: h5pack.H5Dataset) -> None:
+    found = epoch_of(EchoLoader(EchoLoader(own(dataset), 2), 3))
+    seen = Counter(itertools.chain.from_iterable(found))
+    assert seen == {(row, repeat): 1 for row in range(packs.ROWS) for repeat in range(6)}
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "named", "dict", "nested"])
+def test_batches_of_any_container_keep_their_type(kind: str) -> None:
+    def batch(number: int) -> Any:
+        rows = torch.arange(4) + 4 * number
+        images = torch.arange(4 * 6).reshape(4, 6) + 100 * number
+        return {
+            "tensor": rows,
+            "tuple": (images, rows),
+            "named": Pair(images, rows),
+            "dict": {"images": images, "rows": rows},
+            "nested": [{"a": (images, [rows])}, rows],
+        }[kind]
+
+    def rows_in(found: Any) -> Any:
+        return {
+            "tensor": lambda: found,
+            "tuple": lambda: found[1],
+            "named": lambda: found.rows,
+            "dict": lambda: found["rows"],
+            "nested": lambda: found[0]["a"][1][0],
+        }[kind]()
+
+    types = {"tensor": torch.Tensor, "tuple": tuple, "named": Pair, "dict": dict, "nested": list}
+    found = list(EchoLoader([batch(number) for number in range(5)], 3))
+    assert all(isinstance(one, types[kind]) for one in found)
+    assert Counter(int(row) for one in found for row in rows_in(one)) == dict.fromkeys(range(20), 3)
+    assert [repeats_of(one) for one in found] == [0, 1, 2] * 5
+
+
+# Inside and around a DeviceFeed.
+
+
+class KeyAsImage:
+    """A keyed transform that returns its key."""
+
+    keyed = True
+
+    def __call__(self, images: torch.Tensor, key: BatchKey) -> torch.Tensor:
+        repeats = torch.as_tensor(key.repeats).expand(len(key.rows))
+        return torch.stack([key.rows, torch.full_like(key.rows, key.epoch), repeats], 1)
+
+
+def test_keys_differ_between_repeats_inside_a_feed_and_not_around_it(dataset: h5pack.H5Dataset) -> None:
+    inside = DeviceFeed(EchoLoader(own(dataset), 2), "cpu", transform=KeyAsImage())
+    around = EchoLoader(DeviceFeed(own(dataset), "cpu", transform=KeyAsImage()), 2)
+    for epoch in range(2):
+        keys = Counter(tuple(key) for batch in inside for key in batch[0].tolist())
+        assert keys == {(row, epoch, repeat): 1 for row in range(packs.ROWS) for repeat in range(2)}
+        keys = Counter(tuple(key) for batch in around for key in batch[0].tolist())
+        assert keys == {(row, epoch, 0): 2 for row in range(packs.ROWS)}
+
+
+# Resuming.
+
+
+@pytest.mark.parametrize("factor", [2, 2.5])
+@pytest.mark.parametrize(("kind", "outer"), [*((kind, "alone") for kind in LOADERS), ("H5Loader", "in a DeviceFeed")])
+def test_resumed_at_every_batch(dataset: h5pack.H5Dataset, kind: str, factor: float, outer: str) -> None:
+    def new() -> Any:
+        echo = EchoLoader(LOADERS[kind](dataset), factor)
+        return echo if outer == "alone" else DeviceFeed(echo, "cpu")
+
+    whole = [epoch_of(loader) for loader in [new()] for _ in range(3)]
+    first = new()
+    for epoch in range(2):
+        states = [first.state_dict()]
+        for batch in first:
+            assert numbered_rows(batch) == whole[epoch][len(states) - 1]
+            states.append(first.state_dict())
+        states.append(first.state_dict())
+        for done, state in enumerate(map(through_json, states)):
+            loader = new()
+            loader.load_state_dict(state)
+            assert through_json(loader.state_dict()) == state
+            if done % 2:
+                loader.set_epoch(epoch if done <= len(whole[epoch]) else epoch + 1)
+            if done <= len(whole[epoch]):
+                assert epoch_of(loader) == whole[epoch][done:]
+            if done % 4 == 0 or done > len(whole[epoch]):
+                assert epoch_of(loader) == whole[epoch + 1]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.parametrize("kind", ["workers", "StatefulDataLoader"])
+def test_resumed_over_other_loaders(dataset: h5pack.H5Dataset, kind: str) -> None:
+    def new() -> EchoLoader:
+        if kind == "workers":
+            return EchoLoader(torchs(dataset, workers=2), 2)
+        module = pytest.importorskip("torchdata.stateful_dataloader", reason="needs pip install torchdata")
+        sampler = h5pack.ChunkBatchSampler(dataset, BATCH, window=3, seed=7)
+        return EchoLoader(module.StatefulDataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate), 2)
+
+    whole = [epoch_of(loader) for loader in [EchoLoader(own(dataset), 2)] for _ in range(2)]
+    for done in (3, 10) if kind == "workers" else (1, 2, 7, 14, 18):
+        stopped = new()
+        assert epoch_of(itertools.islice(stopped, done)) == whole[0][:done]
+        loader = new()
+        loader.load_state_dict(through_json(stopped.state_dict()) if kind == "workers" else stopped.state_dict())
+        assert epoch_of(loader) == whole[0][done:]
+        assert epoch_of(loader) == whole[1]
+
+
+def test_resumed_after_every_two_batches(dataset: h5pack.H5Dataset) -> None:
+    """The state of a resumed loader counts from the beginning of the epoch."""
+    whole = epoch_of(EchoLoader(own(dataset), 2.5))
+    found: list[Any] = []
+    state = EchoLoader(own(dataset), 2.5).state_dict()
+    while len(found) < len(whole):
+        loader = EchoLoader(own(dataset), 2.5)
+        loader.load_state_dict(state)
+        found += epoch_of(itertools.islice(loader, 2))
+        state = through_json(loader.state_dict())
+    assert found == whole
+
+
+def test_states_keep_the_form_of_version_1(dataset: h5pack.H5Dataset) -> None:
+    echo = EchoLoader(own(dataset), 2.5)
+    list(itertools.islice(echo, 4))
+    state = echo.state_dict()
+    settings = {"version": 1, "factor": [5, 2], "most": None, "shuffle_buffer": 0, "seed": None}
+    expected = {"echo": settings, "epoch": 0, "batch": 1, "showing": 2, "sizes": []}
+    assert {name: state[name] for name in expected} == expected
+    assert state["loader"]["batches"] == 1
+    assert EchoLoader(own(dataset), "auto", max_factor=3).state_dict()["echo"]["most"] == 3
+
+
+def test_set_epoch_drops_a_loaded_state_of_another_epoch(dataset: h5pack.H5Dataset) -> None:
+    whole = [epoch_of(loader) for loader in [EchoLoader(own(dataset), 2.5)] for _ in range(3)]
+    echo = EchoLoader(own(dataset), 2.5)
+    list(itertools.islice(echo, 6))
+    state = echo.state_dict()
+    echo.set_epoch(2)
+    assert epoch_of(echo) == whole[2]
+    echo.load_state_dict(state)
+    echo.set_epoch(1)
+    assert epoch_of(echo) == whole[1]
+
+
+def test_states_of_other_settings_are_refused(dataset: h5pack.H5Dataset) -> None:
+    state = EchoLoader(own(dataset), 2).state_dict()
+    for given, settings, word in (
+        (state, {"factor": 3}, "factor"),
+        (state, {"factor": "auto"}, "factor"),
+        ({**state, "echo": {**state["echo"], "shuffle_buffer": 30}}, {}, "shuffle_buffer"),
+        ({**state, "echo": {**state["echo"], "version": 2}}, {}, "version"),
+        (own(dataset).state_dict(), {}, "not a state"),
+        ({**state, "batch": "x"}, {}, "not a state"),
+    ):
+        with pytest.raises(StateError, match=word):
+            EchoLoader(own(dataset), **{"factor": 2, **settings}).load_state_dict(given)
+    other_seed = EchoLoader(h5pack.H5Loader(dataset, BATCH, window=3, seed=8), 2).state_dict()
+    with pytest.raises(StateError, match="seed"):
+        EchoLoader(own(dataset), 2).load_state_dict(other_seed)
+
+
+def test_no_state_if_the_loader_has_none() -> None:
+    echo = EchoLoader([torch.zeros(4)] * 3, 2)
+    list(echo)
+    with pytest.raises(StateError):
+        echo.state_dict()
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("settings", "parameter"),
+    [
+        *(({"factor": factor}, "factor") for factor in (0.5, float("nan"), float("inf"), "two", True, None)),
+        ({"factor": 9}, "max_factor=8"),
+        ({"max_factor": 0}, None),
+        ({"loader": 7}, None),
+    ],
+)
+def test_invalid_options_are_refused(settings: dict[str, Any], parameter: str | None) -> None:
+    with pytest.raises(OptionsError) as caught:
+        EchoLoader(**{"loader": [torch.zeros(1)], **settings})
+    assert parameter is None or parameter in caught.value.parameters
+
+
+class Failing:
+    """Fails at its fourth batch."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in range(3):
+            yield torch.full((4,), number)
+        raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize("factor", [2, "auto"])
+def test_an_error_of_the_loader_comes_after_the_batches_before_it(factor: Any) -> None:
+    iterator = iter(EchoLoader(Failing(), factor))
+    found = []
+    with pytest.raises(OSError, match="the disk is gone"):
+        found.extend(int(batch[0]) for batch in iterator)
+    assert sorted(set(found)) == [0, 1, 2]
+    if factor == 2:
+        assert found == [0, 0, 1, 1, 2, 2]
+    with pytest.raises(LoaderError):
+        next(iterator)
+
+
+def test_the_state_after_an_error_is_that_of_the_last_batch(
+    dataset: h5pack.H5Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = epoch_of(EchoLoader(own(dataset), 2))
+    finish = h5pack.H5Loader._finish
+
+    def failing(self: Any, epoch: int, recipe: Any, batch: int, memory: Any) -> Any:
+        if batch == 5:
+            raise OSError("no")
+        return finish(self, epoch, recipe, batch, memory)
+
+    echo, found = EchoLoader(own(dataset, num_threads=1), 2), []
+    with monkeypatch.context() as patched:
+        patched.setattr(h5pack.H5Loader, "_finish", failing)
+        with pytest.raises(OSError, match="no"):
+            found.extend(numbered_rows(batch) for batch in echo)
+    assert 0 < len(found) < len(whole)
+    again = EchoLoader(own(dataset), 2)
+    again.load_state_dict(through_json(echo.state_dict()))
+    assert found + epoch_of(again) == whole
+
+
+@pytest.mark.parametrize("factor", [2, "auto"])
+def test_a_closed_iterator_refuses_and_a_pickled_loader_begins_again(dataset: h5pack.H5Dataset, factor: Any) -> None:
+    with EchoLoader(own(dataset), factor) as echo:
+        iterator: Any = iter(echo)
+        next(iterator)
+        iterator.close()
+        with pytest.raises(LoaderError):
+            next(iterator)
+        copied = pickle.loads(pickle.dumps(echo))
+        copied.set_epoch(0)
+        if factor == 2:
+            assert epoch_of(copied) == epoch_of(EchoLoader(own(dataset), factor))
+        next(iter(echo))
+    assert threads_end()
+    assert f"factor={factor!r}, max_factor=8" in repr(echo)
+
+
+# The automatic factor.
+
+
+class Gated:
+    """A loader whose next batch comes when a test releases it."""
+
+    def __init__(self, batches: int = 20, released: int = 0) -> None:
+        self.batches, self.tokens = batches, threading.Semaphore(released)
+        self.begun, self.threads, self.inside = 0, set[str](), 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in range(self.batches):
+            assert self.inside == 0
+            self.inside += 1
+            self.begun += 1
+            self.threads.add(threading.current_thread().name)
+            self.tokens.acquire()
+            self.inside -= 1
+            yield torch.full((4,), number)
+
+    def release(self, iterator: Any) -> None:
+        """Release one batch, and wait until the iterator's thread has it."""
+        self.tokens.release()
+        wait_for(lambda: iterator.thread._batches.qsize() > 0)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_auto_repeats_until_the_next_batch_is_ready(steps: int) -> None:
+    """A loader that is `steps` times slower than the step."""
+    loader = Gated(11)
+    echo = EchoLoader(loader, "auto")
+    iterator = iter(echo)
+    found = []
+    for _ in range(10):
+        loader.release(iterator)
+        found += [next(iterator) for _ in range(steps)]
+    assert [int(batch[0]) for batch in found] == [number for number in range(10) for _ in range(steps)]
+    assert [repeats_of(batch) for batch in found] == [*range(steps)] * 10
+    assert (echo.fresh, echo.shown) == (10, 10 * steps)
+    # The last batch is not repeated reliably: the end comes at once.
+    loader.release(iterator)
+    assert int(next(iterator)[0]) == 10
+    wait_for(lambda: iterator.thread._batches.qsize() > 0)
+    assert next(iterator, None) is None
+
+
+@pytest.mark.parametrize("max_factor", [1, 3])
+def test_auto_waits_for_a_batch_after_max_factor_repeats(max_factor: int) -> None:
+    loader = Gated(5)
+    iterator = iter(EchoLoader(loader, "auto", max_factor=max_factor))
+    counts: Counter[int] = Counter()
+    # Not the last batch: the end comes at once.
+    for number in range(4):
+        # One more step than a batch may be repeated, which a batch that comes late must end.
+        late = threading.Timer(0.05, loader.tokens.release)
+        late.start()
+        assert int(next(iterator)[0]) == number
+        late.join()
+        counts[number] += 1
+        while counts[number] < max_factor:
+            assert int(next(iterator)[0]) == number
+            counts[number] += 1
+    assert counts == dict.fromkeys(range(4), max_factor)
+    loader.tokens.release()
+    assert int(next(iterator)[0]) == 4
+
+
+def test_auto_fetches_in_one_thread_and_one_batch_ahead() -> None:
+    loader = Gated(released=20)
+    iterator: Any = iter(EchoLoader(loader, "auto"))
+    next(iterator)
+    wait_for(lambda: iterator.thread._batches.qsize() > 0)
+    time.sleep(0.05)
+    assert loader.begun == 2
+    assert len(loader.threads) == 1
+    assert threading.current_thread().name not in loader.threads
+
+
+def test_auto_has_no_length() -> None:
+    with pytest.raises(TypeError):
+        len(EchoLoader(Gated(), "auto"))
+    assert {int(batch[0]) for batch in list(EchoLoader(Gated(released=20), "auto"))} == set(range(20))
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_auto_resumes_at_the_same_batch_or_the_next(dataset: h5pack.H5Dataset, kind: str) -> None:
+    """Which batch comes next depends on the time; it is the same again, or the one behind it."""
+    plain = [numbered_rows(batch) for batch in own(dataset)]
+    echo = EchoLoader(LOADERS[kind](dataset), "auto", max_factor=3)
+    given: list[int] = []
+    for batch in echo:
+        rows = batch[-1].tolist()
+        given.append(next(number for number, one in enumerate(plain) if [row for row, _ in one] == rows))
+        state = through_json(echo.state_dict())
+        assert (state["batch"], state["showing"]) == (given[-1], given.count(given[-1]))
+        assert repeats_of(batch) == state["showing"] - 1
+        loader = EchoLoader(LOADERS[kind](dataset), "auto", max_factor=3)
+        loader.load_state_dict(state)
+        assert through_json(loader.state_dict()) == state
+        rest = list(loader)
+        if state["showing"] < 3:
+            assert rest[0][-1].tolist() == rows
+            assert repeats_of(rest[0]) == state["showing"]
+        else:
+            assert not rest or rest[0][-1].tolist() == [row for row, _ in plain[given[-1] + 1]]
+        behind = [row for one in plain[given[-1] + 1 :] for row, _ in one]
+        assert {row for one in rest for row in one[-1].tolist()} - set(rows) == set(behind)
+    assert given == sorted(given)
+    assert set(given) == set(range(BATCHES))
+    assert echo.state_dict()["loader"]["epoch"] == 1
+
+
+def fail_amid(loader: Any) -> None:
+    for _ in loader:
+        raise ZeroDivisionError
+
+
+def test_auto_ends_its_thread_with_the_iterator() -> None:
+    echo = EchoLoader(Gated(1000, released=1000), "auto")
+    for _ in echo:
+        break
+    assert threads_end()
+    iterator = iter(echo)
+    next(iterator)
+    forgotten = weakref.ref(iterator)
+    del iterator
+    gc.collect()
+    assert forgotten() is None
+    assert threads_end()
+    with pytest.raises(ZeroDivisionError):
+        fail_amid(echo)
+    gc.collect()
+    assert threads_end()
+
+
+def test_auto_waits_for_the_last_thread_before_it_begins_again() -> None:
+    """A DataLoader with persistent workers has one iterator for all epochs, in which `Gated` allows one thread."""
+    loader = Gated()
+    echo = EchoLoader(loader, "auto")
+    for _ in range(3):
+        loader.tokens = threading.Semaphore(1)
+        iterator = iter(echo)
+        next(iterator)
+        wait_for(lambda: loader.inside == 1 and loader.begun % 2 == 0)
+        del iterator
+        # Its thread is still inside; the next iteration waits for it.
+        threading.Timer(0.05, loader.tokens.release).start()
+    gc.collect()
+    assert threads_end()
+    workers: Any = DataLoader(range(40), batch_size=4, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+    echo = EchoLoader(workers, "auto", max_factor=1)
+    for _ in range(2):
+        assert next(iter(echo)).tolist() == [0, 1, 2, 3]
+    assert [batch.tolist()[0] for batch in echo] == list(range(0, 40, 4))
+
+
+def test_auto_lets_the_interpreter_exit() -> None:
+    code = (
+        "import time, torch\n"
+        "from h5pack.device.echo import EchoLoader\n"
+        "def batches():\n"
+        "    while True:\n"
+        "        time.sleep(0.05)\n"
+        "        yield torch.zeros(3)\n"
+        "iterator = iter(EchoLoader(batches(), 'auto'))\n"
+        "next(iterator)\n"
+        "next(iterator)\n"
+        "print('done')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "done\n", "")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_auto_in_a_forked_child_needs_an_iterator_of_its_own() -> None:
+    echo = EchoLoader(Gated(released=20), "auto")
+    iterator = iter(echo)
+    next(iterator)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            next(iterator)
+        except LoaderError:
+            code = 0 if next(iter(echo)) is not None else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_auto_refuses_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    echo = EchoLoader(Gated(released=20), "auto")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(OptionsError):
+        iter(echo)
+    with pytest.raises(OptionsError):
+        EchoLoader(Gated(released=20), "auto")
+    assert len(list(EchoLoader(Gated(3, released=3), 2))) == 6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("factor", [2, "auto"])
+def test_around_a_device_feed_on_cuda(dataset: h5pack.H5Dataset, factor: Any) -> None:
+    with h5py.File(dataset.path) as file:
+        images = torch.from_numpy(file["images"][()]).cuda()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        echo = EchoLoader(DeviceFeed(own(dataset), "cuda", transform=lambda pixels: pixels.float() * 2), factor)
+        for _ in range(3):
+            seen = Counter()
+            for pixels, _, rows in echo:
+                assert torch.equal(pixels, images[rows].float() * 2)
+                seen.update(rows.tolist())
+            assert sorted(seen) == list(range(packs.ROWS))

@@ -1,0 +1,283 @@
+"""`DeviceFeed`: the batches of the loader, on the device; what runs on CUDA is imitated on the CPU."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import pickle
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import h5pack
+from h5pack.device import feed
+from h5pack.device.feed import DeviceFeed
+from h5pack.errors import LoaderError, OptionsError
+from tests.data.packs import all_same, loader_threads, reference, same, threads_end
+from tests.device.feeds import (
+    BATCH,
+    LOADERS,
+    Keyed,
+    Numbers,
+    every_feed,
+    h5_loader,
+    needs_gpu,
+    rest_of,
+)
+
+pytestmark = [
+    pytest.mark.usefixtures("no_thread_stays"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+]
+
+
+@every_feed
+@pytest.mark.parametrize("kind", LOADERS)
+def test_batches_are_those_of_the_loader_in_order(dataset: h5pack.H5Dataset, feed_of: Any, kind: str) -> None:
+    feed = feed_of(LOADERS[kind](dataset))
+    expected = list(LOADERS[kind](dataset))
+    assert len(feed) == len(expected) == 9
+    assert feed.dataset is dataset
+    assert all_same(list(feed), expected)
+    assert len(list(feed)) == 9
+    assert feed.epoch == 1
+    feed.set_epoch(0)
+    assert all_same(list(feed), expected)
+    assert feed.epoch == 0
+
+
+def test_batches_pass_unchanged_on_the_cpu() -> None:
+    batches = [[torch.zeros(2), "text"], (torch.ones(2), 3), {"images": torch.ones(1)}]
+    found = list(DeviceFeed(batches, "cpu"))
+    assert all(one is two for one, two in zip(found, batches, strict=True))
+    assert not loader_threads()
+
+
+def test_missing_devices_and_invalid_options_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert DeviceFeed([]).device == torch.device("cpu")
+    for wrong in ("cuda", "cuda:1", torch.device("cuda", 0)):
+        with pytest.raises(OptionsError) as caught:
+            DeviceFeed([], wrong)
+        assert caught.value.parameters == (f"device={str(wrong)!r}", "device='cpu'")
+    with pytest.raises(OptionsError, match="gpu"):
+        DeviceFeed([], "gpu")
+    with pytest.raises(OptionsError):
+        DeviceFeed([], prefetch_factor=0)
+    with pytest.raises(OptionsError):
+        DeviceFeed(7)
+
+
+def test_local_rank_chooses_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert feed.resolve_device(None) == torch.device("cuda", 0)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert feed.resolve_device(None) == torch.device("cuda", 1)
+    assert feed.resolve_device("cuda") == torch.device("cuda", 0)
+    assert feed.resolve_device("cpu") == torch.device("cpu")
+    # A launcher may show each process one device only.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert feed.resolve_device(None) == torch.device("cuda", 0)
+    with pytest.raises(OptionsError):
+        feed.resolve_device("cuda:1")
+
+
+def test_batches_are_copied_to_other_devices() -> None:
+    (batch,) = DeviceFeed([[torch.zeros(3, dtype=torch.uint8), "text"]], "meta", transform=torch.Tensor.float)
+    assert (batch[0].device.type, batch[0].dtype, batch[1]) == ("meta", torch.float32, "text")
+
+
+def test_a_pickled_feed_begins_again(dataset: h5pack.H5Dataset) -> None:
+    feed = DeviceFeed(h5_loader(dataset), "cpu", transform=torch.Tensor.float)
+    first = next(iter(feed))
+    other = pickle.loads(pickle.dumps(feed))
+    other.set_epoch(0)
+    assert same(next(iter(other)), first)
+    assert "prefetch_factor=2" in repr(other)
+
+
+@every_feed
+def test_torchs_profiler_shows_the_stages(feed_of: Any) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        list(feed_of(Numbers(2), transform=torch.neg))
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["h5pack: transform"] == 2
+    assert 1 <= counts["h5pack: read"] <= 3
+    assert "h5pack: copy" not in counts
+
+
+# Errors.
+
+
+class Breaking:
+    """A loader that fails at one batch."""
+
+    def __init__(self, at: int, error: BaseException) -> None:
+        self.at, self.error = at, error
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(9):
+            if number == self.at:
+                raise self.error
+            yield torch.tensor([number])
+
+
+@every_feed
+@pytest.mark.parametrize("at", [0, 1, 5])
+@pytest.mark.parametrize("where", ["loader", "transform"])
+def test_an_error_is_raised_after_the_batches_before_it(feed_of: Any, at: int, where: str) -> None:
+    def transform(images: torch.Tensor) -> torch.Tensor:
+        if where == "transform" and images == at:
+            raise ValueError("broken")
+        return images
+
+    loader = Breaking(at if where == "loader" else -1, ValueError("broken"))
+    feed = feed_of(loader, transform=transform)
+    for _ in range(2):
+        iterator = iter(feed)
+        assert [next(iterator).item() for _ in range(at)] == list(range(at))
+        with pytest.raises(ValueError, match="broken"):
+            next(iterator)
+        for _ in range(2):
+            with pytest.raises(LoaderError):
+                next(iterator)
+
+
+@every_feed
+def test_out_of_memory_errors_advise_a_lower_prefetch_factor(feed_of: Any) -> None:
+    short = [True]
+
+    def transform(images: torch.Tensor) -> torch.Tensor:
+        if short[0] and images[0, 0] == 2:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return images
+
+    feed = feed_of(Numbers(), transform=transform)
+    iterator = iter(feed)
+    assert [next(iterator)[0, 0].item() for _ in range(2)] == [0, 1]
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="Tried to allocate") as caught:
+        next(iterator)
+    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert "prefetch_factor" in text
+    assert threads_end()
+    short[0] = False
+    assert len(list(feed)) == 5
+
+
+@every_feed
+def test_a_keyboard_interrupt_is_raised_at_once(feed_of: Any) -> None:
+    def transform(images: torch.Tensor) -> torch.Tensor:
+        if images[0, 0] == 0:
+            raise KeyboardInterrupt
+        return images
+
+    iterator = iter(feed_of(Numbers(), transform=transform))
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    with pytest.raises(LoaderError):
+        next(iterator)
+
+
+# On a GPU.
+
+
+def checksums(batch: Iterable[torch.Tensor]) -> list[int]:
+    return [int(part.long().sum()) for part in batch]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("pin_memory", [False, True])
+@pytest.mark.parametrize("prefetch_factor", [1, 3])
+def test_batches_on_a_gpu(dataset: h5pack.H5Dataset, pin_memory: bool, prefetch_factor: int) -> None:
+    expected = reference(dataset, 2, BATCH, window=3, seed=7)
+    loader = h5pack.H5Loader(dataset, BATCH, window=3, seed=7, pin_memory=pin_memory)
+    feed = DeviceFeed(loader, "cuda", transform=Keyed(), prefetch_factor=prefetch_factor)
+    for epoch, batches in enumerate(expected):
+        found = list(feed)
+        for one, two in zip(found, batches, strict=True):
+            assert all(part.device == feed.device for part in one)
+            images = two[0].float() + 1000 * two[-1].reshape(-1, 1, 1, 1) + epoch
+            assert same([part.cpu() for part in one], [images, *two[1:]])
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_states_on_a_gpu(dataset: h5pack.H5Dataset) -> None:
+    expected = rest_of(DeviceFeed(h5_loader(dataset), "cpu"))
+    for taken in range(10):
+        feed = DeviceFeed(h5_loader(dataset), "cuda", prefetch_factor=2)
+        iterator = iter(feed)
+        assert [next(iterator)[-1].tolist() for _ in range(taken)] == expected[:taken]
+        other = DeviceFeed(h5_loader(dataset), "cuda")
+        other.load_state_dict(feed.state_dict())
+        assert rest_of(other) == expected[taken:]
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_many_tiny_batches_on_several_streams() -> None:
+    """Batches are used on alternating streams and dropped at once; none is overwritten early."""
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    batches = [
+        [torch.full((64, 33), number % 251, dtype=torch.uint8), torch.full((5,), number)] for number in range(400)
+    ]
+    feed = DeviceFeed(batches, "cuda", transform=lambda images: images.float() * 2, prefetch_factor=3)
+    weight = torch.eye(33, device="cuda")
+    torch.cuda.synchronize()
+    allocated: list[int] = []
+    for _ in range(4):
+        sums: list[Any] = []
+        iterator = iter(feed)
+        for number in itertools.count():
+            stream = streams[number % 3]
+            with torch.cuda.stream(stream):
+                batch = next(iterator, None)
+                if batch is None:
+                    break
+                # Long work, so that the batch is still in use when its memory is freed.
+                images = batch[0]
+                for _ in range(4):
+                    images = images @ weight
+                sums.append((images.sum(), batch[1].sum()))
+            del batch, images
+        torch.cuda.synchronize()
+        assert [(int(a), int(b)) for a, b in sums] == [
+            (number % 251 * 2 * 64 * 33, number * 5) for number in range(400)
+        ]
+        del sums
+        allocated.append(torch.cuda.memory_allocated())
+    assert len(set(allocated[1:])) == 1, allocated
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_abandoned_iterations_free_gpu_memory(dataset: h5pack.H5Dataset) -> None:
+    feed = DeviceFeed(h5pack.H5Loader(dataset, BATCH, pin_memory=True), "cuda", prefetch_factor=3)
+    list(feed)
+    torch.cuda.synchronize()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    for taken in range(1, 9):
+        iterator = iter(feed)
+        for _ in range(taken):
+            next(iterator)
+        del iterator
+    feed.close()
+    torch.cuda.synchronize()
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
+    assert len(list(feed)) == 9
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_batches_that_a_loader_made_on_the_gpu() -> None:
+    batches = [torch.full((50,), number, device="cuda") for number in range(20)]
+    found = list(DeviceFeed(batches, "cuda", transform=lambda images: images + 1))
+    assert [checksums([batch]) for batch in found] == [[50 * (number + 1)] for number in range(20)]

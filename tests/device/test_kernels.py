@@ -1,0 +1,203 @@
+"""The Triton kernels: by Triton's interpreter on the CPU, compiled without a device, and on a GPU where there is one.
+
+Triton reads TRITON_INTERPRET when it is imported, so both run in processes of their own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from h5pack.device.normalize import Normalize
+from h5pack.errors import OptionsError
+from tests.device.test_normalize import AUGMENTATIONS, DTYPES, LAYOUTS, batch, key_of, reference, ulp
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="pip install triton")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+ROOT = Path(__file__).parents[2]
+
+
+def run(call: str, folder: Path, **variables: str) -> None:
+    """Run a function of this module in a process of its own."""
+    code = f"from tests.device import test_kernels; test_kernels.{call}"
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT), **variables}
+    environment = {name: value for name, value in environment.items() if value}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+def assert_kernel_is_right(device: str, settings: dict[str, Any], sizes: list[tuple[int, ...]]) -> None:
+    """That the kernel's results are those of torch operations, bit by bit, and within one rounding step of the truth.
+
+    Triton's interpreter rounds to bfloat16 towards zero, which is within one step but not the same bits.
+    """
+    for size in sizes:
+        images, key = batch(*size), key_of(size[0])
+        mean, std = (0.485, 0.456, 0.406, 0.5)[: images.shape[3]], (0.229, 0.224, 0.225, 0.25)[: images.shape[3]]
+        first = images.permute(0, 3, 1, 2).contiguous().to(device)
+        views = [(images.to(device), "last"), (first, "first"), (images.to(device).flip(3)[:, :, ::2], "last")]
+        for stored, channels in views:
+            norm = Normalize(mean, std, channels=channels, backend="triton", **settings)
+            plain = Normalize(mean, std, channels=channels, backend="torch", **settings)
+            result, host = norm(stored, key), stored.cpu()
+            assert result.device == stored.device
+            assert result.is_contiguous(memory_format=LAYOUTS[norm.layout])
+            expected = reference(norm, host if channels == "last" else host.permute(0, 2, 3, 1), key)
+            assert result.shape == expected.shape
+            assert (np.abs(result.cpu().double().numpy() - expected) <= ulp(expected, norm.dtype)).all()
+            if device != "cpu" or norm.dtype != torch.bfloat16:
+                assert torch.equal(result.cpu(), plain(host, key))
+
+
+def interpret(first: int) -> None:
+    """All dtypes and layouts with every other augmentation, in the interpreter."""
+    for augmentation in ({}, *AUGMENTATIONS)[first::2]:
+        for dtype, layout in itertools.product(DTYPES, LAYOUTS):
+            settings = {"dtype": dtype, "layout": layout, **augmentation}
+            # Some that fill a program, some that need several, of one to four channels.
+            assert_kernel_is_right("cpu", settings, [(2, 5, 7), (1, 1, 1, 1), (2, 23, 31, 4), (1, 11, 300)])
+
+
+@needs_triton
+@pytest.mark.parametrize("first", [0, 1])
+def test_interpreted(tmp_path: Path, first: int) -> None:
+    run(f"interpret({first})", tmp_path, TRITON_INTERPRET="1")
+
+
+def interpret_no_images() -> None:
+    """An empty batch, and one that is a view into another."""
+    assert Normalize.imagenet(backend="triton")(batch()[:0]).shape == (0, 3, 13, 11)
+    images = batch(4)[1:3]
+    assert torch.equal(Normalize.imagenet(backend="triton")(images), Normalize.imagenet()(images))
+
+
+@needs_triton
+def test_interpreted_parts_of_batches(tmp_path: Path) -> None:
+    run("interpret_no_images()", tmp_path, TRITON_INTERPRET="1")
+
+
+def compile_all() -> None:
+    for dtype in ("fp32", "fp16", "bf16"):
+        compile_flat(dtype)
+
+
+def compile_flat(dtype: str) -> None:
+    """Compile the flat kernel for a GPU that is not here, and look at how it moves its values."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from h5pack.device import kernels
+
+    values = 512 if dtype == "fp32" else 1024
+    constants = {"CHANNELS": 3, "FINE": dtype == "fp32", "VALUES": values}
+    signature = {"pixels": "*u8", "result": f"*{dtype}", "constants": "*fp32", "total": "i32", "stride": "i32"}
+    signature |= dict.fromkeys(constants, "constexpr")
+    names = list(signature)
+    # As of tensors, whose memory is aligned, and any number of values.
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("pixels", "result", "constants", "stride")}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernels._flat_kernel, signature=signature, constexprs=places, attrs=aligned)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": 4}).asm["ptx"]
+    assert "st.global.v4.b32" in ptx, "stores are of 16 bytes"
+    assert ("ld.global.v2.b32" in ptx) == (dtype != "fp32"), "loads are of 8 bytes, of 4 for float32"
+    assert "fma.rn.f32" in ptx
+    assert "ld.shared" not in ptx, "threads exchange no values"
+
+
+@needs_triton
+def test_compiled_without_a_device(tmp_path: Path) -> None:
+    pytest.importorskip("triton", minversion="3.3", reason="its compiler is called by what 3.3 expects")
+    run("compile_all()", tmp_path, TRITON_INTERPRET="")
+
+
+# Which backend is used.
+
+
+@needs_triton
+@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="kernels are interpreted")
+def test_kernels_need_a_gpu() -> None:
+    with pytest.raises(OptionsError, match="CUDA"):
+        Normalize.imagenet(backend="triton")(batch())
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "h5pack.device.kernels", raising=False)
+    import h5pack.device
+
+    monkeypatch.delattr(h5pack.device, "kernels", raising=False)
+    with pytest.raises(OptionsError, match="pip install triton"):
+        Normalize.imagenet(backend="triton")(batch())
+    norm = Normalize.imagenet()
+    # As for a CUDA tensor, for which Triton is tried first.
+    monkeypatch.setattr(norm, "_by_triton", lambda device: not norm._kernels_fail)
+    assert torch.equal(norm(batch()), Normalize.imagenet()(batch()))
+    assert norm._kernels_fail
+
+
+@needs_triton
+def test_a_failing_kernel_is_replaced_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from h5pack.device import kernels
+
+    calls = []
+
+    def fail(*parts: Any) -> None:
+        calls.append(parts)
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(kernels, "normalize", fail)
+    monkeypatch.setattr(kernels, "interpreted", lambda: True)
+    norm = Normalize.imagenet()
+    monkeypatch.setattr(norm, "_by_triton", lambda device: not norm._kernels_fail)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert torch.equal(norm(batch()), Normalize.imagenet()(batch()))
+    assert len(calls) == 1
+    assert caplog.text.count("no C compiler") == 1
+    with pytest.raises(RuntimeError, match="no C compiler"):
+        Normalize.imagenet(backend="triton")(batch())
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@needs_gpu
+@needs_triton
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("settings", [{}, *AUGMENTATIONS], ids=str)
+def test_on_a_gpu(settings: dict[str, Any], dtype: torch.dtype, layout: str) -> None:
+    sizes = [(2, 5, 7), (1, 1, 1, 1), (2, 23, 31, 4), (8, 218, 178), (64, 32, 32)]
+    assert_kernel_is_right("cuda", {"dtype": dtype, "layout": layout, **settings}, sizes)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_operations_on_a_gpu() -> None:
+    for settings in ({}, *AUGMENTATIONS):
+        norm = Normalize.imagenet(backend="torch", **settings)
+        result = norm(batch(9, 40, 30).cuda(), key_of(9))
+        assert torch.equal(result.cpu(), norm(batch(9, 40, 30), key_of(9)))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_auto_takes_the_kernel_on_a_gpu() -> None:
+    norm = Normalize.imagenet(flip=0.5)
+    norm(batch().cuda(), key_of(6))
+    assert norm._kernels_fail == (importlib.util.find_spec("triton") is None)

@@ -1,0 +1,242 @@
+"""`LoaderWrapper`, by `DeviceFeed`: the epoch and the state of any loader, whatever was prefetched."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import h5pack
+from h5pack.device.batch import BatchKey
+from h5pack.device.feed import DeviceFeed
+from h5pack.errors import LoaderError, StateError
+from tests.data.packs import same
+from tests.device.feeds import (
+    LOADERS,
+    Keyed,
+    Numbers,
+    PrefetchingFeed,
+    data_loader,
+    every_feed,
+    h5_loader,
+    rest_of,
+)
+
+pytestmark = [
+    pytest.mark.usefixtures("no_thread_stays"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+]
+
+
+@every_feed
+@pytest.mark.parametrize("kind", LOADERS)
+def test_resume_at_every_batch(dataset: h5pack.H5Dataset, feed_of: Any, kind: str) -> None:
+    epochs = [rest_of(DeviceFeed(LOADERS[kind](dataset)))]
+    feed = feed_of(LOADERS[kind](dataset))
+    list(feed)
+    epochs.append(rest_of(feed))
+    assert epochs[0] != epochs[1]
+    flat = epochs[0] + epochs[1]
+    feed = feed_of(LOADERS[kind](dataset))
+    states = [feed.state_dict()]
+    for epoch in epochs:
+        iterator = iter(feed)
+        for rows in epoch:
+            assert same(next(iterator)[-1], torch.tensor(rows))
+            states.append(feed.state_dict())
+        with pytest.raises(StopIteration):
+            next(iterator)
+        with pytest.raises(StopIteration):
+            next(iterator)
+        # After the epoch it is the beginning of the next.
+        states[-1] = feed.state_dict()
+        if epoch is epochs[0]:
+            # No empty epoch follows; a StatefulDataLoader does the same.
+            other = feed_of(LOADERS[kind](dataset))
+            other.load_state_dict(states[-1])
+            assert rest_of(other) == epochs[1]
+    for taken, state in enumerate(states[:-1]):
+        if kind != "stateful":
+            json.dumps(state)
+        other = feed_of(LOADERS[kind](dataset))
+        other.load_state_dict(pickle.loads(pickle.dumps(state)))
+        found = rest_of(other)
+        while len(found) < len(flat) - taken:
+            found += rest_of(other)
+        assert found == flat[taken:], taken
+
+
+@every_feed
+def test_resume_of_a_loader_with_persistent_workers(dataset: h5pack.H5Dataset, feed_of: Any) -> None:
+    expected = rest_of(DeviceFeed(h5_loader(dataset)))
+    feed = feed_of(data_loader(dataset, 2, persistent_workers=True))
+    for taken in range(1, 10):
+        feed.set_epoch(0)
+        iterator = iter(feed)
+        assert [next(iterator)[-1].tolist() for _ in range(taken)] == expected[:taken]
+        state = feed.state_dict()
+        assert (state["epoch"], state["batches"]) == (0, taken)
+        del iterator
+        # The same workers continue, right after the break.
+        feed.load_state_dict(state)
+        assert rest_of(feed) == expected[taken:]
+    assert feed.state_dict()["epoch"] == 1
+    assert feed.state_dict()["batches"] == 0
+    feed.close()
+
+
+def test_a_loader_with_persistent_workers_has_one_iteration(dataset: h5pack.H5Dataset) -> None:
+    feed = PrefetchingFeed(data_loader(dataset, 1, persistent_workers=True), prefetch_factor=1)
+    held = iter(feed)
+    next(held)
+    feed.set_epoch(0)
+    assert rest_of(feed) == rest_of(DeviceFeed(h5_loader(dataset)))
+    with pytest.raises(LoaderError):
+        list(held)
+
+
+@every_feed
+def test_a_state_can_be_loaded_into_the_bare_loader(dataset: h5pack.H5Dataset, feed_of: Any) -> None:
+    loader = h5_loader(dataset)
+    feed = feed_of(loader)
+    iterator = iter(feed)
+    assert feed.state_dict()["batches"] == 0
+    next(iterator)
+    next(iterator)
+    bare = h5_loader(dataset)
+    bare.load_state_dict(feed.state_dict())
+    rest = rest_of(DeviceFeed(bare))
+    assert rest == [batch[-1].tolist() for batch in iterator]
+    assert len(rest) == 7
+
+
+@every_feed
+def test_setting_the_epoch_or_the_state_during_an_iteration(dataset: h5pack.H5Dataset, feed_of: Any) -> None:
+    for kind in ("H5Loader", "DataLoader"):
+        feed = feed_of(LOADERS[kind](dataset))
+        iterator = iter(feed)
+        next(iterator)
+        state = feed.state_dict()
+        next(iterator)
+        feed.set_epoch(4)
+        assert (feed.state_dict()["epoch"], feed.state_dict()["batches"]) == (4, 0)
+        assert len(list(iterator)) == 7
+        assert feed.state_dict()["epoch"] == 4
+        feed.load_state_dict(state)
+        assert feed.state_dict() == state
+        assert len(list(feed)) == 8
+
+
+@every_feed
+def test_the_state_holds_the_epoch_if_the_loader_counts_none(feed_of: Any) -> None:
+    module = pytest.importorskip("torchdata.stateful_dataloader", reason="pip install 'h5pack[dev]'")
+    keyed = Keyed()
+
+    def make() -> Any:
+        data = [{"images": torch.zeros(2), "rows": row} for row in range(6)]
+        return feed_of(module.StatefulDataLoader(data, 2, shuffle=False), transform=keyed)
+
+    feed = make()
+    list(feed)
+    iterator = iter(feed)
+    next(iterator)
+    state = feed.state_dict()
+    assert state["epoch"] == 1
+    del iterator
+    other = make()
+    other.load_state_dict(state)
+    keyed.keys.clear()
+    assert len(list(other)) == 2
+    assert [(key.epoch, key.rows.tolist()) for key in keyed.keys] == [(1, [2, 3]), (1, [4, 5])]
+    with pytest.raises(StateError):
+        other.load_state_dict({"order": 3})
+
+
+@every_feed
+def test_loaders_without_state(feed_of: Any) -> None:
+    for loader in (DataLoader([1, 2, 3]), Numbers()):
+        feed = feed_of(loader)
+        list(feed)
+        with pytest.raises(StateError):
+            feed.state_dict()
+        with pytest.raises(StateError):
+            feed.load_state_dict({"epoch": 0, "loader": {}})
+    with pytest.raises(TypeError):
+        len(feed_of(Numbers()))
+    # A wrapper of a wrapper raises only when it is asked.
+    outer = feed_of(DeviceFeed(Numbers()))
+    assert len(list(outer)) == 5
+    with pytest.raises(StateError, match="Numbers"):
+        outer.state_dict()
+
+
+def test_a_batch_whose_transform_fails_is_not_counted(dataset: h5pack.H5Dataset) -> None:
+    """The step has not received it, so it is given again."""
+    for wrapped in (lambda loader: loader, lambda loader: h5pack.EchoLoader(loader, 2)):
+        expected = [batch[-1].tolist() for batch in wrapped(h5pack.H5Loader(dataset, 8, seed=3))]
+        calls = 0
+
+        def failing(images: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == 4:
+                raise KeyboardInterrupt
+            return images
+
+        feed = h5pack.DeviceFeed(wrapped(h5pack.H5Loader(dataset, 8, seed=3)), "cpu", transform=failing)
+        received = []
+        with contextlib.suppress(KeyboardInterrupt):
+            for batch in feed:
+                received.append(batch[-1].tolist())
+        assert calls == 4
+        assert received == expected[:3]
+        again = h5pack.DeviceFeed(wrapped(h5pack.H5Loader(dataset, 8, seed=3)), "cpu")
+        again.load_state_dict(feed.state_dict())
+        assert [batch[-1].tolist() for batch in again] == expected[3:]
+
+
+class Epochs:
+    """Records the epochs of its keys."""
+
+    keyed = True
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __call__(self, images: torch.Tensor, key: BatchKey) -> torch.Tensor:
+        self.seen.append(key.epoch)
+        return images
+
+
+def test_an_iteration_keeps_its_epoch_when_another_begins(dataset: h5pack.H5Dataset) -> None:
+    epochs = Epochs()
+    feed = h5pack.DeviceFeed(h5pack.H5Loader(dataset, 8), "cpu", transform=epochs)
+    first = iter(feed)
+    next(first)
+    second = iter(feed)
+    next(first)
+    next(second)
+    next(first)
+    assert epochs.seen == [0, 0, 1, 0]
+
+
+def test_keys_have_the_next_epoch_if_the_sampler_stays_in_its_own(dataset: h5pack.H5Dataset) -> None:
+    """torch's DistributedSampler stays in epoch 0 until its `set_epoch` is called; keys do not."""
+    sampler = torch.utils.data.DistributedSampler(dataset, 1, 0)
+    epochs = Epochs()
+    feed = h5pack.DeviceFeed(DataLoader(dataset, 50, sampler=sampler), "cpu", transform=epochs)
+    for _ in range(3):
+        list(feed)
+    batches = len(feed)
+    assert epochs.seen == [epoch for epoch in range(3) for _ in range(batches)]
+    sampler.set_epoch(7)
+    list(feed)
+    feed.set_epoch(20)
+    list(feed)
+    assert epochs.seen[3 * batches :] == [7] * batches + [20] * batches
+    assert sampler.epoch == 20

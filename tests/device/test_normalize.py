@@ -1,0 +1,407 @@
+"""Normalize: one rounding step from the truth, in any layout, augmented as drawn."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch.utils.data import Subset
+
+import h5pack
+from h5pack.data.concat import ConcatPack
+from h5pack.device.augment import AugmentationDraws, crop_and_flip, crop_and_flip_on_cpu, draw_augmentation
+from h5pack.device.batch import BatchKey
+from h5pack.device.normalize import IMAGENET_MEAN, IMAGENET_STD, Normalize
+from h5pack.errors import OptionsError
+from tests.data import packs
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LAYOUTS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
+AUGMENTATIONS: tuple[dict[str, Any], ...] = (
+    {"flip": 0.5},
+    {"crop": 3},
+    {"erase": 0.7},
+    {"flip": True, "crop": 20, "erase": 0.7},
+)
+
+
+def batch(count: int = 6, height: int = 13, width: int = 11, channels: int = 3) -> torch.Tensor:
+    """uint8, (N, H, W, C)."""
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(0, 256, (count, height, width, channels), dtype=torch.uint8, generator=generator)
+
+
+def key_of(count: int, **parts: Any) -> BatchKey:
+    return BatchKey(**{"rows": torch.arange(count) * 7 + 3, "epoch": 2, "repeats": 1, **parts})
+
+
+def ulp(values: npt.NDArray[np.float64], dtype: torch.dtype) -> npt.NDArray[np.float64]:
+    """The distance of neighbouring numbers of a dtype at some values; float64."""
+    kind = torch.finfo(dtype)
+    magnitudes = np.maximum(np.abs(values), kind.tiny)
+    return 2.0 ** (np.frexp(magnitudes)[1] - 1) * kind.eps
+
+
+def draws_of(norm: Normalize, key: BatchKey | None, height: int, width: int) -> AugmentationDraws | None:
+    if key is None or not norm.keyed:
+        return None
+    return draw_augmentation(key, norm.seed, norm.augmentation, height, width)
+
+
+def reference(norm: Normalize, images: torch.Tensor, key: BatchKey | None = None) -> npt.NDArray[np.float64]:
+    """float64, (N, C, H, W), image by image with numpy; of uint8 images (N, H, W, C)."""
+    found = []
+    draws = draws_of(norm, key, *images.shape[1:3])
+    pad = norm.augmentation.crop
+    for number, image in enumerate(images.numpy()):
+        height, width, _ = image.shape
+        if draws is not None:
+            padded = np.pad(image, ((pad, pad), (pad, pad), (0, 0)))
+            top, left = int(draws.top[number]) + pad, int(draws.left[number]) + pad
+            image = padded[top : top + height, left : left + width]
+            image = image[:, ::-1] if draws.flip[number] else image
+        values = (image / 255 - np.array(norm.mean)) / np.array(norm.std)
+        if draws is not None:
+            top, left = int(draws.box_top[number]), int(draws.box_left[number])
+            values[top : top + int(draws.box_height[number]), left : left + int(draws.box_width[number])] = 0
+        found.append(values.transpose(2, 0, 1))
+    return np.stack(found)
+
+
+def assert_right(norm: Normalize, images: torch.Tensor, key: BatchKey | None = None) -> None:
+    """That images, stored (N, H, W, C) or (N, C, H, W), with any strides, come out within one rounding step."""
+    expected = reference(norm, images, key)
+    for stored in (images, images.permute(0, 3, 1, 2).contiguous()):
+        result = norm(stored, key)
+        assert result.dtype == norm.dtype
+        assert result.shape == expected.shape
+        assert result.is_contiguous(memory_format=LAYOUTS[norm.layout])
+        assert (np.abs(result.double().numpy() - expected) <= ulp(expected, norm.dtype)).all()
+
+
+# Values.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_pixel_value_is_within_one_rounding_step(dtype: torch.dtype, layout: str) -> None:
+    values = torch.arange(256, dtype=torch.uint8).reshape(4, 8, 8, 1).expand(4, 8, 8, 3).contiguous()
+    # Also means that are a pixel's value, where the truth is 0, and ones half-way between two.
+    for mean, std in (
+        (IMAGENET_MEAN, IMAGENET_STD),
+        ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+        ((128 / 255, 1 / 255, 1.0), (0.25, 0.001, 1.0)),
+        ((127.5 / 255, 0.5 / 255, 254.5 / 255), (0.3, 0.01, 3.0)),
+        ((0.0, 0.0, 0.0), (1.0, 1 / 255, 1.0)),
+    ):
+        assert_right(Normalize(mean, std, dtype=dtype, layout=layout, channels=None), values)
+
+
+def test_any_mean_and_deviation_are_within_one_rounding_step() -> None:
+    random = np.random.default_rng(0)
+    mean, std = random.uniform(0, 1, 2000), 2 ** random.uniform(-8, 2, 2000)
+    values = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 16, 1).expand(1, 16, 16, 2000)
+    for dtype in DTYPES:
+        norm = Normalize(mean, std, dtype=dtype, channels="last")
+        expected = reference(norm, values)
+        assert (np.abs(norm(values).double().numpy() - expected) <= ulp(expected, dtype)).all()
+
+
+def test_without_statistics_it_is_the_pixel_over_255() -> None:
+    for channels in (1, 2, 3, 4):
+        images = batch(channels=channels)
+        result = Normalize(channels="last")(images)
+        expected = (images.permute(0, 3, 1, 2).double() / 255).numpy()
+        assert (np.abs(result.double().numpy() - expected) <= ulp(expected, torch.float32)).all()
+
+
+@pytest.mark.parametrize("size", [(1, 1, 1), (2, 1, 7), (3, 5, 1), (5, 64, 2), (3, 218, 178), (1, 400, 350)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_odd_sizes(size: tuple[int, int, int], layout: str) -> None:
+    for channels in (1, 3, 4):
+        mean, std = (0.1, 0.4, 0.6, 0.9)[:channels], (0.2, 0.3, 0.4, 0.5)[:channels]
+        images = batch(*size, channels)
+        expected = reference(Normalize(mean, std), images)
+        for stored, where in ((images, "last"), (images.permute(0, 3, 1, 2).contiguous(), "first")):
+            result = Normalize(mean, std, layout=layout, channels=where)(stored)
+            assert (np.abs(result.double().numpy() - expected) <= ulp(expected, torch.float32)).all()
+
+
+def test_a_mean_or_a_deviation_alone() -> None:
+    assert Normalize(mean=(0.5, 0.25)).std == (1.0, 1.0)
+    assert Normalize(std=(0.5, 0.25)).mean == (0.0, 0.0)
+
+
+def test_any_strides() -> None:
+    images = batch(8, 20, 18)
+    norm = Normalize.imagenet()
+    for view in (images[::2], images[:, 3:17, 2::3], images.transpose(1, 2), images[:1].expand(4, -1, -1, -1)):
+        assert not view.is_contiguous()
+        assert_right(norm, view)
+        assert torch.equal(norm(view), norm(view.contiguous()))
+    before = images.clone()
+    norm(images)
+    assert torch.equal(images, before)
+
+
+def test_no_images_give_no_images() -> None:
+    for images in (batch()[:0], batch()[:0].permute(0, 3, 1, 2)):
+        assert Normalize.imagenet(flip=0.5)(images, key_of(0)).shape == (0, 3, 13, 11)
+
+
+def test_results_are_never_overwritten() -> None:
+    """Memory of large results is used again, but only when their last view is gone."""
+    norm = Normalize.imagenet()
+    images = batch(4, 218, 178)
+    kept = [norm(images ^ number) for number in range(6)]
+    kept[3] = kept[3][1:, :, ::2]
+    again = [norm(images ^ number) for number in range(6)]
+    again[3] = again[3][1:, :, ::2]
+    assert all(map(torch.equal, kept, again))
+    address = kept[0].data_ptr()
+    view = kept[0][0, 0]
+    expected = view.clone()
+    del kept, again
+    assert norm(images ^ 255).data_ptr() != address
+    assert torch.equal(view, expected)
+    del view
+    assert address in {one.data_ptr() for one in [norm(images) for _ in range(4)]}
+
+
+# Augmentation.
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("settings", AUGMENTATIONS, ids=str)
+def test_augmented_images_equal_the_slow_twin(settings: dict[str, Any], layout: str) -> None:
+    for dtype in DTYPES:
+        norm = Normalize.imagenet(dtype=dtype, layout=layout, seed=5, **settings)
+        for size in ((40, 13, 11), (2, 70, 50)):
+            assert_right(norm, batch(*size), key_of(size[0]))
+
+
+@pytest.mark.parametrize("settings", [{}, *AUGMENTATIONS], ids=str)
+def test_operations_for_any_device_give_the_same_bits(settings: dict[str, Any]) -> None:
+    for dtype in DTYPES:
+        for layout in LAYOUTS:
+            norm = Normalize.imagenet(dtype=dtype, layout=layout, **settings)
+            images, key = batch(9, 30, 21), key_of(9)
+            slow = norm._by_operations(images, norm._constants_on(images.device, 3), draws_of(norm, key, 30, 21))
+            fast = norm(images, key)
+            assert torch.equal(slow, fast)
+            assert slow.stride() == fast.stride()
+
+
+def test_moves_of_the_two_kinds_are_equal() -> None:
+    images, norm = batch(50, 9, 14), Normalize(flip=0.5, crop=16)
+    draws = draws_of(norm, key_of(50), 9, 14)
+    assert draws is not None
+    expected = crop_and_flip(images, draws)
+    assert torch.equal(crop_and_flip_on_cpu(images, draws, planar=False), expected)
+    assert torch.equal(crop_and_flip_on_cpu(images, draws, planar=True), expected.permute(0, 3, 1, 2))
+
+
+def test_a_sample_is_augmented_alike_in_any_batch() -> None:
+    images, norm = batch(30), Normalize.imagenet(flip=0.5, crop=2, erase=0.5)
+    whole = norm(images, key_of(30))
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(0))
+    for part in (order[:7], order[7:8], order[8:]):
+        rows = key_of(30).rows[part]
+        assert torch.equal(norm(images[part], key_of(0, rows=rows)), whole[part])
+    for other in (key_of(30, epoch=3), key_of(30, repeats=0), key_of(30, rows=torch.arange(30))):
+        assert not torch.equal(norm(images, other), whole)
+    assert not torch.equal(Normalize.imagenet(flip=0.5, crop=2, erase=0.5, seed=1)(images, key_of(30)), whole)
+
+
+def test_keys_are_asked_for_only_where_something_is_drawn() -> None:
+    images = batch()
+    plain = Normalize.imagenet()
+    assert not plain.keyed
+    assert torch.equal(plain(images, key_of(6)), plain(images))
+    for settings in AUGMENTATIONS:
+        norm = Normalize.imagenet(**settings)
+        assert norm.keyed
+        with pytest.raises(OptionsError, match="with_rows"):
+            norm(images)
+        with pytest.raises(OptionsError, match="shapes"):
+            norm(images, key_of(5))
+        with pytest.raises(OptionsError, match="shapes"):
+            norm(images, key_of(6, repeats=torch.zeros(1, dtype=torch.int64)))
+
+
+# Under torch's modes.
+
+
+def test_compiled_callers() -> None:
+    images, key = batch(4), key_of(4)
+    model = torch.nn.Conv2d(3, 2, 3)
+    for settings in ({}, AUGMENTATIONS[-1]):
+        norm = Normalize.imagenet(**settings)
+
+        def step(images: torch.Tensor, rows: torch.Tensor, norm: Normalize = norm) -> torch.Tensor:
+            return model(norm(images, BatchKey(rows, 2, 1)))
+
+        expected = step(images, key.rows)
+        for backend in ("eager", "aot_eager"):
+            torch._dynamo.reset()
+            compiled = torch.compile(step, backend=backend, fullgraph=True)
+            for _ in range(2):
+                torch.testing.assert_close(compiled(images, key.rows), expected)
+        assert torch.equal(norm(images, key), norm(images, key))
+        torch.testing.assert_close(step(images, key.rows), expected)
+
+
+def test_modes() -> None:
+    images = batch(4)
+    norm = Normalize.imagenet(flip=0.5, erase=0.5)
+    expected = Normalize.imagenet(flip=0.5, erase=0.5)(images, key_of(4))
+    with torch.inference_mode():
+        assert torch.equal(norm(images, key_of(4)), expected)
+    model = torch.nn.Conv2d(3, 2, 3)
+    model(norm(images, key_of(4))).sum().backward()
+    assert model.weight.grad is not None
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(norm(images, key_of(4)), expected)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(Normalize.imagenet(flip=0.5, erase=0.5)(images, key_of(4)), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_it_is_pickled_and_copied() -> None:
+    images, key = batch(40, 100, 90), key_of(40)
+    norm = Normalize.imagenet(dtype=torch.float16, flip=0.5, crop=2, erase=0.5, seed=3)
+    expected = norm(images, key)
+    for other in (pickle.loads(pickle.dumps(norm)), copy.deepcopy(norm)):
+        assert torch.equal(other(images, key), expected)
+        assert repr(other) == repr(norm)
+    assert len(pickle.dumps(norm)) < 2000
+
+
+def test_its_text_says_what_it_does() -> None:
+    assert repr(Normalize.imagenet(dtype=torch.bfloat16)) == (
+        "Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), dtype=torch.bfloat16, layout='channels_last')"
+    )
+    text = repr(Normalize((0.5,), (0.25,), flip=True, crop=4, erase=0.1, seed=7, channels="first", backend="torch"))
+    for part in ("mean=(0.5,)", "channels='first'", "flip=0.5", "crop=4", "erase=0.1", "seed=7", "backend='torch'"):
+        assert part in text
+
+
+# Statistics of packs.
+
+
+def test_statistics_of_packs(tmp_path: Path) -> None:
+    path = packs.converted(tmp_path)
+    dataset = h5pack.H5Dataset(path, "train")
+    assert dataset.mean is not None
+    subset = Subset(dataset, range(5))
+    for source in (
+        dataset,
+        subset,
+        Subset(subset, [1]),
+        ConcatPack([dataset, dataset]),
+        Subset(ConcatPack([dataset]), [1]),
+    ):
+        norm = Normalize.from_dataset(source, dtype=torch.float16)
+        assert norm.mean == tuple(dataset.mean)
+        assert norm.std == tuple(dataset.std)
+        assert norm.dtype == torch.float16
+    images = next(iter(torch.utils.data.DataLoader(dataset, 5, collate_fn=dataset.collate)))[0]
+    assert_right(Normalize.from_dataset(dataset), images)
+
+
+def test_datasets_without_statistics_are_refused(tmp_path: Path) -> None:
+    dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"))
+    with pytest.raises(OptionsError) as caught:
+        Normalize.from_dataset(dataset)
+    assert caught.value.path == str(dataset.path)
+    with pytest.raises(OptionsError):
+        Normalize.from_dataset([1])
+
+
+def test_datasets_of_different_statistics_are_refused(tmp_path: Path) -> None:
+    one = h5pack.H5Dataset(packs.converted(tmp_path))
+    other = copy.copy(one)
+    assert one.mean is not None
+    other.mean = one.mean / 2
+    with pytest.raises(OptionsError):
+        Normalize.from_dataset(ConcatPack([one, other]))
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("options", "parameters"),
+    [
+        ({"mean": (0.5, 0.5), "std": (0.2,)}, ("mean", "std")),
+        ({"mean": (), "std": ()}, ("mean", "std")),
+        ({"mean": 0.5}, ("mean", "std")),
+        ({"mean": (123.7, 116.3, 103.5)}, ("mean",)),
+        ({"mean": (float("nan"),)}, ("mean",)),
+        *(({"std": (value,)}, ("std",)) for value in (0.0, -1.0, float("nan"))),
+        ({"std": (1e-5,), "dtype": torch.float16}, ("std",)),
+        ({"dtype": torch.float64}, ("dtype",)),
+        ({"layout": "nhwc"}, ("layout",)),
+        ({"channels": "middle"}, ("channels",)),
+        ({"backend": "cuda"}, ("backend",)),
+        ({"flip": 2}, ("flip",)),
+        ({"erase": -1}, ("erase",)),
+        ({"crop": -4}, ("crop",)),
+    ],
+)
+def test_invalid_options_are_refused(options: dict[str, Any], parameters: tuple[str, ...]) -> None:
+    with pytest.raises(OptionsError) as caught:
+        Normalize(**options)
+    assert caught.value.parameters == parameters
+
+
+def test_images_of_another_dtype_or_shape_are_refused() -> None:
+    norm = Normalize.imagenet()
+    for images, word in (
+        (batch().float(), "float32"),
+        (batch().half(), "float16"),
+        (batch().int(), "int32"),
+        (batch()[0], "shape"),
+        (batch(channels=4), "3 channels"),
+        (batch(channels=1), "3 channels"),
+        (batch(6, 3, 8), "last or first"),
+        (batch().numpy(), "ndarray"),
+    ):
+        with pytest.raises(OptionsError, match=word):
+            norm(images)
+    for other, images in (
+        (Normalize((0.5,), (0.5,)), batch()),
+        (Normalize.imagenet(channels="first"), batch()),
+        (Normalize(), batch(6, 1, 8)),
+    ):
+        with pytest.raises(OptionsError):
+            other(images)
+    assert Normalize.imagenet(channels="last")(batch(6, 3, 8)).shape == (6, 3, 3, 8)
+    assert Normalize.imagenet(channels="first")(batch(6, 3, 8)).shape == (6, 3, 8, 3)
+    assert Normalize((0.5,) * 4, (0.5,) * 4)(batch(channels=4)).shape == (6, 4, 13, 11)
+
+
+# Beside other transforms.
+
+
+def test_kornia_comes_after_it() -> None:
+    augmentation = pytest.importorskip("kornia.augmentation", reason="pip install kornia")
+    images, key = batch(8, 16, 16), key_of(8)
+    norm = Normalize.imagenet(flip=0.5)
+    pipeline = torch.nn.Sequential(augmentation.RandomHorizontalFlip(p=1.0), augmentation.RandomErasing(p=0.0))
+    assert torch.equal(pipeline(norm(images, key)), norm(images, key).flip(3))
+
+
+def test_importing_it_imports_no_triton() -> None:
+    code = "import sys, h5pack.device.normalize; assert not {'triton', 'torch._dynamo'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)

@@ -1,0 +1,325 @@
+"""Whole diagnoses of small files: known bottlenecks on a machine whose time is made up, and what may go wrong."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import h5pack
+from h5pack.doctor import diagnose as module
+from h5pack.doctor import target as target_module
+from h5pack.doctor.diagnose import Diagnosis, plan_trial
+from h5pack.doctor.measure import INTERRUPTED, StageRun
+from h5pack.doctor.report import STAGE_TITLES, DoctorReport
+from h5pack.errors import OptionsError
+from h5pack.monitor.advice import Remedy
+from h5pack.monitor.bottleneck import Bottleneck, Encoding, Outcome, Stage, judge
+from tests.data.packs import threads_end
+from tests.doctor import users
+from tests.doctor.conftest import Machine
+from tests.doctor.test_target import settings
+from tests.monitor.figures import evidence
+
+ROWS = 200
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_are_left() -> Iterator[None]:
+    yield
+    assert threads_end()
+
+
+def diagnose(path: Path, **changes: Any) -> DoctorReport:
+    usual: dict[str, Any] = {"batch_size": 10, "window": 1, "model": users.cheap, "seconds": 60.0, "device": "cpu"}
+    return h5pack.diagnose(path, **{**usual, **changes})
+
+
+def medians(report: DoctorReport) -> dict[str, float | None]:
+    return {one.stage.value: None if one.rates is None else one.rates.median for one in report.stages}
+
+
+def remedies(report: DoctorReport) -> list[Remedy]:
+    return [one.remedy for one in report.advice if one.moves]
+
+
+@pytest.fixture
+def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial would start workers, in which no time is made up."""
+    monkeypatch.setattr(module, "plan_trial", lambda verdict, evidence: None)
+
+
+def step_of(spend: Callable[[float], None], seconds: float) -> Callable[[], Any]:
+    """A factory of a step that takes some time of a machine for each image."""
+    return lambda: lambda images, labels: spend(len(images) * seconds)
+
+
+@pytest.mark.usefixtures("no_trial", "hasty")
+def test_slow_storage_is_named(path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = type(h5pack.H5Dataset(path).engine)
+    read = engine.read
+
+    def slow(self: Any, name: str, *arguments: Any) -> Any:
+        if name == "images":
+            machine.wait(0.1)
+        return read(self, name, *arguments)
+
+    monkeypatch.setattr(engine, "read", slow)
+    report = diagnose(path, num_workers=0)
+    assert report.verdict is not None
+    assert report.evidence is not None
+    assert report.verdict.bottlenecks == (Bottleneck.STORAGE,)
+    assert (report.verdict.fed, report.verdict.certain) == (False, True)
+    assert report.evidence.read_busy_fraction == pytest.approx(0.0, abs=0.1)
+    assert report.evidence.stall_fraction is not None
+    assert report.evidence.stall_fraction > 0.9
+    assert Remedy.FASTER_DISK in remedies(report)
+    # 0.1 s for each chunk of ten rows.
+    assert medians(report)["storage_hot"] == pytest.approx(10 / 0.1, rel=0.1)
+
+
+@pytest.mark.usefixtures("no_trial", "hasty")
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_slow_transform_is_named(path: Path, machine: Machine, waits: bool) -> None:
+    spend = machine.wait if waits else machine.work
+
+    def transform(image: Any) -> torch.Tensor:
+        spend(0.01)
+        return torch.from_numpy(image)
+
+    report = diagnose(path, num_workers=0, transform=transform)
+    assert report.verdict is not None
+    assert report.verdict.bottlenecks == (Bottleneck.TRANSFORM,)
+    assert (report.verdict.fed, report.verdict.certain) == (False, True)
+    assert remedies(report)[0] is Remedy.TRANSFORM_ON_DEVICE
+    assert (Remedy.TRANSFORM_IN_MORE_THREADS in remedies(report)) == waits
+    assert medians(report)["transform"] == pytest.approx(1 / 0.01, rel=0.1)
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("cpus", [1, 4])
+def test_a_slow_step_and_too_many_threads_are_named(
+    path: Path, machine: Machine, cpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target_module, "available_cpus", lambda: cpus)
+    report = diagnose(path, num_threads=4, model=step_of(machine.work, 0.01))
+    assert report.verdict is not None
+    assert (report.verdict.outcome, report.verdict.bottlenecks) == (Outcome.FED, (Bottleneck.STEP,))
+    assert medians(report)["step"] == pytest.approx(1 / 0.01, rel=0.1)
+    assert remedies(report) == [*([Remedy.LOWER_PARALLELISM] if cpus == 1 else []), Remedy.USE_GPU]
+
+
+def test_every_stage_is_measured_or_has_a_reason(path: Path, machine: Machine) -> None:
+    shown: list[str] = []
+    report = diagnose(path, num_threads=2, seconds=2.0, on_progress=shown.append)
+    assert [one.stage for one in report.stages] == list(Stage)
+    for one in report.stages:
+        assert (one.rates is None) == (one.reason is not None), one
+        if one.rates is not None:
+            assert one.rates.low <= one.rates.median <= one.rates.high
+            assert one.rates.repeats >= 3
+            assert one.images > 0
+    missing = {one.stage for one in report.stages if one.reason is not None}
+    assert missing - {Stage.COLD, Stage.COLD_STORED} == {Stage.TRANSFORM, Stage.COPY}
+    assert 0 < report.seconds < 4.0
+    assert f"{STAGE_TITLES[Stage.EVERYTHING]}, repeat 1" in shown
+    assert report.target.labels
+    assert (report.target.rows, report.target.images) == (ROWS, "16x12x3 uint8")
+    found = report.to_json()
+    assert set(found) == {
+        "path", "split", "images", "rows", "hot_rows", "device", "step", "labels", "normalize", "stages", "bottleneck",
+        "fed", "sure", "verdict", "first_epoch", "advice", "notes", "trial", "facts", "unknown", "failures",
+        "interrupted", "seconds", "machine",
+    }  # fmt: skip
+    assert found["facts"]["num_threads"] == 2
+    assert found["interrupted"] is False
+    assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.usefixtures("hasty")
+def test_images_that_are_floats_need_no_normalizing(path: Path) -> None:
+    report = diagnose(path, transform=users.to_float)
+    assert medians(report)["normalize"] is None
+    assert report.target.normalize.startswith("not needed")
+    assert Remedy.UINT8_BATCHES in {one.remedy for one in report.advice}
+
+
+class Failing(nn.Module):
+    """Fails, but not at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = itertools.count()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if next(self.calls) > 4:
+            raise RuntimeError("out of luck")
+        return images.flatten(1)[:, :1]
+
+
+MODEL, TRANSFORM = {"step", "everything"}, {"transform", "everything"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "failure", "missing"),
+    [
+        ({"model": users.failing_factory}, "weights.pt is not there", MODEL),
+        ({"model": users.failing_step}, "10x3x16x12 float32 on cpu", MODEL),
+        ({"model": Failing}, "out of luck", MODEL),
+        ({"transform": users.failing_transform}, "no such colour", TRANSFORM),
+    ],
+)
+@pytest.mark.usefixtures("hasty")
+def test_a_failure_of_the_user_s_functions_leaves_the_other_stages(
+    path: Path, changes: dict[str, Any], failure: str, missing: set[str]
+) -> None:
+    report = diagnose(path, **changes)
+    assert failure in report.failures[0]
+    assert "\n" not in "".join(report.failures)
+    found = medians(report)
+    measured = {"storage_hot", "loader", "normalize", "step", "everything"} - missing
+    assert {key for key in found if found[key] is not None} >= measured
+    assert {key for key in missing if found[key] is not None} == set()
+    assert report.verdict is not None
+    assert report.verdict.outcome in (Outcome.NO_LOADER, Outcome.NO_STEP)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_an_interruption_keeps_what_was_measured(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repeat = StageRun.repeat
+
+    def interrupted(run: StageRun, seconds: float) -> None:
+        if run.stage is Stage.NORMALIZE:
+            raise KeyboardInterrupt
+        repeat(run, seconds)
+
+    monkeypatch.setattr(StageRun, "repeat", interrupted)
+    with Diagnosis(settings(path)) as diagnosis:
+        with pytest.raises(KeyboardInterrupt):
+            diagnosis.run()
+        report = diagnosis.report()
+    found = {one.stage: one for one in report.stages}
+    assert found[Stage.LOADER].rates is not None
+    assert found[Stage.LOADER].rates.repeats == 1
+    assert found[Stage.EVERYTHING].reason == INTERRUPTED
+    assert report.verdict is None
+    assert report.to_json()["interrupted"] is True
+
+
+def test_a_budget_that_is_too_small_says_which_is_enough(path: Path, machine: Machine) -> None:
+    changes = {"num_threads": 2, "model": step_of(machine.work, 0.01)}
+    with pytest.raises(OptionsError) as caught:
+        diagnose(path, seconds=0.01, **changes)
+    assert "batch_size" in caught.value.parameters
+    with pytest.raises(OptionsError) as caught:
+        diagnose(path, seconds=0.3, **changes)
+    suggested = next(float(one.partition("=")[2]) for one in caught.value.parameters if one.startswith("seconds="))
+    assert suggested > 0.3
+    assert diagnose(path, seconds=suggested, **changes).verdict is not None
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_file_that_memory_cannot_hold_is_cold_in_every_epoch(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_module, "available_memory", lambda: 1_000)
+    with Diagnosis(settings(path)) as diagnosis:
+        assert not diagnosis.target.fits_cache
+        monkeypatch.setattr(diagnosis.target._pages, "drop", lambda: None)
+        diagnosis.run()
+        report = diagnosis.report()
+    assert diagnosis._runs[Stage.EVERYTHING].prepare is not None
+    assert medians(report)["storage_cold"] is not None
+    assert report.evidence is not None
+    assert report.evidence.fits_cache is False
+
+
+@pytest.mark.usefixtures("hasty")
+def test_hot_stages_are_hot(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Diagnosis(settings(path, transform=users.of_a_batch, num_threads=1)) as diagnosis:
+        target, said, repeat = diagnosis.target, [], StageRun.repeat
+        warm = target.warm
+        monkeypatch.setattr(module, "plan_trial", lambda verdict, evidence: (Stage.TRANSFORM, 2))
+        monkeypatch.setattr(target, "warm", lambda seconds: (said.append("warm"), warm(seconds)))
+        monkeypatch.setattr(target._pages, "drop", lambda: said.append("cold"))
+        monkeypatch.setattr(
+            StageRun, "repeat", lambda run, seconds: (said.append(run.stage.value), repeat(run, seconds))
+        )
+        diagnosis.run()
+        report = diagnosis.report()
+    assert report.evidence is not None
+    assert report.evidence.trial is not None
+    assert report.evidence.trial.before.repeats == report.evidence.trial.after.repeats == 3
+    state = ""
+    for what in said:
+        if what in ("warm", "cold"):
+            state = what
+        elif what in ("storage_hot", "loader", "transform", "everything"):
+            assert state == "warm", said
+    assert {"cold", "warm", "storage_cold", "storage_hot", "everything"} <= set(said)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_pages_that_stay_in_the_cache_leave_the_cold_stages_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Diagnosis(settings(path)) as diagnosis:
+        dropped = iter([None, None, None])
+        monkeypatch.setattr(diagnosis.target._pages, "drop", lambda: next(dropped, "it stays"))
+        diagnosis.run()
+        report = diagnosis.report()
+    reasons = {one.stage: one.reason for one in report.stages}
+    assert reasons[Stage.COLD] == reasons[Stage.COLD_STORED] == "it stays"
+    assert report.failures == ()
+    assert report.verdict is not None
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_dataloader_s_workers_are_measured(path: Path) -> None:
+    report = diagnose(path, num_workers=1, transform=users.of_one_image)
+    assert medians(report)["transform"] is not None
+    assert report.evidence is not None
+    assert report.evidence.transform_busy_fraction is not None
+    assert report.failures == ()
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_crowded_machine_is_mentioned(path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any("load average" in text for text in diagnose(path, num_threads=1).unknown)
+    monkeypatch.setattr(module.os, "getloadavg", lambda: (1_000.0, 0.0, 0.0))
+    assert any("load average 1000.0" in text for text in diagnose(path, num_threads=1).unknown)
+
+
+SLOW: dict[str, float] = {"storage_hot": 900, "loader": 850, "everything": 840}
+SLOW_TRANSFORM: dict[str, float] = {"transform": 700, "everything": 690}
+WAITS = {"read_busy_fraction": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("known", "figures", "planned"),
+    [
+        ({}, {}, None),
+        # Threads that wait may be more than the CPUs.
+        (WAITS, SLOW, (Stage.LOADER, 16)),
+        ({**WAITS, "num_threads": 30}, SLOW, (Stage.LOADER, 32)),
+        ({**WAITS, "num_threads": 40}, SLOW, None),
+        (WAITS, {**SLOW, "storage_cold": 400}, (Stage.COLD, 16)),
+        ({}, {"storage_cold": 400}, (Stage.COLD, 16)),
+        ({"fits_cache": False}, {"storage_cold": 400, "everything": 390}, (Stage.COLD, 16)),
+        # Threads that compute should be as many as the CPUs.
+        ({}, SLOW, (Stage.LOADER, 8)),
+        ({"num_threads": 12}, SLOW, (Stage.LOADER, 8)),
+        ({"num_threads": 8}, SLOW, None),
+        ({"encoding": Encoding.IMAGES, "num_threads": 1}, SLOW, (Stage.LOADER, 8)),
+        ({}, SLOW_TRANSFORM, (Stage.TRANSFORM, 8)),
+        ({"transform_busy_fraction": 0.1, "num_threads": 8}, SLOW_TRANSFORM, (Stage.TRANSFORM, 32)),
+        ({}, {"copy": 700, "everything": 690}, None),
+    ],
+)
+def test_which_trial_is_planned(
+    known: dict[str, Any], figures: dict[str, float], planned: tuple[Stage, int] | None
+) -> None:
+    found = evidence(figures, **known)
+    assert plan_trial(judge(found), found) == planned

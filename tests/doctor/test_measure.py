@@ -1,0 +1,302 @@
+"""How the budget is shared, and what counts of the batches that pass."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from h5pack.doctor import measure
+from h5pack.doctor.measure import (
+    INTERRUPTED,
+    MAX_REPEATS,
+    MIN_REPEATS,
+    MIN_SECONDS,
+    Meter,
+    Repeat,
+    StageCost,
+    StageRun,
+    measure_calls,
+    measure_epochs,
+    min_total_seconds,
+    repeats_within,
+    share_budget,
+)
+from h5pack.monitor.bottleneck import Rates, Stage
+from tests.monitor.fake_clock import FakeClock
+
+QUICK, SLOW = Stage.STEP, Stage.LOADER
+COSTS = {QUICK: StageCost(0.001), SLOW: StageCost(0.5, 2.0, 0.1, 2)}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    fake = FakeClock()
+    monkeypatch.setattr(measure, "time", fake)
+    return fake
+
+
+def test_the_minimum_of_all_repeats() -> None:
+    assert min_total_seconds(COSTS) == pytest.approx(MIN_REPEATS * (MIN_SECONDS + 2 * 0.5 + 0.1))
+    assert min_total_seconds({}) == 0
+
+
+def test_every_stage_gets_its_minimum_and_its_share_of_the_rest() -> None:
+    needed = min_total_seconds(COSTS)
+    assert share_budget(COSTS, needed, MIN_REPEATS) == pytest.approx({QUICK: MIN_SECONDS, SLOW: 1.0})
+    more = share_budget(COSTS, needed + 9, MIN_REPEATS)
+    assert more == pytest.approx({QUICK: MIN_SECONDS + 1, SLOW: 1.0 + 2})
+    # All of it is used, and no more.
+    assert sum(more.values()) * MIN_REPEATS + 0.1 * MIN_REPEATS == pytest.approx(needed + 9)
+
+
+def test_a_roomy_budget_has_more_repeats() -> None:
+    needed = min_total_seconds(COSTS)
+    assert repeats_within(COSTS, needed) == MIN_REPEATS
+    assert repeats_within(COSTS, 4 * needed) == MAX_REPEATS
+    given = share_budget(COSTS, 4 * needed, MAX_REPEATS)
+    assert sum(given.values()) * MAX_REPEATS + 0.1 * MAX_REPEATS == pytest.approx(4 * needed)
+
+
+class Loader:
+    """Epochs of batches of 10 images, each of which takes its time."""
+
+    def __init__(self, clock: FakeClock, batches: int, seconds: float, begin: float = 0.0, closed: int = 0) -> None:
+        self.clock, self.batches, self.seconds, self.begin, self.closed = clock, batches, seconds, begin, closed
+        self.ready = 0
+
+    def __call__(self) -> Iterator[int]:
+        self.clock.now += self.begin
+        return self.epoch()
+
+    def epoch(self) -> Iterator[int]:
+        try:
+            for _ in range(self.batches):
+                self.clock.now += self.seconds
+                yield 10
+        finally:
+            self.closed += 1
+
+
+def consume(batch: int) -> int:
+    return batch
+
+
+def test_short_epochs_run_to_their_ends(clock: FakeClock) -> None:
+    loader = Loader(clock, 4, 0.1, begin=0.2)
+    found = measure_epochs(loader, consume, 2.0)
+    # The first begins before the clock does: 0.4 s, then 0.6 s each; a fourth would end at 2.2 s.
+    assert found.images == found.total_images == 3 * 40
+    assert found.seconds == pytest.approx(0.4 + 0.6 + 0.6)
+    assert found.rate == pytest.approx(120 / 1.6)
+
+
+def test_a_long_epoch_is_stopped(clock: FakeClock) -> None:
+    loader = Loader(clock, 1_000, 0.125)
+    found = measure_epochs(loader, consume, 2.5)
+    assert (found.images, found.total_images) == (200, 200)
+    assert found.seconds == pytest.approx(2.5)
+    assert loader.closed == 1
+
+
+def test_prefetched_batches_are_left_out(clock: FakeClock) -> None:
+    loader = Loader(clock, 1_000, 0.125)
+
+    def prefetch(batch: int) -> int:
+        # The first five are there at once.
+        if loader.ready < 5:
+            clock.now -= 0.125
+        loader.ready += 1
+        return batch
+
+    found = measure_epochs(loader, prefetch, 2.5, prefetched=5)
+    assert found.rate == pytest.approx(80)
+    assert found.images == 200
+    assert found.total_images == 250
+    # Too short to leave any out: all that came was there before.
+    assert measure_epochs(Loader(clock, 1_000, 0.125), consume, 0.625, prefetched=5).images == 50
+
+
+def test_images_that_are_ready_in_a_loader_count(clock: FakeClock) -> None:
+    ready = iter([0, 30, 70])
+    found = measure_epochs(Loader(clock, 1_000, 0.125), consume, 2.5, prefetched=5, ready_images=lambda: next(ready))
+    assert found.images == 150 + 70 - 30
+
+
+def test_images_that_were_ready_before_are_not_subtracted_if_nothing_else_counts(clock: FakeClock) -> None:
+    ready = iter([0, 160, 0])
+    # All batches were read in the first half of the time, and passed on in the second half.
+    found = measure_epochs(Loader(clock, 1_000, 0.125), consume, 2.5, prefetched=12, ready_images=lambda: next(ready))
+    assert found.images == 200
+    assert found.seconds == 2.5
+
+
+@pytest.mark.parametrize(("starving", "images"), [(0.9, 150 + 70 - 30), (0.2, 150)])
+def test_ready_images_count_only_if_the_loader_is_waited_for(clock: FakeClock, starving: float, images: int) -> None:
+    ready = iter([0, 30, 70])
+
+    class Starved(Meter):
+        def starved(self) -> float:
+            return starving * clock.now
+
+    loader = Loader(clock, 1_000, 0.125)
+    found = measure_epochs(loader, consume, 2.5, prefetched=5, meter=Starved(), ready_images=lambda: next(ready))
+    assert found.images == images
+
+
+@pytest.mark.parametrize(("starving", "seconds"), [(0.9, 3.0), (0.2, 2.0)])
+def test_the_start_of_a_loader_counts_only_if_it_is_waited_for(
+    clock: FakeClock, starving: float, seconds: float
+) -> None:
+    class Starved(Meter):
+        def starved(self) -> float:
+            return starving * clock.now
+
+    loader = Loader(clock, 1_000, 0.0)
+
+    def consume_slowly(batch: int) -> int:
+        clock.now += 0.5
+        return batch
+
+    def epoch() -> Iterator[int]:
+        clock.now += 1
+        yield from loader()
+
+    found = measure_epochs(epoch, consume_slowly, 3.0, prefetched=50, meter=Starved())
+    assert (found.images, found.seconds) == (40, seconds)
+
+
+def test_zero_seconds_are_one_batch(clock: FakeClock) -> None:
+    loader = Loader(clock, 1_000, 0.1)
+    assert measure_epochs(loader, consume, 0.0).images == 10
+    assert loader.closed == 1
+
+
+def test_epochs_without_images_end(clock: FakeClock) -> None:
+    assert measure_epochs(Loader(clock, 0, 0.1), consume, 5.0).rate == 0
+
+
+def test_an_error_ends_the_epoch(clock: FakeClock) -> None:
+    loader = Loader(clock, 5, 0.1)
+
+    def fail(batch: int) -> int:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        measure_epochs(loader, fail, 1.0)
+    assert loader.closed == 1
+
+
+class Counting(Meter):
+    """Says that the step waited a second for each reading, and counts calls."""
+
+    def __init__(self) -> None:
+        self.readings = self.synchronized = self.epochs = 0
+
+    def stalled(self) -> float:
+        self.readings += 1
+        return float(self.readings)
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+
+    def epoch_over(self) -> None:
+        self.epochs += 1
+
+
+def test_the_meter_is_read_at_both_ends(clock: FakeClock) -> None:
+    meter = Counting()
+    found = measure_epochs(Loader(clock, 4, 0.1), consume, 1.0, meter=meter)
+    # At the beginning, when the first batch is there, and at the end.
+    assert found.stall_seconds == 2.0
+    assert (meter.synchronized, meter.epochs) == (3, 2)
+    leading = measure_epochs(Loader(clock, 100, 0.1), consume, 2.0, prefetched=5, meter=meter)
+    assert leading.stall_seconds == 1.0
+
+
+def test_calls_are_repeated_until_the_time_is_up(clock: FakeClock) -> None:
+    def call() -> int:
+        clock.now += 0.25
+        return 7
+
+    meter = Counting()
+    found = measure_calls(call, 1.0, meter)
+    assert (found.images, found.seconds, meter.synchronized) == (28, 1.0, 6)
+    assert measure_calls(call, 0.0).images == 7
+
+
+def test_quick_calls_are_queued_and_slow_calls_are_not(clock: FakeClock) -> None:
+    took = 0.03125
+
+    def call() -> int:
+        clock.now += took
+        return 1
+
+    meter = Counting()
+    # One, then three at a time, which are the tenth of a second that may wait.
+    assert measure_calls(call, 10 * took, meter, max_queued_calls=8).images == 10
+    assert meter.synchronized == 1 + 1 + 3 + 1
+    took = 1.0
+    assert measure_calls(call, 2.5, max_queued_calls=8).images == 3
+
+
+def test_cpu_seconds_are_those_of_the_repeat() -> None:
+    def burn() -> int:
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+        return 1
+
+    found = measure_calls(burn, 0.1)
+    assert found.cpu_seconds is not None
+    assert found.cpu_seconds >= 0.05
+    assert Repeat(10, 0.0).rate > 0
+
+
+def test_repeats_become_rates() -> None:
+    repeats = iter(
+        [Repeat(10, 1.0, 0.5, total_images=12), Repeat(30, 1.0, 1.5, 0.0, 30), Repeat(20, 1.0, 1.0, 0.0, 20)]
+    )
+    run = StageRun(Stage.LOADER, lambda seconds: next(repeats), note="all of it")
+    for _ in range(3):
+        run.repeat(1.0)
+    result = run.result()
+    assert result.rates == Rates(20, 10, 30, 3)
+    assert (result.images, result.note, result.cpus_used) == (62, "all of it", 1.0)
+
+
+def test_cpu_time_is_unknown_if_one_repeat_does_not_know_it() -> None:
+    repeats = iter([Repeat(10, 1.0, 0.5), Repeat(30, 1.0, None)])
+    run = StageRun(Stage.LOADER, lambda seconds: next(repeats))
+    run.repeat(1.0)
+    run.repeat(1.0)
+    assert run.result().cpus_used is None
+
+
+def test_a_stage_without_rates_has_a_reason() -> None:
+    run = StageRun(Stage.LOADER, lambda seconds: Repeat(0, 1.0))
+    assert run.result().reason == INTERRUPTED
+    run.repeat(1.0)
+    assert run.result().rates is None
+    assert run.result().reason not in (None, INTERRUPTED)
+
+
+def test_an_estimate_prepares_and_warms_up(clock: FakeClock) -> None:
+    calls: list[str] = []
+
+    def run(seconds: float) -> Repeat:
+        calls.append(f"run {seconds:g}")
+        clock.now += 0.25
+        return Repeat(5, 0.25)
+
+    def prepare() -> None:
+        calls.append("prepare")
+        clock.now += 0.125
+
+    found = StageRun(Stage.EVERYTHING, run, prepare, warm_up=1, min_batches=2)
+    assert found.estimate() == StageCost(0.25, 2.0, 0.125, 2)
+    assert calls == ["prepare", "run 0", "prepare", "run 0"]
+    assert found.repeats == []
+    found.repeat(2.0)
+    assert calls[4:] == ["prepare", "run 2"]

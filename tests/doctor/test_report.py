@@ -1,0 +1,150 @@
+"""A report for programs and for people."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from h5pack.doctor.report import STAGE_TITLES, DoctorReport, TargetSummary, bottleneck_stages
+from h5pack.monitor.advice import advise
+from h5pack.monitor.bottleneck import Bottleneck, Evidence, Stage, StageResult, Trial, Verdict, judge
+from tests.monitor.figures import evidence, rates
+
+TARGET = TargetSummary(
+    "/data/photos.h5", "train", "224x224x3 uint8", 1_281_167, 90_000, "cuda:0 (a GPU)", "built in", True, "Normalize"
+)
+
+
+def report_of(found: Evidence) -> DoctorReport:
+    verdict = judge(found)
+    results = tuple(found.stages.get(stage, StageResult(stage, reason="it is not there")) for stage in Stage)
+    advice = tuple(advise(verdict, found))
+    return DoctorReport(TARGET, found, results, verdict, advice, ("the weather",), (), 29.9, {"cpus": 8})
+
+
+def report(**figures: Any) -> DoctorReport:
+    """Of a loader that is too slow for its step."""
+    usual = {"storage_hot": 900, "loader": 850, "everything": 840, "storage_cold": 300, **figures}
+    return report_of(evidence(usual, {"loader": 3.9}, stall_fraction=0.72, pinned=False))
+
+
+def test_the_text_has_a_waterfall_a_verdict_and_advice() -> None:
+    lines = report().to_text().splitlines()
+    assert lines[:4] == [
+        "/data/photos.h5: split train, 1,281,167 images of 224x224x3 uint8",
+        "fed by H5Loader with 4 threads in batches of 256; 8 CPUs; device cuda:0 (a GPU)",
+        "step: built in; normalize: Normalize",
+        "",
+    ]
+    rows = {stage: line for stage in Stage for line in lines if line.startswith(f"{STAGE_TITLES[stage]}  ")}
+    assert list(rows) == list(Stage)
+    for part in ("850", "833 - 867", " 3.9  "):
+        assert part in rows[Stage.LOADER]
+    assert "72 %" in rows[Stage.EVERYTHING]
+    assert rows[Stage.COLD_STORED].endswith("it is not there")
+    # Longer is faster.
+    sizes = [rows[stage].count("#") for stage in (Stage.NORMALIZE, Stage.STEP, Stage.LOADER)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 3
+    text = "\n".join(lines)
+    parts = ("bottleneck is the loader", "first epoch", "1. Unpinned memory", "\n2. Too few threads", "- the weather")
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+    assert max(map(len, lines)) <= 120
+
+
+def test_the_report_names_the_parameters_of_its_advice() -> None:
+    assert report().parameters == ("num_threads=16", "pin_memory=True", "num_threads")
+    assert all(parameter in report().to_text() for parameter in report().parameters)
+
+
+@pytest.mark.parametrize(
+    "figures", [{}, {"loader": 0.02, "storage_hot": 0.03, "everything": 0.019, "storage_cold": None}]
+)
+def test_rates_of_any_size_are_drawn(figures: dict[str, Any]) -> None:
+    text = report(**figures).to_text()
+    assert "#" in text
+    assert "nan" not in text
+
+
+def test_an_interrupted_report_has_no_verdict() -> None:
+    empty = tuple(StageResult(stage, reason="late") for stage in Stage)
+    found = replace(report(), evidence=None, verdict=None, advice=(), stages=empty)
+    assert "Interrupted" in found.to_text()
+    assert found.to_text().count("not measured") == len(Stage)
+    assert found.to_json()["interrupted"] is True
+    assert found.to_json()["verdict"] is None
+
+
+def test_without_labels_or_split() -> None:
+    lines = replace(report(), target=replace(TARGET, split=None, labels=False)).to_text().splitlines()
+    assert ": all rows, " in lines[0]
+    assert "without labels" in lines[2]
+
+
+def test_stages_and_trials_in_json() -> None:
+    trial = Trial(Stage.LOADER, 8, rates(1_000), rates(1_800))
+    found = report_of(evidence({"storage_hot": None}, {"loader": 1.23456}, trial=trial)).to_json()
+    stages = {stage["key"]: stage for stage in found["stages"]}
+    assert stages["loader"] == {
+        "key": "loader", "name": "loader only", "images_per_s": 36_000, "min": 35_280, "max": 36_720, "repeats": 5,
+        "images": 0, "cpus_used": 1.235, "not_measured": None, "note": None,
+    }  # fmt: skip
+    assert (stages["storage_hot"]["images_per_s"], stages["storage_hot"]["not_measured"]) == (None, "there is none")
+    assert found["trial"] == {
+        "stage": "loader", "name": "loader only", "parallel": 8, "images_per_s": 1_800, "min": 1_764, "max": 1_836,
+        "before": {"images_per_s": 1_000, "min": 980, "max": 1_020},
+    }  # fmt: skip
+
+
+SLOW = {"storage_hot": 900, "loader": 850, "everything": 840}
+ON_CPU: dict[str, Any] = {"on_gpu": False, "cpus": 2, "stall_fraction": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("figures", "known", "parts"),
+    [
+        ({}, {"stall_fraction": 0.02}, ["3,000 images/s alone", "2,950 images/s", "waits 2 %", "could give 36,000"]),
+        ({"loader": 3_600, "storage_hot": 4_000}, {}, ["little to spare (3,600 images/s)"]),
+        (SLOW, {"read_busy_fraction": 0.05}, ["storage", "850 images/s", "95 % of their time", "840 images/s, 28 %"]),
+        ({"storage_cold": 700, "everything": 690}, {"fits_cache": False}, ["disk gives 700 images/s"]),
+        (SLOW, {"library_reason": "its layout is compact"}, ["decoding", "HDF5 library"]),
+        ({"transform": 700, "everything": 690}, {}, ["gives 700 images/s with the transform, 36,000 images/s without"]),
+        ({"copy": 1_000, "everything": 980}, {}, ["the copy to the device gives 1,000"]),
+        ({"normalize": 900, "everything": 880}, {}, ["normalizing gives 900"]),
+        ({"copy": 1_000, "loader": 1_020, "storage_hot": 4_000, "everything": 950}, {}, ["one of the loader and the"]),
+        ({"loader": 800, "storage_hot": 4_000, "everything": 1_600}, {}, ["No verdict", "faster than the loader"]),
+        ({}, {"stall_fraction": 0.7}, ["No verdict", "waited 70 %"]),
+        ({"loader": None}, {}, ["No verdict", "the loader was not measured (there is none)"]),
+        ({"step": None, "everything": None}, {}, ["No verdict", "the step was not measured", "36,000 images/s"]),
+        ({"everything": 1_000}, {"stall_fraction": 0.8}, ["not certain", "waits 80 %"]),
+        ({"copy": 1_000, "everything": 900}, {"stall_fraction": 0.01}, ["not certain", "waits only 1 %"]),
+        ({"copy": 1_000, "everything": None}, {}, ["not certain", "was not measured (there is none)"]),
+        ({"copy": 1_000, "everything": 400}, {"stall_fraction": 0.9}, ["speed. Together they are slower", "GIL"]),
+        ({"copy": 1_000, "everything": 400}, {"stall_fraction": 0.4, "load": 9.0}, ["not certain", "other processes"]),
+        ({"copy": None, "normalize": 9_000, "everything": 900}, ON_CPU, ["not certain", "they share 2 CPUs"]),
+    ],
+)
+def test_the_verdict_in_words(figures: dict[str, Any], known: dict[str, Any], parts: list[str]) -> None:
+    text = report_of(evidence(figures, {"everything": 1.98}, **known)).verdict_text
+    for part in parts:
+        assert part in text
+    assert "  " not in text
+    assert "None" not in text
+
+
+def test_where_the_bottleneck_shows() -> None:
+    found = report()
+    assert bottleneck_stages(found.verdict, found.evidence) == {Stage.LOADER}
+    assert found.verdict is not None
+
+    def of(*names: Bottleneck) -> Verdict:
+        return replace(found.verdict, bottlenecks=names)  # type: ignore[type-var]
+
+    storage = of(Bottleneck.STORAGE, Bottleneck.COPY)
+    assert bottleneck_stages(storage, found.evidence) == {Stage.HOT, Stage.COPY}
+    assert bottleneck_stages(storage, evidence(fits_cache=False)) == {Stage.COLD, Stage.COPY}
+    assert bottleneck_stages(of(Bottleneck.DECODING), found.evidence) == {Stage.HOT}
+    assert bottleneck_stages(None, None) == set()

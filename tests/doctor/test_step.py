@@ -1,0 +1,157 @@
+"""Steps made of a user's model or factory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from h5pack.doctor.step import StepSetting, default_loss, error_line, make_step, name_of
+from h5pack.errors import OptionsError
+
+SETTING = StepSetting((3, 16, 12), 4, torch.device("cpu"), torch.float32)
+IMAGES, LABELS = torch.rand(5, 3, 16, 12), torch.tensor([0, 1, 2, 3, -1])
+
+
+class Net(nn.Module):
+    """Remembers what it was called with."""
+
+    def __init__(self, classes: int = 4, trains: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3 * 16 * 12, classes).requires_grad_(trains)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.linear(images.flatten(1))
+        self.seen.append(result.dtype)
+        return result
+
+
+def load(model: Any) -> tuple[Any, str]:
+    return make_step(model, SETTING)
+
+
+def test_the_built_in_step_accepts_images_of_any_size() -> None:
+    for shape in ((3, 16, 12), (1, 1, 1), (4, 300, 20), (7,), (2, 3)):
+        for classes in (None, 5):
+            setting = StepSetting(shape, classes, torch.device("cpu"), torch.float32)
+            step, text = make_step(None, setting)
+            step(torch.rand(3, *shape), torch.tensor([0, 1, 9_999]))
+            step(torch.rand(3, *shape), None)
+            assert text.startswith("built in, a small network of ")
+
+
+def test_a_step_of_a_module_leaves_its_weights_unchanged() -> None:
+    net = Net()
+    before = net.linear.weight.detach().clone()
+    step, text = load(lambda: net)
+    step(IMAGES, LABELS)
+    assert text.endswith("<lambda>, a Net of 2,308 parameters")
+    assert net.training
+    assert net.linear.weight.grad is not None
+    assert net.linear.weight.grad.abs().sum() > 0
+    assert torch.equal(net.linear.weight, before)
+
+
+def test_a_factory_is_called_with_the_keywords_that_it_names() -> None:
+    got: dict[str, Any] = {}
+
+    def factory(shape: Any, num_classes: int = 9, device: Any = None, other: int = 1) -> nn.Module:
+        got.update(shape=shape, num_classes=num_classes, device=device, other=other)
+        return Net(num_classes)
+
+    load(factory)
+    assert got == {"shape": (3, 16, 12), "num_classes": 4, "device": torch.device("cpu"), "other": 1}
+    make_step(factory, StepSetting((3, 16, 12), None, torch.device("cpu"), torch.float32))
+    assert got["num_classes"] == 9
+    # A class is a factory, too, and so is one of torchvision's, which takes any keyword.
+    assert load(Net)[1] == f"{__name__}:Net, a Net of 2,308 parameters"
+    assert load(lambda *, weights=None, **settings: Net(**settings))[1].endswith("2,308 parameters")
+
+
+def test_a_module_instead_of_a_factory() -> None:
+    step, text = load(Net())
+    step(IMAGES, LABELS)
+    assert text == "a Net of 2,308 parameters"
+
+
+def test_a_pair_has_its_own_loss() -> None:
+    seen: list[Any] = []
+
+    def loss(output: torch.Tensor, labels: Any) -> torch.Tensor:
+        seen.append((tuple(output.shape), labels))
+        return output.sum()
+
+    net = Net()
+    step, _ = load(lambda: (net, loss))
+    step(IMAGES, None)
+    assert seen == [((5, 4), None)]
+    assert net.linear.weight.grad is not None
+
+
+def test_any_other_callable_is_the_step() -> None:
+    seen: list[Any] = []
+    step, text = load(lambda: lambda images, labels: seen.append((images, labels)))
+    step(IMAGES, LABELS)
+    assert seen == [(IMAGES, LABELS)]
+    assert text.endswith("<lambda>, a step of its own")
+
+
+def test_parameters_without_a_shape_yet_and_modules_that_do_not_train() -> None:
+    lazy, text = load(lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(4)))
+    lazy(IMAGES, LABELS)
+    assert text.endswith("<lambda>, a Sequential")
+    frozen = Net(trains=False)
+    step, _ = load(lambda: frozen)
+    step(IMAGES, LABELS)
+    assert frozen.linear.weight.grad is None
+
+
+def test_below_float32_a_step_runs_under_autocast() -> None:
+    net = Net()
+    step, _ = make_step(lambda: net, StepSetting((3, 16, 12), 4, torch.device("cpu"), torch.bfloat16))
+    step(IMAGES.bfloat16(), LABELS)
+    assert net.seen == [torch.bfloat16]
+    assert net.linear.weight.dtype == torch.float32
+
+
+def test_the_default_loss_fits_labels_and_output() -> None:
+    output = torch.rand(5, 4)
+    expected = nn.functional.cross_entropy(output[:4], LABELS[:4])
+    assert torch.allclose(default_loss(output, LABELS), expected)
+    # No number of a class may stop it.
+    assert default_loss(output, torch.tensor([0, 1, 2, 3, 10**9])).isfinite()
+    table = torch.tensor([[0, 1, 1, 0]] * 5, dtype=torch.uint8)
+    assert torch.allclose(
+        default_loss(output, table), nn.functional.binary_cross_entropy_with_logits(output, table.float())
+    )
+    mean = output.square().mean()
+    for labels in (None, torch.rand(5), torch.rand(5, 2), torch.zeros(3, dtype=torch.long)):
+        assert torch.allclose(default_loss(output, labels), mean)
+    assert torch.allclose(default_loss({"logits": output, "aux": 1}, None), mean)
+
+
+@pytest.mark.parametrize(
+    ("factory", "word"),
+    [(lambda: 3, "int"), (lambda needed: needed, "TypeError"), (lambda: 1 / 0, "ZeroDivisionError")],
+)
+def test_factories_that_fail_say_why_in_a_line(factory: Any, word: str) -> None:
+    with pytest.raises(OptionsError, match=word) as caught:
+        load(factory)
+    assert "\n" not in str(caught.value)
+    assert name_of(factory) in str(caught.value)
+
+
+def test_an_output_without_a_tensor_has_no_loss() -> None:
+    with pytest.raises(TypeError, match="str"):
+        default_loss("text", None)
+
+
+def test_errors_in_a_line() -> None:
+    assert error_line(ValueError("first\nsecond")) == "ValueError: first"
+    assert error_line(ValueError()) == "ValueError"
+    assert error_line(OptionsError("no such thing")) == "no such thing"
+    worker = "Caught TypeError in DataLoader worker process 0.\nOriginal Traceback (most ...):\nTypeError: no"
+    assert error_line(TypeError(worker)) == "TypeError: no"

@@ -1,0 +1,612 @@
+"""An export gives back what was packed, and a conversion of it the same pack again."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image
+
+import h5pack
+from h5pack import cli
+from h5pack.errors import DamagedRowsError, NoImagesError, OptionsError, OutputExistsError, PackFormatError
+from h5pack.exporter import exporter, manifest
+from h5pack.exporter.exporter import ExportReport, export
+from h5pack.exporter.source_rows import SourceRows, open_rows
+from h5pack.format.checksums import row_checksums
+from h5pack.sources import manifest as sources_manifest
+from tests.makers import class_folders, expected, flat_folder, pixels, quick, save, split_folders
+from tests.pack.test_convert_hdf5 import LABELS, PIXELS, ROWS, STORED, write
+from tests.read.encoded_files import decoded, encode, jpegs, kinds, write_encoded
+
+
+def one(**keywords: Any) -> dict[str, Any]:
+    """Keywords of `export` for tests: in this process, unless they say otherwise."""
+    return {"num_workers": 1, **keywords}
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    """The images below a folder, by their paths without endings."""
+    found = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".csv"]
+    return {str(path.relative_to(folder).with_suffix("")): path for path in found}
+
+
+def pixels_of(path: Path) -> npt.NDArray[Any]:
+    with Image.open(path) as image:
+        return np.asarray(image)
+
+
+def pack_again(report: ExportReport, folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> Path:
+    """Run the command that the report names."""
+    monkeypatch.chdir(folder)
+    program, *arguments = shlex.split(report.again)
+    assert program == "h5pack"
+    assert cli.main([*arguments, "--workers", "1", "--quiet", *more]) == 0
+    return folder / "again.h5"
+
+
+def content(path: Path) -> dict[str, Any]:
+    """All datasets of a pack, and the names of classes and columns."""
+    found: dict[str, Any] = {}
+    with h5py.File(path) as file:
+        file.visititems(
+            lambda name, item: found.update({name: item[()].tolist()}) if isinstance(item, h5py.Dataset) else None
+        )
+        found["classes"] = (
+            {key: value.tolist() for key, value in file["labels"].attrs.items()} if "labels" in file else {}
+        )
+        found["layout"] = file["images"].attrs["h5pack_layout"]
+    found["filenames"] = [name.decode().rpartition(".")[0] for name in found["filenames"]]
+    return found
+
+
+SOURCES: dict[str, Callable[[Path], Path]] = {
+    "splits": lambda root: split_folders(
+        root, {"train": {"cat": 9, "dog": 8}, "val": {"cat": 3, "owl": 2}, "test": {"dog": 4}}
+    ),
+    "classes": lambda root: class_folders(root, {"cat": 7, "dog": 6, "nothing": 0}),
+    "flat": lambda root: flat_folder(root, 11),
+    "deep classes": lambda root: save(class_folders(root, {"a": 4, "b": 3}) / "a" / "a" / "deep" / "x.webp").parents[3],
+    "an unlabelled split": lambda root: (
+        flat_folder(split_folders(root, {"train": {"x": 5, "y": 4}}) / "test", 3).parent
+    ),
+    "numbers as classes": lambda root: class_folders(root, {"10": 3, "9": 4}),
+    "classes that look like splits": lambda root: split_folders(
+        root, {"train": {"test": 3, "val": 3}, "test": {"test": 3, "val": 2}}
+    ),
+    "names with spaces and more": lambda root: save(
+        class_folders(root, {" a b": 3, "caf\u00e9 \u732b": 2}) / " a b" / "x, \"y\" 'z'.jpg"
+    ).parents[1],
+}
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "gray": {"layout": "nchw", "mode": "gray"},
+    "sorted": {"compression": "gzip", "order": "sorted", "chunk_rows": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "packed"), [*((source, "") for source in SOURCES), *(("splits", how) for how in PACKED)]
+)
+def test_a_conversion_and_back_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, packed: str
+) -> None:
+    settings = PACKED.get(packed, {})
+    root = SOURCES[source](tmp_path / "in")
+    h5pack.convert(root, tmp_path / "a.h5", **quick(**settings))
+    report = export(tmp_path / "a.h5", tmp_path / "out", **one())
+    assert report.ok
+    before, after = files_of(root), files_of(tmp_path / "out")
+    assert set(before) == set(after)
+    assert report.files == report.rows == len(before)
+    assert report.bytes == sum(path.stat().st_size for path in after.values())
+    mode = "L" if settings.get("mode") == "gray" else "RGB"
+    for name, path in before.items():
+        assert np.array_equal(pixels_of(after[name]), np.squeeze(expected(path, mode=mode))), name
+    assert report.renamed_files == 0
+    assert report.lost == ()
+    from_folders = source in ("classes", "numbers as classes", "names with spaces and more")
+    assert ("manifest.csv" in report.again) != from_folders
+    again = pack_again(report, tmp_path, monkeypatch)
+    assert content(again) == content(tmp_path / "a.h5")
+
+
+def manifest_source(folder: Path, lines: list[str]) -> Path:
+    for number, line in enumerate(lines[1:]):
+        save(folder / line.split(",")[0], number)
+    (folder / "list.csv").write_text("\n".join(lines) + "\n")
+    return folder / "list.csv"
+
+
+MANIFESTS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "words and no label": (
+        ["path,label,split", "a.jpg,cat,train", "b.jpg,,train", "c.jpg,dog,train", "d.jpg,,val"],
+        {},
+    ),
+    "integers": (["path,label", "a.jpg,7", "b.jpg,-3", "c.jpg,123456789012", "d.jpg,-1"], {}),
+    "a table": (
+        ["path,x,y,z,part", "a.jpg,1,0,255,u", "b.jpg,0,1,17,v", "c.jpg,1,1,0,u"],
+        {"label_columns": ("x", "y", "z"), "split_column": "part"},
+    ),
+    "fields": (
+        ["path,label,weight,id", "a.jpg,u,0.1,3", "b.jpg,v,nan,-4", "c.jpg,u,1e-300,5", "d.jpg,v,2.0,9007199254740993"],
+        {"field_columns": ("weight", "id")},
+    ),
+    "no labels": (["path,split", "a.jpg,train", "sub/b.jpg,val", "sub/deep/c.jpg,val"], {}),
+    "other splits": (["path,label,split", "a.jpg,u,fold2", "b.jpg,v,fold1", "c.jpg,u,fold1", "d.jpg,v,fold2"], {}),
+    "all in one odd split": (["path,label,split", "a.jpg,u,odd", "b.jpg,v,odd"], {}),
+    "parts of the paths": (
+        ["path,label,split", "../up.jpg,u,train", "x/../b.jpg,v,val", "./.hidden/c.jpg,u,val"],
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("source", MANIFESTS)
+def test_manifests_and_back_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    lines, settings = MANIFESTS[source]
+    (tmp_path / "in" / "x").mkdir(parents=True)
+    h5pack.convert(manifest_source(tmp_path / "in", lines), tmp_path / "a.h5", **quick(**settings))
+    report = export(tmp_path / "a.h5", tmp_path / "out", **one())
+    assert report.files == len(lines) - 1
+    assert report.lost == ()
+    before, after = content(tmp_path / "a.h5"), content(pack_again(report, tmp_path, monkeypatch))
+    before.pop("filenames"), after.pop("filenames")
+    np.testing.assert_equal(after, before)
+
+
+def test_a_field_that_would_be_taken_for_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["images"], file["target"] = PIXELS[:4], np.arange(4) / 8
+    report = export(tmp_path / "f.h5", tmp_path / "out", **one(labels="", fields=("target",)))
+    assert report.lost == ("the name of field 'target', which is called 'field_target'",)
+    with h5py.File(pack_again(report, tmp_path, monkeypatch)) as file:
+        assert "labels" not in file
+        assert file["field_target"][()].tolist() == [0, 1 / 8, 2 / 8, 3 / 8]
+    # The names by which a manifest's labels are found.
+    assert manifest._LABEL_COLUMNS == sources_manifest._LABELS
+
+
+def test_what_a_conversion_would_not_restore_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["images"] = (PIXELS[:9] / 255).astype(np.float32)
+        file["labels"] = np.arange(9) % 2
+        file["labels"].attrs["classes"] = ["zebra", "ant", "7"]
+        file["vectors"] = np.arange(18.0).reshape(9, 2) / 7
+        file["masks"] = np.zeros((9, 40, 40), np.uint8)
+    report = export(tmp_path / "f.h5", tmp_path / "out", **one(fields=("vectors", "masks")))
+    assert report.lost == (
+        "names of classes (a table cannot hold '7' as a name, so labels are numbers)",
+        "field 'masks', of 1,600 numbers per row, which is not in the table",
+        "the shape of field 'vectors', whose numbers have one column each",
+        "values of float32, which became 8 bits",
+    )
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["7", "ant", "manifest.csv", "zebra"]
+    with h5py.File(pack_again(report, tmp_path, monkeypatch)) as file:
+        assert file["labels"][()].tolist() == [0, 1] * 4 + [0]
+        assert np.array_equal(file["vectors.1"][()], np.arange(18.0).reshape(9, 2)[:, 1] / 7)
+        assert np.array_equal(file["images"][()], np.rint(np.float32(PIXELS[:9] / 255).astype(np.float64) * 255))
+    with h5py.File(tmp_path / "f.h5", "a") as file:
+        file["labels"].attrs["classes"] = ["zebra", "ant", "bee"]
+        file.create_dataset("splits/name", data=np.array([b"b", b"a", b"none"]))
+        file["splits/rows"] = [[0, 5], [5, 9], [9, 9]]
+    assert export(tmp_path / "f.h5", tmp_path / "other", **one()).lost == (
+        "class 'bee' without rows",
+        "the order of classes, which becomes alphabetic, and with it their numbers",
+        "split 'none' without rows",
+        "the order of splits",
+        "values of float32, which became 8 bits",
+    )
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_anybodys_file(tmp_path: Path, stored: str) -> None:
+    source = write(tmp_path / "f.h5", STORED[stored], libver="earliest" if stored == "gzip" else None)
+    workers = 1 + list(STORED).index(stored) % 2
+    report = export(source, tmp_path / "out", **one(images="x", num_workers=workers))
+    count = 20 if stored == "compact" else ROWS
+    assert report.files == count
+    for row in range(count):
+        path = tmp_path / "out" / str(LABELS[row]) / f"{row:06d}.png"
+        assert np.array_equal(pixels_of(path), PIXELS[row])
+
+
+FORMS: dict[str, tuple[npt.NDArray[Any], dict[str, Any], npt.NDArray[Any]]] = {
+    "alpha": (np.dstack([pixels(1), pixels(2)[:, :, 0]]), {}, np.dstack([pixels(1), pixels(2)[:, :, 0]])),
+    "gray and alpha first": (pixels(1)[:, :, :2].transpose(2, 0, 1), {}, pixels(1)[:, :, :2]),
+    "gray": (pixels(1)[:, :, 0], {}, pixels(1)[:, :, 0]),
+    "16-bit gray": (pixels(1)[:, :, 0].astype(">u2") * 259, {}, pixels(1)[:, :, 0].astype(np.uint16) * 259),
+    "16-bit gray to 8 bits": (
+        pixels(1)[:, :, 0].astype("<u2") * 16,
+        {"value_range": (0, 4080)},
+        pixels(1)[:, :, 0],
+    ),
+    "16-bit colour": (pixels(1).astype("<u2") * 256 + 77, {}, pixels(1)),
+    "truth": (pixels(1)[:, :, 0] > 99, {}, np.uint8(255) * (pixels(1)[:, :, 0] > 99)),
+    "normalised": (pixels(1) / 127.5 - 1, {"value_range": (-1, 1)}, pixels(1)),
+    "three channels of three": (pixels(1)[:3], {"channel_axis": "first"}, pixels(1)[:3].transpose(1, 2, 0)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_every_form(tmp_path: Path, form: str) -> None:
+    row, settings, wanted = FORMS[form]
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["pictures"] = np.stack([row, row])
+    report = export(tmp_path / "f.h5", tmp_path / "out", **one(images="pictures", **settings))
+    found = pixels_of(tmp_path / "out" / "000001.png")
+    assert np.array_equal(found, wanted)
+    exact = row.dtype.itemsize == 1 or form == "16-bit gray"
+    assert report.lost == (() if exact else (f"values of {row.dtype}, which became 8 bits",))
+    settings = {**settings, "images": "pictures", "format": "jpeg", "quality": 70}
+    report = export(tmp_path / "f.h5", tmp_path / "jpegs", **one(**settings))
+    with Image.open(tmp_path / "jpegs" / "000000.jpg") as image:
+        assert (image.format, image.size) == ("JPEG", wanted.shape[1::-1])
+        assert image.mode == ("RGB" if wanted.ndim == 3 and wanted.shape[2] > 2 else "L")
+    assert report.lost == ("the exact pixels, which PNG files would keep",)
+
+
+def test_encoded_rows_of_the_wanted_format_are_copied(tmp_path: Path) -> None:
+    rows = [*kinds().values(), encode(pixels(3, (31, 9)), "PNG")]
+    write_encoded(tmp_path / "f.h5", rows, name="images")
+    for kind, suffix, signature in (("png", "png", b"\x89PNG"), ("jpeg", "jpg", b"\xff\xd8")):
+        report = export(tmp_path / "f.h5", tmp_path / kind, **one(format=kind, labels=""))
+        copied = 0
+        for row, data in enumerate(rows):
+            path = tmp_path / kind / f"{row:06d}.{suffix}"
+            if data.startswith(signature):
+                assert path.read_bytes() == data
+                copied += 1
+            elif kind == "png":
+                assert np.array_equal(pixels_of(path), decoded(data))
+        assert report.copied_files == copied > 5
+
+
+def test_a_pack_of_jpegs_comes_back_byte_by_byte(tmp_path: Path) -> None:
+    rows = jpegs(5)
+    write_encoded(tmp_path / "f.h5", rows)
+    report = export(tmp_path / "f.h5", tmp_path / "out", **one(format="jpeg"))
+    assert [path.read_bytes() for path in sorted((tmp_path / "out").rglob("*.jpg"))] == rows
+    assert report.lost == ()
+
+
+def flip(path: Path, place: int) -> None:
+    with path.open("r+b") as stream:
+        stream.seek(place)
+        byte = stream.read(1)
+        stream.seek(place)
+        stream.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_damaged_rows_are_told_and_not_exported(tmp_path: Path, workers: int) -> None:
+    source = split_folders(tmp_path / "in", {"train": {"x": 20, "y": 11}, "test": {"x": 3}})
+    h5pack.convert(source, tmp_path / "a.h5", **quick(chunk_rows=7))
+    with h5py.File(tmp_path / "a.h5") as file:
+        names = [name.decode() for name in file["filenames"]]
+        places = [file["images"].id.get_chunk_info(chunk).byte_offset for chunk in range(5)]
+    flip(tmp_path / "a.h5", places[1] + 3 * 20 * 14 * 3 + 5)
+    flip(tmp_path / "a.h5", places[4] + 17)
+    report = export(tmp_path / "a.h5", tmp_path / "out", **one(num_workers=workers))
+    assert not report.ok
+    assert [(row.row, row.name) for row in report.damaged] == [(10, names[10]), (28, names[28])]
+    assert "damaged: other than its checksum says" in report.damaged[0].reason
+    assert (report.rows, report.files) == (34, 32)
+    missing = {names[10].removesuffix(".jpg"), names[28].removesuffix(".jpg")}
+    assert set(files_of(tmp_path / "out")) == set(files_of(source)) - missing
+    table = (tmp_path / "out" / "manifest.csv").read_text()
+    assert table.count("\n") == 33
+    assert not any(f"{name}.png" in table for name in missing)
+    assert f"row 10 ({names[10]})" in report.damage_text()
+    resumed = export(tmp_path / "a.h5", tmp_path / "out", **one(resume=True))
+    assert resumed.already_complete
+    assert [row.row for row in resumed.damaged] == [10, 28]
+
+
+def test_rows_that_do_not_decode_or_lie_outside_the_range(tmp_path: Path) -> None:
+    rows = jpegs(4)
+    rows[1], rows[2] = rows[1][:300], b""
+    write_encoded(tmp_path / "f.h5", rows)
+    report = export(tmp_path / "f.h5", tmp_path / "out", **one(format="jpeg"))
+    assert {row.row: row.reason for row in report.damaged} == {1: "truncated", 2: "zero bytes"}
+    values = np.random.default_rng(0).random((5, 9, 9, 3)).astype(np.float32)
+    values[3, 2, 2, 1] = np.nan
+    with h5py.File(tmp_path / "g.h5", "w") as file:
+        file["images"] = values
+    assert [row.row for row in export(tmp_path / "g.h5", tmp_path / "other", **one()).damaged] == [3]
+    with h5py.File(tmp_path / "g.h5", "a") as file:
+        file["images"][...] = values + 5
+    with pytest.raises(DamagedRowsError, match=r"values from 5\.") as caught:
+        export(tmp_path / "g.h5", tmp_path / "none", **one())
+    assert caught.value.rows == (0, 1, 2, 3, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f.h5", "g.h5", "other", "out"]
+
+
+def test_damage_within_compressed_chunks(tmp_path: Path) -> None:
+    source = write(tmp_path / "f.h5", STORED["gzip"])
+    with h5py.File(source) as file:
+        info = file["x"].id.get_chunk_info(2)
+    data = bytearray(source.read_bytes())
+    data[info.byte_offset + 30 : info.byte_offset + 90] = bytes(60)
+    source.write_bytes(bytes(data))
+    report = export(source, tmp_path / "out", **one())
+    assert [row.row for row in report.damaged] == list(range(18, 27))
+    assert len(files_of(tmp_path / "out")) == ROWS - 9
+
+
+def test_a_split_and_a_limit(tmp_path: Path) -> None:
+    source = split_folders(tmp_path / "in", {"train": {"x": 20, "y": 20}, "val": {"x": 6}, "test": {"y": 5}})
+    h5pack.convert(source, tmp_path / "a.h5", **quick(order="sorted"))
+    report = export(tmp_path / "a.h5", tmp_path / "out", **one(splits=("test", "val")))
+    assert report.splits == {"val": 6, "test": 5}
+    assert set(files_of(tmp_path / "out")) == {name for name in files_of(source) if not name.startswith("train")}
+    report = export(tmp_path / "a.h5", tmp_path / "few", **one(splits=("train",), limit=4))
+    assert report.splits == {"train": 4}
+    assert set(files_of(tmp_path / "few")) == {
+        "train/x/00000", "train/x/00010", "train/y/00000", "train/y/00010",
+    }  # fmt: skip
+    with pytest.raises(OptionsError):
+        export(tmp_path / "a.h5", tmp_path / "none", **one(splits=("dev",)))
+
+
+def test_workers_change_nothing(tmp_path: Path) -> None:
+    source = split_folders(tmp_path / "in", {"train": {"x": 30, "y": 21}, "test": {"x": 9}})
+    h5pack.convert(source, tmp_path / "a.h5", **quick(compression="gzip", chunk_rows=7))
+    contents = []
+    for workers in (1, 2, 3):
+        export(tmp_path / "a.h5", tmp_path / str(workers), **one(num_workers=workers))
+        folder = tmp_path / str(workers)
+        contents.append({str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.*")})
+    assert contents[0] == contents[1] == contents[2]
+    assert len(contents[0]) == 61
+
+
+def test_each_chunk_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write(tmp_path / "f.h5", STORED["cut and gzip"])
+    opened: list[SourceRows] = []
+
+    def opening(*given: Any) -> SourceRows:
+        opened.append(open_rows(*given))
+        return opened[0]
+
+    monkeypatch.setattr(exporter, "open_rows", opening)
+    export(source, tmp_path / "out", **one())
+    with h5py.File(source) as file:
+        assert opened[0].reader.engine.snapshot().bytes_read == file["x"].id.get_storage_size()
+
+
+def test_what_is_in_the_way(tmp_path: Path) -> None:
+    h5pack.convert(flat_folder(tmp_path / "in", 4), tmp_path / "a.h5", **quick())
+    pack, out = tmp_path / "a.h5", tmp_path / "out"
+    out.mkdir()
+    export(pack, f"{out}/", **one())
+    with pytest.raises(OutputExistsError):
+        export(pack, out, **one())
+    assert export(pack, out, **one(overwrite=True, format="jpeg")).files == 4
+    assert {path.suffix for path in out.iterdir()} == {".jpg", ".csv"}
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(OutputExistsError, match=r"notes\.txt"):
+        export(pack, out, **one(overwrite=True))
+    (out / "notes.txt").unlink()
+    (tmp_path / "link").symlink_to(out)
+    assert export(pack, tmp_path / "link", **one(overwrite=True)).path == str(out)
+    assert (tmp_path / "link").is_symlink()
+    with pytest.raises(OutputExistsError, match="manifest"):
+        export(pack, tmp_path / "in", **one(overwrite=True))
+    with pytest.raises(OutputExistsError, match="folder"):
+        export(pack, pack, **one(overwrite=True))
+    (tmp_path / "b.partial").mkdir()
+    with pytest.raises(OutputExistsError, match="unfinished"):
+        export(pack, tmp_path / "b", **one(overwrite=True))
+    with pytest.raises(h5pack.SourceError):
+        export(pack, tmp_path / "none" / "c", **one())
+    assert len(list((tmp_path / "in").iterdir())) == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "b.partial", "in", "link", "out"]
+
+
+def test_a_finished_export_is_left_alone(tmp_path: Path) -> None:
+    h5pack.convert(class_folders(tmp_path / "in", {"x": 3, "y": 2}), tmp_path / "a.h5", **quick())
+    done = export(tmp_path / "a.h5", tmp_path / "out", **one(resume=True))
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    again = export(tmp_path / "a.h5", tmp_path / "out", **one(resume=True))
+    assert again.already_complete
+    assert (again.files, again.bytes, again.ok) == (done.files, done.bytes, True)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == times
+    for other in (one(resume=True, limit=3), one(resume=True, labels=""), one(resume=True, format="jpeg")):
+        with pytest.raises(OutputExistsError, match="another export"):
+            export(tmp_path / "a.h5", tmp_path / "out", **other)
+    next((tmp_path / "out").rglob("*.png")).unlink()
+    with pytest.raises(OutputExistsError, match="another export"):
+        export(tmp_path / "a.h5", tmp_path / "out", **one(resume=True))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "in", "out"]
+
+
+def stopped(*arguments: Any, **keywords: Any) -> None:
+    """Export up to the last step."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("h5pack.exporter.folder.ExportFolder.publish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            export(*arguments, **keywords)
+
+
+def test_an_unfinished_export_is_continued_only_on_request(tmp_path: Path) -> None:
+    h5pack.convert(class_folders(tmp_path / "in", {"x": 30, "y": 20}), tmp_path / "a.h5", **quick())
+    stopped(tmp_path / "a.h5", tmp_path / "out", **one())
+    with pytest.raises(OutputExistsError) as caught:
+        export(tmp_path / "a.h5", tmp_path / "out", **one())
+    assert caught.value.parameters == ("resume=True", "overwrite=True")
+    report = export(tmp_path / "a.h5", tmp_path / "out", **one(resume=True))
+    assert (report.resumed_files, report.files) == (50, 50)
+    # Without resume, nothing of the unfinished export is kept.
+    stopped(tmp_path / "a.h5", tmp_path / "out", **one(overwrite=True))
+    report = export(tmp_path / "a.h5", tmp_path / "out", **one(overwrite=True))
+    assert (report.resumed_files, report.files) == (0, 50)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "in", "out"]
+
+
+@pytest.mark.parametrize("keywords", [{"limit": 7}, {"labels": ""}, {"format": "jpeg"}, {"splits": ("train",)}])
+def test_a_resume_with_other_options_gives_what_a_fresh_export_gives(tmp_path: Path, keywords: dict[str, Any]) -> None:
+    source = split_folders(tmp_path / "in", {"train": {"x": 9, "y": 5}, "val": {"x": 3}})
+    h5pack.convert(source, tmp_path / "a.h5", **quick())
+    stopped(tmp_path / "a.h5", tmp_path / "out", **one())
+    export(tmp_path / "a.h5", tmp_path / "out", **one(resume=True, **keywords))
+    export(tmp_path / "a.h5", tmp_path / "fresh", **one(**keywords))
+    assert tree(tmp_path / "out") == tree(tmp_path / "fresh")
+
+
+def test_a_resume_after_the_file_changed_gives_what_a_fresh_export_gives(tmp_path: Path) -> None:
+    h5pack.convert(class_folders(tmp_path / "in", {"x": 6, "y": 5}), tmp_path / "a.h5", **quick())
+    stopped(tmp_path / "a.h5", tmp_path / "out", **one())
+    save(tmp_path / "in" / "x" / "00002.jpg", 77)
+    h5pack.convert(tmp_path / "in", tmp_path / "a.h5", **quick(overwrite=True))
+    report = export(tmp_path / "a.h5", tmp_path / "out", **one(resume=True))
+    assert (report.resumed_files, report.files) == (10, 11)
+    export(tmp_path / "a.h5", tmp_path / "fresh", **one())
+    assert tree(tmp_path / "out") == tree(tmp_path / "fresh")
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """All that a folder holds."""
+    found = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
+    return {name: path.read_bytes() if path.is_file() else b"a folder" for name, path in found.items()}
+
+
+def test_files_that_changed_since_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    h5pack.convert(class_folders(tmp_path / "in", {"x": 9, "y": 8}), tmp_path / "a.h5", **quick())
+    export(tmp_path / "a.h5", tmp_path / "whole", **one())
+    stopped(tmp_path / "a.h5", tmp_path / "out", **one())
+    written = sorted((tmp_path / "out.partial").rglob("*.png"))
+    written[0].unlink()
+    written[1].write_bytes(written[1].read_bytes()[:-1])
+    flip(written[2], 40)
+    written[3].write_bytes(b"")
+    report = export(tmp_path / "a.h5", tmp_path / "out", **one(resume=True))
+    assert report.resumed_files == 13
+    for path in (tmp_path / "whole").rglob("*.*"):
+        assert (tmp_path / "out" / path.relative_to(tmp_path / "whole")).read_bytes() == path.read_bytes()
+
+
+def test_a_row_that_is_damaged_by_the_time_it_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = tmp_path / "a.h5"
+    h5pack.convert(flat_folder(tmp_path / "in", 5), pack, **quick(order="sorted"))
+    stopped(pack, tmp_path / "out", **one())
+    (tmp_path / "out.partial" / "00002.png").unlink()
+    times = pack.stat()
+    with h5py.File(pack) as file:
+        place = file["images"].id.get_chunk_info(0).byte_offset
+    flip(pack, place + 2 * 20 * 14 * 3)
+    # As a disk does it that forgets.
+    os.utime(pack, ns=(times.st_atime_ns, times.st_mtime_ns))
+    report = export(pack, tmp_path / "out", **one(resume=True))
+    assert [row.row for row in report.damaged] == [2]
+    assert (report.files, report.resumed_files, report.splits) == (4, 4, {"all": 4})
+
+
+def test_what_somebody_puts_there_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    h5pack.convert(flat_folder(tmp_path / "in", 3), tmp_path / "a.h5", **quick())
+    out = tmp_path / "out"
+    for overwrite in (False, True):
+
+        def disturb(*_: object) -> None:
+            out.mkdir(exist_ok=True)
+            (out / "notes.txt").write_text("mine")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("h5pack.exporter.folder.sync_file_system", disturb)
+            with pytest.raises(OutputExistsError, match=r"notes|not empty"):
+                export(tmp_path / "a.h5", out, **one(overwrite=overwrite))
+        assert (out / "notes.txt").read_text() == "mine"
+        (out / "notes.txt").unlink()
+        report = export(tmp_path / "a.h5", out, **one(resume=True, overwrite=overwrite))
+        assert (report.resumed_files, report.files) == (3, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "in", "out"]
+
+
+def test_names_as_no_folder_has_them(tmp_path: Path) -> None:
+    """A file whose names were made to do harm."""
+    names = [b"/abs/a.jpg", b"../../b.jpg", b"nul\0l/c.jpg", b"d.jpg", b"d.png", b"d.png/e.jpg", b"", b"\xff.jpg"]
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["images"] = PIXELS[: len(names)]
+        file["filenames"] = np.array(names, "S20")
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    report = export(tmp_path / "f.h5", tmp_path / "deep" / "er" / "out", **one())
+    out = tmp_path / "deep" / "er" / "out"
+    found = {str(path.relative_to(out)): pixels_of(path) for path in out.rglob("*.png") if path.is_file()}
+    assert len(found) == report.files == len(names)
+    for row, path in enumerate(
+        [
+            "abs/a.png",
+            "b.png",
+            "nul\\x00l/c.png",
+            "d~2.png",
+            "d~3.png",
+            "d.png/e.png",
+            "images/00000006.png",
+            "\\xff.png",
+        ]
+    ):
+        assert np.array_equal(found[path], PIXELS[row]), path
+    assert {path.name for path in tmp_path.iterdir()} == {"f.h5", "deep"}
+    assert {path.name for path in (tmp_path / "deep").iterdir()} == {"er"}
+
+
+def test_a_case_folding_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "in"
+    for number, name in enumerate(("A.jpg", "a.jpg", "B/b.jpg", "b/B.jpg")):
+        save(root / "X" / name, number)
+    h5pack.convert(root, tmp_path / "a.h5", **quick(source_kind="classes"))
+    monkeypatch.setattr("h5pack.exporter.folder.ExportFolder.folds_case", lambda *_: True)
+    assert export(tmp_path / "a.h5", tmp_path / "out", **one()).renamed_files == 2
+    names = {str(path.relative_to(tmp_path / "out")).lower() for path in (tmp_path / "out").rglob("*.png")}
+    assert len(names) == 4
+
+
+def test_bad_options(tmp_path: Path) -> None:
+    for keywords, parameter in (
+        ({"format": "gif"}, "format='gif'"),
+        ({"quality": 90}, "quality"),
+        ({"quality": 0, "format": "jpeg"}, "quality=0"),
+        ({"limit": 0}, "limit=0"),
+        ({"num_workers": 0}, "num_workers=0"),
+        ({"start_method": "thread"}, "start_method='thread'"),
+        ({"channel_axis": "middle"}, "channel_axis='middle'"),
+    ):
+        with pytest.raises(OptionsError) as caught:
+            export(tmp_path / "no.h5", tmp_path / "out", **keywords)
+        assert parameter in caught.value.parameters
+    with pytest.raises(PackFormatError, match="no such"):
+        export(tmp_path / "no.h5", tmp_path / "out")
+    with pytest.raises(PackFormatError, match="folder"):
+        export(tmp_path, tmp_path / "out")
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["images"] = np.zeros((0, 9, 9, 3), np.uint8)
+    with pytest.raises(NoImagesError):
+        export(tmp_path / "f.h5", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["f.h5"]
+
+
+def test_a_field_of_a_pack_comes_by_itself(tmp_path: Path) -> None:
+    h5pack.convert(flat_folder(tmp_path / "in", 3), tmp_path / "a.h5", **quick(order="sorted"))
+    with h5py.File(tmp_path / "a.h5", "a") as file:
+        file["seen"] = np.array([True, False, True])
+        file["checksums/seen"] = row_checksums(file["seen"][()])
+    export(tmp_path / "a.h5", tmp_path / "out", **one())
+    lines = (tmp_path / "out" / "manifest.csv").read_text().splitlines()
+    assert lines == [
+        "path,split,seen,row,source",
+        "00000.png,all,1,0,00000.jpg",
+        "00001.png,all,0,1,00001.jpg",
+        "00002.png,all,1,2,00002.jpg",
+    ]

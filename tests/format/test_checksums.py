@@ -1,0 +1,58 @@
+"""The CRC-32 of rows equals zlib's with every implementation."""
+
+from __future__ import annotations
+
+import sys
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from h5pack.format.checksums import _fastest_crc32, crc32, row_checksums
+
+
+def slow_crc32(data: bytes) -> int:
+    """Bit by bit, as in RFC 1952's appendix."""
+    value = 0xFFFFFFFF
+    for byte in data:
+        value ^= byte
+        for _ in range(8):
+            value = value >> 1 ^ (0xEDB88320 if value & 1 else 0)
+    return value ^ 0xFFFFFFFF
+
+
+@given(st.binary(max_size=300), st.binary(max_size=50))
+def test_every_implementation_agrees(data: bytes, more: bytes) -> None:
+    assert crc32(data) == zlib.crc32(data) == slow_crc32(data)
+    assert crc32(more, crc32(data)) == zlib.crc32(data + more)
+
+
+def test_the_published_check_value() -> None:
+    assert crc32(b"123456789") == 0xCBF43926
+
+
+def test_without_isal_zlib_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "isal", None)
+    assert _fastest_crc32() is zlib.crc32
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int64, np.float32, ">i2", np.bool_])
+@pytest.mark.parametrize("shape", [(5, 3, 4), (5,), (1, 7), (0, 3), (5, 0), (0,)])
+def test_rows_of_any_dtype_and_rank(dtype: object, shape: tuple[int, ...]) -> None:
+    rows = np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
+    found = row_checksums(rows)
+    assert found.dtype == np.uint32
+    assert found.tolist() == [zlib.crc32(rows[place : place + 1].tobytes()) for place in range(len(rows))]
+
+
+def test_rows_that_are_not_contiguous() -> None:
+    rows = np.arange(240, dtype=np.int32).reshape(6, 5, 8)
+    for view in (rows[::2], rows[:, ::-1], rows.transpose(2, 0, 1), rows[:, :, 3]):
+        assert row_checksums(view).tolist() == [zlib.crc32(row.tobytes()) for row in view]
+
+
+def test_rows_of_a_buffer_that_may_not_be_written() -> None:
+    rows = np.frombuffer(bytes(range(60)), np.uint8).reshape(3, 20)
+    assert row_checksums(rows).tolist() == [zlib.crc32(row.tobytes()) for row in rows]

@@ -1,0 +1,205 @@
+"""Chunk and cache plans: their limits, and what HDF5 makes of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from h5pack.errors import OptionsError
+from h5pack.format.plans import DEFAULT_CHUNK_BYTES, MIN_CHUNKS, plan_cache, plan_chunks
+from h5pack.read.hdf5 import reopen_tuned
+
+row_counts = st.integers(1, 20_000_000)
+row_sizes = st.integers(1, 64 * 1024 * 1024)
+
+
+@given(row_counts, row_sizes)
+def test_chunks_chosen_without_a_wish_are_neither_large_nor_small_nor_few(n_rows: int, row_bytes: int) -> None:
+    plan = plan_chunks(n_rows, row_bytes)
+    assert plan.rows >= 1
+    assert plan.bytes == plan.rows * row_bytes
+    assert (plan.count - 1) * plan.rows < n_rows <= plan.count * plan.rows
+    assert plan.bytes >= 65_536
+    assert plan.bytes <= max(DEFAULT_CHUNK_BYTES, row_bytes)
+    if plan.bytes - row_bytes >= 65_536:
+        assert (plan.rows - 1) * MIN_CHUNKS < n_rows, "one row fewer would be aligned too, and would give more chunks"
+
+
+@given(row_counts, row_sizes, st.integers(1, 5_000))
+def test_wished_rows_are_taken_or_refused(n_rows: int, row_bytes: int, chunk_rows: int) -> None:
+    if chunk_rows * row_bytes < 2**32:
+        plan = plan_chunks(n_rows, row_bytes, chunk_rows=chunk_rows)
+        assert (plan.rows, plan.bytes) == (chunk_rows, chunk_rows * row_bytes)
+        assert plan.count == math.ceil(n_rows / chunk_rows)
+    else:
+        with pytest.raises(OptionsError, match="4 GiB"):
+            plan_chunks(n_rows, row_bytes, chunk_rows=chunk_rows)
+
+
+@given(row_counts, row_sizes, st.integers(1, 2**31))
+def test_wished_bytes_are_filled_with_whole_rows(n_rows: int, row_bytes: int, chunk_bytes: int) -> None:
+    plan = plan_chunks(n_rows, row_bytes, chunk_bytes=chunk_bytes)
+    assert plan.bytes <= chunk_bytes or plan.rows == 1
+    assert plan.bytes + row_bytes > chunk_bytes
+
+
+def test_known_plans() -> None:
+    celeba = 218 * 178 * 3
+    assert (plan_chunks(202_599, celeba).rows, plan_chunks(202_599, celeba).count) == (36, 5_628)
+    assert plan_chunks(10_000_000, 32 * 32 * 3).rows == DEFAULT_CHUNK_BYTES // 3_072
+    assert plan_chunks(50, 32 * 32 * 3).rows == math.ceil(65_536 / 3_072)
+    assert plan_chunks(640, celeba).rows == 10
+    assert plan_chunks(100, 2**24).rows == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "parameters"),
+    [
+        ({"chunk_rows": 1, "chunk_bytes": 1}, ("chunk_rows", "chunk_bytes")),
+        ({"chunk_rows": 0}, ("chunk_rows=0",)),
+        ({"chunk_bytes": -4}, ("chunk_bytes=-4",)),
+        ({"chunk_rows": 2**30}, ("chunk_rows",)),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(settings: dict[str, int], parameters: tuple[str, ...]) -> None:
+    with pytest.raises(OptionsError) as caught:
+        plan_chunks(10, 1_000, **settings)
+    assert caught.value.parameters == parameters
+
+
+def test_the_largest_chunk_that_hdf5_1_10_reads() -> None:
+    assert plan_chunks(1, 1, chunk_rows=2**32 - 1).bytes == 2**32 - 1
+    with pytest.raises(OptionsError):
+        plan_chunks(1, 1, chunk_rows=2**32)
+    with pytest.raises(OptionsError):
+        plan_chunks(1, 2**32)
+
+
+CELEBA = ((20_000, 218, 178, 3), (36, 218, 178, 3))
+
+
+@pytest.mark.parametrize(
+    ("filtered", "window", "nbytes"),
+    [
+        (False, None, 0),
+        (False, 16, 0),
+        (True, None, 64 * 1024 * 1024),
+        (True, 16, 16 * 36 * 218 * 178 * 3),
+        (True, 10**6, 556 * 36 * 218 * 178 * 3),
+    ],
+)
+def test_cache_rules(filtered: bool, window: int | None, nbytes: int) -> None:
+    plan = plan_cache(*CELEBA, 1, filtered=filtered, window=window)
+    assert (plan.nbytes, plan.nslots, plan.w0) == (nbytes, 556, 1.0)
+    assert plan.reason.startswith("filtered" if filtered else "unfiltered")
+
+
+def test_a_small_filtered_dataset_is_held_whole() -> None:
+    assert plan_cache((1_000, 8, 8), (10, 8, 8), 4, filtered=True).nbytes == 1_000 * 8 * 8 * 4
+
+
+def test_a_filtered_row_that_spans_many_chunks_is_held_whole() -> None:
+    plan = plan_cache((100, 8_192, 8_192), (1, 1_024, 1_024), 2, filtered=True)
+    assert plan.nbytes == 8_192 * 8_192 * 2
+    assert plan_cache((100, 8_192, 8_192), (1, 1_024, 1_024), 2, filtered=True, window=3).nbytes == 3 * plan.nbytes
+
+
+def test_datasets_without_rows_have_a_plan() -> None:
+    for filtered in (False, True):
+        plan = plan_cache((0, 8, 8), (4, 8, 8), 1, filtered=filtered)
+        assert plan.nslots >= 1
+        assert plan.nbytes >= 0
+
+
+def hdf5_slot(scaled: tuple[int, ...], grid: list[int], nslots: int) -> int:
+    """H5D__chunk_hash_val, with the bits of H5VM_log2_gen(H5VM_power2up(count))."""
+    value = scaled[0]
+    for place, count in zip(scaled[1:], grid[1:], strict=True):
+        power = 1
+        while power < count:
+            power *= 2
+        value = (value << (power.bit_length() - 1)) ^ place
+    return value % nslots
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 17)), min_size=1, max_size=4))
+def test_no_two_chunks_share_a_slot(axes: list[tuple[int, int]]) -> None:
+    shape, chunks = zip(*axes, strict=True)
+    grid = [math.ceil(size / chunk) for size, chunk in axes]
+    if math.prod(grid) > 20_000:
+        return
+    nslots = plan_cache(shape, chunks, 1, filtered=True).nslots
+    slots = [hdf5_slot(scaled, grid, nslots) for scaled in itertools.product(*map(range, grid))]
+    assert len(set(slots)) == len(slots)
+    if all(count == 1 for count in grid[1:]):
+        assert nslots == grid[0]
+
+
+def bytes_read() -> int:
+    """What this process has asked the kernel for, from /proc."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["rchar"])
+
+
+@pytest.mark.parametrize("chunks", [(10, 24, 24), (10, 24, 9)])
+def test_a_cache_with_the_planned_slots_decodes_each_chunk_once(tmp_path: Path, chunks: tuple[int, ...]) -> None:
+    data = np.random.default_rng(1).integers(0, 256, (400, 24, 24), np.uint8)
+    rows = np.random.default_rng(2).integers(0, 400, 1_200)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=data, chunks=chunks, compression="gzip", compression_opts=1)
+        stored = file["x"].id.get_storage_size()
+    amounts = {}
+    plan = plan_cache(data.shape, chunks, 1, filtered=True)
+    for label, nslots in (("planned", plan.nslots), ("one short", plan.nslots - 1), ("a third", plan.nslots // 3)):
+        # One file a run: a second open of the same file keeps the first one's cache.
+        path = tmp_path / f"{label}.h5"
+        path.write_bytes((tmp_path / "a.h5").read_bytes())
+        with h5py.File(path) as file:
+            cache = type(plan)(len(rows) * data[0].nbytes * 10, nslots, plan.w0, "")
+            dataset = reopen_tuned(file["x"], cache)
+            dataset[0]
+            before = bytes_read()
+            assert all(np.array_equal(dataset[row], data[row]) for row in rows)
+            amounts[label] = bytes_read() - before
+    assert amounts["planned"] <= stored * 1.02 + 20_000
+    assert amounts["a third"] > 2 * stored
+    if chunks[1:] == data.shape[1:]:
+        assert amounts["one short"] > amounts["planned"]
+
+
+def test_an_unfiltered_dataset_reads_only_the_selected_rows(tmp_path: Path) -> None:
+    data = np.random.default_rng(1).integers(0, 256, (2_000, 32, 32), np.uint8)
+    rows = np.random.default_rng(2).integers(0, 2_000, 300)
+    amounts = []
+    for tuned in (True, False):
+        with h5py.File(tmp_path / f"{tuned}.h5", "w", rdcc_nbytes=2**20, rdcc_nslots=521) as file:
+            file.create_dataset("x", data=data, chunks=(100, 32, 32))
+        with h5py.File(tmp_path / f"{tuned}.h5", rdcc_nbytes=2**20, rdcc_nslots=521) as file:
+            dataset = reopen_tuned(file["x"]) if tuned else file["x"]
+            dataset[0]
+            before = bytes_read()
+            assert all(np.array_equal(dataset[row], data[row]) for row in rows)
+            amounts.append((bytes_read() - before) / (300 * 32 * 32))
+    assert amounts[0] < 1.1
+    assert amounts[1] > 10
+
+
+def test_the_cache_holds_whatever_a_window_uses(tmp_path: Path) -> None:
+    data = np.random.default_rng(1).integers(0, 256, (800, 16, 16), np.uint8)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=data, chunks=(20, 16, 16), compression="gzip", compression_opts=1)
+        stored = file["x"].id.get_storage_size()
+    rng = np.random.default_rng(3)
+    order = np.concatenate([rng.permutation(80) + 80 * window for window in range(10)])
+    with h5py.File(tmp_path / "a.h5") as file:
+        dataset = reopen_tuned(file["x"], plan_cache(data.shape, (20, 16, 16), 1, filtered=True, window=4))
+        before = bytes_read()
+        assert all(np.array_equal(dataset[row], data[row]) for row in order)
+        assert bytes_read() - before < stored * 1.02 + 20_000

@@ -1,0 +1,490 @@
+"""Decoded pixels are Pillow's, whichever decoder made them, and refusals say why."""
+
+from __future__ import annotations
+
+import functools
+import io
+import random
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError, features
+
+from h5pack.errors import RejectedImageError
+from h5pack.images.decode import (
+    MAX_PIXELS,
+    Decoder,
+    PixelOptions,
+    _copy_pixels,
+    _proven_paths,
+    read_header,
+    strict_pillow,
+)
+from h5pack.images.headers import DecodePath, ImageHeader
+from h5pack.pack.options import RESAMPLES
+from tests.makers import pixels
+
+ORIENTATION = 0x0112
+proven_kinds = functools.cache(_proven_paths)
+Pixels = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@pytest.fixture(autouse=True)
+def _strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a conversion's workers, each of which proves the fast decoder only once."""
+    monkeypatch.setattr("h5pack.images.decode._proven_paths", proven_kinds)
+    with strict_pillow():
+        yield
+
+
+def options(height: int, width: int, channels: int = 3, **changes: Any) -> PixelOptions:
+    settings = {"resize": False, "fit": "crop", "resample": "bicubic", "draft": False, "max_pixels": MAX_PIXELS}
+    return PixelOptions(height, width, channels, **{**settings, **changes})
+
+
+def encoded(image: Image.Image, form: str, **settings: Any) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, form, **settings)
+    return stream.getvalue()
+
+
+def header_of(data: bytes, max_pixels: int = MAX_PIXELS) -> ImageHeader:
+    return read_header(data[:16_384], lambda: io.BytesIO(data), max_pixels)
+
+
+def decoded(data: bytes, channels: int = 3, kind: DecodePath | None = None, **changes: Any) -> Pixels:
+    """By h5pack: survey, then decode at the size that the survey told, or at `size`."""
+    header = header_of(data)
+    height, width = changes.pop("size", (header.height, header.width))
+    out = np.full((height, width, channels), 77, np.uint8)
+    Decoder(options(height, width, channels, **changes)).decode(data, header.decode_path if kind is None else kind, out)
+    return out
+
+
+def slow(data: bytes, channels: int = 3) -> Pixels:
+    """The slow twin: Pillow alone."""
+    with Image.open(io.BytesIO(data)) as image:
+        converted = ImageOps.exif_transpose(image).convert("L" if channels == 1 else "RGB")
+    return np.asarray(converted).reshape(converted.height, converted.width, channels)
+
+
+RGB = Image.fromarray(pixels(0, (23, 17)))
+GRAY = Image.fromarray(pixels(1, (23, 17), 1))
+ALPHA = Image.merge("RGBA", [*RGB.split(), GRAY])
+FRAMES = {"save_all": True, "append_images": [Image.fromarray(pixels(5, (23, 17)))], "duration": 50}
+FILES = {
+    "one bit png": encoded(RGB.convert("1"), "PNG"),
+    "one bit tiff": encoded(RGB.convert("1"), "TIFF"),
+    "gray png": encoded(GRAY, "PNG"),
+    "gray jpeg": encoded(GRAY, "JPEG"),
+    "gray with alpha": encoded(Image.merge("LA", [GRAY, GRAY]), "PNG"),
+    "gray with a transparent value": encoded(GRAY, "PNG", transparency=90),
+    "palette": encoded(RGB.quantize(20), "PNG"),
+    "palette with a transparent colour": encoded(RGB.quantize(20), "PNG", transparency=2),
+    "palette with transparent colours": encoded(RGB.quantize(4), "PNG", transparency=bytes([0, 80, 255, 9])),
+    "palette gif": encoded(RGB.quantize(20), "GIF", transparency=2),
+    "palette bmp": encoded(RGB.quantize(20), "BMP"),
+    "rgb png": encoded(RGB, "PNG"),
+    "rgb with a transparent colour": encoded(RGB, "PNG", transparency=(1, 2, 3)),
+    "rgb bmp": encoded(RGB, "BMP"),
+    "rgb ppm": encoded(RGB, "PPM"),
+    "rgb tiff": encoded(RGB, "TIFF", compression="tiff_lzw"),
+    "rgb webp": encoded(RGB, "WEBP", quality=60),
+    "rgb jpeg 2000": encoded(RGB, "JPEG2000"),
+    "rgba png": encoded(ALPHA, "PNG"),
+    "rgba webp": encoded(ALPHA, "WEBP", lossless=True),
+    "ycbcr jpeg": encoded(RGB, "JPEG"),
+    "ycbcr tiff": encoded(RGB.convert("YCbCr"), "TIFF"),
+    "rgb jpeg": encoded(RGB, "JPEG", keep_rgb=True),
+    "cmyk jpeg": encoded(RGB.convert("CMYK"), "JPEG"),
+    "cmyk tiff": encoded(RGB.convert("CMYK"), "TIFF"),
+    "icc profile": encoded(RGB, "JPEG", icc_profile=bytes(40_000)),
+    "animated gif": encoded(RGB.quantize(20), "GIF", **FRAMES),
+    "animated png": encoded(RGB, "PNG", **FRAMES),
+    "animated webp": encoded(RGB, "WEBP", **FRAMES),
+    "pages of a tiff": encoded(RGB, "TIFF", **FRAMES),
+    "mpo": encoded(RGB, "MPO", **FRAMES),
+    "16-bit rgb ppm": b"P6 3 2 65535\n" + bytes(range(100, 136)),
+}
+if features.check("avif"):
+    FILES["avif"] = encoded(RGB, "AVIF", quality=70)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("data", [pytest.param(value, id=name) for name, value in FILES.items()])
+def test_every_mode_becomes_what_pillow_makes_of_it(data: bytes, channels: int) -> None:
+    assert np.array_equal(decoded(data, channels), slow(data, channels))
+
+
+@pytest.mark.parametrize("form", ["gif", "png", "webp"])
+def test_the_first_frame_of_an_animation_is_taken(form: str) -> None:
+    data = FILES[f"animated {form}"]
+    first = RGB.quantize(20).convert("RGB") if form == "gif" else RGB
+    difference = np.abs(decoded(data).astype(int) - np.asarray(first).astype(int)).mean()
+    assert difference < (10 if form == "webp" else 1)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("form", ["PNG", "TIFF", "PPM"])
+def test_sixteen_bits_keep_their_high_byte(form: str, channels: int) -> None:
+    values = np.random.default_rng(0).integers(0, 65_536, (9, 12)).astype(np.uint16)
+    data = b"P5 12 9 65535\n" + values.astype(">u2").tobytes()
+    if form != "PPM":
+        data = encoded(Image.fromarray(values), form)
+    want = np.repeat((values >> 8).astype(np.uint8)[:, :, None], channels, axis=2)
+    assert np.array_equal(decoded(data, channels), want)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("value", range(10))
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF", "MPO"])
+def test_every_orientation_is_turned_upright_once(form: str, value: int, channels: int) -> None:
+    if form == "AVIF" and not features.check("avif"):
+        pytest.skip("this Pillow reads no AVIF")
+    exif = Image.Exif()
+    exif[ORIENTATION] = value
+    data = encoded(RGB, form, exif=exif, **(FRAMES if form == "MPO" else {}))
+    want = slow(data, channels)
+    assert (header_of(data).height, header_of(data).width) == want.shape[:2]
+    assert want.shape[:2] == ((17, 23) if value in (5, 6, 7, 8) else (23, 17))
+    assert np.array_equal(decoded(data, channels), want)
+    assert np.array_equal(decoded(data, channels, resize=True, size=(8, 9)), fitted(data, (8, 9), channels=channels))
+
+
+def test_an_oriented_palette_image_with_transparency() -> None:
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    data = encoded(RGB.quantize(9), "PNG", exif=exif, transparency=bytes([0, 3, 9]))
+    assert np.array_equal(decoded(data), slow(data))
+
+
+def test_a_sixteen_bit_image_is_turned_upright() -> None:
+    values = np.arange(60, dtype=np.uint16).reshape(6, 10) * 1_000
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    data = encoded(Image.fromarray(values), "PNG", exif=exif)
+    assert np.array_equal(decoded(data, 1)[:, :, 0], np.rot90((values >> 8).astype(np.uint8), -1))
+
+
+def fitted(
+    data: bytes, size: tuple[int, int], fit: str = "crop", resample: str = "bicubic", channels: int = 3
+) -> Pixels:
+    image = Image.fromarray(np.squeeze(slow(data, channels), 2) if channels == 1 else slow(data))
+    method = Image.Resampling[resample.upper()]
+    wanted = size[::-1]
+    if image.size != wanted:
+        image = {
+            "crop": lambda: ImageOps.fit(image, wanted, method),
+            "pad": lambda: ImageOps.pad(image, wanted, method),
+            "stretch": lambda: image.resize(wanted, method),
+        }[fit]()
+    return np.asarray(image).reshape(*size, channels)
+
+
+@pytest.mark.parametrize("resample", RESAMPLES)
+@pytest.mark.parametrize("fit", ["crop", "pad", "stretch"])
+def test_resizing_is_pillows_own(fit: str, resample: str) -> None:
+    for name in ("rgb png", "ycbcr jpeg", "gray jpeg", "palette with transparent colours", "cmyk jpeg"):
+        for channels in (1, 3):
+            for size in ((23, 17), (10, 10), (50, 31), (7, 60), (1, 1)):
+                found = decoded(FILES[name], channels, resize=True, size=size, fit=fit, resample=resample)
+                assert np.array_equal(found, fitted(FILES[name], size, fit, resample, channels)), (name, size)
+
+
+@pytest.mark.parametrize("size", [(1, 40), (40, 1), (1, 1), (1, 3), (3, 1), (2, 3)])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_images_of_a_single_line_are_resized(size: tuple[int, int], channels: int) -> None:
+    for image in (Image.fromarray(pixels(3, size)), Image.fromarray(pixels(3, size, 1))):
+        for form in ("JPEG", "PNG"):
+            data = encoded(image, form)
+            for fit in ("crop", "pad", "stretch"):
+                found = decoded(data, channels, resize=True, size=(12, 11), fit=fit)
+                assert np.array_equal(found, fitted(data, (12, 11), fit, channels=channels))
+
+
+def drawn_jpeg(drawn: random.Random, number: int) -> bytes:
+    size = (drawn.randint(1, 70), drawn.randint(1, 70))
+    settings: dict[str, Any] = {
+        "quality": drawn.randint(1, 100),
+        "progressive": drawn.random() < 0.4,
+        "optimize": drawn.random() < 0.3,
+    }
+    if drawn.random() < 0.3:
+        settings[drawn.choice(["restart_marker_blocks", "restart_marker_rows"])] = drawn.randint(1, 5)
+    if drawn.random() < 0.2:
+        image = Image.fromarray(pixels(number, size, 1))
+    else:
+        image = Image.fromarray(pixels(number, size))
+        settings["subsampling"] = drawn.randint(0, 2)
+        settings["keep_rgb"] = drawn.random() < 0.1
+    if settings.get("keep_rgb"):
+        settings["subsampling"] = 0
+    return encoded(image, "JPEG", **settings)
+
+
+simplejpeg_only = pytest.mark.skipif(not proven_kinds(3), reason="simplejpeg is not installed")
+
+
+@simplejpeg_only
+def test_the_fast_decoder_is_proven_for_every_kind() -> None:
+    assert _proven_paths(3) == set(DecodePath) - {DecodePath.PILLOW}
+    assert _proven_paths(1) == {DecodePath.JPEG_GRAY}
+
+
+@simplejpeg_only
+@pytest.mark.parametrize("seed", range(6))
+def test_the_fast_decoder_gives_pillows_pixels(seed: int) -> None:
+    drawn = random.Random(seed)
+    fast = 0
+    for number in range(150):
+        data = drawn_jpeg(drawn, number)
+        fast += header_of(data).decode_path != DecodePath.PILLOW
+        for channels in (1, 3):
+            assert np.array_equal(decoded(data, channels), slow(data, channels))
+        small = (drawn.randint(1, 40), drawn.randint(1, 40))
+        assert np.array_equal(decoded(data, resize=True, size=small), fitted(data, small))
+    assert fast > 100
+
+
+def scans_left_out(data: bytes, scans: int) -> bytes:
+    """A progressive JPEG that ends, properly, after its first few scans."""
+    starts = [found.start() for found in re.finditer(rb"\xff\xda", data)]
+    return data[: starts[scans]] + b"\xff\xd9"
+
+
+@simplejpeg_only
+@pytest.mark.parametrize("subsampling", [0, 1, 2])
+def test_progressive_images_without_their_last_scans(subsampling: int) -> None:
+    data = encoded(Image.fromarray(pixels(2, (61, 45))), "JPEG", progressive=True, subsampling=subsampling)
+    for scans in range(1, data.count(b"\xff\xda")):
+        assert outcome(scans_left_out(data, scans), None) == outcome(scans_left_out(data, scans), DecodePath.PILLOW)
+
+
+def outcome(data: bytes, kind: DecodePath | None, **changes: Any) -> bytes | str:
+    try:
+        return decoded(data, kind=kind, **changes).tobytes()
+    except RejectedImageError as error:
+        return str(error)
+
+
+def same_with_and_without(data: bytes) -> bytes | str:
+    """The outcome, which neither the decoder nor a second try may change."""
+    with_fast = outcome(data, None)
+    assert with_fast == outcome(data, DecodePath.PILLOW)
+    assert with_fast == outcome(data, None)
+    assert outcome(data, None, resize=True, size=(9, 9)) == outcome(data, DecodePath.PILLOW, resize=True, size=(9, 9))
+    return with_fast
+
+
+JPEGS = {
+    "baseline": {},
+    "progressive": {"progressive": True},
+    "restarts": {"restart_marker_rows": 1, "subsampling": 1},
+    "with exif": {"exif": b"Exif\0\0MM\0*\0\0\0\x08\0\1\1\x12\0\3\0\0\0\1\0\6\0\0\0\0\0\0"},
+}
+
+
+@simplejpeg_only
+@pytest.mark.parametrize("settings", [pytest.param(value, id=name) for name, value in JPEGS.items()])
+def test_cut_jpegs_have_the_same_outcome_with_either_decoder(settings: dict[str, Any]) -> None:
+    data = encoded(Image.fromarray(pixels(4, (41, 30))), "JPEG", **settings)
+    outcomes = [same_with_and_without(data[:keep]) for keep in [*range(1, len(data), 7), len(data) - 1, len(data)]]
+    assert isinstance(outcomes[-1], bytes)
+    assert outcomes.count("truncated") > len(outcomes) / 3
+    assert all(
+        re.search(r"0x[0-9a-f]{4,}|<|object at", str(text)) is None for text in outcomes if isinstance(text, str)
+    )
+
+
+@simplejpeg_only
+@pytest.mark.parametrize("settings", [pytest.param(value, id=name) for name, value in JPEGS.items()])
+def test_damaged_jpegs_have_the_same_outcome_with_either_decoder(settings: dict[str, Any]) -> None:
+    data = encoded(Image.fromarray(pixels(4, (41, 30))), "JPEG", **settings)
+    drawn = random.Random(len(settings))
+    kept = refused = 0
+    for _ in range(150):
+        damaged = bytearray(data)
+        for _ in range(drawn.choice([1, 1, 3])):
+            damaged[drawn.randrange(2, len(data))] ^= 1 << drawn.randrange(8)
+        # A damaged size may be anything; this test is about the pixels.
+        with_size = outcome(bytes(damaged), DecodePath.PILLOW)
+        if isinstance(with_size, bytes) and len(with_size) > 2_000_000:
+            continue
+        found = same_with_and_without(bytes(damaged))
+        kept, refused = kept + isinstance(found, bytes), refused + isinstance(found, str)
+    assert kept
+    assert refused
+
+
+def test_reasons_depend_on_the_image_alone() -> None:
+    drawn = random.Random(9)
+    reasons = set()
+    for name, data in FILES.items():
+        for _ in range(12):
+            damaged = bytearray(data[: drawn.randint(1, len(data))])
+            damaged[drawn.randrange(len(damaged))] ^= 1 << drawn.randrange(8)
+            first = outcome(bytes(damaged), DecodePath.PILLOW, resize=True, size=(8, 8))
+            assert first == outcome(bytes(damaged), DecodePath.PILLOW, resize=True, size=(8, 8)), name
+            if isinstance(first, str):
+                reasons.add(first)
+    assert len(reasons) > 3
+    for reason in reasons:
+        assert re.search(r"0x[0-9a-f]{4,}|<|object at|\n", reason) is None
+        assert reason == reason.strip() != ""
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "zero bytes"),
+        (b"no image at all", "not an image, or of an unknown format"),
+        (FILES["ycbcr jpeg"][:-20], "truncated"),
+        (FILES["rgb png"][:-200], "truncated"),
+        (encoded(Image.fromarray(np.zeros((3, 4), np.float32)), "TIFF"), "F pixels of 32 bits; convert it to 8 or 16"),
+        (encoded(Image.fromarray(np.zeros((3, 4), np.int32)), "TIFF"), "I pixels of 32 bits; convert it to 8 or 16"),
+    ],
+)
+def test_reasons(data: bytes, reason: str) -> None:
+    with pytest.raises(RejectedImageError, match="^" + re.escape(reason)):
+        decoded(data)
+
+
+def test_an_image_of_another_size_is_refused_unless_resized() -> None:
+    for data in (FILES["ycbcr jpeg"], FILES["rgb png"]):
+        for size in ((23, 18), (22, 17), (17, 23), (40, 40), (3, 3)):
+            with pytest.raises(RejectedImageError, match=f"size 23x17 where the others are {size[0]}x{size[1]}"):
+                decoded(data, size=size)
+
+
+def test_a_wrong_kind_still_gives_the_right_pixels_or_a_reason() -> None:
+    """A file may be replaced between survey and decoding."""
+    for name in ("rgb png", "gray jpeg", "ycbcr jpeg"):
+        assert np.array_equal(decoded(FILES[name], kind=DecodePath.JPEG_420), slow(FILES[name]))
+    with pytest.raises(RejectedImageError, match="not an image"):
+        Decoder(options(4, 4)).decode(b"replaced", DecodePath.JPEG_420, np.zeros((4, 4, 3), np.uint8))
+
+
+@pytest.mark.parametrize("name", ["rgb png", "ycbcr jpeg", "rgb tiff", "animated webp"])
+def test_bombs_are_refused_by_the_survey_and_by_the_decoder(name: str) -> None:
+    data = FILES[name]
+    with pytest.raises(RejectedImageError, match="decompression bomb: 23x17 is over 390 pixels"):
+        header_of(data, 390)
+    assert header_of(data, 391).height == 23
+    for resize in (False, True):
+        with pytest.raises(RejectedImageError, match="decompression bomb: 23x17 is over 390 pixels"):
+            decoded(data, kind=DecodePath.PILLOW, max_pixels=390, resize=resize)
+
+
+def test_a_bomb_beyond_pillows_own_limit_is_ours_to_refuse() -> None:
+    bomb = b"P5 20000 20000 255\n"
+    with pytest.raises(RejectedImageError, match="decompression bomb: 20000x20000"):
+        header_of(bomb)
+    with pytest.raises(RejectedImageError, match="decompression bomb: 20000x20000"):
+        Decoder(options(4, 4, resize=True)).decode(bomb, DecodePath.PILLOW, np.zeros((4, 4, 3), np.uint8))
+    assert header_of(bomb, 4 * 10**8).width == 20_000
+
+
+def test_pillows_settings_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 123)
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    with pytest.raises(RejectedImageError, match="truncated"), strict_pillow():
+        decoded(FILES["ycbcr jpeg"][:-30])
+    assert Image.MAX_IMAGE_PIXELS == 123
+    assert ImageFile.LOAD_TRUNCATED_IMAGES
+
+
+def test_pillows_warnings_are_no_reason_to_refuse() -> None:
+    tag = b"\0\1\x12\0\x03\0\0\0\1\0\6"
+    data = encoded(RGB, "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\5\1" + tag[2:])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with strict_pillow():
+            assert decoded(data).shape[2] == 3
+
+
+@pytest.mark.parametrize("value", [1, 6])
+@pytest.mark.parametrize("fit", ["crop", "pad", "stretch"])
+def test_draft_decodes_jpegs_reduced_and_at_the_planned_size(fit: str, value: int) -> None:
+    exif = Image.Exif()
+    exif[ORIENTATION] = value
+    data = encoded(Image.fromarray(pixels(8, (400, 300))), "JPEG", quality=95, exif=exif)
+    sharp = decoded(data, resize=True, size=(40, 70), fit=fit)
+    assert np.array_equal(sharp, fitted(data, (40, 70), fit))
+    draft = decoded(data, resize=True, size=(40, 70), fit=fit, draft=True)
+    assert draft.shape == (40, 70, 3)
+    with Image.open(io.BytesIO(data)) as image:
+        image.draft(None, (40, 70) if value == 6 else (70, 40))
+        reduced = encoded(ImageOps.exif_transpose(image), "PNG")
+    assert np.array_equal(draft, fitted(reduced, (40, 70), fit))
+    assert not np.array_equal(draft, sharp)
+
+
+def test_draft_changes_nothing_but_jpegs() -> None:
+    for name in ("rgb png", "rgb webp", "rgb tiff"):
+        for size in ((3, 3), (23, 17)):
+            found = decoded(FILES[name], resize=True, size=size, draft=True)
+            assert np.array_equal(found, fitted(FILES[name], size))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_pixels_of_a_dataset_are_taken_as_they_are(channels: int) -> None:
+    for source in (pixels(0, (9, 7)), pixels(0, (9, 7), 1)[:, :, None], pixels(0, (1, 7)), pixels(0, (9, 1))):
+        height, width = source.shape[:2]
+        image = Image.fromarray(source[:, :, 0] if source.shape[2] == 1 else source)
+        out = np.zeros((height, width, channels), np.uint8)
+        Decoder(options(height, width, channels)).decode(source, DecodePath.PILLOW, out)
+        want = np.asarray(image.convert("L" if channels == 1 else "RGB")).reshape(out.shape)
+        assert np.array_equal(out, want)
+
+
+def test_errors_of_the_storage_are_not_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(io.BytesIO):
+        def read(self, *arguments: Any) -> bytes:
+            raise OSError(5, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        read_header(b"II*\0", Failing, MAX_PIXELS)
+    assert not isinstance(caught.value, UnidentifiedImageError)
+
+
+def test_each_odd_error_of_a_decoder_is_a_reason() -> None:
+    opened = Image.open
+
+    def raising(error: Exception) -> Callable[..., Any]:
+        def replacement(*_: Any) -> Any:
+            raise error
+
+        return replacement
+
+    reasons = []
+    for error in (ValueError("at <PIL.Image.Image object at 0x7f12ab>"), SyntaxError("x"), OSError("y")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Image, "open", raising(error))
+            reasons.append(outcome(FILES["rgb png"], DecodePath.PILLOW))
+    assert Image.open is opened
+    assert reasons == [
+        "cannot be decoded: ValueError: at",
+        "cannot be decoded: SyntaxError: x",
+        "cannot be decoded: OSError: y",
+    ]
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+@pytest.mark.parametrize("size", [(1, 1), (1, 70_000), (300, 1), (218, 178), (701, 503)])
+def test_pixels_are_copied_whole_with_and_without_pillows_encoder(
+    mode: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = (*size, 3) if mode == "RGB" else size
+    pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    out = np.zeros((*size, 3 if mode == "RGB" else 1), np.uint8)
+    _copy_pixels(Image.fromarray(pixels), out)
+    assert np.array_equal(out.reshape(shape), pixels)
+    # An encoder that gives less than the whole image.
+    monkeypatch.setattr("h5pack.images.decode._ENCODER_SLACK_BYTES", -(out.nbytes // 2))
+    out[...] = 0
+    _copy_pixels(Image.fromarray(pixels), out)
+    assert np.array_equal(out.reshape(shape), pixels)

@@ -1,0 +1,313 @@
+"""The fast header parsers say what Pillow says, or nothing."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import warnings
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from PIL import Image, ImageFile, ImageOps, PngImagePlugin
+
+from h5pack.images.headers import DecodePath, ImageHeader, parse_jpeg, parse_png
+from tests.makers import pixels
+
+EXIF = 0x0112
+
+
+def encoded(image: Image.Image, form: str, **settings: Any) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, form, **settings)
+    return stream.getvalue()
+
+
+def jpeg(size: tuple[int, int] = (20, 14), seed: int = 0, **settings: Any) -> bytes:
+    return encoded(Image.fromarray(pixels(seed, size)), "JPEG", **settings)
+
+
+def oriented(value: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[EXIF] = value
+    return exif
+
+
+def shown_size(data: bytes) -> tuple[int, int] | None:
+    """Height and width by Pillow alone, upright; None where Pillow refuses the file."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with Image.open(io.BytesIO(data)) as image:
+                # The size is asked of images whose pixels are cut short, too.
+                orientation = image.getexif().get(EXIF, 1)
+                width, height = image.size
+        except Exception:
+            return None
+    return (width, height) if orientation in (5, 6, 7, 8) else (height, width)
+
+
+def parsed(data: bytes, head_bytes: int = 16_384) -> ImageHeader | None:
+    return parse_jpeg(data[:head_bytes]) or parse_png(io.BytesIO(data))
+
+
+def agrees(data: bytes) -> ImageHeader | None:
+    """What the parsers find is what Pillow finds."""
+    header = parsed(data)
+    wanted = shown_size(data)
+    if header is not None and wanted is not None:
+        assert (header.height, header.width) == wanted
+    return header
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
+def test_plain_jpegs_are_parsed(subsampling: str, progressive: bool) -> None:
+    kinds = {"4:4:4": DecodePath.JPEG_444, "4:2:2": DecodePath.JPEG_422, "4:2:0": DecodePath.JPEG_420}
+    for seed, size in enumerate([(1, 1), (7, 9), (16, 16), (218, 178), (33, 1_001), (9, 700)]):
+        for quality in (1, 75, 100):
+            data = jpeg(size, seed, quality=quality, subsampling=subsampling, progressive=progressive)
+            assert agrees(data) == ImageHeader(*size, kinds[subsampling])
+
+
+def test_plain_gray_jpegs_are_parsed() -> None:
+    for optimize in (False, True):
+        data = encoded(Image.fromarray(pixels(1, (31, 17), 1)), "JPEG", optimize=optimize)
+        assert agrees(data) == ImageHeader(31, 17, DecodePath.JPEG_GRAY)
+
+
+def test_the_size_comes_from_this_file_not_from_the_one_before() -> None:
+    sizes = [(20, 14), (20, 14), (14, 20), (20, 14), (276, 14)]
+    for size in sizes:
+        assert parse_jpeg(jpeg(size)) == ImageHeader(*size, DecodePath.JPEG_420)
+        assert parse_jpeg(jpeg(size)[:40]) is None
+
+
+@pytest.mark.parametrize("value", range(10))
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_an_orientation_is_never_overlooked(form: str, value: int) -> None:
+    data = encoded(Image.fromarray(pixels(0)), form, exif=oriented(value))
+    assert parsed(data) is None
+    with Image.open(io.BytesIO(data)) as image:
+        assert ImageOps.exif_transpose(image).size == ((20, 14) if value in (5, 6, 7, 8) else (14, 20))
+
+
+def segment(marker: int, body: bytes) -> bytes:
+    return struct.pack(">BBH", 0xFF, marker, len(body) + 2) + body
+
+
+def inserted(data: bytes, addition: bytes, before: int) -> bytes:
+    """A JPEG with a further segment in front of the first one with the marker `before`."""
+    position = data.index(bytes([0xFF, before]))
+    return data[:position] + addition + data[position:]
+
+
+SOF, SOS, DQT = 0xC0, 0xDA, 0xDB
+TURNED = b"Exif\0\0" + oriented(6).tobytes()[6:]
+XMP = b'http://ns.adobe.com/xap/1.0/\0<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+
+
+@pytest.mark.parametrize("before", [DQT, SOF, SOS])
+@pytest.mark.parametrize("body", [TURNED, XMP], ids=["exif", "xmp"])
+def test_an_orientation_may_stand_behind_the_frame_header(body: bytes, before: int) -> None:
+    data = inserted(jpeg(), segment(0xE1, body), before)
+    assert shown_size(data) == (14, 20)
+    assert parse_jpeg(data) is None
+
+
+@pytest.mark.parametrize("before", [DQT, SOF, SOS])
+@pytest.mark.parametrize("transform", [0, 2, 1])
+def test_an_adobe_mark_may_stand_behind_the_frame_header(transform: int, before: int) -> None:
+    adobe = segment(0xEE, b"Adobe" + bytes([0, 100, 0, 0, 0, 0, transform]))
+    header = agrees(inserted(jpeg(), adobe, before))
+    assert header == (ImageHeader(20, 14, DecodePath.JPEG_420) if transform == 1 else None)
+
+
+def test_unusual_colour_is_left_to_pillow() -> None:
+    image = Image.fromarray(pixels(0))
+    for data in (
+        encoded(image, "JPEG", keep_rgb=True),
+        encoded(image.convert("CMYK"), "JPEG"),
+        jpeg().replace(b"JFIF\0", b"JFXF\0").replace(b"\3\1\x22\0\2\x11\1\3\x11", b"\3R\x22\0G\x11\1B\x11"),
+    ):
+        assert shown_size(data) == (20, 14)
+        assert parse_jpeg(data) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        (0xE0, b"JFIF\0"),
+        (0xE0, b"JFIFx1234567890123"),
+        (0xE2, b"ICC_PROFILE\0"),
+        (0xE2, b"ICC_PROFILE\0\1"),
+        (0xE2, b"MPF\0junk"),
+        (0xED, b"Photoshop 3.0\x008BIM\4\4"),
+        (0xEE, b"Adobe\0"),
+    ],
+)
+def test_malformed_segments_are_pillows_to_judge(body: tuple[int, bytes]) -> None:
+    assert parse_jpeg(inserted(jpeg(), segment(*body), DQT)) is None
+
+
+@pytest.mark.parametrize("length", [b"\0\0", b"\0\1", b"\xff\xff"])
+def test_segments_of_an_impossible_length_are_pillows_to_judge(length: bytes) -> None:
+    assert parse_jpeg(inserted(jpeg(), b"\xff\xe5" + length, DQT)) is None
+
+
+def test_segments_that_do_not_matter_are_passed_over() -> None:
+    data = jpeg(icc_profile=bytes(1_000), comment=b"x" * 3_000, dpi=(300, 300), restart_marker_rows=1)
+    data = inserted(data, segment(0xE5, b"anything") + b"\xff\xff\xff" + segment(0xED, b"other"), DQT)
+    assert agrees(data) == ImageHeader(20, 14, DecodePath.JPEG_420)
+
+
+def test_a_frame_header_beyond_the_head_is_left_to_pillow() -> None:
+    data = jpeg(icc_profile=bytes(40_000))
+    assert parse_jpeg(data[:16_384]) is None
+    assert parse_jpeg(data) == ImageHeader(20, 14, DecodePath.JPEG_420)
+    assert shown_size(data) == (20, 14)
+
+
+def test_two_frame_headers_are_left_to_pillow() -> None:
+    data = jpeg()
+    at = data.index(b"\xff\xc0")
+    frame = data[at : at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")]
+    assert parse_jpeg(inserted(data, frame.replace(b"\0\x14\0\x0e", b"\0\x15\0\x0e"), SOS)) is None
+
+
+def png_images() -> Iterator[tuple[str, Image.Image, dict[str, Any]]]:
+    image = Image.fromarray(pixels(0))
+    palette = image.quantize(16)
+    yield "rgb", image, {}
+    yield "rgba", image.convert("RGBA"), {}
+    yield "gray", image.convert("L"), {}
+    yield "gray and alpha", image.convert("LA"), {}
+    yield "one bit", image.convert("1"), {}
+    yield "palette", palette, {}
+    yield "palette with transparency", palette, {"transparency": 3}
+    yield "16 bit", Image.fromarray(pixels(0, channels=1).astype("uint16") * 257), {}
+    yield "icc", image, {"icc_profile": bytes(40_000)}
+    yield "animated", image, {"save_all": True, "append_images": [Image.fromarray(pixels(1))], "duration": 40}
+    default = {"save_all": True, "default_image": True, "append_images": [Image.fromarray(pixels(1))]}
+    yield "animated behind a default image", image, default
+
+
+@pytest.mark.parametrize(("image", "settings"), [pytest.param(*rest, id=name) for name, *rest in png_images()])
+def test_plain_pngs_are_parsed(image: Image.Image, settings: dict[str, Any]) -> None:
+    assert agrees(encoded(image, "PNG", **settings)) == ImageHeader(20, 14, DecodePath.PILLOW)
+
+
+def chunk(name: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+
+def interlaced_png() -> bytes:
+    """Adam7 of an 8x8 gray image: seven passes of zero bytes."""
+    passes = [(1, 1), (1, 1), (1, 2), (2, 2), (2, 4), (4, 4), (4, 8)]
+    rows = b"".join(b"\0" * (1 + width) * height for height, width in passes)
+    header = struct.pack(">IIBBBBB", 8, 8, 8, 0, 0, 0, 1)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def test_an_interlaced_png_is_parsed() -> None:
+    assert agrees(interlaced_png()) == ImageHeader(8, 8, DecodePath.PILLOW)
+    with Image.open(io.BytesIO(interlaced_png())) as image:
+        image.load()
+
+
+PNG = encoded(Image.fromarray(pixels(0)), "PNG")
+TIFF_TURNED = oriented(6).tobytes()[6:]
+RAW_PROFILE = f"\nexif\n{len(TURNED):8}\n{TURNED.hex()}\n".encode()
+TURNING = {
+    "eXIf": chunk(b"eXIf", TIFF_TURNED),
+    "iTXt": chunk(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + XMP.split(b"\0")[1]),
+    "raw profile": chunk(b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(RAW_PROFILE)),
+    "raw profile as text": chunk(b"tEXt", b"Raw profile type exif\0" + RAW_PROFILE),
+    "xmp as text": chunk(b"tEXt", b"XML:com.adobe.xmp\0" + XMP.split(b"\0")[1]),
+    "xmp by its short name": chunk(b"tEXt", b"xmp\0" + XMP.split(b"\0")[1]),
+    "exif by its short name": chunk(b"tEXt", b"exif\0" + TIFF_TURNED),
+}
+
+
+@pytest.mark.parametrize("before", [b"IDAT", b"IEND"])
+@pytest.mark.parametrize("addition", [pytest.param(value, id=name) for name, value in TURNING.items()])
+def test_an_orientation_anywhere_in_a_png_is_never_overlooked(addition: bytes, before: bytes) -> None:
+    at = PNG.index(before) - 4
+    data = PNG[:at] + addition + PNG[at:]
+    assert parse_png(io.BytesIO(data)) is None
+
+
+@pytest.mark.parametrize("name", ["eXIf", "raw profile", "xmp as text"])
+def test_those_additions_do_turn_the_image(name: str) -> None:
+    at = PNG.index(b"IDAT") - 4
+    assert shown_size(PNG[:at] + TURNING[name] + PNG[at:]) == (14, 20)
+
+
+def test_other_texts_in_a_png_are_passed_over() -> None:
+    info = PngImagePlugin.PngInfo()
+    info.add_text("Title", "a")
+    info.add_text("k", "b" * 5_000, zip=True)
+    info.add_text("Exif comment", "c")
+    assert agrees(encoded(Image.fromarray(pixels(0)), "PNG", pnginfo=info)) == ImageHeader(20, 14, DecodePath.PILLOW)
+
+
+def test_a_png_header_with_a_wrong_sum_is_left_to_pillow() -> None:
+    damaged = bytearray(PNG)
+    damaged[19] ^= 1
+    assert parse_png(io.BytesIO(damaged)) is None
+
+
+SMALL = {
+    "jpeg": jpeg((9, 7)),
+    "progressive": jpeg((9, 7), progressive=True),
+    "rgb jpeg": encoded(Image.fromarray(pixels(0)), "JPEG", keep_rgb=True),
+    "exif jpeg": jpeg((9, 7), exif=oriented(6), comment=b"hello"),
+    "png": encoded(Image.fromarray(pixels(0, (9, 7))), "PNG"),
+    "exif png": encoded(Image.fromarray(pixels(0, (9, 7))), "PNG", exif=oriented(6)),
+    "palette png": encoded(Image.fromarray(pixels(0, (9, 7))).quantize(4), "PNG"),
+}
+
+
+@pytest.mark.parametrize("data", [pytest.param(value, id=name) for name, value in SMALL.items()])
+def test_cut_at_every_byte(data: bytes) -> None:
+    for keep in range(len(data)):
+        header = agrees(data[:keep])
+        assert header is None or shown_size(data) == (header.height, header.width)
+
+
+@pytest.mark.parametrize("data", [pytest.param(value, id=name) for name, value in SMALL.items()])
+def test_flipped_bytes(data: bytes) -> None:
+    drawn = random.Random(5)
+    for _ in range(400):
+        damaged = bytearray(data)
+        for _ in range(drawn.choice([1, 1, 2, 5])):
+            damaged[drawn.randrange(len(data))] ^= drawn.randrange(1, 256)
+        agrees(bytes(damaged))
+
+
+@given(st.binary(max_size=400))
+@example(b"\xff\xd8\xff" + b"\xff" * 300)
+@example(b"\xff\xd8\xff\xe0\0\0" * 50)
+@example(b"\xff\xd8\xff\xe0\0\2" * 50)
+def test_any_bytes_behind_a_jpegs_start(data: bytes) -> None:
+    agrees(b"\xff\xd8\xff" + data)
+    agrees(data)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.binary(min_size=4, max_size=4), st.binary(max_size=30))))
+def test_any_chunks_behind_a_pngs_start(chunks: list[tuple[int, bytes, bytes]]) -> None:
+    body = b"".join(struct.pack(">I", length) + name + data for length, name, data in chunks)
+    assert not ImageFile.LOAD_TRUNCATED_IMAGES
+    agrees(PNG[:33] + body)
+
+
+def test_a_file_of_empty_chunks_comes_to_an_end(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(PNG[:33] + chunk(b"abCd", b"") * 10_000)
+    with path.open("rb") as stream:
+        assert parse_png(stream) is None

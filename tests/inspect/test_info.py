@@ -1,0 +1,211 @@
+"""`info` judges any HDF5 file: what its chunks cost, and a fix that works."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+import h5pack
+from h5pack.cli import main
+from h5pack.errors import PackFormatError
+from tests.makers import class_folders, quick
+from tests.read.encoded_files import decoded, jpegs, write_encoded
+
+
+def foreign(path: Path, shape: tuple[int, ...] = (200, 3, 218, 178), dtype: str = "u1", **settings: Any) -> Path:
+    with h5py.File(path, "w") as file:
+        dataset = file.create_dataset("images", shape, dtype, **settings)
+        dataset[...] = np.random.default_rng(0).integers(0, 255, shape, np.uint8)
+        file["labels"] = np.arange(shape[0]) % 3
+    return path
+
+
+def report_of(path: Path) -> h5pack.inspect.info.DatasetReport:  # type: ignore[name-defined]
+    return next(dataset for dataset in h5pack.info(path).datasets if dataset.name == "images")
+
+
+def test_a_pack_has_no_faults(tmp_path: Path) -> None:
+    source = class_folders(tmp_path / "in", {"a": 90, "b": 60}, (60, 70))
+    h5pack.convert(source, tmp_path / "o.h5", **quick())
+    report = h5pack.info(tmp_path / "o.h5", stats=True)
+    assert report.pack is not None
+    assert report.pack["complete"]
+    assert report.pack["splits"] == {"all": [0, 150]}
+    assert report.pack["classes"] == ["a", "b"]
+    assert report.stats is not None
+    assert report.stats["labels"] == {"a": 90, "b": 60}
+    assert report.stats["channels"]["rows"] == 150
+    assert all(dataset.faults == () for dataset in report.datasets)
+    images = report_of(tmp_path / "o.h5")
+    assert images.index == "extensible array"
+    assert images.cache is not None
+    assert images.cache.nbytes == 0
+    text = report.to_text()
+    assert "a pack, format 1" in text
+    assert "a: 90" in text
+    json.dumps(report.to_json(), allow_nan=False)
+
+
+def test_the_celeba_recipe_whose_chunks_split_images(tmp_path: Path) -> None:
+    report = report_of(foreign(tmp_path / "f.h5", chunks=(100, 3, 217, 178)))
+    assert report.faults[0] == "chunks (100, 3, 217, 178) cut every row into 2 parts, each read on its own"
+    assert report.faults[1].startswith("the file stores 1.99 times the data")
+    assert report.overhead == pytest.approx(1.991, abs=0.001)
+
+
+def test_chunks_that_h5py_guessed(tmp_path: Path) -> None:
+    report = report_of(foreign(tmp_path / "f.h5", chunks=True, maxshape=(None, 3, 218, 178)))
+    assert any("h5py's guess" in fault for fault in report.faults)
+
+
+def test_a_cache_that_thrashes(tmp_path: Path) -> None:
+    report = report_of(foreign(tmp_path / "f.h5", chunks=(50, 3, 218, 178), compression="gzip"))
+    assert any("each row read decodes them again" in fault for fault in report.faults)
+    assert report.cache is not None
+    assert report.cache.nbytes >= 50 * 3 * 218 * 178
+    assert report.filters == ("gzip",)
+
+
+def test_whole_rows_without_filters_are_fine(tmp_path: Path) -> None:
+    assert report_of(foreign(tmp_path / "a.h5", chunks=(10, 3, 218, 178))).faults == ()
+    contiguous = report_of(foreign(tmp_path / "b.h5"))
+    assert (contiguous.layout, contiguous.chunks, contiguous.faults) == ("contiguous", None, ())
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks"),
+    [((400, 3, 218, 178), (100, 3, 217, 178)), ((400, 218, 178, 3), (20, 109, 178, 3)), ((999, 64, 64), (99, 32, 64))],
+)
+def test_the_fix_removes_the_faults(
+    tmp_path: Path, shape: tuple[int, ...], chunks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = foreign(tmp_path / "f.h5", shape, chunks=chunks)
+    fix = report_of(path).fix
+    assert fix is not None
+    monkeypatch.chdir(tmp_path)
+    assert fix[0] == "h5pack"
+    assert main([*fix[1:], "--quiet", "--order", "sorted"]) == 0
+    assert report_of(tmp_path / "packed.h5").faults == ()
+    with h5py.File(path) as before, h5py.File(tmp_path / "packed.h5") as after:
+        assert np.array_equal(before["images"][()].reshape(after["images"].shape), after["images"][()])
+
+
+def test_the_fix_of_other_numbers_removes_the_faults(tmp_path: Path) -> None:
+    if shutil.which("h5repack") is None:
+        pytest.skip("apt-get install hdf5-tools")
+    values = np.random.default_rng(0).random((2_000, 700))
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file.create_dataset("images", data=values, chunks=(100, 99))
+    fix = report_of(tmp_path / "f.h5").fix
+    assert fix is not None
+    subprocess.run([*fix[:-1], str(tmp_path / "repacked.h5")], check=True)
+    assert report_of(tmp_path / "repacked.h5").faults == ()
+    with h5py.File(tmp_path / "repacked.h5") as after:
+        assert np.array_equal(after["images"][()], values)
+
+
+def test_statistics_of_a_foreign_file_are_measured(tmp_path: Path) -> None:
+    path = foreign(tmp_path / "f.h5", (40, 3, 9, 8))
+    stats = h5pack.info(path, stats=True).stats
+    with h5py.File(path) as file:
+        values = file["images"][()] / 255
+    assert stats is not None
+    assert np.allclose(stats["channels"]["mean"], values.mean((0, 2, 3)))
+    assert np.allclose(stats["channels"]["std"], values.std((0, 2, 3)))
+    assert stats["labels"] == {"0": 14, "1": 13, "2": 13}
+
+
+def test_all_kinds_of_datasets_are_described(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["scalar"] = 3
+        file["text"] = "hello"
+        file["empty"] = h5py.Empty("f4")
+        file["strings"] = ["a", "bc"]
+        file.create_dataset("none", (0, 4), "f4", maxshape=(None, 4))
+        layout = h5py.VirtualLayout((2,), "i8")
+        layout[:] = h5py.VirtualSource("elsewhere.h5", "x", (2,))
+        file.create_virtual_dataset("virtual", layout)
+    report = h5pack.info(tmp_path / "f.h5")
+    assert {dataset.name: dataset.layout for dataset in report.datasets}["virtual"] == "virtual"
+    assert len(report.to_text().splitlines()) > 6
+    json.dumps(report.to_json(), allow_nan=False)
+
+
+def test_damaged_metadata_is_one_error(tmp_path: Path) -> None:
+    source = class_folders(tmp_path / "in", {"a": 4})
+    h5pack.convert(source, tmp_path / "o.h5", **quick())
+    with h5py.File(tmp_path / "o.h5", "r+") as file:
+        del file["splits"]
+        del file["statistics/std"]
+        file.attrs["h5pack_format"] = "one"
+    with pytest.raises(PackFormatError, match="metadata is damaged"):
+        h5pack.info(tmp_path / "o.h5")
+    with h5py.File(tmp_path / "o.h5", "r+") as file:
+        file.attrs["h5pack_format"] = 2
+    assert "newer than this h5pack reads" in h5pack.info(tmp_path / "o.h5").to_text()
+
+
+def test_a_pack_that_was_compressed_on_purpose_has_no_fault(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 8, (20, 256, 256, 3), np.uint8)
+    source = [(image, 0) for image in images]
+    h5pack.convert(source, tmp_path / "pack.h5", num_workers=1, compression="gzip:1", chunk_rows=8)
+    found = {dataset.name: dataset for dataset in h5pack.info(tmp_path / "pack.h5").datasets}["images"]
+    assert found.filters == ("gzip",)
+    assert found.faults == ()
+    with h5py.File(tmp_path / "theirs.h5", "w") as file:
+        file.create_dataset("images", data=images, chunks=(8, 256, 256, 3), compression="gzip")
+    (theirs,) = h5pack.info(tmp_path / "theirs.h5").datasets
+    assert len(theirs.faults) == 1
+    assert "decodes them again" in theirs.faults[0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"chunks": (10,)}, {"chunks": (10,), "compression": "gzip"}])
+def test_encoded_images_in_rows_of_variable_length(tmp_path: Path, settings: dict[str, Any]) -> None:
+    path = write_encoded(tmp_path / "f.h5", jpegs(30), **settings)
+    whole = h5pack.info(path, stats=True)
+    report = report_of(path)
+    assert (report.dtype, report.shape, report.chunks) == ("variable-length uint8", (30,), settings.get("chunks"))
+    assert report.faults == ("each row is an encoded image: decoded again in every epoch",)
+    assert report.fix == ("h5pack", "convert", str(path), "packed.h5", "--images", "images")
+    assert (report.bytes, report.overhead) == (0, 1.0)
+    assert report.stored_bytes > 0
+    if "compression" in settings:
+        assert report.cache is not None
+        assert report.cache.nbytes >= 30 * 16
+    text = whole.to_text()
+    assert "/images: variable-length uint8 30, " in text
+    assert "  fix: h5pack convert " in text
+    json.dumps(whole.to_json(), allow_nan=False)
+
+
+def test_the_fix_of_encoded_images_removes_the_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = jpegs(30)
+    fix = report_of(write_encoded(tmp_path / "f.h5", rows)).fix
+    assert fix is not None
+    monkeypatch.chdir(tmp_path)
+    assert main([*fix[1:], "--quiet", "--order", "sorted"]) == 0
+    assert report_of(tmp_path / "packed.h5").faults == ()
+    with h5py.File(tmp_path / "packed.h5") as after:
+        assert np.array_equal(after["images"][()], np.stack([decoded(row) for row in rows]))
+
+
+def test_other_rows_of_variable_length_have_no_fault(tmp_path: Path) -> None:
+    path = write_encoded(tmp_path / "f.h5", [b"some words", b"", b"others"], "captions")
+    write_encoded(path, [], "none")
+    with h5py.File(path, "r+") as file:
+        file.create_dataset("signals", (3,), h5py.vlen_dtype(np.float32))
+        file.create_dataset("words", data=["a", "b", "c"])
+        file["nothing"] = h5py.Empty("f4")
+    found = {dataset.name: dataset for dataset in h5pack.info(path).datasets}
+    dtypes = {name: dataset.dtype for name, dataset in found.items()}
+    assert (dtypes["captions"], dtypes["signals"]) == ("variable-length uint8", "variable-length float32")
+    assert dtypes["words"] == "object"
+    assert all((dataset.faults, dataset.fix) == ((), None) for dataset in found.values())
+    assert "variable-length float32" in h5pack.info(path).to_text()

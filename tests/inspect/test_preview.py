@@ -1,0 +1,381 @@
+"""A contact sheet shows the rows it says it shows, by split and class, and reads no others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image, ImageDraw
+
+import h5pack
+from h5pack import cli
+from h5pack.errors import DamagedRowsError, NoSpaceError, OptionsError, OutputExistsError, SourceError
+from h5pack.exporter.source_rows import SourceRows
+from h5pack.inspect import preview as module
+from h5pack.inspect.preview import PreviewReport, preview, scaled
+from tests.makers import flat_folder, pixels, quick, save, split_folders
+from tests.pack.test_convert_hdf5 import LABELS, PIXELS, ROWS, STORED, write
+from tests.read.encoded_files import jpegs, write_encoded
+
+# The longer side of the tests' images, so that the sheet shows their very pixels.
+EXACT = 24
+
+
+def sheet_of(path: Path) -> npt.NDArray[np.uint8]:
+    with Image.open(path) as image:
+        assert image.mode == "RGB"
+        return np.asarray(image)
+
+
+def place_of(sheet: npt.NDArray[np.uint8], picture: npt.NDArray[np.uint8]) -> tuple[int, int]:
+    """Where on a sheet a picture stands, pixel by pixel; it must stand there once."""
+    height, width = picture.shape[:2]
+    windows = sheet[: len(sheet) - height + 1, : sheet.shape[1] - width + 1]
+    tops, lefts = np.nonzero((windows == picture[0, 0]).all(axis=2))
+    found = [
+        (top, left)
+        for top, left in zip(tops.tolist(), lefts.tolist(), strict=True)
+        if np.array_equal(sheet[top : top + height, left : left + width], picture)
+    ]
+    assert len(found) == 1
+    return found[0]
+
+
+def shown(report: PreviewReport) -> dict[tuple[str, str | None], list[int]]:
+    return {(split.name, part.name): part.shown for split in report.splits for part in split.classes}
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_the_rows_whatever_they_lie_in(tmp_path: Path, stored: str) -> None:
+    source = write(tmp_path / "f.h5", STORED[stored], libver="earliest" if stored == "gzip" else None)
+    report = preview(source, tmp_path / "o.png", images="x", per_class=3, tile=EXACT)
+    sheet = sheet_of(tmp_path / "o.png")
+    assert sheet.shape == (report.height, report.width, 3)
+    assert report.images == 15
+    assert report.ok
+    tops, lefts = {}, {}
+    for (_, name), rows in shown(report).items():
+        assert {f"label {LABELS[row]}" for row in rows} == {name}
+        for column, row in enumerate(rows):
+            tops[row], lefts[row] = place_of(sheet, PIXELS[row])
+            assert lefts[row] == lefts[rows[0]] + column * (20 + 8)
+            assert tops[row] == tops[rows[0]]
+    # A line a class, one below the other.
+    first = [rows[0] for rows in shown(report).values()]
+    assert [tops[row] for row in first] == sorted({tops[row] for row in first})
+    assert len({lefts[row] for row in first}) == 1
+
+
+def test_splits_stand_below_each_other(tmp_path: Path) -> None:
+    folder = split_folders(tmp_path / "in", {"train": {"a": 9, "b": 5}, "val": {"b": 2}, "test": {"a": 1}})
+    for number, path in enumerate(sorted(folder.rglob("*.jpg"))):
+        save(path, 100 + number)
+    h5pack.convert(folder, tmp_path / "a.h5", **quick())
+    report = preview(tmp_path / "a.h5", tmp_path / "o.png", tile=20, per_class=4)
+    with h5py.File(tmp_path / "a.h5") as file:
+        images, labels = file["images"][()], file["labels"][()]
+    counts = {(split.name, part.name): part.rows for split in report.splits for part in split.classes}
+    assert counts == {("train", "a"): 9, ("train", "b"): 5, ("val", "b"): 2, ("test", "a"): 1}
+    sheet = sheet_of(tmp_path / "o.png")
+    tops = []
+    for (_, name), rows in shown(report).items():
+        assert all("ab"[labels[row]] == name for row in rows)
+        tops += [place_of(sheet, images[row])[0] for row in rows[:1]]
+    assert tops == sorted(tops)
+    assert sum(map(len, shown(report).values())) == report.images == 4 + 4 + 2 + 1
+    only = preview(tmp_path / "a.h5", tmp_path / "o.png", splits=("val",))
+    assert [split.name for split in only.splits] == ["val"]
+    assert only.rows == 2
+
+
+def test_only_the_rows_that_are_shown_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    h5pack.convert(flat_folder(tmp_path / "in", 60, (30, 30)), tmp_path / "a.h5", **quick())
+    opened: list[SourceRows] = []
+
+    def opening(*given: Any) -> SourceRows:
+        opened.append(original(*given))
+        return opened[0]
+
+    original = module.open_rows
+    monkeypatch.setattr(module, "open_rows", opening)
+    report = preview(tmp_path / "a.h5", tmp_path / "o.png", per_class=7)
+    assert report.images == 7
+    stats = opened[0].reader.engine.snapshot()
+    assert stats.rows == 7
+    # And their checksums.
+    assert 7 * (30 * 30 * 3 + 4) <= stats.bytes_read < 7.2 * 30 * 30 * 3
+
+
+def test_rows_are_spaced_or_drawn(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["images"] = np.zeros((100, 9, 9), np.uint8)
+
+    def rows(**settings: Any) -> list[int]:
+        report = preview(tmp_path / "f.h5", tmp_path / "o.png", per_class=10, tile=16, **settings)
+        return shown(report)["all", None]
+
+    assert rows() == list(range(0, 100, 10))
+    assert rows(seed=1) == rows(seed=1) == sorted(set(rows(seed=1)))
+    assert rows(seed=1) != rows(seed=2)
+    assert len(preview(tmp_path / "f.h5", tmp_path / "o.png").splits[0].classes[0].shown) == 32
+
+
+def test_classes_that_are_left_out_are_counted(tmp_path: Path, drawn: list[Any]) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["images"] = np.zeros((60, 9, 9), np.uint8)
+        file["labels"] = np.arange(60) % 30 - 1
+        file["labels"].attrs["classes"] = [f"class {number}" for number in range(29)]
+    report = preview(tmp_path / "f.h5", tmp_path / "o.png", max_classes=5)
+    texts = [line.text for line in drawn]
+    (split,) = report.splits
+    assert [part.name for part in split.classes] == [*(f"class {number}" for number in range(5)), "no label"]
+    assert (split.named, split.left_out) == (29, 24)
+    assert report.to_text().splitlines()[1] == "  all: 24 of 29 classes not shown"
+    assert "24 more classes not shown" in texts
+    more = preview(tmp_path / "f.h5", tmp_path / "p.png", max_classes=29)
+    assert (more.splits[0].left_out, more.images) == (0, 60)
+    assert not any("not shown" in line.text for line in drawn)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The lines of the sheets that are drawn."""
+    lines: list[Any] = []
+    original = module._Layout
+
+    def layout(made: list[Any], columns: int) -> Any:
+        lines[:] = made
+        return original(made, columns)
+
+    monkeypatch.setattr(module, "_Layout", layout)
+    return lines
+
+
+def test_a_table_names_what_is_set(tmp_path: Path, drawn: list[Any]) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["images"] = PIXELS[:3]
+        file["labels"] = np.array([[1, 0, 1], [0, 0, 0], [0, 7, 1]], np.uint8)
+        file["labels"].attrs["columns"] = ["Smiling", "Age", "Hat"]
+    preview(tmp_path / "f.h5", tmp_path / "o.png", tile=EXACT)
+    tiles = [tile for line in drawn for tile in line.tiles]
+    assert [tile.row for tile in tiles] == [0, 1, 2]
+    assert [tile.marks for tile in tiles] == [["Smiling", "Hat"], [], ["Age = 7", "Hat"]]
+
+
+def test_attributes_beyond_twelve_are_counted(tmp_path: Path, drawn: list[Any]) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["images"] = PIXELS[:1]
+        file["labels"] = np.ones((1, 16), np.uint8)
+    preview(tmp_path / "f.h5")
+    (tile,) = (tile for line in drawn for tile in line.tiles)
+    assert len(tile.marks) == 12
+    assert tile.marks[-1] == "+ 5 more"
+
+
+def test_tiles_wrap_into_columns_of_one_width(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["images"] = PIXELS
+    report = preview(tmp_path / "f.h5", images="images", labels="", per_class=60, tile=EXACT)
+    sheet = np.asarray(report.sheet)
+    places = [place_of(sheet, picture) for picture in PIXELS[:60]]
+    columns = (1_200 + 8) // (20 + 8)
+    tops = sorted({top for top, _ in places})
+    assert [sum(place[0] == top for place in places) for top in tops] == [columns, 60 - columns]
+    assert set(np.diff(sorted({left for _, left in places})).tolist()) == {20 + 8}
+
+
+def test_without_an_output_the_sheet_is_only_returned(tmp_path: Path) -> None:
+    source = write(tmp_path / "f.h5", STORED["contiguous"])
+    report = preview(source, images="x")
+    assert report.path is None
+    assert report.sheet.size == (report.width, report.height)
+    assert [path.name for path in tmp_path.iterdir()] == ["f.h5"]
+
+
+@pytest.mark.parametrize("name", ["line\nbreak", "猫" * 200, "\udcff", ""])
+def test_names_of_any_characters_are_drawn(name: str) -> None:
+    pen = ImageDraw.Draw(Image.new("RGB", (300, 40)))
+    module._write(pen, (0, 0), name, 14, "#ffffff", 200)
+
+
+@pytest.mark.parametrize(
+    ("size", "tile", "wanted"),
+    [
+        ((28, 28), 128, (112, 112)),
+        ((100, 60), 128, (100, 60)),
+        ((64, 128), 128, (64, 128)),
+        ((218, 178), 109, (109, 89)),
+        ((9, 1000), 100, (1, 100)),
+    ],
+)
+def test_images_are_scaled_to_fit_a_tile(size: tuple[int, int], tile: int, wanted: tuple[int, int]) -> None:
+    picture = pixels(0, size)
+    image = scaled(picture, tile)
+    assert image.size == wanted[::-1]
+    found = np.asarray(image).astype(int)
+    if wanted == size:
+        assert np.array_equal(found, picture)
+    elif wanted > size:
+        factor = wanted[0] // size[0]
+        assert np.array_equal(found, picture.repeat(factor, 0).repeat(factor, 1))
+    else:
+        assert np.abs(found.mean((0, 1)) - picture.mean((0, 1))).max() < 3
+
+
+def test_gray_and_transposed_pixels_are_scaled() -> None:
+    gray = pixels(0, (20, 14))[:, :, :1]
+    assert np.array_equal(np.asarray(scaled(gray, 20)), gray.repeat(3, 2))
+    first = pixels(0, (20, 14)).transpose(2, 0, 1).copy().transpose(1, 2, 0)
+    assert np.array_equal(np.asarray(scaled(first, 20)), first)
+
+
+def test_pixels_of_other_kinds(tmp_path: Path) -> None:
+    picture = pixels(3, (24, 20))
+    for stored, settings, wanted in (
+        (picture.transpose(2, 0, 1) / 255, {}, picture),
+        ((picture / 127.5 - 1).astype(np.float32), {"value_range": (-1, 1)}, picture),
+        (picture[:, :, 0], {}, np.repeat(picture[:, :, :1], 3, axis=2)),
+        (np.dstack([picture, picture[:, :, 0]]), {}, picture),
+        (picture.astype("<u2") * 256 + 9, {}, picture),
+    ):
+        with h5py.File(tmp_path / "f.h5", "w") as file:
+            file["images"] = stored[None]
+        preview(tmp_path / "f.h5", tmp_path / "o.png", tile=EXACT, **settings)
+        place_of(sheet_of(tmp_path / "o.png"), wanted)
+
+
+def test_damaged_rows_are_crossed_out_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = jpegs(4)
+    rows[2] = rows[2][:300]
+    write_encoded(tmp_path / "f.h5", rows)
+    report = preview(tmp_path / "f.h5", tmp_path / "o.png", labels="")
+    assert [(row.row, row.reason) for row in report.damaged] == [(2, "truncated")]
+    assert report.images == 3
+    alarm = (sheet_of(tmp_path / "o.png") == (0xB3, 0x26, 0x1E)).all(axis=2)
+    assert alarm.sum() > 100
+    assert cli.main(["preview", str(tmp_path / "f.h5"), str(tmp_path / "o.png")]) == 1
+    assert "row 2 (images/00000002): truncated" in capsys.readouterr().err
+    assert not (sheet_of_good(tmp_path) == (0xB3, 0x26, 0x1E)).all(axis=2).any()
+
+
+def sheet_of_good(folder: Path) -> npt.NDArray[np.uint8]:
+    write_encoded(folder / "good.h5", jpegs(4))
+    preview(folder / "good.h5", folder / "good.png")
+    return sheet_of(folder / "good.png")
+
+
+def test_nothing_that_can_be_shown(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["images"] = np.full((3, 9, 9), -2.0)
+    with pytest.raises(DamagedRowsError, match="values from -2 to -2") as caught:
+        preview(tmp_path / "f.h5", tmp_path / "o.png")
+    assert (caught.value.rows, caught.value.parameters) == ((0, 1, 2), ("value_range",))
+    assert [path.name for path in tmp_path.iterdir()] == ["f.h5"]
+
+
+@pytest.mark.parametrize(("suffix", "kind"), [("png", "PNG"), ("JPG", "JPEG"), ("jpeg", "JPEG"), ("webp", "WEBP")])
+def test_pictures_of_each_kind(tmp_path: Path, suffix: str, kind: str) -> None:
+    source = write(tmp_path / "f.h5", STORED["contiguous"])
+    report = preview(source, tmp_path / f"o.{suffix}", images="x")
+    with Image.open(tmp_path / f"o.{suffix}") as image:
+        assert (image.format, image.size) == (kind, (report.width, report.height))
+
+
+def test_the_picture_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write(tmp_path / "f.h5", STORED["contiguous"])
+    (tmp_path / "o.png").write_bytes(b"what was there")
+
+    def full(*_: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(NoSpaceError, match="No space left"):
+            preview(source, tmp_path / "o.png", images="x")
+    assert (tmp_path / "o.png").read_bytes() == b"what was there"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f.h5", "o.png"]
+    preview(source, tmp_path / "o.png", images="x")
+    assert len(sheet_of(tmp_path / "o.png"))
+
+
+def test_bad_options(tmp_path: Path) -> None:
+    source = write(tmp_path / "f.h5", STORED["contiguous"])
+    for settings in ({"per_class": 0}, {"max_classes": 0}, {"tile": 15}, {"seed": -1}):
+        with pytest.raises(OptionsError) as caught:
+            preview(source, **settings)  # type: ignore[arg-type]
+        assert caught.value.parameters == tuple(settings)
+    with pytest.raises(OptionsError, match="value_range"):
+        preview(source, value_range=(1, 0))
+    for out, error, message in (
+        ("o.gif", OptionsError, "extension"),
+        ("no/o.png", SourceError, "no such folder for the output"),
+        ("folder.png", OutputExistsError, "is a folder; name a file"),
+    ):
+        (tmp_path / "folder.png").mkdir(exist_ok=True)
+        with pytest.raises(error, match=message):
+            preview(source, tmp_path / out)
+    (tmp_path / "f.png").symlink_to(source)
+    with pytest.raises(OptionsError, match="the source itself"):
+        preview(source, tmp_path / "f.png")
+    with pytest.raises(OptionsError, match="201,326,592 pixels"):
+        preview(source, tmp_path / "o.png", images="x", tile=2048, labels="", per_class=48)
+    with h5py.File(source, "a") as file:
+        file["y"][...] = np.arange(ROWS)
+    with pytest.raises(OptionsError, match="16,383 a side"):
+        preview(source, tmp_path / "o.webp", images="x", tile=300, max_classes=60)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f.h5", "f.png", "folder.png"]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "f.h5", STORED["CelebA recipe"])
+    arguments = [
+        "preview",
+        str(source),
+        str(tmp_path / "o.png"),
+        "--images",
+        "x",
+        "--per-class",
+        "2",
+        "--max-classes",
+        "3",
+    ]
+    assert cli.main([*arguments, "--tile", "40", "--seed", "3", "--channel-axis", "first", "--split", "all"]) == 0
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{tmp_path / 'o.png'}: 6 images of 60 rows, ")
+    assert second == "  all: 2 of 5 classes not shown"
+    assert "--max-classes 5" in third
+    assert cli.main([*arguments, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) == ({field.name for field in fields(PreviewReport)} | {"ok"}) - {"sheet"}
+    (split,) = report["splits"]
+    assert set(split) == {"name", "rows", "classes", "named", "left_out"}
+    assert split["classes"][0] == {"name": "label 0", "rows": 12, "shown": [0, 30]}
+    for extra, code, message in (
+        (["--value-range", "0:9:1"], 2, "--value-range 0:9:1"),
+        (["--tile", "1"], 2, "--tile is 1; it must be"),
+        (["--split", "val"], 2, "no split 'val'; it has 'all'"),
+        (["--labels", "z"], 1, "no dataset 'z'"),
+    ):
+        assert cli.main([*arguments, *extra]) == code
+        err = capsys.readouterr().err
+        assert message in err
+        assert err.count("\n") == 1
+
+
+def test_help_is_light() -> None:
+    code = (
+        "import sys, h5pack.commands.preview\n"
+        "assert not {'torch', 'h5py', 'numpy', 'PIL', 'tqdm'} & set(sys.modules)\n"
+        "import h5pack.inspect.preview\n"
+        "assert not {'torch', 'matplotlib'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,177 @@
+"""`verify` names what is damaged, and survives what damage does to the HDF5 library."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+import h5pack
+from h5pack.errors import OptionsError, PackFormatError, WorkerError
+from tests.makers import flat_folder, quick, split_folders
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pack")
+    source = split_folders(folder / "in", {"train": {"x": 31, "y": 26}, "test": {"x": 5, "y": 9}}, (80, 70))
+    h5pack.convert(source, folder / "o.h5", **quick(chunk_rows=7))
+    return folder / "o.h5"
+
+
+@pytest.fixture
+def copy(pack: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(pack, tmp_path / "o.h5"))
+
+
+def test_a_sound_pack(pack: Path) -> None:
+    report = h5pack.verify(pack)
+    assert report.ok
+    assert (report.rows, report.problems, report.damaged) == (71, (), {})
+
+
+def test_flipped_bytes_are_named_by_row_and_file(copy: Path) -> None:
+    with h5py.File(copy) as file:
+        addresses = [file["images"].id.get_chunk_info(chunk).byte_offset for chunk in range(11)]
+        names = [name.decode() for name in file["filenames"]]
+        labels = file["labels"].id.get_offset()
+    row_bytes = 80 * 70 * 3
+    data = bytearray(copy.read_bytes())
+    data[addresses[3] + 2 * row_bytes + 5] ^= 1
+    data[addresses[10]] ^= 128
+    data[labels + 8 * 9] ^= 1
+    copy.write_bytes(data)
+    report = h5pack.verify(copy)
+    assert not report.ok
+    assert report.damaged == {"images": [23, 70], "labels": [9]}
+    assert report.filenames == {row: names[row] for row in (9, 23, 70)}
+    result = subprocess.run([sys.executable, "-m", "h5pack", "verify", str(copy)], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert f"row 23 ({names[23]})" in result.stdout
+
+
+def test_padding_behind_the_last_row_does_not_matter(copy: Path) -> None:
+    with h5py.File(copy) as file:
+        last = file["images"].id.get_chunk_info(10).byte_offset
+    data = bytearray(copy.read_bytes())
+    data[last + 80 * 70 * 3] ^= 1
+    copy.write_bytes(data)
+    assert h5pack.verify(copy).ok
+
+
+def test_structure(copy: Path) -> None:
+    with h5py.File(copy, "r+") as file:
+        file["splits/rows"][1, 0] = 50
+        del file["filenames"]
+        del file["checksums/labels"]
+        file["checksums/nothing"] = np.zeros(71, np.uint32)
+    report = h5pack.verify(copy)
+    assert report.problems == (
+        "filenames: missing",
+        "splits/rows: do not cover the 71 rows in order",
+        "checksums/labels: missing",
+        "checksums/nothing: there is no dataset 'nothing' of as many rows",
+    )
+
+
+def test_what_cannot_be_opened(copy: Path, tmp_path: Path) -> None:
+    whole = copy.read_bytes()
+    copy.write_bytes(whole[:-9000])
+    assert h5pack.verify(copy).problems == ("the file is cut short (a broken copy or download); copy it again",)
+    copy.write_bytes(b"")
+    assert h5pack.verify(copy).problems == ("it is empty; convert again",)
+    assert "no such file" in h5pack.verify(tmp_path / "no.h5").problems[0]
+    with h5py.File(tmp_path / "foreign.h5", "w") as file:
+        file["images"] = np.zeros((3, 4, 4, 3), np.uint8)
+    with pytest.raises(PackFormatError, match="not an h5pack file"):
+        h5pack.verify(tmp_path / "foreign.h5")
+    with pytest.raises(OptionsError, match="num_workers"):
+        h5pack.verify(copy, num_workers=0)
+
+
+def test_an_unfinished_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = flat_folder(tmp_path / "in", 4)
+    monkeypatch.setattr("h5pack.pack.finish.publish", lambda *_: None)
+    monkeypatch.setattr("h5pack.pack.finish.complete", lambda *_: None)
+    h5pack.convert(source, tmp_path / "o.h5", **quick())
+    report = h5pack.verify(tmp_path / "o.h5.partial")
+    assert len(report.problems) == 1
+    assert "did not finish" in report.problems[0]
+
+
+def test_a_pack_that_somebody_compressed_is_checked_through_the_library(copy: Path, tmp_path: Path) -> None:
+    with h5py.File(copy) as old, h5py.File(tmp_path / "gzip.h5", "w") as new:
+        for name, item in old.items():
+            if name != "images":
+                old.copy(item, new)
+        new.attrs.update(old.attrs)
+        values = old["images"][()]
+        new.create_dataset("images", data=values, chunks=(7, 80, 70, 3), compression="gzip")
+    assert h5pack.verify(tmp_path / "gzip.h5").ok
+    with h5py.File(tmp_path / "gzip.h5", "r+") as file:
+        file["images"][33, 4, 4, 0] ^= 1
+    assert h5pack.verify(tmp_path / "gzip.h5").damaged == {"images": [33]}
+
+
+def test_60_damaged_files(pack: Path, tmp_path: Path) -> None:
+    """Each random flip is found, or changed nothing that a reader sees; nothing crashes this process."""
+    whole = pack.read_bytes()
+    with h5py.File(pack) as file:
+        images, labels = file["images"][()], file["labels"][()]
+    dice = random.Random(5)
+    found = 0
+    for number in range(60):
+        data = bytearray(whole)
+        # Half of them in the metadata, which is a small part of the file.
+        place = (
+            dice.randrange(len(data)) if number % 2 else dice.choice([dice.randrange(4096), -dice.randrange(1, 12000)])
+        )
+        data[place] ^= 1 << dice.randrange(8)
+        path = tmp_path / "o.h5"
+        path.write_bytes(data)
+        try:
+            report = h5pack.verify(path)
+        except PackFormatError:
+            found += 1
+            continue
+        if not report.ok:
+            found += 1
+            continue
+        with h5py.File(path) as file:
+            assert np.array_equal(file["images"][()], images)
+            assert np.array_equal(file["labels"][()], labels)
+    assert found > 27
+
+
+def test_rows_that_the_disk_does_not_give_are_damaged(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pread = os.pread
+    with h5py.File(pack) as file:
+        bad = file["images"].id.get_chunk_info(2).byte_offset + 80 * 70 * 3
+
+    def failing(descriptor: int, count: int, offset: int) -> bytes:
+        if offset <= bad < offset + count:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(descriptor, count, offset)
+
+    monkeypatch.setattr(os, "pread", failing)
+    assert h5pack.verify(pack, start_method="fork").damaged == {"images": [15]}
+
+
+def test_a_worker_that_dies_is_no_damage(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h5pack.format.row_offsets.read_all", lambda *_: os.kill(os.getpid(), 9))
+    with pytest.raises(WorkerError, match="a worker process died"):
+        h5pack.verify(pack, start_method="fork")
+
+
+def test_a_crash_of_the_hdf5_library_is_damage(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h5pack.inspect.verify.open_file", lambda path: os.kill(os.getpid(), 11))
+    report = h5pack.verify(pack, start_method="fork")
+    assert "crashed on it; the file is damaged" in report.problems[0]

@@ -1,0 +1,204 @@
+"""Verdicts on made-up numbers, so that each is known to be right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from h5pack.monitor.bottleneck import Bottleneck, Doubt, Encoding, Evidence, Outcome, Rates, Trial, judge, rate_text
+from tests.monitor.figures import evidence, rates
+
+
+def names(figures: dict[str, Any], **known: Any) -> tuple[str, ...]:
+    return tuple(one.value for one in judge(evidence(figures, **known)).bottlenecks)
+
+
+def test_a_loop_as_fast_as_its_step_is_fed() -> None:
+    verdict = judge(evidence(stall_fraction=0.02))
+    assert (verdict.outcome, verdict.bottlenecks) == (Outcome.FED, (Bottleneck.STEP,))
+    assert (verdict.fed, verdict.certain, verdict.doubt, verdict.first_epoch) == (True, True, None, None)
+    assert verdict.feed == rates(36_000)
+
+
+WAITS = {"read_busy_fraction": 0.05}
+TOO_LARGE = {"fits_cache": False}
+ENCODED = {"encoding": Encoding.CHUNKS}
+SLOW = {"storage_hot": 900, "loader": 850, "everything": 840}
+ON_CPU = {"on_gpu": False}
+
+
+@pytest.mark.parametrize(
+    ("known", "figures", "named"),
+    [
+        # The loader reads as fast as storage lets it, and storage waits, decodes, or is memory.
+        (WAITS, SLOW, ("storage",)),
+        (ENCODED, SLOW, ("decoding",)),
+        ({"library_reason": "its layout is compact"}, SLOW, ("decoding",)),
+        ({}, SLOW, ("loader",)),
+        # Compressed, and yet the disk is what is waited for.
+        ({**WAITS, **ENCODED}, SLOW, ("storage",)),
+        # Storage is quick, the loader is not.
+        (WAITS, {"storage_hot": 9_000, "loader": 850, "everything": 840}, ("loader",)),
+        # The loader reaches 60 % of what storage gives.
+        (WAITS, {"storage_hot": 1_400, "loader": 850, "everything": 840}, ("storage", "loader")),
+        (WAITS, {**SLOW, "storage_hot": None}, ("loader",)),
+        # The transform, alone and beside a slow loader.
+        ({}, {"transform": 700, "everything": 690}, ("transform",)),
+        ({}, {"loader": 950, "storage_hot": 4_000, "transform": 900, "everything": 880}, ("loader",)),
+        ({}, {"loader": 990, "storage_hot": 4_000, "transform": 620, "everything": 600}, ("loader", "transform")),
+        ({}, {"loader": None, "transform": 850, "everything": 840}, ("transform",)),
+        ({}, {"copy": 1_000, "everything": 980}, ("copy",)),
+        ({}, {"copy": 1_000, "loader": 1_020, "storage_hot": 4_000, "everything": 950}, ("loader", "copy")),
+        ({}, {"normalize": 900, "everything": 880}, ("normalize",)),
+        ({}, {"normalize": None, "loader": 4_000, "everything": 2_600}, ("step",)),
+        # One after the other on a CPU: 1 / (1/3000 + 1/900) = 692.
+        (ON_CPU, {"copy": None, "normalize": 900, "everything": 680}, ("normalize",)),
+        (ON_CPU, {"copy": None, "normalize": 3_100, "everything": 1_500}, ("normalize", "step")),
+        # Cold in every epoch, as memory cannot hold the file.
+        (TOO_LARGE, {"storage_cold": 700, "everything": 690}, ("storage",)),
+        (TOO_LARGE, {"storage_cold": 700, "transform": 720, "everything": 690}, ("storage", "transform")),
+        (TOO_LARGE, {"storage_cold": 9_000, "transform": 720, "everything": 690}, ("transform",)),
+    ],
+)
+def test_the_slowest_part_of_the_slowest_lane_is_named(
+    known: dict[str, Any], figures: dict[str, float | None], named: tuple[str, ...]
+) -> None:
+    verdict = judge(evidence(figures, **known))
+    assert tuple(one.value for one in verdict.bottlenecks) == named
+    assert (verdict.outcome, verdict.fed, verdict.certain) == (Outcome.LIMITED, False, True)
+
+
+def test_a_step_that_hardly_waits_is_fed_though_it_is_slower_than_alone() -> None:
+    figures = {"copy": None, "normalize": 90_000, "everything": 2_100}
+    assert judge(evidence(figures, **ON_CPU, stall_fraction=0.2)).fed is False
+    verdict = judge(evidence(figures, **ON_CPU, stall_fraction=0.04))
+    assert (verdict.bottlenecks, verdict.fed, verdict.certain) == ((Bottleneck.STEP,), True, True)
+    assert judge(evidence({"copy": 1_000, "everything": 980}, stall_fraction=0.04)).fed is False
+
+
+def test_stages_that_repeats_do_not_separate_are_named_together() -> None:
+    figures = {"copy": 1_000, "everything": 800}
+    assert names({**figures, "step": 1_250}) == ("copy",)
+    assert names({**figures, "step": Rates(1_250, 990, 1_300, 5)}) == ("copy", "step")
+    # One odd repeat does not make twice the speed the same.
+    assert names({**figures, "step": Rates(2_500, 990, 2_600, 5)}) == ("copy",)
+
+
+def test_the_step_of_a_cpu_shares_it() -> None:
+    figures = {"copy": None, "normalize": 20_000, "everything": 2_300}
+    verdict = judge(evidence(figures, on_gpu=False, stall_fraction=0.2))
+    assert (verdict.bottlenecks, verdict.fed, verdict.certain) == ((Bottleneck.STEP,), False, True)
+
+
+def test_numbers_that_contradict_each_other_give_no_verdict() -> None:
+    verdict = judge(evidence({"loader": 800, "storage_hot": 4_000, "everything": 1_600}))
+    assert (verdict.outcome, verdict.bottlenecks, verdict.certain) == (Outcome.FASTER_TOGETHER, (), False)
+    assert verdict.slowest == (Bottleneck.LOADER, rates(800))
+    waits = judge(evidence(stall_fraction=0.7))
+    assert (waits.outcome, waits.bottlenecks, waits.fed, waits.certain) == (Outcome.FED_BUT_WAITING, (), None, False)
+    # But a loop at the step's own speed is fed, whatever the loader did alone.
+    assert judge(evidence({"loader": 2_000, "storage_hot": 4_000})).fed
+
+
+@pytest.mark.parametrize(
+    ("figures", "known", "doubt"),
+    [
+        ({"everything": 1_000}, {"stall_fraction": 0.8}, Doubt.STEP_WAITS),
+        ({"copy": 1_000, "everything": 900}, {"stall_fraction": 0.01}, Doubt.STEP_HARDLY_WAITS),
+        ({"copy": 1_000, "everything": 400}, {"stall_fraction": 0.4, "load": 0.3}, Doubt.SLOWER_TOGETHER),
+        ({"copy": 1_000, "everything": 400}, {"stall_fraction": 0.4, "load": 9.0}, Doubt.OTHER_PROCESSES),
+        ({"copy": 1_000, "everything": 400}, {}, Doubt.SLOWER_TOGETHER),
+        ({"copy": 1_000, "everything": None}, {}, Doubt.NO_LOOP),
+    ],
+)
+def test_a_verdict_that_the_loop_does_not_support_is_not_certain(
+    figures: dict[str, float | None], known: dict[str, Any], doubt: Doubt
+) -> None:
+    verdict = judge(evidence(figures, **known))
+    assert (verdict.certain, verdict.doubt) == (False, doubt)
+
+
+def test_a_step_that_waits_supports_a_slow_feed() -> None:
+    verdict = judge(evidence({"copy": 1_000, "everything": 400}, stall_fraction=0.9))
+    assert (verdict.certain, verdict.doubt) == (True, Doubt.SLOWER_TOGETHER)
+
+
+def test_too_few_cpus_for_all_stages_are_the_reason_of_the_doubt() -> None:
+    figures = {"copy": None, "normalize": 9_000, "loader": 4_000, "everything": 900}
+    verdict = judge(evidence(figures, {"everything": 1.98}, on_gpu=False, cpus=2, stall_fraction=0.4))
+    assert (verdict.bottlenecks, verdict.certain, verdict.doubt) == ((Bottleneck.STEP,), False, Doubt.SHARED_CPUS)
+
+
+def test_without_a_step_only_the_feed_is_judged() -> None:
+    figures = {"step": None, "everything": None, "storage_hot": 900, "loader": 850}
+    verdict = judge(evidence(figures, **WAITS))
+    assert (verdict.outcome, verdict.bottlenecks, verdict.fed) == (Outcome.NO_STEP, (), None)
+    assert (verdict.feed, verdict.feed_causes) == (rates(850), (Bottleneck.STORAGE,))
+
+
+def test_without_a_loader_there_is_no_verdict() -> None:
+    for figures in ({"loader": None}, {"transform": None}):
+        verdict = judge(evidence(figures))
+        assert (verdict.outcome, verdict.bottlenecks, verdict.certain) == (Outcome.NO_LOADER, (), False)
+
+
+def test_the_first_epoch_may_be_slower_than_the_others() -> None:
+    verdict = judge(evidence({"storage_cold": 500}))
+    assert verdict.fed
+    assert verdict.first_epoch == rates(500)
+    assert judge(evidence({"storage_cold": 30_000})).first_epoch is None
+    # As slow as the loop is anyway.
+    assert judge(evidence({"storage_cold": 2_800})).first_epoch is None
+    # Every epoch is like the first.
+    assert judge(evidence({"storage_cold": 500, "everything": 490}, fits_cache=False)).first_epoch is None
+
+
+THREADS = {"num_threads": 2, "cpus": 8}
+WORKERS = {"num_workers": 2, "cpus": 8}
+
+
+@pytest.mark.parametrize(
+    ("known", "named"),
+    [
+        ({**THREADS, "transform_wait_fraction": 0.8}, Bottleneck.TRANSFORM),
+        ({**THREADS, "transform_wait_fraction": 0.4, "cpus_used": 1.8}, Bottleneck.LOADER),
+        # The device waits, and the process does not.
+        ({**THREADS, "wait_fraction": 0.02}, Bottleneck.COPY),
+        ({"cpus": 8}, Bottleneck.LOADER),
+        ({"cpus": 8, "num_workers": 0, "cpus_used": 0.1, **ENCODED}, Bottleneck.LOADER),
+        ({**THREADS, "library_reason": "its filter is unknown", "cpus_used": 0.1}, Bottleneck.DECODING),
+        ({**WORKERS, **ENCODED, "full_shuffle": True, "cpus_used": 0.1}, Bottleneck.DECODING),
+        ({**WORKERS, "full_shuffle": True, "cpus_used": 0.1}, Bottleneck.STORAGE),
+        # 80 % of the CPUs that two threads or workers can use.
+        ({**THREADS, "cpus_used": 1.59}, Bottleneck.STORAGE),
+        ({**THREADS, "cpus_used": 1.61}, Bottleneck.LOADER),
+        ({**THREADS, "cpus_used": 0.9, "cpus": 1}, Bottleneck.LOADER),
+        ({**WORKERS, **ENCODED, "cpus_used": 1.61}, Bottleneck.DECODING),
+        ({**THREADS, "cpus_used": None}, Bottleneck.STORAGE),
+        ({**WORKERS, "cpus_used": None}, Bottleneck.LOADER),
+    ],
+)
+def test_counters_of_a_training_loop_name_one_bottleneck(known: dict[str, Any], named: Bottleneck) -> None:
+    verdict = judge(Evidence(**{"wait_fraction": 1.0, **known}))
+    assert (verdict.outcome, verdict.bottlenecks, verdict.fed) == (Outcome.LIMITED, (named,), False)
+
+
+def test_rates_have_the_digits_that_mean_something() -> None:
+    assert [rate_text(value) for value in (0.123456, 9.876, 54.6, 123.4, 12_345.6)] == [
+        "0.123", "9.88", "54.6", "123", "12,346",
+    ]  # fmt: skip
+
+
+def test_rates_of_repeats() -> None:
+    assert Rates.of([3.0, 1.0, 2.0]) == Rates(2.0, 1.0, 3.0, 3)
+    assert rates(100).overlaps(rates(103))
+    assert not rates(100).overlaps(rates(105))
+
+
+def test_a_trial_helps_if_its_gain_exceeds_the_spread_of_the_repeats() -> None:
+    stage = next(iter(evidence().stages))
+    assert Trial(stage, 8, rates(1_000), rates(1_800)).helps
+    assert Trial(stage, 8, rates(1_000), rates(1_800)).gain == pytest.approx(1.8)
+    assert not Trial(stage, 8, rates(1_000), rates(1_100)).helps
+    assert not Trial(stage, 8, rates(1_000), Rates(1_800, 900, 2_000, 3)).helps

@@ -1,0 +1,354 @@
+"""FeedMonitor: true numbers, true warnings, and unchanged batches."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import h5pack
+from h5pack.device.batch import batch_size_and_bytes
+from h5pack.device.echo import EchoLoader
+from h5pack.device.feed import DeviceFeed
+from h5pack.errors import LoaderError, OptionsError, StateError
+from h5pack.monitor.monitor import FeedMonitor
+from h5pack.monitor.probes import GpuStatus
+from h5pack.monitor.report import FeedReport
+from tests.monitor.fake_clock import FakeClock, SlowLoader, run
+
+BATCH = 8
+
+
+@pytest.mark.parametrize(("produce", "consume"), [(0.01, 0.03), (0.03, 0.01), (0.0, 0.02), (0.02, 0.0)])
+def test_the_stall_fraction_of_known_times(clock: FakeClock, produce: float, consume: float) -> None:
+    monitor = FeedMonitor(SlowLoader(clock, produce, 200), warn_stall=None)
+    run(monitor, clock, consume)
+    report = monitor.report()
+    assert report.stall_fraction == pytest.approx(produce / (produce + consume), abs=1e-6)
+    assert report.wait_seconds == report.stall_seconds == pytest.approx(200 * produce)
+    assert report.seconds == pytest.approx(200 * (produce + consume))
+    assert (report.batches, report.images) == (200, 800)
+    assert report.images_per_s == pytest.approx(800 / report.seconds)
+    assert report.bytes_per_s == pytest.approx(200 * (4 * 12 + 4 * 8) / report.seconds)
+    assert report.interval is not None
+    assert report.interval.interval is None
+
+
+def test_intervals_are_disjoint_and_complete(clock: FakeClock) -> None:
+    reports: list[FeedReport] = []
+    monitor = FeedMonitor(SlowLoader(clock, 0.25, 33), warn_stall=None, interval_seconds=2.0, on_report=reports.append)
+    run(monitor, clock, 0.5)
+    run(monitor, clock, 0.5)
+    for epoch in (0, 1):
+        *intervals, whole = [report for report in reports if report.epoch == epoch]
+        assert [report.over for report in intervals] == ["interval"] * len(intervals)
+        assert whole.over == "epoch"
+        assert len(intervals) > 5
+        for key in ("batches", "images", "seconds", "stall_seconds", "wait_seconds"):
+            assert sum(getattr(report, key) for report in intervals) == pytest.approx(getattr(whole, key)), key
+        assert whole.batches == 33
+        assert all(report.seconds >= 2.0 for report in intervals[:-1])
+        assert all(report.stall_fraction == pytest.approx(1 / 3) for report in intervals[:-1])
+
+
+def test_a_slow_loader_is_named_once_in_a_process(clock: FakeClock) -> None:
+    with pytest.warns(UserWarning, match=r"train: the step waited 75 % of the last 1\.2 s for SlowLoader") as seen:
+        run(FeedMonitor(SlowLoader(clock, 0.3, 12)), clock, 0.1)
+    assert len(seen) == 1
+    run(FeedMonitor(SlowLoader(clock, 0.3, 12)), clock, 0.1)
+    with pytest.warns(UserWarning, match="val"):
+        run(FeedMonitor(SlowLoader(clock, 0.3, 12), name="val"), clock, 0.1)
+
+
+def test_no_warning_in_the_first_interval_below_the_limit_or_without_one(clock: FakeClock) -> None:
+    run(FeedMonitor(SlowLoader(clock, 0.3, 3)), clock, 0.1)
+    run(FeedMonitor(SlowLoader(clock, 0.009, 100)), clock, 0.1)
+    run(FeedMonitor(SlowLoader(clock, 0.3, 12), warn_stall=0.8), clock, 0.1)
+    run(FeedMonitor(SlowLoader(clock, 0.3, 12), warn_stall=None), clock, 0.1)
+    monitor = FeedMonitor(SlowLoader(clock, 0.3, 12), warn_once=False)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="SlowLoader"):
+            run(monitor, clock, 0.1)
+
+
+def test_a_warning_as_an_error_loses_no_batch(clock: FakeClock) -> None:
+    iterator = iter(FeedMonitor(SlowLoader(clock, 0.6, 6)))
+    numbers = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        while True:
+            try:
+                numbers.append(int(next(iterator)[0][0, 0, 0, 0]))
+            except UserWarning:
+                numbers.append(-1)
+            except StopIteration:
+                break
+    assert numbers == [0, 1, 2, 3, -1, 4, 5]
+
+
+def test_a_report_has_the_numbers_of_loaders_and_gpus(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(SlowLoader):
+        queue_depth = 3
+        shown = fresh = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            for batch in super().__iter__():
+                self.shown += 1
+                self.fresh += self.shown % 2
+                yield batch
+
+    queries: list[float] = []
+
+    def gpu_status(self: FeedMonitor) -> GpuStatus:
+        queries.append(clock.now)
+        return GpuStatus(name="card", utilisation_percent=93.0)
+
+    monkeypatch.setattr(FeedMonitor, "_gpu_status", gpu_status)
+    monitor = FeedMonitor(Counting(clock, 0.125, 32), warn_stall=None)
+    for _ in monitor:
+        clock.now += 0.125
+        report = monitor.report()
+    assert (report.queue_depth, report.freshness) == (3, 0.5)
+    assert report.gpu is not None
+    assert "GPU 93 %" in str(report)
+    assert "fresh 50 %" in str(report)
+    # Once an interval, however often a report is requested.
+    assert len(queries) <= 10
+    assert min(later - earlier for earlier, later in itertools.pairwise(queries)) >= 1.0
+    assert monitor.report().to_json()["gpu_utilisation_percent"] == 93.0
+
+
+def test_batches_are_unchanged(dataset: h5pack.H5Dataset) -> None:
+    for batches in ([torch.zeros(3), (torch.zeros(2, 3), 4), {"a": torch.zeros(5, 2)}, "text", None], []):
+        assert all(got is given for got, given in zip(FeedMonitor(batches), batches, strict=True))
+    assert batch_size_and_bytes({"step": torch.zeros(()), "x": torch.zeros(3, 2), "y": [torch.zeros(3)]}) == (3, 40)
+    assert batch_size_and_bytes(np.zeros((6, 2), np.uint8)) == (6, 12)
+    assert batch_size_and_bytes("text") == (None, 0)
+    monitor = FeedMonitor(["text"])
+    assert list(monitor) == ["text"]
+    report = monitor.report()
+    assert (report.batches, report.images, report.images_per_s, report.bytes_per_s) == (1, None, None, None)
+
+
+def test_a_monitor_keeps_no_reference_to_a_batch() -> None:
+    iterator = iter(FeedMonitor(torch.zeros(number) for number in range(1, 4)))
+    kept = weakref.ref(next(iterator))
+    # H5Loader would not use its memory again before the next batch.
+    assert kept() is None
+    batch = next(iterator)
+    assert batch.shape == (2,)
+
+
+def loaders(kind: str, dataset: h5pack.H5Dataset) -> Any:
+    if kind == "h5loader":
+        return h5pack.H5Loader(dataset, BATCH, seed=3)
+    if kind == "device feed":
+        return DeviceFeed(h5pack.H5Loader(dataset, BATCH, seed=3), "cpu")
+    return DataLoader(dataset, batch_sampler=h5pack.ChunkBatchSampler(dataset, BATCH, seed=3), num_workers=0)
+
+
+def labels_of(batches: Any, count: int | None = None) -> list[list[int]]:
+    return [batch[1].tolist() for batch in itertools.islice(batches, count)]
+
+
+@pytest.mark.parametrize("kind", ["h5loader", "device feed", "sampler"])
+def test_resume_at_every_batch(dataset: h5pack.H5Dataset, kind: str) -> None:
+    plain = FeedMonitor(loaders(kind, dataset), warn_stall=None)
+    assert len(plain) == 5
+    assert plain.dataset is dataset
+    expected = [labels_of(plain), labels_of(plain)]
+    assert expected[0] != expected[1]
+    for stop in range(6):
+        monitor = FeedMonitor(loaders(kind, dataset), warn_stall=None)
+        iterator = iter(monitor)
+        assert labels_of(iterator, stop) == expected[0][:stop]
+        if stop == 5:
+            assert next(iterator, None) is None
+        state = json.loads(json.dumps(monitor.state_dict()))
+        resumed = FeedMonitor(loaders(kind, dataset), warn_stall=None)
+        resumed.load_state_dict(state)
+        following = expected[0][stop:] or expected[1]
+        assert labels_of(resumed) == following
+        assert resumed.epoch == (1 if stop == 5 else 0)
+        if stop < 5:
+            assert labels_of(resumed) == expected[1]
+        resumed.set_epoch(0)
+        assert labels_of(resumed) == expected[0]
+    # The state is the loader's own, with or without a monitor.
+    bare = loaders("h5loader", dataset)
+    bare.load_state_dict(FeedMonitor(loaders("h5loader", dataset)).state_dict())
+
+
+def test_around_an_echo_loader(dataset: h5pack.H5Dataset) -> None:
+    echo = EchoLoader(h5pack.H5Loader(dataset, BATCH, seed=3), 2)
+    monitor = FeedMonitor(DeviceFeed(echo, "cpu"), warn_stall=None)
+    for _ in range(2):
+        shown = labels_of(monitor)
+        assert shown[::2] == shown[1::2]
+        assert (monitor.report().batches, monitor.report().freshness) == (10, 0.5)
+    inner = FeedMonitor(h5pack.H5Loader(dataset, BATCH, seed=3), warn_stall=None)
+    assert len(list(EchoLoader(inner, 2))) == 10
+    assert inner.report().batches == 5
+
+
+def test_a_loader_without_state_or_dataset() -> None:
+    monitor = FeedMonitor([torch.zeros(2)])
+    with pytest.raises(StateError, match="list"):
+        monitor.state_dict()
+    assert not hasattr(monitor, "dataset")
+    list(monitor)
+    list(monitor)
+    assert monitor.epoch == 1
+
+
+def test_the_clock_of_an_iteration_that_was_left_stands_still(clock: FakeClock) -> None:
+    reports: list[FeedReport] = []
+    monitor = FeedMonitor(SlowLoader(clock, 0.1, 50), warn_stall=None, on_report=reports.append)
+    for _ in zip(range(3), monitor, strict=False):
+        clock.now += 0.1
+    report = monitor.report()
+    clock.now += 100
+    assert monitor.report() == report == reports[-1]
+    assert report.over == "epoch"
+
+
+def test_an_error_of_the_loader_ends_the_iteration() -> None:
+    def broken() -> Iterator[torch.Tensor]:
+        yield torch.zeros(2)
+        raise KeyError("in the loader")
+
+    monitor = FeedMonitor(broken(), warn_stall=None)
+    iterator = iter(monitor)
+    next(iterator)
+    with pytest.raises(KeyError, match="in the loader"):
+        next(iterator)
+    assert monitor.report().batches == 1
+    with pytest.raises(LoaderError):
+        next(iterator)
+
+
+def test_profilers_see_waits_and_steps(clock: FakeClock) -> None:
+    monitor = FeedMonitor(SlowLoader(clock, 0.0, 3), warn_stall=None)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for batch in monitor:
+            batch[0] + 1
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["h5pack: step"] == 3
+    # The last one finds the end.
+    assert counts["h5pack: wait"] == 4
+    monitor = FeedMonitor(SlowLoader(clock, 0.0, 3), warn_stall=None, profiler_ranges=False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in itertools.islice(monitor, 2):
+            torch.zeros(1) + 1
+    assert not any("h5pack" in event.key for event in profile.key_averages())
+
+
+def test_a_profiler_may_stop_within_a_step(clock: FakeClock) -> None:
+    iterator = iter(FeedMonitor(SlowLoader(clock, 0.0, 4), warn_stall=None))
+    next(iterator)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        next(iterator)
+    assert len(list(iterator)) == 2
+
+
+def test_it_costs_little() -> None:
+    batch = [torch.zeros(8, 4, 4, 3, dtype=torch.uint8), torch.zeros(8)]
+
+    def seconds(loader: Any) -> float:
+        begun = time.process_time()
+        for _ in loader:
+            pass
+        return time.process_time() - begun
+
+    def scale() -> Iterator[None]:
+        """As many iterations of 100 updates of an attribute each: how fast this machine runs Python."""
+        counter = SimpleNamespace(value=0)
+        for _ in range(5_000):
+            for _ in range(100):
+                counter.value += 1
+            yield
+
+    batches = [batch] * 5_000
+    # CPU time of the best of several: others use the machine, too. Measured: 0.3 to 0.5 of the scale.
+    costs = [seconds(FeedMonitor(batches, warn_stall=None)) - seconds(batches) for _ in range(7)]
+    scales = [seconds(scale()) for _ in range(7)]
+    print(f"{min(costs) / min(scales):.2f} of the scale")
+    assert min(costs) < min(scales)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value"),
+    [
+        *(("interval_seconds", value) for value in (0, "1", float("nan"))),
+        *(("warn_stall", value) for value in (1.5, float("nan"), True)),
+        ("json_lines", "/nowhere/at/all.jsonl"),
+        ("tensorboard", 5),
+        ("on_report", 5),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(parameter: str, value: Any) -> None:
+    with pytest.raises(OptionsError) as caught:
+        FeedMonitor([], **{parameter: value})
+    assert caught.value.parameters == (parameter,)
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(OptionsError, match="nothing"):
+        FeedMonitor([], device="nothing")
+
+
+def test_before_the_first_batch() -> None:
+    report = FeedMonitor([]).report()
+    assert (report.batches, report.images_per_s, report.epoch) == (0, None, None)
+    monitor = FeedMonitor([])
+    assert list(monitor) == []
+    assert monitor.report().batches == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_on_a_gpu() -> None:
+    class Loader:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            for _ in range(20):
+                time.sleep(0.02)
+                yield torch.zeros(64, 3)
+
+    monitor = FeedMonitor(DeviceFeed(Loader(), "cuda"), warn_stall=None, interval_seconds=0.1)
+    matrix = torch.rand(2048, 2048, device="cuda")
+    for batch in monitor:
+        assert batch.is_cuda
+        (matrix @ matrix).sum().item()
+    report = monitor.report()
+    assert report.stall_fraction > 0.4
+    assert report.gpu is None or report.gpu.name is not None
+
+
+def test_workers_are_children() -> None:
+    loader = DataLoader(TensorDataset(torch.zeros(64, 3)), 4, num_workers=1, multiprocessing_context="fork")
+    monitor = FeedMonitor(loader, warn_stall=None)
+    assert len(list(monitor)) == 16
+    report = monitor.report()
+    assert report.cpu_percent is not None
+    assert report.children_cpu_percent is not None
+    assert report.cpu_percent > report.children_cpu_percent
+
+
+def test_a_monitor_that_was_used_can_be_pickled(tmp_path: Path) -> None:
+    with FeedMonitor([torch.zeros(2)] * 3, json_lines=tmp_path / "f.jsonl", interval_seconds=1e-9) as monitor:
+        next(iter(monitor))
+    again = pickle.loads(pickle.dumps(monitor))
+    assert len(list(again)) == 3
+    assert again.report().batches == 3

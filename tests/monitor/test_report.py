@@ -1,0 +1,135 @@
+"""Reports in JSON and text, and where they go."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import h5pack
+from h5pack.errors import OptionsError
+from h5pack.monitor.monitor import FeedMonitor
+from h5pack.monitor.probes import GpuStatus
+from h5pack.monitor.report import FeedReport
+from tests.data import packs
+from tests.monitor.fake_clock import FakeClock, SlowLoader, run
+
+KEYS = [
+    *("name", "over", "time", "epoch", "step", "batches", "images", "seconds", "wait_seconds", "stall_seconds"),
+    *("stall_fraction", "images_per_s", "bytes_per_s", "queue_depth", "cpu_percent", "children_cpu_percent"),
+    *("freshness", "gpu_name", "gpu_utilisation_percent", "gpu_memory_used_bytes", "gpu_memory_total_bytes"),
+]
+"""Other programs depend on these."""
+
+
+def test_a_report_in_json_and_text() -> None:
+    numbers = (100.0, 2, 50, 40, 320, 10.0, 2.0, 1.0, 0.1, 32.0, 1e6)
+    report = FeedReport("t", "epoch", *numbers, freshness=0.5, gpu=GpuStatus("card", 93.0))
+    found = report.to_json()
+    assert list(found) == KEYS
+    assert (found["step"], found["gpu_name"], found["gpu_memory_used_bytes"]) == (50, "card", None)
+    assert report.to_text() == str(report)
+    assert report.to_text() == (
+        "t: 40 batches in 10.0 s, 32 images/s, stall 10 %, GPU 93 %, fresh 50 %, 1 MB/s, queue not available, "
+        "CPU not available"
+    )
+
+
+def test_json_lines_have_an_object_for_each_interval_and_epoch(clock: FakeClock, tmp_path: Path) -> None:
+    path = tmp_path / "feed.jsonl"
+    monitor = FeedMonitor(SlowLoader(clock, 0.25, 9), warn_stall=None, interval_seconds=2.0, json_lines=path, name="é")
+    run(monitor, clock, 0.5)
+    run(monitor, clock, 0.5)
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [record["over"] for record in records] == [*["interval"] * 3, "epoch"] * 2
+    assert [record["epoch"] for record in records] == [0] * 4 + [1] * 4
+    assert list(records[0]) == KEYS
+    assert records[0]["name"] == "é"
+    assert records[-1]["batches"] == 9
+
+
+def test_a_full_disk_ends_the_lines_and_not_the_training(
+    clock: FakeClock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    monitor = FeedMonitor(SlowLoader(clock, 0.5, 12), warn_stall=None, json_lines=folder / "feed.jsonl")
+    (folder / "feed.jsonl").unlink()
+    folder.rmdir()
+    run(monitor, clock, 0.5)
+    assert monitor.report().batches == 12
+    assert caplog.text.count("no more lines are written") == 1
+
+
+def test_the_progress_line(clock: FakeClock, capsys: pytest.CaptureFixture[str]) -> None:
+    run(FeedMonitor(SlowLoader(clock, 0.125, 18), warn_stall=None, progress=True), clock, 0.125)
+    shown = capsys.readouterr().err
+    assert re.search(r"train 0: 4 batches .*16 images/s, stall 50 %, GPU not available", shown)
+    assert "train 0: 18 batches" in shown
+
+
+class FakeWriter:
+    """The part of a SummaryWriter that is used."""
+
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+        self.closed = False
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.scalars.append((tag, value, step))
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_tensorboard_scalars(clock: FakeClock) -> None:
+    writer = FakeWriter()
+    monitor = FeedMonitor(SlowLoader(clock, 0.25, 8), warn_stall=None, tensorboard=writer)
+    run(monitor, clock, 0.25)
+    run(monitor, clock, 0.25)
+    stalls = [(value, step) for tag, value, step in writer.scalars if tag == "feed/train/stall_fraction"]
+    assert [step for _, step in stalls] == [2, 4, 6, 8, 10, 12, 14, 16]
+    assert all(value == pytest.approx(0.5) for value, _ in stalls)
+    # What is not available is no scalar.
+    assert not any("gpu" in tag or "freshness" in tag for tag, _, _ in writer.scalars)
+
+
+def test_a_tensorboard_folder_gets_a_writer_that_close_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(OptionsError) as caught:
+        FeedMonitor([], tensorboard=tmp_path)
+    assert caught.value.parameters == ("tensorboard",)
+    made: dict[str, FakeWriter] = {}
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = lambda folder: made.setdefault(folder, FakeWriter())  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    with FeedMonitor([], tensorboard=tmp_path) as monitor:
+        pickle.loads(pickle.dumps(monitor))
+        assert not made[str(tmp_path)].closed
+    assert made[str(tmp_path)].closed
+
+
+def test_steps_of_a_resumed_epoch_follow_those_before(tmp_path: Path) -> None:
+    dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"))
+    loader = h5pack.H5Loader(dataset, 8)
+    iterator = iter(loader)
+    for _ in range(5):
+        next(iterator)
+    state = loader.state_dict()
+    loader.close()
+
+    writer = FakeWriter()
+    monitor = FeedMonitor(loader, interval_seconds=1e-9, tensorboard=writer, warn_stall=None)
+    monitor.load_state_dict(state)
+    assert len(list(monitor)) == len(loader) - 5
+    steps = [step for _, _, step in writer.scalars]
+    assert min(steps) >= 5
+    assert max(steps) <= len(loader)

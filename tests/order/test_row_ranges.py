@@ -1,0 +1,132 @@
+"""Rows by the chunks they lie in: consecutive ones by arithmetic, chosen ones by tables."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from h5pack.order.row_ranges import RowRange, RowSet, RowSubset
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A row set without arithmetic: for each chunk its (row, index) pairs."""
+
+    chunks: list[list[tuple[int, int]]]
+
+    @classmethod
+    def of(cls, pairs: list[tuple[int, int]], chunk_rows: int) -> Slow:
+        stored = sorted(pairs, key=lambda pair: pair[0])
+        return cls([list(group) for _, group in itertools.groupby(stored, key=lambda pair: pair[0] // chunk_rows)])
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        return [pair for chunk in self.chunks for pair in chunk]
+
+
+def zipped(found: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]) -> list[tuple[int, int]]:
+    assert found[0].dtype == found[1].dtype == np.int64
+    return list(zip(found[0].tolist(), found[1].tolist(), strict=True))
+
+
+def require_equal(rows: RowSet, slow: Slow, data: st.DataObject) -> None:
+    """Every answer of a row set is the slow one's."""
+    assert rows.count == len(slow.pairs)
+    assert rows.chunk_count == len(slow.chunks)
+    assert rows.chunk_lengths().tolist() == [len(chunk) for chunk in slow.chunks]
+    assert list(rows.unique_rows()) == sorted({row for row, _ in slow.pairs})
+    assert rows.unique_count == len(rows.unique_rows())
+    places = data.draw(st.lists(st.integers(0, max(0, rows.count - 1)), max_size=8 if rows.count else 0))
+    assert zipped(rows.rows_at(np.array(places, np.int64))) == [slow.pairs[place] for place in places]
+    if not rows.chunk_count:
+        return
+    assert rows.max_rows(2) >= 2 * max(len(chunk) for chunk in slow.chunks)
+    everything = np.arange(rows.chunk_count)
+    assert zipped(rows.rows_in_chunks(everything, np.zeros_like(everything), rows.chunk_lengths())) == slow.pairs
+    numbers = data.draw(st.lists(st.integers(0, rows.chunk_count - 1), min_size=1, max_size=6))
+    cuts = [sorted(data.draw(st.tuples(*[st.integers(0, len(slow.chunks[number]))] * 2))) for number in numbers]
+    expected = [
+        pair for number, (low, high) in zip(numbers, cuts, strict=True) for pair in slow.chunks[number][low:high]
+    ]
+    firsts, lasts = np.array(cuts, np.int64).T
+    assert zipped(rows.rows_in_chunks(np.array(numbers), firsts, lasts)) == expected
+
+
+@given(st.integers(0, 60), st.integers(0, 80), st.integers(1, 12), st.data())
+@settings(deadline=None)
+def test_a_span_is_as_its_rows_one_by_one(start: int, count: int, chunk_rows: int, data: st.DataObject) -> None:
+    slow = Slow.of([(start + index, index) for index in range(count)], chunk_rows)
+    span = RowRange(start, start + count, chunk_rows)
+    require_equal(span, slow, data)
+    require_equal(RowSubset(np.arange(start, start + count), np.arange(count), chunk_rows), slow, data)
+    assert span.short_chunks is not None
+    assert all(0 <= missing < chunk_rows for _, missing in span.short_chunks)
+    lengths = np.full(span.chunk_count, chunk_rows)
+    for chunk, missing in span.short_chunks:
+        lengths[chunk] -= missing
+    assert lengths.tolist() == span.chunk_lengths().tolist()
+
+
+@given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 12), st.data())
+@settings(deadline=None)
+def test_chosen_rows_in_any_order_with_repeats(chosen: list[int], chunk_rows: int, data: st.DataObject) -> None:
+    indices = data.draw(st.permutations(range(len(chosen))))
+    slow = Slow.of(list(zip(chosen, indices, strict=True)), chunk_rows)
+    rows = RowSubset(np.array(chosen, np.int64), np.array(indices, np.int64), chunk_rows)
+    require_equal(rows, slow, data)
+    assert rows.max_rows(1) == max((len(chunk) for chunk in slow.chunks), default=0)
+
+
+def test_repeats_make_a_chunk_longer_and_keep_the_order_they_were_given_in() -> None:
+    rows = RowSubset(np.array([7, 2, 7, 7, 3, 2]), np.array([10, 11, 12, 13, 14, 15]), 2)
+    assert rows.chunk_lengths().tolist() == [3, 3]
+    assert rows.max_rows(1) == 3
+    assert zipped(rows.rows_in_chunks(np.array([1, 0]), np.array([0, 1]), np.array([3, 3]))) == [
+        *((7, 10), (7, 12), (7, 13)),
+        *((2, 15), (3, 14)),
+    ]
+    assert rows.unique_rows().tolist() == [2, 3, 7]
+
+
+def test_chunks_without_a_chosen_row_do_not_count() -> None:
+    rows = RowSubset(np.array([95, 3, 50]), np.array([0, 1, 2]), 10)
+    assert rows.chunk_count == 3
+    assert zipped(rows.rows_in_chunks(np.array([2, 0]), np.array([0, 0]), np.array([1, 1]))) == [(95, 0), (3, 1)]
+
+
+@pytest.mark.parametrize("rows", [RowRange(5, 5, 3), RowSubset(np.arange(0), np.arange(0), 3)], ids=["span", "chosen"])
+def test_no_rows(rows: RowSet) -> None:
+    assert (rows.count, rows.chunk_count) == (0, 0)
+    assert rows.chunk_lengths().tolist() == list(rows.unique_rows()) == []
+    assert rows.identity()["rows"] == 0
+
+
+def test_a_span_of_a_billion_rows_is_arithmetic() -> None:
+    span = RowRange(10**9, 2 * 10**9 + 5, 1000)
+    assert (span.count, span.chunk_count, span.max_rows(1)) == (10**9 + 5, 10**6 + 1, 1000)
+    assert zipped(span.rows_in_chunks(np.array([10**6, 0]), np.array([3, 998]), np.array([5, 1000]))) == [
+        *((2 * 10**9 + 3, 10**9 + 3), (2 * 10**9 + 4, 10**9 + 4)),
+        *((10**9 + 998, 998), (10**9 + 999, 999)),
+    ]
+
+
+def test_identities_tell_row_sets_apart_and_are_numbers_and_texts() -> None:
+    some, numbers = np.array([3, 1, 8]), np.arange(3)
+    sets = [
+        *(RowRange(0, 9, 3), RowRange(1, 10, 3), RowRange(0, 10, 3), RowRange(0, 9, 2)),
+        *(RowSubset(some, numbers, 3), RowSubset(some, numbers + 1, 3), RowSubset(some + 1, numbers, 3)),
+        *(RowSubset(some, numbers, 2), RowSubset(some[:2], numbers[:2], 3), RowSubset(some, numbers[::-1], 3)),
+    ]
+    texts = [json.dumps(rows.identity(), sort_keys=True) for rows in sets]
+    assert len(set(texts)) == len(sets)
+    assert RowSubset(some, numbers, 3).identity() == sets[4].identity()
+    # Pinned: states that were saved hold it.
+    assert RowRange(2, 9, 3).identity() == {"start": 2, "rows": 7, "chunk_rows": 3}
+    assert sets[4].identity() == {"rows": 3, "chunk_rows": 3, "rows_digest": 3314661839}

@@ -1,0 +1,732 @@
+"""Weighted draws: a row's share rounded down or up, exactly as many as asked for, the same from every loader."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import tracemalloc
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from math import ceil, floor
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Subset, random_split
+
+import h5pack
+from h5pack.data.selection import select_draws
+from h5pack.errors import OptionsError, StateError
+from h5pack.order.permutation import derive_key
+from h5pack.order.row_ranges import RowRange, RowSet, RowSubset
+from h5pack.order.weights import MAX_SAMPLES, WeightedRows
+from h5pack.order.window import OrderPlan
+from tests.data import packs
+from tests.data.packs import all_same, reference, threads_end
+from tests.stacks import watched
+
+MANY = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+SOME = settings(MANY, max_examples=50)
+SHUFFLES: list[str | bool] = ["window", "full", "chunk", False]
+RESIDENT = ["no", "host", "auto"]
+ORDERS: dict[str, dict[str, Any]] = {
+    "window": {},
+    "full": {"shuffle": "full"},
+    "chunk": {"shuffle": "chunk"},
+    "stored": {"shuffle": False},
+    "streams": {"streams": 4},
+    "streams and lanes": {"streams": 12, "lanes": 2},
+    "full, lanes": {"shuffle": "full", "streams": 3, "lanes": 3},
+    "drop_last": {"drop_last": True},
+    "a rank": {"rank": 1, "num_replicas": 2, "streams": 4},
+    "a rank, drop_last": {"rank": 2, "num_replicas": 3, "drop_last": True},
+    "rows": {"indices": [5, 99, 3, 60, 60, 61, 7, -1, 20, 21, 22, 23, 24, 77, 5], "weights": [*range(15)]},
+    "one row": {"weights": [0] * 42 + [1] + [0] * 60},
+    "few samples": {"num_samples": 3},
+    "many samples": {"num_samples": 411},
+}
+
+numbers = st.one_of(
+    st.just(0.0),
+    st.integers(0, 9).map(float),
+    st.floats(0, 1),
+    st.sampled_from([1e-300, 5e-324, 0.1, 1 / 3, 1e6, 1.7e308]),
+)
+epochs = st.integers(0, 3)
+
+
+@st.composite
+def weighted(draw: st.DrawFn, most: int = 60) -> tuple[RowSet, list[float], int]:
+    """Rows, their weights in stored order, and how many are drawn."""
+    start, count, chunk_rows = draw(st.integers(0, 30)), draw(st.integers(1, most)), draw(st.integers(1, 12))
+    rows: RowSet = RowRange(start, start + count, chunk_rows)
+    if not draw(st.integers(0, 2)):
+        chosen = draw(st.lists(st.integers(0, 80), min_size=count, max_size=count))
+        rows = RowSubset(np.array(chosen), np.arange(count), chunk_rows)
+    weights = draw(st.lists(numbers, min_size=count, max_size=count))
+    weights[draw(st.integers(0, count - 1))] = draw(numbers.filter(bool))
+    return rows, weights, draw(st.integers(1, 150))
+
+
+def weigh(rows: RowSet, weights: Sequence[float], samples: int) -> WeightedRows:
+    return WeightedRows(rows, np.array(weights, np.float64), samples)
+
+
+def shares(weights: Sequence[float], samples: int) -> list[Fraction]:
+    whole = sum(map(Fraction, weights), Fraction(0))
+    return [Fraction(weight) * samples / whole for weight in weights]
+
+
+def require_shares(counts: Sequence[int], weights: Sequence[float], samples: int) -> None:
+    """Each count is its share, rounded down or up; where that is whole, rounding may have moved it a little."""
+    assert sum(counts) == samples
+    for count, share in zip(counts, shares(weights, samples), strict=True):
+        slack = Fraction(1, 10**9) if abs(share - round(share)) < Fraction(1, 10**9) else 0
+        assert floor(share - slack) <= count <= ceil(share + slack), (count, float(share))
+
+
+def slow_counts(weights: Sequence[float], samples: int, key: int) -> list[int]:
+    """Copies of each row, point by point in exact fractions."""
+    edges = list(itertools.accumulate(map(Fraction, weights)))
+    offset = Fraction(key >> 11, 1 << 53)
+    counts = [0] * len(weights)
+    for point in range(samples):
+        counts[bisect_right(edges, (point + offset) * edges[-1] / samples)] += 1
+    return counts
+
+
+def batches(plan: OrderPlan, epoch: int = 0, first: int = 0) -> list[list[int]]:
+    """Indices of each batch of a rank, from `first` on; each slot must be filled exactly once."""
+    filled = [np.full(plan.batch_rows(batch), -1) for batch in range(plan.num_batches)]
+    for group in plan.chunk_groups(epoch, first):
+        assert group.last - group.first < plan.max_group_batches
+        for (batch, slot, count), indices in group.split_by_batch(group.indices):
+            assert (filled[batch][slot : slot + count] == -1).all(), "two rows in one slot"
+            filled[batch][slot : slot + count] = indices
+    assert all((batch != -1).all() for batch in filled[first:]), "a slot is empty"
+    return [batch.tolist() for batch in filled[first:]]
+
+
+def places_of(rows: RowSet) -> dict[int, int]:
+    """The place in stored order of each index."""
+    return {int(index): place for place, index in enumerate(rows.rows_at(np.arange(rows.count))[1])}
+
+
+def counts_of(rows: RowSet, found: Sequence[Sequence[int]]) -> list[int]:
+    """How often each row was drawn, in stored order."""
+    seen = Counter(itertools.chain(*found))
+    return [seen[index] for index in places_of(rows)]
+
+
+# What an epoch draws.
+
+
+@given(weighted(), st.integers(0, 2**64), epochs, st.sampled_from(SHUFFLES))
+@MANY
+def test_counts_are_those_of_points_on_a_line(
+    drawn: tuple[RowSet, list[float], int], seed: int, epoch: int, shuffle: str | bool
+) -> None:
+    rows, weights, samples = drawn
+    plan = OrderPlan(weigh(*drawn), 7, shuffle=shuffle, seed=seed, window=3)
+    counts = counts_of(rows, batches(plan, epoch))
+    assert counts == slow_counts(weights, samples, derive_key(1, seed, epoch, 4))
+    require_shares(counts, weights, samples)
+
+
+@given(
+    weighted(),
+    epochs,
+    st.sampled_from(SHUFFLES),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 3]),
+    st.integers(1, 3),
+    st.booleans(),
+)
+@MANY
+def test_ranks_and_streams_share_the_draws(
+    drawn: tuple[RowSet, list[float], int],
+    epoch: int,
+    shuffle: str | bool,
+    num_replicas: int,
+    lanes: int,
+    take: int,
+    drop: bool,
+) -> None:
+    rows, weights, samples = drawn
+    whole = weigh(rows, weights, samples - samples % 12 + 12)
+    streams = 12
+    plan = OrderPlan(
+        whole,
+        12 // lanes * take,
+        shuffle=shuffle,
+        seed=5,
+        window=3,
+        trim=drop,
+        drop_last=drop,
+        streams=streams,
+        lanes=lanes,
+    )
+    steps = [Counter(batch) for batch in batches(plan, epoch)]
+    if not drop:
+        require_shares(counts_of(rows, batches(plan, epoch)), weights, whole.count)
+    if (streams // lanes) % num_replicas == 0:
+        parts = [
+            batches(
+                replace(plan, batch_size=plan.batch_size // num_replicas, num_replicas=num_replicas, rank=rank), epoch
+            )
+            for rank in range(num_replicas)
+        ]
+        assert [sum(map(Counter, step), Counter()) for step in zip(*parts, strict=True)] == steps
+
+
+@given(weighted(), epochs, st.sampled_from(SHUFFLES), st.sampled_from([2, 3, 4]), st.booleans())
+@MANY
+def test_what_does_not_divide_is_repeated_or_left_out(
+    drawn: tuple[RowSet, list[float], int], epoch: int, shuffle: str | bool, num_replicas: int, trim: bool
+) -> None:
+    rows, _, samples = drawn
+    alone = counts_of(rows, batches(OrderPlan(weigh(*drawn), 5, shuffle=shuffle, seed=1, window=2), epoch))
+    plans = [
+        OrderPlan(
+            weigh(*drawn),
+            5,
+            shuffle=shuffle,
+            seed=1,
+            window=2,
+            trim=trim,
+            drop_last=False,
+            rank=rank,
+            num_replicas=num_replicas,
+            streams=num_replicas,
+        )
+        for rank in range(num_replicas)
+    ]
+    together = counts_of(rows, [batch for plan in plans for batch in batches(plan, epoch)])
+    assert sum(together) == (samples // num_replicas if trim else -(-samples // num_replicas)) * num_replicas
+    if trim:
+        assert all(one <= other for one, other in zip(together, alone, strict=True))
+    else:
+        assert all(one >= other for one, other in zip(together, alone, strict=True))
+
+
+@given(weighted(), epochs, st.sampled_from(["window", "chunk", False]), st.integers(1, 4))
+@MANY
+def test_a_drawn_chunk_lies_in_one_segment(
+    drawn: tuple[RowSet, list[float], int], epoch: int, shuffle: str | bool, window: int
+) -> None:
+    rows = drawn[0]
+    plan = OrderPlan(weigh(*drawn), 4, shuffle=shuffle, seed=2, window=window)
+    seen: list[set[int]] = []
+    for group in plan.chunk_groups(epoch):
+        owners = group.rows // rows.chunk_rows
+        chunks = [chunk for chunk, _ in itertools.groupby(owners.tolist())]
+        assert len(chunks) == len(set(chunks)) <= plan.group_chunks, "each in one run"
+        assert len(group.rows) <= plan.rows.max_rows(plan.group_chunks)
+        for _, run in itertools.groupby(group.rows.tolist(), key=lambda row: row // rows.chunk_rows):
+            ascending = list(run)
+            assert ascending == sorted(ascending)
+        seen.append(set(chunks))
+    assert sum(map(len, seen)) == len(set().union(*seen))
+    # Chunks that nothing is drawn from take no place in a window.
+    assert all(len(chunks) == plan.group_chunks for chunks in seen[:-1])
+
+
+def test_equal_weights_draw_every_row_equally_often() -> None:
+    # A sum of 0.1s in floating point is off by so much that a row would be drawn twice now and then.
+    rows = RowRange(3, 100_003, 100)
+    for copies in (1, 3):
+        drawn = WeightedRows(rows, np.full(100_000, 0.1), copies * 100_000)
+        for epoch in range(3):
+            found = drawn.epoch_rows(derive_key(epoch))
+            indices = found.rows_in_chunks(
+                np.arange(found.chunk_count), np.zeros(found.chunk_count, np.int64), found.chunk_lengths()
+            )[1]
+            assert (np.bincount(indices) == copies).all()
+            assert found.count == len(indices)
+
+
+@pytest.mark.parametrize("samples", [1, 7, 10**7, MAX_SAMPLES])
+def test_counts_are_exact_where_products_have_more_than_64_bits(samples: int) -> None:
+    random = np.random.default_rng(samples)
+    weights = random.exponential(size=3_000) ** 4
+    drawn = WeightedRows(RowRange(0, 3_000, 7), weights, samples)
+    units = list(map(int, drawn._units))
+    line = sum(units)
+    assert 1 << 57 < line < 1 << 61
+    ends = list(itertools.accumulate(units))
+    for offset in (0, 1, line // 3, line - 1):
+        expected = [-((offset - samples * end) // line) for end in ends]
+        assert drawn.row_edges(np.arange(drawn.rows.chunk_count), offset)[1].tolist() == expected
+        assert drawn.chunk_edges(offset).tolist() == [0, *expected[6::7], expected[-1]]
+        assert expected[-1] == samples
+
+
+@given(weighted(), st.integers(0, 2**64 - 1), st.data())
+@MANY
+def test_picks_and_takes_are_parts_of_the_whole(
+    drawn: tuple[RowSet, list[float], int], key: int, data: st.DataObject
+) -> None:
+    found = weigh(*drawn).epoch_rows(key)
+    assert found.chunk_lengths().min() > 0
+    assert int(found.chunk_lengths().sum()) == found.count == drawn[2]
+    everything = np.arange(found.chunk_count)
+    rows, indices = found.rows_in_chunks(everything, np.zeros_like(everything), found.chunk_lengths())
+    assert (np.diff(rows) >= 0).all()
+    places = np.array(data.draw(st.lists(st.integers(0, found.count - 1), max_size=9)), np.int64)
+    for part, whole in zip(found.rows_at(places), (rows, indices), strict=True):
+        assert part.tolist() == whole[places].tolist()
+    chosen = data.draw(st.lists(st.integers(0, found.chunk_count - 1), min_size=1, max_size=5))
+    ends = np.concatenate(([0], np.cumsum(found.chunk_lengths())))
+    cuts = [sorted(data.draw(st.tuples(*[st.integers(0, int(found.chunk_lengths()[chunk]))] * 2))) for chunk in chosen]
+    spans = [range(ends[chunk] + low, ends[chunk] + high) for chunk, (low, high) in zip(chosen, cuts, strict=True)]
+    firsts, lasts = np.array(cuts).T
+    for part, whole in zip(found.rows_in_chunks(np.array(chosen), firsts, lasts), (rows, indices), strict=True):
+        assert part.tolist() == whole[list(itertools.chain(*spans))].tolist()
+
+
+def test_picks_from_more_chunks_than_are_looked_at_together() -> None:
+    weights = np.random.default_rng(0).exponential(size=200_000)
+    found = WeightedRows(RowRange(0, 200_000, 1_000), weights, 150_000).epoch_rows(9)
+    whole = found.rows_in_chunks(
+        np.arange(found.chunk_count), np.zeros(found.chunk_count, np.int64), found.chunk_lengths()
+    )[1]
+    places = np.random.default_rng(1).permutation(150_000)
+    assert np.array_equal(found.rows_at(places)[1], whole[places])
+
+
+# Over the epochs.
+
+
+def test_offsets_differ_between_epochs_and_means_approach_the_shares() -> None:
+    weights = np.random.default_rng(2).exponential(size=80)
+    plan = OrderPlan(WeightedRows(RowRange(0, 80, 9), weights, 50), 50, shuffle="chunk", seed=3)
+    counts = np.array([np.bincount(batches(plan, epoch)[0], minlength=80) for epoch in range(900)])
+    assert len({tuple(count) for count in counts.tolist()}) > 50
+    assert not np.array_equal(counts[:100], [np.bincount(batches(replace(plan, seed=4), e)[0]) for e in range(100)])
+    expected = np.array(list(map(float, shares(weights.tolist(), 50))))
+    fraction = expected % 1
+    deviation = np.sqrt(fraction * (1 - fraction) / 900)
+    assert (np.abs(counts.mean(0) - expected) <= 5 * deviation + 1e-9).all()
+    assert (np.abs(counts - expected) < 1).all()
+
+
+def test_a_heavy_chunk_does_not_count_for_each_of_a_window() -> None:
+    weights = np.ones(10_000)
+    weights[500:510] = 90
+    drawn = WeightedRows(RowRange(0, 10_000, 10), weights, 10_000)
+    # The heavy chunk has 826 of the draws, the others 9.2 each.
+    assert 826 + 15 * 9 < drawn.max_rows(16) <= 2 * 827 + 15 * 10 + 16
+    assert drawn.max_rows(1) >= 826
+    assert drawn.max_rows(10**6) >= 10_000
+
+
+@given(weighted(), epochs)
+@SOME
+def test_from_every_batch_on_the_tail_is_the_same(drawn: tuple[RowSet, list[float], int], epoch: int) -> None:
+    for shuffle, lanes in itertools.product(SHUFFLES, (1, 2)):
+        plan = OrderPlan(
+            weigh(*drawn), 6, shuffle=shuffle, seed=4, window=2, num_replicas=2, rank=1, streams=4 * lanes, lanes=lanes
+        )
+        whole = batches(plan, epoch)
+        for first in range(0, len(whole) + 1, 3):
+            assert batches(plan, epoch, first) == whole[first:]
+
+
+def test_what_can_be_drawn_is_all_rows_above_zero() -> None:
+    span = RowRange(10, 30, 4)
+    some = weigh(span, [0, 1] * 10, 5)
+    assert (some.unique_count, list(some.unique_rows())) == (10, list(range(11, 30, 2)))
+    assert weigh(span, [1.0] * 20, 5).unique_rows() == range(10, 30)
+    chosen = RowSubset(np.array([9, 2, 9, 4]), np.arange(4), 4)
+    assert list(weigh(chosen, [0, 1, 0, 2], 5).unique_rows()) == [4, 9]
+    assert weigh(chosen, [1, 1, 1, 1], 5).unique_count == 3
+
+
+# Pinned: these orders must never change, as saved states point into them.
+
+PINNED = [0.5, 2, 0, 1, 1, 7, 0.25, 0, 0, 0, 0, 0, 3, 1, 1, 1, 0.1, 0.2, 0.3, 1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "epoch", "expected"),
+    [
+        ({"shuffle": "window", "window": 2}, 0, [[12, 12, 12, 0, 5, 13], [5, 5, 5, 5, 5, 14], [5, 15, 4, 3, 1, 19]]),
+        ({"shuffle": "window", "window": 2}, 1, [[12, 12, 12, 19, 5, 5], [5, 1, 5, 5, 4, 5], [1, 5, 15, 14, 13, 0]]),
+        ({"shuffle": "full"}, 0, [[12, 4, 5, 12, 14, 5], [3, 5, 5, 15, 1, 0], [13, 5, 19, 5, 5, 12]]),
+        ({"shuffle": "chunk", "streams": 2}, 0, [[12, 12, 12, 5, 5, 5], [0, 13, 14, 5, 5, 19], [15, 5, 5, 1, 3, 4]]),
+        ({"shuffle": False}, 0, [[0, 1, 3, 4, 5, 5], [5, 5, 5, 5, 5, 12], [12, 12, 13, 14, 15, 19]]),
+    ],
+    ids=str,
+)
+def test_orders_are_pinned(settings: dict[str, Any], epoch: int, expected: list[list[int]]) -> None:
+    plan = OrderPlan(weigh(RowRange(3, 23, 4), PINNED, 18), 6, seed=7, **settings)
+    assert batches(plan, epoch) == expected
+
+
+# Through the public classes.
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Iterator[h5pack.H5Dataset]:
+    with watched():
+        yield h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"), with_rows=True)
+    assert threads_end()
+
+
+def drawn_weights(rows: int = packs.ROWS) -> npt.NDArray[np.float64]:
+    """Some 0, chunks of nothing but 0, and one that weighs much."""
+    weights = np.random.default_rng(1).exponential(size=rows)
+    weights[::7] = 0
+    weights[30:50] = 0
+    weights[77] = 15
+    return weights
+
+
+def order(**settings: Any) -> dict[str, Any]:
+    """Options of an order by weight; a window of 3 chunks."""
+    return {"window": 3, "seed": 7, "weights": drawn_weights(), **settings}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("resident", RESIDENT)
+def test_the_loader_gives_the_sampler_s_batches(dataset: h5pack.H5Dataset, name: str, resident: str) -> None:
+    expected = reference(dataset, 3, 12, **order(**ORDERS[name]))
+    loader = h5pack.H5Loader(dataset, 12, **order(**ORDERS[name]), resident=resident)
+    for batches_of_epoch in expected:
+        found = list(loader)
+        assert all_same(found, batches_of_epoch)
+        for images, labels, rows in found:
+            assert torch.equal(labels, rows)
+            assert np.array_equal(images.numpy(), packs.values()[rows.numpy()])
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataloader_gives_the_loader_s_batches(dataset: h5pack.H5Dataset, workers: int) -> None:
+    changes: list[dict[str, Any]] = [{}, {"streams": 4, "lanes": 2, "num_samples": 200}]
+    for change in changes:
+        sampler = h5pack.ChunkBatchSampler(dataset, 12, **order(**change))
+        found = list(DataLoader(dataset, batch_sampler=sampler, num_workers=workers, collate_fn=dataset.collate))
+        loader = h5pack.H5Loader(dataset, 12, **order(**change))
+        assert all_same(found, list(loader))
+        assert sum(len(rows) for _, _, rows in found) == loader.plan.rows.count == change.get("num_samples", packs.ROWS)
+        loader.close()
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_counts_over_all_ranks(dataset: h5pack.H5Dataset, shuffle: str | bool, count: int) -> None:
+    samplers = [
+        h5pack.ChunkSampler(
+            dataset, **order(shuffle=shuffle, num_samples=240, streams=4), rank=rank, num_replicas=count
+        )
+        for rank in range(count)
+    ]
+    loaders = [
+        h5pack.H5Loader(
+            dataset, 12, **order(shuffle=shuffle, num_samples=240, streams=4), rank=rank, num_replicas=count
+        )
+        for rank in range(count)
+    ]
+    for _ in range(2):
+        indices = [list(sampler) for sampler in samplers]
+        assert {len(part) for part in indices} == {240 // count}
+        require_shares(counts_of(RowRange(0, packs.ROWS, 10), indices), drawn_weights().tolist(), 240)
+        rows = [batch[2].tolist() for loader in loaders for batch in loader]
+        assert Counter(itertools.chain(*rows)) == Counter(itertools.chain(*indices))
+    for loader in loaders:
+        loader.close()
+
+
+def test_each_drawn_chunk_is_visited_once_an_epoch(dataset: h5pack.H5Dataset) -> None:
+    loader = h5pack.H5Loader(dataset, 12, **order(num_samples=60), resident="no")
+    visits = 0
+    for _ in range(3):
+        drawn = torch.cat([rows for _, _, rows in loader])
+        assert len(drawn) == 60
+        visits += len(torch.unique(drawn // 10))
+        assert dataset.stats().chunk_misses == visits
+    assert visits <= 3 * 9, "two chunks weigh nothing"
+    loader.close()
+
+
+@pytest.mark.parametrize("file", [{"compression": "gzip"}, {"shape": (5, 4, 3)}, {"chunks": None}], ids=str)
+def test_copies_of_a_row_from_other_files(tmp_path: Path, file: dict[str, Any]) -> None:
+    images = packs.values(shape=file.pop("shape", packs.SHAPE))
+    path = packs.write(tmp_path / "f.h5", images=images, labels=np.arange(packs.ROWS), **file)
+    dataset = h5pack.H5Dataset(path)
+    for resident in RESIDENT:
+        loader = h5pack.H5Loader(dataset, 12, **order(num_samples=400), resident=resident)
+        for _ in range(2):
+            found = list(loader)
+            rows = torch.cat([labels for _, labels in found])
+            assert np.array_equal(torch.cat([images for images, _ in found]).numpy(), images[rows.numpy()])
+            assert len(rows) == 400
+        loader.close()
+
+
+def test_rows_without_weight_are_not_kept_in_memory(dataset: h5pack.H5Dataset) -> None:
+    weights = np.zeros(packs.ROWS)
+    weights[40:60] = 1
+    settings = order(weights=weights, window=1)
+    few = h5pack.H5Loader(dataset, 4, **settings, resident="host")
+    all_rows = h5pack.H5Loader(dataset, 4, window=1, resident="host")
+    kept = (
+        few.memory_bytes - h5pack.H5Loader(dataset, 4, **order(weights=weights, window=1), resident="no").memory_bytes
+    )
+    assert 20 * 576 <= kept < 22 * (576 + 8) < all_rows.memory_bytes
+    for _ in range(2):
+        assert {row for _, _, rows in few for row in rows.tolist()} == set(range(40, 60))
+    assert dataset.stats().rows == 20
+    few.close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"shuffle": "full"}, {"streams": 6, "lanes": 3}], ids=str)
+def test_resuming_at_every_batch(dataset: h5pack.H5Dataset, settings: dict[str, Any]) -> None:
+    whole = reference(dataset, 2, 12, **order(**settings))
+    loader = h5pack.H5Loader(dataset, 12, **order(**settings), resident="no")
+    states = [loader.state_dict()]
+    for _ in loader:
+        states.append(json.loads(json.dumps(loader.state_dict())))
+    for done, state in enumerate(states):
+        again = h5pack.H5Loader(dataset, 12, **order(**settings), resident="no")
+        again.load_state_dict(state)
+        assert all_same(list(again), whole[0][done:])
+        assert all_same(list(again), whole[1])
+        again.close()
+    sampler = h5pack.ChunkBatchSampler(dataset, 12, **order(**settings))
+    workers = DataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate)
+    assert all_same(list(workers), whole[0])
+    for done in range(len(whole[0]) + 1):
+        sampler = h5pack.ChunkBatchSampler(dataset, 12, **order(**settings))
+        iter(DataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate))
+        first = iter(sampler)
+        next(first)
+        state = sampler.state_dict(batches_consumed=done)
+        again = h5pack.ChunkBatchSampler(dataset, 12, **order(**settings))
+        again.load_state_dict(state)
+        assert all_same(list(DataLoader(dataset, batch_sampler=again, collate_fn=dataset.collate)), whole[0][done:])
+
+
+def test_resuming_single_rows_and_pickled_samplers(dataset: h5pack.H5Dataset) -> None:
+    whole = list(h5pack.ChunkSampler(dataset, **order()))
+    for done in range(0, len(whole), 10):
+        sampler = h5pack.ChunkSampler(dataset, **order())
+        next(iter(sampler))
+        again = pickle.loads(pickle.dumps(h5pack.ChunkSampler(dataset, **order())))
+        again.load_state_dict(sampler.state_dict(rows_consumed=done))
+        assert list(again) == whole[done:]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights": drawn_weights() * 2}, "weights_digest"),
+        ({"num_samples": 99}, "saved with samples 103, and this order has 99"),
+        ({"weights": None}, "saved with samples 103, and this order has None"),
+        ({"seed": 8}, "seed"),
+    ],
+    ids=["other weights", "other samples", "no weights", "another seed"],
+)
+def test_a_state_of_other_draws_is_refused(dataset: h5pack.H5Dataset, change: dict[str, Any], message: str) -> None:
+    state = h5pack.ChunkBatchSampler(dataset, 12, **order()).state_dict()
+    with pytest.raises(StateError, match=message):
+        h5pack.ChunkBatchSampler(dataset, 12, **order(**change)).load_state_dict(state)
+    with pytest.raises(StateError, match=message):
+        h5pack.H5Loader(dataset, 12, **order(**change)).load_state_dict(state)
+    h5pack.H5Loader(dataset, 12, **order()).load_state_dict(state)
+
+
+def test_set_epoch(dataset: h5pack.H5Dataset) -> None:
+    sampler = h5pack.ChunkBatchSampler(dataset, 12, **order())
+    found = [list(sampler) for _ in range(3)]
+    assert [Counter(itertools.chain(*batches)) for batches in found[:2]] != 2 * [Counter(itertools.chain(*found[0]))]
+    sampler.set_epoch(1)
+    assert list(sampler) == found[1]
+
+
+def test_weights_belong_to_the_indices_as_given(dataset: h5pack.H5Dataset) -> None:
+    def drawn(source: Any, **settings: Any) -> Counter[int]:
+        return Counter(h5pack.ChunkSampler(source, **settings))
+
+    some = Subset(dataset, [50, 3, 99, 3])
+    assert drawn(some, weights=[1, 0, 2, 3], num_samples=12) == {0: 2, 2: 4, 3: 6}
+    assert drawn(dataset, indices=[50, 3, 99], weights=[0, 1, 3], num_samples=8) == {3: 2, 99: 6}
+    assert drawn(some, indices=[2, 0, -1], weights=torch.tensor([3, 1, 0]), num_samples=4) == {2: 3, 0: 1}
+    assert drawn(Subset(some, [2, 1]), weights=np.array([True, False])) == {0: 2}
+    assert drawn(dataset, weights=np.arange(packs.ROWS, dtype=np.float32) == 5, num_samples=3) == {5: 3}
+    part, _ = random_split(dataset, [60, 43], torch.Generator().manual_seed(0))
+    weights = np.random.default_rng(3).integers(0, 4, 60)
+    rows = torch.cat([rows for _, _, rows in h5pack.H5Loader(part, 7, weights=weights, num_samples=int(weights.sum()))])
+    assert Counter(rows.tolist()) == Counter(np.repeat(part.indices, weights).tolist())
+
+
+def test_weights_that_change_later_change_nothing(dataset: h5pack.H5Dataset) -> None:
+    weights = drawn_weights()
+    sampler = h5pack.ChunkBatchSampler(dataset, 12, **order(weights=weights))
+    weights[:] = 1
+    assert list(sampler) == list(h5pack.ChunkBatchSampler(dataset, 12, **order()))
+
+
+# Balanced classes.
+
+
+def of_classes(path: Path, labels: npt.NDArray[Any]) -> h5pack.H5Dataset:
+    return h5pack.H5Dataset(packs.write(path, images=packs.values(len(labels)), labels=labels))
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i8", ">i4"])
+def test_balanced_classes(tmp_path: Path, dtype: str) -> None:
+    random = np.random.default_rng(4)
+    labels = np.repeat([0, 3, 4, 200], [700, 200, 90, 10]).astype(dtype)
+    for name, mixed in (("sorted", labels), ("shuffled", random.permutation(labels))):
+        dataset = of_classes(tmp_path / f"{name}.h5", mixed)
+        sampler = h5pack.ChunkSampler(dataset, weights="balanced", num_samples=1_150, seed=1)
+        totals = Counter()  # type: ignore[var-annotated]
+        for _ in range(20):
+            drawn = list(sampler)
+            per_row = Counter(drawn)
+            per_class = Counter(mixed[drawn].tolist())
+            assert sum(per_class.values()) == 1_150
+            for label, count in per_class.items():
+                mine = np.flatnonzero(mixed == label)
+                share = Fraction(1_150, 4 * len(mine))
+                assert {per_row[row] for row in mine.tolist()} <= {floor(share), ceil(share)}
+                runs = np.count_nonzero(np.diff(mine) > 1) + 1
+                # Each run of a class is one piece of the line.
+                assert abs(count - Fraction(1_150, 4)) < runs
+            if name == "sorted":
+                assert max(per_class.values()) - min(per_class.values()) <= 1
+            totals += per_class
+        assert all(abs(count / 20 - 287.5) < 6 for count in totals.values())
+
+
+def test_balanced_classes_of_a_subset_are_its_own(tmp_path: Path) -> None:
+    labels = np.array([0] * 50 + [1] * 30 + [2] * 20)
+    dataset = of_classes(tmp_path / "f.h5", labels)
+    rows = [*range(10), *range(50, 54), 60]
+    loader = h5pack.H5Loader(Subset(dataset, rows), 4, weights="balanced", num_samples=40)
+    assert Counter(torch.cat([labels for _, labels in loader]).tolist()) == {0: 20, 1: 20}
+    by_hand = [1 / 20] * 10 + [1 / 10] * 5
+    assert list(h5pack.ChunkSampler(Subset(dataset, rows), weights=by_hand, num_samples=40)) == list(
+        h5pack.ChunkSampler(Subset(dataset, rows), weights="balanced", num_samples=40)
+    )
+    loader.close()
+
+
+def test_rows_without_a_label_are_in_no_class_of_a_pack(tmp_path: Path) -> None:
+    pack = h5pack.H5Dataset(packs.converted(tmp_path))
+    with h5py.File(pack.path, "r+") as file:
+        labels = file["labels"][:]
+        file["labels"][:10] = -1
+        labels[:10] = -1
+    pack = h5pack.H5Dataset(pack.path)
+    assert pack.classes is not None
+    drawn = list(h5pack.ChunkSampler(pack, weights="balanced", num_samples=100))
+    assert set(labels[drawn].tolist()) == {0, 1}
+    # In other files it is a number as any.
+    signs = of_classes(tmp_path / "signs.h5", np.array([-1] * 30 + [1] * 10))
+    drawn = list(h5pack.ChunkSampler(signs, weights="balanced", num_samples=20))
+    assert sum(index < 30 for index in drawn) == 10
+
+
+# What it costs.
+
+
+def test_ten_million_rows_take_little_more_than_their_weights(tmp_path: Path) -> None:
+    rows = 10_000_000
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file.create_dataset("images", (rows, 4), "u1", chunks=(5_000, 4))
+    dataset = h5pack.H5Dataset(tmp_path / "f.h5")
+    weights = np.random.default_rng(0).random(rows)
+    tracemalloc.start()
+    try:
+        sampler = h5pack.ChunkBatchSampler(dataset, 256, weights=weights)
+        held, peak = tracemalloc.get_traced_memory()
+        assert held < 8 * rows + 2**20
+        assert peak < 8 * rows + 8 * 2**20
+        tracemalloc.reset_peak()
+        batches = iter(sampler)
+        assert len(set(next(batches))) > 50
+        assert tracemalloc.get_traced_memory()[1] - held < 32 * 2**20, "a window of 16 chunks of 5,000 rows"
+        sampler.set_epoch(3)
+        state = {**sampler.state_dict(), "batches": 30_000}
+        sampler.load_state_dict(state)
+        assert next(iter(sampler))
+        assert tracemalloc.get_traced_memory()[1] - held < 32 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+# What makes no sense.
+
+
+def wrong_at(index: int, value: float) -> npt.NDArray[np.float64]:
+    weights = np.ones(packs.ROWS)
+    weights[index] = value
+    return weights
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"weights": wrong_at(17, -1)},
+        {"weights": wrong_at(102, np.nan)},
+        {"weights": wrong_at(0, np.inf)},
+        {"weights": wrong_at(3, -np.inf)},
+        {"weights": np.ones(102)},
+        {"weights": []},
+        {"weights": 1.0},
+        {"weights": np.ones((103, 2))},
+        {"weights": np.ones(103), "indices": [1, 2]},
+        {"weights": np.zeros(103)},
+        {"weights": ["1"] * 103},
+        {"weights": [None] * 103},
+        {"weights": [[1], [1, 2]]},
+        {"weights": np.ones(103) * 1j},
+        {"weights": "equal"},
+        {"weights": np.ones(103), "num_samples": 0},
+        {"weights": np.ones(103), "num_samples": 2.5},
+        {"weights": np.ones(103), "num_samples": 2**60},
+        {"num_samples": 50},
+        {"weights": [], "indices": []},
+    ],
+    ids=str,
+)
+def test_error_names_the_parameter_at_fault(dataset: h5pack.H5Dataset, wrong: dict[str, Any]) -> None:
+    for make in (
+        lambda: h5pack.ChunkSampler(dataset, **wrong),
+        lambda: h5pack.ChunkBatchSampler(dataset, 4, **wrong),
+        lambda: h5pack.H5Loader(dataset, 4, **wrong),
+    ):
+        with pytest.raises(OptionsError) as caught:
+            make()
+        assert set(caught.value.parameters) & set(wrong)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("labels", [None, np.zeros(20), np.zeros((20, 3), "u1")], ids=["none", "float", "table"])
+def test_labels_that_are_no_classes_cannot_be_balanced(tmp_path: Path, labels: Any) -> None:
+    parts = {} if labels is None else {"labels": labels}
+    dataset = h5pack.H5Dataset(packs.write(tmp_path / "f.h5", images=packs.values(20), **parts))
+    with pytest.raises(OptionsError) as caught:
+        h5pack.ChunkBatchSampler(dataset, 4, weights="balanced")
+    assert (caught.value.path, "weights" in caught.value.parameters) == (dataset.path, True)
+
+
+def test_a_pack_of_no_labels_cannot_be_balanced(tmp_path: Path) -> None:
+    path = packs.converted(tmp_path)
+    with h5py.File(path, "r+") as file:
+        file["labels"][:] = -1
+    with pytest.raises(OptionsError, match="labels"):
+        select_draws(h5pack.H5Dataset(path), weights="balanced")

@@ -1,0 +1,567 @@
+"""Conversions from end to end: what is in the file, and what happens to bad input."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from PIL import Image
+
+import h5pack
+from h5pack.errors import (
+    IncompletePackError,
+    NoImagesError,
+    OutputBusyError,
+    OutputExistsError,
+    PackFormatError,
+    RejectedImageError,
+    ResumeError,
+    SizesDifferError,
+    SourceError,
+    WorkerError,
+)
+from h5pack.pack import finish
+from h5pack.pack.output import Output, OutputLock
+from tests.makers import class_folders, expected, flat_folder, pixels, quick, save, split_folders, truncate
+
+
+def names_of(file: h5py.File) -> list[str]:
+    return [name.decode() for name in file["filenames"][()]]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("layout", ["nhwc", "nchw"])
+@pytest.mark.parametrize("order", ["shuffled", "sorted"])
+def test_rows_are_pillows_pixels_with_their_labels(tmp_path: Path, workers: int, layout: str, order: str) -> None:
+    source = class_folders(tmp_path / "in", {"b": 13, "a": 9, "c": 20})
+    report = h5pack.convert(source, tmp_path / "o.h5", **quick(num_workers=workers, layout=layout, order=order))
+    assert (report.images, report.rejects) == (42, 0)
+    with h5py.File(tmp_path / "o.h5") as file:
+        names = names_of(file)
+        assert sorted(names) == sorted(str(path.relative_to(source)) for path in source.rglob("*.jpg"))
+        assert (names == sorted(names)) == (order == "sorted")
+        classes = [name.decode() for name in file["labels"].attrs["classes"]]
+        assert classes == ["a", "b", "c"]
+        for row, name in enumerate(names):
+            stored = file["images"][row]
+            assert np.array_equal(stored if layout == "nhwc" else stored.transpose(1, 2, 0), expected(source / name))
+            assert classes[file["labels"][row]] == name.split("/")[0]
+
+
+@pytest.mark.parametrize("fit", ["crop", "pad", "stretch"])
+@pytest.mark.parametrize("mode", ["rgb", "gray"])
+def test_sizes_are_brought_to_one_by_pillows_own_functions(tmp_path: Path, fit: str, mode: str) -> None:
+    source = tmp_path / "in"
+    for number, size in enumerate([(20, 14), (31, 57), (64, 9), (16, 24)]):
+        save(source / f"{number}.jpg", number, size)
+        save(source / f"{number}.png", number, size)
+    h5pack.convert(source, tmp_path / "o.h5", **quick(size=(16, 24), fit=fit, mode=mode))
+    with h5py.File(tmp_path / "o.h5") as file:
+        for row, name in enumerate(names_of(file)):
+            want = expected(source / name, (16, 24), "L" if mode == "gray" else "RGB", fit)
+            assert np.array_equal(file["images"][row], want), name
+
+
+def test_every_promise_of_the_format(tmp_path: Path) -> None:
+    source = split_folders(tmp_path / "in", {"val": {"x": 7, "y": 5}, "train": {"x": 30, "y": 41}}, (80, 70))
+    options = quick(chunk_rows=5)
+    h5pack.convert(source, tmp_path / "o.h5", **options)
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert int(file.attrs["h5pack_format"]) == 1
+        assert int(file.attrs["h5pack_complete"]) == 1
+        assert file.attrs["h5pack_created"] == b"2023-11-14T22:13:20Z"
+        assert b'"chunk_rows": 5' in file.attrs["h5pack_options"]
+        images = file["images"]
+        assert images.chunks == (5, 80, 70, 3)
+        assert images.maxshape == (None, 80, 70, 3)
+        assert [dimension.label for dimension in images.dims] == ["N", "H", "W", "C"]
+        assert images.attrs["CLASS"] == b"IMAGE"
+        assert images.attrs["INTERLACE_MODE"] == b"INTERLACE_PIXEL"
+        addresses = [images.id.get_chunk_info(chunk).byte_offset for chunk in range(images.id.get_num_chunks())]
+        assert all(address % 4096 == 0 for address in addresses)
+        assert [name.decode() for name in file["splits/name"]] == ["train", "val"]
+        assert file["splits/rows"][()].tolist() == [[0, 71], [71, 83]]
+        assert all(name.startswith("train/") for name in names_of(file)[:71])
+        assert file["labels"].chunks is None
+        assert file["filenames"].compression == "gzip"
+        assert (images.attrs["h5pack_rdcc_nbytes"], images.attrs["h5pack_rdcc_nslots"]) == (0, 17)
+        train = images[:71] / 255.0
+        assert np.allclose(file["statistics/mean"], train.mean((0, 1, 2)), atol=1e-12)
+        assert np.allclose(file["statistics/std"], train.std((0, 1, 2)), atol=1e-12)
+        assert file["statistics"].attrs["rows"] == 71
+    last = (tmp_path / "o.h5").read_bytes()[addresses[-1] + 3 * 80 * 70 * 3 :][: 2 * 80 * 70 * 3]
+    assert last == bytes(len(last)), "rows past N must be zero"
+
+
+def test_statistics_of_a_large_pack_take_every_8th_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h5pack.format.schema.STATISTICS_SMALL_ROWS", 10)
+    source = class_folders(tmp_path / "in", {"a": 30, "b": 33})
+    for number in (3, 11, 17):
+        truncate(source / "a" / f"{number:05d}.jpg")
+    for order in ("shuffled", "sorted"):
+        h5pack.convert(source, tmp_path / f"{order}.h5", **quick(order=order))
+        with h5py.File(tmp_path / f"{order}.h5") as file:
+            assert len(file["images"]) == 60
+            sampled = file["images"][::8] / 255.0
+            assert np.allclose(file["statistics/mean"], sampled.mean((0, 1, 2)), atol=1e-12)
+            assert np.allclose(file["statistics/std"], sampled.std((0, 1, 2)), atol=1e-12)
+            assert (file["statistics"].attrs["rows"], file["statistics"].attrs["step"]) == (8, 8)
+
+
+@pytest.mark.parametrize("order", ["shuffled", "sorted"])
+def test_truncated_images_leave_no_holes_in_three_splits(tmp_path: Path, order: str) -> None:
+    counts = {"train": {"x": 60, "y": 50}, "val": {"x": 20, "y": 11}, "test": {"x": 9, "y": 14}}
+    source = split_folders(tmp_path / "in", counts, (60, 50))
+    broken = {"train/x/00003.jpg", "train/y/00049.jpg", "val/x/00000.jpg", "test/y/00013.jpg", "test/y/00002.jpg"}
+    for name in broken:
+        truncate(source / name)
+    files = []
+    for workers in (1, 4):
+        out = tmp_path / f"{workers}.h5"
+        report = h5pack.convert(source, out, **quick(order=order, num_workers=workers, chunk_rows=7))
+        assert (report.images, report.rejects) == (159, 5)
+        assert report.moved_rows > 0
+        files.append(out.read_bytes())
+    assert files[0] == files[1]
+    with h5py.File(tmp_path / "1.h5") as file:
+        names = names_of(file)
+        everything = {str(path.relative_to(source)) for path in source.rglob("*.jpg")}
+        assert set(names) == everything - broken
+        assert len(names) == len(set(names))
+        splits = dict(
+            zip([name.decode() for name in file["splits/name"]], file["splits/rows"][()].tolist(), strict=True)
+        )
+        assert splits == {"train": [0, 108], "val": [108, 138], "test": [138, 159]}
+        for split, (start, stop) in splits.items():
+            inside = names[start:stop]
+            assert all(name.startswith(split) for name in inside)
+            assert (inside == sorted(inside)) == (order == "sorted")
+        for row, name in enumerate(names):
+            assert np.array_equal(file["images"][row], expected(source / name))
+            assert file["labels"][row] == "xy".index(name.split("/")[1])
+        rejects = dict(zip(file["rejects/filenames"][()], file["rejects/reasons"][()], strict=True))
+        assert rejects == {name.encode(): b"truncated" for name in broken}
+    table = (tmp_path / "1.h5.rejects.csv").read_text().splitlines()
+    assert table[0] == "filename,reason"
+    assert table[1:] == [f"{name},truncated" for name in sorted(broken)]
+    assert h5pack.verify(tmp_path / "1.h5").ok
+
+
+def test_a_shuffled_pack_moves_no_more_rows_than_it_must(tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "in", 300)
+    truncate(source / "00017.jpg")
+    report = h5pack.convert(source, tmp_path / "o.h5", **quick())
+    assert report.images == 299
+    assert report.moved_rows <= 1
+
+
+def test_bad_files_are_listed_with_their_reasons(tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "in", 6)
+    (source / "empty.jpg").write_bytes(b"")
+    (source / "text.jpg").write_text("this is no image")
+    save(source / "mislabelled.png", 7).rename(source / "mislabelled.jpg")
+    (source / "gone.jpg").symlink_to(tmp_path / "nowhere.jpg")
+    os.mkfifo(source / "pipe.jpg")
+    (source / "notes.txt").write_text("passed over")
+    Image.new("RGB", (300, 300)).save(source / "bomb.png")
+    Image.fromarray(np.zeros((20, 14), np.float32)).save(source / "float.tif")
+    truncate(source / "00002.jpg")
+    report = h5pack.convert(source, tmp_path / "o.h5", **quick(max_pixels=80_000))
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert sorted(names_of(file)) == [f"0000{n}.jpg" for n in (0, 1, 3, 4, 5)] + ["mislabelled.jpg"]
+        rejects = {
+            name.decode(): reason.decode()
+            for name, reason in zip(file["rejects/filenames"][()], file["rejects/reasons"][()], strict=True)
+        }
+    assert rejects == {
+        "empty.jpg": "zero bytes",
+        "text.jpg": "not an image, or of an unknown format",
+        "gone.jpg": "file not found",
+        "pipe.jpg": "not a regular file",
+        "bomb.png": "decompression bomb: 300x300 is over 80000 pixels",
+        "float.tif": "F pixels of 32 bits; convert it to 8 or 16 bits first",
+        "00002.jpg": "truncated",
+    }
+    assert report.rejects == 7
+
+
+def test_strict_stops_at_the_first_bad_image_and_leaves_no_output(tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "in", 6)
+    (source / "zero.jpg").write_bytes(b"")
+    with pytest.raises(RejectedImageError, match=r"zero\.jpg"):
+        h5pack.convert(source, tmp_path / "o.h5", **quick(strict=True))
+    (source / "zero.jpg").unlink()
+    truncate(source / "00003.jpg")
+    with pytest.raises(RejectedImageError, match=r"00003\.jpg"):
+        h5pack.convert(source, tmp_path / "o.h5", **quick(strict=True))
+    assert not (tmp_path / "o.h5").exists()
+    report = h5pack.convert(source, tmp_path / "o.h5", **quick(resume=True))
+    assert (report.images, report.rejects) == (5, 1)
+
+
+def test_errors_before_anything_is_written(tmp_path: Path) -> None:
+    out = tmp_path / "o.h5"
+    with pytest.raises(SourceError, match="no such"):
+        h5pack.convert(tmp_path / "missing", out, **quick())
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NoImagesError):
+        h5pack.convert(tmp_path / "empty", out, **quick())
+    source = flat_folder(tmp_path / "in", 3)
+    save(source / "wide.jpg", 9, (20, 30))
+    with pytest.raises(SizesDifferError, match=r"20x14 .*20x30"):
+        h5pack.convert(source, out, **quick())
+    with pytest.raises(SourceError, match="folder"):
+        h5pack.convert(source, tmp_path / "no" / "o.h5", **quick())
+    with pytest.raises(OutputExistsError, match="folder"):
+        h5pack.convert(source, tmp_path / "in", **quick())
+    (tmp_path / "junk").mkdir()
+    (tmp_path / "junk" / "a.jpg").write_text("x")
+    with pytest.raises(NoImagesError, match=r"a\.jpg"):
+        h5pack.convert(tmp_path / "junk", out, **quick())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "in", "junk"]
+
+
+def test_nothing_decodes_and_nothing_is_left(tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "in", 3)
+    for path in source.iterdir():
+        truncate(path)
+    with pytest.raises(NoImagesError, match="truncated"):
+        h5pack.convert(source, tmp_path / "o.h5", **quick())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+
+
+def test_an_existing_output_is_kept_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "in", 4)
+    out = tmp_path / "o.h5"
+    out.write_bytes(b"precious")
+    with pytest.raises(OutputExistsError) as caught:
+        h5pack.convert(source, out, **quick())
+    assert "overwrite=True" in caught.value.parameters
+    assert out.read_bytes() == b"precious"
+    save(source / "odd.jpg", 1, (9, 9))
+    with pytest.raises(SizesDifferError):
+        h5pack.convert(source, out, **quick(overwrite=True))
+    assert out.read_bytes() == b"precious"
+    (source / "odd.jpg").unlink()
+    assert h5pack.convert(source, out, **quick(overwrite=True)).images == 4
+
+
+def test_an_unfinished_output_is_not_taken_silently(tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "in", 4)
+    (tmp_path / "o.h5.partial").write_bytes(b"")
+    with pytest.raises(OutputExistsError) as caught:
+        h5pack.convert(source, tmp_path / "o.h5", **quick())
+    assert "resume=True" in caught.value.parameters
+    assert h5pack.convert(source, tmp_path / "o.h5", **quick(overwrite=True)).images == 4
+
+
+def test_resume_of_a_finished_output_does_nothing(tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "in", 4)
+    out = tmp_path / "o.h5"
+    h5pack.convert(source, out, **quick(resume=True))
+    before = out.stat()
+    report = h5pack.convert(source, out, **quick(resume=True))
+    assert report.already_complete
+    assert report.images == 4
+    assert out.stat().st_mtime_ns == before.st_mtime_ns
+    with pytest.raises(OutputExistsError, match="options"):
+        h5pack.convert(source, out, **quick(resume=True, seed=7))
+
+
+def interrupted(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, rows: int = 2, **settings: object) -> None:
+    """Begin a conversion that fails after some rows."""
+    calls = 0
+    decode = h5pack.images.decode.Decoder.decode  # type: ignore[attr-defined]
+
+    def failing(self: object, *arguments: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > rows:
+            raise KeyboardInterrupt
+        decode(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("h5pack.images.decode.Decoder.decode", failing)
+        with pytest.raises(KeyboardInterrupt):
+            h5pack.convert(source, out, **quick(chunk_rows=2, **settings))
+    assert not out.exists()
+
+
+def test_resume_refuses_other_options_and_a_changed_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = flat_folder(tmp_path / "in", 8)
+    out = tmp_path / "o.h5"
+    interrupted(source, out, monkeypatch, rows=4)
+    with pytest.raises(ResumeError) as caught:
+        h5pack.convert(source, out, **quick(chunk_rows=2, seed=3, resume=True))
+    assert "seed=0" in caught.value.parameters
+    save(source / "00009.jpg", 9)
+    with pytest.raises(ResumeError, match=r"8 files.* 9"):
+        h5pack.convert(source, out, **quick(chunk_rows=2, resume=True))
+    (source / "00009.jpg").unlink()
+    save(source / "00003.jpg", 33)
+    with pytest.raises(ResumeError, match=r"00003\.jpg"):
+        h5pack.convert(source, out, **quick(chunk_rows=2, resume=True))
+    assert (tmp_path / "o.h5.partial").exists()
+    assert h5pack.convert(source, out, **quick(chunk_rows=2, overwrite=True)).images == 8
+
+
+def test_resume_keeps_what_was_written_and_redoes_what_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = flat_folder(tmp_path / "in", 20)
+    h5pack.convert(source, tmp_path / "whole.h5", **quick(chunk_rows=2))
+    out = tmp_path / "o.h5"
+    interrupted(source, out, monkeypatch, rows=9)
+    # What a power cut can do: the journal has reached the disk, some of the rows have not.
+    with h5py.File(tmp_path / "whole.h5") as file:
+        address = file["images"].id.get_chunk_info(1).byte_offset
+    with (tmp_path / "o.h5.partial").open("r+b") as stream:
+        stream.seek(address)
+        stream.write(bytes(100))
+    report = h5pack.convert(source, out, **quick(chunk_rows=2, resume=True))
+    assert report.resumed_rows == 7
+    assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
+
+
+def test_an_output_that_appeared_meanwhile_is_not_replaced_by_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = flat_folder(tmp_path / "in", 8)
+    out = tmp_path / "o.h5"
+    interrupted(source, out, monkeypatch, rows=4)
+    out.write_bytes(b"precious")
+    with pytest.raises(OutputExistsError) as caught:
+        h5pack.convert(source, out, **quick(chunk_rows=2, resume=True))
+    assert "overwrite=True" in caught.value.parameters
+    assert out.read_bytes() == b"precious"
+
+
+def test_a_second_conversion_to_the_same_output_is_kept_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h5pack.system.files._LOCK_WAIT_SECONDS", 0.2)
+    source = flat_folder(tmp_path / "in", 4)
+    lock = OutputLock(Output(tmp_path / "o.h5"))
+    for settings in ({}, {"resume": True}, {"overwrite": True}):
+        with pytest.raises(OutputBusyError):
+            h5pack.convert(source, tmp_path / "o.h5", **quick(**settings))
+    lock.release()
+    assert h5pack.convert(source, tmp_path / "o.h5", **quick(resume=True)).images == 4
+
+
+def test_two_threads_one_output_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h5pack.system.files._LOCK_WAIT_SECONDS", 0.0)
+    source = flat_folder(tmp_path / "in", 200)
+    outcomes: list[str] = []
+
+    def one() -> None:
+        try:
+            h5pack.convert(source, tmp_path / "o.h5", **quick(start_method="fork", num_workers=2))
+            outcomes.append("won")
+        except (OutputBusyError, OutputExistsError) as error:
+            outcomes.append(type(error).__name__)
+
+    threads = [threading.Thread(target=one) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes)[-1] == "won"
+    assert outcomes.count("won") == 1
+    assert h5pack.verify(tmp_path / "o.h5").ok
+
+
+class Dataset:
+    """A map-style dataset, picklable for spawn."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        if index == 5:
+            raise ValueError("no sample today")
+        return pixels(index), index * 3
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_workers": 2, "start_method": "fork"}, {"num_workers": 2, "start_method": "spawn"}]
+)
+def test_a_map_style_dataset_is_a_source(tmp_path: Path, settings: dict[str, object]) -> None:
+    report = h5pack.convert(Dataset(), tmp_path / "o.h5", **quick(**settings))
+    assert (report.images, report.rejects) == (22, 1)
+    with h5py.File(tmp_path / "o.h5") as file:
+        for row, name in enumerate(names_of(file)):
+            assert np.array_equal(file["images"][row], pixels(int(name)))
+            assert file["labels"][row] == int(name) * 3
+        assert file["rejects/reasons"][0] == b"the dataset raised ValueError: no sample today"
+
+
+class Table(Dataset):
+    def __getitem__(self, index: int) -> tuple[np.ndarray, list[int]]:
+        return pixels(index, channels=1), [index % 2, 1]
+
+
+def test_a_dataset_of_gray_images_with_tables_of_labels(tmp_path: Path) -> None:
+    h5pack.convert(Table(), tmp_path / "o.h5", **quick(mode="gray", order="sorted"))
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert file["images"].shape == (23, 20, 14, 1)
+        assert file["labels"].dtype == np.uint8
+        assert file["labels"][()].tolist() == [[index % 2, 1] for index in range(23)]
+
+
+class Deadly(Dataset):
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        if index == 7:
+            os.kill(os.getpid(), 9)
+        return pixels(index), index
+
+
+def test_a_worker_that_dies_is_reported_and_leaves_no_output(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError):
+        h5pack.convert(Deadly(), tmp_path / "o.h5", **quick(num_workers=2, start_method="fork"))
+    assert not (tmp_path / "o.h5").exists()
+
+
+def test_the_file_does_not_depend_on_the_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = class_folders(tmp_path / "in", {"a": 20, "b": 20}, (50, 41))
+    h5pack.convert(source, tmp_path / "fast.h5", **quick())
+    monkeypatch.setattr("h5pack.images.decode._proven_paths", lambda channels: frozenset())
+    h5pack.convert(source, tmp_path / "slow.h5", **quick())
+    assert (tmp_path / "fast.h5").read_bytes() == (tmp_path / "slow.h5").read_bytes()
+
+
+def test_limit_takes_evenly_from_classes_and_splits(tmp_path: Path) -> None:
+    source = split_folders(tmp_path / "in", {"train": {"x": 20, "y": 20}, "test": {"x": 10, "y": 10}})
+    h5pack.convert(source, tmp_path / "o.h5", **quick(limit=12))
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert file["splits/rows"][()].tolist() == [[0, 8], [8, 12]]
+        assert np.bincount(file["labels"][()]).tolist() == [6, 6]
+
+
+def test_unicode_and_undecodable_names(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    save(source / "雪" / "größe.jpg", 1)
+    save(source / "雪" / "плюс.jpg", 2)
+    odd = os.fsencode(source / "雪") + b"/bad\xff.jpg"
+    os.rename(save(source / "雪" / "x.jpg", 3), odd)
+    h5pack.convert(source, tmp_path / "o.h5", **quick(order="sorted"))
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert names_of(file) == ["雪/bad\\udcff.jpg", "雪/größe.jpg", "雪/плюс.jpg"]
+        assert file["labels"].attrs["classes"][0].decode() == "雪"
+
+
+def test_the_same_content_makes_the_same_bytes_at_any_time(tmp_path: Path) -> None:
+    source = split_folders(tmp_path / "in", {"train": {"x": 9}, "test": {"x": 5, "y": 2}}, (60, 50))
+    truncate(source / "test" / "y" / "00001.jpg")
+    for compat in (False, True):
+        files = []
+        for attempt in range(2):
+            out = tmp_path / f"{compat}{attempt}.h5"
+            h5pack.convert(source, out, **quick(compat=compat))
+            files.append(out.read_bytes())
+            time.sleep(1.1)
+        assert files[0] == files[1]
+
+
+def test_limit_on_a_dataset_keeps_each_image_its_label(tmp_path: Path) -> None:
+    h5pack.convert(Dataset(), tmp_path / "o.h5", **quick(limit=6))
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert sorted(int(name) for name in names_of(file)) == [0, 3, 7, 11, 15, 19]
+        for row, name in enumerate(names_of(file)):
+            assert np.array_equal(file["images"][row], pixels(int(name)))
+            assert file["labels"][row] == int(name) * 3
+
+
+def test_resume_of_an_output_that_is_something_else(tmp_path: Path) -> None:
+    first, second = class_folders(tmp_path / "a", {"x": 5, "y": 4}), class_folders(tmp_path / "b", {"x": 4, "y": 5})
+    out = tmp_path / "o.h5"
+    h5pack.convert(first, out, **quick())
+    with pytest.raises(OutputExistsError, match="source"):
+        h5pack.convert(second, out, **quick(resume=True))
+    with pytest.raises(SourceError, match="no such"):
+        h5pack.convert(tmp_path / "none", out, **quick(resume=True))
+    (first / "y").rename(first / "z")
+    with pytest.raises(OutputExistsError, match="source"):
+        h5pack.convert(first, out, **quick(resume=True))
+    (first / "z").rename(first / "y")
+    assert h5pack.convert(first, out, **quick(resume=True)).already_complete
+    with h5py.File(out, "r+") as file:
+        file.attrs["h5pack_complete"] = 0
+    with pytest.raises(IncompletePackError):
+        h5pack.convert(first, out, **quick(resume=True))
+    out.write_bytes(b"precious")
+    with pytest.raises(PackFormatError):
+        h5pack.convert(first, out, **quick(resume=True))
+    assert out.read_bytes() == b"precious"
+
+
+def test_strict_is_still_strict_when_resumed(tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "in", 6, (60, 50))
+    truncate(source / "00003.jpg")
+    for settings in ({}, {"resume": True}, {"resume": True}):
+        with pytest.raises(RejectedImageError, match=r"00003\.jpg"):
+            h5pack.convert(source, tmp_path / "o.h5", **quick(strict=True, **settings))
+    assert not (tmp_path / "o.h5").exists()
+    assert h5pack.convert(source, tmp_path / "o.h5", **quick(resume=True)).rejects == 1
+
+
+def test_an_output_that_appears_during_the_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = flat_folder(tmp_path / "in", 6)
+    out = tmp_path / "o.h5"
+    complete = finish.complete
+
+    def meanwhile(*arguments: Any) -> None:
+        complete(*arguments)
+        out.write_bytes(b"precious")
+
+    monkeypatch.setattr(finish, "complete", meanwhile)
+    with pytest.raises(OutputExistsError) as caught:
+        h5pack.convert(source, out, **quick())
+    assert "overwrite=True" in caught.value.parameters
+    assert out.read_bytes() == b"precious"
+    monkeypatch.undo()
+    assert h5pack.convert(source, out, **quick(resume=True, overwrite=True)).images == 6
+    assert h5pack.verify(out).ok
+
+
+def test_a_hanging_worker_of_an_earlier_run_cannot_write_into_a_new_file(tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "in", 6)
+    out = tmp_path / "o.h5"
+    (tmp_path / "o.h5.partial").write_bytes(b"begun long ago")
+    with (tmp_path / "o.h5.partial").open("r+b") as hanging:
+        h5pack.convert(source, out, **quick(overwrite=True))
+        whole = out.read_bytes()
+        hanging.seek(5000)
+        hanging.write(bytes(20_000))
+    assert out.read_bytes() == whole
+
+
+def test_chunks_larger_than_a_task_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = flat_folder(tmp_path / "in", 60, (60, 50))
+    h5pack.convert(source, tmp_path / "whole.h5", **quick(chunk_rows=50))
+    monkeypatch.setattr("h5pack.pack.writer._TASK_BYTES", 70_000)
+    for io in ("direct", "buffered"):
+        h5pack.convert(source, tmp_path / f"{io}.h5", **quick(chunk_rows=50, io=io, num_workers=2, start_method="fork"))
+        assert (tmp_path / f"{io}.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()
+
+
+def test_a_damaged_file_that_sends_the_decoder_beyond_the_end_is_one_reject(tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "in", 3)
+    (source / "big.tif").write_bytes(b"II+\0\x08\0\0\0" + (2**63 - 1).to_bytes(8, "little"))
+    (source / "drawing.jpg").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
+    report = h5pack.convert(source, tmp_path / "o.h5", **quick())
+    assert (report.images, report.rejects) == (3, 2)
+
+
+def test_one_long_name_among_many(tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "in", 5)
+    deep = source.joinpath(*["d" * 200] * 15)
+    save(deep / "x.jpg", 9)
+    h5pack.convert(source, tmp_path / "o.h5", **quick(source_kind="flat"))
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert str(deep.relative_to(source) / "x.jpg") in names_of(file)
+        assert file["filenames"].chunks[0] * file["filenames"].dtype.itemsize <= 262_144

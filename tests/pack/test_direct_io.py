@@ -1,0 +1,116 @@
+"""Direct and buffered writes leave the same bytes, in any steps, and their errors reach the caller."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from h5pack.pack import direct_io
+from h5pack.pack.direct_io import ContiguousRows, RowFile, suits_direct
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    runs=st.lists(st.tuples(st.integers(0, 9000), st.integers(1, 30_000), st.integers(1, 7)), min_size=1, max_size=5),
+    min_write_bytes=st.sampled_from([1, 4096, 10_000, 1 << 20]),
+)
+def test_direct_buffered_and_plain_writes_agree(runs: list[tuple[int, int, int]], min_write_bytes: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct_io, "_MIN_WRITE_BYTES", min_write_bytes)
+        expected = bytearray()
+        files = {io: RowFile(str(new(Path(folder) / io)), io) for io in ("direct", "buffered")}
+        random = np.random.default_rng(min_write_bytes)
+        position = 0
+        for gap, count, steps in runs:
+            position += gap
+            data = random.integers(0, 256, count, np.uint8)
+            for file in files.values():
+                rows = ContiguousRows(file, position, count, row_bytes=1)
+                for step in range(1, steps + 1):
+                    stop = count * step // steps
+                    rows.buffer[count * (step - 1) // steps : stop] = data[count * (step - 1) // steps : stop]
+                    rows.ready(stop)
+                rows.wait()
+            expected += bytes(position - len(expected)) + data.tobytes()
+            position += count
+        for io, file in files.items():
+            file.close()
+            assert (Path(folder) / io).read_bytes() == expected, io
+
+
+def new(path: Path) -> Path:
+    path.touch()
+    return path
+
+
+def test_rows_are_written_while_the_next_is_filled(tmp_path: Path) -> None:
+    file = RowFile(str(new(tmp_path / "f")), "direct")
+    first = ContiguousRows(file, 0, 8192, row_bytes=1)
+    first.buffer[:] = 1
+    first.ready(8192)
+    second = ContiguousRows(file, 8192, 8192, row_bytes=1)
+    second.buffer[:] = 2
+    assert not np.shares_memory(first.buffer, second.buffer)
+    first.wait()
+    second.ready(8192)
+    second.wait()
+    file.close()
+    assert (tmp_path / "f").read_bytes() == b"\1" * 8192 + b"\2" * 8192
+
+
+@pytest.mark.parametrize("io", ["direct", "buffered"])
+def test_a_failing_write_reaches_the_caller(tmp_path: Path, io: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = RowFile(str(new(tmp_path / "f")), io)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    rows = ContiguousRows(file, 0, 10_000, row_bytes=1)
+
+    def write() -> None:
+        rows.ready(10_000)
+        rows.wait()
+
+    with pytest.raises(OSError, match="No space left"):
+        write()
+    monkeypatch.undo()
+    file.close()
+
+
+def test_a_device_that_refuses_direct_writes_gets_buffered_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = RowFile(str(new(tmp_path / "f")), "direct")
+    if file.direct is None:
+        pytest.skip("needs a file system with O_DIRECT: TMPDIR=/a/folder/on/ext4")
+    pwrite = os.pwrite
+
+    def choosy(descriptor: int, data: memoryview, offset: int) -> int:
+        if descriptor == file.direct:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", choosy)
+    rows = ContiguousRows(file, 100, 50_000, row_bytes=1)
+    rows.buffer[:] = 7
+    rows.ready(50_000)
+    rows.wait()
+    file.close()
+    assert (tmp_path / "f").read_bytes() == bytes(100) + b"\7" * 50_000
+
+
+def test_which_file_systems_are_written_directly(tmp_path: Path) -> None:
+    mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    kinds = {fields[4]: fields[fields.index("-") + 1] for fields in mounts}
+    for mount, kind in kinds.items():
+        if kind in ("ext4", "xfs", "tmpfs", "proc") and os.path.isdir(mount):
+            assert suits_direct(mount) == (kind in ("ext4", "xfs"))
+    assert not suits_direct(str(tmp_path / "nowhere"))

@@ -1,0 +1,89 @@
+"""The facts of HDF5 that writing in place rests on: chunk addresses are fixed, aligned, and a prefix for fewer rows."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from h5pack.format import schema
+from h5pack.pack.file_structure import FileStructure, PackTables, root_attributes, write_structure
+from h5pack.sources.catalog import Reject
+
+
+def tables(rows: int, classes: int = 3) -> PackTables:
+    return PackTables(
+        labels=np.arange(rows, dtype=np.int64) % classes,
+        label_names=tuple(f"class {number}" for number in range(classes)),
+        fields={"weight": np.linspace(0, 1, rows)},
+        filenames=[f"{row:08d}.jpg" for row in range(rows)],
+        splits={"train": (0, rows // 2), "größe": (rows // 2, rows)},
+        checksums=np.arange(rows, dtype=np.uint32),
+        statistics={"mean": [0.5] * 3, "std": [0.1] * 3, "rows": rows, "step": 1, "split": "größe"},
+        rejects=[Reject("x.jpg", "truncated")],
+    )
+
+
+@settings(max_examples=26, deadline=None)
+@given(
+    row=st.sampled_from([(32, 32, 3), (218, 178, 3), (64, 64, 1), (7, 5, 3)]),
+    chunk_bytes=st.sampled_from([1, 65_536, 200_000, 4_194_304]),
+    planned=st.integers(1, 20_000),
+    share=st.floats(0.001, 1),
+    compat=st.booleans(),
+)
+def test_fewer_rows_have_the_same_addresses(
+    row: tuple[int, int, int], chunk_bytes: int, planned: int, share: float, compat: bool
+) -> None:
+    chunk_rows = -(-chunk_bytes // int(np.prod(row)))
+    structure = FileStructure(row, chunk_rows, "nhwc", compat, root_attributes("1", "2", {"a": 1}))
+    packed = max(1, int(planned * share))
+    with tempfile.TemporaryDirectory() as folder:
+        first = write_structure(Path(folder) / "a.h5", structure, planned, None)
+        second = write_structure(Path(folder) / "b.h5", structure, packed, tables(packed))
+        size = (Path(folder) / "a.h5").stat().st_size
+    assert len(first) == -(-planned // chunk_rows)
+    assert np.array_equal(second, first[: len(second)])
+    assert (np.diff(first) >= chunk_rows * np.prod(row)).all()
+    assert first[-1] + chunk_rows * np.prod(row) <= size
+    if chunk_rows * np.prod(row) >= schema.ALIGNMENT_THRESHOLD_BYTES:
+        assert not (first % schema.ALIGNMENT_BYTES).any()
+
+
+def test_the_first_structure_is_sparse_and_says_that_it_is_incomplete(tmp_path: Path) -> None:
+    structure = FileStructure((218, 178, 3), 36, "nhwc", False, root_attributes("1", "2", {}))
+    write_structure(tmp_path / "a.h5", structure, 1_000_000, None)
+    status = (tmp_path / "a.h5").stat()
+    assert status.st_size > 116_000_000_000
+    assert status.st_blocks * 512 < 10_000_000
+    with h5py.File(tmp_path / "a.h5") as file:
+        assert int(file.attrs[schema.COMPLETE]) == 0
+
+
+def test_text_is_utf8_and_says_so(tmp_path: Path) -> None:
+    structure = FileStructure((4, 4, 3), 5000, "nhwc", False, root_attributes("1", "2", {}))
+    write_structure(tmp_path / "a.h5", structure, 6, tables(6))
+    with h5py.File(tmp_path / "a.h5") as file:
+        for item in (file["splits/name"], file["filenames"], file["rejects/reasons"]):
+            assert h5py.check_string_dtype(item.dtype).encoding == "utf-8"
+        attribute = file["statistics"].attrs.get_id("split")
+        assert h5py.check_string_dtype(attribute.dtype).encoding == "utf-8"
+        assert file["statistics"].attrs["split"].decode() == "größe"
+        assert [name.decode() for name in file["splits/name"]] == ["train", "größe"]
+
+
+def test_a_full_disk_is_the_systems_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError(
+            "Can't decrement id ref count (unable to extend file, errno = 28, error message = 'No space')"
+        )
+
+    monkeypatch.setattr("h5pack.pack.file_structure._create_images", full)
+    with pytest.raises(OSError, match="No space") as caught:
+        write_structure(tmp_path / "a.h5", FileStructure((4, 4, 3), 5, "nhwc", False, {}), 6, None)
+    assert caught.value.errno == 28

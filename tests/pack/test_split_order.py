@@ -1,0 +1,136 @@
+"""Which row each image goes to, and how rows close up after rejects."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from h5pack.pack.split_order import close_holes, moved_runs, order_rows, shuffled_split
+
+# The order of every pack ever made hangs on these; they never change.
+PINNED = {
+    (10, 0, 0): [3, 4, 0, 9, 2, 6, 7, 8, 1, 5],
+    (10, 0, 1): [8, 4, 6, 0, 7, 5, 1, 9, 2, 3],
+    (10, 1, 0): [9, 3, 2, 7, 8, 6, 1, 5, 0, 4],
+    (10, 2**63 - 1, 0): [4, 5, 2, 3, 7, 8, 1, 6, 9, 0],
+    (5, 12_345, 7): [0, 4, 1, 3, 2],
+}
+
+
+@pytest.mark.parametrize(("count", "seed", "split"), PINNED)
+def test_the_order_never_changes_between_releases(count: int, seed: int, split: int) -> None:
+    assert shuffled_split(count, seed, split).tolist() == PINNED[count, seed, split]
+
+
+def slow_shuffled(count: int, seed: int, split: int) -> list[int]:
+    """SplitMix64 in Python's own integers."""
+
+    def mix(value: int) -> int:
+        value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64
+        return value ^ value >> 31
+
+    gamma = 0x9E3779B97F4A7C15
+    key = mix((seed * gamma + (split + 1) * 0xD1B54A32D192ED03) % 2**64)
+    return sorted(range(count), key=lambda place: mix((key + (place + 1) * gamma) % 2**64))
+
+
+@given(st.integers(0, 200), st.integers(0, 2**63 - 1), st.integers(0, 50))
+@example(0, 0, 0)
+@example(1, 2**63 - 1, 0)
+def test_shuffling_is_the_published_hash(count: int, seed: int, split: int) -> None:
+    assert shuffled_split(count, seed, split).tolist() == slow_shuffled(count, seed, split)
+
+
+def test_seeds_and_splits_have_orders_of_their_own() -> None:
+    orders = {tuple(shuffled_split(50, seed, split).tolist()) for seed in range(20) for split in range(5)}
+    assert len(orders) == 100
+
+
+def test_a_shuffled_order_is_spread_evenly() -> None:
+    halves = shuffled_split(100_000, 0, 0) < 50_000
+    for tenth in halves.reshape(10, -1):
+        assert abs(tenth.mean() - 0.5) < 0.03
+
+
+splits = st.lists(st.integers(0, 4), max_size=80)
+seeds = st.one_of(st.none(), st.integers(0, 2**63 - 1))
+
+
+@given(splits, seeds, st.integers(0, 1_000))
+def test_ordering_keeps_every_image_in_its_split(split_of: list[int], seed: int | None, gaps: int) -> None:
+    indices = np.sort(np.random.default_rng(gaps).permutation(len(split_of) + gaps)[: len(split_of)])
+    ids = np.array(split_of, np.int32)
+    ordered = order_rows(indices, ids, 5, seed)
+    assert ordered.split_starts.tolist() == [0, *np.cumsum(np.bincount(ids, minlength=5)).tolist()]
+    for split in range(5):
+        inside = ordered.origins[ordered.split_starts[split] : ordered.split_starts[split + 1]]
+        members = indices[ids == split]
+        assert sorted(inside.tolist()) == members.tolist()
+        if seed is None:
+            assert inside.tolist() == members.tolist()
+        else:
+            assert inside.tolist() == members[slow_shuffled(len(members), seed, split)].tolist()
+
+
+@st.composite
+def planned(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """Splits, and which of their rows hold an image."""
+    lengths = draw(st.lists(st.integers(0, 25), min_size=1, max_size=5))
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    rows = int(starts[-1])
+    packed = draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
+    return starts, np.array(packed, np.bool_)
+
+
+@given(planned(), st.booleans())
+def test_closing_up_keeps_the_packed_rows_of_each_split(plan: tuple[np.ndarray, np.ndarray], keep_order: bool) -> None:
+    starts, packed = plan
+    closed = close_holes(starts, packed, keep_order)
+    assert len(closed.origins) == packed.sum() == closed.split_starts[-1]
+    for split in range(len(starts) - 1):
+        inside = closed.origins[closed.split_starts[split] : closed.split_starts[split + 1]]
+        good = np.flatnonzero(packed[starts[split] : starts[split + 1]]) + starts[split]
+        assert sorted(inside.tolist()) == good.tolist()
+        if keep_order:
+            assert inside.tolist() == good.tolist()
+        else:
+            holes = starts[split + 1] - starts[split] - len(good)
+            displaced = inside - starts[split] != np.arange(len(inside))
+            assert displaced.sum() <= holes
+            assert inside[displaced].tolist() == good[len(good) - displaced.sum() :].tolist()
+    assert (closed.origins >= np.arange(len(closed.origins))).all(), "a row never moves up"
+
+
+@given(planned(), st.booleans())
+def test_carrying_out_the_moves_yields_the_order(plan: tuple[np.ndarray, np.ndarray], keep_order: bool) -> None:
+    starts, packed = plan
+    order = close_holes(starts, packed, keep_order).origins
+    file = list(range(len(packed)))
+    runs = moved_runs(order)
+    assert runs == sorted(runs)
+    for target, origin, rows in runs:
+        for step in range(rows):
+            assert file[origin + step] == origin + step, "overwritten before it was moved"
+            file[target + step] = file[origin + step]
+    assert file[: len(order)] == order.tolist()
+    assert sum(rows for _, _, rows in runs) == (order != np.arange(len(order))).sum()
+    for (target, origin, rows), (following, source, _) in itertools.pairwise(runs):
+        assert (target + rows, origin + rows) != (following, source), "two runs could have been one"
+
+
+def test_moves_that_are_easy_to_see() -> None:
+    starts = np.array([0, 6, 10], np.int64)
+    packed = np.array([1, 0, 1, 1, 0, 1, 1, 0, 1, 1], np.bool_)
+    assert close_holes(starts, packed, True).origins.tolist() == [0, 2, 3, 5, 6, 8, 9]
+    shuffled_up = close_holes(starts, packed, False)
+    assert shuffled_up.origins.tolist() == [0, 5, 2, 3, 6, 9, 8]
+    assert shuffled_up.split_starts.tolist() == [0, 4, 7]
+    assert moved_runs(shuffled_up.origins) == [(1, 5, 1), (4, 6, 1), (5, 9, 1), (6, 8, 1)]
+    assert moved_runs(np.array([0, 1, 4, 5, 6, 8], np.int64)) == [(2, 4, 3), (5, 8, 1)]
+    assert moved_runs(np.arange(5)) == []
+    assert moved_runs(np.zeros(0, np.int64)) == []

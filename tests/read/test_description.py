@@ -1,0 +1,286 @@
+"""`describe_file` describes any HDF5 file of numbers, and says in one line why it cannot."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+import h5pack
+from h5pack.errors import IncompletePackError, PackFormatError
+from h5pack.format.checksums import row_checksums
+from h5pack.read import description as pack_module
+from h5pack.read.description import FileDescription, describe_file
+from h5pack.read.engine import Engine
+from h5pack.read.storage import FileIdentity
+from tests.makers import quick, split_folders
+from tests.read.files import numbers
+
+IMAGES = numbers((6, 5, 4, 3), "u1", 1)
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pack")
+    source = split_folders(folder / "in", {"train": {"x": 5, "y": 4}, "test": {"x": 2, "y": 1}}, (8, 8))
+    h5pack.convert(source, folder / "o.h5", **quick(chunk_rows=4))
+    return folder / "o.h5"
+
+
+@pytest.fixture
+def copy(pack: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(pack, tmp_path / "o.h5"))
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """A file that knows nothing of h5pack."""
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["images"] = IMAGES
+        file["deep/er/y"] = np.arange(6) % 3
+    return tmp_path / "f.h5"
+
+
+def test_a_pack(pack: Path) -> None:
+    found = describe_file(pack)
+    assert (found.path, found.identity) == (str(pack), FileIdentity.of(str(pack)))
+    assert list(found.indexes) == ["images", "checksums/images", "labels", "checksums/labels"]
+    for index in found.indexes.values():
+        assert (index.rows, index.library_reason) == (12, None)
+    assert found.indexes["images"].shape == (12, 8, 8, 3)
+    assert (found.layout, found.labels, found.fields) == ("nhwc", "labels", ())
+    assert (found.classes, found.columns) == (("x", "y"), None)
+    assert found.splits == {"train": (0, 9), "test": (9, 12)}
+    with h5py.File(pack) as file:
+        assert np.array_equal(found.mean, file["statistics/mean"][()])
+        assert np.array_equal(found.std, file["statistics/std"][()])
+
+
+def test_a_foreign_file(foreign: Path) -> None:
+    found = describe_file(foreign)
+    assert list(found.indexes) == ["images"]
+    assert (found.layout, found.labels, found.classes, found.columns) == (None, None, None, None)
+    assert (found.splits, found.mean, found.std) == ({}, None, None)
+    assert list(describe_file(foreign, "images", "deep/er/y", ("images",)).indexes) == ["images", "deep/er/y"]
+
+
+def test_a_relative_path_becomes_absolute(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(foreign.parent)
+    assert describe_file("f.h5").path == str(foreign)
+
+
+@pytest.mark.parametrize("name", ["deep/er/y", "/deep/er/y", "//deep/er/y/"])
+def test_slashes_around_a_name_do_not_matter(foreign: Path, name: str) -> None:
+    found = describe_file(foreign, "/images", name, (name,))
+    assert list(found.indexes) == ["images", "deep/er/y"]
+    assert (found.labels, found.fields) == ("deep/er/y", ("deep/er/y",))
+
+
+def test_labels_none_leaves_the_labels_out(pack: Path) -> None:
+    found = describe_file(pack, labels=None)
+    assert list(found.indexes) == ["images", "checksums/images"]
+    assert (found.labels, found.classes) == (None, None)
+
+
+def test_fields_have_checksums_too(copy: Path) -> None:
+    values = numbers((12, 2), "f4")
+    with h5py.File(copy, "r+") as file:
+        file["boxes"], file["points"] = values, values
+        file["checksums/boxes"] = row_checksums(values)
+        file["checksums/points"] = row_checksums(values)[:5]
+    found = describe_file(copy, fields=("boxes", "points"))
+    assert found.fields == ("boxes", "points")
+    assert list(found.indexes)[4:] == ["boxes", "checksums/boxes", "points"], "those of another length are none"
+
+
+@pytest.mark.parametrize("checksums", [np.zeros(6, "f4"), np.array(["one"] * 6, object), np.zeros((6, 1), "u4")])
+def test_datasets_of_another_kind_are_not_used_as_checksums(foreign: Path, checksums: Any) -> None:
+    with h5py.File(foreign, "r+") as file:
+        file["checksums/images"] = checksums
+    assert list(describe_file(foreign).indexes) == ["images"]
+
+
+def test_links(foreign: Path, tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "other.h5", "w") as other:
+        other["z"] = np.arange(6) * 2
+    with h5py.File(foreign, "r+") as file:
+        file["soft"] = h5py.SoftLink("/images")
+        file["labels"] = h5py.SoftLink("deep/er/y")
+        file["outside"] = h5py.ExternalLink("other.h5", "z")
+    found = describe_file(foreign, "soft", fields=("outside",))
+    assert list(found.indexes) == ["soft", "labels", "outside"]
+    assert [index.library_reason is None for index in found.indexes.values()] == [True, True, True]
+    engine = Engine(found.path, found.identity, found.indexes)
+    assert np.array_equal(engine.read("soft", [5, 0]), IMAGES[[5, 0]])
+    assert engine.read("labels", [5, 0]).tolist() == [2, 0]
+    assert engine.read("outside", [5, 0]).tolist() == [10, 0]
+
+
+def test_attributes_of_other_programs_are_read(foreign: Path) -> None:
+    """Text of variable length, and of fixed; a single name."""
+    with h5py.File(foreign, "r+") as file:
+        file["images"].attrs["h5pack_layout"] = np.bytes_(b"nchw")
+        file["labels"] = np.arange(6)
+        file["labels"].attrs["classes"] = ["ünder", "b"]
+        file["labels"].attrs["columns"] = "one"
+    found = describe_file(foreign)
+    assert (found.layout, found.classes, found.columns) == ("nchw", ("ünder", "b"), ("one",))
+
+
+def made(**datasets: Any) -> Callable[[h5py.File], Any]:
+    return lambda file: [file.create_dataset(name, data=data) for name, data in datasets.items()]
+
+
+def splits(names: Any, rows: Any) -> Callable[[h5py.File], Any]:
+    return lambda file: file.update({"splits/name": names, "splits/rows": rows})
+
+
+def nothing(file: h5py.File) -> None:
+    """Leave the file as it is."""
+
+
+RECORDS = np.zeros(6, [("a", "i4"), ("b", "f4")])
+# What a file is given, what is described, and the dataset that the error names.
+WRONG: dict[str, tuple[Callable[[h5py.File], Any], dict[str, Any], str | None]] = {
+    "other length": (made(labels=np.arange(5)), {}, "labels"),
+    "field of other length": (made(z=np.zeros((7, 2))), {"fields": ("z",)}, "z"),
+    "scalar": (made(z=3), {"images": "z"}, "z"),
+    "scalar labels": (made(labels=3), {}, "labels"),
+    "null": (made(z=h5py.Empty("f4")), {"images": "z"}, "z"),
+    "text": (made(labels=["a"] * 6), {}, "labels"),
+    "fixed text": (made(z=np.array([b"a"] * 6)), {"fields": ("z",)}, "z"),
+    "compound": (made(z=RECORDS), {"images": "z"}, "z"),
+    "complex": (made(z=np.zeros(6, "c8")), {"images": "z"}, "z"),
+    "no images": (nothing, {"images": "nothing"}, "nothing"),
+    "no labels": (nothing, {"labels": "nothing"}, "nothing"),
+    "no field": (nothing, {"fields": ("images", "no")}, "no"),
+    "group": (nothing, {"images": "deep/er"}, "deep/er"),
+    "root": (nothing, {"images": "/"}, ""),
+    "below a dataset": (nothing, {"images": "images/x"}, "images/x"),
+    "dangling link": (lambda file: file.update({"z": h5py.SoftLink("/gone")}), {"images": "z"}, "z"),
+    "dangling external link": (lambda file: file.update({"z": h5py.ExternalLink("gone", "x")}), {"images": "z"}, "z"),
+    "empty": (lambda file: [file.pop(name) for name in ("images", "deep")], {}, "images"),
+    "splits past the end": (splits(["a"], [[0, 7]]), {}, None),
+    "negative splits": (splits(["a"], [[-1, 3]]), {}, None),
+    "backward splits": (splits(["a"], [[4, 3]]), {}, None),
+    "nameless splits": (splits(["a"], [[0, 3], [3, 6]]), {}, None),
+    "splits that are no pairs": (splits(["a"], [0, 6]), {}, None),
+    "splits that are no numbers": (splits(["a"], [[b"x", b"y"]]), {}, None),
+    "splits that are groups": (
+        lambda file: [file.create_group(f"splits/{part}") for part in ("name", "rows")],
+        {},
+        None,
+    ),
+    "statistics that are no numbers": (lambda file: file.update({"statistics/mean": ["red"]}), {}, None),
+}
+
+
+@pytest.mark.parametrize(("make", "asked", "dataset"), WRONG.values(), ids=list(WRONG))
+def test_unreadable_datasets_are_refused_in_one_line(
+    foreign: Path, make: Callable[[h5py.File], Any], asked: dict[str, Any], dataset: str | None
+) -> None:
+    with h5py.File(foreign, "r+") as file:
+        make(file)
+    with pytest.raises(PackFormatError) as caught:
+        describe_file(foreign, **asked)
+    assert "\n" not in str(caught.value)
+    assert (caught.value.path, caught.value.dataset) == (str(foreign), dataset)
+
+
+def test_numbers_unknown_to_numpy_are_refused(foreign: Path) -> None:
+    """Integers of three bytes."""
+    with h5py.File(foreign, "r+") as file:
+        kind = h5py.h5t.STD_I32LE.copy()
+        kind.set_precision(24)
+        kind.set_size(3)
+        h5py.h5d.create(file.id, b"z", kind, h5py.h5s.create_simple((6,)))
+    for asked in ({"images": "z"}, {"labels": "z"}, {"fields": ("z",)}):
+        with pytest.raises(PackFormatError, match="NumPy") as caught:
+            describe_file(foreign, **asked)
+        assert caught.value.dataset == "z"
+    assert list(describe_file(foreign).indexes) == ["images"]
+
+
+def test_unfinished_packs_and_newer_formats(copy: Path) -> None:
+    with h5py.File(copy, "r+") as file:
+        file.attrs["h5pack_complete"] = 0
+    with pytest.raises(IncompletePackError) as caught:
+        describe_file(copy)
+    assert caught.value.parameters == ("resume=True",)
+    with h5py.File(copy, "r+") as file:
+        del file.attrs["h5pack_complete"]
+    with pytest.raises(IncompletePackError):
+        describe_file(copy)
+    with h5py.File(copy, "r+") as file:
+        file.attrs["h5pack_format"] = 99
+    with pytest.raises(PackFormatError, match="99"):
+        describe_file(copy)
+    with h5py.File(copy, "r+") as file:
+        file.attrs["h5pack_format"] = "one"
+    with pytest.raises(PackFormatError, match="metadata"):
+        describe_file(copy)
+
+
+def test_paths_that_are_not_hdf5_files_are_refused(tmp_path: Path) -> None:
+    for name, content, message in (("empty", b"", "empty"), ("text", b"hello" * 200, "not an HDF5")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(PackFormatError, match=message):
+            describe_file(tmp_path / name)
+    with pytest.raises(PackFormatError, match="no such file"):
+        describe_file(tmp_path / "missing")
+    with pytest.raises(PackFormatError, match="a folder"):
+        describe_file(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["images", "labels", "checksums/images", "checksums/labels"])
+def test_a_damaged_dataset_is_an_error_not_missing(copy: Path, name: str) -> None:
+    """Otherwise reading would go on without labels or checksums."""
+    with h5py.File(copy) as file:
+        header = h5py.h5o.get_info(file[name].id).addr
+    data = bytearray(copy.read_bytes())
+    data[header + 12] ^= 1
+    copy.write_bytes(data)
+    with pytest.raises(PackFormatError, match="damaged") as caught:
+        describe_file(copy)
+    assert caught.value.dataset == name
+
+
+def test_a_pack_with_checksums_of_missing_labels_is_refused(copy: Path) -> None:
+    """Their checksums tell that there were some."""
+    with h5py.File(copy, "r+") as file:
+        file.move("labels", "lapels")
+    with pytest.raises(PackFormatError, match=r"o\.h5: .*'labels'"):
+        describe_file(copy)
+    assert describe_file(copy, labels=None).labels is None
+    assert describe_file(copy, labels="lapels").labels == "lapels"
+
+
+@pytest.fixture
+def replaced(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file that another one replaces as soon as it is open."""
+    opened: list[h5py.File] = []
+    real = pack_module.open_file
+
+    def open_file(path: str) -> h5py.File:
+        opened.append(real(path))
+        shutil.copy(foreign, foreign.with_name("new.h5"))
+        os.replace(foreign.with_name("new.h5"), foreign)
+        return opened[-1]
+
+    monkeypatch.setattr(pack_module, "open_file", open_file)
+    yield foreign
+    assert opened
+
+
+def test_the_identity_is_that_of_the_file_that_was_described(replaced: Path) -> None:
+    found: FileDescription = describe_file(replaced)
+    assert found.identity != FileIdentity.of(str(replaced))
+    engine = Engine(found.path, found.identity, found.indexes)
+    with pytest.raises(h5pack.PackChangedError):
+        engine.read("images", [0])

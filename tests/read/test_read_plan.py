@@ -1,0 +1,131 @@
+"""`plan_extents` cuts rows where their bytes are not adjacent; `plan_reads` joins extents over small gaps."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from h5pack.read.chunk_index import ChunkIndex
+from h5pack.read.read_plan import plan_extents, plan_reads
+
+
+def index(addresses: list[int], chunk_rows: int, row_bytes: int, rows: int) -> ChunkIndex:
+    return ChunkIndex(
+        name="x",
+        dtype=np.dtype("u1"),
+        shape=(rows, row_bytes),
+        chunk_rows=chunk_rows,
+        group_rows=chunk_rows,
+        addresses=np.array(addresses, np.int64),
+        fill=bytes(row_bytes),
+    )
+
+
+def reference(made: ChunkIndex, rows: list[int]) -> list[tuple[list[int], int, int]]:
+    """RowExtents as (rows, offset of the first or -1, chunks visited), one row at a time."""
+    runs: list[tuple[list[int], int, int]] = []
+    before: tuple[int, int] | None = None
+    for row in rows:
+        chunk, place = divmod(row, made.chunk_rows)
+        address = int(made.addresses[chunk])
+        offset = -1 if address < 0 else address + place * made.row_bytes
+        new = int(before is None or before[0] != chunk)
+        if before is not None and (
+            (offset < 0 and before[1] < 0) or (offset >= 0 <= before[1] and offset == before[1] + made.row_bytes)
+        ):
+            runs[-1] = ([*runs[-1][0], row], runs[-1][1], runs[-1][2] + new)
+        else:
+            runs.append(([row], offset, new))
+        before = chunk, offset
+    return runs
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> ChunkIndex:
+    """Chunks in any order in the file, some side by side, some apart, some without storage."""
+    chunk_rows, row_bytes = draw(st.integers(1, 5)), draw(st.integers(1, 9))
+    chunks = draw(st.integers(1, 6))
+    slots = draw(st.permutations(range(chunks)))
+    gap = draw(st.sampled_from([0, 0, 1, 64]))
+    absent = draw(st.lists(st.booleans(), min_size=chunks, max_size=chunks)) if draw(st.booleans()) else [False] * 6
+    size = chunk_rows * row_bytes + gap
+    addresses = [-1 if absent[chunk] else slots[chunk] * size for chunk in range(chunks)]
+    rows = draw(st.integers((chunks - 1) * chunk_rows + 1, chunks * chunk_rows))
+    return index(addresses, chunk_rows, row_bytes, rows)
+
+
+@settings(max_examples=100, deadline=None)
+@given(layouts(), st.data())
+def test_extents_equal_those_of_one_row_at_a_time(made: ChunkIndex, data: st.DataObject) -> None:
+    rows = data.draw(
+        st.one_of(
+            st.lists(st.integers(0, made.rows - 1), max_size=40),
+            st.lists(st.integers(0, made.rows - 1), max_size=40).map(sorted),
+            st.just(list(range(made.rows))),
+        )
+    )
+    runs = plan_extents(made, np.array(rows, np.int64))
+    expected = reference(made, rows)
+    edges = runs.edges.tolist()
+    assert [rows[start:end] for start, end in itertools.pairwise(edges)] == [run[0] for run in expected]
+    assert runs.offsets.tolist() == [run[1] for run in expected]
+    assert runs.chunk_visits.tolist() == [run[2] for run in expected]
+    for part in (runs.edges, runs.offsets, runs.chunk_visits):
+        assert part.dtype == np.int64
+
+
+def test_no_rows_make_no_extents() -> None:
+    runs = plan_extents(index([0], 4, 2, 4), np.empty(0, np.int64))
+    assert (runs.edges.tolist(), runs.offsets.tolist(), runs.chunk_visits.tolist()) == ([0], [], [])
+
+
+@pytest.mark.parametrize(
+    ("rows", "edges", "offsets", "visits"),
+    [
+        ([0, 1, 2, 3], [0, 4], [100], [2]),
+        ([4, 5, 0, 1], [0, 2, 4], [300, 100], [1, 1]),
+        ([1, 1, 2], [0, 1, 3], [110, 110], [1, 1]),
+        ([0, 4, 1], [0, 1, 2, 3], [100, 300, 110], [1, 1, 1]),
+        ([6, 7, 6, 0], [0, 3, 4], [-1, 100], [1, 1]),
+    ],
+)
+def test_extents_computed_by_hand(rows: list[int], edges: list[int], offsets: list[int], visits: list[int]) -> None:
+    """Chunks 0 and 1 lie side by side, chunk 2 apart, chunk 3 nowhere."""
+    runs = plan_extents(index([100, 120, 300, -1], 2, 10, 8), np.array(rows, np.int64))
+    assert (runs.edges.tolist(), runs.offsets.tolist(), runs.chunk_visits.tolist()) == (edges, offsets, visits)
+
+
+def test_offsets_past_four_gigabytes() -> None:
+    runs = plan_extents(index([1 << 40], 1 << 20, 1 << 20, 1 << 20), np.array([(1 << 20) - 1], np.int64))
+    assert runs.offsets.tolist() == [(1 << 41) - (1 << 20)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "max_gap_bytes", "offsets", "sizes"),
+    [
+        ([0, 1, 2, 3], 0, [100], [40]),
+        ([0, 2], 0, [100, 120], [10, 10]),
+        ([0, 2], 10, [100], [30]),
+        ([0, 4], 150, [100, 300], [10, 10]),
+        ([0, 4], 190, [100], [210]),
+        ([4, 0], 1_000, [300, 100], [10, 10]),
+        ([5, 6, 7], 1_000, [310, -1], [10, 20]),
+    ],
+)
+def test_reads_run_over_gaps_up_to_a_limit(
+    rows: list[int], max_gap_bytes: int, offsets: list[int], sizes: list[int]
+) -> None:
+    """Chunks 0 and 1 are adjacent, chunk 2 is apart, chunk 3 has no storage."""
+    plan = plan_reads(index([100, 120, 300, -1], 2, 10, 8), np.array(rows, np.int64), max_gap_bytes=max_gap_bytes)
+    assert (plan.offsets.tolist(), plan.sizes.tolist()) == (offsets, sizes)
+
+
+def test_reads_are_cut_at_multiples_of_the_largest_extent() -> None:
+    made = index([0], 1_000, 10, 1_000)
+    plan = plan_reads(made, np.arange(0, 1_000, 2), max_gap_bytes=10, max_extent_bytes=2_500)
+    assert plan.offsets.tolist() == [0, 2_500, 5_000, 7_500]
+    assert plan.edges.tolist() == [0, 125, 250, 375, 500]

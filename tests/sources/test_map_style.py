@@ -1,0 +1,168 @@
+"""Map-style datasets: what samples may be, and why others are rejected."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from PIL import Image
+
+from h5pack.errors import RejectedImageError, SourceError
+from h5pack.sources.map_style import MapStyleReader, map_style_catalog
+from tests.makers import pixels
+
+COLOUR = pixels(1)
+GRAY = pixels(2, channels=1)
+
+
+def sample(value: Any) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any] | None]:
+    """What becomes of one sample of a dataset."""
+    return MapStyleReader([value]).sample(0)
+
+
+@pytest.mark.parametrize(
+    ("image", "expected"),
+    [
+        (COLOUR, COLOUR),
+        (GRAY, GRAY[:, :, None]),
+        (GRAY[:, :, None], GRAY[:, :, None]),
+        (torch.from_numpy(COLOUR), COLOUR),
+        (Image.fromarray(COLOUR), COLOUR),
+        (Image.fromarray(GRAY), GRAY[:, :, None]),
+        (Image.fromarray(COLOUR).convert("RGBA"), COLOUR),
+        (Image.fromarray(GRAY > 99), np.repeat(255 * np.uint8(GRAY > 99)[:, :, None], 3, axis=2)),
+        (COLOUR[::-1, ::2], COLOUR[::-1, ::2]),
+    ],
+)
+def test_images_become_uint8_pixels_with_a_channel_axis(image: Any, expected: Any) -> None:
+    for value in (image, (image, 3), [image, 3], (image, 3, "more")):
+        if isinstance(value, (tuple, list)):
+            array, label = sample(value)
+            assert label is not None
+            assert label.item() == 3
+        else:
+            array, label = sample(value)
+            assert label is None
+        assert array.dtype == np.uint8
+        assert np.array_equal(array, expected)
+    assert np.array_equal(MapStyleReader([(image, 3)]).read(0, "00000000"), expected)
+
+
+@pytest.mark.parametrize(
+    ("image", "reason"),
+    [
+        (COLOUR.astype(np.float32), "the dataset gave float32 pixels; images must be uint8"),
+        (COLOUR.astype(np.int64), "int64 pixels"),
+        (GRAY > 99, "bool pixels"),
+        (None, "object pixels"),
+        ({"image": COLOUR}, "object pixels"),
+        ("x.jpg", "pixels; images must be uint8"),
+        (COLOUR.transpose(2, 0, 1), r"shape \(3, 20, 14\); expected \(H, W\), \(H, W, 1\) or \(H, W, 3\)"),
+        (COLOUR[:, :, :2], r"shape \(20, 14, 2\)"),
+        (COLOUR[None], r"shape \(1, 20, 14, 3\)"),
+        (COLOUR[:0], r"shape \(0, 14, 3\)"),
+        (np.uint8(3), r"shape \(\)"),
+        (Image.fromarray(GRAY.astype(np.uint16) * 256), "mode I;16; images must be of 8 bits"),
+        (Image.fromarray(GRAY.astype(np.int32)), "mode I; images"),
+        (Image.fromarray(GRAY.astype(np.float32)), "mode F; images"),
+        ([[1, 2], [3]], "the dataset's sample raised ValueError"),
+    ],
+)
+def test_other_images_are_rejected_with_the_reason(image: Any, reason: str) -> None:
+    with pytest.raises(RejectedImageError, match=reason):
+        sample((image, 3))
+
+
+@pytest.mark.parametrize(
+    ("label", "dtype", "stored"),
+    [
+        (3, np.int64, 3),
+        (-1, np.int64, -1),
+        (True, np.int64, 1),
+        (np.uint8(200), np.int64, 200),
+        (2**63 - 1, np.int64, 2**63 - 1),
+        (torch.tensor(5), np.int64, 5),
+        ([0, 1, 255], np.uint8, [0, 1, 255]),
+        (np.array([True, False]), np.uint8, [1, 0]),
+        (torch.tensor([7]), np.uint8, [7]),
+    ],
+)
+def test_labels_are_integers_or_rows_of_small_ones(label: Any, dtype: Any, stored: Any) -> None:
+    result = sample((COLOUR, label))[1]
+    assert result is not None
+    assert result.dtype == dtype
+    assert result.tolist() == stored
+
+
+@pytest.mark.parametrize("label", ["cat", 1.0, np.float32(2), [0, 256], [-1, 1], [], [[1, 2]], [0.5], 2**63, 2**70, {}])
+def test_other_labels_are_rejected_with_the_reason(label: Any) -> None:
+    with pytest.raises(RejectedImageError, match=r"the dataset gave the label .*; expected an integer, or a row of"):
+        sample((COLOUR, label))
+
+
+def test_ragged_labels_are_rejected() -> None:
+    with pytest.raises(RejectedImageError, match="the dataset's sample raised ValueError"):
+        sample((COLOUR, [[1], [1, 2]]))
+
+
+def test_no_label_is_no_fault() -> None:
+    assert sample((COLOUR, None))[1] is None
+
+
+@pytest.mark.parametrize("value", [(), (COLOUR,), [COLOUR]])
+def test_a_tuple_of_fewer_than_two_is_rejected(value: Any) -> None:
+    with pytest.raises(
+        RejectedImageError, match=f"the dataset gave {len(value)} values; expected an image and a label"
+    ):
+        sample(value)
+
+
+def test_what_the_dataset_raises_is_the_reason() -> None:
+    class Failing:
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> Any:
+            raise KeyError("lost")
+
+    with pytest.raises(RejectedImageError, match="the dataset raised KeyError: 'lost'"):
+        MapStyleReader(Failing()).sample(0)
+
+
+def test_a_lazily_opened_image_that_is_truncated_is_rejected() -> None:
+    stream = io.BytesIO()
+    Image.fromarray(pixels(1, (64, 64))).save(stream, "JPEG")
+    image = Image.open(io.BytesIO(stream.getvalue()[:-200]))
+    with pytest.raises(RejectedImageError, match=r"the dataset's sample raised OSError: .*truncated"):
+        sample((image, 1))
+
+
+def test_the_catalog_has_a_name_for_every_sample_and_asks_for_none() -> None:
+    class Counting:
+        def __len__(self) -> int:
+            return 1_234
+
+        def __getitem__(self, index: int) -> Any:
+            raise AssertionError("asked too early")
+
+    catalog = map_style_catalog(Counting())
+    assert (catalog.kind, len(catalog), catalog.labels) == ("dataset", 1_234, None)
+    assert list(catalog.names)[:2] == ["00000000", "00000001"]
+    assert list(catalog.names) == sorted(catalog.names)
+    assert catalog.split_names == ("all",)
+
+
+def test_a_reader_can_be_sent_to_workers() -> None:
+    reader = pickle.loads(pickle.dumps(MapStyleReader([(COLOUR, 1)])))
+    assert np.array_equal(reader.read(0, "00000000"), COLOUR)
+
+
+@pytest.mark.parametrize("value", [3, None, iter([1]), object()])
+def test_what_is_not_map_style_is_an_error(value: Any) -> None:
+    with pytest.raises(SourceError, match="neither a path nor a map-style dataset"):
+        map_style_catalog(value)

@@ -1,0 +1,73 @@
+"""Runs of integers, and pinned shuffles."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from h5pack.system.arrays import (
+    consecutive_runs,
+    equal_runs,
+    hash_sequence,
+    run_edges,
+    shuffled,
+    splitmix64,
+    splitmix64_array,
+)
+
+SMALL = st.lists(st.integers(-2, 4), max_size=30)
+
+
+def slow_edges(values: list[int], joined: list[bool]) -> list[int]:
+    """Edges found one by one; `joined` says whether value i + 1 continues the run of value i."""
+    edges = [0]
+    for place in range(1, len(values)):
+        if not joined[place - 1]:
+            edges.append(place)
+    return [*edges, len(values)] if values else [0]
+
+
+@given(SMALL)
+def test_runs_of_equal_values(values: list[int]) -> None:
+    joined = [one == other for one, other in itertools.pairwise(values)]
+    assert equal_runs(np.array(values, np.int64)).tolist() == slow_edges(values, joined)
+
+
+@given(SMALL)
+def test_runs_of_consecutive_values(values: list[int]) -> None:
+    joined = [other == one + 1 for one, other in itertools.pairwise(values)]
+    assert consecutive_runs(np.array(values, np.int64)).tolist() == slow_edges(values, joined)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=30))
+def test_runs_in_which_both_columns_count_up(pairs: list[tuple[int, int]]) -> None:
+    joined = [other == (one[0] + 1, one[1] + 1) for one, other in itertools.pairwise(pairs)]
+    columns = np.array(pairs, np.int64).reshape(-1, 2)
+    assert consecutive_runs(columns[:, 0], columns[:, 1]).tolist() == slow_edges([0] * len(pairs), joined)
+
+
+def test_breaks_become_edges() -> None:
+    assert run_edges(np.array([False, True, True, False])).tolist() == [0, 2, 3, 5]
+    assert run_edges(np.zeros(0, np.bool_)).tolist() == [0, 1]
+
+
+def test_the_hash_is_splitmix64_as_others_publish_it() -> None:
+    # The first outputs of the generator for the seeds 0 and 1234567.
+    assert hash_sequence(1, 0).tolist() == [0xE220A8397B1DCDAF]
+    assert hash_sequence(2, 1234567).tolist() == [6457827717110365317, 3203168211198807973]
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=20))
+def test_the_hash_of_an_array_is_that_of_each_element(values: list[int]) -> None:
+    hashed = splitmix64_array(np.array(values, np.uint64))
+    assert hashed.tolist() == [splitmix64(value) for value in values]
+
+
+def test_shuffles_are_pinned() -> None:
+    assert shuffled(0, 1).tolist() == []
+    assert shuffled(1, 1).tolist() == [0]
+    assert shuffled(10, 2**64 - 1).tolist() == [7, 6, 5, 9, 4, 0, 8, 2, 1, 3]
+    assert sorted(shuffled(1000, 7).tolist()) == list(range(1000))

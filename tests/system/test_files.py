@@ -1,0 +1,155 @@
+"""Files whole or absent, locks, and reads and writes at offsets."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from h5pack.errors import OutputBusyError, SourceError
+from h5pack.system import files
+from h5pack.system.files import (
+    copy_changed,
+    file_system_type,
+    is_locked,
+    lock,
+    open_locked,
+    read_all,
+    require_writable,
+    sync_file_system,
+    sync_path,
+    write_all,
+    write_atomically,
+)
+
+
+def opened(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT)
+
+
+def test_reads_and_writes_go_on_where_the_kernel_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pread, pwrite = os.pread, os.pwrite
+    monkeypatch.setattr(os, "pread", lambda descriptor, count, offset: pread(descriptor, min(count, 3), offset))
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: pwrite(descriptor, data[:2], offset))
+    descriptor = opened(tmp_path / "f")
+    write_all(descriptor, b"0123456789", 5)
+    assert read_all(descriptor, 10, 5) == b"0123456789"
+    assert read_all(descriptor, 10, 12) == b"789"
+    assert read_all(descriptor, 0, 0) == b""
+    os.close(descriptor)
+
+
+def test_only_changed_parts_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_COPY_BYTES", 4)
+    source, target = opened(tmp_path / "a"), opened(tmp_path / "b")
+    write_all(source, b"0123456789", 0)
+    write_all(target, b"0123xxxx89xx", 0)
+    written = []
+    monkeypatch.setattr(files, "write_all", lambda descriptor, data, offset: written.append((data, offset)))
+    copy_changed(source, target, 0, 12)
+    # Beyond the end of the source there are zeros.
+    assert written == [(b"4567", 4), (b"89\0\0", 8)]
+    os.close(source)
+    os.close(target)
+
+
+def test_an_atomic_write_replaces_the_file_or_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "f"
+    write_atomically(path, b"one")
+    write_atomically(path, b"two")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="full"):
+        write_atomically(path, b"three")
+    assert path.read_bytes() == b"two"
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_files_folders_and_file_systems_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync_path(tmp_path)
+    sync_file_system(tmp_path)
+    synced = []
+    monkeypatch.setattr(files, "libc_function", lambda *_: None)
+    monkeypatch.setattr(os, "sync", lambda: synced.append(True))
+    sync_file_system(tmp_path)
+    assert synced == [True]
+
+
+def test_a_failed_flush_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "libc_function", lambda *_: lambda descriptor: -1)
+    with pytest.raises(OSError):
+        sync_file_system(tmp_path)
+
+
+def test_the_file_system_is_that_of_the_mount() -> None:
+    mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    types = {fields[4]: fields[fields.index("-") + 1] for fields in mounts}
+    assert file_system_type("/proc") == types["/proc"] == "proc"
+    assert file_system_type("/nowhere/at/all") is None
+
+
+def test_a_missing_or_closed_folder_is_no_place_for_an_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_writable(tmp_path)
+    with pytest.raises(SourceError) as caught:
+        require_writable(tmp_path / "missing")
+    assert caught.value.path == str(tmp_path / "missing")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(SourceError, match="permission"):
+        require_writable(tmp_path)
+
+
+def test_a_lock_keeps_others_out_until_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_LOCK_WAIT_SECONDS", 0.0)
+    path = tmp_path / "f"
+    first = open_locked(path, "busy")
+    assert is_locked(path)
+    with pytest.raises(OutputBusyError, match="busy") as caught:
+        open_locked(path, "busy")
+    assert caught.value.path == str(path)
+    other = opened(path)
+    assert lock(other) is False
+    assert lock(first, shared=True, wait=True) is True
+    assert lock(other, shared=True) is True
+    assert not is_locked(path)
+    os.close(first)
+    assert lock(other) is True
+    os.close(other)
+    os.close(open_locked(path, "busy"))
+
+
+def test_a_file_that_was_replaced_while_it_was_locked_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, calls = tmp_path / "f", []
+
+    def replaced_once(descriptor: int) -> bool:
+        calls.append(descriptor)
+        if len(calls) == 1:
+            path.unlink()
+            path.write_bytes(b"new")
+        return True
+
+    monkeypatch.setattr(files, "lock", replaced_once)
+    descriptor = open_locked(path, "busy")
+    assert os.path.samestat(os.fstat(descriptor), os.stat(path))
+    assert len(calls) == 2
+    os.close(descriptor)
+
+
+def test_a_file_system_without_locks_locks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    path = tmp_path / "f"
+    descriptor = open_locked(path, "busy")
+    assert lock(descriptor) is None
+    assert not is_locked(path)
+    os.close(descriptor)

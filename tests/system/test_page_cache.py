@@ -1,0 +1,67 @@
+"""Cold files, and files that cannot be made cold."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import h5py
+import pytest
+
+import h5pack
+from h5pack.benchmark.ceilings import PageState
+from h5pack.system.page_cache import cached_pages, make_hot
+from tests.data.packs import ROWS, SHAPE, labelled
+
+
+def test_a_file_is_dropped(tmp_path: Path) -> None:
+    path = labelled(tmp_path / "x.h5")
+    make_hot(path)
+    reason = PageState(h5pack.H5Dataset(path)).drop()
+    if reason is None:
+        assert cached_pages(path) == 0
+    else:
+        assert "stay in the page cache" in reason
+
+
+def test_pages_that_stay_are_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = labelled(tmp_path / "x.h5")
+    state = PageState(h5pack.H5Dataset(path))
+    make_hot(path)
+    monkeypatch.setattr("h5pack.benchmark.ceilings.drop_cache", lambda path: 7)
+    assert state.drop() == (
+        f"7 pages of {path} stay in the page cache: its file system keeps them there (tmpfs, some network file "
+        "systems), or another process does"
+    )
+
+
+def test_who_may_not_write_a_file_is_told_that_it_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = PageState(h5pack.H5Dataset(labelled(tmp_path / "x.h5")))
+    monkeypatch.setattr("h5pack.benchmark.ceilings.drop_cache", lambda path: 7)
+    monkeypatch.setattr("h5pack.read.storage.Storage.is_cached", lambda self, offset: False)
+    assert state.drop() is None
+
+
+def test_systems_that_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = PageState(h5pack.H5Dataset(labelled(tmp_path / "x.h5")))
+
+    def refuse(path: Path) -> int:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr("h5pack.benchmark.ceilings.drop_cache", refuse)
+    assert "cannot be dropped from the page cache (Invalid argument)" in str(state.drop())
+    monkeypatch.delattr(os, "posix_fadvise")
+    assert state.drop() == "this system has no call that drops a file from the page cache"
+
+
+def test_the_files_of_a_virtual_dataset_are_dropped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = labelled(tmp_path / "part.h5")
+    layout = h5py.VirtualLayout((2 * ROWS, *SHAPE), "u1")
+    source = h5py.VirtualSource(part, "images", (ROWS, *SHAPE))
+    layout[:ROWS], layout[ROWS:] = source, source
+    with h5py.File(tmp_path / "all.h5", "w") as file:
+        file.create_virtual_dataset("images", layout)
+    dropped: list[Path] = []
+    monkeypatch.setattr("h5pack.benchmark.ceilings.drop_cache", lambda path: dropped.append(path) or 0)
+    assert PageState(h5pack.H5Dataset(tmp_path / "all.h5")).drop() is None
+    assert dropped == [tmp_path / "all.h5", part]

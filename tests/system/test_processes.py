@@ -1,0 +1,291 @@
+"""Where tasks run, and that workers never outlive their parent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from h5pack.errors import WorkerError
+from h5pack.system.processes import SerialExecutor, choose_start_method, open_executor, run, shared
+from tests.crashing import wait_for
+
+METHODS = ["fork", "forkserver", "spawn"]
+
+
+def times_shared(number: int) -> int:
+    return number * shared()
+
+
+def process_of(number: int) -> int:
+    time.sleep(0.05)
+    return os.getpid()
+
+
+def die_at_three(number: int) -> int:
+    if number == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.01)
+    return number
+
+
+def fail_at_three(path: str) -> str:
+    Path(path).touch()
+    if path.endswith("3"):
+        raise ValueError("three")
+    time.sleep(60 if int(Path(path).name) > 3 else 0.1)
+    return path
+
+
+def unpicklable(number: int) -> object:
+    return lambda: number
+
+
+def task_name(task: object) -> str:
+    return f"task {task}"
+
+
+@pytest.mark.parametrize(("workers", "method"), [(1, None), *((2, method) for method in METHODS)])
+def test_every_task_runs_once_and_sees_the_shared_object(workers: int, method: str | None) -> None:
+    with open_executor(workers, method, 10) as executor:
+        results = list(run(executor, times_shared, range(50), 4, task_name))
+    assert sorted(results) == [number * 10 for number in range(50)]
+    assert shared() is None
+
+
+def test_one_worker_is_this_process_and_two_are_others() -> None:
+    for workers in (1, 2):
+        with open_executor(workers, None, None) as executor:
+            processes = set(run(executor, process_of, range(8), 8, task_name))
+        assert len(processes) == workers
+        assert (os.getpid() in processes) == (workers == 1)
+
+
+def test_shared_objects_of_nested_executors() -> None:
+    with open_executor(1, None, "outer"):
+        with open_executor(1, None, "inner"):
+            assert shared() == "inner"
+        assert shared() == "outer"
+    assert shared() is None
+    with pytest.raises(KeyError), open_executor(1, None, "failing"):
+        raise KeyError
+    assert shared() is None
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_tasks_are_made_only_when_there_is_room(workers: int) -> None:
+    made = 0
+    received = 0
+    most = 0
+
+    def tasks() -> Iterator[int]:
+        nonlocal made, most
+        for number in range(200):
+            made += 1
+            most = max(most, made - received)
+            yield number
+
+    with open_executor(workers, None, 1) as executor:
+        for _ in run(executor, times_shared, tasks(), 6, task_name):
+            received += 1
+    assert (made, received) == (200, 200)
+    assert 4 <= most <= 6 + 6, "six under way, and at most as many finished together"
+
+
+def test_no_tasks_no_results() -> None:
+    with open_executor(2, "fork", None) as executor:
+        assert list(run(executor, times_shared, [], 4, task_name)) == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_worker_that_dies_is_named_by_its_task(method: str) -> None:
+    with (
+        pytest.raises(WorkerError, match=r"near .*task \d") as caught,
+        open_executor(2, method, None) as executor,
+    ):
+        list(run(executor, die_at_three, range(1_000), 4, task_name))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_exception_stops_the_rest_at_once(tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{number}") for number in range(100)]
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match="three"), open_executor(2, "fork", None) as executor:
+        list(run(executor, fail_at_three, paths, 50, task_name))
+    assert time.monotonic() - begun < 50, "the tasks behind it take a minute each"
+    assert len(list(tmp_path.iterdir())) < 15
+
+
+def test_a_consumer_that_stops_leaves_no_process() -> None:
+    def stop(_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = children_of(os.getpid())
+    with pytest.raises(KeyboardInterrupt), open_executor(2, "fork", None) as executor:
+        list(map(stop, run(executor, process_of, range(1_000), 4, task_name)))
+    assert children_of(os.getpid()) == before
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error_not_a_wait() -> None:
+    with pytest.raises(Exception, match="pickle"), open_executor(2, "fork", None) as executor:
+        list(run(executor, unpicklable, range(3), 2, task_name))
+
+
+def test_the_serial_executor_keeps_an_exception_for_its_future() -> None:
+    future = SerialExecutor().submit(int, "x")
+    assert isinstance(future.exception(), ValueError)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        SerialExecutor().submit(interrupted)
+
+
+def test_fork_is_chosen_only_where_nothing_else_runs() -> None:
+    alone = "from h5pack.system.processes import choose_start_method; print(choose_start_method())"
+    output = subprocess.run([sys.executable, "-c", alone], check=True, capture_output=True, text=True).stdout
+    assert output == ("fork\n" if sys.platform == "linux" else "forkserver\n")
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait)
+    thread.start()
+    try:
+        assert choose_start_method() == "forkserver"
+    finally:
+        release.set()
+        thread.join()
+
+
+def children_of(process: int) -> set[int]:
+    """All descendants that are alive."""
+    parents: dict[int, int] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+                if state not in "ZX":
+                    parents[int(folder.name)] = int(parent)
+    found = {process}
+    while True:
+        more = {child for child, parent in parents.items() if parent in found} - found
+        if not more:
+            return found - {process}
+        found |= more
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def ignores_sigint(process: int) -> bool:
+    """Whether it has SIGINT in its mask of ignored signals."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    mask = next(int(line.split()[1], 16) for line in lines if line.startswith("SigIgn:"))
+    return bool(mask >> (signal.SIGINT - 1) & 1)
+
+
+PARENT = """
+import sys, time
+from h5pack.system.processes import open_executor, run
+
+def work(number):
+    end = time.monotonic() + 60
+    while number % 2 and time.monotonic() < end:
+        pass
+    if number >= 3:
+        time.sleep(60)
+    return number
+
+if __name__ == "__main__":
+    with open_executor(3, sys.argv[1], None) as executor:
+        for number in run(executor, work, [0, 2, 0, 3, 4, 6], 6, str):
+            if number == 2:
+                print("ready", flush=True)
+"""
+
+
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path, method: str, busy: bool) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT if busy else PARENT.replace("[0, 2, 0, 3, 4, 6]", "[0, 2, 0, 4, 4, 4]"))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+    parent = subprocess.Popen([sys.executable, str(script), method], stdout=subprocess.PIPE, env=environment)
+    try:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"ready\n"
+        wait_for(lambda: len(children_of(parent.pid)) >= 3)
+        time.sleep(0.2)
+        workers = children_of(parent.pid)
+    finally:
+        parent.kill()
+        parent.wait()
+        if parent.stdout is not None:
+            parent.stdout.close()
+    deadline = time.monotonic() + 30
+    while any(map(alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    left = [worker for worker in workers if alive(worker)]
+    for worker in left:
+        os.kill(worker, signal.SIGKILL)
+    assert not left
+
+
+def test_ctrl_c_reaches_the_parent_alone(tmp_path: Path) -> None:
+    """A terminal sends SIGINT to the whole group; the workers leave it to their parent."""
+    script = tmp_path / "parent.py"
+    # One worker is in a task, two wait for theirs.
+    script.write_text(PARENT.replace("[0, 2, 0, 3, 4, 6]", "[0, 2, 4]"))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+    parent = subprocess.Popen(
+        [sys.executable, str(script), "fork"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == b"ready\n"
+    workers = children_of(parent.pid)
+    assert len(workers) == 3
+    # One that has done nothing yet may not have started.
+    wait_for(lambda: all(map(ignores_sigint, workers)))
+    for worker in workers:
+        os.kill(worker, signal.SIGINT)
+    time.sleep(0.3)
+    assert all(map(alive, workers))
+    os.killpg(parent.pid, signal.SIGINT)
+    _, errors = parent.communicate(timeout=90)
+    assert errors.count(b"Traceback") == 1
+    assert errors.rstrip().endswith(b"KeyboardInterrupt")
+    assert not any(map(alive, workers))
+
+
+def test_stopping_amid_large_results_does_not_hang(tmp_path: Path) -> None:
+    """A worker that is killed while it sends leaves half a result in the pipe."""
+    script = tmp_path / "stop.py"
+    script.write_text(
+        "from h5pack.system import processes\n"
+        "def large(size):\n"
+        "    return bytes(size)\n"
+        "if __name__ == '__main__':\n"
+        "    try:\n"
+        "        with processes.open_executor(2, 'fork', None) as executor:\n"
+        "            for _ in processes.run(executor, large, [30_000_000] * 40, 4, str, ordered=True):\n"
+        "                raise KeyError('stop')\n"
+        "    except KeyError:\n"
+        "        pass\n"
+    )
+    for _ in range(4):
+        subprocess.run([sys.executable, str(script)], check=True, timeout=60)
