@@ -15,7 +15,8 @@ from h5pack.data.samplers import ChunkBatchSampler
 from h5pack.data.selection import select_rows
 from h5pack.errors import OptionsError
 from h5pack.order.row_ranges import EpochRows, Rows
-from h5pack.order.window import DEFAULT_WINDOW, OrderPlan, whole_number
+from h5pack.order.window import DEFAULT_WINDOW, OrderPlan
+from h5pack.system.parameters import whole_number
 
 MARGIN = 0.05
 """A label distance may exceed that of a full shuffle by at most this fraction."""

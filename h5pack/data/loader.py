@@ -27,9 +27,10 @@ from h5pack.data.selection import plan_batches, resolve_ranks, select_draws
 from h5pack.errors import OptionsError
 from h5pack.order.cursor import EpochCursor, IterationState, Resumable
 from h5pack.order.permutation import derive_key
-from h5pack.order.window import DEFAULT_WINDOW, whole_number
+from h5pack.order.window import DEFAULT_WINDOW
 from h5pack.read.engine import SCATTER_BYTES, ReadStats
 from h5pack.system.machine import available_cpus, available_memory
+from h5pack.system.parameters import whole_number
 
 
 class LoaderIterator(BatchIterator):

@@ -18,7 +18,8 @@ from h5pack.errors import OptionsError
 from h5pack.order.cursor import EpochCursor, IterationState
 from h5pack.order.permutation import derive_key
 from h5pack.order.row_ranges import RowRange
-from h5pack.order.window import DEFAULT_WINDOW, OrderPlan, whole_number
+from h5pack.order.window import DEFAULT_WINDOW, OrderPlan
+from h5pack.system.parameters import whole_number
 
 Rows = npt.NDArray[np.int64]
 

@@ -17,7 +17,8 @@ from h5pack.errors import OptionsError
 from h5pack.format.schema import NO_LABEL
 from h5pack.order.row_ranges import RowRange, RowSampler, RowSet, RowSubset
 from h5pack.order.weights import MAX_SAMPLES, WeightedRows, balanced_weights
-from h5pack.order.window import OrderPlan, whole_number
+from h5pack.order.window import OrderPlan
+from h5pack.system.parameters import whole_number
 
 _BLOCK_ROWS = 1 << 16
 

@@ -19,7 +19,7 @@ from h5pack.device.batch import EchoedBatch, repeats_of
 from h5pack.device.loader_wrapper import BatchFetcher, DeliveryCursor, FetchedBatch, LoaderWrapper
 from h5pack.device.prefetch import EndOfBatches, PrefetchThread
 from h5pack.errors import OptionsError, StateError
-from h5pack.order.window import whole_number
+from h5pack.system.parameters import whole_number
 
 _AUTO = "auto"
 _MAX_DENOMINATOR = 10_000

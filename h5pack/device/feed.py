@@ -15,7 +15,7 @@ from h5pack.device.loader_wrapper import BatchFetcher, DeliveryCursor, FetchedBa
 from h5pack.device.prefetch import CudaCopier, DevicePrefetcher, PrefetchThread
 from h5pack.device.profiling import profiler_range
 from h5pack.errors import OptionsError
-from h5pack.order.window import whole_number
+from h5pack.system.parameters import whole_number
 
 
 class DeviceFeed(LoaderWrapper):

@@ -22,9 +22,9 @@ from h5pack.doctor.report import TargetSummary
 from h5pack.doctor.step import Step, StepSetting, error_line, make_step, name_of
 from h5pack.errors import OptionsError, PackFormatError
 from h5pack.monitor.bottleneck import Encoding, Evidence, Stage
-from h5pack.order.window import whole_number
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.system.machine import available_cpus, available_memory
+from h5pack.system.parameters import whole_number
 
 DTYPES = ("float32", "bfloat16", "float16")
 _CACHED_FRACTION = 0.8

@@ -19,7 +19,6 @@ chunk is also read by one worker.
 from __future__ import annotations
 
 import heapq
-import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
@@ -32,26 +31,13 @@ from h5pack.errors import OptionsError
 from h5pack.order.permutation import TABLE_ROWS, Permutation, derive_key
 from h5pack.order.row_ranges import EpochRows, Rows, RowSampler
 from h5pack.system.arrays import shuffled
+from h5pack.system.parameters import whole_number
 
 ORDER_VERSION = 1
 SHUFFLES = ("window", "full", "chunk", False)
 DEFAULT_WINDOW = 16
 # Each purpose has random keys of its own. Changing these numbers would change the order for a given seed.
 _CHUNKS, _ROWS, _WINDOW, _DRAWS = 1, 2, 3, 4
-
-
-def whole_number(name: str, value: Any, minimum: int | None) -> int:
-    """Return a parameter's value as a Python int.
-
-    Raises
-    ------
-    OptionsError
-        If the value is not an integer (bool included), or is below `minimum`.
-    """
-    if isinstance(value, bool) or not hasattr(value, "__index__") or (minimum is not None and value < minimum):
-        bound = "" if minimum is None else f" of at least {minimum}"
-        raise OptionsError(f"{name} is {value!r}; it must be a whole number{bound}", parameters=(name,))
-    return operator.index(value)
 
 
 Span = tuple[int, int, int]
