@@ -10,7 +10,9 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from h5pack.commands import bench, convert, doctor, export, info, preview, verify
@@ -64,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = signal.getsignal(signal.SIGTERM)
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGTERM, _terminate)
+    unraisable_hook = sys.unraisablehook
+    sys.unraisablehook = partial(_interrupt_again, unraisable_hook)
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()
@@ -88,8 +92,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"h5pack: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
         return 1
     finally:
+        sys.unraisablehook = unraisable_hook
         if before is not None:
             signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt_again(otherwise: Callable[[Any], object], unraisable: Any) -> None:
+    """Send a signal again if Python dropped its exception, as it does in ``__del__`` and in weakref callbacks."""
+    error = unraisable.exc_value
+    if not isinstance(error, KeyboardInterrupt):
+        otherwise(unraisable)
+        return
+    number = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
+    # Later, because an exception that is raised inside this hook is dropped, too.
+    threading.Timer(0.01, signal.pthread_kill, [threading.main_thread().ident, number]).start()
 
 
 def _joined(argv: Sequence[str]) -> list[str]:

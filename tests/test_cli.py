@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import signal
 import subprocess
 import sys
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -172,3 +176,25 @@ def test_errors_carry_data_between_processes(kind: type[errors.H5PackError]) -> 
     copied = pickle.loads(pickle.dumps(error))
     assert (str(copied), copied.path, copied.dataset) == ("a message", "a.h5", "images")
     assert (copied.rows, copied.parameters) == ((3, 4), ("size",))
+
+
+class Referent:
+    """Something that can be referred to weakly."""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_a_weakref_callback_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, code: int
+) -> None:
+    dropped = []
+
+    def work(*_: object, **__: object) -> None:
+        thing = Referent()
+        reference = weakref.ref(thing, lambda _: os.kill(os.getpid(), number))
+        del thing
+        dropped.append(reference)
+        threading.Event().wait(60)
+
+    monkeypatch.setattr("h5pack.inspect.info.info", work)
+    assert run(capsys, "info", "x")[0] == code
+    assert len(dropped) == 1

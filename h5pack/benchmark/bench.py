@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from tqdm import tqdm
@@ -208,7 +205,6 @@ class BenchRun:
             bar_format="{desc:<22}{bar}| {elapsed}",
             leave=False,
         )
-        self._signals = SignalRelay()
         self.report: BenchReport | None = None
 
     def run(self) -> BenchReport:
@@ -216,7 +212,7 @@ class BenchRun:
         settings = self._settings
         begin = self._clock()
         try:
-            with self._signals, ScratchFolder(settings.scratch) as scratch:
+            with ScratchFolder(settings.scratch) as scratch:
                 with self._phase("packing a sample"):
                     source = find_input(self._source, self._options, scratch.path)
                     sample = make_sample(source, settings, scratch, self._clock)
@@ -302,44 +298,7 @@ class BenchRun:
                 self.report.seconds[name] = self._clock() - begin
 
     def _on_progress(self, seconds: float) -> None:
-        self._signals.check()
         self._bar.update(min(seconds, max(0.0, self._settings.seconds - self._bar.n)))
-
-
-class SignalRelay:
-    """Context manager that calls the handlers of SIGINT and SIGTERM again if their exception was lost.
-
-    Python ignores an exception that a handler raises inside ``__del__`` or a weakref callback, so Ctrl-C would have no
-    effect. Outside the main thread, which is the only one to receive signals, this class does nothing.
-    """
-
-    def __init__(self) -> None:
-        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        self._pending: int | None = None
-
-    def __enter__(self) -> SignalRelay:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                handler = signal.getsignal(number)
-                if callable(handler):
-                    self._handlers[number] = handler
-                    signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._handlers.clear()
-
-    def check(self) -> None:
-        """Call the handler again if a signal has come since the last call; it raises KeyboardInterrupt, for example."""
-        number, self._pending = self._pending, None
-        if number is not None and number in self._handlers:
-            self._handlers[number](number, None)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._pending = number
-        self._handlers[number](number, frame)
 
 
 @contextmanager

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import numpy as np
 import pytest
 
 import h5pack
-from h5pack.benchmark.bench import BenchRun, SignalRelay, make_settings
+from h5pack.benchmark.bench import BenchRun, make_settings
 from h5pack.benchmark.cases import Measurement
 from h5pack.benchmark.report import BenchReport
 from h5pack.cli import main
@@ -209,43 +207,3 @@ def test_ctrl_c_prints_what_is_known_and_cleans_up(folder: Path, tmp_path: Path)
     assert report["recommendation"] is None
     assert any(one["images_per_s"] for one in report["measurements"])
     assert list(tmp_path.iterdir()) == []
-
-
-class Referent:
-    """Something that can be referred to weakly."""
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_swallowed_ctrl_c_is_raised_at_the_next_check() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with SignalRelay() as signals:
-        signals.check()
-        thing = Referent()
-        reference = weakref.ref(thing, lambda _: os.kill(os.getpid(), signal.SIGINT))
-        # An exception in the callback is swallowed.
-        del thing
-        assert reference() is None
-        with pytest.raises(KeyboardInterrupt):
-            signals.check()
-        # Raised once.
-        signals.check()
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_an_ordinary_ctrl_c_is_raised_at_once() -> None:
-    with SignalRelay(), pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_another_thread_leaves_the_handlers_alone() -> None:
-    found = []
-
-    def enter() -> None:
-        with SignalRelay() as signals:
-            found.append(signal.getsignal(signal.SIGINT))
-            signals.check()
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert found == [signal.getsignal(signal.SIGINT)]
