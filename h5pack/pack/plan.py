@@ -307,15 +307,16 @@ def _common_size(source: str, catalog: Catalog, survey: Survey, usable: npt.NDAr
     joined = survey.heights[usable].astype(np.int64) << 32 | survey.widths[usable]
     sizes, firsts, counts = np.unique(joined, return_index=True, return_counts=True)
     if len(sizes) > 1:
-        examples = [
-            f"{sizes[which] >> 32}x{sizes[which] & 0xFFFFFFFF} ({counts[which]:,}, such as "
-            f"{catalog.names[int(usable[firsts[which]])]})"
-            for which in np.argsort(-counts, kind="stable")[:2]
-        ]
+        which = np.argsort(-counts, kind="stable")[:2].tolist()
+        common = [f"{sizes[number] >> 32}x{sizes[number] & 0xFFFFFFFF}" for number in which]
+        first, second = (
+            f"{size} ({counts[number]:,}, such as {catalog.names[int(usable[firsts[number]])]})"
+            for size, number in zip(common, which, strict=True)
+        )
         raise SizesDifferError(
-            f"{source}: its images have {len(sizes):,} sizes, most often {examples[0]}, then {examples[1]}; give "
-            "size=64 or another size, and a fit: crop, pad or stretch",
+            f"{source}: its images have {len(sizes):,} sizes, most often {first}, then {second}; give "
+            f"size='{common[0]}' or another size to resize them (fit says how: crop, pad or stretch)",
             path=source,
-            parameters=("size=64",),
+            parameters=(f"size='{common[0]}'",),
         )
     return int(sizes[0] >> 32), int(sizes[0] & 0xFFFFFFFF)

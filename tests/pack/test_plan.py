@@ -80,7 +80,7 @@ def test_sizes_that_differ_name_two_files_and_the_parameter() -> None:
     seen = survey({4: (100, 50), 6: (100, 50), 9: (30, 20), 0: (0, 0)}, reasons={0: "truncated"})
     with pytest.raises(SizesDifferError, match=r"218x178 \(16, such as 01.*100x50 \(2, such as 04") as caught:
         plan(seen=seen)
-    assert caught.value.parameters == ("size=64",)
+    assert caught.value.parameters == ("size='218x178'",)
     assert plan(seen=seen, size=(64, 64)).rows == 19
 
 
