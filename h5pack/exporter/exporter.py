@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import errno
 import os
+import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from tqdm import tqdm
 
-from h5pack.errors import (
-    DamagedRowsError,
-    NoSpaceError,
-    OptionsError,
-    OutputExistsError,
+from h5pack.errors import DamagedRowsError, NoSpaceError, OptionsError, OutputExistsError, SourceError
+from h5pack.exporter.image_files import (
+    ExportForm,
+    ExportResults,
+    ExportWork,
+    MissingRow,
+    SourceRows,
+    export_rows,
+    export_tasks,
+    open_rows,
 )
-from h5pack.exporter.folder import ExportFolder
-from h5pack.exporter.image_files import ExportForm, ExportWork, describe, export_rows, export_tasks
-from h5pack.exporter.manifest import plan_manifest
+from h5pack.exporter.manifest import Manifest, plan_manifest
 from h5pack.exporter.names import MANIFEST, ExportNames, NameRules, name_files
-from h5pack.exporter.source_rows import MissingRow, SourceRows, open_rows
 from h5pack.images.encode import SUFFIXES
 from h5pack.pack.options import check_choice, check_integer, parse_range
 from h5pack.sources.hdf5_catalog import HDF5Datasets
+from h5pack.system.files import open_locked, require_writable, sync_file_system, sync_path
 from h5pack.system.machine import available_cpus
 from h5pack.system.processes import open_executor, run
 from h5pack.system.text import counted, format_bytes
@@ -38,60 +43,25 @@ _MAX_LISTED = 20
 
 @dataclass(frozen=True)
 class ExportReport:
-    """The result of an export.
+    """The result of an export."""
 
-    Attributes
-    ----------
-    path : str
-        The finished folder.
-    source : str
-        The HDF5 file and the datasets that were read.
-    format : str
-        png or jpeg.
-    rows : int
-        Number of rows selected for export.
-    files, bytes : int
-        Number of images in the folder, and their total size.
-    splits : dict of str to int
-        Number of images in each split.
-    classes : int
-        Number of named classes; 0 if the classes have no names.
-    num_workers : int
-        Number of processes that encoded images.
-    seconds : float
-    resumed_files : int
-        Number of images kept from an earlier, interrupted run.
-    copied_files : int
-        Number of rows that hold a file in the export's format already. Their bytes were copied unchanged.
-    renamed_files : int
-        Number of images whose stored file name could not be kept. The manifest lists the stored names.
-    damaged : tuple of MissingRow
-        Rows that could not be exported.
-    again : str
-        The `h5pack convert` command that packs the exported folder.
-    lost : tuple of str
-        Descriptions of what that command would not restore, such as the order of classes.
-    already_complete : bool
-        With `resume`, whether the export was complete before this call.
-    """
-
-    path: str
-    source: str
-    format: str
-    rows: int
-    files: int
-    bytes: int
-    splits: dict[str, int]
-    classes: int
+    path: str  # the finished folder
+    source: str  # the HDF5 file and the datasets that were read
+    format: str  # "png" or "jpeg"
+    rows: int  # rows selected for export
+    files: int  # images in the folder
+    bytes: int  # their total size
+    splits: dict[str, int]  # images in each split
+    classes: int  # named classes; 0 if the classes have no names
     num_workers: int
     seconds: float
-    resumed_files: int
-    copied_files: int
-    renamed_files: int
-    damaged: tuple[MissingRow, ...]
-    again: str
-    lost: tuple[str, ...]
-    already_complete: bool = False
+    resumed_files: int  # images kept from an earlier, interrupted run
+    copied_files: int  # rows that hold a file in the export's format already, whose bytes were copied unchanged
+    renamed_files: int  # images whose stored file name could not be kept; the manifest lists the stored names
+    damaged: tuple[MissingRow, ...]  # rows that could not be exported
+    again: str  # the `h5pack convert` command that packs the exported folder
+    lost: tuple[str, ...]  # what that command would not restore, such as the order of classes
+    already_complete: bool = False  # with `resume`, whether the export was complete before this call
 
     @property
     def ok(self) -> bool:
@@ -122,12 +92,12 @@ class ExportReport:
             lines.append(f"copied   {counted(self.copied_files, 'encoded row')} as stored")
         if self.renamed_files:
             lines.append(f"renamed  {counted(self.renamed_files, 'file')}; {MANIFEST} has the stored names")
-        lines.append(f"again    {self.again}")
-        lines += [f"but not  {what}" for what in self.lost]
+        lines.append(f"repack   {self.again}")
+        lines += [f"loses    {what}" for what in self.lost]
         return "\n".join(lines)
 
     def damage_text(self) -> str:
-        """Return a text that lists the rows that could not be exported, one per line (at most 20)."""
+        """Return lines of text that list the rows that could not be exported (at most 20)."""
         lines = [f"{self.path}: {counted(len(self.damaged), 'row')} could not be exported; see 'h5pack verify'"]
         lines += [f"  row {row.row} ({row.name}): {row.reason}" for row in self.damaged[:_MAX_LISTED]]
         if len(self.damaged) > _MAX_LISTED:
@@ -156,10 +126,10 @@ def export(
 ) -> ExportReport:
     """Write the images of an HDF5 file as PNG or JPEG files, in one folder per split and class.
 
-    The files get the names stored in the HDF5 file, with the suffix of the export format; `h5pack.exporter.names`
-    documents the rules. ``manifest.csv``, written into the same folder, lists the split, labels and fields of every
-    row in stored order. The folder appears under the name `folder` only once it is complete. If a call is
-    interrupted, even by SIGKILL, another one with ``resume=True`` continues it.
+    The files get the names stored in the HDF5 file, with the suffix of the export format (the rules are in
+    `h5pack.exporter.names`). ``manifest.csv`` in the same folder lists the split, labels and fields of every row in
+    stored order. The folder appears under the name `folder` only once it is complete. An interrupted call, even one
+    ended by SIGKILL, can be continued with ``resume=True``.
 
     Parameters
     ----------
@@ -210,6 +180,7 @@ def export(
     H5PackError
         The base class of all errors; see `h5pack.errors` for the others.
     """
+    begin = time.perf_counter()
     check_choice("format", format, tuple(SUFFIXES))
     check_choice("start_method", start_method, (None, "fork", "forkserver", "spawn"))
     for name, value, maximum in (("quality", quality, 100), ("limit", limit, None), ("num_workers", num_workers, None)):
@@ -217,13 +188,20 @@ def export(
             check_integer(name, value, 1, maximum)
     if quality is not None and format != "jpeg":
         raise OptionsError(
-            f"quality is for JPEGs, and the format is {format}; leave one out", parameters=("quality", "format")
+            f"quality is given, but the format is {format}; leave it out, or give format='jpeg'",
+            parameters=("quality", "format='jpeg'"),
         )
     fields = (fields,) if isinstance(fields, str) else tuple(fields)
     bounds = None if value_range is None else parse_range(value_range)
-    planned = _Export(
+    target = ExportFolder(folder)
+    target.check(overwrite, resume)
+    source = open_rows(file, HDF5Datasets(images, labels, fields, channel_axis, bounds), splits, limit)
+    if source.reader.form is not None and format == "png":
+        source.reader.form = ExportForm(source.reader.form.channel_axis, source.reader.form.value_range)
+    return _Export(
+        source=source,
         source_path=os.fspath(file),
-        target=ExportFolder(folder),
+        target=target,
         format=format,
         quality=quality or _DEFAULT_QUALITY,
         num_workers=num_workers or available_cpus(),
@@ -231,27 +209,161 @@ def export(
         overwrite=overwrite,
         resume=resume,
         progress=progress,
-    )
-    planned.target.check(overwrite, resume)
-    datasets = HDF5Datasets(images, labels, fields, channel_axis, bounds)
-    return planned.run(open_rows(file, datasets, (splits,) if isinstance(splits, str) else tuple(splits), limit))
+        begin=begin,
+    ).run()
 
 
-@dataclass
-class _Results:
-    """The outcome for every row: the size of its file in bytes, or -1 and a reason if it could not be exported."""
+class ExportFolder:
+    """The output folder of an export, and its temporary siblings.
 
-    sizes: npt.NDArray[np.int64]
-    reasons: dict[int, str] = field(default_factory=dict)
-    resumed: int = 0
-    copied: int = 0
-    differing: int = 0
+    An export is written to `partial`, which is renamed to `final` when it is complete. `lock_file` exists whenever
+    `partial` does, so a `partial` without it was not made by an export. An earlier export is called `replaced` while
+    the new one takes its place. Symbolic links are resolved.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.given = Path(folder)
+        self.final = Path(os.path.realpath(folder))
+        self.partial = self.final.with_name(f"{self.final.name}.partial")
+        self.lock_file = self.final.with_name(f"{self.final.name}.partial.lock")
+        self.replaced = self.final.with_name(f"{self.final.name}.replaced")
+
+    def check(self, overwrite: bool, resume: bool) -> None:
+        """Raise before any work is done if the export could not be published at this path."""
+        require_writable(self.final.parent)
+        if os.path.ismount(self.final):
+            raise SourceError(f"{self.final}: a mount point; name a folder in it", path=self.final)
+        if self.final.exists() and not self.final.is_dir():
+            raise OutputExistsError(f"{self.final}: exists and is not a folder; give another name", path=self.final)
+        if self.partial.exists() and not self.lock_file.exists():
+            raise OutputExistsError(
+                f"{self.partial}: exists and is not an unfinished export; move it elsewhere", path=self.partial
+            )
+        if overwrite:
+            self.require_export()
+        if resume or overwrite:
+            return
+        self.require_empty()
+        if self.partial.exists():
+            raise OutputExistsError(
+                f"{self.partial}: an unfinished export; continue it with resume=True, or start over with "
+                "overwrite=True",
+                path=self.partial,
+                parameters=("resume=True", "overwrite=True"),
+            )
+
+    def has_output(self) -> bool:
+        """Return whether the final folder exists and is not empty."""
+        try:
+            with os.scandir(self.final) as entries:
+                return any(True for _ in entries)
+        except FileNotFoundError:
+            return False
+
+    def require_empty(self) -> None:
+        """Raise OutputExistsError if the final folder exists and is not empty."""
+        if self.has_output():
+            raise OutputExistsError(
+                f"{self.final}: not empty; give another folder, or overwrite=True to replace an earlier export",
+                path=self.final,
+                parameters=("overwrite=True",),
+            )
+
+    def require_export(self) -> None:
+        """Raise OutputExistsError if the final folder, which would be deleted, has files that no export wrote."""
+        if not self.has_output():
+            return
+        advice = "only an export can be replaced: move it elsewhere, or give another folder"
+        try:
+            with (self.final / MANIFEST).open(newline="", encoding="utf-8") as stream:
+                lines = csv.reader(stream)
+                if next(lines, [""])[0] != "path":
+                    raise ValueError
+                known = {MANIFEST, *(line[0].removeprefix("./") for line in lines)}
+        except (OSError, ValueError, IndexError, csv.Error):
+            raise OutputExistsError(
+                f"{self.final}: has no {MANIFEST} of an export; {advice}", path=self.final
+            ) from None
+        for path in _files_below(self.final):
+            if path not in known:
+                raise OutputExistsError(
+                    f"{self.final}: contains {path!r}, which its {MANIFEST} does not list; {advice}", path=self.final
+                )
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of this output during a `with` block; raise OutputBusyError if another export holds it."""
+        busy = f"{self.final}: another export is writing it; wait for it, or give another name"
+        descriptor = open_locked(self.lock_file, busy)
+        try:
+            yield
+        finally:
+            if not self.partial.exists():
+                self.lock_file.unlink(missing_ok=True)
+            os.close(descriptor)
+
+    def begin(self, *, keep: bool) -> None:
+        """Create `partial` with an empty manifest. Unless `keep` is true, delete an unfinished export first."""
+        if not keep:
+            self.remove_replaced()
+            self.remove_partial()
+        self.partial.mkdir(exist_ok=True)
+        (self.partial / MANIFEST).touch()
+
+    def make_folders(self, names: ExportNames) -> None:
+        """Create all folders in `partial`, and delete what a run with other options left there."""
+        known, folders = {MANIFEST, *names.paths}, set(names.folders)
+        for path in _files_below(self.partial):
+            if path not in known:
+                (self.partial / path).unlink()
+        for parent, below, _ in os.walk(self.partial, topdown=False):
+            for name in below:
+                path = os.path.join(parent, name)
+                if os.path.relpath(path, self.partial) not in folders:
+                    os.rmdir(path)
+        for folder in names.folders:
+            (self.partial / folder).mkdir(exist_ok=True)
+
+    @staticmethod
+    def folds_case(folder: Path) -> bool:
+        """Return whether the file system ignores case in names. `folder` must contain a manifest to test it with."""
+        return (folder / MANIFEST.upper()).exists()
+
+    def publish(self, overwrite: bool) -> None:
+        """Rename `partial` to `final`; raise OutputExistsError if `final` meanwhile holds what must not be replaced."""
+        sync_file_system(self.partial)
+        if overwrite and self.has_output():
+            self.require_export()
+            self.remove_replaced()
+            os.rename(self.final, self.replaced)
+        self.require_empty()
+        # os.rename replaces an existing folder if it is empty.
+        os.rename(self.partial, self.final)
+        self.remove_replaced()
+        sync_path(self.final.parent)
+
+    def remove_replaced(self) -> None:
+        """Delete the earlier export that was renamed to make way for the new one."""
+        shutil.rmtree(self.replaced, ignore_errors=True)
+
+    def remove_partial(self) -> None:
+        """Delete the unfinished export, if there is one."""
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.partial)
+
+
+def _files_below(folder: Path) -> Iterator[str]:
+    """Yield the paths of all files below a folder, relative to that folder."""
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            yield os.path.relpath(os.path.join(parent, name), folder)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Export:
     """The options of one export, and the methods that carry it out."""
 
+    source: SourceRows
     source_path: str
     target: ExportFolder
     format: str
@@ -261,21 +373,17 @@ class _Export:
     overwrite: bool
     resume: bool
     progress: bool
+    begin: float  # time.perf_counter() at the start
 
-    def run(self, source: SourceRows) -> ExportReport:
+    def run(self) -> ExportReport:
         """Write the export, or return its report if `resume` finds it complete already."""
-        begin = time.perf_counter()
-        reader, target = source.reader, self.target
-        if reader.form is not None and self.format == "png":
-            reader.form = ExportForm(reader.form.channel_axis, reader.form.value_range)
+        target = self.target
         try:
             with target.locked():
+                existing = None
                 if self.resume and target.has_output() and not target.partial.exists():
-                    names, results = self._complete(source)
-                    if results is not None:
-                        target.remove_replaced()
-                        return self._report(source, names, results, begin, already_complete=True)
-                return self._write(source, begin)
+                    existing = self._existing_report()
+                return existing or self._write()
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
@@ -285,119 +393,108 @@ class _Export:
                 parameters=("resume=True",),
             ) from error
 
-    def _complete(self, source: SourceRows) -> tuple[ExportNames, _Results | None]:
-        """Compare the existing folder with this export; return the file names and the results.
-
-        The results are None if the folder is a different export and may be replaced.
-
-        Raises
-        ------
-        OutputExistsError
-            If the folder is a different export and `overwrite` is false.
-        """
+    def _existing_report(self) -> ExportReport | None:
+        """Return the report of the existing folder; None if it is a different export and may be overwritten."""
         final = self.target.final
-        names = self._names(source, final)
-        results = self._write_files(source, names, final, check_only=True)
-        if not results.differing and plan_manifest(source, names.paths).equals(final / MANIFEST, results.reasons):
-            return names, results
-        if not self.overwrite:
-            raise OutputExistsError(
-                f"{final}: exists, and is another export; give another folder, or overwrite=True to replace it",
-                path=final,
-                parameters=("overwrite=True",),
-            )
-        return names, None
+        names = self._names(final)
+        manifest = plan_manifest(self.source, names.paths)
+        results = self._process_files(names, final, check_only=True)
+        if not results.differing and manifest.equals(final / MANIFEST, results.reasons):
+            self.target.remove_replaced()
+            return self._report(names, manifest, results, already_complete=True)
+        if self.overwrite:
+            return None
+        raise OutputExistsError(
+            f"{final}: exists and is a different export; give another folder, or overwrite=True to replace it",
+            path=final,
+            parameters=("overwrite=True",),
+        )
 
-    def _write(self, source: SourceRows, begin: float) -> ExportReport:
-        target = self.target
-        if target.has_output() and not self.overwrite:
-            raise target.not_empty()
+    def _write(self) -> ExportReport:
+        target, source = self.target, self.source
+        if not self.overwrite:
+            target.require_empty()
         target.begin(keep=self.resume)
-        names = self._names(source, target.partial)
+        names = self._names(target.partial)
         target.make_folders(names)
-        results = self._write_files(source, names, target.partial)
-        if (results.sizes < 0).all():
+        results = self._process_files(names, target.partial)
+        if len(results.reasons) == len(source):
             target.remove_partial()
-            first = results.reasons[min(results.reasons)]
             raise DamagedRowsError(
-                f"{self.source_path}: none of its rows can be exported; the first: {first}",
+                f"{self.source_path}: none of its rows can be exported; the first: {results.reasons[0]}",
                 path=self.source_path,
                 rows=tuple(source.rows.tolist()),
             )
-        plan_manifest(source, names.paths).write(target.partial / MANIFEST, results.reasons)
+        manifest = plan_manifest(source, names.paths)
+        manifest.write(target.partial / MANIFEST, results.reasons)
         target.publish(self.overwrite)
-        return self._report(source, names, results, begin)
+        return self._report(names, manifest, results)
 
-    def _names(self, source: SourceRows, folder: Path) -> ExportNames:
+    def _names(self, folder: Path) -> ExportNames:
         max_bytes = os.pathconf(self.target.final.parent, "PC_NAME_MAX")
-        return name_files(source, NameRules(SUFFIXES[self.format], self.target.folds_case(folder), max_bytes))
+        return name_files(self.source, NameRules(SUFFIXES[self.format], self.target.folds_case(folder), max_bytes))
 
-    def _write_files(
-        self, source: SourceRows, names: ExportNames, folder: Path, *, check_only: bool = False
-    ) -> _Results:
+    def _process_files(self, names: ExportNames, folder: Path, *, check_only: bool = False) -> ExportResults:
+        """Write the files of all rows into `folder`, or only compare those that are there."""
+        reader, total = self.source.reader, len(self.source)
         work = ExportWork(
-            reader=source.reader,
+            reader=reader,
             folder=str(folder),
             format=self.format,
             quality=self.quality,
             keep=self.resume or check_only,
             check_only=check_only,
         )
-        results = _Results(np.full(len(source), -1, np.int64))
+        results = ExportResults()
         # Disable tqdm's monitor thread: forking worker processes is safe only while there is a single thread.
         tqdm.monitor_interval = 0
         hidden = None if self.progress else True
         with (
             open_executor(self.num_workers, self.start_method, work) as executor,
-            tqdm(total=len(source), desc="export", unit=" images", disable=hidden, smoothing=0.1, leave=False) as bar,
+            tqdm(total=total, desc="export", unit=" images", disable=hidden, smoothing=0.1, leave=False) as bar,
         ):
-            tasks = export_tasks(source.reader, names.paths, self.num_workers)
-            for done in run(executor, export_rows, tasks, 2 * self.num_workers, describe):
-                results.sizes[list(done.sizes)] = list(done.sizes.values())
-                results.reasons.update(done.reasons)
-                results.resumed += done.resumed
-                results.copied += done.copied
-                results.differing += done.differing
-                bar.update(len(done.sizes) + len(done.reasons))
+            tasks = export_tasks(reader, names.paths, self.num_workers)
+            for done in run(executor, export_rows, tasks, 2 * self.num_workers, str):
+                results.add(done)
+                bar.update(done.rows)
         return results
 
     def _report(
-        self, source: SourceRows, names: ExportNames, results: _Results, begin: float, *, already_complete: bool = False
+        self, names: ExportNames, manifest: Manifest, results: ExportResults, *, already_complete: bool = False
     ) -> ExportReport:
-        catalog, good = source.catalog, results.sizes >= 0
-        counts = np.bincount(catalog.split_ids[good], minlength=len(catalog.split_names)).tolist()
+        source, catalog = self.source, self.source.catalog
+        damaged = sorted(results.reasons)
+        counts = np.bincount(np.delete(catalog.split_ids, damaged), minlength=len(catalog.split_names)).tolist()
         has_classes = catalog.label_names is not None and catalog.labels is not None and catalog.labels.ndim == 1
-        command, lost = plan_manifest(source, names.paths).command(self.target.given, source, names)
-        all_copied = int(good.sum()) == results.copied
+        command, lost = manifest.command(self.target.given, source, names)
+        files = len(source) - len(damaged)
         return ExportReport(
             path=str(self.target.final),
             source=f"{self.source_path} ({catalog.about})",
             format=self.format,
             rows=len(source),
-            files=int(good.sum()),
-            bytes=int(results.sizes[good].sum()),
+            files=files,
+            bytes=results.bytes,
             splits=dict(zip(catalog.split_names, counts, strict=True)),
             classes=len(catalog.label_names or ()) if has_classes else 0,
             num_workers=self.num_workers,
-            seconds=time.perf_counter() - begin,
+            seconds=time.perf_counter() - self.begin,
             resumed_files=results.resumed,
             copied_files=results.copied,
             renamed_files=names.renamed,
             damaged=tuple(
-                MissingRow(int(source.rows[index]), catalog.names[index], reason)
-                for index, reason in sorted(results.reasons.items())
+                MissingRow(int(source.rows[index]), catalog.names[index], results.reasons[index]) for index in damaged
             ),
             again=command,
-            lost=(*lost, *_lost_values(source, self.format, all_copied)),
+            lost=(*lost, *self._lost_values(all_copied=results.copied == files)),
             already_complete=already_complete,
         )
 
-
-def _lost_values(source: SourceRows, kind: str, all_copied: bool) -> tuple[str, ...]:
-    """Return descriptions of the pixel values that the exported files do not preserve; empty if they preserve all."""
-    form, index = source.reader.form, source.reader.index
-    if kind == "jpeg" and not all_copied:
-        return ("the exact pixels, which PNG files would keep",)
-    if isinstance(form, ExportForm) and not form.is_exact(index.dtype, index.row_shape):
-        return (f"values of {index.dtype}, which became 8 bits",)
-    return ()
+    def _lost_values(self, *, all_copied: bool) -> tuple[str, ...]:
+        """Return descriptions of the pixel values that the exported files do not preserve; empty if they keep all."""
+        form, index = self.source.reader.form, self.source.reader.index
+        if self.format == "jpeg" and not all_copied:
+            return ("the exact pixels, which PNG files would keep",)
+        if isinstance(form, ExportForm) and not form.is_exact(index.dtype, index.row_shape):
+            return (f"values of {index.dtype}, which became 8 bits",)
+        return ()

@@ -1,24 +1,26 @@
-"""Exported image files: conversion of rows to pixels, and the worker function that writes, keeps or checks files."""
+"""Exported image files: selection of rows, their conversion to pixels, and the worker function that writes files."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from h5pack.errors import RejectedImageError
+from h5pack.errors import NoImagesError, OptionsError, RejectedImageError
 from h5pack.images.decode import strict_pillow
 from h5pack.images.encode import SIGNATURES, encode_jpeg, encode_png
 from h5pack.pack.writer import join_groups
 from h5pack.read.encoded import RowDecoder
-from h5pack.sources.catalog import NameTable
+from h5pack.sources.catalog import Catalog, NameFilter, NameTable
+from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog
 from h5pack.sources.hdf5_rows import HDF5RowReader, PixelForm, default_range
 from h5pack.system.files import write_all
 from h5pack.system.processes import shared
@@ -28,17 +30,75 @@ _TASK_BYTES = 32 * 1024 * 1024
 _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 
 
+@dataclass(frozen=True)
+class MissingRow:
+    """A row that could not be read."""
+
+    row: int
+    name: str  # the stored name; without one, dataset path and row number
+    reason: str
+
+
+@dataclass(frozen=True)
+class SourceRows:
+    """The selected rows of an HDF5 file with their names, labels and splits; no pixels have been read yet."""
+
+    catalog: Catalog  # the rows in stored order
+    reader: HDF5RowReader
+    rows: npt.NDArray[np.int64]  # (n,), row numbers in the file
+    has_names: bool  # whether the names in the catalog are stored in the file, not derived from row numbers
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def channels(self) -> int | None:
+        """Number of channels of a row; None if rows are encoded images."""
+        form = self.reader.form
+        return None if form is None else form.channels(self.reader.index.row_shape)
+
+
+def open_rows(
+    path: str | os.PathLike[str], datasets: HDF5Datasets, splits: str | Sequence[str] = (), limit: int | None = None
+) -> SourceRows:
+    """Select rows of an HDF5 file: those of `splits`, or all, and of these at most `limit`, evenly spaced."""
+    splits = (splits,) if isinstance(splits, str) else splits
+    catalog = hdf5_catalog(Path(path), datasets, NameFilter())
+    reader = catalog.reader
+    assert isinstance(reader, HDF5RowReader)
+    has_names = any(name != f"{reader.images}/{row:08d}" for row, name in enumerate(catalog.names))
+    unknown = [name for name in splits if name not in catalog.split_names]
+    if unknown:
+        names = ", ".join(map(repr, catalog.split_names))
+        raise OptionsError(f"{path}: no split {unknown[0]!r}; it has {names}", path=path)
+    if splits:
+        catalog = _only_splits(catalog, splits)
+    if limit is not None:
+        catalog = catalog.limited(limit)
+    if not len(catalog):
+        where = f" in its splits {', '.join(map(repr, splits))}" if splits else ""
+        raise NoImagesError(f"{path}: no rows{where}; list what the file holds with 'h5pack info'", path=path)
+    reader = catalog.reader
+    assert isinstance(reader, HDF5RowReader)
+    rows = np.arange(len(catalog), dtype=np.int64) if reader.rows is None else reader.rows
+    return SourceRows(catalog, reader, rows, has_names)
+
+
+def _only_splits(catalog: Catalog, wanted: Sequence[str]) -> Catalog:
+    kept = [number for number, name in enumerate(catalog.split_names) if name in wanted]
+    numbers = np.full(len(catalog.split_names), -1, np.int32)
+    numbers[kept] = np.arange(len(kept))
+    ids = numbers[catalog.split_ids]
+    indices = np.flatnonzero(ids >= 0)
+    names = tuple(catalog.split_names[number] for number in kept)
+    return replace(catalog.take(indices), split_names=names, split_ids=ids[indices])
+
+
 class ExportForm(PixelForm):
     """A conversion of rows to the pixels of PNG files, which keeps the alpha channel and 16-bit gray values."""
 
     def pixels(self, row: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the pixels of a row, uint8 or uint16 (h, w, 1 to 4).
-
-        Raises
-        ------
-        RejectedImageError
-            If a value is outside `value_range`.
-        """
+        """Return the pixels of a row, uint8 or uint16 (h, w, 1 to 4); reject values outside `value_range`."""
         image = row if self.keeps_16_bits(row.dtype, row.shape) else self._bytes(row)
         if self.channel_axis == "none":
             return image[:, :, None]
@@ -46,8 +106,8 @@ class ExportForm(PixelForm):
 
     def keeps_16_bits(self, dtype: np.dtype[Any], row_shape: tuple[int, ...]) -> bool:
         """Return whether rows of this dtype and shape become 16-bit gray images; all others get 8 bits per channel."""
-        channels = {"none": 1, "first": row_shape[0], "last": row_shape[-1]}[self.channel_axis]
-        return dtype.kind == "u" and dtype.itemsize == 2 and channels == 1 and self.value_range is None
+        gray = self.channels(row_shape) == 1 and self.value_range is None
+        return gray and dtype.kind == "u" and dtype.itemsize == 2
 
     def is_exact(self, dtype: np.dtype[Any], row_shape: tuple[int, ...]) -> bool:
         """Return whether a PNG preserves every value of such rows exactly."""
@@ -57,30 +117,16 @@ class ExportForm(PixelForm):
         return (bounds is None and dtype.itemsize == 1) or (bounds == (0.0, 255.0) and dtype.kind in "iu")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExportWork:
-    """The settings that all worker processes of an export share.
-
-    Attributes
-    ----------
-    reader : HDF5RowReader
-    folder : str
-    format : str
-        "png" or "jpeg".
-    quality : int
-        JPEG quality.
-    keep : bool
-        Keep existing files that already hold the pixels of their rows.
-    check_only : bool
-        Write nothing; count the files that are missing or differ.
-    """
+    """The settings that all worker processes of an export share."""
 
     reader: HDF5RowReader
     folder: str
-    format: str
-    quality: int
-    keep: bool
-    check_only: bool
+    format: str  # "png" or "jpeg"
+    quality: int  # of JPEGs
+    keep: bool  # keep existing files that already hold the pixels of their rows
+    check_only: bool  # write nothing; count the files that are missing or differ
 
 
 @dataclass(frozen=True)
@@ -90,30 +136,30 @@ class ExportTask:
     indices: npt.NDArray[np.int64]
     paths: list[str]
 
+    def __str__(self) -> str:
+        """Describe the task's files for the error message if its worker process dies."""
+        return f"{self.paths[0]!r} and the {len(self.paths) - 1} files after it"
+
 
 @dataclass
-class TaskResults:
-    """The outcome for the rows of a task.
+class ExportResults:
+    """The outcome for the rows of a task, or of all tasks."""
 
-    Attributes
-    ----------
-    sizes : dict of int to int
-        Size of each row's file in bytes, by the row's index in the catalog.
-    reasons : dict of int to str
-        For each row that could not be exported, why, by the row's index.
-    resumed : int
-        Number of files kept from an earlier run.
-    copied : int
-        Number of rows that hold an encoded image of the export's format, whose bytes are used unchanged.
-    differing : int
-        With `check_only`, the number of files that are missing or differ.
-    """
+    rows: int = 0
+    bytes: int = 0  # total size of the files
+    reasons: dict[int, str] = field(default_factory=dict)  # why a row has no file, by its index in the catalog
+    resumed: int = 0  # files kept from an earlier run
+    copied: int = 0  # rows that hold an encoded image of the export's format, whose bytes are used unchanged
+    differing: int = 0  # with `check_only`: files that are missing or differ
 
-    sizes: dict[int, int] = field(default_factory=dict)
-    reasons: dict[int, str] = field(default_factory=dict)
-    resumed: int = 0
-    copied: int = 0
-    differing: int = 0
+    def add(self, other: ExportResults) -> None:
+        """Add the outcome of further rows."""
+        self.rows += other.rows
+        self.bytes += other.bytes
+        self.reasons.update(other.reasons)
+        self.resumed += other.resumed
+        self.copied += other.copied
+        self.differing += other.differing
 
 
 def export_tasks(reader: HDF5RowReader, paths: NameTable, num_workers: int) -> Iterator[ExportTask]:
@@ -132,18 +178,10 @@ def export_tasks(reader: HDF5RowReader, paths: NameTable, num_workers: int) -> I
         yield ExportTask(share, [paths[index] for index in share.tolist()])
 
 
-def export_rows(task: ExportTask) -> TaskResults:
-    """Write, keep or check the files of a task, in a worker process.
-
-    Raises
-    ------
-    OSError
-        If a file cannot be written; its `errno` is ENOSPC if the disk is full.
-    SourceError
-        If reading the source fails with an I/O error.
-    """
+def export_rows(task: ExportTask) -> ExportResults:
+    """Write, keep or check the files of a task, in a worker process."""
     work: ExportWork = shared()
-    results = TaskResults()
+    results = ExportResults(len(task.paths))
     work.reader.begin(task.indices.tolist())
     with strict_pillow():
         decoder = RowDecoder() if work.reader.form is None else None
@@ -159,7 +197,7 @@ def export_rows(task: ExportTask) -> TaskResults:
     return results
 
 
-def _export_row(work: ExportWork, index: int, path: str, decoder: RowDecoder | None, results: TaskResults) -> None:
+def _export_row(work: ExportWork, index: int, path: str, decoder: RowDecoder | None, results: ExportResults) -> None:
     """Write the file of a row unless it already holds the row's pixels; raise RejectedImageError for a damaged row.
 
     If the row is an encoded image of the right format, its bytes are copied after a test that they decode. A JPEG
@@ -180,18 +218,13 @@ def _export_row(work: ExportWork, index: int, path: str, decoder: RowDecoder | N
     existing = _read_file(path) if work.keep else None
     if existing is not None and (existing == data if data is not None else _shows(existing, pixels)):
         results.resumed += 1
-        results.sizes[index] = len(existing)
+        results.bytes += len(existing)
     elif work.check_only:
         results.differing += 1
     else:
         data = encode_png(pixels) if data is None else data
         _write_file(path, data)
-        results.sizes[index] = len(data)
-
-
-def describe(task: ExportTask) -> str:
-    """Return a description of a task's files for the error message if its worker process dies."""
-    return f"{task.paths[0]!r} and the {len(task.paths) - 1} files after it"
+        results.bytes += len(data)
 
 
 def _read_file(path: str) -> bytes | None:

@@ -17,34 +17,23 @@ from unicodedata import category
 import numpy as np
 import numpy.typing as npt
 
+from h5pack.exporter.image_files import SourceRows
 from h5pack.exporter.names import MANIFEST, ExportNames, has_splits
-from h5pack.exporter.source_rows import SourceRows
 from h5pack.format import schema
 from h5pack.sources.catalog import Catalog, NameTable
 from h5pack.sources.folders import split_order
-from h5pack.sources.manifest import real
+from h5pack.sources.manifest import LABEL_COLUMNS, is_number
 
 _BLOCK_ROWS = 4_096
 _MAX_FIELD_NUMBERS = 1_024
-# `h5pack convert` reads a column with one of these names as labels.
-_LABEL_COLUMNS = ("label", "class", "target", "category")
 
 
 @dataclass(frozen=True)
 class ManifestColumn:
-    """A column of the manifest.
-
-    Attributes
-    ----------
-    name : str
-    values : ndarray or NameTable
-        (n,), one value per row.
-    words : tuple of str or None
-        If given, `values` are indices into `words`, and -1 makes an empty cell.
-    """
+    """A column of the manifest. If `words` is given, `values` are indices into it, and -1 makes an empty cell."""
 
     name: str
-    values: npt.NDArray[Any] | NameTable
+    values: npt.NDArray[Any] | NameTable  # (n,), one value per row
     words: tuple[str, ...] | None = None
 
     def cells(self, start: int, stop: int) -> list[Any]:
@@ -63,26 +52,14 @@ class ManifestColumn:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a manifest, not yet written to a file.
+    """The contents of a manifest, not yet written to a file."""
 
-    Attributes
-    ----------
-    paths : NameTable
-        (n,), the image file of each row.
-    split : ManifestColumn
-    labels, fields, others : tuple of ManifestColumn
-        Columns that `h5pack convert` reads as labels, those that it reads as fields, and those that it ignores, which
-        document the origin of a row.
-    lost : tuple of str
-        Descriptions of what `h5pack convert` would not restore from the manifest.
-    """
-
-    paths: NameTable
+    paths: NameTable  # (n,), the image file of each row
     split: ManifestColumn
     labels: tuple[ManifestColumn, ...]
     fields: tuple[ManifestColumn, ...]
-    others: tuple[ManifestColumn, ...]
-    lost: tuple[str, ...]
+    others: tuple[ManifestColumn, ...]  # columns that `h5pack convert` ignores; they say where a row came from
+    lost: tuple[str, ...]  # what `h5pack convert` would not restore from the manifest
 
     def lines(self, left_out: Collection[int]) -> Iterator[list[str]]:
         """Yield the cells of the header line, then of each row except those in `left_out`, which have no file."""
@@ -97,7 +74,7 @@ class Manifest:
                     yield list(map(str, line))
 
     def write(self, path: Path, left_out: Collection[int]) -> None:
-        """Write the manifest without the rows in `left_out`, which have no file; raise OSError if that fails."""
+        """Write the manifest without the rows in `left_out`, which have no file."""
         with path.open("w", newline="", encoding="utf-8") as stream:
             csv.writer(stream, lineterminator="\n").writerows(self.lines(left_out))
 
@@ -150,9 +127,8 @@ def plan_manifest(source: SourceRows, paths: NameTable) -> Manifest:
 
 def _folder_kind(catalog: Catalog, names: ExportNames) -> str | None:
     """Return the `--source` kind with which `h5pack convert` restores everything from the folders alone, or None."""
-    if catalog.fields or not names.tell_splits_and_classes or [*_lost_splits(catalog)]:
-        return None
-    if list(catalog.label_names or ()) != sorted(catalog.label_names or ()):
+    classes = list(catalog.label_names or ())
+    if catalog.fields or not names.exact_folders or [*_lost_splits(catalog)] or classes != sorted(classes):
         return None
     return "splits" if has_splits(catalog) else "classes"
 
@@ -183,9 +159,9 @@ def _labels(catalog: Catalog, name: _ColumnNames, lost: list[str]) -> tuple[list
     if labels.ndim == 2:
         assert names is not None
         columns = [ManifestColumn(name(column), labels[:, number]) for number, column in enumerate(names)]
-        changed = [column for column, made in zip(names, columns, strict=True) if column != made.name]
+        changed = [(column, made.name) for column, made in zip(names, columns, strict=True) if column != made.name]
         if changed:
-            lost.append(f"names of label columns ({changed[0]!r} is called otherwise)")
+            lost.append("the names of label columns ({!r} becomes {!r})".format(*changed[0]))
         return columns, []
     if names is None:
         return [ManifestColumn(name("label"), labels)], []
@@ -193,7 +169,7 @@ def _labels(catalog: Catalog, name: _ColumnNames, lost: list[str]) -> tuple[list
     if unreadable is not None:
         # `h5pack convert` rejects a label column that mixes numbers and words, and reads one of numbers only as
         # integers, so class names that look like numbers cannot be labels.
-        lost.append(f"names of classes (a table cannot hold {unreadable!r} as a name, so labels are numbers)")
+        lost.append(f"the names of classes (a table cannot hold the name {unreadable!r}, so labels are numbers)")
         return [ManifestColumn(name("label"), labels)], [ManifestColumn(name("class"), labels, names)]
     used = {names[label] for label in np.unique(labels).tolist() if label != schema.NO_LABEL}
     unused = [word for word in names if word not in used]
@@ -209,17 +185,17 @@ def _field(
 ) -> Iterator[ManifestColumn]:
     count = math.prod(values.shape[1:])
     if count > _MAX_FIELD_NUMBERS:
-        lost.append(f"field {field!r}, of {count:,} numbers per row, which is not in the table")
+        lost.append(f"the field {field!r}, which has {count:,} numbers per row and is not in the table")
         return
     if values.ndim > 1:
         flat = values.reshape(len(values), count)
-        lost.append(f"the shape of field {field!r}, whose numbers have one column each")
+        lost.append(f"the shape of the field {field!r}: each of its numbers becomes a column")
         yield from (ManifestColumn(name(f"{field}.{number}"), flat[:, number]) for number in range(count))
         return
     # In a table without labels, `h5pack convert` would read a column of such a name as labels.
-    column = name(f"field_{field}" if unlabelled and field.lower() in _LABEL_COLUMNS else field)
+    column = name(f"field_{field}" if unlabelled and field.lower() in LABEL_COLUMNS else field)
     if column != field:
-        lost.append(f"the name of field {field!r}, which is called {column!r}")
+        lost.append(f"the name of the field {field!r}, which becomes {column!r}")
     yield ManifestColumn(column, values)
 
 
@@ -230,24 +206,18 @@ def _lost_splits(catalog: Catalog) -> Iterator[str]:
         yield f"{_counted(empty, 'split', 'splits')} without rows"
     filled = [name for name in catalog.split_names if name not in empty]
     if any(name != (printable(name).strip() or "all") for name in filled):
-        yield "names of splits that are empty, or hold what a table cannot"
+        yield "the names of splits (a table cannot hold an empty name, line breaks or surrounding spaces)"
     elif list(split_order(filled)) != filled:
         yield "the order of splits"
 
 
 def _counted(names: list[str], one: str, many: str) -> str:
-    return f"{one} {names[0]!r}" if len(names) == 1 else f"{len(names):,} {many} ({names[0]!r} first)"
+    return f"the {one} {names[0]!r}" if len(names) == 1 else f"{len(names):,} {many} ({names[0]!r} first)"
 
 
 def _is_word(name: str) -> bool:
     """Return whether a cell with this name is read back as text, unchanged."""
-    if not name or name != printable(name).strip():
-        return False
-    try:
-        real(name)
-    except ValueError:
-        return True
-    return False
+    return bool(name) and name == printable(name).strip() and not is_number(name)
 
 
 def printable(name: str) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from h5pack.exporter.source_rows import SourceRows
+from h5pack.exporter.image_files import SourceRows
 from h5pack.format import schema
 from h5pack.sources.catalog import IMAGE_SUFFIXES, Catalog, NameTable, one_split
 
@@ -36,49 +36,35 @@ _NUMBER_DIGITS = 6
 
 @dataclass(frozen=True)
 class NameRules:
-    """The constraints that the image format and the file system place on names.
+    """The constraints that the image format and the file system place on names."""
 
-    Attributes
-    ----------
-    suffixes : tuple of str
-        Suffixes of the format, in lower case. A name that has none of them gets the first.
-    fold_case : bool
-        Whether the file system ignores upper and lower case.
-    max_name_bytes : int
-        Longest file name that the file system allows, in bytes.
-    """
-
-    suffixes: tuple[str, ...]
-    fold_case: bool = False
+    suffixes: tuple[str, ...]  # of the format, in lower case; a name that has none of them gets the first
+    fold_case: bool = False  # whether the file system ignores upper and lower case
     max_name_bytes: int = 255
+
+    def fold(self, name: str) -> str:
+        """Return a string that is equal for two names exactly if the file system treats them as the same name."""
+        if not self.fold_case:
+            return name
+        return unicodedata.normalize("NFC", unicodedata.normalize("NFD", name).casefold())
 
 
 @dataclass(frozen=True)
 class ExportNames:
-    """The paths of an export's files and folders.
+    """The paths of an export's files and folders, relative to the folder of the export."""
 
-    Attributes
-    ----------
-    paths : NameTable
-        (n,), the distinct path of each row's file, relative to the folder of the export.
-    folders : tuple of str
-        All folders that the paths need, and those of classes without rows. A parent precedes its subfolders.
-    renamed : int
-        Number of stored names that had to change by more than their suffix and leading folders.
-    tell_splits_and_classes : bool
-        Whether each split and class has a folder with exactly its name, so that folders alone can restore them.
-    """
-
-    paths: NameTable
-    folders: tuple[str, ...]
-    renamed: int
-    tell_splits_and_classes: bool = False
+    paths: NameTable  # (n,), the distinct path of each row's file
+    folders: tuple[str, ...]  # a parent precedes its subfolders; includes classes without rows
+    renamed: int  # stored names that had to change by more than their suffix and leading folders
+    exact_folders: bool = False  # whether each split and class has a folder with exactly its name
 
 
 def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
     """Return the path of every row's file, and the folders that they need."""
     catalog = source.catalog
-    split_folders, class_folders = _split_folders(catalog, rules), _ClassFolders(catalog, rules)
+    split_names = catalog.split_names if has_splits(catalog) else ()
+    split_folders = _folder_names(split_names, rules)
+    class_folders = _ClassFolders(catalog, rules)
     digits = max(_NUMBER_DIGITS, len(str(int(source.rows.max(initial=0)))))
     paths: list[str] = []
     renamed = np.zeros(len(source), np.bool_)
@@ -96,18 +82,17 @@ def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
             renamed[index] = source.has_names
         paths.append(path)
     folders = {folder for path in paths for folder in _parents(path)}
-    for index in _make_distinct(paths, folders, rules):
+    for index in _make_distinct(paths, folders, rules.fold):
         renamed[index] = source.has_names
     folders |= set(class_folders.unused(split_folders))
-    exact = class_folders.are_exact and split_folders == [*(catalog.split_names if has_splits(catalog) else ())]
+    exact = class_folders.are_exact and split_folders == [*split_names]
     return ExportNames(NameTable.of(paths), tuple(sorted(folders)), int(renamed.sum()), exact)
 
 
-def _make_distinct(paths: list[str], folders: Iterable[str], rules: NameRules) -> Iterator[int]:
+def _make_distinct(paths: list[str], folders: Iterable[str], fold: Callable[[str], str]) -> Iterator[int]:
     """Rename, in place, paths that are equal to an earlier path or to a folder, and yield their indices."""
-    fold = _folding(rules)
-    used = {fold(folder) for folder in folders}
-    unchanged = {fold(path) for path in paths}
+    used = set(map(fold, folders))
+    unchanged = set(map(fold, paths))
     for index, path in enumerate(paths):
         if fold(path) in used:
             stem, dot, suffix = path.rpartition(".")
@@ -124,18 +109,13 @@ def has_splits(catalog: Catalog) -> bool:
     return catalog.split_names != one_split(0)[0]
 
 
-def _split_folders(catalog: Catalog, rules: NameRules) -> list[str]:
-    """Return the folder name of each split; an empty list if the source has no splits."""
-    return _folder_names(catalog.split_names, rules) if has_splits(catalog) else []
-
-
 class _ClassFolders:
-    """The folder names of the classes."""
+    """The folder names of the classes. `are_exact`: classes have names, every row has one, and folders equal names."""
 
     def __init__(self, catalog: Catalog, rules: NameRules) -> None:
         self._labels = labels = catalog.labels if catalog.labels is not None and catalog.labels.ndim == 1 else None
         self._named = catalog.label_names is not None
-        self._folders: dict[int, str] = {}
+        self._folders: dict[int, str] = {}  # by label
         self._unlabelled_splits: set[int] = set()
         self.are_exact = False
         if labels is None:
@@ -150,10 +130,10 @@ class _ClassFolders:
                 labelled = set(catalog.split_ids[labels != schema.NO_LABEL].tolist())
                 self._unlabelled_splits = set(range(len(catalog.split_names))) - labelled
             return
-        values = np.unique(labels)
+        values = np.unique(labels).tolist()
         if len(values) <= _MAX_NUMBERED_CLASSES:
-            width = max((len(str(value)) for value in values.tolist()), default=1)
-            self._folders = {value: f"{value:0{width}d}" for value in values.tolist()}
+            width = max((len(str(value)) for value in values), default=1)
+            self._folders = {value: f"{value:0{width}d}" for value in values}
 
     def of(self, index: int, split: int) -> tuple[str, ...]:
         """Return the class folder of a row as a tuple of one name; an empty tuple if it has none."""
@@ -177,16 +157,15 @@ class _ClassFolders:
 
 def _folder_names(names: Iterable[str], rules: NameRules, *reserved: str) -> list[str]:
     """Return a distinct, safe folder name for each name, different from those in `reserved`."""
-    fold = _folding(rules)
-    used = {fold(name) for name in reserved}
+    used = set(map(rules.fold, reserved))
     found = []
     for name in names:
         plain = _visible(_printable(name).replace("/", "_") or "_")
         plain = plain.encode()[: min(_MAX_FOLDER_BYTES, rules.max_name_bytes - _SPARE_BYTES)].decode("utf-8", "ignore")
         folder, number = plain, 2
-        while fold(folder) in used:
+        while rules.fold(folder) in used:
             folder, number = f"{plain}~{number}", number + 1
-        used.add(fold(folder))
+        used.add(rules.fold(folder))
         found.append(folder)
     return found
 
@@ -203,7 +182,7 @@ def _safe_parts(name: str) -> list[str]:
 def _printable(name: str) -> str:
     if name.isprintable():
         return name
-    return "".join("_" if unicodedata.category(sign) == "Cc" else sign for sign in name)
+    return "".join("_" if unicodedata.category(character) == "Cc" else character for character in name)
 
 
 def _with_suffix(name: str, suffixes: tuple[str, ...]) -> str:
@@ -228,10 +207,3 @@ def _parents(path: str) -> Iterator[str]:
     while folder:
         yield folder
         folder = folder.rpartition("/")[0]
-
-
-def _folding(rules: NameRules) -> Callable[[str], str]:
-    """Return a function that maps names to equal strings exactly if the file system treats them as the same name."""
-    if not rules.fold_case:
-        return str
-    return lambda name: unicodedata.normalize("NFC", unicodedata.normalize("NFD", name).casefold())

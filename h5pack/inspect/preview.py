@@ -22,7 +22,7 @@ from h5pack.errors import (
     RejectedImageError,
     SourceError,
 )
-from h5pack.exporter.source_rows import MissingRow, SourceRows, open_rows
+from h5pack.exporter.image_files import MissingRow, SourceRows, open_rows
 from h5pack.format import schema
 from h5pack.images.decode import MAX_PIXELS, strict_pillow
 from h5pack.read.encoded import RowDecoder
@@ -132,7 +132,7 @@ def preview(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str] | None = None,
     *,
-    splits: Sequence[str] = (),
+    splits: str | Sequence[str] = (),
     per_class: int | None = None,
     max_classes: int = 20,
     tile: int = 128,
@@ -177,7 +177,7 @@ def preview(
     _require_options(per_class, max_classes, tile, seed)
     target = None if out is None else Path(os.path.abspath(out))
     file_format = "PNG" if target is None else _require_output(target, path)
-    source = open_rows(path, datasets, tuple(splits))
+    source = open_rows(path, datasets, splits)
     shown = _sample_rows(source, per_class, max_classes, seed)
     which = "evenly spaced" if seed is None else f"drawn with seed {seed}"
     report = _draw(os.fspath(path), source, shown, tile, f"rows are {which}", file_format)

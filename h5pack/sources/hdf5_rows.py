@@ -41,6 +41,10 @@ class PixelForm:
         """Return height and width of a row, in pixels."""
         return row_shape[-2:] if self.channel_axis != "last" else row_shape[:2]  # type: ignore[return-value]
 
+    def channels(self, row_shape: tuple[int, ...]) -> int:
+        """Return the number of channels of a row."""
+        return {"none": 1, "first": row_shape[0], "last": row_shape[-1]}[self.channel_axis]
+
     def pixels(self, row: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
         """Return the pixels of a row, uint8 (h, w, 1 or 3), possibly a view of it. An alpha channel is dropped.
 

@@ -17,7 +17,7 @@ from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, c
 from h5pack.sources.folders import split_order
 
 _PATHS = ("path", "file", "filename", "file_name", "filepath", "image", "image_path", "image_id")
-_LABELS = ("label", "class", "target", "category")
+LABEL_COLUMNS = ("label", "class", "target", "category")
 _SPLITS = ("split", "partition", "subset", "set")
 
 
@@ -90,7 +90,7 @@ def _usual(table: TextTable, names: tuple[str, ...]) -> str | None:
 def _labels(table: TextTable, columns: ManifestColumns) -> tuple[npt.NDArray[Any] | None, tuple[str, ...] | None]:
     if len(columns.labels) > 1:
         return binary_table(table, columns.labels), columns.labels
-    column = columns.labels[0] if columns.labels else _usual(table, _LABELS)
+    column = columns.labels[0] if columns.labels else _usual(table, LABEL_COLUMNS)
     if column is None:
         return None, None
     cells = table.column(column)
@@ -101,8 +101,8 @@ def _labels(table: TextTable, columns: ManifestColumns) -> tuple[npt.NDArray[Any
         labels[known] = whole
         return labels, None
     names, labels[known] = class_ids([cells[row] for row in known])
-    if any(_is_number(name) for name in names):
-        row = next(row for row in known if _is_number(cells[row]))
+    if any(is_number(name) for name in names):
+        row = next(row for row in known if is_number(cells[row]))
         raise table.error(
             row,
             f"column {column!r} holds the number {cells[row]!r}, and not every cell is an integer; labels are "
@@ -206,7 +206,7 @@ def real(cell: str) -> float:
     return float(cell)
 
 
-def _is_number(cell: str) -> bool:
+def is_number(cell: str) -> bool:
     try:
         real(cell)
     except ValueError:
@@ -229,7 +229,7 @@ def numbers(table: TextTable, column: str) -> npt.NDArray[np.int64] | npt.NDArra
     if exact is not None:
         return exact
     for row, cell in enumerate(cells):
-        if not _is_number(cell):
+        if not is_number(cell):
             raise table.error(
                 row,
                 f"column {column!r} holds {cell!r}, which is no number; a field holds numbers, and names belong in a "

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import h5pack
 from h5pack.errors import NoSpaceError, OutputBusyError, OutputExistsError, WorkerError
+from h5pack.exporter import image_files
 from h5pack.exporter.exporter import export
 from tests.crashing import children_of, gone, run_in_child, small_file_system, wait_for
+from tests.exporter.test_exporter import one, tree
 from tests.makers import flat_folder, quick, split_folders
-
-Tree = dict[str, bytes]
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +35,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("large")
     h5pack.convert(flat_folder(folder / "in", 60, (60, 60)), folder / "a.h5", **quick(chunk_rows=3))
     return folder / "a.h5"
-
-
-def one(**keywords: Any) -> dict[str, Any]:
-    return {"num_workers": 1, **keywords}
-
-
-def tree(folder: Path) -> Tree:
-    """All that a folder holds."""
-    found = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
-    return {name: path.read_bytes() if path.is_file() else b"a folder" for name, path in found.items()}
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -63,15 +53,15 @@ def test_killed_at_every_step(pack: Path, tmp_path: Path, overwrite: bool) -> No
             shutil.copytree(tmp_path / "old", out)
 
     begin()
-    steps = export_in_child(pack, out, one(overwrite=overwrite), kill_at=None)
+    steps = run_in_child(lambda: export(pack, out, **one(overwrite=overwrite)), kill_at=None)
     whole = tree(out)
     assert len(whole) == 6 + 6
     assert steps > 10
     resumed = set()
     # Another beginning changes nothing in the middle.
-    for step in [0, 1, 2, 3, *range(steps - 18, steps)] if overwrite else range(steps):
+    for step in [0, 2, *range(steps - 14, steps)] if overwrite else range(steps):
         begin()
-        export_in_child(pack, out, one(overwrite=overwrite), kill_at=step)
+        run_in_child(lambda: export(pack, out, **one(overwrite=overwrite)), kill_at=step)
         if out.exists():
             # Nothing half-done under the final name.
             assert tree(out) in (before, whole), f"killed at step {step} of {steps}"
@@ -86,41 +76,34 @@ def test_killed_at_every_step(pack: Path, tmp_path: Path, overwrite: bool) -> No
     assert len(resumed) > (1 if overwrite else 4)
 
 
-def test_the_killing_harness_can_fail(pack: Path, tmp_path: Path) -> None:
-    """A resume that kept every file that exists would be noticed."""
-    steps = export_in_child(pack, tmp_path / "whole", one(), kill_at=None)
-    differs = False
-    for step in range(0, steps, 3):
-        out = tmp_path / str(step)
-        export_in_child(pack, out, one(), kill_at=step)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("h5pack.exporter.image_files._shows", lambda *_: True)
-            export(pack, out, **one(resume=True))
-        differs |= tree(out) != tree(tmp_path / "whole")
-    assert differs
-
-
-def test_killed_for_real_with_workers(large: Path, tmp_path: Path) -> None:
+def test_killed_with_workers(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export(large, tmp_path / "whole", **one())
     out = tmp_path / "out"
-    code = (
-        "import sys, time, h5pack.exporter.image_files as files\n"
-        "from h5pack.exporter.exporter import export\n"
-        "write = files._write_file\n"
-        # So that there is time to kill it in the middle.
-        "files._write_file = lambda *given: (time.sleep(0.02), write(*given))\n"
-        "if __name__ == '__main__':\n"
-        "    export(sys.argv[1], sys.argv[2], num_workers=2, resume=True)\n"
-    )
-    for count in (10, 25):
-        process = subprocess.Popen([sys.executable, "-c", code, str(large), str(out)])
-        wait_for(lambda count=count: len([*(tmp_path / "out.partial").glob("*.png")]) > count)  # type: ignore[misc]
-        workers = children_of(process.pid)
+    write = image_files._write_file
+
+    def count() -> int:
+        return len([*tmp_path.glob("out.partial/*.png")])
+
+    for limit in (10, 25):
+
+        def write_or_wait(path: str, data: bytes, limit: int = limit) -> None:
+            # The workers wait here until their parent is killed.
+            while count() > limit:
+                signal.pause()
+            write(path, data)
+
+        monkeypatch.setattr(image_files, "_write_file", write_or_wait)
+        options = {"num_workers": 2, "start_method": "fork", "resume": True}
+        process = multiprocessing.get_context("fork").Process(target=export, args=(large, out), kwargs=options)
+        process.start()
+        wait_for(lambda limit=limit: count() > limit)  # type: ignore[misc]
+        workers = children_of(process.pid or 0)
         process.kill()
-        process.wait()
+        process.join()
         assert all(gone(worker) for worker in workers)
     assert not out.exists()
-    report = export(large, out, **one(num_workers=2, resume=True))
+    monkeypatch.setattr(image_files, "_write_file", write)
+    report = export(large, out, **one(resume=True))
     assert 0 < report.resumed_files < 60
     assert tree(out) == tree(tmp_path / "whole")
     assert {path.name for path in tmp_path.iterdir()} == {"out", "whole"}
@@ -152,14 +135,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield mount
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_full_disk(small_disk: Path, large: Path, tmp_path: Path, workers: int) -> None:
+def test_a_full_disk(small_disk: Path, large: Path, tmp_path: Path) -> None:
     out = small_disk / "out"
     with pytest.raises(NoSpaceError):
-        export(large, out, **one(num_workers=workers, start_method="fork"))
+        export(large, out, num_workers=2, start_method="fork")
     assert not out.exists()
     subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
-    report = export(large, out, **one(num_workers=workers, resume=True))
+    report = export(large, out, **one(resume=True))
     assert 0 < report.resumed_files < 60
     export(large, tmp_path / "whole", **one())
     assert tree(out) == tree(tmp_path / "whole")
@@ -168,8 +150,3 @@ def test_a_full_disk(small_disk: Path, large: Path, tmp_path: Path, workers: int
 def test_a_mount_point_is_no_output(small_disk: Path, pack: Path) -> None:
     with pytest.raises(h5pack.SourceError):
         export(pack, small_disk, **one())
-
-
-def export_in_child(pack: Path, out: Path, keywords: dict[str, Any], kill_at: int | None) -> int:
-    """Export in a forked child that dies by SIGKILL at its `kill_at`-th change to a file; gives how many it made."""
-    return run_in_child(lambda: export(pack, out, **keywords), kill_at)

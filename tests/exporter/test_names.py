@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from h5pack.exporter.image_files import SourceRows
 from h5pack.exporter.names import ExportNames, NameRules, name_files
-from h5pack.exporter.source_rows import SourceRows
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable, SourceReader
 
 PNG = NameRules((".png",))
@@ -54,14 +54,14 @@ def test_names_of_class_and_split_folders_come_back() -> None:
     assert list(found.paths) == ["train/cat/a.png", "train/dog/deep/b.png", "val/cat/c.PNG"]
     assert found.folders == ("train", "train/cat", "train/dog", "train/dog/deep", "val", "val/cat")
     assert found.renamed == 0
-    classes = catalog(["cat/a.jpg", "dog/b.jpg"], labels=[0, 1], label_names=("cat", "dog"))
-    assert paths(classes, NameRules((".jpg", ".jpeg"))) == ["cat/a.jpg", "dog/b.jpg"]
-
-
-def test_splits_and_classes_come_in_front_of_other_names() -> None:
+    # Folders of splits and classes precede all other names.
     names = ["img/a.jpg", "cat/b.jpg", "train/c.jpg"]
     source = catalog(names, splits=["train"] * 3, labels=[0, 0, 0], label_names=("cat",))
     assert paths(source) == ["train/cat/img/a.png", "train/cat/b.png", "train/cat/c.png"]
+    classes = catalog(["cat/a.jpg", "dog/b.jpg"], labels=[0, 1], label_names=("cat", "dog"))
+    assert paths(classes, NameRules((".jpg", ".jpeg"))) == ["cat/a.jpg", "dog/b.jpg"]
+    rules = NameRules((".png",), max_name_bytes=40)
+    assert paths(catalog(["n" * 20 + ".jpg", "m" * 30 + ".jpg"]), rules) == ["n" * 20 + ".png", "000001.png"]
 
 
 def test_rows_without_names_are_numbered() -> None:
@@ -140,14 +140,8 @@ def test_names_that_collide_where_case_does_not_count() -> None:
     names = ["A.jpg", "a.jpg", "Caf\u00e9.jpg", "cafe\u0301.jpg", "B/x.jpg", "b.png"]
     assert paths(catalog(names)) == ["A.png", "a.png", "Caf\u00e9.png", "cafe\u0301.png", "B/x.png", "b.png"]
     folded = NameRules((".png",), fold_case=True)
-    assert paths(catalog(names), folded) == [
-        "A.png",
-        "a~2.png",
-        "Caf\u00e9.png",
-        "cafe\u0301~2.png",
-        "B/x.png",
-        "b.png",
-    ]
+    found = paths(catalog(names), folded)
+    assert found == ["A.png", "a~2.png", "Caf\u00e9.png", "cafe\u0301~2.png", "B/x.png", "b.png"]
     classes = catalog(["1.jpg", "2.jpg"], labels=[0, 1], label_names=("X", "x"))
     assert paths(classes, folded) == ["X/1.png", "x~2/2.png"]
 
@@ -167,18 +161,13 @@ def test_classes_that_cannot_be_folders(classes: tuple[str, str], folders: list[
     assert paths(source) == [f"{folders[0]}/1.png", f"{folders[1]}/2.png"]
 
 
-def test_a_file_system_of_short_names() -> None:
-    rules = NameRules((".png",), max_name_bytes=40)
-    assert paths(catalog(["n" * 20 + ".jpg", "m" * 30 + ".jpg"]), rules) == ["n" * 20 + ".png", "000001.png"]
-
-
 PARTS = st.text(st.sampled_from("aA.~2 /\u00e9\n_"), max_size=6)
 USUAL = st.sampled_from(["a.jpg", "a.png", "a.png/b.jpg", "train/x/a.jpg"])
 # A table of names does not tell one empty name from none at all.
 NAMES = st.lists(st.one_of(PARTS, USUAL), min_size=1).filter(any)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(NAMES, st.booleans(), st.data())
 def test_any_names_make_files_that_can_stand_side_by_side(names: list[str], fold: bool, data: st.DataObject) -> None:
     count = len(names)

@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw
 import h5pack
 from h5pack import cli
 from h5pack.errors import DamagedRowsError, NoSpaceError, OptionsError, OutputExistsError, SourceError
-from h5pack.exporter.source_rows import SourceRows
+from h5pack.exporter.image_files import SourceRows
 from h5pack.inspect import preview as module
 from h5pack.inspect.preview import PreviewReport, preview, scaled
 from tests.makers import flat_folder, pixels, quick, save, split_folders
