@@ -35,61 +35,31 @@ _cached_tables: dict[tuple[object, ...], list[torch.Tensor]] = {}
 
 @dataclass(frozen=True)
 class Augmentation:
-    """The random changes to make to images.
+    """The random changes to make to images, as described in `Normalize`. Raises OptionsError for invalid values."""
 
-    Parameters
-    ----------
-    flip : float
-        The probability of a horizontal flip.
-    crop : int
-        Pixels of black padding added on each side before a random window of the image's size is cut out. 0: no crop.
-    erase : float
-        The probability that a box is erased.
-    erase_scale : tuple of float
-        Smallest and largest target area of a box, as a fraction of the image's area. The area is drawn uniformly.
-    erase_ratio : tuple of float
-        Smallest and largest height-to-width ratio of a box. The ratio is drawn log-uniformly.
-
-    Raises
-    ------
-    OptionsError
-        If a value is out of range.
-    """
-
-    flip: float = 0.0
-    crop: int = 0
+    flip: float = 0.0  # A probability, as `erase`.
+    crop: int = 0  # Pixels of padding on each side.
     erase: float = 0.0
-    erase_scale: tuple[float, float] = (0.02, 0.33)
-    erase_ratio: tuple[float, float] = (0.3, 3.3)
+    erase_scale: tuple[float, float] = (0.02, 0.33)  # Range of the area, drawn uniformly.
+    erase_ratio: tuple[float, float] = (0.3, 3.3)  # Range of height / width, drawn log-uniformly.
 
     def __post_init__(self) -> None:
         # These values are converted to tuples of floats because they are part of the key of `_cached_tables`.
         for name in ("erase_scale", "erase_ratio"):
             values = tuple(float(value) for value in getattr(self, name))
             if len(values) != 2:
-                raise OptionsError(
-                    f"{name} has {len(values)} numbers; give the smallest and the largest", parameters=(name,)
-                )
+                raise OptionsError(f"{name} has {len(values)} numbers; give two, smaller first", parameters=(name,))
             object.__setattr__(self, name, values)
-        for name, value in (("flip", self.flip), ("erase", self.erase)):
-            if not 0 <= value <= 1:
-                raise OptionsError(f"{name} is {value}; give a probability, 0 to 1", parameters=(name,))
-        if self.crop != int(self.crop) or not 0 <= self.crop < 1 << 20:
-            raise OptionsError(
-                f"crop is {self.crop}; give the pixels of padding, a whole number from 0", parameters=("crop",)
-            )
-        low, high = self.erase_scale
-        if not 0 < low <= high <= 1:
-            raise OptionsError(
-                f"erase_scale is {self.erase_scale}; give two shares of the area, 0 to 1, smaller first",
-                parameters=("erase_scale",),
-            )
-        low, high = self.erase_ratio
-        if not 1 / 1024 <= low <= high <= 1024:
-            raise OptionsError(
-                f"erase_ratio is {self.erase_ratio}; give two ratios, 1/1024 to 1024, smaller first",
-                parameters=("erase_ratio",),
-            )
+        (low_area, high_area), (low_ratio, high_ratio) = self.erase_scale, self.erase_ratio
+        for name, is_valid, wanted in (
+            ("flip", 0 <= self.flip <= 1, "a probability, 0 to 1"),
+            ("erase", 0 <= self.erase <= 1, "a probability, 0 to 1"),
+            ("crop", 0 <= self.crop < 1 << 20 and self.crop == int(self.crop), "the pixels of padding, an int from 0"),
+            ("erase_scale", 0 < low_area <= high_area <= 1, "two fractions of the area, above 0 to 1, smaller first"),
+            ("erase_ratio", 1 / 1024 <= low_ratio <= high_ratio <= 1024, "two ratios, 1/1024 to 1024, smaller first"),
+        ):
+            if not is_valid:
+                raise OptionsError(f"{name} is {getattr(self, name)}; give {wanted}", parameters=(name,))
 
     @property
     def moves_pixels(self) -> bool:
@@ -104,42 +74,21 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class AugmentationDraws:
-    """The random values for each sample of a batch. Each tensor is int32, (N,), on the images' device.
+    """The random values for each sample of a batch. Each tensor is int32, (N,), on the images' device."""
 
-    Attributes
-    ----------
-    flip : Tensor
-        1 for an image to flip, else 0. The flip is applied after the crop.
-    top, left : Tensor
-        Offset of the crop window relative to the unpadded image, in pixels. Negative if the window begins in the
-        padding.
-    box_top, box_left, box_height, box_width : Tensor
-        The box to erase, in pixels of the result. The height is 0 if nothing is erased.
-    """
-
-    flip: torch.Tensor
-    top: torch.Tensor
+    flip: torch.Tensor  # 1 for an image to flip, else 0. The flip is applied after the crop.
+    top: torch.Tensor  # Offset of the crop window, in pixels; negative if the window begins in the padding.
     left: torch.Tensor
-    box_top: torch.Tensor
+    box_top: torch.Tensor  # The box to erase, in pixels of the result.
     box_left: torch.Tensor
-    box_height: torch.Tensor
+    box_height: torch.Tensor  # 0 if nothing is erased.
     box_width: torch.Tensor
 
 
 def draw_augmentation(
     key: BatchKey, seed: int, augmentation: Augmentation, height: int, width: int
 ) -> AugmentationDraws:
-    """Draw the augmentation of each sample of a batch. The values are the same on every device.
-
-    Parameters
-    ----------
-    key : BatchKey
-        Identifies the samples. The result is on the same device as ``key.rows``.
-    seed : int
-    augmentation : Augmentation
-    height, width : int
-        Size of the images in pixels.
-    """
+    """Draw the augmentation of each sample; the same on every device. The result is on the device of ``key.rows``."""
     count = _BOX + 4 * TRIES if augmentation.erase else _ERASE
     words = random_words(key, seed, count)
     flip = _chance(words[:, _FLIP], augmentation.flip)
@@ -249,14 +198,9 @@ def crop_and_flip(pixels: torch.Tensor, draws: AugmentationDraws) -> torch.Tenso
 
 
 def crop_and_flip_on_cpu(pixels: torch.Tensor, draws: AugmentationDraws, planar: bool) -> torch.Tensor:
-    """Do the same as `crop_and_flip` with one copy for each image, which is faster on a CPU.
+    """Do the same as `crop_and_flip` with one copy per image; contiguous, and (N, C, H, W) if `planar`.
 
-    It is twice as fast for images of 32 x 32 pixels, and 20 times as fast for 218 x 178.
-
-    Returns
-    -------
-    Tensor
-        uint8, contiguous: (N, C, H, W) if `planar`, else (N, H, W, C).
+    On a CPU it is twice as fast for images of 32 x 32 pixels, and 20 times as fast for 218 x 178.
     """
     count, height, width, channels = pixels.shape
     shape = (count, channels, height, width) if planar else (count, height, width, channels)

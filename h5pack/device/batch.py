@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import time
@@ -29,30 +30,15 @@ class BatchKey:
 
     The random numbers are then a pure function of (seed, epoch, row, repeat): the same on every device, for every batch
     size and number of ranks, and in a resumed run.
-
-    Attributes
-    ----------
-    rows : Tensor
-        int64, (N,), on the images' device: the index of each sample in the file's datasets.
-    epoch : int
-    repeats : int or Tensor
-        How many times each row was delivered before in this epoch: one number for all rows, or int64, (N,).
     """
 
-    rows: torch.Tensor
+    rows: torch.Tensor  # int64, (N,), on the images' device: the index of each sample in the file's datasets.
     epoch: int
-    repeats: int | torch.Tensor = 0
+    repeats: int | torch.Tensor = 0  # Earlier deliveries of each row in this epoch: one number, or int64, (N,).
 
 
 class EchoedBatch(list[Any]):
-    """A batch in list form that also records how many times it was delivered before, in the attribute `repeats`.
-
-    Parameters
-    ----------
-    elements : iterable
-    repeats : int or Tensor
-        One number for all rows, or int64, (N,). 0: this is the first delivery.
-    """
+    """A list whose attribute `repeats` says how often it was delivered before: one number, or int64, (N,)."""
 
     def __init__(self, elements: Iterable[Any] = (), repeats: int | torch.Tensor = 0) -> None:
         super().__init__(elements)
@@ -109,13 +95,13 @@ def repeats_of(batch: Any) -> int | torch.Tensor:
 @functools.cache
 def _marked_type(kind: type) -> type:
     """Return a subclass of a container type whose instances can have attributes."""
-    members = {"_unmarked_type": kind, "__reduce_ex__": _reduce, "__module__": __name__}
+
+    def reduce(batch: Any, _protocol: Any) -> tuple[Any, ...]:
+        # pickle cannot import classes that were created at run time, so let it call `mark` when it loads the batch.
+        return EchoedBatch.mark, (EchoedBatch.unmark(batch), batch.repeats)
+
+    members = {"_unmarked_type": kind, "__reduce_ex__": reduce, "__module__": __name__}
     return type(f"Echoed{kind.__name__}", (kind,), members)
-
-
-def _reduce(batch: Any, _protocol: Any) -> tuple[Any, ...]:
-    # pickle cannot import classes that were created at run time, so let it call `mark` when it loads the batch.
-    return EchoedBatch.mark, (EchoedBatch.unmark(batch), batch.repeats)
 
 
 def _copy_into(kind: type, batch: Any, repeats: int | torch.Tensor | None) -> Any:
@@ -131,10 +117,10 @@ def _copy_into(kind: type, batch: Any, repeats: int | torch.Tensor | None) -> An
         for key, value in batch.items():
             filled[key] = value
     attributes = {name: value for name, value in getattr(batch, "__dict__", {}).items() if name != _REPEATS}
+    if repeats is not None:
+        attributes[_REPEATS] = repeats
     if attributes:
         filled.__dict__.update(attributes)
-    if repeats is not None:
-        setattr(filled, _REPEATS, repeats)
     return filled
 
 
@@ -167,10 +153,7 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def batch_size_and_bytes(batch: Any) -> tuple[int | None, int]:
-    """Return the batch size and the bytes of all tensors.
-
-    The batch size is the length of the first tensor with at least one axis, or None if there is no such tensor.
-    """
+    """Return the length of the first tensor that has an axis (None if there is none) and the bytes of all tensors."""
     if isinstance(batch, torch.Tensor):
         return (batch.shape[0] if batch.dim() else None), batch.nbytes
     if not isinstance(batch, (list, tuple, Mapping)):
@@ -186,32 +169,14 @@ def batch_size_and_bytes(batch: Any) -> tuple[int | None, int]:
 
 
 def images_of(batch: Any, image_key: Hashable | None = None) -> torch.Tensor:
-    """Return the images of a batch.
-
-    Parameters
-    ----------
-    batch : Tensor, list, tuple or mapping
-    image_key : int or str, optional
-        Where the images are in the batch; see `DeviceFeed`.
-
-    Raises
-    ------
-    OptionsError
-        If there is no tensor at `image_key`.
-    """
-    images = batch
-    if not isinstance(batch, torch.Tensor):
-        try:
-            images = batch[_resolve_key(batch, image_key)]
-        except (LookupError, TypeError, ValueError) as error:
-            raise OptionsError(
-                f"no images at {image_key!r} in a batch of {_describe_batch(batch)}; give image_key",
-                parameters=("image_key",),
-            ) from error
+    """Return the images of a batch; raise OptionsError if there is no tensor at `image_key` (see `DeviceFeed`)."""
+    images = batch if isinstance(batch, torch.Tensor) else None
+    with contextlib.suppress(LookupError, TypeError, ValueError):
+        images = batch[_resolve_key(batch, image_key)] if images is None else images
     if not isinstance(images, torch.Tensor):
         raise OptionsError(
-            f"the images of a batch of {_describe_batch(batch)} are a {type(images).__name__}, not a tensor; give "
-            "image_key",
+            f"found no tensor of images in a batch of {_describe_batch(batch)} (image_key={image_key!r}); give the "
+            "index or key of the images as image_key",
             parameters=("image_key",),
         )
     return images
@@ -291,26 +256,10 @@ def _with_values(batch: Any, values: dict[Any, Any]) -> Any:
 
 
 class ImageTransform:
-    """A wrapper that applies a transform to the images of a batch.
+    """A wrapper that applies a transform to the images of a batch, with a `BatchKey` if the transform is `keyed`.
 
-    Parameters
-    ----------
-    transform : callable
-        Called with the images, and also with a `BatchKey` if its attribute `keyed` is true.
-    image_key : int or str, optional
-        Where the images are in a batch; see `DeviceFeed`.
-    dataset : optional
-        The dataset that the batches are read from, if known.
-
-    Attributes
-    ----------
-    seconds : float
-        Total time spent in calls of the transform so far.
-
-    Raises
-    ------
-    OptionsError
-        If the transform needs row numbers, but the dataset's batches do not contain them.
+    `seconds` is the total time spent in calls of the transform. `dataset`, if known, is where batches are read from.
+    Raises OptionsError if the transform needs row numbers, but the batches of the dataset have none.
     """
 
     def __init__(self, transform: Callable[..., Any], image_key: Hashable | None, dataset: Any = None) -> None:
@@ -321,16 +270,12 @@ class ImageTransform:
         self._image_key = image_key
         self._gives_rows = _gives_rows(dataset)
         if self.keyed and self._gives_rows is False:
-            raise OptionsError(f"{self._name} draws by row, and the dataset's batches have no rows; {_ADVICE}")
+            raise OptionsError(
+                f"the transform {self._name} needs row numbers, but the dataset's batches have none; {_ADVICE}"
+            )
 
     def __call__(self, batch: Any, epoch: int) -> Any:
-        """Return the batch with its images transformed.
-
-        Raises
-        ------
-        OptionsError
-            If the batch has no images, or if the transform needs row numbers and the batch has none.
-        """
+        """Return the batch with its images transformed; raise OptionsError without images or needed row numbers."""
         images = images_of(batch, self._image_key)
         with profiler_range("transform"):
             keys = (self._key(batch, images, epoch),) if self.keyed else ()
@@ -343,15 +288,15 @@ class ImageTransform:
         rows = rows_of(batch)
         if rows is None or rows is images or len(rows) != len(images):
             raise OptionsError(
-                f"{self._name} draws by row, and the batch has neither 'rows' nor {len(images)} row numbers, int64, as "
-                f"its last element; {_ADVICE}"
+                f"the transform {self._name} needs {len(images)} row numbers, int64, as the batch's 'rows' or last "
+                f"element; {_ADVICE}"
             )
         is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2 and not hasattr(batch, "_fields")
         if is_pair and not self._gives_rows:
             # Integer labels look like row numbers. Used as such, they would give all images of a class the same draws.
             raise OptionsError(
-                f"{self._name} draws by row, and the second of a batch's two elements may be labels; {_ADVICE}, or "
-                "give batches as dicts with 'rows'"
+                f"the transform {self._name} needs row numbers, but the second of the batch's two elements may be "
+                f"labels; {_ADVICE}, or make the batches dicts with the key 'rows'"
             )
         repeats = repeats_of(batch)
         if isinstance(repeats, torch.Tensor):

@@ -32,24 +32,13 @@ _NEWEST_SHARE = 0.2
 
 @dataclass
 class EchoState:
-    """The progress of an iteration over repeated batches. It holds neither batches nor threads.
-
-    Attributes
-    ----------
-    epoch : int
-    batch : int
-        The index within the epoch of the batch that is being repeated.
-    showing : int
-        How many times that batch has been delivered.
-    shown, fresh : int
-        Number of deliveries in this iteration, and how many of them were the first delivery of their batch.
-    """
+    """The progress of an iteration over repeated batches. It holds neither batches nor threads."""
 
     epoch: int = 0
-    batch: int = 0
-    showing: int = 0
-    shown: int = 0
-    fresh: int = 0
+    batch: int = 0  # The index within the epoch of the batch that is being repeated.
+    showing: int = 0  # How many times that batch has been delivered.
+    shown: int = 0  # How many batches, with repeats, this iteration has delivered.
+    fresh: int = 0  # How many of them were delivered for the first time.
 
 
 class EchoLoader(LoaderWrapper):
@@ -128,13 +117,7 @@ class EchoLoader(LoaderWrapper):
         return int(len(self.loader) * self.factor // 1)
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the next epoch.
-
-        Raises
-        ------
-        OptionsError
-            If `factor` is "auto" and there are several ranks.
-        """
+        """Begin the next epoch. Raises OptionsError if `factor` is "auto" and there are several ranks."""
         self._require_one_rank()
         # A DataLoader with persistent workers reuses a single iterator, which the previous thread may still be using.
         self.close()
@@ -191,8 +174,8 @@ class EchoLoader(LoaderWrapper):
         for name in {**settings, **saved}:
             if saved.get(name) != settings.get(name):
                 raise StateError(
-                    f"the state was saved with {name} {saved.get(name)!r}, and this EchoLoader has "
-                    f"{settings.get(name)!r}; resume with the same"
+                    f"the state was saved with {name}={saved.get(name)!r}, but this EchoLoader has "
+                    f"{name}={settings.get(name)!r}; use the same value to resume"
                 )
         super().load_state_dict(loader)
         self._loaded = loaded
@@ -213,19 +196,15 @@ class EchoLoader(LoaderWrapper):
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self.factor == _AUTO and distributed and torch.distributed.get_world_size() > 1:
             raise OptionsError(
-                "factor='auto' would give each rank another number of steps; give a number where there are several "
-                "ranks",
+                "factor='auto' would give each rank another number of steps; give a number in distributed training",
                 parameters=("factor='auto'",),
             )
 
 
 class _EchoIterator(BatchIterator):
-    """An iterator over one epoch of an EchoLoader; it updates `state` at each delivery.
+    """An iterator over one epoch of an EchoLoader that delivers a batch at most `max_showings` times.
 
-    Parameters
-    ----------
-    max_showings : int
-        The maximum number of times that a batch is delivered.
+    It updates `state` at each delivery.
     """
 
     def __init__(
@@ -284,10 +263,7 @@ class _FixedEcho(_EchoIterator):
 
 
 def showings(factor: Fraction, batch: int) -> int:
-    """Return how many times the batch with index `batch` is delivered.
-
-    The counts add up such that the first n batches are delivered ``floor(factor * n)`` times in total.
-    """
+    """Return how often the batch with this index is delivered; the first n add up to ``floor(factor * n)`` times."""
     return int((batch + 1) * factor // 1 - batch * factor // 1)
 
 
@@ -354,7 +330,7 @@ class _AdaptiveEcho(_EchoIterator):
         return item
 
     def _release(self) -> None:
-        # The thread itself closes the fetcher when it ends.
+        # The thread closes the fetcher when it ends.
         self._current = None
         self.thread.stop()
         self.thread.join()
@@ -403,9 +379,7 @@ def _to_fraction(factor: Any, max_factor: int) -> Fraction:
             exact = Fraction(factor if isinstance(factor, Rational) else float(factor))
             found = exact.limit_denominator(_MAX_DENOMINATOR) if exact >= 1 else None
     if found is None:
-        raise OptionsError(
-            f"factor is {factor!r}; it must be a number of at least 1, or 'auto'", parameters=("factor",)
-        )
+        raise OptionsError(f"factor is {factor!r}; give a number of at least 1, or 'auto'", parameters=("factor",))
     if found > max_factor:
         raise OptionsError(
             f"factor is {factor}, above max_factor={max_factor}; give a lower factor or a higher max_factor",

@@ -16,6 +16,7 @@ from h5pack.device.prefetch import CudaCopier, DevicePrefetcher, PrefetchThread
 from h5pack.device.profiling import profiler_range
 from h5pack.errors import OptionsError
 from h5pack.system.parameters import whole_number
+from h5pack.system.text import counted
 
 
 class DeviceFeed(LoaderWrapper):
@@ -173,17 +174,13 @@ class _DirectFetcher(Iterator[FetchedBatch]):
         return fetched
 
     def close(self) -> None:
-        """Drop the loader's iterator and close it if possible."""
         self._fetcher.close()
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
-    """Return the device to use, with an index if it is a CUDA device. None selects the default of `DeviceFeed`.
+    """Return the device to use, with an index if it is CUDA. None selects the default of `DeviceFeed`.
 
-    Raises
-    ------
-    OptionsError
-        If `device` is not a device, or if it is a CUDA device that does not exist.
+    Raises OptionsError if there is no such device.
     """
     if device is None:
         if not torch.cuda.is_available():
@@ -195,7 +192,8 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise OptionsError(
-            f"device={device!r} is not a device; give 'cpu', 'cuda' or 'cuda:0'", parameters=(f"device={device!r}",)
+            f"device={device!r} is not a torch device; give 'cpu', 'cuda' or 'cuda:0'",
+            parameters=(f"device={device!r}",),
         ) from error
     if found.type != "cuda":
         return found
@@ -207,7 +205,8 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
     if found.index >= torch.cuda.device_count():
         raise OptionsError(
-            f"{asked}: there are {torch.cuda.device_count()} CUDA devices, counted from 0", parameters=(asked,)
+            f"{asked} does not exist: torch finds {counted(torch.cuda.device_count(), 'CUDA device')}, numbered from 0",
+            parameters=(asked,),
         )
     return found
 

@@ -16,6 +16,7 @@ channel's plane.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import torch
@@ -48,29 +49,17 @@ def normalize(
 ) -> None:
     """Write the normalized and augmented images into `result` with one kernel launch.
 
-    Parameters
-    ----------
-    result : Tensor
-        float32, float16 or bfloat16, (N, C, H, W), dense in channels_last or contiguous order.
-    pixels : Tensor
-        uint8, (N, H, W, C), with any strides.
-    constants : Tensor
-        float32, (4, C), from `PixelScale.tensor`.
-    draws : AugmentationDraws, optional
-    augmentation : Augmentation
-        Says which of the draws to apply.
+    `result` is float, (N, C, H, W), dense in channels_last or contiguous order; `pixels` is uint8, (N, H, W, C), with
+    any strides; `constants` are float32, (4, C), from `PixelScale.tensor`. `augmentation` says which draws to apply.
     """
     if not result.numel():
         return
-    planar = not result.permute(0, 2, 3, 1).is_contiguous()
-    moves = draws is not None and augmentation.moves_pixels
-    erases = draws is not None and augmentation.erase > 0
-    device = torch.cuda.device(result.device) if result.is_cuda else contextlib.nullcontext()
-    with device:
-        if planar or moves or erases or not pixels.is_contiguous():
-            _launch_image(result, pixels, constants, draws, planar, moves, erases)
-        else:
+    is_flat = draws is None and pixels.is_contiguous() and result.permute(0, 2, 3, 1).is_contiguous()
+    with torch.cuda.device(result.device) if result.is_cuda else contextlib.nullcontext():
+        if is_flat:
             _launch_flat(result, pixels, constants)
+        else:
+            _launch_image(result, pixels, constants, draws, augmentation)
 
 
 def _launch_flat(result: torch.Tensor, pixels: torch.Tensor, constants: torch.Tensor) -> None:
@@ -101,10 +90,9 @@ def _launch_image(
     pixels: torch.Tensor,
     constants: torch.Tensor,
     draws: AugmentationDraws | None,
-    planar: bool,
-    moves: bool,
-    erases: bool,
+    augmentation: Augmentation,
 ) -> None:
+    planar = not result.permute(0, 2, 3, 1).is_contiguous()
     count, height, width, channels = pixels.shape
     lines, length = (channels * height, width) if planar else (height, width * channels)
     columns = min(triton.next_power_of_2(length), 256)
@@ -112,12 +100,12 @@ def _launch_image(
     across, down = triton.cdiv(length, columns), triton.cdiv(lines, rows)
     extent = sum(size * stride for size, stride in zip(pixels.shape[1:], pixels.stride()[1:], strict=True))
     # Without draws, the kernel does not read these arguments, so any tensor can be passed.
-    parts: Any = vars(draws) if draws is not None else dict.fromkeys(AugmentationDraws.__dataclass_fields__, constants)
+    drawn: Any = [constants] * len(dataclasses.fields(AugmentationDraws)) if draws is None else vars(draws).values()
     _image_kernel[(count * across * down,)](
         pixels,
         result,
         constants,
-        *(parts[name] for name in ("flip", "top", "left", "box_top", "box_left", "box_height", "box_width")),
+        *drawn,
         height,
         width,
         *pixels.stride(),
@@ -125,8 +113,8 @@ def _launch_image(
         down,
         CHANNELS=channels,
         PLANAR=planar,
-        MOVES=moves,
-        ERASES=erases,
+        MOVES=draws is not None and augmentation.moves_pixels,
+        ERASES=draws is not None and augmentation.erase > 0,
         FINE=result.dtype == torch.float32,
         WIDE=max(extent, lines * length) >= 1 << 31,
         ROWS=rows,

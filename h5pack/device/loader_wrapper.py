@@ -17,41 +17,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class FetchedBatch:
-    """A batch that was fetched from a loader, with its epoch and position.
-
-    Attributes
-    ----------
-    batch : Any
-    epoch : int
-    count : int
-        How many batches have been fetched in this iteration, including this one.
-    state : dict or None
-        The loader's state after this batch; None if it was not recorded.
-    """
+    """A batch that was fetched from a loader, with its epoch and position."""
 
     batch: Any
     epoch: int
-    count: int
-    state: dict[str, Any] | None = None
+    count: int  # How many batches have been fetched in this iteration, including this one.
+    state: dict[str, Any] | None  # The loader's state after this batch; None if it was not recorded.
 
 
 @dataclass
 class DeliveryCursor:
-    """The progress of the training step in an iteration. Batches that were only prefetched do not count.
+    """The progress of the training step in an iteration. Batches that were only prefetched do not count."""
 
-    Attributes
-    ----------
-    iteration : int
-        The number of the iteration, counted from 0. It serves as the epoch if the loader does not count epochs.
-    delivered : int
-        How many batches the step has received.
-    state : dict or None
-        The loader's state after the last batch that the step received; None if it was not recorded.
-    """
-
-    iteration: int
-    delivered: int = 0
-    state: dict[str, Any] | None = None
+    iteration: int  # Counted from 0. It serves as the epoch if the loader does not count epochs.
+    delivered: int  # How many batches the step has received.
+    state: dict[str, Any] | None  # The loader's state after the last of them; None if it was not recorded.
 
     def advance(self, fetched: FetchedBatch) -> None:
         """Record that the step has received this batch."""
@@ -63,21 +43,13 @@ class LoaderWrapper:
 
     The state and the epoch are those of the loader, or those of its sampler if it is a DataLoader. If neither counts
     epochs, the wrapper counts iterations from 0 and uses that number as the epoch.
-
-    Parameters
-    ----------
-    loader : iterable of batches
-
-    Raises
-    ------
-    OptionsError
-        If `loader` is not iterable.
     """
 
     def __init__(self, loader: Any) -> None:
         if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
             raise OptionsError(
-                f"a {type(loader).__name__} gives no batches; give an H5Loader, a DataLoader or the like"
+                f"the loader is a {type(loader).__name__}, which is not iterable; give an H5Loader, a DataLoader or "
+                "another iterable of batches"
             )
         self.loader = loader
         self._iteration = 0
@@ -101,13 +73,7 @@ class LoaderWrapper:
 
     @property
     def dataset(self) -> Any:
-        """The loader's dataset.
-
-        Raises
-        ------
-        AttributeError
-            If the loader has no dataset.
-        """
+        """The loader's dataset. Raises AttributeError if it has none."""
         found = first_attribute(layers_of(self.loader), "dataset")
         if found is None:
             raise AttributeError(f"a {type(self.loader).__name__} has no dataset")
@@ -173,10 +139,7 @@ class LoaderWrapper:
     def _begin(self, *, record: bool) -> tuple[DeliveryCursor, BatchFetcher]:
         """Begin an iteration of the loader; return its cursor and its fetcher.
 
-        Parameters
-        ----------
-        record : bool
-            Whether to record the loader's state with each batch. A wrapper that fetches more than it delivers needs it.
+        A wrapper that fetches more than it delivers must have the loader's state recorded with each batch (`record`).
         """
         sampler_epoch = self._sampler_epoch()
         if sampler_epoch != self._seen_epoch and sampler_epoch is not None:
@@ -221,26 +184,28 @@ class LoaderWrapper:
             if sampler is not None:
                 yield sampler
 
-    def _counts_epochs(self, one: Any) -> bool:
-        """Return whether a loader or sampler moves to the next epoch by itself. A DistributedSampler does not."""
-        return one is self.loader or isinstance(one, (BatchOrder, ChunkSampler))
-
     def _known_epoch(self) -> int | None:
         """Return the epoch as counted by the loader or its sampler; None if neither counts epochs."""
-        found = (getattr(one, "epoch", None) for one in self._loader_and_samplers() if self._counts_epochs(one))
-        return next((epoch for epoch in found if isinstance(epoch, int)), None)
+        return self._epoch_of(counting=True)
 
     def _sampler_epoch(self) -> int | None:
         """Return the epoch of a sampler that relies on the user to call set_epoch; None without such a sampler."""
-        found = (getattr(one, "epoch", None) for one in self._loader_and_samplers() if not self._counts_epochs(one))
-        return next((epoch for epoch in found if isinstance(epoch, int)), None)
+        return self._epoch_of(counting=False)
+
+    def _epoch_of(self, *, counting: bool) -> int | None:
+        for one in self._loader_and_samplers():
+            # torch's DistributedSampler does not move to the next epoch by itself.
+            counts = one is self.loader or isinstance(one, (BatchOrder, ChunkSampler))
+            if counts is counting and isinstance(epoch := getattr(one, "epoch", None), int):
+                return epoch
+        return None
 
     def _stateful_sampler(self) -> BatchOrder | ChunkSampler:
         for one in self._loader_and_samplers():
             if isinstance(one, (BatchOrder, ChunkSampler)):
                 return one
         raise StateError(
-            f"a {type(self.loader).__name__} keeps no state, and has no sampler that does; use an H5Loader, a "
+            f"neither the {type(self.loader).__name__} nor a sampler of it keeps a state; use an H5Loader, a "
             "StatefulDataLoader, or a DataLoader with batch_sampler=ChunkBatchSampler(...)"
         )
 
@@ -254,18 +219,7 @@ class LoaderWrapper:
 
 
 class BatchFetcher:
-    """A fetcher of the batches of one iteration of a wrapped loader. Only one thread at a time may use it.
-
-    Parameters
-    ----------
-    wrapper : LoaderWrapper
-    iterator : iterator
-        The iterator of the wrapped loader.
-    iteration : int
-        The number of the iteration. It serves as the epoch if the loader does not count epochs.
-    record : bool
-        Whether to record the loader's state with each batch.
-    """
+    """A fetcher of the batches of one iteration of a wrapped loader. Only one thread at a time may use it."""
 
     def __init__(self, wrapper: LoaderWrapper, iterator: Iterator[Any], iteration: int, record: bool) -> None:
         self._wrapper, self._iterator, self._iteration, self._record = wrapper, iterator, iteration, record
@@ -273,13 +227,7 @@ class BatchFetcher:
         self._epoch: int | None = None
 
     def fetch(self) -> FetchedBatch:
-        """Return the next batch.
-
-        Raises
-        ------
-        StopIteration
-            If there are no more batches.
-        """
+        """Return the next batch; raise StopIteration if there are no more."""
         batch = next(self._iterator)
         self._count += 1
         state = self._wrapper._loader_state() if self._record else None

@@ -189,7 +189,6 @@ class Normalize:
         -------
         Tensor
             (N, C, H, W), of `dtype`, on the same device.
-
         """
         pixels = self._pixels(images)
         _, height, width, channels = pixels.shape

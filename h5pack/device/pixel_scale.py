@@ -51,10 +51,7 @@ class PixelScale:
         return cls(*(tuple(part.tolist()) for part in parts))
 
     def tensor(self, device: torch.device, channels: int) -> torch.Tensor:
-        """Return centre, coarse, fine and bias as one tensor: float32, (4, channels).
-
-        Constants for a single channel are repeated for all channels.
-        """
+        """Return centre, coarse, fine and bias, float32 (4, channels); those of a single channel serve all channels."""
         rows = (self.centre, self.coarse, self.fine, self.bias)
         values = [list(row) if len(row) > 1 else list(row) * channels for row in rows]
         return torch.tensor(values, dtype=torch.float32, device=device)
@@ -68,16 +65,9 @@ def _leading_bits(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def scale_whole(pixels: torch.Tensor, constants: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return scaled pixels, computed for the whole batch at once by torch operations that ``torch.compile`` can fuse.
+    """Return scaled pixels, (N, H, W, C) like the uint8 `pixels`, by operations that ``torch.compile`` can fuse.
 
-    Parameters
-    ----------
-    pixels : Tensor
-        uint8, (N, H, W, C).
-    constants : Tensor
-        float32, (4, C), from `PixelScale.tensor`.
-    dtype : torch.dtype
-        Type of the result, whose shape is (N, H, W, C).
+    `constants` are float32, (4, C), from `PixelScale.tensor`.
     """
     centre, coarse, fine, bias = constants
     steps = pixels - centre
@@ -88,14 +78,8 @@ def scale_whole(pixels: torch.Tensor, constants: torch.Tensor, dtype: torch.dtyp
 def scale_into(out: torch.Tensor, pixels: torch.Tensor, constants: torch.Tensor, planar: bool) -> None:
     """Write scaled pixels into `out`, block by block, so that temporaries stay in the CPU's cache.
 
-    Parameters
-    ----------
-    out : Tensor
-        Contiguous float32, float16 or bfloat16: (N, H, W, C), or (N, C, H, W) if `planar`.
-    pixels : Tensor
-        uint8, contiguous, with the same shape as `out`.
-    constants : Tensor
-        float32, (4, C), from `PixelScale.tensor`.
+    `out` (floats) and `pixels` (uint8) are contiguous and have the same shape: (N, H, W, C), or (N, C, H, W) if
+    `planar`. `constants` are float32, (4, C), from `PixelScale.tensor`.
     """
     count, height, width, channels = out.shape if not planar else [out.shape[axis] for axis in (0, 2, 3, 1)]
     planes, row = (channels, width) if planar else (1, width * channels)

@@ -38,17 +38,9 @@ class EndOfBatches:
 
 
 class PrefetchThread(BackgroundThreads):
-    """A thread that fetches batches and queues them.
+    """A thread that fetches batches and queues them; at most `max_batches` are being fetched or waiting for `get`.
 
-    Parameters
-    ----------
-    fetcher : BatchFetcher
-    enter : callable
-        Called once in the thread, before the first batch is fetched.
-    prepare : callable
-        Called in the thread with each batch; returns the object to queue.
-    max_batches : int
-        Maximum number of batches that are being fetched or waiting for `get`.
+    The thread calls `enter` before the first fetch, and `prepare` with each batch, whose result it queues.
     """
 
     def __init__(
@@ -108,12 +100,7 @@ class PrefetchThread(BackgroundThreads):
 class DevicePrefetcher(Iterator[FetchedBatch]):
     """An iterator over batches that are copied and transformed before the consumer requests them.
 
-    Parameters
-    ----------
-    fetcher : BatchFetcher
-    copier : CudaCopier
-    prefetch_factor : int
-        How many batches are launched in addition to the delivered one. As many more wait in host memory.
+    `prefetch_factor` batches are launched in addition to the delivered one, and as many more wait in host memory.
     """
 
     def __init__(self, fetcher: BatchFetcher, copier: CudaCopier, prefetch_factor: int) -> None:
@@ -146,10 +133,7 @@ class DevicePrefetcher(Iterator[FetchedBatch]):
         self._finalizer.detach()
 
     def _launch_one(self) -> bool:
-        """Launch the next batch, or record the end of the iteration.
-
-        Wait for the batch only if no other batch is launched; otherwise return False if it is not ready.
-        """
+        """Launch the next batch, or record the end. Return False if it is not ready and others are launched."""
         if self._launched:
             item = self.thread.get(wait=False)
         else:
@@ -191,13 +175,7 @@ class CudaCopier:
 
     The host never waits for the device. torch's allocator of pinned memory reuses host memory only after the copies
     from it are done. Device memory is allocated on the copier's stream. `record_stream` is called for the consumer's
-    stream, so that the memory is not reused before the consumer's work on it is done.
-
-    Parameters
-    ----------
-    device : torch.device
-        A CUDA device with an index.
-    transform : ImageTransform, optional
+    stream, so that the memory is not reused before the consumer's work on it is done. `device` must have an index.
     """
 
     def __init__(self, device: torch.device, transform: ImageTransform | None) -> None:

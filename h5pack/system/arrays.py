@@ -11,18 +11,9 @@ _MASK = (1 << 64) - 1
 
 
 def run_edges(breaks: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Return the edges of the runs into which `breaks` divides n items, where n is ``len(breaks) + 1``.
+    """Return the edges of runs of n items, int64 (runs + 1,): run i has the items ``edges[i]`` to ``edges[i + 1] - 1``.
 
-    Parameters
-    ----------
-    breaks : ndarray
-        bool, (n - 1,): whether item i + 1 begins a new run.
-
-    Returns
-    -------
-    ndarray
-        int64, (runs + 1,): run i consists of the items ``edges[i]`` to ``edges[i + 1] - 1``. The first edge is 0, the
-        last is n.
+    `breaks`, bool (n - 1,), says whether item i + 1 begins a new run. The first edge is 0, the last is n.
     """
     cuts = np.flatnonzero(breaks)
     edges = np.empty(len(cuts) + 2, np.int64)
@@ -37,22 +28,14 @@ def equal_runs(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def consecutive_runs(*columns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the edges of the runs in which every column increases by one from item to item; ``[0]`` for no values.
+    """Return the edges, as of `run_edges`, of the runs in which every column, int64 (n,), increases by one.
 
-    Parameters
-    ----------
-    columns : ndarray
-        One or more arrays, int64 (n,).
-
-    Returns
-    -------
-    ndarray
-        int64, (runs + 1,); see `run_edges`.
+    The result is ``[0]`` for no values.
     """
     if not len(columns[0]):
         return np.zeros(1, np.int64)
-    breaks = np.zeros(len(columns[0]) - 1, np.bool_)
-    for values in columns:
+    breaks = np.diff(columns[0]) != 1
+    for values in columns[1:]:
         breaks |= np.diff(values) != 1
     return run_edges(breaks)
 
@@ -87,21 +70,10 @@ def hash_sequence(count: int, key: int) -> npt.NDArray[np.uint64]:
 
 
 def shuffled(count: int, key: int) -> npt.NDArray[np.int64]:
-    """Return a pseudorandom permutation of 0..count-1 that does not depend on the versions of h5pack and NumPy.
+    """Return a permutation of 0..count-1, int64, that depends on the 64-bit seed `key` but on no version of NumPy.
 
-    ``Generator.permutation`` is not used, because NumPy may change its results between releases. Instead, each number
-    is stored in the low bits of a uint64 with 64 - log2(count) hashed bits above it, and these values are sorted.
-
-    Parameters
-    ----------
-    count : int
-    key : int
-        The seed, 64 bits.
-
-    Returns
-    -------
-    ndarray
-        int64, (count,).
+    NumPy may change the results of ``Generator.permutation`` between releases. Therefore each number is stored in the
+    low bits of a uint64 with 64 - log2(count) hashed bits above it, and these values are sorted.
     """
     bits = np.uint64(max(count - 1, 0).bit_length())
     keys = hash_sequence(count, key)

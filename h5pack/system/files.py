@@ -106,25 +106,14 @@ def require_writable(folder: Path) -> None:
     if not folder.is_dir():
         raise SourceError(f"{folder}: no such folder for the output; make it first", path=folder)
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise SourceError(f"{folder}: no permission to write there; choose another folder", path=folder)
+        raise SourceError(f"{folder}: no permission to create files in this folder; choose another", path=folder)
 
 
 def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool | None:
-    """Lock an open file with flock.
+    """Lock an open file with flock, exclusively unless `shared`. If `wait`, wait until the lock is free.
 
-    Parameters
-    ----------
-    descriptor : int
-    shared : bool
-        Take a shared lock instead of an exclusive one.
-    wait : bool
-        Wait until the lock is free.
-
-    Returns
-    -------
-    bool or None
-        True if the file is now locked; False if another process holds a conflicting lock; None if the system or the
-        file system has no such locks, such as some network file systems.
+    Returns True if the file is now locked, False if another process holds a conflicting lock, and None if the system or
+    the file system (such as some network file systems) has no such locks.
     """
     try:
         import fcntl
@@ -145,28 +134,15 @@ def is_locked(path: Path) -> bool:
         return lock(stream.fileno(), shared=True) is False
 
 
-def open_locked(path: Path, busy: str, flags: int = 0) -> int:
+def open_locked(path: Path, busy: str) -> int:
     """Open a file, creating it if it does not exist, lock it exclusively, and return its descriptor.
 
-    On file systems without locks (see `lock`), the file is opened without one, so a second writer is not noticed.
-
-    Parameters
-    ----------
-    path : Path
-    busy : str
-        The error message if another process holds the lock.
-    flags : int
-        Flags for ``os.open`` in addition to ``O_RDWR``, ``O_CREAT`` and ``O_CLOEXEC``.
-
-    Raises
-    ------
-    OutputBusyError
-        If another process still holds the lock after 3 seconds, which is longer than the workers of a killed process
-        need to exit.
+    Raises OutputBusyError with the message `busy` if another process still holds the lock after 3 seconds. On file
+    systems without locks (see `lock`), the file is opened without one, so a second writer is not noticed.
     """
     deadline = time.monotonic() + _LOCK_WAIT_SECONDS
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         locked = lock(descriptor)
         if locked is None:
             return descriptor

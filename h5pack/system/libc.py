@@ -9,15 +9,9 @@ from typing import Any
 
 
 def libc_function(name: str, result: Any, *arguments: Any) -> Callable[..., Any] | None:
-    """Return a function of the C library, or None if the C library does not have it.
+    """Return a function of the C library with these ctypes types, or None if the C library does not have it.
 
     Calls of the function release the GIL. After a failed call, `raise_errno` raises the corresponding OSError.
-
-    Parameters
-    ----------
-    name : str
-    result, arguments : ctypes type
-        Types of the function's result and of its arguments.
     """
     try:
         # Indexing, unlike attribute access, creates a new object, so argument types set elsewhere are not overwritten.

@@ -18,24 +18,15 @@ _PACKAGES = ("h5pack", "h5py", "numpy", "torch", "pillow", "simplejpeg", "isal")
 
 
 def available_cpus(cgroup_root: Path = _CGROUP_ROOT, cgroup_self: Path = _CGROUP_SELF) -> int:
-    """Return the number of CPUs that this process may use, which may be fewer than the machine's cores.
+    """Return the number of CPUs that this process may use, which may be fewer than the machine's cores; at least 1.
 
-    The result is the smaller of the number of CPUs in its affinity mask (set by taskset or SLURM) and the CPU quota of
-    its control groups (set for containers), rounded up.
-
-    Parameters
-    ----------
-    cgroup_root, cgroup_self : Path
-        The folder where control groups are mounted and the file that lists this process's groups; tests pass others.
-
-    Returns
-    -------
-    int
-        At least 1.
+    It is the smaller of the number of CPUs in the affinity mask (set by taskset or SLURM) and the lowest CPU quota of
+    the process's control groups (set for containers), rounded up. Tests pass other paths.
     """
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup_quota(cgroup_root, cgroup_self)
-    return max(1, min(affinity, math.ceil(quota)) if quota is not None else affinity)
+    cpus = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
+    for group in _cgroups(cgroup_self):
+        cpus += _v2_quota(cgroup_root / group) + _v1_quota(cgroup_root / "cpu" / group)
+    return max(1, min(cpus))
 
 
 def available_memory(
@@ -43,26 +34,14 @@ def available_memory(
 ) -> int:
     """Return the number of bytes of memory that this process may still allocate without swapping.
 
-    The result is the smaller of the machine's available memory and what remains below the limits of this process's
-    control groups. Pages of the page cache that the kernel can drop count as available.
-
-    Parameters
-    ----------
-    cgroup_root, cgroup_self, meminfo : Path
-        The folder where control groups are mounted, the file that lists this process's groups, and the file that
-        describes the machine's memory; tests pass others.
+    It is the smaller of the machine's available memory and what remains below the limits of the process's control
+    groups. Pages of the page cache that the kernel can drop count as available. Tests pass other paths.
     """
     left = [_meminfo_available(meminfo)]
     for group in _cgroups(cgroup_self):
-        for folder in (group, *group.parents):
-            inside = str(folder).lstrip("/")
-            left += _memory_left(cgroup_root / inside, "memory.max", "memory.current", "inactive_file")
-            left += _memory_left(
-                cgroup_root / "memory" / inside,
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            )
+        left += _memory_left(cgroup_root / group, "memory.max", "memory.current", "inactive_file")
+        v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        left += _memory_left(cgroup_root / "memory" / group, *v1)
     return max(0, min(left))
 
 
@@ -74,11 +53,12 @@ def free_bytes(folder: str | os.PathLike[str]) -> int:
 
 def machine_facts(folder: Path) -> dict[str, Any]:
     """Return a JSON-serializable description of the machine and of the file system that contains `folder`."""
+    cpu = _cpu_info()
     return {
-        "processor": _first_value("/proc/cpuinfo", "model name") or platform.processor(),
+        "processor": cpu.get("model name") or platform.processor(),
         "cpus": available_cpus(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
-        "virtual": "hypervisor" in (_first_value("/proc/cpuinfo", "flags") or ""),
+        "virtual": "hypervisor" in cpu.get("flags", ""),
         "file_system": file_system_type(folder),
         "kernel": platform.release(),
         "python": platform.python_version(),
@@ -86,37 +66,31 @@ def machine_facts(folder: Path) -> dict[str, Any]:
     }
 
 
-def _cgroup_quota(root: Path, membership: Path) -> float | None:
-    """Return the lowest CPU quota of this process's control groups and their parents, in CPUs; None if unlimited."""
-    quotas: list[float] = []
-    for group in _cgroups(membership):
-        for folder in (group, *group.parents):
-            quotas += _v2_quota(root / str(folder).lstrip("/")) + _v1_quota(root / "cpu" / str(folder).lstrip("/"))
-    return min(quotas) if quotas else None
-
-
-def _cgroups(membership: Path) -> list[Path]:
+def _cgroups(membership: Path) -> list[str]:
+    """Return this process's control groups and their parents, as paths below the mount; limits of any of them hold."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
-        return [Path("/")]
-    groups = [Path(parts[2]) for parts in (line.split(":", 2) for line in lines) if len(parts) == 3]
-    return groups or [Path("/")]
+        lines = []
+    groups = [Path(parts[2]) for parts in (line.split(":", 2) for line in lines) if len(parts) == 3] or [Path("/")]
+    return [str(folder).lstrip("/") for group in groups for folder in (group, *group.parents)]
 
 
-def _v2_quota(folder: Path) -> list[float]:
+def _v2_quota(folder: Path) -> list[int]:
+    """Return the CPUs, rounded up, that cgroup version 2 allows; [] if there is no limit."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()[:2]
-        return [] if quota == "max" else [int(quota) / int(period)]
+        return [] if quota == "max" else [math.ceil(int(quota) / int(period))]
     except (OSError, ValueError, ZeroDivisionError):
         return []
 
 
-def _v1_quota(folder: Path) -> list[float]:
+def _v1_quota(folder: Path) -> list[int]:
+    """Return the CPUs, rounded up, that cgroup version 1 allows; [] if there is no limit."""
     try:
         quota = int((folder / "cpu.cfs_quota_us").read_text())
         period = int((folder / "cpu.cfs_period_us").read_text())
-        return [] if quota <= 0 else [quota / period]
+        return [] if quota <= 0 else [math.ceil(quota / period)]
     except (OSError, ValueError, ZeroDivisionError):
         return []
 
@@ -132,17 +106,14 @@ def _meminfo_available(meminfo: Path) -> int:
 
 
 def _memory_left(folder: Path, limit: str, usage: str, droppable: str) -> list[int]:
+    """Return the bytes left below a control group's limit; [] without a limit. The arguments are its files' names."""
     try:
         maximum = (folder / limit).read_text().strip()
-        used = int((folder / usage).read_text())
         if maximum == "max":
             return []
-        dropped = 0
-        for line in (folder / "memory.stat").read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == droppable:
-                dropped = int(value)
-        return [int(maximum) - used + dropped]
+        used = int((folder / usage).read_text())
+        stat = dict(line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines())
+        return [int(maximum) - used + int(stat.get(droppable, 0))]
     except (OSError, ValueError):
         return []
 
@@ -154,9 +125,10 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _first_value(path: str, key: str) -> str | None:
+def _cpu_info() -> dict[str, str]:
+    """Return what the system says about the first CPU; {} where there is no /proc."""
     try:
-        lines = Path(path).read_text().splitlines()
+        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)
+        return {}
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}

@@ -45,14 +45,8 @@ def open_executor(
 ) -> Iterator[concurrent.futures.Executor]:
     """Open an executor of worker processes, or of this process if `num_workers` is 1.
 
-    Parameters
-    ----------
-    num_workers : int
-    start_method : str or None
-        Start method of multiprocessing; None to let `choose_start_method` decide.
-    shared_object : object
-        The object that `shared` returns inside tasks. With fork the workers inherit it, else it is pickled once per
-        worker.
+    If `start_method` is None, `choose_start_method` decides. Inside tasks `shared` returns `shared_object`; workers
+    inherit it with fork, and otherwise it is pickled once per worker.
     """
     global _shared
     if num_workers == 1:
@@ -92,27 +86,11 @@ def run(
     *,
     ordered: bool = False,
 ) -> Iterator[Result]:
-    """Run `function` for each task, at most `in_flight` at a time, and yield the results as they become available.
+    """Run `function` for each task, and yield the results as they become available, or in order if `ordered`.
 
-    A task is taken from the iterable only when it can be submitted, so memory does not grow with the number of tasks.
-
-    Parameters
-    ----------
-    executor : Executor
-    function : callable
-        A module-level function, so that it can be pickled.
-    tasks : iterable
-    in_flight : int
-        Maximum number of tasks that are submitted and whose results have not been yielded.
-    describe : callable
-        Returns a description of a task for the error message if a worker dies.
-    ordered : bool
-        Yield results in the order of the tasks. A result that waits for an earlier one counts as in flight.
-
-    Raises
-    ------
-    WorkerError
-        If a worker process died.
+    At most `in_flight` tasks are submitted whose results have not been yielded. A task is taken from the iterable only
+    when it can be submitted, so memory does not grow with the number of tasks. `function` must be picklable. Raises
+    WorkerError, with descriptions of tasks by `describe`, if a worker process died.
     """
     pending: dict[concurrent.futures.Future[Result], Task] = {}
     source = iter(tasks)
@@ -142,8 +120,8 @@ def run(
     except BrokenProcessPool as error:
         busy = "; ".join(describe(task) for task in list(pending.values())[:4])
         raise WorkerError(
-            f"a worker process died, killed for memory or crashed in a decoder, near {busy}; look at 'dmesg', lower "
-            'num_workers, then continue with resume=True (in a script, guard the call with if __name__ == "__main__":)',
+            f"a worker process died near {busy}: out of memory, or a decoder crashed. See 'dmesg', lower num_workers, "
+            'and continue with resume=True (in a script, guard the call with if __name__ == "__main__":)',
             parameters=("num_workers", "resume=True"),
         ) from error
 
