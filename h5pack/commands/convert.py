@@ -8,6 +8,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from h5pack.commands.arguments import add_hdf5, comma_parts
+from h5pack.errors import OptionsError
 from h5pack.system.text import counted
 
 
@@ -61,7 +62,7 @@ def _add_layout(convert: argparse.ArgumentParser) -> None:
     file = convert.add_argument_group("file layout")
     file.add_argument("--order", metavar="ORDER", help="shuffled (default) or sorted")
     file.add_argument("--seed", type=int, metavar="N", help="seed of the shuffled order (default 0)")
-    file.add_argument("--chunk-rows", type=_chunk_rows, metavar="N", help="rows per chunk, or auto (default)")
+    file.add_argument("--chunk-rows", metavar="N", help="rows per chunk, or auto (default)")
     file.add_argument("--chunk-bytes", metavar="SIZE", help="bytes per chunk, such as 4MiB")
     file.add_argument(
         "--compression",
@@ -131,9 +132,14 @@ def _keywords(arguments: argparse.Namespace) -> dict[str, Any]:
     from h5pack.pack.options import ConvertOptions
 
     values = {field.name: getattr(arguments, field.name) for field in fields(ConvertOptions)}
+    values["chunk_rows"] = _chunk_rows(arguments.chunk_rows)
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _chunk_rows(text: str) -> int | str | None:
-    """Return the number, or None for "auto". Return other text unchanged; the check of all options rejects it."""
-    return None if text == "auto" else int(text) if text.isdigit() else text
+def _chunk_rows(text: str | None) -> int | None:
+    if text is None or text == "auto":
+        return None
+    if not text.isdigit():
+        fragment = f"chunk_rows={text!r}"
+        raise OptionsError(f"{fragment} is neither a whole number nor auto", parameters=(fragment,))
+    return int(text)

@@ -27,18 +27,7 @@ crc32: Callable[..., int] = _fastest_crc32()
 
 
 def row_checksums(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
-    """Return the CRC-32 of each row's bytes.
-
-    Parameters
-    ----------
-    rows : ndarray, (n, ...)
-        Rows along axis 0, of any dtype.
-
-    Returns
-    -------
-    ndarray
-        uint32, (n,).
-    """
+    """Return uint32 (n,) CRC-32 of the bytes of rows, any dtype (n, ...)."""
     rows = np.ascontiguousarray(rows)
     flat = rows.reshape(len(rows), math.prod(rows.shape[1:])).view(np.uint8)
     return np.fromiter((crc32(row) for row in flat), dtype=np.uint32, count=len(rows))

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from h5pack.errors import OptionsError
 from h5pack.format import schema
 
 DEFAULT_CHUNK_BYTES = 4 * 1024 * 1024
@@ -23,49 +22,27 @@ A pack has fewer chunks if they would otherwise be too small to start on page bo
 """
 
 _MAX_NSLOTS = 4_194_304
-_HDF5_MAX_CHUNK_BYTES = 2**32 - 1
+HDF5_MAX_CHUNK_BYTES = 2**32 - 1
+"""The largest chunk, in bytes as stored, that HDF5 1.10 reads."""
 
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """The division of a dataset's rows into chunks.
+    """The division of a dataset's rows into chunks."""
 
-    Attributes
-    ----------
-    rows : int
-        Rows per chunk.
-    bytes : int
-        Bytes per chunk.
-    count : int
-        Number of chunks of the dataset; the last one may be partly filled.
-    """
-
-    rows: int
-    bytes: int
-    count: int
+    rows: int  # per chunk
+    bytes: int  # per chunk
+    count: int  # of the dataset; the last chunk may be partly filled
 
 
 @dataclass(frozen=True)
 class CachePlan:
-    """Settings of HDF5's raw data chunk cache (rdcc) for one open dataset.
+    """Settings of HDF5's raw data chunk cache (rdcc) for one open dataset."""
 
-    Attributes
-    ----------
-    nbytes : int
-        Capacity of the cache in bytes. 0 switches it off, so that HDF5 reads only the selected rows of an unfiltered
-        dataset.
-    nslots : int
-        Number of hash slots. Each one has room for one chunk, so of two chunks with the same slot one is evicted.
-    w0 : float
-        HDF5's preemption policy, 0 to 1: with 1, chunks that were read completely are evicted first.
-    reason : str
-        Explanation of this choice.
-    """
-
-    nbytes: int
-    nslots: int
-    w0: float
-    reason: str
+    nbytes: int  # 0: no cache, HDF5 reads only the selected rows of an unfiltered dataset
+    nslots: int  # hash slots for one chunk each; of two chunks with the same slot one is evicted
+    w0: float  # 0 to 1; with 1, chunks that were read completely are evicted first
+    reason: str  # why, for reports
 
 
 def plan_chunks(
@@ -75,39 +52,12 @@ def plan_chunks(
     chunk_rows: int | None = None,
     chunk_bytes: int | None = None,
 ) -> ChunkPlan:
-    """Choose the number of rows per chunk.
+    """Choose the number of rows per chunk: `chunk_rows`, or as many (at least one) as fit into `chunk_bytes`.
 
     By default, a chunk has as many rows as fit into `DEFAULT_CHUNK_BYTES`, but at most ceil(`n_rows` / `MIN_CHUNKS`)
     rows. However, it always has at least `schema.ALIGNMENT_THRESHOLD_BYTES` bytes, because smaller chunks would not
     start on a page boundary.
-
-    Parameters
-    ----------
-    n_rows : int
-        Number of rows of the dataset.
-    row_bytes : int
-        Bytes per row.
-    chunk_rows : int, optional
-        Use exactly this many rows per chunk.
-    chunk_bytes : int, optional
-        Use as many rows per chunk as fit into this many bytes (at least one).
-
-    Returns
-    -------
-    ChunkPlan
-
-    Raises
-    ------
-    OptionsError
-        If both are given, one is not positive, or a chunk would reach HDF5's limit of 4 GiB.
     """
-    if chunk_rows is not None and chunk_bytes is not None:
-        raise OptionsError(
-            "chunk_rows and chunk_bytes are given; give one of them", parameters=("chunk_rows", "chunk_bytes")
-        )
-    for name, value in (("chunk_rows", chunk_rows), ("chunk_bytes", chunk_bytes)):
-        if value is not None and value < 1:
-            raise OptionsError(f"{name}={value}; it must be at least 1", parameters=(f"{name}={value}",))
     if chunk_rows is not None:
         rows = chunk_rows
     elif chunk_bytes is not None:
@@ -116,12 +66,6 @@ def plan_chunks(
         aligned = math.ceil(schema.ALIGNMENT_THRESHOLD_BYTES / row_bytes)
         many = math.ceil(n_rows / MIN_CHUNKS)
         rows = max(1, aligned, min(DEFAULT_CHUNK_BYTES // row_bytes, many))
-    if rows * row_bytes > _HDF5_MAX_CHUNK_BYTES:
-        raise OptionsError(
-            f"a chunk of {rows} rows x {row_bytes} bytes is {rows * row_bytes:,} bytes; HDF5 1.10 reads chunks "
-            "below 4 GiB; lower chunk_rows or the size of the images",
-            parameters=("chunk_rows",),
-        )
     return ChunkPlan(rows=rows, bytes=rows * row_bytes, count=math.ceil(n_rows / rows))
 
 
@@ -133,28 +77,15 @@ def plan_cache(
     filtered: bool,
     window: int | None = None,
 ) -> CachePlan:
-    """Choose the chunk cache settings (rdcc) for reading rows of a chunked dataset through the HDF5 library.
+    """Choose the chunk cache settings for reading rows (axis 0) of a chunked dataset through the HDF5 library.
 
     An unfiltered dataset needs no cache. Reading 300 random rows of a 2,000-row dataset, HDF5 1.x's default cache read
     84 times as many bytes as requested, and ``nbytes=0`` only the requested ones. A filtered dataset needs a cache with
     room for every chunk in use, because a chunk that does not fit is read and decoded again for every row. With fewer
     slots than chunks, two chunks in use can evict each other.
 
-    Parameters
-    ----------
-    shape, chunks : sequence of int
-        The shapes of the dataset and of its chunks; axis 0 is the row.
-    itemsize : int
-        Bytes per element.
-    filtered : bool
-        Whether the dataset has filters (compression, checksums).
-    window : int, optional
-        Number of row-chunks (positions of chunks along axis 0) in use at once if rows are read in the order of a
-        shuffle window. None if rows are read in any order.
-
-    Returns
-    -------
-    CachePlan
+    `window` is the number of row-chunks (positions of chunks along axis 0) in use at once if rows are read in the order
+    of a shuffle window, None if rows are read in any order.
     """
     chunk_bytes = math.prod(chunks) * itemsize
     nslots = _hash_range(shape, chunks)
@@ -175,8 +106,7 @@ def _hash_range(shape: Sequence[int], chunks: Sequence[int]) -> int:
     """Return a number of hash slots with which no two chunks of a dataset collide, limited to `_MAX_NSLOTS`.
 
     HDF5 hashes chunk coordinates as ``(s0 << bits1 ^ s1) << bits2 ^ s2 ...`` modulo nslots, where bits is the
-    rounded-up log2 of the chunk count along an axis (H5D__chunk_hash_val in src/H5Dchunk.c). If a dataset is chunked
-    along axis 0 only, the hash is the chunk's number.
+    rounded-up log2 of the chunk count along an axis (H5D__chunk_hash_val in src/H5Dchunk.c).
     """
     grid = [max(1, math.ceil(size / chunk)) for size, chunk in zip(shape, chunks, strict=True)]
     slots = grid[0] << sum((count - 1).bit_length() for count in grid[1:])

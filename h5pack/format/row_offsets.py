@@ -18,17 +18,9 @@ from h5pack.system.files import read_all
 
 @dataclass(frozen=True)
 class RowOffsets:
-    """Byte offsets of the rows of a dataset that is chunked along axis 0.
+    """Byte offsets of the rows of a dataset that is chunked along axis 0."""
 
-    Attributes
-    ----------
-    addresses : ndarray
-        int64, (chunks,): byte offset of each chunk.
-    chunk_rows : int
-    row_bytes : int
-    """
-
-    addresses: npt.NDArray[np.int64]
+    addresses: npt.NDArray[np.int64]  # (chunks,): byte offset of each chunk
     chunk_rows: int
     row_bytes: int
 
@@ -54,25 +46,13 @@ class RowOffsets:
 
 @dataclass(frozen=True)
 class CheckTask:
-    """Rows, contiguous in a file, whose checksums are to be verified.
-
-    Attributes
-    ----------
-    path : str
-    start : int
-        The first row.
-    offset : int
-        Byte offset of the first row.
-    row_bytes : int
-    checksums : ndarray
-        uint32, (n,): expected CRC-32 of each row.
-    """
+    """Rows, contiguous in a file, whose checksums are to be verified."""
 
     path: str
-    start: int
-    offset: int
+    start: int  # the first row
+    offset: int  # byte offset of the first row
     row_bytes: int
-    checksums: npt.NDArray[np.uint32]
+    checksums: npt.NDArray[np.uint32]  # expected CRC-32 of each row
 
 
 def check_tasks(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import h5py
@@ -19,7 +18,6 @@ from h5pack.format.row_offsets import RowOffsets
 from h5pack.format.schema import FilterId
 from h5pack.read.hdf5 import load_filter
 from h5pack.system.files import read_all
-from h5pack.system.processes import run
 
 NONE = "none"
 COMPRESSIONS = (NONE, "gzip", "zstd", "bitshuffle-lz4")
@@ -33,30 +31,15 @@ _BITSHUFFLE_LZ4 = (0, 2)
 
 @dataclass(frozen=True)
 class Compression:
-    """One HDF5 filter and its settings.
+    """One HDF5 filter and its settings."""
 
-    Attributes
-    ----------
-    name : str
-        The value of the option `compression`, with the level added if it has one.
-    number : int
-        The filter's registered number.
-    parameters : tuple of int
-        The filter's parameters (HDF5's ``cd_values``).
-    """
-
-    name: str
-    number: int
-    parameters: tuple[int, ...]
+    name: str  # the value of the option `compression`, with the level added if it has one
+    number: int  # the filter's registered number
+    parameters: tuple[int, ...]  # HDF5's ``cd_values``
 
 
 def parse_compression(text: str) -> Compression | None:
-    """Parse a value of `compression`, such as gzip, zstd:7 or bitshuffle-lz4; return None for "none".
-
-    Raises
-    ------
-    OptionsError
-    """
+    """Parse a value of `compression`, such as gzip, zstd:7 or bitshuffle-lz4; return None for "none"."""
     if text == NONE:
         return None
     if text == "bitshuffle-lz4":
@@ -70,7 +53,9 @@ def parse_compression(text: str) -> Compression | None:
             return Compression(f"{match[1]}:{level}", number, (level,))
     levels = (f"{name}:1 to {name}:{maximum}" for name, (_, maximum) in _LEVELS.items())
     fragment = f"compression={text!r}"
-    raise OptionsError(f"{fragment} is none of {', '.join([*COMPRESSIONS, *levels])}", parameters=(fragment,))
+    raise OptionsError(
+        f"{fragment} is invalid; it must be one of {', '.join([*COMPRESSIONS, *levels])}", parameters=(fragment,)
+    )
 
 
 def max_compressed_bytes(count: int) -> int:
@@ -88,7 +73,7 @@ def require_filter(compression: Compression) -> None:
         fragment = f"compression={compression.name!r}"
         raise OptionsError(
             f"{fragment} needs HDF5's filter {compression.number}, which is not installed; "
-            "pip install 'h5pack[compress]', or choose gzip",
+            "run pip install 'h5pack[compress]', or choose gzip",
             parameters=(fragment,),
         )
 
@@ -100,13 +85,7 @@ def add_filter(properties: h5py.h5p.PropDCID, compression: Compression) -> None:
 
 
 def compress_chunk(values: npt.NDArray[np.uint8], compression: Compression) -> bytes:
-    """Return the bytes that HDF5 stores for a chunk, uint8 (rows, ...), after writing it to an HDF5 file in memory.
-
-    Raises
-    ------
-    H5PackError
-        If HDF5 skipped the filter.
-    """
+    """Return the bytes that HDF5 stores for a chunk, uint8 (rows, ...), after writing it to an HDF5 file in memory."""
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_fapl_core(max(65_536, values.nbytes), False)
     # HDF5 identifies files in memory by name, so each thread needs a name of its own.
@@ -123,8 +102,8 @@ def compress_chunk(values: npt.NDArray[np.uint8], compression: Compression) -> b
     if mask:
         fragment = f"compression={compression.name!r}"
         raise H5PackError(
-            f"HDF5 {h5py.version.hdf5_version} stored a chunk without its mandatory filter: {fragment}. This is a "
-            "fault of the filter; choose another compression",
+            f"HDF5 {h5py.version.hdf5_version} skipped the filter of {fragment} for a chunk, which is an error in the "
+            "filter; choose another compression",
             parameters=(fragment,),
         )
     return bytes(stored)
@@ -132,39 +111,18 @@ def compress_chunk(values: npt.NDArray[np.uint8], compression: Compression) -> b
 
 @dataclass(frozen=True)
 class CompressTask:
-    """One chunk to compress.
-
-    Attributes
-    ----------
-    path : str
-        ``OUT.partial``, with its rows in their final order.
-    start : int
-        The chunk's first row.
-    offset : int
-        The chunk's byte offset in the file.
-    shape : tuple of int
-        Shape of the chunk: (rows, H, W, C) or (rows, C, H, W).
-    checksums : ndarray
-        uint32, (n,): checksums of the chunk's rows. If the chunk has room for more than n rows, the rest is zero.
-    compression : Compression
-    """
+    """One chunk of ``OUT.partial`` to compress; its rows are in their final order."""
 
     path: str
-    start: int
-    offset: int
-    shape: tuple[int, ...]
-    checksums: npt.NDArray[np.uint32]
+    start: int  # the chunk's first row
+    offset: int  # the chunk's byte offset in the file
+    shape: tuple[int, ...]  # (rows, H, W, C) or (rows, C, H, W)
+    checksums: npt.NDArray[np.uint32]  # (n,) of the chunk's rows; its room for more rows than n stays zero
     compression: Compression
 
 
 def compress_rows(task: CompressTask) -> tuple[int, bytes]:
-    """Read a chunk's rows back, check and compress them; return the number of rows and the compressed bytes.
-
-    Raises
-    ------
-    H5PackError
-        If the rows do not match their checksums.
-    """
+    """Read a chunk's rows back, check and compress them; return the number of rows and the compressed bytes."""
     require_filter(task.compression)
     chunk = np.zeros(task.shape, np.uint8)
     rows = chunk[: len(task.checksums)]
@@ -176,8 +134,8 @@ def compress_rows(task: CompressTask) -> tuple[int, bytes]:
     rows.reshape(-1)[: len(data)] = np.frombuffer(data, np.uint8)
     if not np.array_equal(row_checksums(rows), task.checksums):
         raise H5PackError(
-            f"{task.path}: reading {describe_task(task)} back gave something else than was written; check the disk, "
-            "then run again with resume=True",
+            f"{task.path}: {describe_task(task)} of the file are not what was written; check the disk, then run again "
+            "with resume=True",
             path=task.path,
             rows=range(task.start, task.start + len(task.checksums)),
             parameters=("resume=True",),
@@ -190,42 +148,15 @@ def describe_task(task: CompressTask) -> str:
     return f"rows {task.start}-{task.start + len(task.checksums) - 1}"
 
 
-def compressed_chunks(
+def compress_tasks(
     path: str,
     places: RowOffsets,
     row_shape: tuple[int, ...],
     checksums: npt.NDArray[np.uint32],
     compression: Compression,
-    *,
-    executor: Executor,
-    max_in_flight: int,
-    advance: Callable[[int], object],
-) -> Iterator[bytes]:
-    """Yield the compressed bytes of every chunk in file order; the executor's workers compress them.
-
-    Parameters
-    ----------
-    path : str
-        ``OUT.partial``, with its rows in their final order.
-    places : RowOffsets
-        Byte offsets of the rows in that file.
-    row_shape : tuple of int
-    checksums : ndarray
-        uint32, (N,): checksums of the rows in their final order.
-    compression : Compression
-    executor : Executor
-    max_in_flight : int
-        Maximum number of chunks that are being compressed or wait to be stored.
-    advance : callable
-        Called with the number of rows after each chunk.
-    """
-
-    def tasks() -> Iterator[CompressTask]:
-        shape = (places.chunk_rows, *row_shape)
-        for start in range(0, len(checksums), places.chunk_rows):
-            some = checksums[start : start + places.chunk_rows]
-            yield CompressTask(path, start, places.offset(start), shape, some, compression)
-
-    for rows, stored in run(executor, compress_rows, tasks(), max_in_flight, describe_task, ordered=True):
-        yield stored
-        advance(rows)
+) -> Iterator[CompressTask]:
+    """Yield the chunks of ``OUT.partial`` in file order; `checksums` are those of the rows in their final order."""
+    shape = (places.chunk_rows, *row_shape)
+    for start in range(0, len(checksums), places.chunk_rows):
+        some = checksums[start : start + places.chunk_rows]
+        yield CompressTask(path, start, places.offset(start), shape, some, compression)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import sys
 import time
@@ -21,19 +22,17 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from h5pack.errors import NoImagesError, NoSpaceError, OptionsError, RejectedImageError
-from h5pack.format.row_offsets import RowOffsets, check_rows_counted, check_tasks, describe_check
+from h5pack.format.row_offsets import check_rows_counted, check_tasks, describe_check
 from h5pack.images.decode import MAX_PIXELS, strict_pillow
 from h5pack.pack import finish, writer
 from h5pack.pack.compression import compress_chunk, require_filter
-from h5pack.pack.file_structure import PackTables
 from h5pack.pack.journal import RowRecord, RowResults
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock
-from h5pack.pack.plan import ConvertPlan, make_plan
+from h5pack.pack.plan import ConvertPlan, make_plan, refuse_reject
 from h5pack.pack.plan import ConvertReport as ConvertReport
-from h5pack.pack.rejects import refuse_reject
 from h5pack.pack.resume import UnfinishedPack, creation_time, verify_existing
-from h5pack.pack.split_order import RowOrder, close_holes
+from h5pack.pack.split_order import close_holes
 from h5pack.pack.survey import survey
 from h5pack.pack.writer import LayoutDecoder
 from h5pack.sources.catalog import Catalog, Reject
@@ -184,32 +183,21 @@ def convert(
     --------
     >>> h5pack.convert("photos", "photos.h5", size=224, chunk_bytes="4MiB", overwrite=True)  # doctest: +SKIP
     """
-    keywords = {name: value for name, value in locals().items() if name not in ("source", "out", "progress")}
-    with Conversion(source, out, progress=progress, **keywords) as conversion:
+    conversion = Conversion(
+        source, out, source_kind=source_kind, include=include, exclude=exclude, limit=limit, root=root,
+        path_column=path_column, label_columns=label_columns, split_column=split_column, field_columns=field_columns,
+        images=images, labels=labels, fields=fields, channel_axis=channel_axis, value_range=value_range, size=size,
+        fit=fit, resample=resample, draft=draft, mode=mode, layout=layout, order=order, seed=seed,
+        chunk_rows=chunk_rows, chunk_bytes=chunk_bytes, max_pixels=max_pixels, compression=compression, compat=compat,
+        strict=strict, num_workers=num_workers, start_method=start_method, io=io, overwrite=overwrite, resume=resume,
+        progress=progress,
+    )  # fmt: skip
+    with conversion:
         return conversion.run()
 
 
 class Conversion:
-    """A conversion whose plan can be inspected before it runs; a context manager.
-
-    Parameters
-    ----------
-    source, out, progress
-        See `convert`.
-    **keywords
-        The other keywords of `convert`.
-
-    Raises
-    ------
-    OutputExistsError
-        If the output or an unfinished one exists, and neither `overwrite` nor `resume` is True.
-    OutputBusyError
-        If another conversion is writing the output, and neither `overwrite` nor `resume` is True.
-    OptionsError
-        If an option's value is invalid, or the HDF5 plugin for `compression` is not installed.
-    SourceError
-        If the output's folder does not exist or is not writable.
-    """
+    """A conversion whose plan can be inspected before it runs; a context manager. Parameters are those of `convert`."""
 
     def __init__(
         self,
@@ -229,10 +217,9 @@ class Conversion:
         self.num_workers = self.options.num_workers or available_cpus()
         self._source = source
         self._progress = progress
-        self._listed: Catalog | None = None
         self._plan: ConvertPlan | None = None
         self._stack = contextlib.ExitStack()
-        self._executor: Executor | None = None
+        self._executor: Executor
         self._seconds: dict[str, float] = {}
 
     def __repr__(self) -> str:
@@ -250,42 +237,32 @@ class Conversion:
     def existing_report(self) -> ConvertReport | None:
         """Return the report of an output that is already complete; None without `resume` or if work remains.
 
-        Raises
-        ------
-        OutputExistsError
-            If the existing output was made with other options or from another source, or is not a pack.
+        Raises OutputExistsError if the existing output is not a pack, or has other options or another source.
         """
         output = self.output
         if not self.options.resume or not output.final.exists() or output.partial.exists():
             return None
         if self.options.overwrite and output.journal_identity() is None:
             return None
-        rows, rejects = verify_existing(output.final, self._catalog(), self.options)
+        rows, rejects = verify_existing(output.final, self._catalog, self.options)
         if not output.partial.exists():
             output.remove_leftovers()
         size = output.final.stat().st_size
         return ConvertReport(str(output.final), rows, rejects, size, self.num_workers, already_complete=True)
 
+    @functools.cached_property
     def _catalog(self) -> Catalog:
-        if self._listed is None:
-            self._listed = open_source(self._source, self.options.source_options)
-        return self._listed
+        return open_source(self._source, self.options.source_options)
 
     def plan(self) -> ConvertPlan:
-        """List the source, survey its image headers and return the plan; nothing is written.
-
-        Raises
-        ------
-        SourceError, SizesDifferError, NoImagesError, RejectedImageError, OptionsError
-        """
+        """List the source, survey its image headers and return the plan; nothing is written."""
         if self._plan is None:
             begin = time.perf_counter()
-            options = self.options
-            catalog = self._catalog()
+            options, catalog = self.options, self._catalog
             self._executor = self._stack.enter_context(
                 open_executor(self.num_workers, options.start_method, catalog.reader)
             )
-            with self._bar("survey", len(catalog)) as advance:
+            with self._stage("survey", len(catalog)) as advance:
                 surveyed = survey(catalog, self._executor, 2 * self.num_workers, options.max_pixels, advance)
             self._plan = make_plan(_source_name(self._source), catalog, surveyed, options)
             self._seconds["survey"] = time.perf_counter() - begin
@@ -316,7 +293,7 @@ class Conversion:
         return (time.perf_counter() - begin) / len(picked) * plan.rows / self.num_workers
 
     def run(self) -> ConvertReport:
-        """Run the conversion and return its report; raises H5PackError."""
+        """Run the conversion and return its report."""
         existing = self.existing_report()
         if existing is not None:
             return existing
@@ -326,10 +303,11 @@ class Conversion:
         created = creation_time()
         lock = OutputLock(output)
         try:
-            with self._stopping_workers():
-                return self._write_and_finish(plan, lock, created)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return self._write_and_finish(UnfinishedPack(plan, output, lock, created))
+        except BaseException as error:
+            # Stop the workers before the lock is released, so that none of them writes afterwards.
+            self._stack.__exit__(*sys.exc_info())
+            if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise NoSpaceError(
                 f"{output.partial}: {os.strerror(error.errno)}; make room, then run again with resume=True",
@@ -339,47 +317,40 @@ class Conversion:
         finally:
             lock.release()
 
-    @contextlib.contextmanager
-    def _stopping_workers(self) -> Iterator[None]:
-        """Stop the workers on any error, so that no worker writes after the lock is released."""
-        try:
-            yield
-        except BaseException:
-            self._stack.__exit__(*sys.exc_info())
-            raise
-
-    def _write_and_finish(self, plan: ConvertPlan, lock: OutputLock, created: str) -> ConvertReport:
-        pack = UnfinishedPack(plan, self.output, lock, created)
+    def _write_and_finish(self, pack: UnfinishedPack) -> ConvertReport:
+        plan = pack.plan
         written = pack.journal.written()
         rows_moved_before = written is not None
         if written is None:
             results = self._earlier_results(pack)
             resumed = int(results.settled.sum())
-            written = self._write(pack, results, lock)
+            written = self._write(pack, results)
         else:
             resumed = len(written.packed)
-        begin = time.perf_counter()
+        begin, earlier = time.perf_counter(), sum(self._seconds.values())
         if self.options.strict:
             _refuse_rejects(plan, written)
         final = close_holes(plan.row_order.split_starts, written.packed, plan.options.order == "sorted")
         if not (rows_moved_before and self.options.filter is not None and finish.is_compressed(self.output.partial)):
             if rows_moved_before:
-                self._repair(pack, written, final, lock)
+                wrong = self._wrong_rows(pack, np.arange(len(final.origins)), written.checksums[final.origins])
+                finish.repair_rows(pack, written, final.origins, wrong)
             else:
-                finish.move_rows(lock.descriptor, pack.places, final.origins)
-            tables = finish.make_tables(pack, written, final, lock.descriptor)
+                finish.move_rows(pack, final.origins)
+            tables = finish.make_tables(pack, written, final)
             if self.options.filter is None:
-                finish.complete(pack, lock, tables)
+                finish.complete(pack, tables)
             else:
-                self._compress(pack, lock, tables)
+                with self._stage("compress", len(final.origins)) as advance:
+                    finish.compress(pack, tables, self._executor, 2 * self.num_workers, advance)
         rejects = plan.all_rejects(written.reasons)
-        finish.publish(self.output, lock, rejects, pack.overwrite)
-        self._seconds["finish"] = time.perf_counter() - begin - self._seconds.get("compress", 0.0)
+        finish.publish(pack, rejects)
+        self._seconds["finish"] = time.perf_counter() - begin - (sum(self._seconds.values()) - earlier)
         return ConvertReport(
             path=str(self.output.final),
             images=len(final.origins),
             rejects=len(rejects),
-            bytes=os.fstat(lock.descriptor).st_size,
+            bytes=os.fstat(pack.lock.descriptor).st_size,
             num_workers=self.num_workers,
             resumed_rows=resumed,
             moved_rows=int((final.origins != np.arange(len(final.origins))).sum()),
@@ -388,89 +359,65 @@ class Conversion:
 
     def _earlier_results(self, pack: UnfinishedPack) -> RowResults:
         """Return the results that the journal records and the file's bytes confirm; other rows are written again."""
-        begin = time.perf_counter()
         results = RowResults(pack.plan.rows, pack.plan.options.channels)
         for record in pack.journal.records():
             results.add(record)
         if results.settled.any():
-            results.discard(self._wrong_rows(pack.places, np.flatnonzero(results.packed), results.checksums))
-            self._seconds["check"] = time.perf_counter() - begin
+            results.discard(self._wrong_rows(pack, np.flatnonzero(results.packed), results.checksums))
         return results
 
     def _wrong_rows(
-        self, places: RowOffsets, rows: npt.NDArray[np.int64], checksums: npt.NDArray[np.uint32]
+        self, pack: UnfinishedPack, rows: npt.NDArray[np.int64], checksums: npt.NDArray[np.uint32]
     ) -> list[int]:
         """Return, ascending, those of `rows` whose bytes do not match `checksums`, which is indexed by row."""
-        assert self._executor is not None
         wrong: list[int] = []
-        tasks = check_tasks(str(self.output.partial), places, rows, checksums, _CHECK_BYTES)
-        with self._bar("check", len(rows)) as advance:
+        tasks = check_tasks(str(self.output.partial), pack.places, rows, checksums, _CHECK_BYTES)
+        with self._stage("check", len(rows)) as advance:
             for count, found in run(self._executor, check_rows_counted, tasks, 2 * self.num_workers, describe_check):
                 wrong += found
                 advance(count)
         return sorted(wrong)
 
-    def _write(self, pack: UnfinishedPack, results: RowResults, lock: OutputLock) -> RowRecord:
+    def _write(self, pack: UnfinishedPack, results: RowResults) -> RowRecord:
         """Write the rows without a result, then record durably that every row is written or rejected."""
-        begin = time.perf_counter()
-        assert self._executor is not None
         plan = pack.plan
         missing = np.flatnonzero(~results.settled)
         tasks = writer.write_tasks(plan, pack.job, pack.places, missing, self.num_workers)
-        with self._bar("write", len(missing)) as advance:
+        with self._stage("write", len(missing)) as advance:
             for records in run(self._executor, writer.write_rows, tasks, 2 * self.num_workers, writer.describe):
                 for record in records:
                     results.add(record)
                     advance(len(record.packed))
                     if self.options.strict:
                         _refuse_rejects(plan, record)
-        self._seconds["write"] = time.perf_counter() - begin
         written = results.record()
         if not written.packed.any():
             self.output.remove_leftovers()
             self.output.partial.unlink(missing_ok=True)
             reason = next(iter(written.reasons.values()), "no reason known")
             raise NoImagesError(
-                f"{plan.source}: none of its images can be decoded; the first: {reason}", path=plan.source
+                f"{plan.source}: none of its images can be decoded, the first because of: {reason}; check the images",
+                path=plan.source,
             )
         # Flush the rows before saving the record, so that a power cut cannot leave a record of rows that are missing.
-        os.fsync(lock.descriptor)
+        os.fsync(pack.lock.descriptor)
         pack.journal.save_written(written)
         return written
 
-    def _repair(self, pack: UnfinishedPack, written: RowRecord, final: RowOrder, lock: OutputLock) -> None:
-        """Redo the moves of rows that an interrupted run did not complete."""
-        plan, origins = pack.plan, final.origins
-        wrong = self._wrong_rows(pack.places, np.arange(len(origins)), written.checksums[origins])
-        decoder = LayoutDecoder(plan.pixels, plan.options.layout)
-
-        def decode(row: int) -> bytes:
-            index = int(plan.row_order.origins[row])
-            pixels = np.empty(plan.row_shape, np.uint8)
-            with strict_pillow():
-                decoder.decode(plan.catalog.reader.read(index, plan.name(row)), int(plan.decode_paths[index]), pixels)
-            return pixels.tobytes()
-
-        finish.repair_rows(lock.descriptor, pack.places, origins, written.checksums, wrong, decode)
-
-    def _compress(self, pack: UnfinishedPack, lock: OutputLock, tables: PackTables) -> None:
-        begin = time.perf_counter()
-        assert self._executor is not None
-        with self._bar("compress", len(tables.checksums)) as advance:
-            finish.compress(
-                pack, lock, tables, executor=self._executor, max_in_flight=2 * self.num_workers, advance=advance
-            )
-        self._seconds["compress"] = time.perf_counter() - begin
-
     @contextlib.contextmanager
-    def _bar(self, title: str, total: int) -> Iterator[Callable[[int], object]]:
-        if not self._progress:
-            yield lambda count: None
-            return
-        # tqdm's monitor thread would make the next fork unsafe: the child could inherit a lock that is never released.
-        tqdm.monitor_interval = 0
-        with tqdm(total=total, desc=title, unit=" images", disable=None, smoothing=0.1, leave=False) as bar:
-            yield bar.update
+    def _stage(self, name: str, images: int) -> Iterator[Callable[[int], object]]:
+        """Measure the time of a stage and show its progress; yield a function to call with numbers of images."""
+        begin = time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            advance: Callable[[int], object] = lambda count: None  # noqa: E731
+            if self._progress:
+                # tqdm's monitor thread would make the next fork unsafe: the child could inherit a lock that is never
+                # released.
+                tqdm.monitor_interval = 0
+                bar = tqdm(total=images, desc=name, unit=" images", disable=None, smoothing=0.1, leave=False)
+                advance = stack.enter_context(bar).update
+            yield advance
+        self._seconds[name] = time.perf_counter() - begin
 
 
 def _refuse_rejects(plan: ConvertPlan, record: RowRecord) -> None:

@@ -13,8 +13,8 @@ import errno
 import itertools
 import mmap
 import os
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,33 +32,33 @@ _MIN_DIRECT_ROW_BYTES = 16 * _PAGE
 _DIRECT_FILE_SYSTEMS = ("ext4", "xfs")
 
 
-class RowBuffer(Protocol):
+class RowBuffer:
     """A buffer of rows to write: fill the rows in order, call `ready` after each one, and `wait` at the end."""
+
+    def __init__(self, file: RowFile, buffer: npt.NDArray[np.uint8], starts: Sequence[int], row_bytes: int) -> None:
+        self._file, self.buffer, self._starts, self._row_bytes = file, buffer, starts, row_bytes
+        self._pending: list[Future[None]] = []
 
     def row(self, position: int) -> npt.NDArray[np.uint8]:
         """Return the memory of one row, uint8 (row_bytes,), to be filled."""
-        ...
+        start = self._starts[position]
+        return self.buffer[start : start + self._row_bytes]
 
     def ready(self, rows: int) -> None:
         """Allow the first `rows` rows to be written; raises OSError if a write in this thread fails."""
-        ...
+        raise NotImplementedError
 
     def wait(self) -> None:
         """Wait until all bytes are passed to the kernel; raises OSError if a write in the background thread failed."""
-        ...
+        for future in self._pending:
+            future.result()
 
 
 class RowFile:
-    """An unfinished file to which one worker writes rows.
+    """An unfinished file to which one worker writes rows; `io` is direct, buffered, or auto: direct where it suits.
 
     Two buffers alternate, so that one is written while the other is filled. They are reused, because allocating memory
     takes longer than filling it.
-
-    Parameters
-    ----------
-    path : str
-    io : str
-        direct, buffered, or auto: direct on the file systems that suit it.
     """
 
     def __init__(self, path: str, io: str) -> None:
@@ -102,23 +102,17 @@ class RowFile:
             write_all(self.descriptor, data, offset)
 
 
-class ContiguousRows:
-    """A `RowBuffer` for rows that are contiguous in the file; it is written while it is filled."""
+class ContiguousRows(RowBuffer):
+    """Rows that are contiguous in the file; they are written while the buffer is filled."""
 
     def __init__(self, file: RowFile, start: int, rows: int, row_bytes: int) -> None:
-        self._file, self._start, self._row_bytes = file, start, row_bytes
-        self._size = rows * row_bytes
+        self._start, self._size = start, rows * row_bytes
         # Place the rows at the same offset within a page as in the file, because direct writes need both aligned.
         skew = start % _PAGE if file.direct is not None else 0
-        memory = file.next_memory(skew + self._size)
-        self.buffer: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8, self._size, skew)
+        buffer = np.frombuffer(file.next_memory(skew + self._size), np.uint8, self._size, skew)
+        super().__init__(file, buffer, range(0, self._size, row_bytes), row_bytes)
         self._written = 0
         self._next_write = _MIN_WRITE_BYTES
-        self._pending: list[Future[None]] = []
-
-    def row(self, position: int) -> npt.NDArray[np.uint8]:
-        """See `RowBuffer`."""
-        return self.buffer[position * self._row_bytes : (position + 1) * self._row_bytes]
 
     def ready(self, rows: int) -> None:
         """See `RowBuffer`."""
@@ -141,11 +135,6 @@ class ContiguousRows:
             self._submit(file.descriptor, size)
         self._next_write = self._written + _MIN_WRITE_BYTES
 
-    def wait(self) -> None:
-        """See `RowBuffer`."""
-        for future in self._pending:
-            future.result()
-
     def _submit(self, descriptor: int, stop: int) -> None:
         """Let the thread write the bytes up to `stop` that are not yet written."""
         if stop > self._written:
@@ -155,23 +144,17 @@ class ContiguousRows:
             self._written = stop
 
 
-class ScatteredRows:
-    """A `RowBuffer` for rows that are not contiguous in the file; it is written when all rows are ready."""
+class ScatteredRows(RowBuffer):
+    """Rows that are not contiguous in the file; they are written when all of them are ready."""
 
     def __init__(self, file: RowFile, offsets: npt.NDArray[np.int64], row_bytes: int) -> None:
-        self._file, self._row_bytes = file, row_bytes
         self._direct = file.direct is not None and row_bytes >= _MIN_DIRECT_ROW_BYTES
         # Place each row at the same offset within a page as in the file, because direct writes need both aligned.
         stride = -(-(row_bytes + _PAGE) // _PAGE) * _PAGE if self._direct else row_bytes
-        starts = np.arange(len(offsets)) * stride
+        starts = np.arange(len(offsets)) * stride + (offsets % _PAGE if self._direct else 0)
+        buffer = np.frombuffer(file.next_memory(len(offsets) * stride), np.uint8)
+        super().__init__(file, buffer, starts.tolist(), row_bytes)
         self._offsets = offsets.tolist()
-        self._starts = (starts + offsets % _PAGE if self._direct else starts).tolist()
-        self._buffer = np.frombuffer(file.next_memory(len(offsets) * stride), np.uint8)
-        self._pending: Future[None] | None = None
-
-    def row(self, position: int) -> npt.NDArray[np.uint8]:
-        """See `RowBuffer`."""
-        return self._buffer[self._starts[position] : self._starts[position] + self._row_bytes]
 
     def ready(self, rows: int) -> None:
         """See `RowBuffer`."""
@@ -180,15 +163,10 @@ class ScatteredRows:
         if self._file.thread is None:
             self._write()
         else:
-            self._pending = self._file.thread.submit(self._write)
-
-    def wait(self) -> None:
-        """See `RowBuffer`."""
-        if self._pending is not None:
-            self._pending.result()
+            self._pending.append(self._file.thread.submit(self._write))
 
     def _write(self) -> None:
-        file, data, size, offsets = self._file, self._buffer.data, self._row_bytes, self._offsets
+        file, data, size, offsets = self._file, self.buffer.data, self._row_bytes, self._offsets
         if file.direct is None or not self._direct:
             # These rows are contiguous in memory; those that are also contiguous in the file need only one write.
             breaks = [row for row in range(1, len(offsets)) if offsets[row] - offsets[row - 1] != size]

@@ -37,57 +37,27 @@ _TABLE_CHUNK_BYTES = 262_144
 
 @dataclass(frozen=True)
 class FileStructure:
-    """The shape, chunks and attributes of the images dataset and its file.
+    """The shape, chunks and attributes of the images dataset and its file."""
 
-    Attributes
-    ----------
-    row_shape : tuple of int
-        (H, W, C) or (C, H, W).
-    chunk_rows : int
-    layout : str
-        nhwc or nchw.
-    compat : bool
-        Write a file that HDF5 1.8 can read.
-    attributes : dict
-        Text attributes of the root group. They are known before the first pixel is written.
-    compression : Compression or None
-        Compression of the chunks that `write_compressed` stores. `write_structure` ignores it.
-    """
-
-    row_shape: tuple[int, int, int]
+    row_shape: tuple[int, int, int]  # (H, W, C) or (C, H, W)
     chunk_rows: int
-    layout: str
-    compat: bool
-    attributes: dict[str, str]
-    compression: Compression | None = None
+    layout: str  # nhwc or nchw
+    compat: bool  # write a file that HDF5 1.8 can read
+    attributes: dict[str, str]  # text attributes of the root group, known before the first pixel is written
+    compression: Compression | None = None  # of the chunks that `write_compressed` stores; `write_structure` ignores it
 
 
 @dataclass(frozen=True)
 class PackTables:
-    """The data of a pack's tables (all datasets but the images), in the order of the final rows.
-
-    Attributes
-    ----------
-    labels : ndarray or None
-    label_names : tuple of str or None
-    fields : dict of str to ndarray
-    filenames : NameTable
-    splits : dict of str to (int, int)
-        The (start, stop) rows of each split.
-    checksums : ndarray
-        uint32, (N,): CRC-32 of each image row.
-    statistics : dict
-        mean and std, float64 (C,) on a scale of 0 to 1; rows (how many), step and split: what they were computed from.
-    rejects : list of Reject
-    """
+    """The data of a pack's tables (all datasets but the images), in the order of the final rows."""
 
     labels: npt.NDArray[Any] | None
     label_names: tuple[str, ...] | None
     fields: dict[str, npt.NDArray[Any]]
     filenames: Sequence[str] | NameTable
-    splits: dict[str, tuple[int, int]]
-    checksums: npt.NDArray[np.uint32]
-    statistics: dict[str, Any]
+    splits: dict[str, tuple[int, int]]  # (start, stop) rows
+    checksums: npt.NDArray[np.uint32]  # (N,): CRC-32 of each image row
+    statistics: dict[str, Any]  # mean and std, float64 (C,), 0 to 1; rows, step, split: computed from what
     rejects: list[Reject] = field(default_factory=list)
 
 
@@ -96,19 +66,8 @@ def write_structure(
 ) -> npt.NDArray[np.int64]:
     """Write a file without pixels, and return the byte offset of each chunk, int64 (chunks,).
 
-    Parameters
-    ----------
-    path : path
-        An existing file is truncated and keeps its inode, so a lock on it stays valid.
-    structure : FileStructure
-    rows : int
-    tables : PackTables or None
-        None for the first structure, which is marked as incomplete.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be written; ENOSPC if the disk is full.
+    An existing file is truncated and keeps its inode, so a lock on it stays valid. Without `tables`, the file is marked
+    as incomplete. Raises OSError if the file cannot be written, with ENOSPC if the disk is full.
     """
     with _system_errors(), _create_file(path, structure.compat) as file:
         # Create the images first, because anything allocated before them would shift their chunks.

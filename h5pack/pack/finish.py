@@ -5,9 +5,11 @@ The tables are all datasets but the images. Each step can be repeated after a ki
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 
@@ -19,33 +21,28 @@ from h5pack.errors import H5PackError, OutputExistsError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32
 from h5pack.format.row_offsets import RowOffsets
-from h5pack.pack.compression import Compression, compressed_chunks, require_filter
+from h5pack.images.decode import strict_pillow
+from h5pack.pack.compression import Compression, compress_rows, compress_tasks, describe_task, require_filter
 from h5pack.pack.file_structure import PackTables, write_compressed, write_structure
 from h5pack.pack.journal import RowRecord
-from h5pack.pack.output import Output, OutputLock
-from h5pack.pack.rejects import write_rejects
 from h5pack.pack.resume import UnfinishedPack
 from h5pack.pack.split_order import RowOrder, moved_runs
 from h5pack.pack.statistics import pack_statistics
+from h5pack.pack.writer import LayoutDecoder
 from h5pack.read.hdf5 import chunk_table, reopen_tuned
 from h5pack.sources.catalog import Reject
-from h5pack.system.files import copy_changed, read_all, sync_path, write_all
+from h5pack.system.files import copy_changed, read_all, sync_path, write_all, write_atomically
+from h5pack.system.processes import run
 
 _COPY_BYTES = 8 * 1024 * 1024
 
 
-def move_rows(descriptor: int, places: RowOffsets, origins: npt.NDArray[np.int64]) -> None:
-    """Move rows to their final positions (see `split_order.close_holes`), in ascending order of their targets.
+def move_rows(pack: UnfinishedPack, origins: npt.NDArray[np.int64]) -> None:
+    """Move planned rows to their final positions, in ascending order of their targets.
 
-    Parameters
-    ----------
-    descriptor : int
-        The file, open for reading and writing.
-    places : RowOffsets
-        Byte offsets of the planned rows.
-    origins : ndarray
-        int64, (n,): the planned row that each final row comes from.
+    `origins`, int64 (n,), is the planned row that each final row comes from; see `split_order.close_holes`.
     """
+    descriptor, places = pack.lock.descriptor, pack.places
     max_rows = max(1, _COPY_BYTES // places.row_bytes)
     for target, origin, count in moved_runs(origins):
         done = 0
@@ -61,38 +58,30 @@ def move_rows(descriptor: int, places: RowOffsets, origins: npt.NDArray[np.int64
             done += rows
 
 
-def repair_rows(
-    descriptor: int,
-    places: RowOffsets,
-    origins: npt.NDArray[np.int64],
-    checksums: npt.NDArray[np.uint32],
-    wrong: Sequence[int],
-    decode: Callable[[int], bytes],
-) -> None:
-    """Redo the moves of rows that an interrupted run did not complete.
+def repair_rows(pack: UnfinishedPack, written: RowRecord, origins: npt.NDArray[np.int64], wrong: Sequence[int]) -> None:
+    """Redo the moves of rows (see `move_rows`) that an interrupted run did not complete.
 
-    Parameters
-    ----------
-    descriptor, places, origins
-        See `move_rows`.
-    checksums : ndarray
-        uint32: checksums of the planned rows.
-    wrong : sequence of int
-        Final rows, ascending, whose bytes do not match their checksums; all rows before the first of them are correct.
-    decode : callable
-        Decodes the image of a planned row again, for rows whose bytes no longer exist in the file (for example after a
-        power cut).
+    `wrong` are the final rows, ascending, whose bytes do not match their checksums; all rows before the first of them
+    are correct. A row whose bytes no longer exist in the file (for example after a power cut) is decoded again.
     """
+    plan, places, descriptor = pack.plan, pack.places, pack.lock.descriptor
+    decoder = LayoutDecoder(plan.pixels, plan.options.layout)
+    pixels = np.empty(plan.row_shape, np.uint8)
     for row in wrong:
         origin = int(origins[row])
         data = read_all(descriptor, places.row_bytes, places.offset(origin))
-        if origin == row or crc32(data) != int(checksums[origin]):
-            data = decode(origin)
+        if origin == row or crc32(data) != int(written.checksums[origin]):
+            index = int(plan.row_order.origins[origin])
+            with strict_pillow():
+                decoder.decode(
+                    plan.catalog.reader.read(index, plan.name(origin)), int(plan.decode_paths[index]), pixels
+                )
+            data = pixels.tobytes()
         write_all(descriptor, data, places.offset(row))
 
 
-def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder, descriptor: int) -> PackTables:
-    """Return the data of all tables in the order of the final rows; in the file `descriptor`, rows have that order."""
+def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> PackTables:
+    """Return the data of all tables; the rows in the file already have their final order."""
     plan, catalog = pack.plan, pack.plan.catalog
     origins = plan.row_order.origins[final.origins]
     return PackTables(
@@ -102,23 +91,23 @@ def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder, descr
         filenames=catalog.names.take(origins.tolist()),
         splits=dict(zip(catalog.split_names, itertools.pairwise(final.split_starts.tolist()), strict=True)),
         checksums=written.checksums[final.origins],
-        statistics=pack_statistics(plan, written, final, pack.places, descriptor),
+        statistics=pack_statistics(plan, written, final, pack.places, pack.lock.descriptor),
         rejects=plan.all_rejects(written.reasons),
     )
 
 
-def complete(pack: UnfinishedPack, lock: OutputLock, tables: PackTables) -> None:
+def complete(pack: UnfinishedPack, tables: PackTables) -> None:
     """Add the tables to ``OUT.partial`` and flush it to the disk.
 
     HDF5 does not open that file for writing. It writes a second, sparse file, whose bytes outside the chunks are then
     copied.
     """
-    output, places = pack.output, pack.places
+    output, places, descriptor = pack.output, pack.places, pack.lock.descriptor
     addresses = write_structure(output.finish, pack.structure, len(tables.checksums), tables)
     if not np.array_equal(addresses, places.addresses[: len(addresses)]):
         raise H5PackError(
-            f"{output.partial}: HDF5 {h5py.version.hdf5_version} put the chunks elsewhere the second time; this is a "
-            "fault of h5pack, please report it; existing files are unchanged",
+            f"{output.partial}: HDF5 {h5py.version.hdf5_version} placed the chunks at other addresses than before; "
+            "this is an error in h5pack, please report it; existing files are unchanged",
             path=output.partial,
         )
     finish = os.open(output.finish, os.O_RDONLY)
@@ -127,53 +116,46 @@ def complete(pack: UnfinishedPack, lock: OutputLock, tables: PackTables) -> None
         chunk_bytes = places.chunk_rows * places.row_bytes
         position = 0
         for address in [*np.sort(addresses).tolist(), size]:
-            copy_changed(finish, lock.descriptor, position, address)
+            copy_changed(finish, descriptor, position, address)
             position = address + chunk_bytes
-        _clear_tail(lock.descriptor, places, len(tables.checksums), len(addresses))
-        os.ftruncate(lock.descriptor, size)
-        os.fsync(lock.descriptor)
+        _clear_tail(descriptor, places, len(tables.checksums), len(addresses))
+        os.ftruncate(descriptor, size)
+        os.fsync(descriptor)
     finally:
         os.close(finish)
     _require_sound(pack, is_sound(output.partial, *_expected(pack, tables), addresses))
 
 
 def compress(
-    pack: UnfinishedPack,
-    lock: OutputLock,
-    tables: PackTables,
-    *,
-    executor: Executor,
-    max_in_flight: int,
-    advance: Callable[[int], object],
+    pack: UnfinishedPack, tables: PackTables, executor: Executor, max_in_flight: int, advance: Callable[[int], object]
 ) -> None:
     """Write a compressed copy of ``OUT.partial`` with all tables, flush it to the disk, and replace the file by it.
 
-    See `compressed_chunks` for the keyword parameters.
+    The executor's workers compress; at most `max_in_flight` chunks are being compressed or wait to be stored. `advance`
+    is called with the number of rows after each chunk.
     """
     output, path, structure = pack.output, pack.output.compressed, pack.structure
-    assert structure.compression is not None
+    compression = structure.compression
+    assert compression is not None
+
+    def chunks() -> Iterator[bytes]:
+        tasks = compress_tasks(str(output.partial), pack.places, structure.row_shape, tables.checksums, compression)
+        for rows, stored in run(executor, compress_rows, tasks, max_in_flight, describe_task, ordered=True):
+            yield stored
+            advance(rows)
+
     # Start with a new file, because HDF5 refuses to reopen one that it failed to close, for example on a full disk.
     path.unlink(missing_ok=True)
     try:
-        chunks = compressed_chunks(
-            str(output.partial),
-            pack.places,
-            structure.row_shape,
-            tables.checksums,
-            structure.compression,
-            executor=executor,
-            max_in_flight=max_in_flight,
-            advance=advance,
-        )
-        write_compressed(path, structure, len(tables.checksums), tables, chunks)
+        write_compressed(path, structure, len(tables.checksums), tables, chunks())
         sync_path(path)
-        check = executor.submit(is_sound, path, *_expected(pack, tables), None, structure.compression)
+        check = executor.submit(is_sound, path, *_expected(pack, tables), None, compression)
         _require_sound(pack, check.result())
     except BaseException:
         # An incomplete copy cannot be continued, and it may be what filled the disk.
         path.unlink(missing_ok=True)
         raise
-    lock.replace(path)
+    pack.lock.replace(path)
 
 
 def _clear_tail(descriptor: int, places: RowOffsets, rows: int, chunks: int) -> None:
@@ -195,8 +177,8 @@ def _expected(pack: UnfinishedPack, tables: PackTables) -> tuple[tuple[int, ...]
 def _require_sound(pack: UnfinishedPack, sound: bool) -> None:
     if not sound:
         raise H5PackError(
-            f"{pack.output.partial}: reading it back gave something else than was written; check the disk, then run "
-            "again with resume=True",
+            f"{pack.output.partial}: the file does not contain what was written to it; check the disk, then run again "
+            "with resume=True",
             path=pack.output.partial,
             parameters=("resume=True",),
         )
@@ -209,18 +191,10 @@ def is_sound(
     addresses: npt.NDArray[np.int64] | None = None,
     compression: Compression | None = None,
 ) -> bool:
-    """Return whether a pack, opened as a reader would, is complete and has the expected content.
+    """Return whether a pack, opened as a reader would, is complete and has the expected `shape` of images.
 
-    Parameters
-    ----------
-    path : Path
-    shape : tuple of int
-        Expected shape of the images.
-    checksums : dict of int to int
-        Expected checksums of some rows, by row.
-    addresses : ndarray or None
-        int64, (chunks,): expected byte offsets of the chunks; None if HDF5 was free to choose them.
-    compression : Compression or None
+    `checksums` are the expected checksums of some rows, by row, and `addresses`, int64 (chunks,), the expected byte
+    offsets of the chunks, None if HDF5 was free to choose them.
     """
     if compression is not None:
         require_filter(compression)
@@ -250,21 +224,17 @@ def is_compressed(path: Path) -> bool:
         return False
 
 
-def publish(output: Output, lock: OutputLock, rejects: Sequence[Reject], overwrite: bool) -> None:
-    """Write ``OUT.rejects.csv``, rename ``OUT.partial`` to the output, and remove the journal.
-
-    Raises
-    ------
-    OutputExistsError
-        If the output exists by now and `overwrite` is False.
-    """
-    write_rejects(output.rejects, rejects)
+def publish(pack: UnfinishedPack, rejects: Sequence[Reject]) -> None:
+    """Write ``OUT.rejects.csv``, rename ``OUT.partial`` to the output, and remove the journal."""
+    output = pack.output
+    _write_rejects(output.rejects, rejects)
     output.finish.unlink(missing_ok=True)
     journal = output.journal_identity()
-    lock.share()
-    if not overwrite and output.final.exists():
+    pack.lock.share()
+    if not pack.overwrite and output.final.exists():
         raise OutputExistsError(
-            f"{output.final}: exists by now; run again with resume=True and overwrite=True to replace it",
+            f"{output.final}: was created by another program meanwhile; to replace it, run again with resume=True and "
+            "overwrite=True",
             path=output.final,
             parameters=("resume=True", "overwrite=True"),
         )
@@ -273,3 +243,15 @@ def publish(output: Output, lock: OutputLock, rejects: Sequence[Reject], overwri
     # After the renaming, the lock no longer keeps other conversions out, so the journal may already belong to another.
     if output.journal_identity() == journal:
         output.remove_leftovers()
+
+
+def _write_rejects(path: Path, rejects: Sequence[Reject]) -> None:
+    """Write ``OUT.rejects.csv``, the table of images that were not packed, or remove it if there are none."""
+    if not rejects:
+        path.unlink(missing_ok=True)
+        return
+    stream = io.StringIO(newline="")
+    table = csv.writer(stream, lineterminator="\n")
+    table.writerow(["filename", "reason"])
+    table.writerows((reject.name, reject.reason) for reject in rejects)
+    write_atomically(path, stream.getvalue().encode("utf-8", "backslashreplace"))

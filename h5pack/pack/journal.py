@@ -45,30 +45,14 @@ _WAIT_SECONDS = 10.0
 
 @dataclass
 class RowRecord:
-    """The results of writing some rows.
+    """The results of writing some rows."""
 
-    Attributes
-    ----------
-    rows : ndarray
-        int64, (n,): the planned rows, ascending.
-    packed : ndarray
-        bool, (n,): False if the image was rejected.
-    checksums : ndarray
-        uint32, (n,): CRC-32 of each row's bytes.
-    sampled : ndarray
-        int64, (k,): the planned rows that `sums` describes.
-    sums : ndarray
-        uint64, (k, 2, C): per channel, the sums of a row's values and of their squares.
-    reasons : dict of int to str
-        Why images were rejected, by planned row.
-    """
-
-    rows: npt.NDArray[np.int64]
-    packed: npt.NDArray[np.bool_]
-    checksums: npt.NDArray[np.uint32]
-    sampled: npt.NDArray[np.int64]
-    sums: npt.NDArray[np.uint64]
-    reasons: dict[int, str] = field(default_factory=dict)
+    rows: npt.NDArray[np.int64]  # (n,): the planned rows, ascending
+    packed: npt.NDArray[np.bool_]  # (n,): False if the image was rejected
+    checksums: npt.NDArray[np.uint32]  # (n,): CRC-32 of each row's bytes
+    sampled: npt.NDArray[np.int64]  # (k,): the planned rows that `sums` describes
+    sums: npt.NDArray[np.uint64]  # (k, 2, C): per channel, the sums of a row's values and of their squares
+    reasons: dict[int, str] = field(default_factory=dict)  # why images were rejected, by planned row
 
     def encode(self) -> bytes:
         """Return the record as bytes, the payload of a journal record."""
@@ -108,17 +92,7 @@ class RowRecord:
 
 
 class RowResults:
-    """The results of all planned rows, collected from the records of interrupted runs and of this one.
-
-    Attributes
-    ----------
-    packed : ndarray
-        bool, (rows,): which rows contain an image.
-    settled : ndarray
-        bool, (rows,): which rows have a result, that is, were written or rejected.
-    checksums : ndarray
-        uint32, (rows,): CRC-32 of each row's bytes.
-    """
+    """The results of all planned rows, collected from the records of interrupted runs and of this one."""
 
     def __init__(self, rows: int, channels: int) -> None:
         self.packed: npt.NDArray[np.bool_] = np.zeros(rows, np.bool_)

@@ -71,12 +71,7 @@ class ConvertOptions:
     def from_keywords(cls, keywords: Mapping[str, Any]) -> ConvertOptions:
         """Create options from keywords, parsing text such as ``size="64x64"`` and ``chunk_bytes="4MiB"``.
 
-        Raises
-        ------
-        OptionsError
-            If a value is invalid.
-        TypeError
-            If a name is not a keyword of `h5pack.convert`.
+        Raises TypeError for a name that is not a keyword of `h5pack.convert`.
         """
         check_names("convert", keywords, cls)
         values = dict(keywords)
@@ -108,7 +103,7 @@ class ConvertOptions:
         check_integer("seed", self.seed, 0, 2**63 - 1)
         if self.chunk_rows is not None and self.chunk_bytes is not None:
             raise OptionsError(
-                "chunk_rows and chunk_bytes both say how large a chunk is; give one of them",
+                "chunk_rows and chunk_bytes both set the size of a chunk; give only one of them",
                 parameters=("chunk_rows", "chunk_bytes"),
             )
         parse_compression(self.compression)
@@ -117,11 +112,12 @@ class ConvertOptions:
         if self.size is None:
             if self.draft:
                 raise OptionsError(
-                    "draft=True decodes at a reduced size, so it needs size", parameters=("draft=True", "size")
+                    "draft=True needs size, because it decodes only as many pixels as needed",
+                    parameters=("draft=True", "size"),
                 )
             if (self.fit, self.resample) != ("crop", "bicubic"):
                 raise OptionsError(
-                    "fit and resample say how images get a size, so they need size",
+                    "fit and resample have no effect without size; give size, too",
                     parameters=("fit", "resample", "size"),
                 )
 
@@ -185,7 +181,7 @@ def check_choice(name: str, value: object, allowed: Sequence[str | None]) -> Non
     if value not in allowed:
         fragment = f"{name}={value!r}"
         names = ", ".join(str(item) for item in allowed)
-        raise OptionsError(f"{fragment} is none of {names}", parameters=(fragment,))
+        raise OptionsError(f"{fragment} is invalid; it must be one of {names}", parameters=(fragment,))
 
 
 def is_integer(value: object) -> TypeGuard[int]:
@@ -204,12 +200,7 @@ def check_integer(name: str, value: object, minimum: int, maximum: int | None = 
 
 
 def parse_size(size: int | str | Sequence[int]) -> tuple[int, int]:
-    """Return height and width in pixels, from one number for a square, a pair, or "HxW".
-
-    Raises
-    ------
-    OptionsError
-    """
+    """Return height and width in pixels, from one number for a square, a pair, or "HxW"."""
     pair: tuple[object, ...]
     if isinstance(size, str):
         match = re.fullmatch(r"(\d+)(?:[xX×](\d+))?", size.strip())
@@ -219,20 +210,14 @@ def parse_size(size: int | str | Sequence[int]) -> tuple[int, int]:
     if len(pair) != 2 or not (is_integer(pair[0]) and is_integer(pair[1]) and pair[0] > 0 and pair[1] > 0):
         fragment = f"size={size!r}"
         raise OptionsError(
-            f"{fragment} is neither height and width, such as 218x178, nor one number for a square, each at least 1 "
-            "pixel",
+            f"{fragment} is neither height and width in pixels, such as 218x178, nor one number for a square",
             parameters=(fragment,),
         )
     return int(pair[0]), int(pair[1])
 
 
 def parse_range(value_range: str | Sequence[float]) -> tuple[float, float]:
-    """Return (low, high) from a pair of numbers, or from text such as "0:1".
-
-    Raises
-    ------
-    OptionsError
-    """
+    """Return (low, high) from a pair of numbers, or from text such as "0:1"."""
     try:
         low, high = (float(part) for part in value_range.split(":")) if isinstance(value_range, str) else value_range
         return low, high
@@ -247,10 +232,6 @@ def parse_bytes(size: int | str) -> int:
     """Return a number of bytes, from a number or from text such as "65536", "512KiB", "4MiB", "4MB" or "1G".
 
     MB and the like count in powers of 1000; MiB and M in powers of 1024.
-
-    Raises
-    ------
-    OptionsError
     """
     if not isinstance(size, str):
         return size
@@ -258,6 +239,6 @@ def parse_bytes(size: int | str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)(i?)b?", text)
     if match is None:
         fragment = f"chunk_bytes={size!r}"
-        raise OptionsError(f"{fragment} is no number of bytes, such as 4MiB", parameters=(fragment,))
+        raise OptionsError(f"{fragment} is not a number of bytes, such as 4MiB", parameters=(fragment,))
     base = 1024 if match[3] or not text.endswith("b") else 1000
     return int(float(match[1]) * base ** " kmg".index(match[2] or " "))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 from h5pack.errors import NoSpaceError, OutputBusyError, OutputExistsError
@@ -13,61 +12,27 @@ from h5pack.system.files import is_locked, lock, open_locked, require_writable
 from h5pack.system.machine import free_bytes
 
 
-@dataclass(frozen=True)
 class Output:
-    """Paths of a conversion's output and of the temporary files beside it.
+    """Paths of a conversion's output, which exists only when it is complete, and of the temporary files beside it."""
 
-    Attributes
-    ----------
-    final : Path
-        The output. A conversion creates it only when it is complete.
-    """
-
-    final: Path
-
-    @property
-    def partial(self) -> Path:
-        """The file under construction."""
-        return self._beside(".partial")
-
-    @property
-    def journal(self) -> Path:
-        """The folder of the journal; see `h5pack.pack.journal`."""
-        return self._beside(".partial.journal")
-
-    @property
-    def finish(self) -> Path:
-        """A sparse temporary file with the pack's final HDF5 metadata, which is then copied into `partial`."""
-        return self._beside(".partial.finish")
-
-    @property
-    def compressed(self) -> Path:
-        """The compressed copy of `partial`. It replaces `partial` when the copy is complete."""
-        return self._beside(".partial.compressed")
-
-    @property
-    def rejects(self) -> Path:
-        """The CSV table of images that were not packed."""
-        return self._beside(".rejects.csv")
+    def __init__(self, final: Path) -> None:
+        self.final = final
+        self.partial = self._beside(".partial")  # the file under construction
+        self.journal = self._beside(".partial.journal")  # a folder; see `h5pack.pack.journal`
+        # A sparse file with the pack's final HDF5 metadata, which is then copied into `partial`.
+        self.finish = self._beside(".partial.finish")
+        # The compressed copy of `partial`. It replaces `partial` when the copy is complete.
+        self.compressed = self._beside(".partial.compressed")
+        self.rejects = self._beside(".rejects.csv")  # the table of images that were not packed
 
     def _beside(self, ending: str) -> Path:
         return self.final.with_name(self.final.name + ending)
 
     def check(self, overwrite: bool, resume: bool) -> None:
-        """Raise now if the conversion could not finish later.
-
-        Raises
-        ------
-        SourceError
-            If the output's folder is missing or not writable.
-        OutputExistsError
-            If the output is a folder, or it or an unfinished one exists without `overwrite` or `resume`.
-        OutputBusyError
-            If another conversion is writing it, without `overwrite` or `resume`.
-        """
+        """Raise now if the conversion could not finish later: no folder to write to, or a file that is in the way."""
         require_writable(self.final.parent)
         if self.final.is_dir():
-            raise OutputExistsError(f"{self.final}: is a folder; name a file", path=self.final)
+            raise OutputExistsError(f"{self.final}: is a folder; give the name of a file", path=self.final)
         if self.final.exists() and not overwrite and not resume:
             raise OutputExistsError(
                 f"{self.final}: exists; give another name, or overwrite=True to replace it",
@@ -78,8 +43,8 @@ class Output:
             if is_locked(self.partial):
                 raise OutputBusyError(_busy(self), path=self.final)
             raise OutputExistsError(
-                f"{self.partial}: an unfinished conversion; continue it with resume=True, or start over with "
-                "overwrite=True",
+                f"{self.partial}: belongs to an unfinished conversion; continue it with resume=True, or start over "
+                "with overwrite=True",
                 path=self.partial,
                 parameters=("resume=True", "overwrite=True"),
             )
@@ -93,8 +58,8 @@ class Output:
         free = free_bytes(self.final.parent)
         if needed - held > free:
             raise NoSpaceError(
-                f"{self.final}: needs {needed - held:,} bytes more and {self.final.parent} has {free:,} free; make "
-                "room or choose another output, then run again with resume=True",
+                f"{self.final}: needs {needed - held:,} bytes more and {self.final.parent} has only {free:,} free; "
+                "make room or choose another output, then run again with resume=True",
                 path=self.final,
                 parameters=("resume=True",),
             )
@@ -169,4 +134,4 @@ class OutputLock:
 
 
 def _busy(output: Output) -> str:
-    return f"{output.final}: another conversion is writing it; wait for it, or give another name"
+    return f"{output.final}: another conversion is writing it; wait until that has finished, or give another name"

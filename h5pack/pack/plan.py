@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import NoImagesError, OptionsError, SizesDifferError
+from h5pack.errors import NoImagesError, OptionsError, RejectedImageError, SizesDifferError
 from h5pack.format import schema
-from h5pack.format.plans import ChunkPlan, plan_chunks
+from h5pack.format.plans import HDF5_MAX_CHUNK_BYTES, ChunkPlan, plan_chunks
 from h5pack.images.decode import PixelOptions
 from h5pack.pack.compression import max_compressed_bytes
 from h5pack.pack.options import ConvertOptions
-from h5pack.pack.rejects import refuse_reject
 from h5pack.pack.split_order import RowOrder, order_rows
 from h5pack.pack.survey import Survey
 from h5pack.sources.catalog import Catalog, Reject
@@ -74,44 +73,22 @@ class ConvertReport:
 
 
 _METADATA_BYTES = 65_536
-_HDF5_MAX_CHUNK_BYTES = 2**32 - 1
 
 
 @dataclass(frozen=True)
 class ConvertPlan:
-    """The plan of a conversion: sizes, order of the rows, chunks, and the rejects known so far.
+    """The plan of a conversion: sizes, order of the rows, chunks, and the rejects known so far."""
 
-    Attributes
-    ----------
-    source : str
-        Path of the source, or "dataset" for a map-style dataset.
-    catalog : Catalog
-        All M images that were found.
-    options : ConvertOptions
-    height, width : int
-        Size of a row's image in pixels.
-    row_order : RowOrder
-        The catalog index of each row, and the splits.
-    decode_paths : ndarray
-        uint8, (M,): the `DecodePath` of each image.
-    fingerprints : ndarray
-        uint64, (M,): hashes by which a resumed conversion notices that an image has changed; see `Survey`.
-    chunks : ChunkPlan
-        Chunks of the dataset `/images`.
-    rejects : tuple of Reject
-        Images known to be unusable from the source's tables and the image headers, before any pixel is decoded.
-    """
-
-    source: str
-    catalog: Catalog
+    source: str  # "dataset" for a map-style dataset
+    catalog: Catalog  # all M images that were found
     options: ConvertOptions
-    height: int
+    height: int  # of a row, in pixels
     width: int
-    row_order: RowOrder
-    decode_paths: npt.NDArray[np.uint8]
-    fingerprints: npt.NDArray[np.uint64]
-    chunks: ChunkPlan
-    rejects: tuple[Reject, ...]
+    row_order: RowOrder  # the catalog index of each row, and the splits
+    decode_paths: npt.NDArray[np.uint8]  # (M,): the `DecodePath` of each image
+    fingerprints: npt.NDArray[np.uint64]  # (M,): hashes that change with an image; see `Survey`
+    chunks: ChunkPlan  # of `/images`
+    rejects: tuple[Reject, ...]  # images already known to be unusable from the tables and the image headers
 
     @property
     def rows(self) -> int:
@@ -247,19 +224,7 @@ class ConvertPlan:
 
 
 def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> ConvertPlan:
-    """Return the plan, which determines the size of a row, the splits, the order of rows and the chunks.
-
-    Raises
-    ------
-    RejectedImageError
-        With ``strict=True``, if an image is already known to be unusable.
-    NoImagesError
-        If no image is usable.
-    SizesDifferError
-        If the images' sizes differ and `size` was not given.
-    OptionsError
-        If a chunk would reach HDF5's limit of 4 GiB.
-    """
+    """Return the plan, which determines the size of a row, the splits, the order of rows and the chunks."""
     rejects = [*catalog.rejects]
     rejects += [Reject(catalog.names[index], reason) for index, reason in sorted(survey.reasons.items())]
     if options.strict and rejects:
@@ -293,12 +258,12 @@ def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
 
 def _plan_chunks(rows: int, row_bytes: int, options: ConvertOptions) -> ChunkPlan:
     chunks = plan_chunks(rows, row_bytes, chunk_rows=options.chunk_rows, chunk_bytes=options.chunk_bytes)
-    stored = max_compressed_bytes(chunks.bytes)
-    if options.filter is not None and stored > _HDF5_MAX_CHUNK_BYTES:
+    stored = chunks.bytes if options.filter is None else max_compressed_bytes(chunks.bytes)
+    if stored > HDF5_MAX_CHUNK_BYTES:
         raise OptionsError(
-            f"a chunk of {chunks.rows} rows x {row_bytes} bytes may have {stored:,} bytes when compressed; HDF5 1.10 "
-            "reads chunks below 4 GiB; give a smaller chunk_rows or size",
-            parameters=("chunk_rows", "size"),
+            f"a chunk of {chunks.rows:,} rows of {row_bytes:,} bytes can take {stored:,} bytes in the file, and HDF5 "
+            "1.10 reads only chunks below 4 GiB; reduce chunk_rows, chunk_bytes or size",
+            parameters=("chunk_rows", "chunk_bytes", "size"),
         )
     return chunks
 
@@ -320,3 +285,15 @@ def _common_size(source: str, catalog: Catalog, survey: Survey, usable: npt.NDAr
             parameters=(f"size='{common[0]}'",),
         )
     return int(sizes[0] >> 32), int(sizes[0] & 0xFFFFFFFF)
+
+
+def refuse_reject(source: str, reject: Reject, *, begun: bool) -> None:
+    """Raise RejectedImageError for an image that cannot be packed with ``strict=True``; `begun`: rows were written."""
+    advice = "or run again without strict=True to leave it out"
+    if begun:
+        advice = "and start over with overwrite=True, or continue with resume=True and without strict=True"
+    raise RejectedImageError(
+        f"{source}: {reject.name}: {reject.reason}; repair or remove it, {advice}",
+        path=source,
+        parameters=("overwrite=True", "resume=True", "strict=True") if begun else ("strict=True",),
+    )

@@ -38,43 +38,21 @@ def identity(plan: ConvertPlan) -> dict[str, Any]:
 class UnfinishedPack:
     """The unfinished file of a conversion: continued with `resume` if there is one, else created.
 
-    Parameters
-    ----------
-    plan : ConvertPlan
-    output : Output
-    lock : OutputLock
-        The lock on `output`.
-    created : str
-        The creation time to store in a new file (see `creation_time`). A continued file keeps its own.
-
-    Attributes
-    ----------
-    journal : Journal
-    structure : FileStructure
-    places : RowOffsets
-        Byte offsets of the planned rows in the file.
-    overwrite : bool
-        Whether an existing output may be replaced, according to this run or the interrupted one.
-    job : WriteJob
-        The parameters of the workers that write the rows.
-
-    Raises
-    ------
-    ResumeError
-        If the unfinished file was created with other options, from another source or by another version of h5pack.
-    OutputExistsError
-        If an output exists that may not be replaced.
+    `overwrite` says whether an existing output may be replaced, according to this run or the interrupted one. Raises
+    ResumeError if the file was begun with other options, from another source or by another version of h5pack, and
+    OutputExistsError if an output exists that may not be replaced.
     """
 
     def __init__(self, plan: ConvertPlan, output: Output, lock: OutputLock, created: str) -> None:
         self.plan = plan
         self.output = output
+        self.lock = lock
         self.journal = Journal(output.journal)
         before = self.journal.plan() if plan.options.resume else None
         self.overwrite = plan.options.overwrite or (before is not None and bool(before["overwrite"]))
         if output.final.exists() and not self.overwrite:
             raise OutputExistsError(
-                f"{output.final}: exists by now; add overwrite=True to replace it",
+                f"{output.final}: was created by another program meanwhile; add overwrite=True to replace it",
                 path=output.final,
                 parameters=("overwrite=True",),
             )
@@ -104,24 +82,26 @@ class UnfinishedPack:
     def _require_same(self, before: dict[str, Any]) -> None:
         source, now = self.plan.source, identity(self.plan)
         if before["h5pack"] != now["h5pack"]:
-            raise self._refused(f"begun by h5pack {before['h5pack']}, this is {now['h5pack']}")
+            raise self._refused(f"was begun by h5pack {before['h5pack']}, this is h5pack {now['h5pack']}")
         for name in {**before["options"], **now["options"]}:
             # An option that is missing from the stored options has its default.
             default = getattr(ConvertOptions, name, None)
             old, value = (options.get(name, default) for options in (before["options"], now["options"]))
             if old != value:
                 parameter = "source_kind" if name == "source" else name
-                raise self._refused(f"begun with {parameter}={old!r}, resumed with {value!r}", f"{parameter}={old!r}")
+                raise self._refused(
+                    f"was begun with {parameter}={old!r}, but resumed with {value!r}", f"{parameter}={old!r}"
+                )
         prints, old_prints = self.plan.fingerprints, self.journal.fingerprints()
         if len(prints) != len(old_prints):
-            raise self._refused(f"begun with {len(old_prints):,} files, and {source} now has {len(prints):,}")
+            raise self._refused(f"was begun with {len(old_prints):,} files, but {source} now has {len(prints):,}")
         changed = np.flatnonzero(prints != old_prints)
         if len(changed) or before["tables"] != now["tables"] or before["shape"] != now["shape"]:
             name = self.plan.catalog.names[int(changed[0])] if len(changed) else "a label or a split"
-            raise self._refused(f"{source} has changed since, first {name}")
+            raise self._refused(f"{source} has changed since it was begun (first change: {name})")
 
     def _refused(self, difference: str, *parameters: str) -> ResumeError:
-        advice = "resume with the same, or start over with overwrite=True and without resume=True"
+        advice = "resume with the same options and source, or start over with overwrite=True and without resume=True"
         return ResumeError(
             f"{self.output.partial}: {difference}; {advice}",
             path=self.output.partial,
@@ -142,13 +122,7 @@ def _structure(plan: ConvertPlan, created: str) -> FileStructure:
 
 
 def creation_time() -> str:
-    """Return the time to store in a new file, in ISO 8601, UTC: now, or the environment's SOURCE_DATE_EPOCH if set.
-
-    Raises
-    ------
-    OptionsError
-        If SOURCE_DATE_EPOCH is not a whole number of seconds.
-    """
+    """Return the time to store in a new file, in ISO 8601, UTC: now, or the environment's SOURCE_DATE_EPOCH if set."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
     if epoch is not None and not epoch.isdigit():
         raise OptionsError(f"SOURCE_DATE_EPOCH is {epoch!r}; it must be whole seconds since 1970")
@@ -160,13 +134,6 @@ def verify_existing(path: Path, catalog: Catalog, options: ConvertOptions) -> tu
     """Check that a complete output was made with these options from this source; return the counts (rows, rejects).
 
     Only file names, labels and splits are compared, because a complete pack has no fingerprints of its source's images.
-
-    Raises
-    ------
-    OutputExistsError
-        If the file is not a pack, or was made with other options or from another source.
-    PackFormatError
-        If the file is not an HDF5 file, or not complete.
     """
     with open_file(path) as file:
         if schema.FORMAT not in file.attrs:

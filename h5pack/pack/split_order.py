@@ -18,31 +18,16 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RowOrder:
-    """The order of a pack's rows; each split is one contiguous range of rows.
+    """The order of a pack's rows; each split is one contiguous range of rows."""
 
-    Attributes
-    ----------
-    origins : ndarray
-        int64, (N,): where each row comes from: a catalog index (`order_rows`) or a planned row (`close_holes`).
-    split_starts : ndarray
-        int64, (S + 1,): split s has the rows ``split_starts[s]`` to ``split_starts[s + 1] - 1``.
-    """
-
-    origins: Rows
-    split_starts: Rows
+    origins: Rows  # (N,): a catalog index (`order_rows`) or a planned row (`close_holes`) for each row
+    split_starts: Rows  # (S + 1,): split s has the rows ``split_starts[s]`` to ``split_starts[s + 1] - 1``
 
 
 def order_rows(indices: Rows, split_ids: npt.NDArray[np.int32], num_splits: int, seed: int | None) -> RowOrder:
     """Return the order of images: split after split, each one shuffled, or in source order if `seed` is None.
 
-    Parameters
-    ----------
-    indices : ndarray
-        int64, (N,): catalog indices of the images, ascending.
-    split_ids : ndarray
-        int32, (N,): the split number of each image.
-    num_splits : int
-    seed : int or None
+    `indices`, int64 (N,), are the images' catalog indices, ascending; `split_ids`, int32 (N,), their split numbers.
     """
     members = [indices[split_ids == split] for split in range(num_splits)]
     if seed is not None:
@@ -60,26 +45,14 @@ def shuffled_split(count: int, seed: int, split: int) -> Rows:
 
 
 def close_holes(split_starts: Rows, packed: npt.NDArray[np.bool_], keep_order: bool) -> RowOrder:
-    """Return the order of rows without those whose images were rejected.
+    """Return the order of rows (`origins` are planned rows) without those whose images were rejected.
 
-    In a sorted pack, later rows move to lower row numbers. In a shuffled pack, a split's last rows fill its holes in
-    ascending order, which moves no more rows than there are holes; then the following splits move to lower row numbers.
-    No row moves to a higher number. If the moves are made in ascending order of their targets, none of them overwrites
-    a row that has yet to be moved.
+    In a sorted pack (`keep_order`), later rows move to lower row numbers. In a shuffled pack, a split's last rows fill
+    its holes in ascending order, which moves no more rows than there are holes; then the following splits move to lower
+    row numbers. No row moves to a higher number. If the moves are made in ascending order of their targets, none of
+    them overwrites a row that has yet to be moved.
 
-    Parameters
-    ----------
-    split_starts : ndarray
-        int64, (S + 1,): the planned splits.
-    packed : ndarray
-        bool, (N,): which planned rows contain an image.
-    keep_order : bool
-        Whether the pack is sorted.
-
-    Returns
-    -------
-    RowOrder
-        `origins` are planned rows.
+    `split_starts`, int64 (S + 1,), are the planned splits; `packed`, bool (N,), says which planned rows have an image.
     """
     members = []
     for start, stop in itertools.pairwise(split_starts.tolist()):

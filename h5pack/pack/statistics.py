@@ -30,18 +30,11 @@ def sampled_rows(start: int, stop: int) -> npt.NDArray[np.int64]:
 
 
 def channel_sums(row: npt.NDArray[np.uint8], layout: str) -> npt.NDArray[np.uint64]:
-    """Return the exact sums of a row's values and of their squares, uint64 (2, C).
+    """Return the exact sums of a row's values and of their squares, uint64 (2, C); the row is uint8, 3-D.
 
     Sums down the image's columns are computed in float32, in a tenth of the time of numpy's integer sums. They are
     exact, whatever the order of the additions, while a column's sum of squares stays below 2**24, that is for up to 258
     lines of pixels; so at most 256 lines are summed at a time.
-
-    Parameters
-    ----------
-    row : ndarray
-        uint8, (H, W, C) or (C, H, W), depending on `layout`.
-    layout : str
-        nhwc or nchw.
     """
     last = layout == "nhwc"
     channels = row.shape[2 if last else 0]
@@ -60,12 +53,7 @@ def mean_and_std(
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Return mean and population standard deviation on a scale of 0 to 1, each float64 (C,); NaN if `rows` is 0.
 
-    Parameters
-    ----------
-    total : ndarray
-        uint64, (2, C): sums of the values, and of their squares.
-    rows, row_pixels : int
-        Number of rows that were summed, and of pixels per row.
+    `total`, uint64 (2, C), are the sums of the values, and of their squares, of `rows` rows of `row_pixels` pixels.
     """
     count = rows * row_pixels
     sums, squares = ([int(value) for value in line] for line in total)

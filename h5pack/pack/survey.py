@@ -22,28 +22,13 @@ _REJECTED = SurveyedImage(ImageHeader(0, 0, DecodePath.PILLOW), 0)
 
 @dataclass
 class Survey:
-    """The results of a survey, in the order of the catalog's M images.
-
-    Attributes
-    ----------
-    heights, widths : ndarray
-        int32, (M,): size in pixels after applying the Exif orientation; 0 for rejected images.
-    decode_paths : ndarray
-        uint8, (M,): the `DecodePath` of each image.
-    fingerprints : ndarray
-        uint64, (M,): a hash per image that changes with the image (for a file: its name, length and modification time),
-        by which a resumed conversion notices that the source has changed.
-    reasons : dict of int to str
-        Why images are rejected, by catalog index.
-    labels : ndarray or None
-        Labels of a map-style dataset: int64 (M,), or uint8 (M, K). None for other sources.
-    """
+    """The results of a survey, in the order of the catalog's M images."""
 
     heights: npt.NDArray[np.int32]
     widths: npt.NDArray[np.int32]
-    decode_paths: npt.NDArray[np.uint8]
+    decode_paths: npt.NDArray[np.uint8]  # the `DecodePath` of each image
     fingerprints: npt.NDArray[np.uint64]
-    reasons: dict[int, str]
+    reasons: dict[int, str]  # why images are rejected, by catalog index
     labels: npt.NDArray[Any] | None = None
 
 
@@ -57,24 +42,10 @@ class _Task:
 def survey(
     catalog: Catalog, executor: Executor, max_in_flight: int, max_pixels: int, advance: Callable[[int], object]
 ) -> Survey:
-    """Read the headers of all images of a catalog in the executor's workers.
+    """Read the headers of all images of a catalog in the workers of an executor that shares the catalog's reader.
 
-    Parameters
-    ----------
-    catalog : Catalog
-    executor : Executor
-        From `open_executor`, opened with the catalog's reader as the shared object.
-    max_in_flight : int
-        Maximum number of tasks that run or wait.
-    max_pixels : int
-        Larger images are rejected.
-    advance : callable
-        Called with the number of images after each task.
-
-    Raises
-    ------
-    SourceError
-        If reading from storage fails, or the labels of a map-style dataset differ in shape.
+    At most `max_in_flight` tasks run or wait. Images of more than `max_pixels` are rejected. `advance` is called with
+    the number of images after each task. Raises SourceError if storage fails, or if labels differ in shape.
     """
     count = len(catalog)
     result = Survey(
@@ -144,8 +115,8 @@ def _joined_labels(labels: list[npt.NDArray[Any] | None], reasons: dict[int, str
     for index, label in known:
         if label is None or label.shape != first.shape:
             raise SourceError(
-                f"the dataset: sample {index} has the label {None if label is None else label.tolist()!r}, the first "
-                f"has {first.tolist()!r}; every sample needs a label of one kind"
+                f"the dataset: sample {index} has the label {None if label is None else label.tolist()!r}, but the "
+                f"first has {first.tolist()!r}; all labels must be integers, or lists of the same length"
             )
     joined = np.zeros((len(labels), *first.shape), first.dtype)
     for index, label in known:

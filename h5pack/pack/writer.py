@@ -33,54 +33,27 @@ _SCATTERED_BYTES = 1024 * 1024
 
 @dataclass(frozen=True)
 class WriteJob:
-    """The parameters that all writing tasks of one conversion share.
+    """The parameters that all writing tasks of one conversion share."""
 
-    Attributes
-    ----------
-    path, journal : str
-        Paths of ``OUT.partial`` and of the journal's folder.
-    row_shape : tuple of int
-        Shape of a row in the file: (H, W, C) or (C, H, W).
-    layout : str
-    pixels : PixelOptions
-    io : str
-        direct, buffered or auto; see `h5pack.pack.direct_io`.
-    inode : int
-        Inode number of the file. If the file at `path` has another one, it belongs to another conversion.
-    """
-
-    path: str
-    journal: str
-    row_shape: tuple[int, int, int]
+    path: str  # of ``OUT.partial``
+    journal: str  # the journal's folder
+    row_shape: tuple[int, int, int]  # (H, W, C) or (C, H, W)
     layout: str
     pixels: PixelOptions
-    io: str
-    inode: int
+    io: str  # direct, buffered or auto; see `h5pack.pack.direct_io`
+    inode: int  # of the file; if the file at `path` has another one, it belongs to another conversion
 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Rows that are decoded and written together; they may be contiguous in the file or scattered.
+    """Rows that are decoded and written together; they may be contiguous in the file or scattered."""
 
-    Attributes
-    ----------
-    rows : ndarray
-        int64, (n,): planned rows, ascending.
-    offsets : ndarray
-        int64, (n,): byte offset of each row in the file.
-    indices, decode_paths : list of int
-        Catalog index and `DecodePath` of each row's image.
-    names : list of str
-    sampled : list of int
-        Positions in `rows` of the rows that the channel statistics use.
-    """
-
-    rows: npt.NDArray[np.int64]
-    offsets: npt.NDArray[np.int64]
-    indices: list[int]
+    rows: npt.NDArray[np.int64]  # (n,): planned rows, ascending
+    offsets: npt.NDArray[np.int64]  # (n,): byte offset of each row in the file
+    indices: list[int]  # catalog index of each row's image
     names: list[str]
-    decode_paths: list[int]
-    sampled: list[int]
+    decode_paths: list[int]  # `DecodePath` of each row's image
+    sampled: list[int]  # positions in `rows` of the rows that the channel statistics use
 
 
 @dataclass(frozen=True)
@@ -119,15 +92,9 @@ def write_tasks(
 def join_groups(
     rows: npt.NDArray[np.int64], groups: npt.NDArray[np.int64], max_rows: int
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """Divide rows into ascending arrays without splitting a group, each of at most `max_rows` rows or one larger group.
+    """Divide ascending rows into ascending arrays of whole groups: at most `max_rows` rows each, or one larger group.
 
-    Parameters
-    ----------
-    rows : ndarray
-        int64, (n,), ascending.
-    groups : ndarray
-        int64, (n,): group number of each row. Rows of one group are cheaper to read together.
-    max_rows : int
+    `groups`, int64 (n,), is the group number of each row. Rows of one group are cheaper to read together.
     """
     by_group = rows[np.argsort(groups, kind="stable")]
     edges = [0, *(np.flatnonzero(np.diff(np.sort(groups))) + 1).tolist(), len(rows)]
@@ -181,7 +148,9 @@ class _Worker:
         self.decoder = LayoutDecoder(job.pixels, job.layout)
         self.file = RowFile(job.path, job.io)
         if os.fstat(self.file.descriptor).st_ino != job.inode:
-            raise OutputBusyError(f"{job.path}: replaced by another conversion; let that one finish", path=job.path)
+            raise OutputBusyError(
+                f"{job.path}: was replaced by another conversion; wait until that has finished", path=job.path
+            )
 
     def close(self) -> None:
         self.file.close()
@@ -211,15 +180,7 @@ atexit.register(release)
 
 
 def write_rows(task: WriteTask) -> list[RowRecord]:
-    """Decode a task's images, write their rows, and journal each group once it is written; return the groups' records.
-
-    Raises
-    ------
-    OSError
-        If the output cannot be written; ENOSPC if the disk is full.
-    SourceError
-        If an image cannot be read from storage.
-    """
+    """Decode a task's images, write their rows, journal each group once it is written; return the groups' records."""
     worker = _worker_for(task.job)
     records: list[RowRecord] = []
     previous: RowBuffer | None = None
@@ -281,8 +242,8 @@ def _read(index: int, name: str) -> bytes | npt.NDArray[np.uint8]:
     except OSError as error:
         # The survey could read this file, so either the storage has failed or the source was changed since.
         raise SourceError(
-            f"{name}: {error.strerror or error}, though the survey could read it; restore the source, then run again "
-            "with resume=True",
+            f"{name}: {error.strerror or error}, although it could be read at the start; restore the source, then run "
+            "again with resume=True",
             path=name,
             parameters=("resume=True",),
         ) from error
@@ -290,14 +251,7 @@ def _read(index: int, name: str) -> bytes | npt.NDArray[np.uint8]:
 
 
 class LayoutDecoder:
-    """Decoder of images into rows of either layout.
-
-    Parameters
-    ----------
-    pixels : PixelOptions
-    layout : str
-        nhwc or nchw.
-    """
+    """Decoder of images into rows of either layout, nhwc or nchw."""
 
     def __init__(self, pixels: PixelOptions, layout: str) -> None:
         self._decoder = Decoder(pixels)
@@ -305,12 +259,7 @@ class LayoutDecoder:
         self._channels_last = None if layout == "nhwc" else np.empty(shape, np.uint8)
 
     def decode(self, source: bytes | npt.NDArray[np.uint8], decode_path: int, row: npt.NDArray[np.uint8]) -> None:
-        """Decode one image into `row`, uint8, (H, W, C) or (C, H, W), contiguous; see `Decoder.decode`.
-
-        Raises
-        ------
-        RejectedImageError
-        """
+        """Decode one image into `row`, uint8, (H, W, C) or (C, H, W), contiguous; see `Decoder.decode`."""
         if self._channels_last is None:
             self._decoder.decode(source, decode_path, row)
         else:

@@ -194,7 +194,9 @@ class HDF5RowReader(SourceReader):
             if self._checks:
                 self.engine.check(self.images, checksums_of(self.images), rows, values)
         except DamagedRowsError as error:
-            raise RejectedImageError("its row is damaged: other than its checksum says, or not decodable") from error
+            raise RejectedImageError(
+                "its row is damaged: it does not match its checksum or cannot be decoded"
+            ) from error
         except PackFormatError as error:
             raise self._row_error() from error
         except H5PackError as error:

@@ -536,7 +536,7 @@ def test_a_disk_without_room_for_both_copies_is_seen_first(small_disk: Path, tmp
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 1
     assert result.stderr.strip().count("\n") == 0
-    assert "bytes more and" in result.stderr
+    assert "bytes more" in result.stderr
     assert list(small_disk.iterdir()) == []
     # Without compression there is room.
     subprocess.run([*command[:-2], "--quiet"], check=True)
@@ -694,7 +694,7 @@ def test_the_command_line(packs: dict[str, Path], source: Path, tmp_path: Path) 
     assert "already complete" in again.stdout
     wrong = subprocess.run([*command, *asked, "gzip:12"], capture_output=True, text=True)
     assert wrong.returncode == 2
-    assert wrong.stderr.startswith("h5pack: --compression gzip:12 is none of none, gzip, ")
+    assert wrong.stderr.startswith("h5pack: --compression gzip:12 is invalid")
     json_asked = [*command, *asked, "gzip:1", "--overwrite", "--json"]
     report = json.loads(subprocess.run(json_asked, capture_output=True, text=True, check=True).stdout)
     assert set(report["seconds"]) == {"survey", "write", "compress", "finish"}
