@@ -116,7 +116,8 @@ def _joined_labels(labels: list[npt.NDArray[Any] | None], reasons: dict[int, str
         if label is None or label.shape != first.shape:
             raise SourceError(
                 f"the dataset: sample {index} has the label {None if label is None else label.tolist()!r}, but the "
-                f"first has {first.tolist()!r}; all labels must be integers, or lists of the same length"
+                f"first has {first.tolist()!r}; all labels must be integers, or lists of the same length",
+                rows=[index],
             )
     joined = np.zeros((len(labels), *first.shape), first.dtype)
     for index, label in known:

@@ -580,12 +580,6 @@ def test_the_plan_counts_both_copies(source: Path, tmp_path: Path) -> None:
     assert compressed.to_json()["needed_bytes"] == compressed.needed_bytes
     assert "zstd:3; until it is complete," in compressed.to_text()
     assert "until it is complete" not in raw.to_text()
-    large = quick(compression="gzip", chunk_rows=475_000)
-    with (
-        Conversion(source, tmp_path / "o.h5", **large) as conversion,
-        pytest.raises(OptionsError, match="4 GiB"),
-    ):
-        conversion.plan()
 
 
 def test_what_the_disk_holds_never_exceeds_the_plan(

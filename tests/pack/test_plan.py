@@ -133,8 +133,15 @@ def test_chunks_have_the_rows_or_bytes_that_were_asked_for() -> None:
     assert plan(chunk_rows=7).chunks.rows == 7
     assert plan(chunk_rows=7).chunks.count == 3
     assert plan(chunk_bytes=400_000).chunks.rows == 3
-    with pytest.raises(OptionsError, match="4 GiB"):
-        plan(chunk_rows=10**6)
+
+
+@pytest.mark.parametrize(("chunk_rows", "compression"), [(2**32, "none"), (2**32 - 1, "gzip")])
+def test_chunks_that_hdf5_1_10_cannot_read_are_refused(chunk_rows: int, compression: str) -> None:
+    settings: dict[str, Any] = {"size": (1, 1), "mode": "gray"}
+    assert plan(**settings, chunk_rows=2**32 - 1).chunks.bytes == 2**32 - 1
+    with pytest.raises(OptionsError) as caught:
+        plan(**settings, chunk_rows=chunk_rows, compression=compression)
+    assert caught.value.parameters == ("chunk_rows", "chunk_bytes", "size")
 
 
 def test_labels_that_only_the_survey_knows() -> None:
