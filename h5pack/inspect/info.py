@@ -15,7 +15,7 @@ import numpy.typing as npt
 from h5pack.errors import PackFormatError, ReadError
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan, plan_cache, plan_chunks
-from h5pack.read.encoded import index_encoded, is_encoded, reference_cache
+from h5pack.read.encoded import index_encoded, is_encoded
 from h5pack.read.hdf5 import attribute_names, dataset_names, filters_of, open_file, reopen_tuned, text
 from h5pack.sources.hdf5_catalog import channel_axes, is_image_array
 from h5pack.system.text import format_bytes
@@ -206,13 +206,12 @@ def _describe(file: h5py.File, dataset: h5py.Dataset) -> DatasetReport:
     faults: tuple[str, ...] = ()
     fix = None
     if layout == "chunked":
-        cache = plan_cache(shape, dataset.chunks, dataset.dtype.itemsize, filtered=bool(filters))
+        cache = plan_cache(shape, dataset.chunks, dataset.id.get_type().get_size(), filtered=bool(filters))
         if _holds_rows(dataset):
             faults = _faults(dataset, filters)
             fix = _fix(file, dataset) if faults else None
     varies = isinstance(h5py.check_vlen_dtype(dataset.dtype), np.dtype)
     if is_encoded(dataset):
-        cache = reference_cache(dataset)
         faults, fix = _judge_encoded(file, dataset)
     return DatasetReport(
         name=dataset.name.lstrip("/"),

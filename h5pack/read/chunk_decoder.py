@@ -100,22 +100,12 @@ class DecodedChunks:
 
 
 class ChunkRows(NamedTuple):
-    """The bytes of rows of one chunk.
+    """The bytes of rows of one chunk. `size` and `calls` are 0 if the chunk was cached."""
 
-    Attributes
-    ----------
-    values : ndarray
-        uint8, the raw bytes of a run of adjacent rows; may be read-only.
-    positions : ndarray
-        int64 (n,), the indices of the requested rows in this run.
-    size, calls : int
-        Number of bytes read from the file, and number of system or library calls. Both are 0 if the chunk was cached.
-    """
-
-    values: npt.NDArray[np.uint8]
-    positions: npt.NDArray[np.int64]
-    size: int
-    calls: int
+    values: npt.NDArray[np.uint8]  # the bytes of a run of adjacent rows, flat; may be read-only
+    positions: npt.NDArray[np.int64]  # the indices of the requested rows in this run
+    size: int  # bytes read from the file
+    calls: int  # system calls or HDF5 library calls
 
 
 class ChunkDecoder:

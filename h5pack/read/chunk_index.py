@@ -20,7 +20,7 @@ import numpy.typing as npt
 from h5pack.format.plans import DEFAULT_CHUNK_BYTES, plan_chunks
 from h5pack.read.codecs import Codec, UnsupportedFilterError, find_codec
 from h5pack.read.hdf5 import ChunkTable, chunk_grid, chunk_table, dataset_error, filters_of, require_filters
-from h5pack.read.storage import SourceFile
+from h5pack.read.storage import SourceFile, has_preadv
 from h5pack.system.arrays import consecutive_runs
 
 _MAX_GROUP_ROWS = 4_096
@@ -34,18 +34,12 @@ block, an optional prefix before the HDF5 data, is missing from them."""
 class LibraryCause(Enum):
     """The kinds of reasons for which rows must be read through the HDF5 library."""
 
-    STORAGE = auto()
-    """The dataset's storage layout or this operating system does not allow direct reads."""
-    FILTER = auto()
-    """A filter that h5pack cannot decode by itself."""
-    LINK = auto()
-    """The name is a link to a dataset in another file."""
+    STORAGE = auto()  # the dataset's storage layout or this operating system does not allow direct reads
+    FILTER = auto()  # h5pack has no decoder of its own for a filter
+    LINK = auto()  # the name is a link to a dataset in another file
     VIRTUAL = auto()
-    """The dataset is virtual."""
     ENCODED_IMAGES = auto()
-    """The rows are encoded images (such as JPEG files) of variable length."""
-    REQUESTED = auto()
-    """The caller asked for reads through the HDF5 library."""
+    REQUESTED = auto()  # by the caller
 
 
 @dataclass(frozen=True)
@@ -61,50 +55,26 @@ class LibraryReason:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkIndex:
-    """The locations of a dataset's rows in its file.
+    """The locations of a dataset's rows in its file. Axis 0 is the row.
 
-    Attributes
-    ----------
-    name, dtype, shape : str, dtype, tuple of int
-        Properties of the stored dataset; `dtype` keeps the stored byte order. Axis 0 is the row.
-    chunk_rows : int
-        Number of consecutive rows stored together: the rows of a chunk, or all rows of a contiguous dataset.
-    group_rows : int
-        Rows of a chunk group, which is read together: one chunk, or about 4 MiB of a contiguous dataset.
-    addresses : ndarray
-        int64 (chunks,), byte offset of each chunk from the start of the file; -1 for a chunk without allocated
-        storage. If chunks hold only parts of rows, the shape is (chunks along axis 0, chunks per row). Empty if
-        `library_reason` is given.
-    fill : bytes
-        One row of fill values in stored byte order; empty if every chunk has allocated storage.
-    library_reason : LibraryReason or None
-        Why the rows must be read through the HDF5 library; None if they can be read directly.
-    codec : Codec or None
-        The decoder of chunks that are filtered or hold only parts of rows; None if chunks are plain whole rows.
-    sizes : ndarray
-        int64, the shape of `addresses`: if there is a codec, the stored bytes of each chunk. -1 marks a chunk that must
-        be read through the HDF5 library, because the file does not say whether it was filtered.
-    filter_masks : ndarray
-        uint32, the shape of `addresses`: if there is a codec, bit i is set if filter i was not applied to the chunk.
-    chunk_shape : tuple of int or None
-        Shape of a chunk if chunks hold only parts of rows, else None.
-    external_files : frozenset of SourceFile
-        Other files from which the HDF5 library reads rows. The library does not notice if one is replaced.
+    The arrays `addresses`, `sizes` and `filter_masks` are those of a `ChunkTable`. They are empty if `library_reason`
+    is given, and the last two are used only with a codec. A size of -1 marks a chunk that must be read through the HDF5
+    library, because the file does not say whether it was filtered.
     """
 
     name: str
-    dtype: np.dtype[Any]
+    dtype: np.dtype[Any]  # in stored byte order
     shape: tuple[int, ...]
-    chunk_rows: int
-    group_rows: int
+    chunk_rows: int  # consecutive rows stored together: those of a chunk, or all rows of a contiguous dataset
+    group_rows: int  # rows that are read together: one chunk, or about 4 MiB of a contiguous dataset
     addresses: npt.NDArray[np.int64]
-    fill: bytes = b""
-    library_reason: LibraryReason | None = None
-    codec: Codec | None = None
+    fill: bytes = b""  # one row of fill values in stored byte order; empty if every chunk has allocated storage
+    library_reason: LibraryReason | None = None  # None if rows can be read directly
+    codec: Codec | None = None  # for chunks that are filtered or hold only parts of rows
     sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     filter_masks: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
-    chunk_shape: tuple[int, ...] | None = None
-    external_files: frozenset[SourceFile] = frozenset()
+    chunk_shape: tuple[int, ...] | None = None  # if chunks hold only parts of rows
+    external_files: frozenset[SourceFile] = frozenset()  # files that HDF5 reads too, without noticing replacements
 
     @property
     def rows(self) -> int:
@@ -247,22 +217,12 @@ class SourceDataset:
 
 @dataclass(frozen=True)
 class RowRanges:
-    """Consecutive rows, split into ranges. A range is a run of rows within one chunk (group) of one source.
+    """Consecutive rows, split into ranges: runs of rows within one chunk (group) of one source. Arrays of (ranges,)."""
 
-    Attributes
-    ----------
-    firsts, source_ids : ndarray
-        int64 (ranges,), the first row of each range, and the number of its source.
-    shifts : ndarray
-        int64 (ranges,), the difference between a row's number in the source and its number here.
-    addresses : ndarray
-        int64 (ranges,), byte offset of each range's first row; -1 without allocated storage or if rows are not `raw`.
-    """
-
-    firsts: npt.NDArray[np.int64]
+    firsts: npt.NDArray[np.int64]  # first row of each range
     source_ids: npt.NDArray[np.int64]
-    shifts: npt.NDArray[np.int64]
-    addresses: npt.NDArray[np.int64]
+    shifts: npt.NDArray[np.int64]  # a row's number in the source minus its number here
+    addresses: npt.NDArray[np.int64]  # byte offset of the first row; -1 without storage or if rows are not `raw`
 
 
 def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkIndex:
@@ -327,7 +287,7 @@ def _library_reason(file: h5py.File, dataset: h5py.Dataset) -> LibraryReason | N
     create = dataset.id.get_create_plist()
     layout = create.get_layout()
     versions = f"h5py {h5py.version.version} with HDF5 {h5py.version.hdf5_version}"
-    if not hasattr(os, "preadv"):
+    if not has_preadv():
         text = "this system has no preadv"
     elif dataset.file.filename != file.filename:
         cause, text = LibraryCause.LINK, f"a link leads to {dataset.file.filename}"
@@ -387,23 +347,20 @@ def _require_inside(
     rows: int,
 ) -> None:
     """Raise PackFormatError if chunks extend past the end of the file or overlap, as their pixels would be wrong."""
-    per_row = addresses.size // max(1, len(addresses))
-    addresses, sizes = addresses.reshape(-1), sizes.reshape(-1)
     numbers = np.flatnonzero(addresses >= 0)
-    if not len(numbers):
-        return
-    starts = addresses[numbers]
-    size = os.path.getsize(file.filename)
-    stored = sizes[numbers]
-    outside = np.flatnonzero(starts > size - stored)
+    starts, stored = addresses.reshape(-1)[numbers], sizes.reshape(-1)[numbers]
+    file_size = os.path.getsize(file.filename)
+    outside = np.flatnonzero(starts > file_size - stored)
     if len(outside):
-        chunk = int(numbers[outside[0]]) // per_row
-        first, last = chunk * chunk_rows, min(rows, (chunk + 1) * chunk_rows) - 1
-        problem = f"rows {first}-{last} lie past the end of the file ({size:,} bytes); restore it, or convert again"
+        first = int(numbers[outside[0]]) // (addresses.size // len(addresses)) * chunk_rows
+        problem = (
+            f"rows {first}-{min(rows, first + chunk_rows) - 1} are stored beyond the end of the file "
+            f"({file_size:,} bytes), which was cut short; restore it, or convert again"
+        )
         raise dataset_error(file.filename, name, problem)
     order = np.argsort(starts, kind="stable")
     over = np.flatnonzero(np.diff(starts[order]) < stored[order][:-1])
     if len(over):
         one, other = sorted(int(numbers[order[over[0] + step]]) for step in (0, 1))
-        problem = f"chunks {one} and {other} lie over each other; the file is damaged: restore it, or convert again"
+        problem = f"has a damaged chunk index: chunks {one} and {other} overlap; restore the file, or convert again"
         raise dataset_error(file.filename, name, problem)

@@ -32,39 +32,20 @@ from h5pack.read.virtual import index_rows, require_sources
 class FileDescription:
     """The contents of an HDF5 file, as needed to read it as a dataset of images.
 
-    Attributes
-    ----------
-    path : str
-        Absolute path.
-    identity : FileIdentity
-        Identity of the file when it was described, to detect that it was replaced later.
-    indexes : dict of str to ChunkIndex
-        Chunk index of each dataset, by its path in the file. The images are first; then come labels and fields, each
-        dataset followed by that of its checksums if there is one.
-    layout : str or None
-        "nhwc" or "nchw"; None if the file does not tell. Encoded images are "nhwc".
-    labels : str or None
-        Path of the label dataset.
-    fields : tuple of str
-        Paths of further datasets with one row per image.
-    classes, columns : tuple of str or None
-        Class names of integer labels, or column names of a label table.
-    splits : dict of str to (int, int)
-        First row and end row (exclusive) of each split; empty if the file has no splits.
-    mean, std : ndarray or None
-        float64 (C,), channel statistics of pixels scaled to 0..1.
+    `indexes` has the chunk index of each dataset, by its path in the file: first the images, then labels and fields,
+    each followed by that of its checksums if there is one.
     """
 
-    path: str
-    identity: FileIdentity
+    path: str  # absolute
+    identity: FileIdentity  # of the file that was described, which may be replaced later
     indexes: dict[str, ChunkIndex]
-    layout: str | None
-    labels: str | None
-    fields: tuple[str, ...]
-    classes: tuple[str, ...] | None
-    columns: tuple[str, ...] | None
-    splits: dict[str, tuple[int, int]]
-    mean: npt.NDArray[np.float64] | None
+    layout: str | None  # "nhwc" (also for encoded images) or "nchw"; None if the file does not tell
+    labels: str | None  # path of the label dataset
+    fields: tuple[str, ...]  # paths of further datasets with one row per image
+    classes: tuple[str, ...] | None  # class names of integer labels
+    columns: tuple[str, ...] | None  # column names of a label table
+    splits: dict[str, tuple[int, int]]  # first row and end row (exclusive)
+    mean: npt.NDArray[np.float64] | None  # (C,), of pixels scaled to 0..1
     std: npt.NDArray[np.float64] | None
 
 
@@ -78,18 +59,9 @@ def describe_file(
 ) -> FileDescription:
     """Describe a pack, or any HDF5 file with a dataset of numbers, or of encoded images, whose axis 0 is the sample.
 
-    Parameters
-    ----------
-    path : path
-    images : str
-        Path of the dataset of images.
-    labels : str or None
-        Path of the dataset of labels; None for no labels. If the default dataset does not exist (and neither do its
-        checksums, which would mean that it was lost), the result has no labels.
-    fields : sequence of str
-        Paths of further datasets with one row per image.
-    sized : bool
-        If false, the size of encoded images is not determined. This suffices for reading only their bytes.
+    `images`, `labels` and `fields` are paths in the file. If the default labels do not exist, and neither do their
+    checksums (which would mean that they were lost), the result has no labels. If `sized` is false, the size of encoded
+    images is not determined, which suffices for reading their bytes.
     """
     absolute = os.path.abspath(path)
     with open_file(absolute) as file:
@@ -161,8 +133,7 @@ def checksums_of(name: str) -> str:
 
 def _require_rows(file: h5py.File, dataset: h5py.Dataset, images: bool) -> None:
     """Raise PackFormatError unless the rows of a dataset are numbers or encoded images."""
-    name = dataset.name.lstrip("/")
-    refuse = partial(dataset_error, file.filename, name)
+    refuse = partial(dataset_error, file.filename, dataset.name.lstrip("/"))
     if dataset.ndim < 1:
         raise refuse("has no axis 0 to take samples from; name another dataset")
     try:

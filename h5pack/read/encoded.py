@@ -17,11 +17,10 @@ import numpy.typing as npt
 from PIL import Image
 
 from h5pack.errors import DamagedRowsError, RejectedImageError, SizesDifferError
-from h5pack.format.plans import CachePlan, plan_cache
 from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, read_header
 from h5pack.images.headers import ImageHeader
 from h5pack.read.chunk_index import ChunkIndex, LibraryCause, LibraryReason, contiguous_group_rows
-from h5pack.read.hdf5 import dataset_error, is_filtered, read_error
+from h5pack.read.hdf5 import dataset_error, read_rows
 
 
 class RowDecoder(Decoder):
@@ -73,37 +72,15 @@ def is_encoded(dataset: h5py.Dataset) -> bool:
     return dataset.ndim == 1 and isinstance(base, np.dtype) and base in (np.uint8, np.int8)
 
 
-def fetch_bytes(dataset: h5py.Dataset, first: int, count: int) -> list[bytes]:
-    """Return the bytes of consecutive rows of an encoded dataset, read in one call of the HDF5 library."""
-    space = dataset.id.get_space()
-    space.select_hyperslab((first,), (count,))
-    cells = np.empty(count, dataset.dtype)
-    try:
-        dataset.id.read(h5py.h5s.create_simple((count,)), space, cells)
-    except (OSError, RuntimeError, ValueError) as error:
-        rows = range(first, first + count)
-        raise read_error(dataset.file.filename, dataset.name.lstrip("/"), rows, error) from error
-    return [cell.tobytes() for cell in cells]
-
-
-@functools.cache
-def row_decoder() -> RowDecoder:
-    """Return this process's decoder, which is thread-safe."""
-    return RowDecoder()
+row_decoder = functools.cache(RowDecoder)
+"""Returns this process's decoder, which is thread-safe."""
 
 
 def decode_rows(path: str, name: str, rows: npt.NDArray[np.int64], encoded: list[bytes], out: npt.NDArray[Any]) -> None:
     """Decode encoded rows into `out`; `path`, `name` and `rows` are used in messages only.
 
     `out` is either uint8 (n, H, W, 3), or an object array (n,) whose elements become uint8 arrays (h, w, 3) of
-    individual sizes.
-
-    Raises
-    ------
-    DamagedRowsError
-        If a row cannot be decoded.
-    SizesDifferError
-        If a row's image is not H x W.
+    individual sizes. Raises DamagedRowsError if a row cannot be decoded, SizesDifferError if it is not H x W.
     """
     decoder = row_decoder()
     for position, (row, data) in enumerate(zip(rows.tolist(), encoded, strict=True)):
@@ -137,14 +114,15 @@ def decode_rows(path: str, name: str, rows: npt.NDArray[np.int64], encoded: list
 def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: bool = True) -> ChunkIndex:
     """Return an index that describes a dataset of encoded images as one of pixels, in the size of row 0.
 
-    If `sized` is false, row 0 is not decoded and the size is given as 0 x 0. This suffices for reading only the bytes.
+    If `sized` is false, row 0 is not decoded and the size is given as 0 x 0, which suffices for reading the bytes.
     """
     rows = len(dataset)
     height = width = 0
     if rows and sized:
-        (data,) = fetch_bytes(dataset, 0, 1)
+        cell = np.empty(1, dataset.dtype)
+        read_rows(dataset, np.zeros(1, np.int64), cell)
         try:
-            height, width, _ = row_decoder().pixels(data).shape
+            height, width, _ = row_decoder().pixels(cell[0].tobytes()).shape
         except RejectedImageError as error:
             problem = (
                 f"row 0 is not an image that can be decoded ({error}), so the size of the images is unknown; name "
@@ -163,12 +141,3 @@ def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: b
             LibraryCause.ENCODED_IMAGES, "its rows are encoded images, decoded as they are read"
         ),
     )
-
-
-def reference_cache(dataset: h5py.Dataset) -> CachePlan | None:
-    """Return a chunk cache that suits a dataset of encoded images, or None if it has no chunks."""
-    if dataset.chunks is None:
-        return None
-    # In the file, a row is a reference of 16 bytes; NumPy's itemsize would be the 8 bytes of a pointer.
-    size = dataset.id.get_type().get_size()
-    return plan_cache(dataset.shape, dataset.chunks, size, filtered=is_filtered(dataset))

@@ -34,27 +34,14 @@ from h5pack.system.arrays import equal_runs
 
 @dataclass
 class ReadStats:
-    """Counts of what this process has read.
+    """Counts of what this process has read. The main dataset is that of the images."""
 
-    Attributes
-    ----------
-    rows : int
-        Number of rows returned from the main dataset (the images).
-    chunk_hits, chunk_misses : int
-        Rows of the main dataset that needed no chunk read of their own, and rows that did; their sum is `rows`.
-    bytes_wanted, bytes_read : int
-        Size of all returned rows, and number of bytes read from files, in all datasets. Chunks may be compressed, so
-        `bytes_read` may be the smaller one.
-    reads : int
-        Number of system calls or HDF5 library calls.
-    """
-
-    rows: int = 0
-    chunk_hits: int = 0
-    chunk_misses: int = 0
-    bytes_wanted: int = 0
-    bytes_read: int = 0
-    reads: int = 0
+    rows: int = 0  # of the main dataset
+    chunk_hits: int = 0  # rows of the main dataset that needed no chunk read of their own
+    chunk_misses: int = 0  # rows of the main dataset that did
+    bytes_wanted: int = 0  # size of the rows returned from all datasets
+    bytes_read: int = 0  # from files, for all datasets; smaller than `bytes_wanted` if chunks are compressed
+    reads: int = 0  # system calls or HDF5 library calls
 
     @property
     def amplification(self) -> float:
@@ -72,15 +59,8 @@ _log = logging.getLogger("h5pack")
 class Engine:
     """Reads rows of several datasets of one file, from any number of threads.
 
-    Parameters
-    ----------
-    path : str
-        Absolute path.
-    identity : FileIdentity
-    indexes : dict of str to ChunkIndex
-        Index of each dataset. The first one is the main dataset, for which chunk statistics are counted.
-    warn : bool
-        Log a warning for each dataset that is read through the HDF5 library.
+    The first of `indexes` is that of the main dataset, for which chunk statistics are counted. With `warn`, a warning
+    is logged for each dataset that is read through the HDF5 library.
     """
 
     def __init__(self, path: str, identity: FileIdentity, indexes: dict[str, ChunkIndex], *, warn: bool = True) -> None:
@@ -120,23 +100,11 @@ class Engine:
             self.files.check_unchanged(index)
 
     def read(self, name: str, rows: Sequence[int] | npt.NDArray[np.int64], out: Any = None) -> npt.NDArray[Any]:
-        """Read rows of a dataset, in the given order.
+        """Return rows of a dataset, within 0..N-1, in the given order; repeats are allowed.
 
-        Parameters
-        ----------
-        name : str
-            A key of `indexes`.
-        rows : sequence of int
-            (n,), within 0..N-1, in any order; repeats are allowed.
-        out : ndarray, optional
-            (n, ...), native byte order, C-contiguous. Receives the rows and is returned. Default: a new array.
-
-        Raises
-        ------
-        PackChangedError
-            If the file was replaced or rewritten since it was indexed.
-        ReadError, DamagedRowsError, PackFormatError
-            If the rows cannot be read.
+        `out`, (n, ...), native byte order, C-contiguous, receives the rows and is returned; by default, it is a new
+        array. Raises PackChangedError if the file was replaced or rewritten since it was indexed, and ReadError,
+        DamagedRowsError or PackFormatError if the rows cannot be read.
         """
         index = self.indexes[name]
         wanted = np.asarray(rows, np.int64)
@@ -205,24 +173,11 @@ class Engine:
     def rows_in_chunk(
         self, name: str, rows: npt.NDArray[np.int64], *, keep: bool = False
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-        """Read and decode the chunk that contains the given rows.
+        """Read and decode the chunk that contains rows, int64 (n,), and cache it if `keep` and it fits the cache.
 
-        Parameters
-        ----------
-        name : str
-            A dataset for which `can_decode` is true, or would be if its rows were larger.
-        rows : ndarray
-            int64 (n,), rows of one chunk, or in a virtual dataset of one range (see `VirtualIndex`). They are added to
-            `stats`.
-        keep : bool
-            Cache the chunk unless it is larger than the cache.
-
-        Returns
-        -------
-        values : ndarray
-            (m, ...), adjacent rows in stored byte order, possibly read-only.
-        positions : ndarray
-            int64 (n,), the indices of the requested rows in `values`.
+        The rows must be of one chunk, or in a virtual dataset of one range (see `VirtualIndex`), and `can_decode` must
+        be true, or would be if rows were larger. Returns adjacent rows, (m, ...), in stored byte order, possibly
+        read-only; and int64 (n,), the indices of the requested rows in them.
         """
         index = self.indexes[name]
         found = self.files.rows_in_chunk(index, rows, keep=keep)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
+import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from h5pack.errors import IncompletePackError, PackFormatError, ReadError
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan, plan_cache
+from h5pack.system.arrays import consecutive_runs
 
 
 def open_file(path: str | os.PathLike[str]) -> h5py.File:
@@ -60,17 +62,35 @@ def dataset_error(path: str, name: str, problem: str, rows: Sequence[int] = ()) 
     return PackFormatError(f"{path}: {name!r} {problem}", path=path, dataset=name, rows=rows)
 
 
-def read_error(path: str, name: str, rows: range, error: Exception) -> ReadError | PackFormatError:
-    """Return the error for rows that the HDF5 library cannot read: ReadError if the system's read failed."""
-    # Only the text of HDF5's error says whether a system call failed.
-    kind = ReadError if "file read failed" in str(error) else PackFormatError
-    which = f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]}-{rows[-1]}"
-    return kind(
-        f"{path}: {name!r} {which} cannot be read ({error}); run 'h5pack verify' on it, or restore the file",
-        path=path,
-        dataset=name,
-        rows=rows,
-    )
+def read_rows(dataset: h5py.Dataset, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> int:
+    """Read rows, int64 (n,), into `out`, (n, ...), with one library call per run of consecutive rows; return the calls.
+
+    Raises ReadError if a system call fails, and PackFormatError if the rows cannot be read for another reason.
+    """
+    row_shape = dataset.shape[1:]
+    if dataset.id.get_create_plist().get_fill_time() == h5py.h5d.FILL_TIME_NEVER:
+        # With this setting, HDF5 does not write the fill value to `out` for chunks without allocated storage.
+        out[...] = dataset.fillvalue
+    space = dataset.id.get_space()
+    origin = (0,) * len(row_shape)
+    edges = consecutive_runs(rows).tolist()
+    for first, last in itertools.pairwise(edges):
+        start, count = int(rows[first]), last - first
+        space.select_hyperslab((start, *origin), (count, *row_shape))
+        try:
+            dataset.id.read(h5py.h5s.create_simple((count, *row_shape)), space, out[first:last])
+        except (OSError, RuntimeError, ValueError) as error:
+            # Only the text of HDF5's error says whether a system call failed.
+            kind = ReadError if "file read failed" in str(error) else PackFormatError
+            path, name = dataset.file.filename, dataset.name.lstrip("/")
+            which = f"row {start}" if count == 1 else f"rows {start}-{start + count - 1}"
+            raise kind(
+                f"{path}: {name!r} {which} cannot be read ({error}); run 'h5pack verify' on it, or restore the file",
+                path=path,
+                dataset=name,
+                rows=range(start, start + count),
+            ) from error
+    return len(edges) - 1
 
 
 def require_complete(file: h5py.File) -> None:
@@ -132,7 +152,9 @@ def reopen_tuned(dataset: h5py.Dataset, cache: CachePlan | None = None) -> h5py.
     if dataset.chunks is None:
         return dataset
     if cache is None:
-        cache = plan_cache(dataset.shape, dataset.chunks, dataset.dtype.itemsize, filtered=is_filtered(dataset))
+        # In the file, a row of variable length is a reference of 16 bytes; NumPy's itemsize is that of a pointer.
+        item_bytes = dataset.id.get_type().get_size()
+        cache = plan_cache(dataset.shape, dataset.chunks, item_bytes, filtered=is_filtered(dataset))
     access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
     access.set_chunk_cache(cache.nslots, cache.nbytes, cache.w0)
     file_id, path = dataset.file.id, dataset.name.encode()
@@ -187,22 +209,13 @@ def require_filters(dataset: h5py.Dataset) -> None:
 class ChunkTable:
     """The locations of a dataset's chunks in its file.
 
-    All arrays have the shape (chunks along axis 0,), or (chunks along axis 0, chunks per row) if chunks hold only parts
+    The arrays have the shape (chunks along axis 0,), or (chunks along axis 0, chunks per row) if chunks hold only parts
     of rows.
-
-    Attributes
-    ----------
-    addresses : ndarray
-        int64, byte offsets from the start of the file; -1 for a chunk without allocated storage.
-    sizes : ndarray
-        int64, stored (compressed) bytes.
-    filter_masks : ndarray
-        uint32, bit i is set if filter i was not applied to the chunk.
     """
 
-    addresses: npt.NDArray[np.int64]
-    sizes: npt.NDArray[np.int64]
-    filter_masks: npt.NDArray[np.uint32]
+    addresses: npt.NDArray[np.int64]  # byte offsets from the start of the file; -1 for a chunk without storage
+    sizes: npt.NDArray[np.int64]  # stored (compressed) bytes
+    filter_masks: npt.NDArray[np.uint32]  # bit i is set if filter i was not applied to the chunk
 
 
 def chunk_grid(dataset: h5py.Dataset) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 from typing import Any
@@ -11,19 +10,20 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.read.encoded import decode_rows, fetch_bytes, is_encoded, reference_cache
-from h5pack.read.hdf5 import open_file, read_error, reopen_tuned, require_dataset, require_filters
+from h5pack.read.encoded import decode_rows
+from h5pack.read.hdf5 import open_file, read_rows, reopen_tuned, require_dataset, require_filters
 from h5pack.read.storage import FileIdentity
-from h5pack.system.arrays import consecutive_runs
 
 _DECODE_ROWS = 32
 """Number of encoded rows fetched at once, small enough that their bytes need little memory compared with the pixels."""
 
 
 class H5Reader:
-    """Reads rows of the datasets of one file through the HDF5 library.
+    """Reads rows, int64 (n,), of the datasets of one file through the HDF5 library, in the given order.
 
-    It opens the file on first use in each process, so it can be pickled, and used in forked processes.
+    It opens the file on first use in each process, so it can be pickled, and used in forked processes. Every method
+    that needs the file raises PackChangedError if it was replaced since it was described, ReadError if a system call
+    fails, and PackFormatError if HDF5 cannot read the rows for another reason, such as damaged chunks.
     """
 
     def __init__(self, path: str, identity: FileIdentity) -> None:
@@ -38,76 +38,36 @@ class H5Reader:
         return {"path": self.path, "identity": self.identity, "_handles": None}
 
     def read(self, name: str, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> int:
-        """Read rows of a numeric dataset in the given order, with one library call per run of consecutive rows.
+        """Read numeric rows into `out`, (n, ...), native byte order, C-contiguous; return the number of library calls.
 
-        Parameters
-        ----------
-        name : str
-            Path of the dataset.
-        rows : ndarray
-            int64 (n,), within 0..N-1; repeats are allowed.
-        out : ndarray
-            (n, ...), native byte order, C-contiguous; receives the rows.
-
-        Returns
-        -------
-        int
-            Number of library calls.
-
-        Raises
-        ------
-        PackChangedError
-            If the file was replaced or rewritten since it was described.
-        ReadError
-            If a system call fails to read the file.
-        PackFormatError
-            If HDF5 cannot read the rows for another reason, such as damaged chunks.
+        There is one call per run of consecutive rows.
         """
-        handles = self._open()
-        dataset = handles.dataset(name)
-        row_shape = dataset.shape[1:]
-        if dataset.id.get_create_plist().get_fill_time() == h5py.h5d.FILL_TIME_NEVER:
-            # With this setting, HDF5 does not write the fill value to `out` for chunks without allocated storage.
-            out[...] = dataset.fillvalue
-        space = dataset.id.get_space()
-        origin = (0,) * len(row_shape)
-        edges = consecutive_runs(rows).tolist()
-        for first, last in itertools.pairwise(edges):
-            start, count = int(rows[first]), last - first
-            space.select_hyperslab((start, *origin), (count, *row_shape))
-            memory = h5py.h5s.create_simple((count, *row_shape))
-            try:
-                dataset.id.read(memory, space, out[first:last])
-            except OSError as error:
-                raise read_error(self.path, name, range(start, start + count), error) from error
-        return len(edges) - 1
+        return read_rows(self._open().dataset(name), rows, out)
 
     def read_bytes(self, name: str, rows: npt.NDArray[np.int64]) -> list[bytes]:
-        """Return the bytes of encoded rows in the given order; parameters and errors are those of `read`."""
-        dataset = self._open().dataset(name)
-        found: list[bytes] = []
-        for first, last in itertools.pairwise(consecutive_runs(rows).tolist()):
-            found += fetch_bytes(dataset, int(rows[first]), last - first)
-        return found
+        """Return the bytes of encoded rows."""
+        return self._fetch(self._open().dataset(name), rows)[0]
 
     def read_images(self, name: str, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> tuple[int, int]:
-        """Read encoded rows in the given order and decode them into `out` (see `decode_rows`).
-
-        Returns the number of encoded bytes and of library calls.
-        """
+        """Decode encoded rows into `out` (see `decode_rows`); return the numbers of encoded bytes and library calls."""
         dataset = self._open().dataset(name)
         size = calls = 0
-        for first, last in itertools.pairwise(consecutive_runs(rows).tolist()):
-            for low in range(first, last, _DECODE_ROWS):
-                high = min(low + _DECODE_ROWS, last)
-                encoded = fetch_bytes(dataset, int(rows[low]), high - low)
-                decode_rows(self.path, name, rows[low:high], encoded, out[low:high])
-                size += sum(map(len, encoded))
-                calls += 1
+        for first in range(0, len(rows), _DECODE_ROWS):
+            part = slice(first, first + _DECODE_ROWS)
+            encoded, count = self._fetch(dataset, rows[part])
+            decode_rows(self.path, name, rows[part], encoded, out[part])
+            size += sum(map(len, encoded))
+            calls += count
         return size, calls
 
+    @staticmethod
+    def _fetch(dataset: h5py.Dataset, rows: npt.NDArray[np.int64]) -> tuple[list[bytes], int]:
+        cells = np.empty(len(rows), dataset.dtype)
+        calls = read_rows(dataset, rows, cells)
+        return [cell.tobytes() for cell in cells], calls
+
     def open(self, name: str) -> None:
-        """Open the file and a dataset in this process, without reading rows; errors are those of `read`."""
+        """Open the file and a dataset in this process, without reading rows."""
         self._open().dataset(name)
 
     def close(self) -> None:
@@ -142,6 +102,5 @@ class _Handles:
                 if found is None:
                     found = require_dataset(self.file, name)
                     require_filters(found)
-                    cache = reference_cache(found) if is_encoded(found) else None
-                    found = self._datasets[name] = reopen_tuned(found, cache)
+                    found = self._datasets[name] = reopen_tuned(found)
         return found

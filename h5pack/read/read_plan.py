@@ -33,22 +33,13 @@ MAX_EXTENT_BYTES = 4 * 1024 * 1024
 class RowExtents:
     """Rows divided into extents: runs of rows whose bytes are adjacent in the file.
 
-    Attributes
-    ----------
-    edges : ndarray
-        int64 (extents + 1,). Extent i holds positions ``edges[i]`` to ``edges[i + 1] - 1`` of the requested rows.
-    offsets : ndarray
-        int64 (extents,), byte offset of each extent; negative if its rows have no allocated storage.
-    chunk_visits : ndarray
-        int64 (extents,), number of chunks that each extent enters. A chunk counts again if the rows return to it.
-    source_ids : ndarray or None
-        int64 (extents,), number of each extent's source in a virtual dataset; None for other datasets.
+    Extent i holds positions ``edges[i]`` to ``edges[i + 1] - 1`` of the requested rows. Other arrays are (extents,).
     """
 
     edges: npt.NDArray[np.int64]
-    offsets: npt.NDArray[np.int64]
-    chunk_visits: npt.NDArray[np.int64]
-    source_ids: npt.NDArray[np.int64] | None = None
+    offsets: npt.NDArray[np.int64]  # byte offset of each extent; negative if its rows have no allocated storage
+    chunk_visits: npt.NDArray[np.int64]  # chunks that each extent enters, again if the rows return to a chunk
+    source_ids: npt.NDArray[np.int64] | None = None  # each extent's source in a virtual dataset
 
 
 def plan_extents(index: ChunkIndex, rows: npt.NDArray[np.int64]) -> RowExtents:
@@ -158,39 +149,26 @@ def _copy_rows(
 
 
 class FileExtents(NamedTuple):
-    """Extents `first` to `last` - 1 of a `ScatterPlan`, all in one file.
-
-    `source_id` is None for the dataset's own file. `absent` is true if the rows have no allocated storage.
-    """
+    """Extents `first` to `last` - 1 of a `ScatterPlan`, all in one file."""
 
     first: int
     last: int
-    source_id: int | None
-    absent: bool
+    source_id: int | None  # None for the dataset's own file
+    absent: bool  # the rows have no allocated storage
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScatterPlan:
-    """Direct reads of rows into buffers anywhere in memory.
-
-    Attributes
-    ----------
-    buffers : ndarray
-        uint64 (n, 2), address and size in bytes of each row's buffer. The caller must fill in the addresses.
-    edges, offsets, chunk_visits, source_ids : list of int
-        See `RowExtents`.
-    borders : list of int
-        Numbers of the extents at which the source changes, or at which rows without allocated storage begin or end.
-    """
+    """Direct reads of rows into buffers anywhere in memory. For the lists, see `RowExtents`."""
 
     index: ChunkIndex
     rows: npt.NDArray[np.int64]
-    buffers: npt.NDArray[np.uint64]
+    buffers: npt.NDArray[np.uint64]  # (n, 2), address and size in bytes of each row's buffer; the caller sets addresses
     edges: list[int]
     offsets: list[int]
     chunk_visits: list[int]
     source_ids: list[int] | None
-    borders: list[int]
+    borders: list[int]  # extents at which the source changes, or rows without allocated storage begin or end
 
     def describe(self, position: int) -> str:
         """Return a text for messages that names the run of consecutive rows that starts at ``rows[position]``."""

@@ -30,8 +30,6 @@ CHECK_SECONDS = 1.0
 """Minimum time between two checks that the file was not replaced."""
 _MAX_PROBES = 4
 
-Preadv = Callable[[int, int, int, int], int]
-
 
 @dataclass(frozen=True)
 class FileIdentity:
@@ -68,31 +66,21 @@ class SourceFile:
     identity: FileIdentity
 
 
-def _c_preadv() -> Preadv | None:
-    """Return the C library's preadv with 64-bit offsets, or None if there is none."""
-    if ctypes.sizeof(ctypes.c_void_p) != 8:
-        return None
-    function = libc_function("preadv", ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
-    if function is None:
-        return None
-
-    def preadv(descriptor: int, buffers: int, count: int, offset: int) -> int:
-        got: int = function(descriptor, buffers, count, offset)
-        if got < 0:
-            raise_errno()
-        return got
-
-    return preadv
+_preadv = libc_function("preadv", ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
 
 
-def python_preadv(descriptor: int, buffers: int, count: int, offset: int) -> int:
-    """Call `os.preadv` with the same arguments as the C function, for systems without that function and for tests."""
-    pairs = (ctypes.c_uint64 * (2 * count)).from_address(buffers)
-    views = [(ctypes.c_char * pairs[2 * place + 1]).from_address(pairs[2 * place]) for place in range(count)]
-    return os.preadv(descriptor, views, offset)
+def has_preadv() -> bool:
+    """Return whether the system has preadv with 64-bit offsets, in the C library and in Python."""
+    return _preadv is not None and ctypes.sizeof(ctypes.c_void_p) == 8 and hasattr(os, "preadv")
 
 
-preadv: Preadv = _c_preadv() or python_preadv
+def preadv(descriptor: int, buffers: int, count: int, offset: int) -> int:
+    """Read into `count` buffers, whose addresses and sizes are at address `buffers`; return the number of bytes."""
+    assert _preadv is not None
+    got: int = _preadv(descriptor, buffers, count, offset)
+    if got < 0:
+        raise_errno()
+    return got
 
 
 class _Descriptor(int):
@@ -153,24 +141,10 @@ class Storage:
     ) -> int:
         """Read extents of the file into many buffers, and return the number of system calls.
 
-        Parameters
-        ----------
-        buffers : ndarray
-            uint64 (n, 2), C-contiguous: address and size in bytes of each buffer, all of the same size. The memory must
-            stay alive and in place during the call.
-        edges : sequence of int
-            (extents + 1,). Extent i fills the buffers ``edges[i]`` to ``edges[i + 1] - 1``.
-        offsets : sequence of int
-            (extents,), file offset of each extent in bytes.
-        describe : callable
-            Takes the number of a buffer and returns a description for error messages.
-
-        Raises
-        ------
-        ReadError
-            If the bytes still cannot be read after several attempts.
-        PackChangedError
-            If the file was replaced or rewritten.
+        `buffers`, uint64 (n, 2), holds address and size in bytes of each buffer, all of the same size; the memory must
+        stay alive and in place during the call. The extent at ``offsets[i]`` fills the buffers ``edges[i]`` to
+        ``edges[i + 1] - 1``. Raises ReadError with the text that `describe` returns for the number of a buffer if its
+        bytes still cannot be read after several attempts, and PackChangedError if the file was replaced or rewritten.
         """
         descriptor = self.open()
         size = int(buffers[0, 1])

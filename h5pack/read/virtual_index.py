@@ -41,19 +41,12 @@ class VirtualIndex(ChunkIndex):
     numbers, and `addresses` holds the byte offset of each range's first row in the source's file, or -1 if the range
     has no allocated storage or its rows are filtered and cannot be read with one direct read.
 
-    Attributes
-    ----------
-    starts, source_ids : ndarray
-        int64 (ranges,), the first row of each range, ascending from 0, and the index of its source in `sources`.
-    shifts : ndarray
-        int64 (ranges,), the difference between a row's number in the source and its number here.
-    sources : tuple of SourceDataset
-        Rows that no mapping covers get a source without allocated storage, and are fill values.
+    Rows that no mapping covers get a source without allocated storage, and are fill values.
     """
 
-    starts: Integers
-    source_ids: Integers
-    shifts: Integers
+    starts: Integers  # first row of each range, ascending from 0
+    source_ids: Integers  # index of each range's source in `sources`
+    shifts: Integers  # a row's number in the source minus its number here
     sources: tuple[SourceDataset, ...]
 
     @cached_property

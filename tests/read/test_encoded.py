@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from h5pack.errors import DamagedRowsError, PackChangedError, PackFormatError, SizesDifferError
+from h5pack.errors import DamagedRowsError, PackFormatError, SizesDifferError
 from h5pack.pack import options
 from h5pack.read import encoded as row_decoder_module
-from h5pack.read import hdf5_reader as reader_module
 from h5pack.read.description import describe_file
-from h5pack.read.encoded import row_decoder
 from h5pack.read.engine import Engine
 from h5pack.read.hdf5_reader import H5Reader
 from h5pack.read.storage import FileIdentity
 from tests.makers import pixels
 from tests.read.encoded_files import SIZE, decoded, encode, jpegs, kinds, write_encoded
 from tests.read.files import in_child, run_threads
-from tests.read.test_damage import read_all, require_one_line
+from tests.read.read_damaged import read_all
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "contiguous": {},
@@ -49,8 +48,7 @@ def reader_of(path: Path) -> H5Reader:
     return H5Reader(str(path), FileIdentity.of(str(path)))
 
 
-@pytest.mark.parametrize("dtype", ["u1", "i1"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "dtype"), [*((layout, "u1") for layout in LAYOUTS), ("chunked", "i1")])
 def test_bytes_and_pixels_in_every_layout(tmp_path: Path, layout: str, dtype: str) -> None:
     rows = jpegs(31)
     path = write_encoded(tmp_path / "f.h5", rows, dtype=dtype, **LAYOUTS[layout])
@@ -83,17 +81,11 @@ def test_virtual_over_encoded_rows(tmp_path: Path) -> None:
         engine_of(tmp_path / "f.h5")
 
 
-def test_consecutive_rows_are_fetched_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_encoded(tmp_path / "f.h5", jpegs(20), chunks=(3,))
-    reader, calls = reader_of(path), []
-    fetch = reader_module.fetch_bytes
-    monkeypatch.setattr(
-        reader_module,
-        "fetch_bytes",
-        lambda dataset, first, count: calls.append((first, count)) or fetch(dataset, first, count),
-    )
-    reader.read_bytes("images", np.array([3, 4, 5, 6, 11, 2, 3, 3]))
-    assert calls == [(3, 4), (11, 1), (2, 2), (3, 1)]
+def test_consecutive_rows_are_fetched_in_one_call(tmp_path: Path) -> None:
+    rows, wanted = jpegs(20), np.array([3, 4, 5, 6, 11, 2, 3, 3])
+    reader = reader_of(write_encoded(tmp_path / "f.h5", rows, chunks=(3,)))
+    size, calls = reader.read_images("images", wanted, np.empty(8, object))
+    assert (size, calls) == (sum(len(rows[row]) for row in wanted), 4)
 
 
 @pytest.mark.parametrize("kind", kinds())
@@ -121,8 +113,8 @@ def test_group_rows_follow_the_pixels_not_the_chunks_of_references(tmp_path: Pat
         file.create_dataset("images", (900, 60, 50, 3), "u1")
     expected = describe_file(tmp_path / "pixels.h5").indexes["images"].group_rows
     assert 1 < expected < 900
-    for layout, settings in LAYOUTS.items():
-        index = describe_file(write_encoded(tmp_path / f"{layout}.h5", rows, **settings)).indexes["images"]
+    for layout in ("single rows", "gzip"):
+        index = describe_file(write_encoded(tmp_path / f"{layout}.h5", rows, **LAYOUTS[layout])).indexes["images"]
         assert index.group_rows == expected
 
 
@@ -166,15 +158,6 @@ def test_a_pickled_reader_and_a_forked_child(tmp_path: Path) -> None:
     assert in_child(lambda: engine.reader.read_bytes("images", np.array([3])) == [rows[3]])
 
 
-def test_a_replaced_file(tmp_path: Path) -> None:
-    path = write_encoded(tmp_path / "f.h5", jpegs(5))
-    reader = reader_of(path)
-    path.unlink()
-    write_encoded(path, jpegs(6))
-    with pytest.raises(PackChangedError):
-        reader.read_bytes("images", np.array([0]))
-
-
 def test_many_threads(tmp_path: Path) -> None:
     """One decoder serves them all; each reads all rows, of every kind, in an order of its own."""
     rows = list(kinds().values())
@@ -183,12 +166,12 @@ def test_many_threads(tmp_path: Path) -> None:
 
     def work(seed: int) -> None:
         dice = np.random.default_rng(seed)
-        for _ in range(5):
+        for _ in range(2):
             order = dice.permutation(len(rows))
             assert np.array_equal(engine.read("images", order), expected[order])
 
-    run_threads(6, work)
-    assert engine.snapshot().rows == 6 * 5 * len(rows)
+    run_threads(4, work)
+    assert engine.snapshot().rows == 4 * 2 * len(rows)
 
 
 def test_rare_formats_are_loaded_before_threads_decode() -> None:
@@ -250,7 +233,7 @@ def test_a_bomb_is_refused_before_it_is_decoded(tmp_path: Path, monkeypatch: pyt
             engine.read("images", [row], np.empty(1, object))
 
 
-@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("kind", ["empty", "truncated png"])
 def test_a_row_0_that_cannot_be_decoded_is_refused(tmp_path: Path, kind: str) -> None:
     path = write_encoded(tmp_path / "f.h5", [BAD[kind][0](), *jpegs(2)])
     with pytest.raises(PackFormatError) as caught:
@@ -277,7 +260,7 @@ def test_random_bytes_give_errors_or_images(tmp_path: Path) -> None:
     dice = np.random.default_rng(5)
     originals = list(kinds().values())
     rows = [originals[0]]
-    for number in range(400):
+    for number in range(150):
         data = bytearray(originals[number % len(originals)])
         for place in dice.integers(0, len(data), 1 + number % 7).tolist():
             data[place] = int(dice.integers(256))
@@ -294,7 +277,7 @@ def test_random_bytes_give_errors_or_images(tmp_path: Path) -> None:
             assert image.dtype == np.uint8
             assert image.shape[2:] == (3,)
     assert named == failed
-    assert 20 < len(named) < 380
+    assert 10 < len(named) < 140
 
 
 def test_damage_to_heaps_and_references(tmp_path: Path) -> None:
@@ -308,17 +291,15 @@ def test_damage_to_heaps_and_references(tmp_path: Path) -> None:
             start = file["images"].id.get_chunk_info(number).byte_offset
             places += range(start, start + 4 * 16)
     dice, copies = random.Random(4), []
-    for number in range(40):
+    for number in range(25):
         data = bytearray(original)
         data[dice.choice(places)] ^= dice.randrange(1, 256)
         copies.append(tmp_path / f"{number:02}.h5")
         copies[-1].write_bytes(data)
     outcomes = read_all(path, copies, check=False)
-    for copy, (outcome, words) in outcomes.items():
-        assert outcome in ("right", "wrong", "refused"), f"{copy.name}: {outcome} {words}"
-        if outcome == "refused":
-            require_one_line(copy, words)
-    assert sum(outcome == "refused" for outcome, _ in outcomes.values()) > 10
+    for copy, (outcome, text) in outcomes.items():
+        assert outcome in ("right", "wrong", "refused"), f"{copy.name}: {outcome} {text}"
+    assert sum(outcome == "refused" for outcome, _ in outcomes.values()) > 5
 
 
 def find(data: bytes, mark: bytes) -> list[int]:
@@ -326,21 +307,14 @@ def find(data: bytes, mark: bytes) -> list[int]:
 
 
 def test_pillow_warns_once_not_for_every_row(tmp_path: Path) -> None:
-    """Pillow warns of a palette with transparency in bytes; Python prints that once, and nothing is switched off."""
-    image = pixels(1, SIZE)
-    palette = encode(Image.fromarray(image).convert("P"), "PNG", transparency=bytes(range(200)))
-    write_encoded(tmp_path / "f.h5", [palette] * 200)
-    code = (
-        "import sys, h5pack, warnings\n"
-        "dataset = h5pack.H5Dataset(sys.argv[1])\n"
-        "before = list(warnings.filters)\n"
-        "[dataset[i] for i in range(200)]\n"
-        "assert list(warnings.filters) == before"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "f.h5")], capture_output=True, text=True, check=True
-    )
-    assert done.stderr.count("Palette images") == 1
+    """Pillow warns of a palette with transparency in bytes. The user's warning filters stay as they are."""
+    palette = encode(Image.fromarray(pixels(1, SIZE)).convert("P"), "PNG", transparency=bytes(range(200)))
+    path = write_encoded(tmp_path / "f.h5", [palette] * 20)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        engine_of(path).read("images", range(20))
+        assert not warnings.filters
+    assert ["Palette images" in str(warning.message) for warning in caught] == [True]
 
 
 # What is none.
@@ -375,7 +349,3 @@ def test_unwritten_rows_are_empty(tmp_path: Path) -> None:
     with pytest.raises(DamagedRowsError, match="zero bytes") as caught:
         engine_of(path, labels=None).read("images", [5])
     assert caught.value.rows == (5,)
-
-
-def test_the_decoder_is_shared(tmp_path: Path) -> None:
-    assert row_decoder() is row_decoder()

@@ -24,11 +24,10 @@ from h5pack.errors import DamagedRowsError, PackChangedError
 from h5pack.format.checksums import row_checksums
 from h5pack.read import engine as engine_module
 from h5pack.read import read_plan as plan_module
-from h5pack.read import storage as storage_module
 from h5pack.read.description import describe_file
 from h5pack.read.engine import Engine, ReadStats
 from h5pack.read.hdf5_reader import H5Reader
-from h5pack.read.storage import FileIdentity, python_preadv
+from h5pack.read.storage import FileIdentity
 from tests.makers import flat_folder, quick
 from tests.read.files import (
     DIRECT,
@@ -80,12 +79,9 @@ def test_rows_equal_h5pys(
     rows = data.draw(row_lists(shape[0]))
     wanted = np.array(rows, np.int64)
     fill = data.draw(st.sampled_from([0, 1]))
-    python = data.draw(st.booleans())
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "SCATTER_BYTES", scatter_bytes)
         patch.setattr(plan_module, "MAX_GAP_BYTES", gap_bytes)
-        if python:
-            patch.setattr(storage_module, "preadv", python_preadv)
         path = Path(folder) / "f.h5"
         chunk_rows = data.draw(st.integers(1, 8))
         values = write(path, numbers(shape, dtype), storage, fill=fill, chunk_rows=chunk_rows, **settings_)

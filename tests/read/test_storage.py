@@ -7,7 +7,6 @@ import errno
 import itertools
 import os
 import pickle
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,10 +21,9 @@ from hypothesis import strategies as st
 from h5pack.errors import PackChangedError, ReadError
 from h5pack.read import storage as storage_module
 from h5pack.read.engine import Engine
-from h5pack.read.storage import MAX_BUFFERS, FileIdentity, Preadv, Storage, python_preadv
+from h5pack.read.storage import MAX_BUFFERS, FileIdentity, Storage
 from tests.read.files import descriptors, engine_of, in_child, numbers, run_threads, write
 
-IMPLEMENTATIONS = [storage_module.preadv, python_preadv]
 SIZE = 50_000
 DATA = np.random.default_rng(7).integers(0, 256, SIZE, np.uint8)
 
@@ -70,100 +68,48 @@ def sliced(size: int, runs: list[tuple[int, int]]) -> npt.NDArray[np.uint8]:
     return np.concatenate([np.empty((0, size), np.uint8), *parts])
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("storage") / "bytes"
+    path.write_bytes(DATA.tobytes())
+    return path
+
+
 @settings(max_examples=26, deadline=None)
 @given(st.integers(1, 700), st.integers(0, 9), st.data())
-def test_scattered_extents_equal_slices(size: int, spread: int, data: st.DataObject) -> None:
+def test_scattered_extents_equal_slices(shared: Path, size: int, spread: int, data: st.DataObject) -> None:
     runs = []
     for _ in range(data.draw(st.integers(1, 6))):
         places = data.draw(st.integers(1, 20))
         runs.append((data.draw(st.integers(0, SIZE - size * places)), places))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "bytes"
-        path.write_bytes(DATA.tobytes())
-        for implementation in IMPLEMENTATIONS:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(storage_module, "preadv", implementation)
-                found, calls = scattered(opened(path), size, runs, spread)
-            assert np.array_equal(found, sliced(size, runs))
-            assert calls == len(runs)
+    found, calls = scattered(opened(shared), size, runs, spread)
+    assert np.array_equal(found, sliced(size, runs))
+    assert calls == len(runs)
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.integers(1, 3000), min_size=1, max_size=30), st.integers(0, SIZE + 100))
-def test_the_c_librarys_preadv_equals_pythons(sizes: list[int], offset: int) -> None:
-    """Places of all sizes, also over the end of the file."""
-    found = []
-    with tempfile.TemporaryFile() as file:
-        file.write(DATA.tobytes())
-        file.flush()
-        for implementation in IMPLEMENTATIONS:
-            parts = [np.zeros(size, np.uint8) for size in sizes]
-            pairs = np.array([[part.__array_interface__["data"][0], len(part)] for part in parts], np.uint64)
-            got = implementation(file.fileno(), pairs.__array_interface__["data"][0], len(parts), offset)
-            whole = np.concatenate(parts)
-            assert got == min(sum(sizes), max(0, SIZE - offset))
-            assert np.array_equal(whole[:got], DATA[offset : offset + got])
-            assert not whole[got:].any()
-            found.append(whole)
-    assert np.array_equal(*found)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_both_raise_the_errors_of_the_kernel(implementation: Preadv) -> None:
-    pair = np.zeros((1, 2), np.uint64)
-    with pytest.raises(OSError) as caught:
-        implementation(-1, pair.__array_interface__["data"][0], 1, 0)
-    assert caught.value.errno == errno.EBADF
-
-
-def test_this_machine_uses_the_c_library() -> None:
-    assert storage_module.preadv is not python_preadv
-
-
-def test_without_preadv_in_the_c_library_python_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: object())
-    assert storage_module._c_preadv() is None
-    monkeypatch.setattr("ctypes.sizeof", lambda _: 4)
-    assert storage_module._c_preadv() is None
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("places", [MAX_BUFFERS, MAX_BUFFERS + 1, 3 * MAX_BUFFERS + 5])
-def test_more_buffers_than_one_call_allows(
-    path: Path, monkeypatch: pytest.MonkeyPatch, places: int, implementation: Preadv
-) -> None:
-    monkeypatch.setattr(storage_module, "preadv", implementation)
+@pytest.mark.parametrize("places", [MAX_BUFFERS, 3 * MAX_BUFFERS + 5])
+def test_more_buffers_than_one_call_allows(path: Path, places: int) -> None:
     found, calls = scattered(opened(path), 11, [(3, places)])
     assert np.array_equal(found, sliced(11, [(3, places)]))
     assert calls == -(-places // MAX_BUFFERS)
 
 
-def test_no_call_exceeds_the_byte_limit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("size", "runs", "counts"), [(300, [(0, 10), (9000, 2)], [3, 3, 3, 1, 2]), (1500, [(7, 3)], [1, 1, 1])]
+)
+def test_no_call_exceeds_the_byte_limit(
+    path: Path, monkeypatch: pytest.MonkeyPatch, size: int, runs: list[tuple[int, int]], counts: list[int]
+) -> None:
     monkeypatch.setattr(storage_module, "_MAX_CALL_BYTES", 1000)
-    asked = recorded(monkeypatch)
-    found, calls = scattered(opened(path), 300, [(0, 10), (9000, 2)])
-    assert np.array_equal(found, sliced(300, [(0, 10), (9000, 2)]))
-    assert [count for _, count, _ in asked] == [3, 3, 3, 1, 2]
-    assert calls == 5
-    asked.clear()
-    found, calls = scattered(opened(path), 1500, [(7, 3)])
-    assert np.array_equal(found, sliced(1500, [(7, 3)]))
-    assert [count for _, count, _ in asked] == [1, 1, 1]
-
-
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """Every call, as (descriptor, places, offset)."""
     real, asked = storage_module.preadv, []
-
-    def preadv(descriptor: int, buffers: int, count: int, offset: int) -> int:
-        asked.append((descriptor, count, offset))
-        return real(descriptor, buffers, count, offset)
-
-    monkeypatch.setattr(storage_module, "preadv", preadv)
-    return asked
+    monkeypatch.setattr(storage_module, "preadv", lambda *call: (asked.append(call[2]), real(*call))[1])
+    found, calls = scattered(opened(path), size, runs)
+    assert np.array_equal(found, sliced(size, runs))
+    assert asked == counts
+    assert calls == len(counts)
 
 
-def limited(limits: Iterator[int | OSError | None]) -> Preadv:
+def limited(limits: Iterator[int | OSError | None]) -> Callable[[int, int, int, int], int]:
     """A kernel that reads at most these numbers of bytes, call by call; None: all, or fails."""
     real = storage_module.preadv
 
@@ -185,16 +131,12 @@ def limited(limits: Iterator[int | OSError | None]) -> Preadv:
     return preadv
 
 
-def row_read(storage: Storage, out: npt.NDArray[Any], offset: int) -> int:
-    return storage.read_into(out, offset, named)
-
-
-@pytest.mark.parametrize("dtype", ["u1", ">i4", "<f8", "?", "S7", "V5", "M8[s]", "u1,<f4"])
-@pytest.mark.parametrize("shape", [(), (1,), (4, 3)])
+@pytest.mark.parametrize("dtype", [">i4", "?", "S7", "M8[s]", "u1,<f4"])
+@pytest.mark.parametrize("shape", [(), (4, 3)])
 def test_a_single_row_of_any_dtype(path: Path, dtype: str, shape: tuple[int, ...]) -> None:
     out = np.zeros(shape, dtype)
-    # An older numpy gives no view of its times; then it is asked for by address.
-    assert row_read(opened(path), out, 77) <= (2 if dtype == "M8[s]" else 1)
+    # Older versions of NumPy cannot export the buffer of a datetime array, so a second call reads it by address.
+    assert opened(path).read_into(out, 77, named) <= (2 if dtype == "M8[s]" else 1)
     assert out.tobytes() == DATA[77 : 77 + out.nbytes].tobytes()
 
 
@@ -211,9 +153,9 @@ def test_a_single_row_is_retried(path: Path, monkeypatch: pytest.MonkeyPatch, tr
     out, offset = np.zeros(100, np.uint8), SIZE - 50 if trouble == "never comes" else 1000
     if trouble == "never comes":
         with pytest.raises(ReadError, match="row 0 "):
-            row_read(opened(path), out, offset)
+            opened(path).read_into(out, offset, named)
     else:
-        assert row_read(opened(path), out, offset) == 2
+        assert opened(path).read_into(out, offset, named) == 2
         assert np.array_equal(out, DATA[offset : offset + 100])
 
 
@@ -226,24 +168,18 @@ RUNS = [(100, 7), (20_000, 1), (40_000, 5)]
 
 @settings(max_examples=26, deadline=None)
 @given(st.lists(st.one_of(st.none(), st.integers(1, 900)), min_size=1, max_size=12), st.integers(1, 400))
-def test_short_reads_are_continued(limits: list[int | None], size: int) -> None:
-    """Also in the middle of a row, and again and again."""
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        path = Path(folder) / "bytes"
-        path.write_bytes(DATA.tobytes())
+def test_short_reads_are_continued(shared: Path, limits: list[int | None], size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage_module, "preadv", limited(itertools.cycle(limits)))
-        found, _ = scattered(opened(path), size, RUNS)
-        assert np.array_equal(found, sliced(size, RUNS))
+        found, _ = scattered(opened(shared), size, RUNS)
+    assert np.array_equal(found, sliced(size, RUNS))
 
 
 @pytest.mark.parametrize(
     "limits",
     [
-        [0],
         [0, 0, 0],
         [100, 0, 50, 0],
-        [broken()],
-        [broken(), broken(), broken()],
         [650, broken(), 0, broken()],
         [OSError(errno.EINTR, "interrupted"), None, OSError(errno.EAGAIN, "again")],
         [299, 1, 0, 0, None],
@@ -258,7 +194,6 @@ def test_temporary_errors_are_retried(path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("limits", "place", "reason"),
     [
-        ([broken()], 0, "Input/output error"),
         ([None, broken()], 7, "Input/output error"),
         ([601, broken()], 2, "Input/output error"),
         ([None, None, 1250, 0], 12, "the file ends before them"),
@@ -277,16 +212,6 @@ def test_lasting_errors_name_the_row(
     assert isinstance(caught.value, OSError)
     # The call for many, then one at once and three more.
     assert len(limits) - len(list(calls)) == len(limits[:-50]) + 1 + 4
-
-
-def test_pauses_grow_between_tries(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(storage_module, "_RETRY_SECONDS", (0.0, 0.05, 0.5))
-    monkeypatch.setattr("time.sleep", slept.append)
-    monkeypatch.setattr(storage_module, "preadv", limited(itertools.repeat(broken())))
-    with pytest.raises(ReadError):
-        scattered(opened(path), 300, RUNS)
-    assert slept == [0.0, 0.05, 0.5]
 
 
 def pack_of_rows(folder: Path) -> tuple[Path, npt.NDArray[Any], Engine]:
@@ -319,14 +244,13 @@ def test_an_engine_names_the_rows_that_cannot_be_read(tmp_path: Path, monkeypatc
         engine.read("x", [5, 4, 3])
 
 
-@pytest.mark.parametrize("size", [0, 600, 5000])
-@pytest.mark.parametrize("scatter_bytes", [1, 1 << 30])
+@pytest.mark.parametrize(("size", "scatter_bytes"), [(0, 1), (5000, 1), (600, 1 << 30)])
 def test_a_file_that_is_cut_while_it_is_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, scatter_bytes: int
 ) -> None:
     monkeypatch.setattr("h5pack.read.engine.SCATTER_BYTES", scatter_bytes)
-    path, values, engine = pack_of_rows(tmp_path)
     monkeypatch.setattr(storage_module, "CHECK_SECONDS", 1000.0)
+    path, values, engine = pack_of_rows(tmp_path)
     assert np.array_equal(engine.read("x", [19]), values[[19]])
     os.truncate(path, size)
     with pytest.raises(PackChangedError):
@@ -334,7 +258,6 @@ def test_a_file_that_is_cut_while_it_is_open(
 
 
 def test_a_short_file_with_the_same_identity_names_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file checks unchanged, so that its rows are named."""
     path, _, engine = pack_of_rows(tmp_path)
     engine.read("x", [0])
     same = FileIdentity.of(str(path))
@@ -344,45 +267,27 @@ def test_a_short_file_with_the_same_identity_names_the_rows(tmp_path: Path, monk
         engine.read("x", range(9))
 
 
-def replace(path: Path, seed: int) -> None:
-    write(path.with_name("new.h5"), numbers((20, 10, 60), "u1", seed), "rows")
+def put_other_file(path: Path) -> None:
+    write(path.with_name("new.h5"), numbers((20, 10, 60), "u1", 9), "rows")
     os.replace(path.with_name("new.h5"), path)
 
 
-def test_a_file_that_is_replaced_while_it_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("change", [put_other_file, Path.unlink, lambda path: os.utime(path, ns=(1, 1))])
+def test_a_file_that_changes_while_it_is_open_is_noticed_within_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]
+) -> None:
     path, values, engine = pack_of_rows(tmp_path)
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
     engine.read("x", [0])
-    now = storage_module.time.monotonic()
-    replace(path, 9)
-    # Until it checks again it reads on from the file that it opened.
-    monkeypatch.setattr("time.monotonic", lambda: now + 0.5)
+    change(path)
+    now += 0.9
+    # Until the next check, rows come from the file that is open.
     assert np.array_equal(engine.read("x", range(20)), values)
-    monkeypatch.setattr("time.monotonic", lambda: now + 1.5)
+    now += 0.2
     for _ in range(2):
         with pytest.raises(PackChangedError):
             engine.read("x", [3])
-    path.unlink()
-    with pytest.raises(PackChangedError):
-        engine.read("x", [3])
-
-
-def test_a_file_that_is_rewritten_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, values, engine = pack_of_rows(tmp_path)
-    monkeypatch.setattr(storage_module, "CHECK_SECONDS", -1.0)
-    assert np.array_equal(engine.read("x", [4]), values[[4]])
-    os.utime(path, ns=(1, 1))
-    with pytest.raises(PackChangedError):
-        engine.read("x", [4])
-
-
-def test_the_file_is_checked_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, _, engine = pack_of_rows(tmp_path)
-    checks = []
-    real = Storage.check_unchanged
-    monkeypatch.setattr(Storage, "check_unchanged", lambda self: (checks.append(1), real(self)))
-    for _ in range(50):
-        engine.read("x", [1])
-    assert len(checks) <= 2
 
 
 def replaced(path: Path) -> None:
@@ -408,12 +313,9 @@ def test_a_file_that_is_replaced_while_it_is_being_opened(path: Path, monkeypatc
 
 
 def test_a_file_that_cannot_be_opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> int:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
     storage = opened(path)
-    monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(ReadError, match="denied"):
+    monkeypatch.setattr(os, "open", lambda *_: os.close(-1))
+    with pytest.raises(ReadError, match="descriptor"):
         storage.open()
 
 
@@ -421,7 +323,7 @@ def test_closing_and_opening_again(path: Path) -> None:
     storage = opened(path)
     storage.close()
     assert descriptors(path) == 0, "nothing is opened before the first use"
-    for _ in range(3):
+    for _ in range(2):
         found, _ = scattered(storage, 10, RUNS)
         assert np.array_equal(found, sliced(10, RUNS))
         assert descriptors(path) == 1
@@ -512,15 +414,18 @@ def test_closing_while_others_read_never_gives_them_another_file(path: Path, tmp
     other = tmp_path / "other.bin"
     other.write_bytes(b"\xee" * path.stat().st_size)
     over = threading.Event()
+    started = threading.Barrier(4, timeout=60)
     found: list[bool] = []
 
     def read() -> None:
+        started.wait()
         while not over.is_set():
             found.append(np.array_equal(scattered(storage, 9, RUNS)[0], sliced(9, RUNS)))
 
     readers = [threading.Thread(target=read) for _ in range(3)]
     for reader in readers:
         reader.start()
+    started.wait()
     for _ in range(300):
         storage.close()
         # It takes the number of a descriptor that was just closed.
@@ -529,5 +434,4 @@ def test_closing_while_others_read_never_gives_them_another_file(path: Path, tmp
     over.set()
     for reader in readers:
         reader.join()
-    assert len(found) >= 3
     assert all(found)
