@@ -15,7 +15,7 @@ from h5pack.errors import OptionsError
 from h5pack.images.decode import MAX_PIXELS
 from h5pack.pack.compression import NONE, Compression, parse_compression
 from h5pack.sources.catalog import NameFilter
-from h5pack.sources.detect import SourceOptions, check_kind
+from h5pack.sources.detect import KINDS, SourceOptions
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.sources.manifest import ManifestColumns
 
@@ -86,8 +86,8 @@ class ConvertOptions:
         return cls(**values)
 
     def __post_init__(self) -> None:
-        check_kind(self.source_kind)
         for name, allowed in (
+            ("source_kind", (None, *KINDS)),
             ("fit", FITS),
             ("resample", RESAMPLES),
             ("mode", MODES),
@@ -180,7 +180,7 @@ def check_choice(name: str, value: object, allowed: Sequence[str | None]) -> Non
     """Raise OptionsError unless `value` is one of `allowed`."""
     if value not in allowed:
         fragment = f"{name}={value!r}"
-        names = ", ".join(str(item) for item in allowed)
+        names = ", ".join(item for item in allowed if item is not None)
         raise OptionsError(f"{fragment} is invalid; it must be one of {names}", parameters=(fragment,))
 
 

@@ -1,7 +1,6 @@
 """The catalog of a source: a list of its images with labels and splits, made before any image is opened.
 
-The survey, a pass over all image headers before the pack is written, then finds the sizes and rejects files that are
-no images.
+After it, the survey reads all image headers to find the sizes and to reject files that are no images.
 """
 
 from __future__ import annotations
@@ -36,15 +35,11 @@ IMAGE_SUFFIXES = frozenset(
 
 @dataclass(frozen=True)
 class NameFilter:
-    """A filter that selects files of a source by name.
+    """A filter that selects files of a source by shell patterns.
 
-    Attributes
-    ----------
-    include : tuple of str
-        Shell patterns, matched against a file's name and its path relative to the source. If given, only files that
-        match a pattern are selected, whatever their suffix. Default: visible files with an image suffix.
-    exclude : tuple of str
-        Shell patterns. A file that matches one is skipped.
+    A pattern is matched against a file's name and against its path relative to the source. With `include`, only files
+    that match one of its patterns are selected, whatever their suffix; without, visible files with an image suffix.
+    Files that match a pattern of `exclude` are skipped.
     """
 
     include: tuple[str, ...] = ()
@@ -122,14 +117,11 @@ class NameTable:
 
 
 class SurveyedImage(NamedTuple):
-    """The result of the survey for one image.
-
-    `fingerprint` has 64 bits and changes if the image changes. `label` is given only if labels come with the samples.
-    """
+    """The result of the survey for one image."""
 
     header: ImageHeader
-    fingerprint: int
-    label: npt.NDArray[Any] | None = None
+    fingerprint: int  # 64 bits; changes if the image changes
+    label: npt.NDArray[Any] | None = None  # only if labels come with the samples
 
 
 class SourceReader:
@@ -143,16 +135,15 @@ class SourceReader:
     def read(self, index: int, name: str) -> bytes | npt.NDArray[np.uint8]:
         """Return the encoded file, or the decoded pixels (uint8, (h, w, 1 or 3)), of image `index`.
 
-        Raises OSError if the storage fails, and RejectedImageError if this image cannot be read. The text of the
-        latter is the reason, without the image's name.
+        Raise OSError if the storage fails, and RejectedImageError (its text is the reason) if the image is unreadable.
         """
         raise NotImplementedError
 
     def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
         """Return the size, decode path and fingerprint of image `index`; read as little of it as possible.
 
-        Raises RejectedImageError (its text is the reason, without the image's name) if it is no image or has more than
-        `max_pixels`, and SourceError if the storage fails.
+        Raise SourceError if the storage fails, and RejectedImageError (its text is the reason) if it is no image or
+        has more than `max_pixels`.
         """
         raise NotImplementedError
 
@@ -168,9 +159,9 @@ class SourceReader:
         """Announce the images that will be read next, in this order, so that they can be read ahead."""
 
     def groups(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-        """Return a chunk group number for each image, int64 (n,), or None if reads do not profit from grouping.
+        """Return the chunk group of each image, int64 (n,): images of a group are cheaper to read together.
 
-        Images with the same number are cheaper to read together.
+        None means that reads do not profit from grouping.
         """
         return None
 
@@ -266,10 +257,7 @@ def missing_file_reason(error: OSError) -> str | None:
 
 @dataclass(frozen=True)
 class Reject:
-    """A rejected image, which is not packed: its file name relative to the source, and the reason.
-
-    The reason depends only on the image, so that every run gives the same text.
-    """
+    """An image that is not packed: its name relative to the source, and a reason that is the same in every run."""
 
     name: str
     reason: str
@@ -277,45 +265,19 @@ class Reject:
 
 @dataclass(frozen=True)
 class Catalog:
-    """The images of a source, in source order.
+    """The images of a source, in source order. M is the number of images."""
 
-    Attributes
-    ----------
-    kind : str
-        "flat", "classes", "splits", "celeba", "manifest", "hdf5" or "dataset".
-    reader : SourceReader
-        Reads the images.
-    names : NameTable
-        M file names, relative to the source.
-    split_names : tuple of str
-        At least one name.
-    split_ids : ndarray
-        int32 (M,), the index of each image's split in `split_names`.
-    labels : ndarray or None
-        int64 (M,), or a label table, uint8 (M, K).
-    label_names : tuple of str or None
-        Class names of int64 labels, or column names of a label table.
-    fields : dict of str to ndarray
-        Further values of each image, (M, ...).
-    rejects : tuple of Reject
-        Images that cannot be packed because of their entries in the source's tables, such as a missing label.
-    ignored : dict of str to int
-        Number of skipped files in each category (see `NameFilter.refusal`).
-    about : str
-        For an HDF5 file, a text that names the datasets in use.
-    """
-
-    kind: str
+    kind: str  # "flat", "classes", "splits", "celeba", "manifest", "hdf5" or "dataset"
     reader: SourceReader
-    names: NameTable
-    split_names: tuple[str, ...]
-    split_ids: npt.NDArray[np.int32]
-    labels: npt.NDArray[Any] | None = None
-    label_names: tuple[str, ...] | None = None
-    fields: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
-    rejects: tuple[Reject, ...] = ()
-    ignored: dict[str, int] = field(default_factory=dict)
-    about: str = ""
+    names: NameTable  # (M,), relative to the source
+    split_names: tuple[str, ...]  # at least one
+    split_ids: npt.NDArray[np.int32]  # (M,), index into `split_names`
+    labels: npt.NDArray[Any] | None = None  # int64 (M,), or a label table, uint8 (M, K)
+    label_names: tuple[str, ...] | None = None  # of classes, or of a label table's columns
+    fields: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # (M, ...)
+    rejects: tuple[Reject, ...] = ()  # because of the source's tables, e.g. no label
+    ignored: dict[str, int] = field(default_factory=dict)  # number of skipped files by category (`NameFilter.refusal`)
+    about: str = ""  # for an HDF5 file, the datasets in use
 
     def __len__(self) -> int:
         return len(self.names)

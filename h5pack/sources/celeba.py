@@ -35,7 +35,7 @@ def celeba(root: Path, wanted: NameFilter) -> Catalog:
     attributes_path = _table_path(root, "list_attr_celeba")
     if folder is None or attributes_path is None:
         raise SourceError(
-            f"{root}: not CelebA as distributed; it needs {_IMAGES}/ and list_attr_celeba.txt or .csv in one folder",
+            f"{root}: not CelebA as distributed; give the folder of {_IMAGES}/ and list_attr_celeba.txt (or .csv)",
             path=root,
         )
     attributes = _read(attributes_path, None, skip=1)
@@ -49,7 +49,7 @@ def celeba(root: Path, wanted: NameFilter) -> Catalog:
             tables[role] = _read(path, ("image_id", column))
     for table in tables.values():
         if len(table.header) < 2:
-            raise SourceError(f"{table.path}: no column beside the file names; {_AGAIN}", path=table.path)
+            raise SourceError(f"{table.path}: no column after the file names; {_AGAIN}", path=table.path)
 
     found = walk(str(root), wanted, folder)
     images = [name[len(folder) + 1 :] for name in found.below("")]
@@ -91,21 +91,21 @@ def _read(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> TextTabl
 def _join(
     folder: Path, images: list[str], tables: list[TextTable]
 ) -> tuple[list[str], list[npt.NDArray[np.int64]], list[tuple[str, str]]]:
-    """Return the images that have a row in every table, their row numbers in each table, and the rejects.
+    """Return the images that have a row in every table, their row numbers in each table, and (name, reason) of rejects.
 
-    A reject is a pair (name, reason): an image without a row, or a row whose image does not exist.
+    A reject is an image without a row, or a row whose image does not exist.
     """
     indexes = [{row[0]: number for number, row in enumerate(table.rows)} for table in tables]
     for table, index in zip(tables, indexes, strict=True):
         if len(index) < len(table.rows):
             number = next(number for number, row in enumerate(table.rows) if index[row[0]] != number)
-            raise table.error(number, f"{table.rows[number][0]!r} has another row; {_AGAIN}")
+            raise table.error(number, f"{table.rows[number][0]!r} occurs in two rows; {_AGAIN}")
     rejects = []
     names = []
     for name in images:
-        lacking = [table.path.name for table, index in zip(tables, indexes, strict=True) if name not in index]
-        if lacking:
-            rejects.append((name, f"no row in {lacking[0]}"))
+        missing = [table.path.name for table, index in zip(tables, indexes, strict=True) if name not in index]
+        if missing:
+            rejects.append((name, f"no row in {missing[0]}"))
         else:
             names.append(name)
     present = set(images)
@@ -122,7 +122,7 @@ def _column(table: TextTable) -> npt.NDArray[np.int64]:
     values = integers(cells)
     if values is None:
         row = next(row for row, cell in enumerate(cells) if integers([cell]) is None)
-        raise table.error(row, f"{cells[row]!r} is no integer; {_AGAIN}")
+        raise table.error(row, f"{cells[row]!r} is not an integer; {_AGAIN}")
     return values
 
 

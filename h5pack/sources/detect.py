@@ -22,16 +22,13 @@ _MANIFEST_SUFFIXES = (".csv", ".tsv", ".tab")
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """Options of how to read a source.
-
-    `kind` is one of `KINDS`, or None to detect it. `limit` selects at most this many images, evenly spaced.
-    """
+    """How to read a source. `kind` is one of `KINDS`, or None to detect it."""
 
     kind: str | None = None
     names: NameFilter = field(default_factory=NameFilter)
     columns: ManifestColumns = field(default_factory=ManifestColumns)
     datasets: HDF5Datasets = field(default_factory=HDF5Datasets)
-    limit: int | None = None
+    limit: int | None = None  # at most this many images, evenly spaced
 
 
 def open_source(source: str | os.PathLike[str] | MapStyleDataset, options: SourceOptions) -> Catalog:
@@ -43,14 +40,14 @@ def open_source(source: str | os.PathLike[str] | MapStyleDataset, options: Sourc
         catalog = map_style_catalog(source)
         where, path = f"the {type(source).__name__}", None
     if len(catalog) == 0:
-        passed = ", ".join(f"{count} {kind}" for kind, count in sorted(catalog.ignored.items()))
+        skipped = ", ".join(f"{count} {kind}" for kind, count in sorted(catalog.ignored.items()))
         advice = (
             "check include and exclude, and what the file holds ('h5pack info')"
             if catalog.kind == "hdf5"
-            else "check the path, or name other endings with include"
+            else "check the path, or select files of other suffixes with include"
         )
         raise NoImagesError(
-            f"{where}: no images{passed and f' (skipped: {passed})'}; {advice}",
+            f"{where}: no images{skipped and f' (skipped: {skipped})'}; {advice}",
             path=path,
             parameters=("include", "exclude"),
         )
@@ -110,21 +107,14 @@ def _open_folder(path: Path, kind: str, names: NameFilter) -> Catalog:
 
 
 def _detect(path: Path) -> str:
-    """Return the kind of source at the path, or "folder" for a folder whose kind only the names below it can tell."""
+    """Return the kind of source at the path, or "folder" for a folder whose kind follows from the names below it."""
     if path.is_file():
         if path.suffix.lower() in _MANIFEST_SUFFIXES:
             return "manifest"
         if is_hdf5(path):
             return "hdf5"
         raise SourceError(
-            f"{path}: neither a folder of images, nor a .csv or .tsv manifest, nor an HDF5 file; see h5pack convert -h",
+            f"{path}: neither a folder, nor a manifest (.csv, .tsv), nor an HDF5 file; give one of these",
             path=path,
         )
     return "celeba" if is_celeba(path) else "folder"
-
-
-def check_kind(kind: str | None) -> None:
-    """Raise OptionsError if `kind` is neither None nor one of `KINDS`."""
-    if kind is not None and kind not in KINDS:
-        fragment = f"source_kind={kind!r}"
-        raise OptionsError(f"{fragment} is none of {', '.join(KINDS)}", parameters=(fragment,))

@@ -18,22 +18,13 @@ from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, o
 
 @dataclass
 class Walk:
-    """The result of `walk`: the folders below a root that contain selected files.
+    """The result of `walk`: the folders below a root that contain selected files."""
 
-    Attributes
-    ----------
-    folders : dict of str to str
-        Maps a folder relative to the root ("" is the root itself) to its sorted file names. They are joined into one
-        string by NUL, which no name contains, so that a million names are not a million objects.
-    order : list of str
-        The sorted folders.
-    ignored : Counter
-        Number of skipped files and folders in each category.
-    """
-
+    # Sorted file names by folder relative to the root ("" is the root itself). They are joined into one string by NUL,
+    # which no name contains, so that a million names are not a million objects.
     folders: dict[str, str] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)
-    ignored: Counter[str] = field(default_factory=Counter)
+    order: list[str] = field(default_factory=list)  # the sorted folders
+    ignored: Counter[str] = field(default_factory=Counter)  # skipped files and folders by category
 
     def names(self, folder: str) -> list[str]:
         """Return the sorted names of the selected files in `folder`, without its path."""
@@ -57,7 +48,7 @@ class Walk:
 def walk(root: str, names: NameFilter, top: str = "") -> Walk:
     """Find all files in and below the folder `top` of `root` that the filter `names` selects.
 
-    The order does not depend on the file system. Links to files and folders are followed, except loops of links. Raises
+    The order does not depend on the file system. Links to files and folders are followed, except loops of links. Raise
     SourceError if a folder cannot be listed, unless the filter excludes everything below it.
     """
     found = Walk()
@@ -77,7 +68,7 @@ def walk(root: str, names: NameFilter, top: str = "") -> Walk:
                 found.ignored["excluded folders"] += 1
                 continue
             raise SourceError(
-                f"{path}: cannot be listed ({error.strerror}); repair that, or leave it out with exclude",
+                f"{path}: the folder cannot be listed ({error.strerror}); make it readable, or skip it with exclude",
                 path=path,
                 parameters=("exclude",),
             ) from error
@@ -159,8 +150,8 @@ def classes(root: str, found: Walk, folders: list[str]) -> Catalog:
     """
     if found.folders.get(""):
         raise SourceError(
-            f"{root}: holds images beside its class folders, such as {found.names('')[0]!r}; move them into a class, "
-            "or pack everything without labels by source_kind='flat'",
+            f"{root}: has images beside its class folders, such as {found.names('')[0]!r}; move them into a class, "
+            "or pack all images without labels with source_kind='flat'",
             path=root,
             parameters=("source_kind='flat'",),
         )
@@ -184,11 +175,11 @@ def splits(root: str, found: Walk, folders: list[str]) -> Catalog:
     """Return a catalog of one folder per split, which contains either class folders or unlabelled images (label -1)."""
     split_names = split_order(folder for folder in folders if any(found.below(folder)))
     if not split_names:
-        raise NoImagesError(f"{root}: no image in its split folders ({', '.join(folders)})", path=root)
+        raise NoImagesError(f"{root}: no images in its split folders ({', '.join(folders)}); check the path", path=root)
     if found.folders.get(""):
         raise SourceError(
-            f"{root}: holds images beside its split folders, such as {found.names('')[0]!r}; move them into a split, "
-            "or leave them out with exclude",
+            f"{root}: has images beside its split folders, such as {found.names('')[0]!r}; move them into a split, "
+            "or skip them with exclude",
             path=root,
             parameters=("exclude",),
         )
@@ -221,8 +212,8 @@ def _has_classes(root: str, split: str, found: Walk) -> bool:
     inner = next((name for name in found.below(split) if name.count("/") > 1), None)
     if inner is not None and split in found.folders:
         raise SourceError(
-            f"{os.path.join(root, split)}: holds images beside its class folders, such as {found.names(split)[0]!r} "
-            f"beside {inner.split('/')[1]!r}; move them into a class, or leave them out with exclude",
+            f"{os.path.join(root, split)}: has images beside its class folders, such as {found.names(split)[0]!r} "
+            f"beside {inner.split('/')[1]!r}; move them into a class, or skip them with exclude",
             path=os.path.join(root, split),
             parameters=("exclude",),
         )

@@ -38,31 +38,14 @@ _IMAGE_WORD = re.compile(r"(?<![a-z])(?:images?|imgs?|x)(?![a-z])", re.IGNORECAS
 
 @dataclass(frozen=True)
 class HDF5Datasets:
-    """The roles of the datasets of an HDF5 file.
+    """The roles of the datasets of an HDF5 file, given by their paths in the file."""
 
-    Attributes
-    ----------
-    images : str, optional
-        Path of the images. Default: the dataset that looks like images.
-    labels : str, optional
-        Path of the labels; an empty string for no labels. Default: a dataset beside the images with a name such as
-        "labels", if there is one.
-    fields : tuple of str
-        Paths of further datasets with one row per image.
-    channel_axis : str, optional
-        One of `CHANNEL_AXES`. Default: inferred from the shape by `channel_axes`.
-    value_range : (float, float), optional
-        The values mapped to 0 and 255; see `PixelForm`.
-    own_fields : bool
-        If `fields` is empty, include all fields of a pack.
-    """
-
-    images: str | None = None
-    labels: str | None = None
-    fields: tuple[str, ...] = ()
-    channel_axis: str | None = None
-    value_range: tuple[float, float] | None = None
-    own_fields: bool = True
+    images: str | None = None  # default: the dataset that looks like images
+    labels: str | None = None  # "" for none; default: a dataset beside the images with a name like "labels"
+    fields: tuple[str, ...] = ()  # further datasets with one row per image
+    channel_axis: str | None = None  # one of `CHANNEL_AXES`; default: inferred by `channel_axes`
+    value_range: tuple[float, float] | None = None  # the values mapped to 0 and 255; see `PixelForm`
+    own_fields: bool = True  # if `fields` is empty, include all fields of a pack
 
     def __post_init__(self) -> None:
         if self.channel_axis is not None and self.channel_axis not in CHANNEL_AXES:
@@ -116,21 +99,21 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
     form = None if is_encoded(stored) else _form(path, stored, datasets)
     if form is None and (datasets.channel_axis or datasets.value_range):
         raise OptionsError(
-            f"{path}: {images!r} holds encoded images, which know their channels and values; leave out channel_axis "
-            "and value_range",
+            f"{path}: channel_axis and value_range do not apply to encoded images, which {images!r} holds; leave them "
+            "out",
             path=path,
             dataset=images,
             parameters=("channel_axis", "value_range"),
         )
     reader = HDF5RowReader(pack, form)
-    values, names = (None, None) if labels is None else read_labels(path, require_dataset(file, labels), labels)
-    field_names = field_names_of(path, fields)
-    columns = {field: read_field(path, require_dataset(file, field), field) for field in fields}
+    values, names = (None, None) if labels is None else _read_labels(path, require_dataset(file, labels), labels)
+    field_names = _field_names(path, fields)
+    columns = {field: _read_field(path, require_dataset(file, field), field) for field in fields}
     for name, table in ((labels, values), *columns.items()):
         if table is not None and len(table) != len(stored):
             raise SourceError(
-                f"{path}: {name!r} has {len(table):,} rows and {images!r} has {len(stored):,}; name datasets that "
-                "go together",
+                f"{path}: {name!r} has {len(table):,} rows, but {images!r} has {len(stored):,}; name datasets of the "
+                "same length",
                 path=path,
                 dataset=name,
             )
@@ -147,10 +130,7 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
 
 
 def _find_images(file: h5py.File) -> str:
-    """Return the path of the images: the dataset "images", or else the only dataset that looks like images.
-
-    Raises SourceError if there is no such dataset, or more than one.
-    """
+    """Return the path of the images: the dataset "images", or else the only dataset that looks like images."""
     if isinstance(file.get(schema.IMAGES), h5py.Dataset):
         return schema.IMAGES
     found = [name for name in dataset_names(file) if _looks_like_images(file[name])]
@@ -159,14 +139,14 @@ def _find_images(file: h5py.File) -> str:
     if not found:
         held = ", ".join(f"{name!r} {file[name].dtype} {file[name].shape}" for name in dataset_names(file)) or "none"
         raise SourceError(
-            f"{file.filename}: none of its datasets looks like images, (N, H, W), (N, H, W, C) or (N, C, H, W) of "
-            f"numbers, or encoded ones ({held}); name one with images=NAME",
+            f"{file.filename}: none of its datasets looks like images: numbers (N, H, W), (N, H, W, C) or (N, C, H, W) "
+            f"or encoded images (found: {held}); name one with images=NAME",
             path=file.filename,
             parameters=("images=NAME",),
         )
     raise SourceError(
-        f"{file.filename}: {', '.join(map(repr, found))} look like images; choose one with images=NAME, and convert "
-        "each to a pack of its own",
+        f"{file.filename}: {', '.join(map(repr, found))} look like images; choose one with images=NAME, because a pack "
+        "has one dataset of images",
         path=file.filename,
         parameters=("images=NAME",),
     )
@@ -204,17 +184,17 @@ def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelFor
     if asked is None and stored is not None:
         asked = "first" if text(stored) == "nchw" else "last"
     if not allowed or (asked is not None and asked not in allowed) or 0 in shape:
-        what = f" with channels {asked}" if allowed and asked is not None else ""
+        what = f"an image with channels {asked}" if allowed and asked is not None else "an image"
         raise SourceError(
-            f"{path}: the rows of {name!r} have shape {shape}, which is no image{what}: (H, W), (H, W, C) or "
-            "(C, H, W), C from 1 to 4; name another dataset with images=NAME",
+            f"{path}: the rows of {name!r} have shape {shape}, which is not {what}: (H, W), (H, W, C) or (C, H, W), C "
+            "from 1 to 4; name another dataset with images=NAME",
             path=path,
             dataset=name,
             parameters=("images=NAME",),
         )
     if asked is None and len(allowed) > 1:
         raise SourceError(
-            f"{path}: rows of {shape} may have their channels last or first; give channel_axis",
+            f"{path}: the channels of rows of shape {shape} may be the last or the first axis; give channel_axis",
             path=path,
             dataset=name,
             parameters=("channel_axis",),
@@ -257,7 +237,7 @@ def _splits(path: Path, pack: FileDescription, rows: int) -> tuple[tuple[str, ..
     ids = np.full(rows, len(pack.splits), np.int32)
     for number, (start, stop) in enumerate(pack.splits.values()):
         if (ids[start:stop] != len(pack.splits)).any():
-            raise SourceError(f"{path}: its splits share rows; correct the file", path=path)
+            raise SourceError(f"{path}: its splits overlap; correct splits/rows", path=path)
         ids[start:stop] = number
     return (names if (ids == len(pack.splits)).any() else names[:-1]), ids
 
@@ -275,23 +255,23 @@ def _names(file: h5py.File, images: str, rows: int) -> NameTable:
 _OTHER, _NONE, _FIELD = "labels=NAME", "labels=''", "fields=NAME"
 
 
-def read_labels(path: Path, dataset: h5py.Dataset, name: str) -> tuple[npt.NDArray[Any], tuple[str, ...] | None]:
+def _read_labels(path: Path, dataset: h5py.Dataset, name: str) -> tuple[npt.NDArray[Any], tuple[str, ...] | None]:
     """Return labels in a pack's form: int64 (N,) with class names or None, or uint8 (N, K) with column names."""
     values = _read_all(path, dataset, name)
     if values.ndim == 2 and values.shape[1] == 1:
         values = values[:, 0]
     if values.ndim not in (1, 2):
-        raise _label_error(path, name, f"has shape {values.shape}, and labels are (N,) or (N, K)", _OTHER)
+        raise _label_error(path, name, f"has shape {values.shape}, but labels are (N,) or (N, K)", _OTHER)
     if values.ndim == 1 and values.dtype.kind in "OSU":
         if any(not isinstance(value, (bytes, str)) for value in values.tolist()):
-            raise _label_error(path, name, "holds neither numbers nor texts", _OTHER, _NONE)
+            raise _label_error(path, name, "holds neither numbers nor text", _OTHER, _NONE)
         words, numbers = class_ids([text(value) for value in values.tolist()])
         return numbers, words
     if values.dtype.kind not in "biuf":
-        raise _label_error(path, name, f"holds {values.dtype}, which is no label", _OTHER, _NONE)
+        raise _label_error(path, name, f"holds {values.dtype}, which cannot be labels", _OTHER, _NONE)
     whole = values.dtype.kind != "f" or bool((np.isfinite(values) & (values == np.rint(values))).all())
     if not whole or (values.size and not -(2**63) <= int(values.min()) <= int(values.max()) < 2**63):
-        found = f"holds numbers that are no integers of 64 bits, such as {values.reshape(-1)[0]}"
+        found = f"holds numbers that are not 64-bit integers, such as {values.reshape(-1)[0]}"
         raise _label_error(path, name, found, _OTHER, _NONE, _FIELD)
     if values.ndim == 2:
         columns = attribute_names(dataset, schema.COLUMNS) or ()
@@ -301,7 +281,7 @@ def read_labels(path: Path, dataset: h5py.Dataset, name: str) -> tuple[npt.NDArr
     labels = values.astype(np.int64)
     classes = attribute_names(dataset, schema.CLASSES)
     if classes is not None and len(labels) and not schema.NO_LABEL <= labels.min() <= labels.max() < len(classes):
-        found = f"has {len(classes)} classes and values from {labels.min()} to {labels.max()}"
+        found = f"has {len(classes)} classes, but values from {labels.min()} to {labels.max()}"
         raise _label_error(path, name, found, _OTHER, _NONE)
     return labels, classes
 
@@ -312,28 +292,27 @@ def _label_error(path: Path, name: str, found: str, *advice: str) -> SourceError
     )
 
 
-def read_field(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
+def _read_field(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
     """Return the values of a field, (N, ...), in native byte order; raise SourceError if they are not numbers."""
     if dataset.dtype.kind not in "biuf" or not dataset.shape:
         raise SourceError(
-            f"{path}: {name!r} holds {dataset.dtype}; a field is rows of numbers: leave it out", path=path, dataset=name
+            f"{path}: {name!r} holds {dataset.dtype}, but a field needs rows of numbers; leave it out",
+            path=path,
+            dataset=name,
         )
     return _read_all(path, dataset, name)
 
 
-def field_names_of(path: Path, fields: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names that fields get in the pack: the last components of their paths.
-
-    Raises OptionsError if two are equal, or if the format does not allow a name.
-    """
+def _field_names(path: Path, fields: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names that fields get in the pack, the last components of their paths; raise if two are equal."""
     names = tuple(map(os.path.basename, fields))
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise OptionsError(f"{path}: two of the fields would be called {twice[0]!r}; give one of them", path=path)
+        raise OptionsError(f"{path}: two fields would have the name {twice[0]!r}; leave one out", path=path)
     for name in names:
         if not is_field_name(name):
             raise OptionsError(
-                f"{path}: a field may not be called {name!r}, which the format uses; leave it out", path=path
+                f"{path}: {name!r} cannot be the name of a field, because the format uses it; leave it out", path=path
             )
     return names
 
@@ -344,7 +323,7 @@ def _byte_table(path: Path, name: str, values: npt.NDArray[Any]) -> npt.NDArray[
     if low == -1 and high <= 1:
         values = values > 0
     elif low < 0 or high > 255:
-        found = f"holds numbers from {low} to {high}, and a table of labels holds 0 to 255 (or -1 and 1)"
+        found = f"holds numbers from {low} to {high}, but a label table holds 0 to 255 (or -1 and 1)"
         raise _label_error(path, name, found, _OTHER, _NONE, _FIELD)
     return values.astype(np.uint8)
 
@@ -354,7 +333,7 @@ def _read_all(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
     size = math.prod(dataset.shape or ()) * dataset.dtype.itemsize
     if size > available_memory() // 2:
         raise SourceError(
-            f"{path}: {name!r} holds {format_bytes(size)}, more than memory has room for; leave it out",
+            f"{path}: {name!r} holds {format_bytes(size)}, which does not fit in memory; leave it out",
             path=path,
             dataset=name,
         )
@@ -365,13 +344,15 @@ def _read_all(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
             require_sources(dataset)
         return np.asarray(dataset[()])
     except DamagedRowsError as error:
-        raise SourceError(f"{error}; or leave that dataset out", path=path, dataset=name, rows=error.rows) from error
+        raise SourceError(f"{error}; or leave out that dataset", path=path, dataset=name, rows=error.rows) from error
     except H5PackError:
         raise
     except Exception as error:
         # On damaged files, h5py may raise any exception type.
         raise SourceError(
-            f"{path}: {name!r} cannot be read ({error}); restore the file, or name another", path=path, dataset=name
+            f"{path}: {name!r} cannot be read ({error}); restore the file, or leave out that dataset",
+            path=path,
+            dataset=name,
         ) from error
 
 

@@ -25,17 +25,12 @@ _BATCH_BYTES = 16 * 1024 * 1024
 class PixelForm:
     """The conversion of a row's numbers to pixels.
 
-    Attributes
-    ----------
-    channel_axis : str
-        "last" (H, W, C), "first" (C, H, W) or "none" (H, W).
-    value_range : (float, float) or None
-        The values mapped to 0 and 255. None selects `default_range` of the dtype. If that is None too, uint8 values are
-        kept, bool becomes 0 and 255, and of uint16 values the high byte is used.
+    Without a `value_range`, that of `default_range` applies; where that is None, uint8 values are kept, bool becomes 0
+    and 255, and of uint16 values the high byte is used.
     """
 
-    channel_axis: str
-    value_range: tuple[float, float] | None = None
+    channel_axis: str  # "last" (H, W, C), "first" (C, H, W) or "none" (H, W)
+    value_range: tuple[float, float] | None = None  # the values mapped to 0 and 255
 
     def size(self, row_shape: tuple[int, ...]) -> tuple[int, int]:
         """Return height and width of a row, in pixels."""
@@ -46,9 +41,9 @@ class PixelForm:
         return {"none": 1, "first": row_shape[0], "last": row_shape[-1]}[self.channel_axis]
 
     def pixels(self, row: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-        """Return the pixels of a row, uint8 (h, w, 1 or 3), possibly a view of it. An alpha channel is dropped.
+        """Return the pixels of a row, uint8 (h, w, 1 or 3), possibly a view of it; an alpha channel is dropped.
 
-        Raises RejectedImageError if a value is outside the range.
+        Raise RejectedImageError if a value is outside the range.
         """
         image = self._bytes(row)
         if self.channel_axis == "none":
@@ -79,10 +74,7 @@ class PixelForm:
 
 
 def default_range(dtype: np.dtype[Any]) -> tuple[float, float] | None:
-    """Return the values that are mapped to 0 and 255 by default: 0 and 1 for floats, 0 and 255 for other integers.
-
-    For uint8, uint16 and bool, return None; see `PixelForm`.
-    """
+    """Return the values mapped to 0 and 255 (None for bool, uint8 and uint16): 0, 1 for floats, else 0, 255."""
     if dtype.kind == "f":
         return 0.0, 1.0
     return None if dtype.kind == "b" or (dtype.kind == "u" and dtype.itemsize <= 2) else (0.0, 255.0)
@@ -171,19 +163,14 @@ class HDF5RowReader(SourceReader):
             # A chunk larger than the cache is not cached, so all announced rows are read at once.
             count = len(self._coming)
         coming = self._coming[self._next : self._next + count]
-        if coming[:1] != [index]:
-            return self._read_row(index)
-        self._next += len(coming)
-        try:
-            values = self._read_rows(coming)
-        except RejectedImageError:
-            # One of these rows is damaged. Read them one by one from now on, to find out which.
-            self._next = len(self._coming)
-            return self._read_row(index)
-        self._loaded = dict(zip(coming, values, strict=True))
-        return self._loaded.pop(index)
-
-    def _read_row(self, index: int) -> npt.NDArray[Any]:
+        if coming[:1] == [index]:
+            self._next += len(coming)
+            try:
+                self._loaded = dict(zip(coming, self._read_rows(coming), strict=True))
+                return self._loaded.pop(index)
+            except RejectedImageError:
+                # One of these rows is damaged. Read them one by one from now on, to find out which.
+                self._next = len(self._coming)
         row: npt.NDArray[Any] = self._read_rows([index])[0]
         return row
 
@@ -213,7 +200,7 @@ class HDF5RowReader(SourceReader):
 
     def _storage_error(self, error: H5PackError) -> SourceError:
         return SourceError(
-            f"{error} (then continue with resume=True)",
+            f"{error} (afterwards, continue with resume=True)",
             path=error.path or self.pack.path,
             dataset=self.images,
             rows=error.rows,

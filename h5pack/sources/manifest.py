@@ -23,27 +23,13 @@ _SPLITS = ("split", "partition", "subset", "set")
 
 @dataclass(frozen=True)
 class ManifestColumns:
-    """The roles of a manifest's columns. By default, columns are found by common names such as "path" and "label".
+    """The roles of a manifest's columns. By default, columns are found by common names such as "path" and "label"."""
 
-    Attributes
-    ----------
-    path : str, optional
-        Column of image paths, absolute or relative to `root`.
-    labels : tuple of str
-        One column of integer labels or class names, or several columns that form a uint8 label table.
-    split : str, optional
-        Column of split names.
-    fields : tuple of str
-        Numeric columns, each of which becomes a field of the pack. Default: none.
-    root : str, optional
-        The folder from which relative paths start. Default: the manifest's folder.
-    """
-
-    path: str | None = None
-    labels: tuple[str, ...] = ()
-    split: str | None = None
-    fields: tuple[str, ...] = ()
-    root: str | None = None
+    path: str | None = None  # absolute paths, or paths relative to `root`
+    labels: tuple[str, ...] = ()  # one column of integers or class names, or several that form a uint8 table
+    split: str | None = None  # split names
+    fields: tuple[str, ...] = ()  # numeric columns, each of which becomes a field of the pack
+    root: str | None = None  # the folder of relative paths; default: the manifest's folder
 
 
 def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalog:
@@ -52,17 +38,20 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
     path_column = columns.path or _usual(table, _PATHS)
     if path_column is None:
         raise SourceError(
-            f"{path}: no column of image paths among {', '.join(table.header)}; name it with path_column",
+            f"{path}: no column of image paths found among {', '.join(table.header)}; name it with path_column",
             path=path,
             parameters=("path_column",),
         )
     names = table.column(path_column)
     for row, name in enumerate(names):
         if not name or "\0" in name:
-            raise table.error(row, f"{name!r} is no path; correct the line")
+            raise table.error(row, f"{name!r} is not a path; correct the line")
     for name in columns.fields:
         if not is_field_name(name):
-            raise OptionsError(f"{path}: field {name!r}: the format uses or forbids that name; rename it", path=path)
+            raise OptionsError(
+                f"{path}: {name!r} cannot be the name of a field, because the format uses or forbids it; rename it",
+                path=path,
+            )
     labels, label_names = _labels(table, columns)
     catalog = Catalog(
         "manifest",
@@ -105,8 +94,8 @@ def _labels(table: TextTable, columns: ManifestColumns) -> tuple[npt.NDArray[Any
         row = next(row for row in known if is_number(cells[row]))
         raise table.error(
             row,
-            f"column {column!r} holds the number {cells[row]!r}, and not every cell is an integer; labels are "
-            "integers or names of classes; store other numbers with field_columns",
+            f"column {column!r} contains the number {cells[row]!r} among other values; labels are integers only, or "
+            "class names only; pack other numbers as fields with field_columns",
             "field_columns",
         )
     return labels, names
@@ -124,12 +113,12 @@ def _splits(table: TextTable, columns: ManifestColumns) -> tuple[tuple[str, ...]
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table with a header. `lines` holds the line number, from 1, at which each row ends in the file."""
+    """A table with a header."""
 
     path: Path
     header: tuple[str, ...]
     rows: list[list[str]]
-    lines: list[int]
+    lines: list[int]  # the line number, from 1, at which each row ends in the file
 
     def error(self, row: int, message: str, *parameters: str) -> SourceError:
         """Return an error whose message begins with the file and the line of a row."""
@@ -152,9 +141,7 @@ def read_delimited(path: Path) -> TextTable:
             reader = csv.reader(stream, delimiter=delimiter)
             lines = [(reader.line_num, cells) for cells in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise SourceError(
-            f"{path}: cannot be read as UTF-8 text with delimiters ({error}); save it as CSV", path=path
-        ) from error
+        raise SourceError(f"{path}: cannot be read as a table in UTF-8 ({error}); save it as CSV", path=path) from error
     if not lines:
         raise SourceError(f"{path}: empty; its first line must name the columns", path=path)
     header = tuple(cell.strip() for cell in lines[0][1])
@@ -162,10 +149,9 @@ def read_delimited(path: Path) -> TextTable:
 
 
 def read_spaced(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> TextTable:
-    """Read a table delimited by spaces, such as those of CelebA.
+    """Read a table delimited by spaces, such as those of CelebA, and ignore its first `skip` lines.
 
-    The first `skip` lines are ignored. If `header` is None, the next line names all columns except the first one, which
-    holds the file names.
+    If `header` is None, the next line names all columns except the first one, which holds the file names.
     """
     try:
         with path.open(encoding="utf-8-sig") as stream:
@@ -187,28 +173,22 @@ def _rectangular(path: Path, header: tuple[str, ...], lines: list[tuple[int, lis
             continue
         table.lines.append(number)
         if len(cells) != len(header):
-            raise table.error(-1, f"{len(cells)} cells under {len(header)} columns; correct the line")
+            raise table.error(-1, f"{len(cells)} cells, but {len(header)} columns; correct the line")
         table.rows.append([cell.strip() for cell in cells])
     return table
 
 
-def whole(cell: str) -> int:
-    """Return a cell as an integer; raise ValueError if it is none. Unlike ``int``, "1_0" is not accepted as 10."""
+def parse_number(cell: str, kind: type[int | float]) -> int | float:
+    """Return a cell as int or float; raise ValueError if it is none. Unlike Python, do not accept "1_0" as 10."""
     if "_" in cell:
         raise ValueError(cell)
-    return int(cell)
-
-
-def real(cell: str) -> float:
-    """Return a cell as a float; raise ValueError if it is no number. Unlike ``float``, "1_0" is not accepted."""
-    if "_" in cell:
-        raise ValueError(cell)
-    return float(cell)
+    return kind(cell)
 
 
 def is_number(cell: str) -> bool:
+    """Return whether a cell is read as a number, which may be nan or inf."""
     try:
-        real(cell)
+        parse_number(cell, float)
     except ValueError:
         return False
     return True
@@ -217,7 +197,7 @@ def is_number(cell: str) -> bool:
 def integers(cells: Iterable[str]) -> npt.NDArray[np.int64] | None:
     """Return cells as int64, or None if a cell is not an integer of 64 bits."""
     try:
-        return np.array([whole(cell) for cell in cells], np.int64)
+        return np.array([parse_number(cell, int) for cell in cells], np.int64)
     except (ValueError, OverflowError):
         return None
 
@@ -232,17 +212,13 @@ def numbers(table: TextTable, column: str) -> npt.NDArray[np.int64] | npt.NDArra
         if not is_number(cell):
             raise table.error(
                 row,
-                f"column {column!r} holds {cell!r}, which is no number; a field holds numbers, and names belong in a "
-                "label column",
+                f"column {column!r} contains {cell!r}, not a number; a field needs numbers (names can be labels)",
             )
-    return np.array([real(cell) for cell in cells], np.float64)
+    return np.array([parse_number(cell, float) for cell in cells], np.float64)
 
 
 def binary_table(table: TextTable, columns: Sequence[str]) -> npt.NDArray[np.uint8]:
-    """Return columns as a uint8 table (N, K).
-
-    The cells are integers in 0..255. In a column of -1, 0 and 1, such as CelebA's, -1 becomes 0.
-    """
+    """Return columns of integers in 0..255 as uint8 (N, K). In a column of -1, 0 and 1, as in CelebA, -1 becomes 0."""
     result = np.empty((len(table.rows), len(columns)), np.uint8)
     for position, column in enumerate(columns):
         cells = table.column(column)
@@ -253,8 +229,8 @@ def binary_table(table: TextTable, columns: Sequence[str]) -> npt.NDArray[np.uin
             row = next(row for row, cell in enumerate(cells) if not _is_byte(cell))
             raise table.error(
                 row,
-                f"column {column!r} holds {cells[row]!r}; several label columns make a table of numbers in 0..255 (or "
-                "-1 and 1); pack one label column of names, or correct the column",
+                f"column {column!r} contains {cells[row]!r}; several label columns form a table of integers in 0..255 "
+                "(or -1 and 1); correct the column, or give one label column of names",
             )
         result[:, position] = values
     return result

@@ -39,10 +39,9 @@ class MapStyleReader(SourceReader):
         return SurveyedImage(header, fingerprint(described.encode()), label)
 
     def sample(self, index: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any] | None]:
-        """Return the pixels, uint8 (H, W, C) with C 1 or 3, and the label, int64 () or uint8 (K,), of one sample.
+        """Return the pixels, uint8 (H, W, 1 or 3), and the label, int64 () or uint8 (K,) or None, of one sample.
 
-        The label is None if there is none. Raises RejectedImageError if the dataset raises an exception or returns
-        unsupported values.
+        Raise RejectedImageError if the dataset raises an exception or returns unsupported values.
         """
         try:
             sample = self.dataset[index]
@@ -65,13 +64,12 @@ class MapStyleReader(SourceReader):
 def map_style_catalog(dataset: MapStyleDataset) -> Catalog:
     """Return the catalog of a map-style dataset, without labels.
 
-    The survey, the pass over all images before writing, adds the labels, because getting them means reading every
-    sample.
+    The survey adds the labels, because getting them means reading every sample.
     """
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise SourceError(
-            f"the {type(dataset).__name__}: neither a path nor a map-style dataset, which has a length and an index; "
-            "give one of these"
+            f"the source is of type {type(dataset).__name__}; give a path, or a map-style dataset with __len__ and "
+            "__getitem__"
         )
     count = len(dataset)
     names = NameTable.of(f"{index:08d}" for index in range(count))

