@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import multiprocessing
 import os
+import re
+import shutil
 import signal
 import subprocess
+import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,60 +26,120 @@ import h5pack
 
 def run_in_child(work: Callable[[], Any], kill_at: int | None) -> int:
     """Work in a forked child that dies by SIGKILL at its `kill_at`-th change to a file; gives how many it made."""
+    return len(changes_in_child(work, kill_at))
+
+
+def convert_in_child(source: Path, out: Path, keywords: dict[str, Any], kill_at: int | None) -> list[str]:
+    """Convert in such a child; gives what its changes were, such as ``fsync o.h5.partial``."""
+    return changes_in_child(lambda: h5pack.convert(source, out, **keywords), kill_at)
+
+
+def distinct_steps(changes: list[str], *, first: bool) -> list[int]:
+    """Return where each kind of change occurs first, or else for the middle and the last time, in each phase.
+
+    A phase lasts until a change that is not a write, so writing rows, moving them and copying tables are phases.
+    """
+    kinds: dict[tuple[str, str], list[int]] = {}
+    phase = ""
+    for position, change in enumerate(changes):
+        kinds.setdefault((phase, change), []).append(position)
+        phase = phase if change.startswith(("pwrite", "write")) else change
+    return sorted(
+        {at for found in kinds.values() for at in (found[:1] if first else (found[len(found) // 2], found[-1]))}
+    )
+
+
+def changes_in_child(work: Callable[[], Any], kill_at: int | None) -> list[str]:
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            count = count_changes(kill_at)
+            changes = note_changes(kill_at)
             work()
-            made = count()
-            os.write(send, str(made).encode())
+            text = "\n".join(changes)
+            with os.fdopen(send, "w") as stream:
+                stream.write(text)
             os._exit(0)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
     os.close(send)
     with os.fdopen(receive) as stream:
-        told = stream.read()
+        changes = stream.read().splitlines()
     _, status = os.waitpid(child, 0)
-    if told:
-        return int(told)
-    assert kill_at is not None
-    assert os.WIFSIGNALED(status)
-    assert os.WTERMSIG(status) == signal.SIGKILL
-    return 0
+    if not changes:
+        assert kill_at is not None
+        assert os.WIFSIGNALED(status)
+        assert os.WTERMSIG(status) == signal.SIGKILL
+    return changes
 
 
-def convert_in_child(source: Path, out: Path, keywords: dict[str, Any], kill_at: int | None) -> int:
-    """Convert in such a child."""
-    return run_in_child(lambda: h5pack.convert(source, out, **keywords), kill_at)
-
-
-def count_changes(kill_at: int | None) -> Callable[[], int]:
-    """Make this process count its calls that change a file, and kill itself in one of them."""
-    count = 0
+def note_changes(kill_at: int | None) -> list[str]:
+    """Make this process note its calls that change a file in a list, and kill itself in one of them."""
+    changes: list[str] = []
+    lock = threading.Lock()
     die = os.kill
 
-    def wrapped(call: Callable[..., Any], halves: bool) -> Callable[..., Any]:
-        def counting(*arguments: Any, **keywords: Any) -> Any:
-            nonlocal count
-            if count == kill_at:
-                if halves:
-                    # The kernel may have taken a part.
-                    descriptor, data, *offset = arguments
-                    call(descriptor, memoryview(data)[: len(data) // 2], *offset)
-                die(os.getpid(), signal.SIGKILL)
-            count += 1
+    def wrapped(name: str, call: Callable[..., Any], halves: bool) -> Callable[..., Any]:
+        def noting(*arguments: Any, **keywords: Any) -> Any:
+            with lock:
+                if len(changes) == kill_at:
+                    if halves:
+                        # The kernel may have taken a part.
+                        descriptor, data, *offset = arguments
+                        call(descriptor, memoryview(data)[: len(data) // 2], *offset)
+                    die(os.getpid(), signal.SIGKILL)
+                changes.append(f"{name} {_file_of(arguments[0])}")
             return call(*arguments, **keywords)
 
-        return counting
+        return noting
 
     for name in ("replace", "rename", "fsync", "ftruncate", "unlink", "mkdir", "rmdir"):
-        setattr(os, name, wrapped(getattr(os, name), False))
+        setattr(os, name, wrapped(name, getattr(os, name), False))
     for name in ("pwrite", "write"):
-        setattr(os, name, wrapped(getattr(os, name), True))
-    h5py.h5f.create = wrapped(h5py.h5f.create, False)
-    return lambda: count
+        setattr(os, name, wrapped(name, getattr(os, name), True))
+    h5py.h5f.create = wrapped("create", h5py.h5f.create, False)
+    return changes
+
+
+def _file_of(argument: Any) -> str:
+    """The name of the file that a call changes, and whether it is open for direct writes."""
+    way = ""
+    if isinstance(argument, int):
+        way = " directly" if fcntl.fcntl(argument, fcntl.F_GETFL) & os.O_DIRECT else ""
+        argument = os.readlink(f"/proc/self/fd/{argument}")
+    return re.sub(r"rows-.*\.log", "rows.log", os.path.basename(os.fsdecode(argument))) + way
+
+
+def convert_until_held(
+    source: Path, out: Path, keywords: dict[str, Any], held: tuple[object, str], calls: int
+) -> tuple[Any, list[int]]:
+    """Convert in a forked child with 2 workers, each of which stops for ever in its call of a function after `calls`.
+
+    Gives the child, a multiprocessing.Process, and its workers, when both of these have stopped.
+    """
+    owner, name = held
+    call = getattr(owner, name)
+    folder = Path(tempfile.mkdtemp(dir=out.parent, prefix="held"))
+    done = 0
+
+    def holding(*arguments: Any) -> Any:
+        nonlocal done
+        while done == calls:
+            (folder / str(os.getpid())).touch()
+            signal.pause()
+        done += 1
+        return call(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, holding)
+        settings = {**keywords, "num_workers": 2, "start_method": "fork"}
+        child = multiprocessing.get_context("fork").Process(target=h5pack.convert, args=(source, out), kwargs=settings)
+        child.start()
+    wait_for(lambda: len(leftovers(folder)) == 2 or not child.is_alive())
+    workers = [int(worker) for worker in leftovers(folder)]
+    shutil.rmtree(folder)
+    return child, workers
 
 
 def leftovers(folder: Path) -> set[str]:

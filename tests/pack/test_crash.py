@@ -1,14 +1,12 @@
-"""Conversions that are killed, interrupted or starved anywhere end, after a resume, in the same bytes."""
+"""Conversions that are killed, interrupted or run out of disk space end, after a resume, in the same bytes."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,21 +15,31 @@ import numpy as np
 import pytest
 
 import h5pack
+from h5pack import cli
 from h5pack.errors import NoSpaceError
+from h5pack.pack import writer
 from h5pack.pack.file_structure import FileStructure, PackTables, write_structure
 from h5pack.pack.journal import RowRecord
-from tests.crashing import children_of, convert_in_child, gone, leftovers, small_file_system, wait_for
+from tests.crashing import (
+    convert_in_child,
+    convert_until_held,
+    distinct_steps,
+    gone,
+    leftovers,
+    small_file_system,
+)
 from tests.makers import flat_folder, quick, split_folders, truncate
 
-KILLS_IN_TIME = 40
+IMAGES = 98
+"""Images of the source that can be packed."""
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three splits, of which 1 % of the images are cut short, and one file that is no image."""
-    counts = {"train": {"x": 150, "y": 140}, "val": {"x": 40, "y": 35}, "test": {"x": 20, "y": 15}}
+    """Three splits with four truncated images, and one file that is not an image."""
+    counts = {"train": {"x": 30, "y": 32}, "val": {"x": 12, "y": 13}, "test": {"x": 9, "y": 6}}
     root = split_folders(tmp_path_factory.mktemp("source"), counts, (60, 50))
-    for name in ("train/x/00003.jpg", "train/y/00071.jpg", "val/y/00034.jpg", "test/x/00000.jpg"):
+    for name in ("train/x/00003.jpg", "train/y/00017.jpg", "val/y/00012.jpg", "test/x/00000.jpg"):
         truncate(root / name)
     (root / "train" / "x" / "none.jpg").write_bytes(b"no image")
     return root
@@ -46,150 +54,148 @@ def order(request: pytest.FixtureRequest) -> str:
 def whole(source: Path, order: str, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The file of an uninterrupted conversion."""
     out = tmp_path_factory.mktemp("whole") / "o.h5"
-    before = os.environ.get("SOURCE_DATE_EPOCH")
-    os.environ["SOURCE_DATE_EPOCH"] = "1700000000"
-    h5pack.convert(source, out, **options(order))
-    if before is None:
-        del os.environ["SOURCE_DATE_EPOCH"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+        h5pack.convert(source, out, **options(order))
     return out.read_bytes()
 
 
 def options(order: str, **settings: Any) -> dict[str, Any]:
-    return quick(order=order, chunk_rows=23, **settings)
+    return quick(order=order, chunk_rows=8, **settings)
 
 
 def test_killed_at_every_step(source: Path, order: str, whole: bytes, tmp_path: Path) -> None:
-    """SIGKILL at, or in the middle of, every call that changes a file, first to last; orders take turns."""
-    steps = convert_in_child(source, tmp_path / "count.h5", options(order), kill_at=None)
-    assert steps > 60
+    """SIGKILL at, or in the middle of, every kind of call that changes a file, in every phase; orders take turns."""
     out = tmp_path / "o.h5"
-    for step in range(int(order == "shuffled"), steps, 2):
+    changes = convert_in_child(source, out, options(order), kill_at=None)
+    rejects = (tmp_path / "o.h5.rejects.csv").read_bytes()
+    assert out.read_bytes() == whole
+    for step in distinct_steps(changes, first=order == "shuffled"):
+        out.unlink()
+        (tmp_path / "o.h5.rejects.csv").unlink()
         convert_in_child(source, out, options(order), kill_at=step)
         if out.exists():
             # Only cleaning up was left.
             assert out.read_bytes() == whole
         report = h5pack.convert(source, out, **options(order, resume=True))
-        assert report.images == 396
-        assert out.read_bytes() == whole, f"killed at step {step} of {steps}"
-        assert leftovers(tmp_path) == {"count.h5", "count.h5.rejects.csv", "o.h5", "o.h5.rejects.csv"}
-        out.unlink()
-        (tmp_path / "o.h5.rejects.csv").unlink()
+        assert (report.images, report.rejects) == (IMAGES, 5)
+        assert out.read_bytes() == whole, f"killed at step {step}: {changes[step]}"
+        assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
+        assert (tmp_path / "o.h5.rejects.csv").read_bytes() == rejects
 
 
 def test_killed_again_while_resuming(source: Path, order: str, whole: bytes, tmp_path: Path) -> None:
     out = tmp_path / "o.h5"
-    steps = convert_in_child(source, tmp_path / "count.h5", options(order), kill_at=None)
     rounds = 0
     while not out.exists():
-        convert_in_child(source, out, options(order, resume=True), kill_at=min(steps - 1, 5 + 3 * rounds))
+        convert_in_child(source, out, options(order, resume=True), kill_at=5 + 3 * rounds)
         rounds += 1
-        assert rounds < steps
+        assert rounds < 50
     h5pack.convert(source, out, **options(order, resume=True))
     assert rounds > 5
     assert out.read_bytes() == whole
 
 
-def test_killed_at_40_moments_with_workers(source: Path, order: str, whole: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("images", [0, 11, 30])
+def test_killed_while_workers_write(source: Path, order: str, whole: bytes, tmp_path: Path, images: int) -> None:
     out = tmp_path / "o.h5"
-    command = [sys.executable, "-m", "h5pack", "convert", str(source), str(out), "--quiet"]
-    command += ["--order", order, "--chunk-rows", "23", "--workers", "2"]
-    seconds = 60.0
-    for _ in range(3):
-        out.unlink(missing_ok=True)
-        begin = time.perf_counter()
-        subprocess.run(command, check=True)
-        seconds = min(seconds, time.perf_counter() - begin)
+    decode = (writer.LayoutDecoder, "decode")
+    child, workers = convert_until_held(source, out, options(order), decode, images)
+    child.kill()
+    child.join()
+    assert len(workers) == 2
+    assert all(gone(worker) for worker in workers)
+    report = h5pack.convert(source, out, **options(order, resume=True, num_workers=2))
+    assert (report.resumed_rows > 0) == (images > 0)
     assert out.read_bytes() == whole
-    killed = 0
-    # The interpreter starts in the first part of the time, where there is nothing to lose.
-    for moment in range(int(order == "shuffled"), KILLS_IN_TIME, 2):
-        out.unlink(missing_ok=True)
-        begin = time.perf_counter()
-        process = subprocess.Popen(command)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(seconds * (0.25 + 0.8 * moment / KILLS_IN_TIME))
-            # The machine may have become faster.
-            seconds = min(seconds, time.perf_counter() - begin)
-        children = children_of(process.pid)
-        process.kill()
-        process.wait()
-        killed += not out.exists()
-        subprocess.run([*command, "--resume"], check=True)
-        assert out.read_bytes() == whole
-        assert all(gone(child) for child in children)
-    assert killed >= KILLS_IN_TIME // 4
 
 
 def test_the_file_does_not_depend_on_workers_or_ways_of_writing(
     source: Path, order: str, whole: bytes, tmp_path: Path
 ) -> None:
-    for number, settings in enumerate(
-        [
-            {"num_workers": 4},
-            {"io": "direct"},
-            {"io": "buffered"},
-            {"io": "direct", "num_workers": 3, "start_method": "spawn"},
-        ]
-    ):
-        out = tmp_path / f"{number}.h5"
-        h5pack.convert(source, out, **options(order, **settings))
-        assert out.read_bytes() == whole, settings
+    spawned = {"io": "direct", "num_workers": 3, "start_method": "spawn"}
+    for settings in ({"num_workers": 4}, {"io": "direct"}, {"io": "buffered"}, *([spawned] * (order == "sorted"))):
+        h5pack.convert(source, tmp_path / "o.h5", **options(order, overwrite=True, **settings))
+        assert (tmp_path / "o.h5").read_bytes() == whole, settings
+
+
+HELD = """
+import os, signal, sys
+from h5pack import cli
+from h5pack.pack import writer
+decode, done = writer.LayoutDecoder.decode, 0
+def holding(*arguments):
+    global done
+    if done == 12:
+        print("held", os.getpid(), file=sys.stderr, flush=True)
+        while sys.argv[1] not in os.listdir("."):
+            signal.sigtimedwait([], 0.02)
+    done += 1
+    decode(*arguments)
+writer.LayoutDecoder.decode = holding
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+def held_command(tmp_path: Path, *launcher: str) -> tuple[subprocess.Popen[str], list[int], list[str]]:
+    """Convert by the command line with 2 workers, which wait after 12 images until there is a file ``go``.
+
+    Gives the process, its workers, and the arguments of the command.
+    """
+    source = flat_folder(tmp_path / "in", 60, (60, 50))
+    arguments = ["convert", str(source), str(tmp_path / "o.h5"), "--workers", "2", "--chunk-rows", "8"]
+    command = [*launcher, sys.executable, "-c", HELD, "go", *arguments, "--start-method", "fork"]
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert process.stderr is not None
+    workers: list[int] = []
+    while len(workers) < 2:
+        line = process.stderr.readline()
+        assert line, "ended too early"
+        if line.startswith("held"):
+            workers.append(int(line.split()[1]))
+    return process, workers, arguments
+
+
+def require_resumed_bytes(tmp_path: Path, arguments: list[str]) -> None:
+    assert not (tmp_path / "o.h5").exists()
+    assert cli.main([*arguments, "--resume", "--quiet"]) == 0
+    h5pack.convert(tmp_path / "in", tmp_path / "whole.h5", **quick(chunk_rows=8))
+    assert (tmp_path / "o.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_stops_all_processes_and_says_how_to_continue(tmp_path: Path, number: int, code: int) -> None:
-    source = flat_folder(tmp_path / "in", 1500, (60, 50))
-    out = tmp_path / "o.h5"
-    command = [sys.executable, "-m", "h5pack", "convert", str(source), str(out), "--workers", "2", "--chunk-rows", "8"]
-    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: any(path.stat().st_size for path in (tmp_path / "o.h5.partial.journal").glob("rows-*.log")))
-    children = children_of(process.pid)
-    assert len(children) >= 2
+def test_a_signal_stops_all_processes_and_the_conversion_resumes(tmp_path: Path, number: int, code: int) -> None:
+    process, workers, arguments = held_command(tmp_path)
     # As a terminal does: to the whole group at once.
     os.killpg(process.pid, number) if number == signal.SIGINT else os.kill(process.pid, number)
     _, errors = process.communicate(timeout=90)
-    assert process.returncode == code
-    assert errors.strip().splitlines()[-1] == (
-        f"h5pack: interrupted; {out}.partial is kept: run the same command with --resume to continue"
-    )
+    assert process.returncode == code, errors
+    assert f"{tmp_path}/o.h5.partial" in errors.splitlines()[-1]
+    assert "--resume" in errors.splitlines()[-1]
     assert "Traceback" not in errors
-    assert all(gone(child) for child in children)
-    assert not out.exists()
-    subprocess.run([*command, "--resume", "--quiet"], check=True)
-    h5pack.convert(source, tmp_path / "whole.h5", **quick(chunk_rows=8))
-    assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
+    assert all(gone(worker) for worker in workers)
+    require_resumed_bytes(tmp_path, arguments)
 
 
 @pytest.mark.parametrize("name", ["INT", "TERM"])
 def test_a_signal_that_is_ignored_from_the_start_stays_ignored(tmp_path: Path, name: str) -> None:
     """A shell without job control starts background commands with SIGINT ignored."""
-    source = flat_folder(tmp_path / "in", 400, (60, 50))
-    out = tmp_path / "o.h5"
-    command = [sys.executable, "-m", "h5pack", "convert", str(source), str(out), "--workers", "2", "--chunk-rows", "8"]
-    ignoring = ["sh", "-c", f"trap '' {name}; exec \"$@\"", "sh", *command]
-    process = subprocess.Popen(ignoring, start_new_session=True, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: any(path.stat().st_size for path in (tmp_path / "o.h5.partial.journal").glob("rows-*.log")))
+    process, _, _ = held_command(tmp_path, "sh", "-c", f"trap '' {name}; exec \"$@\"", "sh")
     os.killpg(process.pid, signal.Signals[f"SIG{name}"])
+    (tmp_path / "go").touch()
     _, errors = process.communicate(timeout=90)
     assert process.returncode == 0, errors
-    assert h5pack.verify(out).ok
+    assert h5pack.verify(tmp_path / "o.h5").ok
 
 
 def test_a_killed_worker_is_reported_and_the_conversion_resumes(tmp_path: Path) -> None:
-    source = flat_folder(tmp_path / "in", 1500, (60, 50))
-    out = tmp_path / "o.h5"
-    command = [sys.executable, "-m", "h5pack", "convert", str(source), str(out), "--workers", "2", "--chunk-rows", "8"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: any(path.stat().st_size for path in (tmp_path / "o.h5.partial.journal").glob("rows-*.log")))
-    os.kill(children_of(process.pid)[-1], signal.SIGKILL)
+    process, workers, arguments = held_command(tmp_path)
+    os.kill(workers[1], signal.SIGKILL)
     _, errors = process.communicate(timeout=90)
     assert process.returncode == 1
-    assert "h5pack: a worker process died" in errors
+    assert errors.splitlines()[-1].startswith("h5pack: a worker process died")
     assert "Traceback" not in errors
-    report = h5pack.convert(source, out, **quick(chunk_rows=8, resume=True))
-    assert report.resumed_rows > 0
-    h5pack.convert(source, tmp_path / "whole.h5", **quick(chunk_rows=8))
-    assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
+    require_resumed_bytes(tmp_path, arguments)
 
 
 @pytest.fixture
@@ -199,17 +205,15 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield mount
 
 
-def test_a_disk_that_is_too_small_is_seen_before_anything_is_written(small_disk: Path, tmp_path: Path) -> None:
-    source = flat_folder(tmp_path / "in", 500, (60, 60))
-    command = [sys.executable, "-m", "h5pack", "convert", str(source), str(small_disk / "o.h5")]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 1
-    assert result.stderr.strip().count("\n") == 0
-    assert "bytes more" in result.stderr
-    assert list(small_disk.iterdir()) == []
+def test_a_disk_that_is_too_small_is_an_error_before_anything_is_written(small_disk: Path, tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "in", 400, (60, 60))
+    out = small_disk / "o.h5"
+    with pytest.raises(NoSpaceError) as caught:
+        h5pack.convert(source, out, **quick())
+    assert caught.value.path == str(out)
+    assert leftovers(small_disk) == set()
     subprocess.run(["mount", "-o", "remount,size=16m", str(small_disk)], check=True)
-    subprocess.run([*command, "--resume", "--quiet"], check=True)
-    assert h5pack.verify(small_disk / "o.h5").ok
+    assert h5pack.convert(source, out, **quick(resume=True)).images == 400
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -270,7 +274,7 @@ def test_a_lost_page_after_the_rows_moved_is_decoded_again(
             h5pack.convert(source, out, **options(order))
     partial = tmp_path / "o.h5.partial"
     data = bytearray(partial.read_bytes())
-    for start in range(70_000, len(data) - 5000, 300_000):
+    for start in range(70_000, len(data) - 5000, 90_000):
         data[start : start + 4096] = bytes(4096)
     partial.write_bytes(data)
     h5pack.convert(source, out, **options(order, resume=True))
@@ -281,9 +285,9 @@ def test_the_killing_harness_can_fail(tmp_path: Path) -> None:
     """A resume that does not look at the file would be found out."""
     source = flat_folder(tmp_path / "in", 40)
     out = tmp_path / "o.h5"
-    steps = convert_in_child(source, tmp_path / "whole.h5", quick(chunk_rows=4), kill_at=None)
+    changes = convert_in_child(source, tmp_path / "whole.h5", quick(chunk_rows=4), kill_at=None)
     differs = False
-    for step in range(0, steps, 3):
+    for step in range(0, len(changes), 6):
         convert_in_child(source, out, quick(chunk_rows=4), kill_at=step)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("h5pack.pack.conversion.Conversion._wrong_rows", lambda *_: [])
