@@ -7,6 +7,7 @@ import pickle
 import sys
 import tempfile
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import h5pack
 from h5pack.errors import DamagedRowsError, PackFormatError
 from h5pack.format.schema import FilterId
 from h5pack.read import codecs
@@ -54,9 +56,8 @@ def write(
     libver: str,
     *,
     grow: bool = False,
-    skip: bool = False,
 ) -> None:
-    """A dataset in chunks that pass through filters; with `skip` the first one left all of them out."""
+    """A dataset in chunks that pass through filters."""
     create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     create.set_chunk((chunk_rows, *values.shape[1:]))
     for name in pipeline:
@@ -86,7 +87,6 @@ def smooth(shape: tuple[int, ...], dtype: str, seed: int) -> npt.NDArray[Any]:
     noise=st.booleans(),
     grow=st.booleans(),
     libver=st.sampled_from(["v110", "v108"]),
-    skip=st.booleans(),
     data=st.data(),
 )
 def test_decoding_equals_h5pys(
@@ -97,7 +97,6 @@ def test_decoding_equals_h5pys(
     noise: bool,
     grow: bool,
     libver: str,
-    skip: bool,
     data: st.DataObject,
 ) -> None:
     chunk_rows = chunk_rows if grow else min(chunk_rows, shape[0])
@@ -106,7 +105,7 @@ def test_decoding_equals_h5pys(
         values = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "f.h5"
-        write(path, values, pipeline, chunk_rows, libver, grow=grow, skip=skip)
+        write(path, values, pipeline, chunk_rows, libver, grow=grow)
         with h5py.File(path) as file:
             expected = file["x"][()]
         assert np.array_equal(expected, values)
@@ -127,9 +126,7 @@ def test_decoding_equals_h5pys(
         engine.close()
 
 
-def test_every_filter_is_decoded_in_any_number_of_threads(tmp_path: Path) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
+def test_every_filter_is_decoded_in_several_threads(tmp_path: Path) -> None:
     values = smooth((64, 40, 50), "u1", 1)
     for name in FILTERS:
         path = tmp_path / f"{name}.h5"
@@ -142,8 +139,8 @@ def test_every_filter_is_decoded_in_any_number_of_threads(tmp_path: Path) -> Non
             decoded, places = engine.rows_in_chunk("x", rows)
             return np.array_equal(decoded[places], values[rows])
 
-        with ThreadPoolExecutor(8) as pool:
-            assert all(pool.map(reads_right, range(160)))
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(reads_right, range(48)))
 
 
 def test_a_chunk_is_decoded_once_for_several_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,8 +178,6 @@ def test_a_chunk_is_decoded_once_for_several_batches(tmp_path: Path, monkeypatch
 
 
 def test_a_loader_decodes_each_chunk_once_an_epoch(tmp_path: Path) -> None:
-    import h5pack
-
     values = smooth((90, 10, 100), "u1", 1)
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file.create_dataset("images", data=values, chunks=(7, 10, 100), **hdf5plugin.Bitshuffle(cname="lz4"))
@@ -222,19 +217,8 @@ def test_fletcher32_is_hdf5s(size: int, kind: str) -> None:
     assert (high << 16 | low).to_bytes(4, "little") == stored[-4:]
 
 
-def test_the_slow_sum_of_fletcher32() -> None:
-    content = np.random.default_rng(3).integers(0, 256, 20_001, np.uint8)
-    first = second = 0
-    padded = content.tobytes() + b"\0"
-    for place in range(0, len(padded), 2):
-        first = (first + int.from_bytes(padded[place : place + 2], "big")) % 65_535
-        second = (second + first) % 65_535
-    assert fletcher32(content) == (first, second)
-
-
 @pytest.mark.parametrize("name", sorted(FILTERS))
-def test_damage_is_named_or_changes_nothing(tmp_path: Path, name: str) -> None:
-    """Not every byte counts, but a chunk that does not decode to its size, or to its checksum, is refused."""
+def test_damaged_chunks_are_named(tmp_path: Path, name: str) -> None:
     values = smooth((12, 30, 40), "u1", 2)
     path = tmp_path / "f.h5"
     write(path, values, (name, "fletcher32") if name != "fletcher32" else (name,), 4, "v110")
@@ -246,13 +230,14 @@ def test_damage_is_named_or_changes_nothing(tmp_path: Path, name: str) -> None:
     engine = engine_of(path)
     with pytest.raises(DamagedRowsError) as caught:
         engine.read("x", [6])
+    assert (caught.value.dataset, caught.value.rows) == ("x", (4, 5, 6, 7))
     assert "\n" not in str(caught.value)
     assert np.array_equal(engine.read("x", [0, 11]), values[[0, 11]])
 
 
 @pytest.mark.parametrize("name", ["zstd", "gzip", "lzf", "bitshuffle-lz4", "lz4"])
 def test_damage_without_a_checksum_is_an_error_or_other_pixels(tmp_path: Path, name: str) -> None:
-    """Never anything else, but what crashes HDF5 crashes here: the blocks inside a chunk of LZ4 or bitshuffle."""
+    """LZ4 and bitshuffle chunks are damaged in their headers only, because the plugins crash on damaged blocks."""
     values = smooth((8, 30, 40), "u1", 2)
     path = tmp_path / "f.h5"
     write(path, values, (name,), 4, "v110")
@@ -260,7 +245,7 @@ def test_damage_without_a_checksum_is_an_error_or_other_pixels(tmp_path: Path, n
         chunk = file["x"].id.get_chunk_info(1)
     whole = path.read_bytes()
     refused = 0
-    for place in range(0, 12 if "lz4" in name else chunk.size, 1 if "lz4" in name else 23):
+    for place in range(0, 12 if "lz4" in name else chunk.size, 1 if "lz4" in name else 47):
         data = bytearray(whole)
         data[chunk.byte_offset + place] ^= 0x5A
         path.write_bytes(data)
@@ -268,7 +253,7 @@ def test_damage_without_a_checksum_is_an_error_or_other_pixels(tmp_path: Path, n
         try:
             assert engine.read("x", [6]).shape == (1, 30, 40)
         except DamagedRowsError as error:
-            refused += "rows 4-7 cannot be decoded" in str(error)
+            refused += error.rows == (4, 5, 6, 7)
     assert refused > 3
 
 
@@ -317,18 +302,13 @@ def test_a_missing_decoder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         find_codec((Filter(FilterId.LZF, (), "lzf"),), 10)
     with pytest.raises(UnsupportedFilterError, match="32026"):
         find_codec((Filter(32_026, (), "blosc2"),), 10)
-    # What HDF5 itself does not know cannot be read at all.
-    values = smooth((12, 30, 40), "u1", 2)
-    write(tmp_path / "f.h5", values, ("zstd",), 4, "v110")
-    data = (tmp_path / "f.h5").read_bytes()
+    # Metadata of the earliest version has no checksum, so that the number of the filter can be replaced.
+    path = tmp_path / "f.h5"
+    write(path, smooth((12, 30, 40), "u1", 2), ("zstd",), 4, "earliest")
     number, unknown = FilterId.ZSTD.to_bytes(2, "little"), (33_333).to_bytes(2, "little")
-    # Its number stands before its name's length, in the dataset's message of filters; v1 of that has no checksum.
-    write(tmp_path / "g.h5", values, ("zstd",), 4, "earliest")
-    data = (tmp_path / "g.h5").read_bytes()
-    assert data.count(number) >= 1
-    (tmp_path / "g.h5").write_bytes(data.replace(number, unknown, 1))
+    path.write_bytes(path.read_bytes().replace(number, unknown, 1))
     with pytest.raises(PackFormatError, match="33333"):
-        index_of(tmp_path / "g.h5")
+        index_of(path)
 
 
 def test_no_plugin_without_hdf5plugin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import pickle
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,7 +124,7 @@ def virtual_files(draw: st.DrawFn, folder: Path) -> tuple[Path, npt.NDArray[Any]
     return path, joined, form
 
 
-@settings(max_examples=83, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     scatter_bytes=st.sampled_from([1, engine_module.SCATTER_BYTES, 1 << 30]),
     gap_bytes=st.sampled_from([0, 100, plan_module.MAX_GAP_BYTES]),
@@ -180,11 +178,13 @@ def four_sources(folder: Path, storage: str = "rows", shape: tuple[int, ...] = (
     return np.concatenate(kept)
 
 
-def test_an_epoch_reads_each_byte_once(tmp_path: Path) -> None:
+def test_an_epoch_reads_each_byte_once_and_logs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     values = four_sources(tmp_path)
-    engine = engine_of(tmp_path / "v.h5")
-    order = np.random.default_rng(0).permutation(len(values))
-    assert np.array_equal(engine.read("x", order), values[order])
+    with caplog.at_level(logging.DEBUG):
+        engine = engine_of(tmp_path / "v.h5")
+        order = np.random.default_rng(0).permutation(len(values))
+        assert np.array_equal(engine.read("x", order), values[order])
+    assert not caplog.records
     chunks, size = 4 + 4 + 4 + 5, values.nbytes
     stats = engine.stats
     assert (stats.rows, stats.chunk_misses, stats.chunk_hits) == (46, chunks, 46 - chunks)
@@ -192,26 +192,13 @@ def test_an_epoch_reads_each_byte_once(tmp_path: Path) -> None:
     assert stats.reads >= 4
 
 
-def test_nothing_is_logged_for_mappings_of_whole_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    four_sources(tmp_path)
-    with caplog.at_level(logging.DEBUG):
-        engine_of(tmp_path / "v.h5").read("x", range(46))
-    assert not caplog.records
-
-
-def layout_of(shape: tuple[int, ...], dtype: str = "u1") -> h5py.VirtualLayout:
-    return h5py.VirtualLayout(shape, dtype)
-
-
 ALL = slice(None)
 # Shape and dtype of the virtual dataset; and of each mapping the rows here, the source's number, and its rows.
 OTHER_MAPPINGS: dict[str, tuple[tuple[int, ...], str, list[tuple[Any, int, Any]]]] = {
     "strided": ((5, 30, 30), "u1", [(ALL, 0, np.s_[::2])]),
     "spread": ((20, 30, 30), "u1", [(np.s_[::2], 0, ALL)]),
-    "both strided": ((10, 30, 30), "u1", [(np.s_[::2], 0, np.s_[::2])]),
     "part of rows": ((10, 30, 20), "u1", [(ALL, 0, np.s_[:, :, 5:25])]),
     "middle of rows": ((10, 30, 30), "u1", [(np.s_[:, 5:25], 0, np.s_[:, 5:25])]),
-    "head of rows": ((10, 30, 30), "u1", [(np.s_[:, :20], 0, np.s_[:, :20])]),
     "side by side": ((10, 30, 60), "u1", [(np.s_[:, :, :30], 0, ALL), (np.s_[:, :, 30:], 1, np.s_[:10])]),
     "over each other": ((15, 30, 30), "u1", [(np.s_[:10], 0, ALL), (np.s_[4:15], 1, ALL)]),
     "other dtype": ((10, 30, 30), "<i4", [(ALL, 0, ALL)]),
@@ -230,7 +217,7 @@ def test_other_mappings_are_read_through_the_library(
     for number in (5, 6, 7, 8):
         with h5py.File(tmp_path / f"s{number}.h5", "w") as file:
             file["x"] = numbers(shapes[number], "u1", number) + 1
-    layout = layout_of(shape, dtype)
+    layout = h5py.VirtualLayout(shape, dtype)
     for here, number, there in mappings:
         source = h5py.VirtualSource(f"s{number}.h5", "x", shapes[number])
         layout[here] = source[there] if there != () else source
@@ -326,7 +313,7 @@ def test_only_the_source_with_a_library_reason_uses_the_library(
     assert engine.stats.amplification == 1.0
 
 
-@pytest.mark.parametrize("storage", ["rows", "whole_gzip", "split"])
+@pytest.mark.parametrize("storage", ["rows", "whole_gzip"])
 def test_pickled_and_forked_while_open(tmp_path: Path, storage: str) -> None:
     values = four_sources(tmp_path, storage)
     engine, rows = engine_of(tmp_path / "v.h5"), np.array([45, 3, 20, 11, 3, 44])
@@ -410,44 +397,35 @@ def test_cached_chunks_of_different_files_differ(tmp_path: Path) -> None:
         assert engine.chunks.cache.bytes <= 2 * chunk, "all files share the room"
 
 
-@contextlib.contextmanager
-def many_files(folder: Path, count: int) -> Iterator[tuple[Engine, npt.NDArray[Any]]]:
-    mappings = []
-    for number in range(count):
-        write(folder / f"m{number}.h5", numbers((2, 600), "u1", number), "contiguous" if number % 2 else "rows")
-        mappings.append(Mapped(2 * number, f"m{number}.h5", "x", 2, 0, 2))
-    create(folder / "v.h5", (2 * count, 600), "u1", mappings)
-    engine = engine_of(folder / "v.h5")
-    yield engine, of_library(folder / "v.h5")
-    engine.close()
-
-
-def open_files(folder: Path, count: int) -> int:
-    return sum(descriptors(folder / f"m{number}.h5") for number in range(count))
-
-
 def test_files_are_opened_when_they_are_read_and_few_stay_open(tmp_path: Path) -> None:
-    with many_files(tmp_path, 60) as (engine, values):
-        assert open_files(tmp_path, 60) == 0
-        assert np.array_equal(engine.read("x", [7, 6, 80]), values[[7, 6, 80]])
-        assert open_files(tmp_path, 60) == 2
-        engine.files.max_open = 5
-        order = np.random.default_rng(0).permutation(120)
-        assert np.array_equal(engine.read("x", order), values[order])
-        assert open_files(tmp_path, 60) == 5
-        assert engine.stats.amplification == 1.0
-        engine.close()
-        assert open_files(tmp_path, 60) == 0
+    for number in range(20):
+        write(tmp_path / f"m{number}.h5", numbers((2, 600), "u1", number), "contiguous" if number % 2 else "rows")
+    mappings = [Mapped(2 * number, f"m{number}.h5", "x", 2, 0, 2) for number in range(20)]
+    create(tmp_path / "v.h5", (40, 600), "u1", mappings)
+    engine, values = engine_of(tmp_path / "v.h5"), of_library(tmp_path / "v.h5")
 
-        def work(seed: int) -> None:
-            dice = np.random.default_rng(seed)
-            for _ in range(30):
-                rows = dice.integers(0, 120, 40)
-                assert np.array_equal(engine.read("x", rows), values[rows]), rows
+    def open_files() -> int:
+        return sum(descriptors(tmp_path / f"m{number}.h5") for number in range(20))
 
-        run_threads(6, work)
-        assert engine.stats.rows == 3 + 120 + 6 * 30 * 40
-        assert open_files(tmp_path, 60) <= 5
+    def work(seed: int) -> None:
+        dice = np.random.default_rng(seed)
+        for _ in range(20):
+            rows = dice.integers(0, 40, 20)
+            assert np.array_equal(engine.read("x", rows), values[rows]), rows
+
+    assert open_files() == 0
+    assert np.array_equal(engine.read("x", [7, 6, 30]), values[[7, 6, 30]])
+    assert open_files() == 2
+    engine.files.max_open = 5
+    order = np.random.default_rng(0).permutation(40)
+    assert np.array_equal(engine.read("x", order), values[order])
+    assert open_files() == 5
+    assert engine.stats.amplification == 1.0
+    engine.close()
+    assert open_files() == 0
+    run_threads(4, work)
+    assert engine.stats.rows == 3 + 40 + 4 * 20 * 20
+    assert open_files() <= 5
 
 
 def test_max_files_is_small_compared_with_the_descriptor_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,7 +496,7 @@ def test_a_source_name_may_have_a_percent_sign(tmp_path: Path) -> None:
 def test_a_source_that_has_grown_gives_the_rows_that_it_had(tmp_path: Path) -> None:
     values = write(tmp_path / "s.h5", numbers((6, 600), "u1"), "extendable")
     create(tmp_path / "v.h5", (6, 600), "u1", [Mapped(0, "s.h5", "x", 6, 0, 6)])
-    layout = layout_of((6, 600))
+    layout = h5py.VirtualLayout((6, 600), "u1")
     layout[...] = h5py.VirtualSource("s.h5", "x", (6, 600), maxshape=(None, 600))
     with h5py.File(tmp_path / "w.h5", "w", libver="latest") as file:
         file.create_virtual_dataset("x", layout)
