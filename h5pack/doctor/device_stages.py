@@ -22,30 +22,18 @@ from h5pack.monitor.monitor import FeedMonitor
 from h5pack.monitor.probes import GpuProbe
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
+# Maximum number of calls between synchronisations with a GPU, enough to hide the time that launching them takes.
 _MAX_QUEUED_CALLS = 8
-"""Maximum number of calls between synchronisations with a GPU, enough to hide the time that launching them takes."""
 _PREFETCH_FACTOR = 2
+# Number of batches that a `DeviceFeed` holds ready for a GPU, counting those on the GPU and those on the host.
 PREFETCHED_ON_GPU = 2 * _PREFETCH_FACTOR
-"""Number of batches that a `DeviceFeed` holds ready for a GPU, counting those on the GPU and those on the host."""
 _SYNCHRONISED_STEPS = 4
 _IDLE_PERCENT = 10
 _MAX_CHANNELS = 4
 
 
-class DeviceMeter(Meter):
-    """Meter that synchronizes with a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def synchronize(self) -> None:
-        """Wait until the device has finished all queued work."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-
-class StallMeter(DeviceMeter):
-    """Meter that also counts waiting: of the step (monitor `step`), and of the consumer of the loader (`loader`)."""
+class StallMeter(Meter):
+    """Meter that counts waiting: of the step (monitor `step`), and of the consumer of the loader (`loader`)."""
 
     def __init__(self, device: torch.device, step: FeedMonitor, loader: FeedMonitor) -> None:
         super().__init__(device)
@@ -85,7 +73,7 @@ def normalizer_for(dataset: H5Dataset, images: torch.Tensor, dtype: torch.dtype)
             return found, f"Normalize, {'to 0..1' if found.channels else 'by the statistics of the file'}"
     if images.dtype == dtype:
         return None, f"the images are {_dtype_name(dtype)} already"
-    text = f"a conversion of {_dtype_name(images.dtype)} to {_dtype_name(dtype)}"
+    text = f"conversion from {_dtype_name(images.dtype)} to {_dtype_name(dtype)}"
     return lambda raw: raw.to(dtype), text
 
 
@@ -106,19 +94,14 @@ def _normalize(dataset: H5Dataset, images: torch.Tensor, dtype: torch.dtype) -> 
 class DeviceStages:
     """The stages after the loader, measured repeatedly on one `batch` of the loader.
 
-    Attributes
-    ----------
-    images : Tensor
-        The batch's images as the step receives them: on the device, and normalized.
-    labels : Tensor or None
-        The batch's labels on the device.
+    `images` and `labels` are the batch as the step receives it: on the device, and normalized.
     """
 
     def __init__(self, device: torch.device, batch: Any, normalize: Transform | None) -> None:
         self._device = device
         self._batch = batch
         self._normalize = normalize
-        self._meter = DeviceMeter(device)
+        self._meter = Meter(device)
         self._copier: CudaCopier | None = None
         self._count = len(images_of(batch))
         self._on_device = map_tensors(batch, lambda tensor: tensor.to(device))
@@ -133,32 +116,24 @@ class DeviceStages:
             self._copier = CudaCopier(self._device, None)
         copier = self._copier
         copier.begin()
-
-        def call() -> int:
-            copier.receive(copier.launch(copier.prepare(self._batch), 0))
-            return self._count
-
-        return measure_calls(call, seconds, self._meter, _MAX_QUEUED_CALLS)
+        return self._measure(lambda: copier.receive(copier.launch(copier.prepare(self._batch), 0)), seconds)
 
     def normalize(self, seconds: float) -> Repeat:
         """Measure the conversion of the batch to floats on the device."""
         raw, transform = images_of(self._on_device), self._normalize
         assert transform is not None
-
-        def call() -> int:
-            transform(raw)
-            return self._count
-
-        return measure_calls(call, seconds, self._meter, _MAX_QUEUED_CALLS)
+        return self._measure(lambda: transform(raw), seconds)
 
     def step(self, step: Step, seconds: float, fraction: float = 1.0) -> Repeat:
         """Measure the step on the first `fraction` of the batch."""
         count = max(1, int(fraction * self._count))
         images, labels = self.images[:count], None if self.labels is None else self.labels[:count]
+        return self._measure(lambda: step(images, labels), seconds, count)
 
+    def _measure(self, work: Callable[[], Any], seconds: float, images: int | None = None) -> Repeat:
         def call() -> int:
-            step(images, labels)
-            return count
+            work()
+            return self._count if images is None else images
 
         return measure_calls(call, seconds, self._meter, _MAX_QUEUED_CALLS)
 
@@ -187,10 +162,7 @@ class DeviceStages:
     def everything(
         self, loader: Any, step: Step, ready_images: Callable[[], int], prefetched: int
     ) -> Callable[[float], Repeat]:
-        """Return a function that measures a whole training loop for a number of seconds.
-
-        `ready_images` and `prefetched` are passed to `measure_epochs`.
-        """
+        """Return a function that measures a whole training loop for a number of seconds; see `measure_epochs`."""
         # The inner monitor gets device="cpu" because it runs in the prefetching thread, which uses no CUDA stream.
         quiet: dict[str, Any] = {"warn_stall": None, "profiler_ranges": False}
         inner = FeedMonitor(loader, device="cpu", name="doctor's loader", **quiet)

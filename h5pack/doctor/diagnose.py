@@ -32,14 +32,14 @@ from h5pack.order.window import DEFAULT_WINDOW
 from h5pack.system.machine import machine_facts
 from h5pack.system.text import counted
 
+# Fraction of the budget spent on reading rows into the page cache.
 _WARM_FRACTION = 0.08
-"""Fraction of the budget spent on reading rows into the page cache."""
+# Fraction of the budget for a trial: measuring one stage again with another number of threads or workers.
 _TRIAL_FRACTION = 0.2
-"""Fraction of the budget for a trial: measuring one stage again with another number of threads or workers."""
+# Factor by which a recommended budget exceeds the estimated minimum.
 _LEEWAY = 1.25
-"""Factor by which a recommended budget exceeds the estimated minimum."""
+# Duration of each small measurement that is not a stage, such as the fraction of time that reads wait.
 _QUESTION_SECONDS = 0.05
-"""Duration of each small measurement that is not a stage, such as the fraction of time that reads wait."""
 
 Progress = Callable[[str], None]
 
@@ -130,13 +130,7 @@ def diagnose(
 
 
 class Diagnosis:
-    """One run of `diagnose`. `report` may be called at any time and returns the results so far.
-
-    Raises
-    ------
-    OptionsError, PackFormatError, IncompletePackError
-        As for `diagnose`.
-    """
+    """One run of `diagnose`. `report` may be called at any time and returns the results so far."""
 
     def __init__(self, settings: DiagnoseSettings, on_progress: Progress | None = None) -> None:
         self._settings = settings
@@ -157,22 +151,10 @@ class Diagnosis:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop all loaders, and close the file."""
         self.target.close()
 
     def run(self) -> None:
-        """Measure all stages, and determine the bottleneck.
-
-        Raises
-        ------
-        OptionsError
-            If the budget is too small.
-        H5PackError
-            If the file's rows cannot be read.
-        """
+        """Measure all stages, and determine the bottleneck."""
         target, seconds = self.target, self._settings.seconds
         self._show("reading the first rows")
         self._begun = time.perf_counter()
@@ -243,22 +225,21 @@ class Diagnosis:
         self._show("small measurements")
         seconds = min(_QUESTION_SECONDS, 0.02 * budget)
         found["read_busy_fraction"] = target.read_busy_fraction(seconds)
-        found["transform_busy_fraction"] = self._guarded(
-            Stage.TRANSFORM, lambda: target.transform_busy_fraction(seconds)
-        )
+        busy = self._guarded(Stage.TRANSFORM, lambda: target.transform_busy_fraction(seconds))
+        found["transform_busy_fraction"] = busy
         step = self._costs.get(Stage.STEP)
         if step is not None:
             enough = max(6 * step.batch_seconds, seconds)
             if enough < 0.1 * budget:
                 found["half_batch_ratio"] = self._guarded(Stage.STEP, lambda: target.half_batch_ratio(enough))
             else:
-                self._unknown.append("a small batch: there is no time to try half of it; measure for longer")
+                self._unknown.append(
+                    "whether the batch is too small: no time to measure half of it; measure for longer"
+                )
             if target.on_gpu:
                 found["synchronisations"], found["synchronised_at"] = target.synchronisations()
         if not target.on_gpu:
-            self._unknown.append(
-                "host synchronisation inside the step, unpinned memory, idle GPUs: the step runs on the CPU"
-            )
+            self._unknown.append("host synchronisation, unpinned memory, idle GPUs: the step runs on the CPU")
         return found
 
     def _repeat(self, stage: Stage, seconds: float) -> None:
@@ -273,25 +254,21 @@ class Diagnosis:
             return call()
         except NotMeasured as error:
             self._reasons[stage] = str(error)
-        except H5PackError as error:
-            self._reasons[stage] = error_line(error)
-            self._failures.append(error_line(error))
         except Exception as error:
             # The user's transform and model may raise any exception, on any batch.
-            self._reasons[stage] = error_line(error)
-            self._failures.append(f"{STAGE_TITLES[stage]}: {error_line(error)}")
+            self._reasons[stage] = line = error_line(error)
+            self._failures.append(line if isinstance(error, H5PackError) else f"{STAGE_TITLES[stage]}: {line}")
         return None
 
     def _results(self) -> dict[Stage, StageResult]:
         """Return the results of all stages, in the order in which an image passes through them."""
         reasons = {**self.target.reasons, **self._reasons}
-        results = {}
-        for stage in Stage:
-            if stage in reasons or stage not in self._runs:
-                results[stage] = StageResult(stage, reason=reasons.get(stage, INTERRUPTED))
-            else:
-                results[stage] = self._runs[stage].result()
-        return results
+        return {
+            stage: StageResult(stage, reason=reasons.get(stage, INTERRUPTED))
+            if stage in reasons or stage not in self._runs
+            else self._runs[stage].result()
+            for stage in Stage
+        }
 
     def _judge(self, measured: dict[str, Any]) -> None:
         everything = self._runs.get(Stage.EVERYTHING)
@@ -300,10 +277,8 @@ class Diagnosis:
             measured["stall_fraction"] = stalls / sum(one.seconds for one in everything.repeats)
         self._evidence = evidence = self.target.evidence(**measured, stages=self._results())
         if evidence.crowded:
-            self._unknown.append(
-                f"how fast an idle machine would be: other processes use this one (load average {evidence.load:.1f} on "
-                f"{counted(evidence.machine_cpus or 1, 'CPU')})"
-            )
+            load = f"load average {evidence.load:.1f} on {counted(evidence.machine_cpus or 1, 'CPU')}"
+            self._unknown.append(f"the speed without other processes, which use this machine now ({load})")
         verdict = judge(evidence)
         planned = plan_trial(verdict, evidence)
         if planned is not None:
@@ -341,8 +316,8 @@ class Diagnosis:
         rounded = math.ceil(needed) if needed > 3 else math.ceil(10 * needed) / 10
         settings = self._settings
         raise OptionsError(
-            f"{settings.seconds:g} seconds are too little to measure batches of {settings.batch_size} images here; "
-            f"give seconds={rounded:g} or {'much ' * at_least}more, or a smaller batch_size",
+            f"seconds={settings.seconds:g} is too short to measure batches of {settings.batch_size} images on this "
+            f"machine; give seconds={rounded:g} or {'much ' * at_least}more, or a smaller batch_size",
             parameters=(f"seconds={rounded:g}", "batch_size"),
         )
 

@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,9 @@ _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 class ChunkReader:
-    """Reader of a dataset's images chunk by chunk, with one buffer per thread.
+    """Reader of a dataset's images chunk by chunk, at most `block_rows` at a time, with one buffer per thread.
 
-    Attributes
-    ----------
-    block_rows : int
-        Maximum number of rows per read.
-    busy_fraction : float or None
-        Fraction of the last `run` in which its threads ran or waited for a CPU, and not for storage. None before.
+    `busy_fraction` is the fraction of the last `run` in which its threads ran or waited for a CPU, and not for storage.
     """
 
     def __init__(self, dataset: H5Dataset) -> None:
@@ -120,10 +116,9 @@ def busy_fraction(call: Callable[[], Any], seconds: float) -> float:
 
 
 def _ready_seconds() -> float:
-    """Return this thread's CPU time plus its time waiting for a CPU.
+    """Return this thread's CPU time plus, where the kernel counts it, its time waiting for a CPU.
 
-    The waiting counts, so that a busy machine does not look like a slow disk. Without /proc/thread-self/schedstat,
-    return the CPU time alone.
+    The waiting counts, so that a busy machine does not look like a slow disk.
     """
     try:
         ran, queued, _ = _SCHEDSTAT.read_text().split()
@@ -132,98 +127,82 @@ def _ready_seconds() -> float:
         return time.thread_time()
 
 
+@dataclass
 class HostLoaders:
     """Factory of the loaders to measure: `H5Loader`s, or DataLoaders if `num_workers` is set.
 
-    Parameters
-    ----------
-    dataset : H5Dataset
-        A dataset without a transform.
-    batch_size, window : int
-        As for `H5Loader`.
-    num_threads, num_workers : int or None
-        At most one of them is set.
-    transform : callable or None
-        Receives whole batches; if `num_workers` is set, single images.
-    pin_memory : bool
-
-    Attributes
-    ----------
-    parallel : int
-        Number of threads of the `H5Loader`s, or of workers of the DataLoaders.
+    The dataset has no transform; `transform` receives whole batches, or single images if `num_workers` is set.
+    `parallel` is the number of threads of the `H5Loader`s, or of workers of the DataLoaders.
     """
 
-    def __init__(
-        self,
-        dataset: H5Dataset,
-        *,
-        batch_size: int,
-        window: int,
-        num_threads: int | None,
-        num_workers: int | None,
-        transform: Callable[..., Any] | None,
-        pin_memory: bool,
-    ) -> None:
-        self.dataset = self.transformed_dataset = dataset
-        self.transform = transform
-        self._batch_size, self._window, self._pin_memory = batch_size, window, pin_memory
-        self._num_threads, self._num_workers = num_threads, num_workers
-        self._made: list[Any] = []
-        if transform is not None and num_workers is not None:
+    dataset: H5Dataset
+    _: KW_ONLY
+    batch_size: int
+    window: int
+    num_threads: int | None
+    num_workers: int | None
+    transform: Callable[..., Any] | None
+    pin_memory: bool
+    _made: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        dataset = self.transformed_dataset = self.dataset
+        if self.transform is not None and self.num_workers is not None:
             self.transformed_dataset = H5Dataset(
-                dataset.path, dataset.split, transform=transform, images=dataset.names[0], labels=dataset.label_name
+                dataset.path,
+                dataset.split,
+                transform=self.transform,
+                images=dataset.names[0],
+                labels=dataset.label_name,
             )
-        self.parallel: int = self.make().num_threads if num_workers is None else num_workers
+        self.parallel: int = self.make().num_threads if self.num_workers is None else self.num_workers
 
     def make(self, rows: int | None = None, *, transform: bool = False, parallel: int | None = None) -> Any:
-        """Make a loader of the first `rows`, or of all rows if None.
-
-        `transform` adds the user's transform; `parallel` overrides the number of threads or workers.
-        """
-        options: dict[str, Any] = {"window": self._window, "rank": 0, "num_replicas": 1}
+        """Make a loader of the first `rows` (None: all), with `parallel` threads or workers if that is given."""
+        options: dict[str, Any] = {"window": self.window, "rank": 0, "num_replicas": 1}
         options["indices"] = None if rows is None or rows >= len(self.dataset) else range(rows)
-        if self._num_workers is None:
+        if self.num_workers is None:
             loader: Any = H5Loader(
                 self.dataset,
-                self._batch_size,
-                num_threads=self._num_threads if parallel is None else parallel,
+                self.batch_size,
+                num_threads=self.num_threads if parallel is None else parallel,
                 # Rows kept in memory would not be read from the file, so reading would not be measured.
                 resident="no",
-                pin_memory=self._pin_memory,
+                pin_memory=self.pin_memory,
                 transform=self.transform if transform else None,
                 **options,
             )
         else:
             dataset = self.transformed_dataset if transform else self.dataset
-            workers = self._num_workers if parallel is None else parallel
+            workers = self.num_workers if parallel is None else parallel
             loader = DataLoader(
                 dataset,
-                batch_sampler=ChunkBatchSampler(dataset, self._batch_size, **options),
+                batch_sampler=ChunkBatchSampler(dataset, self.batch_size, **options),
                 num_workers=workers,
                 # Starting workers takes seconds, which must not count in every measured epoch.
                 persistent_workers=workers > 0,
                 collate_fn=dataset.collate,
-                pin_memory=self._pin_memory,
+                pin_memory=self.pin_memory,
             )
         self._made.append(loader)
         return loader
 
     def prefetched(self, loader: Any) -> int:
         """Return how many batches a loader holds ready when it is faster than its consumer."""
-        if self._num_workers is None:
+        if self.num_workers is None:
             return int(2 * loader.plan.max_group_batches + 2)
         return int((loader.prefetch_factor or 0) * loader.num_workers)
 
     def ready_images(self, loader: Any) -> Callable[[], int]:
         """Return a function that returns how many images are ready in a loader; always 0 for a DataLoader."""
-        if self._num_workers is not None:
+        if self.num_workers is not None:
             return lambda: 0
         return lambda: loader.queue_depth * loader.plan.batch_rows(0)
 
     def stop(self, loader: Any) -> None:
         """Stop a loader's threads or workers."""
         self._made.remove(loader)
-        if self._num_workers is None:
+        if self.num_workers is None:
             loader.close()
         elif getattr(loader, "_iterator", None) is not None:
             # Private API: DataLoader._iterator._shutdown_workers. Torch has no public way to end persistent workers.

@@ -7,19 +7,23 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from h5pack.monitor.bottleneck import Rates, Stage, StageResult
 from h5pack.monitor.probes import CpuTime
 
+# Fewer repeats give no useful median and spread; more than the minimum are run if the budget allows.
 MIN_REPEATS, MAX_REPEATS = 3, 5
-"""Fewer repeats give no useful median and spread; more than the minimum are run if the budget allows."""
+# Minimum number of batches in a loader's repeat: the first batch alone only shows how long the start takes.
 MIN_LOADER_BATCHES = 2
-"""Minimum number of batches in a loader's repeat: the first batch alone only shows how long the start takes."""
+# Minimum duration of a repeat; a shorter one would measure the clock and the scheduler.
 MIN_SECONDS = 0.015
-"""Minimum duration of a repeat; a shorter one would measure the clock and the scheduler."""
+# The loader counts as slower than its consumer if the consumer spends more than this fraction of time waiting.
 _STARVED = 0.5
-"""The loader counts as slower than its consumer if the consumer spends more than this fraction of time waiting."""
+# Maximum duration of the work that is queued on a device before it is synchronized.
 _QUEUED_SECONDS = 0.1
-"""Maximum duration of the work that is queued on a device before it is synchronized."""
+# Relative shares of the budget beyond the minimum: more for stages that decide the verdict, less for steady ones; 1 for
+# stages that are not listed.
 _WEIGHTS = {
     Stage.EVERYTHING: 2.0,
     Stage.LOADER: 1.5,
@@ -27,11 +31,7 @@ _WEIGHTS = {
     Stage.COPY: 0.5,
     Stage.NORMALIZE: 0.5,
 }
-"""Relative shares of the budget beyond the minimum: more for stages that decide the verdict, less for steady ones.
-
-A stage that is not listed has the weight 1.
-"""
-INTERRUPTED = "it was interrupted before"
+INTERRUPTED = "the measurement was interrupted"
 
 
 class NotMeasured(Exception):
@@ -40,17 +40,13 @@ class NotMeasured(Exception):
 
 @dataclass(frozen=True)
 class Repeat:
-    """One repeat of a stage.
-
-    `images` is the number of images counted in `seconds`; `total_images` also includes those processed before counting
-    began. `stall_seconds` is how long the step waited for its batches; 0 if that was not monitored.
-    """
+    """One repeat of a stage: the `images` counted in `seconds`."""
 
     images: int
     seconds: float
     cpu_seconds: float | None = None
-    stall_seconds: float = 0.0
-    total_images: int = 0
+    stall_seconds: float = 0.0  # how long the step waited for its batches; 0 if that was not monitored
+    total_images: int = 0  # with those processed before counting began
 
     @property
     def rate(self) -> float:
@@ -60,23 +56,11 @@ class Repeat:
 
 @dataclass(frozen=True)
 class StageCost:
-    """How long a repeat of a stage takes.
+    """How long a repeat of a stage takes."""
 
-    Attributes
-    ----------
-    batch_seconds : float
-        Estimated time for a batch. For a loader, the time until its first batch.
-    weight : float
-        Relative share of the budget that remains after every stage has got its minimum.
-    overhead_seconds : float
-        Time spent before and after each repeat, which is not measured.
-    min_batches : int
-        Minimum number of batches in a repeat.
-    """
-
-    batch_seconds: float
-    weight: float = 1.0
-    overhead_seconds: float = 0.0
+    batch_seconds: float  # estimate for a batch; for a loader, the time until its first batch
+    weight: float = 1.0  # relative share of the budget that remains after every stage has got its minimum
+    overhead_seconds: float = 0.0  # before and after each repeat, not measured
     min_batches: int = 1
 
     @property
@@ -109,21 +93,23 @@ def share_budget(costs: Mapping[Stage, StageCost], seconds: float, repeats: int)
 
 
 class Meter:
-    """Counters that are read around a measurement. This base class counts nothing and has no device to wait for."""
+    """Counters that are read around a measurement. This base class counts nothing; it only waits for a CUDA device."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._cuda = device if device is not None and device.type == "cuda" else None
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished all queued work."""
+        if self._cuda is not None:
+            torch.cuda.synchronize(self._cuda)
 
     def stalled(self) -> float:
         """Return for how many seconds the step has waited for its batches so far, over all epochs."""
         return 0.0
 
     def starved(self) -> float | None:
-        """Return for how many seconds the consumer has waited for the loader so far.
-
-        None means all the time, because the consumer does nothing else.
-        """
+        """Return for how many seconds the consumer has waited for the loader so far; None: it does nothing else."""
         return None
-
-    def synchronize(self) -> None:
-        """Wait until the device has finished all queued work."""
 
     def epoch_over(self) -> None:
         """Called after the last batch of an epoch."""
@@ -147,7 +133,7 @@ class _Mark:
 
     @classmethod
     def end(cls, images: int, meter: Meter, ready: int = 0) -> _Mark:
-        """Mark the end of a measurement. Read the clock before the counters, so that reading them is not measured."""
+        """Mark the end of a measurement. Read the clock first, for the same reason."""
         meter.synchronize()
         return cls(time.perf_counter(), images, ready, CpuTime.now(), meter.stalled(), meter.starved())
 
@@ -177,28 +163,17 @@ def measure_epochs(
     meter: Meter | None = None,
     ready_images: Callable[[], int] = lambda: 0,
 ) -> Repeat:
-    """Measure a loader for about `seconds`.
+    """Measure a loader for about `seconds`, or until its first batch if they are 0.
 
-    If an epoch is shorter than that, run as many whole epochs as fit, and include the time to start each. If the first
-    epoch is longer, stop it when the time is up. Part of it is then not counted:
+    `begin` starts an epoch; `consume` returns the number of images of a batch. If an epoch is shorter than `seconds`,
+    run as many whole epochs as fit, and include the time to start each. If the first epoch is longer, stop it when the
+    time is up. Part of it is then not counted:
 
     - the first `prefetched` batches, which the loader read before they were requested, if they took at most half of the
       time;
     - otherwise, if the loader is faster than its consumer, the time until the first batch.
 
-    Parameters
-    ----------
-    begin : callable
-        Starts an epoch and returns its iterator.
-    consume : callable
-        Called with each batch; returns its number of images.
-    seconds : float
-        0: stop after the first batch.
-    prefetched : int
-        Number of batches that the loader holds ready when it is faster than its consumer.
-    meter : Meter, optional
-    ready_images : callable, optional
-        Returns how many images are ready in the loader. They count as loaded if the consumer mostly waits for it.
+    `ready_images` returns how many images are ready in the loader; they count as loaded if the consumer mostly waits.
     """
     meter = meter or Meter()
     start: _Mark | None = None
@@ -242,9 +217,8 @@ def measure_calls(
 ) -> Repeat:
     """Measure `call`, which returns how many images it processed; run it at least once.
 
-    The meter's device is synchronized after the first call, and then only after every few calls, because a device that
-    is synchronized after every call is idle while the next one is launched. The longer a call takes, the fewer are
-    queued.
+    The device is synchronized after the first call, and then only after every few calls, because a device that is
+    synchronized after every call is idle while the next one is launched. The longer a call takes, the fewer are queued.
     """
     meter = meter or Meter()
     start = _Mark.begin(0, meter)
@@ -261,30 +235,14 @@ def measure_calls(
 
 @dataclass
 class StageRun:
-    """A stage that can be measured, with its results so far.
-
-    Attributes
-    ----------
-    stage : Stage
-    run : callable
-        Measures the stage for the given number of seconds. 0: one batch.
-    prepare : callable or None
-        Called before each measurement; its time is not counted.
-    note : str or None
-        Remark for the report, such as which rows are measured.
-    warm_up : int
-        Number of measurements that `estimate` discards.
-    min_batches : int
-        Minimum number of batches in a repeat.
-    repeats : list of Repeat
-    """
+    """A stage that can be measured, with its results so far."""
 
     stage: Stage
-    run: Callable[[float], Repeat]
-    prepare: Callable[[], None] | None = None
-    note: str | None = None
-    warm_up: int = 0
-    min_batches: int = 1
+    run: Callable[[float], Repeat]  # measures the stage for this many seconds; 0: one batch
+    prepare: Callable[[], None] | None = None  # called before each measurement; its time is not counted
+    note: str | None = None  # for the report, such as which rows are measured
+    warm_up: int = 0  # measurements that `estimate` discards
+    min_batches: int = 1  # in a repeat
     repeats: list[Repeat] = field(default_factory=list)
 
     def estimate(self) -> StageCost:
@@ -308,13 +266,13 @@ class StageRun:
         if not self.repeats:
             return StageResult(self.stage, reason=INTERRUPTED)
         if not all(one.images for one in self.repeats):
-            return StageResult(self.stage, reason="no images came through")
-        cpu = [one.cpu_seconds for one in self.repeats]
-        known = [seconds for seconds in cpu if seconds is not None]
+            return StageResult(self.stage, reason="it processed no images")
+        known = [one.cpu_seconds for one in self.repeats if one.cpu_seconds is not None]
+        seconds = sum(one.seconds for one in self.repeats)
         return StageResult(
             self.stage,
             Rates.of([one.rate for one in self.repeats]),
-            cpus_used=sum(known) / sum(one.seconds for one in self.repeats) if len(known) == len(cpu) else None,
+            cpus_used=sum(known) / seconds if len(known) == len(self.repeats) else None,
             images=sum(one.total_images for one in self.repeats),
             note=self.note,
         )

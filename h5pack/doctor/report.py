@@ -20,7 +20,7 @@ from h5pack.monitor.bottleneck import (
     Verdict,
     rate_text,
 )
-from h5pack.system.text import counted, listed
+from h5pack.system.text import counted
 
 STAGE_TITLES = {
     Stage.COLD_STORED: "storage cold, stored order",
@@ -39,66 +39,32 @@ _WIDTH = 110
 
 @dataclass(frozen=True)
 class TargetSummary:
-    """Description of the file, device and step that were diagnosed.
-
-    Attributes
-    ----------
-    path : str
-    split : str or None
-    images : str
-        Shape and dtype of a row, such as ``178x218x3 uint8``.
-    rows, hot_rows : int
-        Number of rows in the split, and how many of them the stages read that run from the page cache.
-    device, step, normalize : str
-        Descriptions for people.
-    labels : bool
-        Whether the step received labels.
-    """
+    """Description of the file, device and step that were diagnosed."""
 
     path: str
     split: str | None
-    images: str
-    rows: int
-    hot_rows: int
+    images: str  # shape and dtype of a row, such as "178x218x3 uint8"
+    rows: int  # in the split
+    hot_rows: int  # that the stages read which run from the page cache
     device: str
     step: str
-    labels: bool
+    labels: bool  # whether the step received labels
     normalize: str
 
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """Result of `diagnose`: the speed of every stage, the bottleneck, and the advice.
-
-    Attributes
-    ----------
-    target : TargetSummary
-    evidence : Evidence or None
-        None if the run was interrupted before all stages were measured.
-    stages : tuple of StageResult
-        All stages, in the order in which an image passes through them.
-    verdict : Verdict or None
-        None if the run was interrupted.
-    advice : tuple of Advice
-    unknown : tuple of str
-        Questions, apart from the stages, that could not be answered, and why.
-    failures : tuple of str
-        Errors of the user's transform and model and of reading, one line each.
-    seconds : float
-        Duration of the run.
-    machine : dict
-        The result of `machine_facts`.
-    """
+    """Result of `diagnose`: the speed of every stage, the bottleneck, and the advice."""
 
     target: TargetSummary
-    evidence: Evidence | None
-    stages: tuple[StageResult, ...]
-    verdict: Verdict | None
+    evidence: Evidence | None  # None if the run was interrupted before all stages were measured
+    stages: tuple[StageResult, ...]  # all stages, in the order in which an image passes through them
+    verdict: Verdict | None  # None if the run was interrupted
     advice: tuple[Advice, ...]
-    unknown: tuple[str, ...]
-    failures: tuple[str, ...]
-    seconds: float
-    machine: dict[str, Any]
+    unknown: tuple[str, ...]  # what could not be determined, apart from the stages, and why
+    failures: tuple[str, ...]  # errors of the user's transform and model and of reading, one line each
+    seconds: float  # duration of the run
+    machine: dict[str, Any]  # from `machine_facts`
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -116,8 +82,8 @@ class DoctorReport:
         if self.verdict is None or self.verdict.first_epoch is None:
             return None
         return (
-            f"The first epoch, and each one after the system has dropped the file from memory, runs at "
-            f"{self.verdict.first_epoch} at most: it waits for the disk."
+            f"The first epoch reaches at most {self.verdict.first_epoch}, because it reads from the disk. So does any "
+            "epoch after the system has dropped the file from the page cache."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -147,17 +113,16 @@ class DoctorReport:
         """Return the report as text: a bar per stage, the verdict, and the advice."""
         lines = [*_head(self), "", *_waterfall(self), ""]
         if self.verdict is None:
-            return "\n".join([*lines, "Interrupted, so there is no verdict; above is what was measured before."])
+            return "\n".join([*lines, "Interrupted: no verdict. The table shows what was measured before."])
         lines += _wrapped(self.verdict_text)
         if self.first_epoch_text is not None:
             lines += _wrapped(self.first_epoch_text)
         moves = [one.text for one in self.advice if one.moves]
         if moves:
-            lines += ["", "What would make it faster, the usual causes first:"]
-        for number, item in enumerate(moves, 1):
-            lines += _wrapped(item, f"{number}. ")
+            lines += ["", "What would make it faster, the most usual causes first:"]
+            lines += [line for number, item in enumerate(moves, 1) for line in _wrapped(item, f"{number}. ")]
         notes = [one.text for one in self.advice if not one.moves]
-        for title, items in (("Found besides:", notes), ("Could not be found out:", self.unknown)):
+        for title, items in (("Other findings:", notes), ("Not determined:", self.unknown)):
             if items:
                 lines += ["", title, *(line for item in items for line in _wrapped(item, "- "))]
         return "\n".join(lines)
@@ -242,117 +207,100 @@ def _waterfall(report: DoctorReport) -> list[str]:
 def _remark(result: StageResult, report: DoctorReport) -> str:
     stall = None if report.evidence is None else report.evidence.stall_fraction
     if result.stage is Stage.EVERYTHING and stall is not None:
-        return f"the step waits {100 * stall:.0f} % of the time"
+        return f"the step waits {_percent(stall)}"
     return "" if result.note is None else f"({result.note})"
 
 
 def _wrapped(text: str, mark: str = "") -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=mark,
-        subsequent_indent=" " * len(mark),
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+    wrapper = textwrap.TextWrapper(_WIDTH, break_on_hyphens=False, break_long_words=False)
+    wrapper.initial_indent, wrapper.subsequent_indent = mark, " " * len(mark)
+    return wrapper.wrap(text)
 
 
 def _verdict_text(verdict: Verdict, evidence: Evidence) -> str:
-    stall = f"{100 * (evidence.stall_fraction or 0):.0f} %"
-    together = evidence.rates(Stage.EVERYTHING)
-    again = "The machine's speed changed meanwhile; measure again, for longer."
     if verdict.outcome is Outcome.NO_LOADER:
         return f"No verdict: the loader was not measured ({_reason(evidence, evidence.feed_stage)})."
     if verdict.outcome is Outcome.NO_STEP:
-        return (
-            f"No verdict: the step was not measured ({_reason(evidence, Stage.STEP)}). The loader gives "
-            f"{verdict.feed}; what limits it is {_names(verdict.feed_causes)}."
-        )
-    if verdict.outcome is Outcome.FED_BUT_WAITING:
-        return (
-            f"No verdict: everything together ran at the step's own speed ({together}), and yet the step waited "
-            f"{stall} of the time. {again}"
-        )
-    if verdict.outcome is Outcome.FASTER_TOGETHER and verdict.slowest is not None:
-        lane, rates = verdict.slowest
-        return (
-            f"No verdict: everything together ran at {together}, faster than {BOTTLENECK_WORDS[lane]} alone ({rates}). "
-            f"{again}"
-        )
+        causes = [BOTTLENECK_WORDS[name] for name in verdict.feed_causes if name is not Bottleneck.LOADER]
+        limited = f", limited by {' or '.join(causes)}" if causes else ""
+        reason = _reason(evidence, Stage.STEP)
+        return f"No verdict: the step was not measured ({reason}). The loader reaches {verdict.feed}{limited}."
+    if verdict.outcome is Outcome.CONTRADICTION:
+        return _contradiction_text(verdict, evidence)
     if verdict.outcome is Outcome.FED:
         return _fed_text(verdict, evidence)
-    return " ".join(filter(None, [_limited_text(verdict, evidence), _doubt_text(verdict, evidence)]))
+    names, together, step = verdict.bottlenecks, evidence.rates(Stage.EVERYTHING), evidence.rates(Stage.STEP)
+    text = f"The bottleneck is {' or '.join(BOTTLENECK_WORDS[name] for name in names)}"
+    if len(names) > 1:
+        text += " (these measurements do not tell which)"
+    text += f": {'; '.join(_grounds(name, verdict, evidence) for name in names)}."
+    if together is not None and step is not None:
+        percent = 100 * together.median / step.median
+        text += f" Everything together reaches {together}, {percent:.0f} % of the step's own speed."
+    return text if verdict.doubt is None else f"{text} {_doubt_text(verdict.doubt, verdict.certain, evidence)}"
+
+
+def _contradiction_text(verdict: Verdict, evidence: Evidence) -> str:
+    assert verdict.slowest is not None
+    lane, rates = verdict.slowest
+    step = "" if lane is Bottleneck.STEP else f", while the step reaches {evidence.rates(Stage.STEP)}"
+    waits = "" if evidence.stall_fraction is None else f", and the step waits {_percent(evidence.stall_fraction)}"
+    return (
+        "No verdict, because the measurements contradict each other. Each measured alone, the slowest is "
+        f"{BOTTLENECK_WORDS[lane]} ({rates}){step}. But everything together reaches "
+        f"{evidence.rates(Stage.EVERYTHING)}{waits}. Measure again for longer, with nothing else running."
+    )
 
 
 def _fed_text(verdict: Verdict, evidence: Evidence) -> str:
     together, step, feed = evidence.rates(Stage.EVERYTHING), evidence.rates(Stage.STEP), verdict.feed
     assert step is not None and feed is not None  # noqa: PT018
-    text = f"All is well, the step is fed: it runs at {step} alone and at {together} with everything"
+    text = f"The loader is fast enough: the step reaches {step} alone and {together} in the training loop"
     if evidence.stall_fraction is not None:
-        text += f", where it waits {100 * evidence.stall_fraction:.0f} % of the time"
+        text += f", where it waits {_percent(evidence.stall_fraction)}"
     if feed.median < 1.5 * step.median:
         return f"{text}. But the loader has little to spare ({feed}): a faster step would wait for it."
-    return f"{text}. The loader could give {feed}."
-
-
-def _limited_text(verdict: Verdict, evidence: Evidence) -> str:
-    names, together, step = verdict.bottlenecks, evidence.rates(Stage.EVERYTHING), evidence.rates(Stage.STEP)
-    text = f"The bottleneck is {_names(names)}"
-    if len(names) > 1:
-        text = f"The bottleneck is one of {_names(names)}, which these numbers do not tell apart"
-    text += f": {'; '.join(_grounds(name, verdict, evidence) for name in names)}."
-    if together is None or step is None:
-        return text
-    percent = 100 * together.median / step.median
-    return f"{text} Everything together runs at {together}, {percent:.0f} % of the step's own speed."
+    return f"{text}. The loader could deliver {feed}."
 
 
 def _grounds(name: Bottleneck, verdict: Verdict, evidence: Evidence) -> str:
+    """Return the measurement that makes `name` a bottleneck."""
     rates = evidence.rates
     if name is Bottleneck.STORAGE and not evidence.fits_cache and rates(Stage.COLD) is not None:
-        return f"the disk gives {rates(Stage.COLD)}, and the file does not fit into memory"
+        return f"from the disk, the loader reaches {rates(Stage.COLD)}, and the file does not fit into memory"
     if name is Bottleneck.STORAGE:
-        waits = 100 * (1 - (evidence.read_busy_fraction or 0.0))
-        return f"the loader gives {verdict.feed}, as reads wait for the disk or the network {waits:.0f} % of their time"
+        waits = 1 - (evidence.read_busy_fraction or 0.0)
+        return f"the loader reaches {verdict.feed}, and its reads wait for the disk or the network {_percent(waits)}"
     if name is Bottleneck.DECODING:
         why = "rows are read through the HDF5 library" if evidence.encoding is None else evidence.encoding.value
-        return f"the loader gives {verdict.feed}, as {why} in every epoch"
+        return f"the loader reaches {verdict.feed}, and {why} in every epoch"
     if name is Bottleneck.LOADER:
-        return f"{feeder_text(evidence)} gives {rates(Stage.LOADER)}"
+        return f"{feeder_text(evidence)} reaches {rates(Stage.LOADER)}"
     if name is Bottleneck.TRANSFORM:
         alone = rates(Stage.LOADER)
-        without = "" if alone is None else f", {alone} without it"
-        return f"the loader gives {rates(Stage.TRANSFORM)} with the transform{without}"
-    if name is Bottleneck.COPY:
-        return f"the copy to the device gives {rates(Stage.COPY)}"
-    if name is Bottleneck.NORMALIZE:
-        return f"normalizing gives {rates(Stage.NORMALIZE)}"
-    return f"the step alone runs at {rates(Stage.STEP)}"
+        without = "" if alone is None else f" and {alone} without it"
+        return f"the loader reaches {rates(Stage.TRANSFORM)} with the transform{without}"
+    work = {Bottleneck.COPY: "copying", Bottleneck.NORMALIZE: "normalizing", Bottleneck.STEP: "the step"}[name]
+    return f"{work} alone reaches {rates(Stage(name.value))}"
 
 
-def _doubt_text(verdict: Verdict, evidence: Evidence) -> str:
-    if verdict.doubt is None:
-        return ""
-    stall = f"{100 * (evidence.stall_fraction or 0):.0f} %"
-    slower = "together they are slower than alone, as"
-    text = {
-        Doubt.NO_LOOP: f"everything together was not measured ({_reason(evidence, Stage.EVERYTHING)})",
-        Doubt.STEP_WAITS: (
-            f"in the loop the step waits {stall} of the time, so loading and normalizing are slower beside it than "
-            "alone"
-        ),
-        Doubt.STEP_HARDLY_WAITS: f"in the loop the step waits only {stall} of the time",
-        Doubt.SHARED_CPUS: f"{slower} they share {counted(evidence.cpus, 'CPU')}",
-        Doubt.OTHER_PROCESSES: f"{slower} other processes use the CPUs, too",
+def _doubt_text(doubt: Doubt, certain: bool, evidence: Evidence) -> str:
+    why = {
+        Doubt.SHARED_CPUS: f"the stages share {counted(evidence.cpus, 'CPU')}",
+        Doubt.OTHER_PROCESSES: "other processes also use the CPUs",
         Doubt.SLOWER_TOGETHER: (
-            f"{slower} they wait for each other (Python's GIL, memory, synchronisation), or the machine's speed changed"
+            "the stages wait for each other (Python's GIL, memory, synchronisation), or the machine's speed changed"
         ),
-    }[verdict.doubt]
-    return f"{text[0].upper()}{text[1:]}." if verdict.certain else f"This is not certain: {text}."
+    }
+    if doubt is Doubt.NO_LOOP:
+        text = f"everything together was not measured ({_reason(evidence, Stage.EVERYTHING)})"
+    else:
+        text = f"the loop is slower than its slowest stage alone, because {why[doubt]}"
+    return f"{text[0].upper()}{text[1:]}." if certain else f"This is not certain: {text}."
 
 
-def _names(names: tuple[Bottleneck, ...]) -> str:
-    return listed([BOTTLENECK_WORDS[name] for name in names])
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.0f} % of the time"
 
 
 def _reason(evidence: Evidence, stage: Stage) -> str:

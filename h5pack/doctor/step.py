@@ -40,44 +40,23 @@ def name_of(function: Any) -> str:
 
 @dataclass(frozen=True)
 class StepSetting:
-    """The images and the device that a step is made for.
+    """The images and the device that a step is made for."""
 
-    Attributes
-    ----------
-    shape : tuple of int
-        Shape of an image as the step receives it: (C, H, W), or another shape if the rows are not images.
-    classes : int or None
-        Number of classes; None if unknown.
-    device : torch.device
-    dtype : torch.dtype
-        Type of the images. With bfloat16 or float16, the step runs under autocast.
-    """
-
-    shape: tuple[int, ...]
-    classes: int | None
+    shape: tuple[int, ...]  # of an image as the step receives it: (C, H, W), or another shape if rows are not images
+    classes: int | None  # their number; None if unknown
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the images; with bfloat16 or float16, the step runs under autocast
 
 
 def make_step(model: Any, setting: StepSetting) -> tuple[Step, str]:
-    """Return a step that runs the user's model, and a description of it.
+    """Return a step that runs the user's model, and a description of it. Raise OptionsError if no step can be made.
 
-    Parameters
-    ----------
-    model : Module, callable or None
-        None: a small built-in network. A module is used directly. Any other callable is a factory. It is called with
-        the keywords ``shape``, ``classes``, ``num_classes`` and ``device``, as far as its signature names them, and
-        returns one of
+    None is a small built-in network; a module is used directly. Any other callable is a factory. It is called with the
+    keywords ``shape``, ``classes``, ``num_classes`` and ``device``, as far as its signature names them, and returns
 
-        - a module: trained by SGD with a default loss, see `ModuleStep`;
-        - a pair of a module and a loss, which is called with the module's output and the labels;
-        - any other callable: the whole step, called with the images and the labels (None if there are no labels).
-    setting : StepSetting
-
-    Raises
-    ------
-    OptionsError
-        If the factory fails, or returns none of these.
+    - a module: trained by SGD with a default loss, see `ModuleStep`;
+    - a pair of a module and a loss, which is called with the module's output and the labels; or
+    - any other callable: the whole step, called with the images and the labels (None if there are no labels).
     """
     if model is None:
         network = _small_network(setting.shape, setting.classes or _DEFAULT_OUTPUTS)
@@ -114,13 +93,9 @@ def _named_keywords(factory: Any, setting: StepSetting) -> dict[str, Any]:
         named = inspect.signature(factory).parameters
     except (TypeError, ValueError):
         return {}
-    known = {
-        "shape": setting.shape,
-        "classes": setting.classes,
-        "num_classes": setting.classes,
-        "device": setting.device,
-    }
     # If the number of classes is unknown, it is not passed, so that the factory's default applies.
+    classes = setting.classes
+    known = {"shape": setting.shape, "classes": classes, "num_classes": classes, "device": setting.device}
     return {name: value for name, value in known.items() if name in named and value is not None}
 
 

@@ -27,10 +27,10 @@ from h5pack.system.machine import available_cpus, available_memory
 from h5pack.system.parameters import whole_number
 
 DTYPES = ("float32", "bfloat16", "float16")
+# A file larger than this fraction of the available memory is assumed not to stay in the page cache.
 _CACHED_FRACTION = 0.8
-"""A file larger than this fraction of the available memory is assumed not to stay in the page cache."""
+# Each cold repeat starts this fraction of the file after the previous one, so that the starts are spread evenly.
 _GOLDEN = 0.618
-"""Each cold repeat starts this fraction of the file after the previous one, so that the starts are spread evenly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,23 +53,19 @@ class DiagnoseSettings:
     seconds: float
 
     def __post_init__(self) -> None:
-        whole_number("batch_size", self.batch_size, 1)
-        whole_number("window", self.window, 1)
-        if self.num_threads is not None:
-            whole_number("num_threads", self.num_threads, 1)
-        if self.num_workers is not None:
-            whole_number("num_workers", self.num_workers, 0)
+        for name, minimum in (("batch_size", 1), ("window", 1), ("num_threads", 1), ("num_workers", 0)):
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name), minimum)
         if self.num_threads is not None and self.num_workers is not None:
             raise OptionsError(
-                "num_threads is H5Loader's and num_workers a DataLoader's; give one of the two",
+                "num_threads is for H5Loader and num_workers for a DataLoader; give only one of them",
                 parameters=("num_threads", "num_workers"),
             )
         if self.dtype not in DTYPES:
             raise OptionsError(f"dtype is {self.dtype!r}; give one of {', '.join(DTYPES)}", parameters=("dtype",))
         if not 0 < self.seconds < float("inf"):
-            raise OptionsError(
-                f"seconds is {self.seconds!r}; give the time that measuring may take, above 0", parameters=("seconds",)
-            )
+            text = f"seconds is {self.seconds!r}; give the time that measuring may take, above 0"
+            raise OptionsError(text, parameters=("seconds",))
         for name, value in (("model", self.model), ("transform", self.transform)):
             if value is not None and not callable(value):
                 raise OptionsError(f"{name} is a {type(value).__name__}; give a callable", parameters=(name,))
@@ -78,48 +74,28 @@ class DiagnoseSettings:
 class Target:
     """The file, loaders, device and step of a diagnosis.
 
-    Attributes
-    ----------
-    device : torch.device
-    dataset : H5Dataset
-    failures : dict of Stage to str
-        Errors of the user's transform and model, one line each.
-    reasons : dict of Stage to str
-        Reasons why stages cannot be measured.
-    hot_rows : int
-        The stages that run from the page cache read this many rows, from the start of the split.
-    fits_cache : bool
-        Whether the page cache can hold the split.
-
-    Raises
-    ------
-    OptionsError
-        If the device does not exist, or a setting is invalid for the device or the file.
-    PackFormatError
-        If the file, a dataset or the split does not exist, or there are no rows.
+    `failures` are the errors of the user's transform and model, one line each; `reasons` say why stages cannot be
+    measured. Stages that run from the page cache read `hot_rows` rows from the start of the split; `fits_cache` says
+    whether the page cache can hold the whole split. Raises OptionsError and PackFormatError as `diagnose` does.
     """
 
     def __init__(self, settings: DiagnoseSettings) -> None:
         self._settings = settings
         self.device = resolve_device(settings.device)
         if self.device.type not in ("cpu", "cuda"):
-            raise OptionsError(
-                f"device {str(settings.device)!r} cannot be measured; give 'cpu' or 'cuda'", parameters=("device",)
-            )
+            text = f"device {str(settings.device)!r} cannot be measured; give 'cpu' or 'cuda'"
+            raise OptionsError(text, parameters=("device",))
         self.on_gpu = self.device.type == "cuda"
+        self.has_transform = settings.transform is not None
         if settings.pin_memory and not self.on_gpu:
-            raise OptionsError(
-                "pin_memory=True is for a GPU, and the device is the CPU", parameters=("pin_memory=True",)
-            )
+            text = "pin_memory=True needs a GPU, but the device is the CPU"
+            raise OptionsError(text, parameters=("pin_memory=True",))
         self._pinned = self.on_gpu if settings.pin_memory is None else settings.pin_memory
         self.dataset = H5Dataset(settings.path, settings.split, images=settings.images, labels=settings.labels)
         if not len(self.dataset):
             where = f"split {settings.split!r}" if settings.split is not None else repr(settings.images)
-            raise PackFormatError(
-                f"{self.dataset.path}: {where} has no rows; there is nothing to measure",
-                path=self.dataset.path,
-                dataset=settings.images,
-            )
+            text = f"{self.dataset.path}: {where} has no rows; there is nothing to measure"
+            raise PackFormatError(text, path=self.dataset.path, dataset=settings.images)
         self.index: ChunkIndex = self.dataset.engine.indexes[self.dataset.names[0]]
         self.failures: dict[Stage, str] = {}
         self.reasons: dict[Stage, str] = {}
@@ -141,11 +117,6 @@ class Target:
         self._sample: Any = None
         self._step_text = self._normalize_text = "none"
 
-    @property
-    def has_transform(self) -> bool:
-        """Whether the user gave a transform, even if it failed."""
-        return self._settings.transform is not None
-
     def warm(self, seconds: float) -> None:
         """Read rows into the page cache for about `seconds`, but at least a shuffle window and two batches."""
         settings = self._settings
@@ -162,16 +133,13 @@ class Target:
             if not len(images_of(transformed)):
                 raise ValueError("it returned a batch without images")
             self._sample = transformed
-        except OptionsError as error:
-            self._fail_transform(error_line(error))
         except Exception as error:
-            # The user's code may raise any exception.
+            # The user's code may raise any exception. An OptionsError says by itself what failed.
             what = "a batch" if self._settings.num_workers is None else "an image"
-            name = name_of(self.loaders.transform)
-            self._fail_transform(f"the transform {name} failed on {what} ({error_line(error)})")
-
-    def _fail_transform(self, text: str) -> None:
-        self.failures[Stage.TRANSFORM], self.loaders.transform = text, None
+            text = f"the transform {name_of(self.loaders.transform)} failed on {what} ({error_line(error)})"
+            self.failures[Stage.TRANSFORM] = error_line(error) if isinstance(error, OptionsError) else text
+            self.reasons[Stage.TRANSFORM] = "the transform failed"
+            self.loaders.transform = None
 
     def _first_batch(self, *, transform: bool = False) -> Any:
         loader = self.loaders.make(self.hot_rows, transform=transform)
@@ -192,38 +160,32 @@ class Target:
             self.reasons[Stage.NORMALIZE] = self._normalize_text
             self._normalize_text = f"not needed, {self._normalize_text}"
         names = dataset.classes or dataset.columns
-        setting = StepSetting(
-            tuple(stages.images.shape[1:]), None if names is None else len(names), self.device, stages.images.dtype
-        )
+        shape, classes = tuple(stages.images.shape[1:]), None if names is None else len(names)
+        setting = StepSetting(shape, classes, self.device, stages.images.dtype)
         try:
             step, self._step_text = make_step(settings.model, setting)
             stages.try_step(step)
             self._step = step
-        except OptionsError as error:
-            self.failures[Stage.STEP] = error_line(error)
         except Exception as error:
-            # The user's code may raise any exception.
-            shape = "x".join(map(str, stages.images.shape))
+            # The user's code may raise any exception. An OptionsError says by itself what failed.
+            size = "x".join(map(str, stages.images.shape))
             who = "the built-in step" if settings.model is None else f"the model {name_of(settings.model)}"
-            self.failures[Stage.STEP] = (
-                f"{who} failed on a batch of {shape} {settings.dtype} on {self.device} ({error_line(error)})"
-            )
+            text = f"{who} failed on a batch of {size} {settings.dtype} on {self.device} ({error_line(error)})"
+            self.failures[Stage.STEP] = error_line(error) if isinstance(error, OptionsError) else text
+            self.reasons[Stage.STEP] = f"the {'built-in step' if settings.model is None else 'model'} failed"
 
     def hot_runs(self) -> list[StageRun]:
         """Return the stages that are measured with the rows in the page cache; record reasons for the others."""
         some = f"{self.hot_rows:,} of {len(self.dataset):,} rows" if self.hot_rows < len(self.dataset) else None
         threads = max(1, self.loaders.parallel)
-        runs = [
-            StageRun(
-                Stage.HOT, lambda seconds: self._reader.run(seconds, threads, self.hot_rows), note=some, warm_up=1
-            ),
-            self.loader_run(Stage.LOADER, note=some),
-        ]
+
+        def read(seconds: float) -> Repeat:
+            return self._reader.run(seconds, threads, self.hot_rows)
+
+        runs = [StageRun(Stage.HOT, read, note=some, warm_up=1), self.loader_run(Stage.LOADER, note=some)]
         if not self.has_transform:
             self.reasons[Stage.TRANSFORM] = "there is no transform"
-        elif Stage.TRANSFORM in self.failures:
-            self.reasons[Stage.TRANSFORM] = "the transform failed"
-        else:
+        elif Stage.TRANSFORM not in self.failures:
             runs.append(self.loader_run(Stage.TRANSFORM, note=some))
         runs += self._device_runs()
         if self.fits_cache:
@@ -248,10 +210,7 @@ class Target:
         return runs if self.fits_cache else [*runs, *self._everything(None, self._drop)]
 
     def loader_run(self, stage: Stage, parallel: int | None = None, note: str | None = None) -> StageRun:
-        """Return the run of a loader alone (stage LOADER, TRANSFORM or COLD).
-
-        `parallel` overrides the number of threads or workers.
-        """
+        """Return the run of a loader alone (LOADER, TRANSFORM or COLD), with `parallel` threads or workers if given."""
         cold, transform = stage is Stage.COLD, stage is Stage.TRANSFORM
         loader = self.loaders.make(None if cold else self.hot_rows, transform=transform, parallel=parallel)
         prefetched, ready = self.loaders.prefetched(loader), self.loaders.ready_images(loader)
@@ -273,9 +232,7 @@ class Target:
         if Stage.NORMALIZE not in self.reasons:
             note = None if self.on_gpu else "on the CPU"
             runs.append(StageRun(Stage.NORMALIZE, stages.normalize, note=note, warm_up=1))
-        if step is None:
-            self.reasons[Stage.STEP] = f"the {'built-in step' if self._settings.model is None else 'model'} failed"
-        else:
+        if step is not None:
             runs.append(StageRun(Stage.STEP, lambda seconds: stages.step(step, seconds), warm_up=1))
         return runs
 

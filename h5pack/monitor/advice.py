@@ -1,19 +1,17 @@
 """Recommendations against a bottleneck: rules that choose them from a verdict and its evidence, and their texts.
 
-The verdict names the bottleneck, and the evidence is what was measured (see `h5pack.monitor.bottleneck`). The rules
-return `Advice` objects without text; all sentences are templates in `Remedy`. The sentences name parameters in Python
-syntax.
+The rules return `Advice` objects without text. All sentences are templates in `Remedy` and name parameters.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from h5pack.monitor.bottleneck import FEED, Bottleneck, Encoding, Evidence, Stage, Trial, Verdict
+from h5pack.monitor.bottleneck import FEED, Bottleneck, Encoding, Evidence, Stage, Verdict
 from h5pack.system.text import counted
 
 
@@ -21,102 +19,103 @@ class Remedy(Enum):
     """The texts of the recommendations: templates to fill with `Advice.values`, with parameters in backticks."""
 
     RAISE_READS = (
-        "Too few reads in flight: {number} {units} instead of {parallel} give {gain:.1f} times as much ({rate}). Give"
-        " `{parameter}={number}`; {units} that wait need no CPU of their own."
+        "Too few reads at the same time: {number} {units} instead of {parallel} are {gain:.1f} times as fast "
+        "({rate}). Set `{parameter}={number}`; {units} that wait for storage need no CPU of their own."
     )
-    TRY_MORE_READS = "Perhaps too few reads in flight: try `{parameter}={number}`."
+    TRY_MORE_READS = "Perhaps too few reads at the same time: try `{parameter}={number}`."
     LARGER_CHUNKS = (
-        "In stored order the disk gives {stored}, in the loader's order {order}: larger chunks need fewer seeks "
-        "('h5pack convert' with a larger chunk_bytes)."
+        "The disk loses time with seeks: {stored} in stored order, {order} in the loader's order. Larger chunks need "
+        "fewer seeks ('h5pack convert' with a larger chunk_bytes)."
     )
-    MORE_DO_NOT_HELP = "{number} {units} instead of {parallel} do not help ({gain:.2f} times)."
+    MORE_DO_NOT_HELP = "{number} {units} instead of {parallel} do not help (measured: {gain:.2f} times the speed)."
     READ_ONCE_BEFORE = "Read the file once before the training: it fits into memory."
     FASTER_DISK = (
-        "Put the file on a faster disk, or store less ('h5pack convert' with a smaller size, or with compression)."
+        "Put the file on a faster disk, or store fewer bytes ('h5pack convert' with a smaller size or with "
+        "compression)."
     )
     SHUFFLE_WINDOWS = (
-        "Rows are drawn without regard to chunks, so compressed chunks are decoded many times; shuffle windows of "
-        "chunks (H5Loader or ChunkBatchSampler with shuffle='window')."
+        "Rows are drawn without regard to chunks, so each compressed chunk is decoded many times. Shuffle within "
+        "windows of chunks (H5Loader or ChunkBatchSampler with shuffle='window')."
     )
     CONVERT_FOR_DIRECT_READS = (
-        "Rows are read through the HDF5 library ({reason}), one thread at a time; 'h5pack convert' makes a file that "
+        "Rows are read through the HDF5 library ({reason}), one thread at a time. 'h5pack convert' makes a file that "
         "is read directly."
     )
-    DECODE_ONCE = (
-        "{encoding} in every epoch; decode once ('h5pack convert' without compression), if the disk has the room."
-    )
+    DECODE_ONCE = "{encoding} in every epoch. If the disk has room, decode once ('h5pack convert' without compression)."
     KEEP_DECODED_ROWS = (
-        "Decoded, the images fit into memory, and H5Loader keeps them there by default (resident='auto'): then only "
-        "the first epoch decodes. For this measurement that was off."
+        "The decoded images fit into memory, where H5Loader keeps them by default (resident='auto'), so that only the "
+        "first epoch decodes. This was turned off for the measurement."
     )
     TRANSFORM_ON_DEVICE = (
-        "Run the transform on the device, for whole batches (DeviceFeed(loader, 'cuda', transform=...)), do what is "
-        "the same in every epoch once (before 'h5pack convert'), or make it cheaper."
+        "Run the transform on the device, for whole batches (DeviceFeed(loader, 'cuda', transform=...)); do once, "
+        "before 'h5pack convert', what is the same in every epoch; or make it cheaper."
     )
     TRANSFORM_IN_MORE_THREADS = (
-        "The transform waits more than it computes (it runs {busy:.0%} of its time). Find out for what; meanwhile "
-        "more {units} would wait at the same time (`{parameter}={number}`){measured}."
+        "The transform mostly waits (it runs {busy:.0%} of its time). Find out what it waits for; until then, use "
+        "more {units} that wait at the same time (`{parameter}={number}`){measured}."
     )
     TRANSFORM_IN_PARALLEL = (
-        "The threads of the transform use one CPU together: something lets one of them run at a time (Python's GIL, a"
-        " lock). Use operations on whole tensors, or a DataLoader (`num_workers`)."
+        "The transform's threads use only one CPU together: Python's GIL or a lock lets one of them run at a time. "
+        "Use operations on whole tensors, or a DataLoader (`num_workers`)."
     )
     LARGER_BATCH_FOR_STEP = (
-        "A small batch: with half of it the step reaches {half:.0%} of its images/s, so each step has a cost that a "
-        "larger `batch_size` would share."
+        "Small batches: with half the batch size, the step still reaches {half:.0%} of its images/s, so each step has "
+        "a fixed cost, which a larger `batch_size` spreads over more images."
     )
     LARGER_BATCH_FOR_LOADER = (
-        "A small batch: {rows} images of {size:,} bytes are passed on at a time, and each batch has a fixed cost; "
-        "give a larger `batch_size`."
+        "Small batches: {rows} images of {size:,} bytes each, and each batch has a fixed cost. Set a larger "
+        "`batch_size`."
     )
     UINT8_BATCHES = (
-        "Float batches on the host: {size:,} bytes an image, {times:.1f} times what is stored; keep uint8 on the "
-        "host, and make floats on the device (DeviceFeed(..., transform=Normalize(...)))."
+        "Float batches on the host: {size:,} bytes per image, {times:.1f} times as many as are stored. Keep uint8 on "
+        "the host, and convert to float on the device (DeviceFeed(..., transform=Normalize(...)))."
     )
     STORE_UINT8 = (
-        "Float batches on the host: {size:,} bytes an image; where they are pictures, store them as uint8 ('h5pack "
+        "Float batches on the host: {size:,} bytes per image. If they are pictures, store them as uint8 ('h5pack "
         "convert' with value_range)."
     )
     PIN_MEMORY = (
-        "Unpinned memory: each batch is copied once more on the host before the GPU can fetch it; give "
+        "Unpinned memory: each batch is copied once more on the host before the GPU can fetch it. Set "
         "`pin_memory=True`."
     )
     CHEAPER_COPY = (
-        "The copy to the device, or the transform there, takes longer than the step: copy uint8 from pinned memory "
-        "(pin_memory=True), and make floats on the device (DeviceFeed(..., transform=Normalize(...)))."
+        "The copy to the device, or the transform there, takes longer than the step. Copy uint8 from pinned memory "
+        "(pin_memory=True), and convert to float on the device (DeviceFeed(..., transform=Normalize(...)))."
     )
     START_WORKERS = (
-        "A DataLoader without workers reads and decodes while the step waits; give it `num_workers`, or use H5Loader."
+        "A DataLoader without workers reads and decodes while the step waits. Set its `num_workers`, or use H5Loader."
     )
     LOWER_PARALLELISM = (
-        "Too many {units}: {parallel} take turns on {cpus} that this process may use; lower `{parameter}` to "
+        "Too many {units}: {parallel} share the {cpus} that this process may use. Lower `{parameter}` to "
         "{number}{measured}."
     )
-    FEWER_ARE_SLOWER = "{parallel} {units} on {cpus}: fewer are slower, as measured."
+    FEWER_ARE_SLOWER = "{parallel} {units} share {cpus}, but fewer are slower (measured)."
     RAISE_PARALLELISM = (
-        "Too few {units}: {parallel} for {cpus} that this process may use; raise `{parameter}` to {number}{measured}."
+        "Too few {units}: {parallel} for the {cpus} that this process may use. Raise `{parameter}` to "
+        "{number}{measured}."
     )
-    MORE_CPUS = "As many {units} as CPUs that this process may use ({cpus}): right, and more CPUs would help."
+    MORE_CPUS = "The loader's {units} keep the {cpus} that this process may use busy: more CPUs would help."
     ASK_FOR_MORE_CPUS = (
-        "As many {units} as CPUs that this process may use ({cpus}): right, and more CPUs would help. The machine has"
-        " {machine}: ask for more of them (taskset, SLURM, the container's quota)."
+        "The loader's {units} keep the {cpus} that this process may use busy. The machine has {machine}: let this "
+        "process use more of them (taskset, SLURM, the container's quota)."
     )
     USE_H5LOADER = (
         "H5Loader reads in threads and passes nothing between processes; decode once ('h5pack convert'), and "
         "transform whole batches on the device (DeviceFeed)."
     )
     READ_IN_WORKERS = (
-        "Read ahead in the workers of a DataLoader, or pack the images ('h5pack convert') and use H5Loader."
+        "Load batches in the workers of a DataLoader, or pack the images ('h5pack convert') and use H5Loader."
     )
     AVOID_SYNCHRONISATION = (
-        "Host synchronisation inside the step: {times:.1f} times a step the process waits for the GPU (.item(), "
-        ".cpu(), a print of a tensor{where}); read losses every few steps instead."
+        "Host synchronisation inside the step: {times:.1f} times per step, the process waits for the GPU (.item(), "
+        ".cpu(), printing a tensor{where}). Read losses only every few steps."
     )
     USE_IDLE_GPUS = "{others}{known}: train with {gpus} processes, one on each (torchrun)."
-    NORMALIZE_ON_GPU = "Normalizing takes the CPUs' time; on a GPU it is one quick kernel."
-    USE_GPU = "The step runs on the CPU: use a GPU (`device='cuda'`), or a smaller network."
+    NORMALIZE_ON_GPU = "Normalizing runs on the CPU; on a GPU it is one fast kernel."
+    USE_GPU = "The step runs on the CPU: use a GPU (`device='cuda'`) or a smaller network."
     FASTER_STEP = (
-        "The step itself: mixed precision (`dtype='bfloat16'`), torch.compile, channels_last. No loader can help it."
+        "Make the step itself faster: mixed precision (`dtype='bfloat16'`), torch.compile, channels_last. A faster "
+        "loader would not help."
     )
 
 
@@ -133,26 +132,18 @@ BOTTLENECK_WORDS = {
 
 @dataclass(frozen=True)
 class Advice:
-    """One recommendation.
-
-    Attributes
-    ----------
-    remedy : Remedy
-    moves : bool
-        Whether the recommendation would relieve the bottleneck. False: it is an additional finding that does not limit
-        the speed at present.
-    values : mapping
-        The numbers and names to insert into the remedy's template.
-    """
+    """One recommendation: a template and the numbers and names to insert into it."""
 
     remedy: Remedy
-    moves: bool
+    moves: bool  # it would relieve the bottleneck; False: a finding that does not limit the speed at present
     values: Mapping[str, Any] = field(default_factory=dict)
+    first_epoch: bool = False  # it concerns only the first epoch
 
     @property
     def text(self) -> str:
-        """The recommendation in one or two sentences."""
-        return self.remedy.value.format(**self.values).replace("`", "")
+        """The recommendation in a few sentences."""
+        prefix = "Only for the first epoch: " if self.first_epoch else ""
+        return prefix + self.remedy.value.format(**self.values).replace("`", "")
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -165,12 +156,13 @@ def advise(verdict: Verdict, evidence: Evidence) -> list[Advice]:
     return list(_Rules(verdict, evidence).all())
 
 
+# If the disk is faster by this factor when chunks are read in stored order, it loses time with seeks.
 _SEEKS = 1.3
-"""If the disk is faster by this factor when chunks are read in stored order, it loses time with seeks."""
+# If half a batch gives less than this fraction of the images/s of a whole one, each step has a considerable fixed cost.
 _OVERHEAD = 0.75
-"""If batches of half the size give less than this fraction of the images/s, each step has a considerable fixed cost."""
 _SMALL_BATCH_BYTES = 1 << 20
 _WORSE = 0.95
+# CPUs used from the first to below the second number count as one.
 _ONE_CPU = (0.8, 1.3)
 _READS_FACTOR, MAX_READS = 4, 32
 
@@ -181,47 +173,50 @@ def more_reads(parallel: int) -> int:
 
 
 class _Rules:
+    """The rules, a method per subject. Each yields its recommendations."""
+
     def __init__(self, verdict: Verdict, evidence: Evidence) -> None:
         self.verdict, self.evidence, self.trial = verdict, evidence, evidence.trial
         self.feed_limits = self.limits(*FEED)
 
     def all(self) -> Iterator[Advice]:
         """Yield every recommendation, the most usual causes first."""
-        yield from self._reads_in_flight()
-        yield from self._decoding()
-        yield from self._transform()
-        yield from self._batches()
-        yield from self._copy()
-        yield from self._parallelism()
-        yield from self._device()
+        reads_limit = self.limits(Bottleneck.STORAGE)
+        if reads_limit or self.verdict.first_epoch is not None:
+            yield from (replace(one, first_epoch=not reads_limit) for one in self._reads(reads_limit))
+        for rules in (self._decoding, self._transform, self._batches, self._copy, self._parallelism, self._device):
+            yield from rules()
 
     def limits(self, *names: Bottleneck) -> bool:
         """Return whether any of `names` is among the bottlenecks of the verdict."""
         return not set(names).isdisjoint(self.verdict.bottlenecks)
 
-    def make(self, remedy: Remedy, moves: bool, **values: Any) -> Advice:
+    def make(self, remedy: Remedy, moves: bool = True, **values: Any) -> Advice:
         """Return a recommendation with `values` and the numbers that many templates use."""
         evidence = self.evidence
         units = "threads" if evidence.num_workers is None else "workers"
         shared = {"units": units, "parameter": f"num_{units}", "parallel": evidence.parallel, "number": evidence.cpus}
         return Advice(remedy, moves, {**shared, "cpus": counted(evidence.cpus, "CPU"), **values})
 
-    def _reads_in_flight(self) -> Iterator[Advice]:
-        evidence, trial = self.evidence, self.trial
-        limits = self.limits(Bottleneck.STORAGE)
-        if not limits and self.verdict.first_epoch is None:
-            return
-        if trial is not None and trial.number <= evidence.parallel:
-            trial = None
+    def measured(self, number: int) -> str:
+        """Return the result of a trial with this number of threads or workers, in brackets; "" if there is none."""
+        trial = self.trial
+        if trial is None or trial.number != number:
+            return ""
+        return f" (measured: {trial.gain:.2f} times the speed, {trial.after})"
+
+    def _reads(self, limits: bool) -> Iterator[Advice]:
+        evidence = self.evidence
+        trial = self.trial if self.trial is not None and self.trial.number > evidence.parallel else None
         # If storage limits only the first epoch, more threads than CPUs would slow down all other epochs.
         if limits or evidence.parallel <= evidence.cpus:
             if trial is None:
                 yield self.make(Remedy.TRY_MORE_READS, limits, number=more_reads(evidence.parallel))
             elif trial.helps:
-                yield self.make(Remedy.RAISE_READS, limits, number=trial.number, gain=trial.gain, rate=str(trial.after))
+                yield self.make(Remedy.RAISE_READS, limits, number=trial.number, gain=trial.gain, rate=trial.after)
         stored, order = evidence.rates(Stage.COLD_STORED), evidence.rates(Stage.COLD)
         if stored is not None and order is not None and stored.median > _SEEKS * order.median:
-            yield self.make(Remedy.LARGER_CHUNKS, limits, stored=str(stored), order=str(order))
+            yield self.make(Remedy.LARGER_CHUNKS, limits, stored=stored, order=order)
         if trial is not None and not trial.helps:
             yield self.make(Remedy.MORE_DO_NOT_HELP, False, number=trial.number, gain=trial.gain)
         if evidence.fits_cache and not limits:
@@ -240,39 +235,39 @@ class _Rules:
         else:
             return
         if limits and evidence.num_workers is None and evidence.fits_resident:
-            yield self.make(Remedy.KEEP_DECODED_ROWS, True)
+            yield self.make(Remedy.KEEP_DECODED_ROWS)
 
     def _transform(self) -> Iterator[Advice]:
         evidence, trial = self.evidence, self.trial
         if not self.limits(Bottleneck.TRANSFORM):
             return
-        yield self.make(Remedy.TRANSFORM_ON_DEVICE, True)
-        used, busy = evidence.feed_cpus_used, evidence.transform_busy_fraction
-        if busy is not None and evidence.transform_waits:
+        yield self.make(Remedy.TRANSFORM_ON_DEVICE)
+        used_one = _ONE_CPU[0] <= (evidence.feed_cpus_used or 0.0) < _ONE_CPU[1]
+        if evidence.transform_waits:
             number = trial.number if trial is not None and trial.helps else more_reads(evidence.parallel)
-            measured = _measured(trial, number)
-            yield self.make(Remedy.TRANSFORM_IN_MORE_THREADS, True, busy=busy, number=number, measured=measured)
-        elif evidence.num_workers is None and min(evidence.parallel, evidence.cpus) > 1 and _is_one_cpu(used):
-            yield self.make(Remedy.TRANSFORM_IN_PARALLEL, True)
+            busy, measured = evidence.transform_busy_fraction, self.measured(number)
+            yield self.make(Remedy.TRANSFORM_IN_MORE_THREADS, busy=busy, number=number, measured=measured)
+        elif evidence.num_workers is None and min(evidence.parallel, evidence.cpus) > 1 and used_one:
+            yield self.make(Remedy.TRANSFORM_IN_PARALLEL)
 
     def _batches(self) -> Iterator[Advice]:
-        evidence = self.evidence
+        evidence, half = self.evidence, self.evidence.half_batch_ratio
         rows, size = evidence.batch_rows or 0, evidence.loaded_row_bytes or 0
-        half = evidence.half_batch_ratio
         if self.limits(Bottleneck.STEP) and half is not None and half < _OVERHEAD:
-            yield self.make(Remedy.LARGER_BATCH_FOR_STEP, True, half=half)
+            yield self.make(Remedy.LARGER_BATCH_FOR_STEP, half=half)
         if 0 < rows * size < _SMALL_BATCH_BYTES and self.limits(Bottleneck.LOADER, Bottleneck.COPY):
-            yield self.make(Remedy.LARGER_BATCH_FOR_LOADER, True, rows=rows, size=size)
+            yield self.make(Remedy.LARGER_BATCH_FOR_LOADER, rows=rows, size=size)
         if evidence.stored_float and evidence.loaded_float:
             yield self.make(Remedy.STORE_UINT8, self.limits(Bottleneck.COPY, *FEED - {Bottleneck.DECODING}), size=size)
         elif evidence.loaded_float:
             limits = self.limits(Bottleneck.COPY, Bottleneck.LOADER, Bottleneck.TRANSFORM)
-            times = size / max(1, evidence.stored_row_bytes or 1)
-            yield self.make(Remedy.UINT8_BATCHES, limits, size=size, times=times)
+            yield self.make(
+                Remedy.UINT8_BATCHES, limits, size=size, times=size / max(1, evidence.stored_row_bytes or 1)
+            )
 
     def _copy(self) -> Iterator[Advice]:
         if self.evidence.pinned is None and self.limits(Bottleneck.COPY):
-            yield self.make(Remedy.CHEAPER_COPY, True)
+            yield self.make(Remedy.CHEAPER_COPY)
         elif self.evidence.on_gpu and not self.evidence.pinned:
             yield self.make(Remedy.PIN_MEMORY, self.limits(Bottleneck.COPY, Bottleneck.LOADER))
 
@@ -288,7 +283,7 @@ class _Rules:
         ):
             yield from self._number_of_threads()
         if evidence.num_workers is not None and self.feed_limits and not evidence.stages:
-            yield self.make(Remedy.USE_H5LOADER, True)
+            yield self.make(Remedy.USE_H5LOADER)
 
     def _number_of_threads(self) -> Iterator[Advice]:
         evidence, trial = self.evidence, self.trial
@@ -300,18 +295,18 @@ class _Rules:
             else:
                 # Without a GPU, the step needs the same CPUs, so fewer threads help even if the step is the bottleneck.
                 moves = self.feed_limits or not evidence.on_gpu
-                yield self.make(Remedy.LOWER_PARALLELISM, moves, measured=_measured(trial, cpus))
+                yield self.make(Remedy.LOWER_PARALLELISM, moves, measured=self.measured(cpus))
         elif not self.limits(Bottleneck.LOADER, Bottleneck.DECODING, Bottleneck.TRANSFORM):
             return
         elif parallel < cpus:
             if tried is not None and not tried.helps:
                 yield self.make(Remedy.MORE_DO_NOT_HELP, False, gain=tried.gain)
             elif trial is not None or busy:
-                yield self.make(Remedy.RAISE_PARALLELISM, True, measured=_measured(trial, cpus))
+                yield self.make(Remedy.RAISE_PARALLELISM, measured=self.measured(cpus))
         elif busy and (evidence.machine_cpus or 0) > cpus:
-            yield self.make(Remedy.ASK_FOR_MORE_CPUS, True, machine=evidence.machine_cpus)
+            yield self.make(Remedy.ASK_FOR_MORE_CPUS, machine=evidence.machine_cpus)
         elif busy:
-            yield self.make(Remedy.MORE_CPUS, True)
+            yield self.make(Remedy.MORE_CPUS)
 
     def _device(self) -> Iterator[Advice]:
         evidence, step_limits = self.evidence, self.limits(Bottleneck.STEP)
@@ -322,20 +317,9 @@ class _Rules:
         if evidence.on_gpu and evidence.num_gpus > 1 and evidence.world_size == 1 and evidence.idle_gpus != 0:
             others = evidence.num_gpus - 1 if evidence.idle_gpus is None else evidence.idle_gpus
             known = "" if evidence.idle_gpus is not None else " (unless others use them; the driver does not say)"
-            yield self.make(Remedy.USE_IDLE_GPUS, step_limits, others=counted(others, "idle GPU"), gpus=others + 1,
-                            known=known)  # fmt: skip
+            values = {"others": counted(others, "idle GPU"), "gpus": others + 1, "known": known}
+            yield self.make(Remedy.USE_IDLE_GPUS, step_limits, **values)
         if self.limits(Bottleneck.NORMALIZE) and not evidence.on_gpu:
-            yield self.make(Remedy.NORMALIZE_ON_GPU, True)
+            yield self.make(Remedy.NORMALIZE_ON_GPU)
         elif step_limits:
-            yield self.make(Remedy.FASTER_STEP if evidence.on_gpu else Remedy.USE_GPU, True)
-
-
-def _is_one_cpu(used: float | None) -> bool:
-    return used is not None and _ONE_CPU[0] <= used < _ONE_CPU[1]
-
-
-def _measured(trial: Trial | None, number: int) -> str:
-    """Return the result of a trial with this number of threads or workers, in brackets; "" if there is none."""
-    if trial is None or trial.number != number:
-        return ""
-    return f" (measured: {trial.gain:.2f} times, {trial.after})"
+            yield self.make(Remedy.FASTER_STEP if evidence.on_gpu else Remedy.USE_GPU)

@@ -2,8 +2,8 @@
 
 The numbers are either the counters of one interval of a training loop, from `FeedMonitor`, or the speed of every stage
 measured alone, from `h5pack.diagnose`. `judge` accepts both. The verdict is data without text; recommendations are in
-`h5pack.monitor.advice`. "Feed" means everything on the host that produces a batch: storage, decoding, loader and
-transform. "The loop" or "everything together" is the complete training loop with feed, copy and step.
+`h5pack.monitor.advice`. The feed is everything on the host that produces a batch: storage, decoding, loader and
+transform. The loop, or everything together, is the complete training loop: feed, copy and step.
 """
 
 from __future__ import annotations
@@ -76,18 +76,14 @@ def rate_text(value: float) -> str:
 
 @dataclass(frozen=True)
 class StageResult:
-    """The result of measuring one stage: `rates`, or the `reason` why it was not measured.
-
-    `cpus_used` is the CPU seconds that this process and its children used per second, `images` is the number of images
-    in all repeats together, and `note` says what the stage was measured on.
-    """
+    """The result of measuring one stage: `rates`, or the `reason` why it was not measured."""
 
     stage: Stage
     rates: Rates | None = None
     reason: str | None = None
-    cpus_used: float | None = None
-    images: int = 0
-    note: str | None = None
+    cpus_used: float | None = None  # CPU seconds of this process and its children, per second
+    images: int = 0  # in all repeats together
+    note: str | None = None  # what the stage was measured on
 
 
 _MIN_GAIN = 1.15
@@ -104,7 +100,7 @@ class Trial:
 
     @property
     def gain(self) -> float:
-        """The speed with `number` divided by the speed with the present number of threads or workers."""
+        """The speed `after`, as a multiple of the speed `before`."""
         return self.after.median / self.before.median
 
     @property
@@ -130,65 +126,53 @@ class Encoding(Enum):
         return cls.CHUNKS if index.codec.steps else cls.PARTS
 
 
+# A loader that uses at least this fraction of the CPUs that its threads or workers can use counts as CPU-bound.
 _BUSY = 0.8
-"""A loader that uses at least this fraction of the CPUs that its threads or workers can use counts as CPU-bound."""
+# A thread that runs on a CPU for less than this fraction of its time counts as waiting.
 _WAITS = 0.5
-"""A thread that runs on a CPU for less than this fraction of its time counts as waiting."""
+# Above this load average per CPU, other processes are assumed to disturb the measurement.
 _CROWDED = 0.5
-"""Above this load average per CPU, other processes are assumed to disturb the measurement."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
     """Measurements and facts from which `judge` derives a verdict. None: not known. Fractions are from 0 to 1."""
 
-    # The CPUs that this process may use, all CPUs of the machine, and the load average before the measurement.
-    cpus: int
+    cpus: int  # that this process may use
     machine_cpus: int | None = None
-    load: float | None = None
-    # The number of threads of an H5Loader, or of workers of a DataLoader. Both are None for any other loader.
+    load: float | None = None  # load average before the measurement
+    # The threads of an H5Loader, or the workers of a DataLoader. Both are None for any other loader.
     num_threads: int | None = None
     num_workers: int | None = None
     on_gpu: bool | None = None
     batch_rows: int | None = None
-    # The size and type of an image as stored in the file, and as returned by the loader.
+    # The size and type of an image in the file, and as the loader returns it.
     stored_row_bytes: int | None = None
     loaded_row_bytes: int | None = None
     stored_float: bool = False
     loaded_float: bool = False
     pinned: bool | None = None
     encoding: Encoding | None = None
-    # Why rows are read through the HDF5 library. None: h5pack reads them directly from the file.
-    library_reason: str | None = None
-    # Whether rows are shuffled individually, regardless of the chunks that contain them.
-    full_shuffle: bool = False
-    # Whether all stored bytes fit into the available memory, and whether all decoded images do.
-    fits_cache: bool = True
-    fits_resident: bool = False
+    library_reason: str | None = None  # why rows are read through the HDF5 library; None: h5pack reads them directly
+    full_shuffle: bool = False  # rows are shuffled individually, regardless of the chunks that contain them
+    fits_cache: bool = True  # all stored bytes fit into the available memory
+    fits_resident: bool = False  # all decoded images do
     has_transform: bool = False
-    # The fraction of its time that one thread spent on a CPU instead of waiting: while it read rows from the page
-    # cache, and while it called the transform.
+    # The fraction of its time that a thread spent on a CPU: reading from the page cache, and calling the transform.
     read_busy_fraction: float | None = None
     transform_busy_fraction: float | None = None
-    # The step's images/s with half the batch size, divided by its images/s with the full batch size.
-    half_batch_ratio: float | None = None
-    # How many times per step the process waits for the CUDA device, and the file and line of the first such wait.
-    synchronisations: float | None = None
-    synchronised_at: str | None = None
-    # How many GPUs torch sees, how many of the others are idle, and how many processes this training has.
-    num_gpus: int = 0
+    half_batch_ratio: float | None = None  # the step's images/s with half a batch, divided by those with a whole one
+    synchronisations: float | None = None  # how many times per step the process waits for the CUDA device
+    synchronised_at: str | None = None  # FILE:LINE of the first such wait
+    num_gpus: int = 0  # that torch sees
     idle_gpus: int | None = None
-    world_size: int = 1
-    # stall_fraction: the fraction of the training loop's time in which the step waited for data. wait_fraction: the
-    # time in which the process waited for the loader, divided by the time in which the step waited (the rest is the
-    # copy). transform_wait_fraction: the fraction of the process's wait in which a transform ran in the step's thread.
-    stall_fraction: float | None = None
+    world_size: int = 1  # processes of this training
+    stall_fraction: float | None = None  # of the loop's time in which the step waited for data
+    # The process's wait for the loader, divided by the step's wait; the rest of the step's wait is the copy.
     wait_fraction: float | None = None
-    transform_wait_fraction: float | None = None
-    # CPU seconds that the feed used per second. Used only if `stages` is empty.
-    cpus_used: float | None = None
-    # The stages that were measured alone. Empty: only the counters of a training loop are known.
-    stages: Mapping[Stage, StageResult] = field(default_factory=dict)
+    transform_wait_fraction: float | None = None  # of the process's wait in which a transform ran in the step's thread
+    cpus_used: float | None = None  # CPU seconds that the feed used per second; used only if `stages` is empty
+    stages: Mapping[Stage, StageResult] = field(default_factory=dict)  # empty: only counters of a loop are known
     trial: Trial | None = None
 
     @property
@@ -242,58 +226,34 @@ class Outcome(Enum):
 
     NO_LOADER = "the loader was not measured"
     NO_STEP = "the step was not measured"
-    FED_BUT_WAITING = "the loop has the step's speed, and yet the step waits"
-    FASTER_TOGETHER = "the loop is faster than one of its parts"
+    CONTRADICTION = "the loop contradicts the stages measured alone, so none is named"
     FED = "the step does not wait"
     LIMITED = "something limits the step"
 
 
 class Doubt(Enum):
-    """The ways in which the loop's speed can contradict a verdict based on stages that were measured alone."""
+    """The reasons why a verdict is not supported by the loop's speed."""
 
     NO_LOOP = "everything together was not measured"
-    STEP_WAITS = "the step is named, and yet it waits"
-    STEP_HARDLY_WAITS = "the feed is named, and yet the step hardly waits"
     SHARED_CPUS = "together they are slower than alone: they share the CPUs"
-    OTHER_PROCESSES = "together they are slower than alone: others use the CPUs"
+    OTHER_PROCESSES = "together they are slower than alone: other processes use the CPUs"
     SLOWER_TOGETHER = "together they are slower than alone"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The bottleneck, and how well the numbers support this result.
-
-    Attributes
-    ----------
-    outcome : Outcome
-    bottlenecks : tuple of Bottleneck
-        Several if the numbers do not tell which one it is; empty if none could be determined.
-    fed : bool or None
-        Whether the loop runs as fast as the step alone. None: not known.
-    certain : bool
-        Whether the measurements are consistent with each other.
-    doubt : Doubt or None
-        The contradiction between the measurements, if any.
-    feed : Rates or None
-        The speed of the whole feed: storage, decoding, loader and transform.
-    feed_causes : tuple of Bottleneck
-        What limits the feed, whether or not the feed limits the step.
-    slowest : (Bottleneck, Rates) or None
-        The slowest of the three lanes, which work at the same time: the feed (named LOADER here), the copy, and the
-        device (named STEP here).
-    first_epoch : Rates or None
-        The speed that the disk allows in the first epoch, if the disk slows down only the first epoch.
-    """
+    """The bottleneck, and how well the numbers support this result."""
 
     outcome: Outcome
-    bottlenecks: tuple[Bottleneck, ...] = ()
-    fed: bool | None = None
-    certain: bool = False
+    bottlenecks: tuple[Bottleneck, ...] = ()  # several if the numbers do not tell which one it is
+    fed: bool | None = None  # whether the loop runs as fast as the step alone
+    certain: bool = False  # whether the measurements support each other
     doubt: Doubt | None = None
-    feed: Rates | None = None
-    feed_causes: tuple[Bottleneck, ...] = ()
+    feed: Rates | None = None  # the speed of the whole feed
+    feed_causes: tuple[Bottleneck, ...] = ()  # what limits the feed, whether or not the feed limits the step
+    # The slowest lane (see `_StageRules`): LOADER stands for the whole feed, STEP for everything on the device.
     slowest: tuple[Bottleneck, Rates] | None = None
-    first_epoch: Rates | None = None
+    first_epoch: Rates | None = None  # the disk's speed, if the disk slows down only the first epoch
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -315,7 +275,7 @@ def _judge_interval(evidence: Evidence) -> Verdict:
         # If the CPU use is unknown, assume that threads wait for the disk. Do not assume that of workers, because
         # passing batches between processes may be what is slow.
         found = _feed_cause(evidence, waits=busy is False or (busy is None and evidence.num_workers is None))
-    return Verdict(Outcome.LIMITED, (found,), fed=False, feed_causes=(found,))
+    return Verdict(Outcome.LIMITED, (found,), fed=False)
 
 
 def _feed_cause(evidence: Evidence, *, waits: bool) -> Bottleneck:
@@ -326,22 +286,21 @@ def _feed_cause(evidence: Evidence, *, waits: bool) -> Bottleneck:
     return Bottleneck.DECODING if decodes else Bottleneck.LOADER
 
 
+# Two speeds whose medians differ by at most this factor count as equal, whatever the ranges of their repeats.
 _EQUAL = 1.1
-"""Two speeds whose medians differ by at most this factor count as equal, whatever the ranges of their repeats."""
+# Two speeds whose medians differ by more than this factor count as different, even if an outlier makes ranges overlap.
 _APART = 1.5
-"""Two speeds whose medians differ by more than this factor count as different, even if one outlying repeat makes their
-ranges overlap."""
+# The step counts as fed, meaning that it does not wait, if the loop reaches this fraction of the step's own speed.
 _FED = 0.9
-"""The step counts as fed, meaning that it does not wait, if the loop reaches this fraction of the step's own speed."""
+# If the loop is slower than this fraction of its slowest lane (see `_StageRules`), the lanes slow each other down.
 _SHORT = 0.75
-"""If the loop is slower than this fraction of its slowest lane (see `_StageRules`), the lanes slow each other down."""
+# The step mostly waits above the first stall fraction, and hardly waits below the second.
 _MOSTLY, _HARDLY = 0.5, 0.1
-"""The step mostly waits above the first stall fraction, and hardly waits below the second."""
+# If the loop is faster than this multiple of its slowest lane, the measurement of that lane cannot be right.
 _FASTER = 1.25
-"""If the loop is faster than this multiple of its slowest lane, the measurement of that lane cannot be right."""
+# Limits of a stage's speed divided by that of a stage that it contains, such as the loader and reading. Below the
+# first, the outer stage itself is the cause; from the second on, the inner stage is; in between, both are named.
 _EXPLAINS = (0.5, 0.7)
-"""Limits of a stage's speed divided by that of a stage that it contains, such as the loader and reading. Below the
-first, the outer stage itself is the cause; from the second on, the inner stage is; in between, both are named."""
 
 
 def _alike(one: Rates, other: Rates) -> bool:
@@ -362,6 +321,7 @@ class _StageRules:
         # If the file does not fit into memory, every epoch reads from the disk, so the disk's speed counts.
         self.cold = None if evidence.fits_cache else self.rates.get(Stage.COLD)
         self.together = self.rates.get(Stage.EVERYTHING)
+        self.stall = None if self.together is None else evidence.stall_fraction
 
     def verdict(self) -> Verdict:
         """Find the bottleneck."""
@@ -369,27 +329,28 @@ class _StageRules:
         feed = lanes.get(Bottleneck.LOADER)
         if feed is None:
             return Verdict(Outcome.NO_LOADER)
-        causes, first = self._feed_causes(), self._first_epoch()
+        causes = self._feed_causes()
+        known: dict[str, Any] = {"feed": feed, "feed_causes": causes, "first_epoch": self._first_epoch()}
         if Stage.STEP not in self.rates:
-            return Verdict(Outcome.NO_STEP, feed=feed, feed_causes=causes, first_epoch=first)
+            return Verdict(Outcome.NO_STEP, **known)
         slowest = min(lanes, key=lambda lane: lanes[lane].median)
-
-        def found(outcome: Outcome, bottlenecks: tuple[Bottleneck, ...] = (), **known: Any) -> Verdict:
-            known |= {"feed": feed, "feed_causes": causes, "slowest": (slowest, lanes[slowest]), "first_epoch": first}
-            return Verdict(outcome, bottlenecks, **known)
-
-        stall, fed = self.evidence.stall_fraction, self._is_fed()
-        if fed and stall is not None and stall > _MOSTLY:
-            return found(Outcome.FED_BUT_WAITING)
-        if self.together is not None and not fed and self.together.low > _FASTER * lanes[slowest].high:
-            return found(Outcome.FASTER_TOGETHER)
-        limits = [lane for lane in lanes if lane is slowest or _alike(lanes[lane], lanes[slowest])]
-        bottlenecks = self._parts(limits, causes)
+        known["slowest"] = (slowest, lanes[slowest])
+        bottlenecks = self._parts([lane for lane in lanes if _alike(lanes[lane], lanes[slowest])], causes)
+        fed, step_only = self._is_fed(), bottlenecks == (Bottleneck.STEP,)
+        mostly = self.stall is not None and self.stall > _MOSTLY
+        hardly = self.stall is not None and self.stall < _HARDLY
+        too_fast = self.together is not None and self.together.low > _FASTER * lanes[slowest].high
+        contradicts = (too_fast or (hardly and Bottleneck.STEP not in bottlenecks)) and not fed
+        if contradicts or (mostly and (fed or step_only)):
+            return Verdict(Outcome.CONTRADICTION, **known)
         # A step that shares the CPUs with its loader is slower than when measured alone, even if it does not wait.
-        if fed or (bottlenecks == (Bottleneck.STEP,) and stall is not None and stall < _HARDLY):
-            return found(Outcome.FED, (Bottleneck.STEP,), fed=True, certain=True)
-        certain, doubt = self._doubt(bottlenecks, lanes[slowest])
-        return found(Outcome.LIMITED, bottlenecks, fed=fed, certain=certain, doubt=doubt)
+        if fed or (step_only and hardly):
+            return Verdict(Outcome.FED, (Bottleneck.STEP,), fed=True, certain=True, **known)
+        doubt = self._doubt(lanes[slowest])
+        # If the feed or the copy is named and the step mostly waits, that confirms the verdict even though the loop is
+        # slower than its slowest lane.
+        confirmed = mostly and bool(set(bottlenecks) - {Bottleneck.NORMALIZE, Bottleneck.STEP})
+        return Verdict(Outcome.LIMITED, bottlenecks, fed, certain=doubt is None or confirmed, doubt=doubt, **known)
 
     def _lanes(self) -> dict[Bottleneck, Rates]:
         rates, lanes = self.rates, {}
@@ -449,15 +410,12 @@ class _StageRules:
         for lane in limits:
             if lane is Bottleneck.LOADER:
                 names.update(causes)
-            elif lane is Bottleneck.COPY or Stage.NORMALIZE not in self.rates:
+            elif lane is Bottleneck.COPY:
                 names.add(lane)
             else:
-                normalize, step = self.rates[Stage.NORMALIZE], self.rates[Stage.STEP]
-                alike = _alike(normalize, step)
-                if alike or normalize.median < step.median:
-                    names.add(Bottleneck.NORMALIZE)
-                if alike or normalize.median >= step.median:
-                    names.add(Bottleneck.STEP)
+                parts = [stage for stage in (Stage.NORMALIZE, Stage.STEP) if stage in self.rates]
+                slowest = min((self.rates[stage] for stage in parts), key=lambda one: one.median)
+                names.update(Bottleneck(stage.value) for stage in parts if _alike(self.rates[stage], slowest))
         return tuple(one for one in Bottleneck if one in names)
 
     def _first_epoch(self) -> Rates | None:
@@ -466,32 +424,23 @@ class _StageRules:
             return None
         return cold if cold.median < usual.median and not _alike(cold, usual) else None
 
-    def _doubt(self, bottlenecks: tuple[Bottleneck, ...], slowest: Rates) -> tuple[bool, Doubt | None]:
-        """Return whether the loop's speed supports the verdict, and in which way it contradicts the verdict, if so."""
-        together, stall = self.together, self.evidence.stall_fraction
-        if together is None:
-            return False, Doubt.NO_LOOP
-        waits = stall is not None and stall > _MOSTLY
-        if waits and bottlenecks == (Bottleneck.STEP,):
-            return False, Doubt.STEP_WAITS
-        if stall is not None and stall < _HARDLY and Bottleneck.STEP not in bottlenecks:
-            return False, Doubt.STEP_HARDLY_WAITS
-        if together.median >= _SHORT * slowest.median or together.overlaps(slowest):
-            return True, None
-        used, cpus = self.evidence.cpus_of(Stage.EVERYTHING), self.evidence.cpus
-        doubt = Doubt.OTHER_PROCESSES if self.evidence.crowded else Doubt.SLOWER_TOGETHER
-        if used is not None and used >= _BUSY * cpus:
-            doubt = Doubt.SHARED_CPUS
-        # If the feed or the copy was named and the step mostly waits, that confirms the verdict even though the loop is
-        # slower than its slowest lane.
-        return waits and bool(set(bottlenecks) - {Bottleneck.NORMALIZE, Bottleneck.STEP}), doubt
+    def _doubt(self, slowest: Rates) -> Doubt | None:
+        """Return why the loop's speed does not support a verdict; None if it does."""
+        if self.together is None:
+            return Doubt.NO_LOOP
+        if self.together.median >= _SHORT * slowest.median or self.together.overlaps(slowest):
+            return None
+        used = self.evidence.cpus_of(Stage.EVERYTHING)
+        if used is not None and used >= _BUSY * self.evidence.cpus:
+            return Doubt.SHARED_CPUS
+        return Doubt.OTHER_PROCESSES if self.evidence.crowded else Doubt.SLOWER_TOGETHER
 
 
 def _in_turn(parts: list[Rates]) -> Rates:
     """Return the images per second if each image passes through all parts one after the other."""
-    median, low, high = (1 / sum(1 / value for value in values) for values in zip(*map(_bounds, parts), strict=True))
+
+    def combined(*values: float) -> float:
+        return 1 / sum(1 / value for value in values)
+
+    median, low, high = map(combined, *((part.median, part.low, part.high) for part in parts))
     return Rates(median, low, high, min(part.repeats for part in parts))
-
-
-def _bounds(rates: Rates) -> tuple[float, float, float]:
-    return rates.median, rates.low, rates.high

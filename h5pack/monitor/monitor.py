@@ -143,14 +143,11 @@ class FeedMonitor(LoaderWrapper):
     ) -> None:
         super().__init__(loader)
         if not _is_number(interval_seconds) or not interval_seconds > 0:
-            raise OptionsError(
-                f"interval_seconds is {interval_seconds!r}; give the seconds between reports, above 0",
-                parameters=("interval_seconds",),
-            )
+            text = f"interval_seconds is {interval_seconds!r}; give the seconds between reports, above 0"
+            raise OptionsError(text, parameters=("interval_seconds",))
         if warn_stall is not None and not (_is_number(warn_stall) and 0 <= warn_stall <= 1):
-            raise OptionsError(
-                f"warn_stall is {warn_stall!r}; give a fraction of 0 to 1, or None", parameters=("warn_stall",)
-            )
+            text = f"warn_stall is {warn_stall!r}; give a fraction from 0 to 1, or None"
+            raise OptionsError(text, parameters=("warn_stall",))
         self._device = None if device is None else resolve_device(device)
         self._settings = MonitorSettings(name, float(interval_seconds), warn_stall, warn_once)
         self._outputs = ReportOutputs(name, on_report, progress, json_lines, tensorboard)
@@ -191,7 +188,9 @@ class FeedMonitor(LoaderWrapper):
         if self._recorder is not None:
             self._earlier_batches += self._recorder.batches
         begun = time.perf_counter()
-        self._first_batch = _batches_done(self._loader_state())
+        # A resumed epoch begins at the batch that the loader's state names.
+        done = (self._loader_state() or {}).get("batches", 0)
+        self._first_batch = done if isinstance(done, int) else 0
         cursor, fetcher = self._begin(record=False)
         device_wait = DeviceWait.on(device) if device is not None and on_cuda else None
         self._recorder = recorder = FeedRecorder(
@@ -221,12 +220,6 @@ class FeedMonitor(LoaderWrapper):
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _batches_done(state: dict[str, Any] | None) -> int:
-    """Return the index of the batch at which an iteration begins, from the loader's state; 0 if it is not there."""
-    done = (state or {}).get("batches", 0)
-    return done if isinstance(done, int) else 0
 
 
 def _length(loader: Any) -> int | None:

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,10 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class CpuTime:
-    """The CPU seconds used so far.
+    """The CPU seconds used so far."""
 
-    Attributes
-    ----------
-    own : float
-        CPU seconds of this process, in all threads.
-    children : float or None
-        CPU seconds of all descendant processes, including those that ended and were waited for. None: not available.
-    """
-
-    own: float
-    children: float | None
+    own: float  # of this process, in all threads
+    children: float | None  # of all descendants, including those that ended and were waited for; None: not available
 
     @classmethod
     def now(cls, proc: Path = _PROC) -> CpuTime:
@@ -59,7 +50,8 @@ def _children_seconds(proc: Path) -> float | None:
         # Without /proc, only children that have ended are counted, so the sum is wrong if any are running.
         return None if multiprocessing.active_children() else seconds
     try:
-        ticks = sum(_ticks(_stat(proc / child)) for child in _descendants(proc))
+        # Fields 11 to 14: user and system time of the process, and of its children that it has waited for.
+        ticks = sum(int(ticks) for child in _descendants(proc) for ticks in _stat(proc / child)[11:15])
     except OSError:
         return None
     return seconds + ticks / os.sysconf("SC_CLK_TCK")
@@ -68,33 +60,29 @@ def _children_seconds(proc: Path) -> float | None:
 def _descendants(proc: Path) -> set[str]:
     """Return the process IDs of all descendants of this process."""
     own = str(os.getpid())
-    if not (proc / own / "task" / own / "children").exists():
-        # This kernel does not list a process's children, so find them by the parent PID of every process.
-        return _by_parent(proc, own)
+    # A kernel may not list a process's children. Then find them by the parent PID of every process.
+    by_parent = None if (proc / own / "task" / own / "children").exists() else _children_by_parent(proc)
     found: set[str] = set()
     waiting = [own]
     while waiting:
-        tasks = proc / waiting.pop() / "task"
-        for thread in _entries(tasks):
-            children = _text(tasks / thread / "children").split()
-            waiting += [child for child in children if child not in found]
-            found.update(children)
+        process = waiting.pop()
+        if by_parent is not None:
+            children = by_parent.get(process, [])
+        else:
+            tasks = proc / process / "task"
+            children = [child for thread in _entries(tasks) for child in _text(tasks / thread / "children").split()]
+        waiting += [child for child in children if child not in found]
+        found.update(children)
     return found
 
 
-def _by_parent(proc: Path, own: str) -> set[str]:
+def _children_by_parent(proc: Path) -> dict[str, list[str]]:
     children: dict[str, list[str]] = {}
     for process in _entries(proc):
         fields = _stat(proc / process) if process.isdigit() else []
         if fields:
             children.setdefault(fields[1], []).append(process)
-    found: set[str] = set()
-    waiting = [own]
-    while waiting:
-        below = children.get(waiting.pop(), [])
-        waiting += below
-        found.update(below)
-    return found
+    return children
 
 
 def _stat(folder: Path) -> list[str]:
@@ -118,47 +106,31 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _ticks(fields: list[str]) -> int:
-    """Return the clock ticks used by a process and by those of its children that it has waited for."""
-    return sum(map(int, fields[11:15]))
-
-
 @dataclass(frozen=True)
 class GpuStatus:
-    """The state of a GPU at one time. None means not available.
-
-    Attributes
-    ----------
-    name : str or None
-    utilisation_percent : float or None
-        Percentage of the driver's last sampling period (about 0.2 s to 1 s) during which at least one kernel was
-        running, 0 to 100. At 100 %, kernels may still use only a small part of the GPU.
-    memory_used_bytes, memory_total_bytes : int or None
-        Memory used by all processes together, and the GPU's total memory.
-    """
+    """The state of a GPU at one time. None means not available."""
 
     name: str | None = None
+    # Percentage of the driver's last sampling period (about 0.2 s to 1 s) during which at least one kernel was running,
+    # 0 to 100. At 100 %, kernels may still use only a small part of the GPU.
     utilisation_percent: float | None = None
-    memory_used_bytes: int | None = None
+    memory_used_bytes: int | None = None  # by all processes together
     memory_total_bytes: int | None = None
 
 
+# A query that takes longer than this counts as failed, because it delays the training loop.
 BUDGET_SECONDS = 0.05
-"""A query that takes longer than this counts as failed, because it delays the training loop."""
+# After this many failures in a row, a query is no longer made. A single failure may be due to a busy CPU.
 _MAX_FAILURES = 3
-"""After this many failures in a row, a query is no longer made. A single failure may be due to a busy CPU."""
 
 _log = logging.getLogger("h5pack")
 
 
 class GpuProbe:
-    """A probe that queries the state of one GPU from NVML, the management library of NVIDIA's driver.
+    """A probe that queries the state of one CUDA device from NVML, the management library of NVIDIA's driver.
 
-    Parameters
-    ----------
-    device : torch.device
-        A CUDA device. NVML numbers GPUs by PCI bus, while torch's numbers depend on `CUDA_VISIBLE_DEVICES` and the
-        GPUs' speed. The GPU is therefore identified by its UUID, which is the same in both.
+    NVML numbers GPUs by PCI bus, while torch's numbers depend on `CUDA_VISIBLE_DEVICES` and the GPUs' speed. The GPU is
+    therefore identified by its UUID, which is the same in both.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -172,7 +144,7 @@ class GpuProbe:
         except Exception as error:
             # No problem with the driver or its Python package may stop the training, which goes on without GPU status.
             self._card = None
-            _log.info("nothing is known about the GPU: %s (pip install nvidia-ml-py)", error)
+            _log.info("reports have no GPU status: %s (pip install nvidia-ml-py)", error)
 
     def sample(self) -> GpuStatus | None:
         """Return the GPU's current state; None if it cannot be queried."""
@@ -200,27 +172,17 @@ class GpuProbe:
         return answer
 
 
-def _find_card(nvml: Any, device: torch.device, environment: Mapping[str, str] = os.environ) -> Any:
+def _find_card(nvml: Any, device: torch.device) -> Any:
     """Return NVML's handle of a torch device. Raise LookupError if the device cannot be identified with certainty."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    names = [str(number) for number in range(index + 1)] if visible is None else visible.split(",")
-    name = names[index].strip() if index < len(names) else ""
-    known = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    uuids = [uuid for uuid in (name, "" if known is None else f"GPU-{known}") if uuid.startswith("GPU-")]
     cards = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
-    for uuid in uuids:
-        # CUDA_VISIBLE_DEVICES may contain only the first characters of a UUID.
-        matching = [card for card in cards if _decoded(nvml.nvmlDeviceGetUUID(card)).startswith(uuid)]
-        if len(matching) == 1:
-            return matching[0]
-    # By default, CUDA numbers the fastest GPU first. Its numbers agree with NVML's only if all GPUs are the same model
-    # or if CUDA is set to number them by PCI bus.
-    models = {_decoded(nvml.nvmlDeviceGetName(card)) for card in cards}
-    ordered = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len(models) == 1
-    if not uuids and ordered and name.isdigit() and int(name) < len(cards):
-        return cards[int(name)]
-    raise LookupError(f"none of the {len(cards)} GPUs that NVML lists is {device} ({', '.join(uuids) or name})")
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    if uuid is None and len(cards) == 1:
+        # torch 2.4 does not tell the UUID.
+        return cards[0]
+    for card in cards:
+        if _decoded(nvml.nvmlDeviceGetUUID(card)) == f"GPU-{uuid}":
+            return card
+    raise LookupError(f"{device} is none of the {len(cards)} GPUs that NVML lists")
 
 
 def _decoded(value: str | bytes) -> str:

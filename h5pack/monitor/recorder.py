@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler
@@ -23,37 +23,23 @@ from h5pack.monitor.report import FeedReport, ReportOutputs
 from h5pack.system.machine import available_cpus
 
 
-class TimingEvent(Protocol):
-    """The methods of `torch.cuda.Event` that are used here."""
-
-    def record(self, stream: Any) -> None:
-        """Record the event on a stream."""
-
-    def query(self) -> bool:
-        """Return whether the device has reached the event."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Return the milliseconds from this event to `end_event`."""
-
-
 class DeviceWait:
     """A counter of the seconds during which the training step's CUDA stream waited for batches.
 
-    `event` creates a timing event, and `stream` returns the current stream.
+    `event` creates a timing `torch.cuda.Event`, and `stream` returns the current stream.
     """
 
-    def __init__(self, event: Callable[[], TimingEvent], stream: Callable[[], Any]) -> None:
+    def __init__(self, event: Callable[[], Any], stream: Callable[[], Any]) -> None:
         self._event, self._stream = event, stream
-        self._spare: list[tuple[TimingEvent, TimingEvent]] = []
-        self._open: tuple[TimingEvent, TimingEvent] | None = None
-        self._pending: deque[tuple[TimingEvent, TimingEvent, float]] = deque()
+        self._spare: list[tuple[Any, Any]] = []
+        self._open: tuple[Any, Any] | None = None
+        self._pending: deque[tuple[Any, Any, float]] = deque()
         self._seconds = 0.0
 
     @classmethod
     def on(cls, device: torch.device) -> DeviceWait:
         """Create a counter for a CUDA device."""
-        make: Callable[..., TimingEvent] = torch.cuda.Event
-        return cls(partial(make, enable_timing=True), partial(torch.cuda.current_stream, device))
+        return cls(partial(torch.cuda.Event, enable_timing=True), partial(torch.cuda.current_stream, device))
 
     def begin(self) -> None:
         """Record that a batch is about to be requested."""
@@ -72,10 +58,7 @@ class DeviceWait:
 
     @property
     def seconds(self) -> float:
-        """The seconds counted so far.
-
-        If the device has not yet reached the end of a wait, the time that the process waited is used instead.
-        """
+        """The seconds so far. A wait whose end the device has not reached counts as long as the process waited."""
         self._harvest()
         return self._seconds + sum(host for _, _, host in self._pending)
 
@@ -86,8 +69,8 @@ class DeviceWait:
             self._spare.append((first, last))
 
 
+# Names of the monitors that have warned in this process.
 _warned: set[str] = set()
-"""Names of the monitors that have warned in this process."""
 
 
 @dataclass(frozen=True)
@@ -119,22 +102,9 @@ class _Counters:
 class FeedRecorder:
     """A recorder that counts the batches and waits of one iteration, and reports them after each interval.
 
-    Parameters
-    ----------
-    settings : MonitorSettings
-    layers : list
-        The loader and all loaders that it wraps, outermost first.
-    outputs : ReportOutputs
-    begun : float
-        The time when the iteration began, in seconds of `time.perf_counter`.
-    epoch : callable
-        Returns the current epoch.
-    step : callable
-        Converts a number of batches of this iteration to `FeedReport.step`.
-    gpu_status : callable
-        Queries the GPU's state.
-    device_wait : DeviceWait or None
-        None if the step does not run on a CUDA device.
+    `layers` are the loader and all loaders that it wraps, outermost first. `begun` is when the iteration began, in
+    seconds of `time.perf_counter`. `step` converts a number of batches of this iteration to `FeedReport.step`.
+    `device_wait` is None if the step does not run on a CUDA device.
     """
 
     def __init__(
@@ -183,8 +153,7 @@ class FeedRecorder:
     def tick(self) -> None:
         """Report the interval that has ended, and warn if the step waited too long.
 
-        Must be called directly in ``__next__`` of the monitor's iterator, so that the warning's `stacklevel` points to
-        the training loop.
+        Call it directly in ``__next__`` of the monitor's iterator: the warning's `stacklevel` points to the loop.
         """
         now = self._read(time.perf_counter())
         self.due = now.time + self._settings.interval_seconds
@@ -236,10 +205,7 @@ class FeedRecorder:
         )
 
     def _attribute(self, name: str) -> Any:
-        """Return a numeric attribute that only h5pack's loaders define, or None.
-
-        Other loaders may have an attribute of that name, such as a method, so anything but a number is ignored.
-        """
+        """Return a number that only h5pack's loaders have, or None. Other loaders may have a method of that name."""
         value = first_attribute(self._layers, name)
         return value if isinstance(value, (int, float)) else None
 
@@ -294,7 +260,7 @@ def stall_text(layers: list[Any], report: FeedReport, transform_seconds: float |
 
 def interval_evidence(layers: list[Any], report: FeedReport, transform_seconds: float | None = None) -> Evidence:
     """Collect the evidence about why the step waited, from the report of an interval and the loaders' options."""
-    loader = layers[-1]
+    loader, wait_seconds = layers[-1], max(report.wait_seconds, 1e-9)
     num_workers = loader.num_workers if isinstance(loader, DataLoader) else None
     percent = report.cpu_percent if num_workers is None else report.children_cpu_percent
     encoding: Encoding | None = None
@@ -314,9 +280,7 @@ def interval_evidence(layers: list[Any], report: FeedReport, transform_seconds: 
         full_shuffle=any(_is_full(order) for order in (loader, *samplers_of(loader))),
         stall_fraction=report.stall_fraction,
         wait_fraction=report.wait_seconds / max(report.stall_seconds, 1e-9),
-        transform_wait_fraction=(
-            None if transform_seconds is None else transform_seconds / max(report.wait_seconds, 1e-9)
-        ),
+        transform_wait_fraction=None if transform_seconds is None else transform_seconds / wait_seconds,
         cpus_used=None if percent is None else percent / 100,
     )
 

@@ -22,68 +22,34 @@ _NOT_AVAILABLE = "not available"
 class FeedReport:
     """A report on how long the training step waited for data during an interval or an epoch.
 
-    None means not available, or not known yet.
-
-    Attributes
-    ----------
-    name : str
-        The name of the monitor.
-    over : {"interval", "epoch"}
-        The period that the report covers.
-    time : float
-        Unix time at the end of the period, in seconds.
-    epoch : int or None
-    step : int
-        The number of batches delivered by the end of the period: in all epochs if the loader has a length, else by this
-        monitor.
-    batches : int
-        How many batches the step received during the period.
-    images : int or None
-        How many images these batches contained. None if the batches contain no tensor from which to tell.
-    seconds : float
-        Length of the period. An epoch's period begins with the iteration, and ends now or at the end of the epoch.
-    wait_seconds : float
-        The time that the process waited inside ``next(loader)``.
-    stall_seconds : float
-        The time that the step waited. On a CPU, that is `wait_seconds`. On a CUDA device, it is the time during which
-        the step's stream was idle because the batch was not ready: the part of the process's wait that was not hidden
-        by work queued on the device, and the part of the copy that was still to be done.
-    stall_fraction : float
-        `stall_seconds` divided by `seconds`, 0 to 1.
-    images_per_s, bytes_per_s : float or None
-        Speed in images and in bytes. Bytes are those of all tensors of a batch, in the form that the step receives.
-    queue_depth : int or None
-        How many batches were ready in the loader at the end of the period.
-    cpu_percent, children_cpu_percent : float or None
-        CPU use of this process and its child processes (such as a DataLoader's workers) together, and of the child
-        processes alone. 100 is one CPU.
-    freshness : float or None
-        With an `EchoLoader`: the fraction of the delivered batches that were not repeats, 0 to 1.
-    gpu : GpuStatus or None
-        State of the GPU at the end of the period.
-    interval : FeedReport or None
-        In the report of an epoch: the report of the last completed interval.
+    None means not available, or not known yet. An epoch's report covers the time from the begin of the iteration until
+    now, or until the end of the epoch.
     """
 
-    name: str
-    over: str
-    time: float
+    name: str  # of the monitor
+    over: str  # "interval" or "epoch"
+    time: float  # Unix time at the end of the period, in seconds
     epoch: int | None
-    step: int
-    batches: int
-    images: int | None
-    seconds: float
-    wait_seconds: float
+    step: int  # batches delivered so far: in all epochs if the loader has a length, else by this monitor
+    batches: int  # that the step received during the period
+    images: int | None  # in these batches; None if they contain no tensor from which to tell
+    seconds: float  # length of the period
+    wait_seconds: float  # that the process waited inside next(loader)
+    # The seconds that the step waited. On a CPU, `wait_seconds`. On a CUDA device, the time during which the step's
+    # stream was idle because the batch was not ready: the part of the process's wait that was not hidden by work queued
+    # on the device, and the part of the copy that was still to be done.
     stall_seconds: float
-    stall_fraction: float
+    stall_fraction: float  # `stall_seconds` divided by `seconds`, 0 to 1
     images_per_s: float | None
-    bytes_per_s: float | None
-    queue_depth: int | None = None
+    bytes_per_s: float | None  # of all tensors of a batch, in the form that the step receives
+    queue_depth: int | None = None  # batches ready in the loader at the end of the period
+    # CPU use of this process and its child processes (such as a DataLoader's workers) together, and of the child
+    # processes alone. 100 is one CPU.
     cpu_percent: float | None = None
     children_cpu_percent: float | None = None
-    freshness: float | None = None
-    gpu: GpuStatus | None = None
-    interval: FeedReport | None = None
+    freshness: float | None = None  # with an EchoLoader: fraction of the delivered batches that were not repeats
+    gpu: GpuStatus | None = None  # at the end of the period
+    interval: FeedReport | None = None  # in an epoch's report: the report of the last completed interval
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON-serializable dict. The keys are stable across versions."""
@@ -115,7 +81,7 @@ def _number_text(value: float | None, unit: str = "") -> str:
 
 
 class ReportOutputs:
-    """The outputs of a monitor, each of which receives every report. The parameters are those of `FeedMonitor`."""
+    """The outputs of a monitor; each receives every report. The parameters are those of `FeedMonitor`."""
 
     def __init__(
         self,
@@ -131,20 +97,16 @@ class ReportOutputs:
         self._bar: Any = None
         self._first_batch = 0
         self._path = None if json_lines is None else os.path.abspath(json_lines)
-        if self._path is not None:
-            try:
+        try:
+            if self._path is not None:
                 open(self._path, "a", encoding="utf-8").close()
-            except OSError as error:
-                raise OptionsError(
-                    f"json_lines: {error}; name a file that can be written", parameters=("json_lines",)
-                ) from error
+        except OSError as error:
+            raise OptionsError(f"json_lines: {error}; give a writable file", parameters=("json_lines",)) from error
         self._own_writer = isinstance(tensorboard, (str, os.PathLike))
         self._writer = _summary_writer(tensorboard) if self._own_writer else tensorboard
         if self._writer is not None and not hasattr(self._writer, "add_scalar"):
-            kind = type(tensorboard).__name__
-            raise OptionsError(
-                f"tensorboard is a {kind}; give a SummaryWriter, or a folder for one", parameters=("tensorboard",)
-            )
+            text = f"tensorboard is a {type(tensorboard).__name__}; give a SummaryWriter, or a folder for one"
+            raise OptionsError(text, parameters=("tensorboard",))
 
     def __getstate__(self) -> dict[str, Any]:
         # The progress bar, and a TensorBoard writer that was created here, belong to this process.
@@ -211,7 +173,6 @@ def _summary_writer(folder: str | os.PathLike[str]) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise OptionsError(
-            f"tensorboard is not installed ({error}); pip install tensorboard", parameters=("tensorboard",)
-        ) from error
+        text = f"tensorboard is not installed ({error}); pip install tensorboard"
+        raise OptionsError(text, parameters=("tensorboard",)) from error
     return SummaryWriter(os.fspath(folder))

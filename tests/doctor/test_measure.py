@@ -37,26 +37,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     return fake
 
 
-def test_the_minimum_of_all_repeats() -> None:
-    assert min_total_seconds(COSTS) == pytest.approx(MIN_REPEATS * (MIN_SECONDS + 2 * 0.5 + 0.1))
-    assert min_total_seconds({}) == 0
-
-
 def test_every_stage_gets_its_minimum_and_its_share_of_the_rest() -> None:
     needed = min_total_seconds(COSTS)
+    assert needed == pytest.approx(MIN_REPEATS * (MIN_SECONDS + 2 * 0.5 + 0.1))
     assert share_budget(COSTS, needed, MIN_REPEATS) == pytest.approx({QUICK: MIN_SECONDS, SLOW: 1.0})
-    more = share_budget(COSTS, needed + 9, MIN_REPEATS)
-    assert more == pytest.approx({QUICK: MIN_SECONDS + 1, SLOW: 1.0 + 2})
-    # All of it is used, and no more.
-    assert sum(more.values()) * MIN_REPEATS + 0.1 * MIN_REPEATS == pytest.approx(needed + 9)
-
-
-def test_a_roomy_budget_has_more_repeats() -> None:
-    needed = min_total_seconds(COSTS)
+    assert share_budget(COSTS, needed + 9, MIN_REPEATS) == pytest.approx({QUICK: MIN_SECONDS + 1, SLOW: 1.0 + 2})
     assert repeats_within(COSTS, needed) == MIN_REPEATS
+    # More repeats if there is room. All of the budget is used, and no more.
     assert repeats_within(COSTS, 4 * needed) == MAX_REPEATS
     given = share_budget(COSTS, 4 * needed, MAX_REPEATS)
-    assert sum(given.values()) * MAX_REPEATS + 0.1 * MAX_REPEATS == pytest.approx(4 * needed)
+    assert (sum(given.values()) + 0.1) * MAX_REPEATS == pytest.approx(4 * needed)
 
 
 class Loader:
@@ -118,12 +108,6 @@ def test_prefetched_batches_are_left_out(clock: FakeClock) -> None:
     assert measure_epochs(Loader(clock, 1_000, 0.125), consume, 0.625, prefetched=5).images == 50
 
 
-def test_images_that_are_ready_in_a_loader_count(clock: FakeClock) -> None:
-    ready = iter([0, 30, 70])
-    found = measure_epochs(Loader(clock, 1_000, 0.125), consume, 2.5, prefetched=5, ready_images=lambda: next(ready))
-    assert found.images == 150 + 70 - 30
-
-
 def test_images_that_were_ready_before_are_not_subtracted_if_nothing_else_counts(clock: FakeClock) -> None:
     ready = iter([0, 160, 0])
     # All batches were read in the first half of the time, and passed on in the second half.
@@ -132,16 +116,26 @@ def test_images_that_were_ready_before_are_not_subtracted_if_nothing_else_counts
     assert found.seconds == 2.5
 
 
-@pytest.mark.parametrize(("starving", "images"), [(0.9, 150 + 70 - 30), (0.2, 150)])
-def test_ready_images_count_only_if_the_loader_is_waited_for(clock: FakeClock, starving: float, images: int) -> None:
+class Starved(Meter):
+    """A consumer that waits for a fraction of the time; None: it does nothing else."""
+
+    def __init__(self, clock: FakeClock, fraction: float | None) -> None:
+        super().__init__()
+        self.clock, self.fraction = clock, fraction
+
+    def starved(self) -> float | None:
+        return None if self.fraction is None else self.fraction * self.clock.now
+
+
+@pytest.mark.parametrize(("starving", "images"), [(None, 190), (0.9, 190), (0.2, 150)])
+def test_ready_images_count_only_if_the_loader_is_waited_for(
+    clock: FakeClock, starving: float | None, images: int
+) -> None:
     ready = iter([0, 30, 70])
-
-    class Starved(Meter):
-        def starved(self) -> float:
-            return starving * clock.now
-
-    loader = Loader(clock, 1_000, 0.125)
-    found = measure_epochs(loader, consume, 2.5, prefetched=5, meter=Starved(), ready_images=lambda: next(ready))
+    meter = Starved(clock, starving)
+    found = measure_epochs(
+        Loader(clock, 1_000, 0.125), consume, 2.5, prefetched=5, meter=meter, ready_images=lambda: next(ready)
+    )
     assert found.images == images
 
 
@@ -149,21 +143,15 @@ def test_ready_images_count_only_if_the_loader_is_waited_for(clock: FakeClock, s
 def test_the_start_of_a_loader_counts_only_if_it_is_waited_for(
     clock: FakeClock, starving: float, seconds: float
 ) -> None:
-    class Starved(Meter):
-        def starved(self) -> float:
-            return starving * clock.now
-
-    loader = Loader(clock, 1_000, 0.0)
-
     def consume_slowly(batch: int) -> int:
         clock.now += 0.5
         return batch
 
     def epoch() -> Iterator[int]:
         clock.now += 1
-        yield from loader()
+        yield from Loader(clock, 1_000, 0.0)()
 
-    found = measure_epochs(epoch, consume_slowly, 3.0, prefetched=50, meter=Starved())
+    found = measure_epochs(epoch, consume_slowly, 3.0, prefetched=50, meter=Starved(clock, starving))
     assert (found.images, found.seconds) == (40, seconds)
 
 
@@ -192,6 +180,7 @@ class Counting(Meter):
     """Says that the step waited a second for each reading, and counts calls."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.readings = self.synchronized = self.epochs = 0
 
     def stalled(self) -> float:
@@ -254,24 +243,16 @@ def test_cpu_seconds_are_those_of_the_repeat() -> None:
     assert Repeat(10, 0.0).rate > 0
 
 
-def test_repeats_become_rates() -> None:
-    repeats = iter(
-        [Repeat(10, 1.0, 0.5, total_images=12), Repeat(30, 1.0, 1.5, 0.0, 30), Repeat(20, 1.0, 1.0, 0.0, 20)]
-    )
+@pytest.mark.parametrize(("last", "cpus"), [(1.0, 1.0), (None, None)])
+def test_repeats_become_rates(last: float | None, cpus: float | None) -> None:
+    repeats = iter([Repeat(10, 1.0, 0.5, 0.0, 12), Repeat(30, 1.0, 1.5, 0.0, 30), Repeat(20, 1.0, last, 0.0, 20)])
     run = StageRun(Stage.LOADER, lambda seconds: next(repeats), note="all of it")
     for _ in range(3):
         run.repeat(1.0)
     result = run.result()
     assert result.rates == Rates(20, 10, 30, 3)
-    assert (result.images, result.note, result.cpus_used) == (62, "all of it", 1.0)
-
-
-def test_cpu_time_is_unknown_if_one_repeat_does_not_know_it() -> None:
-    repeats = iter([Repeat(10, 1.0, 0.5), Repeat(30, 1.0, None)])
-    run = StageRun(Stage.LOADER, lambda seconds: next(repeats))
-    run.repeat(1.0)
-    run.repeat(1.0)
-    assert run.result().cpus_used is None
+    # Unknown if one repeat does not know it.
+    assert (result.images, result.note, result.cpus_used) == (62, "all of it", cpus)
 
 
 def test_a_stage_without_rates_has_a_reason() -> None:

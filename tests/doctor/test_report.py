@@ -49,7 +49,7 @@ def test_the_text_has_a_waterfall_a_verdict_and_advice() -> None:
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == 3
     text = "\n".join(lines)
-    parts = ("bottleneck is the loader", "first epoch", "1. Unpinned memory", "\n2. Too few threads", "- the weather")
+    parts = ("bottleneck is the loader", "first epoch", "1. Unpinned memory", "\n2. ", "- the weather")
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
     assert max(map(len, lines)) <= 120
@@ -64,9 +64,11 @@ def test_the_report_names_the_parameters_of_its_advice() -> None:
     "figures", [{}, {"loader": 0.02, "storage_hot": 0.03, "everything": 0.019, "storage_cold": None}]
 )
 def test_rates_of_any_size_are_drawn(figures: dict[str, Any]) -> None:
-    text = report(**figures).to_text()
+    text = replace(report(**figures), target=replace(TARGET, split=None, labels=False)).to_text()
     assert "#" in text
     assert "nan" not in text
+    assert ": all rows, " in text.splitlines()[0]
+    assert "without labels" in text.splitlines()[2]
 
 
 def test_an_interrupted_report_has_no_verdict() -> None:
@@ -76,12 +78,6 @@ def test_an_interrupted_report_has_no_verdict() -> None:
     assert found.to_text().count("not measured") == len(Stage)
     assert found.to_json()["interrupted"] is True
     assert found.to_json()["verdict"] is None
-
-
-def test_without_labels_or_split() -> None:
-    lines = replace(report(), target=replace(TARGET, split=None, labels=False)).to_text().splitlines()
-    assert ": all rows, " in lines[0]
-    assert "without labels" in lines[2]
 
 
 def test_stages_and_trials_in_json() -> None:
@@ -106,25 +102,23 @@ ON_CPU: dict[str, Any] = {"on_gpu": False, "cpus": 2, "stall_fraction": 0.4}
 @pytest.mark.parametrize(
     ("figures", "known", "parts"),
     [
-        ({}, {"stall_fraction": 0.02}, ["3,000 images/s alone", "2,950 images/s", "waits 2 %", "could give 36,000"]),
+        ({}, {"stall_fraction": 0.02}, ["3,000 images/s alone", "2,950 images/s", "waits 2 %", "36,000"]),
         ({"loader": 3_600, "storage_hot": 4_000}, {}, ["little to spare (3,600 images/s)"]),
-        (SLOW, {"read_busy_fraction": 0.05}, ["storage", "850 images/s", "95 % of their time", "840 images/s, 28 %"]),
-        ({"storage_cold": 700, "everything": 690}, {"fits_cache": False}, ["disk gives 700 images/s"]),
+        (SLOW, {"read_busy_fraction": 0.05}, ["storage", "850 images/s", "95 % of the time", "840 images/s, 28 %"]),
+        ({"storage_cold": 700, "everything": 690}, {"fits_cache": False}, ["disk", "700 images/s"]),
         (SLOW, {"library_reason": "its layout is compact"}, ["decoding", "HDF5 library"]),
-        ({"transform": 700, "everything": 690}, {}, ["gives 700 images/s with the transform, 36,000 images/s without"]),
-        ({"copy": 1_000, "everything": 980}, {}, ["the copy to the device gives 1,000"]),
-        ({"normalize": 900, "everything": 880}, {}, ["normalizing gives 900"]),
-        ({"copy": 1_000, "loader": 1_020, "storage_hot": 4_000, "everything": 950}, {}, ["one of the loader and the"]),
-        ({"loader": 800, "storage_hot": 4_000, "everything": 1_600}, {}, ["No verdict", "faster than the loader"]),
-        ({}, {"stall_fraction": 0.7}, ["No verdict", "waited 70 %"]),
+        ({"transform": 700, "everything": 690}, {}, ["700 images/s with the transform", "36,000 images/s without"]),
+        ({"copy": 1_000, "everything": 980}, {}, ["the copy to the device", "1,000 images/s"]),
+        ({"normalize": 900, "everything": 880}, {}, ["normalizing", "900 images/s"]),
+        ({"copy": 1_000, "loader": 1_020, "storage_hot": 4_000, "everything": 950}, {}, ["the loader or the copy"]),
+        ({"loader": 800, "storage_hot": 4_000, "everything": 1_600}, {}, ["No verdict", "the loader (800 images/s)"]),
+        ({"everything": 1_000}, {"stall_fraction": 0.8}, ["No verdict", "the step (3,000 images/s)", "waits 80 %"]),
         ({"loader": None}, {}, ["No verdict", "the loader was not measured (there is none)"]),
         ({"step": None, "everything": None}, {}, ["No verdict", "the step was not measured", "36,000 images/s"]),
-        ({"everything": 1_000}, {"stall_fraction": 0.8}, ["not certain", "waits 80 %"]),
-        ({"copy": 1_000, "everything": 900}, {"stall_fraction": 0.01}, ["not certain", "waits only 1 %"]),
         ({"copy": 1_000, "everything": None}, {}, ["not certain", "was not measured (there is none)"]),
-        ({"copy": 1_000, "everything": 400}, {"stall_fraction": 0.9}, ["speed. Together they are slower", "GIL"]),
+        ({"copy": 1_000, "everything": 400}, {"stall_fraction": 0.9}, ["speed. The loop is slower", "GIL"]),
         ({"copy": 1_000, "everything": 400}, {"stall_fraction": 0.4, "load": 9.0}, ["not certain", "other processes"]),
-        ({"copy": None, "normalize": 9_000, "everything": 900}, ON_CPU, ["not certain", "they share 2 CPUs"]),
+        ({"copy": None, "normalize": 9_000, "everything": 900}, ON_CPU, ["not certain", "share 2 CPUs"]),
     ],
 )
 def test_the_verdict_in_words(figures: dict[str, Any], known: dict[str, Any], parts: list[str]) -> None:

