@@ -14,7 +14,7 @@ from tests.data.packs import loader_threads, threads_end
 from tests.stacks import watched
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_thread_stays() -> Iterator[None]:
     """Fail a test that hangs, or after which a thread of a loader runs."""
     with watched():

@@ -57,11 +57,11 @@ class PrefetchingFeed(DeviceFeed):
         return self.copier
 
 
-FEEDS: dict[str, Callable[..., DeviceFeed]] = {
-    "direct": DeviceFeed,
-    "prefetch 1": lambda loader, **options: PrefetchingFeed(loader, prefetch_factor=1, **options),
-    "prefetch 3": lambda loader, **options: PrefetchingFeed(loader, prefetch_factor=3, **options),
-}
+def prefetching_feed(loader: Any, **options: Any) -> PrefetchingFeed:
+    return PrefetchingFeed(loader, prefetch_factor=3, **options)
+
+
+FEEDS: dict[str, Callable[..., DeviceFeed]] = {"direct": DeviceFeed, "prefetch": prefetching_feed}
 every_feed = pytest.mark.parametrize("feed_of", FEEDS.values(), ids=FEEDS)
 
 

@@ -14,6 +14,7 @@ from h5pack.device.augment import DRAWS, TRIES, Augmentation, AugmentationDraws,
 from h5pack.device.batch import BatchKey
 from h5pack.errors import OptionsError
 from h5pack.order.permutation import derive_key
+from tests.device.feeds import needs_gpu
 
 ALL = Augmentation(flip=0.5, crop=4, erase=0.5)
 FIELDS = tuple(AugmentationDraws.__dataclass_fields__)
@@ -59,13 +60,13 @@ def test_the_words_are_those_of_the_key() -> None:
 
 @pytest.mark.parametrize("size", [(32, 32), (218, 178), (5, 64)])
 def test_draws_equal_the_slow_twin(size: tuple[int, int]) -> None:
-    rows = torch.arange(300) * 37
+    rows = torch.arange(100) * 37
     found = stacked(draw_augmentation(BatchKey(rows, 5, 1), 42, ALL, *size)).tolist()
     expected = [slow_draw(words_of(42, 5, row, 1), ALL, *size) for row in rows.tolist()]
     assert [tuple(line[:3]) for line in found] == [line[:3] for line in expected]
     # Sides are computed in steps of 2^-20, so one that is that close to a half may round the other way.
-    assert sum(tuple(line) == other for line, other in zip(found, expected, strict=True)) >= 299
-    assert sum(line[5] > 0 for line in found) > 100
+    assert sum(tuple(line) == other for line, other in zip(found, expected, strict=True)) >= 99
+    assert sum(line[5] > 0 for line in found) > 30
 
 
 def test_a_sample_is_drawn_alike_in_any_batch() -> None:
@@ -126,7 +127,7 @@ def test_draws_are_spread_evenly() -> None:
 def test_boxes_lie_in_the_image() -> None:
     for height, width in ((1, 1), (2, 2), (1, 40), (3, 200), (30, 31)):
         options = Augmentation(erase=1.0, erase_scale=(0.01, 1.0))
-        found = draw_augmentation(BatchKey(torch.arange(2000), 0, 0), 0, options, height, width)
+        found = draw_augmentation(BatchKey(torch.arange(500), 0, 0), 0, options, height, width)
         assert stacked(found).min() >= 0
         assert (found.box_top + found.box_height <= height).all()
         assert (found.box_left + found.box_width <= width).all()
@@ -155,7 +156,7 @@ def test_invalid_options_are_refused(name: str, value: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@needs_gpu
 def test_draws_on_a_gpu_are_the_same() -> None:
     rows = torch.arange(5000) * 991
     expected = stacked(draw_augmentation(BatchKey(rows, 3, 1), 9, ALL, 218, 178))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,21 +16,9 @@ from h5pack.device import feed
 from h5pack.device.feed import DeviceFeed
 from h5pack.errors import LoaderError, OptionsError
 from tests.data.packs import all_same, loader_threads, reference, same, threads_end
-from tests.device.feeds import (
-    BATCH,
-    LOADERS,
-    Keyed,
-    Numbers,
-    every_feed,
-    h5_loader,
-    needs_gpu,
-    rest_of,
-)
+from tests.device.feeds import BATCH, LOADERS, Keyed, Numbers, every_feed, h5_loader, needs_gpu, rest_of
 
-pytestmark = [
-    pytest.mark.usefixtures("no_thread_stays"),
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
 
 @every_feed
@@ -62,12 +50,9 @@ def test_missing_devices_and_invalid_options_are_refused(monkeypatch: pytest.Mon
         with pytest.raises(OptionsError) as caught:
             DeviceFeed([], wrong)
         assert caught.value.parameters == (f"device={str(wrong)!r}", "device='cpu'")
-    with pytest.raises(OptionsError, match="gpu"):
-        DeviceFeed([], "gpu")
-    with pytest.raises(OptionsError):
-        DeviceFeed([], prefetch_factor=0)
-    with pytest.raises(OptionsError):
-        DeviceFeed(7)
+    for wrong_arguments in ({"device": "gpu"}, {"prefetch_factor": 0}, {"loader": 7}):
+        with pytest.raises(OptionsError):
+            DeviceFeed(**{"loader": [], **wrong_arguments})  # type: ignore[arg-type]
 
 
 def test_local_rank_chooses_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +113,7 @@ class Breaking:
 
 
 @every_feed
-@pytest.mark.parametrize("at", [0, 1, 5])
+@pytest.mark.parametrize("at", [0, 5])
 @pytest.mark.parametrize("where", ["loader", "transform"])
 def test_an_error_is_raised_after_the_batches_before_it(feed_of: Any, at: int, where: str) -> None:
     def transform(images: torch.Tensor) -> torch.Tensor:
@@ -186,14 +171,9 @@ def test_a_keyboard_interrupt_is_raised_at_once(feed_of: Any) -> None:
 # On a GPU.
 
 
-def checksums(batch: Iterable[torch.Tensor]) -> list[int]:
-    return [int(part.long().sum()) for part in batch]
-
-
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("pin_memory", [False, True])
-@pytest.mark.parametrize("prefetch_factor", [1, 3])
+@pytest.mark.parametrize(("pin_memory", "prefetch_factor"), [(False, 3), (True, 1), (True, 3)])
 def test_batches_on_a_gpu(dataset: h5pack.H5Dataset, pin_memory: bool, prefetch_factor: int) -> None:
     expected = reference(dataset, 2, BATCH, window=3, seed=7)
     loader = h5pack.H5Loader(dataset, BATCH, window=3, seed=7, pin_memory=pin_memory)
@@ -280,4 +260,4 @@ def test_abandoned_iterations_free_gpu_memory(dataset: h5pack.H5Dataset) -> None
 def test_batches_that_a_loader_made_on_the_gpu() -> None:
     batches = [torch.full((50,), number, device="cuda") for number in range(20)]
     found = list(DeviceFeed(batches, "cuda", transform=lambda images: images + 1))
-    assert [checksums([batch]) for batch in found] == [[50 * (number + 1)] for number in range(20)]
+    assert [int(batch.sum()) for batch in found] == [50 * (number + 1) for number in range(20)]

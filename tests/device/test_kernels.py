@@ -1,12 +1,8 @@
-"""The Triton kernels: by Triton's interpreter on the CPU, compiled without a device, and on a GPU where there is one.
-
-Triton reads TRITON_INTERPRET when it is imported, so both run in processes of their own.
-"""
+"""The Triton kernels: in Triton's interpreter on the CPU, compiled without a device, and on a GPU if there is one."""
 
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import logging
 import os
 import subprocess
@@ -20,21 +16,14 @@ import torch
 
 from h5pack.device.normalize import Normalize
 from h5pack.errors import OptionsError
+from tests.device.feeds import needs_gpu
 from tests.device.test_normalize import AUGMENTATIONS, DTYPES, LAYOUTS, batch, key_of, reference, ulp
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="pip install triton")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+not_interpreted = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="kernels are interpreted")
 ROOT = Path(__file__).parents[2]
-
-
-def run(call: str, folder: Path, **variables: str) -> None:
-    """Run a function of this module in a process of its own."""
-    code = f"from tests.device import test_kernels; test_kernels.{call}"
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT), **variables}
-    environment = {name: value for name, value in environment.items() if value}
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
+SIZES = [(2, 5, 7), (1, 1, 1, 1), (2, 23, 31, 4), (1, 11, 300)]
+"""Batches of one to four channels; some fill one program of a kernel, others need several."""
 
 
 def assert_kernel_is_right(device: str, settings: dict[str, Any], sizes: list[tuple[int, ...]]) -> None:
@@ -60,46 +49,42 @@ def assert_kernel_is_right(device: str, settings: dict[str, Any], sizes: list[tu
                 assert torch.equal(result.cpu(), plain(host, key))
 
 
-def interpret(first: int) -> None:
-    """All dtypes and layouts with every other augmentation, in the interpreter."""
-    for augmentation in ({}, *AUGMENTATIONS)[first::2]:
-        for dtype, layout in itertools.product(DTYPES, LAYOUTS):
-            settings = {"dtype": dtype, "layout": layout, **augmentation}
-            # Some that fill a program, some that need several, of one to four channels.
-            assert_kernel_is_right("cpu", settings, [(2, 5, 7), (1, 1, 1, 1), (2, 23, 31, 4), (1, 11, 300)])
-
-
-@needs_triton
-@pytest.mark.parametrize("first", [0, 1])
-def test_interpreted(tmp_path: Path, first: int) -> None:
-    run(f"interpret({first})", tmp_path, TRITON_INTERPRET="1")
-
-
-def interpret_no_images() -> None:
-    """An empty batch, and one that is a view into another."""
+def interpret() -> None:
+    """Compare both kernels: each layout with each dtype, augmentation and size; views of batches; an empty batch."""
+    assert "triton" not in sys.modules, "importing Normalize imports Triton"
+    for number in range(12):
+        settings = {"dtype": DTYPES[number % 3], "layout": list(LAYOUTS)[number % 2]}
+        settings |= ({}, *AUGMENTATIONS)[number % 5]
+        assert_kernel_is_right("cpu", settings, [SIZES[number // 2 % 4]])
+    for dtype in DTYPES:
+        assert_kernel_is_right("cpu", {"dtype": dtype}, SIZES[2:])
     assert Normalize.imagenet(backend="triton")(batch()[:0]).shape == (0, 3, 13, 11)
     images = batch(4)[1:3]
     assert torch.equal(Normalize.imagenet(backend="triton")(images), Normalize.imagenet()(images))
 
 
 @needs_triton
-def test_interpreted_parts_of_batches(tmp_path: Path) -> None:
-    run("interpret_no_images()", tmp_path, TRITON_INTERPRET="1")
+def test_interpreted_kernels_equal_the_slow_twin(tmp_path: Path) -> None:
+    # Triton reads TRITON_INTERPRET when it is imported, so this needs a process of its own.
+    code = "from tests.device import test_kernels; test_kernels.interpret()"
+    variables = {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    result = subprocess.run(command, env={**os.environ, **variables}, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
 
 
-def compile_all() -> None:
-    for dtype in ("fp32", "fp16", "bf16"):
-        compile_flat(dtype)
-
-
-def compile_flat(dtype: str) -> None:
-    """Compile the flat kernel for a GPU that is not here, and look at how it moves its values."""
-    import triton
+@needs_triton
+@not_interpreted
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_compiled_kernel_moves_whole_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """Compile the flat kernel for a GPU that is not here, and check how it loads and stores its values."""
+    triton = pytest.importorskip("triton", minversion="3.3", reason="its compiler expects the arguments of 3.3")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from h5pack.device import kernels
 
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     values = 512 if dtype == "fp32" else 1024
     constants = {"CHANNELS": 3, "FINE": dtype == "fp32", "VALUES": values}
     signature = {"pixels": "*u8", "result": f"*{dtype}", "constants": "*fp32", "total": "i32", "stride": "i32"}
@@ -109,24 +94,20 @@ def compile_flat(dtype: str) -> None:
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("pixels", "result", "constants", "stride")}
     places = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernels._flat_kernel, signature=signature, constexprs=places, attrs=aligned)
-    ptx = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": 4}).asm["ptx"]
+    ptx = triton.compile(
+        source, target=GPUTarget("cuda", 80, 32), options={"num_warps": 4, "enable_fp_fusion": True}
+    ).asm["ptx"]
     assert "st.global.v4.b32" in ptx, "stores are of 16 bytes"
     assert ("ld.global.v2.b32" in ptx) == (dtype != "fp32"), "loads are of 8 bytes, of 4 for float32"
     assert "fma.rn.f32" in ptx
     assert "ld.shared" not in ptx, "threads exchange no values"
 
 
-@needs_triton
-def test_compiled_without_a_device(tmp_path: Path) -> None:
-    pytest.importorskip("triton", minversion="3.3", reason="its compiler is called by what 3.3 expects")
-    run("compile_all()", tmp_path, TRITON_INTERPRET="")
-
-
 # Which backend is used.
 
 
 @needs_triton
-@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="kernels are interpreted")
+@not_interpreted
 def test_kernels_need_a_gpu() -> None:
     with pytest.raises(OptionsError, match="CUDA"):
         Normalize.imagenet(backend="triton")(batch())
@@ -182,7 +163,7 @@ def test_a_failing_kernel_is_replaced_with_a_warning(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("settings", [{}, *AUGMENTATIONS], ids=str)
 def test_on_a_gpu(settings: dict[str, Any], dtype: torch.dtype, layout: str) -> None:
-    sizes = [(2, 5, 7), (1, 1, 1, 1), (2, 23, 31, 4), (8, 218, 178), (64, 32, 32)]
+    sizes = [*SIZES, (8, 218, 178), (64, 32, 32)]
     assert_kernel_is_right("cuda", {"dtype": dtype, "layout": layout, **settings}, sizes)
 
 

