@@ -6,12 +6,17 @@ import multiprocessing
 import signal
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests import stacks
 
 # Each worker of a fork server would otherwise import torch again, for seconds.
 multiprocessing.set_forkserver_preload(["torch", "h5pack.data.dataset"])
+
+# On a loaded machine any example may take long.
+hypothesis.settings.register_profile("h5pack", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("h5pack")
 
 
 def pytest_configure() -> None:

@@ -28,6 +28,7 @@ from h5pack.errors import (
 )
 from h5pack.pack import finish
 from h5pack.pack.output import Output, OutputLock
+from tests.crashing import leftovers, wait_for
 from tests.makers import class_folders, expected, flat_folder, pixels, quick, save, split_folders, truncate
 
 
@@ -35,13 +36,14 @@ def names_of(file: h5py.File) -> list[str]:
     return [name.decode() for name in file["filenames"][()]]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("layout", ["nhwc", "nchw"])
-@pytest.mark.parametrize("order", ["shuffled", "sorted"])
+@pytest.mark.parametrize(
+    ("workers", "layout", "order"),
+    [(1, "nhwc", "shuffled"), (2, "nchw", "shuffled"), (1, "nchw", "sorted"), (2, "nhwc", "sorted")],
+)
 def test_rows_are_pillows_pixels_with_their_labels(tmp_path: Path, workers: int, layout: str, order: str) -> None:
-    source = class_folders(tmp_path / "in", {"b": 13, "a": 9, "c": 20})
+    source = class_folders(tmp_path / "in", {"b": 7, "a": 5, "c": 9})
     report = h5pack.convert(source, tmp_path / "o.h5", **quick(num_workers=workers, layout=layout, order=order))
-    assert (report.images, report.rejects) == (42, 0)
+    assert (report.images, report.rejects) == (21, 0)
     with h5py.File(tmp_path / "o.h5") as file:
         names = names_of(file)
         assert sorted(names) == sorted(str(path.relative_to(source)) for path in source.rglob("*.jpg"))
@@ -54,8 +56,7 @@ def test_rows_are_pillows_pixels_with_their_labels(tmp_path: Path, workers: int,
             assert classes[file["labels"][row]] == name.split("/")[0]
 
 
-@pytest.mark.parametrize("fit", ["crop", "pad", "stretch"])
-@pytest.mark.parametrize("mode", ["rgb", "gray"])
+@pytest.mark.parametrize(("fit", "mode"), [("crop", "rgb"), ("crop", "gray"), ("pad", "gray"), ("stretch", "rgb")])
 def test_sizes_are_brought_to_one_by_pillows_own_functions(tmp_path: Path, fit: str, mode: str) -> None:
     source = tmp_path / "in"
     for number, size in enumerate([(20, 14), (31, 57), (64, 9), (16, 24)]):
@@ -116,16 +117,16 @@ def test_statistics_of_a_large_pack_take_every_8th_row(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("order", ["shuffled", "sorted"])
 def test_truncated_images_leave_no_holes_in_three_splits(tmp_path: Path, order: str) -> None:
-    counts = {"train": {"x": 60, "y": 50}, "val": {"x": 20, "y": 11}, "test": {"x": 9, "y": 14}}
+    counts = {"train": {"x": 30, "y": 25}, "val": {"x": 10, "y": 6}, "test": {"x": 5, "y": 7}}
     source = split_folders(tmp_path / "in", counts, (60, 50))
-    broken = {"train/x/00003.jpg", "train/y/00049.jpg", "val/x/00000.jpg", "test/y/00013.jpg", "test/y/00002.jpg"}
+    broken = {"train/x/00003.jpg", "train/y/00024.jpg", "val/x/00000.jpg", "test/y/00006.jpg", "test/y/00002.jpg"}
     for name in broken:
         truncate(source / name)
     files = []
     for workers in (1, 4):
         out = tmp_path / f"{workers}.h5"
         report = h5pack.convert(source, out, **quick(order=order, num_workers=workers, chunk_rows=7))
-        assert (report.images, report.rejects) == (159, 5)
+        assert (report.images, report.rejects) == (78, 5)
         assert report.moved_rows > 0
         files.append(out.read_bytes())
     assert files[0] == files[1]
@@ -134,10 +135,8 @@ def test_truncated_images_leave_no_holes_in_three_splits(tmp_path: Path, order: 
         everything = {str(path.relative_to(source)) for path in source.rglob("*.jpg")}
         assert set(names) == everything - broken
         assert len(names) == len(set(names))
-        splits = dict(
-            zip([name.decode() for name in file["splits/name"]], file["splits/rows"][()].tolist(), strict=True)
-        )
-        assert splits == {"train": [0, 108], "val": [108, 138], "test": [138, 159]}
+        splits = dict(zip(file["splits/name"].asstr()[()], file["splits/rows"][()].tolist(), strict=True))
+        assert splits == {"train": [0, 53], "val": [53, 68], "test": [68, 78]}
         for split, (start, stop) in splits.items():
             inside = names[start:stop]
             assert all(name.startswith(split) for name in inside)
@@ -153,14 +152,6 @@ def test_truncated_images_leave_no_holes_in_three_splits(tmp_path: Path, order: 
     assert h5pack.verify(tmp_path / "1.h5").ok
 
 
-def test_a_shuffled_pack_moves_no_more_rows_than_it_must(tmp_path: Path) -> None:
-    source = flat_folder(tmp_path / "in", 300)
-    truncate(source / "00017.jpg")
-    report = h5pack.convert(source, tmp_path / "o.h5", **quick())
-    assert report.images == 299
-    assert report.moved_rows <= 1
-
-
 def test_bad_files_are_listed_with_their_reasons(tmp_path: Path) -> None:
     source = flat_folder(tmp_path / "in", 6)
     (source / "empty.jpg").write_bytes(b"")
@@ -172,34 +163,39 @@ def test_bad_files_are_listed_with_their_reasons(tmp_path: Path) -> None:
     Image.new("RGB", (300, 300)).save(source / "bomb.png")
     Image.fromarray(np.zeros((20, 14), np.float32)).save(source / "float.tif")
     truncate(source / "00002.jpg")
+    # Its header sends the decoder beyond the end of the file.
+    (source / "offset.tif").write_bytes(b"II+\0\x08\0\0\0" + (2**63 - 1).to_bytes(8, "little"))
+    (source / "drawing.jpg").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
     report = h5pack.convert(source, tmp_path / "o.h5", **quick(max_pixels=80_000))
     with h5py.File(tmp_path / "o.h5") as file:
         assert sorted(names_of(file)) == [f"0000{n}.jpg" for n in (0, 1, 3, 4, 5)] + ["mislabelled.jpg"]
-        rejects = {
-            name.decode(): reason.decode()
-            for name, reason in zip(file["rejects/filenames"][()], file["rejects/reasons"][()], strict=True)
-        }
-    assert rejects == {
-        "empty.jpg": "zero bytes",
-        "text.jpg": "not an image, or of an unknown format",
-        "gone.jpg": "file not found",
-        "pipe.jpg": "not a regular file",
-        "bomb.png": "decompression bomb: 300x300 is over 80000 pixels",
-        "float.tif": "F pixels of 32 bits; convert it to 8 or 16 bits first",
-        "00002.jpg": "truncated",
-    }
-    assert report.rejects == 7
+        rejects = dict(zip(file["rejects/filenames"].asstr()[()], file["rejects/reasons"].asstr()[()], strict=True))
+    assert {"offset.tif", "drawing.jpg"} <= set(rejects)
+    assert (
+        rejects.items()
+        >= {
+            "empty.jpg": "zero bytes",
+            "text.jpg": "not an image, or of an unknown format",
+            "gone.jpg": "file not found",
+            "pipe.jpg": "not a regular file",
+            "bomb.png": "decompression bomb: 300x300 is over 80000 pixels",
+            "float.tif": "F pixels of 32 bits; convert it to 8 or 16 bits first",
+            "00002.jpg": "truncated",
+        }.items()
+    )
+    assert report.rejects == 9
 
 
-def test_strict_stops_at_the_first_bad_image_and_leaves_no_output(tmp_path: Path) -> None:
-    source = flat_folder(tmp_path / "in", 6)
+def test_strict_stops_at_the_first_bad_image_even_when_resumed(tmp_path: Path) -> None:
+    source = flat_folder(tmp_path / "in", 6, (60, 50))
     (source / "zero.jpg").write_bytes(b"")
     with pytest.raises(RejectedImageError, match=r"zero\.jpg"):
         h5pack.convert(source, tmp_path / "o.h5", **quick(strict=True))
     (source / "zero.jpg").unlink()
     truncate(source / "00003.jpg")
-    with pytest.raises(RejectedImageError, match=r"00003\.jpg"):
-        h5pack.convert(source, tmp_path / "o.h5", **quick(strict=True))
+    for resume in (False, True, True):
+        with pytest.raises(RejectedImageError, match=r"00003\.jpg"):
+            h5pack.convert(source, tmp_path / "o.h5", **quick(strict=True, resume=resume))
     assert not (tmp_path / "o.h5").exists()
     report = h5pack.convert(source, tmp_path / "o.h5", **quick(resume=True))
     assert (report.images, report.rejects) == (5, 1)
@@ -207,33 +203,27 @@ def test_strict_stops_at_the_first_bad_image_and_leaves_no_output(tmp_path: Path
 
 def test_errors_before_anything_is_written(tmp_path: Path) -> None:
     out = tmp_path / "o.h5"
-    with pytest.raises(SourceError, match="no such"):
-        h5pack.convert(tmp_path / "missing", out, **quick())
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(NoImagesError):
-        h5pack.convert(tmp_path / "empty", out, **quick())
     source = flat_folder(tmp_path / "in", 3)
     save(source / "wide.jpg", 9, (20, 30))
-    with pytest.raises(SizesDifferError, match=r"20x14 .*20x30"):
-        h5pack.convert(source, out, **quick())
-    with pytest.raises(SourceError, match="folder"):
-        h5pack.convert(source, tmp_path / "no" / "o.h5", **quick())
-    with pytest.raises(OutputExistsError, match="folder"):
-        h5pack.convert(source, tmp_path / "in", **quick())
+    (tmp_path / "empty").mkdir()
     (tmp_path / "junk").mkdir()
     (tmp_path / "junk" / "a.jpg").write_text("x")
-    with pytest.raises(NoImagesError, match=r"a\.jpg"):
-        h5pack.convert(tmp_path / "junk", out, **quick())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "in", "junk"]
-
-
-def test_nothing_decodes_and_nothing_is_left(tmp_path: Path) -> None:
-    source = flat_folder(tmp_path / "in", 3)
-    for path in source.iterdir():
+    cut = flat_folder(tmp_path / "cut", 3)
+    for path in cut.iterdir():
         truncate(path)
-    with pytest.raises(NoImagesError, match="truncated"):
-        h5pack.convert(source, tmp_path / "o.h5", **quick())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+    for broken, to, error in (
+        (tmp_path / "missing", out, SourceError),
+        (tmp_path / "empty", out, NoImagesError),
+        (tmp_path / "junk", out, NoImagesError),
+        (cut, out, NoImagesError),
+        (source, out, SizesDifferError),
+        (source, tmp_path / "no" / "o.h5", SourceError),
+        (source, tmp_path / "in", OutputExistsError),
+    ):
+        with pytest.raises(error) as caught:
+            h5pack.convert(broken, to, **quick())
+        assert caught.value.path in (str(broken), str(to), str(to.parent))
+    assert leftovers(tmp_path) == {"cut", "empty", "in", "junk"}
 
 
 def test_an_existing_output_is_kept_until_the_new_one_is_whole(tmp_path: Path) -> None:
@@ -252,26 +242,13 @@ def test_an_existing_output_is_kept_until_the_new_one_is_whole(tmp_path: Path) -
     assert h5pack.convert(source, out, **quick(overwrite=True)).images == 4
 
 
-def test_an_unfinished_output_is_not_taken_silently(tmp_path: Path) -> None:
+def test_an_unfinished_output_needs_resume_or_overwrite(tmp_path: Path) -> None:
     source = flat_folder(tmp_path / "in", 4)
     (tmp_path / "o.h5.partial").write_bytes(b"")
     with pytest.raises(OutputExistsError) as caught:
         h5pack.convert(source, tmp_path / "o.h5", **quick())
     assert "resume=True" in caught.value.parameters
     assert h5pack.convert(source, tmp_path / "o.h5", **quick(overwrite=True)).images == 4
-
-
-def test_resume_of_a_finished_output_does_nothing(tmp_path: Path) -> None:
-    source = flat_folder(tmp_path / "in", 4)
-    out = tmp_path / "o.h5"
-    h5pack.convert(source, out, **quick(resume=True))
-    before = out.stat()
-    report = h5pack.convert(source, out, **quick(resume=True))
-    assert report.already_complete
-    assert report.images == 4
-    assert out.stat().st_mtime_ns == before.st_mtime_ns
-    with pytest.raises(OutputExistsError, match="options"):
-        h5pack.convert(source, out, **quick(resume=True, seed=7))
 
 
 def interrupted(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, rows: int = 2, **settings: object) -> None:
@@ -301,7 +278,7 @@ def test_resume_refuses_other_options_and_a_changed_source(tmp_path: Path, monke
         h5pack.convert(source, out, **quick(chunk_rows=2, seed=3, resume=True))
     assert "seed=0" in caught.value.parameters
     save(source / "00009.jpg", 9)
-    with pytest.raises(ResumeError, match=r"8 files.* 9"):
+    with pytest.raises(ResumeError):
         h5pack.convert(source, out, **quick(chunk_rows=2, resume=True))
     (source / "00009.jpg").unlink()
     save(source / "00003.jpg", 33)
@@ -384,9 +361,7 @@ class Dataset:
         return pixels(index), index * 3
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"num_workers": 2, "start_method": "fork"}, {"num_workers": 2, "start_method": "spawn"}]
-)
+@pytest.mark.parametrize("settings", [{}, {"num_workers": 2, "start_method": "spawn"}])
 def test_a_map_style_dataset_is_a_source(tmp_path: Path, settings: dict[str, object]) -> None:
     report = h5pack.convert(Dataset(), tmp_path / "o.h5", **quick(**settings))
     assert (report.images, report.rejects) == (22, 1)
@@ -454,14 +429,16 @@ def test_unicode_and_undecodable_names(tmp_path: Path) -> None:
 def test_the_same_content_makes_the_same_bytes_at_any_time(tmp_path: Path) -> None:
     source = split_folders(tmp_path / "in", {"train": {"x": 9}, "test": {"x": 5, "y": 2}}, (60, 50))
     truncate(source / "test" / "y" / "00001.jpg")
-    for compat in (False, True):
-        files = []
-        for attempt in range(2):
-            out = tmp_path / f"{compat}{attempt}.h5"
-            h5pack.convert(source, out, **quick(compat=compat))
-            files.append(out.read_bytes())
-            time.sleep(1.1)
-        assert files[0] == files[1]
+
+    def files() -> list[bytes]:
+        for compat in (False, True):
+            h5pack.convert(source, tmp_path / f"{compat}.h5", **quick(compat=compat, overwrite=True))
+        return [(tmp_path / f"{compat}.h5").read_bytes() for compat in (False, True)]
+
+    before, second = files(), int(time.time())
+    # HDF5 counts time in seconds.
+    wait_for(lambda: int(time.time()) > second)
+    assert files() == before
 
 
 def test_limit_on_a_dataset_keeps_each_image_its_label(tmp_path: Path) -> None:
@@ -473,19 +450,23 @@ def test_limit_on_a_dataset_keeps_each_image_its_label(tmp_path: Path) -> None:
             assert file["labels"][row] == int(name) * 3
 
 
-def test_resume_of_an_output_that_is_something_else(tmp_path: Path) -> None:
+def test_resume_of_a_finished_output_only_checks_it(tmp_path: Path) -> None:
     first, second = class_folders(tmp_path / "a", {"x": 5, "y": 4}), class_folders(tmp_path / "b", {"x": 4, "y": 5})
     out = tmp_path / "o.h5"
     h5pack.convert(first, out, **quick())
-    with pytest.raises(OutputExistsError, match="source"):
+    before = out.stat().st_mtime_ns
+    with pytest.raises(OutputExistsError):
         h5pack.convert(second, out, **quick(resume=True))
-    with pytest.raises(SourceError, match="no such"):
+    with pytest.raises(OutputExistsError):
+        h5pack.convert(first, out, **quick(resume=True, seed=7))
+    with pytest.raises(SourceError):
         h5pack.convert(tmp_path / "none", out, **quick(resume=True))
     (first / "y").rename(first / "z")
-    with pytest.raises(OutputExistsError, match="source"):
+    with pytest.raises(OutputExistsError):
         h5pack.convert(first, out, **quick(resume=True))
     (first / "z").rename(first / "y")
-    assert h5pack.convert(first, out, **quick(resume=True)).already_complete
+    report = h5pack.convert(first, out, **quick(resume=True))
+    assert (report.already_complete, report.images, out.stat().st_mtime_ns) == (True, 9, before)
     with h5py.File(out, "r+") as file:
         file.attrs["h5pack_complete"] = 0
     with pytest.raises(IncompletePackError):
@@ -494,16 +475,6 @@ def test_resume_of_an_output_that_is_something_else(tmp_path: Path) -> None:
     with pytest.raises(PackFormatError):
         h5pack.convert(first, out, **quick(resume=True))
     assert out.read_bytes() == b"precious"
-
-
-def test_strict_is_still_strict_when_resumed(tmp_path: Path) -> None:
-    source = flat_folder(tmp_path / "in", 6, (60, 50))
-    truncate(source / "00003.jpg")
-    for settings in ({}, {"resume": True}, {"resume": True}):
-        with pytest.raises(RejectedImageError, match=r"00003\.jpg"):
-            h5pack.convert(source, tmp_path / "o.h5", **quick(strict=True, **settings))
-    assert not (tmp_path / "o.h5").exists()
-    assert h5pack.convert(source, tmp_path / "o.h5", **quick(resume=True)).rejects == 1
 
 
 def test_an_output_that_appears_during_the_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -544,14 +515,6 @@ def test_chunks_larger_than_a_task_are_written_in_parts(tmp_path: Path, monkeypa
     for io in ("direct", "buffered"):
         h5pack.convert(source, tmp_path / f"{io}.h5", **quick(chunk_rows=50, io=io, num_workers=2, start_method="fork"))
         assert (tmp_path / f"{io}.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()
-
-
-def test_a_damaged_file_that_sends_the_decoder_beyond_the_end_is_one_reject(tmp_path: Path) -> None:
-    source = flat_folder(tmp_path / "in", 3)
-    (source / "big.tif").write_bytes(b"II+\0\x08\0\0\0" + (2**63 - 1).to_bytes(8, "little"))
-    (source / "drawing.jpg").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
-    report = h5pack.convert(source, tmp_path / "o.h5", **quick())
-    assert (report.images, report.rejects) == (3, 2)
 
 
 def test_one_long_name_among_many(tmp_path: Path) -> None:

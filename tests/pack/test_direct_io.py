@@ -16,7 +16,7 @@ from h5pack.pack import direct_io
 from h5pack.pack.direct_io import ContiguousRows, RowFile, suits_direct
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     runs=st.lists(st.tuples(st.integers(0, 9000), st.integers(1, 30_000), st.integers(1, 7)), min_size=1, max_size=5),
     min_write_bytes=st.sampled_from([1, 4096, 10_000, 1 << 20]),

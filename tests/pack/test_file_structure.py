@@ -29,7 +29,7 @@ def tables(rows: int, classes: int = 3) -> PackTables:
     )
 
 
-@settings(max_examples=26, deadline=None)
+@settings(max_examples=26)
 @given(
     row=st.sampled_from([(32, 32, 3), (218, 178, 3), (64, 64, 1), (7, 5, 3)]),
     chunk_bytes=st.sampled_from([1, 65_536, 200_000, 4_194_304]),

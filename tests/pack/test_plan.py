@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from h5pack.errors import NoImagesError, OptionsError, RejectedImageError, SizesDifferError
+from h5pack.images.decode import PixelOptions
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.plan import ConvertPlan, make_plan
 from h5pack.pack.split_order import order_rows
@@ -71,22 +72,16 @@ def test_the_shape_of_a_row(settings: dict[str, Any], shape: tuple[int, ...]) ->
 
 
 def test_the_pixel_options_are_those_of_the_plan() -> None:
-    pixels = plan(size=(64, 32), fit="pad", resample="box", draft=True, mode="gray", max_pixels=10**6).pixels
-    assert (pixels.height, pixels.width, pixels.channels, pixels.resize) == (64, 32, 1, True)
-    assert (pixels.fit, pixels.resample, pixels.draft, pixels.max_pixels) == ("pad", "box", True, 10**6)
+    settings: dict[str, Any] = {"fit": "pad", "resample": "box", "draft": True, "max_pixels": 10**6}
+    assert plan(size=(64, 32), mode="gray", **settings).pixels == PixelOptions(64, 32, 1, True, **settings)
 
 
-def test_sizes_that_differ_name_two_files_and_the_parameter() -> None:
-    seen = survey({4: (100, 50), 6: (100, 50), 9: (30, 20), 0: (0, 0)}, reasons={0: "truncated"})
+def test_sizes_that_differ_are_an_error_that_names_the_most_frequent_one() -> None:
+    seen = survey({4: (100, 50), 6: (100, 50), 9: (50, 100), 0: (0, 0)}, reasons={0: "truncated"})
     with pytest.raises(SizesDifferError, match=r"218x178 \(16, such as 01.*100x50 \(2, such as 04") as caught:
         plan(seen=seen)
     assert caught.value.parameters == ("size='218x178'",)
     assert plan(seen=seen, size=(64, 64)).rows == 19
-
-
-def test_height_and_width_are_not_confused() -> None:
-    with pytest.raises(SizesDifferError, match=r"218x178 \(19, .* 178x218 \(1, such as 07"):
-        plan(seen=survey({7: (178, 218)}))
 
 
 def test_the_size_of_a_rejected_image_does_not_count() -> None:
@@ -107,12 +102,6 @@ def test_rejects_of_the_tables_come_first() -> None:
     with pytest.raises(RejectedImageError, match=r"gone\.jpg") as caught:
         plan(of, strict=True)
     assert caught.value.parameters == ("strict=True",)
-
-
-def test_strict_names_the_first_bad_image() -> None:
-    with pytest.raises(RejectedImageError, match=r"05\.jpg"):
-        plan(seen=survey(reasons={9: "zero bytes", 5: "truncated"}), strict=True)
-    assert plan(strict=True).rows == COUNT
 
 
 def test_nothing_usable() -> None:
@@ -173,18 +162,8 @@ def test_the_plan_for_programs() -> None:
     assert found["bytes"] >= 4 * 6 * 64 * 32 * 3
 
 
-def test_the_plan_for_people() -> None:
+def test_the_plan_as_text() -> None:
     of = catalog(fields={"identity": np.arange(COUNT)}, ignored={".txt files": 2_000})
     text = plan(of, survey(reasons={3: "truncated"}), size=(64, 32), fit="pad").to_text()
-    for words in (
-        "19 of 64x32 rgb, by pad and bicubic, nhwc, shuffled",
-        "3 classes, field identity",
-        "train 15, test 4",
-        "2,000 .txt files",
-        "1 so far (03.jpg: truncated)",
-    ):
+    for words in ("19 of 64x32", "pad", "3 classes", "identity", "train 15, test 4", "2,000 .txt files", "03.jpg"):
         assert words in text
-    quiet = plan().to_text()
-    assert "ignored" not in quiet
-    assert "rejects" not in quiet
-    assert "by crop" not in quiet
