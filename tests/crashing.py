@@ -142,6 +142,19 @@ def convert_until_held(
     return child, workers
 
 
+def interrupt(*_: object, **__: object) -> None:
+    """What a patched function does that interrupts the work."""
+    raise KeyboardInterrupt
+
+
+def lose_pages(path: Path) -> None:
+    """Zero some pages of a file, as a power cut may leave it."""
+    data = bytearray(path.read_bytes())
+    for start in range(70_000, len(data) - 5000, 90_000):
+        data[start : start + 4096] = bytes(4096)
+    path.write_bytes(data)
+
+
 def leftovers(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 

@@ -39,7 +39,16 @@ from h5pack.pack.conversion import Conversion
 from h5pack.pack.finish import is_compressed
 from h5pack.pack.options import ConvertOptions
 from h5pack.system.processes import run
-from tests.crashing import convert_in_child, convert_until_held, distinct_steps, gone, leftovers, small_file_system
+from tests.crashing import (
+    convert_in_child,
+    convert_until_held,
+    distinct_steps,
+    gone,
+    interrupt,
+    leftovers,
+    lose_pages,
+    small_file_system,
+)
 from tests.makers import flat_folder, quick, split_folders, truncate
 
 CHOICES = ["gzip", "gzip:1", "zstd", "zstd:9", "bitshuffle-lz4"]
@@ -102,6 +111,8 @@ def test_rows_and_tables_are_those_of_the_uncompressed_pack(packs: dict[str, Pat
     assert report.rows == ROWS
     (described,) = (item for item in h5pack.info(packs[name]).datasets if item.name == "images")
     assert described.filters == ({"gzip": "gzip", "zstd": "zstd"}.get(name.split(":")[0], "bitshuffle"),)
+    ours, theirs = h5pack.H5Dataset(packs[name]), h5pack.H5Dataset(packs["none"])
+    assert all(np.array_equal(ours[row][0], theirs[row][0]) for row in (0, 6, 7, 49, 75))
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -203,15 +214,6 @@ def test_a_pack_of_less_than_one_chunk(tmp_path: Path) -> None:
     assert h5pack.verify(tmp_path / "o.h5").ok
 
 
-@pytest.mark.parametrize("name", ["gzip", "zstd", "bitshuffle-lz4"])
-def test_a_dataset_reads_it(packs: dict[str, Path], name: str) -> None:
-    raw, dataset = h5pack.H5Dataset(packs["none"]), h5pack.H5Dataset(packs[name])
-    assert len(dataset) == ROWS
-    for row in (0, 6, 7, 49, 75):
-        assert np.array_equal(dataset[row][0], raw[row][0])
-        assert dataset[row][1] == raw[row][1]
-
-
 def test_the_hdf5_tools_read_gzip(packs: dict[str, Path], tmp_path: Path) -> None:
     if shutil.which("h5dump") is None:
         pytest.skip("h5dump is not installed: apt install hdf5-tools")
@@ -235,17 +237,15 @@ def test_damage_is_found_in_the_chunk_that_has_it(packs: dict[str, Path], tmp_pa
 
 
 @pytest.mark.parametrize("name", ["gzip:1", "gzip:9", "zstd", "bitshuffle-lz4"])
-@pytest.mark.parametrize("count", [1, 24, 8191, 70_001, 1_000_003])
-def test_what_cannot_be_compressed_stays_below_the_bound(name: str, count: int) -> None:
+def test_what_cannot_be_compressed_stays_below_the_bound(name: str) -> None:
     """The filter is never left out, however little it helps."""
-    values = np.random.default_rng(count).integers(0, 256, count, np.uint8)
     compression = parse_compression(name)
     assert compression is not None
     require_filter(compression)
-    stored = compress_chunk(values, compression)
-    assert 0 < len(stored) <= max_compressed_bytes(count)
-    assert len(stored) > count
-    assert len(compress_chunk(np.zeros(count, np.uint8), compression)) <= max_compressed_bytes(count)
+    for count in (1, 24, 8191, 70_001, 1_000_003):
+        values = np.random.default_rng(count).integers(0, 256, count, np.uint8)
+        assert count < len(compress_chunk(values, compression)) <= max_compressed_bytes(count)
+        assert len(compress_chunk(np.zeros(count, np.uint8), compression)) <= max_compressed_bytes(count)
 
 
 def test_rows_that_changed_on_the_disk_are_not_compressed(tmp_path: Path) -> None:
@@ -346,25 +346,16 @@ def test_starting_over_drops_what_was_compressed(
     assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
 
 
-@pytest.mark.parametrize("order", ["shuffled", "sorted"])
-def test_lost_pages_of_the_rows_are_decoded_again(source: Path, tmp_path: Path, order: str) -> None:
+def test_lost_pages_of_the_rows_are_decoded_again(packs: dict[str, Path], source: Path, tmp_path: Path) -> None:
     """A power cut before the compression: the journal knows more than the disk."""
     out = tmp_path / "o.h5"
-    h5pack.convert(source, tmp_path / "whole.h5", **options("zstd", order=order))
-
-    def cut(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finish, "compress", cut)
+        patch.setattr(finish, "compress", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            h5pack.convert(source, out, **options("zstd", order=order))
-    data = bytearray(partial_of(out).read_bytes())
-    for start in range(70_000, len(data) - 5000, 90_000):
-        data[start : start + 4096] = bytes(4096)
-    partial_of(out).write_bytes(data)
-    h5pack.convert(source, out, **options("zstd", order=order, resume=True))
-    assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
+            h5pack.convert(source, out, **options("zstd"))
+    lose_pages(partial_of(out))
+    h5pack.convert(source, out, **options("zstd", resume=True))
+    assert out.read_bytes() == packs["zstd"].read_bytes()
 
 
 def test_killed_again_and_again_while_resuming(
@@ -379,28 +370,6 @@ def test_killed_again_and_again_while_resuming(
         assert rounds < 60
     h5pack.convert(source, out, **options("zstd", resume=True))
     assert rounds > 5
-    assert out.read_bytes() == packs["zstd"].read_bytes()
-
-
-def test_an_output_that_appeared_meanwhile_is_kept(
-    packs: dict[str, Path], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "o.h5"
-    compress = finish.compress
-
-    def meanwhile(*arguments: Any, **keywords: Any) -> None:
-        compress(*arguments, **keywords)
-        out.write_bytes(b"precious")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(finish, "compress", meanwhile)
-        with pytest.raises(OutputExistsError) as caught:
-            h5pack.convert(source, out, **options("zstd"))
-        assert "overwrite=True" in caught.value.parameters
-    assert out.read_bytes() == b"precious"
-    assert is_compressed(partial_of(out))
-    report = h5pack.convert(source, out, **options("zstd", resume=True, overwrite=True))
-    assert (report.images, report.resumed_rows) == (ROWS, 80 - 1)
     assert out.read_bytes() == packs["zstd"].read_bytes()
 
 
@@ -514,9 +483,8 @@ def test_a_disk_without_room_for_both_copies_is_an_error_at_the_start(small_disk
     assert h5pack.convert(source, small_disk / "o.h5", **quick()).images == 270
 
 
-@pytest.mark.parametrize("workers", [1, 2])
 def test_a_disk_that_fills_up_while_compressing(
-    small_disk: Path, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+    small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = flat_folder(tmp_path / "in", 330, (60, 60))
     out = small_disk / "o.h5"
@@ -524,7 +492,7 @@ def test_a_disk_that_fills_up_while_compressing(
     with monkeypatch.context() as patch:
         patch.setattr("h5pack.pack.output.Output.require_space", lambda *_: None)
         with pytest.raises(NoSpaceError) as caught:
-            h5pack.convert(source, out, **quick(**settings | {"num_workers": workers}))
+            h5pack.convert(source, out, **{**settings, "num_workers": 2})
     assert caught.value.path == f"{out}.partial"
     assert leftovers(small_disk) == {"o.h5.partial", "o.h5.partial.journal"}
     subprocess.run(["mount", "-o", "remount,size=16m", str(small_disk)], check=True)
@@ -540,11 +508,10 @@ def test_the_plan_counts_both_copies(source: Path, tmp_path: Path) -> None:
             plans[name] = conversion.plan()
             assert conversion.estimate_seconds() > 0
     raw, compressed = plans["none"], plans["zstd"]
-    payload = ROWS * 9000
     assert compressed.file_bytes > raw.file_bytes
-    assert compressed.needed_bytes > 2 * payload > raw.needed_bytes
-    assert compressed.to_json()["bytes"] == compressed.file_bytes
-    assert compressed.to_json()["needed_bytes"] == compressed.needed_bytes
+    assert compressed.needed_bytes > 2 * ROWS * 9000 > raw.needed_bytes
+    found = compressed.to_json()
+    assert (found["bytes"], found["needed_bytes"]) == (compressed.file_bytes, compressed.needed_bytes)
 
 
 def test_what_the_disk_holds_never_exceeds_the_plan(

@@ -25,7 +25,9 @@ from tests.crashing import (
     convert_until_held,
     distinct_steps,
     gone,
+    interrupt,
     leftovers,
+    lose_pages,
     small_file_system,
 )
 from tests.makers import flat_folder, quick, split_folders, truncate
@@ -216,15 +218,14 @@ def test_a_disk_that_is_too_small_is_an_error_before_anything_is_written(small_d
     assert h5pack.convert(source, out, **quick(resume=True)).images == 400
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_disk_that_fills_up_meanwhile(small_disk: Path, tmp_path: Path, workers: int) -> None:
+def test_a_disk_that_fills_up_while_workers_write(small_disk: Path, tmp_path: Path) -> None:
     source = flat_folder(tmp_path / "in", 330, (60, 60))
     out = small_disk / "o.h5"
 
     def hog(*_: object) -> None:
         (small_disk / "hog").write_bytes(bytes(int(os.statvfs(small_disk).f_bavail * 4096) - 1_500_000))
 
-    settings = {"num_workers": workers, "start_method": "fork", "chunk_rows": 9}
+    settings = {"num_workers": 2, "start_method": "fork", "chunk_rows": 9}
     with pytest.MonkeyPatch.context() as patch:
         # Space is checked; then another process takes it.
         patch.setattr("h5pack.pack.output.Output.require_space", hog)
@@ -259,24 +260,16 @@ def test_a_disk_that_fills_up_before_the_tables_are_written(small_disk: Path, tm
     assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
 
 
-def test_a_lost_page_after_the_rows_moved_is_decoded_again(
+def test_lost_pages_after_the_rows_moved_are_decoded_again(
     source: Path, order: str, whole: bytes, tmp_path: Path
 ) -> None:
     """A power cut while rows close up: the journal knows more than the disk, and a moved row's origin is gone."""
     out = tmp_path / "o.h5"
-
-    def cut(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("h5pack.pack.finish.complete", cut)
+        patch.setattr("h5pack.pack.finish.complete", interrupt)
         with pytest.raises(KeyboardInterrupt):
             h5pack.convert(source, out, **options(order))
-    partial = tmp_path / "o.h5.partial"
-    data = bytearray(partial.read_bytes())
-    for start in range(70_000, len(data) - 5000, 90_000):
-        data[start : start + 4096] = bytes(4096)
-    partial.write_bytes(data)
+    lose_pages(tmp_path / "o.h5.partial")
     h5pack.convert(source, out, **options(order, resume=True))
     assert out.read_bytes() == whole
 
