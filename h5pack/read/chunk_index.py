@@ -302,9 +302,9 @@ def _library_reason(file: h5py.File, dataset: h5py.Dataset) -> LibraryReason | N
     elif dataset.chunks and not _LISTS_CHUNKS:
         text = f"{versions} cannot list chunks"
     elif dataset.chunks and file.userblock_size and h5py.version.hdf5_version_tuple < _COUNTS_USER_BLOCK:
-        text = f"{versions} misplaces the chunks of files with a user block"
+        text = f"{versions} reports wrong chunk offsets in files with a user block"
     elif not dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype, logical=True)):
-        text = "its numbers are stored in an unusual way"
+        text = "NumPy has no type for the numbers as they are stored"
     return LibraryReason(cause, text) if text else None
 
 

@@ -135,25 +135,23 @@ def _require_rows(file: h5py.File, dataset: h5py.Dataset, images: bool) -> None:
     """Raise PackFormatError unless the rows of a dataset are numbers or encoded images."""
     refuse = partial(dataset_error, file.filename, dataset.name.lstrip("/"))
     if dataset.ndim < 1:
-        raise refuse("has no axis 0 to take samples from; name another dataset")
+        raise refuse("has no axis 0, along which samples are counted; name another dataset")
     try:
         dtype = dataset.dtype
     except TypeError as error:
-        raise refuse(f"holds no numbers that NumPy knows ({error}); name another dataset") from error
+        raise refuse(f"has a type that NumPy does not have ({error}); name another dataset") from error
     if is_encoded(dataset):
         return
-    string = h5py.check_string_dtype(dtype)
-    if images and string is not None and string.length is None:
-        raise refuse(
-            "holds variable-length strings; encoded images must be stored as variable-length uint8 "
-            "(h5py.vlen_dtype(np.uint8)), since text ends at the first zero byte; write them again, or name another "
-            "dataset"
-        )
-    base = h5py.check_vlen_dtype(dtype)
+    base, string = h5py.check_vlen_dtype(dtype), h5py.check_string_dtype(dtype)
     if isinstance(base, np.dtype):
         raise refuse(
             f"holds variable-length {base} on {dataset.ndim} axes; rows of variable length must be encoded images, "
             "uint8 on one axis; name another dataset"
+        )
+    if images and string is not None and string.length is None:
+        raise refuse(
+            "holds variable-length strings, which end at the first zero byte; write encoded images as variable-length "
+            "uint8 (h5py.vlen_dtype(np.uint8)), or name another dataset"
         )
     if dtype.kind not in "biuf":
         raise refuse(f"holds {dtype}, not numbers; name another dataset")

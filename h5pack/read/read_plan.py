@@ -179,16 +179,10 @@ class ScatterPlan:
         last = len(self.offsets) if last is None else last
         if first == last:
             return
-        if not self.borders:
-            yield self._extents(first, last)
-            return
         inner = self.borders[bisect_right(self.borders, first) : bisect_left(self.borders, last)]
         for low, high in itertools.pairwise([first, *inner, last]):
-            yield self._extents(low, high)
-
-    def _extents(self, first: int, last: int) -> FileExtents:
-        source_id = None if self.source_ids is None else self.source_ids[first]
-        return FileExtents(first, last, source_id, self.offsets[first] < 0)
+            source_id = None if self.source_ids is None else self.source_ids[low]
+            yield FileExtents(low, high, source_id, self.offsets[low] < 0)
 
 
 def plan_scatter(index: ChunkIndex, rows: npt.NDArray[np.int64]) -> ScatterPlan:

@@ -233,7 +233,9 @@ def _visit_sources(dataset: h5py.Dataset, depth: int, visit: _Visit) -> None:
                 _visit(dataset, file, datasets, visit)
         except H5PackError as error:
             raise PackFormatError(
-                f"{_where(dataset)} is virtual, and of its sources: {error}", path=error.path, dataset=error.dataset
+                f"{_where(dataset)} is virtual, and a source cannot be read: {error}",
+                path=error.path,
+                dataset=error.dataset,
             ) from error
 
 
@@ -246,7 +248,8 @@ def _visit(dataset: h5py.Dataset, file: h5py.File, datasets: dict[str, list[_Map
 def _require_source(dataset: h5py.Dataset, file: h5py.File, name: str, mappings: Sequence[_Mapping]) -> h5py.Dataset:
     found = find_item(file, name)
     if not isinstance(found, h5py.Dataset):
-        raise dataset_error(file.filename, name, f"is no dataset, and a source of {_where(dataset)}; repair the file")
+        problem = f"is missing or not a dataset, and {_where(dataset)} maps it; restore the right file"
+        raise dataset_error(file.filename, name, problem)
     for mapping in mappings:
         needed = _needed(mapping, found.shape)
         if needed is not None:

@@ -65,7 +65,7 @@ class VirtualIndex(ChunkIndex):
         """Why some rows are read through the HDF5 library; None if all are read directly."""
         for source in self.sources:
             if source.index.library_reason is not None:
-                return f"of its sources, {source.index.name!r} of {source.file.path}: {source.index.library_reason}"
+                return f"its source {source.index.name!r} in {source.file.path}: {source.index.library_reason}"
         return None
 
     @property

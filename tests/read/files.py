@@ -18,25 +18,9 @@ from h5pack.read.engine import Engine
 from h5pack.read.storage import FileIdentity
 from h5pack.read.virtual import index_rows
 
-STORAGES = (
-    "contiguous",
-    "rows",
-    "extendable",
-    "holes",
-    "no_holes_filled",
-    "never",
-    "early",
-    "split",
-    "gzip",
-    "whole_gzip",
-    "compact",
-    "virtual",
-    "unlimited",
-)
-DIRECT = frozenset(
-    {"contiguous", "rows", "extendable", "holes", "no_holes_filled", "never", "early", "unlimited", "whole_gzip"}
-    | {"split", "gzip", "virtual"}
-)
+WHOLE_ROWS = ["contiguous", "rows", "extendable", "unlimited", "holes", "no_holes_filled", "never", "early"]
+STORAGES = [*WHOLE_ROWS, "split", "gzip", "whole_gzip", "compact", "virtual"]
+DIRECT = frozenset(STORAGES) - {"compact"}
 DTYPES = ["u1", "<i2", ">i4", "f4", ">f8", "?", "i8", "u2", "f2"]
 
 
@@ -62,14 +46,13 @@ def write(
     if storage not in ("extendable", "unlimited"):
         chunk_rows = min(chunk_rows, shape[0])
     with h5py.File(path, "w", **settings) as file:
-        if storage == "compact":
+        if storage in ("compact", "early"):
             create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-            create.set_layout(h5py.h5d.COMPACT)
-            low_level(file, name, values, create)
-        elif storage == "early":
-            create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-            create.set_chunk((chunk_rows, *cut))
-            create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+            if storage == "compact":
+                create.set_layout(h5py.h5d.COMPACT)
+            else:
+                create.set_chunk((chunk_rows, *cut))
+                create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
             low_level(file, name, values, create)
         elif storage == "virtual":
             file["parts/source"] = values
@@ -88,21 +71,13 @@ def write(
                 else:
                     values[rows] = fillvalue
         else:
-            halves = tuple(max(1, size // 2) for size in shape)
-            how: dict[str, Any] = {
-                "contiguous": {},
-                "rows": {"chunks": (chunk_rows, *cut)},
-                "extendable": {"chunks": (chunk_rows, *cut), "maxshape": (None, *cut)},
-                "unlimited": {"chunks": (chunk_rows, *cut), "maxshape": (None,) * len(shape)},
-                "split": {"chunks": halves},
-                "whole_gzip": {
-                    "chunks": (chunk_rows, *cut),
-                    "compression": "gzip",
-                    "shuffle": True,
-                    "fletcher32": True,
-                },
-                "gzip": {"chunks": halves, "compression": "gzip", "shuffle": True, "fletcher32": True},
-            }[storage]
+            how: dict[str, Any] = {} if storage == "contiguous" else {"chunks": (chunk_rows, *cut)}
+            if storage in ("split", "gzip"):
+                how["chunks"] = tuple(max(1, size // 2) for size in shape)
+            if storage in ("gzip", "whole_gzip"):
+                how |= {"compression": "gzip", "shuffle": True, "fletcher32": True}
+            if storage in ("extendable", "unlimited"):
+                how["maxshape"] = (None, *cut) if storage == "extendable" else (None,) * len(shape)
             file.create_dataset(name, data=values, **how)
     return values.astype(values.dtype.newbyteorder("="))
 
@@ -113,17 +88,9 @@ def row_lists(draw: st.DrawFn, rows: int) -> list[int]:
     some = st.lists(st.integers(0, rows - 1), max_size=50)
     start = draw(st.integers(0, rows - 1))
     run = st.just(list(range(start, draw(st.integers(start, rows)))))
-    return draw(
-        st.one_of(
-            some,
-            some.map(sorted),
-            some.map(lambda drawn: sorted(set(drawn))),
-            run,
-            run.map(lambda drawn: drawn[::-1]),
-            st.just(list(range(rows))),
-            st.permutations(range(rows)),
-        )
-    )
+    unique = some.map(lambda drawn: sorted(set(drawn)))
+    backwards = run.map(lambda drawn: drawn[::-1])
+    return draw(st.one_of(some, some.map(sorted), unique, run, backwards, st.permutations(range(rows))))
 
 
 def to_addresses(engine: Engine, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from h5pack.errors import PackFormatError
 from h5pack.format.plans import plan_chunks
 from h5pack.read.chunk_index import ChunkIndex, LibraryCause, index_dataset
 from h5pack.read.engine import Engine
-from tests.read.files import engine_of, index_of, low_level, numbers, write
+from tests.read.files import WHOLE_ROWS, engine_of, index_of, low_level, numbers, write
 
 SHAPE = (10, 4, 3)
 VALUES = numbers(SHAPE, "<i4", 3)
@@ -34,9 +35,7 @@ def gathered(path: Path, index: ChunkIndex) -> npt.NDArray[Any]:
 
 
 @pytest.mark.parametrize(("libver", "userblock"), [("earliest", 512), ("v108", 0), ("v110", 4096), ("latest", 512)])
-@pytest.mark.parametrize(
-    "storage", ["contiguous", "rows", "extendable", "unlimited", "early", "holes", "no_holes_filled", "never"]
-)
+@pytest.mark.parametrize("storage", WHOLE_ROWS)
 def test_the_index_gives_the_offset_of_every_row(tmp_path: Path, storage: str, libver: str, userblock: int) -> None:
     path = tmp_path / "f.h5"
     expected = write(path, VALUES, storage, fill=-7, libver=libver, userblock_size=userblock)
@@ -68,66 +67,46 @@ def test_rows_without_storage_have_the_fill_value(tmp_path: Path, dtype: str, fi
         assert np.array_equal(gathered(path, index), stored)
 
 
-def short_integer(kind: Any, precision: int) -> Any:
-    """A type of numbers that NumPy does not have."""
-    made = kind.copy()
-    made.set_precision(precision)
-    return made
+def external(path: Path) -> None:
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=VALUES, external=[(str(path.with_name("raw")), 0, VALUES.nbytes)])
 
 
-def default() -> Any:
-    return h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+def linked(path: Path) -> None:
+    write(path.with_name("other.h5"), VALUES, "rows", name="y")
+    with h5py.File(path, "w") as file:
+        file["x"] = h5py.ExternalLink("other.h5", "y")
 
 
-def compact() -> Any:
-    create = default()
-    create.set_layout(h5py.h5d.COMPACT)
-    return create
+def filtered(path: Path) -> None:
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=VALUES, chunks=(3, 4, 3), scaleoffset=0, compression="gzip")
 
 
-def external(file: h5py.File) -> None:
-    file.create_dataset("x", data=VALUES, external=[(str(Path(file.filename).with_name("raw")), 0, VALUES.nbytes)])
-
-
-def virtual(file: h5py.File) -> None:
-    file["source"] = VALUES
-    layout = h5py.VirtualLayout(SHAPE, "<i4")
-    layout[...] = h5py.VirtualSource(".", "source", SHAPE)
-    file.create_virtual_dataset("x", layout)
-
-
-def linked(file: h5py.File) -> None:
-    other = Path(file.filename).with_name("other.h5")
-    with h5py.File(other, "w") as target:
-        target.create_dataset("y", data=VALUES, chunks=(3, 4, 3))
-    file["x"] = h5py.ExternalLink(other.name, "y")
-
-
-def filtered(**settings: Any) -> Callable[[h5py.File], None]:
-    return lambda file: file.create_dataset("x", data=VALUES, chunks=(3, 4, 3), **settings)
-
-
-def typed(kind: Callable[[], Any]) -> Callable[[h5py.File], None]:
-    return lambda file: low_level(file, "x", VALUES, default(), kind())
+def oddly_typed(path: Path) -> None:
+    """Write integers of 17 bits, a type that NumPy does not have."""
+    kind = h5py.h5t.STD_I32BE.copy()
+    kind.set_precision(17)
+    with h5py.File(path, "w") as file:
+        low_level(file, "x", VALUES, h5py.h5p.create(h5py.h5p.DATASET_CREATE), kind)
 
 
 @pytest.mark.parametrize(
     ("make", "cause", "word"),
     [
-        (filtered(scaleoffset=0, compression="gzip"), LibraryCause.FILTER, "scaleoffset"),
-        (virtual, LibraryCause.VIRTUAL, "virtual"),
-        (lambda file: low_level(file, "x", VALUES, compact()), LibraryCause.STORAGE, "compact"),
+        (filtered, LibraryCause.FILTER, "scaleoffset"),
+        (partial(write, values=VALUES, storage="virtual"), LibraryCause.VIRTUAL, "virtual"),
+        (partial(write, values=VALUES, storage="compact"), LibraryCause.STORAGE, "compact"),
         (external, LibraryCause.STORAGE, "other files"),
         (linked, LibraryCause.LINK, "other.h5"),
-        (typed(lambda: short_integer(h5py.h5t.STD_I32BE, 17)), LibraryCause.STORAGE, "unusual"),
+        (oddly_typed, LibraryCause.STORAGE, "NumPy"),
     ],
 )
 def test_rows_that_cannot_be_read_directly_have_a_cause_and_equal_values(
-    tmp_path: Path, make: Callable[[h5py.File], Any], cause: LibraryCause, word: str
+    tmp_path: Path, make: Callable[[Path], Any], cause: LibraryCause, word: str
 ) -> None:
     path = tmp_path / "f.h5"
-    with h5py.File(path, "w") as file:
-        make(file)
+    make(path)
     index = index_of(path)
     assert index.library_reason is not None
     assert index.library_reason.cause is cause
@@ -180,8 +159,7 @@ def test_chunks_that_this_hdf5_misplaces_or_cannot_list_use_the_library(
     assert np.array_equal(engine_of(tmp_path / "chunked.h5").read("x", range(10)), VALUES)
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 3), (5, 0, 3), (0,), (0, 0)])
-@pytest.mark.parametrize("chunks", [True, False])
+@pytest.mark.parametrize(("shape", "chunks"), [((0, 4, 3), True), ((0,), False), ((5, 0, 3), True), ((5, 0), False)])
 def test_datasets_without_bytes_have_no_addresses(tmp_path: Path, shape: tuple[int, ...], chunks: bool) -> None:
     path = tmp_path / "f.h5"
     with h5py.File(path, "w") as file:
@@ -194,33 +172,32 @@ def test_datasets_without_bytes_have_no_addresses(tmp_path: Path, shape: tuple[i
     assert (found.shape, found.dtype) == ((len(rows), *shape[1:]), np.dtype("i4"))
 
 
-def group_rows(path: Path, shape: tuple[int, ...], **settings: Any) -> int:
-    path.unlink(missing_ok=True)
-    with h5py.File(path, "w") as file:
-        file.create_dataset("x", shape, "u1", **settings)
-    return index_of(path).group_rows
-
-
-def test_group_rows_are_those_of_a_chunk_or_4_mib(tmp_path: Path) -> None:
-    path = tmp_path / "f.h5"
-    assert group_rows(path, (1000, 7), chunks=(13, 7)) == 13
-    assert group_rows(path, (5, 7), chunks=(13, 7), maxshape=(None, 7)) == 13
-    assert group_rows(path, (1000, 8, 7), chunks=(13, 4, 7)) == 13
-    # Contiguous: as a pack of such rows would be cut, 4 MiB where there are many.
-    assert group_rows(path, (100_000, 128, 128, 3)) == 4 * 1024 * 1024 // 49_152 == 85
-    assert group_rows(path, (2_000, 128, 128, 3)) == plan_chunks(2_000, 49_152).rows == 32
-    assert group_rows(path, (10, 128, 128, 3)) == 2
-    assert group_rows(path, (10_000_000, 3)) == 4_096, "a window of them stays small"
-    assert group_rows(path, (0, 128, 128, 3)) == 2
-    assert group_rows(path, (100, 0)) == 4_096
-    assert index_of(path).chunk_rows == 100
+@pytest.mark.parametrize(
+    ("shape", "chunks", "expected"),
+    [
+        ((1000, 7), (13, 7), 13),
+        ((1000, 8, 7), (13, 4, 7), 13),
+        # Contiguous rows are grouped as a pack would divide them into chunks: 4 MiB if there are many.
+        ((100_000, 128, 128, 3), None, 4 * 1024 * 1024 // 49_152),
+        ((2_000, 128, 128, 3), None, plan_chunks(2_000, 49_152).rows),
+        ((10_000_000, 3), None, 4_096),
+        ((0, 128, 128, 3), None, 2),
+        ((100, 0), None, 4_096),
+    ],
+)
+def test_group_rows_are_those_of_a_chunk_or_4_mib(
+    tmp_path: Path, shape: tuple[int, ...], chunks: tuple[int, ...] | None, expected: int
+) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file.create_dataset("x", shape, "u1", chunks=chunks)
+    assert index_of(tmp_path / "f.h5").group_rows == expected
 
 
 def test_contiguous_rows_of_four_gigabytes(tmp_path: Path) -> None:
-    """More than a chunk may have, but no chunk is meant here."""
+    """A chunk may not be as large, but these rows are not chunked."""
     path = tmp_path / "f.h5"
     with h5py.File(path, "w") as file:
-        create = default()
+        create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         create.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
         space = h5py.h5s.create_simple((2, 1 << 32))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import pytest
 import h5pack
 from h5pack.errors import IncompletePackError, PackFormatError
 from h5pack.format.checksums import row_checksums
-from h5pack.read import description as pack_module
-from h5pack.read.description import FileDescription, describe_file
+from h5pack.read import description as module
+from h5pack.read.description import describe_file
 from h5pack.read.engine import Engine
 from h5pack.read.storage import FileIdentity
 from tests.makers import quick, split_folders
@@ -60,6 +60,9 @@ def test_a_pack(pack: Path) -> None:
     with h5py.File(pack) as file:
         assert np.array_equal(found.mean, file["statistics/mean"][()])
         assert np.array_equal(found.std, file["statistics/std"][()])
+    unlabelled = describe_file(pack, labels=None)
+    assert list(unlabelled.indexes) == ["images", "checksums/images"]
+    assert (unlabelled.labels, unlabelled.classes) == (None, None)
 
 
 def test_a_foreign_file(foreign: Path) -> None:
@@ -70,22 +73,12 @@ def test_a_foreign_file(foreign: Path) -> None:
     assert list(describe_file(foreign, "images", "deep/er/y", ("images",)).indexes) == ["images", "deep/er/y"]
 
 
-def test_a_relative_path_becomes_absolute(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slashes_around_a_name_and_relative_paths(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(foreign.parent)
-    assert describe_file("f.h5").path == str(foreign)
-
-
-@pytest.mark.parametrize("name", ["deep/er/y", "/deep/er/y", "//deep/er/y/"])
-def test_slashes_around_a_name_do_not_matter(foreign: Path, name: str) -> None:
-    found = describe_file(foreign, "/images", name, (name,))
+    found = describe_file("f.h5", "/images", "//deep/er/y/", ("/deep/er/y",))
+    assert found.path == str(foreign)
     assert list(found.indexes) == ["images", "deep/er/y"]
     assert (found.labels, found.fields) == ("deep/er/y", ("deep/er/y",))
-
-
-def test_labels_none_leaves_the_labels_out(pack: Path) -> None:
-    found = describe_file(pack, labels=None)
-    assert list(found.indexes) == ["images", "checksums/images"]
-    assert (found.labels, found.classes) == (None, None)
 
 
 def test_fields_have_checksums_too(copy: Path) -> None:
@@ -151,32 +144,20 @@ WRONG: dict[str, tuple[Callable[[h5py.File], Any], dict[str, Any], str | None]] 
     "other length": (made(labels=np.arange(5)), {}, "labels"),
     "field of other length": (made(z=np.zeros((7, 2))), {"fields": ("z",)}, "z"),
     "scalar": (made(z=3), {"images": "z"}, "z"),
-    "scalar labels": (made(labels=3), {}, "labels"),
     "null": (made(z=h5py.Empty("f4")), {"images": "z"}, "z"),
     "text": (made(labels=["a"] * 6), {}, "labels"),
-    "fixed text": (made(z=np.array([b"a"] * 6)), {"fields": ("z",)}, "z"),
     "compound": (made(z=RECORDS), {"images": "z"}, "z"),
     "complex": (made(z=np.zeros(6, "c8")), {"images": "z"}, "z"),
     "no images": (nothing, {"images": "nothing"}, "nothing"),
     "no labels": (nothing, {"labels": "nothing"}, "nothing"),
     "no field": (nothing, {"fields": ("images", "no")}, "no"),
-    "group": (nothing, {"images": "deep/er"}, "deep/er"),
     "root": (nothing, {"images": "/"}, ""),
-    "below a dataset": (nothing, {"images": "images/x"}, "images/x"),
-    "dangling link": (lambda file: file.update({"z": h5py.SoftLink("/gone")}), {"images": "z"}, "z"),
     "dangling external link": (lambda file: file.update({"z": h5py.ExternalLink("gone", "x")}), {"images": "z"}, "z"),
     "empty": (lambda file: [file.pop(name) for name in ("images", "deep")], {}, "images"),
     "splits past the end": (splits(["a"], [[0, 7]]), {}, None),
-    "negative splits": (splits(["a"], [[-1, 3]]), {}, None),
     "backward splits": (splits(["a"], [[4, 3]]), {}, None),
     "nameless splits": (splits(["a"], [[0, 3], [3, 6]]), {}, None),
-    "splits that are no pairs": (splits(["a"], [0, 6]), {}, None),
     "splits that are no numbers": (splits(["a"], [[b"x", b"y"]]), {}, None),
-    "splits that are groups": (
-        lambda file: [file.create_group(f"splits/{part}") for part in ("name", "rows")],
-        {},
-        None,
-    ),
     "statistics that are no numbers": (lambda file: file.update({"statistics/mean": ["red"]}), {}, None),
 }
 
@@ -209,22 +190,15 @@ def test_numbers_unknown_to_numpy_are_refused(foreign: Path) -> None:
 
 def test_unfinished_packs_and_newer_formats(copy: Path) -> None:
     with h5py.File(copy, "r+") as file:
-        file.attrs["h5pack_complete"] = 0
+        del file.attrs["h5pack_complete"]
     with pytest.raises(IncompletePackError) as caught:
         describe_file(copy)
     assert caught.value.parameters == ("resume=True",)
-    with h5py.File(copy, "r+") as file:
-        del file.attrs["h5pack_complete"]
-    with pytest.raises(IncompletePackError):
-        describe_file(copy)
-    with h5py.File(copy, "r+") as file:
-        file.attrs["h5pack_format"] = 99
-    with pytest.raises(PackFormatError, match="99"):
-        describe_file(copy)
-    with h5py.File(copy, "r+") as file:
-        file.attrs["h5pack_format"] = "one"
-    with pytest.raises(PackFormatError, match="metadata"):
-        describe_file(copy)
+    for version, word in ((99, "99"), ("one", "metadata")):
+        with h5py.File(copy, "r+") as file:
+            file.attrs["h5pack_format"] = version
+        with pytest.raises(PackFormatError, match=word):
+            describe_file(copy)
 
 
 def test_paths_that_are_not_hdf5_files_are_refused(tmp_path: Path) -> None:
@@ -238,7 +212,7 @@ def test_paths_that_are_not_hdf5_files_are_refused(tmp_path: Path) -> None:
         describe_file(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["images", "labels", "checksums/images", "checksums/labels"])
+@pytest.mark.parametrize("name", ["labels", "checksums/images"])
 def test_a_damaged_dataset_is_an_error_not_missing(copy: Path, name: str) -> None:
     """Otherwise reading would go on without labels or checksums."""
     with h5py.File(copy) as file:
@@ -261,26 +235,19 @@ def test_a_pack_with_checksums_of_missing_labels_is_refused(copy: Path) -> None:
     assert describe_file(copy, labels="lapels").labels == "lapels"
 
 
-@pytest.fixture
-def replaced(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A file that another one replaces as soon as it is open."""
-    opened: list[h5py.File] = []
-    real = pack_module.open_file
+def test_the_identity_is_that_of_the_file_that_was_described(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if another file replaces it as soon as it is open."""
+    real = module.open_file
 
     def open_file(path: str) -> h5py.File:
-        opened.append(real(path))
+        opened = real(path)
         shutil.copy(foreign, foreign.with_name("new.h5"))
         os.replace(foreign.with_name("new.h5"), foreign)
-        return opened[-1]
+        return opened
 
-    monkeypatch.setattr(pack_module, "open_file", open_file)
-    yield foreign
-    assert opened
-
-
-def test_the_identity_is_that_of_the_file_that_was_described(replaced: Path) -> None:
-    found: FileDescription = describe_file(replaced)
-    assert found.identity != FileIdentity.of(str(replaced))
+    monkeypatch.setattr(module, "open_file", open_file)
+    found = describe_file(foreign)
+    assert found.identity != FileIdentity.of(str(foreign))
     engine = Engine(found.path, found.identity, found.indexes)
     with pytest.raises(h5pack.PackChangedError):
         engine.read("images", [0])

@@ -376,37 +376,33 @@ def test_threads_that_open_at_once_share_one_descriptor(path: Path, monkeypatch:
     assert descriptors(path) == 1
 
 
-def test_is_cached(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_cached_and_will_need(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = opened(path)
     scattered(storage, 10, RUNS)
     assert storage.is_cached(RUNS[0][0])
-    asked = []
+    storage.will_need(0, SIZE)
+    failures = {4096: BlockingIOError(), 8192: OSError(errno.EOPNOTSUPP, "not supported")}
+    asked: list[Any] = []
 
     def preadv(descriptor: int, buffers: Any, offset: int, flags: int) -> int:
         asked.append((descriptor, offset, flags))
-        if offset == 4096:
-            raise BlockingIOError
-        if offset == 8192:
-            raise OSError(errno.EOPNOTSUPP, "not here")
+        if offset in failures:
+            raise failures[offset]
         return 1
 
     monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "posix_fadvise", lambda *call: asked.append(call))
     assert [storage.is_cached(offset) for offset in (0, 4096, 8192)] == [True, False, True]
-    assert asked == [(storage.open(), offset, os.RWF_NOWAIT) for offset in (0, 4096, 8192)]
-    monkeypatch.delattr(os, "RWF_NOWAIT")
-    assert storage.is_cached(4096)
-    assert len(asked) == 3
-
-
-def test_will_need_calls_fadvise_if_there_is_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage, calls = opened(path), []
-    storage.will_need(0, SIZE)
-    monkeypatch.setattr(os, "posix_fadvise", lambda *call: calls.append(call))
     storage.will_need(123, 456)
-    assert calls == [(storage.open(), 123, 456, os.POSIX_FADV_WILLNEED)]
+    file = storage.open()
+    assert asked[:3] == [(file, offset, os.RWF_NOWAIT) for offset in (0, 4096, 8192)]
+    assert asked[3:] == [(file, 123, 456, os.POSIX_FADV_WILLNEED)]
+    # Systems that lack these calls.
+    monkeypatch.delattr(os, "RWF_NOWAIT")
     monkeypatch.delattr(os, "posix_fadvise")
+    assert storage.is_cached(4096)
     storage.will_need(1, 2)
-    assert len(calls) == 1
+    assert len(asked) == 4
 
 
 def test_closing_while_others_read_never_gives_them_another_file(path: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from h5pack.read.engine import Engine, ReadStats
 from h5pack.read.virtual_index import VirtualIndex
 from tests.read.files import (
     DTYPES,
+    WHOLE_ROWS,
     descriptors,
     engine_of,
     in_child,
@@ -39,8 +40,9 @@ from tests.read.files import (
     write,
 )
 
-RAW = ["contiguous", "rows", "extendable", "holes", "never", "early", "unlimited"]
 CODED = ["gzip", "whole_gzip", "split"]
+# Rows that were never filled are undefined when h5py reads them through a virtual dataset.
+RAW = [storage for storage in WHOLE_ROWS if storage != "no_holes_filled"]
 FORMS = {"raw": RAW, "coded": CODED, "mixed": [*RAW, *CODED, "compact"]}
 
 
@@ -170,11 +172,9 @@ def four_sources(folder: Path, storage: str = "rows", shape: tuple[int, ...] = (
     """A file v.h5 over s0.h5 to s3.h5, and its values."""
     shapes = [(shape[0] + number, *shape[1:]) for number in range(4)]
     kept = [write(folder / f"s{n}.h5", numbers(size, "u1", n), storage) for n, size in enumerate(shapes)]
-    mappings, at = [], 0
-    for number, values in enumerate(kept):
-        mappings.append(Mapped(at, f"s{number}.h5", "x", len(values), 0, len(values)))
-        at += len(values)
-    create(folder / "v.h5", (at, *shape[1:]), "u1", mappings)
+    starts = np.cumsum([0, *map(len, kept)]).tolist()
+    mappings = [Mapped(starts[n], f"s{n}.h5", "x", len(kept[n]), 0, len(kept[n])) for n in range(4)]
+    create(folder / "v.h5", (starts[-1], *shape[1:]), "u1", mappings)
     return np.concatenate(kept)
 
 
@@ -327,33 +327,23 @@ def test_pickled_and_forked_while_open(tmp_path: Path, storage: str) -> None:
     assert (engine.stats.rows, again.stats.rows) == (12, 6)
 
 
-@pytest.mark.parametrize("storage", ["rows", "whole_gzip"])
-def test_a_source_that_was_replaced_is_named(tmp_path: Path, storage: str) -> None:
+@pytest.mark.parametrize(("storage", "is_open"), [("rows", False), ("rows", True), ("whole_gzip", False)])
+def test_a_source_that_was_replaced_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str, is_open: bool
+) -> None:
     values = four_sources(tmp_path, storage)
     engine = engine_of(tmp_path / "v.h5")
     engine.check_unchanged()
+    if is_open:
+        engine.read("x", [25])
+        monkeypatch.setattr("h5pack.read.storage.CHECK_SECONDS", -1)
     (tmp_path / "new").write_bytes((tmp_path / "s2.h5").read_bytes())
     os.replace(tmp_path / "new", tmp_path / "s2.h5")
     with pytest.raises(PackChangedError, match=r"s2\.h5"):
         engine.check_unchanged()
     with pytest.raises(PackChangedError, match=r"s2\.h5"):
         engine.read("x", [0, 25, 40])
-    assert np.array_equal(engine.read("x", [0, 40]), values[[0, 40]]), "the others are still there"
-    (tmp_path / "s0.h5").unlink()
-    engine.close()
-    with pytest.raises(PackChangedError, match=r"s0\.h5"):
-        engine.read("x", [0])
-
-
-def test_a_source_that_is_replaced_while_it_is_open_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    four_sources(tmp_path)
-    engine = engine_of(tmp_path / "v.h5")
-    engine.read("x", [0, 25])
-    os.utime(tmp_path / "s2.h5", ns=(1, 1))
-    monkeypatch.setattr("h5pack.read.storage.CHECK_SECONDS", -1)
-    engine.read("x", [0])
-    with pytest.raises(PackChangedError, match=r"s2\.h5"):
-        engine.read("x", [25])
+    assert np.array_equal(engine.read("x", [0, 40]), values[[0, 40]]), "other sources can still be read"
 
 
 def test_unreadable_rows_are_named_by_their_source(tmp_path: Path) -> None:
