@@ -46,7 +46,6 @@ def test_images_of_any_shape_become_floats(
 ) -> None:
     normalize, _ = normalizer_for(dataset, images, torch.float32)
     assert isinstance(normalize, h5pack.Normalize) == scaled
-    assert normalize is not None
     result = normalize(images)
     assert (result.shape, result.dtype) == (shape, torch.float32)
 
@@ -55,7 +54,6 @@ def test_a_pack_is_normalized_by_its_statistics(tmp_path: Path) -> None:
     pack = h5pack.H5Dataset(converted(tmp_path))
     batch = uint8(2, 20, 14, 3)
     normalize, _ = normalizer_for(pack, batch, torch.bfloat16)
-    assert normalize is not None
     assert torch.equal(normalize(batch), h5pack.Normalize.from_dataset(pack, dtype=torch.bfloat16)(batch))
     assert normalizer_for(pack, torch.rand(2, 3), torch.float32)[0] is None
 
@@ -83,7 +81,6 @@ def test_the_loop_passes_all_images_and_counts_waiting(dataset: h5pack.H5Dataset
 
     def step(images: torch.Tensor, labels: torch.Tensor | None) -> None:
         assert images.dtype == torch.float32
-        assert labels is not None
         with_labels.extend(labels.tolist())
 
     loader = h5pack.H5Loader(dataset, 16, window=2, num_threads=1)
@@ -122,7 +119,6 @@ def test_synchronisations_of_a_step_are_counted(monkeypatch: pytest.MonkeyPatch)
 
     count, where = stages.synchronisations(step)
     assert count == 2
-    assert where is not None
     assert where.startswith("test_device_stages.py:")
     assert modes == ["warn", 0]
     assert stages.synchronisations(lambda images, labels: None) == (0, None)
@@ -152,34 +148,6 @@ def test_idle_gpus_are_counted(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(device_stages, "GpuProbe", Probe)
     assert idle_gpus(torch.device("cuda", 0)) == idle
-
-
-def test_the_copy_runs_as_in_a_device_feed(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    class Copier:
-        def __init__(self, device: torch.device, transform: Any) -> None:
-            assert transform is None
-
-        def begin(self) -> None:
-            calls.append("begin")
-
-        def prepare(self, batch: Any) -> Any:
-            calls.append("prepare")
-            return batch
-
-        def launch(self, prepared: Any, epoch: int) -> Any:
-            calls.append("launch")
-            return prepared
-
-        def receive(self, launched: Any) -> Any:
-            calls.append("receive")
-            return launched
-
-    monkeypatch.setattr(device_stages, "CudaCopier", Copier)
-    found = DeviceStages(CPU, [uint8(4, 3), torch.arange(4)], None).copy(0.0)
-    assert calls[:4] == ["begin", "prepare", "launch", "receive"]
-    assert found.images == 4 * calls.count("receive")
 
 
 @pytest.mark.gpu

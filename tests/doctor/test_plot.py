@@ -11,7 +11,6 @@ from PIL import Image
 
 from h5pack.doctor.plot import draw_stages
 from h5pack.doctor.report import STAGE_TITLES, DoctorReport
-from h5pack.errors import OptionsError
 from tests.doctor.test_report import report
 
 
@@ -50,11 +49,3 @@ def test_an_interrupted_report_is_drawn(tmp_path: Path, monkeypatch: pytest.Monk
     found = replace(found, stages=tuple(replace(one, rates=None, reason="late") for one in found.stages))
     assert len(drawn(monkeypatch, found, tmp_path / "a.svg").axes[0].patches) == 0
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")
-
-
-def test_files_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.png").mkdir()
-    for name in ("no/a.png", "a.docx", "a.png"):
-        with pytest.raises(OptionsError):
-            draw_stages(report(), tmp_path / name)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]

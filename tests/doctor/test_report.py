@@ -132,7 +132,6 @@ def test_the_verdict_in_words(figures: dict[str, Any], known: dict[str, Any], pa
 def test_where_the_bottleneck_shows() -> None:
     found = report()
     assert bottleneck_stages(found.verdict, found.evidence) == {Stage.LOADER}
-    assert found.verdict is not None
 
     def of(*names: Bottleneck) -> Verdict:
         return replace(found.verdict, bottlenecks=names)  # type: ignore[type-var]

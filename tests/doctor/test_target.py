@@ -74,24 +74,17 @@ def test_files_that_cannot_be_diagnosed_are_refused(tmp_path: Path) -> None:
             Target(settings(path, **changes))
 
 
-def test_one_row_without_labels(tmp_path: Path) -> None:
-    target = Target(settings(write(tmp_path / "one.h5", chunks=1, images=values(1)), model=None, batch_size=256))
+@pytest.mark.parametrize(("split", "rows"), [(None, 1), ("test", 12)])
+def test_a_batch_larger_than_the_rows(tmp_path: Path, split: str | None, rows: int) -> None:
+    path = converted(tmp_path) if split else write(tmp_path / "one.h5", chunks=1, images=values(1))
+    target = Target(settings(path, split=split, model=None, batch_size=256))
     target.load_sample()
     target.make_step()
-    assert target.failures == {}
-    assert target.evidence().batch_rows == 1
     found = target.describe()
-    assert (found.labels, found.rows, found.images) == (False, 1, "16x12x3 uint8")
-    assert found.step.startswith("built in")
-    target.close()
-
-
-def test_a_batch_larger_than_the_split(tmp_path: Path) -> None:
-    target = Target(settings(converted(tmp_path), split="test", batch_size=1_000))
-    target.load_sample()
-    target.make_step()
-    assert target.evidence().batch_rows == 12
-    assert target.describe().normalize == "Normalize, by the statistics of the file"
+    assert target.failures == {}
+    assert (target.evidence().batch_rows, found.rows) == (rows, rows)
+    # The one row has no labels.
+    assert found.labels == (split is not None)
     target.close()
 
 
@@ -126,12 +119,9 @@ def test_encoded_images_of_several_sizes_are_an_error(tmp_path: Path) -> None:
 def test_a_transform_that_makes_floats_is_known(path: Path) -> None:
     found = evidence(path, transform=users.to_float)
     assert found.loaded_float
-    assert found.loaded_row_bytes == 4 * (found.stored_row_bytes or 0) == 4 * 576
-
-
-def test_a_dataloader_s_workers_are_known(path: Path) -> None:
-    found = evidence(path, num_workers=1, transform=users.of_one_image)
-    assert (found.num_workers, found.num_threads, found.loaded_float) == (1, None, True)
+    assert found.loaded_row_bytes == 4 * found.stored_row_bytes == 4 * 576
+    found = evidence(path, num_workers=0, transform=users.of_one_image)
+    assert (found.num_workers, found.num_threads, found.loaded_float) == (0, None, True)
 
 
 def test_the_threads_of_one_cpu(path: Path) -> None:

@@ -42,7 +42,6 @@ def test_the_stall_fraction_of_known_times(clock: FakeClock, produce: float, con
     assert (report.batches, report.images) == (200, 800)
     assert report.images_per_s == pytest.approx(800 / report.seconds)
     assert report.bytes_per_s == pytest.approx(200 * (4 * 12 + 4 * 8) / report.seconds)
-    assert report.interval is not None
     assert report.interval.interval is None
 
 
@@ -124,7 +123,6 @@ def test_a_report_has_the_numbers_of_loaders_and_gpus(clock: FakeClock, monkeypa
         clock.now += 0.125
         report = monitor.report()
     assert (report.queue_depth, report.freshness) == (3, 0.5)
-    assert report.gpu is not None
     assert "GPU 93 %" in str(report)
     assert "fresh 50 %" in str(report)
     # Once an interval, however often a report is requested.
@@ -327,8 +325,6 @@ def test_workers_are_children() -> None:
     monitor = FeedMonitor(loader, warn_stall=None)
     assert len(list(monitor)) == 16
     report = monitor.report()
-    assert report.cpu_percent is not None
-    assert report.children_cpu_percent is not None
     assert report.cpu_percent > report.children_cpu_percent
 
 
