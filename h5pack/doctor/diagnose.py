@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,23 +109,8 @@ def diagnose(
     PackFormatError, IncompletePackError
         If `H5Dataset` cannot read the file, or there are no rows to measure.
     """
-    settings = DiagnoseSettings(
-        path=path,
-        device=device,
-        model=model,
-        transform=transform,
-        batch_size=batch_size,
-        num_threads=num_threads,
-        num_workers=num_workers,
-        split=split,
-        images=images,
-        labels=labels,
-        window=window,
-        dtype=dtype,
-        pin_memory=pin_memory,
-        seconds=seconds,
-    )
-    with Diagnosis(settings, on_progress) as diagnosis:
+    options = {name: value for name, value in locals().items() if name != "on_progress"}
+    with Diagnosis(DiagnoseSettings(**options), on_progress) as diagnosis:
         diagnosis.run()
         return diagnosis.report()
 
@@ -178,7 +164,10 @@ class Diagnosis:
         # Cold stages drop the file from the page cache, so they run last; the rows are then read into it only once.
         for group in (hot, cold):
             for stage in interleaved(group, repeats):
-                self._repeat(stage, shares[stage])
+                run = self._runs[stage]
+                if stage not in self._reasons:
+                    self._show(f"{STAGE_TITLES[stage]}, repeat {len(run.repeats) + 1}")
+                    self._guarded(stage, partial(run.repeat, shares[stage]))
         self._judge(measured)
 
     def report(self) -> DoctorReport:
@@ -187,7 +176,8 @@ class Diagnosis:
         return DoctorReport(
             target=target.describe(),
             evidence=self._evidence,
-            stages=tuple(self._results().values()),
+            # A failed trial must not change the stages that the verdict was based on.
+            stages=tuple((self._results() if self._evidence is None else self._evidence.stages).values()),
             verdict=self._verdict,
             advice=tuple(self._advice),
             unknown=tuple(self._unknown),
@@ -233,20 +223,12 @@ class Diagnosis:
             if enough < 0.1 * budget:
                 found["half_batch_ratio"] = self._guarded(Stage.STEP, lambda: target.half_batch_ratio(enough))
             else:
-                self._unknown.append(
-                    "whether the batch is too small: no time to measure half of it; measure for longer"
-                )
+                self._unknown.append("whether the batch is too small: no time to measure half of it; give more seconds")
             if target.on_gpu:
                 found["synchronisations"], found["synchronised_at"] = target.synchronisations()
         if not target.on_gpu:
             self._unknown.append("host synchronisation, unpinned memory, idle GPUs: the step runs on the CPU")
         return found
-
-    def _repeat(self, stage: Stage, seconds: float) -> None:
-        run = self._runs[stage]
-        if stage not in self._reasons:
-            self._show(f"{STAGE_TITLES[stage]}, repeat {len(run.repeats) + 1}")
-            self._guarded(stage, lambda: run.repeat(seconds))
 
     def _guarded(self, stage: Stage, call: Callable[[], Any]) -> Any:
         """Return the result of `call`. If it fails, record the error as the stage's reason and return None."""
@@ -301,7 +283,7 @@ class Diagnosis:
         repeats = len(runs) * MIN_REPEATS
         if self._left() < repeats * cost.total_seconds:
             what = counted(number, "thread" if self._settings.num_workers is None else "worker")
-            self._unknown.append(f"whether {what} would be faster: no time for a trial; measure for longer")
+            self._unknown.append(f"whether {what} would be faster: no time for a trial; give more seconds")
             return None
         share = min(self._left(), _TRIAL_FRACTION * self._settings.seconds) / repeats
         seconds = max(cost.min_seconds, share - cost.overhead_seconds)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,37 +55,26 @@ class ChunkReader:
     def run(self, seconds: float, num_threads: int, rows: int, begin: float = 0.0) -> Repeat:
         """Measure reading the first `rows` in stored order, cyclically, starting at the fraction `begin` of them."""
         blocks = list(self._blocks(0, rows))
-        numbers = itertools.count(int(begin * len(blocks)))
-        lock = threading.Lock()
-        done: list[tuple[int, float, float]] = []
-        errors: list[BaseException] = []
         deadline = time.perf_counter() + seconds
 
-        def work() -> None:
-            out, read = self._buffer(), 0
+        def work(thread: int) -> tuple[int, float, float]:
+            out, read, number = self._buffer(), 0, int(begin * len(blocks)) + thread
             ran, wall = _ready_seconds(), time.perf_counter()
-            try:
-                while not errors and (not read or time.perf_counter() < deadline):
-                    with lock:
-                        first, last = blocks[next(numbers) % len(blocks)]
-                    self._read(first, last, out)
-                    read += last - first
-            except BaseException as error:
-                errors.append(error)
-            done.append((read, _ready_seconds() - ran, time.perf_counter() - wall))
+            while True:
+                first, last = blocks[number % len(blocks)]
+                self._read(first, last, out)
+                read, number = read + last - first, number + num_threads
+                if time.perf_counter() >= deadline:
+                    return read, _ready_seconds() - ran, time.perf_counter() - wall
 
         cpu, begun = CpuTime.now(), time.perf_counter()
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(num_threads)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        images = sum(read for read, _, _ in done)
-        walls = sum(wall for _, _, wall in done)
-        self.busy_fraction = min(1.0, sum(ran for _, ran, _ in done) / max(1e-9, walls))
-        return Repeat(images, time.perf_counter() - begun, CpuTime.now().since(cpu).total, total_images=images)
+        with ThreadPoolExecutor(num_threads) as pool:
+            done = list(pool.map(work, range(num_threads)))
+        images, ran, wall = map(sum, zip(*done, strict=True))
+        self.busy_fraction = min(1.0, ran / max(1e-9, wall))
+        return Repeat(
+            int(images), time.perf_counter() - begun, CpuTime.now().since(cpu).total, total_images=int(images)
+        )
 
     def _buffer(self) -> npt.NDArray[Any]:
         return np.empty((self.block_rows, *self._index.row_shape), self._index.native_dtype)

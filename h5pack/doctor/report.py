@@ -248,7 +248,7 @@ def _contradiction_text(verdict: Verdict, evidence: Evidence) -> str:
     return (
         "No verdict, because the measurements contradict each other. Each measured alone, the slowest is "
         f"{BOTTLENECK_WORDS[lane]} ({rates}){step}. But everything together reaches "
-        f"{evidence.rates(Stage.EVERYTHING)}{waits}. Measure again for longer, with nothing else running."
+        f"{evidence.rates(Stage.EVERYTHING)}{waits}. Measure again with more seconds, and with nothing else running."
     )
 
 
