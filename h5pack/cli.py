@@ -23,12 +23,12 @@ from h5pack.version import __version__
 _EPILOG = """\
 h5pack convert ./celebA out.h5            pack a folder of images
 h5pack convert other.h5 out.h5            repack the images of any HDF5 file
-h5pack info out.h5                        what a file holds, and what its chunks cost
+h5pack info out.h5                        show what a file contains and how it is stored
 h5pack verify out.h5                      check every row
-h5pack preview out.h5 sheet.png           some images of every class
-h5pack export out.h5 ./images             back to an image folder
-h5pack bench ./celebA                     which chunks and settings are fastest here
-h5pack doctor out.h5                      which stage of feeding a training step is slow
+h5pack preview out.h5 sheet.png           draw some images of every class
+h5pack export out.h5 ./images             write the images as files again
+h5pack bench ./celebA                     measure which chunk size and settings are fastest
+h5pack doctor out.h5                      find the slowest stage of feeding a training step
 """
 
 
@@ -44,18 +44,9 @@ class _Terminated(KeyboardInterrupt):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line with arguments, by default ``sys.argv[1:]``, and return the exit status.
 
-    Parameters
-    ----------
-    argv : sequence of str, optional
-        Arguments without the program's name. None for ``sys.argv[1:]``.
-
-    Returns
-    -------
-    int
-        The exit status: 0 for success, 1 for an error or a damaged pack, 2 for invalid arguments, 130 after SIGINT, 143
-        after SIGTERM.
+    It is 0 for success, 1 for an error or a damaged pack, 2 for invalid arguments, 130 after SIGINT, 143 after SIGTERM.
     """
     parser = _parser()
     arguments = parser.parse_args(_joined(sys.argv[1:] if argv is None else argv))
@@ -138,17 +129,13 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"h5pack {__version__}")
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", action="store_true", help="print one JSON object for programs")
-    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    commands = parser.add_subparsers(
-        title="commands",
-        metavar="COMMAND",
-        required=True,
-        parser_class=_Parser,
-    )
-    for command in (convert, info, verify, preview, export, bench, doctor):
-        command.add(commands, common)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
+    for module in (convert, info, verify, preview, export, bench, doctor):
+        module.add(commands)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 

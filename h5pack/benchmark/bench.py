@@ -1,4 +1,4 @@
-"""`bench`: within a time budget, packs a sample, measures all cases, measures the fastest again, and recommends one.
+"""`bench`: within a time budget, packs a sample in several variants, measures cases, and recommends one.
 
 A case is one configuration: a file variant, an order and a reader. The sweep measures all cases; the run-off measures
 the fastest ones again, side by side.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -141,25 +140,11 @@ def bench(
     if plot is not None:
         check_plot_file(plot)
     settings = make_settings(
-        seconds=seconds,
-        chunk_rows=chunk_rows,
-        chunk_bytes=chunk_bytes,
-        contiguous=contiguous,
-        orders=orders,
-        engines=engines,
-        caches=caches,
-        compression=compression,
-        batch_size=batch_size,
-        window=window,
-        num_threads=num_threads,
-        num_workers=num_workers,
-        rows=rows,
-        size=size,
-        images=images,
-        labels=labels,
-        scratch=None if scratch is None else os.fspath(scratch),
-        seed=seed,
-    )
+        seconds=seconds, chunk_rows=chunk_rows, chunk_bytes=chunk_bytes, contiguous=contiguous, orders=orders,
+        engines=engines, caches=caches, compression=compression, batch_size=batch_size, window=window,
+        num_threads=num_threads, num_workers=num_workers, rows=rows, size=size, images=images, labels=labels,
+        scratch=None if scratch is None else os.fspath(scratch), seed=seed,
+    )  # fmt: skip
     report = BenchRun(source, settings, source_kind, progress=progress).run()
     if plot is not None:
         draw_bench(report, plot)
@@ -179,10 +164,7 @@ def make_settings(**keywords: Any) -> BenchSettings:
 
 
 class BenchRun:
-    """One run of `bench`. `report` holds the results so far, also after an interruption.
-
-    `report` is None until the sample is packed.
-    """
+    """One run of `bench`. `report` holds the results so far, also after an interruption; None before packing ends."""
 
     def __init__(
         self,
@@ -218,8 +200,22 @@ class BenchRun:
                     sample = make_sample(source, settings, scratch, self._clock)
                 packing = self._clock() - begin
                 self._on_progress(packing)
-                report = self.report = _empty_report(source, sample, settings, scratch.path)
-                report.seconds["packing"] = packing
+                report = self.report = BenchReport(
+                    source=source.name,
+                    kind=source.kind,
+                    num_images=source.num_images,
+                    row_shape=sample.row_shape,
+                    row_bytes=sample.row_bytes,
+                    sample_rows=sample.rows,
+                    budget_seconds=settings.seconds,
+                    machine=machine_facts(scratch.path),
+                    variants=list(sample.variants),
+                    faults=source.faults,
+                    fix=source.fix,
+                    notes=list(sample.notes),
+                    seconds={"packing": packing},
+                    pack_images_per_s=sample.pack_images_per_s,
+                )
                 with _each_warning_once():
                     self._measure(report, sample, source, begin + settings.seconds)
                 report.complete = True
@@ -247,19 +243,30 @@ class BenchRun:
         if copy.left_out:
             report.notes.append("The ceiling of warm reads, a memory copy, was left out for lack of memory.")
         sequential = SequentialCeiling(sample.variants, sample.row_bytes)
-        hot_seconds = _hot_share(plan) * left
+        hot_seconds = left * sum(map(min_seconds, plan.hot)) / (sum(map(min_seconds, plan.hot + plan.cold)) or 1.0)
         try:
             with self._phase("page cache warm"):
                 sweep.measure(plan.hot, hot_seconds, report.measurements, [copy.measure])
             copy.close()
             with self._phase("page cache cold"):
-                ceilings = [sequential.measure] if plan.cold else []
-                sweep.measure(plan.cold, left - hot_seconds, report.measurements, ceilings)
+                sweep.measure(plan.cold, left - hot_seconds, report.measurements, [sequential.measure])
         finally:
             report.ceilings += copy.results() + sequential.results()
-        speeds = next((one.speeds for one in report.ceilings if one.num_threads == num_threads), ())
-        workload = _workload(source, sample, batch_size, settings.window[0], num_threads)
-        workload = replace(workload, copy_speed=statistics.median(speeds) if copy.results() else None)
+        workload = Workload(
+            source="" if source.kind == "generated" else source.source,
+            options=sample.options,
+            num_images=source.num_images,
+            row_bytes=sample.row_bytes,
+            sample_rows=sample.rows,
+            row_shape=sample.row_shape,
+            default_chunk_rows=sample.default_chunk_rows,
+            memory_bytes=available_memory(),
+            batch_size=batch_size,
+            window=settings.window[0],
+            num_threads=num_threads,
+            cpus=available_cpus(),
+            copy_speed=copy.speed(num_threads),
+        )
         with self._phase("run-off"):
             self._run_off(sweep, report, workload, end - _RESERVE_SECONDS)
         report.recommendation = choose(report.variants, report.measurements, report.run_off, workload)
@@ -303,7 +310,7 @@ class BenchRun:
 
 @contextmanager
 def _each_warning_once() -> Iterator[None]:
-    """Log each of h5pack's warnings only once, although every measurement opens the files again."""
+    """Log each of h5pack's warnings only once, although each measurement opens the files again."""
     seen: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
@@ -320,47 +327,12 @@ def _each_warning_once() -> Iterator[None]:
         logger.removeFilter(is_new)
 
 
-def _empty_report(source: BenchInput, sample: BenchSample, settings: BenchSettings, folder: Path) -> BenchReport:
-    return BenchReport(
-        source=source.name,
-        kind=source.kind,
-        num_images=source.num_images,
-        row_shape=sample.row_shape,
-        row_bytes=sample.row_bytes,
-        sample_rows=sample.rows,
-        budget_seconds=settings.seconds,
-        machine=machine_facts(folder),
-        variants=list(sample.variants),
-        faults=source.faults,
-        fix=source.fix,
-        notes=list(sample.notes),
-        pack_images_per_s=sample.pack_images_per_s,
-    )
-
-
-def _workload(source: BenchInput, sample: BenchSample, batch_size: int, window: int, num_threads: int) -> Workload:
-    return Workload(
-        source="" if source.kind == "generated" else source.source,
-        options=sample.options,
-        num_images=source.num_images,
-        row_bytes=sample.row_bytes,
-        sample_rows=sample.rows,
-        row_shape=sample.row_shape,
-        default_chunk_rows=sample.default_chunk_rows,
-        memory_bytes=available_memory(),
-        batch_size=batch_size,
-        window=window,
-        num_threads=num_threads,
-        cpus=available_cpus(),
-    )
-
-
 def _require_time(left: float, needed: float, packing: float, settings: BenchSettings) -> None:
     if left < needed:
         given, enough = f"seconds={settings.seconds:g}", f"seconds={1.5 * (packing + needed) + 1:.0f}"
         raise OptionsError(
-            f"{given}: too little time, as packing the sample took {packing:.1f} s and measuring takes at least "
-            f"{needed:.1f} s; give {enough}, fewer rows or fewer sizes to compare",
+            f"{given} is too short: packing the sample took {packing:.1f} s, and measuring takes at least "
+            f"{needed:.1f} s; give {enough}, fewer rows or fewer chunk sizes",
             parameters=(given, enough),
         )
 
@@ -368,7 +340,7 @@ def _require_time(left: float, needed: float, packing: float, settings: BenchSet
 def _note_left_out(report: BenchReport, plan: CasePlan, sample: BenchSample, batch_size: int) -> None:
     if plan.left_out:
         kinds = dict.fromkeys(f"{one.engine} {one.order} ({one.cache})" for one in plan.left_out)
-        report.notes.append(f"Left out for lack of time: {', '.join(kinds)}; give it more seconds.")
+        report.notes.append(f"Not measured for lack of time: {', '.join(kinds)}; increase seconds.")
     slow = [variant.label for variant in sample.variants if exceeds_decode_budget(variant, batch_size)]
     if slow:
         report.notes.append(
@@ -387,11 +359,6 @@ def _shared_memory_note(num_workers: int, workload: Workload) -> str | None:
         f"num_workers={num_workers} was left out: its batches need {format_bytes(needed)} of shared memory, and "
         f"{format_bytes(free_bytes(shared))} are free in {shared}."
     )
-
-
-def _hot_share(plan: CasePlan) -> float:
-    hot, cold = (sum(map(min_seconds, cases)) for cases in (plan.hot, plan.cold))
-    return hot / (hot + cold) if hot + cold else 0.0
 
 
 def _powers_of_two(maximum: int) -> list[int]:

@@ -1,7 +1,4 @@
-"""The cases of a benchmark: its settings, all cases that these ask for, and the selection that fits into the time.
-
-A case is one configuration: a file variant, read in some order by some engine.
-"""
+"""The settings of a benchmark, all cases (configurations) that they ask for, and the selection that time allows."""
 
 from __future__ import annotations
 
@@ -32,13 +29,7 @@ _DECODE_BUDGET_BYTES = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """The validated keywords of `bench`, with tuples for sequences. See `bench` for their meaning.
-
-    Raises
-    ------
-    OptionsError
-        If a value is invalid.
-    """
+    """The validated keywords of `bench`, with tuples for sequences. See `bench` for their meaning."""
 
     seconds: float = 60.0
     chunk_rows: tuple[int, ...] = ()
@@ -61,21 +52,21 @@ class BenchSettings:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.seconds) and self.seconds > 0):
-            raise _wrong("seconds", self.seconds, "it must be above 0")
+            raise _wrong("seconds", self.seconds, "give a finite number above 0")
         for name, allowed in (("orders", ORDERS), ("engines", ENGINES), ("caches", CACHES)):
             values = getattr(self, name)
             if not values or not set(values) <= set(allowed):
                 raise _wrong(name, ",".join(values), f"it must be some of {', '.join(allowed)}")
         minimum = {"batch_size": 1, "window": 1, "num_threads": 1, "num_workers": 0, "chunk_rows": 1, "chunk_bytes": 1}
-        for name, least in minimum.items():
+        for name, bound in minimum.items():
             for value in getattr(self, name):
-                if value < least:
-                    raise _wrong(name, value, f"it must be at least {least}")
+                if value < bound:
+                    raise _wrong(name, value, f"it must be at least {bound}")
         if self.rows is not None and self.rows < 1:
             raise _wrong("rows", self.rows, "it must be at least 1")
         for name in ("batch_size", "window", "compression"):
             if not getattr(self, name):
-                raise _wrong(name, "", "it must have at least one value")
+                raise _wrong(name, "", "give at least one value")
         for compression in self.compression:
             parse_compression(compression)
 
@@ -86,60 +77,35 @@ def _wrong(name: str, value: object, rule: str) -> OptionsError:
 
 @dataclass(frozen=True)
 class FileVariant:
-    """A file that holds the sample's rows, with one chunk size and compression.
+    """A file that holds the sample's rows, with one chunk size and compression."""
 
-    Attributes
-    ----------
-    label : str
-        Such as "32 rows" (per chunk), "32 rows gzip", "contiguous", or "as it is" for the input file.
-    path : str
-    images, labels : str
-        Names of the datasets in the file; `labels` may be None.
-    rows : int
-        Number of rows to read, from the start of the file.
-    chunk_rows, chunk_bytes : int or None
-        Uncompressed size of a chunk. None if the dataset is contiguous or virtual, or has rows of variable length.
-    row_bytes : int
-        Size of a decoded row.
-    compression : str
-        Names of the HDF5 filters; "none" if there are none.
-    stored_bytes : int
-        Size in the file of the whole dataset of images.
-    overhead : float
-        `stored_bytes` divided by the size of the array in memory.
-    is_input : bool
-        Whether it is the input file itself; otherwise it was converted from the input.
-    """
-
-    label: str
+    label: str  # Such as "32 rows" (per chunk), "32 rows gzip", "contiguous", or "as it is" for the input file.
     path: str
-    images: str
-    labels: str | None
-    rows: int
+    images: str  # Name of the dataset.
+    labels: str | None  # Name of the dataset.
+    rows: int  # Number of rows to read, from the start of the file.
+    # Uncompressed size of a chunk. None if the dataset is contiguous or virtual, or has rows of variable length.
     chunk_rows: int | None
     chunk_bytes: int | None
-    row_bytes: int
-    compression: str
-    stored_bytes: int
-    overhead: float
-    is_input: bool = False
+    row_bytes: int  # Size of a decoded row.
+    compression: str  # Names of the HDF5 filters; "none" if there are none.
+    stored_bytes: int  # Size in the file of the whole dataset of images.
+    overhead: float  # stored_bytes divided by the size of the array in memory.
+    is_input: bool = False  # Whether it is the input file itself; otherwise it was converted from the input.
 
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One configuration of a benchmark: a file variant (given by its label), read in some order by some engine.
+    """One configuration of a benchmark: a file variant, read in some order by some engine."""
 
-    ``num_threads`` is 1 for readers that work in the calling thread. ``num_workers`` is None unless a DataLoader reads.
-    """
-
-    variant: str
+    variant: str  # Label of the file variant.
     order: str
     engine: str
     cache: str
     batch_size: int
     window: int
-    num_threads: int
-    num_workers: int | None = None
+    num_threads: int  # 1 for readers that work in the calling thread.
+    num_workers: int | None = None  # None unless a DataLoader reads.
 
     def __str__(self) -> str:
         return f"{self.variant}, {self.order}, {self.engine}, {self.cache}"
@@ -147,27 +113,13 @@ class BenchCase:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Results of all repeats of a case.
-
-    Attributes
-    ----------
-    case : BenchCase
-    speeds : tuple of float
-        Images/s of each repeat.
-    amplification : float or None
-        Bytes requested by read calls per byte of the images delivered; None if unknown.
-    hit_rate : float or None
-        Fraction of rows that needed no read of their own, because their chunk had already been read for another row;
-        None if unknown.
-    reason : str or None
-        Why the case was not measured; None if it was.
-    """
+    """Results of all repeats of a case."""
 
     case: BenchCase
-    speeds: tuple[float, ...] = ()
-    amplification: float | None = None
-    hit_rate: float | None = None
-    reason: str | None = None
+    speeds: tuple[float, ...] = ()  # Images/s of each repeat.
+    amplification: float | None = None  # Bytes requested by read calls per byte of the images delivered, if known.
+    hit_rate: float | None = None  # Fraction of rows whose chunk had already been read for another row, if known.
+    reason: str | None = None  # Why the case was not measured; None if it was.
 
     @property
     def median(self) -> float:
@@ -186,7 +138,7 @@ class Measurement:
         return replace(run_off, speeds=run_off.speeds if enough else (*self.speeds, *run_off.speeds))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the case, repeats and counters as a JSON-serializable dict. The keys are stable across versions."""
+        """Return a JSON-serializable dict, whose keys are stable across versions."""
         return {
             **asdict(self.case),
             "images_per_s": repeats_json(self.speeds),
@@ -204,7 +156,7 @@ class Measurement:
 
 
 def repeats_json(speeds: Sequence[float]) -> dict[str, Any] | None:
-    """Return the median, minimum, maximum and all repeats in images/s, rounded; None without repeats."""
+    """Return median, minimum, maximum and all repeats in images/s, rounded; None without repeats."""
     if not speeds:
         return None
     found = {"median": statistics.median(speeds), "min": min(speeds), "max": max(speeds)}
@@ -243,22 +195,16 @@ def plan_cases(
 
 
 def min_seconds(case: BenchCase) -> float:
-    """Return the time that a case needs, including its start.
-
-    Cases that decide the recommendation get four times as much as others.
-    """
+    """Return the time to plan for a case; cases that decide the recommendation get four times as much as others."""
     return _MIN_CASE_SECONDS[case.cache] * (4 if _level(case) <= 1 else 1)
 
 
 def min_bench_seconds(
     variants: Sequence[FileVariant], settings: BenchSettings, batch_size: int, num_threads: int
 ) -> float:
-    """Return the duration of the shortest useful benchmark.
-
-    It measures the most important cases, and needs half their time again for the run-off.
-    """
+    """Return the duration of the shortest useful benchmark: the most important cases, and half as long a run-off."""
     cases = all_cases(variants, settings, batch_size, num_threads)
-    first = min(map(_level, cases))
+    first = min(map(_level, cases), default=0)
     return 1.5 * sum(min_seconds(case) for case in cases if _level(case) == first)
 
 

@@ -32,43 +32,39 @@ _PROBES = 16
 
 
 def touch(images: npt.NDArray[Any]) -> int:
-    """Read one byte of every memory page of an array, so that all of it is really in memory; return their sum."""
+    """Read one byte of every memory page of an array, so that all of it is in memory; return their sum."""
     return int(images.reshape(-1)[:: mmap.PAGESIZE].sum())
 
 
-def consume(batches: Iterable[Any]) -> float:
-    """Iterate over batches, read every page of their images, and return the rows per second.
+def images_of(batch: Any) -> Any:
+    """Return the images of a batch or sample, which is the images alone, or a list or tuple that begins with them."""
+    return batch[0] if isinstance(batch, (list, tuple)) else batch
 
-    A batch is an image tensor, or a list or tuple that begins with one.
-    """
+
+def consume(batches: Iterable[Any]) -> float:
+    """Iterate over batches, touch all pages of their images, and return rows/s."""
     begin, rows = time.perf_counter(), 0
     for batch in batches:
-        images = batch[0] if isinstance(batch, (list, tuple)) else batch
+        images = images_of(batch)
         touch(images.numpy())
         rows += len(images)
     return rows / (time.perf_counter() - begin)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median, minimum, maximum and number of repeats."""
+    """Return the median, minimum, maximum and number of repeats, rounded to 4 decimals."""
     found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
     return {**{name: round(value, 4) for name, value in found.items()}, "repeats": len(values)}
 
 
 def interleaved(names: Sequence[_T], repeats: int) -> Iterator[_T]:
-    """Yield all names `repeats` times, alternately forwards and backwards.
-
-    A gradual change in the machine's speed then affects all of them equally.
-    """
+    """Yield all names `repeats` times, alternately forwards and backwards, so that drifts affect all equally."""
     for repeat in range(repeats):
         yield from names if repeat % 2 == 0 else reversed(names)
 
 
 def sequential(path: Path, flags: int = 0, seconds: float = math.inf) -> float:
-    """Read a file from its start for at most about `seconds`, and return the bytes per second.
-
-    `flags` are added to those of `os.open`, such as ``os.O_DIRECT``.
-    """
+    """Read a file from its start for about `seconds` at most; return bytes/s. `flags`: of `os.open`, as O_DIRECT."""
     descriptor = os.open(path, os.O_RDONLY | flags)
     block, done = mmap.mmap(-1, _BLOCK_BYTES), 0
     begin = time.perf_counter()
@@ -84,10 +80,7 @@ def sequential(path: Path, flags: int = 0, seconds: float = math.inf) -> float:
 
 
 class MemoryCopy:
-    """Copy of random rows of a uint8 array (rows, row_bytes) into batches by ``np.take``.
-
-    The memory of the batches is reused.
-    """
+    """Copy of random rows of a uint8 array (rows, row_bytes) by ``np.take`` into batches whose memory is reused."""
 
     def __init__(self, rows: int, row_bytes: int, batch_size: int, max_threads: int = 2) -> None:
         self.rows, self.batch_size = rows, batch_size
@@ -103,7 +96,7 @@ class MemoryCopy:
         return np.frombuffer(huge_page_memory(size), np.uint8)[:size].reshape(rows, row_bytes)
 
     def __call__(self, num_threads: int, seed: int) -> float:
-        """Copy one epoch of full batches in random order, and return the rows per second."""
+        """Copy one epoch of full batches in random order; return rows/s."""
         order = np.random.default_rng(seed).permutation(self.rows)
         batches = self.rows // self.batch_size
 
@@ -146,6 +139,11 @@ class CopyCeiling:
         """Free the memory of the arrays."""
         self._copy = None
 
+    def speed(self, num_threads: int) -> float | None:
+        """Return the median images/s on this number of threads; None if it was not measured."""
+        speeds = self._speeds[num_threads]
+        return statistics.median(speeds) if speeds else None
+
     def results(self) -> list[Ceiling]:
         """Return the ceilings that were measured, in images/s."""
         return [Ceiling("memory copy", count, "hot", tuple(found)) for count, found in self._speeds.items() if found]
@@ -162,14 +160,14 @@ class SequentialCeiling:
         self._speeds: list[float] = []
 
     def measure(self) -> None:
-        """Measure one repeat; do nothing from now on if the file cannot be dropped from the page cache."""
+        """Measure one repeat; stop measuring if the file cannot be dropped from the page cache."""
         if self._path is not None and drop_cache(self._path):
             self._path = None
         if self._path is not None:
             self._speeds.append(sequential(self._path, seconds=_SEQUENTIAL_SECONDS) / self._row_bytes)
 
     def results(self) -> list[Ceiling]:
-        """Return the ceiling that was measured, in images/s; empty if there is none."""
+        """Return the ceiling in images/s; empty if it was not measured."""
         return [Ceiling("sequential read", 1, "cold", tuple(self._speeds))] if self._speeds else []
 
 
@@ -184,7 +182,7 @@ class PageState:
     def drop(self) -> str | None:
         """Drop the files from the page cache. Return None, or the reason why pages stay there."""
         if not hasattr(os, "posix_fadvise"):
-            return "this system has no call that drops a file from the page cache"
+            return "this system cannot drop a file from the page cache"
         for path in self.files:
             try:
                 left = drop_cache(path)
@@ -192,16 +190,15 @@ class PageState:
                 return f"{path} cannot be dropped from the page cache ({error.strerror or error})"
             if left and (path != self.files[0] or self._seems_cached()):
                 return (
-                    f"{left:,} pages of {path} stay in the page cache: its file system keeps them there (tmpfs, some "
-                    "network file systems), or another process does"
+                    f"{left:,} pages of {path} stay in the page cache: another process has mapped them, or the file "
+                    "system keeps them there (such as tmpfs)"
                 )
         return None
 
     def _seems_cached(self) -> bool:
         """Return whether any of some sampled rows can be read without waiting.
 
-        This second check is needed because mincore(2) reports all pages as cached to a process that may not write the
-        file.
+        mincore(2) reports all pages as cached to a process that may not write the file, hence this second check.
         """
         index = self._dataset.engine.indexes[self._dataset.names[0]]
         offsets = index.addresses.reshape(-1)

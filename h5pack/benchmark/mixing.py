@@ -34,37 +34,20 @@ For more, 1.645 + 1.7 / degrees of freedom is a slight overestimate.
 
 @dataclass(frozen=True)
 class OrderMixing:
-    """Measurements of one order of the rows.
+    """Measurements of one order of the rows. The label distance and its errors are None without integer labels."""
 
-    Attributes
-    ----------
-    shuffle : "window", "full" or False
-    window : int or None
-        Number of chunks that are shuffled together; None unless `shuffle` is "window".
-    label_distance : float or None
-        Total-variation distance (0 to 1) between the label histogram of a batch and that of all rows: the mean over all
-        batches, and over the columns of a label table. None without integer labels.
-    batch_deviation, standard_error : float or None
-        Standard deviation of the distance over all batches, and standard error of the mean distance, calculated from
-        the means of the epochs.
-    storage_correlation : float
-        Spearman's rank correlation between a row's position in the epoch and its position in the file; mean over the
-        epochs.
-    epoch_correlation : float or None
-        The same correlation between a row's positions in one epoch and in the next. None if too few rows were sampled
-        in both.
-    chunks_per_batch : float
-        Number of distinct chunks that a batch's rows come from; mean over the batches.
-    """
-
-    shuffle: str | bool
-    window: int | None
+    shuffle: str | bool  # "window", "full" or False.
+    window: int | None  # Number of chunks that are shuffled together; None unless `shuffle` is "window".
+    # Total-variation distance (0 to 1) between the label histogram of a batch and that of all rows: the mean over all
+    # batches, and over the columns of a label table.
     label_distance: float | None
-    batch_deviation: float | None
-    standard_error: float | None
+    batch_deviation: float | None  # Standard deviation of the distance over all batches.
+    standard_error: float | None  # Of the mean distance, calculated from the means of the epochs.
+    # Spearman's rank correlation between a row's position in the epoch and its position in the file; mean of epochs.
     storage_correlation: float
+    # The same between a row's positions in one epoch and the next. None if too few rows were sampled in both.
     epoch_correlation: float | None
-    chunks_per_batch: float
+    chunks_per_batch: float  # Number of distinct chunks that a batch's rows come from; mean over the batches.
 
     def bound(self, quantile: float) -> float:
         """Return the label distance plus `quantile` standard errors."""
@@ -75,30 +58,6 @@ class OrderMixing:
 class MixingReport:
     """How well the window shuffle mixes a dataset's rows.
 
-    Attributes
-    ----------
-    rows, chunks : int
-        Number of rows in an epoch, and number of chunks that hold them.
-    chunk_bytes : int
-        Uncompressed size of a full chunk of images.
-    batch_size, seed, epochs : int
-    batches, epoch_batches : int
-        Number of full batches sampled from each epoch, and number of full batches in an epoch.
-    window : int
-        Window, in chunks, that the advice is about; at most `chunks`.
-    expected_distance : float or None
-        Expected label distance of a full shuffle, calculated exactly. None without labels.
-    allowed_distance : float or None
-        Largest distance that counts as equal to a full shuffle's. It exceeds `expected_distance` by 5 %, or by 5 % of
-        the way from there to the mean distance of single rows if that is less (for example with more classes than rows
-        per batch).
-    enough_window : int or None
-        Smallest window that was shown to mix the labels as well as a full shuffle; None if there is none.
-    orders : tuple of OrderMixing
-        The windows in ascending order, then the full shuffle, then the stored order.
-
-    Notes
-    -----
     Even a perfectly random batch has a distance above 0, but its mean is known: the count of a class in the batch is
     hypergeometric, and the mean absolute deviation of such a count has a closed form (de Moivre's; Diaconis and Zabell,
     "Closed form summation for classical distributions", Statistical Science 1991). The batches of one epoch depend on
@@ -108,19 +67,21 @@ class MixingReport:
     largest down to the first that fails, so `enough_window` is too small in at most 5 % of reports.
     """
 
-    rows: int
-    chunks: int
-    chunk_bytes: int
+    rows: int  # Number of rows in an epoch.
+    chunks: int  # Number of chunks that hold them.
+    chunk_bytes: int  # Uncompressed size of a full chunk of images.
     batch_size: int
     seed: int
     epochs: int
-    batches: int
-    epoch_batches: int
-    window: int
-    expected_distance: float | None
+    batches: int  # Number of full batches sampled from each epoch.
+    epoch_batches: int  # Number of full batches in an epoch.
+    window: int  # Window, in chunks, that the advice is about; at most `chunks`.
+    expected_distance: float | None  # Expected label distance of a full shuffle, exact. None without labels.
+    # Largest distance that counts as equal to a full shuffle's. It exceeds `expected_distance` by 5 %, or by 5 % of the
+    # difference to the mean distance of single rows if that is less, as with more classes than rows per batch.
     allowed_distance: float | None
-    enough_window: int | None
-    orders: tuple[OrderMixing, ...]
+    enough_window: int | None  # Smallest window that was shown to mix the labels as well as a full shuffle, if any.
+    orders: tuple[OrderMixing, ...]  # The windows in ascending order, then the full shuffle, then the stored order.
 
     @property
     def advice(self) -> str:
@@ -128,14 +89,17 @@ class MixingReport:
         window, enough = self.window, self.enough_window
         asked = next(order for order in self.orders if order.window == window)
         if self.allowed_distance is None:
-            return f"No labels to judge by: a batch of window={window} has rows of {asked.chunks_per_batch:.1f} chunks."
+            chunks = f"{asked.chunks_per_batch:.1f} chunks"
+            return f"No labels to compare: with window={window} the rows of a batch come from {chunks}."
         if enough is not None and enough <= window:
             return f"Keep window={window}: its batches mix the labels as those of a full shuffle do."
         if asked.bound(-_quantile(self.epochs)) <= self.allowed_distance:
-            return f"Give more epochs: {self.epochs} do not show whether window={window} is large enough."
-        way = f"window={enough} ({(enough or 0) * self.chunk_bytes / 2**20:,.1f} MiB)"
-        off = f"a batch's labels are {100 * self.excess(asked):,.0f} % further off than a full shuffle's"
-        return f"Use shuffle='full', or {way if enough else 'convert in shuffled order'}: with window={window} {off}."
+            return f"Increase epochs: {self.epochs} do not show whether window={window} is large enough."
+        other = "convert in shuffled order"
+        if enough is not None:
+            other = f"window={enough} ({enough * self.chunk_bytes / 2**20:,.1f} MiB)"
+        excess = f"the label distance of a batch is {100 * self.excess(asked):,.0f} % above a full shuffle's"
+        return f"Use shuffle='full', or {other}: with window={window} {excess}."
 
     def excess(self, order: OrderMixing) -> float:
         """Return the fraction by which an order's label distance exceeds that of a full shuffle; nan without labels."""
@@ -147,8 +111,8 @@ class MixingReport:
         """Return the report as a JSON-serializable dict. The keys are stable across versions."""
         return {**asdict(self), "advice": self.advice}
 
-    def to_text(self, full: bool = False) -> str:
-        """Return a table of the orders, and the advice. `full` has no effect; it matches `BenchReport.to_text`."""
+    def to_text(self) -> str:
+        """Return a table of the orders, and the advice."""
         sampled = f"{self.batches:,} of {self.epoch_batches:,} batches in each of {self.epochs} epochs"
         lines = [
             f"{self.rows:,} rows in {self.chunks:,} chunks, batches of {self.batch_size}; sampled {sampled}.",
@@ -163,7 +127,7 @@ class MixingReport:
             lines.append(f"Smallest window that is shown to be equal: {self.enough_window or 'none'}.")
         largest = max(order.window or 0 for order in self.orders)
         if largest < self.chunks:
-            lines.append(f"Windows of more than {largest:,} chunks were not compared; name them in windows.")
+            lines.append(f"Windows of more than {largest:,} chunks were not compared; windows=SIZES compares others.")
         return "\n".join([*lines, self.advice])
 
     def _line(self, order: OrderMixing) -> str:

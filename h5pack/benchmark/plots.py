@@ -1,4 +1,4 @@
-"""Figures: checking and atomically saving files for `bench` and `doctor`, and drawing bench reports."""
+"""Figures: checking and saving their files, for `bench` and `doctor`; drawing reports of `bench`."""
 
 from __future__ import annotations
 
@@ -58,17 +58,10 @@ _DEFAULT = tuple(
 
 
 def check_plot_file(path: str | os.PathLike[str]) -> str:
-    """Check, before measuring, that a figure can be saved in a file; return its format, "png", "svg" or "pdf".
-
-    Raises
-    ------
-    OptionsError
-        If the suffix is not .png, .svg or .pdf, the folder does not exist or is not writable, or matplotlib is not
-        installed.
-    """
+    """Return the format of a figure's file: "png", "svg" or "pdf"; OptionsError if it cannot be saved there."""
     target = Path(path)
     if target.suffix.lower() not in FORMATS:
-        raise OptionsError(f"{target}: not a .png, .svg or .pdf file", path=target)
+        raise OptionsError(f"{target}: figures are saved as .png, .svg or .pdf; choose one of these", path=target)
     folder = target.absolute().parent
     if target.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise OptionsError(f"{target}: cannot be written; name a file in a folder that exists", path=target)
@@ -78,13 +71,7 @@ def check_plot_file(path: str | os.PathLike[str]) -> str:
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str], *, dpi: int = 150) -> None:
-    """Write a matplotlib figure atomically. Equal figures give byte-identical files.
-
-    Raises
-    ------
-    OptionsError
-        As for `check_plot_file`.
-    """
+    """Write a matplotlib figure atomically. Equal figures give byte-identical files."""
     from matplotlib import rc_context
 
     kind, out = check_plot_file(path), io.BytesIO()
@@ -101,13 +88,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str], *, dpi: int = 150)
 
 
 def draw_bench(report: BenchReport, path: str | os.PathLike[str]) -> None:
-    """Draw the report of `bench` into a .png, .svg or .pdf file.
-
-    Raises
-    ------
-    OptionsError
-        As for `check_plot_file`.
-    """
+    """Draw the report of `bench` into a .png, .svg or .pdf file."""
     check_plot_file(path)
     from matplotlib import rc_context
     from matplotlib.style import context

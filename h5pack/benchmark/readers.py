@@ -1,11 +1,9 @@
-"""The readers that a benchmark compares: H5Loader, H5Dataset, plain h5py and a DataLoader.
-
-A case is one configuration of a benchmark; each reader runs one case for a given time.
-"""
+"""The readers that a benchmark compares: H5Loader, H5Dataset, plain h5py and a DataLoader. Each runs one case."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +17,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from h5pack.benchmark.cases import BenchCase, FileVariant
-from h5pack.benchmark.ceilings import touch
+from h5pack.benchmark.ceilings import images_of, touch
 from h5pack.data.dataset import H5Dataset
 from h5pack.data.loader import H5Loader
 from h5pack.data.samplers import ChunkBatchSampler
@@ -34,11 +32,11 @@ _MAX_EPOCH = 4.0
 
 @dataclass(frozen=True)
 class ReadTiming:
-    """Result of a run: rows read, duration, and bytes per row requested by read calls (None if unknown)."""
+    """Result of a run."""
 
     rows: int
     seconds: float
-    bytes_per_row: float | None
+    bytes_per_row: float | None  # Requested by read calls; None if unknown.
 
 
 class CaseReader(Protocol):
@@ -52,14 +50,10 @@ class CaseReader(Protocol):
 
 
 class SharedDatasets:
-    """Open datasets and batch memory that all readers of a benchmark share.
-
-    The chunks of each file variant are indexed only once, because a file may have millions of them. ``memory`` holds
-    loaders whose batch memory is reused by one reader after the other.
-    """
+    """Open datasets that all readers of a benchmark share: the chunks of a file, maybe millions, are indexed once."""
 
     def __init__(self) -> None:
-        self.memory: list[H5Loader] = []
+        self.memory: list[H5Loader] = []  # Loaders whose batch memory one reader after the other reuses.
         self._datasets: dict[tuple[str, bool], H5Dataset] = {}
 
     def dataset(self, variant: FileVariant, *, library: bool = False) -> H5Dataset:
@@ -85,9 +79,10 @@ def open_reader(case: BenchCase, variant: FileVariant, seed: int, shared: Shared
     if case.num_workers is not None:
         return WorkerReader(dataset, case, variant, seed)
     if case.engine == "default" or (case.engine == "tuned" and case.order == "single"):
-        return LibraryReader(dataset, case, variant, seed)
+        library = LibraryReader(dataset, case, variant, seed)
+        return SingleReader(library.read_row, library.close, variant, seed) if case.order == "single" else library
     if case.order == "single":
-        return SingleReader(dataset, variant, seed)
+        return SingleReader(lambda row: images_of(dataset[row]).numpy(), dataset.close, variant, seed)
     reader = LoaderReader(shared.dataset(variant, library=case.engine == "tuned"), case, variant, seed)
     reader.share(shared.memory)
     return reader
@@ -116,7 +111,7 @@ class LoaderReader:
         )
 
     def share(self, memory: list[H5Loader]) -> None:
-        """Reuse an earlier reader's batch memory: the first write to new memory takes longer than the reading."""
+        """Reuse an earlier reader's batch memory, because the first write to new memory is slower than reading."""
         if not any(self._loader.use_memory_of(keeper) for keeper in memory):
             memory.append(self._new_loader())
             self._loader.use_memory_of(memory[-1])
@@ -125,15 +120,14 @@ class LoaderReader:
     def run(self, seconds: float, *, once: bool = False) -> ReadTiming:
         """Run whole epochs until the time is up; abandon an epoch that takes much longer.
 
-        Abandoning an epoch favours small chunks, because more of their batches are
-        prefetched at that moment, and these count as read.
+        This favours small chunks: more of their batches are prefetched at that moment, and these count as read.
         """
         requested, before = requested_bytes(), self._dataset.stats().rows
         begin = time.perf_counter()
         while True:
             iterator = iter(self._loader)
             for batch in iterator:
-                touch(_images(batch).numpy())
+                touch(images_of(batch).numpy())
                 if time.perf_counter() - begin >= _MAX_EPOCH * seconds:
                     break
             elapsed = time.perf_counter() - begin
@@ -144,10 +138,7 @@ class LoaderReader:
                 return ReadTiming(rows, elapsed, _bytes_per_row(requested, self._dataset.stats().rows - before))
 
     def hit_rate(self) -> float | None:
-        """Return the fraction of rows that needed no read of their own; None before any row was read.
-
-        Their chunk had already been read for another row.
-        """
+        """Return the fraction of rows whose chunk had already been read for another row; None before any read."""
         stats = self._dataset.stats()
         rows = stats.rows - self._before.rows
         return (stats.chunk_hits - self._before.chunk_hits) / rows if rows else None
@@ -159,84 +150,55 @@ class LoaderReader:
 
 
 class SingleReader:
-    """Reader of one random index of an H5Dataset per call."""
+    """Reader of one random row at a time; `read` returns the pixels of a row, `close` closes the file."""
 
-    def __init__(self, dataset: H5Dataset, variant: FileVariant, seed: int) -> None:
-        self._dataset = dataset
-        self._rows = _shuffled(variant.rows, seed)
+    def __init__(
+        self, read: Callable[[int], npt.NDArray[Any]], close: Callable[[], None], variant: FileVariant, seed: int
+    ) -> None:
+        self._read, self.close = read, close
+        self._rows: list[int] = np.random.default_rng(seed).permutation(variant.rows).tolist()
 
     def run(self, seconds: float, *, once: bool = False) -> ReadTiming:
         """Read single rows until the time is up."""
-        return timed_rows(self._rows, lambda row: touch(_images(self._dataset[row]).numpy()), seconds, once=once)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._dataset.close()
-
-
-class LibraryFile:
-    """HDF5 file whose rows are read by h5py's ``dataset[i]``; encoded images are decoded by Pillow.
-
-    With `tuned`, the chunk cache is set up for random access; otherwise it is h5py's default.
-    """
-
-    def __init__(self, path: str, images: str, *, tuned: bool) -> None:
-        self._file = open_file(path)
-        self._dataset = require_dataset(self._file, images)
-        if is_filtered(self._dataset):
-            require_filters(self._dataset)
-        if tuned:
-            self._dataset = reopen_tuned(self._dataset)
-        self._encoded = h5py.check_vlen_dtype(self._dataset.dtype) is not None
-        self._batch: npt.NDArray[Any] | None = None
-
-    def row(self, row: int) -> npt.NDArray[Any]:
-        """Return the pixels of one row."""
-        found: npt.NDArray[Any] = self._dataset[row]
-        if not self._encoded:
-            return found
-        with Image.open(io.BytesIO(found.tobytes())) as opened:
-            return np.asarray(opened.convert("RGB"))
-
-    def batch(self, rows: Sequence[int], *, consecutive: bool) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        """Read a batch, and yield (number of rows, pixels) for each read.
-
-        Consecutive rows are read as one slice; other rows are copied into the batch one by one.
-        """
-        if consecutive and not self._encoded:
-            yield len(rows), self._dataset[rows[0] : rows[-1] + 1]
-            return
-        for slot, row in enumerate(rows):
-            pixels = self.row(int(row))
-            if self._batch is None or len(self._batch) < len(rows) or self._batch.shape[1:] != pixels.shape:
-                self._batch = np.empty((len(rows), *pixels.shape), pixels.dtype)
-            self._batch[slot] = pixels
-            yield 1, self._batch[slot]
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        requested, begin, done = requested_bytes(), time.perf_counter(), 0
+        elapsed = 0.0
+        while elapsed < seconds:
+            for row in self._rows:
+                touch(self._read(row))
+                done += 1
+                elapsed = time.perf_counter() - begin
+                if elapsed >= seconds:
+                    break
+            if once:
+                break
+        return ReadTiming(done, elapsed, _bytes_per_row(requested, done))
 
 
 class LibraryReader:
-    """Reader of batches or single rows by plain h5py. `dataset` is used only for the order of a window shuffle."""
+    """Reader of batches by h5py's ``dataset[i]``; encoded images are decoded by Pillow.
+
+    The chunk cache is h5py's default, or set up for random access if the case's engine is "tuned". `dataset` is used
+    only for the order of a window shuffle.
+    """
 
     def __init__(self, dataset: H5Dataset, case: BenchCase, variant: FileVariant, seed: int) -> None:
-        self._file = LibraryFile(variant.path, variant.images, tuned=case.engine == "tuned")
         self._case, self._rows, self._seed = case, variant.rows, seed
+        self._sampler = _window_sampler(dataset, case, variant, seed)
         self._epoch = 0
-        self._sampler = ChunkBatchSampler(
-            dataset, case.batch_size, window=case.window, seed=seed, indices=_first_rows(dataset, variant)
-        )
+        self._batch: npt.NDArray[Any] | None = None
+        self._file = open_file(variant.path)
+        self._images = require_dataset(self._file, variant.images)
+        if is_filtered(self._images):
+            require_filters(self._images)
+        if case.engine == "tuned":
+            self._images = reopen_tuned(self._images)
+        self._encoded = h5py.check_vlen_dtype(self._images.dtype) is not None
 
     def run(self, seconds: float, *, once: bool = False) -> ReadTiming:
-        """Read batches, or single rows if the case asks for them, until the time is up."""
-        if self._case.order == "single":
-            rows = _shuffled(self._rows, self._seed)
-            return timed_rows(rows, lambda row: touch(self._file.row(row)), seconds, once=once)
+        """Read batches until the time is up."""
         requested, begin, done = requested_bytes(), time.perf_counter(), 0
         while True:
-            for count, pixels in self._epoch_rows():
+            for count, pixels in itertools.chain.from_iterable(map(self.read_batch, self._batches())):
                 touch(pixels)
                 done += count
                 # Check after every row, because a batch that is read row by row may take longer than `seconds`.
@@ -246,9 +208,28 @@ class LibraryReader:
             if once or elapsed >= seconds:
                 return ReadTiming(done, elapsed, _bytes_per_row(requested, done))
 
-    def _epoch_rows(self) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        for batch in self._batches():
-            yield from self._file.batch(batch, consecutive=self._case.order == "sequential")
+    def read_row(self, row: int) -> npt.NDArray[Any]:
+        """Return the pixels of one row."""
+        found: npt.NDArray[Any] = self._images[row]
+        if not self._encoded:
+            return found
+        with Image.open(io.BytesIO(found.tobytes())) as opened:
+            return np.asarray(opened.convert("RGB"))
+
+    def read_batch(self, rows: Sequence[int]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        """Read a batch, and yield (number of rows, pixels) for each read.
+
+        In sequential order, rows are read as one slice; otherwise they are copied into the batch one by one.
+        """
+        if self._case.order == "sequential" and not self._encoded:
+            yield len(rows), self._images[rows[0] : rows[-1] + 1]
+            return
+        for slot, row in enumerate(rows):
+            pixels = self.read_row(int(row))
+            if self._batch is None or len(self._batch) < len(rows) or self._batch.shape[1:] != pixels.shape:
+                self._batch = np.empty((len(rows), *pixels.shape), pixels.dtype)
+            self._batch[slot] = pixels
+            yield 1, self._batch[slot]
 
     def _batches(self) -> Iterator[Any]:
         size = self._case.batch_size
@@ -256,7 +237,7 @@ class LibraryReader:
             return (range(start, min(self._rows, start + size)) for start in range(0, self._rows, size))
         if self._case.order == "full":
             self._epoch += 1
-            rows = _shuffled(self._rows, self._seed + self._epoch)
+            rows = np.random.default_rng(self._seed + self._epoch).permutation(self._rows)
             return iter(np.array_split(rows, range(size, len(rows), size)))
         return iter(self._sampler)
 
@@ -269,28 +250,22 @@ class WorkerReader:
     """Reader of batches by a DataLoader with an H5Dataset, `ChunkBatchSampler` and ``collate_fn=dataset.collate``."""
 
     def __init__(self, dataset: H5Dataset, case: BenchCase, variant: FileVariant, seed: int) -> None:
-        sampler = ChunkBatchSampler(
-            dataset, case.batch_size, window=case.window, seed=seed, indices=_first_rows(dataset, variant)
-        )
         self._dataset = dataset
         self._loader: DataLoader[Any] | None = DataLoader(
             dataset,
-            batch_sampler=sampler,
+            batch_sampler=_window_sampler(dataset, case, variant, seed),
             num_workers=case.num_workers or 0,
             collate_fn=dataset.collate,
             persistent_workers=bool(case.num_workers),
         )
 
     def run(self, seconds: float, *, once: bool = False) -> ReadTiming:
-        """Run whole epochs until the time is up.
-
-        Stopping in mid-epoch would leave workers running, which would disturb the next measurement.
-        """
+        """Run whole epochs until the time is up: workers still busy would disturb the next measurement."""
         assert self._loader is not None
         begin, rows = time.perf_counter(), 0
         while True:
             for batch in self._loader:
-                images = _images(batch)
+                images = images_of(batch)
                 touch(images.numpy())
                 rows += len(images)
             elapsed = time.perf_counter() - begin
@@ -298,25 +273,9 @@ class WorkerReader:
                 return ReadTiming(rows, elapsed, None)
 
     def close(self) -> None:
-        """Drop the DataLoader, which ends the workers because nothing else refers to their iterator; close the file."""
+        """Drop the DataLoader, which ends its workers, and close the file."""
         self._loader = None
         self._dataset.close()
-
-
-def timed_rows(rows: npt.NDArray[np.int64], read: Callable[[int], object], seconds: float, *, once: bool) -> ReadTiming:
-    """Measure calling `read` with one row after the other until the time is up."""
-    requested, begin, done = requested_bytes(), time.perf_counter(), 0
-    elapsed = 0.0
-    while elapsed < seconds:
-        for row in rows.tolist():
-            read(row)
-            done += 1
-            elapsed = time.perf_counter() - begin
-            if elapsed >= seconds:
-                break
-        if once:
-            break
-    return ReadTiming(done, elapsed, _bytes_per_row(requested, done))
 
 
 def requested_bytes() -> int | None:
@@ -332,14 +291,11 @@ def _bytes_per_row(before: int | None, rows: int) -> float | None:
     return None if before is None or now is None or not rows else (now - before) / rows
 
 
-def _images(batch: Any) -> Any:
-    return batch[0] if isinstance(batch, (list, tuple)) else batch
-
-
 def _first_rows(dataset: H5Dataset, variant: FileVariant) -> npt.NDArray[np.int64] | None:
     """Return the indices of the sample's rows in a larger file; None if the sample is the whole file."""
     return None if variant.rows == len(dataset) else np.arange(variant.rows)
 
 
-def _shuffled(rows: int, seed: int) -> npt.NDArray[np.int64]:
-    return np.random.default_rng(seed).permutation(rows)
+def _window_sampler(dataset: H5Dataset, case: BenchCase, variant: FileVariant, seed: int) -> ChunkBatchSampler:
+    indices = _first_rows(dataset, variant)
+    return ChunkBatchSampler(dataset, case.batch_size, window=case.window, seed=seed, indices=indices)

@@ -1,7 +1,4 @@
-"""Choice of the recommendation from measurements, with the reasons and doubts. These functions have no side effects.
-
-The sweep measures all cases (configurations); the run-off measures the fastest of them again.
-"""
+"""Choice of the recommendation from the measurements, with its reasons and doubts: pure functions."""
 
 from __future__ import annotations
 
@@ -26,40 +23,21 @@ _MAX_SPREAD = 0.4
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The data, the machine and the settings that a recommendation is made for.
+    """The data, the machine and the settings that a recommendation is made for."""
 
-    Attributes
-    ----------
-    source : str
-        Path to convert, as on the command line; empty for generated images.
-    options : dict
-        Keywords of `h5pack.convert` with which the sample was packed.
-    num_images, row_bytes, sample_rows : int
-    row_shape : tuple of int
-    default_chunk_rows : int
-        Chunk size that `h5pack.convert` chooses by default.
-    memory_bytes : int
-        Memory available for the page cache.
-    batch_size, window, num_threads : int
-        Settings of the cases that compare file variants.
-    cpus : int
-    copy_speed : float or None
-        Images/s of a memory copy on `num_threads` threads; None if it was not measured.
-    """
-
-    source: str
-    options: dict[str, Any]
+    source: str  # Path to convert, as on the command line; empty for generated images.
+    options: dict[str, Any]  # Keywords of `h5pack.convert` with which the sample was packed.
     num_images: int
     row_bytes: int
     sample_rows: int
     row_shape: tuple[int, ...]
-    default_chunk_rows: int
-    memory_bytes: int
-    batch_size: int
+    default_chunk_rows: int  # Chunk size that `h5pack.convert` chooses by default.
+    memory_bytes: int  # Memory available for the page cache.
+    batch_size: int  # This and the next two: settings of the cases that compare file variants.
     window: int
     num_threads: int
     cpus: int
-    copy_speed: float | None = None
+    copy_speed: float | None = None  # Images/s of a memory copy on `num_threads` threads, if measured.
 
     def is_loader_case(self, case: BenchCase, window: int, num_threads: int) -> bool:
         """Return whether H5Loader reads the case in window shuffle with these settings and `batch_size`."""
@@ -70,57 +48,25 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """The chunks and settings to use on this machine, with the reasons.
+    """The chunks and settings to use on this machine, with the reasons."""
 
-    Attributes
-    ----------
-    variant : str
-        Label of the recommended `FileVariant`.
-    convert : bool
-        Whether to convert to that variant. False: keep the input file.
-    chunk_rows : int or None
-    compression : str
-    batch_size, window, num_threads : int
-        Settings for H5Loader.
-    num_workers : int
-        Number of workers if a DataLoader is used instead.
-    chunk_cache : CachePlan or None
-        Chunk cache for reading the file in window shuffle with h5py.
-    judged_by : str
-        Page-cache state whose speeds decided: "hot" or "cold".
-    images_per_s : float
-        Speed measured with these settings.
-    ties : tuple of str
-        Labels of all variants that count as fast as the fastest, see `TIE`.
-    doubts : tuple of str
-        Why the recommendation is not certain; empty if it is.
-    reasons : tuple of str
-        Sentences that explain the recommendation.
-    command : str
-        Command line that converts to the variant; empty if `convert` is False.
-    code : str
-        Python code that reads the file with these settings.
-    gain : float or None
-        Speedup over reading the input file with h5py, one index per call. None if that was not measured.
-    """
-
-    variant: str
-    convert: bool
+    variant: str  # Label of the recommended `FileVariant`.
+    convert: bool  # Whether to convert to that variant. False: keep the input file.
     chunk_rows: int | None
     compression: str
-    batch_size: int
+    batch_size: int  # This and the next two: settings for H5Loader.
     window: int
     num_threads: int
-    num_workers: int
-    chunk_cache: CachePlan | None
-    judged_by: str
-    images_per_s: float
-    ties: tuple[str, ...]
-    doubts: tuple[str, ...]
-    reasons: tuple[str, ...]
-    command: str
-    code: str
-    gain: float | None = None
+    num_workers: int  # Number of workers if a DataLoader is used instead.
+    chunk_cache: CachePlan | None  # Chunk cache for reading the file in window shuffle with h5py.
+    judged_by: str  # Page-cache state whose speeds decided: "hot" or "cold".
+    images_per_s: float  # Speed measured with these settings.
+    ties: tuple[str, ...]  # Labels of all variants that count as fast as the fastest, see `TIE`.
+    doubts: tuple[str, ...]  # Why the recommendation is not certain; empty if it is.
+    reasons: tuple[str, ...]  # Sentences that explain the recommendation.
+    command: str  # Command line that converts to the variant; empty if `convert` is False.
+    code: str  # Python code that reads the file with these settings.
+    gain: float | None = None  # Speedup over reading the input file with h5py, one index per call, if measured.
 
 
 def pick_cache_state(workload: Workload, measurements: Sequence[Measurement]) -> tuple[str, str]:
@@ -130,12 +76,12 @@ def pick_cache_state(workload: Workload, measurements: Sequence[Measurement]) ->
     measured = {one.case.cache for one in measurements if one.speeds}
     fits = size <= workload.memory_bytes // 2
     if fits and "hot" in measured:
-        return "hot", f"Judged with the page cache warm: {sizes}, so the file stays there after an epoch."
+        return "hot", f"Compared with the page cache warm: {sizes}, so the file stays there after an epoch."
     if not fits and "cold" in measured:
-        return "cold", f"Judged with the page cache cold: {sizes}, so each epoch reads the disk."
+        return "cold", f"Compared with the page cache cold: {sizes}, so each epoch reads the disk."
     if not fits:
-        return "hot", f"Judged with the page cache warm, although {sizes}: cold reads were not measured."
-    return "cold", "Judged with the page cache cold: warm reads were not measured."
+        return "hot", f"Compared with the page cache warm, although {sizes}: cold reads were not measured."
+    return "cold", "Compared with the page cache cold: warm reads were not measured."
 
 
 def finalists(
@@ -156,8 +102,7 @@ def choose(
     """Choose the recommendation from the measurements of the sweep and of the run-off; None if too little was measured.
 
     Among the variants that are as fast as the fastest (see `TIE`), prefer the input file, then the variant closest to
-    the default of `h5pack.convert`. Then choose the smallest numbers of threads and workers that are as fast as the
-    best.
+    the default of `h5pack.convert`; then the smallest numbers of threads and workers that are as fast as the best.
     """
     cache, why = pick_cache_state(workload, measurements)
     by_label = {one.label: one for one in variants}
@@ -212,10 +157,7 @@ def choose(
 def _comparable(
     variants: Sequence[FileVariant], measurements: Sequence[Measurement], workload: Workload, cache: str
 ) -> list[Measurement]:
-    """Return measurements that differ only in the variant, for variants that may be recommended.
-
-    These are the input file and chunked variants, because h5pack always writes chunks.
-    """
+    """Return measurements that differ only in the variant, without the contiguous one: h5pack always writes chunks."""
     allowed = {one.label for one in variants if one.is_input or one.chunk_rows is not None}
     return [
         one
@@ -228,10 +170,7 @@ def _comparable(
 
 
 def _after_run_off(sweep: Sequence[Measurement], run_off: Sequence[Measurement]) -> list[Measurement]:
-    """Return the measurements of the cases in the run-off, or the sweep's if there was none.
-
-    Other cases are left out, because they were too slow for the run-off.
-    """
+    """Return the measurements of the cases in the run-off (the others were too slow for it), or else the sweep's."""
     if not run_off:
         return list(sweep)
     earlier = {one.case: one for one in sweep}
@@ -255,12 +194,12 @@ def _comparison(
     reasons = [f"{text}."]
     others = [one.case.variant for one in ties if one is not picked]
     if others:
-        reasons.append(f"As fast within {100 * (1 - TIE):.0f} %: {', '.join(others)}.")
+        reasons.append(f"Equally fast, within {100 * (1 - TIE):.0f} %: {', '.join(others)}.")
     slower = [one for one in found if one not in ties]
     unclear = [one for one in slower if max(one.speeds) >= min(picked.speeds)]
     if unclear:
         names = ", ".join(f"{one.case.variant} ({one.median:,.0f})" for one in unclear)
-        reasons.append(f"Slower, but by less than repeats differ: {names}.")
+        reasons.append(f"Slower by less than the spread of the repeats: {names}.")
     if slower:
         worst = min(slower, key=lambda one: one.median)
         reasons.append(f"Slowest of the run-off: {worst.case.variant} ({worst.median:,.0f}).")
@@ -317,14 +256,14 @@ def _doubts(deciding: Sequence[Measurement], num_compared: int, workload: Worklo
     doubts = []
     repeats = min(len(one.speeds) for one in deciding)
     if repeats < MIN_REPEATS:
-        doubts.append(f"only {counted(repeats, 'repeat')} of what decides; give it more seconds")
+        doubts.append(f"the decisive cases have only {counted(repeats, 'repeat')}; increase seconds")
     elif any(max(one.speeds) - min(one.speeds) > _MAX_SPREAD * one.median for one in deciding):
         doubts.append(f"repeats differ by more than {100 * _MAX_SPREAD:.0f} %; run it again on an idle machine")
     size = workload.sample_rows * workload.row_bytes
     if workload.sample_rows < MIN_ROWS and size < MIN_BYTES:
         doubts.append(f"the sample has only {workload.sample_rows:,} rows, {format_bytes(size)}")
     if num_compared < 2:
-        doubts.append("there was nothing to compare it with")
+        doubts.append("no other variant was measured")
     return doubts
 
 
@@ -341,14 +280,14 @@ def _gain(
     reasons, gain = [], None
     loader = next((one.median for one in compared if one.case.variant == input_variant.label), None)
     if loader:
-        reasons.append(f"The file as it is: {loader:,.0f} images/s by H5Loader, {picked.median / loader:.1f} x slower.")
+        reasons.append(f"The input file: {loader:,.0f} images/s by H5Loader, {picked.median / loader:.1f} x slower.")
     for one in measurements:
         case = one.case
-        way = (case.variant, case.engine, case.order, case.cache)
-        if one.speeds and way == (input_variant.label, "default", "single", picked.case.cache):
+        baseline = (input_variant.label, "default", "single", picked.case.cache)
+        if one.speeds and (case.variant, case.engine, case.order, case.cache) == baseline:
             gain = round(picked.median / one.median, 2)
             reasons.append(
-                f"The file as it is, one index a call by h5py: {one.median:,.0f} images/s, {gain:.1f} x slower."
+                f"The input file, one index a call by h5py: {one.median:,.0f} images/s, {gain:.1f} x slower."
             )
     return gain, reasons
 

@@ -1,7 +1,4 @@
-"""`BenchReport`, the result of a benchmark, as a short recommendation, as tables and as JSON.
-
-The sweep measures all cases (configurations); the run-off measures the fastest of them again.
-"""
+"""`BenchReport`, the result of a benchmark, as a short recommendation, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -18,28 +15,16 @@ from h5pack.format.plans import CachePlan
 from h5pack.system.text import counted, format_bytes
 
 _WIDTH = 100
-_NO_TIME = "the time was over before"
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """An upper bound on the speed of any reader on this machine.
+    """An upper bound on the speed of any reader on this machine."""
 
-    Attributes
-    ----------
-    name : str
-        "memory copy" or "sequential read".
-    num_threads : int
-    cache : str
-        Page-cache state whose reads are limited by it: "hot" or "cold".
-    speeds : tuple of float
-        Images/s of each repeat.
-    """
-
-    name: str
+    name: str  # "memory copy" or "sequential read".
     num_threads: int
-    cache: str
-    speeds: tuple[float, ...]
+    cache: str  # Page-cache state whose reads are limited by it: "hot" or "cold".
+    speeds: tuple[float, ...]  # Images/s of each repeat.
 
     def __str__(self) -> str:
         return f"{self.name}, {counted(self.num_threads, 'thread')}"
@@ -47,44 +32,11 @@ class Ceiling:
 
 @dataclass
 class BenchReport:
-    """The results of `bench`. After Ctrl-C, it holds the results so far, and `complete` is False.
+    """The results of `bench`. After Ctrl-C, it holds the results so far, and `complete` is False."""
 
-    Attributes
-    ----------
-    source : str
-        The path, or "generated images".
-    kind : str
-        "folder", "file" or "generated".
-    num_images : int
-        Number of images in the whole source.
-    row_shape : tuple of int
-    row_bytes, sample_rows : int
-    budget_seconds : float
-    machine : dict
-    variants : list of FileVariant
-    ceilings : list of Ceiling
-    measurements : list of Measurement
-        Results of the sweep.
-    run_off : list of Measurement
-        Results of the run-off: the fastest variants again, then numbers of threads and workers.
-    faults : tuple of str
-        Faults in the layout of the input file that slow down its readers.
-    fix : str or None
-        A command that fixes the faults.
-    notes : list of str
-        Remarks on what was left out or assumed.
-    recommendation : Recommendation or None
-        None if too little was measured to recommend anything.
-    seconds : dict of str to float
-        Duration of each phase, and of all together.
-    pack_images_per_s : float or None
-        Speed of packing the sample.
-    complete : bool
-    """
-
-    source: str
-    kind: str
-    num_images: int
+    source: str  # The path, or "generated images".
+    kind: str  # "folder", "file" or "generated".
+    num_images: int  # Number of images in the whole source.
     row_shape: tuple[int, ...]
     row_bytes: int
     sample_rows: int
@@ -92,14 +44,14 @@ class BenchReport:
     machine: dict[str, Any]
     variants: list[FileVariant] = field(default_factory=list)
     ceilings: list[Ceiling] = field(default_factory=list)
-    measurements: list[Measurement] = field(default_factory=list)
-    run_off: list[Measurement] = field(default_factory=list)
-    faults: tuple[str, ...] = ()
-    fix: str | None = None
-    notes: list[str] = field(default_factory=list)
-    recommendation: Recommendation | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
-    pack_images_per_s: float | None = None
+    measurements: list[Measurement] = field(default_factory=list)  # Results of the sweep.
+    run_off: list[Measurement] = field(default_factory=list)  # Fastest variants again, then numbers of threads, workers
+    faults: tuple[str, ...] = ()  # Faults in the layout of the input file that slow down its readers.
+    fix: str | None = None  # A command that fixes the faults.
+    notes: list[str] = field(default_factory=list)  # Remarks on what was left out or assumed.
+    recommendation: Recommendation | None = None  # None if too little was measured to recommend anything.
+    seconds: dict[str, float] = field(default_factory=dict)  # Duration of each phase, and of "all".
+    pack_images_per_s: float | None = None  # Speed of packing the sample.
     complete: bool = False
 
     def __repr__(self) -> str:
@@ -108,10 +60,7 @@ class BenchReport:
         return f"<BenchReport of {self.source}: {len(self.measurements)} cases, {answer}>"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as a JSON-serializable dict, without paths of temporary files.
-
-        The keys are stable across versions.
-        """
+        """Return a JSON-serializable dict, without paths of temporary files. The keys are stable across versions."""
         found = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {
             "benchmark": "chunk_size",
@@ -158,10 +107,7 @@ class BenchReport:
         return cls(**{**plain, **changed})
 
     def to_text(self, full: bool = False) -> str:
-        """Return the recommendation in fewer than 25 lines of about 100 columns.
-
-        With `full`, add all reasons, tables and notes.
-        """
+        """Return the recommendation in under 25 lines of 100 columns; `full` adds all reasons, tables and notes."""
         blocks = [*_answer(self, full)]
         if full:
             blocks += [_facts(self), *_tables(self), _bullets("not measured", _unmeasured(self))]
@@ -174,12 +120,12 @@ class BenchReport:
         chosen = self.recommendation
         if chosen is None:
             return "Images/s by chunk size; too little was measured to recommend one"
-        what = f"Chunks of {chosen.variant} are read" if chosen.convert else "The file as it is is read"
+        what = f"Chunks of {chosen.variant} are read" if chosen.convert else "The input file is read"
         text = f"{what} at {rounded(chosen.images_per_s)} images/s in shuffled batches on this machine"
         ceiling = self.highest_ceiling(chosen.judged_by)
         if ceiling is not None:
             text += f", {chosen.images_per_s / statistics.median(ceiling.speeds):.2f} of a {ceiling}"
-        return text if not chosen.doubts else f"Not sure: {text[0].lower()}{text[1:]}"
+        return text if not chosen.doubts else f"Uncertain: {text[0].lower()}{text[1:]}"
 
     def highest_ceiling(self, cache: str) -> Ceiling | None:
         """Return the highest measured ceiling for a page-cache state; None if none was measured."""
@@ -191,15 +137,8 @@ class SweepTable:
     """Table of the sweep's measurements by variant, order, engine and page-cache state, updated by the run-off.
 
     Cases may also differ in batch size, window, threads or workers. For each order, engine and page-cache state, the
-    table holds the cases with the most common of these settings. All other cases are in `others`.
-
-    Attributes
-    ----------
-    variants : list of FileVariant
-        Sorted: the input file, uncompressed variants by ascending chunk size, the contiguous variant, then compressed
-        variants.
-    caches, orders, engines : list of str
-    others : list of Measurement
+    table holds the cases with the most common of these settings. All other cases are in `others`. Variants are sorted:
+    the input file, uncompressed ones by ascending chunk size, the contiguous one, then compressed ones.
     """
 
     def __init__(self, report: BenchReport) -> None:
@@ -284,24 +223,24 @@ def machine_text(machine: dict[str, Any]) -> str:
 
 
 def _answer(report: BenchReport, full: bool) -> list[list[str]]:
-    """Return blocks of lines: the input, the commands and code to use, and the doubts and reasons."""
+    """Return blocks of lines: the input, the command and code to use, and the doubts and reasons."""
     shape = "x".join(map(str, report.row_shape))
     about = f"{printable(report.source)}: {counted(report.num_images, 'image')}, rows of {shape} "
     about += f"({format_bytes(report.row_bytes)}), sample of {report.sample_rows:,}"
-    first = [] if report.complete else ["interrupted: this is what was measured until then"]
+    first = [] if report.complete else ["interrupted; results so far:"]
     chosen = report.recommendation
     if chosen is None:
-        return [[*first, about], ["No recommendation: nothing was measured that it could rest on."]]
-    what = f"Convert with chunks of {chosen.variant}" if chosen.convert else "Keep the file as it is"
+        return [[*first, about], ["No recommendation: too little was measured."]]
+    what = f"Convert with chunks of {chosen.variant}" if chosen.convert else "Keep the input file"
     if chosen.doubts:
         what = f"Perhaps {what[0].lower()}{what[1:]}"
     typed = [line for text in (chosen.command, chosen.code) if text for line in text.splitlines()]
-    reasons = [f"Not sure: {text}." for text in chosen.doubts] + [printable(text) for text in chosen.reasons]
+    reasons = [f"Uncertain: {text}." for text in chosen.doubts] + [printable(text) for text in chosen.reasons]
     reasons += [f"Fault of the file: {printable(text)}" for text in report.faults]
     if chosen.chunk_cache is not None and full:
         cache = chosen.chunk_cache
         reasons.append(
-            f"By h5py: rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0:g} ({cache.reason})."
+            f"With h5py: rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0:g} ({cache.reason})."
         )
     if full:
         return [[*first, about], [f"{what}:"], [f"    {line}" for line in typed], _bullets("", reasons)]
@@ -346,10 +285,11 @@ def _tables(report: BenchReport) -> list[list[str]]:
 
 
 def _mark(variant: FileVariant, report: BenchReport) -> str:
-    chosen = report.recommendation
+    """Return the label, with ">" before the recommended variant and "=" before its ties."""
+    chosen, label = report.recommendation, variant.label
     if chosen is None:
-        return f"  {variant.label}"
-    return f"{'>' if variant.label == chosen.variant else '=' if variant.label in chosen.ties else ' '} {variant.label}"
+        return f"  {label}"
+    return f"{'>' if label == chosen.variant else '=' if label in chosen.ties else ' '} {label}"
 
 
 def _size(variant: FileVariant) -> str:
@@ -379,8 +319,8 @@ def _unmeasured(report: BenchReport) -> list[str]:
     """Return each reason for missing measurements once, with the cases that it applies to."""
     reasons: dict[str, list[BenchCase]] = {}
     for one in (*report.measurements, *report.run_off):
-        if one.reason is not None or not one.speeds:
-            reasons.setdefault(one.reason or _NO_TIME, []).append(one.case)
+        if one.reason is not None:
+            reasons.setdefault(one.reason, []).append(one.case)
     return [
         f"{counted(len(cases), 'case')} ({cases[0]}{' and others' if len(cases) > 1 else ''}): {printable(reason)}"
         for reason, cases in reasons.items()

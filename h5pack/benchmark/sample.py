@@ -1,7 +1,4 @@
-"""The input of a benchmark and its sample: some of the input's images, packed in every variant in a scratch folder.
-
-A variant is a file with one chunk size and compression.
-"""
+"""The input of a benchmark, and its sample: some of the images, packed with each chunk size and compression."""
 
 from __future__ import annotations
 
@@ -25,15 +22,15 @@ from h5pack.data.dataset import H5Dataset
 from h5pack.errors import H5PackError, NoImagesError, NoSpaceError, OptionsError, SizesDifferError, SourceError
 from h5pack.format import schema
 from h5pack.format.plans import plan_chunks
-from h5pack.inspect.info import DatasetReport, info
+from h5pack.inspect.info import DatasetReport, describe_dataset
 from h5pack.pack.conversion import convert
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.plan import ConvertReport
-from h5pack.read.hdf5 import open_file
+from h5pack.read.hdf5 import open_file, require_dataset
 from h5pack.sources.detect import open_source
 from h5pack.sources.hdf5_catalog import is_hdf5
 from h5pack.sources.hdf5_rows import HDF5RowReader
-from h5pack.system.files import lock
+from h5pack.system.files import lock, open_locked
 from h5pack.system.machine import available_cpus, available_memory, free_bytes
 from h5pack.system.text import counted
 
@@ -49,23 +46,9 @@ _PREFIX, _LOCK = ".h5pack-bench-", "lock"
 
 
 class ScratchFolder:
-    """Context manager of a temporary folder. It also removes folders that killed runs left in the same place.
+    """Context manager of a temporary folder, by default in the working directory if that is writable.
 
-    Parameters
-    ----------
-    parent : path, optional
-        A folder on the disk to measure. None: the working directory, or the system's temporary folder if the working
-        directory is not writable.
-
-    Attributes
-    ----------
-    path, parent : Path
-        The temporary folder, and the folder that contains it.
-
-    Raises
-    ------
-    OptionsError
-        If `parent` is not writable.
+    It also removes the folders of runs that were killed; they are recognised by their released lock.
     """
 
     def __init__(self, parent: str | os.PathLike[str] | None = None) -> None:
@@ -73,7 +56,10 @@ class ScratchFolder:
         if parent is None and not os.access(self.parent, os.W_OK | os.X_OK):
             self.parent = Path(tempfile.gettempdir())
         try:
-            _remove_abandoned(self.parent)
+            for abandoned in self.parent.glob(f"{_PREFIX}*"):
+                with contextlib.suppress(OSError), (abandoned / _LOCK).open("rb+") as stream:
+                    if lock(stream.fileno()):
+                        shutil.rmtree(abandoned)
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self.parent))
         except OSError as error:
             raise OptionsError(
@@ -81,103 +67,49 @@ class ScratchFolder:
                 path=self.parent,
                 parameters=("scratch=FOLDER",),
             ) from error
-        self._lock = _try_lock(self.path / _LOCK, os.O_CREAT)
+        self._lock = open_locked(self.path / _LOCK, f"{self.path}: in use by another process")
 
     def __enter__(self) -> ScratchFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
+        os.close(self._lock)
 
     def require(self, size: int) -> None:
         """Raise NoSpaceError unless `size` bytes are free."""
         free = free_bytes(self.path)
         if size > free:
             raise NoSpaceError(
-                f"{self.parent}: temporary packs need {size:,} bytes, and {free:,} are free; give another "
-                "scratch=FOLDER, or fewer rows or chunk sizes",
+                f"{self.parent}: temporary files need {size:,} bytes, and {free:,} are free; give another "
+                "scratch=FOLDER, fewer rows or fewer chunk sizes",
                 path=self.parent,
                 parameters=("scratch=FOLDER",),
             )
 
 
-def _try_lock(path: Path, flags: int) -> int | None:
-    """Lock a file for this process, and return its descriptor.
-
-    Return None if another process has locked it, or the file system has no locks.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDWR | flags, 0o600)
-    except OSError:
-        return None
-    if not lock(descriptor):
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """Remove the folders of runs that have ended without doing so; they are recognised by their released lock."""
-    for folder in parent.glob(f"{_PREFIX}*"):
-        descriptor = _try_lock(folder / _LOCK, 0)
-        if descriptor is not None:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(folder)
-            os.close(descriptor)
-
-
 @dataclass(frozen=True, kw_only=True)
 class BenchInput:
-    """The images or the file to benchmark.
+    """The images or the file to benchmark."""
 
-    Attributes
-    ----------
-    name : str
-        Name for reports.
-    kind : str
-        "folder", "file" or "generated".
-    source : str
-        Path to convert.
-    num_images : int
-    options : dict
-        Keywords for converting the images with `convert`.
-    variant : FileVariant or None
-        The input file itself; None if the input is not a file.
-    faults : tuple of str
-    fix : str or None
-        Faults of the file's layout, and the command that fixes them, as in the report of `h5pack.inspect.info`.
-    not_convertible : str
-        Why the input cannot be converted; empty if it can.
-    """
-
-    name: str
-    kind: str
-    source: str
+    name: str  # Name for reports.
+    kind: str  # "folder", "file" or "generated".
+    source: str  # Path to convert.
     num_images: int
-    options: dict[str, Any]
-    variant: FileVariant | None = None
-    faults: tuple[str, ...] = ()
-    fix: str | None = None
-    not_convertible: str = ""
+    options: dict[str, Any]  # Keywords for converting the images with `convert`.
+    variant: FileVariant | None = None  # The input file itself; None if the input is not a file.
+    faults: tuple[str, ...] = ()  # Faults of the file's layout, as in the report of `h5pack.info`.
+    fix: str | None = None  # The command that fixes them.
+    not_convertible: str = ""  # Why the input cannot be converted; empty if it can.
 
 
 def find_input(path: str | os.PathLike[str] | None, options: dict[str, Any], scratch: Path) -> BenchInput:
-    """Open the input of a benchmark. If `path` is None, generate images in `scratch`.
-
-    Raises
-    ------
-    SourceError, PackFormatError
-        If there are no images.
-    OptionsError
-        If there are too few images.
-    """
+    """Open the input of a benchmark. If `path` is None, generate images in `scratch`."""
     if path is None:
-        folder = scratch / "images"
-        make_folder(folder, _GENERATED_IMAGES, _GENERATED_SIZE)
+        folder, count = scratch / "images", _GENERATED_IMAGES
+        make_folder(folder, count, _GENERATED_SIZE)
         return BenchInput(
-            name="generated images", kind="generated", source=str(folder), num_images=_GENERATED_IMAGES, options=options
+            name="generated images", kind="generated", source=str(folder), num_images=count, options=options
         )
     name = os.fspath(path)
     if Path(path).is_file() and is_hdf5(Path(path)):
@@ -186,60 +118,52 @@ def find_input(path: str | os.PathLike[str] | None, options: dict[str, Any], scr
         num_images = len(open_source(path, ConvertOptions.from_keywords(options).source_options))
         found = BenchInput(name=name, kind="folder", source=name, num_images=num_images, options=options)
     if found.num_images < MIN_IMAGES:
-        count = counted(found.num_images, "image")
-        raise OptionsError(f"{name}: {count}, too few to measure; at least {MIN_IMAGES} are needed", path=name)
+        images = counted(found.num_images, "image")
+        raise OptionsError(f"{name}: {images}, too few to measure; at least {MIN_IMAGES} are needed", path=name)
     return found
 
 
 def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
-    images, reason = options.get("images") or schema.IMAGES, ""
+    images, form = options.get("images") or schema.IMAGES, None
+    refusal: SourceError | None = None
     try:
-        catalog = open_source(path, ConvertOptions.from_keywords(options).source_options)
-        if isinstance(catalog.reader, HDF5RowReader):
-            images = catalog.reader.images
+        reader = open_source(path, ConvertOptions.from_keywords(options).source_options).reader
+        if isinstance(reader, HDF5RowReader):
+            images, form = reader.images, reader.form
     except SourceError as error:
         # Rows that are not images cannot be converted, but reading them can still be measured.
-        reason = str(error)
-    report = info(path)
+        refusal = error
     try:
         dataset = H5Dataset(path, images=images)
-    except H5PackError:
-        if reason:
-            raise SourceError(reason, path=path) from None
-        raise
-    stored = _dataset_report(report.datasets, images)
-    if stored is None:
-        # The name is a link or has extra slashes, so look the dataset up by its resolved name and file.
-        stored = _dataset_report(info(dataset.path).datasets, images)
-    assert stored is not None
-    channels_first = len(stored.shape) == 4 and stored.shape[1] in (1, 3) and stored.shape[3] not in (1, 3)
-    gray = len(stored.shape) == 3 or (len(stored.shape) == 4 and 1 in (stored.shape[1], stored.shape[3]))
+    except H5PackError as error:
+        raise refusal or error from None
+    # H5Dataset follows external links to other files, h5py the other links.
+    with open_file(dataset.path) as file:
+        stored = describe_dataset(require_dataset(file, dataset.names[0]))
+    variant = _input_variant(stored, dataset)
     options = {**options, "images": images}
     if dataset.label_name is not None:
         options.setdefault("labels", dataset.label_name)
-    options.update({"layout": "nchw"} if channels_first else {})
-    options.update({"mode": "gray"} if gray else {})
+    if form is not None:
+        channel_axis = {"last": -1, "first": -3}.get(form.channel_axis)
+        options |= {"layout": "nchw"} if channel_axis == -3 else {}
+        options |= {"mode": "gray"} if channel_axis is None or stored.shape[channel_axis] <= 2 else {}
     return BenchInput(
         name=path,
         kind="file",
         source=path,
         num_images=len(dataset),
         options=options,
-        variant=_as_it_is(stored, dataset),
+        variant=variant,
         faults=stored.faults,
         fix=None if stored.fix is None else shlex.join(stored.fix),
-        not_convertible=reason,
+        not_convertible=str(refusal or ""),
     )
 
 
-def _dataset_report(datasets: Any, name: str) -> DatasetReport | None:
-    return next((one for one in datasets if one.name.strip("/") == name.strip("/")), None)
-
-
-def _as_it_is(stored: DatasetReport, dataset: H5Dataset) -> FileVariant:
+def _input_variant(stored: DatasetReport, dataset: H5Dataset) -> FileVariant:
     index = dataset.engine.indexes[dataset.names[0]]
-    encoded = index.is_encoded
-    chunks = None if encoded else stored.chunks
+    chunks = None if index.is_encoded else stored.chunks
     return FileVariant(
         label="as it is",
         path=dataset.path,
@@ -250,7 +174,7 @@ def _as_it_is(stored: DatasetReport, dataset: H5Dataset) -> FileVariant:
         chunk_bytes=None if chunks is None else math.prod(chunks) * index.dtype.itemsize,
         # Images that differ in size have no common row shape, so their row_bytes may be 0.
         row_bytes=max(1, index.row_bytes),
-        compression="encoded images" if encoded else "+".join(stored.filters) or "none",
+        compression="encoded images" if index.is_encoded else "+".join(stored.filters) or "none",
         stored_bytes=stored.stored_bytes,
         overhead=stored.overhead,
         is_input=True,
@@ -259,42 +183,22 @@ def _as_it_is(stored: DatasetReport, dataset: H5Dataset) -> FileVariant:
 
 @dataclass
 class BenchSample:
-    """The packed sample of a benchmark.
-
-    Attributes
-    ----------
-    variants : list of FileVariant
-    rows, row_bytes : int
-    row_shape : tuple of int
-    options : dict
-        Keywords of `convert` with which the sample was packed.
-    pack_images_per_s : float or None
-    default_chunk_rows : int
-        Chunk size that `convert` chooses by default for the whole source.
-    notes : list of str
-        Remarks on what was left out, and why.
-    """
+    """The packed sample of a benchmark."""
 
     variants: list[FileVariant]
     rows: int
     row_bytes: int
     row_shape: tuple[int, ...]
-    options: dict[str, Any]
+    options: dict[str, Any]  # Keywords of `convert` with which the sample was packed.
     pack_images_per_s: float | None = None
-    default_chunk_rows: int = 0
-    notes: list[str] = field(default_factory=list)
+    default_chunk_rows: int = 0  # Chunk size that `convert` chooses by default for the whole source.
+    notes: list[str] = field(default_factory=list)  # Remarks on what was left out, and why.
 
 
 def make_sample(
     source: BenchInput, settings: BenchSettings, scratch: ScratchFolder, clock: Callable[[], float] = time.monotonic
 ) -> BenchSample:
-    """Pack a sample of the images in every variant that `settings` ask for.
-
-    Raises
-    ------
-    H5PackError
-        If the images cannot be packed, or there is too little disk space.
-    """
+    """Pack a sample of the images in every variant that `settings` ask for."""
     if source.not_convertible and source.variant is not None:
         return _input_only(source, source.variant, settings, source.not_convertible)
     begin = clock()
@@ -312,7 +216,7 @@ def make_sample(
     chunk_rows = [count for count in wanted if count == wanted[0] or 2 * count <= rows]
     if len(chunk_rows) < len(wanted):
         left_out = ", ".join(f"{count:,}" for count in wanted if count not in chunk_rows)
-        packer.notes.append(f"Chunks of {left_out} rows hold more than half of the sample's {rows:,}: left out.")
+        packer.notes.append(f"Chunks of {left_out} rows were left out: the sample has only {rows:,} rows.")
     scratch.require(int(1.1 * rows * row_bytes * num_files))
     # Sort the default chunk size first, because the last ones may be left out for lack of time.
     chunk_rows.sort(key=lambda count: abs(math.log(count / default_chunk_rows)))
@@ -341,7 +245,7 @@ def make_sample(
 
 
 class _Packer:
-    """Converter of images of the input. If they differ in size and no size was requested, it uses a fallback size."""
+    """Converter of images of the input; it resizes them to 224x224 if they differ in size and `size` is not given."""
 
     def __init__(self, source: BenchInput, folder: Path) -> None:
         self._source, self._folder = source.source, folder
@@ -369,7 +273,7 @@ class _Packer:
             return convert(self._source, path, **{**self.options, **changes})
         except SizesDifferError:
             self.options = {**self.options, "size": _FALLBACK_SIZE}
-            self.notes.append("The images differ in size, and none was asked for: size=224 was used.")
+            self.notes.append("The images differ in size: they were resized to 224x224 (size=224).")
             return convert(self._source, path, **{**self.options, **changes})
 
 
@@ -404,16 +308,13 @@ def _make_variants(
         _write_contiguous(base, path, sample.row_bytes)
         sample.variants.append(_variant("contiguous", path, None, "none", sample.row_bytes))
     if late:
-        sample.notes.append(f"Not packed, for lack of time: {', '.join(late)}; give it more seconds.")
+        sample.notes.append(f"Not packed for lack of time: {', '.join(late)}; increase seconds.")
 
 
 def _sample_rows(
     source: BenchInput, settings: BenchSettings, scratch: ScratchFolder, row_bytes: int, num_files: int, speed: float
 ) -> int:
-    """Return the number of sample rows that time, memory and disk allow.
-
-    All files together must fit into the page cache, and leave memory for the batches.
-    """
+    """Return the number of sample rows that time, disk and memory (page cache for all files, batches) allow."""
     if settings.rows is not None:
         return max(MIN_IMAGES, min(settings.rows, source.num_images))
     disk_bytes = int(0.8 * free_bytes(scratch.path)) // num_files
@@ -436,20 +337,19 @@ def _label(chunk_rows: int, compression: str) -> str:
 
 def _variant(label: str, path: Path, chunk_rows: int | None, compression: str, row_bytes: int) -> FileVariant:
     with open_file(path) as file:
-        images = file[schema.IMAGES]
-        rows, size, stored = len(images), int(images.nbytes), int(images.id.get_storage_size())
+        stored = describe_dataset(file[schema.IMAGES])
     return FileVariant(
         label=label,
         path=os.fspath(path),
         images=schema.IMAGES,
         labels=schema.LABELS,
-        rows=rows,
+        rows=stored.shape[0],
         chunk_rows=chunk_rows,
         chunk_bytes=None if chunk_rows is None else chunk_rows * row_bytes,
         row_bytes=row_bytes,
         compression=compression,
-        stored_bytes=stored,
-        overhead=stored / size,
+        stored_bytes=stored.stored_bytes,
+        overhead=stored.overhead,
     )
 
 

@@ -1,7 +1,4 @@
-"""`Sweep`, which measures cases alternately for as long as time allows.
-
-A case is one configuration of a benchmark. A turn measures one repeat of every case that has time left.
-"""
+"""`Sweep`, which measures cases in turns for as long as time allows."""
 
 from __future__ import annotations
 
@@ -24,19 +21,20 @@ _MAX_RUN_SECONDS = 0.5
 _MAX_LOAD_SECONDS = 1.0
 _WARM_BYTES = 8 * 1024 * 1024
 _PAGES_STAY = "its pages stay in the page cache: the file system does not drop them"
+_NO_TIME = "no time was left"
 
 
 @dataclass
 class _CaseState:
-    """Results of a case so far. `run_seconds` is how long its last repeat took, `load_seconds` its longest load."""
+    """Results of a case so far."""
 
     case: BenchCase
-    reload: bool
-    allowance: float
+    reload: bool  # Whether to load the file again before each repeat.
+    allowance: float  # Seconds for all repeats.
     speeds: list[float] = field(default_factory=list)
-    spent: float = 0.0
-    run_seconds: float = 0.0
-    load_seconds: float = 0.0
+    spent: float = 0.0  # Seconds so far.
+    run_seconds: float = 0.0  # Duration of the last repeat.
+    load_seconds: float = 0.0  # Duration of the longest load.
     bytes_per_row: list[float] = field(default_factory=list)
     hit_rate: float | None = None
     reason: str | None = None
@@ -55,18 +53,10 @@ class _CaseState:
 
 
 class Sweep:
-    """Measurement of cases in turns, alternately forwards and backwards.
+    """Measurement of cases in turns, alternately forwards and backwards, so that drifts affect all of them equally.
 
-    A gradual change in the machine's speed then affects all cases equally.
-
-    Parameters
-    ----------
-    variants : sequence of FileVariant
-    seed : int
-    on_progress : callable
-        Called with the seconds since its last call.
-    clock : callable
-        Returns monotonic seconds.
+    A turn measures one repeat of every case that has time left. `on_progress` is called with the seconds since its last
+    call.
     """
 
     def __init__(
@@ -105,12 +95,12 @@ class Sweep:
     ) -> None:
         """Measure cases for about `seconds`, and append one measurement per case to `found`, even if interrupted.
 
-        Each case gets a share of the time in proportion to its `min_seconds`, so slow cases get fewer repeats. Cases
-        for which no time is left are appended without repeats. `ceilings` are called once per turn.
+        Each case gets a share of the time in proportion to its `min_seconds`, so slow cases get fewer repeats, maybe
+        none. `ceilings` are called once per turn.
 
         With `reload_each_repeat`, an epoch is read before each repeat to load the file into the page cache again, as
-        long as time remains for enough repeats. The physical layout of the cached pages makes all epochs until the next
-        load faster or slower by up to a fifth, and repeats on the same layout would not show that.
+        long as time remains for enough repeats: the physical layout of the cached pages makes all epochs until the next
+        load faster or slower by up to a fifth.
         """
         shares = sum(min_seconds(case) for case in cases)
         states = [_CaseState(case, reload_each_repeat, seconds * min_seconds(case) / shares) for case in cases]
@@ -170,7 +160,7 @@ class Sweep:
                 reader.run(seconds / 2)
             timing = reader.run(seconds, once=cold)
             if timing.rows == 0 or timing.seconds <= 0:
-                state.reason = "no row came in time"
+                state.reason = "no row was read in time"
                 return
             state.speeds.append(timing.rows / timing.seconds)
             if timing.bytes_per_row is not None:
@@ -199,7 +189,7 @@ class Sweep:
     def _result(self, state: _CaseState) -> Measurement:
         row_bytes = self._variants[state.case.variant].row_bytes
         amplification = statistics.mean(state.bytes_per_row) / row_bytes if state.bytes_per_row else None
-        reason = state.reason if state.reason is not None or state.speeds else "the time was over before"
+        reason = state.reason or (None if state.speeds else _NO_TIME)
         return Measurement(state.case, tuple(state.speeds), amplification, state.hit_rate, reason)
 
     def _tick(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,18 @@ def comma_parts(value: str | None) -> tuple[str, ...]:
     return () if value is None else tuple(part.strip() for part in value.split(",") if part.strip())
 
 
+def add_workers(group: Any) -> None:
+    """Add ``--workers``, the number of worker processes."""
+    group.add_argument(
+        "--workers", dest="num_workers", type=int, metavar="N", help="processes (default: CPUs of this process)"
+    )
+
+
+def print_report(report: Any, arguments: argparse.Namespace) -> None:
+    """Print a report as text, or with ``--json`` as JSON."""
+    print(json.dumps(report.to_json(), indent=1) if arguments.json else report.to_text(), flush=True)
+
+
 def add_hdf5(group: Any) -> None:
     """Add the options that name an HDF5 file's datasets of images and labels, and say how to read the images."""
     group.add_argument("--images", metavar="NAME", help="the dataset of images, arrays or encoded (default: detect it)")
@@ -25,7 +38,7 @@ def add_hdf5(group: Any) -> None:
     group.add_argument(
         "--channel-axis",
         metavar="WHERE",
-        help="axis of a row that holds channels: last, first or none (default: detect it)",
+        help="position of the channels in a row: last, first or none (default: detect it)",
     )
     group.add_argument(
         "--value-range", metavar="LOW:HIGH", help="values that become 0 and 255 (default for floats: 0:1)"
@@ -45,7 +58,7 @@ def hdf5_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def error_text(error: H5PackError, parser: argparse.ArgumentParser | None) -> str:
-    """Return the error's message with parameters replaced by command-line options: ``--size 64`` for ``size=64``."""
+    """Return the error's message with command-line options instead of parameters: ``--size 64`` for ``size=64``."""
     return str(error) if parser is None else option_text(str(error), error.parameters, parser)
 
 

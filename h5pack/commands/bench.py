@@ -3,72 +3,75 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
-from h5pack.commands.arguments import comma_parts
+from h5pack.commands.arguments import comma_parts, print_report
 
 
-def add(commands: Any, common: argparse.ArgumentParser) -> None:
+def add(commands: Any) -> None:
     """Add this command and its arguments to the parser."""
     bench = commands.add_parser(
         "bench",
-        parents=[common],
-        help="which chunks and settings are fastest on this machine",
-        description="Pack a sample of a folder of images, or of an HDF5 file, in several ways, measure how fast each "
-        "is read, and recommend one. Temporary files are removed.",
+        help="measure which chunk size and settings are fastest on this machine",
+        description="Pack a sample of a folder of images, or of an HDF5 file, with several chunk sizes, measure how "
+        "fast each is read, and recommend one. Temporary files are removed.",
     )
-    bench.set_defaults(run=run, parser=bench)
+    bench.set_defaults(run=run)
     bench.add_argument(
         "source", nargs="?", metavar="SOURCE", help="a folder, a manifest or an HDF5 file (default: generated images)"
     )
-    bench.add_argument("--seconds", type=float, default=60.0, metavar="S", help="for everything (default 60)")
-
-    what = bench.add_argument_group("what to compare")
-    what.add_argument("--chunk-rows", metavar="A,B", help="chunk sizes in rows")
-    what.add_argument("--chunk-bytes", metavar="A,B", help="chunk sizes in bytes (default: 64KiB to 16MiB)")
-    what.add_argument("--no-contiguous", action="store_false", dest="contiguous", help="leave out rows without chunks")
-    what.add_argument(
-        "--orders", metavar="A,B", help="orders of rows, from sequential, window, full and single (default: all)"
-    )
-    what.add_argument("--engines", metavar="A,B", help="ways of reading, from direct, tuned and default (default: all)")
-    what.add_argument(
-        "--cache", dest="caches", metavar="A,B", help="states of the page cache, from hot and cold (default: both)"
-    )
-    what.add_argument("--compression", metavar="A,B", help="as for convert (default: none)")
-    what.add_argument("--batch-size", metavar="A,B", help="rows a batch (default 256)")
-    what.add_argument("--window", metavar="A,B", help="chunks that are shuffled together (default 16)")
-    what.add_argument("--threads", dest="num_threads", metavar="A,B", help="reading threads of H5Loader")
-    what.add_argument("--workers", dest="num_workers", metavar="A,B", help="worker processes of a DataLoader")
+    bench.add_argument("--seconds", type=float, default=60.0, metavar="S", help="time for everything (default 60)")
+    _add_compared(bench)
 
     sample = bench.add_argument_group("the sample")
     sample.add_argument("--rows", type=int, metavar="N", help="rows (default: by time, memory and disk; up to 512 MiB)")
-    sample.add_argument("--size", metavar="HxW", help="height and width of every row; one number: a square")
-    sample.add_argument("--source", dest="source_kind", metavar="KIND", help="what SOURCE is, as for convert")
-    sample.add_argument("--images", metavar="NAME", help="the dataset of images of an HDF5 file (default: detected)")
-    sample.add_argument("--labels", metavar="NAME", help="the dataset of labels of an HDF5 file (default: detected)")
-    sample.add_argument("--scratch", metavar="DIR", help="for temporary files (default: the working directory)")
-    sample.add_argument("--seed", type=int, default=0, metavar="N", help="of the orders (default 0)")
+    sample.add_argument("--size", metavar="HxW", help="height and width of every row, or one number for a square")
+    sample.add_argument("--source", dest="source_kind", metavar="KIND", help="kind of SOURCE, as for convert")
+    sample.add_argument("--images", metavar="NAME", help="the dataset of images of an HDF5 file (default: detect it)")
+    sample.add_argument("--labels", metavar="NAME", help="the dataset of labels of an HDF5 file (default: detect it)")
+    sample.add_argument("--scratch", metavar="DIR", help="folder of temporary files (default: the working directory)")
+    sample.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the shuffled orders (default 0)")
 
     mixing = bench.add_argument_group("how well the window shuffle mixes")
     mixing.add_argument(
         "--mixing", action="store_true",
-        help="report instead how well windows mix the labels of SOURCE, an HDF5 file; --window A,B: the window in "
-        "question, and others to compare",
+        help="instead of speed, report how well windows mix the labels of SOURCE, an HDF5 file; --window A,B: "
+        "recommend about window A, and compare it with B",
     )  # fmt: skip
-    mixing.add_argument("--split", metavar="NAME", help="with --mixing: of these rows only")
-    mixing.add_argument("--epochs", type=int, default=8, metavar="N", help="with --mixing (default 8)")
+    mixing.add_argument("--split", metavar="NAME", help="with --mixing: only the rows of this split")
+    mixing.add_argument("--epochs", type=int, default=8, metavar="N", help="with --mixing: epochs (default 8)")
 
     out = bench.add_argument_group("output")
-    out.add_argument("--full", action="store_true", help="all tables and notes, too")
+    out.add_argument("--full", action="store_true", help="also print all reasons, tables and notes")
     out.add_argument("--plot", metavar="FILE", help="draw the result (PNG, SVG or PDF)")
-    out.add_argument("--quiet", action="store_true", help="no progress bar")
+    out.add_argument("--quiet", action="store_true", help="show no progress bar")
+
+
+def _add_compared(bench: argparse.ArgumentParser) -> None:
+    what = bench.add_argument_group("what to compare")
+    what.add_argument("--chunk-rows", metavar="A,B", help="chunk sizes in rows")
+    what.add_argument("--chunk-bytes", metavar="A,B", help="chunk sizes in bytes (default: 64KiB to 16MiB)")
+    what.add_argument(
+        "--no-contiguous", action="store_false", dest="contiguous", help="leave out the dataset without chunks"
+    )
+    what.add_argument(
+        "--orders", metavar="A,B", help="orders of rows, from sequential, window, full and single (default: all)"
+    )
+    what.add_argument("--engines", metavar="A,B", help="readers, from direct, tuned and default (default: all)")
+    what.add_argument(
+        "--cache", dest="caches", metavar="A,B", help="states of the page cache, from hot and cold (default: both)"
+    )
+    what.add_argument("--compression", metavar="A,B", help="as for convert (default: none)")
+    what.add_argument("--batch-size", metavar="A,B", help="rows per batch (default 256)")
+    what.add_argument("--window", metavar="A,B", help="chunks that are shuffled together (default 16)")
+    what.add_argument("--threads", dest="num_threads", metavar="A,B", help="reading threads of H5Loader")
+    what.add_argument("--workers", dest="num_workers", metavar="A,B", help="worker processes of a DataLoader")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark and print its report; return the exit status."""
     if arguments.mixing:
-        _print(_mixing(arguments), arguments)
+        print_report(_mixing(arguments), arguments)
         return 0
     from h5pack.benchmark.bench import BenchRun, make_settings
     from h5pack.benchmark.plots import check_plot_file, draw_bench
@@ -97,8 +100,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(report: Any, arguments: argparse.Namespace) -> None:
-    text = json.dumps(report.to_json(), indent=1) if arguments.json else report.to_text(full=arguments.full)
-    print(text, flush=True)
+    if arguments.json:
+        print_report(report, arguments)
+    else:
+        print(report.to_text(full=arguments.full), flush=True)
 
 
 def _mixing(arguments: argparse.Namespace) -> Any:
@@ -108,7 +113,7 @@ def _mixing(arguments: argparse.Namespace) -> Any:
     from h5pack.order.window import DEFAULT_WINDOW
 
     if arguments.source is None:
-        raise OptionsError("--mixing needs SOURCE, an HDF5 file")
+        raise OptionsError("mixing needs a SOURCE: give an HDF5 file", parameters=("mixing",))
     names = {name: getattr(arguments, name) for name in ("images", "labels", "split")}
     dataset = H5Dataset(arguments.source, **{name: value for name, value in names.items() if value is not None})
     window, *others = _numbers("window", arguments.window) or (DEFAULT_WINDOW,)
@@ -122,8 +127,8 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the given arguments as keywords of `h5pack.bench`."""
     from h5pack.pack.options import parse_bytes
 
-    found = {name: getattr(arguments, name) for name in ("seconds", "contiguous", "rows", "size", "seed")}
-    found.update({name: getattr(arguments, name) for name in ("images", "labels", "scratch")})
+    names = ("seconds", "contiguous", "rows", "size", "seed", "images", "labels", "scratch")
+    found = {name: getattr(arguments, name) for name in names}
     for name in ("orders", "engines", "caches", "compression"):
         found[name] = comma_parts(getattr(arguments, name))
     for name in ("chunk_rows", "batch_size", "window", "num_threads", "num_workers"):
@@ -139,5 +144,5 @@ def _numbers(name: str, value: str | None) -> tuple[int, ...]:
     for number in numbers:
         if not number.isdecimal():
             fragment = f"{name}={number!r}"
-            raise OptionsError(f"{fragment}: not a whole number; give one, or several", parameters=(fragment,))
+            raise OptionsError(f"{fragment}: not a whole number; separate several by commas", parameters=(fragment,))
     return tuple(int(number) for number in numbers)

@@ -7,34 +7,31 @@ import json
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from h5pack.commands.arguments import add_hdf5, comma_parts
+from h5pack.commands.arguments import add_hdf5, add_workers, comma_parts
 from h5pack.errors import OptionsError
 from h5pack.system.text import counted
 
 
-def add(commands: Any, common: argparse.ArgumentParser) -> None:
+def add(commands: Any) -> None:
     """Add this command and its arguments to the parser."""
     convert = commands.add_parser(
         "convert",
-        parents=[common],
         help="pack a folder of images, or another HDF5 file, into an HDF5 file",
-        description="Pack a folder of images, or the images of another HDF5 file, into an HDF5 file. Nothing appears "
-        "under the name OUT before it is complete.",
+        description="Pack a folder of images, or the images of another HDF5 file, into an HDF5 file. OUT appears only "
+        "when it is complete.",
     )
-    convert.set_defaults(run=run, parser=convert)
+    convert.set_defaults(run=run)
     convert.add_argument("source", metavar="SOURCE", help="a folder of images, a CSV or TSV manifest, or any HDF5 file")
-    convert.add_argument("out", metavar="OUT", help="the HDF5 file to make")
+    convert.add_argument("out", metavar="OUT", help="the HDF5 file to create")
 
     what = convert.add_argument_group("what to pack")
     what.add_argument(
         "--source", dest="source_kind", metavar="KIND", help="flat, classes, splits, celeba, manifest or hdf5"
     )
-    what.add_argument(
-        "--include", action="append", default=[], metavar="GLOB", help="only paths that match; repeatable"
-    )
-    what.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="no paths that match; repeatable")
+    what.add_argument("--include", action="append", default=[], metavar="GLOB", help="only matching paths; repeatable")
+    what.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="no matching paths; repeatable")
     what.add_argument("--limit", type=int, metavar="N", help="at most N images, evenly spaced")
-    what.add_argument("--root", metavar="DIR", help="where a manifest's relative paths start")
+    what.add_argument("--root", metavar="DIR", help="folder that a manifest's relative paths refer to")
     what.add_argument("--path-column", metavar="NAME", help="a manifest's column of paths")
     what.add_argument(
         "--label-columns", type=comma_parts, metavar="A,B", help="a manifest's label column, or columns of a table"
@@ -52,9 +49,9 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 def _add_layout(convert: argparse.ArgumentParser) -> None:
     rows = convert.add_argument_group("rows")
     rows.add_argument("--size", metavar="HxW", help="height and width of every row, or one number for a square")
-    rows.add_argument("--fit", metavar="HOW", help="crop (default), pad or stretch to --size")
+    rows.add_argument("--fit", metavar="HOW", help="how to reach --size: crop (default), pad or stretch")
     rows.add_argument("--resample", metavar="FILTER", help="Pillow's filter (default bicubic)")
-    rows.add_argument("--draft", action="store_true", help="decode JPEGs at reduced size: faster, other pixels")
+    rows.add_argument("--draft", action="store_true", help="decode JPEGs at reduced size: faster, but other pixels")
     rows.add_argument("--mode", metavar="MODE", help="rgb (default) or gray")
     rows.add_argument("--layout", metavar="LAYOUT", help="nhwc (default) or nchw")
     rows.add_argument("--max-pixels", type=int, metavar="N", help="reject larger images as decompression bombs")
@@ -65,25 +62,17 @@ def _add_layout(convert: argparse.ArgumentParser) -> None:
     file.add_argument("--chunk-rows", metavar="N", help="rows per chunk, or auto (default)")
     file.add_argument("--chunk-bytes", metavar="SIZE", help="bytes per chunk, such as 4MiB")
     file.add_argument(
-        "--compression",
-        metavar="METHOD",
-        help="none (default), gzip[:1-9], zstd[:1-22] or bitshuffle-lz4",
+        "--compression", metavar="METHOD", help="none (default), gzip[:1-9], zstd[:1-22] or bitshuffle-lz4"
     )
     file.add_argument("--compat", action="store_true", help="write for readers of HDF5 1.8")
 
 
 def _add_execution(convert: argparse.ArgumentParser) -> None:
     how = convert.add_argument_group("execution options")
-    how.add_argument(
-        "--workers",
-        dest="num_workers",
-        type=int,
-        metavar="N",
-        help="processes (default: the CPUs this process may use)",
-    )
+    add_workers(how)
     how.add_argument("--start-method", metavar="METHOD", help="fork, forkserver or spawn")
-    how.add_argument("--io", metavar="HOW", help="direct, buffered or auto (default)")
-    how.add_argument("--dry-run", action="store_true", help="print the plan, write nothing")
+    how.add_argument("--io", metavar="HOW", help="how to write: direct, buffered or auto (default)")
+    how.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
     how.add_argument("--overwrite", action="store_true", help="replace OUT when the new file is complete")
     how.add_argument("--resume", action="store_true", help="continue an interrupted conversion")
     how.add_argument("--strict", action="store_true", help="stop at the first image that cannot be packed")

@@ -13,38 +13,35 @@ from h5pack.commands.arguments import option_text
 from h5pack.errors import OptionsError
 
 
-def add(commands: Any, common: argparse.ArgumentParser) -> None:
+def add(commands: Any) -> None:
     """Add this command and its arguments to the parser."""
     doctor = commands.add_parser(
         "doctor",
-        parents=[common],
-        help="why a GPU waits: measure each stage of feeding it, name the slowest, say what would help",
-        description="Measure the stages of feeding a training step apart and together: storage, loader, copy, "
-        "normalizing, step. Name the bottleneck, and say what would move it. Works without a GPU, too.",
+        help="find out why a GPU waits for data",
+        description="Measure the stages of feeding a training step, each alone and all together: storage, loader, "
+        "copy, normalization, step. Name the bottleneck, and recommend what to change. Works without a GPU, too.",
     )
-    doctor.set_defaults(run=run, parser=doctor)
+    doctor.set_defaults(run=run)
     doctor.add_argument("file", metavar="FILE")
     what = doctor.add_argument_group("what to feed")
     what.add_argument("--split", metavar="NAME", help="one of the file's splits (default: all rows)")
     what.add_argument("--images", default="images", metavar="NAME", help="the dataset of images (default: images)")
     what.add_argument("--labels", default="labels", metavar="NAME", help="the dataset of labels (default: labels)")
-    how = doctor.add_argument_group("how it is fed")
-    how.add_argument("--batch-size", type=int, default=256, metavar="N", help="images a batch (default: 256)")
-    how.add_argument("--threads", type=int, dest="num_threads", metavar="N", help="of H5Loader (default: its own)")
+    how = doctor.add_argument_group("how to feed it")
+    how.add_argument("--batch-size", type=int, default=256, metavar="N", help="images per batch (default: 256)")
+    how.add_argument("--threads", type=int, dest="num_threads", metavar="N", help="threads of H5Loader")
     how.add_argument(
-        "--workers", type=int, dest="num_workers", metavar="N", help="feed by H5Dataset in a DataLoader with N workers"
+        "--workers", type=int, dest="num_workers", metavar="N", help="feed with a DataLoader of N workers instead"
     )
     how.add_argument("--window", type=int, default=16, metavar="N", help="chunks shuffled together (default: 16)")
-    how.add_argument("--transform", metavar="MODULE:FUNCTION", help="your transform on the host")
+    how.add_argument("--transform", metavar="MODULE:FUNCTION", help="your transform, run on the CPU")
+    how.add_argument("--no-pin", action="store_false", default=None, dest="pin_memory", help="do not pin batches")
     how.add_argument(
-        "--no-pin", action="store_const", const=False, dest="pin_memory", help="batches in ordinary memory"
-    )
-    how.add_argument(
-        "--pin", action="store_const", const=True, dest="pin_memory", help="in pinned memory (default: with a GPU)"
+        "--pin", action="store_true", default=None, dest="pin_memory", help="pin batches (default: with a GPU)"
     )
     step = doctor.add_argument_group("the step")
-    step.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda where there is some)")
-    step.add_argument("--model", metavar="MODULE:FACTORY", help="makes your model, or step (default: a small network)")
+    step.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: cuda if available)")
+    step.add_argument("--model", metavar="MODULE:FACTORY", help="returns your model or step (default: a small network)")
     step.add_argument("--dtype", default="float32", metavar="NAME", help="float32, bfloat16 or float16")
     doctor.add_argument("--seconds", type=float, default=30.0, metavar="S", help="time for measuring (default: 30)")
     doctor.add_argument("--plot", metavar="FILE", help="draw the stages into a .png, .svg or .pdf file")
@@ -122,13 +119,7 @@ def _named(arguments: argparse.Namespace, name: str) -> Any:
 
 
 def load_named(option: str, text: str) -> Any:
-    """Return the callable that MODULE:NAME names. Modules in the working directory are found, too.
-
-    Raises
-    ------
-    OptionsError
-        If the module cannot be imported or lacks the name, or the object is not callable.
-    """
+    """Return the callable that MODULE:NAME names. Modules in the working directory are found, too."""
     from h5pack.doctor.step import error_line
 
     module_name, _, name = text.partition(":")
@@ -145,5 +136,5 @@ def load_named(option: str, text: str) -> Any:
             raise OptionsError(f"{option} {text}: {module_name!r} has no {name!r}")
         found = getattr(found, part)
     if not callable(found):
-        raise OptionsError(f"{option} {text}: that is a {type(found).__name__}, and cannot be called")
+        raise OptionsError(f"{option} {text}: a {type(found).__name__}; name a function or class")
     return found

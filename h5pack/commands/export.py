@@ -8,22 +8,21 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from h5pack.commands.arguments import add_hdf5, comma_parts
+from h5pack.commands.arguments import add_hdf5, add_workers, comma_parts
 
 
-def add(commands: Any, common: argparse.ArgumentParser) -> None:
+def add(commands: Any) -> None:
     """Add this command and its arguments to the parser."""
     export = commands.add_parser(
         "export",
-        parents=[common],
         help="write a file's images as PNG or JPEG files in class folders",
         description="Write the images of a pack, or of any HDF5 file, as image files in folders of their splits and "
-        "classes, with a manifest of all labels. Nothing appears under the name DIR before it is complete.",
+        "classes, with a manifest of all labels. DIR appears only when it is complete.",
     )
-    export.set_defaults(run=run, parser=export)
+    export.set_defaults(run=run)
     export.add_argument("file", metavar="FILE", help="a pack, or any HDF5 file")
     # The argument must be called "out": the message after Ctrl-C looks for unfinished output at arguments.out.
-    export.add_argument("out", type=_without_slash, metavar="DIR", help="the folder to make")
+    export.add_argument("out", type=_without_slash, metavar="DIR", help="the folder to create")
 
     what = export.add_argument_group("what to export")
     what.add_argument(
@@ -32,23 +31,13 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     what.add_argument("--limit", type=int, metavar="N", help="at most N images, evenly spaced")
     add_hdf5(what)
     what.add_argument(
-        "--fields",
-        type=comma_parts,
-        default=(),
-        metavar="A,B",
-        help="further datasets with one row per image, for the manifest",
+        "--fields", type=comma_parts, default=(), metavar="A,B", help="also list these datasets (one row per image)"
     )
 
     how = export.add_argument_group("execution options")
-    how.add_argument("--format", default="png", metavar="FORMAT", help="png (default): the same pixels; or jpeg")
+    how.add_argument("--format", default="png", metavar="FORMAT", help="png (default, lossless) or jpeg")
     how.add_argument("--quality", type=int, metavar="N", help="quality of JPEGs, 1 to 100 (default 95)")
-    how.add_argument(
-        "--workers",
-        dest="num_workers",
-        type=int,
-        metavar="N",
-        help="processes (default: the CPUs this process may use)",
-    )
+    add_workers(how)
     how.add_argument("--start-method", metavar="METHOD", help="fork, forkserver or spawn")
     how.add_argument("--overwrite", action="store_true", help="replace an earlier export when the new one is complete")
     how.add_argument("--resume", action="store_true", help="continue an interrupted export")

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any
 
-from h5pack.commands.arguments import add_hdf5, hdf5_options
+from h5pack.commands.arguments import add_hdf5, hdf5_options, print_report
 
 
-def add(commands: Any, common: argparse.ArgumentParser) -> None:
+def add(commands: Any) -> None:
     """Add this command and its arguments to the parser."""
     preview = commands.add_parser(
         "preview",
-        parents=[common],
         help="draw some images of every split and class on one sheet",
         description="Draw a contact sheet of a pack, or of any HDF5 file: some images of each class of each split, "
         "with names, counts and row numbers.",
     )
-    preview.set_defaults(run=run, parser=preview)
+    preview.set_defaults(run=run)
     preview.add_argument("file", metavar="FILE", help="a pack, or any HDF5 file")
     preview.add_argument("out", metavar="OUT", help="the picture to make: .png, .jpg or .webp")
 
@@ -48,12 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         **hdf5_options(arguments),
     )
-    if arguments.json:
-        print(json.dumps(report.to_json(), indent=1))
-    else:
-        print(report.to_text())
+    print_report(report, arguments)
+    if not arguments.json:
         if any(split.left_out for split in report.splits):
-            print(f"  all classes: --max-classes {max(split.named for split in report.splits)}")
+            print(f"  to show all classes: --max-classes {max(split.named for split in report.splits)}")
         for row in report.damaged:
             print(f"{arguments.file}: row {row.row} ({row.name}): {row.reason}", file=sys.stderr)
     return 0 if report.ok else 1

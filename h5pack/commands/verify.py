@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
+from h5pack.commands.arguments import add_workers, print_report
 
-def add(commands: Any, common: argparse.ArgumentParser) -> None:
+
+def add(commands: Any) -> None:
     """Add this command and its arguments to the parser."""
     verify = commands.add_parser(
         "verify",
-        parents=[common],
         help="check a pack's structure and every row's checksum",
         description="Check a pack's structure and every row's checksum; exit status 1 if anything is damaged.",
     )
-    verify.set_defaults(run=run, parser=verify)
+    verify.set_defaults(run=run)
     verify.add_argument("file", metavar="FILE")
-    verify.add_argument(
-        "--workers",
-        dest="num_workers",
-        type=int,
-        metavar="N",
-        help="processes (default: the CPUs this process may use)",
-    )
+    add_workers(verify)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -31,5 +25,5 @@ def run(arguments: argparse.Namespace) -> int:
     from h5pack.inspect.verify import verify
 
     report = verify(arguments.file, num_workers=arguments.num_workers, progress=not arguments.json)
-    print(json.dumps(report.to_json(), indent=1) if arguments.json else report.to_text())
+    print_report(report, arguments)
     return 0 if report.ok else 1

@@ -188,7 +188,7 @@ def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
                 path=os.fspath(path),
                 bytes=os.path.getsize(path),
                 pack=_describe_pack(file) if schema.FORMAT in file.attrs else None,
-                datasets=tuple(_describe(file, file[name]) for name in dataset_names(file)),
+                datasets=tuple(describe_dataset(file[name]) for name in dataset_names(file)),
                 stats=_stats(file) if stats else None,
             )
         except (KeyError, ValueError, RuntimeError, OSError) as error:
@@ -198,7 +198,9 @@ def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
             ) from error
 
 
-def _describe(file: h5py.File, dataset: h5py.Dataset) -> DatasetReport:
+def describe_dataset(dataset: h5py.Dataset) -> DatasetReport:
+    """Return the storage of a dataset, with its faults."""
+    file = dataset.file
     layout = _LAYOUTS[dataset.id.get_create_plist().get_layout()]
     filters = _filter_names(dataset)
     shape = tuple(dataset.shape or ())

@@ -94,7 +94,7 @@ def test_ctrl_c_prints_what_was_measured(path: Path, capsys: pytest.CaptureFixtu
 
 def test_options_have_the_defaults_of_diagnose() -> None:
     commands = argparse.ArgumentParser().add_subparsers()
-    doctor.add(commands, argparse.ArgumentParser(add_help=False))
+    doctor.add(commands)
     parsed = vars(commands.choices["doctor"].parse_args(["x.h5"]))
     for name, parameter in inspect.signature(h5pack.diagnose).parameters.items():
         if name not in ("path", "on_progress"):
