@@ -1,4 +1,4 @@
-"""The mixing report: on packs whose answer is known, and its verdict on figures whose answer is known."""
+"""The mixing report, on packs and on measurements whose answer is known."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -66,42 +66,39 @@ def exact_distance(sizes: Sequence[int], batch: int) -> float:
     return total / 2
 
 
-def test_one_class_chunks_with_a_window_of_one_make_one_class_batches(ordered: H5Dataset) -> None:
-    one = of(mixing_report(ordered, CHUNK, epochs=2), "window", 1)
+def test_windows_of_one_class_chunks_have_the_known_distance(ordered: H5Dataset) -> None:
+    one = of(mixing_report(ordered, CHUNK, epochs=2, windows=[1]), "window", 1)
     assert one.label_distance == pytest.approx(1 - 1 / CLASSES)
     assert one.batch_deviation == pytest.approx(0, abs=1e-12)
     assert one.chunks_per_batch == 1.0
-
-
-def test_a_window_of_two_one_class_chunks_is_known(ordered: H5Dataset) -> None:
-    # Batches of 40 are whole windows: of one class with the chance 9 / 49, else of two.
-    two = of(mixing_report(ordered, 2 * CHUNK, epochs=40, windows=[2]), "window", 2)
+    # Batches of 40 are whole windows: of one class with probability 9 / 49, else of two.
+    two = of(mixing_report(ordered, 2 * CHUNK, epochs=20, windows=[2]), "window", 2)
     assert two.chunks_per_batch == 2.0
     expected = 9 / 49 * (1 - 1 / CLASSES) + 40 / 49 * (1 - 2 / CLASSES)
     assert two.standard_error is not None
     assert two.label_distance == pytest.approx(expected, abs=4 * two.standard_error)
-    assert 0 < two.standard_error < 0.01
+    assert 0 < two.standard_error < 0.02
 
 
-@pytest.mark.parametrize("sizes", [[200] * 5, [500, 300, 150, 45, 5], [999, 1]])
-@pytest.mark.parametrize("batch", [7, 256])
+@pytest.mark.parametrize(("sizes", "batch"), [([200] * 5, 256), ([500, 300, 150, 45, 5], 7), ([999, 1], 50)])
 def test_a_full_shuffle_has_the_calculated_distance(tmp_path: Path, sizes: list[int], batch: int) -> None:
-    report = mixing_report(packed(tmp_path / "o.h5", np.repeat(np.arange(len(sizes)), sizes)), batch, epochs=30)
+    dataset = packed(tmp_path / "o.h5", np.repeat(np.arange(len(sizes)), sizes))
+    report = mixing_report(dataset, batch, epochs=20, windows=[16])
     assert report.expected_distance == pytest.approx(exact_distance(sizes, batch), rel=1e-9)
     full = of(report, "full")
     assert full.standard_error is not None
     assert full.label_distance == pytest.approx(report.expected_distance, abs=4 * full.standard_error + 1e-12)
-    assert full.standard_error < 0.15 * (report.expected_distance or 0)
+    assert full.standard_error < 0.2 * (report.expected_distance or 0)
 
 
 def test_the_calculated_distance_is_that_of_numpys_random_batches(mixed: H5Dataset) -> None:
     random, labels = np.random.default_rng(1), np.repeat(np.arange(CLASSES), 200)
     found = [
         np.abs(np.bincount(random.choice(labels, 50, replace=False), minlength=CLASSES) / 50 - 0.2).sum() / 2
-        for _ in range(4_000)
+        for _ in range(1_000)
     ]
     expected = mixing_report(mixed, 50, epochs=2, windows=[1]).expected_distance
-    assert expected == pytest.approx(np.mean(found), abs=4 * np.std(found) / 4_000**0.5)
+    assert expected == pytest.approx(np.mean(found), abs=4 * np.std(found) / 1_000**0.5)
 
 
 @pytest.mark.parametrize(
@@ -116,41 +113,35 @@ def test_the_mean_deviation_at_its_edges(rows: int, marked: int, drawn: int) -> 
     assert mixing._mean_deviation(rows, marked, drawn) == pytest.approx(expected, abs=1e-12)
 
 
-def test_all_chunks_in_a_window_are_as_good_as_a_full_shuffle(ordered: H5Dataset) -> None:
-    report = mixing_report(ordered, 100, epochs=40)
+def test_a_sorted_pack_needs_all_chunks_in_the_window_and_a_shuffled_one_few(
+    ordered: H5Dataset, mixed: H5Dataset
+) -> None:
+    report = mixing_report(ordered, 100, epochs=20)
     assert report.chunks == 50
-    largest = of(report, "window", 50)
-    assert largest.label_distance is not None
-    assert largest.standard_error is not None
-    assert largest.label_distance == pytest.approx(report.expected_distance, abs=4 * largest.standard_error)
-    assert report.enough_window == 50
-    assert report.excess(of(report, "window", 16)) > 0.5
-    assert report.advice.startswith("Use shuffle='full', or window=50 (0.0 MiB): with window=16 a batch's labels are ")
-
-
-def test_a_shuffled_pack_mixes_at_any_window(mixed: H5Dataset) -> None:
-    report = mixing_report(mixed, 100, epochs=40)
-    assert report.enough_window == 1
-    assert report.advice == "Keep window=16: its batches mix the labels as those of a full shuffle do."
-    # It is the labels that are mixed, not the chunks.
-    assert of(report, "window", 1).chunks_per_batch < 10 < of(report, "full").chunks_per_batch
-
-
-def test_a_larger_window_mixes_better_and_has_more_chunks_a_batch(ordered: H5Dataset) -> None:
-    report = mixing_report(ordered, 50, epochs=8)
     assert [order.window for order in windows(report)] == [1, 2, 4, 8, 16, 32, 50]
     chunks = [order.chunks_per_batch for order in windows(report)]
     assert chunks == sorted(chunks)
     distances = [order.label_distance or 0 for order in windows(report)]
     assert distances == sorted(distances, reverse=True)
+    assert distances[-1] == pytest.approx(
+        report.expected_distance, abs=4 * (of(report, "window", 50).standard_error or 0)
+    )
+    assert report.enough_window == 50
+    assert report.excess(of(report, "window", 16)) > 0.5
+    assert report.advice.startswith("Use shuffle='full', or window=50 (0.0 MiB)")
+    shuffled = mixing_report(mixed, 100, epochs=20, windows=[1, 4])
+    assert shuffled.enough_window == 1
+    assert shuffled.advice.startswith("Keep window=16")
+    # It is the labels that are mixed, not the chunks.
+    assert of(shuffled, "window", 1).chunks_per_batch < 10 < of(shuffled, "full").chunks_per_batch
 
 
 def test_rank_correlations(mixed: H5Dataset) -> None:
-    report = mixing_report(mixed, 50, epochs=10)
+    report = mixing_report(mixed, 50, epochs=10, windows=[1, 16])
     stored = of(report, False)
     assert stored.storage_correlation == pytest.approx(1)
     assert stored.epoch_correlation == pytest.approx(1)
-    # Of n random places it has a deviation of 1 / sqrt(n - 1).
+    # Of n random positions it has a deviation of 1 / sqrt(n - 1).
     assert abs(of(report, "full").storage_correlation) < 4 / (999 * 10) ** 0.5
     assert abs(of(report, "full").epoch_correlation or 1) < 4 / (999 * 9) ** 0.5
     for order in windows(report):
@@ -238,7 +229,6 @@ def test_a_large_pack_is_sampled(ordered: H5Dataset, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(mixing, "_batches", spy)
     part = mixing_report(ordered, 4, epochs=2, windows=[1, 16])
     assert (part.batches, part.epoch_batches) == (96, 250)
-    assert "sampled 96 of 250 batches in each of 2 epochs" in part.to_text()
     runs = np.array(asked[0]).reshape(8, 12)
     assert (np.diff(runs, axis=1) == 1).all()
     assert (runs[0, 0], runs[-1, -1]) == (0, 249)
@@ -253,25 +243,22 @@ def test_large_windows_are_tried_when_they_are_named(ordered: H5Dataset, monkeyp
     monkeypatch.setattr(mixing, "MAX_WINDOW_ROWS", 8 * CHUNK)
     report = mixing_report(ordered, 50, window=4, epochs=2)
     assert [order.window for order in windows(report)] == [1, 2, 4, 8]
-    assert "Windows of more than 8 chunks were not compared" in report.to_text()
+    assert "more than 8 chunks were not compared" in report.to_text()
     assert report.enough_window is None
-    assert report.advice.startswith("Use shuffle='full', or convert in shuffled order: with window=4 a batch's")
     named = mixing_report(ordered, 50, window=4, epochs=2, windows=(50,))
     assert [order.window for order in windows(named)] == [4, 50]
     assert "not compared" not in named.to_text()
 
 
 @pytest.mark.parametrize("labels", [None, np.random.default_rng(0).normal(size=1_000)])
-def test_without_labels_there_is_no_label_mix(tmp_path: Path, labels: npt.NDArray[Any] | None) -> None:
+def test_without_labels_there_is_no_label_distance(tmp_path: Path, labels: npt.NDArray[Any] | None) -> None:
     report = mixing_report(packed(tmp_path / "o.h5", labels), 50, epochs=2)
-    assert report.expected_distance is None
-    assert report.enough_window is None
+    assert (report.expected_distance, report.allowed_distance, report.enough_window) == (None, None, None)
     for order in report.orders:
         assert (order.label_distance, order.batch_deviation, order.standard_error) == (None, None, None)
     assert of(report, False).chunks_per_batch == 3.0
     assert of(report, False).storage_correlation == pytest.approx(1)
-    assert report.advice.startswith("No labels to judge by: a batch of window=16 has rows of ")
-    assert report.allowed_distance is None
+    assert report.advice.startswith("No labels")
     assert "label distance is" not in report.to_text()
 
 
@@ -340,31 +327,29 @@ def test_labels_are_read_once_and_images_never(ordered: H5Dataset, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"batch_size": 0}, "batch_size is 0; it must be a whole number of at least 1"),
-        ({"batch_size": 1_001}, "1,000 rows do not fill a batch of 1001; give a smaller batch_size"),
-        ({"window": 0}, "window is 0"),
-        ({"window": 2.5}, "window is 2.5"),
-        ({"epochs": 1}, "epochs is 1; it must be a whole number of at least 2"),
-        ({"epochs": True}, "epochs is True"),
-        ({"seed": "x"}, "seed is 'x'"),
-        ({"windows": []}, r"windows is \[\]; give whole numbers, or None for powers of two"),
-        ({"windows": [4, 0]}, "a window is 0"),
-        ({"windows": 4}, "windows is 4; give whole numbers"),
-        ({"windows": "4"}, "a window is '4'"),
+        {"batch_size": 0},
+        {"batch_size": 1_001},
+        {"window": 2.5},
+        {"epochs": 1},
+        {"epochs": True},
+        {"seed": "x"},
+        {"windows": []},
+        {"windows": [4, 0]},
+        {"windows": "4"},
     ],
+    ids=str,
 )
-def test_senseless_options(ordered: H5Dataset, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionsError, match=f"^{message}"):
+def test_invalid_options_are_refused(ordered: H5Dataset, options: dict[str, Any]) -> None:
+    with pytest.raises(OptionsError):
         mixing_report(ordered, **options)
 
 
 def test_a_dataset_without_chunks_or_rows_is_refused(ordered: H5Dataset) -> None:
-    with pytest.raises(OptionsError, match="a list has no chunks"):
-        mixing_report([1, 2, 3])
-    with pytest.raises(OptionsError, match="0 rows do not fill a batch of 256"):
-        mixing_report(Subset(ordered, []))
+    for dataset in ([1, 2, 3], Subset(ordered, [])):
+        with pytest.raises(OptionsError):
+            mixing_report(dataset)
 
 
 def made(*figures: tuple[int, float, float]) -> tuple[mixing.OrderMixing, ...]:
@@ -386,7 +371,7 @@ def test_windows_are_tested_from_the_largest_to_the_first_that_fails() -> None:
 
 @pytest.mark.parametrize("epochs", [2, 3, 8, 11, 40])
 def test_a_window_at_the_limit_passes_one_time_in_twenty(epochs: int) -> None:
-    random, times = np.random.default_rng(epochs), 4_000
+    random, times = np.random.default_rng(epochs), 2_000
     means = random.normal(0.1, 0.002, (times, epochs))
     errors = means.std(axis=1, ddof=1) / epochs**0.5
     passed = sum(
@@ -396,15 +381,14 @@ def test_a_window_at_the_limit_passes_one_time_in_twenty(epochs: int) -> None:
     assert passed / times == pytest.approx(0.05, abs=4 * (0.05 * 0.95 / times) ** 0.5)
 
 
-def test_advice_when_the_epochs_do_not_decide(ordered: H5Dataset) -> None:
+def test_the_advice_depends_on_what_the_epochs_show(ordered: H5Dataset) -> None:
     report = mixing_report(ordered, 50, window=4, epochs=2, windows=[50])
     limit = report.allowed_distance or 0
     unsure = replace(report, epochs=8, orders=made((4, 1.05 * limit, 0.05 * limit)), enough_window=None)
-    assert unsure.advice == "Give more epochs: 8 do not show whether window=4 is large enough."
-    surely = replace(report, epochs=8, orders=made((4, 1.05 * limit, 0.02 * limit)), enough_window=None)
-    assert surely.advice.startswith("Use shuffle='full', or convert in shuffled order: with window=4 a batch's labels")
-    better = replace(surely, enough_window=50)
-    assert better.advice.startswith("Use shuffle='full', or window=50 (0.0 MiB): with window=4 a batch's labels are ")
+    assert unsure.advice.startswith("Increase epochs: 8")
+    sure = replace(report, epochs=8, orders=made((4, 1.05 * limit, 0.02 * limit)), enough_window=None)
+    assert sure.advice.startswith("Use shuffle='full', or convert in shuffled order: with window=4")
+    assert replace(sure, enough_window=50).advice.startswith("Use shuffle='full', or window=50")
 
 
 @pytest.mark.parametrize(
@@ -424,23 +408,18 @@ def test_the_limit(tmp_path: Path, sizes: list[int], batch: int, share: float | 
         assert limit < 1.01 * expected, "a full shuffle is nearly as far off as can be"
 
 
-def test_the_report_as_text_and_for_programs(ordered: H5Dataset) -> None:
+def test_the_report_as_text_and_json(ordered: H5Dataset) -> None:
     report = mixing_report(ordered, 50, epochs=2)
     assert json.loads(json.dumps(report.to_json()))["orders"][0]["window"] == 1
-    assert report.to_json()["advice"] == report.advice
     assert report.chunk_bytes == CHUNK * 4
     lines = report.to_text().splitlines()
-    assert lines[0] == "1,000 rows in 50 chunks, batches of 50; sampled 20 of 20 batches in each of 2 epochs."
     assert [line[:14].strip() for line in lines[3 : 3 + len(report.orders)]] == [
         *(f"window={number}" for number in (1, 2, 4, 8, 16, 32, 50)),
         "full shuffle",
         "stored order",
     ]
-    widths = {len(line) for line in lines[2 : 3 + len(report.orders)]}
-    assert len(widths) == 1, "the columns stand under their titles"
-    assert lines[-1] == report.advice
-    with pytest.raises(FrozenInstanceError):
-        report.rows = 3  # type: ignore[misc]
+    assert len({len(line) for line in lines[2 : 3 + len(report.orders)]}) == 1, "columns are aligned with their titles"
+    assert lines[-1] == report.advice == report.to_json()["advice"]
 
 
 def test_a_window_of_more_chunks_than_there_are_is_all_of_them(tmp_path: Path) -> None:

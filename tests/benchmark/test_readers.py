@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from h5pack.benchmark.cases import BenchCase, FileVariant
-from h5pack.benchmark.readers import LibraryFile, SharedDatasets, open_reader
+from h5pack.benchmark.readers import LibraryReader, SharedDatasets, open_reader
 from h5pack.benchmark.sample import ScratchFolder
 from tests.benchmark.files import ROW_BYTES, input_of, sample_of, write_cut_chunks
 
@@ -50,18 +50,18 @@ def test_workers_read_every_row_and_end_when_closed(variant: FileVariant) -> Non
     assert len(children.read_text().split()) == before - 2
 
 
-def test_rows_by_h5py_are_those_of_the_dataset(cut: Path) -> None:
+@pytest.mark.parametrize("engine", ["default", "tuned"])
+def test_rows_by_h5py_are_those_of_the_file(cut: Path, variant: FileVariant, engine: str) -> None:
     with h5py.File(cut) as file:
         expected = file["images"][()]
-    for tuned in (False, True):
-        library = LibraryFile(os.fspath(cut), "images", tuned=tuned)
-        assert np.array_equal(library.row(7), expected[7])
-        parts = [pixels.copy() for _, pixels in library.batch([5, 199, 0], consecutive=False)]
-        assert np.array_equal(np.stack(parts), expected[[5, 199, 0]])
-        ((count, slice_),) = library.batch(range(40, 60), consecutive=True)
-        assert count == 20
-        assert np.array_equal(slice_, expected[40:60])
-        library.close()
+    for order, rows, counts in (("full", [5, 199, 0], [1, 1, 1]), ("sequential", range(40, 60), [20])):
+        case = BenchCase("as it is", order, engine, "hot", 16, 2, 1)
+        reader = LibraryReader(SharedDatasets().dataset(variant), case, variant, 0)
+        assert np.array_equal(reader.read_row(7), expected[7])
+        parts = [(count, pixels.copy().reshape(-1, *pixels.shape[-3:])) for count, pixels in reader.read_batch(rows)]
+        assert [count for count, _ in parts] == counts
+        assert np.array_equal(np.concatenate([pixels for _, pixels in parts]), expected[rows])
+        reader.close()
 
 
 def test_a_part_of_a_larger_file_is_read(cut: Path, tmp_path: Path) -> None:
