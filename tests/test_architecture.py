@@ -169,6 +169,7 @@ def test_help_is_light_and_quick() -> None:
 
 
 def test_converting_imports_no_torch() -> None:
-    modules = "h5pack.pack.conversion, h5pack.inspect.verify, h5pack.inspect.info, h5pack.order.window"
-    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
+    modules = "exporter.exporter, inspect.info, inspect.preview, inspect.verify, order.window, pack.conversion"
+    imported = ", ".join(f"h5pack.{name}" for name in modules.split(", "))
+    code = f"import sys, {imported}; assert not {{'torch', 'matplotlib'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -29,6 +29,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from h5pack.errors import RejectedImageError
+from h5pack.images.encode import image_of
 from h5pack.images.headers import DecodePath, ImageHeader, parse_jpeg, parse_png
 
 MAX_PIXELS = 178_956_970
@@ -44,30 +45,16 @@ _16_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 
 @dataclass(frozen=True)
 class PixelOptions:
-    """The options of decoding images into rows.
+    """The options of decoding images into rows."""
 
-    Attributes
-    ----------
-    height, width, channels : int
-        Size of a row in pixels, and its number of channels.
-    resize : bool
-        Whether images of other sizes are resized; if not, they are rejected.
-    fit, resample : str
-        How images are resized; see `h5pack.convert`.
-    draft : bool
-        Whether JPEGs may be decoded at a reduced size.
-    max_pixels : int
-        Larger images are rejected.
-    """
-
-    height: int
+    height: int  # of a row, in pixels
     width: int
     channels: int
-    resize: bool
-    fit: str
+    resize: bool  # resize images of other sizes; otherwise reject them
+    fit: str  # how to resize; see `h5pack.convert`
     resample: str
-    draft: bool
-    max_pixels: int
+    draft: bool  # whether JPEGs may be decoded at a reduced size
+    max_pixels: int  # larger images are rejected
 
 
 @contextlib.contextmanager
@@ -86,20 +73,8 @@ def strict_pillow() -> Iterator[None]:
 def read_header(head: bytes, open_file: Callable[[], BinaryIO], max_pixels: int) -> ImageHeader:
     """Return an image's size after applying its Exif orientation, and its decode path.
 
-    Parameters
-    ----------
-    head : bytes
-        The first bytes of the file.
-    open_file : callable
-        Opens the file. It is called only if `head` is not sufficient.
-    max_pixels : int
-
-    Raises
-    ------
-    OSError
-        If reading from storage fails.
-    RejectedImageError
-        If the file is not an image, or has more than `max_pixels` pixels.
+    `head` is the first bytes of the file; `open_file` is called only if they are not sufficient. Raise
+    RejectedImageError if the file is not an image or has more than `max_pixels` pixels, OSError if the storage fails.
     """
     if not head:
         raise RejectedImageError("zero bytes")
@@ -121,22 +96,15 @@ def _pillow_header(stream: BinaryIO) -> ImageHeader:
     with _rejecting(), Image.open(stream) as image:
         _refuse_deep(image)
         # Before a TIFF is loaded, some releases of Pillow report its stored size, others its upright size.
-        width, height = _coded_size(image) if isinstance(image, TiffImageFile) else image.size
+        width, height = image.size
+        if isinstance(image, TiffImageFile):
+            width, height = image.tag_v2[_TIFF_WIDTH], image.tag_v2[_TIFF_HEIGHT]
         sideways = _orientation(image) in _SIDEWAYS
     return ImageHeader(width, height, DecodePath.PILLOW) if sideways else ImageHeader(height, width, DecodePath.PILLOW)
 
 
-def _coded_size(image: TiffImageFile) -> tuple[int, int]:
-    return image.tag_v2[_TIFF_WIDTH], image.tag_v2[_TIFF_HEIGHT]
-
-
 class Decoder:
-    """A decoder of images into rows. Each worker has its own.
-
-    Parameters
-    ----------
-    options : PixelOptions
-    """
+    """A decoder of images into rows. Each worker has its own."""
 
     def __init__(self, options: PixelOptions) -> None:
         self._options = options
@@ -149,28 +117,18 @@ class Decoder:
         self._resample = Image.Resampling[options.resample.upper()]
 
     def decode(self, source: bytes | npt.NDArray[np.uint8], decode_path: int, out: npt.NDArray[np.uint8]) -> None:
-        """Decode one image into `out`.
+        """Decode one image into `out`, uint8 (H, W, C), contiguous.
 
-        Parameters
-        ----------
-        source : bytes or ndarray
-            The bytes of an image file, or pixels, uint8 (h, w, 1 or 3).
-        decode_path : int
-            The `DecodePath` from the image's header. It is ignored for pixels.
-        out : ndarray
-            uint8, (H, W, C), contiguous.
-
-        Raises
-        ------
-        RejectedImageError
-            If the image cannot be decoded, or has another size and `resize` is False.
+        `source` is the bytes of an image file or pixels, uint8 (h, w, 1 or 3); `decode_path`, from the image's header,
+        is ignored for pixels. Raise RejectedImageError if the image cannot be decoded, or has another size and is not
+        resized.
         """
         if not isinstance(source, bytes):
             if source.shape[:2] == out.shape[:2] and source.shape[2] in (1, out.shape[2]):
                 # NumPy's broadcasting repeats gray into all channels, as Pillow does.
                 out[...] = source
             else:
-                self._place(_image(source), out)
+                self._place(image_of(source), out)
         elif (
             decode_path == DecodePath.PILLOW or self._options.draft or not self._decode_plain(source, decode_path, out)
         ):
@@ -182,8 +140,8 @@ class Decoder:
     def _decode_plain(self, data: bytes, decode_path: int, out: npt.NDArray[np.uint8]) -> bool:
         """Decode an upright gray or YCbCr JPEG with simplejpeg or directly with Pillow's JPEG decoder.
 
-        Returns False if this fails, which includes warnings of simplejpeg. The caller must then decode with
-        ``Image.open``, which also finds the reason to reject the image.
+        Return False if this fails, also by a warning of simplejpeg. Then decode with ``Image.open``, which also finds
+        the reason to reject the image.
         """
         try:
             if decode_path not in self._fast:
@@ -196,7 +154,7 @@ class Decoder:
                 pixels = self._decode_jpeg(data, self._colorspace, fastdct=False, fastupsample=False, buffer=buffer)
                 if buffer is not None:
                     return bool(pixels.shape == out.shape)
-                image = _image(pixels)
+                image = image_of(pixels)
         except Exception:
             return False
         self._place(image, out)
@@ -218,7 +176,7 @@ class Decoder:
             mode = "L" if options.channels == 1 else "RGB"
             # Skip a needless conversion, because Pillow would copy the image.
             flat = image if image.mode == mode else image.convert(mode)
-        return _turn(flat, orientation)
+        return flat.transpose(_TURNS[orientation]) if orientation in _TURNS else flat
 
     def _place(self, image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
         options = self._options
@@ -259,10 +217,6 @@ def _copy_pixels(image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
         out[...] = np.asarray(image).reshape(out.shape)
 
 
-def _image(pixels: npt.NDArray[np.uint8]) -> Image.Image:
-    return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
-
-
 def _orientation(image: Image.Image) -> int:
     value = image.getexif().get(_ORIENTATION, 1)
     return value if isinstance(value, int) else 1
@@ -277,11 +231,6 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-
-
-def _turn(image: Image.Image, orientation: int) -> Image.Image:
-    method = _TURNS.get(orientation)
-    return image if method is None else image.transpose(method)
 
 
 def _refuse_programs(head: bytes) -> None:
@@ -331,7 +280,7 @@ def _rejected(error: Exception) -> RejectedImageError:
 
 
 def _proven_paths(channels: int) -> frozenset[DecodePath]:
-    """Return the kinds of JPEG that the installed simplejpeg decodes to exactly Pillow's pixels; none if not installed.
+    """Return the kinds of JPEG that the installed simplejpeg, if any, decodes to exactly Pillow's pixels.
 
     simplejpeg and Pillow each bundle their own libjpeg-turbo, so every kind is tested on small images of odd sizes,
     baseline and progressive. The test takes about 2 ms.

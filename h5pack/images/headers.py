@@ -44,14 +44,7 @@ _JPEG_PATHS = {
 
 @dataclass(frozen=True)
 class ImageHeader:
-    """The size of an image after applying its Exif orientation, and how to decode it.
-
-    Attributes
-    ----------
-    height, width : int
-        Size in pixels.
-    decode_path : DecodePath
-    """
+    """The size of an image in pixels after applying its Exif orientation, and how to decode it."""
 
     height: int
     width: int
@@ -62,22 +55,14 @@ _last_prefix: tuple[bytes, ImageHeader] | None = None
 
 
 def parse_jpeg(head: bytes) -> ImageHeader | None:
-    """Parse the header of a plain JPEG.
+    """Parse the header of a plain JPEG from the first bytes of the file.
+
+    Return None if Pillow must decide: for other formats, an Exif or XMP segment (which may contain an orientation),
+    CMYK, 12 bits per channel, lossless or arithmetic coding, a malformed file, or if the first scan starts beyond
+    `head` (until then, an orientation or a segment that declares an unusual colour space may still follow).
 
     Images of the same size from the same encoder often start with identical bytes up to the first scan, and nothing
     after that affects the result. So the previous result is returned if `head` starts with the same bytes as then.
-
-    Parameters
-    ----------
-    head : bytes
-        The first bytes of the file.
-
-    Returns
-    -------
-    ImageHeader or None
-        None if Pillow must decide: for other formats, an Exif or XMP segment (which may contain an orientation), CMYK,
-        12 bits per channel, lossless or arithmetic coding, a malformed file, or if the first scan starts beyond `head`
-        (until then, an orientation or a segment that declares an unusual colour space may still follow).
     """
     global _last_prefix
     last = _last_prefix
@@ -146,16 +131,8 @@ _TURNING_KEYWORDS = (b"Raw profile type", b"XML:com.adobe.xmp", b"exif", b"xmp")
 def parse_png(stream: BinaryIO) -> ImageHeader | None:
     """Parse the header of a PNG, and search its chunks for one that could contain an orientation.
 
-    Parameters
-    ----------
-    stream : binary file
-        The file, positioned at its start.
-
-    Returns
-    -------
-    ImageHeader or None
-        None if Pillow must decide: for other formats, a truncated file, a wrong CRC of the header, or if there is a
-        chunk that could contain an orientation.
+    Return None if Pillow must decide: for other formats, a truncated file, a wrong CRC of the header, or if there is
+    such a chunk. `stream` must be positioned at its start.
     """
     start = stream.read(33)
     if start[:8] != b"\x89PNG\r\n\x1a\n" or start[12:16] != b"IHDR" or len(start) < 33:

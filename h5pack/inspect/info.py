@@ -16,7 +16,7 @@ from h5pack.errors import PackFormatError, ReadError
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan, plan_cache, plan_chunks
 from h5pack.read.encoded import index_encoded, is_encoded
-from h5pack.read.hdf5 import attribute_names, dataset_names, filters_of, open_file, reopen_tuned, text
+from h5pack.read.hdf5 import attribute_names, chunk_grid, dataset_names, filters_of, open_file, reopen_tuned, text
 from h5pack.sources.hdf5_catalog import channel_axes, is_image_array
 from h5pack.system.text import format_bytes
 
@@ -37,41 +37,22 @@ _MAX_NAMES = 6
 class DatasetReport:
     """The storage of one dataset.
 
-    Attributes
-    ----------
-    name, dtype : str
-        For rows of variable length, `dtype` is a text such as "variable-length uint8".
-    shape : tuple of int
-    layout : str
-        "chunked", "contiguous", "compact" or "virtual".
-    chunks : tuple of int or None
-        Shape of a chunk.
-    index : str or None
-        The kind of chunk index that HDF5 uses, such as "B-tree v1".
-    filters : tuple of str
-    bytes, stored_bytes : int
-        Size of the array, and of its storage in the file. For rows of variable length, `bytes` is 0 (the size is
-        unknown without reading all rows), and `stored_bytes` counts only the references to them.
-    cache : CachePlan or None
-        Recommended chunk cache for reading rows in any order through the HDF5 library.
-    faults : tuple of str
-        Descriptions of properties that make reading single rows slow.
-    fix : tuple of str or None
-        Program and arguments of a command that writes a copy without these faults.
+    For rows of variable length, `bytes` is 0 (the size is unknown without reading all rows), and `stored_bytes` counts
+    only the references to them.
     """
 
     name: str
-    dtype: str
+    dtype: str  # of variable-length rows, a text such as "variable-length uint8"
     shape: tuple[int, ...]
-    layout: str
-    chunks: tuple[int, ...] | None
-    index: str | None
+    layout: str  # "chunked", "contiguous", "compact" or "virtual"
+    chunks: tuple[int, ...] | None  # shape of a chunk
+    index: str | None  # the kind of chunk index, such as "B-tree v1"
     filters: tuple[str, ...]
-    bytes: int
-    stored_bytes: int
-    cache: CachePlan | None
-    faults: tuple[str, ...] = ()
-    fix: tuple[str, ...] | None = None
+    bytes: int  # size of the array
+    stored_bytes: int  # size of its storage in the file
+    cache: CachePlan | None  # recommended chunk cache for reading rows in any order through the HDF5 library
+    faults: tuple[str, ...] = ()  # what makes reading single rows slow
+    fix: tuple[str, ...] | None = None  # program and arguments of a command that writes a copy without these faults
 
     @property
     def overhead(self) -> float:
@@ -98,32 +79,19 @@ class DatasetReport:
         lines += [f"  fault: {fault}" for fault in self.faults]
         if self.fix is not None:
             lines.append(f"  fix: {shlex.join(self.fix)}")
-            measure = ["h5pack", "bench", path, *_options(images=self.name)]
-            lines.append(f"  what it costs here, in images/s: {shlex.join(measure)}")
+            lines.append(f"  measure: {shlex.join(['h5pack', 'bench', path, '--images', self.name])}")
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class FileReport:
-    """The contents of a file.
-
-    Attributes
-    ----------
-    path : str
-    bytes : int
-        Size of the file.
-    pack : dict or None
-        Metadata of a pack; None if the file is not an h5pack file.
-    datasets : tuple of DatasetReport
-    stats : dict or None
-        Class counts and channel statistics, if requested.
-    """
+    """The contents of a file."""
 
     path: str
-    bytes: int
-    pack: dict[str, Any] | None
+    bytes: int  # size of the file
+    pack: dict[str, Any] | None  # metadata of a pack; None for other files
     datasets: tuple[DatasetReport, ...]
-    stats: dict[str, Any] | None = None
+    stats: dict[str, Any] | None = None  # class counts and channel statistics, if requested
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON-serializable dict. The keys are stable across versions."""
@@ -148,10 +116,10 @@ class FileReport:
             return ["not an h5pack file"]
         if not pack["complete"]:
             return [f"an unfinished pack (h5pack {pack['version']}); resume its conversion"]
-        newer = ", newer than this h5pack reads" if pack["format"] > schema.FORMAT_VERSION else ""
+        newer = " (this h5pack is too old for it)" if pack["format"] > schema.FORMAT_VERSION else ""
         splits = ", ".join(f"{name} {stop - start:,}" for name, (start, stop) in pack["splits"].items())
         lines = [
-            f"a pack, format {pack['format']}{newer}, made by h5pack {pack['version']} at {pack['created']}",
+            f"a pack, format {pack['format']}{newer}, written by h5pack {pack['version']} at {pack['created']}",
             f"splits   {splits}",
         ]
         for kind in ("classes", "columns"):
@@ -168,7 +136,7 @@ def _number_text(values: list[float | None]) -> str:
 
 
 def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
-    """Describe any HDF5 file.
+    """Describe any HDF5 file: its datasets, how they are stored, and what makes reading single rows slow.
 
     Parameters
     ----------
@@ -177,10 +145,14 @@ def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
         Also count the rows of each class, and report channel statistics. Those of a pack are stored; for other files
         they are measured on up to 1,024 rows.
 
+    Returns
+    -------
+    FileReport
+
     Raises
     ------
     PackFormatError
-        If the path is not an HDF5 file, or the file cannot be opened.
+        If the path is not an HDF5 file, or the file is damaged.
     """
     with open_file(path) as file:
         try:
@@ -193,7 +165,7 @@ def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
             )
         except (KeyError, ValueError, RuntimeError, OSError) as error:
             raise PackFormatError(
-                f"{os.fspath(path)}: its metadata is damaged ({error}); restore the file, or run 'h5pack verify' on it",
+                f"{os.fspath(path)}: its metadata is damaged ({error}); restore the file",
                 path=path,
             ) from error
 
@@ -240,15 +212,8 @@ def _judge_encoded(file: h5py.File, dataset: h5py.Dataset) -> tuple[tuple[str, .
         rows = 0
     if not rows:
         return (), None
-    return ("each row is an encoded image: decoded again in every epoch",), _convert_command(file, images=name)
-
-
-def _options(**options: str) -> list[str]:
-    return [part for name, value in options.items() for part in (f"--{name}", value)]
-
-
-def _convert_command(file: h5py.File, **options: str) -> tuple[str, ...]:
-    return ("h5pack", "convert", file.filename, "packed.h5", *_options(**options))
+    fix = ("h5pack", "convert", file.filename, "packed.h5", "--images", name)
+    return ("each row is an encoded image, which must be decoded in every epoch",), fix
 
 
 def _filter_names(dataset: h5py.Dataset) -> tuple[str, ...]:
@@ -265,14 +230,10 @@ def _index_kind(file: h5py.File, dataset: h5py.Dataset) -> str | None:
     unlimited = sum(size is None for size in dataset.maxshape)
     if unlimited:
         return "extensible array" if unlimited == 1 else "B-tree v2"
-    if math.prod(_grid(dataset)) == 1:
+    if math.prod(chunk_grid(dataset)) <= 1:
         return "single chunk"
     early = dataset.id.get_create_plist().get_alloc_time() == h5py.h5d.ALLOC_TIME_EARLY
     return "implicit" if early and not _filter_names(dataset) else "fixed array"
-
-
-def _grid(dataset: h5py.Dataset) -> list[int]:
-    return [max(1, math.ceil(size / chunk)) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True)]
 
 
 def _holds_rows(dataset: h5py.Dataset) -> bool:
@@ -284,26 +245,26 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...]) -> tuple[str, ...]:
     """Return descriptions of properties of the chunks that make reading single rows slow."""
     chunks, itemsize = dataset.chunks, dataset.dtype.itemsize
     chunk_bytes = math.prod(chunks) * itemsize
-    per_row = math.prod(_grid(dataset)[1:])
+    per_row = math.prod(chunk_grid(dataset)[1:])
     found = []
     if per_row > 1:
-        found.append(f"chunks {chunks} cut every row into {per_row} parts, each read on its own")
+        found.append(f"chunks {chunks} split each row into {per_row} parts, which are read separately")
     stored = dataset.id.get_storage_size()
     if not filters and stored > 1.05 * dataset.nbytes:
         found.append(
-            f"the file stores {stored / dataset.nbytes:.2f} times the data: chunks reach past the array's edge"
+            f"the file stores {stored / dataset.nbytes:.2f} times the data, because chunks extend beyond the array"
         )
     if per_row > 1 and tuple(chunks) == _guessed_chunks(dataset):
-        found.append("this is h5py's guess (chunks=True), which does not consider rows")
+        found.append("h5py chose the chunks (chunks=True) without regard to rows")
     # Compression of a pack is no fault, because h5pack decodes each chunk only once per shuffle window.
     own = schema.FORMAT in dataset.file.attrs
     if filters and not own and per_row * chunk_bytes > _DEFAULT_CACHE_BYTES:
         found.append(
-            f"one row needs {per_row * chunk_bytes / 2**20:.1f} MiB of chunks, more than HDF5's default cache of "
-            "1 MiB: each row read decodes them again"
+            f"the chunks of one row take {per_row * chunk_bytes / 2**20:.1f} MiB, more than HDF5's default cache of "
+            "1 MiB, so they are decoded again for every row"
         )
     if chunk_bytes < 16_384 and dataset.nbytes > 2**24:
-        found.append(f"chunks of {chunk_bytes:,} bytes: the index costs more than the reading")
+        found.append(f"chunks have only {chunk_bytes:,} bytes, so looking them up takes longer than reading them")
     return tuple(found)
 
 
@@ -320,12 +281,10 @@ def _fix(file: h5py.File, dataset: h5py.Dataset) -> tuple[str, ...]:
     axes = channel_axes(dataset.shape[1:])
     if dataset.dtype == np.uint8 and is_image_array(dataset.shape, dataset.dtype) and len(axes) == 1:
         # The copy keeps layout and channels, so programs that read the file need no change.
-        options = {"images": name}
-        if axes == ["first"]:
-            options["layout"] = "nchw"
-        if axes == ["none"] or dataset.shape[3 if axes == ["last"] else 1] < 3:
-            options["mode"] = "gray"
-        return _convert_command(file, **options)
+        layout = ("--layout", "nchw") if axes == ["first"] else ()
+        gray = axes == ["none"] or dataset.shape[3 if axes == ["last"] else 1] < 3
+        mode = ("--mode", "gray") if gray else ()
+        return ("h5pack", "convert", file.filename, "packed.h5", "--images", name, *layout, *mode)
     row_bytes = math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
     rows = plan_chunks(len(dataset), row_bytes).rows
     chunk = "x".join(map(str, (min(rows, len(dataset)), *dataset.shape[1:])))

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from h5pack.errors import (
 from h5pack.exporter.image_files import MissingRow, SourceRows, open_rows
 from h5pack.format import schema
 from h5pack.images.decode import MAX_PIXELS, strict_pillow
+from h5pack.images.encode import image_of
 from h5pack.read.encoded import RowDecoder
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.hdf5_catalog import HDF5Datasets
@@ -44,64 +45,46 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 _MARGIN, _GAP = 24, 8
 _TILES_WIDTH, _MIN_WIDTH = 1_200, 640
+# Font sizes in pixels, and the height of a line of text as a multiple of its font size.
 _TITLE, _HEADING, _PLAIN, _SMALL = 24, 19, 14, 12
+_LEADING = 1.35
 _MAX_MARKS = 12
 _INK, _GRAY, _PAPER, _ALARM = "#1b1b1f", "#63636b", "#ffffff", "#b3261e"
 
 
 @dataclass(frozen=True)
 class ShownClass:
-    """A class on the sheet: its name (None if the file has no classes), its row count, and the rows shown."""
+    """A class on the sheet."""
 
-    name: str | None
-    rows: int
-    shown: list[int]
+    name: str | None  # None if the file has no classes
+    rows: int  # how many it has
+    shown: list[int]  # row numbers in the file
 
 
 @dataclass(frozen=True)
 class ShownSplit:
-    """A split on the sheet.
-
-    `named` is its number of classes, not counting rows without a label; `left_out` is how many of them are not shown.
-    """
+    """A split on the sheet."""
 
     name: str
     rows: int
     classes: list[ShownClass]
-    named: int
-    left_out: int
+    named: int  # number of classes, not counting rows without a label
+    left_out: int  # how many of these are not shown
 
 
 @dataclass(frozen=True)
 class PreviewReport:
-    """A contact sheet and its contents.
+    """A contact sheet and its contents."""
 
-    Attributes
-    ----------
-    path : str or None
-        Path of the written picture; None if `out` was not given.
-    source : str
-        The HDF5 file and the datasets that were read.
-    width, height : int
-        Size of the sheet in pixels.
-    rows, images : int
-        Number of rows in the selected splits, and number of images on the sheet.
-    splits : list of ShownSplit
-    damaged : tuple of MissingRow
-        Selected rows that could not be shown.
-    sheet : PIL.Image.Image
-        The sheet itself, RGB. It is not part of `to_json`.
-    """
-
-    path: str | None
-    source: str
-    width: int
+    path: str | None  # of the written picture; None if `out` was not given
+    source: str  # the HDF5 file and the datasets that were read
+    width: int  # of the sheet in pixels
     height: int
-    rows: int
-    images: int
+    rows: int  # in the selected splits
+    images: int  # on the sheet
     splits: list[ShownSplit]
-    damaged: tuple[MissingRow, ...]
-    sheet: Image.Image = field(repr=False, compare=False)
+    damaged: tuple[MissingRow, ...]  # selected rows that could not be shown
+    sheet: Image.Image = field(repr=False, compare=False)  # RGB; not in `to_json`
 
     @property
     def ok(self) -> bool:
@@ -152,7 +135,7 @@ def preview(
         A pack, or any HDF5 file with a dataset of images.
     out : path, optional
         The picture to write (.png, .jpg or .webp); an existing file is replaced. Default: write no file.
-    splits : sequence of str
+    splits : str or sequence of str
         Show only these splits. Default: all.
     per_class : int, optional
         Number of images per class. Default: 8, or 32 per split if there are no classes.
@@ -161,9 +144,13 @@ def preview(
     tile : int
         Length of the longer side of an image on the sheet in pixels, 16 to 4096.
     seed : int, optional
-        Select rows at random with this seed. Default: select them evenly spaced in stored order.
+        Select rows at random with this seed. Default: evenly spaced in stored order.
     images, labels, channel_axis, value_range
         How to interpret an HDF5 file; see `h5pack.convert`.
+
+    Returns
+    -------
+    PreviewReport
 
     Raises
     ------
@@ -171,6 +158,8 @@ def preview(
         If the sheet would be too large, or `out` has an unsupported extension.
     DamagedRowsError
         If none of the selected rows can be shown.
+    H5PackError
+        The base class of all errors; see `h5pack.errors` for the others.
     """
     # Do not load the fields of a pack, which may be as large as its images.
     datasets = HDF5Datasets(images, labels, (), channel_axis, value_range, own_fields=False)
@@ -179,8 +168,8 @@ def preview(
     file_format = "PNG" if target is None else _require_output(target, path)
     source = open_rows(path, datasets, splits)
     shown = _sample_rows(source, per_class, max_classes, seed)
-    which = "evenly spaced" if seed is None else f"drawn with seed {seed}"
-    report = _draw(os.fspath(path), source, shown, tile, f"rows are {which}", file_format)
+    remark = "evenly spaced rows" if seed is None else f"rows drawn with seed {seed}"
+    report = _draw(os.fspath(path), source, shown, tile, remark, file_format)
     if target is None:
         return report
     _save(report.sheet, target, file_format)
@@ -195,7 +184,14 @@ def _draw(
     index_of = dict(zip(rows, np.searchsorted(source.rows, rows).tolist(), strict=True))
     pictures, errors = _read(source, index_of, tile)
     if not pictures:
-        raise _nothing_to_show(path, errors)
+        first = next(iter(errors.values()))
+        hint = "; give value_range" if "value_range" in first.parameters else ""
+        raise DamagedRowsError(
+            f"{path}: none of its rows can be shown; the first: {first}{hint}",
+            path=path,
+            rows=tuple(errors),
+            parameters=first.parameters,
+        )
     lines = [
         _TextLine(os.path.basename(path), _TITLE),
         _TextLine(f"{source.reader.images}: {counted(len(source), 'row')} of {_pixel_text(source)}", color=_GRAY),
@@ -220,9 +216,9 @@ def _draw(
 
 
 def _require_options(per_class: int | None, max_classes: int, tile: int, seed: int | None) -> None:
-    for name, value, least in (("per_class", per_class, 1), ("max_classes", max_classes, 1), ("seed", seed, 0)):
-        if value is not None and value < least:
-            raise OptionsError(f"{name} is {value}; it must be at least {least}", parameters=(name,))
+    for name, value, minimum in (("per_class", per_class, 1), ("max_classes", max_classes, 1), ("seed", seed, 0)):
+        if value is not None and value < minimum:
+            raise OptionsError(f"{name} is {value}; it must be at least {minimum}", parameters=(name,))
     if not 16 <= tile <= 4_096:
         raise OptionsError(f"tile is {tile}; it must be 16 to 4096 pixels", parameters=("tile",))
 
@@ -231,23 +227,23 @@ def _require_output(target: Path, source: str | os.PathLike[str]) -> str:
     """Return the file format of the picture; raise if it cannot be written at `target`."""
     file_format = _FORMATS.get(target.suffix.lower())
     if file_format is None:
-        raise OptionsError(f"{target}: the extension is none of {', '.join(_FORMATS)}; give one of them", path=target)
+        raise OptionsError(f"{target}: unknown format; give a name that ends in {', '.join(_FORMATS)}", path=target)
     if not target.parent.is_dir():
         raise SourceError(f"{target.parent}: no such folder for the output; make it first", path=target.parent)
     if target.is_dir():
-        raise OutputExistsError(f"{target}: is a folder; name a file", path=target)
+        raise OutputExistsError(f"{target}: a folder; give the name of a file", path=target)
     if target.exists() and os.path.exists(source) and os.path.samefile(target, source):
-        raise OptionsError(f"{target}: is the source itself; give the picture another name", path=target)
+        raise OptionsError(f"{target}: the source itself; give the picture another name", path=target)
     return file_format
 
 
 def _require_size(pixels: int, longest: int = 0, file_format: str = "PNG") -> None:
     limit = _MAX_SIDES[file_format]
     if pixels > MAX_PIXELS or longest > limit:
-        allowed = f"{limit:,} a side" if longest > limit else f"{MAX_PIXELS:,}"
+        size = f"a side of {longest:,} instead of at most {limit:,} in {file_format}"
+        size = size if longest > limit else f"{pixels:,} instead of at most {MAX_PIXELS:,}"
         raise OptionsError(
-            f"the sheet would have {longest or pixels:,} pixels, and {file_format} here at most {allowed}; give a "
-            "smaller per_class, max_classes or tile, or one split",
+            f"the sheet would be too large ({size} pixels); reduce per_class, max_classes or tile, or give one split",
             parameters=("per_class", "max_classes", "tile"),
         )
 
@@ -269,10 +265,8 @@ def _sample_rows(source: SourceRows, per_class: int | None, max_classes: int, se
         for label in (*named[:max_classes], *unlabelled):
             of_label = rows[labels == label]
             shown = _some(of_label, per_class or ROWS_PER_CLASS, generator)
-            if label == schema.NO_LABEL and catalog.label_names is not None:
-                label_name = "no label"
-            else:
-                label_name = f"label {label}" if catalog.label_names is None else catalog.label_names[label]
+            names = catalog.label_names
+            label_name = f"label {label}" if names is None else "no label" if label in unlabelled else names[label]
             classes.append(ShownClass(label_name, len(of_label), shown))
         found.append(ShownSplit(name, len(rows), classes, len(named), max(0, len(named) - max_classes)))
     return found
@@ -305,20 +299,9 @@ def _read(
     return pictures, errors
 
 
-def _nothing_to_show(path: str, errors: dict[int, RejectedImageError]) -> DamagedRowsError:
-    first = next(iter(errors.values()))
-    hint = "; give value_range" if "value_range" in first.parameters else ""
-    return DamagedRowsError(
-        f"{path}: none of its rows can be shown; the first: {first}{hint}",
-        path=path,
-        rows=tuple(errors),
-        parameters=first.parameters,
-    )
-
-
 def scaled(pixels: npt.NDArray[np.uint8], tile: int) -> Image.Image:
     """Scale uint8 pixels (h, w, 1 or 3) to fit a square of `tile` pixels. Enlargement uses integer factors only."""
-    image = Image.fromarray(np.ascontiguousarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)).convert("RGB")
+    image = image_of(pixels).convert("RGB")
     longest = max(image.size)
     if longest <= tile:
         factor = tile // longest
@@ -327,9 +310,8 @@ def scaled(pixels: npt.NDArray[np.uint8], tile: int) -> Image.Image:
     return image.resize(size, Image.Resampling.LANCZOS)
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """A picture with its row number and the names of its attributes; `image` is None for a damaged row."""
+class _Tile(NamedTuple):
+    """A picture, None for a damaged row, with its row number and the names of its attributes."""
 
     image: Image.Image | None
     row: int
@@ -417,10 +399,10 @@ class _Layout:
 
     def _row_height(self, tiles: tuple[_Tile, ...]) -> int:
         texts = 1 + max(len(tile.marks) for tile in tiles)
-        return self._cell[1] + texts * _leading(_SMALL) + _GAP
+        return self._cell[1] + texts * round(_SMALL * _LEADING) + _GAP
 
     def _line_height(self, line: _TextLine) -> int:
-        return sum(self._row_height(tiles) for tiles in self._rows(line)) or _leading(line.size)
+        return sum(self._row_height(tiles) for tiles in self._rows(line)) or round(line.size * _LEADING)
 
     def _draw_tile(self, sheet: Image.Image, pen: ImageDraw.ImageDraw, tile: _Tile, corner: tuple[int, int]) -> None:
         left, top = corner
@@ -434,7 +416,7 @@ class _Layout:
             sheet.paste(tile.image, corner)
         color, caption = (_ALARM, f"row {tile.row}: damaged") if tile.image is None else (_GRAY, f"row {tile.row}")
         for number, text in enumerate((caption, *tile.marks)):
-            _write(pen, (left, bottom + number * _leading(_SMALL)), text, _SMALL, color, self._cell[0])
+            _write(pen, (left, bottom + number * round(_SMALL * _LEADING)), text, _SMALL, color, self._cell[0])
             color = _INK
 
 
@@ -445,11 +427,6 @@ def _write(pen: ImageDraw.ImageDraw, corner: tuple[int, int], text: str, size: i
     while text and font.getlength(text) > max_width:
         text = text[:-1]
     pen.text(corner, text, color, font)
-
-
-def _leading(size: int) -> int:
-    """Return the height in pixels of a line of text of this font size."""
-    return round(size * 1.35)
 
 
 def _save(sheet: Image.Image, target: Path, file_format: str) -> None:

@@ -39,26 +39,13 @@ _TASK_BYTES = 8 * 1024 * 1024
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The result of a verification.
-
-    Attributes
-    ----------
-    path : str
-    rows : int
-        Number of rows of the pack; 0 if it could not be opened.
-    problems : tuple of str
-        Descriptions of structural defects, such as missing datasets.
-    damaged : dict of str to list of int
-        For each dataset, the rows that do not match their checksums or cannot be read.
-    filenames : dict of int to str
-        Source file names of up to 1,000 damaged rows, by row.
-    """
+    """The result of a verification."""
 
     path: str
-    rows: int
-    problems: tuple[str, ...] = ()
-    damaged: dict[str, list[int]] = field(default_factory=dict)
-    filenames: dict[int, str] = field(default_factory=dict)
+    rows: int  # of the pack; 0 if it could not be opened
+    problems: tuple[str, ...] = ()  # structural defects, such as missing datasets
+    damaged: dict[str, list[int]] = field(default_factory=dict)  # by dataset, rows with a wrong checksum or unreadable
+    filenames: dict[int, str] = field(default_factory=dict)  # of up to 1,000 damaged rows, by row
 
     @property
     def ok(self) -> bool:
@@ -67,24 +54,17 @@ class VerifyReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON-serializable dict. The keys are stable across versions."""
-        return {
-            "path": self.path,
-            "ok": self.ok,
-            "rows": self.rows,
-            "problems": list(self.problems),
-            "damaged": self.damaged,
-            "filenames": {str(row): name for row, name in self.filenames.items()},
-        }
+        names = {str(row): name for row, name in self.filenames.items()}
+        return {**vars(self), "ok": self.ok, "problems": list(self.problems), "filenames": names}
 
     def to_text(self) -> str:
         """Return the report as lines of text, with the first 20 damaged rows of each dataset."""
         if self.ok:
-            return f"{self.path}: {self.rows:,} rows, every checksum agrees"
+            return f"{self.path}: {self.rows:,} rows, all checksums match"
         lines = [f"{self.path}: {problem}" for problem in self.problems]
         for name, rows in sorted(self.damaged.items()):
-            lines.append(
-                f"{self.path}: {name!r}: {counted(len(rows), 'damaged row')}; restore the file or convert again"
-            )
+            damaged = counted(len(rows), "damaged row")
+            lines.append(f"{self.path}: {name!r}: {damaged}; restore the file or convert again")
             for row in rows[:_MAX_LISTED]:
                 origin = self.filenames.get(row)
                 lines.append(f"  row {row}" + (f" ({origin})" if origin is not None else ""))
@@ -97,9 +77,9 @@ class VerifyReport:
 class _Structure:
     """The results of the structural check, which one worker process makes through the HDF5 library.
 
-    `offsets` and `checksums` locate and verify the rows of the images. `offsets` is None if these cannot be read
-    directly, because they are compressed or were repacked by another program. In that case `chunk_rows` and
-    `chunk_bytes` are the size of a chunk, which the library must read; otherwise they are 0.
+    `offsets` is None if the rows of the images cannot be read directly, because they are compressed or were repacked by
+    another program. Then `chunk_rows` and `chunk_bytes` are the size of a chunk, which the library must read; otherwise
+    they are 0.
     """
 
     rows: int
@@ -113,11 +93,15 @@ class _Structure:
 
 @dataclass(frozen=True)
 class _DecodeTask:
-    """A task: rows of whole chunks to read through the HDF5 library and compare with their checksums."""
+    """Rows of whole chunks to read through the HDF5 library and compare with their checksums."""
 
     path: str
     start: int
     checksums: npt.NDArray[np.uint32]
+
+    def __str__(self) -> str:
+        """Describe the rows for the error message if a worker process dies."""
+        return f"{self.path} rows {self.start}-{self.start + len(self.checksums) - 1}"
 
 
 def verify(
@@ -138,14 +122,20 @@ def verify(
     num_workers : int, optional
         Number of worker processes; at least 2 are used. Default: the number of CPUs that this process may use.
     start_method : str, optional
-        Start method of multiprocessing. Default: "fork" if that is safe, else "forkserver".
+        "fork", "forkserver" or "spawn". Default: "fork" if that is safe, else "forkserver".
     progress : bool
         Show a progress bar on standard error, if that is a terminal.
+
+    Returns
+    -------
+    VerifyReport
 
     Raises
     ------
     PackFormatError
         If the file is not a pack, and therefore has no checksums.
+    WorkerError
+        If a worker process dies while it checks rows.
     """
     if num_workers is not None and num_workers < 1:
         raise OptionsError(f"num_workers is {num_workers}; it must be at least 1", parameters=("num_workers",))
@@ -159,7 +149,7 @@ def verify(
         except H5PackError as error:
             return VerifyReport(name, 0, (str(error).removeprefix(f"{name}: "),))
         except BrokenProcessPool:
-            crash = f"HDF5 {h5py.version.hdf5_version} crashed on it; the file is damaged: restore it"
+            crash = f"HDF5 {h5py.version.hdf5_version} crashed on it; the file is damaged, so restore it"
             return VerifyReport(name, 0, (crash,))
         damaged = structure.damaged
         wrong = _check_images(name, structure, executor, 2 * count, progress=progress)
@@ -178,7 +168,7 @@ def _check_images(path: str, structure: _Structure, executor: Executor, in_fligh
         tasks = check_tasks(path, structure.offsets, rows, structure.checksums, _TASK_BYTES)
         done = run(executor, check_rows_counted, tasks, in_flight, describe_check)
     elif structure.chunk_rows:
-        done = run(executor, _decode_counted, _decode_tasks(path, structure), in_flight, _describe_decode)
+        done = run(executor, _decode_counted, _decode_tasks(path, structure), in_flight, str)
     wrong: list[int] = []
     tqdm.monitor_interval = 0
     with tqdm(
@@ -191,7 +181,7 @@ def _check_images(path: str, structure: _Structure, executor: Executor, in_fligh
 
 
 class _NoPackError(PackFormatError):
-    """The file is not a pack, so there are no checksums to verify against."""
+    """The file is not a pack, so it has no checksums."""
 
 
 def _inspect(path: str) -> _Structure:
@@ -211,7 +201,7 @@ def _inspect(path: str) -> _Structure:
 def _inspect_pack(path: str, file: h5py.File) -> _Structure:
     images = file.get(schema.IMAGES)
     if not isinstance(images, h5py.Dataset) or images.ndim != 4 or images.dtype != np.uint8 or images.chunks is None:
-        raise PackFormatError(f"{path}: no chunked uint8 dataset 'images' of rank 4; convert again")
+        raise PackFormatError(f"{path}: no chunked uint8 dataset 'images' with 4 axes; convert again")
     found = _Structure(images.shape[0])
     _check_tables(file, found.rows, found.problems)
     _check_other_rows(file, found)
@@ -244,7 +234,7 @@ def _check_other_rows(file: h5py.File, found: _Structure) -> None:
         if target in (name, schema.IMAGES):
             continue
         if target not in file or len(file[target]) != len(file[name]):
-            found.problems.append(f"{name}: there is no dataset {target!r} of as many rows")
+            found.problems.append(f"{name}: no dataset {target!r} with the same number of rows")
             continue
         wrong = np.flatnonzero(row_checksums(file[target][()]) != file[name][()])
         if len(wrong):
@@ -258,7 +248,7 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
     for name in (schema.FILENAMES, schema.LABELS):
         item = file.get(name)
         if isinstance(item, h5py.Dataset) and len(item) != rows:
-            problems.append(f"{name}: {len(item):,} rows, and images has {rows:,}")
+            problems.append(f"{name}: {len(item):,} rows, but images has {rows:,}")
     splits = file.get(schema.SPLIT_ROWS)
     if isinstance(splits, h5py.Dataset):
         edges = splits[()].reshape(-1, 2)
@@ -294,10 +284,6 @@ def _decode_counted(task: _DecodeTask) -> tuple[int, list[int]]:
                 expected = task.checksums[rows.start - task.start : rows.stop - task.start]
                 wrong += [start + int(position) for position in np.flatnonzero(found != expected)]
     return len(task.checksums), wrong
-
-
-def _describe_decode(task: _DecodeTask) -> str:
-    return f"{task.path} rows {task.start}-{task.start + len(task.checksums) - 1}"
 
 
 def _filenames(path: str, rows: list[int]) -> dict[int, str]:

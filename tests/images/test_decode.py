@@ -137,37 +137,30 @@ def test_sixteen_bits_keep_their_high_byte(form: str, channels: int) -> None:
         data = encoded(Image.fromarray(values), form)
     want = np.repeat((values >> 8).astype(np.uint8)[:, :, None], channels, axis=2)
     assert np.array_equal(decoded(data, channels), want)
+    if form != "PPM":
+        exif = Image.Exif()
+        exif[ORIENTATION] = 6
+        turned = encoded(Image.fromarray(values), form, exif=exif)
+        assert np.array_equal(decoded(turned, channels), np.rot90(want, -1))
 
 
-@pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("value", range(10))
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF", "MPO"])
-def test_every_orientation_is_turned_upright_once(form: str, value: int, channels: int) -> None:
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF", "MPO", "palette"])
+def test_every_orientation_is_turned_upright_once(form: str, value: int) -> None:
     if form == "AVIF" and not features.check("avif"):
         pytest.skip("this Pillow reads no AVIF")
+    channels = 1 if value % 2 else 3
     exif = Image.Exif()
     exif[ORIENTATION] = value
-    data = encoded(RGB, form, exif=exif, **(FRAMES if form == "MPO" else {}))
+    if form == "palette":
+        data = encoded(RGB.quantize(9), "PNG", exif=exif, transparency=bytes([0, 3, 9]))
+    else:
+        data = encoded(RGB, form, exif=exif, **(FRAMES if form == "MPO" else {}))
     want = slow(data, channels)
     assert (header_of(data).height, header_of(data).width) == want.shape[:2]
     assert want.shape[:2] == ((17, 23) if value in (5, 6, 7, 8) else (23, 17))
     assert np.array_equal(decoded(data, channels), want)
     assert np.array_equal(decoded(data, channels, resize=True, size=(8, 9)), fitted(data, (8, 9), channels=channels))
-
-
-def test_an_oriented_palette_image_with_transparency() -> None:
-    exif = Image.Exif()
-    exif[ORIENTATION] = 6
-    data = encoded(RGB.quantize(9), "PNG", exif=exif, transparency=bytes([0, 3, 9]))
-    assert np.array_equal(decoded(data), slow(data))
-
-
-def test_a_sixteen_bit_image_is_turned_upright() -> None:
-    values = np.arange(60, dtype=np.uint16).reshape(6, 10) * 1_000
-    exif = Image.Exif()
-    exif[ORIENTATION] = 6
-    data = encoded(Image.fromarray(values), "PNG", exif=exif)
-    assert np.array_equal(decoded(data, 1)[:, :, 0], np.rot90((values >> 8).astype(np.uint8), -1))
 
 
 def fitted(
@@ -188,22 +181,13 @@ def fitted(
 @pytest.mark.parametrize("resample", RESAMPLES)
 @pytest.mark.parametrize("fit", ["crop", "pad", "stretch"])
 def test_resizing_is_pillows_own(fit: str, resample: str) -> None:
-    for name in ("rgb png", "ycbcr jpeg", "gray jpeg", "palette with transparent colours", "cmyk jpeg"):
-        for channels in (1, 3):
-            for size in ((23, 17), (10, 10), (50, 31), (7, 60), (1, 1)):
-                found = decoded(FILES[name], channels, resize=True, size=size, fit=fit, resample=resample)
-                assert np.array_equal(found, fitted(FILES[name], size, fit, resample, channels)), (name, size)
-
-
-@pytest.mark.parametrize("size", [(1, 40), (40, 1), (1, 1), (1, 3), (3, 1), (2, 3)])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_images_of_a_single_line_are_resized(size: tuple[int, int], channels: int) -> None:
-    for image in (Image.fromarray(pixels(3, size)), Image.fromarray(pixels(3, size, 1))):
-        for form in ("JPEG", "PNG"):
-            data = encoded(image, form)
-            for fit in ("crop", "pad", "stretch"):
-                found = decoded(data, channels, resize=True, size=(12, 11), fit=fit)
-                assert np.array_equal(found, fitted(data, (12, 11), fit, channels=channels))
+    names = ("rgb png", "ycbcr jpeg", "gray jpeg", "palette with transparent colours", "cmyk jpeg")
+    lines = [encoded(Image.fromarray(pixels(3, size)), "JPEG") for size in ((1, 40), (40, 1), (1, 1), (2, 3))]
+    for number, data in enumerate([*(FILES[name] for name in names), *lines]):
+        for size in ((23, 17), (50, 31), (7, 60), (1, 1)):
+            channels = 1 if number % 2 else 3
+            found = decoded(data, channels, resize=True, size=size, fit=fit, resample=resample)
+            assert np.array_equal(found, fitted(data, size, fit, resample, channels)), (number, size)
 
 
 def drawn_jpeg(drawn: random.Random, number: int) -> bytes:
@@ -236,7 +220,7 @@ def test_the_fast_decoder_is_proven_for_every_kind() -> None:
 
 
 @simplejpeg_only
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_fast_decoder_gives_pillows_pixels(seed: int) -> None:
     drawn = random.Random(seed)
     fast = 0
@@ -292,7 +276,7 @@ JPEGS = {
 @pytest.mark.parametrize("settings", [pytest.param(value, id=name) for name, value in JPEGS.items()])
 def test_cut_jpegs_have_the_same_outcome_with_either_decoder(settings: dict[str, Any]) -> None:
     data = encoded(Image.fromarray(pixels(4, (41, 30))), "JPEG", **settings)
-    outcomes = [same_with_and_without(data[:keep]) for keep in [*range(1, len(data), 7), len(data) - 1, len(data)]]
+    outcomes = [same_with_and_without(data[:keep]) for keep in [*range(1, len(data), 11), len(data) - 1, len(data)]]
     assert isinstance(outcomes[-1], bytes)
     assert outcomes.count("truncated") > len(outcomes) / 3
     assert all(
@@ -306,7 +290,7 @@ def test_damaged_jpegs_have_the_same_outcome_with_either_decoder(settings: dict[
     data = encoded(Image.fromarray(pixels(4, (41, 30))), "JPEG", **settings)
     drawn = random.Random(len(settings))
     kept = refused = 0
-    for _ in range(150):
+    for _ in range(80):
         damaged = bytearray(data)
         for _ in range(drawn.choice([1, 1, 3])):
             damaged[drawn.randrange(2, len(data))] ^= 1 << drawn.randrange(8)
@@ -324,7 +308,7 @@ def test_reasons_depend_on_the_image_alone() -> None:
     drawn = random.Random(9)
     reasons = set()
     for name, data in FILES.items():
-        for _ in range(12):
+        for _ in range(6):
             damaged = bytearray(data[: drawn.randint(1, len(data))])
             damaged[drawn.randrange(len(damaged))] ^= 1 << drawn.randrange(8)
             first = outcome(bytes(damaged), DecodePath.PILLOW, resize=True, size=(8, 8))
@@ -356,34 +340,31 @@ def test_reasons(data: bytes, reason: str) -> None:
 def test_an_image_of_another_size_is_refused_unless_resized() -> None:
     for data in (FILES["ycbcr jpeg"], FILES["rgb png"]):
         for size in ((23, 18), (22, 17), (17, 23), (40, 40), (3, 3)):
-            with pytest.raises(RejectedImageError, match=f"size 23x17 where the others are {size[0]}x{size[1]}"):
+            with pytest.raises(RejectedImageError, match=f"23x17 .* {size[0]}x{size[1]}"):
                 decoded(data, size=size)
 
 
-def test_a_wrong_kind_still_gives_the_right_pixels_or_a_reason() -> None:
-    """A file may be replaced between survey and decoding."""
+def test_a_file_that_is_replaced_after_the_survey_is_decoded_or_rejected() -> None:
     for name in ("rgb png", "gray jpeg", "ycbcr jpeg"):
         assert np.array_equal(decoded(FILES[name], kind=DecodePath.JPEG_420), slow(FILES[name]))
-    with pytest.raises(RejectedImageError, match="not an image"):
+    with pytest.raises(RejectedImageError):
         Decoder(options(4, 4)).decode(b"replaced", DecodePath.JPEG_420, np.zeros((4, 4, 3), np.uint8))
 
 
 @pytest.mark.parametrize("name", ["rgb png", "ycbcr jpeg", "rgb tiff", "animated webp"])
 def test_bombs_are_refused_by_the_survey_and_by_the_decoder(name: str) -> None:
     data = FILES[name]
-    with pytest.raises(RejectedImageError, match="decompression bomb: 23x17 is over 390 pixels"):
+    with pytest.raises(RejectedImageError, match="bomb"):
         header_of(data, 390)
     assert header_of(data, 391).height == 23
     for resize in (False, True):
-        with pytest.raises(RejectedImageError, match="decompression bomb: 23x17 is over 390 pixels"):
+        with pytest.raises(RejectedImageError, match="bomb"):
             decoded(data, kind=DecodePath.PILLOW, max_pixels=390, resize=resize)
-
-
-def test_a_bomb_beyond_pillows_own_limit_is_ours_to_refuse() -> None:
+    # This size is beyond Pillow's own limit.
     bomb = b"P5 20000 20000 255\n"
-    with pytest.raises(RejectedImageError, match="decompression bomb: 20000x20000"):
+    with pytest.raises(RejectedImageError, match="bomb"):
         header_of(bomb)
-    with pytest.raises(RejectedImageError, match="decompression bomb: 20000x20000"):
+    with pytest.raises(RejectedImageError, match="bomb"):
         Decoder(options(4, 4, resize=True)).decode(bomb, DecodePath.PILLOW, np.zeros((4, 4, 3), np.uint8))
     assert header_of(bomb, 4 * 10**8).width == 20_000
 
@@ -421,13 +402,10 @@ def test_draft_decodes_jpegs_reduced_and_at_the_planned_size(fit: str, value: in
         reduced = encoded(ImageOps.exif_transpose(image), "PNG")
     assert np.array_equal(draft, fitted(reduced, (40, 70), fit))
     assert not np.array_equal(draft, sharp)
-
-
-def test_draft_changes_nothing_but_jpegs() -> None:
+    # Draft changes only JPEGs.
     for name in ("rgb png", "rgb webp", "rgb tiff"):
-        for size in ((3, 3), (23, 17)):
-            found = decoded(FILES[name], resize=True, size=size, draft=True)
-            assert np.array_equal(found, fitted(FILES[name], size))
+        found = decoded(FILES[name], resize=True, size=(3, 3), draft=True, fit=fit)
+        assert np.array_equal(found, fitted(FILES[name], (3, 3), fit))
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -446,7 +424,7 @@ def test_errors_of_the_storage_are_not_the_images(monkeypatch: pytest.MonkeyPatc
         def read(self, *arguments: Any) -> bytes:
             raise OSError(5, "Input/output error")
 
-    with pytest.raises(OSError, match="Input/output error") as caught:
+    with pytest.raises(OSError) as caught:
         read_header(b"II*\0", Failing, MAX_PIXELS)
     assert not isinstance(caught.value, UnidentifiedImageError)
 

@@ -14,7 +14,7 @@ from h5pack.images.encode import encode_jpeg, encode_png
 from tests.makers import pixels
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 9), (9, 1), (20, 14), (131, 257)])
+@pytest.mark.parametrize("size", [(1, 9), (131, 257)])
 @pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (2, "LA"), (3, "RGB"), (4, "RGBA")])
 def test_a_png_holds_the_pixels(channels: int, mode: str, size: tuple[int, int]) -> None:
     values = np.random.default_rng(channels).integers(0, 256, (*size, channels), np.uint8)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps, PngImagePlugin
 
@@ -66,19 +66,16 @@ def agrees(data: bytes) -> ImageHeader | None:
 
 
 @pytest.mark.parametrize("progressive", [False, True])
-@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
-def test_plain_jpegs_are_parsed(subsampling: str, progressive: bool) -> None:
-    kinds = {"4:4:4": DecodePath.JPEG_444, "4:2:2": DecodePath.JPEG_422, "4:2:0": DecodePath.JPEG_420}
-    for seed, size in enumerate([(1, 1), (7, 9), (16, 16), (218, 178), (33, 1_001), (9, 700)]):
-        for quality in (1, 75, 100):
-            data = jpeg(size, seed, quality=quality, subsampling=subsampling, progressive=progressive)
-            assert agrees(data) == ImageHeader(*size, kinds[subsampling])
-
-
-def test_plain_gray_jpegs_are_parsed() -> None:
-    for optimize in (False, True):
-        data = encoded(Image.fromarray(pixels(1, (31, 17), 1)), "JPEG", optimize=optimize)
-        assert agrees(data) == ImageHeader(31, 17, DecodePath.JPEG_GRAY)
+@pytest.mark.parametrize(
+    ("subsampling", "path"),
+    [("4:4:4", DecodePath.JPEG_444), ("4:2:2", DecodePath.JPEG_422), ("4:2:0", DecodePath.JPEG_420)],
+)
+def test_plain_jpegs_are_parsed(subsampling: str, path: DecodePath, progressive: bool) -> None:
+    for seed, size in enumerate([(1, 1), (7, 9), (16, 16), (33, 1_001)]):
+        data = jpeg(size, seed, quality=(1, 75, 100)[seed % 3], subsampling=subsampling, progressive=progressive)
+        assert agrees(data) == ImageHeader(*size, path)
+    gray = encoded(Image.fromarray(pixels(1, (31, 17), 1)), "JPEG", progressive=progressive)
+    assert agrees(gray) == ImageHeader(31, 17, DecodePath.JPEG_GRAY)
 
 
 def test_the_size_comes_from_this_file_not_from_the_one_before() -> None:
@@ -88,7 +85,7 @@ def test_the_size_comes_from_this_file_not_from_the_one_before() -> None:
         assert parse_jpeg(jpeg(size)[:40]) is None
 
 
-@pytest.mark.parametrize("value", range(10))
+@pytest.mark.parametrize("value", [0, 1, 3, 6, 9])
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
 def test_an_orientation_is_never_overlooked(form: str, value: int) -> None:
     data = encoded(Image.fromarray(pixels(0)), form, exif=oriented(value))
@@ -151,13 +148,10 @@ def test_unusual_colour_is_left_to_pillow() -> None:
         (0xEE, b"Adobe\0"),
     ],
 )
-def test_malformed_segments_are_pillows_to_judge(body: tuple[int, bytes]) -> None:
+def test_malformed_segments_are_left_to_pillow(body: tuple[int, bytes]) -> None:
     assert parse_jpeg(inserted(jpeg(), segment(*body), DQT)) is None
-
-
-@pytest.mark.parametrize("length", [b"\0\0", b"\0\1", b"\xff\xff"])
-def test_segments_of_an_impossible_length_are_pillows_to_judge(length: bytes) -> None:
-    assert parse_jpeg(inserted(jpeg(), b"\xff\xe5" + length, DQT)) is None
+    for length in (b"\0\0", b"\0\1", b"\xff\xff"):
+        assert parse_jpeg(inserted(jpeg(), b"\xff\xe5" + length, DQT)) is None
 
 
 def test_segments_that_do_not_matter_are_passed_over() -> None:
@@ -166,14 +160,10 @@ def test_segments_that_do_not_matter_are_passed_over() -> None:
     assert agrees(data) == ImageHeader(20, 14, DecodePath.JPEG_420)
 
 
-def test_a_frame_header_beyond_the_head_is_left_to_pillow() -> None:
+def test_a_scan_beyond_the_head_and_two_frame_headers_are_left_to_pillow() -> None:
     data = jpeg(icc_profile=bytes(40_000))
     assert parse_jpeg(data[:16_384]) is None
     assert parse_jpeg(data) == ImageHeader(20, 14, DecodePath.JPEG_420)
-    assert shown_size(data) == (20, 14)
-
-
-def test_two_frame_headers_are_left_to_pillow() -> None:
     data = jpeg()
     at = data.index(b"\xff\xc0")
     frame = data[at : at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")]
@@ -199,25 +189,14 @@ def png_images() -> Iterator[tuple[str, Image.Image, dict[str, Any]]]:
 
 @pytest.mark.parametrize(("image", "settings"), [pytest.param(*rest, id=name) for name, *rest in png_images()])
 def test_plain_pngs_are_parsed(image: Image.Image, settings: dict[str, Any]) -> None:
-    assert agrees(encoded(image, "PNG", **settings)) == ImageHeader(20, 14, DecodePath.PILLOW)
+    data = encoded(image, "PNG", **settings)
+    assert agrees(data) == ImageHeader(20, 14, DecodePath.PILLOW)
+    # With a wrong CRC, Pillow must decide.
+    assert parse_png(io.BytesIO(data[:19] + bytes([data[19] ^ 1]) + data[20:])) is None
 
 
 def chunk(name: bytes, body: bytes) -> bytes:
     return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
-
-
-def interlaced_png() -> bytes:
-    """Adam7 of an 8x8 gray image: seven passes of zero bytes."""
-    passes = [(1, 1), (1, 1), (1, 2), (2, 2), (2, 4), (4, 4), (4, 8)]
-    rows = b"".join(b"\0" * (1 + width) * height for height, width in passes)
-    header = struct.pack(">IIBBBBB", 8, 8, 8, 0, 0, 0, 1)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-
-
-def test_an_interlaced_png_is_parsed() -> None:
-    assert agrees(interlaced_png()) == ImageHeader(8, 8, DecodePath.PILLOW)
-    with Image.open(io.BytesIO(interlaced_png())) as image:
-        image.load()
 
 
 PNG = encoded(Image.fromarray(pixels(0)), "PNG")
@@ -235,17 +214,13 @@ TURNING = {
 
 
 @pytest.mark.parametrize("before", [b"IDAT", b"IEND"])
-@pytest.mark.parametrize("addition", [pytest.param(value, id=name) for name, value in TURNING.items()])
-def test_an_orientation_anywhere_in_a_png_is_never_overlooked(addition: bytes, before: bytes) -> None:
+@pytest.mark.parametrize("name", TURNING)
+def test_an_orientation_anywhere_in_a_png_is_never_overlooked(name: str, before: bytes) -> None:
     at = PNG.index(before) - 4
-    data = PNG[:at] + addition + PNG[at:]
+    data = PNG[:at] + TURNING[name] + PNG[at:]
     assert parse_png(io.BytesIO(data)) is None
-
-
-@pytest.mark.parametrize("name", ["eXIf", "raw profile", "xmp as text"])
-def test_those_additions_do_turn_the_image(name: str) -> None:
-    at = PNG.index(b"IDAT") - 4
-    assert shown_size(PNG[:at] + TURNING[name] + PNG[at:]) == (14, 20)
+    if before == b"IDAT" and name in ("eXIf", "raw profile", "xmp as text"):
+        assert shown_size(data) == (14, 20)
 
 
 def test_other_texts_in_a_png_are_passed_over() -> None:
@@ -254,12 +229,6 @@ def test_other_texts_in_a_png_are_passed_over() -> None:
     info.add_text("k", "b" * 5_000, zip=True)
     info.add_text("Exif comment", "c")
     assert agrees(encoded(Image.fromarray(pixels(0)), "PNG", pnginfo=info)) == ImageHeader(20, 14, DecodePath.PILLOW)
-
-
-def test_a_png_header_with_a_wrong_sum_is_left_to_pillow() -> None:
-    damaged = bytearray(PNG)
-    damaged[19] ^= 1
-    assert parse_png(io.BytesIO(damaged)) is None
 
 
 SMALL = {
@@ -274,22 +243,19 @@ SMALL = {
 
 
 @pytest.mark.parametrize("data", [pytest.param(value, id=name) for name, value in SMALL.items()])
-def test_cut_at_every_byte(data: bytes) -> None:
+def test_cut_and_flipped_bytes(data: bytes) -> None:
     for keep in range(len(data)):
         header = agrees(data[:keep])
         assert header is None or shown_size(data) == (header.height, header.width)
-
-
-@pytest.mark.parametrize("data", [pytest.param(value, id=name) for name, value in SMALL.items()])
-def test_flipped_bytes(data: bytes) -> None:
     drawn = random.Random(5)
-    for _ in range(400):
+    for _ in range(200):
         damaged = bytearray(data)
         for _ in range(drawn.choice([1, 1, 2, 5])):
             damaged[drawn.randrange(len(data))] ^= drawn.randrange(1, 256)
         agrees(bytes(damaged))
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=400))
 @example(b"\xff\xd8\xff" + b"\xff" * 300)
 @example(b"\xff\xd8\xff\xe0\0\0" * 50)
@@ -299,6 +265,7 @@ def test_any_bytes_behind_a_jpegs_start(data: bytes) -> None:
     agrees(data)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.binary(min_size=4, max_size=4), st.binary(max_size=30))))
 def test_any_chunks_behind_a_pngs_start(chunks: list[tuple[int, bytes, bytes]]) -> None:
     body = b"".join(struct.pack(">I", length) + name + data for length, name, data in chunks)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -54,9 +52,9 @@ def shown(report: PreviewReport) -> dict[tuple[str, str | None], list[int]]:
     return {(split.name, part.name): part.shown for split in report.splits for part in split.classes}
 
 
-@pytest.mark.parametrize("stored", STORED)
-def test_the_rows_whatever_they_lie_in(tmp_path: Path, stored: str) -> None:
-    source = write(tmp_path / "f.h5", STORED[stored], libver="earliest" if stored == "gzip" else None)
+@pytest.mark.parametrize("stored", ["CelebA recipe", "cut and gzip", "encoded"])
+def test_rows_are_shown_by_class(tmp_path: Path, stored: str) -> None:
+    source = write(tmp_path / "f.h5", STORED[stored])
     report = preview(source, tmp_path / "o.png", images="x", per_class=3, tile=EXACT)
     sheet = sheet_of(tmp_path / "o.png")
     assert sheet.shape == (report.height, report.width, 3)
@@ -169,36 +167,27 @@ def test_a_table_names_what_is_set(tmp_path: Path, drawn: list[Any]) -> None:
     tiles = [tile for line in drawn for tile in line.tiles]
     assert [tile.row for tile in tiles] == [0, 1, 2]
     assert [tile.marks for tile in tiles] == [["Smiling", "Hat"], [], ["Age = 7", "Hat"]]
-
-
-def test_attributes_beyond_twelve_are_counted(tmp_path: Path, drawn: list[Any]) -> None:
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        file["images"] = PIXELS[:1]
-        file["labels"] = np.ones((1, 16), np.uint8)
+    with h5py.File(tmp_path / "f.h5", "a") as file:
+        del file["labels"]
+        file["labels"] = np.ones((3, 16), np.uint8)
     preview(tmp_path / "f.h5")
-    (tile,) = (tile for line in drawn for tile in line.tiles)
-    assert len(tile.marks) == 12
-    assert tile.marks[-1] == "+ 5 more"
+    tile = next(tile for line in drawn for tile in line.tiles)
+    assert (len(tile.marks), tile.marks[-1]) == (12, "+ 5 more")
 
 
 def test_tiles_wrap_into_columns_of_one_width(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file["images"] = PIXELS
     report = preview(tmp_path / "f.h5", images="images", labels="", per_class=60, tile=EXACT)
+    assert report.path is None
+    assert report.sheet.size == (report.width, report.height)
+    assert [path.name for path in tmp_path.iterdir()] == ["f.h5"]
     sheet = np.asarray(report.sheet)
     places = [place_of(sheet, picture) for picture in PIXELS[:60]]
     columns = (1_200 + 8) // (20 + 8)
     tops = sorted({top for top, _ in places})
     assert [sum(place[0] == top for place in places) for top in tops] == [columns, 60 - columns]
     assert set(np.diff(sorted({left for _, left in places})).tolist()) == {20 + 8}
-
-
-def test_without_an_output_the_sheet_is_only_returned(tmp_path: Path) -> None:
-    source = write(tmp_path / "f.h5", STORED["contiguous"])
-    report = preview(source, images="x")
-    assert report.path is None
-    assert report.sheet.size == (report.width, report.height)
-    assert [path.name for path in tmp_path.iterdir()] == ["f.h5"]
 
 
 @pytest.mark.parametrize("name", ["line\nbreak", "猫" * 200, "\udcff", ""])
@@ -222,20 +211,15 @@ def test_images_are_scaled_to_fit_a_tile(size: tuple[int, int], tile: int, wante
     image = scaled(picture, tile)
     assert image.size == wanted[::-1]
     found = np.asarray(image).astype(int)
+    gray = np.asarray(scaled(picture[:, :, :1], tile)).astype(int)
     if wanted == size:
         assert np.array_equal(found, picture)
+        assert np.array_equal(gray, picture[:, :, :1].repeat(3, 2))
     elif wanted > size:
         factor = wanted[0] // size[0]
         assert np.array_equal(found, picture.repeat(factor, 0).repeat(factor, 1))
     else:
         assert np.abs(found.mean((0, 1)) - picture.mean((0, 1))).max() < 3
-
-
-def test_gray_and_transposed_pixels_are_scaled() -> None:
-    gray = pixels(0, (20, 14))[:, :, :1]
-    assert np.array_equal(np.asarray(scaled(gray, 20)), gray.repeat(3, 2))
-    first = pixels(0, (20, 14)).transpose(2, 0, 1).copy().transpose(1, 2, 0)
-    assert np.array_equal(np.asarray(scaled(first, 20)), first)
 
 
 def test_pixels_of_other_kinds(tmp_path: Path) -> None:
@@ -253,36 +237,32 @@ def test_pixels_of_other_kinds(tmp_path: Path) -> None:
         place_of(sheet_of(tmp_path / "o.png"), wanted)
 
 
-def test_damaged_rows_are_crossed_out_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_rows_are_crossed_out_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = jpegs(4)
     rows[2] = rows[2][:300]
     write_encoded(tmp_path / "f.h5", rows)
     report = preview(tmp_path / "f.h5", tmp_path / "o.png", labels="")
     assert [(row.row, row.reason) for row in report.damaged] == [(2, "truncated")]
     assert report.images == 3
-    alarm = (sheet_of(tmp_path / "o.png") == (0xB3, 0x26, 0x1E)).all(axis=2)
-    assert alarm.sum() > 100
+    write_encoded(tmp_path / "good.h5", jpegs(4))
+    preview(tmp_path / "good.h5", tmp_path / "good.png")
+    alarms = [(sheet_of(tmp_path / name) == (0xB3, 0x26, 0x1E)).all(axis=2).sum() for name in ("o.png", "good.png")]
+    assert alarms[0] > 100
+    assert alarms[1] == 0
     assert cli.main(["preview", str(tmp_path / "f.h5"), str(tmp_path / "o.png")]) == 1
     assert "row 2 (images/00000002): truncated" in capsys.readouterr().err
-    assert not (sheet_of_good(tmp_path) == (0xB3, 0x26, 0x1E)).all(axis=2).any()
-
-
-def sheet_of_good(folder: Path) -> npt.NDArray[np.uint8]:
-    write_encoded(folder / "good.h5", jpegs(4))
-    preview(folder / "good.h5", folder / "good.png")
-    return sheet_of(folder / "good.png")
 
 
 def test_nothing_that_can_be_shown(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file["images"] = np.full((3, 9, 9), -2.0)
-    with pytest.raises(DamagedRowsError, match="values from -2 to -2") as caught:
+    with pytest.raises(DamagedRowsError) as caught:
         preview(tmp_path / "f.h5", tmp_path / "o.png")
     assert (caught.value.rows, caught.value.parameters) == ((0, 1, 2), ("value_range",))
     assert [path.name for path in tmp_path.iterdir()] == ["f.h5"]
 
 
-@pytest.mark.parametrize(("suffix", "kind"), [("png", "PNG"), ("JPG", "JPEG"), ("jpeg", "JPEG"), ("webp", "WEBP")])
+@pytest.mark.parametrize(("suffix", "kind"), [("JPG", "JPEG"), ("jpeg", "JPEG"), ("webp", "WEBP")])
 def test_pictures_of_each_kind(tmp_path: Path, suffix: str, kind: str) -> None:
     source = write(tmp_path / "f.h5", STORED["contiguous"])
     report = preview(source, tmp_path / f"o.{suffix}", images="x")
@@ -299,7 +279,7 @@ def test_the_picture_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch:
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
-        with pytest.raises(NoSpaceError, match="No space left"):
+        with pytest.raises(NoSpaceError):
             preview(source, tmp_path / "o.png", images="x")
     assert (tmp_path / "o.png").read_bytes() == b"what was there"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.h5", "o.png"]
@@ -313,41 +293,28 @@ def test_bad_options(tmp_path: Path) -> None:
         with pytest.raises(OptionsError) as caught:
             preview(source, **settings)  # type: ignore[arg-type]
         assert caught.value.parameters == tuple(settings)
-    with pytest.raises(OptionsError, match="value_range"):
+    with pytest.raises(OptionsError):
         preview(source, value_range=(1, 0))
-    for out, error, message in (
-        ("o.gif", OptionsError, "extension"),
-        ("no/o.png", SourceError, "no such folder for the output"),
-        ("folder.png", OutputExistsError, "is a folder; name a file"),
-    ):
-        (tmp_path / "folder.png").mkdir(exist_ok=True)
-        with pytest.raises(error, match=message):
-            preview(source, tmp_path / out)
+    (tmp_path / "folder.png").mkdir()
     (tmp_path / "f.png").symlink_to(source)
-    with pytest.raises(OptionsError, match="the source itself"):
-        preview(source, tmp_path / "f.png")
-    with pytest.raises(OptionsError, match="201,326,592 pixels"):
-        preview(source, tmp_path / "o.png", images="x", tile=2048, labels="", per_class=48)
+    outputs = {"o.gif": OptionsError, "no/o.png": SourceError, "folder.png": OutputExistsError, "f.png": OptionsError}
+    for out, error in outputs.items():
+        with pytest.raises(error):
+            preview(source, tmp_path / out)
     with h5py.File(source, "a") as file:
         file["y"][...] = np.arange(ROWS)
-    with pytest.raises(OptionsError, match="16,383 a side"):
-        preview(source, tmp_path / "o.webp", images="x", tile=300, max_classes=60)
+    too_large = {"o.png": {"tile": 2048, "labels": "", "per_class": 48}, "o.webp": {"tile": 300, "max_classes": 60}}
+    for out, keywords in too_large.items():
+        with pytest.raises(OptionsError) as caught:
+            preview(source, tmp_path / out, images="x", **keywords)  # type: ignore[arg-type]
+        assert caught.value.parameters == ("per_class", "max_classes", "tile")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.h5", "f.png", "folder.png"]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(tmp_path / "f.h5", STORED["CelebA recipe"])
-    arguments = [
-        "preview",
-        str(source),
-        str(tmp_path / "o.png"),
-        "--images",
-        "x",
-        "--per-class",
-        "2",
-        "--max-classes",
-        "3",
-    ]
+    options = ["--images", "x", "--per-class", "2", "--max-classes", "3"]
+    arguments = ["preview", str(source), str(tmp_path / "o.png"), *options]
     assert cli.main([*arguments, "--tile", "40", "--seed", "3", "--channel-axis", "first", "--split", "all"]) == 0
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{tmp_path / 'o.png'}: 6 images of 60 rows, ")
@@ -361,21 +328,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert split["classes"][0] == {"name": "label 0", "rows": 12, "shown": [0, 30]}
     for extra, code, message in (
         (["--value-range", "0:9:1"], 2, "--value-range 0:9:1"),
-        (["--tile", "1"], 2, "--tile is 1; it must be"),
-        (["--split", "val"], 2, "no split 'val'; it has 'all'"),
-        (["--labels", "z"], 1, "no dataset 'z'"),
+        (["--tile", "1"], 2, "--tile"),
+        (["--split", "val"], 2, "'val'"),
+        (["--labels", "z"], 1, "'z'"),
     ):
         assert cli.main([*arguments, *extra]) == code
         err = capsys.readouterr().err
         assert message in err
         assert err.count("\n") == 1
-
-
-def test_help_is_light() -> None:
-    code = (
-        "import sys, h5pack.commands.preview\n"
-        "assert not {'torch', 'h5py', 'numpy', 'PIL', 'tqdm'} & set(sys.modules)\n"
-        "import h5pack.inspect.preview\n"
-        "assert not {'torch', 'matplotlib'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
