@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from h5pack.system.machine import available_cpus, available_memory, free_bytes
+from h5pack.system.machine import available_cpus, available_memory, free_bytes, machine_facts
 
 CPUS = len(os.sched_getaffinity(0))
+MEGA = 1024 * 1024
 
 
-def counted(code: str) -> int:
-    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    return int(output)
+def test_affinity_is_respected(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        assert available_cpus(tmp_path, tmp_path / "none") == 1
+    finally:
+        os.sched_setaffinity(0, before)
+    assert available_cpus(tmp_path, tmp_path / "none") == CPUS
 
 
-def test_affinity_is_respected() -> None:
-    everywhere = "available_cpus(Path('/nowhere'), Path('/nowhere'))"
-    imports = "import os; from pathlib import Path; from h5pack.system.machine import available_cpus"
-    code = f"{imports}; {{}}print({everywhere})"
-    first = min(os.sched_getaffinity(0))
-    assert counted(code.format(f"os.sched_setaffinity(0, {{{first}}}); ")) == 1
-    assert counted(code.format("")) == CPUS
-
-
-def test_this_machine_allows_at_least_one() -> None:
+def test_this_machine_has_cpus_and_memory() -> None:
     assert 1 <= available_cpus() <= CPUS
+    assert 0 < available_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_facts_can_be_written_as_json(tmp_path: Path) -> None:
+    facts = machine_facts(tmp_path)
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["packages"]["numpy"] == np.__version__
+    assert facts["processor"] or not Path("/proc/cpuinfo").exists()
 
 
 @pytest.fixture
@@ -61,13 +66,11 @@ def member(tmp_path: Path, text: str) -> Path:
     ("text", "cpus"),
     [
         ("max 100000\n", 64),
-        ("800000 100000\n", 8),
         ("150000 100000\n", 2),
         ("10000 100000\n", 1),
         ("100000\n", 64),
         ("junk junk\n", 64),
         ("100 0\n", 64),
-        ("", 64),
         ("999999999 1000", 64),
     ],
 )
@@ -87,7 +90,7 @@ def test_the_tightest_quota_on_the_way_to_the_root_holds(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("many_cpus")
-@pytest.mark.parametrize(("quota", "cpus"), [(-1, 64), (0, 64), (300_000, 3), (250_000, 3)])
+@pytest.mark.parametrize(("quota", "cpus"), [(-1, 64), (0, 64), (250_000, 3)])
 def test_version_1_quota(tmp_path: Path, quota: int, cpus: int) -> None:
     v1(tmp_path / "fs", "docker/abc", quota, 100_000)
     membership = member(tmp_path, "5:memory:/other\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/x:y\n")
@@ -104,14 +107,8 @@ def test_a_container_that_sees_only_its_own_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("many_cpus")
-def test_without_groups_the_affinity_holds(tmp_path: Path) -> None:
-    assert available_cpus(tmp_path / "none", tmp_path / "none") == 64
+def test_a_file_that_lists_no_groups_leaves_the_affinity(tmp_path: Path) -> None:
     assert available_cpus(tmp_path / "none", member(tmp_path, "not a list\n")) == 64
-
-
-def test_a_quota_never_raises_the_affinity(tmp_path: Path) -> None:
-    v2(tmp_path / "fs", "", "99900000 100000")
-    assert available_cpus(tmp_path / "fs", member(tmp_path, "0::/\n")) == CPUS
 
 
 def test_free_bytes_is_what_an_ordinary_user_may_write(tmp_path: Path) -> None:
@@ -119,9 +116,6 @@ def test_free_bytes_is_what_an_ordinary_user_may_write(tmp_path: Path) -> None:
     assert 0 < free_bytes(tmp_path) <= status.f_blocks * status.f_frsize
     with pytest.raises(FileNotFoundError):
         free_bytes(tmp_path / "missing")
-
-
-MEGA = 1024 * 1024
 
 
 def meminfo(tmp_path: Path, available: int = 1000 * MEGA) -> Path:
@@ -190,10 +184,8 @@ def test_the_tightest_memory_limit_on_the_way_to_the_root_holds(tmp_path: Path) 
 
 
 def test_memory_below_a_version_1_limit(tmp_path: Path) -> None:
-    root, groups = (
-        tmp_path / "fs",
-        member(tmp_path, "5:memory:/docker/abc\n4:cpu,cpuacct:/other\n1:name=systemd:/x:y\n"),
-    )
+    root = tmp_path / "fs"
+    groups = member(tmp_path, "5:memory:/docker/abc\n4:cpu,cpuacct:/other\n1:name=systemd:/x:y\n")
     memory_v1(root, "", (1 << 63) - 4096, 9000 * MEGA)
     assert available_memory(root, groups, meminfo(tmp_path)) == 1000 * MEGA
     memory_v1(root, "docker/abc", 300 * MEGA, 250 * MEGA, 40 * MEGA)
@@ -201,13 +193,6 @@ def test_memory_below_a_version_1_limit(tmp_path: Path) -> None:
 
 
 def test_memory_of_a_container_that_sees_only_its_own_groups(tmp_path: Path) -> None:
-    memory_v1(tmp_path / "one", "", 300 * MEGA, 100 * MEGA)
-    assert (
-        available_memory(tmp_path / "one", member(tmp_path, "5:memory:/docker/abc\n"), meminfo(tmp_path)) == 200 * MEGA
-    )
-    memory_v2(tmp_path / "two", "", 300 * MEGA, 100 * MEGA, 7 * MEGA)
-    assert available_memory(tmp_path / "two", member(tmp_path, "0::/\n"), meminfo(tmp_path)) == 207 * MEGA
-
-
-def test_this_machine_has_memory() -> None:
-    assert 0 < available_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for make, groups in ((memory_v1, "5:memory:/docker/abc\n"), (memory_v2, "0::/\n")):
+        make(tmp_path / make.__name__, "", 300 * MEGA, 100 * MEGA, 7 * MEGA)
+        assert available_memory(tmp_path / make.__name__, member(tmp_path, groups), meminfo(tmp_path)) == 207 * MEGA
