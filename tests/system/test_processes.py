@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ import pytest
 
 from h5pack.errors import WorkerError
 from h5pack.system.processes import SerialExecutor, choose_start_method, open_executor, run, shared
-from tests.crashing import wait_for
+from tests.crashing import children_of, gone, wait_for
 
 
 def times_shared(number: int) -> int:
@@ -52,6 +51,7 @@ def task_name(task: object) -> str:
 @pytest.mark.parametrize(("workers", "method"), [(1, None), (2, "fork"), (2, "forkserver"), (2, "spawn")])
 def test_every_task_runs_once_and_sees_the_shared_object(workers: int, method: str | None) -> None:
     with open_executor(workers, method, 10) as executor:
+        assert list(run(executor, times_shared, [], 4, task_name)) == []
         results = list(run(executor, times_shared, range(50), 4, task_name))
     assert sorted(results) == [number * 10 for number in range(50)]
     assert shared() is None
@@ -96,11 +96,6 @@ def test_tasks_are_made_only_when_there_is_room(workers: int) -> None:
     assert 4 <= most <= 6 + 6, "six under way, and at most as many finished together"
 
 
-def test_no_tasks_no_results() -> None:
-    with open_executor(2, "fork", None) as executor:
-        assert list(run(executor, times_shared, [], 4, task_name)) == []
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_worker_that_dies_is_named_by_its_task(method: str) -> None:
     with pytest.raises(WorkerError, match=r"near .*task \d"), open_executor(2, method, None) as executor:
@@ -140,42 +135,18 @@ def test_the_serial_executor_keeps_an_exception_for_its_future() -> None:
         SerialExecutor().submit(interrupted)
 
 
-def test_fork_is_chosen_only_where_nothing_else_runs() -> None:
-    alone = "from h5pack.system.processes import choose_start_method; print(choose_start_method())"
-    output = subprocess.run([sys.executable, "-c", alone], check=True, capture_output=True, text=True).stdout
-    assert output == ("fork\n" if sys.platform == "linux" else "forkserver\n")
-    release = threading.Event()
-    thread = threading.Thread(target=release.wait)
-    thread.start()
-    try:
-        assert choose_start_method() == "forkserver"
-    finally:
-        release.set()
-        thread.join()
+def test_fork_is_chosen_only_on_linux_and_if_there_is_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = []
+    for platform, threads in (("linux", 1), ("linux", 2), ("darwin", 1)):
+        monkeypatch.setattr(sys, "platform", platform)
+        monkeypatch.setattr(threading, "active_count", lambda threads=threads: threads)
+        chosen.append(choose_start_method())
+    assert chosen == ["fork", "forkserver", "forkserver"]
 
 
-def children_of(process: int) -> set[int]:
-    """All descendants that are alive."""
-    parents: dict[int, int] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with contextlib.suppress(OSError):
-                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-                if state not in "ZX":
-                    parents[int(folder.name)] = int(parent)
-    found = {process}
-    while True:
-        more = {child for child, parent in parents.items() if parent in found} - found
-        if not more:
-            return found - {process}
-        found |= more
-
-
-def alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+def descendants(process: int) -> list[int]:
+    children = children_of(process)
+    return [*children, *(other for child in children for other in descendants(child))]
 
 
 def ignores_sigint(process: int) -> bool:
@@ -185,6 +156,7 @@ def ignores_sigint(process: int) -> bool:
     return bool(mask >> (signal.SIGINT - 1) & 1)
 
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
 PARENT = """
 import sys, time
 from h5pack.system.processes import open_executor, run
@@ -209,19 +181,17 @@ if __name__ == "__main__":
 def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path, method: str, busy: bool) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT if busy else PARENT.replace("[0, 2, 0, 3, 4, 6]", "[0, 2, 0, 4, 4, 4]"))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
-    parent = subprocess.Popen([sys.executable, str(script), method], stdout=subprocess.PIPE, env=environment)
+    parent = subprocess.Popen([sys.executable, str(script), method], stdout=subprocess.PIPE, env=ENVIRONMENT)
+    assert parent.stdout is not None
     try:
-        assert parent.stdout is not None
         assert parent.stdout.readline() == b"ready\n"
-        wait_for(lambda: len(children_of(parent.pid)) >= 3)
-        workers = children_of(parent.pid)
+        wait_for(lambda: len(descendants(parent.pid)) >= 3)
+        workers = descendants(parent.pid)
     finally:
         parent.kill()
         parent.wait()
-        if parent.stdout is not None:
-            parent.stdout.close()
-    wait_for(lambda: not any(map(alive, workers)))
+        parent.stdout.close()
+    assert all(map(gone, workers))
 
 
 def test_ctrl_c_reaches_the_parent_alone(tmp_path: Path) -> None:
@@ -229,14 +199,9 @@ def test_ctrl_c_reaches_the_parent_alone(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     # One worker is in a task, two wait for theirs.
     script.write_text(PARENT.replace("[0, 2, 0, 3, 4, 6]", "[0, 2, 4]"))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
-    parent = subprocess.Popen(
-        [sys.executable, str(script), "fork"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-        start_new_session=True,
-    )
+    command = [sys.executable, str(script), "fork"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    parent = subprocess.Popen(command, **pipes, env=ENVIRONMENT, start_new_session=True)
     assert parent.stdout is not None
     assert parent.stdout.readline() == b"ready\n"
     workers = children_of(parent.pid)
@@ -247,7 +212,7 @@ def test_ctrl_c_reaches_the_parent_alone(tmp_path: Path) -> None:
     _, errors = parent.communicate(timeout=90)
     assert errors.count(b"Traceback") == 1
     assert errors.rstrip().endswith(b"KeyboardInterrupt")
-    assert not any(map(alive, workers))
+    assert all(map(gone, workers))
 
 
 def test_stopping_amid_large_results_does_not_hang(tmp_path: Path) -> None:
