@@ -243,12 +243,17 @@ def _verdict_text(verdict: Verdict, evidence: Evidence) -> str:
 def _contradiction_text(verdict: Verdict, evidence: Evidence) -> str:
     assert verdict.slowest is not None
     lane, rates = verdict.slowest
+    together = evidence.rates(Stage.EVERYTHING)
     step = "" if lane is Bottleneck.STEP else f", while the step reaches {evidence.rates(Stage.STEP)}"
     waits = "" if evidence.stall_fraction is None else f", and the step waits {_percent(evidence.stall_fraction)}"
+    why = "The machine's speed changed meanwhile"
+    if together is not None and together.median < rates.median:
+        cpus = counted(evidence.cpus, "CPU")
+        why = f"Either the stages slow each other down (they share {cpus}), or the machine's speed changed meanwhile"
     return (
         "No verdict, because the measurements contradict each other. Each measured alone, the slowest is "
-        f"{BOTTLENECK_WORDS[lane]} ({rates}){step}. But everything together reaches "
-        f"{evidence.rates(Stage.EVERYTHING)}{waits}. Measure again with more seconds, and with nothing else running."
+        f"{BOTTLENECK_WORDS[lane]} ({rates}){step}. But everything together reaches {together}{waits}. {why}; measure "
+        "again with more seconds, and with nothing else running."
     )
 
 

@@ -27,7 +27,7 @@ class Remedy(Enum):
         "The disk loses time with seeks: {stored} in stored order, {order} in the loader's order. Larger chunks need "
         "fewer seeks ('h5pack convert' with a larger chunk_bytes)."
     )
-    MORE_DO_NOT_HELP = "{number} {units} instead of {parallel} do not help (measured: {gain:.2f} times the speed)."
+    NUMBER_DOES_NOT_HELP = "{number} {units} instead of {parallel} do not help (measured: {gain:.2f} times the speed)."
     READ_ONCE_BEFORE = "Read the file once before the training: it fits into memory."
     FASTER_DISK = (
         "Put the file on a faster disk, or store fewer bytes ('h5pack convert' with a smaller size or with "
@@ -51,7 +51,7 @@ class Remedy(Enum):
         "before 'h5pack convert', what is the same in every epoch; or make it cheaper."
     )
     TRANSFORM_IN_MORE_THREADS = (
-        "The transform mostly waits (it runs {busy:.0%} of its time). Find out what it waits for; until then, use "
+        "The transform mostly waits (it runs {busy:.0f} % of its time). Find out what it waits for; until then, use "
         "more {units} that wait at the same time (`{parameter}={number}`){measured}."
     )
     TRANSFORM_IN_PARALLEL = (
@@ -59,8 +59,8 @@ class Remedy(Enum):
         "Use operations on whole tensors, or a DataLoader (`num_workers`)."
     )
     LARGER_BATCH_FOR_STEP = (
-        "Small batches: with half the batch size, the step still reaches {half:.0%} of its images/s, so each step has "
-        "a fixed cost, which a larger `batch_size` spreads over more images."
+        "Small batches: with half the batch size, the step still reaches {half:.0f} % of its images/s, so each step "
+        "has a fixed cost, which a larger `batch_size` spreads over more images."
     )
     LARGER_BATCH_FOR_LOADER = (
         "Small batches: {rows} images of {size:,} bytes each, and each batch has a fixed cost. Set a larger "
@@ -89,16 +89,11 @@ class Remedy(Enum):
         "Too many {units}: {parallel} share the {cpus} that this process may use. Lower `{parameter}` to "
         "{number}{measured}."
     )
-    FEWER_ARE_SLOWER = "{parallel} {units} share {cpus}, but fewer are slower (measured)."
     RAISE_PARALLELISM = (
         "Too few {units}: {parallel} for the {cpus} that this process may use. Raise `{parameter}` to "
         "{number}{measured}."
     )
-    MORE_CPUS = "The loader's {units} keep the {cpus} that this process may use busy: more CPUs would help."
-    ASK_FOR_MORE_CPUS = (
-        "The loader's {units} keep the {cpus} that this process may use busy. The machine has {machine}: let this "
-        "process use more of them (taskset, SLURM, the container's quota)."
-    )
+    MORE_CPUS = "The loader's {units} keep the {cpus} that this process may use busy: more CPUs would help{machine}."
     USE_H5LOADER = (
         "H5Loader reads in threads and passes nothing between processes; decode once ('h5pack convert'), and "
         "transform whole batches on the device (DeviceFeed)."
@@ -218,7 +213,7 @@ class _Rules:
         if stored is not None and order is not None and stored.median > _SEEKS * order.median:
             yield self.make(Remedy.LARGER_CHUNKS, limits, stored=stored, order=order)
         if trial is not None and not trial.helps:
-            yield self.make(Remedy.MORE_DO_NOT_HELP, False, number=trial.number, gain=trial.gain)
+            yield self.make(Remedy.NUMBER_DOES_NOT_HELP, False, number=trial.number, gain=trial.gain)
         if evidence.fits_cache and not limits:
             yield self.make(Remedy.READ_ONCE_BEFORE, False)
         yield self.make(Remedy.FASTER_DISK, limits)
@@ -245,7 +240,7 @@ class _Rules:
         used_one = _ONE_CPU[0] <= (evidence.feed_cpus_used or 0.0) < _ONE_CPU[1]
         if evidence.transform_waits:
             number = trial.number if trial is not None and trial.helps else more_reads(evidence.parallel)
-            busy, measured = evidence.transform_busy_fraction, self.measured(number)
+            busy, measured = 100 * (evidence.transform_busy_fraction or 0.0), self.measured(number)
             yield self.make(Remedy.TRANSFORM_IN_MORE_THREADS, busy=busy, number=number, measured=measured)
         elif evidence.num_workers is None and min(evidence.parallel, evidence.cpus) > 1 and used_one:
             yield self.make(Remedy.TRANSFORM_IN_PARALLEL)
@@ -254,7 +249,7 @@ class _Rules:
         evidence, half = self.evidence, self.evidence.half_batch_ratio
         rows, size = evidence.batch_rows or 0, evidence.loaded_row_bytes or 0
         if self.limits(Bottleneck.STEP) and half is not None and half < _OVERHEAD:
-            yield self.make(Remedy.LARGER_BATCH_FOR_STEP, half=half)
+            yield self.make(Remedy.LARGER_BATCH_FOR_STEP, half=100 * half)
         if 0 < rows * size < _SMALL_BATCH_BYTES and self.limits(Bottleneck.LOADER, Bottleneck.COPY):
             yield self.make(Remedy.LARGER_BATCH_FOR_LOADER, rows=rows, size=size)
         if evidence.stored_float and evidence.loaded_float:
@@ -291,7 +286,7 @@ class _Rules:
         tried = trial if trial is not None and trial.number == cpus else None
         if parallel > cpus:
             if tried is not None and tried.gain < _WORSE:
-                yield self.make(Remedy.FEWER_ARE_SLOWER, False)
+                yield self.make(Remedy.NUMBER_DOES_NOT_HELP, False, gain=tried.gain)
             else:
                 # Without a GPU, the step needs the same CPUs, so fewer threads help even if the step is the bottleneck.
                 moves = self.feed_limits or not evidence.on_gpu
@@ -300,13 +295,13 @@ class _Rules:
             return
         elif parallel < cpus:
             if tried is not None and not tried.helps:
-                yield self.make(Remedy.MORE_DO_NOT_HELP, False, gain=tried.gain)
+                yield self.make(Remedy.NUMBER_DOES_NOT_HELP, False, gain=tried.gain)
             elif trial is not None or busy:
                 yield self.make(Remedy.RAISE_PARALLELISM, measured=self.measured(cpus))
-        elif busy and (evidence.machine_cpus or 0) > cpus:
-            yield self.make(Remedy.ASK_FOR_MORE_CPUS, machine=evidence.machine_cpus)
         elif busy:
-            yield self.make(Remedy.MORE_CPUS)
+            more = (evidence.machine_cpus or 0) > cpus
+            where = f" (the machine has {evidence.machine_cpus}: see taskset, SLURM, the container's quota)"
+            yield self.make(Remedy.MORE_CPUS, machine=where if more else "")
 
     def _device(self) -> Iterator[Advice]:
         evidence, step_limits = self.evidence, self.limits(Bottleneck.STEP)

@@ -46,43 +46,29 @@ class CpuTime:
 def _children_seconds(proc: Path) -> float | None:
     ended = os.times()
     seconds = ended.children_user + ended.children_system
-    if not (proc / "self" / "stat").exists():
-        # Without /proc, only children that have ended are counted, so the sum is wrong if any are running.
+    own = str(os.getpid())
+    if not (proc / own / "task" / own / "children").exists():
+        # The system does not list a process's children, so the sum is wrong if any are running.
         return None if multiprocessing.active_children() else seconds
     try:
         # Fields 11 to 14: user and system time of the process, and of its children that it has waited for.
-        ticks = sum(int(ticks) for child in _descendants(proc) for ticks in _stat(proc / child)[11:15])
+        ticks = sum(int(ticks) for child in _descendants(proc, own) for ticks in _stat(proc / child)[11:15])
     except OSError:
         return None
     return seconds + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _descendants(proc: Path) -> set[str]:
+def _descendants(proc: Path, own: str) -> set[str]:
     """Return the process IDs of all descendants of this process."""
-    own = str(os.getpid())
-    # A kernel may not list a process's children. Then find them by the parent PID of every process.
-    by_parent = None if (proc / own / "task" / own / "children").exists() else _children_by_parent(proc)
     found: set[str] = set()
     waiting = [own]
     while waiting:
-        process = waiting.pop()
-        if by_parent is not None:
-            children = by_parent.get(process, [])
-        else:
-            tasks = proc / process / "task"
-            children = [child for thread in _entries(tasks) for child in _text(tasks / thread / "children").split()]
-        waiting += [child for child in children if child not in found]
-        found.update(children)
+        tasks = proc / waiting.pop() / "task"
+        for thread in _entries(tasks):
+            children = _text(tasks / thread / "children").split()
+            waiting += [child for child in children if child not in found]
+            found.update(children)
     return found
-
-
-def _children_by_parent(proc: Path) -> dict[str, list[str]]:
-    children: dict[str, list[str]] = {}
-    for process in _entries(proc):
-        fields = _stat(proc / process) if process.isdigit() else []
-        if fields:
-            children.setdefault(fields[1], []).append(process)
-    return children
 
 
 def _stat(folder: Path) -> list[str]:

@@ -43,7 +43,7 @@ def remedies(found: list[Advice], *, moves: bool) -> str:
         # Storage that waits needs more reads at the same time, unless a trial shows that they do not help.
         (LOADER, WAITS, "TRY_MORE_READS FASTER_DISK", ""),
         (LOADER, {**WAITS, "trial": trial(16, 850, 2_600)}, "RAISE_READS FASTER_DISK", ""),
-        (LOADER, {**WAITS, "trial": trial(16, 850, 860)}, "FASTER_DISK", "MORE_DO_NOT_HELP"),
+        (LOADER, {**WAITS, "trial": trial(16, 850, 860)}, "FASTER_DISK", "NUMBER_DOES_NOT_HELP"),
         # Threads that wait for a disk need no CPU, so they are not too many.
         (LOADER, {**WAITS, **ONE}, "TRY_MORE_READS FASTER_DISK", ""),
         (SEEKS, {"fits_cache": False}, "TRY_MORE_READS LARGER_CHUNKS FASTER_DISK", ""),
@@ -77,15 +77,15 @@ def remedies(found: list[Advice], *, moves: bool) -> str:
         # More threads if CPUs are free and the loader is bound by them, or a trial shows it.
         (LOADER, {"used": BUSY}, "RAISE_PARALLELISM", ""),
         (LOADER, {"used": BUSY, "num_workers": 4}, "RAISE_PARALLELISM", ""),
-        (LOADER, {"used": BUSY, "trial": trial(8, 850, 860)}, "", "MORE_DO_NOT_HELP"),
+        (LOADER, {"used": BUSY, "trial": trial(8, 850, 860)}, "", "NUMBER_DOES_NOT_HELP"),
         (LOADER, {"used": {"loader": 1.0}}, "", ""),
         (LOADER, {}, "", ""),
         # Fewer if they take turns. A GPU that is fed is not slowed by them; a CPU that is the device is.
         (LOADER, ONE, "LOWER_PARALLELISM", ""),
-        (LOADER, {**ONE, "trial": trial(1, 850, 600)}, "", "FEWER_ARE_SLOWER"),
+        (LOADER, {**ONE, "trial": trial(1, 850, 600)}, "", "NUMBER_DOES_NOT_HELP"),
         (FED, ONE, "FASTER_STEP", "LOWER_PARALLELISM"),
         (ON_CPU, {**ONE, "on_gpu": False}, "LOWER_PARALLELISM USE_GPU", ""),
-        (LOADER, {**ONE, "num_threads": 1, "used": {"loader": 0.98}}, "ASK_FOR_MORE_CPUS", ""),
+        (LOADER, {**ONE, "num_threads": 1, "used": {"loader": 0.98}}, "MORE_CPUS", ""),
         (LOADER, {**ONE, "num_threads": 1, "used": {"loader": 0.98}, "machine_cpus": 1}, "MORE_CPUS", ""),
         (LOADER, {**ONE, "num_threads": 1, "used": {"loader": 0.2}}, "", ""),
         (LOADER, {"num_workers": 0}, "START_WORKERS", ""),
@@ -120,6 +120,7 @@ def test_what_is_recommended(figures: dict[str, Any], known: dict[str, Any], mov
         (LOADER, {**ONE, "trial": trial(1, 850, 1_020)}, ["1 CPU", "num_threads to 1", "1.20 times"]),
         (FED, {"synchronisations": 2.0, "synchronised_at": "train.py:42"}, ["2.0 times", "train.py:42"]),
         (FED, {"num_gpus": 2, "idle_gpus": 1}, ["1 idle GPU:", "2 processes"]),
+        (LOADER, {**ONE, "num_threads": 1, "used": {"loader": 0.98}}, ["1 CPU", "the machine has 16"]),
         (FED, {"num_gpus": 4}, ["3 idle GPUs (unless"]),
         ({"storage_cold": 500}, {}, ["first epoch"]),
     ],

