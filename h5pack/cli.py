@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -96,17 +95,8 @@ def _interrupt_again(otherwise: Callable[[Any], object], unraisable: Any) -> Non
         otherwise(unraisable)
         return
     number = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
-    returned = [False]
-
-    def send() -> None:
-        while not returned[0]:
-            time.sleep(0.001)
-        signal.pthread_kill(threading.main_thread().ident or 0, number)
-
-    # An exception that is raised inside this hook is dropped, too. So the thread waits for the last assignment, between
-    # which and the return Python neither handles signals nor switches threads.
-    threading.Thread(target=send).start()
-    returned[0] = True
+    # Later, because an exception that is raised inside this hook is dropped, too.
+    threading.Timer(0.5, signal.pthread_kill, [threading.main_thread().ident, number]).start()
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
