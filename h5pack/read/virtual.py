@@ -155,7 +155,7 @@ def _index_virtual(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, 
     files: set[SourceFile] = set()
     text = None if index.rows and index.row_bytes else "it is virtual"
     if any("%b" in name for source in dataset.virtual_sources() for name in source[1:3]):
-        text = "it is virtual over names with %b"
+        text = "it is virtual, and its sources' names contain %b"
 
     def visit(file: h5py.File, found: h5py.Dataset, name: str, mappings: list[_Mapping]) -> None:
         nonlocal text
@@ -166,7 +166,7 @@ def _index_virtual(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, 
             text = f"it is virtual, and maps other than consecutive whole rows of {name!r} in {file.filename}"
         same_type = dataset.id.get_type().equal(found.id.get_type()) and dataset.dtype == found.dtype
         if text is None and not same_type:
-            text = f"it is virtual, and {name!r} in {file.filename} holds numbers of another type"
+            text = f"it is virtual, and its source {name!r} in {file.filename} holds numbers of another type"
         if text is None:
             there = _index_rows(file, found, name, visited, depth + 1)
             files.update(there.files)
@@ -182,7 +182,7 @@ def _index_virtual(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, 
         text = "it is virtual, and its mappings overlap"
     if text is None and parts and all(part.index.library_reason is not None for part in parts):
         one = parts[0]
-        text = f"it is virtual over {one.index.name!r} of {one.file.path}: {one.index.library_reason}"
+        text = f"it is virtual, and its source {one.index.name!r} in {one.file.path}: {one.index.library_reason}"
     if text is not None:
         reason = LibraryReason(LibraryCause.VIRTUAL, text)
         return replace(index, library_reason=reason, external_files=frozenset(files))
@@ -209,7 +209,10 @@ def _identify(file: h5py.File) -> SourceFile:
 def _visit_sources(dataset: h5py.Dataset, depth: int, visit: _Visit) -> None:
     """Call ``visit(file, dataset, name, mappings)`` for each source of a virtual dataset while its file is open."""
     if depth > _MAX_DEPTH:
-        raise PackFormatError(f"{_where(dataset)} is virtual over {_MAX_DEPTH} others; write it as an ordinary dataset")
+        raise PackFormatError(
+            f"{_where(dataset)} is the source of {_MAX_DEPTH} nested virtual datasets, and virtual too; store its rows "
+            "in an ordinary dataset"
+        )
     by_file: dict[str, dict[str, list[_Mapping]]] = {}
     for here, file_name, name, there in dataset.virtual_sources():
         if "%b" not in file_name and "%b" not in name:

@@ -1,4 +1,4 @@
-"""HDF5 files whose rows are encoded images, and what a reader who knows only Pillow and h5py sees in them."""
+"""HDF5 files whose rows are encoded images, and their pixels as decoded by Pillow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def encode(image: Image.Image | npt.NDArray[np.uint8], kind: str = "JPEG", **set
 
 
 def jpegs(count: int, size: tuple[int, int] = SIZE) -> list[bytes]:
-    """JPEGs of one size, of which no two are equal."""
+    """Different JPEGs of one size."""
     return [encode(pixels(seed, size)) for seed in range(count)]
 
 
@@ -57,7 +57,7 @@ def kinds() -> dict[str, bytes]:
 
 
 def write_encoded(path: Path, rows: Sequence[bytes], name: str = "images", dtype: str = "u1", **settings: Any) -> Path:
-    """A file with a dataset of encoded rows, and labels that are their numbers."""
+    """Write a dataset of encoded rows, and labels that are their row numbers."""
     with h5py.File(path, "a") as file:
         dataset = file.create_dataset(name, (len(rows),), h5py.vlen_dtype(np.dtype(dtype)), **settings)
         for row, data in enumerate(rows):

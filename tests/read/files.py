@@ -39,7 +39,7 @@ def write(
     fill: int = 0,
     **settings: Any,
 ) -> npt.NDArray[Any]:
-    """Write a file of one dataset, and give the values that a reader must find in it."""
+    """Write a file of one dataset, and return the values that a reader must find in it."""
     path.unlink(missing_ok=True)
     shape, cut = values.shape, values.shape[1:]
     fillvalue = values.dtype.type(fill)
@@ -94,7 +94,7 @@ def row_lists(draw: st.DrawFn, rows: int) -> list[int]:
 
 
 def to_addresses(engine: Engine, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-    """Rows by way of a plan, run by run, to places in reverse order that lie apart."""
+    """Read rows by a plan, in two calls, to addresses in reverse order with gaps of 3 bytes, and return them."""
     index = engine.indexes["x"]
     memory = np.full((len(rows), index.row_bytes + 3), 77, np.uint8)
     start = memory.__array_interface__["data"][0]
@@ -109,7 +109,7 @@ def to_addresses(engine: Engine, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any
 
 
 def low_level(file: h5py.File, name: str, values: npt.NDArray[Any], create: Any, stored: Any = None) -> None:
-    """Create a dataset with properties, or a type, that h5py's own call does not offer."""
+    """Create a dataset with properties, or a type, that h5py's high-level functions do not offer."""
     space = h5py.h5s.create_simple(values.shape)
     kind = h5py.h5t.py_create(values.dtype, logical=True) if stored is None else stored
     dataset = h5py.h5d.create(file.id, name.encode(), kind, space, create)
@@ -130,7 +130,7 @@ def engine_of(path: Path, *names: str) -> Engine:
 
 
 def descriptors(path: Path) -> int:
-    """How many descriptors of this process lead to a file."""
+    """Return how many descriptors of this process are open on a file."""
     count = 0
     for entry in os.listdir("/proc/self/fd"):
         try:

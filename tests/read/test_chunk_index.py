@@ -1,4 +1,4 @@
-"""`index_dataset` finds where every row lies, says why it may not be read there, and refuses damaged places."""
+"""`index_dataset` finds the address of every row, or why it cannot be read directly, and refuses damaged indexes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VALUES = numbers(SHAPE, "<i4", 3)
 
 
 def gathered(path: Path, index: ChunkIndex) -> npt.NDArray[Any]:
-    """All rows of a dataset, taken out of the file's bytes by an index alone."""
+    """Return all rows of a dataset, cut from the file's bytes by the index."""
     data = path.read_bytes()
     rows = []
     for row in range(index.rows):
@@ -266,7 +266,7 @@ def test_overlapping_chunks_are_refused(tmp_path: Path, step: int) -> None:
 
 
 def test_the_last_chunk_may_overlap_behind_its_rows(tmp_path: Path) -> None:
-    """Only rows that exist are compared: the last chunk holds one."""
+    """Only the bytes of existing rows must not overlap, and the last chunk has one row."""
     path = tmp_path / "f.h5"
     found = old_file(path)
     patch(path, found[3], found[0] - 48)

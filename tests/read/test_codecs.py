@@ -1,4 +1,4 @@
-"""Chunks that passed through filters: decoded here, they are what HDF5 makes of them."""
+"""Filtered chunks are decoded to the same bytes as by HDF5, and damaged ones are named."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import hdf5plugin
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import h5pack
@@ -44,7 +44,7 @@ for label, plugin in {
 }.items():
     FILTERS[label] = (plugin["compression"], tuple(plugin["compression_opts"]))
 PIPELINES: list[tuple[str, ...]] = [(one,) for one in FILTERS]
-# Behind another filter Blosc's plugin writes past its buffer, which is as large as a chunk; two of them divide by zero.
+# After another filter, Blosc's plugin writes past its buffer of one chunk, and two of them divide by zero.
 PIPELINES += [pair for pair in itertools.permutations(FILTERS, 2) if not pair[1].startswith("blosc")]
 
 
@@ -57,7 +57,7 @@ def write(
     *,
     grow: bool = False,
 ) -> None:
-    """A dataset in chunks that pass through filters."""
+    """Write a dataset whose chunks pass through filters."""
     create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     create.set_chunk((chunk_rows, *values.shape[1:]))
     for name in pipeline:
@@ -78,7 +78,7 @@ def smooth(shape: tuple[int, ...], dtype: str, seed: int) -> npt.NDArray[Any]:
     return np.asarray(np.cumsum(noise, 0) % 100).astype(dtype)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(
     pipeline=st.sampled_from(PIPELINES),
     shape=st.tuples(st.integers(1, 20), st.integers(1, 13), st.integers(1, 40)),
@@ -164,7 +164,7 @@ def test_a_chunk_is_decoded_once_for_several_batches(tmp_path: Path, monkeypatch
     engine.read("x", range(40))
     assert len(decoded) == 8
     assert engine.chunks.cache.bytes == 0, "chunks that are consumed completely are not cached"
-    # Room for two chunks: the oldest go first.
+    # With room for two chunks, the oldest are removed first.
     engine.chunks.cache.capacity = 25_000
     for chunk in (0, 1, 2, 1, 2):
         engine.read("x", [chunk * 10])
@@ -196,7 +196,7 @@ def test_a_loader_decodes_each_chunk_once_an_epoch(tmp_path: Path) -> None:
         assert dataset.stats().bytes_read == epoch * index.sizes.sum() + labels_bytes
 
 
-@settings(max_examples=33, deadline=None)
+@settings(max_examples=33)
 @given(
     size=st.one_of(st.integers(0, 50), st.sampled_from([8_191, 8_192, 8_193, 16_384, 50_001])),
     kind=st.sampled_from(["random", "zero", "full"]),

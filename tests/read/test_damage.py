@@ -1,4 +1,4 @@
-"""Damaged files are refused in one line that names the damage, or read right; never anything else."""
+"""Damaged files are read correctly or refused by an error of one line that names the damage."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def row_places(path: Path) -> npt.NDArray[np.int64]:
 
 
 def metadata_places(path: Path) -> npt.NDArray[np.int64]:
-    """All bytes that belong to no image: the structure, and the data of labels, checksums and other tables."""
+    """Offsets of all bytes outside the images: metadata, labels, checksums and other tables."""
     free = np.ones(path.stat().st_size, np.bool_)
     size = index_of(path, "images").row_bytes
     for start in row_places(path).tolist():
@@ -67,7 +67,7 @@ def damage_metadata(path: Path, folder: Path, count: int, seed: int) -> list[Pat
 
 
 def test_flipped_bytes_in_images_are_named(pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The structure is sound, so that `verify` needs no other process to look at it.
+    # The metadata is sound, so `verify` may run in this process, which is faster.
     monkeypatch.setattr("h5pack.inspect.verify.open_executor", lambda *_: open_executor(1, None, None))
     sound, places, dice = pack.read_bytes(), row_places(pack), random.Random(1)
     size = index_of(pack, "images").row_bytes

@@ -1,4 +1,4 @@
-"""`describe_file` describes any HDF5 file of numbers, and says in one line why it cannot."""
+"""`describe_file` describes any HDF5 file of numbers, or raises an error of one line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def copy(pack: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Path:
-    """A file that knows nothing of h5pack."""
+    """A file that was not written by h5pack."""
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file["images"] = IMAGES
         file["deep/er/y"] = np.arange(6) % 3
@@ -116,7 +116,7 @@ def test_links(foreign: Path, tmp_path: Path) -> None:
 
 
 def test_attributes_of_other_programs_are_read(foreign: Path) -> None:
-    """Text of variable length, and of fixed; a single name."""
+    """Strings of variable and of fixed length; a single string instead of a list."""
     with h5py.File(foreign, "r+") as file:
         file["images"].attrs["h5pack_layout"] = np.bytes_(b"nchw")
         file["labels"] = np.arange(6)
@@ -139,7 +139,7 @@ def nothing(file: h5py.File) -> None:
 
 
 RECORDS = np.zeros(6, [("a", "i4"), ("b", "f4")])
-# What a file is given, what is described, and the dataset that the error names.
+# What is added to the file, the arguments of `describe_file`, and the dataset in the error.
 WRONG: dict[str, tuple[Callable[[h5py.File], Any], dict[str, Any], str | None]] = {
     "other length": (made(labels=np.arange(5)), {}, "labels"),
     "field of other length": (made(z=np.zeros((7, 2))), {"fields": ("z",)}, "z"),
@@ -214,7 +214,7 @@ def test_paths_that_are_not_hdf5_files_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["labels", "checksums/images"])
 def test_a_damaged_dataset_is_an_error_not_missing(copy: Path, name: str) -> None:
-    """Otherwise reading would go on without labels or checksums."""
+    """If it counted as missing, labels or checksums would silently be left out."""
     with h5py.File(copy) as file:
         header = h5py.h5o.get_info(file[name].id).addr
     data = bytearray(copy.read_bytes())
@@ -226,7 +226,7 @@ def test_a_damaged_dataset_is_an_error_not_missing(copy: Path, name: str) -> Non
 
 
 def test_a_pack_with_checksums_of_missing_labels_is_refused(copy: Path) -> None:
-    """Their checksums tell that there were some."""
+    """The checksums prove that labels were lost."""
     with h5py.File(copy, "r+") as file:
         file.move("labels", "lapels")
     with pytest.raises(PackFormatError, match=r"o\.h5: .*'labels'"):

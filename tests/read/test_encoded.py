@@ -1,4 +1,4 @@
-"""Rows that are encoded images: Pillow's pixels, in any layout and thread, and what cannot be decoded is named."""
+"""Encoded images decode to Pillow's pixels in any layout and thread, and rows that cannot be decoded are named."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_consecutive_rows_are_fetched_in_one_call(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", kinds())
 def test_pixels_equal_pillows(tmp_path: Path, kind: str) -> None:
-    """Beside row 0, a plain JPEG of the same upright size."""
+    """Row 0 is a plain JPEG of the same upright size."""
     data = kinds()[kind]
     engine = engine_of(write_encoded(tmp_path / "f.h5", [jpegs(1)[0], data]))
     expected = decoded(data)
@@ -139,7 +139,7 @@ def test_encoded_reads_are_counted(tmp_path: Path) -> None:
 
 
 def test_the_cache_holds_the_references_of_compressed_chunks(tmp_path: Path) -> None:
-    """NumPy calls a reference 8 bytes, and it has 16: HDF5 would decode a chunk again for each row."""
+    """A reference has 16 bytes, not the 8 of NumPy's itemsize. A smaller cache would decode chunks repeatedly."""
     path = write_encoded(tmp_path / "f.h5", jpegs(50), chunks=(50,), compression="gzip")
     reader = reader_of(path)
     reader.read_bytes("images", np.array([0]))
@@ -159,7 +159,7 @@ def test_a_pickled_reader_and_a_forked_child(tmp_path: Path) -> None:
 
 
 def test_many_threads(tmp_path: Path) -> None:
-    """One decoder serves them all; each reads all rows, of every kind, in an order of its own."""
+    """All threads share a decoder; each reads all kinds of rows in its own order."""
     rows = list(kinds().values())
     engine = engine_of(write_encoded(tmp_path / "f.h5", rows, chunks=(3,)))
     expected = np.stack([decoded(row) for row in rows])
@@ -175,15 +175,12 @@ def test_many_threads(tmp_path: Path) -> None:
 
 
 def test_rare_formats_are_loaded_before_threads_decode() -> None:
-    """Pillow loads them when it knows no format; a thread that comes at a bad moment would find none at all."""
+    """Pillow loads rare formats on demand; another thread that decodes at that moment may fail."""
     code = (
         "from PIL import Image; from h5pack.read.encoded import row_decoder; assert 'WEBP' not in Image.OPEN\n"
         "row_decoder(); assert 'WEBP' in Image.OPEN"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-# What cannot be read.
 
 
 def cut(data: bytes, keep: float = 0.6) -> bytes:
@@ -218,7 +215,7 @@ def test_a_row_that_cannot_be_decoded_is_named(tmp_path: Path, kind: str) -> Non
             engine.read("images", [2, 6, 1], out)
         assert caught.value.rows == (6,)
         assert "\n" not in str(caught.value)
-    # The others are good, and so are its bytes.
+    # Other rows can be read, and so can the bytes of the bad row.
     assert np.array_equal(engine.read("images", [5, 7]), np.stack([decoded(rows[5]), decoded(rows[7])]))
     assert engine.reader.read_bytes("images", np.array([6])) == [rows[6]]
 
@@ -256,7 +253,7 @@ def test_an_image_of_another_size_is_refused_in_a_batch(tmp_path: Path) -> None:
 
 
 def test_random_bytes_give_errors_or_images(tmp_path: Path) -> None:
-    """Bytes changed at random: an error that names the row, or some image, and never another kind of failure."""
+    """Random changes of bytes give an error that names the row, or an image, but no other error."""
     dice = np.random.default_rng(5)
     originals = list(kinds().values())
     rows = [originals[0]]
@@ -281,8 +278,7 @@ def test_random_bytes_give_errors_or_images(tmp_path: Path) -> None:
 
 
 def test_damage_to_heaps_and_references(tmp_path: Path) -> None:
-    """Their bytes changed at random: refused in one line, or other rows. (Where the size of an object is changed HDF5
-    itself may never return, so that is left alone.)"""
+    """Random changes give an error, or other rows. Sizes of objects are not changed, because HDF5 may then hang."""
     path = write_encoded(tmp_path / "sound.h5", jpegs(12), chunks=(4,))
     original = path.read_bytes()
     places = [heap + place for heap in find(original, b"GCOL") for place in range(16)]
@@ -315,9 +311,6 @@ def test_pillow_warns_once_not_for_every_row(tmp_path: Path) -> None:
         engine_of(path).read("images", range(20))
         assert not warnings.filters
     assert ["Palette images" in str(warning.message) for warning in caught] == [True]
-
-
-# What is none.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`Engine` gives the rows that h5py gives, whatever the storage, from any thread and process, and counts its work."""
+"""`Engine` returns the same rows as h5py from any storage, thread and process, and counts its reads."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ from tests.read.files import (
 
 
 def h5pys(path: Path, rows: list[int], shape: tuple[int, ...], fill: Any) -> npt.NDArray[Any]:
-    """The same rows by h5py alone, one after the other."""
+    """Read rows by h5py, one by one."""
     with h5py.File(path) as file:
         dataset = file["x"]
         out = np.full((len(rows), *shape[1:]), fill, dataset.dtype.newbyteorder("="))
         for place, row in enumerate(rows):
-            # Into memory that holds the fill value: HDF5 leaves it alone where fill_time is never.
+            # With fill_time="never", HDF5 does not write the fill value, so `out` must hold it already.
             dataset.read_direct(out, np.s_[row : row + 1], np.s_[place : place + 1])
         return out
 
 
-@settings(max_examples=66, deadline=None)
+@settings(max_examples=66)
 @given(
     shape=st.tuples(st.integers(1, 30), st.integers(1, 9), st.integers(1, 9), st.integers(1, 4)),
     rank=st.integers(1, 4),
@@ -109,7 +109,7 @@ def test_rows_equal_h5pys(
 
 
 def assert_counted(engine: Engine, rows: list[int], times: int) -> None:
-    """The statistics after the same rows were read so often, twice in ascending order and then as they came."""
+    """Check the statistics after rows were read `times` times, twice sorted and then in the given order."""
     index, stats = engine.indexes["x"], engine.stats
     chunks = index.chunks_of(np.array(rows, np.int64)).tolist()
     visits = 2 * len(set(chunks))
@@ -121,7 +121,7 @@ def assert_counted(engine: Engine, rows: list[int], times: int) -> None:
     assert stats.bytes_wanted == times * len(rows) * index.row_bytes
     if index.codec is not None:
         once = sum(int(np.maximum(index.sizes[chunk], 0).sum()) for chunk in set(chunks))
-        # Twice where all rows of a chunk were taken; and few rows of chunks that cut rows are read by themselves.
+        # A chunk of which all rows were requested is not cached; few rows of chunks with parts of rows are read alone.
         assert stats.bytes_read <= 2 * once + (0 if index.codec.steps else stats.bytes_wanted)
         assert not index.codec.steps or stats.bytes_read >= once
         return

@@ -12,7 +12,7 @@ from tests.read.files import in_child, numbers, write
 
 
 def test_a_forked_child_opens_the_file_itself(tmp_path: Path) -> None:
-    """It must not share a snapshot of the library's state with its parent."""
+    """The inherited handle relies on library state that is only a copy of its parent's."""
     values = write(tmp_path / "f.h5", numbers((9, 4), "i4"), "gzip")
     path = str(tmp_path / "f.h5")
     reader, out = H5Reader(path, FileIdentity.of(path)), np.empty((1, 4), "i4")

@@ -1,4 +1,4 @@
-"""`plan_extents` cuts rows where their bytes are not adjacent; `plan_reads` joins extents over small gaps."""
+"""`plan_extents` divides rows where their bytes are not adjacent; `plan_reads` merges extents over small gaps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def index(addresses: list[int], chunk_rows: int, row_bytes: int, rows: int) -> C
 
 
 def reference(made: ChunkIndex, rows: list[int]) -> list[tuple[list[int], int, int]]:
-    """RowExtents as (rows, offset of the first or -1, chunks visited), one row at a time."""
+    """Compute extents row by row, as (rows, offset of the first or -1, chunks visited)."""
     runs: list[tuple[list[int], int, int]] = []
     before: tuple[int, int] | None = None
     for row in rows:
@@ -46,7 +46,7 @@ def reference(made: ChunkIndex, rows: list[int]) -> list[tuple[list[int], int, i
 
 @st.composite
 def layouts(draw: st.DrawFn) -> ChunkIndex:
-    """Chunks in any order in the file, some side by side, some apart, some without storage."""
+    """Draw chunks in any order in the file, with or without gaps, some without storage."""
     chunk_rows, row_bytes = draw(st.integers(1, 5)), draw(st.integers(1, 9))
     chunks = draw(st.integers(1, 6))
     slots = draw(st.permutations(range(chunks)))
@@ -58,7 +58,7 @@ def layouts(draw: st.DrawFn) -> ChunkIndex:
     return index(addresses, chunk_rows, row_bytes, rows)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(layouts(), st.data())
 def test_extents_equal_those_of_one_row_at_a_time(made: ChunkIndex, data: st.DataObject) -> None:
     rows = data.draw(
@@ -94,7 +94,7 @@ def test_no_rows_make_no_extents() -> None:
     ],
 )
 def test_extents_computed_by_hand(rows: list[int], edges: list[int], offsets: list[int], visits: list[int]) -> None:
-    """Chunks 0 and 1 lie side by side, chunk 2 apart, chunk 3 nowhere."""
+    """Chunks 0 and 1 are adjacent, chunk 2 is apart, chunk 3 has no storage."""
     runs = plan_extents(index([100, 120, 300, -1], 2, 10, 8), np.array(rows, np.int64))
     assert (runs.edges.tolist(), runs.offsets.tolist(), runs.chunk_visits.tolist()) == (edges, offsets, visits)
 

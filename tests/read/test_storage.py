@@ -1,4 +1,4 @@
-"""`Storage` fills memory with exactly the file's bytes, or says which rows it could not read."""
+"""`Storage` fills memory with exactly the file's bytes, or names the rows that it cannot read."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def named(place: int) -> str:
 def scattered(
     storage: Storage, size: int, runs: list[tuple[int, int]], spread: int = 0
 ) -> tuple[npt.NDArray[np.uint8], int]:
-    """Read runs (offset, places) to places in reverse order, `spread` bytes apart; and the calls of the kernel."""
+    """Read extents (offset, rows) to buffers in reverse order, `spread` bytes apart; return rows and system calls."""
     count = sum(places for _, places in runs)
     memory = np.full((count, size + spread), 201, np.uint8)
     buffers = np.empty((count, 2), np.uint64)
@@ -75,7 +75,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@settings(max_examples=26, deadline=None)
+@settings(max_examples=26)
 @given(st.integers(1, 700), st.integers(0, 9), st.data())
 def test_scattered_extents_equal_slices(shared: Path, size: int, spread: int, data: st.DataObject) -> None:
     runs = []
@@ -110,7 +110,7 @@ def test_no_call_exceeds_the_byte_limit(
 
 
 def limited(limits: Iterator[int | OSError | None]) -> Callable[[int, int, int, int], int]:
-    """A kernel that reads at most these numbers of bytes, call by call; None: all, or fails."""
+    """Return a `preadv` whose calls read at most these numbers of bytes, everything (None), or raise the error."""
     real = storage_module.preadv
 
     def preadv(descriptor: int, buffers: int, count: int, offset: int) -> int:
@@ -166,7 +166,7 @@ def broken() -> OSError:
 RUNS = [(100, 7), (20_000, 1), (40_000, 5)]
 
 
-@settings(max_examples=26, deadline=None)
+@settings(max_examples=26)
 @given(st.lists(st.one_of(st.none(), st.integers(1, 900)), min_size=1, max_size=12), st.integers(1, 400))
 def test_short_reads_are_continued(shared: Path, limits: list[int | None], size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -210,7 +210,7 @@ def test_lasting_errors_name_the_row(
         scattered(opened(path), 300, RUNS)
     assert caught.value.path == str(path)
     assert isinstance(caught.value, OSError)
-    # The call for many, then one at once and three more.
+    # One call for many buffers, then a first try for one buffer and three retries.
     assert len(limits) - len(list(calls)) == len(limits[:-50]) + 1 + 4
 
 
@@ -424,7 +424,7 @@ def test_closing_while_others_read_never_gives_them_another_file(path: Path, tmp
     started.wait()
     for _ in range(300):
         storage.close()
-        # It takes the number of a descriptor that was just closed.
+        # This file gets the number of a descriptor that was just closed.
         with other.open("rb") as file:
             file.read(1)
     over.set()

@@ -1,4 +1,4 @@
-"""Virtual datasets: what is missing of them is an error, where HDF5 gives zeros."""
+"""Virtual datasets: missing or changed sources are errors, where HDF5 returns fill values."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_sources_are_those_that_hdf5_finds(tmp_path: Path, prefix: str) -> None:
 def test_replaced_sources_of_library_reads_are_noticed(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """HDF5 gives zeros, or another file's rows, and says nothing."""
+    """HDF5 would silently return zeros, or rows of the new file."""
     monkeypatch.setattr("h5pack.read.chunk_decoder.CHECK_SECONDS", -1)
     source, path = tmp_path / "source.h5", tmp_path / "v.h5"
 

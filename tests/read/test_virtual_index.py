@@ -1,4 +1,4 @@
-"""Virtual datasets are read out of their sources' chunks, and give what h5py gives."""
+"""Virtual datasets are read directly from their sources' chunks, with the same rows as h5py returns."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FORMS = {"raw": RAW, "coded": CODED, "mixed": [*RAW, *CODED, "compact"]}
 
 @dataclass(frozen=True)
 class Mapped:
-    """Rows of a source: (first in the virtual dataset, file, dataset there, its rows in all, first row, rows)."""
+    """A mapping: row `at` of the virtual dataset on are `rows` rows, from `first` on, of the `of` rows of a source."""
 
     at: int
     file: str
@@ -71,7 +71,7 @@ def create(
 
 
 def of_library(path: Path, name: str = "x") -> npt.NDArray[Any]:
-    """All rows by h5py, in the machine's byte order."""
+    """Return all rows as h5py reads them, in native byte order."""
     with h5py.File(path) as file:
         values: npt.NDArray[Any] = file[name][()]
     return values.astype(values.dtype.newbyteorder("="))
@@ -126,7 +126,7 @@ def virtual_files(draw: st.DrawFn, folder: Path) -> tuple[Path, npt.NDArray[Any]
     return path, joined, form
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     scatter_bytes=st.sampled_from([1, engine_module.SCATTER_BYTES, 1 << 30]),
     gap_bytes=st.sampled_from([0, 100, plan_module.MAX_GAP_BYTES]),
@@ -193,7 +193,7 @@ def test_an_epoch_reads_each_byte_once_and_logs_nothing(tmp_path: Path, caplog: 
 
 
 ALL = slice(None)
-# Shape and dtype of the virtual dataset; and of each mapping the rows here, the source's number, and its rows.
+# Shape and dtype of the virtual dataset, and its mappings: rows here, number of the source, rows there.
 OTHER_MAPPINGS: dict[str, tuple[tuple[int, ...], str, list[tuple[Any, int, Any]]]] = {
     "strided": ((5, 30, 30), "u1", [(ALL, 0, np.s_[::2])]),
     "spread": ((20, 30, 30), "u1", [(np.s_[::2], 0, ALL)]),
@@ -235,7 +235,7 @@ def test_other_mappings_are_read_through_the_library(
 
 
 def low_level_virtual(path: Path, shape: Any, most: Any, here: Any, source: str, there: Any) -> None:
-    """A mapping that h5py's own calls do not offer; `here` and `there` select."""
+    """Write a mapping that h5py's high-level functions do not offer: a selection here and one in the source."""
     with h5py.File(path, "w", libver="latest") as file:
         create_ = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         space = h5py.h5s.create_simple(shape, most)
@@ -270,7 +270,7 @@ def test_mappings_without_end_are_read_through_the_library(tmp_path: Path) -> No
     )
     for number in range(2):
         write(tmp_path / f"p{number}.h5", numbers((10, 30, 30), "u1", 20 + number), "rows")
-    for name, reason in (("u.h5", "maps other than"), ("b.h5", "over names with %b")):
+    for name, reason in (("u.h5", "maps other than"), ("b.h5", "%b")):
         values = of_library(tmp_path / name)
         assert values.any()
         engine = engine_of(tmp_path / name)
@@ -280,7 +280,7 @@ def test_mappings_without_end_are_read_through_the_library(tmp_path: Path) -> No
 
 
 def test_adjacent_blocks_are_one_mapping(tmp_path: Path) -> None:
-    """A selection of several blocks without gaps is whole rows, one behind the other."""
+    """A selection of several adjacent blocks is a run of whole rows."""
     values = four_sources(tmp_path)
     source = h5py.h5s.create_simple((10, 30, 30))
     source.select_hyperslab((2, 0, 0), (3, 1, 1), stride=(2, 1, 1), block=(2, 30, 30))
@@ -497,7 +497,7 @@ def test_a_source_that_has_grown_gives_the_rows_that_it_had(tmp_path: Path) -> N
 
 
 def test_sources_of_unusual_numbers_use_the_library(tmp_path: Path) -> None:
-    """The same width and order, and yet another type."""
+    """The type has the same size and byte order, but fewer bits."""
     with h5py.File(tmp_path / "s.h5", "w") as file:
         kind = h5py.h5t.STD_U8LE.copy()
         kind.set_precision(5)
