@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import errno
 import os
 import shutil
 import time
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from h5pack.errors import DamagedRowsError, NoSpaceError, OptionsError, OutputExistsError, SourceError
+from h5pack.errors import DamagedRowsError, OptionsError, OutputExistsError, SourceError
 from h5pack.exporter.image_files import (
     ExportForm,
     ExportResults,
@@ -32,7 +31,7 @@ from h5pack.exporter.names import MANIFEST, ExportNames, NameRules, name_files
 from h5pack.images.encode import SUFFIXES
 from h5pack.pack.options import check_choice, check_integer, parse_range
 from h5pack.sources.hdf5_catalog import HDF5Datasets
-from h5pack.system.files import open_locked, require_writable, sync_file_system, sync_path
+from h5pack.system.files import open_locked, reporting_full_disk, require_writable, sync_file_system, sync_path
 from h5pack.system.machine import available_cpus
 from h5pack.system.processes import open_executor, run
 from h5pack.system.text import counted, format_bytes
@@ -378,20 +377,12 @@ class _Export:
     def run(self) -> ExportReport:
         """Write the export, or return its report if `resume` finds it complete already."""
         target = self.target
-        try:
-            with target.locked():
-                existing = None
-                if self.resume and target.has_output() and not target.partial.exists():
-                    existing = self._existing_report()
-                return existing or self._write()
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            raise NoSpaceError(
-                f"{target.partial}: {os.strerror(error.errno)}; make room, then run again with resume=True",
-                path=target.partial,
-                parameters=("resume=True",),
-            ) from error
+        advice = "make room, then run again with resume=True"
+        with reporting_full_disk(target.partial, advice, "resume=True"), target.locked():
+            existing = None
+            if self.resume and target.has_output() and not target.partial.exists():
+                existing = self._existing_report()
+            return existing or self._write()
 
     def _existing_report(self) -> ExportReport | None:
         """Return the report of the existing folder; None if it is a different export and may be overwritten."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,6 @@ from PIL import Image, ImageDraw, ImageFont
 
 from h5pack.errors import (
     DamagedRowsError,
-    NoSpaceError,
     OptionsError,
     OutputExistsError,
     RejectedImageError,
@@ -29,7 +27,7 @@ from h5pack.images.encode import image_of
 from h5pack.read.encoded import RowDecoder
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.hdf5_catalog import HDF5Datasets
-from h5pack.system.files import write_atomically
+from h5pack.system.files import reporting_full_disk, write_atomically
 from h5pack.system.text import counted
 
 ROWS_PER_CLASS = 8
@@ -172,7 +170,10 @@ def preview(
     report = _draw(os.fspath(path), source, shown, tile, remark, file_format)
     if target is None:
         return report
-    _save(report.sheet, target, file_format)
+    stream = io.BytesIO()
+    report.sheet.save(stream, file_format, **_SETTINGS[file_format])
+    with reporting_full_disk(target, "make room, or choose another folder"):
+        write_atomically(target, stream.getvalue())
     return replace(report, path=str(target))
 
 
@@ -427,16 +428,3 @@ def _write(pen: ImageDraw.ImageDraw, corner: tuple[int, int], text: str, size: i
     while text and font.getlength(text) > max_width:
         text = text[:-1]
     pen.text(corner, text, color, font)
-
-
-def _save(sheet: Image.Image, target: Path, file_format: str) -> None:
-    stream = io.BytesIO()
-    sheet.save(stream, file_format, **_SETTINGS[file_format])
-    try:
-        write_atomically(target, stream.getvalue())
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise NoSpaceError(
-                f"{target}: {os.strerror(error.errno)}; make room, or choose another folder", path=target
-            ) from error
-        raise

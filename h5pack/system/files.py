@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from h5pack.errors import OutputBusyError, SourceError
+from h5pack.errors import NoSpaceError, OutputBusyError, SourceError
 from h5pack.system.libc import libc_function, raise_errno
 
 # The workers of a killed process exit within milliseconds. A lock held longer belongs to a running conversion.
@@ -61,6 +63,18 @@ def write_atomically(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+@contextlib.contextmanager
+def reporting_full_disk(path: Path, advice: str, *parameters: str) -> Iterator[None]:
+    """Turn an OSError for a full disk or an exhausted quota into a NoSpaceError that ends with `advice`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        message = f"{path}: {os.strerror(error.errno)}; {advice}"
+        raise NoSpaceError(message, path=path, parameters=parameters) from error
 
 
 def sync_path(path: Path) -> None:

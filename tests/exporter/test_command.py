@@ -40,7 +40,7 @@ def damage(pack: Path) -> str:
     return name
 
 
-def test_what_was_done(pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_and_its_options(pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     code, text, err = run(capsys, pack, out)
     assert (code, err) == (0, "")

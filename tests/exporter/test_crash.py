@@ -117,7 +117,7 @@ def test_a_worker_that_dies(large: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert export(large, tmp_path / "out", **one(resume=True)).files == 60
 
 
-def test_two_at_once(pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_output_is_busy(pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("h5pack.system.files._LOCK_WAIT_SECONDS", 0.1)
     with (tmp_path / "out.partial.lock").open("wb") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
@@ -147,6 +147,6 @@ def test_a_full_disk(small_disk: Path, large: Path, tmp_path: Path) -> None:
     assert tree(out) == tree(tmp_path / "whole")
 
 
-def test_a_mount_point_is_no_output(small_disk: Path, pack: Path) -> None:
+def test_a_mount_point_is_refused(small_disk: Path, pack: Path) -> None:
     with pytest.raises(h5pack.SourceError):
         export(pack, small_disk, **one())

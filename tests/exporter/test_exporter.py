@@ -93,7 +93,7 @@ PACKED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("source", "packed"), [*((source, "") for source in SOURCES), *(("splits", how) for how in PACKED)]
 )
-def test_a_conversion_and_back_and_again(
+def test_an_export_restores_images_and_converts_to_the_same_pack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, packed: str
 ) -> None:
     settings = PACKED.get(packed, {})
@@ -148,7 +148,9 @@ MANIFESTS: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("source", MANIFESTS)
-def test_manifests_and_back_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+def test_an_exported_manifest_converts_to_the_same_pack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
     lines, settings = MANIFESTS[source]
     (tmp_path / "in" / "x").mkdir(parents=True)
     h5pack.convert(manifest_source(tmp_path / "in", lines), tmp_path / "a.h5", **quick(**settings))
@@ -160,7 +162,7 @@ def test_manifests_and_back_and_again(tmp_path: Path, monkeypatch: pytest.Monkey
     np.testing.assert_equal(after, before)
 
 
-def test_a_field_that_would_be_taken_for_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_field_with_the_name_of_a_label_column_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file["images"], file["target"] = PIXELS[:4], np.arange(4) / 8
     report = export(tmp_path / "f.h5", tmp_path / "out", **one(labels="", fields=("target",)))
@@ -170,7 +172,7 @@ def test_a_field_that_would_be_taken_for_labels(tmp_path: Path, monkeypatch: pyt
         assert file["field_target"][()].tolist() == [0, 1 / 8, 2 / 8, 3 / 8]
 
 
-def test_what_a_conversion_would_not_restore_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_lists_what_a_conversion_would_lose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file["images"] = (PIXELS[:9] / 255).astype(np.float32)
         file["labels"] = np.arange(9) % 2
@@ -348,7 +350,7 @@ def test_each_chunk_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert opened[0].reader.engine.snapshot().bytes_read == file["x"].id.get_storage_size()
 
 
-def test_what_is_in_the_way(tmp_path: Path) -> None:
+def test_existing_files_are_replaced_only_if_an_export_wrote_them(tmp_path: Path) -> None:
     h5pack.convert(flat_folder(tmp_path / "in", 4), tmp_path / "a.h5", **quick())
     pack, out = tmp_path / "a.h5", tmp_path / "out"
     out.mkdir()
@@ -377,7 +379,7 @@ def test_what_is_in_the_way(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "b.partial", "in", "link", "out"]
 
 
-def test_a_finished_export_is_left_alone(tmp_path: Path) -> None:
+def test_resuming_a_complete_export_changes_nothing(tmp_path: Path) -> None:
     h5pack.convert(class_folders(tmp_path / "in", {"x": 3, "y": 2}), tmp_path / "a.h5", **quick())
     done = export(tmp_path / "a.h5", tmp_path / "out", **one(resume=True))
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
@@ -494,7 +496,7 @@ def test_files_that_appear_during_an_export_are_kept(tmp_path: Path, monkeypatch
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "in", "out"]
 
 
-def test_names_as_no_folder_has_them(tmp_path: Path) -> None:
+def test_hostile_names_stay_inside_the_folder(tmp_path: Path) -> None:
     """A file whose names were made to do harm."""
     names = [b"/abs/a.jpg", b"../../b.jpg", b"nul\0l/c.jpg", b"d.jpg", b"d.png", b"d.png/e.jpg", b"", b"\xff.jpg"]
     with h5py.File(tmp_path / "f.h5", "w") as file:
@@ -535,7 +537,7 @@ def test_bad_options(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["f.h5"]
 
 
-def test_a_field_of_a_pack_comes_by_itself(tmp_path: Path) -> None:
+def test_fields_of_a_pack_are_exported_by_default(tmp_path: Path) -> None:
     h5pack.convert(flat_folder(tmp_path / "in", 3), tmp_path / "a.h5", **quick(order="sorted"))
     with h5py.File(tmp_path / "a.h5", "a") as file:
         file["seen"] = np.array([True, False, True])

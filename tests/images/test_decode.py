@@ -116,7 +116,7 @@ if features.check("avif"):
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("data", [pytest.param(value, id=name) for name, value in FILES.items()])
-def test_every_mode_becomes_what_pillow_makes_of_it(data: bytes, channels: int) -> None:
+def test_every_mode_is_converted_as_by_pillow(data: bytes, channels: int) -> None:
     assert np.array_equal(decoded(data, channels), slow(data, channels))
 
 
@@ -409,7 +409,7 @@ def test_draft_decodes_jpegs_reduced_and_at_the_planned_size(fit: str, value: in
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_pixels_of_a_dataset_are_taken_as_they_are(channels: int) -> None:
+def test_pixels_of_a_dataset_are_copied(channels: int) -> None:
     for source in (pixels(0, (9, 7)), pixels(0, (9, 7), 1)[:, :, None], pixels(0, (1, 7)), pixels(0, (9, 1))):
         height, width = source.shape[:2]
         image = Image.fromarray(source[:, :, 0] if source.shape[2] == 1 else source)
@@ -419,7 +419,7 @@ def test_pixels_of_a_dataset_are_taken_as_they_are(channels: int) -> None:
         assert np.array_equal(out, want)
 
 
-def test_errors_of_the_storage_are_not_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_errors_do_not_reject_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing(io.BytesIO):
         def read(self, *arguments: Any) -> bytes:
             raise OSError(5, "Input/output error")
@@ -429,7 +429,7 @@ def test_errors_of_the_storage_are_not_the_images(monkeypatch: pytest.MonkeyPatc
     assert not isinstance(caught.value, UnidentifiedImageError)
 
 
-def test_each_odd_error_of_a_decoder_is_a_reason() -> None:
+def test_any_exception_of_a_decoder_rejects_the_image() -> None:
     opened = Image.open
 
     def raising(error: Exception) -> Callable[..., Any]:

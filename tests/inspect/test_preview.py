@@ -158,7 +158,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return lines
 
 
-def test_a_table_names_what_is_set(tmp_path: Path, drawn: list[Any]) -> None:
+def test_nonzero_attributes_of_a_label_table_are_listed(tmp_path: Path, drawn: list[Any]) -> None:
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file["images"] = PIXELS[:3]
         file["labels"] = np.array([[1, 0, 1], [0, 0, 0], [0, 7, 1]], np.uint8)
@@ -253,21 +253,13 @@ def test_damaged_rows_are_crossed_out_and_reported(tmp_path: Path, capsys: pytes
     assert "row 2 (images/00000002): truncated" in capsys.readouterr().err
 
 
-def test_nothing_that_can_be_shown(tmp_path: Path) -> None:
+def test_a_file_without_showable_rows_is_an_error(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file["images"] = np.full((3, 9, 9), -2.0)
     with pytest.raises(DamagedRowsError) as caught:
         preview(tmp_path / "f.h5", tmp_path / "o.png")
     assert (caught.value.rows, caught.value.parameters) == ((0, 1, 2), ("value_range",))
     assert [path.name for path in tmp_path.iterdir()] == ["f.h5"]
-
-
-@pytest.mark.parametrize(("suffix", "kind"), [("JPG", "JPEG"), ("jpeg", "JPEG"), ("webp", "WEBP")])
-def test_pictures_of_each_kind(tmp_path: Path, suffix: str, kind: str) -> None:
-    source = write(tmp_path / "f.h5", STORED["contiguous"])
-    report = preview(source, tmp_path / f"o.{suffix}", images="x")
-    with Image.open(tmp_path / f"o.{suffix}") as image:
-        assert (image.format, image.size) == (kind, (report.width, report.height))
 
 
 def test_the_picture_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,8 +275,10 @@ def test_the_picture_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch:
             preview(source, tmp_path / "o.png", images="x")
     assert (tmp_path / "o.png").read_bytes() == b"what was there"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.h5", "o.png"]
-    preview(source, tmp_path / "o.png", images="x")
-    assert len(sheet_of(tmp_path / "o.png"))
+    for name, kind in (("o.png", "PNG"), ("o.JPG", "JPEG"), ("o.jpeg", "JPEG"), ("o.webp", "WEBP")):
+        report = preview(source, tmp_path / name, images="x")
+        with Image.open(tmp_path / name) as image:
+            assert (image.format, image.size) == (kind, (report.width, report.height))
 
 
 def test_bad_options(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def copy(pack: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(pack, tmp_path / "o.h5"))
 
 
-def test_a_sound_pack(pack: Path) -> None:
+def test_an_intact_pack(pack: Path) -> None:
     report = h5pack.verify(pack)
     assert report.ok
     assert (report.rows, report.problems, report.damaged) == (71, (), {})
@@ -136,7 +136,7 @@ def test_random_damage_is_found_or_harmless(pack: Path, tmp_path: Path) -> None:
     assert found > 8
 
 
-def test_rows_that_the_disk_does_not_give_are_damaged(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_rows_are_damaged(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pread = os.pread
     with h5py.File(pack) as file:
         bad = file["images"].id.get_chunk_info(2).byte_offset + 80 * 70 * 3

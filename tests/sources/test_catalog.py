@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h5pack.errors import RejectedImageError
-from h5pack.sources.catalog import Catalog, FileReader, NameTable, Reject, class_ids, missing_file_reason, one_split
+from h5pack.sources.catalog import Catalog, FileReader, NameTable, Reject, missing_file_reason, one_split
 
 NAMES = st.binary(min_size=1, max_size=12).map(lambda data: os.fsdecode(data.replace(b"\0", b"0")))
 
@@ -95,13 +95,6 @@ def test_the_checksum_of_the_tables_sees_every_change() -> None:
     assert len({same, *others}) == 1 + len(others)
 
 
-def test_class_ids_number_the_sorted_names() -> None:
-    names, ids = class_ids(["b", "é", "a", "b", "Z"])
-    assert names == ("Z", "a", "b", "é")
-    assert ids.tolist() == [2, 3, 1, 2, 0]
-    assert ids.dtype == np.int64
-
-
 def test_files_are_read_whole_and_by_their_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = bytes(range(256)) * 100
     (tmp_path / "x.jpg").write_bytes(content)
@@ -123,7 +116,7 @@ def test_files_are_read_whole_and_by_their_heads(tmp_path: Path, monkeypatch: py
     assert reader.read(0, "x.jpg") == content
 
 
-def test_what_is_no_file_is_rejected_without_waiting(tmp_path: Path) -> None:
+def test_special_files_are_rejected_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jpg")
     (tmp_path / "folder.jpg").mkdir()
     for name in ("pipe.jpg", "folder.jpg", "/dev/null"):

@@ -192,10 +192,6 @@ def test_child_folders_are_the_visible_ones(tmp_path: Path) -> None:
     assert child_folders(str(tmp_path)) == ["A", "b", "link"]
 
 
-def flat(root: Path) -> Catalog:
-    return folders.flat(str(root), walk(str(root), NameFilter()))
-
-
 def classes(root: Path, *exclude: str) -> Catalog:
     return folders.classes(str(root), walk(str(root), NameFilter(exclude=exclude)), child_folders(str(root)))
 
@@ -211,12 +207,6 @@ def rows(catalog: Catalog) -> list[tuple[str, str, int | None]]:
         (name, catalog.split_names[split], label)
         for name, split, label in zip(catalog.names, catalog.split_ids.tolist(), labels, strict=True)
     ]
-
-
-def test_a_flat_folder_has_no_labels_however_deep(tmp_path: Path) -> None:
-    catalog = flat(touch(tmp_path, "b.jpg", "a.jpg", "sub/deep/c.jpg", "notes.txt"))
-    assert rows(catalog) == [("a.jpg", "all", None), ("b.jpg", "all", None), ("sub/deep/c.jpg", "all", None)]
-    assert (catalog.kind, catalog.label_names, catalog.ignored) == ("flat", None, {".txt files": 1})
 
 
 def test_classes_are_the_top_folders_sorted(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_hdf5_is_known_by_its_signature(tmp_path: Path) -> None:
         ({"images": IMAGES, "other": IMAGES, "label": np.arange(ROWS)}, ("images", "label")),
         ({"train_set_x": IMAGES, "train_set_y": np.arange(ROWS)}, ("train_set_x", "train_set_y")),
         ({"X_train": IMAGES, "Y_train": np.arange(ROWS)}, ("X_train", "Y_train")),
-        ({"images_val": IMAGES, "labels_val": np.arange(ROWS), "labels": LABELS}, ("images_val", "labels_val")),
+        ({"images_val": IMAGES, "labels_val": LABELS, "labels": LABELS}, ("images_val", "labels_val")),
         ({"g__image": IMAGES, "labels": np.arange(ROWS)}, ("g/image", None)),
         ({"x": IMAGES, "y": np.arange(ROWS + 1)}, ("x", None)),
         ({"x": IMAGES[..., 0], "features": np.zeros((ROWS, 400))}, ("x", None)),
@@ -96,31 +96,6 @@ def test_ambiguous_or_unsuitable_datasets_are_errors(
 
 
 @pytest.mark.parametrize(
-    ("shape", "axes"),
-    [
-        ((10, 12), ["none"]),
-        ((10, 12, 3), ["last"]),
-        ((3, 10, 12), ["first"]),
-        ((1, 10, 12), ["first"]),
-        ((4, 10, 4), ["last", "first"]),
-        ((10, 12, 5), []),
-        ((10,), []),
-        ((2, 3, 10, 12), []),
-    ],
-)
-def test_where_channels_may_be(shape: tuple[int, ...], axes: list[str]) -> None:
-    assert channel_axes(shape) == axes
-
-
-def test_what_looks_like_images() -> None:
-    assert is_image_array((5, 28, 28), np.dtype(np.uint8))
-    assert is_image_array((5, 3, 8, 8), np.dtype(">f4"))
-    assert not is_image_array((5, 28, 28), np.dtype("S4"))
-    assert not is_image_array((5, 3, 3), np.dtype(np.uint8)), "a list of matrices"
-    assert not is_image_array((28, 28), np.dtype(np.uint8))
-
-
-@pytest.mark.parametrize(
     ("stored", "labels", "names"),
     [
         (np.arange(ROWS, dtype=">i2"), range(ROWS), None),
@@ -133,7 +108,7 @@ def test_what_looks_like_images() -> None:
         (np.array([[0.0, 255.0]] * ROWS), [[0, 255]] * ROWS, ("label_0", "label_1")),
     ],
 )
-def test_labels_become_what_a_pack_stores(tmp_path: Path, stored: Any, labels: Any, names: Any) -> None:
+def test_labels_are_converted_to_int64_or_uint8(tmp_path: Path, stored: Any, labels: Any, names: Any) -> None:
     made = catalog(write(tmp_path / "f.h5", x=IMAGES, y=stored))
     assert made.labels is not None
     assert made.labels.dtype == (np.int64 if np.ndim(list(labels)) == 1 else np.uint8)
@@ -152,7 +127,7 @@ def test_labels_become_what_a_pack_stores(tmp_path: Path, stored: Any, labels: A
         (np.zeros(ROWS, "c8"), {"labels=NAME", "labels=''"}),
     ],
 )
-def test_what_is_no_label_is_refused_with_advice(tmp_path: Path, stored: Any, advice: set[str]) -> None:
+def test_values_that_cannot_be_labels_are_refused_with_advice(tmp_path: Path, stored: Any, advice: set[str]) -> None:
     path = write(tmp_path / "f.h5", x=IMAGES, y=stored)
     with pytest.raises(SourceError) as caught:
         catalog(path)
@@ -216,7 +191,7 @@ def test_damaged_labels_and_fields_of_a_pack_are_not_taken(tmp_path: Path, name:
         assert len(catalog(tmp_path / "p.h5", labels="", fields=("age",))) == ROWS
 
 
-def test_what_memory_has_no_room_for(tmp_path: Path) -> None:
+def test_fields_larger_than_memory_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "f.h5", x=IMAGES)
     with h5py.File(path, "a") as file:
         file.create_dataset("masks", (ROWS, 1 << 20, 1 << 20), np.float64, chunks=(1, 1024, 1024))
@@ -224,7 +199,7 @@ def test_what_memory_has_no_room_for(tmp_path: Path) -> None:
         catalog(path, images="x", fields=("masks",))
 
 
-def test_a_pack_keeps_what_it_says_of_itself(tmp_path: Path) -> None:
+def test_a_pack_keeps_its_names_labels_and_splits(tmp_path: Path) -> None:
     root = split_folders(tmp_path / "source", {"train": {"b": 4, "a": 3}, "test": {"a": 2, "b": 1}})
     h5pack.convert(root, tmp_path / "one.h5", **quick(layout="nchw"))
     with h5py.File(tmp_path / "one.h5") as file:
@@ -258,6 +233,29 @@ def test_splits_that_leave_rows_out_or_share_them(tmp_path: Path) -> None:
         catalog(path)
 
 
+def test_shapes_of_images_and_where_their_channels_may_be() -> None:
+    for shape, axes in (
+        ((10, 12), ["none"]),
+        ((10, 12, 3), ["last"]),
+        ((1, 10, 12), ["first"]),
+        ((4, 10, 4), ["last", "first"]),
+        ((10, 12, 5), []),
+        ((10,), []),
+        ((2, 3, 10, 12), []),
+    ):
+        assert channel_axes(shape) == axes
+        assert is_image_array((5, *shape), np.dtype(">f4")) == (len(axes) == 1)
+    for shape, dtype in (((5, 28, 28), "S4"), ((5, 3, 3), "u1"), ((28, 28), "u1")):
+        assert not is_image_array(shape, np.dtype(dtype))
+
+
+def test_invalid_options_are_refused() -> None:
+    for low, high in ((1.0, 1.0), (0.0, float("inf"))):
+        with pytest.raises(OptionsError) as caught:
+            HDF5Datasets(value_range=(low, high))
+        assert caught.value.parameters == ("value_range",)
+
+
 def test_options_of_other_kinds_of_sources_are_refused(tmp_path: Path) -> None:
     root = split_folders(tmp_path / "source", {"train": {"a": 1}})
     path = write(tmp_path / "f.h5", x=IMAGES)
@@ -272,21 +270,7 @@ def test_options_of_other_kinds_of_sources_are_refused(tmp_path: Path) -> None:
         assert parameter in caught.value.parameters
 
 
-@pytest.mark.parametrize(
-    ("settings", "fragment"),
-    [
-        ({"channel_axis": "middle"}, "channel_axis='middle'"),
-        ({"value_range": (1.0, 1.0)}, "value_range"),
-        ({"value_range": (0.0, float("inf"))}, "value_range"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(settings: dict[str, Any], fragment: str) -> None:
-    with pytest.raises(OptionsError) as caught:
-        HDF5Datasets(**settings)
-    assert caught.value.parameters == (fragment,)
-
-
-def test_damage_is_an_error_of_ours(tmp_path: Path) -> None:
+def test_damaged_files_raise_h5pack_errors(tmp_path: Path) -> None:
     path = write(tmp_path / "f.h5", x=IMAGES, y=np.arange(ROWS))
     data = path.read_bytes()
     random = np.random.default_rng(0)

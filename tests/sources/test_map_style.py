@@ -40,16 +40,12 @@ def sample(value: Any) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any] | None]:
     ],
 )
 def test_images_become_uint8_pixels_with_a_channel_axis(image: Any, expected: Any) -> None:
-    for value in (image, (image, 3), [image, 3], (image, 3, "more")):
-        if isinstance(value, (tuple, list)):
-            array, label = sample(value)
-            assert label is not None
-            assert label.item() == 3
-        else:
-            array, label = sample(value)
-            assert label is None
+    for value in (image, (image, None), (image, 3), [image, 3], (image, 3, "more")):
+        array, label = sample(value)
         assert array.dtype == np.uint8
         assert np.array_equal(array, expected)
+        labelled = isinstance(value, (tuple, list)) and value[1] == 3
+        assert (None if label is None else label.item()) == (3 if labelled else None)
     assert np.array_equal(MapStyleReader([(image, 3)]).read(0, "00000000"), expected)
 
 
