@@ -45,7 +45,7 @@ def end() -> None:
 
 
 @contextlib.contextmanager
-def watched(seconds: float = 90.0) -> Iterator[None]:
+def watched(seconds: float = 180.0) -> Iterator[None]:
     """End the process, with every thread's stack, if the block takes longer."""
     faulthandler.dump_traceback_later(seconds, exit=True, file=2 if _descriptor is None else _descriptor)
     try:

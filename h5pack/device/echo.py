@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -60,12 +59,6 @@ class EchoLoader(LoaderWrapper):
     max_factor : int
         Upper bound of `factor`. With "auto", the maximum number of times that a batch is delivered.
 
-    Attributes
-    ----------
-    loader : iterable
-    factor : Fraction or "auto"
-    max_factor : int
-
     Raises
     ------
     OptionsError
@@ -73,6 +66,8 @@ class EchoLoader(LoaderWrapper):
 
     Notes
     -----
+    `loader`, `factor` (a Fraction or "auto") and `max_factor` are also attributes.
+
     All ranks of a distributed training must take the same number of steps, so "auto" raises `OptionsError` there.
     """
 
@@ -285,7 +280,8 @@ class _AdaptiveEcho(_EchoIterator):
         self._step_seconds = 0.0
 
     def _next_batch(self) -> Any:
-        self._on_request()
+        if self._delivered_at:
+            self._step_seconds = _moving_average(self._step_seconds, time.monotonic() - self._delivered_at)
         while True:
             fetched = self._get(wait=self._current is None or self._state.showing >= self._max_showings)
             if fetched is not None:
@@ -297,27 +293,17 @@ class _AdaptiveEcho(_EchoIterator):
             # The iteration was resumed, and its first batch had already been delivered `max_showings` times.
         assert self._current is not None
         batch = self._show(self._current)
-        self._on_delivery()
-        return batch
-
-    def _on_request(self) -> None:
-        if self._delivered_at:
-            self._step_seconds = _moving_average(self._step_seconds, time.monotonic() - self._delivered_at)
-
-    def _on_delivery(self) -> None:
         self._delivered_at = time.monotonic()
+        return batch
 
     def _get(self, *, wait: bool) -> FetchedBatch | None:
         """Return the loader's next batch, or None if it is neither ready nor about to be. Always wait if `wait`.
 
         A batch that is about to be ready is worth a short wait: repeating the old batch instead would hardly save time.
         """
-        if not wait:
-            tolerance = _WAIT_SHARE * self._step_seconds
-            missing = self._clock.expected_at() - time.monotonic()
-            if 0.0 < missing <= tolerance and self._clock.ready.acquire(timeout=tolerance):
-                self._clock.ready.release()
-        item = self.thread.get(wait=wait)
+        tolerance = _WAIT_SHARE * self._step_seconds
+        soon = 0.0 < self._clock.expected_at() - time.monotonic() <= tolerance
+        item = self.thread.get(seconds=None if wait else tolerance if soon else 0.0)
         if item is None:
             return None
         if isinstance(item, EndOfBatches):
@@ -340,7 +326,6 @@ class _FetchClock:
     """A clock that measures how long a prefetch thread takes for a batch, and predicts when the next one is ready."""
 
     def __init__(self) -> None:
-        self.ready = threading.Semaphore(0)
         self._begun, self._seconds = time.monotonic(), 0.0
         # Each thread has its own current CUDA stream. If the wrapped loader is a DeviceFeed, it delivers batches in the
         # prefetch thread, and must make them ready for the stream of the consumer's thread.
@@ -355,13 +340,11 @@ class _FetchClock:
     def prepare(self, batch: Any) -> Any:
         """Record that a batch is ready, and return it unchanged."""
         self._seconds = _moving_average(self._seconds, time.monotonic() - self._begun)
-        self.ready.release()
         return batch
 
     def restart(self) -> None:
         """Record that the consumer received a batch, upon which the thread begins to fetch the next one."""
         self._begun = time.monotonic()
-        self.ready.acquire()
 
     def expected_at(self) -> float:
         """Return when the batch that is being fetched should be ready, in seconds of `time.monotonic`."""

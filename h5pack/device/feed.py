@@ -44,12 +44,6 @@ class DeviceFeed(LoaderWrapper):
         Where the images are in a batch: an index, a key, or the field name of a named tuple. Default: the tensor itself
         if the batch is a tensor, the key "images" or "image" of a mapping, and the first element of a list or tuple.
 
-    Attributes
-    ----------
-    loader : iterable
-    device : torch.device
-    prefetch_factor : int
-
     Raises
     ------
     OptionsError
@@ -58,6 +52,8 @@ class DeviceFeed(LoaderWrapper):
 
     Notes
     -----
+    `loader`, `device` and `prefetch_factor` are also attributes.
+
     A batch is ready for use on the CUDA stream that was current when the batch was requested. To use it on another
     stream, synchronize as for any tensor (``wait_stream``, ``record_stream``).
     """

@@ -114,7 +114,9 @@ class Normalize:
         largest = max(max(mean, 1 - mean) / std for mean, std in zip(self.mean, self.std, strict=True))
         if not largest <= torch.finfo(dtype).max:
             raise OptionsError(
-                f"std {min(self.std)} makes values of {largest:.3g}, which {dtype} cannot hold", parameters=("std",)
+                f"std {min(self.std)} makes values of {largest:.3g}, which {dtype} cannot hold; give a larger std or "
+                "another dtype",
+                parameters=("std",),
             )
         self.dtype = dtype
         self.layout = layout
@@ -146,7 +148,7 @@ class Normalize:
         """
         found = _statistics_of(dataset)
         if len(set(found)) != 1:
-            raise OptionsError("the datasets' statistics differ; give Normalize the mean and std to use")
+            raise OptionsError("the statistics of the concatenated datasets differ; give Normalize mean and std")
         return cls(*found[0], **options)
 
     @classmethod
@@ -221,17 +223,17 @@ class Normalize:
         if not isinstance(images, torch.Tensor):
             raise OptionsError(f"the images are a {type(images).__name__}; give a uint8 tensor")
         if images.dtype != torch.uint8:
-            raise OptionsError(f"the images are {images.dtype}; give uint8")
+            raise OptionsError(f"the images have dtype {images.dtype}; give uint8 images")
         shape = tuple(images.shape)
         if len(shape) != 4:
-            raise OptionsError(f"the images' shape is {shape}; give a batch, (N, H, W, C) or (N, C, H, W)")
+            raise OptionsError(f"the images have shape {shape}; give a batch, (N, H, W, C) or (N, C, H, W)")
         counts = {1, 3} if self._any_channels else {len(self.mean)}
         last, first = shape[3] in counts, shape[1] in counts
         channels = self.channels
         if channels is None:
             if last and first:
                 raise OptionsError(
-                    f"images of shape {shape} may have their channels last or first; give channels",
+                    f"images of shape {shape} may have their channels last or first; give channels='last' or 'first'",
                     parameters=("channels",),
                 )
             channels = "last" if last else "first"
@@ -252,19 +254,20 @@ class Normalize:
             )
         shapes = [tuple(part.shape) for part in (key.rows, key.repeats) if isinstance(part, torch.Tensor)]
         if any(shape != (len(pixels),) for shape in shapes):
-            raise OptionsError(f"the key's shapes are {shapes}, of {len(pixels)} images; give a row for each image")
+            raise OptionsError(
+                f"the key's tensors have shapes {shapes}, but there are {len(pixels)} images; give one row per image"
+            )
         if key.rows.device == pixels.device:
             return key
         return BatchKey(key.rows.to(pixels.device), key.epoch, key.repeats)
 
     def _constants_on(self, device: torch.device, channels: int) -> torch.Tensor:
-        name = (str(device), channels)
         # While torch.compile traces this call, tensors are symbolic and must not be cached.
-        if torch.compiler.is_compiling() or name not in self._constants:
-            constants = self._scale.tensor(device, channels)
-            if torch.compiler.is_compiling():
-                return constants
-            self._constants[name] = constants
+        if torch.compiler.is_compiling():
+            return self._scale.tensor(device, channels)
+        name = (str(device), channels)
+        if name not in self._constants:
+            self._constants[name] = self._scale.tensor(device, channels)
         return self._constants[name]
 
     def _empty(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -323,7 +326,7 @@ class Normalize:
             # An AcceleratorError (a type that torch has since 2.8) was caused by an earlier kernel, so it is raised.
             if self.backend == "triton" or isinstance(error, getattr(torch, "AcceleratorError", ())):
                 raise
-            _log.warning("the Triton kernel cannot be used, so torch operations are: %s", error)
+            _log.warning("the Triton kernel failed, so torch operations are used instead: %s", error)
             self._kernels_fail = True
             return False
         return True
@@ -348,8 +351,8 @@ def _checked_statistics(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Check mean and std, and return them as tuples of equal length. If both are None, the length is 1."""
     try:
-        means = None if mean is None else tuple(float(value) for value in mean)
-        deviations = None if std is None else tuple(float(value) for value in std)
+        means = None if mean is None else tuple(map(float, mean))
+        deviations = None if std is None else tuple(map(float, std))
     except TypeError as error:
         raise OptionsError(
             f"mean is {mean!r} and std is {std!r}; give sequences of one number a channel", parameters=("mean", "std")
@@ -363,15 +366,13 @@ def _checked_statistics(
             f"mean has {len(means)} channels and std has {len(deviations)}; give one number a channel for both",
             parameters=("mean", "std"),
         )
-    for value in means:
-        if not 0 <= value <= 1:
+    in_range = {"mean": all(0 <= x <= 1 for x in means), "std": all(0 < x < math.inf for x in deviations)}
+    for name, is_valid in in_range.items():
+        if not is_valid:
             raise OptionsError(
-                f"mean {value} is not in 0..1; divide statistics of pixels in 0..255 by 255", parameters=("mean",)
-            )
-    for value in deviations:
-        if not 0 < value < math.inf:
-            raise OptionsError(
-                f"std {value} is not positive and finite; give it in units of pixels in 0..1", parameters=("std",)
+                f"mean is {means} and std is {deviations}; give means from 0 to 1 and positive standard deviations, of "
+                "pixels in 0..1 (divide statistics of pixels in 0..255 by 255)",
+                parameters=(name,),
             )
     return means, deviations
 
@@ -386,7 +387,7 @@ def _statistics_of(dataset: Any) -> list[tuple[tuple[float, ...], tuple[float, .
     if mean is None or std is None:
         where = getattr(dataset, "path", f"a {type(dataset).__name__}")
         raise OptionsError(
-            f"{where}: no statistics are stored; give Normalize mean and std, or use Normalize.imagenet()",
+            f"{where}: holds no mean and std; give them to Normalize, or use Normalize.imagenet()",
             path=getattr(dataset, "path", None),
         )
     return [(tuple(map(float, mean)), tuple(map(float, std)))]

@@ -55,11 +55,11 @@ class PrefetchThread(BackgroundThreads):
             self._credits.put(None)
         self.start(feed=self._run)
 
-    def get(self, *, wait: bool) -> FetchedBatch | EndOfBatches | None:
-        """Return the next batch or the end marker; None if the queue is empty and `wait` is false."""
+    def get(self, *, seconds: float | None) -> FetchedBatch | EndOfBatches | None:
+        """Return the next batch or the end marker; None if there is none within `seconds` (None: wait for it)."""
         self.require_own_process("feed")
         try:
-            item = self._batches.get(wait)
+            item = self._batches.get(timeout=seconds)
         except queue.Empty:
             return None
         self._credits.put(None)
@@ -135,10 +135,10 @@ class DevicePrefetcher(Iterator[FetchedBatch]):
     def _launch_one(self) -> bool:
         """Launch the next batch, or record the end. Return False if it is not ready and others are launched."""
         if self._launched:
-            item = self.thread.get(wait=False)
+            item = self.thread.get(seconds=0.0)
         else:
             with profiler_range("read"):
-                item = self.thread.get(wait=True)
+                item = self.thread.get(seconds=None)
         if item is None:
             return False
         if isinstance(item, EndOfBatches):

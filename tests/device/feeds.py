@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 import h5pack
 from h5pack.device.batch import BatchKey, ImageTransform, map_tensors
 from h5pack.device.feed import DeviceFeed
+from tests.crashing import wait_for
 
 BATCH = 12
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -98,6 +99,46 @@ class Numbers:
         for number in range(self.count):
             self.given += 1
             yield torch.full((2, 3), number)
+
+
+class Breaking:
+    """A loader that fails at one batch."""
+
+    def __init__(self, at: int, error: BaseException) -> None:
+        self.at, self.error = at, error
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(9):
+            if number == self.at:
+                raise self.error
+            yield torch.tensor([number])
+
+
+class Gated:
+    """A loader whose next batch comes when a test releases it."""
+
+    def __init__(self, batches: int = 20, released: int = 0) -> None:
+        self.batches, self.tokens = batches, threading.Semaphore(released)
+        self.begun, self.threads, self.inside = 0, set[str](), 0
+        self.left = threading.Event()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        try:
+            for number in range(self.batches):
+                assert self.inside == 0
+                self.inside += 1
+                self.begun += 1
+                self.threads.add(threading.current_thread().name)
+                self.tokens.acquire()
+                self.inside -= 1
+                yield torch.full((4,), number)
+        finally:
+            self.left.set()
+
+    def release(self, iterator: Any) -> None:
+        """Release one batch, and wait until the iterator's thread has it."""
+        self.tokens.release()
+        wait_for(lambda: iterator.thread._batches.qsize() > 0)
 
 
 class Keyed:

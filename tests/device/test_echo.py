@@ -10,7 +10,7 @@ import pickle
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -22,14 +22,24 @@ from torch.utils.data import DataLoader
 
 import h5pack
 from h5pack.data import iteration
-from h5pack.device.batch import BatchKey, repeats_of
+from h5pack.device.batch import repeats_of
 from h5pack.device.echo import EchoLoader, showings
 from h5pack.device.feed import DeviceFeed
 from h5pack.errors import LoaderError, OptionsError, StateError
 from tests.crashing import wait_for
 from tests.data import packs
 from tests.data.packs import all_same, threads_end
-from tests.device.feeds import BATCH, LOADERS, data_loader, h5_loader, needs_gpu, stateful_loader
+from tests.device.feeds import (
+    BATCH,
+    LOADERS,
+    Breaking,
+    Gated,
+    Keyed,
+    data_loader,
+    h5_loader,
+    needs_gpu,
+    stateful_loader,
+)
 
 BATCHES = 9
 """Of 103 rows; the last one has 7."""
@@ -126,24 +136,19 @@ def test_nested_echoes_count_repeats_of_both(dataset: h5pack.H5Dataset) -> None:
 # Inside and around a DeviceFeed.
 
 
-class KeyAsImage:
-    """A keyed transform that returns its key."""
-
-    keyed = True
-
-    def __call__(self, images: torch.Tensor, key: BatchKey) -> torch.Tensor:
-        repeats = torch.as_tensor(key.repeats).expand(len(key.rows))
-        return torch.stack([key.rows, torch.full_like(key.rows, key.epoch), repeats], 1)
-
-
 def test_keys_differ_between_repeats_inside_a_feed_and_not_around_it(dataset: h5pack.H5Dataset) -> None:
-    inside = DeviceFeed(EchoLoader(h5_loader(dataset), 2), "cpu", transform=KeyAsImage())
-    around = EchoLoader(DeviceFeed(h5_loader(dataset), "cpu", transform=KeyAsImage()), 2)
+    inside, around = Keyed(), Keyed()
+    loaders = [
+        DeviceFeed(EchoLoader(h5_loader(dataset), 2), "cpu", transform=inside),
+        EchoLoader(DeviceFeed(h5_loader(dataset), "cpu", transform=around), 2),
+    ]
     for epoch in range(2):
-        keys = Counter(tuple(key) for batch in inside for key in batch[0].tolist())
-        assert keys == {(row, epoch, repeat): 1 for row in range(packs.ROWS) for repeat in range(2)}
-        keys = Counter(tuple(key) for batch in around for key in batch[0].tolist())
-        assert keys == {(row, epoch, 0): 2 for row in range(packs.ROWS)}
+        for loader in loaders:
+            assert Counter(row for batch in loader for row in batch[-1].tolist()) == dict.fromkeys(range(packs.ROWS), 2)
+        for keyed, repeats in ((inside, (0, 1)), (around, (0,))):
+            keys = Counter((row, key.epoch, key.repeats) for key in keyed.keys for row in key.rows.tolist())
+            assert keys == {(row, epoch, repeat): 1 for row in range(packs.ROWS) for repeat in repeats}
+            keyed.keys.clear()
 
 
 # Resuming.
@@ -264,18 +269,9 @@ def test_invalid_options_are_refused(settings: dict[str, Any], parameter: str | 
     assert parameter is None or parameter in caught.value.parameters
 
 
-class Failing:
-    """Fails at its fourth batch."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for number in range(3):
-            yield torch.full((4,), number)
-        raise OSError("the disk is gone")
-
-
 @pytest.mark.parametrize("factor", [2, "auto"])
 def test_an_error_of_the_loader_comes_after_the_batches_before_it(factor: Any) -> None:
-    iterator = iter(EchoLoader(Failing(), factor))
+    iterator = iter(EchoLoader(Breaking(3, OSError("the disk is gone")), factor))
     found = []
     with pytest.raises(OSError, match="the disk is gone"):
         found.extend(int(batch[0]) for batch in iterator)
@@ -326,29 +322,6 @@ def test_a_closed_iterator_refuses_and_a_pickled_loader_begins_again(dataset: h5
 
 
 # The automatic factor.
-
-
-class Gated:
-    """A loader whose next batch comes when a test releases it."""
-
-    def __init__(self, batches: int = 20, released: int = 0) -> None:
-        self.batches, self.tokens = batches, threading.Semaphore(released)
-        self.begun, self.threads, self.inside = 0, set[str](), 0
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for number in range(self.batches):
-            assert self.inside == 0
-            self.inside += 1
-            self.begun += 1
-            self.threads.add(threading.current_thread().name)
-            self.tokens.acquire()
-            self.inside -= 1
-            yield torch.full((4,), number)
-
-    def release(self, iterator: Any) -> None:
-        """Release one batch, and wait until the iterator's thread has it."""
-        self.tokens.release()
-        wait_for(lambda: iterator.thread._batches.qsize() > 0)
 
 
 @pytest.mark.parametrize("steps", [1, 3])

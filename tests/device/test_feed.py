@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from h5pack.device import feed
 from h5pack.device.feed import DeviceFeed
 from h5pack.errors import LoaderError, OptionsError
 from tests.data.packs import all_same, loader_threads, reference, same, threads_end
-from tests.device.feeds import BATCH, LOADERS, Keyed, Numbers, every_feed, h5_loader, needs_gpu, rest_of
+from tests.device.feeds import BATCH, LOADERS, Breaking, Keyed, Numbers, every_feed, h5_loader, needs_gpu, rest_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
@@ -97,19 +96,6 @@ def test_torchs_profiler_shows_the_stages(feed_of: Any) -> None:
 
 
 # Errors.
-
-
-class Breaking:
-    """A loader that fails at one batch."""
-
-    def __init__(self, at: int, error: BaseException) -> None:
-        self.at, self.error = at, error
-
-    def __iter__(self) -> Iterator[Any]:
-        for number in range(9):
-            if number == self.at:
-                raise self.error
-            yield torch.tensor([number])
 
 
 @every_feed

@@ -20,23 +20,7 @@ from h5pack.device.prefetch import CudaCopier
 from h5pack.errors import LoaderError
 from tests.crashing import wait_for
 from tests.data.packs import loader_threads, threads_end
-from tests.device.feeds import FEEDS, Numbers, PrefetchingFeed, h5_loader
-
-
-class Gated:
-    """A loader whose next batch comes when a test releases it."""
-
-    def __init__(self, count: int) -> None:
-        self.tokens: Any = threading.Semaphore(count)
-        self.left = threading.Event()
-
-    def __iter__(self) -> Iterator[Any]:
-        try:
-            for number in itertools.count():
-                self.tokens.acquire()
-                yield torch.tensor([number])
-        finally:
-            self.left.set()
+from tests.device.feeds import FEEDS, Gated, Numbers, PrefetchingFeed, h5_loader
 
 
 @pytest.mark.parametrize("prefetch_factor", [1, 2, 3])
@@ -52,13 +36,13 @@ def test_at_most_prefetch_factor_batches_are_launched_ahead(prefetch_factor: int
 
 
 def test_batches_are_delivered_while_the_loader_waits() -> None:
-    loader = Gated(3)
+    loader = Gated(released=3)
     iterator = iter(PrefetchingFeed(loader, prefetch_factor=3))
     # Three batches are ready and the fourth is not: they are delivered.
-    assert [next(iterator).item() for _ in range(3)] == [0, 1, 2]
+    assert [int(next(iterator)[0]) for _ in range(3)] == [0, 1, 2]
     waiting = threading.Timer(0.05, loader.tokens.release)
     waiting.start()
-    assert next(iterator).item() == 3
+    assert int(next(iterator)[0]) == 3
     waiting.join()
     # The thread is inside the loader now; dropping the iterator ends it after that batch.
     del iterator
