@@ -203,7 +203,6 @@ def test_an_interruption_keeps_what_was_measured(path: Path, monkeypatch: pytest
     found = {one.stage: one for one in report.stages}
     assert found[Stage.LOADER].rates.repeats == 1
     assert found[Stage.EVERYTHING].reason == INTERRUPTED
-    assert report.verdict is None
     assert report.to_json()["interrupted"] is True
 
 
@@ -262,6 +261,19 @@ def test_hot_stages_are_hot(path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         elif what in ("storage_hot", "loader", "transform", "everything"):
             assert state == "warm", said
     assert {"cold", "warm", "storage_cold", "storage_hot", "everything"} <= set(said)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_trial_that_fails_leaves_the_stages(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("no second loader")
+
+    monkeypatch.setattr(module, "plan_trial", lambda verdict, evidence: (Stage.LOADER, 2))
+    monkeypatch.setattr(Diagnosis, "_try", fail)
+    report = diagnose(path)
+    assert medians(report)["loader"] is not None
+    assert "no second loader" in report.failures[0]
+    assert report.evidence.trial is None
 
 
 @pytest.mark.usefixtures("hasty")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,11 @@ def dataset(tmp_path: Path) -> h5pack.H5Dataset:
 def test_every_row_is_read_once_a_round(dataset: h5pack.H5Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     read = dataset.engine.read
-    lock = threading.Lock()
 
     def recorded(name: str, rows: object, out: object = None) -> object:
-        found = read(name, rows, out)  # type: ignore[arg-type]
-        with lock:
-            seen.extend(np.asarray(rows).tolist())
-        assert np.array_equal(found, values()[rows])  # type: ignore[index]
+        found = read(name, rows, out)
+        seen.extend(np.asarray(rows).tolist())
+        assert np.array_equal(found, values()[rows])
         return found
 
     monkeypatch.setattr(dataset.engine, "read", recorded)
@@ -59,11 +56,10 @@ def test_a_split_may_begin_within_a_chunk(tmp_path: Path) -> None:
 
 
 def test_warming_stops_after_the_time_and_the_minimum_of_rows(dataset: h5pack.H5Dataset) -> None:
-    assert ChunkReader(dataset).warm(0.0, 0) == 10
-    assert ChunkReader(dataset).warm(0.0, 35) == 40
+    assert [ChunkReader(dataset).warm(0.0, rows) for rows in (0, 35)] == [10, 40]
 
 
-def test_a_thread_that_waits_is_told_from_one_that_computes(
+def test_the_busy_fraction_is_0_of_reads_that_wait_and_1_of_reads_that_compute(
     dataset: h5pack.H5Dataset, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = ChunkReader(dataset)
@@ -104,7 +100,7 @@ def test_an_error_of_a_thread_is_raised(dataset: h5pack.H5Dataset, monkeypatch: 
         raise ReadError("row 3 cannot be read")
 
     monkeypatch.setattr(dataset.engine, "read", fail)
-    with pytest.raises(ReadError, match="row 3"):
+    with pytest.raises(ReadError):
         ChunkReader(dataset).run(0.0, 2, ROWS)
 
 
@@ -130,9 +126,11 @@ def labels_of(loader: Any) -> list[int]:
 
 
 def test_an_h5loader_yields_all_rows_or_the_first(make: Make) -> None:
-    loaders = make(num_threads=3)
+    loaders = make(users.to_float, num_threads=3)
     loader = loaders.make()
     assert isinstance(loader, h5pack.H5Loader)
+    assert next(iter(loader))[0].dtype == torch.uint8
+    assert next(iter(loaders.make(transform=True)))[0].dtype == torch.float32
     assert (loaders.parallel, loader.num_threads, loader.resident) == (3, 3, False)
     assert labels_of(loader) == list(range(ROWS))
     assert labels_of(loaders.make(40)) == list(range(40))
@@ -154,12 +152,6 @@ def test_a_dataloader_yields_the_same(make: Make) -> None:
     for worker in workers:
         worker.join(60)
         assert not worker.is_alive()
-
-
-def test_the_transform_is_called_only_if_it_is_requested(make: Make) -> None:
-    loaders = make(users.to_float, num_threads=1)
-    assert next(iter(loaders.make()))[0].dtype == torch.uint8
-    assert next(iter(loaders.make(transform=True)))[0].dtype == torch.float32
 
 
 def test_ready_images_are_counted_in_an_h5loader(make: Make) -> None:

@@ -160,9 +160,9 @@ def test_an_error_ends_the_epoch(clock: FakeClock) -> None:
     loader = Loader(clock, 5, 0.1)
 
     def fail(batch: int) -> int:
-        raise ValueError("no")
+        raise RuntimeError
 
-    with pytest.raises(ValueError, match="no"):
+    with pytest.raises(RuntimeError):
         measure_epochs(loader, fail, 1.0)
     assert loader.closed == 1
 
@@ -228,8 +228,7 @@ def test_cpu_seconds_are_those_of_the_repeat() -> None:
             pass
         return 1
 
-    found = measure_calls(burn, 0.1)
-    assert found.cpu_seconds >= 0.05
+    assert measure_calls(burn, 0.0).cpu_seconds >= 0.05
     assert Repeat(10, 0.0).rate > 0
 
 
