@@ -55,7 +55,7 @@ class Setting:
         Seconds that the loader needs for a batch, over those of the step.
     batch : int
     rate : float
-    most_epochs : int
+    max_epochs : int
         Of fresh batches; an arm that needs more has failed.
     tests : int
         How often an epoch the network is tested.
@@ -65,7 +65,7 @@ class Setting:
     slowdown: float
     batch: int
     rate: float
-    most_epochs: int
+    max_epochs: int
     tests: int
 
 
@@ -172,7 +172,7 @@ def train(
     every = max(1, an_epoch // setting.tests)
     wall = waited = found = 0.0
     fresh, steps, due = 0, 0, every
-    for _ in range(setting.most_epochs):
+    for _ in range(setting.max_epochs):
         before = fresh
         begin = time.perf_counter()
         for images, labels, _ in feed:
@@ -228,13 +228,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--rate", type=float, default=0.05)
-    parser.add_argument("--most-epochs", type=int, default=20)
+    parser.add_argument("--max-epochs", type=int, default=20)
     parser.add_argument("--tests", type=int, default=4, help="of the network, in an epoch")
     parser.add_argument("--scratch", type=Path, help="a folder for the pack (default: a temporary one)")
     parser.add_argument("--json", type=Path, default=RESULTS / "echoing.json")
     arguments = parser.parse_args(argv)
     setting = Setting(
-        arguments.target, arguments.slowdown, arguments.batch, arguments.rate, arguments.most_epochs, arguments.tests
+        arguments.target, arguments.slowdown, arguments.batch, arguments.rate, arguments.max_epochs, arguments.tests
     )
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
     threads = torch.get_num_threads()
@@ -251,7 +251,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             "benchmark": "echoing",
             "command": f"python -m benchmarks.echoing{' --images FOLDER' if arguments.images else ''} "
             f"--target {setting.target} --slowdown {setting.slowdown} --seeds {arguments.seeds} "
-            f"--batch {setting.batch} --rate {setting.rate} --most-epochs {setting.most_epochs}",
+            f"--batch {setting.batch} --rate {setting.rate} --max-epochs {setting.max_epochs}",
             "machine": machine_facts(scratch),
             "images": "class folders" if arguments.images else "generated",
             "train_images": len(dataset),

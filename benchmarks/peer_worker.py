@@ -248,8 +248,8 @@ class MemoryWatch:
 
 
 _CHECKED_EPOCHS = 2
-_MOST_CHECK_SECONDS = 20
-_FEWEST_BATCHES = 8
+_MAX_CHECK_SECONDS = 20
+_MIN_BATCHES = 8
 
 
 @dataclass(frozen=True)
@@ -275,13 +275,13 @@ class Timed:
     whole: bool
 
 
-def timed(opened: Opened, most_seconds: float | None = None, begin: float | None = None) -> Timed:
+def timed(opened: Opened, max_seconds: float | None = None, begin: float | None = None) -> Timed:
     """Go through an epoch, looking at every page of each batch.
 
     Parameters
     ----------
     opened : Opened
-    most_seconds : float, optional
+    max_seconds : float, optional
         Leave it after so long, though not before 8 batches: workers hold some that are not counted.
     begin : float, optional
         When the clock was started; None: now.
@@ -296,7 +296,7 @@ def timed(opened: Opened, most_seconds: float | None = None, begin: float | None
         rows, batches = rows + len(images), batches + 1
         seconds = time.perf_counter() - begin
         first = first or seconds
-        if most_seconds is not None and seconds > most_seconds and batches >= _FEWEST_BATCHES:
+        if max_seconds is not None and seconds > max_seconds and batches >= _MIN_BATCHES:
             whole = False
             break
     end = time.perf_counter()
@@ -321,9 +321,9 @@ def attempt(way: Way, job: dict[str, Any]) -> dict[str, Any]:
     """How fast one number of workers is, in the second epoch."""
     PeerFiles(Path(job["out"])).heat()
     opened = way.open(Path(job["out"]), _reading(job))
-    most = job["seconds"] if way.may_be_cut else None
-    timed(opened, most)
-    found = timed(opened, most)
+    max_seconds = job["seconds"] if way.may_be_cut else None
+    timed(opened, max_seconds)
+    found = timed(opened, max_seconds)
     opened.close()
     return {"images_per_s": found.rows / found.seconds}
 
@@ -336,7 +336,7 @@ def check(way: Way, job: dict[str, Any]) -> dict[str, Any]:
     begin = time.perf_counter()
     for epoch in range(_CHECKED_EPOCHS):
         # A way this slow keeps nothing from one epoch to the next that could go wrong.
-        if time.perf_counter() - begin > _MOST_CHECK_SECONDS:
+        if time.perf_counter() - begin > _MAX_CHECK_SECONDS:
             break
         parts = [marks(as_array(images), as_array(labels)) for images, labels in opened.epoch()]
         orders.append(np.concatenate(parts))
@@ -356,22 +356,22 @@ def check(way: Way, job: dict[str, Any]) -> dict[str, Any]:
 def read(way: Way, job: dict[str, Any]) -> dict[str, Any]:
     """A first epoch of cold files, from the opening on, then hot epochs."""
     out, pages = Path(job["out"]), job["pages_found_in_cache"]
-    most = job["seconds"] if way.may_be_cut else None
+    max_seconds = job["seconds"] if way.may_be_cut else None
     files = PeerFiles(out)
     begin = time.perf_counter()
     opened = way.open(out, _reading(job))
-    cold = timed(opened, most, begin)
+    cold = timed(opened, max_seconds, begin)
     first = cold.first_seconds
     if way.compiles:
         files.unmap()
         pages = files.drop()
-        cold = timed(opened, most)
+        cold = timed(opened, max_seconds)
     files.heat()
     # A system takes memory away that was idle; the second epoch counts.
-    timed(opened, most)
-    hot = [timed(opened, most)]
+    timed(opened, max_seconds)
+    hot = [timed(opened, max_seconds)]
     while sum(part.seconds for part in hot) < job["seconds"] / 2:
-        hot.append(timed(opened, most))
+        hot.append(timed(opened, max_seconds))
     opened.close()
     return {
         "first_batch_seconds": first,

@@ -62,13 +62,13 @@ class PeerProcess:
         The interpreter; h5pack must be importable there.
     folder : Path
         For jobs, reports and the peers' own temporary files.
-    most_seconds : float
+    max_seconds : float
         A job that takes longer is ended.
     """
 
     python: str
     folder: Path
-    most_seconds: float = 600
+    max_seconds: float = 600
 
     def run(self, job: dict[str, Any], watch: bool = False) -> dict[str, Any]:
         """Do a job in a fresh process.
@@ -108,12 +108,12 @@ class PeerProcess:
             try:
                 if watch:
                     with MemoryWatch(process.pid) as memory:
-                        process.wait(self.most_seconds)
+                        process.wait(self.max_seconds)
                     peak = memory.peak
                 else:
-                    process.wait(self.most_seconds)
+                    process.wait(self.max_seconds)
             except subprocess.TimeoutExpired:
-                return {"error": f"took more than {self.most_seconds:.0f} s"}
+                return {"error": f"took more than {self.max_seconds:.0f} s"}
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)

@@ -17,7 +17,7 @@ from tests.data import packs
 
 def test_echoing_benchmark(tmp_path: Path) -> None:
     json_path = tmp_path / "e.json"
-    few = ["--count", "80", "--batch", "8", "--target", "0.5", "--seeds", "2", "--most-epochs", "2", "--slowdown", "2"]
+    few = ["--count", "80", "--batch", "8", "--target", "0.5", "--seeds", "2", "--max-epochs", "2", "--slowdown", "2"]
     threads = torch.get_num_threads()
     echoing.main([*few, "--scratch", str(tmp_path), "--json", str(json_path)])
     assert torch.get_num_threads() == threads
