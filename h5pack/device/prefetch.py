@@ -155,19 +155,11 @@ class DevicePrefetcher(Iterator[FetchedBatch]):
 
 
 @dataclass
-class _PreparedBatch:
-    """A batch in pinned memory. `ready` marks the end of the loader's work on tensors that it made on the device."""
+class _QueuedBatch:
+    """A batch, and an event that marks the end of the work queued for it on the device (None: there is none)."""
 
     batch: Any
-    ready: torch.cuda.Event | None
-
-
-@dataclass
-class _LaunchedBatch:
-    """A batch whose copy and transform are queued on the device. `done` marks their end."""
-
-    batch: Any
-    done: torch.cuda.Event
+    done: torch.cuda.Event | None
 
 
 class CudaCopier:
@@ -191,32 +183,34 @@ class CudaCopier:
         """Set the current CUDA device; called first in the prefetch thread."""
         torch.cuda.set_device(self.device)
 
-    def prepare(self, batch: Any) -> _PreparedBatch:
+    def prepare(self, batch: Any) -> _QueuedBatch:
         """Copy tensors in pageable memory to pinned memory; called in the prefetch thread."""
         pinned = map_tensors(batch, _pin)
-        ready = None
+        done = None
         if any(tensor.device == self.device for tensor in tensors_of(pinned)):
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record(torch.cuda.current_stream(self.device))
-        return _PreparedBatch(pinned, ready)
+            # The loader made tensors on the device, and its work on them may still be queued.
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(torch.cuda.current_stream(self.device))
+        return _QueuedBatch(pinned, done)
 
-    def launch(self, prepared: _PreparedBatch, epoch: int) -> _LaunchedBatch:
+    def launch(self, prepared: _QueuedBatch, epoch: int) -> _QueuedBatch:
         """Queue the batch's copies and the transform on the copy stream."""
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            if prepared.ready is not None:
-                self._stream.wait_event(prepared.ready)
+            if prepared.done is not None:
+                self._stream.wait_event(prepared.done)
             with profiler_range("copy"):
                 batch = map_tensors(prepared.batch, self._copy)
             if self._transform is not None:
                 batch = self._transform(batch, epoch)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
-        return _LaunchedBatch(batch, done)
+        return _QueuedBatch(batch, done)
 
-    def receive(self, launched: _LaunchedBatch) -> Any:
+    def receive(self, launched: _QueuedBatch) -> Any:
         """Return the batch, after making the consumer's current stream wait for its copy and transform."""
         current = torch.cuda.current_stream(self.device)
-        current.wait_event(launched.done)
+        if launched.done is not None:
+            current.wait_event(launched.done)
         for tensor in tensors_of(launched.batch):
             if tensor.device == self.device:
                 tensor.record_stream(current)

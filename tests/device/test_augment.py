@@ -69,25 +69,6 @@ def test_draws_equal_the_slow_twin(size: tuple[int, int]) -> None:
     assert sum(line[5] > 0 for line in found) > 30
 
 
-def test_a_sample_is_drawn_alike_in_any_batch() -> None:
-    rows = torch.randperm(100, generator=torch.Generator().manual_seed(1))
-    whole = stacked(draw_augmentation(BatchKey(rows, 2, 0), 7, ALL, 64, 48))
-    for part in (slice(0, 1), slice(13, 40), slice(99, None)):
-        assert torch.equal(stacked(draw_augmentation(BatchKey(rows[part], 2, 0), 7, ALL, 64, 48)), whole[part])
-
-
-def test_every_part_of_the_key_counts() -> None:
-    rows = torch.arange(50)
-    found = [
-        stacked(draw_augmentation(BatchKey(rows + shift, epoch, repeat), seed, ALL, 64, 48))
-        for seed, epoch, shift, repeat in ((0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 50, 0), (0, 0, 0, 1))
-    ]
-    for number, one in enumerate(found):
-        for other in found[:number]:
-            # Flip and place agree by chance in 1 of 162.
-            assert (one[:, :3] == other[:, :3]).all(1).sum() < 5
-
-
 def test_repeats_may_differ_within_a_batch() -> None:
     rows, repeats = torch.tensor([3, 3, 4, 3]), torch.tensor([0, 1, 0, 2])
     found = stacked(draw_augmentation(BatchKey(rows, 2, repeats), 7, ALL, 64, 48))

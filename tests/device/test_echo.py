@@ -248,13 +248,6 @@ def test_states_of_other_settings_are_refused(dataset: h5pack.H5Dataset) -> None
             EchoLoader(h5_loader(dataset), factor).load_state_dict(given)
 
 
-def test_no_state_if_the_loader_has_none() -> None:
-    echo = EchoLoader([torch.zeros(4)] * 3, 2)
-    list(echo)
-    with pytest.raises(StateError):
-        echo.state_dict()
-
-
 # Errors.
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import Subset
 
 import h5pack
 from h5pack.data.concat import ConcatPack
-from h5pack.device.augment import AugmentationDraws, crop_and_flip, crop_and_flip_on_cpu, draw_augmentation
+from h5pack.device.augment import AugmentationDraws, draw_augmentation
 from h5pack.device.batch import BatchKey
 from h5pack.device.normalize import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from h5pack.errors import OptionsError
@@ -196,15 +196,6 @@ def test_operations_for_any_device_give_the_same_bits(settings: dict[str, Any]) 
             assert slow.stride() == fast.stride()
 
 
-def test_moves_of_the_two_kinds_are_equal() -> None:
-    images, norm = batch(50, 9, 14), Normalize(flip=0.5, crop=16)
-    draws = draws_of(norm, key_of(50), 9, 14)
-    assert draws is not None
-    expected = crop_and_flip(images, draws)
-    assert torch.equal(crop_and_flip_on_cpu(images, draws, planar=False), expected)
-    assert torch.equal(crop_and_flip_on_cpu(images, draws, planar=True), expected.permute(0, 3, 1, 2))
-
-
 def test_a_sample_is_augmented_alike_in_any_batch() -> None:
     images, norm = batch(30), Normalize.imagenet(flip=0.5, crop=2, erase=0.5)
     whole = norm(images, key_of(30))
@@ -361,14 +352,3 @@ def test_images_of_another_dtype_or_shape_are_refused() -> None:
     assert Normalize.imagenet(channels="last")(batch(6, 3, 8)).shape == (6, 3, 3, 8)
     assert Normalize.imagenet(channels="first")(batch(6, 3, 8)).shape == (6, 3, 8, 3)
     assert Normalize((0.5,) * 4, (0.5,) * 4)(batch(channels=4)).shape == (6, 4, 13, 11)
-
-
-# Beside other transforms.
-
-
-def test_kornia_comes_after_it() -> None:
-    augmentation = pytest.importorskip("kornia.augmentation", reason="pip install kornia")
-    images, key = batch(8, 16, 16), key_of(8)
-    norm = Normalize.imagenet(flip=0.5)
-    pipeline = torch.nn.Sequential(augmentation.RandomHorizontalFlip(p=1.0), augmentation.RandomErasing(p=0.0))
-    assert torch.equal(pipeline(norm(images, key)), norm(images, key).flip(3))
