@@ -254,7 +254,8 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
             stored = table.sizes.copy()
             if codec.steps:
                 # With H5Pset_chunk_opts, a chunk at the dataset's edge may be unfiltered although its mask is 0.
-                table.sizes[_reaches_past_edge(dataset) & (stored == codec.size) & (table.filter_masks == 0)] = -1
+                at_edge = _reaches_past_edge(dataset).reshape(stored.shape)
+                table.sizes[at_edge & (stored == codec.size) & (table.filter_masks == 0)] = -1
         _require_inside(file, name, table.addresses, stored, chunk_rows, dataset.shape[0])
         if (table.addresses < 0).any():
             fill = np.full(dataset.shape[1:], dataset.fillvalue, dataset.dtype).tobytes()
@@ -328,14 +329,12 @@ def _contiguous_table(dataset: h5py.Dataset) -> ChunkTable:
 
 
 def _reaches_past_edge(dataset: h5py.Dataset) -> npt.NDArray[np.bool_]:
-    """Return which chunks extend past the dataset's edge, bool in the shape of a `ChunkTable`'s arrays."""
-    grid = chunk_grid(dataset)
-    partial = np.zeros(grid, np.bool_)
+    """Return which chunks extend past the dataset's edge, bool in the shape of the chunk grid."""
+    partial = np.zeros(chunk_grid(dataset), np.bool_)
     for axis, (size, chunk) in enumerate(zip(dataset.shape, dataset.chunks, strict=True)):
         if size % chunk:
             partial[(slice(None),) * axis + (-1,)] = True
-    per_row = math.prod(grid[1:])
-    return partial.reshape(grid[0]) if per_row == 1 else partial.reshape(grid[0], per_row)
+    return partial
 
 
 def _require_inside(

@@ -232,29 +232,26 @@ def chunk_table(dataset: h5py.Dataset) -> ChunkTable:
     """
     grid, chunks = chunk_grid(dataset), dataset.chunks
     per_row = math.prod(grid[1:])
-    count = grid[0] * per_row
+    shape = grid[:1] if per_row == 1 else (grid[0], per_row)
     size = None if is_filtered(dataset) else math.prod(chunks) * dataset.dtype.itemsize
-    table = ChunkTable(np.full(count, -1, np.int64), np.zeros(count, np.int64), np.zeros(count, np.uint32))
+    table = ChunkTable(np.full(shape, -1, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.uint32))
+    addresses, sizes, masks = table.addresses.reshape(-1), table.sizes.reshape(-1), table.filter_masks.reshape(-1)
 
     def record(chunk: Any) -> None:
         number = 0
         for offset, length, along_axis in zip(chunk.chunk_offset, chunks, grid, strict=True):
             position, rest = divmod(offset, length)
             if rest or not 0 <= position < along_axis:
-                raise ValueError(f"a chunk at {chunk.chunk_offset}")
+                raise ValueError(f"a chunk at {chunk.chunk_offset} is off the chunk grid")
             number = number * along_axis + position
         if size is not None and chunk.size != size:
             raise ValueError(f"chunk {number} has {chunk.size} bytes instead of {size}")
-        if table.addresses[number] >= 0:
-            raise ValueError(f"chunk {number} twice")
-        table.addresses[number] = chunk.byte_offset
-        table.sizes[number], table.filter_masks[number] = chunk.size, chunk.filter_mask
+        if addresses[number] >= 0:
+            raise ValueError(f"chunk {number} is listed twice")
+        addresses[number], sizes[number], masks[number] = chunk.byte_offset, chunk.size, chunk.filter_mask
 
     dataset.id.chunk_iter(record)
-    if per_row == 1:
-        return table
-    shape = grid[0], per_row
-    return ChunkTable(table.addresses.reshape(shape), table.sizes.reshape(shape), table.filter_masks.reshape(shape))
+    return table
 
 
 def text(value: Any) -> str:

@@ -85,15 +85,12 @@ class _Visited:
     indexes: dict[tuple[str, str], ChunkIndex] = field(default_factory=dict)
 
 
-def require_sources(dataset: h5py.Dataset) -> frozenset[SourceFile]:
+def require_sources(dataset: h5py.Dataset, visited: _Visited | None = None, depth: int = 0) -> frozenset[SourceFile]:
     """Return the source files of a virtual dataset; raise PackFormatError if a source is missing or too small.
 
     Sources with ``%b`` in their name are not checked. The name stands for any number of files, so none is missing.
     """
-    return _require_sources(dataset, _Visited(), 0)
-
-
-def _require_sources(dataset: h5py.Dataset, visited: _Visited, depth: int) -> frozenset[SourceFile]:
+    visited = visited or _Visited()
     key = dataset.file.filename, dataset.name
     if key not in visited.files:
         files: set[SourceFile] = set()
@@ -101,23 +98,22 @@ def _require_sources(dataset: h5py.Dataset, visited: _Visited, depth: int) -> fr
         def visit(file: h5py.File, found: h5py.Dataset, name: str, mappings: list[_Mapping]) -> None:
             files.add(_identify(file))
             if found.is_virtual:
-                files.update(_require_sources(found, visited, depth + 1))
+                files.update(require_sources(found, visited, depth + 1))
 
         _visit_sources(dataset, depth, visit)
         visited.files[key] = frozenset(files)
     return visited.files[key]
 
 
-def index_rows(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkIndex:
+def index_rows(
+    file: h5py.File, dataset: h5py.Dataset, name: str, visited: _Visited | None = None, depth: int = 0
+) -> ChunkIndex:
     """Index a dataset like `index_dataset`, and follow virtual mappings and links to the files that hold the rows.
 
     Returns a `VirtualIndex` if the rows can be read directly from the source files. Raises PackFormatError also if a
     source is missing, or smaller than its mapping requires.
     """
-    return _index_rows(file, dataset, name, _Visited(), 0)
-
-
-def _index_rows(file: h5py.File, dataset: h5py.Dataset, name: str, visited: _Visited, depth: int) -> ChunkIndex:
+    visited = visited or _Visited()
     key = file.filename, name
     if key not in visited.indexes:
         index = index_dataset(file, dataset, name)
@@ -127,7 +123,7 @@ def _index_rows(file: h5py.File, dataset: h5py.Dataset, name: str, visited: _Vis
         elif cause is LibraryCause.LINK and dataset.name is not None:
             index = _index_linked(dataset, index, visited, depth)
         elif dataset.is_virtual:
-            index = replace(index, external_files=_require_sources(dataset, visited, depth))
+            index = replace(index, external_files=require_sources(dataset, visited, depth))
         elif dataset.external:
             index = replace(index, external_files=_external_files(dataset))
         visited.indexes[key] = index
@@ -143,7 +139,7 @@ def _external_files(dataset: h5py.Dataset) -> frozenset[SourceFile]:
 
 def _index_linked(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, depth: int) -> ChunkIndex:
     """Return the index of a dataset that a link in this file leads to in another file."""
-    there = _index_rows(dataset.file, dataset, dataset.name.lstrip("/"), visited, depth)
+    there = index_rows(dataset.file, dataset, dataset.name.lstrip("/"), visited, depth)
     file = _identify(dataset.file)
     if there.library_reason is not None or not index.rows or not index.row_bytes:
         return replace(index, external_files=there.files | {file})
@@ -168,13 +164,13 @@ def _index_virtual(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, 
         if text is None and not same_type:
             text = f"it is virtual, and its source {name!r} in {file.filename} holds numbers of another type"
         if text is None:
-            there = _index_rows(file, found, name, visited, depth + 1)
+            there = index_rows(file, found, name, visited, depth + 1)
             files.update(there.files)
             parts.extend(
                 MappedRows(first, rows, where, there, start) for first, rows, start in filter(None, boxes) if rows
             )
         elif found.is_virtual:
-            files.update(_require_sources(found, visited, depth + 1))
+            files.update(require_sources(found, visited, depth + 1))
 
     _visit_sources(dataset, depth, visit)
     parts.sort(key=lambda part: part.first)

@@ -83,22 +83,6 @@ def test_no_rows_make_no_extents() -> None:
     assert (runs.edges.tolist(), runs.offsets.tolist(), runs.chunk_visits.tolist()) == ([0], [], [])
 
 
-@pytest.mark.parametrize(
-    ("rows", "edges", "offsets", "visits"),
-    [
-        ([0, 1, 2, 3], [0, 4], [100], [2]),
-        ([4, 5, 0, 1], [0, 2, 4], [300, 100], [1, 1]),
-        ([1, 1, 2], [0, 1, 3], [110, 110], [1, 1]),
-        ([0, 4, 1], [0, 1, 2, 3], [100, 300, 110], [1, 1, 1]),
-        ([6, 7, 6, 0], [0, 3, 4], [-1, 100], [1, 1]),
-    ],
-)
-def test_extents_computed_by_hand(rows: list[int], edges: list[int], offsets: list[int], visits: list[int]) -> None:
-    """Chunks 0 and 1 are adjacent, chunk 2 is apart, chunk 3 has no storage."""
-    runs = plan_extents(index([100, 120, 300, -1], 2, 10, 8), np.array(rows, np.int64))
-    assert (runs.edges.tolist(), runs.offsets.tolist(), runs.chunk_visits.tolist()) == (edges, offsets, visits)
-
-
 def test_offsets_past_four_gigabytes() -> None:
     runs = plan_extents(index([1 << 40], 1 << 20, 1 << 20, 1 << 20), np.array([(1 << 20) - 1], np.int64))
     assert runs.offsets.tolist() == [(1 << 41) - (1 << 20)]
