@@ -150,13 +150,13 @@ def describe_task(task: CompressTask) -> str:
 
 def compress_tasks(
     path: str,
-    places: RowOffsets,
+    row_offsets: RowOffsets,
     row_shape: tuple[int, ...],
     checksums: npt.NDArray[np.uint32],
     compression: Compression,
 ) -> Iterator[CompressTask]:
     """Yield the chunks of ``OUT.partial`` in file order; `checksums` are those of the rows in their final order."""
-    shape = (places.chunk_rows, *row_shape)
-    for start in range(0, len(checksums), places.chunk_rows):
-        some = checksums[start : start + places.chunk_rows]
-        yield CompressTask(path, start, places.offset(start), shape, some, compression)
+    shape = (row_offsets.chunk_rows, *row_shape)
+    for start in range(0, len(checksums), row_offsets.chunk_rows):
+        some = checksums[start : start + row_offsets.chunk_rows]
+        yield CompressTask(path, start, row_offsets.offset(start), shape, some, compression)

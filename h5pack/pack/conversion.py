@@ -371,7 +371,7 @@ class Conversion:
     ) -> list[int]:
         """Return, ascending, those of `rows` whose bytes do not match `checksums`, which is indexed by row."""
         wrong: list[int] = []
-        tasks = check_tasks(str(self.output.partial), pack.places, rows, checksums, _CHECK_BYTES)
+        tasks = check_tasks(str(self.output.partial), pack.row_offsets, rows, checksums, _CHECK_BYTES)
         with self._stage("check", len(rows)) as advance:
             for count, found in run(self._executor, check_rows_counted, tasks, 2 * self.num_workers, describe_check):
                 wrong += found
@@ -382,7 +382,7 @@ class Conversion:
         """Write the rows without a result, then record durably that every row is written or rejected."""
         plan = pack.plan
         missing = np.flatnonzero(~results.settled)
-        tasks = writer.write_tasks(plan, pack.job, pack.places, missing, self.num_workers)
+        tasks = writer.write_tasks(plan, pack.job, pack.row_offsets, missing, self.num_workers)
         with self._stage("write", len(missing)) as advance:
             for records in run(self._executor, writer.write_rows, tasks, 2 * self.num_workers, writer.describe):
                 for record in records:

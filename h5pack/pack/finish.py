@@ -42,19 +42,19 @@ def move_rows(pack: UnfinishedPack, origins: npt.NDArray[np.int64]) -> None:
 
     `origins`, int64 (n,), is the planned row that each final row comes from; see `split_order.close_holes`.
     """
-    descriptor, places = pack.lock.descriptor, pack.places
-    max_rows = max(1, _COPY_BYTES // places.row_bytes)
+    descriptor, row_offsets = pack.lock.descriptor, pack.row_offsets
+    max_rows = max(1, _COPY_BYTES // row_offsets.row_bytes)
     for target, origin, count in moved_runs(origins):
         done = 0
         while done < count:
             rows = min(
                 max_rows,
                 count - done,
-                places.chunk_rows - (target + done) % places.chunk_rows,
-                places.chunk_rows - (origin + done) % places.chunk_rows,
+                row_offsets.chunk_rows - (target + done) % row_offsets.chunk_rows,
+                row_offsets.chunk_rows - (origin + done) % row_offsets.chunk_rows,
             )
-            data = read_all(descriptor, rows * places.row_bytes, places.offset(origin + done))
-            write_all(descriptor, data, places.offset(target + done))
+            data = read_all(descriptor, rows * row_offsets.row_bytes, row_offsets.offset(origin + done))
+            write_all(descriptor, data, row_offsets.offset(target + done))
             done += rows
 
 
@@ -64,12 +64,12 @@ def repair_rows(pack: UnfinishedPack, written: RowRecord, origins: npt.NDArray[n
     `wrong` are the final rows, ascending, whose bytes do not match their checksums; all rows before the first of them
     are correct. A row whose bytes no longer exist in the file (for example after a power cut) is decoded again.
     """
-    plan, places, descriptor = pack.plan, pack.places, pack.lock.descriptor
+    plan, row_offsets, descriptor = pack.plan, pack.row_offsets, pack.lock.descriptor
     decoder = LayoutDecoder(plan.pixels, plan.options.layout)
     pixels = np.empty(plan.row_shape, np.uint8)
     for row in wrong:
         origin = int(origins[row])
-        data = read_all(descriptor, places.row_bytes, places.offset(origin))
+        data = read_all(descriptor, row_offsets.row_bytes, row_offsets.offset(origin))
         if origin == row or crc32(data) != int(written.checksums[origin]):
             index = int(plan.row_order.origins[origin])
             with strict_pillow():
@@ -77,7 +77,7 @@ def repair_rows(pack: UnfinishedPack, written: RowRecord, origins: npt.NDArray[n
                     plan.catalog.reader.read(index, plan.name(origin)), int(plan.decode_paths[index]), pixels
                 )
             data = pixels.tobytes()
-        write_all(descriptor, data, places.offset(row))
+        write_all(descriptor, data, row_offsets.offset(row))
 
 
 def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> PackTables:
@@ -91,7 +91,7 @@ def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> Pa
         filenames=catalog.names.take(origins.tolist()),
         splits=dict(zip(catalog.split_names, itertools.pairwise(final.split_starts.tolist()), strict=True)),
         checksums=written.checksums[final.origins],
-        statistics=pack_statistics(plan, written, final, pack.places, pack.lock.descriptor),
+        statistics=pack_statistics(plan, written, final, pack.row_offsets, pack.lock.descriptor),
         rejects=plan.all_rejects(written.reasons),
     )
 
@@ -102,9 +102,9 @@ def complete(pack: UnfinishedPack, tables: PackTables) -> None:
     HDF5 does not open that file for writing. It writes a second, sparse file, whose bytes outside the chunks are then
     copied.
     """
-    output, places, descriptor = pack.output, pack.places, pack.lock.descriptor
+    output, row_offsets, descriptor = pack.output, pack.row_offsets, pack.lock.descriptor
     addresses = write_structure(output.finish, pack.structure, len(tables.checksums), tables)
-    if not np.array_equal(addresses, places.addresses[: len(addresses)]):
+    if not np.array_equal(addresses, row_offsets.addresses[: len(addresses)]):
         raise H5PackError(
             f"{output.partial}: HDF5 {h5py.version.hdf5_version} placed the chunks at other addresses than before; "
             "this is an error in h5pack, please report it; existing files are unchanged",
@@ -113,12 +113,12 @@ def complete(pack: UnfinishedPack, tables: PackTables) -> None:
     finish = os.open(output.finish, os.O_RDONLY)
     try:
         size = os.fstat(finish).st_size
-        chunk_bytes = places.chunk_rows * places.row_bytes
+        chunk_bytes = row_offsets.chunk_rows * row_offsets.row_bytes
         position = 0
         for address in [*np.sort(addresses).tolist(), size]:
             copy_changed(finish, descriptor, position, address)
             position = address + chunk_bytes
-        _clear_tail(descriptor, places, len(tables.checksums), len(addresses))
+        _clear_tail(descriptor, row_offsets, len(tables.checksums), len(addresses))
         os.ftruncate(descriptor, size)
         os.fsync(descriptor)
     finally:
@@ -139,7 +139,9 @@ def compress(
     assert compression is not None
 
     def chunks() -> Iterator[bytes]:
-        tasks = compress_tasks(str(output.partial), pack.places, structure.row_shape, tables.checksums, compression)
+        tasks = compress_tasks(
+            str(output.partial), pack.row_offsets, structure.row_shape, tables.checksums, compression
+        )
         for rows, stored in run(executor, compress_rows, tasks, max_in_flight, describe_task, ordered=True):
             yield stored
             advance(rows)
@@ -158,13 +160,13 @@ def compress(
     pack.lock.replace(path)
 
 
-def _clear_tail(descriptor: int, places: RowOffsets, rows: int, chunks: int) -> None:
+def _clear_tail(descriptor: int, row_offsets: RowOffsets, rows: int, chunks: int) -> None:
     """Zero the unused rest of the last chunk, which may still contain rows that were moved elsewhere."""
-    for row in range(rows, chunks * places.chunk_rows):
-        offset = places.offset(row)
-        data = read_all(descriptor, places.row_bytes, offset)
+    for row in range(rows, chunks * row_offsets.chunk_rows):
+        offset = row_offsets.offset(row)
+        data = read_all(descriptor, row_offsets.row_bytes, offset)
         if data.count(0) < len(data):
-            write_all(descriptor, bytes(places.row_bytes), offset)
+            write_all(descriptor, bytes(row_offsets.row_bytes), offset)
 
 
 def _expected(pack: UnfinishedPack, tables: PackTables) -> tuple[tuple[int, ...], dict[int, int]]:

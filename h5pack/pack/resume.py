@@ -68,7 +68,7 @@ class UnfinishedPack:
             self.structure = _structure(plan, before["created"])
             # Compute the addresses from the plan again, because a kill may have damaged the metadata of `partial`.
             addresses = write_structure(output.finish, self.structure, plan.rows, None)
-        self.places = RowOffsets(addresses, plan.chunks.rows, plan.row_bytes)
+        self.row_offsets = RowOffsets(addresses, plan.chunks.rows, plan.row_bytes)
         self.job = WriteJob(
             path=str(output.partial),
             journal=str(output.journal),

@@ -67,7 +67,7 @@ def mean_and_std(
 
 
 def pack_statistics(
-    plan: ConvertPlan, written: RowRecord, final: RowOrder, places: RowOffsets, descriptor: int
+    plan: ConvertPlan, written: RowRecord, final: RowOrder, row_offsets: RowOffsets, descriptor: int
 ) -> dict[str, Any]:
     """Return the statistics of the final rows. Rows that were not summed while they were written are read back."""
     start, stop = statistics_range(plan, final)
@@ -77,7 +77,7 @@ def pack_statistics(
     for row in rows.tolist():
         sums = known.get(int(final.origins[row]))
         if sums is None:
-            data = read_all(descriptor, places.row_bytes, places.offset(row))
+            data = read_all(descriptor, row_offsets.row_bytes, row_offsets.offset(row))
             sums = channel_sums(np.frombuffer(data, np.uint8).reshape(plan.row_shape), plan.options.layout)
         total += sums
     mean, std = mean_and_std(total, len(rows), plan.height * plan.width)

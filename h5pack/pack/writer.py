@@ -65,7 +65,7 @@ class WriteTask:
 
 
 def write_tasks(
-    plan: ConvertPlan, job: WriteJob, places: RowOffsets, missing: npt.NDArray[np.int64], num_workers: int
+    plan: ConvertPlan, job: WriteJob, row_offsets: RowOffsets, missing: npt.NDArray[np.int64], num_workers: int
 ) -> Iterator[WriteTask]:
     """Yield tasks that write the missing rows, int64 ascending; tasks are small enough to keep all workers busy."""
     sampled = np.zeros(plan.rows, np.bool_)
@@ -79,11 +79,11 @@ def write_tasks(
     for share in shares:
         groups: list[RowGroup] = []
         count = 0
-        for rows in _written_together(share, places, min(plan.chunks.rows, max_rows), scattered=scattered):
+        for rows in _written_together(share, row_offsets, min(plan.chunks.rows, max_rows), scattered=scattered):
             if not scattered and groups and count + len(rows) > max_rows:
                 yield WriteTask(job, groups)
                 groups, count = [], 0
-            groups.append(_row_group(plan, places, rows, sampled))
+            groups.append(_row_group(plan, row_offsets, rows, sampled))
             count += len(rows)
         if groups:
             yield WriteTask(job, groups)
@@ -108,29 +108,29 @@ def join_groups(
 
 
 def _written_together(
-    rows: npt.NDArray[np.int64], places: RowOffsets, max_rows: int, *, scattered: bool
+    rows: npt.NDArray[np.int64], row_offsets: RowOffsets, max_rows: int, *, scattered: bool
 ) -> Iterator[npt.NDArray[np.int64]]:
     """Divide ascending rows into runs contiguous in the file; with `scattered`, join short runs into larger groups."""
     apart: list[npt.NDArray[np.int64]] = []
-    for start, count in places.runs(rows, max_rows):
+    for start, count in row_offsets.runs(rows, max_rows):
         found = np.arange(start, start + count)
-        if scattered and count * places.row_bytes < _SCATTERED_BYTES:
+        if scattered and count * row_offsets.row_bytes < _SCATTERED_BYTES:
             apart.append(found)
         else:
             yield found
     if apart:
         joined = np.concatenate(apart)
-        step = max(1, _SCATTERED_BYTES // places.row_bytes)
+        step = max(1, _SCATTERED_BYTES // row_offsets.row_bytes)
         yield from (joined[first : first + step] for first in range(0, len(joined), step))
 
 
 def _row_group(
-    plan: ConvertPlan, places: RowOffsets, rows: npt.NDArray[np.int64], sampled: npt.NDArray[np.bool_]
+    plan: ConvertPlan, row_offsets: RowOffsets, rows: npt.NDArray[np.int64], sampled: npt.NDArray[np.bool_]
 ) -> RowGroup:
     indices = plan.row_order.origins[rows]
     return RowGroup(
         rows=rows,
-        offsets=places.offsets(rows),
+        offsets=row_offsets.offsets(rows),
         indices=indices.tolist(),
         names=[plan.catalog.names[index] for index in indices.tolist()],
         decode_paths=plan.decode_paths[indices].tolist(),

@@ -47,12 +47,7 @@ def test_rows_of_any_dtype_and_rank(dtype: object, shape: tuple[int, ...]) -> No
     assert found.tolist() == [zlib.crc32(rows[place : place + 1].tobytes()) for place in range(len(rows))]
 
 
-def test_rows_that_are_not_contiguous() -> None:
-    rows = np.arange(240, dtype=np.int32).reshape(6, 5, 8)
-    for view in (rows[::2], rows[:, ::-1], rows.transpose(2, 0, 1), rows[:, :, 3]):
+def test_rows_that_are_not_contiguous_or_may_not_be_written() -> None:
+    rows = np.frombuffer(bytes(range(240)) * 4, np.int32).reshape(6, 5, 8)
+    for view in (rows, rows[::2], rows[:, ::-1], rows.transpose(2, 0, 1), rows[:, :, 3]):
         assert row_checksums(view).tolist() == [zlib.crc32(row.tobytes()) for row in view]
-
-
-def test_rows_of_a_buffer_that_may_not_be_written() -> None:
-    rows = np.frombuffer(bytes(range(60)), np.uint8).reshape(3, 20)
-    assert row_checksums(rows).tolist() == [zlib.crc32(row.tobytes()) for row in rows]

@@ -20,7 +20,7 @@ row_sizes = st.integers(1, 64 * 1024 * 1024)
 
 
 @given(row_counts, row_sizes)
-def test_chunks_chosen_without_a_wish_are_neither_large_nor_small_nor_few(n_rows: int, row_bytes: int) -> None:
+def test_default_chunks_are_neither_large_nor_small_nor_few(n_rows: int, row_bytes: int) -> None:
     plan = plan_chunks(n_rows, row_bytes)
     assert plan.rows >= 1
     assert plan.bytes == plan.rows * row_bytes
@@ -39,7 +39,7 @@ def test_given_rows_are_used(n_rows: int, row_bytes: int, chunk_rows: int) -> No
 
 
 @given(row_counts, row_sizes, st.integers(1, 2**31))
-def test_wished_bytes_are_filled_with_whole_rows(n_rows: int, row_bytes: int, chunk_bytes: int) -> None:
+def test_given_bytes_are_filled_with_whole_rows(n_rows: int, row_bytes: int, chunk_bytes: int) -> None:
     plan = plan_chunks(n_rows, row_bytes, chunk_bytes=chunk_bytes)
     assert plan.bytes <= chunk_bytes or plan.rows == 1
     assert plan.bytes + row_bytes > chunk_bytes
@@ -73,21 +73,15 @@ def test_cache_rules(filtered: bool, window: int | None, nbytes: int) -> None:
     assert plan.reason.startswith("filtered" if filtered else "unfiltered")
 
 
-def test_a_small_filtered_dataset_is_held_whole() -> None:
+def test_the_cache_holds_small_datasets_and_whole_rows() -> None:
     assert plan_cache((1_000, 8, 8), (10, 8, 8), 4, filtered=True).nbytes == 1_000 * 8 * 8 * 4
-
-
-def test_a_filtered_row_that_spans_many_chunks_is_held_whole() -> None:
-    plan = plan_cache((100, 8_192, 8_192), (1, 1_024, 1_024), 2, filtered=True)
-    assert plan.nbytes == 8_192 * 8_192 * 2
-    assert plan_cache((100, 8_192, 8_192), (1, 1_024, 1_024), 2, filtered=True, window=3).nbytes == 3 * plan.nbytes
-
-
-def test_datasets_without_rows_have_a_plan() -> None:
+    row_of_many_chunks = (100, 8_192, 8_192), (1, 1_024, 1_024), 2
+    assert plan_cache(*row_of_many_chunks, filtered=True).nbytes == 8_192 * 8_192 * 2
+    assert plan_cache(*row_of_many_chunks, filtered=True, window=3).nbytes == 3 * 8_192 * 8_192 * 2
     for filtered in (False, True):
-        plan = plan_cache((0, 8, 8), (4, 8, 8), 1, filtered=filtered)
-        assert plan.nslots >= 1
-        assert plan.nbytes >= 0
+        empty = plan_cache((0, 8, 8), (4, 8, 8), 1, filtered=filtered)
+        assert empty.nslots >= 1
+        assert empty.nbytes >= 0
 
 
 def hdf5_slot(scaled: tuple[int, ...], grid: list[int], nslots: int) -> int:
