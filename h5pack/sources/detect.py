@@ -58,28 +58,21 @@ def _open_path(path: Path, options: SourceOptions) -> Catalog:
     if not os.path.exists(path):
         raise SourceError(f"{path}: no such file or folder; check the path", path=path)
     kind = options.kind or _detect(path)
+    if path.is_dir() == (kind in ("manifest", "hdf5")):
+        parameter = f"source_kind={kind!r}"
+        needed = "file, not a folder" if path.is_dir() else "folder, not a file"
+        raise SourceError(f"{path}: {parameter} needs a {needed}; give one", path=path, parameters=(parameter,))
     if kind != "hdf5" and options.datasets != HDF5Datasets():
         names = ("images", "labels", "fields", "channel_axis", "value_range")
         raise OptionsError(f"{path}: not an HDF5 file; leave out {listed(names)}", path=path, parameters=names)
     if kind == "manifest":
-        if not path.is_file():
-            raise SourceError(f"{path}: a manifest is a CSV or TSV file; give the file, not its folder", path=path)
         return manifest(path, options.columns, options.names)
     if options.columns != ManifestColumns():
         names = ("root", "path_column", "label_columns", "split_column", "field_columns")
         raise OptionsError(f"{path}: not a manifest; leave out {listed(names)}", path=path, parameters=names)
     if kind == "hdf5":
-        if path.is_dir():
-            raise _not_a(path, "file", kind)
         return hdf5_catalog(path, options.datasets, options.names)
-    if not path.is_dir():
-        raise _not_a(path, "folder", kind)
     return celeba(path, options.names) if kind == "celeba" else _open_folder(path, kind, options.names)
-
-
-def _not_a(path: Path, what: str, kind: str) -> SourceError:
-    fragment = f"source_kind={kind!r}"
-    return SourceError(f"{path}: not a {what}; {fragment} needs one", path=path, parameters=(fragment,))
 
 
 def _open_folder(path: Path, kind: str, names: NameFilter) -> Catalog:
@@ -108,13 +101,12 @@ def _open_folder(path: Path, kind: str, names: NameFilter) -> Catalog:
 
 def _detect(path: Path) -> str:
     """Return the kind of source at the path, or "folder" for a folder whose kind follows from the names below it."""
-    if path.is_file():
-        if path.suffix.lower() in _MANIFEST_SUFFIXES:
-            return "manifest"
-        if is_hdf5(path):
-            return "hdf5"
-        raise SourceError(
-            f"{path}: neither a folder, nor a manifest (.csv, .tsv), nor an HDF5 file; give one of these",
-            path=path,
-        )
-    return "celeba" if is_celeba(path) else "folder"
+    if path.is_dir():
+        return "celeba" if is_celeba(path) else "folder"
+    if path.is_file() and path.suffix.lower() in _MANIFEST_SUFFIXES:
+        return "manifest"
+    if path.is_file() and is_hdf5(path):
+        return "hdf5"
+    raise SourceError(
+        f"{path}: neither a folder, nor a manifest (.csv, .tsv), nor an HDF5 file; give one of these", path=path
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -111,12 +112,8 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
     columns = {field: _read_field(path, require_dataset(file, field), field) for field in fields}
     for name, table in ((labels, values), *columns.items()):
         if table is not None and len(table) != len(stored):
-            raise SourceError(
-                f"{path}: {name!r} has {len(table):,} rows, but {images!r} has {len(stored):,}; name datasets of the "
-                "same length",
-                path=path,
-                dataset=name,
-            )
+            problem = f"has {len(table):,} rows, but {images!r} has {len(stored):,}; name datasets of the same length"
+            raise _dataset_error(path, str(name), problem)
     return Catalog(
         "hdf5",
         reader,
@@ -185,20 +182,14 @@ def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelFor
         asked = "first" if text(stored) == "nchw" else "last"
     if not allowed or (asked is not None and asked not in allowed) or 0 in shape:
         what = f"an image with channels {asked}" if allowed and asked is not None else "an image"
-        raise SourceError(
-            f"{path}: the rows of {name!r} have shape {shape}, which is not {what}: (H, W), (H, W, C) or (C, H, W), C "
-            "from 1 to 4; name another dataset with images=NAME",
-            path=path,
-            dataset=name,
-            parameters=("images=NAME",),
+        problem = (
+            f"has rows of shape {shape}, which is not {what}: (H, W), (H, W, C) or (C, H, W), C from 1 to 4; name "
+            "another dataset with images=NAME"
         )
+        raise _dataset_error(path, name, problem, "images=NAME")
     if asked is None and len(allowed) > 1:
-        raise SourceError(
-            f"{path}: the channels of rows of shape {shape} may be the last or the first axis; give channel_axis",
-            path=path,
-            dataset=name,
-            parameters=("channel_axis",),
-        )
+        problem = f"has rows of shape {shape}, whose channels may be the last or the first axis; give channel_axis"
+        raise _dataset_error(path, name, problem, "channel_axis")
     return PixelForm(asked or allowed[0], datasets.value_range)
 
 
@@ -286,20 +277,18 @@ def _read_labels(path: Path, dataset: h5py.Dataset, name: str) -> tuple[npt.NDAr
     return labels, classes
 
 
+def _dataset_error(path: Path, name: str, problem: str, *parameters: str) -> SourceError:
+    return SourceError(f"{path}: {name!r} {problem}", path=path, dataset=name, parameters=parameters)
+
+
 def _label_error(path: Path, name: str, found: str, *advice: str) -> SourceError:
-    return SourceError(
-        f"{path}: {name!r} {found}; give {' or '.join(advice)}", path=path, dataset=name, parameters=advice
-    )
+    return _dataset_error(path, name, f"{found}; give {' or '.join(advice)}", *advice)
 
 
 def _read_field(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
     """Return the values of a field, (N, ...), in native byte order; raise SourceError if they are not numbers."""
     if dataset.dtype.kind not in "biuf" or not dataset.shape:
-        raise SourceError(
-            f"{path}: {name!r} holds {dataset.dtype}, but a field needs rows of numbers; leave it out",
-            path=path,
-            dataset=name,
-        )
+        raise _dataset_error(path, name, f"holds {dataset.dtype}, but a field needs rows of numbers; leave it out")
     return _read_all(path, dataset, name)
 
 
@@ -332,11 +321,7 @@ def _read_all(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
     """Return all values of a dataset. Numbers are read by the engine and compared with their checksums, if any."""
     size = math.prod(dataset.shape or ()) * dataset.dtype.itemsize
     if size > available_memory() // 2:
-        raise SourceError(
-            f"{path}: {name!r} holds {format_bytes(size)}, which does not fit in memory; leave it out",
-            path=path,
-            dataset=name,
-        )
+        raise _dataset_error(path, name, f"holds {format_bytes(size)}, which does not fit in memory; leave it out")
     try:
         if dataset.dtype.kind in "biuf" and dataset.shape:
             return _read_numbers(path, dataset, name)
@@ -349,19 +334,15 @@ def _read_all(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
         raise
     except Exception as error:
         # On damaged files, h5py may raise any exception type.
-        raise SourceError(
-            f"{path}: {name!r} cannot be read ({error}); restore the file, or leave out that dataset",
-            path=path,
-            dataset=name,
-        ) from error
+        problem = f"cannot be read ({error}); restore the file, or leave out that dataset"
+        raise _dataset_error(path, name, problem) from error
 
 
 def _read_numbers(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
     pack = describe_file(path, name, None)
-    engine = Engine(pack.path, pack.identity, pack.indexes, warn=False)
     rows = np.arange(len(dataset))
-    values = engine.read(name, rows)
-    if checksums_of(name) in pack.indexes:
-        engine.check(name, checksums_of(name), rows, values)
-    engine.close()
+    with contextlib.closing(Engine(pack.path, pack.identity, pack.indexes, warn=False)) as engine:
+        values = engine.read(name, rows)
+        if checksums_of(name) in pack.indexes:
+            engine.check(name, checksums_of(name), rows, values)
     return values
