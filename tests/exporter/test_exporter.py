@@ -469,7 +469,7 @@ def test_a_row_that_is_damaged_by_the_time_it_is_resumed(tmp_path: Path, monkeyp
     with h5py.File(pack) as file:
         place = file["images"].id.get_chunk_info(0).byte_offset
     flip(pack, place + 2 * 20 * 14 * 3)
-    # As a disk does it that forgets.
+    # The modification time stays, as when a disk loses data.
     os.utime(pack, ns=(times.st_atime_ns, times.st_mtime_ns))
     report = export(pack, tmp_path / "out", **one(resume=True))
     assert [row.row for row in report.damaged] == [2]
@@ -497,7 +497,7 @@ def test_files_that_appear_during_an_export_are_kept(tmp_path: Path, monkeypatch
 
 
 def test_hostile_names_stay_inside_the_folder(tmp_path: Path) -> None:
-    """A file whose names were made to do harm."""
+    """Absolute paths, parents, NULs, duplicates, a file that is also a folder, an empty and an undecodable name."""
     names = [b"/abs/a.jpg", b"../../b.jpg", b"nul\0l/c.jpg", b"d.jpg", b"d.png", b"d.png/e.jpg", b"", b"\xff.jpg"]
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file["images"] = PIXELS[: len(names)]

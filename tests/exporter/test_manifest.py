@@ -64,7 +64,7 @@ NUMBERS: list[npt.NDArray[Any]] = [
 
 
 @pytest.mark.parametrize("values", NUMBERS, ids=lambda values: str(values.dtype))
-def test_numbers_come_back_as_they_were(tmp_path: Path, values: npt.NDArray[Any]) -> None:
+def test_numbers_are_restored_exactly(tmp_path: Path, values: npt.NDArray[Any]) -> None:
     plan = planned(catalog(["a.png", "b.png", "c.png", "d.png"], fields={"x": values}))
     written(plan, tmp_path / "m.csv")
     found = read(plan, tmp_path / "m.csv").fields["x"]
@@ -72,7 +72,7 @@ def test_numbers_come_back_as_they_were(tmp_path: Path, values: npt.NDArray[Any]
     assert found.dtype == (np.float64 if values.dtype.kind == "f" else np.int64)
 
 
-def test_paths_and_words_that_a_table_can_hardly_hold(tmp_path: Path) -> None:
+def test_paths_and_class_names_with_special_characters_are_restored(tmp_path: Path) -> None:
     names = [' lead/a.png', 'quo"te.png', "com,ma.png", "\u732b.png", "#.png", "=1+1.png"]  # fmt: skip
     words = ("a,b", 'c"d', "e f", "\u732b", "#g", "=h")
     plan = planned(catalog(names, labels=range(6), label_names=words), sources=True)
@@ -89,7 +89,7 @@ def test_paths_and_words_that_a_table_can_hardly_hold(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", ["-1e3", "nan", "", " x", "a\rb"])
-def test_words_that_would_be_misread_make_labels_numbers(tmp_path: Path, odd: str) -> None:
+def test_labels_are_numbers_if_a_class_name_would_be_misread(tmp_path: Path, odd: str) -> None:
     plan = planned(catalog(["a.png", "b.png", "c.png"], labels=[1, 0, -1], label_names=("cat", odd)))
     assert "names of classes" in plan.lost[0]
     lines = written(plan, tmp_path / "m.csv")

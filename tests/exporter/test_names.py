@@ -72,7 +72,7 @@ def test_rows_without_names_are_numbered() -> None:
     assert paths(catalog(["x", "x"]), stored=False) == ["000000.png", "000001.png"]
 
 
-def test_numbers_as_labels_make_folders_that_sort_as_they_do() -> None:
+def test_folders_of_numeric_labels_sort_like_the_numbers() -> None:
     assert paths(catalog(["a.jpg", "b.jpg", "c.jpg"], labels=[7, 10, 0])) == ["07/a.png", "10/b.png", "00/c.png"]
     many = [f"{number}.jpg" for number in range(1001)]
     assert paths(catalog(many, labels=range(1001)))[17] == "17.png"
@@ -169,7 +169,7 @@ NAMES = st.lists(st.one_of(PARTS, USUAL), min_size=1).filter(any)
 
 @settings(max_examples=50, deadline=None)
 @given(NAMES, st.booleans(), st.data())
-def test_any_names_make_files_that_can_stand_side_by_side(names: list[str], fold: bool, data: st.DataObject) -> None:
+def test_any_names_give_distinct_valid_files(names: list[str], fold: bool, data: st.DataObject) -> None:
     count = len(names)
     labels = data.draw(st.none() | st.lists(st.integers(-1, 2), min_size=count, max_size=count))
     words = data.draw(st.lists(PARTS, min_size=3, max_size=3, unique=True)) if labels is not None else None

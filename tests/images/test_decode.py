@@ -57,7 +57,7 @@ def header_of(data: bytes, max_pixels: int = MAX_PIXELS) -> ImageHeader:
 
 
 def decoded(data: bytes, channels: int = 3, kind: DecodePath | None = None, **changes: Any) -> Pixels:
-    """By h5pack: survey, then decode at the size that the survey told, or at `size`."""
+    """Survey the file with h5pack, then decode it at the surveyed size or at `size`."""
     header = header_of(data)
     height, width = changes.pop("size", (header.height, header.width))
     out = np.full((height, width, channels), 77, np.uint8)

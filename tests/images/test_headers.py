@@ -44,7 +44,7 @@ def shown_size(data: bytes) -> tuple[int, int] | None:
         warnings.simplefilter("ignore")
         try:
             with Image.open(io.BytesIO(data)) as image:
-                # The size is asked of images whose pixels are cut short, too.
+                # Only the header is read, because the pixels may be truncated.
                 orientation = image.getexif().get(EXIF, 1)
                 width, height = image.size
         except Exception:

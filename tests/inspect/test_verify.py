@@ -58,7 +58,7 @@ def test_flipped_bytes_are_named_by_row_and_file(copy: Path) -> None:
     assert h5pack.verify(copy) == report
 
 
-def test_structure(copy: Path) -> None:
+def test_structural_problems_are_listed_by_dataset(copy: Path) -> None:
     with h5py.File(copy, "r+") as file:
         file["splits/rows"][1, 0] = 50
         del file["filenames"]
@@ -69,7 +69,7 @@ def test_structure(copy: Path) -> None:
     assert [problem.partition(":")[0] for problem in report.problems] == datasets
 
 
-def test_what_cannot_be_opened(copy: Path, tmp_path: Path) -> None:
+def test_files_that_cannot_be_opened_are_problems_or_errors(copy: Path, tmp_path: Path) -> None:
     for content in (copy.read_bytes()[:-9000], b""):
         copy.write_bytes(content)
         assert len(h5pack.verify(copy).problems) == 1

@@ -107,7 +107,7 @@ def test_loops_of_links_end_and_are_counted(tmp_path: Path) -> None:
     assert result.ignored["loops of links"] == 6
 
 
-def test_what_is_passed_over_is_counted_by_kind(tmp_path: Path) -> None:
+def test_skipped_files_are_counted_by_category(tmp_path: Path) -> None:
     touch(
         tmp_path,
         *("1.jpg", "2.JPEG", "3.Png", "a/4.tiff"),
@@ -264,7 +264,7 @@ def test_splits_come_in_their_usual_order(tmp_path: Path) -> None:
     ]
 
 
-def test_labels_are_the_same_in_all_splits_although_classes_are_lacking_in_some(tmp_path: Path) -> None:
+def test_labels_are_the_same_in_all_splits(tmp_path: Path) -> None:
     touch(tmp_path, "train/b/1.jpg", "train/d/1.jpg", "val/a/1.jpg", "val/d/1.jpg")
     (tmp_path / "train" / "c").mkdir()
     catalog = splits(tmp_path)

@@ -90,7 +90,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_rows_that_are_cheaper_together_say_so(file: Path) -> None:
+def test_rows_of_a_chunk_form_a_group(file: Path) -> None:
     indices = np.array([0, 6, 7, 39])
     assert reader(file).groups(indices) is None, "any row can be read by itself"
     for name in ("gzip", "cut", "tiny"):
@@ -151,7 +151,7 @@ def test_a_reader_of_some_images_renumbers_them(file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gzip", "cut_gzip"])
-def test_damage_costs_the_rows_of_its_chunk(tmp_path: Path, name: str) -> None:
+def test_damage_rejects_only_the_rows_of_its_chunk(tmp_path: Path, name: str) -> None:
     values = np.random.default_rng(0).integers(0, 99, (20, 12, 10, 3), np.uint8)
     with h5py.File(tmp_path / "f.h5", "w") as made:
         chunks = (5, 12, 10, 3) if name == "gzip" else (5, 6, 10, 3)
@@ -185,7 +185,7 @@ def test_another_file_under_the_same_name_stops(tmp_path: Path) -> None:
     ("failure", "error"),
     [(ReadError("input/output error"), SourceError), (PackFormatError("wrong chunk"), RejectedImageError)],
 )
-def test_what_the_library_cannot_read(
+def test_read_errors_reject_the_row_or_stop_the_conversion(
     tmp_path: Path, failure: Exception, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failing disk stops the conversion, a wrong row is left out, and a file that does not open is no row's fault."""

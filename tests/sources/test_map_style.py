@@ -107,7 +107,7 @@ def test_labels_are_integers_or_rows_of_small_ones(label: Any, dtype: Any, store
     assert result.tolist() == stored
 
 
-def test_the_catalog_has_a_name_for_every_sample_and_asks_for_none() -> None:
+def test_the_catalog_reads_no_sample() -> None:
     class Counting:
         def __len__(self) -> int:
             return 1_234
