@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from h5pack.data.dataset import H5Dataset
 from h5pack.data.samplers import ChunkBatchSampler
-from h5pack.data.selection import select_rows
+from h5pack.data.selection import select_draws
 from h5pack.errors import OptionsError
 from h5pack.order.row_ranges import EpochRows, Rows
 from h5pack.order.window import DEFAULT_WINDOW, OrderPlan
@@ -177,7 +177,7 @@ def mixing_report(
     """
     epochs = whole_number("epochs", epochs, 2)
     plan = ChunkBatchSampler(dataset, batch_size, seed=seed, window=window, drop_last=True, rank=0, num_replicas=1).plan
-    base, rows = select_rows(dataset)[0], plan.rows.epoch_rows(0)
+    base, rows = select_draws(dataset)[0], plan.rows.epoch_rows(0)
     if not plan.num_batches:
         raise OptionsError(f"{rows.count:,} rows do not fill a batch of {batch_size}; give a smaller batch_size")
     compared = _windows(rows, plan.window, windows)

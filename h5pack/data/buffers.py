@@ -44,12 +44,7 @@ Shape = tuple[tuple[int, ...], npt.DTypeLike]
 
 
 def lay_out(shapes: Sequence[Shape]) -> tuple[list[int], int]:
-    """Return the byte offset of each array in the memory of a batch, and the size in bytes of all arrays.
-
-    Parameters
-    ----------
-    shapes : sequence of (shape, dtype)
-    """
+    """Return the byte offset of each array in the memory of a batch, and the size in bytes of all arrays."""
     offsets, size = [], 0
     for shape, dtype in shapes:
         offsets.append(size)
@@ -59,17 +54,7 @@ def lay_out(shapes: Sequence[Shape]) -> tuple[list[int], int]:
 
 @dataclass(frozen=True)
 class BatchField:
-    """Name, shape, dtype and location of one tensor of a batch.
-
-    Attributes
-    ----------
-    name : str
-    row_shape : tuple of int
-    dtype : dtype
-    row_bytes : int
-    offset : int
-        Byte offset of the tensor in the batch's memory.
-    """
+    """Name, shape, dtype and location of one tensor of a batch."""
 
     name: str
     row_shape: tuple[int, ...]
@@ -79,15 +64,8 @@ class BatchField:
 
 
 class BatchMemory:
-    """The memory of a batch that is being filled.
-
-    Attributes
-    ----------
-    address : int
-        Address of the first byte.
-    arrays : dict of str to ndarray
-        (rows, ...): an array over the memory of each field, to write the rows to.
-    """
+    """The memory of a batch that is being filled: the address of its first byte, and an array (rows, ...) over each
+    field."""
 
     def __init__(
         self, base: npt.NDArray[np.uint8], pinned: torch.Tensor | None, fields: list[BatchField], rows: int
@@ -111,17 +89,11 @@ class BatchMemory:
 
 
 class BufferPool:
-    """Allocator of memory for batches, which reuses the memory after their tensors are freed.
+    """Allocator of memory for batches of up to `batch_rows` rows, which reuses the memory after their tensors are
+    freed.
 
-    Parameters
-    ----------
-    fields : list of (name, row shape, dtype)
-        The tensors of a batch.
-    batch_rows : int
-        Number of rows of the largest batch.
-    pinned : bool
-    keep : int
-        Maximum number of buffers, free and in use, up to which a released buffer is kept for reuse.
+    `fields` are (name, row shape, dtype) of the tensors of a batch. A released buffer is kept for reuse as long as
+    there are at most `keep` buffers, free and in use.
     """
 
     def __init__(
@@ -190,13 +162,7 @@ _numbers = itertools.count()
 
 
 class SharedSegment:
-    """Reusable shared memory for one batch of a worker.
-
-    Parameters
-    ----------
-    size : int
-        Size in bytes, without the header page.
-    """
+    """Reusable shared memory for one batch of a worker: `size` bytes after a header page."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -247,12 +213,7 @@ class SharedMemory:
         return SharedMemory, ()
 
     def batch(self, shapes: Sequence[Shape], *, share: bool = True) -> list[torch.Tensor]:
-        """Return tensors to fill, in shared memory if `share`, this is a worker process and the system supports it.
-
-        Parameters
-        ----------
-        shapes : list of (shape, dtype)
-        """
+        """Return tensors to fill, in shared memory if `share`, this is a worker process and the system supports it."""
         if share and get_worker_info() is not None and can_share():
             return self.shared_batch(shapes)
         return [torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype) for shape, dtype in shapes]

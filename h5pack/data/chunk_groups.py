@@ -73,14 +73,7 @@ class OpenBatches:
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """A chunk group and the read plans of its large fields.
-
-    Attributes
-    ----------
-    group : ChunkGroup
-    plans : dict of str to ScatterPlan
-        The plan of each field whose rows are read from the file directly into the batches.
-    """
+    """A chunk group, and the read plan of each field whose rows are read from the file directly into the batches."""
 
     group: ChunkGroup
     plans: dict[str, ScatterPlan]
@@ -97,8 +90,9 @@ class _Countdown:
         self.tasks = 0
         self._lock = threading.Lock()
 
-    def count(self) -> None:
-        """Count one finished task."""
+    def run(self, work: Callable[[int, int], None], low: int, high: int) -> None:
+        """Run one task: `work` on the part from `low` to `high`."""
+        work(low, high)
         with self._lock:
             self.tasks -= 1
             left = self.tasks
@@ -109,16 +103,8 @@ class _Countdown:
 class GroupReader:
     """Factory of the tasks that fill batches with the rows of chunk groups.
 
-    Parameters
-    ----------
-    dataset : H5Dataset
-    fields : list of BatchField
-        The tensors of a batch.
-    batches : OpenBatches
-    small : ResidentRows, optional
-        Small fields whose rows are all in memory already.
-    keep : bool
-        Cache decoded chunks, because the order reads them several times.
+    `small` has the rows of small fields, all in memory already. With `keep`, decoded chunks are cached, because the
+    order reads them several times.
     """
 
     def __init__(
@@ -129,9 +115,8 @@ class GroupReader:
         small: ResidentRows | None,
         keep: bool,
     ) -> None:
-        self._keep = keep
         self._dataset, self._engine = dataset, dataset.engine
-        self._fields, self._batches, self._small = fields, batches, small
+        self._fields, self._batches, self._small, self._keep = fields, batches, small, keep
 
     def plan(self, group: ChunkGroup) -> PlannedGroup:
         """Plan the reads of a group's rows, and make the kernel start reading those that are not in the page cache."""
@@ -155,32 +140,34 @@ class GroupReader:
             plan = planned.plans.get(field.name)
             if plan is not None:
                 plan.buffers[:, 0] = self._addresses(group, field)
-                cuts = _cut_runs(plan.edges, field.row_bytes)
-                tasks += [partial(self._scatter, plan, low, high, countdown) for low, high in itertools.pairwise(cuts)]
+                work, cuts = partial(self._engine.execute, plan), _cut_runs(plan.edges, field.row_bytes)
             elif field.name == ROWS or field.row_bytes < SCATTER_BYTES:
-                tasks.append(partial(self._stage, field, group, countdown))
+                work, cuts = partial(self._stage, field, group), [0, len(group.rows)]
             elif self._engine.can_decode(self._engine.indexes[field.name]):
-                edges = equal_runs(self._engine.indexes[field.name].chunks_of(group.rows)).tolist()
-                tasks += [
-                    partial(self._decode, field, group, low, high, countdown) for low, high in itertools.pairwise(edges)
-                ]
+                index = self._engine.indexes[field.name]
+                work, cuts = partial(self._decode, field, group), equal_runs(index.chunks_of(group.rows)).tolist()
             else:
-                cuts = _cut_rows(group.rows, field.row_bytes)
-                tasks += [
-                    partial(self._copy, field, group, low, high, countdown) for low, high in itertools.pairwise(cuts)
-                ]
+                work, cuts = partial(self._copy, field, group), _cut_rows(group.rows, field.row_bytes)
+            tasks += [partial(countdown.run, work, low, high) for low, high in itertools.pairwise(cuts)]
         countdown.tasks = len(tasks)
         return tasks
 
     def gather(self, group: ChunkGroup, resident: ResidentRows, on_arrival: OnArrival) -> list[Task]:
         """Return one task per span of a group that copies its rows from memory and calls `on_arrival` with the span."""
-        return [self.gather_span(span, rows, resident, on_arrival) for span, rows in group.split_by_batch(group.rows)]
+        spans = group.split_by_batch(group.rows)
+        return [partial(self.gather_span, span, rows, resident, on_arrival) for span, rows in spans]
 
     def gather_span(
         self, span: Span, rows: npt.NDArray[np.int64], resident: ResidentRows, on_arrival: OnArrival
-    ) -> Task:
-        """Return a task that copies the rows of one span from memory and then calls `on_arrival` with the span."""
-        return partial(self._gather, span, rows, resident, on_arrival)
+    ) -> None:
+        """Copy the rows of one span from memory to its batch, then call `on_arrival` with the span."""
+        batch, slot, count = span
+        for name, array in self._batches.memory(batch).arrays.items():
+            if name == ROWS:
+                array[slot : slot + count] = rows
+            else:
+                resident.gather(name, rows, array[slot : slot + count])
+        on_arrival([span])
 
     def _addresses(self, group: ChunkGroup, field: BatchField) -> npt.NDArray[np.uint64]:
         """Return the memory address to which each row of a group is to be written; uint64, (n,)."""
@@ -194,11 +181,8 @@ class GroupReader:
         addresses += np.arange(0, start * size, size)
         return addresses[group.positions].view(np.uint64)
 
-    def _scatter(self, plan: ScatterPlan, low: int, high: int, countdown: _Countdown) -> None:
-        self._engine.execute(plan, low, high)
-        countdown.count()
-
-    def _stage(self, field: BatchField, group: ChunkGroup, countdown: _Countdown) -> None:
+    def _stage(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
+        """Copy the small rows of a whole group, which is one task, to their batches."""
         if field.name == ROWS:
             values: npt.NDArray[Any] = group.rows
         elif self._small is not None and field.name in self._small:
@@ -208,9 +192,8 @@ class GroupReader:
             values = self._engine.read(field.name, group.rows)
         for (batch, slot, count), part in group.split_by_batch(values):
             self._batches.memory(batch).arrays[field.name][slot : slot + count] = part
-        countdown.count()
 
-    def _decode(self, field: BatchField, group: ChunkGroup, low: int, high: int, countdown: _Countdown) -> None:
+    def _decode(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
         """Copy rows of one compressed (filtered) chunk to their batches, without converting the byte order."""
         chunk, rows = self._engine.rows_in_chunk(field.name, group.rows[low:high], keep=self._keep)
         # Sort the rows by position, so that the rows of each batch are adjacent.
@@ -227,24 +210,13 @@ class GroupReader:
                     array[slot] = chunk[row]
             else:
                 array[slots[start:stop]] = chunk[rows[start:stop]]
-        countdown.count()
 
-    def _copy(self, field: BatchField, group: ChunkGroup, low: int, high: int, countdown: _Countdown) -> None:
+    def _copy(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
         """Copy large rows that only the HDF5 library can read to their batches."""
         values = self._engine.read(field.name, group.rows[low:high])
         owners, slots = group.slots(group.positions[low:high])
         for value, owner, slot in zip(values, owners.tolist(), slots.tolist(), strict=True):
             self._batches.memory(group.spans[owner][0]).arrays[field.name][slot] = value
-        countdown.count()
-
-    def _gather(self, span: Span, rows: npt.NDArray[np.int64], resident: ResidentRows, on_arrival: OnArrival) -> None:
-        batch, slot, count = span
-        for name, array in self._batches.memory(batch).arrays.items():
-            if name == ROWS:
-                array[slot : slot + count] = rows
-            else:
-                resident.gather(name, rows, array[slot : slot + count])
-        on_arrival([span])
 
 
 def _cut_rows(rows: npt.NDArray[np.int64], row_bytes: int) -> list[int]:
@@ -258,7 +230,7 @@ def _cut_rows(rows: npt.NDArray[np.int64], row_bytes: int) -> list[int]:
 def _cut_runs(edges: list[int], row_bytes: int) -> list[int]:
     """Combine runs of rows, given by their edges, into tasks of about `TASK_BYTES`, without cutting a run.
 
-    Returns the number of the first run of each task, followed by the number of runs.
+    The result is the number of the first run of each task, followed by the number of runs.
     """
     max_rows = max(1, TASK_BYTES // row_bytes)
     cuts = [0]

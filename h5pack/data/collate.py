@@ -48,14 +48,8 @@ class FirstTensor(MarkedTensor):
 class SampleBatch(Sequence[Any]):
     """A sequence of samples that are read together on first access or by `collate`.
 
-    Parameters
-    ----------
-    rows : ndarray
-        int64, (n,): the samples, in the numbering of ``source.read_batch``: rows of a file, or indices of a
-        `ConcatPack`.
-    source : BatchSource
-    load : callable, optional
-        Reads samples individually. It is used if the images differ in size and so cannot be read into one tensor.
+    `rows`, int64 (n,), are in the numbering of ``source.read_batch``: rows of a file, or indices of a `ConcatPack`. If
+    the images differ in size and so cannot be read into one tensor, `load` reads the samples individually.
     """
 
     def __init__(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -14,13 +12,14 @@ from torch.utils.data import Dataset, default_collate
 
 from h5pack.data.buffers import SharedMemory
 from h5pack.data.collate import SampleBatch
-from h5pack.data.dataset import H5Dataset, is_class_label
+from h5pack.data.dataset import H5Dataset, batch_fields, positions_of
+from h5pack.data.iteration import Closeable
 from h5pack.errors import OptionsError
 
 Rows = npt.NDArray[np.int64]
 
 
-class ConcatPack(Dataset[Any]):
+class ConcatPack(Closeable, Dataset[Any]):
     """Concatenation of several datasets. Sample i of dataset d has the index ``offsets[d] + i``.
 
     Parameters
@@ -60,12 +59,6 @@ class ConcatPack(Dataset[Any]):
     def __repr__(self) -> str:
         return f"ConcatPack({list(self.datasets)!r})"
 
-    def __enter__(self) -> ConcatPack:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
     def close(self) -> None:
         """Close the files in this process; the next read opens them again."""
         for dataset in self.datasets:
@@ -79,13 +72,13 @@ class ConcatPack(Dataset[Any]):
         IndexError
             If there is no such sample.
         """
-        number = self._indices([index])
+        number = positions_of([index], len(self))
         owner = int(self._owners(number)[0])
         return self.datasets[owner][int(number[0] - self.offsets[owner])]
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
         """Return the samples of many indices; samples of the same dataset are read together."""
-        numbers = self._indices(indices)
+        numbers = positions_of(indices, len(self))
         if self._plain:
             return SampleBatch(numbers, self)
         samples: list[Any] = [None] * len(numbers)
@@ -130,17 +123,6 @@ class ConcatPack(Dataset[Any]):
         """Return statistics of what this process has read, one `ReadStats` per dataset."""
         return [dataset.stats() for dataset in self.datasets]
 
-    def _indices(self, indices: Sequence[int]) -> Rows:
-        numbers = np.array([operator.index(index) for index in indices], np.int64)
-        wrong = np.flatnonzero((numbers < -len(self)) | (numbers >= len(self)))
-        if len(wrong):
-            raise IndexError(
-                f"index {indices[int(wrong[0])]} of {len(self)} samples is out of range; give {-len(self)} to "
-                f"{len(self) - 1}"
-            )
-        numbers[numbers < 0] += len(self)
-        return numbers
-
     def _owners(self, indices: Rows) -> Rows:
         """Return the index in `datasets` of each sample's dataset; int64, (n,)."""
         return np.searchsorted(self.offsets, indices, "right") - 1
@@ -156,24 +138,18 @@ class ConcatPack(Dataset[Any]):
 
 def _check_same_fields(one: H5Dataset, other: H5Dataset) -> None:
     """Raise an OptionsError if the samples of two datasets have different fields."""
-    for what, mine, theirs in zip(
-        ("images", "labels", "fields", "row numbers"), _field_texts(one), _field_texts(other), strict=True
-    ):
+    names = ("images", "labels", "fields", "row numbers")
+    for what, mine, theirs in zip(names, _field_texts(one), _field_texts(other), strict=True):
         if mine != theirs:
             raise OptionsError(
-                f"{one.path} and {other.path} differ in {what}: {mine or 'none'} and {theirs or 'none'}; convert or "
-                "open both in the same way",
+                f"{one.path} and {other.path} differ in {what}: {mine or 'none'} and {theirs or 'none'}; convert and "
+                "open both with the same parameters",
                 path=other.path,
             )
 
 
 def _field_texts(dataset: H5Dataset) -> tuple[str, str, str, str]:
     """Return descriptions (shapes and dtypes) of the images, labels, fields and row numbers of a dataset's batches."""
-    words = {}
-    for name in dataset.names:
-        index = dataset.engine.indexes[name]
-        dtype = "whole numbers" if name == dataset.label_name and is_class_label(index) else str(index.native_dtype)
-        words[name] = f"{index.row_shape} {dtype}"
-    images = words.pop(dataset.names[0])
-    labels = words.pop(dataset.label_name, "") if dataset.label_name is not None else ""
-    return images, labels, ", ".join(words.values()), "with" if dataset.with_rows else ""
+    texts = {name: f"{row_shape} {dtype}" for name, row_shape, dtype in batch_fields(dataset)}
+    images, labels = texts.pop(dataset.names[0]), texts.pop(dataset.label_name or "", "")
+    return images, labels, ", ".join(texts.values()), "with_rows=True" if dataset.with_rows else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch.utils.data import Dataset, default_collate
 
 from h5pack.data.buffers import SharedMemory
 from h5pack.data.collate import SampleBatch
+from h5pack.data.iteration import Closeable
 from h5pack.errors import OptionsError, PackFormatError
 from h5pack.format import schema
 from h5pack.read.description import checksums_of, describe_file
@@ -22,7 +22,7 @@ from h5pack.read.engine import Engine, ReadStats
 from h5pack.read.hdf5 import open_file, text
 
 
-class H5Dataset(Dataset[Any]):
+class H5Dataset(Closeable, Dataset[Any]):
     """Samples of an HDF5 file: ``(image, label, *fields, row)``, without the parts that do not exist or are not wanted.
 
     The dataset works with fork, spawn and forkserver workers, because the file is opened on first use in each process
@@ -197,7 +197,9 @@ class H5Dataset(Dataset[Any]):
         batch at once, without creating the single samples.
         """
         rows = self._rows(indices)
-        return SampleBatch(rows, self, self._load if self._encoded else None) if self._plain else self._load(rows)
+        if self.transform is not None or self.target_transform is not None:
+            return self._load(rows)
+        return SampleBatch(rows, self, self._load if self._encoded else None)
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """Collate samples as torch's ``default_collate`` does, but read the rows directly into the batch.
@@ -219,11 +221,7 @@ class H5Dataset(Dataset[Any]):
 
     def read_batch(self, rows: npt.NDArray[np.int64], *, share: bool = True) -> list[torch.Tensor]:
         """Return the tensors of rows of the file, each (n, ...); with `share` and in a worker, in shared memory."""
-        shapes: list[tuple[tuple[int, ...], str]] = []
-        for name in self.names:
-            index = self.engine.indexes[name]
-            whole = name == self.label_name and is_class_label(index)
-            shapes.append(((len(rows), *index.row_shape), "int64" if whole else index.native_dtype.str))
+        shapes = [((len(rows), *row_shape), dtype.str) for _, row_shape, dtype in batch_fields(self)]
         if self.with_rows:
             shapes.append(((len(rows),), "int64"))
         batch = self._shared.batch(shapes, share=share)
@@ -293,40 +291,16 @@ class H5Dataset(Dataset[Any]):
         """Close the file in this process; the next read opens it again."""
         self.engine.close()
 
-    def __enter__(self) -> H5Dataset:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
     def _row(self, index: int) -> int:
         """Convert an index into this dataset to a row number in the file."""
         number = operator.index(index)
         if not -self._length <= number < self._length:
-            raise self._out_of_range(index)
+            raise _out_of_range(index, self._length, f"{self.path}: ")
         return self.first_row + number % self._length
 
     def _rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
         """Convert indices into this dataset to row numbers in the file; int64, (n,)."""
-        try:
-            rows = np.fromiter(map(operator.index, indices), np.int64, len(indices))
-        except OverflowError:
-            far = self._length
-            rows = np.array([min(max(operator.index(index), -far - 1), far) for index in indices])
-        wrong = np.flatnonzero((rows < -self._length) | (rows >= self._length))
-        if len(wrong):
-            raise self._out_of_range(indices[int(wrong[0])])
-        rows[rows < 0] += self._length
-        rows += self.first_row
-        return rows
-
-    def _out_of_range(self, index: int) -> IndexError:
-        count = self._length
-        return IndexError(f"{self.path}: index {index} of {count} rows is out of range; give {-count} to {count - 1}")
-
-    @property
-    def _plain(self) -> bool:
-        return self.transform is None and self.target_transform is None
+        return positions_of(indices, self._length, f"{self.path}: ") + self.first_row
 
     def _load(self, rows: npt.NDArray[np.int64]) -> list[Any]:
         if not self._encoded:
@@ -350,6 +324,33 @@ class H5Dataset(Dataset[Any]):
         return label if self.target_transform is None else self.target_transform(label)
 
 
+def positions_of(indices: Sequence[int], count: int, where: str = "") -> npt.NDArray[np.int64]:
+    """Return indices of `count` samples as int64, (n,), counted from 0; raise an IndexError if one is out of range."""
+    try:
+        numbers = np.fromiter(map(operator.index, indices), np.int64, len(indices))
+    except OverflowError:
+        numbers = np.array([min(max(operator.index(index), -count - 1), count) for index in indices])
+    wrong = np.flatnonzero((numbers < -count) | (numbers >= count))
+    if len(wrong):
+        raise _out_of_range(indices[int(wrong[0])], count, where)
+    numbers[numbers < 0] += count
+    return numbers
+
+
+def _out_of_range(index: int, count: int, where: str) -> IndexError:
+    return IndexError(f"{where}index {index} of {count} samples is out of range; give {-count} to {count - 1}")
+
+
 def is_class_label(index: Any) -> bool:
     """Return whether a label dataset has exactly one integer per row. Such labels are int64 in batches."""
     return not index.row_shape and index.dtype.kind in "iu"
+
+
+def batch_fields(dataset: H5Dataset) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
+    """Return name, row shape and dtype of each tensor of a batch, without the row numbers."""
+    fields = []
+    for name in dataset.names:
+        index = dataset.engine.indexes[name]
+        is_class = name == dataset.label_name and is_class_label(index)
+        fields.append((name, index.row_shape, np.dtype(np.int64) if is_class else index.native_dtype))
+    return fields

@@ -7,22 +7,33 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from h5pack.errors import LoaderError
 
+C = TypeVar("C", bound="Closeable")
 
-class BatchIterator(Iterator[Any]):
+
+class Closeable:
+    """Base class of context managers that close themselves."""
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release what this object holds."""
+        raise NotImplementedError
+
+
+class BatchIterator(Closeable, Iterator[Any]):
     """Base class of iterators over batches; a context manager that closes the iterator.
 
     A subclass implements `_next_batch` and `_release`, and may extend `_finish`. After an error or `close()`, ``next``
-    raises `LoaderError`; after the last batch it raises StopIteration.
-
-    Parameters
-    ----------
-    loader : str
-        Name of the loader in messages such as ``"begin a new one with iter(loader)"``.
+    raises `LoaderError`; after the last batch it raises StopIteration. `loader` is the loader's name in messages such
+    as ``"begin a new one with iter(loader)"``.
     """
 
     def __init__(self, loader: str = "loader") -> None:
@@ -49,12 +60,6 @@ class BatchIterator(Iterator[Any]):
             self._broken = "failed"
             self._release()
             raise
-
-    def __enter__(self) -> BatchIterator:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def close(self) -> None:
         """Stop reading, and wait until the threads of this iteration have ended."""

@@ -7,9 +7,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -18,12 +16,12 @@ import torch
 
 from h5pack.data.buffers import BatchMemory, BufferPool
 from h5pack.data.chunk_groups import ROWS
-from h5pack.data.dataset import H5Dataset, is_class_label
-from h5pack.data.iteration import BatchIterator
+from h5pack.data.dataset import H5Dataset, batch_fields
+from h5pack.data.iteration import BatchIterator, Closeable
 from h5pack.data.pipeline import Pipeline
 from h5pack.data.resident import ResidentRows
 from h5pack.data.samplers import order_text
-from h5pack.data.selection import plan_batches, resolve_ranks, select_draws
+from h5pack.data.selection import plan_order, select_draws
 from h5pack.errors import OptionsError
 from h5pack.order.cursor import EpochCursor, IterationState, Resumable
 from h5pack.order.permutation import derive_key
@@ -36,14 +34,8 @@ from h5pack.system.parameters import whole_number
 class LoaderIterator(BatchIterator):
     """Iterator over one epoch. Its threads end after the last batch, or when it is closed or garbage-collected.
 
-    Parameters
-    ----------
-    cursor : EpochCursor
-        Determines the first batch, and counts the batches that are delivered.
-    end : int
-        Number of batches of the epoch.
-    start : callable
-        Starts the threads that read, and returns their `Pipeline`.
+    `cursor` determines the first of the epoch's `end` batches, and counts those that are delivered. `start` starts the
+    threads that read.
     """
 
     def __init__(self, cursor: EpochCursor, end: int, start: Callable[[IterationState], Pipeline]) -> None:
@@ -112,17 +104,7 @@ _RESIDENT = ("auto", "no", "host")
 _TRANSFORM = 4
 
 
-@dataclass(frozen=True)
-class _FieldSteps:
-    """The processing steps of one field of a complete batch, in the order of execution."""
-
-    name: str
-    swap_bytes: bool
-    check: bool
-    transform: tuple[Callable[..., Any], bool] | None
-
-
-class H5Loader(Resumable):
+class H5Loader(Closeable, Resumable):
     """Loader of batches from an HDF5 file that replaces a DataLoader in a training loop; a context manager.
 
     Threads of this process prefetch rows directly into the memory of the batches. A batch stays valid as long as any of
@@ -132,24 +114,8 @@ class H5Loader(Resumable):
     ----------
     dataset : H5Dataset or Subset
         Must have no `transform` or `target_transform`; give them to the loader instead.
-    batch_size : int
-        Rows per batch of this rank.
-    shuffle : {"window", "full", "chunk", False}
-        As for `ChunkBatchSampler`, which yields the same order for the same parameters. True is "window".
-    seed : int
-    window : int
-        Number of chunks whose rows are shuffled together.
-    drop_last : bool
-        True leaves out a last smaller batch, and the few rows that do not divide evenly among the ranks or streams.
-        False keeps the smaller batch, and repeats a few rows to divide evenly.
-    rank, num_replicas : int, optional
-        Give both or neither. None: those of torch.distributed if it is initialised, else a single rank.
-    streams, lanes : int
-        As for `ChunkBatchSampler`.
-    indices : sequence of int, optional
-        Use only these indices of `dataset`. None: all.
-    weights, num_samples : optional
-        As for `ChunkBatchSampler`: draw rows in proportion to their weights.
+    batch_size, shuffle, seed, window, drop_last, rank, num_replicas, streams, lanes, indices, weights, num_samples
+        As for `ChunkBatchSampler`, which yields the same order for the same parameters.
     num_threads : int, optional
         Number of threads that read. None: 4, or the number of CPUs that this process may use if that is smaller.
     prefetch_factor : int, optional
@@ -210,13 +176,12 @@ class H5Loader(Resumable):
         transform: Callable[..., Any] | None = None,
         target_transform: Callable[..., Any] | None = None,
     ) -> None:
-        rank, num_replicas = resolve_ranks(rank, num_replicas)
         self.dataset = dataset
         self._base, rows = select_draws(dataset, indices, weights, num_samples)
         _require_no_transform(self._base)
         if resident not in _RESIDENT:
             raise OptionsError(f"resident {resident!r} is none of 'auto', 'no', 'host'", parameters=("resident",))
-        self.plan = plan_batches(
+        self.plan = plan_order(
             rows,
             batch_size,
             shuffle=shuffle,
@@ -283,13 +248,7 @@ class H5Loader(Resumable):
         self.memory_bytes = (self.prefetch_factor + 1) * batch_bytes + kept
 
     def _new_pool(self, keep: int) -> BufferPool:
-        indexes = self._base.engine.indexes
-        fields = []
-        for name in self._base.names:
-            # Class labels are int64 in batches, so allocate (possibly pinned) memory of that type from the start.
-            whole = name == self._base.label_name and is_class_label(indexes[name])
-            dtype = np.dtype(np.int64) if whole else indexes[name].native_dtype
-            fields.append((name, indexes[name].row_shape, dtype))
+        fields = batch_fields(self._base)
         if self._with_rows or self._check:
             fields.append((ROWS, (), np.dtype(np.int64)))
         largest = self.plan.batch_rows(0) if self.plan.num_batches else 0
@@ -319,12 +278,6 @@ class H5Loader(Resumable):
     def __repr__(self) -> str:
         settings = f"num_threads={self.num_threads}, resident={self.resident}"
         return f"H5Loader({self.dataset!r}, batch_size={self.batch_size}, {order_text(self.plan)}, {settings})"
-
-    def __enter__(self) -> H5Loader:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def __iter__(self) -> Iterator[Any]:
         """Start the next epoch. The threads start to prefetch immediately.
@@ -399,49 +352,39 @@ class H5Loader(Resumable):
             self._pool,
             num_threads=self.num_threads,
             credits=self.prefetch_factor,
-            finish=partial(self._finish, iteration.epoch, self._field_steps(self._kept is not None)),
+            finish=partial(self._finish, iteration.epoch, self._kept is not None),
             resident=self._kept,
             small=self._small,
         )
 
-    def _field_steps(self, resident: bool) -> list[_FieldSteps]:
-        """Return the processing steps of each field. Resident rows were checked and converted when they were loaded."""
-        steps = []
-        for name in self._base.names:
-            index = self._base.engine.indexes[name]
-            steps.append(
-                _FieldSteps(
-                    name,
-                    swap_bytes=not resident and not index.dtype.isnative and self._base.engine.keeps_byte_order(index),
-                    check=not resident and self._check and name not in self._small_names,
-                    transform=self._transforms.get(name),
-                )
-            )
-        return steps
-
-    def _finish(self, epoch: int, steps: list[_FieldSteps], batch: int, memory: BatchMemory) -> Any:
+    def _finish(self, epoch: int, resident: bool, batch: int, memory: BatchMemory) -> Any:
         """Process the fields of a complete batch, and return the tensors that the loader yields."""
-        tensors = []
-        for field in steps:
-            array = memory.arrays[field.name]
-            if field.swap_bytes:
-                array.byteswap(inplace=True)
-            if field.check:
-                self._base.check_rows(field.name, memory.arrays[ROWS], array)
-            tensor: Any = memory.tensor(field.name)
-            if field.transform is not None:
-                function, seeded = field.transform
-                if seeded:
-                    key = derive_key(_TRANSFORM, self.plan.seed, epoch, batch, self.plan.rank)
-                    tensor = function(tensor, generator=torch.Generator().manual_seed(key >> 1))
-                else:
-                    tensor = function(tensor)
-                if self.pin_memory and isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
-                    tensor = tensor.pin_memory()
-            tensors.append(tensor)
+        engine, tensors = self._base.engine, []
+        for name in self._base.names:
+            # Resident rows were checked and converted when they were loaded.
+            if not resident:
+                index, array = engine.indexes[name], memory.arrays[name]
+                if not index.dtype.isnative and engine.keeps_byte_order(index):
+                    array.byteswap(inplace=True)
+                if self._check and name not in self._small_names:
+                    self._base.check_rows(name, memory.arrays[ROWS], array)
+            tensors.append(self._transformed(name, memory.tensor(name), epoch, batch))
         if self._with_rows:
             tensors.append(memory.tensor(ROWS))
         return tensors[0] if len(tensors) == 1 else tensors
+
+    def _transformed(self, name: str, tensor: torch.Tensor, epoch: int, batch: int) -> Any:
+        """Return what the transform of a field makes of its tensor, pinned if batches are; without one, the tensor."""
+        if name not in self._transforms:
+            return tensor
+        function, seeded = self._transforms[name]
+        if seeded:
+            key = derive_key(_TRANSFORM, self.plan.seed, epoch, batch, self.plan.rank)
+            changed = function(tensor, generator=torch.Generator().manual_seed(key >> 1))
+        else:
+            changed = function(tensor)
+        pageable = isinstance(changed, torch.Tensor) and changed.device.type == "cpu"
+        return changed.pin_memory() if self.pin_memory and pageable else changed
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:

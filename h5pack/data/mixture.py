@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy.typing as npt
 
 from h5pack.data.concat import ConcatPack
 from h5pack.data.samplers import BatchOrder, batch_indices, order_text
-from h5pack.data.selection import resolve_ranks
+from h5pack.data.selection import plan_order
 from h5pack.errors import OptionsError
 from h5pack.order.cursor import EpochCursor, IterationState
 from h5pack.order.permutation import derive_key
@@ -53,7 +55,7 @@ class MixtureSampler(BatchOrder):
         If `num_samples` is not a multiple of the global batch (batch size x ranks): True leaves out the remaining rows,
         False draws more rows to fill the last batch.
     rank, num_replicas : int, optional
-        Give both or neither. None: those of torch.distributed if it is initialised, else a single rank.
+        As for `ChunkSampler`.
 
     Raises
     ------
@@ -63,9 +65,8 @@ class MixtureSampler(BatchOrder):
     Notes
     -----
     Among any n consecutive rows of the order, the number of rows of a pack differs from its share by less than
-    2 + n / 10,000, or by less than 2 if the weights are exact. The order is endless and
-    each epoch is a part of it, so all batches are full. If the global batch is the same, each step has the same rows
-    for every number of ranks.
+    2 + n / 10,000, or by less than 2 if the weights are exact. The order is endless and each epoch is a part of it, so
+    all batches are full. If the global batch is the same, each step has the same rows for every number of ranks.
     """
 
     def __init__(
@@ -86,24 +87,25 @@ class MixtureSampler(BatchOrder):
             raise OptionsError(
                 f"dataset is a {type(dataset).__name__}; give a ConcatPack of the packs", parameters=("dataset",)
             )
-        rank, num_replicas = resolve_ranks(rank, num_replicas)
-        self.plans = []
-        for number, pack in enumerate(dataset.datasets):
-            if not len(pack):
+        packs = [RowRange(pack.first_row, pack.first_row + len(pack), pack.group_rows) for pack in dataset.datasets]
+        for pack, rows in zip(dataset.datasets, packs, strict=True):
+            if not rows.count:
                 raise OptionsError(f"{pack.path}: it has no rows; leave it out of the mixture", path=pack.path)
-            rows = RowRange(pack.first_row, pack.first_row + len(pack), pack.group_rows)
-            key = derive_key(whole_number("seed", seed, None), number)
-            self.plans.append(
-                OrderPlan(
-                    rows, _BLOCK_ROWS, shuffle="window" if shuffle is True else shuffle, seed=key, window=window, rank=0
-                )
-            )
-        self.batch_size = whole_number("batch_size", batch_size, 1)
-        # This plan only validates the ranks.
-        ranks = OrderPlan(
-            self.plans[0].rows, self.batch_size, rank=rank, num_replicas=num_replicas, streams=num_replicas
+        # This plan validates the parameters; each pack has one like it, of all ranks, with a seed of its own.
+        plan = plan_order(
+            packs[0],
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            window=window,
+            drop_last=False,
+            rank=rank,
+            num_replicas=num_replicas,
         )
-        self.rank, self.global_batch = ranks.rank, self.batch_size * ranks.num_replicas
+        whole = replace(plan, batch_size=_BLOCK_ROWS, rank=0, num_replicas=1, streams=1)
+        self.plans = [replace(whole, rows=rows, seed=derive_key(plan.seed, n)) for n, rows in enumerate(packs)]
+        self.batch_size, self.rank = plan.batch_size, plan.rank
+        self.global_batch = plan.batch_size * plan.num_replicas
         self.num_samples = whole_number("num_samples", len(dataset) if num_samples is None else num_samples, 1)
         self.drop_last = drop_last
         self._batches = (
@@ -140,7 +142,7 @@ class MixtureSampler(BatchOrder):
         whole, rest = divmod(first * self.global_batch, period)
         before = np.bincount(self._owners[:rest], minlength=len(self.plans)).tolist()
         orders = [
-            _EndlessOrder(plan, whole * count + done)
+            _endless_order(plan, whole * count + done)
             for plan, count, done in zip(self.plans, self._counts, before, strict=True)
         ]
         for step in range(first, last):
@@ -149,54 +151,29 @@ class MixtureSampler(BatchOrder):
             indices = np.empty(self.global_batch, np.int64)
             for number, order in enumerate(orders):
                 mine = np.flatnonzero(owners == number)
-                indices[mine] = order.next_indices(len(mine)) + self._offsets[number]
+                found = np.fromiter(itertools.islice(order, len(mine)), np.int64, len(mine))
+                indices[mine] = found + self._offsets[number]
             yield indices[self.rank * self.batch_size : (self.rank + 1) * self.batch_size].tolist()
 
 
-class _EndlessOrder:
-    """The endless order of one pack: its epochs concatenated, starting at row `first` of that order."""
-
-    def __init__(self, plan: OrderPlan, first: int) -> None:
-        self._plan = plan
-        self._epoch, row = divmod(first, plan.rows.count)
-        block, skip = divmod(row, _BLOCK_ROWS)
-        self._blocks = batch_indices(plan, self._epoch, block)
-        self._remaining: Rows = np.empty(0, np.int64)
-        self._skip = skip
-
-    def next_indices(self, count: int) -> Rows:
-        """Return the next `count` indices into the pack; int64, (count,)."""
-        parts = []
-        while count:
-            if not len(self._remaining):
-                self._remaining = self._next_block()
-            parts.append(self._remaining[:count])
-            self._remaining = self._remaining[count:]
-            count -= len(parts[-1])
-        return np.concatenate(parts) if parts else self._remaining[:0]
-
-    def _next_block(self) -> Rows:
-        block = next(self._blocks, None)
-        if block is None:
-            self._epoch += 1
-            self._blocks = batch_indices(self._plan, self._epoch, 0)
-            block = next(self._blocks)
-        skip, self._skip = self._skip, 0
-        return block[skip:]
+def _endless_order(plan: OrderPlan, first: int) -> Iterator[int]:
+    """Yield the endless order of one pack: the indices of its epochs, one after the other, from row `first` on."""
+    epoch, row = divmod(first, plan.rows.count)
+    block, skip = divmod(row, _BLOCK_ROWS)
+    while True:
+        for indices in batch_indices(plan, epoch, block):
+            yield from indices[skip:].tolist()
+            skip = 0
+        epoch, block = epoch + 1, 0
 
 
 def schedule(counts: Sequence[int]) -> Rows:
-    """Return a sequence with ``counts[i]`` copies of each number i, spread evenly.
+    """Return a sequence, int64 (sum of counts,), with ``counts[i]`` copies of each number i, spread evenly.
 
     Among the first n items, the copies of each number differ from its share by less than 1. Copy j (from 0) of a number
     goes to one of the positions at which its share grows from j to j + 1. Of the copies that may come next, the one
     whose positions end first is chosen, which always succeeds (Baruah, Cohen, Plaxton and Varvel 1996, "Proportionate
     progress").
-
-    Returns
-    -------
-    ndarray
-        int64, (sum of counts,).
     """
     whole = sum(counts)
     later = [(0, number, 0) for number, count in enumerate(counts) if count]

@@ -62,24 +62,11 @@ class _Waiting:
 
 
 class Pipeline(BackgroundThreads):
-    """The threads and batches of one epoch.
+    """The threads and batches of one epoch, starting with batch `first`.
 
-    Parameters
-    ----------
-    dataset : H5Dataset
-    plan : OrderPlan
-    epoch, first : int
-        The epoch, and the number of its batch to start with.
-    pool : BufferPool
-    num_threads : int
-    credits : int
-        Maximum number of batches that are open or done, but not yet delivered.
-    finish : callable
-        Called with the number and the memory of each complete batch; returns the batch that the consumer gets.
-    resident : ResidentRows, optional
-        Rows that are kept in memory once they are loaded. None: read all rows from the file.
-    small : ResidentRows, optional
-        Small fields whose rows are all in memory already.
+    At most `credits` batches are open or done, but not yet delivered. `finish` receives the number and the memory of
+    each complete batch, and returns the batch that the consumer gets. `resident` keeps rows in memory once they are
+    loaded; None: read all rows from the file. `small` has the rows of small fields, all in memory already.
     """
 
     def __init__(
@@ -134,12 +121,9 @@ class Pipeline(BackgroundThreads):
     # Methods that the consumer's thread calls.
 
     def fetch(self) -> tuple[int, Any]:
-        """Wait for the next batch that is done, and return its number and the batch. Numbers may be out of order.
+        """Wait for the next batch that is done, and return its number and the batch, or raise the error of a thread.
 
-        Raises
-        ------
-        BaseException
-            The error that a thread raised.
+        Numbers may be out of order.
         """
         item = self._done.get()
         if isinstance(item, StopIteration):
@@ -250,7 +234,7 @@ class Pipeline(BackgroundThreads):
         assert self._resident is not None
         while self._spans and len(self._tasks) < self._readers and self._open(self._spans[0][0][0]):
             span, rows = self._spans.popleft()
-            self._tasks.append(self._reader.gather_span(span, rows, self._resident, self._arrive))
+            self._tasks.append(partial(self._reader.gather_span, span, rows, self._resident, self._arrive))
         return bool(self._tasks)
 
     def _open(self, last: int) -> bool:

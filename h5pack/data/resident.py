@@ -17,15 +17,9 @@ row."""
 
 
 class ResidentRows:
-    """Selected rows of a dataset, kept in memory once they are loaded.
+    """Selected rows of a dataset (ascending and distinct), kept in memory once they are loaded.
 
-    Parameters
-    ----------
-    dataset : H5Dataset
-    rows : range or ndarray
-        Rows of the file, ascending and distinct; an array is int64, (n,).
-    names : sequence of str, optional
-        Names of the images, labels and fields to keep; None: all.
+    `names` are those of the images, labels and fields to keep; None: all.
     """
 
     def __init__(

@@ -9,11 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
-from h5pack.data.selection import plan_batches, resolve_ranks, select_draws
+from h5pack.data.selection import plan_order, select_draws
 from h5pack.order.cursor import EpochCursor, IterationState, Resumable
 from h5pack.order.window import DEFAULT_WINDOW, OrderPlan
 
-_BLOCK_ROWS = 4_096
 Item = TypeVar("Item")
 
 
@@ -61,13 +60,7 @@ class SamplerIterator(Iterator[Item]):
         return self._cursor.state_of(self._iteration)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue this iteration where `state` was saved.
-
-        Raises
-        ------
-        StateError
-            If `state` is malformed, belongs to another order, or cannot be converted to this number of ranks.
-        """
+        """Continue this iteration where `state` was saved, or raise a StateError."""
         self._cursor.load(state)
         self._begin()
 
@@ -83,7 +76,7 @@ class ChunkSampler(Resumable, Sampler[int]):
     Parameters
     ----------
     dataset : H5Dataset or Subset
-        Of a torch `Subset` of an `H5Dataset`, such as ``random_split`` returns, only the subset's rows are drawn.
+        Of a torch `Subset`, such as ``random_split`` returns, only the subset's rows are drawn.
     shuffle : {"window", "full", "chunk", False}
         "window": permute the chunks, then shuffle the rows of `window` chunks at a time. "full": permute all rows
         individually, so the rows of a chunk are read at different times. "chunk": permute the chunks, but keep the
@@ -135,21 +128,20 @@ class ChunkSampler(Resumable, Sampler[int]):
         weights: npt.ArrayLike | str | None = None,
         num_samples: int | None = None,
     ) -> None:
-        rank, num_replicas = resolve_ranks(rank, num_replicas)
-        own_streams = max(1, (streams or 1) // max(1, num_replicas))
         self.dataset = dataset
-        self.plan = plan = OrderPlan(
+        self.plan = plan = plan_order(
             select_draws(dataset, indices, weights, num_samples)[1],
-            _BLOCK_ROWS * own_streams,
-            shuffle="window" if shuffle is True else shuffle,
+            None,
+            shuffle=shuffle,
             seed=seed,
             window=window,
-            trim=drop_last,
+            drop_last=drop_last,
             rank=rank,
             num_replicas=num_replicas,
-            streams=num_replicas if streams is None else streams,
+            streams=streams,
         )
-        super().__init__(EpochCursor({**plan.identity(), "global_batch": None}, "rows", plan.rank_rows, num_replicas))
+        identity = {**plan.identity(), "global_batch": None}
+        super().__init__(EpochCursor(identity, "rows", plan.rank_rows, plan.num_replicas))
 
     def __len__(self) -> int:
         """Return the number of rows of this rank per epoch."""
@@ -216,9 +208,8 @@ class ChunkBatchSampler(BatchOrder):
         True leaves out a last smaller batch, and the few rows that do not divide evenly among the ranks or streams.
         False keeps the smaller batch, and repeats a few rows to divide evenly.
     streams : int, optional
-        Number of equal parts into which the order is divided; each rank gets the same number of them. For every number
-        of ranks w for which w x `lanes` divides `streams`, each training step has the same rows if the global batch
-        (`batch_size` x w) is the same. None: one stream per rank and lane.
+        As for `ChunkSampler`, but `streams` must be a multiple of the number of ranks x `lanes`. None: one stream per
+        rank and lane.
     lanes : int
         Number of groups of streams that take turns: batch t has rows of group t mod `lanes` only. If the number of
         DataLoader workers divides `lanes`, each chunk is read by only one worker.
@@ -227,10 +218,6 @@ class ChunkBatchSampler(BatchOrder):
     ------
     OptionsError
         If a value is invalid, or `dataset` does not wrap an `H5Dataset`.
-
-    Notes
-    -----
-    For given parameters the order depends only on `seed` and the epoch, and never changes between releases.
     """
 
     def __init__(
@@ -250,9 +237,8 @@ class ChunkBatchSampler(BatchOrder):
         weights: npt.ArrayLike | str | None = None,
         num_samples: int | None = None,
     ) -> None:
-        rank, num_replicas = resolve_ranks(rank, num_replicas)
         self.dataset = dataset
-        self.plan = plan_batches(
+        self.plan = plan_order(
             select_draws(dataset, indices, weights, num_samples)[1],
             batch_size,
             shuffle=shuffle,

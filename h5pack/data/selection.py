@@ -20,25 +20,10 @@ from h5pack.order.weights import MAX_SAMPLES, WeightedRows, balanced_weights
 from h5pack.order.window import OrderPlan
 from h5pack.system.parameters import whole_number
 
+PLANNED_ROWS = 4_096
+"""Rows of each stream that are planned at once if single rows are drawn."""
+
 _BLOCK_ROWS = 1 << 16
-
-
-def select_rows(dataset: Any, indices: Sequence[int] | npt.NDArray[np.int64] | None = None) -> tuple[H5Dataset, RowSet]:
-    """Return the `H5Dataset` that `dataset` is or wraps, and the rows to draw from.
-
-    Parameters
-    ----------
-    dataset : H5Dataset or Subset
-        A `Subset`, such as ``random_split`` returns, may wrap another `Subset`.
-    indices : sequence of int, optional
-        Indices into `dataset`; None: all rows.
-
-    Raises
-    ------
-    OptionsError
-        If `dataset` does not wrap an `H5Dataset`, or an index is out of range.
-    """
-    return _select(dataset, indices)[:2]
 
 
 def select_draws(
@@ -50,13 +35,8 @@ def select_draws(
     """Return the `H5Dataset` that `dataset` is or wraps, and the `RowSampler` that chooses the rows of each epoch.
 
     The parameters are those of `ChunkSampler`.
-
-    Raises
-    ------
-    OptionsError
-        If a value is invalid.
     """
-    base, row_set, order = _select(dataset, indices)
+    base, row_set, order = _select_rows(dataset, indices)
     if weights is None:
         if num_samples is not None:
             raise OptionsError(
@@ -139,7 +119,7 @@ def _class_weights(dataset: H5Dataset, rows: RowSet, text: str) -> npt.NDArray[n
     return weights
 
 
-def _select(
+def _select_rows(
     dataset: Any, indices: Sequence[int] | npt.NDArray[np.int64] | None
 ) -> tuple[H5Dataset, RowSet, npt.NDArray[np.int64] | None]:
     """Return the `H5Dataset`, its rows in the file's order, and the position of each row in `indices` or `dataset`.
@@ -200,33 +180,39 @@ def resolve_ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]
         warnings.warn(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised yet: every process "
             "will read all rows; call init_process_group first, or give rank and num_replicas",
-            stacklevel=3,
+            stacklevel=4,  # the caller of the constructor that calls `plan_order`
         )
     return 0, 1
 
 
-def plan_batches(
+def plan_order(
     rows: RowSampler,
-    batch_size: int,
+    batch_size: int | None,
     *,
     shuffle: str | bool,
     seed: int,
     window: int,
     drop_last: bool,
-    rank: int,
-    num_replicas: int,
-    streams: int | None,
-    lanes: int,
+    rank: int | None,
+    num_replicas: int | None,
+    streams: int | None = None,
+    lanes: int = 1,
 ) -> OrderPlan:
-    """Return the plan of an order of batches, the same for `ChunkBatchSampler` and `H5Loader`."""
+    """Return the plan of an order from the parameters of a sampler's or loader's constructor, which calls this.
+
+    Without `batch_size` it is an order of single rows, planned in blocks, so that `drop_last` leaves out only the rows
+    that do not divide evenly among the streams.
+    """
+    rank, num_replicas = resolve_ranks(rank, num_replicas)
+    own_streams = max(1, (streams or 1) // max(1, num_replicas))
     return OrderPlan(
         rows,
-        batch_size,
+        PLANNED_ROWS * own_streams if batch_size is None else batch_size,
         shuffle="window" if shuffle is True else shuffle,
         seed=seed,
         window=window,
         trim=drop_last,
-        drop_last=drop_last,
+        drop_last=drop_last and batch_size is not None,
         rank=rank,
         num_replicas=num_replicas,
         streams=num_replicas * lanes if streams is None else streams,

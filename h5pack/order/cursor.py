@@ -8,43 +8,26 @@ from typing import Any
 
 from h5pack.errors import OptionsError, StateError
 
+# The parameters behind keys of saved states, where their names differ.
+_PARAMETERS = {"samples": "num_samples", "trim": "drop_last"}
+
 
 @dataclass
 class IterationState:
-    """The progress of one iteration over an epoch.
-
-    Attributes
-    ----------
-    epoch : int
-    start : int
-        Number of the batch or row at which this iteration started: 0, or more if it resumed from a saved state.
-    count : int
-        Batches or rows delivered since `start`.
-    """
+    """The progress of one iteration over an epoch."""
 
     epoch: int = 0
-    start: int = 0
-    count: int = 0
+    start: int = 0  # the batch or row at which this iteration started: above 0 if it resumed from a saved state
+    count: int = 0  # batches or rows delivered since `start`
 
 
 class EpochCursor:
     """The progress of a sampler or loader: the next epoch, the batch or row it starts at, and the running iteration.
 
     An iteration starts the epoch that was passed to `set_epoch`, by default the epoch after the last one. After `load`
-    the next iteration continues where the state was saved.
-
-    Parameters
-    ----------
-    identity : dict
-        The parameters that determine the order. A state that was saved with other values is refused.
-    unit : {"batches", "rows"}
-        Whether batches or rows are counted.
-    length : int
-        Batches or rows per epoch.
-    num_replicas : int, optional
-        Number of ranks; give it if each rank counts its own rows. A saved state then resumes on another number of
-        ranks only if all streams (equal parts of the order, see `h5pack.order.window`) had delivered the same number
-        of rows when it was saved.
+    the next iteration continues where the state was saved. A state that was saved with another `identity` is refused.
+    If each rank counts its own rows, give `num_replicas`: a state then resumes on another number of ranks only if all
+    streams (equal parts of the order, see `h5pack.order.window`) had delivered the same number of rows.
     """
 
     def __init__(self, identity: dict[str, Any], unit: str, length: int, num_replicas: int | None = None) -> None:
@@ -97,13 +80,7 @@ class EpochCursor:
         return {"order": self.identity, "epoch": epoch, self.unit: done, **ranks}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Make the next iteration continue where `state` was saved.
-
-        Raises
-        ------
-        StateError
-            If `state` is malformed, belongs to another order, or cannot be converted to this number of ranks.
-        """
+        """Make the next iteration continue where `state` was saved; raise a StateError if that is impossible."""
         try:
             order, epoch, done = dict(state["order"]), int(state["epoch"]), int(state[self.unit])
             saved_ranks = None if self._num_replicas is None else int(state["world_size"])
@@ -114,10 +91,11 @@ class EpochCursor:
         for name in {**self.identity, **order}:
             if order.get(name) != self.identity.get(name):
                 hint = "; orders for several numbers of ranks need the same streams=" if name == "streams" else ""
+                parameter = _PARAMETERS.get(name, name)
                 raise StateError(
-                    f"the state was saved with {name} {order.get(name)!r}, and this order has "
+                    f"the state was saved with {parameter} {order.get(name)!r}, and this order has "
                     f"{self.identity.get(name)!r}; resume with the same{hint}",
-                    parameters=(name,),
+                    parameters=(parameter,),
                 )
         if self._num_replicas is not None and saved_ranks is not None and saved_ranks != self._num_replicas:
             done = self._for_our_ranks(done, saved_ranks, self._num_replicas)

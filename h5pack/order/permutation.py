@@ -5,8 +5,6 @@ numpy's shuffles may change between its releases, so the random numbers come fro
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 
@@ -27,17 +25,11 @@ def derive_key(*parts: int) -> int:
 
 
 class Permutation:
-    """A random permutation of 0..count-1 with random access.
+    """A random permutation of 0..count-1 with random access, determined by a 64-bit key.
 
     More than `TABLE_ROWS` items are permuted by a Feistel network over the next power of four, which is applied again
     until the result is below `count` (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). So even a
     billion items take no memory.
-
-    Parameters
-    ----------
-    count : int
-    key : int
-        64 bits.
     """
 
     def __init__(self, count: int, key: int) -> None:
@@ -52,7 +44,7 @@ class Permutation:
         """Return the items at the given positions; int64, (n,)."""
         if self._table is not None:
             return self._table[positions]
-        return self._walk(positions, self._encrypt)
+        return self._walk(positions, self._keys)
 
     def positions_of(self, items: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the positions of the given items, int64 (n,): the inverse of `items_at`."""
@@ -60,35 +52,29 @@ class Permutation:
             inverse = np.empty(self.count, np.int64)
             inverse[self._table] = np.arange(self.count)
             return inverse[items]
-        return self._walk(items, self._decrypt)
+        return self._walk(items, self._keys[::-1], inverse=True)
 
     def _walk(
-        self, values: npt.NDArray[np.int64], step: Callable[[npt.NDArray[np.uint64]], npt.NDArray[np.uint64]]
+        self, values: npt.NDArray[np.int64], keys: list[np.uint64], inverse: bool = False
     ) -> npt.NDArray[np.int64]:
-        current = step(values.astype(np.uint64))
+        """Apply the Feistel network to each value until it is below `count`."""
+        current = self._encrypt(values.astype(np.uint64), keys, inverse)
         outside = np.flatnonzero(current >= self.count)
         while len(outside):
-            current[outside] = step(current[outside])
+            current[outside] = self._encrypt(current[outside], keys, inverse)
             outside = outside[current[outside] >= self.count]
         return current.view(np.int64)
 
-    def _round(self, half: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.uint64]:
-        mixed: npt.NDArray[np.uint64] = splitmix64_array((half + np.uint64(1)) * np.uint64(SPLITMIX64_GAMMA) + key)
-        mixed &= self._low
-        return mixed
-
-    def _encrypt(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    def _encrypt(self, values: npt.NDArray[np.uint64], keys: list[np.uint64], inverse: bool) -> npt.NDArray[np.uint64]:
+        """Run the rounds of the network; its inverse is the same with the keys reversed and the halves exchanged."""
         left, right = values >> self._half, values & self._low
-        for key in self._keys:
-            left, right = right, left ^ self._round(right, key)
-        return self._joined(left, right)
-
-    def _decrypt(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        left, right = values >> self._half, values & self._low
-        for key in reversed(self._keys):
-            left, right = right ^ self._round(left, key), left
-        return self._joined(left, right)
-
-    def _joined(self, left: npt.NDArray[np.uint64], right: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        if inverse:
+            left, right = right, left
+        for key in keys:
+            mixed = splitmix64_array((right + np.uint64(1)) * np.uint64(SPLITMIX64_GAMMA) + key)
+            mixed &= self._low
+            left, right = right, left ^ mixed
+        if inverse:
+            left, right = right, left
         joined: npt.NDArray[np.uint64] = (left << self._half) | right
         return joined

@@ -17,23 +17,13 @@ class EpochRows(Protocol):
     """The rows of one epoch in the order in which the file stores them, divided into chunks.
 
     Chunks are numbered 0 to ``chunk_count - 1`` and rows have positions 0 to ``count - 1``, both in the file's order.
-
-    Attributes
-    ----------
-    count : int
-        Number of rows; a row that is drawn several times counts each time.
-    chunk_count : int
-        Number of chunks that contain at least one row of the epoch.
-    chunk_rows : int
-        Rows per chunk of the file.
-    short_chunks : list of (int, int) or None
-        Pairs of a chunk and the number of rows by which it is shorter than `chunk_rows`, possibly 0. All other chunks
-        have `chunk_rows` rows. None: chunks of any length, see `chunk_lengths`.
     """
 
-    count: int
-    chunk_count: int
-    chunk_rows: int
+    count: int  # rows; a row that is drawn several times counts each time
+    chunk_count: int  # chunks that contain at least one row of the epoch
+    chunk_rows: int  # rows per chunk of the file
+    # Pairs of a chunk and the number of rows by which it is shorter than `chunk_rows`, possibly 0; all other chunks
+    # have `chunk_rows` rows. None: chunks of any length, see `chunk_lengths`.
     short_chunks: list[tuple[int, int]] | None
 
     def chunk_lengths(self) -> Rows:
@@ -42,15 +32,7 @@ class EpochRows(Protocol):
     def rows_in_chunks(self, chunks: Rows, starts: Rows, stops: Rows) -> tuple[Rows, Rows]:
         """Return rows ``starts[i]`` to ``stops[i] - 1``, counted within the chunk, of each chunk ``chunks[i]``.
 
-        Parameters
-        ----------
-        chunks, starts, stops : ndarray
-            int64, (c,).
-
-        Returns
-        -------
-        rows, indices : ndarray
-            int64, (n,): rows of the file, and the dataset indices that a sampler yields for them.
+        The result is two arrays, int64 (n,): rows of the file, and the dataset indices that a sampler yields for them.
         """
 
     def rows_at(self, positions: Rows) -> tuple[Rows, Rows]:
@@ -58,18 +40,10 @@ class EpochRows(Protocol):
 
 
 class RowSampler(Protocol):
-    """The choice of the rows of each epoch: all rows of a range or subset, or random draws by weight.
+    """The choice of the rows of each epoch: all rows of a range or subset, or random draws by weight."""
 
-    Attributes
-    ----------
-    count : int
-        Rows per epoch.
-    chunk_rows : int
-        Rows per chunk of the file.
-    """
-
-    count: int
-    chunk_rows: int
+    count: int  # rows per epoch
+    chunk_rows: int  # rows per chunk of the file
 
     @property
     def unique_count(self) -> int:
@@ -96,15 +70,7 @@ def concatenated_ranges(starts: Rows, counts: Rows) -> Rows:
 
 
 class RowRange:
-    """Consecutive rows of the file: a split, or all rows. It takes the same memory for any number of rows.
-
-    Parameters
-    ----------
-    start, stop : int
-        First row, and the row after the last.
-    chunk_rows : int
-        Rows per chunk.
-    """
+    """Consecutive rows of the file: a split, or all rows. It takes the same memory for any number of rows."""
 
     def __init__(self, start: int, stop: int, chunk_rows: int) -> None:
         self.start, self.stop, self.chunk_rows = start, stop, chunk_rows
@@ -156,16 +122,9 @@ class RowRange:
 
 
 class RowSubset:
-    """Any rows of the file, sorted into the order in which the file stores them.
+    """Any rows of the file, int64 (n,), repeats allowed, sorted into the order in which the file stores them.
 
-    Parameters
-    ----------
-    rows : ndarray
-        int64, (n,): rows of the file; repeats are allowed.
-    indices : ndarray
-        int64, (n,): the dataset index that a sampler yields for each of them.
-    chunk_rows : int
-        Rows per chunk.
+    `indices`, int64 (n,), are the dataset indices that a sampler yields for them.
     """
 
     short_chunks: list[tuple[int, int]] | None = None

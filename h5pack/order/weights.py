@@ -30,19 +30,10 @@ _BLOCK_ROWS = 1 << 16
 
 
 def balanced_weights(labels: Rows, unlabelled: int | None) -> npt.NDArray[np.float64] | None:
-    """Return weights of rows such that each class has the same total weight.
+    """Return weights, float64 (n,), with an equal sum for each class of `labels`, int64 (n,); None if no row has a
+    label.
 
-    Parameters
-    ----------
-    labels : ndarray
-        int64, (n,).
-    unlabelled : int or None
-        The label that means "no class"; rows with this label get weight 0. None: there is no such label.
-
-    Returns
-    -------
-    ndarray or None
-        float64, (n,); None if no row has a label.
+    Rows with the label `unlabelled` are in no class and get weight 0; None: there is no such label.
     """
     classes, counts = np.unique(labels, return_counts=True)
     shares = 1 / counts
@@ -57,17 +48,10 @@ def balanced_weights(labels: Rows, unlabelled: int | None) -> npt.NDArray[np.flo
 
 
 class WeightedRows:
-    """A `RowSampler` that draws rows in proportion to their weights.
+    """A `RowSampler` that draws `num_samples` rows an epoch, up to `MAX_SAMPLES`, in proportion to their weights.
 
-    Parameters
-    ----------
-    rows : RowSet
-        Rows to draw from.
-    weights : ndarray
-        float64, (rows.count,): weights of the rows in the file's order; all must be finite and at least 0, and one
-        must be above 0. The array is not kept.
-    num_samples : int
-        Draws per epoch, up to `MAX_SAMPLES`.
+    The weights, float64 (rows.count,), are in the file's order; all must be finite and at least 0, and one above 0. The
+    array is not kept.
     """
 
     def __init__(self, rows: RowSet, weights: npt.NDArray[np.float64], num_samples: int) -> None:
@@ -114,21 +98,12 @@ class WeightedRows:
         return self._draws_before(self._sums, offset)
 
     def row_edges(self, chunks: Rows, offset: int) -> tuple[Rows, Rows, Rows]:
-        """Return the cumulative number of draws at each row of the given chunks.
+        """Return positions, edges and counts: the cumulative number of draws at each row of the given chunks, int64
+        (c,).
 
-        Parameters
-        ----------
-        chunks : ndarray
-            int64, (c,).
-        offset : int
-            The epoch's random offset, from 0 to below the length of the line in units. The first point is at
-            ``offset / count`` units.
-
-        Returns
-        -------
-        positions, edges, counts : ndarray
-            int64, (n,), (n,) and (c,): the positions of the chunks' rows in `rows`; the number of draws from the start
-            of the line up to the end of each row; and the number of rows in each chunk.
+        `positions` (n,) are those of the chunks' rows in `rows`, `edges` (n,) the number of draws from the start of the
+        line up to the end of each row, and `counts` (c,) the number of rows in each chunk. `offset` is the epoch's
+        random offset, from 0 to below the length of the line in units; the first point is at ``offset / count`` units.
         """
         starts = self.rows.chunk_starts(chunks)
         counts = self.rows.chunk_starts(chunks + 1) - starts
@@ -152,14 +127,7 @@ class WeightedRows:
 
 
 class EpochDraws:
-    """The rows that one epoch draws, as `EpochRows`. Chunks without a draw are left out of the numbering.
-
-    Parameters
-    ----------
-    rows : WeightedRows
-    offset : int
-        The epoch's random offset, as for `WeightedRows.row_edges`.
-    """
+    """The rows that one epoch draws, as `EpochRows`. Chunks without a draw are left out of the numbering."""
 
     short_chunks: list[tuple[int, int]] | None = None
 

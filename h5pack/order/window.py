@@ -48,23 +48,13 @@ Span = tuple[int, int, int]
 class ChunkGroup:
     """The rows of consecutive chunks that are read together, and the batches and slots that they go to.
 
-    Attributes
-    ----------
-    rows : ndarray
-        int64, (n,): rows of the file, ascending within each chunk.
-    indices : ndarray
-        int64, (n,): the dataset indices that a sampler yields for `rows`.
-    positions : ndarray
-        int64, (n,): a permutation of 0 to n - 1. Number the slots of all `spans` consecutively from 0; then
-        ``rows[i]`` goes to slot number ``positions[i]``.
-    spans : list of (int, int, int)
-        (batch, first slot, number of slots), in ascending order of batches.
+    Number the slots of all `spans` consecutively from 0; then ``rows[i]`` goes to slot number ``positions[i]``.
     """
 
-    rows: Rows
-    indices: Rows
-    positions: Rows
-    spans: list[Span]
+    rows: Rows  # int64, (n,): rows of the file, ascending within each chunk
+    indices: Rows  # int64, (n,): the dataset indices that a sampler yields for `rows`
+    positions: Rows  # int64, (n,): a permutation of 0 to n - 1
+    spans: list[Span]  # in ascending order of batches
 
     def split_by_batch(self, values: npt.NDArray[Any]) -> Iterator[tuple[Span, npt.NDArray[Any]]]:
         """Yield each span with its part of `values`, (n, ...), which are given in the order of `rows`."""
@@ -95,43 +85,19 @@ class ChunkGroup:
 
 @dataclass(frozen=True)
 class OrderPlan:
-    """All parameters of an order except the epoch. The module's docstring defines the terms.
-
-    Attributes
-    ----------
-    rows : RowSampler
-    batch_size : int
-        Rows of a full batch of this rank.
-    shuffle : str or False
-        One of `SHUFFLES`.
-    seed : int
-    window : int
-        Number of chunks whose rows are shuffled together.
-    trim : bool
-        Make the streams equally long by leaving out rows; otherwise by repeating rows.
-    drop_last : bool
-        Leave out the last batch if it is smaller.
-    rank, num_replicas : int
-    streams, lanes : int
-        `streams` must be a multiple of ``num_replicas * lanes``, and `batch_size` a multiple of the streams per batch.
-
-    Raises
-    ------
-    OptionsError
-        If a value is invalid, or does not divide as required.
-    """
+    """All parameters of an order except the epoch. The module's docstring defines the terms."""
 
     rows: RowSampler
-    batch_size: int
+    batch_size: int  # rows of a full batch of this rank; a multiple of the streams per batch
     _: KW_ONLY
-    shuffle: str | bool = "window"
+    shuffle: str | bool = "window"  # one of `SHUFFLES`
     seed: int = 0
-    window: int = DEFAULT_WINDOW
-    trim: bool = False
-    drop_last: bool = False
+    window: int = DEFAULT_WINDOW  # chunks per shuffle window
+    trim: bool = False  # make the streams equally long by leaving out rows; otherwise by repeating rows
+    drop_last: bool = False  # leave out the last batch if it is smaller
     rank: int = 0
     num_replicas: int = 1
-    streams: int = 1
+    streams: int = 1  # a multiple of ``num_replicas * lanes``
     lanes: int = 1
 
     def __post_init__(self) -> None:
@@ -378,13 +344,8 @@ class _Line:
 def merge_groups(groups: Iterable[ChunkGroup], max_rows: int, max_batches: int) -> Iterator[ChunkGroup]:
     """Merge consecutive chunk groups into larger ones; the rows keep their batches and slots.
 
-    Parameters
-    ----------
-    groups : iterable of ChunkGroup
-    max_rows : int
-        Upper bound for the rows of a merged group; a single group with more rows is left unchanged.
-    max_batches : int
-        Upper bound for the number of batches from the first to the last one of a merged group.
+    A merged group has at most `max_rows` rows, unless it is a single one, and at most `max_batches` batches from its
+    first to its last.
     """
     waiting: list[ChunkGroup] = []
     rows = 0

@@ -1,11 +1,12 @@
-"""Real ranks under `torchrun`: together they see each row once an epoch, and go on exactly after one was killed."""
+"""Two processes of torch.distributed: each gets its rank's batches, and they go on exactly after one was killed."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
-import subprocess
+import signal
 import sys
 import zlib
 from pathlib import Path
@@ -13,32 +14,73 @@ from typing import Any
 
 import h5py
 import pytest
+import torch
+import torch.distributed
+from torch.utils.data import DataLoader
 
 import h5pack
-from tests.data import ranks
 from tests.makers import quick, split_folders
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="gloo and signals")
 
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A split of 152 rows in chunks of 11, the last of which it shares with another."""
-    folder = tmp_path_factory.mktemp("pack")
-    source = split_folders(folder / "in", {"train": {"x": 90, "y": 62}, "val": {"x": 5}}, (6, 5))
-    h5pack.convert(source, folder / "o.h5", **quick(chunk_rows=11))
-    return folder / "o.h5"
+EPOCHS, RANKS, ROWS = 2, 2, 152
+ORDER: dict[str, Any] = {"batch_size": 8, "window": 2, "seed": 4}
 
 
-def torchrun(what: str, pack: Path, folder: Path, *arguments: str) -> tuple[int, str]:
-    """Two ranks; their return code, and what they said."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    command += [ranks.__file__, what, str(pack), str(folder), *arguments]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-    # Into a file: a killed rank's workers outlive it by seconds, and would hold a pipe open.
-    with open(folder / "said", "w") as said:
-        done = subprocess.run(command, stdout=said, stderr=said, env=variables, timeout=300, check=False)
-    return done.returncode, (folder / "said").read_text()
+def samples(batch: Any) -> list[list[int]]:
+    """Row number and checksum of the pixels of each sample."""
+    images, _, rows = batch
+    return [[row, zlib.crc32(image.numpy().tobytes())] for row, image in zip(rows.tolist(), images, strict=True)]
+
+
+def train(rank: int, run: str, pack: Path, folder: Path, die: list[int]) -> None:
+    """One rank: epochs from two loaders at once, from the saved state on; rank 0 saves the state after each step.
+
+    At epoch and step `die`, rank 0 is killed after it has worked on the step and before it has saved its state.
+    """
+    torch.distributed.init_process_group("gloo", f"file://{folder}/{run}", rank=rank, world_size=RANKS)
+    dataset = h5pack.H5Dataset(pack, split="train", with_rows=True)
+    sampler = h5pack.ChunkBatchSampler(dataset, **ORDER, lanes=2)
+    # Workers that are kept are forked once, while no loader's threads run.
+    loader = DataLoader(
+        dataset, batch_sampler=sampler, num_workers=1, persistent_workers=True, collate_fn=dataset.collate
+    )
+    h5loader = h5pack.H5Loader(dataset, **ORDER)
+    saved = folder / "state.json"
+    states = json.loads(saved.read_text()) if saved.exists() else {"epoch": 0}
+    if "sampler" in states:
+        sampler.load_state_dict(states["sampler"])
+        h5loader.load_state_dict(states["h5loader"])
+    for epoch in range(states["epoch"], EPOCHS):
+        sampler.set_epoch(epoch)
+        h5loader.set_epoch(epoch)
+        for step, batches in enumerate(zip(loader, h5loader, strict=True)):
+            with open(folder / f"rank{rank}.jsonl", "a") as log:
+                log.write(json.dumps([epoch, *map(samples, batches)]) + "\n")
+            torch.distributed.all_reduce(torch.ones(1))
+            if rank == 0:
+                if [epoch, step] == die:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                state = {"sampler": sampler.state_dict(batches_consumed=step + 1), "h5loader": h5loader.state_dict()}
+                (folder / "state.tmp").write_text(json.dumps({"epoch": epoch, **state}))
+                os.replace(folder / "state.tmp", saved)
+    torch.distributed.destroy_process_group()
+
+
+def run_ranks(run: str, pack: Path, folder: Path, die: list[int]) -> list[int | None]:
+    """Run all ranks, and return their exit codes."""
+    # Processes of the fork server have torch imported already.
+    context = multiprocessing.get_context("forkserver")
+    ranks = [context.Process(target=train, args=(rank, run, pack, folder, die)) for rank in range(RANKS)]
+    try:
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(300)
+        return [process.exitcode for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
 
 
 def logged(folder: Path, rank: int) -> list[Any]:
@@ -46,45 +88,39 @@ def logged(folder: Path, rank: int) -> list[Any]:
 
 
 def expected(pack: Path, rank: int, epoch: int, **order: Any) -> list[list[list[int]]]:
-    """The batches of one rank, out of a sampler in this process and the file as h5py reads it."""
+    """The batches of one rank, from a sampler in this process and the file as h5py reads it."""
     dataset = h5pack.H5Dataset(pack, split="train")
-    sampler = h5pack.ChunkBatchSampler(dataset, **{**ranks.ORDER, **order}, rank=rank, num_replicas=2)
+    sampler = h5pack.ChunkBatchSampler(dataset, **ORDER, **order, rank=rank, num_replicas=RANKS)
     sampler.set_epoch(epoch)
     with h5py.File(pack) as file:
         checksums = [zlib.crc32(image.tobytes()) for image in file["images"][()]]
     return [[[dataset.first_row + index, checksums[dataset.first_row + index]] for index in batch] for batch in sampler]
 
 
-def test_two_ranks_see_each_row_once_an_epoch(pack: Path, tmp_path: Path) -> None:
-    code, said = torchrun("cover", pack, tmp_path)
-    assert code == 0, said
-    logs = [logged(tmp_path, rank) for rank in range(2)]
-    orders = []
-    for kind, order in (("dataloader2", {"lanes": 2}), ("dataloader0", {"lanes": 2}), ("h5loader", {})):
-        for epoch in range(ranks.EPOCHS):
-            batches = [[batch for *which, batch in log if which == [kind, epoch]] for log in logs]
-            assert batches == [expected(pack, rank, epoch, **order) for rank in range(2)]
-            rows = [row for batch in itertools.chain(*batches) for row, _ in batch]
-            assert sorted(rows) == list(range(152))
-            orders.append(tuple(rows))
-    assert len(set(orders)) == 2 * ranks.EPOCHS, "lanes are another order, workers are not"
-
-
-def test_after_a_kill_the_ranks_go_on_exactly(pack: Path, tmp_path: Path) -> None:
-    code, said = torchrun("train", pack, tmp_path, "--die", "1", "4")
-    assert code != 0
-    assert "SIGKILL" in said or "-9" in said
+def test_ranks_resume_exactly_after_a_kill(tmp_path: Path) -> None:
+    source = split_folders(tmp_path / "in", {"train": {"x": 90, "y": 62}, "val": {"x": 5}}, (6, 5))
+    pack = tmp_path / "o.h5"
+    # The last chunk of the split has rows of another one.
+    h5pack.convert(source, pack, **quick(chunk_rows=11))
+    codes = run_ranks("first", pack, tmp_path, die=[1, 4])
+    assert codes[0] == -signal.SIGKILL
+    assert codes[1] not in (0, None), "it cannot go on alone"
     state = json.loads((tmp_path / "state.json").read_text())
     assert (state["epoch"], state["sampler"]["batches"], state["h5loader"]["batches"]) == (1, 4, 4)
-    killed = [logged(tmp_path, rank) for rank in range(2)]
-    code, said = torchrun("train", pack, tmp_path)
-    assert code == 0, said
-    for rank in range(2):
-        epochs = [expected(pack, rank, epoch) for epoch in range(ranks.EPOCHS)]
-        uninterrupted = [[epoch, batch, batch] for epoch, batches in enumerate(epochs) for batch in batches]
-        # What the first run did up to its last saved state, and all that the second one did.
-        done = len(epochs[0]) + 4
-        # Without a state, too, one step was done by rank 0, and by the other at most the next.
-        assert done < len(killed[rank]) <= done + 1 + rank
-        found = killed[rank][:done] + logged(tmp_path, rank)[len(killed[rank]) :]
-        assert found == uninterrupted
+    killed = [len(logged(tmp_path, rank)) for rank in range(RANKS)]
+    assert run_ranks("second", pack, tmp_path, die=[]) == [0, 0]
+    for order in ({"lanes": 2}, {}):
+        for epoch in range(EPOCHS):
+            batches = itertools.chain(*(expected(pack, rank, epoch, **order) for rank in range(RANKS)))
+            assert sorted(row for batch in batches for row, _ in batch) == list(range(ROWS))
+    for rank in range(RANKS):
+        pairs = [
+            zip(expected(pack, rank, epoch, lanes=2), expected(pack, rank, epoch), strict=True) for epoch in (0, 1)
+        ]
+        uninterrupted = [[epoch, *pair] for epoch, epoch_pairs in enumerate(pairs) for pair in epoch_pairs]
+        # The batches of the first run up to its last saved state, and all of the second run.
+        done = len(uninterrupted) // EPOCHS + 4
+        # Rank 0 worked on one step without saving its state; the other may have begun the next one.
+        assert done < killed[rank] <= done + 1 + rank
+        log = logged(tmp_path, rank)
+        assert log[:done] + log[killed[rank] :] == uninterrupted

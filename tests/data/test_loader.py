@@ -1,7 +1,8 @@
-"""`H5Loader`: the batches of a DataLoader over the same order, from threads that never outstay their welcome."""
+"""`H5Loader`: the batches of a DataLoader over the same order, from threads that end when they should."""
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import gc
 import itertools
@@ -40,6 +41,8 @@ from tests.stacks import watched
 BATCH = 12
 REPOSITORY = Path(__file__).parents[2]
 RESIDENT = ["no", "host", "auto"]
+WAYS = [("no", 1), ("host", 3), ("auto", 2)]
+"""`resident` and number of threads."""
 
 ORDERS: dict[str, dict[str, Any]] = {
     "window": {},
@@ -87,12 +90,11 @@ def order_of(settings: dict[str, Any]) -> dict[str, Any]:
 # The batches.
 
 
-@pytest.mark.parametrize("resident", RESIDENT)
 @pytest.mark.parametrize("order", ORDERS)
-def test_batches_are_those_of_a_dataloader(dataset: h5pack.H5Dataset, order: str, resident: str) -> None:
+def test_batches_are_those_of_a_dataloader(dataset: h5pack.H5Dataset, order: str) -> None:
     settings = ORDERS[order]
     expected = reference(dataset, 3, **order_of(settings))
-    for threads in (1, 2, 3):
+    for resident, threads in WAYS:
         loader = loader_of(dataset, resident=resident, num_threads=threads, **settings)
         for epoch in range(3):
             assert len(loader) == len(expected[epoch])
@@ -135,81 +137,57 @@ def kinds() -> dict[str, dict[str, Any]]:
 KINDS = kinds()
 
 
-@pytest.mark.parametrize("with_rows", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_of_all_kinds(tmp_path: Path, kind: str, with_rows: bool) -> None:
+def test_files_of_all_kinds(tmp_path: Path, kind: str) -> None:
     file = KINDS[kind]
     path = packs.write(tmp_path / "f.h5", **file)
     fields = [name for name in ("boxes", "masks", "large") if name in file]
-    dataset = h5pack.H5Dataset(path, fields=fields, with_rows=with_rows)
-    expected = reference(dataset, 2, **order_of({}))
-    for resident, threads in itertools.product(RESIDENT, (1, 3)):
-        loader = loader_of(dataset, resident=resident, num_threads=threads)
-        for epoch in expected:
-            batches = list(loader)
-            assert all_same(batches, epoch)
-            assert isinstance(batches[0], torch.Tensor) == (len(dataset.names) + with_rows == 1)
+    for with_rows in (False, True):
+        dataset = h5pack.H5Dataset(path, fields=fields, with_rows=with_rows)
+        expected = reference(dataset, 3, **order_of({}))
+        for resident, threads in WAYS:
+            loader = loader_of(dataset, resident=resident, num_threads=threads)
+            for epoch in expected:
+                batches = list(loader)
+                assert all_same(batches, epoch)
+                assert isinstance(batches[0], torch.Tensor) == (len(dataset.names) + with_rows == 1)
     first = expected[0][0]
-    if with_rows:
-        assert np.array_equal(first[0].numpy(), file["images"][first[-1]]), "the reference is right itself"
+    assert np.array_equal(first[0].numpy(), file["images"][first[-1]]), "the reference itself is right"
 
 
-def test_holes_are_fill_values(tmp_path: Path) -> None:
-    import h5py
-
-    data = packs.values(dtype=">u2")
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        images = file.create_dataset("images", data.shape, ">u2", chunks=(10, *packs.SHAPE), fillvalue=770)
-        images[20:40] = data[20:40]
-    dataset = h5pack.H5Dataset(tmp_path / "f.h5", with_rows=True)
-    for resident in RESIDENT:
-        for images, rows in loader_of(dataset, resident=resident):
-            for image, row in zip(images.numpy(), rows.tolist(), strict=True):
-                assert np.array_equal(image, data[row] if 20 <= row < 40 else np.full(packs.SHAPE, 770))
-
-
-@pytest.mark.parametrize("resident", RESIDENT)
-def test_subsets_and_splits(tmp_path: Path, resident: str) -> None:
+def test_subsets_and_splits(tmp_path: Path) -> None:
     pack = packs.converted(tmp_path)
     whole = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"))
     one, other = random_split(whole, [70, 33], torch.Generator().manual_seed(3))
     nested = Subset(Subset(whole, range(90, 10, -1)), [5, 50, 6, 51, 6])
-    for dataset in (one, other, nested, Subset(whole, []), h5pack.H5Dataset(pack, "test", with_rows=True)):
-        expected = reference(dataset, 2, **order_of({}))
-        loader = loader_of(dataset, resident=resident)
-        assert loader.dataset is dataset
-        for epoch in expected:
-            assert all_same(list(loader), epoch)
     chosen = {"indices": [3, 1, 4, 1, 5, 30]}
-    expected = reference(other, 1, **order_of(chosen))
-    assert all_same(list(loader_of(other, resident=resident, **chosen)), expected[0])
+    for resident in RESIDENT:
+        for dataset in (one, other, nested, Subset(whole, []), h5pack.H5Dataset(pack, "test", with_rows=True)):
+            expected = reference(dataset, 2, **order_of({}))
+            loader = loader_of(dataset, resident=resident)
+            assert loader.dataset is dataset
+            for epoch in expected:
+                assert all_same(list(loader), epoch)
+        expected = reference(other, 1, **order_of(chosen))
+        assert all_same(list(loader_of(other, resident=resident, **chosen)), expected[0])
     seen = torch.cat([labels for part in (one, other) for _, labels in loader_of(part)])
     assert sorted(seen.tolist()) == list(range(packs.ROWS))
 
 
+@pytest.mark.parametrize(("name", "row"), [("images", 12), ("labels", 30)])
 @pytest.mark.parametrize("resident", RESIDENT)
-def test_checked_rows(tmp_path: Path, resident: str) -> None:
+def test_damaged_rows_are_never_delivered(tmp_path: Path, resident: str, name: str, row: int) -> None:
     path = packs.converted(tmp_path)
-    dataset = h5pack.H5Dataset(path, check=True)
     expected = reference(h5pack.H5Dataset(path), 2, **order_of({}))
-    loader = loader_of(dataset, resident=resident)
-    assert [all_same(list(loader), epoch) for epoch in expected] == [True, True]
-    packs.flip(path, 12)
     loader = loader_of(h5pack.H5Dataset(path, check=True), resident=resident)
-    for _ in range(2):
-        with pytest.raises(DamagedRowsError, match="row 12"):
-            list(loader)
-    assert len(list(loader_of(h5pack.H5Dataset(path), resident=resident))) == 4, "check was not requested"
-
-
-@pytest.mark.parametrize("resident", RESIDENT)
-def test_a_damaged_label_is_never_handed_out(tmp_path: Path, resident: str) -> None:
-    path = packs.converted(tmp_path)
-    packs.flip(path, 30, "labels")
+    assert [all_same(list(loader), epoch) for epoch in expected] == [True, True]
+    packs.flip(path, row, name)
     loader = loader_of(h5pack.H5Dataset(path, check=True), resident=resident)
     for _ in range(3):
-        with pytest.raises(DamagedRowsError, match="row 30"):
+        with pytest.raises(DamagedRowsError) as caught:
             list(loader)
+        assert caught.value.rows == (row,)
+    assert len(list(loader_of(h5pack.H5Dataset(path), resident=resident))) == 4, "check was not requested"
 
 
 def test_one_read_a_chunk(dataset: h5pack.H5Dataset) -> None:
@@ -234,26 +212,29 @@ def test_one_read_a_chunk(dataset: h5pack.H5Dataset) -> None:
 # Memory.
 
 
+def least_memory(dataset: h5pack.H5Dataset, **settings: Any) -> int:
+    """The smallest `memory_bytes` that a loader accepts."""
+
+    def is_enough(memory_bytes: int) -> bool:
+        with contextlib.suppress(OptionsError):
+            loader_of(dataset, memory_bytes=memory_bytes, **settings)
+            return True
+        return False
+
+    return bisect.bisect_left(range(10**8), True, key=is_enough)
+
+
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("resident", RESIDENT)
-def test_the_least_memory_is_told_and_is_enough(dataset: h5pack.H5Dataset, order: str, resident: str) -> None:
-    settings = {**ORDERS[order], "resident": resident}
-    needed = 1
-    if ORDERS[order].get("indices") != []:
-        with pytest.raises(OptionsError, match="memory_bytes") as caught:
-            loader_of(dataset, memory_bytes=1, **settings)
-        message = str(caught.value)
-        needed = int(message.split("need")[1].split(";")[0].strip(" s").replace(",", ""))
-        if resident == "host":
-            with pytest.raises(OptionsError, match="memory_bytes") as caught:
-                loader_of(dataset, memory_bytes=needed, **settings)
-            needed = int(str(caught.value).split("needs ")[1].split(";")[0].replace(",", ""))
-        with pytest.raises(OptionsError):
-            loader_of(dataset, memory_bytes=needed - 1, **settings)
-    loader = loader_of(dataset, memory_bytes=needed, **settings)
-    assert loader.memory_bytes <= needed
+def test_the_least_memory_is_enough(dataset: h5pack.H5Dataset, order: str) -> None:
     expected = reference(dataset, 2, **order_of(ORDERS[order]))
-    assert [all_same(list(loader), epoch) for epoch in expected] == [True, True]
+    least = {}
+    for resident in RESIDENT:
+        settings = {**ORDERS[order], "resident": resident}
+        least[resident] = least_memory(dataset, **settings)
+        loader = loader_of(dataset, memory_bytes=least[resident], **settings)
+        assert loader.memory_bytes <= least[resident]
+        assert [all_same(list(loader), epoch) for epoch in expected] == [True, True]
+    assert least["no"] == least["auto"] <= least["host"]
 
 
 def test_no_more_memory_is_taken_than_was_given(dataset: h5pack.H5Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +302,10 @@ def test_pinned_memory_needs_a_gpu(dataset: h5pack.H5Dataset) -> None:
     assert len(list(loader)) == 9
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SOME_KINDS = ["gzip", "big-endian", "small rows", "fields"]
+
+
+@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_batches_in_torchs_own_memory(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with `pin_memory`, but for the pinning."""
     asked: list[bool] = []
@@ -344,7 +328,7 @@ def test_batches_in_torchs_own_memory(tmp_path: Path, kind: str, monkeypatch: py
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_pinned_batches(tmp_path: Path, kind: str) -> None:
     path = packs.write(tmp_path / "f.h5", **KINDS[kind])
     dataset = h5pack.H5Dataset(path, with_rows=True)
@@ -391,13 +375,11 @@ def test_error_names_the_parameter_at_fault(dataset: h5pack.H5Dataset) -> None:
     assert not loader_threads()
 
 
-def test_what_it_says_of_itself(dataset: h5pack.H5Dataset) -> None:
+def test_lengths_and_attributes(dataset: h5pack.H5Dataset) -> None:
     part = Subset(dataset, range(50))
     loader = loader_of(part, drop_last=True)
     assert (len(loader), loader.batch_size, loader.drop_last, loader.epoch) == (4, BATCH, True, 0)
-    assert loader.dataset is part
     batches = iter(loader)
-    assert len(batches) == 4
     next(batches)
     assert len(batches) == 3
     for text in ("H5Loader(", f"batch_size={BATCH}", "shuffle='window'", "seed=7", "window=3"):
@@ -438,6 +420,7 @@ def test_prefetch_factor_is_between_a_window_and_what_memory_allows(dataset: h5p
             while batches.waiting < 9:
                 time.sleep(0.001)
             assert loader.queue_depth == 9
+        assert loader.queue_depth == 0
 
 
 # Transforms.
@@ -508,8 +491,7 @@ def test_a_stop_iteration_of_a_transform_is_an_error_and_no_end_of_the_epoch(dat
     assert loader.state_dict()["epoch"] == 0
 
 
-@pytest.mark.parametrize("where", ["transform", "target_transform"])
-@pytest.mark.parametrize("resident", ["no", "host"])
+@pytest.mark.parametrize(("where", "resident"), [("transform", "no"), ("target_transform", "host")])
 def test_an_error_in_a_transform_reaches_the_consumer(dataset: h5pack.H5Dataset, resident: str, where: str) -> None:
     calls = itertools.count()
 
@@ -520,12 +502,12 @@ def test_an_error_in_a_transform_reaches_the_consumer(dataset: h5pack.H5Dataset,
 
     loader = loader_of(dataset, resident=resident, **{where: broken})
     batches = iter(loader)
-    with pytest.raises(ArithmeticError, match="on purpose") as caught:
+    with pytest.raises(ArithmeticError) as caught:
         list(batches)
     assert "broken" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert threads_end()
     for _ in range(2):
-        with pytest.raises(LoaderError, match="failed"):
+        with pytest.raises(LoaderError):
             next(batches)
     assert len(list(loader)) == 9, "the loader goes on with the next epoch"
 
@@ -533,23 +515,16 @@ def test_an_error_in_a_transform_reaches_the_consumer(dataset: h5pack.H5Dataset,
 # Iterations.
 
 
-def test_each_iteration_is_the_next_epoch_unless_told_otherwise(dataset: h5pack.H5Dataset) -> None:
+def test_each_iteration_is_the_next_epoch_unless_set_epoch_chose_another(dataset: h5pack.H5Dataset) -> None:
     expected = reference(dataset, 5, **order_of({}))
     loader = loader_of(dataset)
-    for epoch in (0, 1):
-        assert all_same(list(loader), expected[epoch])
-    loader.set_epoch(4)
-    assert all_same(list(loader), expected[4])
-    loader.set_epoch(1)
-    assert all_same(list(loader), expected[1])
+    assert all_same(list(loader), expected[0])
+    loader.set_epoch(2)
     assert all_same(list(loader), expected[2])
     for batch in loader:
         assert same(batch, expected[3][0])
         break
-    assert all_same(list(loader), expected[4]), "an epoch that was broken off is over"
-    loader.set_epoch(0)
-    loader.set_epoch(3)
-    assert all_same(list(loader), expected[3])
+    assert all_same(list(loader), expected[4]), "an epoch that was abandoned is over"
 
 
 def test_several_iterators_at_once(dataset: h5pack.H5Dataset) -> None:
@@ -569,11 +544,11 @@ def test_several_iterators_at_once(dataset: h5pack.H5Dataset) -> None:
             assert all_same(found[place], expected[2 + place])
 
 
-@pytest.mark.parametrize("kind", ["big-endian", "gzip", "float"])
+@pytest.mark.parametrize("kind", ["big-endian", "gzip"])
 def test_several_iterators_load_the_same_rows(tmp_path: Path, kind: str) -> None:
     dataset = h5pack.H5Dataset(packs.write(tmp_path / "f.h5", **KINDS[kind]))
     expected = reference(dataset, 3, **order_of({}))
-    for _ in range(10):
+    for _ in range(4):
         loader = loader_of(dataset, resident="host")
         for batches in zip(zip(loader, loader, loader, strict=True), zip(*expected, strict=True), strict=True):
             assert all_same(*batches)
@@ -686,11 +661,16 @@ def test_a_close_from_another_thread_wakes_the_consumer(dataset: h5pack.H5Datase
 # States.
 
 
-@pytest.mark.parametrize("resident", ["no", "host"])
-@pytest.mark.parametrize("order", ["window", "full", "streams and lanes", "stored, lanes, drop_last", "a rank", "rows"])
+@pytest.mark.parametrize(
+    ("order", "resident"),
+    [
+        *(("window", "no"), ("full", "host"), ("streams and lanes", "no"), ("stored, lanes, drop_last", "host")),
+        *(("a rank", "no"), ("rows", "host")),
+    ],
+)
 def test_a_state_saved_at_any_batch_gives_the_same_tail(dataset: h5pack.H5Dataset, order: str, resident: str) -> None:
     settings = {**ORDERS[order], "resident": resident}
-    expected = list(itertools.chain(*reference(dataset, 3, **order_of(ORDERS[order]))))
+    expected = list(itertools.chain(*reference(dataset, 2, **order_of(ORDERS[order]))))
     loader = loader_of(dataset, **settings)
     size = len(loader)
     states = [loader.state_dict()]
@@ -702,8 +682,10 @@ def test_a_state_saved_at_any_batch_gives_the_same_tail(dataset: h5pack.H5Datase
         resumed = loader_of(dataset, **{**settings, "num_threads": 1 + done % 3})
         resumed.load_state_dict(json.loads(json.dumps(state)))
         assert resumed.state_dict() == state
-        found = [batch for _ in range(4) for batch in itertools.islice(resumed, 3 * size - done)]
-        assert all_same(found[: 3 * size - done], expected[done:])
+        # The last state of an epoch has nothing left of it.
+        found = [*resumed, *(resumed if done <= size else ())]
+        assert all_same(found, expected[done : done + len(found)])
+        assert len(found) == (2 * size - done if done < size or done > size else size)
 
 
 def test_a_state_at_the_end_of_an_epoch(dataset: h5pack.H5Dataset) -> None:
@@ -732,42 +714,26 @@ def test_a_state_at_the_end_of_an_epoch(dataset: h5pack.H5Dataset) -> None:
     assert all_same(list(resumed), expected[2])
 
 
-def test_a_state_knows_batches_in_hand_not_batches_read(dataset: h5pack.H5Dataset) -> None:
-    loader = loader_of(dataset, num_threads=3)
-    batches = iter(loader)
-    for count in range(1, 4):
-        next(batches)
-        time.sleep(0.02)
-        assert loader.state_dict()["batches"] == count
-    del batches
-    assert loader.state_dict()["batches"] == 3
-
-
 def test_a_state_of_another_order_is_refused(dataset: h5pack.H5Dataset) -> None:
     state = loader_of(dataset).state_dict()
     for settings in (
-        {"seed": 8},
-        {"window": 4},
-        {"shuffle": "full"},
-        {"batch_size": 6},
-        {"drop_last": True},
-        {"streams": 2},
-        {"indices": range(103)},
-        {"rank": 0, "num_replicas": 2},
+        *({"seed": 8}, {"window": 4}, {"shuffle": "full"}, {"batch_size": 6}, {"drop_last": True}, {"streams": 2}),
+        *({"indices": range(103)}, {"rank": 0, "num_replicas": 2}),
     ):
-        with pytest.raises(StateError, match="saved"):
+        with pytest.raises(StateError):
             loader_of(dataset, **settings).load_state_dict(state)
     for wrong in ({}, {**state, "batches": "many"}, {"epoch": 1, "batches": 3}):
-        with pytest.raises(StateError, match="batches"):
+        with pytest.raises(StateError):
             loader_of(dataset).load_state_dict(wrong)
 
 
 # The file under it.
 
 
-@pytest.mark.parametrize("resident", ["no", "host"])
-@pytest.mark.parametrize("how", ["cut", "cut, gzip", "replaced", "removed"])
-def test_a_file_that_goes_amid_an_epoch_is_an_error(
+@pytest.mark.parametrize(
+    ("how", "resident"), [("cut", "no"), ("cut, gzip", "host"), ("replaced", "no"), ("removed", "host")]
+)
+def test_a_file_that_changes_during_an_epoch_is_an_error(
     tmp_path: Path, how: str, resident: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = packs.labelled(tmp_path / "f.h5", 600, compression="gzip" if "gzip" in how else None)
@@ -785,7 +751,7 @@ def test_a_file_that_goes_amid_an_epoch_is_an_error(
     with pytest.raises(H5PackError):
         list(batches)
     assert threads_end()
-    with pytest.raises(PackChangedError, match="replaced"):
+    with pytest.raises(PackChangedError):
         iter(loader)
 
 
@@ -812,9 +778,8 @@ def in_a_child(work: Callable[[], None]) -> str:
     return text or ("" if status == 0 else f"the child ended with {status}")
 
 
-@pytest.mark.parametrize("compression", [None, "gzip"])
-@pytest.mark.parametrize("resident", ["no", "host"])
-def test_a_forked_child_begins_anew(tmp_path: Path, resident: str, compression: str | None) -> None:
+@pytest.mark.parametrize(("resident", "compression"), [("no", "gzip"), ("host", None)])
+def test_a_forked_child_starts_from_scratch(tmp_path: Path, resident: str, compression: str | None) -> None:
     dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5", compression=compression))
     expected = reference(dataset, 3, **order_of({}))
     loader = loader_of(dataset, resident=resident)
@@ -822,7 +787,7 @@ def test_a_forked_child_begins_anew(tmp_path: Path, resident: str, compression: 
     held = [next(batches), next(batches)]
 
     def work() -> None:
-        with pytest.raises(LoaderError, match="fork"):
+        with pytest.raises(LoaderError):
             next(batches)
         assert all_same(held, expected[0][:2])
         assert all_same(list(loader), expected[1])
@@ -839,118 +804,84 @@ def test_a_forked_child_begins_anew(tmp_path: Path, resident: str, compression: 
 
 
 def test_a_fork_at_any_moment(dataset: h5pack.H5Dataset) -> None:
-    expected = reference(dataset, 40, **order_of({}))
+    expected = reference(dataset, 10, **order_of({}))
     loader = loader_of(dataset, num_threads=3)
-    for epoch in range(20):
+    for epoch in range(9):
         loader.set_epoch(epoch)
         batches = iter(loader)
-        for _ in range(epoch % 9):
+        for _ in range(epoch):
             next(batches)
 
         def work(epoch: int = epoch) -> None:
             assert all_same(list(loader), expected[epoch + 1])
 
         assert in_a_child(work) == ""
-        assert all_same(list(batches), expected[epoch][epoch % 9 :])
+        assert all_same(list(batches), expected[epoch][epoch:])
 
 
 def script(path: Path, body: str) -> list[str]:
+    """Run `body` with a loader; say at the very end which of its threads are left."""
     head = f"import sys, time, h5pack\nloader = h5pack.H5Loader(h5pack.H5Dataset({str(path)!r}), 12, window=3)\n"
     return [sys.executable, "-c", LAST_WORDS + head + body]
 
 
 LAST_WORDS = """
 import atexit, threading
-def tell():
+def report():
     print("left:", *[thread.name for thread in threading.enumerate() if thread.name.startswith("h5pack-")])
-atexit.register(tell)  # What is registered first is called last.
+atexit.register(report)  # What is registered first is called last.
 """
 
 
-def seconds_to_end(begun: float) -> float:
-    """How long a process that was started at `begun` and is ready now may take to end; longer on a busy machine."""
-    return max(5.0, 2 * (time.monotonic() - begun))
-
-
 BODIES = {
-    "between batches": "for batch in loader:\n    print('ready', flush=True)\n    time.sleep(60)\n",
     "awaiting a batch": (
-        "print('ready', flush=True)\n"
-        "slow = h5pack.H5Loader(loader.dataset, 12, window=3, transform=lambda x: time.sleep(0.5))\n"
-        "for batch in slow: pass\nfor batch in slow: pass\nfor batch in slow: pass\n"
+        "slow = h5pack.H5Loader(loader.dataset, 12, window=3, transform=lambda x: time.sleep(0.2) or x)\n"
+        "print('ready', flush=True)\nwhile True:\n    for batch in slow: pass\n"
     ),
     "with iterators held": (
         "held = [iter(loader) for _ in range(3)]\nfirst = [next(batches) for batches in held]\n"
-        "print('ready', flush=True)\ntime.sleep(60)\n"
+        "print('ready', flush=True)\nwhile True: time.sleep(60)\n"
     ),
 }
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
-def test_control_c_ends_it_at_once(tmp_path: Path, body: str) -> None:
-    path = packs.labelled(tmp_path / "f.h5")
-    begun = time.monotonic()
-    process = subprocess.Popen(
-        script(path, body), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        limit = seconds_to_end(begun)
-        time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-        start = time.monotonic()
-        _, errors = process.communicate(timeout=90)
-    finally:
-        process.kill()
+def test_control_c_ends_the_process(tmp_path: Path, body: str) -> None:
+    command = script(packs.labelled(tmp_path / "f.h5"), body)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=REPOSITORY, **pipes) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=120)
+        finally:
+            process.kill()
     assert process.returncode == -signal.SIGINT
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert "Exception ignored" not in errors
     assert errors.count("Traceback") == 1
-    assert time.monotonic() - start < limit
 
 
-ENDS = {
-    "global": "held = iter(loader)\nfirst = next(held)\n",
-    "several": "sys.held = [iter(loader) for _ in range(3)]\nfirst = [next(batches) for batches in sys.held]\n",
-    "cycle": "class Cycle: pass\nheld = Cycle()\nheld.held, held.batches = held, iter(loader)\nnext(held.batches)\n",
-}
+HELD = """
+class Cycle: pass
+held = iter(loader)
+sys.held = [iter(loader) for _ in range(3)]
+cycle = Cycle()
+cycle.cycle, cycle.batches = cycle, iter(loader)
+first = [next(batches) for batches in (held, *sys.held, cycle.batches)]
+report()
+sys.exit(0)
+"""
 
 
-@pytest.mark.parametrize("body", ENDS.values(), ids=ENDS)
-def test_an_unfinished_iterator_does_not_disturb_the_exit(tmp_path: Path, body: str) -> None:
-    path = packs.labelled(tmp_path / "f.h5", 2000)
-    body += "tell()\nprint('done', flush=True)\nsys.exit(0)\n"
-    begun = time.monotonic()
-    process = subprocess.Popen(
-        script(path, body), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY
-    )
-    with process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.readline().startswith("left: h5pack-"), "otherwise there is nothing to see"
-        assert process.stdout.readline() == "done\n"
-        limit = seconds_to_end(begun)
-        start = time.monotonic()
-        # Not communicate(), which loses what came with the last line.
-        rest, errors = process.stdout.read(), process.stderr.read()
-    assert time.monotonic() - start < limit
-    assert (process.returncode, errors) == (0, "")
-    assert rest == "left:\n", "no thread reads while the interpreter is taken down"
-
-
-def test_the_queue_depth_counts_full_batches(dataset: h5pack.H5Dataset) -> None:
-    loader = h5pack.H5Loader(dataset, 8, num_threads=1)
-    assert loader.queue_depth == 0
-    iterator = iter(loader)
-    next(iterator)
-    deadline = time.monotonic() + 20
-    while loader.queue_depth < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    before = loader.queue_depth
-    assert before >= 2, "batches are read ahead"
-    loader.close()
-    assert loader.queue_depth == 0
+def test_unfinished_iterators_do_not_disturb_the_exit(tmp_path: Path) -> None:
+    command = script(packs.labelled(tmp_path / "f.h5", 2000), HELD)
+    process = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    assert (process.returncode, process.stderr) == (0, "")
+    before, after = process.stdout.splitlines()
+    assert before.startswith("left: h5pack-"), "otherwise the end proves nothing"
+    assert after == "left:", "no thread reads while the interpreter is shut down"
 
 
 def test_loaders_that_take_turns_share_memory(dataset: h5pack.H5Dataset) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info, random_split
 
 import h5pack
-from h5pack.data import samplers
+from h5pack.data import selection
 from h5pack.errors import OptionsError, StateError
 from h5pack.order.row_ranges import RowRange
 from h5pack.order.window import OrderPlan
@@ -28,7 +29,6 @@ from tests.makers import quick, split_folders
 
 BATCH, CHUNK = 8, 7
 KINDS = pytest.mark.parametrize("kind", ["batches", "rows"])
-WORKERS = pytest.mark.parametrize("workers", [0, 2])
 ELASTIC = {"streams": 4, "window": 3, "seed": 9}
 
 
@@ -93,9 +93,10 @@ def through_json(state: Any) -> Any:
 # Whole epochs.
 
 
-@KINDS
-@WORKERS
-@pytest.mark.parametrize("shuffle", ["window", "full", "chunk", False])
+@pytest.mark.parametrize(
+    ("shuffle", "kind", "workers"),
+    [("window", "batches", 2), ("window", "rows", 0), ("full", "rows", 0), ("chunk", "batches", 0), (False, "rows", 2)],
+)
 def test_every_row_once_an_epoch_with_its_pixels_and_label(
     pack: Path, dataset: h5pack.H5Dataset, kind: str, workers: int, shuffle: str | bool
 ) -> None:
@@ -111,7 +112,7 @@ def test_every_row_once_an_epoch_with_its_pixels_and_label(
     assert len(loader) == 8
     assert len(sampler) == {"batches": 8, "rows": 57}[kind]
     epochs = []
-    for _ in range(3):
+    for _ in range(2):
         found = []
         for pixels, classes, rows in loader:
             assert np.array_equal(pixels.numpy(), images[rows.numpy()])
@@ -120,7 +121,6 @@ def test_every_row_once_an_epoch_with_its_pixels_and_label(
         assert sorted(found) == list(range(dataset.first_row, dataset.first_row + 57))
         epochs.append(found)
     assert (epochs[0] == epochs[1]) == (shuffle is False)
-    assert (epochs[1] == epochs[2]) == (shuffle is False)
 
 
 @KINDS
@@ -136,14 +136,12 @@ def test_samplers_follow_their_plan(dataset: h5pack.H5Dataset, kind: str) -> Non
         assert list(itertools.chain(*fed.epoch())) == expected.tolist()
 
 
-@pytest.mark.parametrize("block", [1, 3, 8, 57, 4096])
-@pytest.mark.parametrize("streams", [1, 4])
-def test_rows_come_in_one_order_whatever_is_planned_at_once(
+@pytest.mark.parametrize(("block", "streams"), [(1, 4), (3, 1), (8, 4), (57, 1)])
+def test_the_order_of_rows_does_not_depend_on_how_many_are_planned_at_once(
     dataset: h5pack.H5Dataset, monkeypatch: pytest.MonkeyPatch, block: int, streams: int
 ) -> None:
     whole = list(h5pack.ChunkSampler(dataset, streams=streams, window=3))
-    monkeypatch.setattr(samplers, "_BLOCK_ROWS", block)
-    assert list(h5pack.ChunkSampler(dataset, streams=streams, window=3)) == whole
+    monkeypatch.setattr(selection, "PLANNED_ROWS", block)
     for row in range(len(whole) + 1):
         again = h5pack.ChunkSampler(dataset, streams=streams, window=3)
         again.load_state_dict({**again.state_dict(), "rows": row})
@@ -161,17 +159,17 @@ def test_the_last_rows_can_be_left_out(dataset: h5pack.H5Dataset, kind: str) -> 
     assert len(set(itertools.chain(*found))) == 50
 
 
-def test_true_is_window(dataset: h5pack.H5Dataset) -> None:
-    for make in (h5pack.ChunkSampler, lambda *a, **k: h5pack.ChunkBatchSampler(*a, 5, **k)):
-        assert list(make(dataset, shuffle=True)) == list(make(dataset, shuffle="window"))
-        with pytest.raises(OptionsError, match="shuffle"):
-            make(dataset, shuffle="rows")
-        with pytest.raises(OptionsError, match="rank"):
-            make(dataset, rank=2, num_replicas=2)
-        with pytest.raises(OptionsError, match="streams"):
-            make(dataset, streams=0)
-        with pytest.raises(OptionsError, match="streams"):
-            make(dataset, rank=0, num_replicas=2, streams=3)
+@pytest.mark.parametrize("make", [h5pack.ChunkSampler, lambda *a, **k: h5pack.ChunkBatchSampler(*a, 5, **k)])
+def test_shuffle_true_is_window_and_errors_name_parameters(dataset: h5pack.H5Dataset, make: Any) -> None:
+    assert list(make(dataset, shuffle=True)) == list(make(dataset, shuffle="window"))
+    wrong: list[dict[str, Any]] = [
+        *({"shuffle": "rows"}, {"rank": 2, "num_replicas": 2}, {"streams": 0}),
+        {"streams": 3, "rank": 0, "num_replicas": 2},
+    ]
+    for settings in wrong:
+        with pytest.raises(OptionsError) as caught:
+            make(dataset, **settings)
+        assert next(iter(settings)) in caught.value.parameters
 
 
 # Ranks.
@@ -202,7 +200,7 @@ def test_both_samplers_give_the_same_steps_for_every_number_of_ranks(
 
 
 @KINDS
-@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("num_replicas", [2, 3, 7])
 def test_ranks_share_the_rows_as_distributed_sampler_does(
     dataset: h5pack.H5Dataset, kind: str, num_replicas: int
 ) -> None:
@@ -231,7 +229,7 @@ class Watched(Dataset[tuple[int, int]]):
         return self.first_row + index, -1 if info is None else info.id
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 4])
+@pytest.mark.parametrize("lanes", [1, 4])
 def test_with_lanes_a_chunk_is_read_by_one_worker(dataset: h5pack.H5Dataset, lanes: int) -> None:
     sampler = h5pack.ChunkBatchSampler(dataset, 4, shuffle="window", window=2, lanes=lanes)
     loader = DataLoader(Watched(dataset), batch_sampler=sampler, num_workers=2)
@@ -275,22 +273,14 @@ def test_each_iteration_is_the_next_epoch_unless_another_is_named(dataset: h5pac
     assert fed.epoch() == epochs[4]
 
 
-@KINDS
-def test_workers_that_are_kept_go_through_the_epochs_too(dataset: h5pack.H5Dataset, kind: str) -> None:
-    expected = Fed(kind, dataset, {})
-    fed = Fed(kind, dataset, {}, 2, loader_class=Kept)
+def test_persistent_workers_go_through_the_epochs(dataset: h5pack.H5Dataset) -> None:
+    expected = Fed("batches", dataset, {})
+    fed = Fed("batches", dataset, {}, 2, loader_class=partial(DataLoader, persistent_workers=True))
     for epoch in range(4):
         if epoch == 2:
             for one in (fed, expected):
                 one.sampler.set_epoch(11)
         assert fed.epoch() == expected.epoch()
-
-
-class Kept(DataLoader[Any]):
-    """A DataLoader with persistent workers."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings, persistent_workers=True)
 
 
 @KINDS
@@ -318,10 +308,11 @@ def collected(fed: Fed, epochs: int) -> tuple[list[list[int]], list[dict[str, An
     return batches, states
 
 
-@KINDS
-@WORKERS
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_from_every_batch_on_it_goes_on_exactly(
+@pytest.mark.parametrize(
+    ("kind", "workers", "drop_last"),
+    [("batches", 0, False), ("rows", 0, True), ("batches", 2, True), ("rows", 2, False)],
+)
+def test_a_state_saved_at_any_batch_resumes_exactly(
     dataset: h5pack.H5Dataset, kind: str, workers: int, drop_last: bool
 ) -> None:
     def make() -> Fed:
@@ -333,8 +324,8 @@ def test_from_every_batch_on_it_goes_on_exactly(
     third = make()
     third.sampler.set_epoch(2)
     batches += third.epoch()
-    # Without workers each place is tried in both epochs, with them in the second.
-    for number in range(length + 1 if workers else 0, len(states)):
+    # Workers are started for some of the states only.
+    for number in range(0, len(states), 5 if workers else 1):
         epoch, place = divmod(number, length + 1)
         fed = make()
         fed.sampler.load_state_dict(through_json(states[number]))
@@ -453,26 +444,17 @@ def test_states_are_pinned(dataset: h5pack.H5Dataset) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "parameter"),
     [
-        ({"seed": 1}, "saved with seed 0, and this order has 1; resume with the same"),
-        ({"window": 2}, "saved with window 16, and this order has 2"),
-        ({"shuffle": "full"}, "saved with shuffle 'window', and this order has 'full'"),
-        ({"shuffle": False}, "saved with shuffle 'window', and this order has False"),
-        ({"drop_last": True}, "saved with trim False, and this order has True"),
-        ({"indices": range(57)}, "saved with rows_digest None, and this order has "),
-        ({"split": "train"}, "saved with start 10, and this order has 0"),
-        ({"split": None}, "saved with start 10, and this order has 0"),
-        (
-            {"rank": 0, "num_replicas": 2, "batch_size": 4},
-            "streams 1, and this order has 2; resume with the same; orders for several numbers of ranks need the same",
-        ),
+        *(({"seed": 1}, "seed"), ({"window": 2}, "window"), ({"shuffle": "full"}, "shuffle")),
+        *(({"shuffle": False}, "shuffle"), ({"drop_last": True}, "drop_last"), ({"indices": range(57)}, "start")),
+        *(({"split": "train"}, "start"), ({"rank": 0, "num_replicas": 2, "batch_size": 4}, "streams")),
     ],
     ids=str,
 )
 @KINDS
 def test_states_of_other_orders_are_refused(
-    pack: Path, dataset: h5pack.H5Dataset, kind: str, change: dict[str, Any], message: str
+    pack: Path, dataset: h5pack.H5Dataset, kind: str, change: dict[str, Any], parameter: str
 ) -> None:
     state = through_json(Fed(kind, dataset, {}).sampler.state_dict())
     other = {"batch_size": BATCH, "drop_last": False, **change}
@@ -480,53 +462,50 @@ def test_states_of_other_orders_are_refused(
     batch_size, drop_last = other.pop("batch_size"), other.pop("drop_last")
     refusing = Fed(kind, data, other, batch_size=batch_size, drop_last=drop_last)
     before = refusing.sampler.state_dict()
-    with pytest.raises(StateError, match=message):
+    with pytest.raises(StateError) as caught:
         refusing.sampler.load_state_dict(state)
     assert refusing.sampler.state_dict() == before
+    if parameter == "start" and "indices" in change:
+        # A subset has other keys in its identity than a range.
+        assert caught.value.parameters[0] in ("start", "rows_digest")
+    else:
+        assert caught.value.parameters == (parameter,)
 
 
-def test_states_of_other_batches_are_refused(dataset: h5pack.H5Dataset) -> None:
-    state = h5pack.ChunkBatchSampler(dataset, 8, streams=2).state_dict()
-    with pytest.raises(StateError, match="global_batch"):
-        h5pack.ChunkBatchSampler(dataset, 4, streams=2).load_state_dict(state)
-    with pytest.raises(StateError, match="lanes"):
-        h5pack.ChunkBatchSampler(dataset, 8, streams=2, lanes=2).load_state_dict(state)
-    # A state of an order that a later release may bring.
-    with pytest.raises(StateError, match="order"):
-        h5pack.ChunkBatchSampler(dataset, 8, streams=2).load_state_dict(
-            {**state, "order": {**state["order"], "order": 2}}
-        )
-    with pytest.raises(StateError, match="weights"):
-        h5pack.ChunkBatchSampler(dataset, 8, streams=2).load_state_dict(
-            {**state, "order": {**state["order"], "weights": "w"}}
-        )
-
-
-def test_chosen_rows_are_told_apart(dataset: h5pack.H5Dataset) -> None:
-    state = h5pack.ChunkSampler(dataset, indices=[5, 2, 9]).state_dict()
-    h5pack.ChunkSampler(dataset, indices=[5, 2, 9]).load_state_dict(state)
-    with pytest.raises(StateError, match="rows_digest"):
-        h5pack.ChunkSampler(dataset, indices=[5, 2, 8]).load_state_dict(state)
-
-
-@pytest.mark.parametrize("kind", ["batches", "rows"])
 @pytest.mark.parametrize(
-    "wrong",
-    [{}, None, 3, {"order": 3, "epoch": 0, "batches": 0, "rows": 0, "world_size": 1}, {"epoch": 0, "batches": 1}],
-    ids=repr,
+    ("state_of", "settings", "parameter"),
+    [
+        ({"batch_size": 8}, {"batch_size": 4}, "global_batch"),
+        ({}, {"lanes": 2}, "lanes"),
+        ({"indices": [5, 2, 9]}, {"indices": [5, 2, 8]}, "rows_digest"),
+    ],
+    ids=str,
 )
-def test_what_is_no_state_is_refused(dataset: h5pack.H5Dataset, kind: str, wrong: Any) -> None:
-    fed = Fed(kind, dataset, {})
-    with pytest.raises(StateError, match=kind):
-        fed.sampler.load_state_dict(wrong)
+def test_states_of_other_batches_are_refused(
+    dataset: h5pack.H5Dataset, state_of: dict[str, Any], settings: dict[str, Any], parameter: str
+) -> None:
+    def make(**changed: Any) -> h5pack.ChunkBatchSampler:
+        return h5pack.ChunkBatchSampler(dataset, **{"batch_size": 8, "streams": 2, **changed})
+
+    state = make(**state_of).state_dict()
+    make(**state_of).load_state_dict(state)
+    with pytest.raises(StateError) as caught:
+        make(**settings).load_state_dict(state)
+    assert caught.value.parameters == (parameter,)
+    # States of orders that a later release may bring.
+    for later in ({"order": 2}, {"weights": "w"}):
+        with pytest.raises(StateError) as caught:
+            make(**state_of).load_state_dict({**state, "order": {**state["order"], **later}})
+        assert caught.value.parameters == tuple(later)
 
 
-def test_states_of_batches_and_of_rows_are_not_each_others(dataset: h5pack.H5Dataset) -> None:
-    batches, rows = h5pack.ChunkBatchSampler(dataset, 8), h5pack.ChunkSampler(dataset)
-    with pytest.raises(StateError, match="batches"):
-        batches.load_state_dict(rows.state_dict())
-    with pytest.raises(StateError, match="rows"):
-        rows.load_state_dict(batches.state_dict())
+@KINDS
+def test_what_is_not_a_state_is_refused(dataset: h5pack.H5Dataset, kind: str) -> None:
+    other = Fed({"batches": "rows", "rows": "batches"}[kind], dataset, {}).sampler.state_dict()
+    malformed = {"order": 3, "epoch": 0, "batches": 0, "rows": 0, "world_size": 1}
+    for wrong in ({}, None, 3, malformed, {"epoch": 0, "batches": 1}, other):
+        with pytest.raises(StateError):
+            Fed(kind, dataset, {}).sampler.load_state_dict(wrong)
 
 
 # Other numbers of ranks.
@@ -554,12 +533,11 @@ def test_saved_by_some_ranks_and_resumed_by_others(dataset: h5pack.H5Dataset, ki
     for step in range(len(steps[0]) + 1):
         states = [through_json(one.state(batches)) for one, batches in zip(fed, received, strict=True)]
         assert all(state == states[0] for state in states), "any rank's state is that of all"
-        for after in (1, 2, 4):
-            resumed = elastic(kind, dataset, after)
-            for one in resumed:
-                one.sampler.load_state_dict(states[0])
-            assert step_sets(resumed) == steps[0][step:]
-            assert step_sets(resumed) == steps[1]
+        resumed = elastic(kind, dataset, [1, 2, 4][step % 3])
+        for one in resumed:
+            one.sampler.load_state_dict(states[0])
+        assert step_sets(resumed) == steps[0][step:]
+        assert step_sets(resumed) == steps[1]
         for batches, iterator in zip(received, iterators, strict=True):
             batches += itertools.islice(iterator, 1)
 
@@ -592,10 +570,10 @@ def stateful() -> Any:
 
 
 @STATEFUL
-@KINDS
-@WORKERS
-@pytest.mark.parametrize("size", [BATCH, 19], ids=["rest", "even"])
-def test_stateful_dataloader_goes_on_exactly_from_every_step(
+@pytest.mark.parametrize(
+    ("kind", "workers", "size"), [("batches", 0, BATCH), ("rows", 0, 19), ("batches", 2, 19), ("rows", 2, BATCH)]
+)
+def test_stateful_dataloader_resumes_exactly_from_every_step(
     dataset: h5pack.H5Dataset, stateful: Any, kind: str, workers: int, size: int
 ) -> None:
     def make(workers: int = workers, loader_class: Any = stateful) -> Fed:
@@ -616,7 +594,8 @@ def test_stateful_dataloader_goes_on_exactly_from_every_step(
         assert next(iterator, None) is None
         # That iteration is over, and the next one is a whole epoch.
         places.append((pickle.dumps(fed.loader.state_dict()), low + length, low + 2 * length))
-    for state, low, high in places[length + 2 if workers else 0 :]:
+    # Workers are started for some of the states only, among them those at the end of the last epoch.
+    for state, low, high in places[:: -3 if workers else -1] + places[-2:-1]:
         fed = make()
         fed.loader.load_state_dict(pickle.loads(state))
         assert fed.epoch() == expected[low:high]
@@ -639,16 +618,12 @@ def test_stateful_dataloader_after_an_epoch_that_was_broken_off(
 
 
 @STATEFUL
-@KINDS
-@WORKERS
+@pytest.mark.parametrize(("kind", "workers"), [("batches", 2), ("rows", 0)])
 def test_stateful_dataloader_that_keeps_a_state_every_third_step(
     dataset: h5pack.H5Dataset, stateful: Any, kind: str, workers: int
 ) -> None:
-    class Rarely(stateful):  # type: ignore[misc]
-        def __init__(self, *args: Any, **settings: Any) -> None:
-            super().__init__(*args, **settings, snapshot_every_n_steps=3)
-
-    fed = Fed(kind, dataset, {}, workers, loader_class=Rarely)
+    rarely = partial(stateful, snapshot_every_n_steps=3)
+    fed = Fed(kind, dataset, {}, workers, loader_class=rarely)
     iterator = iter(fed.loader)
     states = []
     for _ in range(5):
@@ -656,7 +631,7 @@ def test_stateful_dataloader_that_keeps_a_state_every_third_step(
         states.append(pickle.dumps(fed.loader.state_dict()))
     expected = Fed(kind, dataset, {}).epoch()
     for number in (0, 2, 4):
-        fed = Fed(kind, dataset, {}, workers, loader_class=Rarely)
+        fed = Fed(kind, dataset, {}, workers, loader_class=rarely)
         fed.loader.load_state_dict(pickle.loads(states[number]))
         assert fed.epoch() == expected[number + 1 :]
 
@@ -677,12 +652,11 @@ def test_stateful_dataloader_refuses_states_of_other_orders(
 
 
 @KINDS
-@WORKERS
-def test_subsets_and_chosen_rows(dataset: h5pack.H5Dataset, kind: str, workers: int) -> None:
+def test_subsets_and_indices(dataset: h5pack.H5Dataset, kind: str) -> None:
     parts = random_split(dataset, [40, 17], torch.Generator().manual_seed(0))
     found = []
     for part in parts:
-        fed = Fed(kind, part, {"window": 2}, workers)
+        fed = Fed(kind, part, {"window": 2})
         epochs = [list(itertools.chain(*fed.epoch())) for _ in range(2)]
         assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(dataset.first_row + index for index in part.indices)
         assert epochs[0] != epochs[1]
@@ -693,22 +667,9 @@ def test_subsets_and_chosen_rows(dataset: h5pack.H5Dataset, kind: str, workers: 
         found += epochs[0]
     assert sorted(found) == list(range(dataset.first_row, dataset.first_row + 57))
     nested = Subset(Subset(dataset, range(50)), [49, 3, 3, 20, 41])
-    chosen = Fed(kind, nested, {"indices": [4, 0, 1, 2]}, workers, 3)
+    chosen = Fed(kind, nested, {"indices": [4, 0, 1, 2]}, batch_size=3)
     first = dataset.first_row
     assert sorted(itertools.chain(*chosen.epoch())) == [first + 3, first + 3, first + 41, first + 49]
-
-
-@KINDS
-def test_states_of_a_subset(dataset: h5pack.H5Dataset, kind: str) -> None:
-    part, rest = random_split(dataset, [40, 17], torch.Generator().manual_seed(0))
-    fed = Fed(kind, part, {})
-    batches, states = collected(fed, 1)
-    for number, state in enumerate(states):
-        again = Fed(kind, part, {})
-        again.sampler.load_state_dict(through_json(state))
-        assert again.epoch() == batches[number:]
-    with pytest.raises(StateError, match="rows"):
-        Fed(kind, rest, {}).sampler.load_state_dict(states[0])
 
 
 @KINDS
@@ -723,41 +684,49 @@ def test_no_rows_at_all(dataset: h5pack.H5Dataset, kind: str) -> None:
 # A billion rows.
 
 FIRST_BATCHES = """
-import itertools, json, resource, sys, time
+import itertools, json, sys, time
 import h5py, numpy, torch.utils.data
 import h5pack.data.samplers
 from h5pack import ChunkBatchSampler, ChunkSampler, H5Dataset
 
 
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not ru_maxrss, which starts at the memory of the parent process.
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) * 1024
 
 
-before = peak()
-slowest = 0.0
-for shuffle, rows, streams in itertools.product(("window", "full", "chunk", False), (False, True), (1, 8)):
-    begin = time.process_time()
-    dataset = H5Dataset(sys.argv[1])
-    if rows:
-        iterator = iter(ChunkSampler(dataset, shuffle=shuffle, streams=streams))
-        batch = [next(iterator) for _ in range(256)]
-    else:
-        batch = next(iter(ChunkBatchSampler(dataset, 256, shuffle=shuffle, streams=streams)))
-    slowest = max(slowest, time.process_time() - begin)
-    assert len(dataset) == 10**9 and len(set(batch)) == 256 and max(batch) < 10**9
-    assert dataset.collate(dataset.__getitems__(batch)).shape == (256, 16)
-    del dataset
-print(json.dumps({"seconds": slowest, "bytes": peak() - before}))
+before, slowest, peaks = peak(), 0.0, []
+for path in sys.argv[1:]:
+    for shuffle, streams in itertools.product(("window", "full", "chunk", False), (1, 8)):
+        begin = time.process_time()
+        dataset = H5Dataset(path)
+        rows = iter(ChunkSampler(dataset, shuffle=shuffle, streams=streams))
+        batches = [
+            next(iter(ChunkBatchSampler(dataset, 256, shuffle=shuffle, streams=streams))),
+            list(itertools.islice(rows, 256)),
+        ]
+        slowest = max(slowest, time.process_time() - begin)
+        for batch in batches:
+            assert len(dataset) == 10**9 and len(set(batch)) == 256 and max(batch) < 10**9
+            assert dataset.collate(dataset.__getitems__(batch)).shape == (256, 16)
+        del dataset
+    peaks.append(peak() - before)
+print(json.dumps({"seconds": slowest, "peaks": peaks}))
 """
 
 
-@pytest.mark.parametrize("chunks", [None, (512, 16)], ids=["contiguous", "chunked"])
-def test_the_first_batch_of_a_billion_rows_comes_at_once_in_little_memory(tmp_path: Path, chunks: Any) -> None:
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        file.create_dataset("images", (10**9, 16), "u1", chunks=chunks)
-    command = [sys.executable, "-c", FIRST_BATCHES, str(tmp_path / "f.h5")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_the_first_batch_of_a_billion_rows_takes_little_time_and_memory(tmp_path: Path) -> None:
+    paths = []
+    for name, chunks in (("contiguous", None), ("chunked", (512, 16))):
+        paths.append(str(tmp_path / name))
+        with h5py.File(paths[-1], "w") as file:
+            file.create_dataset("images", (10**9, 16), "u1", chunks=chunks)
+    done = subprocess.run([sys.executable, "-c", FIRST_BATCHES, *paths], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["seconds"] < 1
-    assert found["bytes"] < 100_000_000
+    assert found["seconds"] < 5, "CPU seconds, below 1 if nothing is computed for each row of the file"
+    contiguous, chunked = found["peaks"]
+    assert contiguous < 100_000_000
+    # The index of two million chunks: 135 MB measured, 70 bytes a chunk. A number for each row would take 8 GB.
+    assert chunked < 200_000_000

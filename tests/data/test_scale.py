@@ -28,8 +28,7 @@ def peak():
 h5pack.H5Loader
 before, start = peak(), time.process_time()
 dataset = h5pack.H5Dataset(sys.argv[1], with_rows=True)
-loader = h5pack.H5Loader(dataset, 512, shuffle=json.loads(sys.argv[2]), resident="no", memory_bytes=int(sys.argv[3]))
-opened = time.process_time() - start
+loader = h5pack.H5Loader(dataset, 512, shuffle=sys.argv[2], resident="no", memory_bytes=int(sys.argv[3]))
 batches = iter(loader)
 images, labels, rows = next(batches)
 first = time.process_time() - start
@@ -37,15 +36,15 @@ for _ in range(20):
     found = next(batches)
 batches.close()
 marks = images.view(512, -1)[:, :8].contiguous().view(torch.int64)[:, 0]
-print(json.dumps({"opened": opened, "first": first, "peak": peak() - before, "bytes": loader.memory_bytes,
+print(json.dumps({"first": first, "peak": peak() - before, "bytes": loader.memory_bytes,
                   "rows": rows.tolist(), "marks": marks.tolist(), "labels": labels.tolist()}))
 """
 
 
-@pytest.fixture(scope="module", params=["i8", "u1"])
-def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+@pytest.fixture
+def large(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """A file of 30 GB, of which next to nothing is on the disk."""
-    path = tmp_path_factory.mktemp("large") / "f.h5"
+    path = tmp_path / "f.h5"
     create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     create.set_chunk((CHUNK_ROWS, *SHAPE))
     create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -69,7 +68,7 @@ def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     path.unlink()
 
 
-@pytest.mark.parametrize("shuffle", ["window", "full"])
+@pytest.mark.parametrize(("large", "shuffle"), [("i8", "window"), ("u1", "full")], indirect=["large"])
 def test_ten_million_rows(large: Path, shuffle: str) -> None:
     dataset = h5pack.H5Dataset(large, with_rows=True)
     assert (len(dataset), dataset.group_rows) == (ROWS, CHUNK_ROWS)
@@ -84,21 +83,14 @@ def test_ten_million_rows(large: Path, shuffle: str) -> None:
         os.pwrite(descriptor, np.array(row % 100, labels.dtype).tobytes(), offset)
     os.close(descriptor)
     memory = 400_000_000
-    # Warm the page cache.
-    next(iter(h5pack.H5Loader(h5pack.H5Dataset(large), BATCH, shuffle=shuffle, resident="no", memory_bytes=memory)))
-
-    command = [sys.executable, "-c", PROBE, str(large), json.dumps(shuffle), str(memory)]
+    command = [sys.executable, "-c", PROBE, str(large), shuffle, str(memory)]
     root = Path(__file__).parents[2]
     process = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
     assert (process.returncode, process.stderr) == (0, "")
     found = json.loads(process.stdout)
-    print(
-        f"opened in {found['opened']:.2f} CPU s, first batch after {found['first']:.2f}, peak memory of the process "
-        f"{found['peak']:.0f} MiB over the imports, of which the loader says {found['bytes'] / 2**20:.0f}"
-    )
     assert found["rows"] == found["marks"] == wanted
     assert found["labels"] == [row % 100 for row in wanted]
-    assert found["first"] < 3, "measured where it was written: well below 1 s"
+    assert found["first"] < 10, "CPU seconds, below 1 if nothing is computed for each row of the file"
     assert found["peak"] <= 300 + found["bytes"] / 2**20
     assert found["bytes"] <= memory
     assert len(dataset) // BATCH <= len(sampler)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 
 import h5pack
-from h5pack.data.selection import resolve_ranks, select_rows
+from h5pack.data.selection import resolve_ranks, select_draws
 from h5pack.errors import OptionsError
 from h5pack.order.row_ranges import RowRange, RowSubset
 
@@ -48,7 +48,7 @@ def expected(dataset: Any, indices: Any) -> list[tuple[int, int]]:
 
 
 def test_a_dataset_is_a_span(dataset: h5pack.H5Dataset) -> None:
-    base, rows = select_rows(dataset)
+    base, rows = select_draws(dataset)
     assert base is dataset
     assert isinstance(rows, RowRange)
     assert (rows.start, rows.stop, rows.chunk_rows) == (FIRST, FIRST + COUNT, UNIT)
@@ -62,24 +62,24 @@ def test_a_dataset_is_a_span(dataset: h5pack.H5Dataset) -> None:
 )
 def test_chosen_indices_of_a_dataset_and_of_a_subset(dataset: h5pack.H5Dataset, indices: Any) -> None:
     numbers = [int(index) for index in indices]
-    base, rows = select_rows(dataset, indices)
+    base, rows = select_draws(dataset, indices)
     assert base is dataset
     assert isinstance(rows, RowSubset)
     assert rows.chunk_rows == UNIT
     assert pairs(rows) == expected(dataset, [index % COUNT for index in numbers])
     # A sampler over a Subset gives the Subset's own indices, which count from 0.
     subset: Subset[Any] = Subset(dataset, numbers)
-    base, rows = select_rows(subset)
+    base, rows = select_draws(subset)
     assert base is dataset
     assert pairs(rows) == expected(subset, range(len(subset)))
 
 
 def test_subsets_of_subsets_and_rows_of_them(dataset: h5pack.H5Dataset) -> None:
     outer: Subset[Any] = Subset(Subset(Subset(dataset, range(30, 0, -1)), [20, 3, -1, 9, 4, 3]), [5, 0, -2, 2])
-    base, rows = select_rows(outer)
+    base, rows = select_draws(outer)
     assert base is dataset
     assert pairs(rows) == expected(outer, range(4)) == [(32, 0), (15, 1), (31, 2), (6, 3)]
-    base, rows = select_rows(outer, [3, -4])
+    base, rows = select_draws(outer, [3, -4])
     assert pairs(rows) == expected(outer, [3, 0])
 
 
@@ -93,12 +93,12 @@ def test_any_nest_of_subsets_is_what_indexing_gives(dataset: h5pack.H5Dataset, d
     chosen = None
     if data.draw(st.booleans()):
         chosen = data.draw(st.lists(st.integers(0, len(nest) - 1), max_size=30))
-    assert pairs(select_rows(nest, chosen)[1]) == expected(nest, range(len(nest)) if chosen is None else chosen)
+    assert pairs(select_draws(nest, chosen)[1]) == expected(nest, range(len(nest)) if chosen is None else chosen)
 
 
 def test_random_split(dataset: h5pack.H5Dataset) -> None:
     parts = random_split(dataset, [0.7, 0.3], torch.Generator().manual_seed(1))
-    sets = [select_rows(part)[1] for part in parts]
+    sets = [select_draws(part)[1] for part in parts]
     assert [rows.count for rows in sets] == [28, 12]
     assert sorted(row for rows in sets for row, _ in pairs(rows)) == list(range(FIRST, FIRST + COUNT))
     for part, rows in zip(parts, sets, strict=True):
@@ -108,21 +108,21 @@ def test_random_split(dataset: h5pack.H5Dataset) -> None:
 @pytest.mark.parametrize("wrong", [40, -41, 10**12])
 def test_indices_out_of_range(dataset: h5pack.H5Dataset, wrong: int) -> None:
     with pytest.raises(OptionsError, match="indices"):
-        select_rows(dataset, [0, wrong])
+        select_draws(dataset, [0, wrong])
     with pytest.raises(OptionsError, match="Subset"):
-        select_rows(Subset(dataset, [0, wrong]))
+        select_draws(Subset(dataset, [0, wrong]))
     with pytest.raises(OptionsError, match="Subset"):
-        select_rows(Subset(Subset(dataset, [0, 1]), [wrong]))
+        select_draws(Subset(Subset(dataset, [0, 1]), [wrong]))
     with pytest.raises(OptionsError, match="indices"):
-        select_rows(Subset(dataset, [0, 1]), [2])
+        select_draws(Subset(dataset, [0, 1]), [2])
 
 
 @pytest.mark.parametrize("wrong", [[0.5], [[1, 2]], [True, False], ["a"], 3], ids=repr)
 def test_indices_that_are_no_whole_numbers(dataset: h5pack.H5Dataset, wrong: Any) -> None:
     with pytest.raises(OptionsError, match="indices"):
-        select_rows(dataset, wrong)
+        select_draws(dataset, wrong)
     with pytest.raises(OptionsError, match="Subset"):
-        select_rows(Subset(dataset, wrong))
+        select_draws(Subset(dataset, wrong))
 
 
 class Endless(Dataset[int]):
@@ -134,7 +134,7 @@ class Endless(Dataset[int]):
 )
 def test_datasets_without_chunks(wrong: Any) -> None:
     with pytest.raises(OptionsError, match="chunks"):
-        select_rows(wrong)
+        select_draws(wrong)
     with pytest.raises(OptionsError, match="chunks"):
         h5pack.ChunkBatchSampler(wrong, 4)
 

@@ -398,17 +398,14 @@ def order(**settings: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ORDERS)
-@pytest.mark.parametrize("resident", RESIDENT)
-def test_the_loader_gives_the_sampler_s_batches(dataset: h5pack.H5Dataset, name: str, resident: str) -> None:
+def test_the_loader_gives_the_sampler_s_batches(dataset: h5pack.H5Dataset, name: str) -> None:
     expected = reference(dataset, 3, 12, **order(**ORDERS[name]))
-    loader = h5pack.H5Loader(dataset, 12, **order(**ORDERS[name]), resident=resident)
-    for batches_of_epoch in expected:
-        found = list(loader)
-        assert all_same(found, batches_of_epoch)
-        for images, labels, rows in found:
-            assert torch.equal(labels, rows)
-            assert np.array_equal(images.numpy(), packs.values()[rows.numpy()])
-    loader.close()
+    for images, labels, rows in itertools.chain(*expected):
+        assert torch.equal(labels, rows)
+        assert np.array_equal(images.numpy(), packs.values()[rows.numpy()])
+    for resident in RESIDENT:
+        with h5pack.H5Loader(dataset, 12, **order(**ORDERS[name]), resident=resident) as loader:
+            assert all(all_same(list(loader), epoch) for epoch in expected)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -529,21 +526,21 @@ def test_resuming_single_rows_and_pickled_samplers(dataset: h5pack.H5Dataset) ->
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "parameter"),
     [
         ({"weights": drawn_weights() * 2}, "weights_digest"),
-        ({"num_samples": 99}, "saved with samples 103, and this order has 99"),
-        ({"weights": None}, "saved with samples 103, and this order has None"),
+        ({"num_samples": 99}, "num_samples"),
+        ({"weights": None}, "num_samples"),
         ({"seed": 8}, "seed"),
     ],
     ids=["other weights", "other samples", "no weights", "another seed"],
 )
-def test_a_state_of_other_draws_is_refused(dataset: h5pack.H5Dataset, change: dict[str, Any], message: str) -> None:
+def test_a_state_of_other_draws_is_refused(dataset: h5pack.H5Dataset, change: dict[str, Any], parameter: str) -> None:
     state = h5pack.ChunkBatchSampler(dataset, 12, **order()).state_dict()
-    with pytest.raises(StateError, match=message):
-        h5pack.ChunkBatchSampler(dataset, 12, **order(**change)).load_state_dict(state)
-    with pytest.raises(StateError, match=message):
-        h5pack.H5Loader(dataset, 12, **order(**change)).load_state_dict(state)
+    for make in (h5pack.ChunkBatchSampler, h5pack.H5Loader):
+        with pytest.raises(StateError) as caught:
+            make(dataset, 12, **order(**change)).load_state_dict(state)
+        assert caught.value.parameters == (parameter,)
     h5pack.H5Loader(dataset, 12, **order()).load_state_dict(state)
 
 
