@@ -22,15 +22,6 @@ MIN_SECONDS = 0.015
 _STARVED = 0.5
 # Maximum duration of the work that is queued on a device before it is synchronized.
 _QUEUED_SECONDS = 0.1
-# Relative shares of the budget beyond the minimum: more for stages that decide the verdict, less for steady ones; 1 for
-# stages that are not listed.
-_WEIGHTS = {
-    Stage.EVERYTHING: 2.0,
-    Stage.LOADER: 1.5,
-    Stage.TRANSFORM: 1.5,
-    Stage.COPY: 0.5,
-    Stage.NORMALIZE: 0.5,
-}
 INTERRUPTED = "the measurement was interrupted"
 
 
@@ -59,7 +50,6 @@ class StageCost:
     """How long a repeat of a stage takes."""
 
     batch_seconds: float  # estimate for a batch; for a loader, the time until its first batch
-    weight: float = 1.0  # relative share of the budget that remains after every stage has got its minimum
     overhead_seconds: float = 0.0  # before and after each repeat, not measured
     min_batches: int = 1
 
@@ -86,10 +76,9 @@ def repeats_within(costs: Mapping[Stage, StageCost], seconds: float) -> int:
 
 
 def share_budget(costs: Mapping[Stage, StageCost], seconds: float, repeats: int) -> dict[Stage, float]:
-    """Return the duration of a repeat of each stage: its minimum plus its share of what remains of `seconds`."""
+    """Return the duration of a repeat of each stage: its minimum plus an equal share of what remains of `seconds`."""
     left = max(0.0, seconds - repeats * sum(cost.total_seconds for cost in costs.values()))
-    weights = sum(cost.weight for cost in costs.values())
-    return {stage: cost.min_seconds + left * cost.weight / weights / repeats for stage, cost in costs.items()}
+    return {stage: cost.min_seconds + left / len(costs) / repeats for stage, cost in costs.items()}
 
 
 class Meter:
@@ -254,7 +243,7 @@ class StageRun:
             batch_seconds = self.run(0.0).seconds
             # The overhead includes the time to stop an unfinished epoch.
             overhead = max(0.0, time.perf_counter() - begun - batch_seconds)
-        return StageCost(batch_seconds, _WEIGHTS.get(self.stage, 1.0), overhead, self.min_batches)
+        return StageCost(batch_seconds, overhead, self.min_batches)
 
     def repeat(self, seconds: float) -> None:
         """Measure one more repeat."""

@@ -27,7 +27,7 @@ from h5pack.monitor.bottleneck import Rates, Stage
 from tests.monitor.fake_clock import FakeClock
 
 QUICK, SLOW = Stage.STEP, Stage.LOADER
-COSTS = {QUICK: StageCost(0.001), SLOW: StageCost(0.5, 2.0, 0.1, 2)}
+COSTS = {QUICK: StageCost(0.001), SLOW: StageCost(0.5, 0.1, 2)}
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_every_stage_gets_its_minimum_and_its_share_of_the_rest() -> None:
     needed = min_total_seconds(COSTS)
     assert needed == pytest.approx(MIN_REPEATS * (MIN_SECONDS + 2 * 0.5 + 0.1))
     assert share_budget(COSTS, needed, MIN_REPEATS) == pytest.approx({QUICK: MIN_SECONDS, SLOW: 1.0})
-    assert share_budget(COSTS, needed + 9, MIN_REPEATS) == pytest.approx({QUICK: MIN_SECONDS + 1, SLOW: 1.0 + 2})
+    assert share_budget(COSTS, needed + 6, MIN_REPEATS) == pytest.approx({QUICK: MIN_SECONDS + 1, SLOW: 1.0 + 1})
     assert repeats_within(COSTS, needed) == MIN_REPEATS
     # More repeats if there is room. All of the budget is used, and no more.
     assert repeats_within(COSTS, 4 * needed) == MAX_REPEATS
@@ -265,7 +265,7 @@ def test_an_estimate_prepares_and_warms_up(clock: FakeClock) -> None:
         clock.now += 0.125
 
     found = StageRun(Stage.EVERYTHING, run, prepare, warm_up=1, min_batches=2)
-    assert found.estimate() == StageCost(0.25, 2.0, 0.125, 2)
+    assert found.estimate() == StageCost(0.25, 0.125, 2)
     assert calls == ["prepare", "run 0", "prepare", "run 0"]
     assert found.repeats == []
     found.repeat(2.0)
