@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,13 +64,16 @@ def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
     catalog = source.catalog
     split_names = catalog.split_names if has_splits(catalog) else ()
     split_folders = _folder_names(split_names, rules)
-    class_folders = _ClassFolders(catalog, rules)
+    class_folders, bare_splits, exact = _class_folders(catalog, rules)
     digits = max(_NUMBER_DIGITS, len(str(int(source.rows.max(initial=0)))))
     paths: list[str] = []
     renamed = np.zeros(len(source), np.bool_)
     for index, name in enumerate(catalog.names):
         split = int(catalog.split_ids[index])
-        front = [*split_folders[split : split + 1], *class_folders.of(index, split)]
+        front = split_folders[split : split + 1]
+        if class_folders and split not in bare_splits:
+            assert catalog.labels is not None
+            front.append(class_folders[int(catalog.labels[index])])
         parts = _safe_parts(name) if source.has_names else []
         renamed[index] = source.has_names and "/".join(parts) != name
         for folder in front:
@@ -84,8 +87,11 @@ def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
     folders = {folder for path in paths for folder in _parents(path)}
     for index in _make_distinct(paths, folders, rules.fold):
         renamed[index] = source.has_names
-    folders |= set(class_folders.unused(split_folders))
-    exact = class_folders.are_exact and split_folders == [*split_names]
+    # Classes without rows get their folders in the first split that has class folders.
+    parents = [name for split, name in enumerate(split_folders) if split not in bare_splits]
+    if parents or not split_folders:
+        folders |= set(_unused_folders(catalog, class_folders, parents[0] if parents else ""))
+    exact = exact and split_folders == [*split_names]
     return ExportNames(NameTable.of(paths), tuple(sorted(folders)), int(renamed.sum()), exact)
 
 
@@ -109,50 +115,38 @@ def has_splits(catalog: Catalog) -> bool:
     return catalog.split_names != one_split(0)[0]
 
 
-class _ClassFolders:
-    """The folder names of the classes. `are_exact`: classes have names, every row has one, and folders equal names."""
+def _class_folders(catalog: Catalog, rules: NameRules) -> tuple[dict[int, str], set[int], bool]:
+    """Return the class folder of each label, the splits without class folders, and whether folders tell all classes.
 
-    def __init__(self, catalog: Catalog, rules: NameRules) -> None:
-        self._labels = labels = catalog.labels if catalog.labels is not None and catalog.labels.ndim == 1 else None
-        self._named = catalog.label_names is not None
-        self._folders: dict[int, str] = {}  # by label
-        self._unlabelled_splits: set[int] = set()
-        self.are_exact = False
-        if labels is None:
-            return
-        if catalog.label_names is not None:
-            self._folders = dict(enumerate(_folder_names(catalog.label_names, rules, UNLABELLED)))
-            unlabelled = bool((labels == schema.NO_LABEL).any())
-            self.are_exact = not unlabelled and [*self._folders.values()] == [*catalog.label_names]
-            self._folders[schema.NO_LABEL] = UNLABELLED
-            if has_splits(catalog):
-                # A split in which no row has a label gets no class folders, like an unlabelled split in a source.
-                labelled = set(catalog.split_ids[labels != schema.NO_LABEL].tolist())
-                self._unlabelled_splits = set(range(len(catalog.split_names))) - labelled
-            return
+    There are no class folders without labels, for label tables, and for too many classes without names. Folders tell
+    all classes if these have names, every row has a label, and each folder has exactly the name of its class.
+    """
+    labels, names = catalog.labels, catalog.label_names
+    if labels is None or labels.ndim > 1:
+        return {}, set(), False
+    if names is None:
         values = np.unique(labels).tolist()
-        if len(values) <= _MAX_NUMBERED_CLASSES:
-            width = max((len(str(value)) for value in values), default=1)
-            self._folders = {value: f"{value:0{width}d}" for value in values}
+        if len(values) > _MAX_NUMBERED_CLASSES:
+            return {}, set(), False
+        width = max((len(str(value)) for value in values), default=1)
+        return {value: f"{value:0{width}d}" for value in values}, set(), False
+    folders = _folder_names(names, rules, UNLABELLED)
+    labelled = labels != schema.NO_LABEL
+    exact = bool(labelled.all()) and folders == [*names]
+    # A split in which no row has a label gets no class folders, like an unlabelled split in a source.
+    splits = set(range(len(catalog.split_names))) if has_splits(catalog) else set()
+    bare_splits = splits - set(catalog.split_ids[labelled].tolist())
+    return {**dict(enumerate(folders)), schema.NO_LABEL: UNLABELLED}, bare_splits, exact
 
-    def of(self, index: int, split: int) -> tuple[str, ...]:
-        """Return the class folder of a row as a tuple of one name; an empty tuple if it has none."""
-        if self._labels is None or split in self._unlabelled_splits or not self._folders:
-            return ()
-        return (self._folders[int(self._labels[index])],)
 
-    def unused(self, split_folders: Sequence[str]) -> Iterator[str]:
-        """Yield folders for the named classes that have no rows, inside the first split that has class folders."""
-        if self._labels is None or not self._named:
-            return
-        used = set(np.unique(self._labels).tolist())
-        parents = [name for split, name in enumerate(split_folders) if split not in self._unlabelled_splits]
-        if split_folders and not parents:
-            return
-        for label, folder in self._folders.items():
-            if label not in used and label != schema.NO_LABEL:
-                yield from parents[:1]
-                yield "/".join((*parents[:1], folder))
+def _unused_folders(catalog: Catalog, class_folders: dict[int, str], parent: str) -> Iterator[str]:
+    """Yield a folder, in `parent` or at the top if that is empty, for each named class that has no rows."""
+    if catalog.labels is None or catalog.label_names is None or not class_folders:
+        return
+    used = {schema.NO_LABEL, *np.unique(catalog.labels).tolist()}
+    for label, folder in class_folders.items():
+        if label not in used:
+            yield from (parent, f"{parent}/{folder}") if parent else (folder,)
 
 
 def _folder_names(names: Iterable[str], rules: NameRules, *reserved: str) -> list[str]:

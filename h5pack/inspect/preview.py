@@ -28,6 +28,7 @@ from h5pack.read.encoded import RowDecoder
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.system.files import reporting_full_disk, write_atomically
+from h5pack.system.parameters import whole_number
 from h5pack.system.text import counted
 
 ROWS_PER_CLASS = 8
@@ -217,11 +218,12 @@ def _draw(
 
 
 def _require_options(per_class: int | None, max_classes: int, tile: int, seed: int | None) -> None:
-    for name, value, minimum in (("per_class", per_class, 1), ("max_classes", max_classes, 1), ("seed", seed, 0)):
-        if value is not None and value < minimum:
-            raise OptionsError(f"{name} is {value}; it must be at least {minimum}", parameters=(name,))
-    if not 16 <= tile <= 4_096:
-        raise OptionsError(f"tile is {tile}; it must be 16 to 4096 pixels", parameters=("tile",))
+    options = (("per_class", per_class, 1), ("max_classes", max_classes, 1), ("tile", tile, 16), ("seed", seed, 0))
+    for name, value, minimum in options:
+        if value is not None:
+            whole_number(name, value, minimum)
+    if tile > 4_096:
+        raise OptionsError(f"tile is {tile}; it must be at most 4096 pixels", parameters=("tile",))
 
 
 def _require_output(target: Path, source: str | os.PathLike[str]) -> str:

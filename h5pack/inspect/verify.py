@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from h5pack.errors import H5PackError, OptionsError, PackFormatError
+from h5pack.errors import H5PackError, PackFormatError
 from h5pack.format import schema
 from h5pack.format.checksums import row_checksums
 from h5pack.format.plans import plan_cache
@@ -30,6 +30,7 @@ from h5pack.read.hdf5 import (
     text,
 )
 from h5pack.system.machine import available_cpus
+from h5pack.system.parameters import whole_number
 from h5pack.system.processes import open_executor, run
 from h5pack.system.text import counted
 
@@ -137,20 +138,20 @@ def verify(
     WorkerError
         If a worker process dies while it checks rows.
     """
-    if num_workers is not None and num_workers < 1:
-        raise OptionsError(f"num_workers is {num_workers}; it must be at least 1", parameters=("num_workers",))
     name = os.path.abspath(path)
-    count = max(2, num_workers or available_cpus())
+    count = max(2, available_cpus() if num_workers is None else whole_number("num_workers", num_workers, 1))
     with open_executor(count, start_method, None) as executor:
         try:
             structure = executor.submit(_inspect, name).result()
-        except _NoPackError as error:
-            raise PackFormatError(str(error), path=name) from None
         except H5PackError as error:
             return VerifyReport(name, 0, (str(error).removeprefix(f"{name}: "),))
         except BrokenProcessPool:
             crash = f"HDF5 {h5py.version.hdf5_version} crashed on it; the file is damaged, so restore it"
             return VerifyReport(name, 0, (crash,))
+        if structure is None:
+            raise PackFormatError(
+                f"{name}: not an h5pack file, so it has no checksums; describe it with 'h5pack info'", path=name
+            )
         damaged = structure.damaged
         wrong = _check_images(name, structure, executor, 2 * count, progress=progress)
         if wrong:
@@ -180,15 +181,12 @@ def _check_images(path: str, structure: _Structure, executor: Executor, in_fligh
     return sorted(wrong)
 
 
-class _NoPackError(PackFormatError):
-    """The file is not a pack, so it has no checksums."""
-
-
-def _inspect(path: str) -> _Structure:
+def _inspect(path: str) -> _Structure | None:
+    """Check the structure of a pack; return None if the file is not a pack."""
     with open_file(path) as file:
         try:
             if schema.FORMAT not in file.attrs:
-                raise _NoPackError(f"{path}: not an h5pack file (no attribute {schema.FORMAT}), so it has no checksums")
+                return None
             require_complete(file)
             return _inspect_pack(path, file)
         except H5PackError:
