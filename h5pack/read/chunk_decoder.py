@@ -155,22 +155,21 @@ class ChunkDecoder:
         assert index.chunk_shape is not None
         rows = np.empty((index.chunk_rows, *index.row_shape), index.dtype)
         fill = np.frombuffer(index.fill, index.dtype).reshape(index.row_shape) if index.fill else None
-        shape, inner = index.row_shape, index.chunk_shape[1:]
-        grid = [-(-size // length) for size, length in zip(shape, inner, strict=True)]
+        inner = index.chunk_shape[1:]
+        grid = [-(-size // length) for size, length in zip(index.row_shape, inner, strict=True)]
         addresses, sizes, masks = (
             column[chunk].reshape(-1).tolist() for column in (index.addresses, index.sizes, index.filter_masks)
         )
         for number, position in enumerate(np.ndindex(*grid)):
-            begins = [step * length for step, length in zip(position, inner, strict=True)]
-            ends = [min(begin + length, size) for begin, length, size in zip(begins, inner, shape, strict=True)]
-            target = (slice(None), *(slice(begin, end) for begin, end in zip(begins, ends, strict=True)))
+            # NumPy clips the slices at the end of the row.
+            box = tuple(slice(step * length, (step + 1) * length) for step, length in zip(position, inner, strict=True))
+            part = rows[(slice(None), *box)]
             if addresses[number] < 0:
                 assert fill is not None
-                rows[target] = fill[target[1:]]
-                continue
-            data = self._decode(index, chunk, addresses[number], sizes[number], masks[number])
-            inside = (slice(None), *(slice(0, end - begin) for begin, end in zip(begins, ends, strict=True)))
-            rows[target] = data.view(index.dtype).reshape(index.chunk_shape)[inside]
+                part[...] = fill[box]
+            else:
+                data = self._decode(index, chunk, addresses[number], sizes[number], masks[number])
+                part[...] = data.view(index.dtype).reshape(index.chunk_shape)[tuple(map(slice, part.shape))]
         return rows.reshape(-1).view(np.uint8)
 
     def _decode(self, index: ChunkIndex, chunk: int, offset: int, size: int, mask: int) -> npt.NDArray[np.uint8]:
