@@ -3,7 +3,7 @@
 Run ``python -m benchmarks.accuracy --images FOLDER``; FOLDER holds train/ and test/ (or val/) with a folder for each
 class. Without it, gratings are drawn that a network can tell apart, though not at once.
 
-The images are packed twice: in the default shuffled order, and sorted by class. Each pack is read in both ways, which
+The images are packed twice: in the default shuffled order, and sorted by class. Each pack is read in both orders, which
 makes four arms. For one seed they begin with the same weights, take the same number of steps of the same schedule, and
 flip at random by the same numbers; only the order of the rows differs. The two arms with a full shuffle differ by
 nothing but luck, so their difference shows how large luck is. Chunks are small, so that the window is a small part of

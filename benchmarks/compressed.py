@@ -1,7 +1,7 @@
 """How fast are rows read out of compressed chunks, beside the decoders themselves?
 
 Run ``python -m benchmarks.compressed``; it makes its own files, of smooth images with noise, which compress about as
-photographs do. Every way reads shuffled batches, and the consumer touches every page of each. The ways take turns; a
+photographs do. Every case reads shuffled batches, and the consumer touches every page of each. The cases take turns; a
 ratio is taken within each turn.
 
 - the ceiling: the decoder alone, over all chunks as they are stored, in memory, on 1 and 2 threads;
@@ -112,12 +112,12 @@ class Decoding:
         return self.rows / (time.perf_counter() - begin)
 
 
-def ways_of(path: Path, batch: int) -> dict[str, Reader]:
-    """All ways of reading one file, each warmed up."""
-    ways: dict[str, Reader] = {}
+def cases_of(path: Path, batch: int) -> dict[str, Reader]:
+    """All cases that read one file, each warmed up."""
+    cases: dict[str, Reader] = {}
     decoding = Decoding(path)
     for threads in (1, 2):
-        ways[f"decoder alone | {threads}"] = partial(decoding, threads)
+        cases[f"decoder alone | {threads}"] = partial(decoding, threads)
     for label, dataset in (
         ("H5Loader", h5pack.H5Dataset(path)),
         ("H5Loader through h5py", through_library(h5pack.H5Dataset(path))),
@@ -125,19 +125,19 @@ def ways_of(path: Path, batch: int) -> dict[str, Reader]:
         for threads in (1, 2):
             loader = h5pack.H5Loader(dataset, batch, num_threads=threads, resident="no")
             consume(loader)
-            ways[f"{label} | {threads}"] = lambda turn, loader=loader: consume(loader)
+            cases[f"{label} | {threads}"] = lambda turn, loader=loader: consume(loader)
     dataset = h5pack.H5Dataset(path)
     workers = data_loader(dataset, batch, batch_sampler=h5pack.ChunkBatchSampler(dataset, batch))
     consume(workers)
-    ways[f"H5Dataset, DataLoader | {WORKERS}"] = lambda turn: consume(workers)
-    return ways
+    cases[f"H5Dataset, DataLoader | {WORKERS}"] = lambda turn: consume(workers)
+    return cases
 
 
 def measure(path: Path, rows: int, settings: dict[str, Any], batch: int, repeats: int) -> dict[str, Any]:
     """One compression."""
     make_file(path, rows, settings)
-    ways = ways_of(path, batch)
-    speeds = repeat_in_turns(ways, repeats, [path])
+    cases = cases_of(path, batch)
+    speeds = repeat_in_turns(cases, repeats, [path])
     dataset = h5pack.H5Dataset(path)
     consume(h5pack.H5Loader(dataset, batch, resident="no"))
     stats = dataset.stats()
@@ -146,14 +146,14 @@ def measure(path: Path, rows: int, settings: dict[str, Any], batch: int, repeats
         "bytes_raw": rows * HEIGHT * WIDTH * 3,
         "chunks": len(dataset.engine.indexes["images"].addresses),
         "chunk_misses": stats.chunk_misses,
-        "ways": [
+        "cases": [
             {
-                "way": way.partition(" | ")[0],
-                "threads": int(way.partition(" | ")[2]),
+                "case": case.partition(" | ")[0],
+                "threads": int(case.partition(" | ")[2]),
                 "images_per_s": spread(found),
-                "of_decoder": ratios(found, speeds[f"decoder alone | {way.partition(' | ')[2]}"]),
+                "of_decoder": ratios(found, speeds[f"decoder alone | {case.partition(' | ')[2]}"]),
             }
-            for way, found in speeds.items()
+            for case, found in speeds.items()
         ],
     }
     path.unlink()
@@ -188,10 +188,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             f"{name}: stored {found['bytes_stored'] / found['bytes_raw']:.2f} of raw, each chunk visited once: "
             f"{found['chunk_misses'] == found['chunks']}"
         )
-        for way in found["ways"]:
+        for case in found["cases"]:
             print(
-                f"  {way['way']}, {way['threads']}: {way['images_per_s']['median']:,.0f} images/s, "
-                f"{way['of_decoder']['median']:.2f}"
+                f"  {case['case']}, {case['threads']}: {case['images_per_s']['median']:,.0f} images/s, "
+                f"{case['of_decoder']['median']:.2f}"
             )
     return result
 

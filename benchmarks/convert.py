@@ -100,30 +100,30 @@ def measure(folder: Path, scratch: Path, repeats: int, workers: int) -> dict[str
     """Ceilings and conversions in turn; medians, spread, and the ratio within each repeat."""
     paths = sorted(str(path) for path in folder.rglob("*.jpg"))
     out = scratch / "out.h5"
-    ways = [f"{decoder} {how}" for decoder in DECODERS for how in ("auto", "buffered")]
-    times: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
-    ceilings: dict[str, list[float]] = {way: [] for way in ways}
+    cases = [f"{decoder} {how}" for decoder in DECODERS for how in ("auto", "buffered")]
+    times: dict[str, list[dict[str, float]]] = {case: [] for case in cases}
+    ceilings: dict[str, list[float]] = {case: [] for case in cases}
     for decoder in DECODERS:
         ceiling(paths, decoder, workers)  # The files are in the page cache from here on.
-    for way in interleaved(ways, repeats):
-        decoder, how = way.split()
-        ceilings[way].append(ceiling(paths, decoder, workers))
-        times[way].append(convert(folder, out, decoder, workers, how))
-        print(f"{way}: ceiling {ceilings[way][-1]:.2f} s, {times[way][-1]}", flush=True)
+    for case in interleaved(cases, repeats):
+        decoder, how = case.split()
+        ceilings[case].append(ceiling(paths, decoder, workers))
+        times[case].append(convert(folder, out, decoder, workers, how))
+        print(f"{case}: ceiling {ceilings[case][-1]:.2f} s, {times[case][-1]}", flush=True)
     results = {}
-    for way in ways:
-        to_last_write = [seconds["survey"] + seconds["write"] for seconds in times[way]]
-        results[way] = {
-            "ceiling_images_per_s": spread([len(paths) / seconds for seconds in ceilings[way]]),
+    for case in cases:
+        to_last_write = [seconds["survey"] + seconds["write"] for seconds in times[case]]
+        results[case] = {
+            "ceiling_images_per_s": spread([len(paths) / seconds for seconds in ceilings[case]]),
             "convert_images_per_s": spread([len(paths) / seconds for seconds in to_last_write]),
-            "survey_seconds": spread([seconds["survey"] for seconds in times[way]]),
-            "write_seconds": spread([seconds["write"] for seconds in times[way]]),
-            "finish_seconds": spread([seconds["finish"] for seconds in times[way]]),
+            "survey_seconds": spread([seconds["survey"] for seconds in times[case]]),
+            "write_seconds": spread([seconds["write"] for seconds in times[case]]),
+            "finish_seconds": spread([seconds["finish"] for seconds in times[case]]),
             "ratio_to_last_write": spread(
-                [base / seconds for base, seconds in zip(ceilings[way], to_last_write, strict=True)]
+                [base / seconds for base, seconds in zip(ceilings[case], to_last_write, strict=True)]
             ),
             "ratio_of_writing_alone": spread(
-                [base / seconds["write"] for base, seconds in zip(ceilings[way], times[way], strict=True)]
+                [base / seconds["write"] for base, seconds in zip(ceilings[case], times[case], strict=True)]
             ),
         }
     bytes_read = sum(os.path.getsize(path) for path in paths)
@@ -132,7 +132,7 @@ def measure(folder: Path, scratch: Path, repeats: int, workers: int) -> dict[str
         "source_bytes": bytes_read,
         "file_bytes": out.stat().st_size,
         "workers": workers,
-        "ways": results,
+        "cases": results,
         "memory": [peak_memory(folder, out, limit, workers) for limit in (max(1, len(paths) // 4), len(paths))],
     }
 
@@ -155,9 +155,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             **measure(folder, scratch, arguments.repeats, arguments.workers),
         }
     write_result(arguments.json, result)
-    for way, found in result["ways"].items():
+    for case, found in result["cases"].items():
         print(
-            f"{way}: {found['convert_images_per_s']['median']:,.0f} images/s to the last write, "
+            f"{case}: {found['convert_images_per_s']['median']:,.0f} images/s to the last write, "
             f"{found['ratio_to_last_write']['median']:.2f} of the ceiling of "
             f"{found['ceiling_images_per_s']['median']:,.0f}"
         )

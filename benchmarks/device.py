@@ -126,7 +126,7 @@ def normalize_figures(device: torch.device, batch: int, size: int, repeats: int)
     images = torch.randint(0, 256, (batch, size, size, 3), dtype=torch.uint8, device=device)
     key = BatchKey(torch.arange(batch, device=device), 0)
     copied = copy_bandwidth(device, repeats) if device.type == "cuda" else None
-    figures: dict[str, Any] = {"copy_gb_per_s": copied, "ways": []}
+    figures: dict[str, Any] = {"copy_gb_per_s": copied, "cases": []}
     for precision, dtype in PRECISIONS.items():
         for name, augmentation in AUGMENTATIONS.items():
             normalize = Normalize.imagenet(dtype=dtype, **augmentation)
@@ -135,7 +135,7 @@ def normalize_figures(device: torch.device, batch: int, size: int, repeats: int)
             # Each value is read once, as a byte, and written once.
             moved = images.numel() * (1 + torch.empty(0, dtype=dtype).element_size())
             rates = spread([moved / one / 1e9 for one in times])
-            figures["ways"].append(
+            figures["cases"].append(
                 {
                     "precision": precision,
                     "augmentation": name,
@@ -342,15 +342,15 @@ def training_figures(
     )
     decoded = DeviceFeed(files, device, transform=normalize)
     ready = next(iter(pack))
-    ways = {"one batch": [ready], "pack": pack, "jpeg folder": decoded}
-    figures: dict[str, Any] = {"images": images, "size": size, "batch": batch, "workers": workers, "ways": {}}
-    for name, loader in ways.items():
+    cases = {"one batch": [ready], "pack": pack, "jpeg folder": decoded}
+    figures: dict[str, Any] = {"images": images, "size": size, "batch": batch, "workers": workers, "cases": {}}
+    for name, loader in cases.items():
         torch.manual_seed(0)
-        figures["ways"][name] = train(make_network(), endless(loader), device, steps)
-    least = figures["ways"]["one batch"]["seconds"]
-    for way in figures["ways"].values():
-        way["stall_fraction"] = round(max(0.0, 1 - least / way["seconds"]), 3)
-        print(json.dumps({key: value for key, value in way.items() if key != "gpu"}))
+        figures["cases"][name] = train(make_network(), endless(loader), device, steps)
+    least = figures["cases"]["one batch"]["seconds"]
+    for case in figures["cases"].values():
+        case["stall_fraction"] = round(max(0.0, 1 - least / case["seconds"]), 3)
+        print(json.dumps({key: value for key, value in case.items() if key != "gpu"}))
     return figures
 
 

@@ -158,8 +158,8 @@ def compare(path: Path, pack: Path, rows: int) -> int:
     return rows
 
 
-def ways_of(path: Path, rows: int, batch: int, slow_rows: int) -> dict[str, Reader]:
-    """All ways of reading one file, each warmed up."""
+def cases_of(path: Path, rows: int, batch: int, slow_rows: int) -> dict[str, Reader]:
+    """All cases that read one file, each warmed up."""
     one = data_loader(subset_of(naive(path, rows), rows, slow_rows), batch)
     dataset = h5pack.H5Dataset(path)
     workers = data_loader(dataset, batch, batch_sampler=h5pack.ChunkBatchSampler(dataset, batch))
@@ -187,17 +187,17 @@ def measure(folder: Path, name: str, rows: int, batch: int, slow_rows: int, repe
     h5pack.convert(path, pack, layout=layout)
     seconds = time.perf_counter() - begin
     right = compare(path, pack, rows)
-    ways = {f"{when} | {way}": run for when, found in (("before", path), ("after", pack))
-            for way, run in ways_of(found, rows, batch, slow_rows).items()}  # fmt: skip
-    speeds = repeat_in_turns(ways, repeats, [*files, pack])
+    cases = {f"{when} | {case}": run for when, found in (("before", path), ("after", pack))
+            for case, run in cases_of(found, rows, batch, slow_rows).items()}  # fmt: skip
+    speeds = repeat_in_turns(cases, repeats, [*files, pack])
     result = {
         "bytes": sum(file_path.stat().st_size for file_path in files),
         "bytes_of_pack": pack.stat().st_size,
         "rows_compared": right,
         "convert_images_per_s": round(rows / seconds, 1),
-        "ways": [
-            {"when": way.partition(" | ")[0], "way": way.partition(" | ")[2], "images_per_s": spread(found)}
-            for way, found in speeds.items()
+        "cases": [
+            {"when": case.partition(" | ")[0], "case": case.partition(" | ")[2], "images_per_s": spread(found)}
+            for case, found in speeds.items()
         ],
     }
     for file_path in (*files, pack):
@@ -232,8 +232,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     for name, found in result["files"].items():
         compared, speed = found["rows_compared"], found["convert_images_per_s"]
         print(f"{name}: {compared:,} rows compared, converted at {speed:,.0f} images/s")
-        for way in found["ways"]:
-            print(f"  {way['when']}, {way['way']}: {way['images_per_s']['median']:,.0f} images/s")
+        for case in found["cases"]:
+            print(f"  {case['when']}, {case['case']}: {case['images_per_s']['median']:,.0f} images/s")
     return result
 
 

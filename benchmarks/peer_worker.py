@@ -1,8 +1,8 @@
 """What the peers' comparison runs in a process of its own: ``python -m benchmarks.peer_worker JOB.json REPORT.json``.
 
-A job names a way and what to do with it: convert, try, check or read; or it asks for the memory copy. What it found
+A job names a case and what to do with it: convert, try, check or read; or it asks for the memory copy. What it found
 goes into the report; a peer that is missing is a report, too. Below are the check that an epoch gives every image once,
-the files of a way in the page cache, and the private memory of a session of processes.
+the files of a case in the page cache, and the private memory of a session of processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.peer_ways.base import ImageFolder, Opened, Reading, Way, chosen, decode
+from benchmarks.peer_cases.base import Case, ImageFolder, Opened, Reading, chosen, decode
 from h5pack.benchmark.ceilings import touch
 from h5pack.system.libc import libc_function
 from h5pack.system.page_cache import cached_pages, make_hot
@@ -304,38 +304,38 @@ def timed(opened: Opened, max_seconds: float | None = None, begin: float | None 
     return Timed(rows, batches, end - begin, first, whole)
 
 
-def convert(way: Way, job: dict[str, Any]) -> dict[str, Any]:
+def convert(case: Case, job: dict[str, Any]) -> dict[str, Any]:
     """Convert, and have the result on the disk."""
     out = Path(job["out"])
     out.mkdir(parents=True)
     source = ImageFolder(Path(job["folder"]))
     begin = time.perf_counter()
-    workers = way.convert(source, out, job["workers"])
+    workers = case.convert(source, out, job["workers"])
     own = time.perf_counter() - begin
     PeerFiles(out).flush()
     flushed = time.perf_counter() - begin
     return {"seconds": flushed, "seconds_before_fsync": own, "workers": workers}
 
 
-def attempt(way: Way, job: dict[str, Any]) -> dict[str, Any]:
+def attempt(case: Case, job: dict[str, Any]) -> dict[str, Any]:
     """How fast one number of workers is, in the second epoch."""
     PeerFiles(Path(job["out"])).heat()
-    opened = way.open(Path(job["out"]), _reading(job))
-    max_seconds = job["seconds"] if way.may_be_cut else None
+    opened = case.open(Path(job["out"]), _reading(job))
+    max_seconds = job["seconds"] if case.may_be_cut else None
     timed(opened, max_seconds)
     found = timed(opened, max_seconds)
     opened.close()
     return {"images_per_s": found.rows / found.seconds}
 
 
-def check(way: Way, job: dict[str, Any]) -> dict[str, Any]:
+def check(case: Case, job: dict[str, Any]) -> dict[str, Any]:
     """Whether each epoch gives every image once, with its label, in an order of its own."""
     expected = np.load(job["truth"])
-    opened = way.open(Path(job["out"]), _reading(job))
+    opened = case.open(Path(job["out"]), _reading(job))
     orders, faults = [], []
     begin = time.perf_counter()
     for epoch in range(_CHECKED_EPOCHS):
-        # A way this slow keeps nothing from one epoch to the next that could go wrong.
+        # A case this slow keeps nothing from one epoch to the next that could go wrong.
         if time.perf_counter() - begin > _MAX_CHECK_SECONDS:
             break
         parts = [marks(as_array(images), as_array(labels)) for images, labels in opened.epoch()]
@@ -353,16 +353,16 @@ def check(way: Way, job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def read(way: Way, job: dict[str, Any]) -> dict[str, Any]:
+def read(case: Case, job: dict[str, Any]) -> dict[str, Any]:
     """A first epoch of cold files, from the opening on, then hot epochs."""
     out, pages = Path(job["out"]), job["pages_found_in_cache"]
-    max_seconds = job["seconds"] if way.may_be_cut else None
+    max_seconds = job["seconds"] if case.may_be_cut else None
     files = PeerFiles(out)
     begin = time.perf_counter()
-    opened = way.open(out, _reading(job))
+    opened = case.open(out, _reading(job))
     cold = timed(opened, max_seconds, begin)
     first = cold.first_seconds
-    if way.compiles:
+    if case.compiles:
         files.unmap()
         pages = files.drop()
         cold = timed(opened, max_seconds)
@@ -406,7 +406,7 @@ def memory_copy(job: dict[str, Any]) -> dict[str, Any]:
     return {"images_per_s": found}
 
 
-_TASKS: dict[str, Callable[[Way, dict[str, Any]], dict[str, Any]]] = {
+_TASKS: dict[str, Callable[[Case, dict[str, Any]], dict[str, Any]]] = {
     "convert": convert,
     "try": attempt,
     "check": check,
@@ -430,7 +430,7 @@ def report_of(job: dict[str, Any]) -> dict[str, Any]:
         return memory_copy(job)
     if job["task"] == "versions":
         return versions()
-    (listed,) = chosen(job["way"])
+    (listed,) = chosen(job["case"])
     if job["task"] != "convert":
         # Before the clock and the memory start: every user of a loader has it.
         import torch
@@ -439,17 +439,17 @@ def report_of(job: dict[str, Any]) -> dict[str, Any]:
     baseline = private_bytes([os.getpid()])
     begin = time.perf_counter()
     try:
-        way = listed.load()
+        case = listed.load()
     except (ImportError, OSError) as error:
         return {"missing": f"{type(error).__name__}: {error}".splitlines()[0]}
     imported = time.perf_counter() - begin
     about = {
-        "settings": way.settings,
-        "packages": list(way.packages),
-        "tried": way.tried,
-        "parallel": way.describe(job["workers"]),
+        "settings": case.settings,
+        "packages": list(case.packages),
+        "tried": case.tried,
+        "parallel": case.describe(job["workers"]),
     }
-    return {**about, "import_seconds": imported, "baseline": baseline, **_TASKS[job["task"]](way, job)}
+    return {**about, "import_seconds": imported, "baseline": baseline, **_TASKS[job["task"]](case, job)}
 
 
 def main() -> None:

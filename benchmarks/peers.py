@@ -4,12 +4,12 @@ Run ``python -m benchmarks.peers``; it makes its own images. The peers live best
 ``scripts/install-peers`` makes one, and ``--python .venv-peers/bin/python`` uses it. A peer that is missing there is
 left out, with the reason.
 
-Every way, h5pack's and the peers', gets the same JPEG folder and gives shuffled batches of 256 raw images, uint8, with
-labels, on 2 threads or worker processes; how each is used, and why so, is in ``benchmarks/peer_ways/`` and in the
+Every case, h5pack's and the peers', gets the same JPEG folder and gives shuffled batches of 256 raw images, uint8, with
+labels, on 2 threads or worker processes; how each is used, and why so, is in ``benchmarks/peer_cases/`` and in the
 result. Before anything is timed, two epochs of each are compared with the images as Pillow decodes them: each image
 exactly once, with its label, in an order that changes. The consumer looks at every page of each batch.
 
-Each measurement has a process of its own. The ways take turns, forwards and backwards:
+Each measurement has a process of its own. The cases take turns, forwards and backwards:
 
 - first batch: of a newly opened dataset, its files dropped from the page cache (mincore says whether pages stay); torch
   is imported, the peer's own import counts;
@@ -20,7 +20,7 @@ Each measurement has a process of its own. The ways take turns, forwards and bac
   what the interpreter has with torch; pages of mapped files are the page cache's and not counted;
 - conversion, once: from the JPEG folder until all is on the disk (fsync); 2 processes decode, all with one decoder.
 
-Epochs of the slow ways are cut short after ``--seconds``; the result says how many batches were read. WebDataset,
+Epochs of the slow cases are cut short after ``--seconds``; the result says how many batches were read. WebDataset,
 MosaicML Streaming and LitData leave the number of workers to their users: 2 and none are tried, the faster is taken.
 The ceilings, in the same turns: np.take of random rows into batches that are used again, and a sequential read.
 """
@@ -43,7 +43,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import RESULTS, write_result
-from benchmarks.peer_ways.base import LISTING, ImageFolder, Listed, chosen
+from benchmarks.peer_cases.base import LISTING, ImageFolder, Listed, chosen
 from benchmarks.peer_worker import MemoryWatch, PeerFiles, checksum, truth
 from h5pack.benchmark.ceilings import interleaved, sequential, spread
 from h5pack.benchmark.synthetic import make_folder
@@ -144,7 +144,7 @@ class Comparison:
     scratch : Path
     repeats : int
     seconds : float
-        Epochs of slow ways are cut short after this; hot ones are timed for half of it at least.
+        Epochs of slow cases are cut short after this; hot ones are timed for half of it at least.
     """
 
     process: PeerProcess
@@ -154,25 +154,25 @@ class Comparison:
 
 
 class SizeComparison:
-    """All ways on images of one size.
+    """All cases on images of one size.
 
     Parameters
     ----------
     comparison : Comparison
     folder : Path
         The JPEGs.
-    ways : sequence of Listed
+    cases : sequence of Listed
     """
 
-    def __init__(self, comparison: Comparison, folder: Path, ways: Sequence[Listed]) -> None:
-        self.comparison, self.folder, self.ways = comparison, folder, ways
+    def __init__(self, comparison: Comparison, folder: Path, cases: Sequence[Listed]) -> None:
+        self.comparison, self.folder, self.cases = comparison, folder, cases
         self.source = ImageFolder(folder)
         self.row_bytes = int(np.prod(self.source.shape))
         expected = truth(self.source, WORKERS)
         self.truth = folder.with_suffix(".npy")
         np.save(self.truth, expected)
         self.checksum = checksum(expected)
-        self.workers = dict.fromkeys((listed.key for listed in ways), WORKERS)
+        self.workers = dict.fromkeys((listed.key for listed in cases), WORKERS)
         self.stores: dict[str, dict[str, Any]] = {}
 
     def _out(self, listed: Listed) -> Path:
@@ -181,7 +181,7 @@ class SizeComparison:
     def _job(self, listed: Listed, task: str, **more: Any) -> dict[str, Any]:
         return {
             "task": task,
-            "way": listed.key,
+            "case": listed.key,
             "folder": str(self.folder),
             "out": str(self._out(listed)),
             "truth": str(self.truth),
@@ -198,9 +198,9 @@ class SizeComparison:
         Returns
         -------
         dict
-            What the result has of a way; with "skipped" where it cannot be measured.
+            What the result has of a case; with "skipped" where it cannot be measured.
         """
-        found: dict[str, Any] = {"way": listed.name, "key": listed.key, "ours": listed.ours, "skipped": None}
+        found: dict[str, Any] = {"case": listed.name, "key": listed.key, "ours": listed.ours, "skipped": None}
         run = self.comparison.process.run
         if listed.store not in self.stores:
             converted = run(self._job(listed, "convert"))
@@ -251,7 +251,7 @@ class SizeComparison:
         return self.comparison.process.run(self._job(listed, "read", pages_found_in_cache=pages))
 
     def ceilings(self) -> dict[str, float]:
-        """Images a second that no way can pass: copying rows in memory, reading a cold file."""
+        """Images a second that no case can pass: copying rows in memory, reading a cold file."""
         job = {"task": "copy", "rows": len(self.source), "row_bytes": self.row_bytes, "batch": BATCH}
         job |= {"threads": [1, WORKERS], "seconds": self.comparison.seconds}
         report = self.comparison.process.run(job)
@@ -271,10 +271,10 @@ class SizeComparison:
     def result(self) -> dict[str, Any]:
         """Everything about images of this size."""
         found = {}
-        for listed in self.ways:
+        for listed in self.cases:
             found[listed.key] = self.prepare(listed)
             print(f"{self.row_bytes:,} bytes a row: {listed.name}: {_said(found[listed.key])}", flush=True)
-        running = {listed.key: listed for listed in self.ways if not found[listed.key]["skipped"]}
+        running = {listed.key: listed for listed in self.cases if not found[listed.key]["skipped"]}
         ceilings: list[dict[str, float]] = []
         visits: dict[str, list[dict[str, Any]]] = {key: [] for key in running}
         for name in interleaved(["ceilings", *running], self.comparison.repeats):
@@ -300,7 +300,7 @@ class SizeComparison:
             "raw_mb": round(len(self.source) * self.row_bytes / 1e6, 1),
             "checksum": self.checksum,
             "ceilings": {name: spread([turn[name] for turn in ceilings]) for name in ceilings[0]},
-            "ways": list(found.values()),
+            "cases": list(found.values()),
         }
 
 
@@ -310,7 +310,7 @@ def _failed(report: dict[str, Any]) -> str | None:
 
 
 def _measured(reports: list[dict[str, Any]], copies: list[float]) -> dict[str, Any]:
-    """Medians and spreads of the visits to one way; `copies` are the memory copy's speeds in the same turns."""
+    """Medians and spreads of the visits to one case; `copies` are the memory copy's speeds in the same turns."""
     hot = [report["hot"]["images_per_s"] for report in reports]
     first = [report["import_seconds"] + report["first_batch_seconds"] for report in reports]
     return {
@@ -353,14 +353,14 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=8_000, help="images of 178x218, 116 KB a row; 0: none")
     parser.add_argument("--small", type=int, default=40_000, help="images of 32x32, 3 KB a row; 0: none")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.5, help="epochs of slow ways are cut short after this")
-    parser.add_argument("--only", help=f"these ways, by commas: {', '.join(listed.key for listed in LISTING)}")
+    parser.add_argument("--seconds", type=float, default=1.5, help="epochs of slow cases are cut short after this")
+    parser.add_argument("--only", help=f"these cases, by commas: {', '.join(listed.key for listed in LISTING)}")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has the peers, and h5pack")
     parser.add_argument("--scratch", type=Path, help="a folder for the files (default: a temporary one)")
     parser.add_argument("--json", type=Path, default=RESULTS / "peers.json")
     arguments = parser.parse_args(argv)
     try:
-        arguments.ways = chosen(arguments.only)
+        arguments.cases = chosen(arguments.only)
     except ValueError as error:
         parser.error(str(error))
     return arguments
@@ -382,7 +382,7 @@ def _space_needed(arguments: argparse.Namespace) -> int:
         for (height, width), count in zip(_SIZES.values(), (arguments.count, arguments.small), strict=True)
     )
     # Every store, the one that is twice as large, and the rows for the sequential read.
-    return int(raw) * (len({listed.store for listed in arguments.ways}) + 2)
+    return int(raw) * (len({listed.store for listed in arguments.cases}) + 2)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -408,7 +408,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             if count:
                 folder = scratch / name.replace(" ", "")
                 make_folder(folder, count, size, workers=WORKERS)
-                sizes[name] = SizeComparison(comparison, folder, arguments.ways).result()
+                sizes[name] = SizeComparison(comparison, folder, arguments.cases).result()
                 for path in scratch.iterdir():
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
         facts = machine_facts(scratch)

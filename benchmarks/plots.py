@@ -32,11 +32,11 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def draw_convert(result: dict[str, Any], path: Path) -> None:
-    """Conversion beside its ceiling, for both decoders and both ways of writing."""
+    """Conversion beside its ceiling, for both decoders and both kinds of writing."""
     figure, axes = plt.subplots(figsize=(7.2, 3.4), layout="constrained")
     labels: list[str] = []
     for group, decoder in enumerate(("pillow", "simplejpeg")):
-        direct, buffered = result["ways"][f"{decoder} auto"], result["ways"][f"{decoder} buffered"]
+        direct, buffered = result["cases"][f"{decoder} auto"], result["cases"][f"{decoder} buffered"]
         bars = [
             ("only open, read, decode", direct["ceiling_images_per_s"], _GRAY, None),
             ("h5pack convert", direct["convert_images_per_s"], _BLUE, direct["ratio_to_last_write"]),
@@ -52,10 +52,10 @@ def draw_convert(result: dict[str, Any], path: Path) -> None:
     axes.set_yticks([0, 1, 2, 4, 5, 6], labels, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("images/s to the last write, 178x218 JPEG (median, whiskers minimum to maximum)", fontsize=8)
-    axes.set_xlim(0, 1.35 * max(way["ceiling_images_per_s"]["max"] for way in result["ways"].values()))
+    axes.set_xlim(0, 1.35 * max(case["ceiling_images_per_s"]["max"] for case in result["cases"].values()))
     axes.spines[["top", "right"]].set_visible(False)
     pillow, simplejpeg = (
-        result["ways"][f"{decoder} auto"]["ratio_to_last_write"]["median"] for decoder in ("pillow", "simplejpeg")
+        result["cases"][f"{decoder} auto"]["ratio_to_last_write"]["median"] for decoder in ("pillow", "simplejpeg")
     )
     where = f"{result['workers']} workers, {result['machine']['file_system']}"
     axes.set_title(
@@ -68,28 +68,28 @@ def draw_convert(result: dict[str, Any], path: Path) -> None:
 
 
 def draw_read(result: dict[str, Any], path: Path) -> None:
-    """Every way of reading, hot, beside the memory copy; one panel a row size."""
+    """Every reader, hot, beside the memory copy; one panel a row size."""
     figure, panels = plt.subplots(1, len(result["sizes"]), figsize=(11, 5.2), layout="constrained")
     for axes, (name, found) in zip(panels, result["sizes"].items(), strict=True):
         first = found["hot"][0]["batch"]
-        ways = sorted(
-            (way for way in found["hot"] if way["batch"] == first),
-            key=lambda way: -float(way["images_per_s"]["median"]),
+        cases = sorted(
+            (case for case in found["hot"] if case["batch"] == first),
+            key=lambda case: -float(case["images_per_s"]["median"]),
         )
-        for place, way in enumerate(ways):
-            speed = way["images_per_s"]
-            ours = way["way"].startswith(_OURS) and "through h5py" not in way["way"]
-            colour = _GRAY if way["way"] == "memory copy" else _BLUE if ours else _LIGHT
+        for place, case in enumerate(cases):
+            speed = case["images_per_s"]
+            ours = case["case"].startswith(_OURS) and "through h5py" not in case["case"]
+            colour = _GRAY if case["case"] == "memory copy" else _BLUE if ours else _LIGHT
             spread = [[speed["median"] - speed["min"]], [speed["max"] - speed["median"]]]
             axes.barh(place, speed["median"], color=colour, xerr=spread, capsize=2, ecolor="#3c4043")
-            text = f"{speed['median']:,.0f}  ({way['of_memory_copy']['median']:.2f})"
+            text = f"{speed['median']:,.0f}  ({case['of_memory_copy']['median']:.2f})"
             axes.text(speed["max"] * 1.15, place, text, va="center", fontsize=7)
         unit = {True: "workers", False: "threads"}
-        labels = [f"{way['way']}, {way['threads']} {unit['DataLoader' in way['way']]}" for way in ways]
-        axes.set_yticks(range(len(ways)), [label.replace("1 threads", "1 thread") for label in labels], fontsize=7)
+        labels = [f"{case['case']}, {case['threads']} {unit['DataLoader' in case['case']]}" for case in cases]
+        axes.set_yticks(range(len(cases)), [label.replace("1 threads", "1 thread") for label in labels], fontsize=7)
         axes.invert_yaxis()
         axes.set_xscale("log")
-        axes.set_xlim(ways[-1]["images_per_s"]["min"] / 3, ways[0]["images_per_s"]["max"] * 150)
+        axes.set_xlim(cases[-1]["images_per_s"]["min"] / 3, cases[0]["images_per_s"]["max"] * 150)
         axes.set_xlabel("images/s (of the copy)", fontsize=8)
         axes.set_title(f"{name} rows, batch {first}", fontsize=9, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
@@ -106,15 +106,15 @@ def draw_read(result: dict[str, Any], path: Path) -> None:
 
 
 def draw_peers(result: dict[str, Any], path: Path) -> None:
-    """Hot images/s of every way on the large rows, or those there are, beside the memory copy."""
+    """Hot images/s of every case on the large rows, or those there are, beside the memory copy."""
     name, found = tables.first_size(result)
-    ways = tables.measured_ways(found)
+    cases = tables.measured_cases(found)
     copies = [(f"memory copy, {label}", found["ceilings"][f"memory copy {threads}"])
               for threads, label in ((2, "2 threads"), (1, "1 thread"))]  # fmt: skip
     bars = [(label, speed, _GRAY) for label, speed in copies]
-    for way in ways:
-        label = tables.way_name(way) + ("" if way["verified"] else " (not each image once)")
-        bars.append((label, way["hot_images_per_s"], _BLUE if way["ours"] else _LIGHT))
+    for case in cases:
+        label = tables.way_name(case) + ("" if case["verified"] else " (not each image once)")
+        bars.append((label, case["hot_images_per_s"], _BLUE if case["ours"] else _LIGHT))
     figure, axes = plt.subplots(figsize=(8.4, 0.6 + 0.3 * len(bars)), layout="constrained")
     most = max(float(speed["max"]) for _, speed, _ in bars)
     for place, (_, speed, colour) in enumerate(bars):
@@ -132,7 +132,7 @@ def draw_peers(result: dict[str, Any], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     machine = result["machine"]
     where = f"{found['rows']:,} images, batches of {result['batch']}, {machine['processor']}, {machine['cpus']} CPUs"
-    figure.suptitle(f"{tables.peers_message(found)}\n{where}; h5pack's ways in blue", fontsize=9, x=0.01, ha="left")
+    figure.suptitle(f"{tables.peers_message(found)}\n{where}; h5pack in blue", fontsize=9, x=0.01, ha="left")
     _save(figure, path)
 
 

@@ -1,8 +1,8 @@
 """How fast are rows read, beside the same rows copied at random places in memory?
 
-Run ``python -m benchmarks.read``; it makes its own files. Every way reads shuffled batches, and the consumer touches
-every page of each. The ways take turns, so a drift of the machine's speed meets all alike; a ratio is taken within each
-turn.
+Run ``python -m benchmarks.read``; it makes its own files. Every case reads shuffled batches, and the consumer touches
+every page of each. The cases take turns, so a drift of the machine's speed affects all equally; a ratio is taken within
+each turn.
 
 - the ceiling: ``np.take`` of random rows out of memory into batches that are used again, on 1 and 2 threads;
 - H5Loader: as it comes (which keeps rows in memory from the second epoch on, where they fit), reading the file every
@@ -12,9 +12,9 @@ turn.
   chunks, which cut images, and on the chunks that h5py guesses;
 - H5Dataset in a DataLoader with 2 workers, collated by torch and by the dataset.
 
-Systems take memory away that is idle for a while, a file's pages as well as a process's. So before each run all files
-are read again unless all of their pages are in the page cache, and a way within this process runs twice, and the second
-time counts. Cold runs drop the file from the page cache first, and prove it.
+Systems reclaim memory that is idle for a while, a file's pages as well as a process's. So before each run all files are
+read again unless all of their pages are in the page cache, and a case within this process runs twice, of which the
+second run counts. Cold runs drop the file from the page cache first, and check that.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def fancy(path: Path, rows: int, size: int, batch: int, turn: int) -> float:
     )
 
 
-def loader_ways(pack: Path, batch: int) -> dict[str, Reader]:
-    """H5Loader's ways of reading, each warmed up."""
-    ways: dict[str, Reader] = {}
+def loader_cases(pack: Path, batch: int) -> dict[str, Reader]:
+    """H5Loader's cases of reading, each warmed up."""
+    cases: dict[str, Reader] = {}
     for label, dataset, settings in (
         ("H5Loader", h5pack.H5Dataset(pack), {}),
         ("H5Loader, resident='no'", h5pack.H5Dataset(pack), {"resident": "no"}),
@@ -92,11 +92,11 @@ def loader_ways(pack: Path, batch: int) -> dict[str, Reader]:
             loader = h5pack.H5Loader(dataset, batch, num_threads=threads, drop_last=True, **settings)
             for _ in range(2 if not settings else 1):
                 consume(loader)
-            ways[f"{label} | {threads}"] = lambda turn, loader=loader: consume(loader)
-    return ways
+            cases[f"{label} | {threads}"] = lambda turn, loader=loader: consume(loader)
+    return cases
 
 
-def worker_ways(pack: Path, flat: Path, source: RowSource, foreign: dict[str, Path], batch: int) -> dict[str, Reader]:
+def worker_cases(pack: Path, flat: Path, source: RowSource, foreign: dict[str, Path], batch: int) -> dict[str, Reader]:
     """What is read by a DataLoader's workers; the slow ones only a part of an epoch."""
     rows, size = source.rows, source.size
     dataset = h5pack.H5Dataset(pack)
@@ -115,15 +115,15 @@ def worker_ways(pack: Path, flat: Path, source: RowSource, foreign: dict[str, Pa
         small = min(batch, 32)
         slow = subset_of(OneIndex(path, count), count, 8 * small)
         loaders[f"one index by h5py, {label}, DataLoader"] = data_loader(slow, small)
-    ways: dict[str, Reader] = {}
+    cases: dict[str, Reader] = {}
     for label, loader in loaders.items():
         consume(loader)
-        ways[f"{label} | {WORKERS}"] = lambda turn, loader=loader: consume(loader)
-    return ways
+        cases[f"{label} | {WORKERS}"] = lambda turn, loader=loader: consume(loader)
+    return cases
 
 
 def hot(source: RowSource, scratch: Path, pack: Path, batches: tuple[int, int], repeats: int) -> list[dict[str, Any]]:
-    """All ways with the file in the page cache; the first batch size is the one that everything is measured with."""
+    """All cases with the file in the page cache; the first batch size is the one that everything is measured with."""
     flat = make_flat(pack, scratch / "flat.bin")
     few = min(source.rows, 2_000)
     foreign = {}
@@ -133,32 +133,32 @@ def hot(source: RowSource, scratch: Path, pack: Path, batches: tuple[int, int], 
     found = []
     for batch in batches:
         copying = MemoryCopy(source.rows, source.size, batch)
-        ways: dict[str, Reader] = {f"memory copy | {threads}": partial(copying, threads) for threads in (1, 2)}
-        ways |= loader_ways(pack, batch)
+        cases: dict[str, Reader] = {f"memory copy | {threads}": partial(copying, threads) for threads in (1, 2)}
+        cases |= loader_cases(pack, batch)
         if batch == batches[0]:
             for label, path in foreign.items():
                 loader = h5pack.H5Loader(h5pack.H5Dataset(path), batch, num_threads=2, resident="no")
-                ways[f"H5Loader, resident='no', {label} | 2"] = lambda turn, loader=loader: consume(loader)
-            ways["np.memmap, fancy index | 1"] = partial(fancy, flat, source.rows, source.size, batch)
-            ways |= worker_ways(pack, flat, source, foreign, batch)
+                cases[f"H5Loader, resident='no', {label} | 2"] = lambda turn, loader=loader: consume(loader)
+            cases["np.memmap, fancy index | 1"] = partial(fancy, flat, source.rows, source.size, batch)
+            cases |= worker_cases(pack, flat, source, foreign, batch)
         files = [pack, flat, *foreign.values()]
-        speeds = repeat_in_turns(ways, repeats, files, lambda way: not way.endswith(f"DataLoader | {WORKERS}"))
-        found += [_described(way, batch, speeds) for way in ways]
-        del copying, ways
+        speeds = repeat_in_turns(cases, repeats, files, lambda case: not case.endswith(f"DataLoader | {WORKERS}"))
+        found += [_described(case, batch, speeds) for case in cases]
+        del copying, cases
     for path in (flat, *foreign.values()):
         path.unlink()
     return found
 
 
-def _described(way: str, batch: int, speeds: dict[str, list[float]]) -> dict[str, Any]:
-    label, _, threads = way.partition(" | ")
+def _described(case: str, batch: int, speeds: dict[str, list[float]]) -> dict[str, Any]:
+    label, _, threads = case.partition(" | ")
     ceiling = speeds[f"memory copy | {threads}"]
     return {
-        "way": label,
+        "case": label,
         "threads": int(threads),
         "batch": batch,
-        "images_per_s": spread(speeds[way]),
-        "of_memory_copy": ratios(speeds[way], ceiling),
+        "images_per_s": spread(speeds[case]),
+        "of_memory_copy": ratios(speeds[case], ceiling),
     }
 
 
@@ -188,28 +188,28 @@ def cold(source: RowSource, pack: Path, batch: int, repeats: int) -> dict[str, A
         amplification.append(amplified)
         return speed
 
-    ways: dict[str, Callable[[], float]] = {
+    cases: dict[str, Callable[[], float]] = {
         "sequential read": partial(sequential, pack),
         "sequential read past the page cache": partial(sequential, pack, os.O_DIRECT),
         "H5Loader | 1": partial(load, 1),
         "H5Loader | 2": partial(load, 2),
     }
-    speeds: dict[str, list[float]] = {way: [] for way in ways}
+    speeds: dict[str, list[float]] = {case: [] for case in cases}
     cached = 0
-    for way in interleaved(list(ways), 3 * repeats):
+    for case in interleaved(list(cases), 3 * repeats):
         cached += drop_cache(pack)
-        speeds[way].append(ways[way]() / 1e6)
+        speeds[case].append(cases[case]() / 1e6)
     sequential_speeds = speeds["sequential read"]
     return {
         "pages_found_in_cache": cached,
         "amplification": spread(amplification),
-        "ways": [
+        "cases": [
             {
-                "way": way,
+                "case": case,
                 "mb_per_s": spread(found),
                 "of_sequential": ratios(found, sequential_speeds),
             }
-            for way, found in speeds.items()
+            for case, found in speeds.items()
         ],
     }
 
@@ -275,13 +275,15 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     write_result(arguments.json, result)
     for name, found in result["sizes"].items():
         print(f"{name} rows, read amplification {found['epoch']['amplification']:.3f}")
-        for way in found["hot"]:
+        for case in found["hot"]:
             print(
-                f"  {way['way']}, {way['threads']}, batch {way['batch']}: {way['images_per_s']['median']:,.0f} "
-                f"images/s, {way['of_memory_copy']['median']:.2f}"
+                f"  {case['case']}, {case['threads']}, batch {case['batch']}: {case['images_per_s']['median']:,.0f} "
+                f"images/s, {case['of_memory_copy']['median']:.2f}"
             )
-        for way in found["cold"]["ways"]:
-            print(f"  cold: {way['way']}: {way['mb_per_s']['median']:,.0f} MB/s, {way['of_sequential']['median']:.2f}")
+        for case in found["cold"]["cases"]:
+            print(
+                f"  cold: {case['case']}: {case['mb_per_s']['median']:,.0f} MB/s, {case['of_sequential']['median']:.2f}"
+            )
     return result
 
 

@@ -29,12 +29,12 @@ _MARGIN = 0.05
 def convert_table(result: dict[str, Any]) -> str:
     """The figures of conversion as a Markdown table."""
     machine = result["machine"]
-    repeats = next(iter(result["ways"].values()))["write_seconds"]["repeats"]
+    repeats = next(iter(result["cases"].values()))["write_seconds"]["repeats"]
     where = (
         machine["processor"] + (" (a virtual machine)" if machine["virtual"] else "") + f", {machine['file_system']}"
     )
     columns = (
-        "decoder, way of writing",
+        "decoder, writing",
         "only open, read, decode: images/s",
         "convert to the last write: images/s",
         "ratio",
@@ -47,8 +47,8 @@ def convert_table(result: dict[str, Any]) -> str:
         f"| {' | '.join(columns)} |",
         "|---|---|---|---|---|",
     ]
-    for way, found in result["ways"].items():
-        decoder, how = way.split()
+    for case, found in result["cases"].items():
+        decoder, how = case.split()
         ceiling, speed = found["ceiling_images_per_s"], found["convert_images_per_s"]
         ratio, finish = found["ratio_to_last_write"], found["finish_seconds"]
         lines.append(
@@ -65,44 +65,44 @@ def convert_table(result: dict[str, Any]) -> str:
 
 
 def way_of(found: dict[str, Any], name: str, threads: int) -> dict[str, Any]:
-    return next(way for way in found["hot"] if way["way"] == name and way["threads"] == threads)
+    return next(case for case in found["hot"] if case["case"] == name and case["threads"] == threads)
 
 
-def _read_cell(way: dict[str, Any] | None) -> str:
-    if way is None:
+def _read_cell(case: dict[str, Any] | None) -> str:
+    if case is None:
         return "-"
-    speed, ratio = way["images_per_s"], way["of_memory_copy"]
+    speed, ratio = case["images_per_s"], case["of_memory_copy"]
     return f"{speed['median']:,.0f} | {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
 
 
 def hot_table(result: dict[str, Any], *, every_batch: bool) -> str:
     """The figures of hot reading as a Markdown table."""
     lines = [
-        "| way | threads or workers | rows | batch | images/s | of the memory copy |",
+        "| reader | threads or workers | rows | batch | images/s | of the memory copy |",
         "|---|---|---|---|---|---|",
     ]
     for name, found in result["sizes"].items():
         first = found["hot"][0]["batch"]
-        for way in found["hot"]:
-            if every_batch or way["batch"] == first:
-                lines.append(f"| {way['way']} | {way['threads']} | {name} | {way['batch']} | {_read_cell(way)} |")
+        for case in found["hot"]:
+            if every_batch or case["batch"] == first:
+                lines.append(f"| {case['case']} | {case['threads']} | {name} | {case['batch']} | {_read_cell(case)} |")
     return "\n".join(lines)
 
 
 def cold_table(result: dict[str, Any]) -> str:
     """The figures of cold reading as a Markdown table."""
-    lines = ["| way | threads | rows | MB/s | of the sequential read |", "|---|---|---|---|---|"]
+    lines = ["| reader | threads | rows | MB/s | of the sequential read |", "|---|---|---|---|---|"]
     for name, found in result["sizes"].items():
-        for way in found["cold"]["ways"]:
-            label, _, threads = way["way"].partition(" | ")
-            speed, ratio = way["mb_per_s"], way["of_sequential"]
+        for case in found["cold"]["cases"]:
+            label, _, threads = case["case"].partition(" | ")
+            speed, ratio = case["mb_per_s"], case["of_sequential"]
             lines.append(
                 f"| {label} | {threads or 1} | {name} | {speed['median']:,.0f} | "
                 f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}) |"
             )
     colds = [found["cold"] for found in result["sizes"].values()]
     pages = sum(found["pages_found_in_cache"] for found in colds)
-    runs = sum(way["mb_per_s"]["repeats"] for found in colds for way in found["ways"])
+    runs = sum(case["mb_per_s"]["repeats"] for found in colds for case in found["cases"])
     epochs = ", ".join(
         f"{name} rows: {found['epoch']['chunk_misses']} visits to {found['epoch']['chunks']} chunks, amplification "
         f"{found['epoch']['amplification']:.3f}"
@@ -116,15 +116,15 @@ def cold_table(result: dict[str, Any]) -> str:
 def compressed_table(result: dict[str, Any]) -> str:
     """The figures of reading compressed chunks as a Markdown table."""
     lines = [
-        "| compression | bytes, of raw | way | threads or workers | images/s | of the decoder |",
+        "| compression | bytes, of raw | reader | threads or workers | images/s | of the decoder |",
         "|---|---|---|---|---|---|",
     ]
     for name, found in result["compressions"].items():
         stored = found["bytes_stored"] / found["bytes_raw"]
-        for way in found["ways"]:
-            speed, ratio = way["images_per_s"], way["of_decoder"]
+        for case in found["cases"]:
+            speed, ratio = case["images_per_s"], case["of_decoder"]
             lines.append(
-                f"| {name} | {stored:.2f} | {way['way']} | {way['threads']} | {speed['median']:,.0f} | "
+                f"| {name} | {stored:.2f} | {case['case']} | {case['threads']} | {speed['median']:,.0f} | "
                 f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}) |"
             )
     return "\n".join(lines)
@@ -133,18 +133,18 @@ def compressed_table(result: dict[str, Any]) -> str:
 def foreign_table(result: dict[str, Any]) -> str:
     """Reading files made by other tools, before and after converting, as a Markdown table."""
     lines = [
-        "| file | way | before: images/s | after convert: images/s | times as fast | converted at: images/s |",
+        "| file | reader | before: images/s | after convert: images/s | times as fast | converted at: images/s |",
         "|---|---|---|---|---|---|",
     ]
     for name, found in result["files"].items():
-        speeds = {(way["when"], way["way"]): way["images_per_s"] for way in found["ways"]}
-        for way in dict.fromkeys(way for _, way in speeds):
-            before, after = speeds["before", way], speeds["after", way]
+        speeds = {(case["when"], case["case"]): case["images_per_s"] for case in found["cases"]}
+        for case in dict.fromkeys(case for _, case in speeds):
+            before, after = speeds["before", case], speeds["after", case]
             cells = " | ".join(
                 f"{one['median']:,.0f} ({one['min']:,.0f} to {one['max']:,.0f})" for one in (before, after)
             )
             ratio = after["median"] / before["median"]
-            lines.append(f"| {name} | {way} | {cells} | {ratio:.1f} | {found['convert_images_per_s']:,.0f} |")
+            lines.append(f"| {name} | {case} | {cells} | {ratio:.1f} | {found['convert_images_per_s']:,.0f} |")
     return "\n".join(lines)
 
 
@@ -157,11 +157,11 @@ def normalize_table(result: dict[str, Any]) -> str:
         "| result | augmentation | images/s | GB/s, read and written | of a copy on the device |",
         "|---|---|---|---|---|",
     ]
-    for way in result["normalize"]["ways"]:
-        speed, size_speed, ratio = way["images_per_s"], way["gb_per_s"], way["of_copy"]
+    for case in result["normalize"]["cases"]:
+        speed, size_speed, ratio = case["images_per_s"], case["gb_per_s"], case["of_copy"]
         of_copy = "-" if ratio is None else f"{ratio['median']:.2f}"
         lines.append(
-            f"| {way['precision']} | {way['augmentation']} | {speed['median']:,.0f} ({speed['min']:,.0f} to "
+            f"| {case['precision']} | {case['augmentation']} | {speed['median']:,.0f} ({speed['min']:,.0f} to "
             f"{speed['max']:,.0f}) | {size_speed['median']:.1f} | {of_copy} |"
         )
     return "\n".join(lines)
@@ -350,7 +350,7 @@ class Column:
     short : str
         What sentences call it.
     keys : tuple of str
-        Where a way's result has it.
+        Where a case's result has it.
     digits : int
         After the point.
     unit : str
@@ -366,34 +366,34 @@ class Column:
     unit: str
     least: bool
 
-    def value(self, way: dict[str, Any]) -> float | None:
-        """The figure of a way, a median where it was repeated."""
-        found: Any = way
+    def value(self, case: dict[str, Any]) -> float | None:
+        """The figure of a case, a median where it was repeated."""
+        found: Any = case
         for key in self.keys:
             found = found[key]
             if found is None:
                 return None
         return float(found["median"] if isinstance(found, dict) else found)
 
-    def said(self, way: dict[str, Any]) -> str:
+    def said(self, case: dict[str, Any]) -> str:
         """The figure with its unit."""
-        value = self.value(way)
+        value = self.value(case)
         return "-" if value is None else f"{value:,.{self.digits}f} {self.unit}"
 
-    def cell(self, way: dict[str, Any]) -> str:
+    def cell(self, case: dict[str, Any]) -> str:
         """The figure, with its minimum and maximum where it was repeated."""
-        value = self.value(way)
+        value = self.value(case)
         if value is None:
             return "-"
         text = f"{value:,.{self.digits}f}"
-        spread = way[self.keys[0]]
+        spread = case[self.keys[0]]
         if isinstance(spread, dict) and "min" in spread:
             text += f" ({spread['min']:,.{self.digits}f} to {spread['max']:,.{self.digits}f})"
         return text
 
-    def better(self, way: dict[str, Any], other: dict[str, Any]) -> bool:
-        """Whether a way's figure is better than another's by more than the margin."""
-        one, two = self.value(way), self.value(other)
+    def better(self, case: dict[str, Any], other: dict[str, Any]) -> bool:
+        """Whether a case's figure is better than another's by more than the margin."""
+        one, two = self.value(case), self.value(other)
         if one is None or two is None:
             return False
         return one < two * (1 - _MARGIN) if self.least else one > two * (1 + _MARGIN)
@@ -410,48 +410,48 @@ COLUMNS = (
 _HOT = COLUMNS[0]
 
 
-def measured_ways(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """The ways that were measured, the fastest first."""
-    ways = [way for way in found["ways"] if not way["skipped"]]
-    return sorted(ways, key=lambda way: -float(way["hot_images_per_s"]["median"]))
+def measured_cases(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The cases that were measured, the fastest first."""
+    cases = [case for case in found["cases"] if not case["skipped"]]
+    return sorted(cases, key=lambda case: -float(case["hot_images_per_s"]["median"]))
 
 
 def _verified(found: dict[str, Any]) -> list[dict[str, Any]]:
     """Those of them whose epochs gave each image once."""
-    return [way for way in measured_ways(found) if way["verified"]]
+    return [case for case in measured_cases(found) if case["verified"]]
 
 
-def _best(column: Column, ways: list[dict[str, Any]]) -> dict[str, Any]:
-    """The way with the best figure; one without a figure loses."""
+def _best(column: Column, cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """The case with the best figure; one without a figure loses."""
     sign = 1 if column.least else -1
 
-    def rank(way: dict[str, Any]) -> float:
-        value = column.value(way)
+    def rank(case: dict[str, Any]) -> float:
+        value = column.value(case)
         return float("inf") if value is None else sign * value
 
-    return min(ways, key=rank)
+    return min(cases, key=rank)
 
 
-def way_name(way: dict[str, Any]) -> str:
-    return f"{way['way']}, {way['parallel']}"
+def way_name(case: dict[str, Any]) -> str:
+    return f"{case['case']}, {case['parallel']}"
 
 
 def peers_message(found: dict[str, Any]) -> str:
     """What the hot figures say in one sentence; empty where there is nothing to compare."""
     right = _verified(found)
-    ours, peers = ([way for way in right if way["ours"] is mine] for mine in (True, False))
+    ours, peers = ([case for case in right if case["ours"] is mine] for mine in (True, False))
     if not ours or not peers:
         return ""
     mine, peer = _best(_HOT, ours), _best(_HOT, peers)
     times = mine["hot_images_per_s"]["median"] / peer["hot_images_per_s"]["median"]
-    rest = f"{times:.1f} times as many as the fastest peer, {peer['way']}"
+    rest = f"{times:.1f} times as many as the fastest peer, {peer['case']}"
     if times < 1 + _MARGIN:
-        rest = f"about as many as the fastest peer, {peer['way']}"
+        rest = f"about as many as the fastest peer, {peer['case']}"
     if times < 1 - _MARGIN:
-        rest = f"fewer than {peer['way']} ({_HOT.said(peer)})"
+        rest = f"fewer than {peer['case']} ({_HOT.said(peer)})"
     copied = f"{mine['hot_of_memory_copy']['median']:.2f} of the speed of copying rows in memory"
-    said = f"{mine['way']} gives {_HOT.said(mine)}, {copied}:\n{rest}"
-    again = next((way for way in ours if way["key"] == _FROM_FILE), mine)
+    said = f"{mine['case']} gives {_HOT.said(mine)}, {copied}:\n{rest}"
+    again = next((case for case in ours if case["key"] == _FROM_FILE), mine)
     if again is mine:
         return said
     return f"{said}; {again['hot_images_per_s']['median']:,.0f} where it reads its file in every epoch, as the peers do"
@@ -465,24 +465,24 @@ def first_size(result: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 def where_peers_are_better(found: dict[str, Any]) -> list[str]:
     """A line for each column in which a peer's figure is better than H5Loader's by more than the margin.
 
-    It names those that are better than all of h5pack's ways apart from those that are better than H5Loader alone.
+    It names those that are better than all of h5pack's cases apart from those that are better than H5Loader alone.
     """
     right = _verified(found)
-    ours, peers = ([way for way in right if way["ours"] is mine] for mine in (True, False))
+    ours, peers = ([case for case in right if case["ours"] is mine] for mine in (True, False))
     if not ours:
         return []
-    loader = next((way for way in ours if way["key"] == _OURS), ours[0])
+    loader = next((case for case in ours if case["key"] == _OURS), ours[0])
     lines = []
     for column in COLUMNS:
         best = _best(column, ours)
-        order = sorted(peers, key=lambda way: column.value(way) or 0, reverse=not column.least)
-        ahead = [way for way in order if column.better(way, loader)]
+        order = sorted(peers, key=lambda case: column.value(case) or 0, reverse=not column.least)
+        ahead = [case for case in order if column.better(case, loader)]
         if not ahead:
             continue
-        listed = [f"{way['way']} {column.said(way)}" for way in ahead if column.better(way, best)]
-        rest = [f"{way['way']} {column.said(way)}" for way in ahead if not column.better(way, best)]
+        listed = [f"{case['case']} {column.said(case)}" for case in ahead if column.better(case, best)]
+        rest = [f"{case['case']} {column.said(case)}" for case in ahead if not column.better(case, best)]
         line = f"{column.short} (H5Loader: {column.said(loader)}"
-        line += f"; h5pack's best, {best['way']}: {column.said(best)})" if best is not loader else ")"
+        line += f"; h5pack's best, {best['case']}: {column.said(best)})" if best is not loader else ")"
         parts = [", ".join(listed)] if listed else []
         parts += [f"better than H5Loader as it comes only: {', '.join(rest)}"] if rest else []
         lines.append(f"{line}: {'; '.join(parts)}")
@@ -495,33 +495,36 @@ def where_peers_read_faster(found: dict[str, Any]) -> str:
     As it comes, H5Loader keeps rows in memory of its own, which no peer does, and its memory is in the other column.
     """
     right = _verified(found)
-    again = next((way for way in right if way["key"] == _FROM_FILE), None)
+    again = next((case for case in right if case["key"] == _FROM_FILE), None)
     if again is None:
         return ""
-    ahead = [f"{way['way']} {_HOT.said(way)}" for way in right if not way["ours"] and _HOT.better(way, again)]
+    ahead = [f"{case['case']} {_HOT.said(case)}" for case in right if not case["ours"] and _HOT.better(case, again)]
     if not ahead:
         return ""
     return f"hot, where H5Loader reads its file in every epoch ({_HOT.said(again)}): {', '.join(ahead)}"
 
 
 def _notes(found: dict[str, Any]) -> list[str]:
-    """What a reader must know of single ways: wrong epochs, cut ones, pages that stayed, what was left out."""
-    lines = ["Conversion and peak memory were measured once, one way after another: small differences say nothing."]
-    for way in measured_ways(found):
-        if not way["verified"]:
-            lines.append(f"{way['way']} did not give each image once: {way['verified_reason']}.")
+    """What a reader must know of single cases: wrong epochs, cut ones, pages that stayed, what was left out."""
+    lines = ["Conversion and peak memory were measured once, one after another: small differences say nothing."]
+    for case in measured_cases(found):
+        if not case["verified"]:
+            lines.append(f"{case['case']} did not give each image once: {case['verified_reason']}.")
     cut = [
-        f"{way['way']} {way['hot_batches']} hot and {way['cold_batches']} cold batches"
-        for way in measured_ways(found)
-        if not (way["hot_whole_epochs"] and way["cold_whole_epoch"])
+        f"{case['case']} {case['hot_batches']} hot and {case['cold_batches']} cold batches"
+        for case in measured_cases(found)
+        if not (case["hot_whole_epochs"] and case["cold_whole_epoch"])
     ]
     if cut:
         lines.append(f"Epochs that were cut short for time, batches read at least: {', '.join(cut)}.")
-    stayed = [f"{way['way']} {way['cold_pages_found_in_cache']:,} of {way['pages']:,}" for way in measured_ways(found)
-              if way["cold_pages_found_in_cache"]]  # fmt: skip
+    stayed = [
+        f"{case['case']} {case['cold_pages_found_in_cache']:,} of {case['pages']:,}"
+        for case in measured_cases(found)
+        if case["cold_pages_found_in_cache"]
+    ]
     if stayed:
         lines.append(f"Pages that stayed in the page cache before cold epochs: {', '.join(stayed)}.")
-    lines += [f"{way['way']} was skipped: {way['skipped']}." for way in found["ways"] if way["skipped"]]
+    lines += [f"{case['case']} was skipped: {case['skipped']}." for case in found["cases"] if case["skipped"]]
     return lines
 
 
@@ -536,17 +539,17 @@ def _heading(result: dict[str, Any], name: str, found: dict[str, Any]) -> str:
 
 
 def peers_table(result: dict[str, Any]) -> str:
-    """Every way and every figure as Markdown tables, one a row size, and where a peer is better."""
+    """Every case and every figure as Markdown tables, one a row size, and where a peer is better."""
     blocks = []
     for name, found in result["sizes"].items():
         ceilings = found["ceilings"]
         lines = [_heading(result, name, found), ""]
-        lines.append(f"| way | of the copy | {' | '.join(column.title for column in COLUMNS)} |")
+        lines.append(f"| reader | of the copy | {' | '.join(column.title for column in COLUMNS)} |")
         lines.append("|---" * (len(COLUMNS) + 2) + "|")
-        for way in measured_ways(found):
-            label = f"**{way_name(way)}**" if way["ours"] else way_name(way)
-            cells = " | ".join(column.cell(way) for column in COLUMNS)
-            lines.append(f"| {label} | {way['hot_of_memory_copy']['median']:.2f} | {cells} |")
+        for case in measured_cases(found):
+            label = f"**{way_name(case)}**" if case["ours"] else way_name(case)
+            cells = " | ".join(column.cell(case) for column in COLUMNS)
+            lines.append(f"| {label} | {case['hot_of_memory_copy']['median']:.2f} | {cells} |")
         copies = " and ".join(f"{ceilings[f'memory copy {n}']['median']:,.0f}" for n in (1, 2))
         straight = f"{ceilings['sequential read']['median']:,.0f}"
         lines += ["", f"The ceilings in the same turns: copying rows in memory, {copies} images/s on 1 and 2 threads;"]
@@ -557,7 +560,7 @@ def peers_table(result: dict[str, Any]) -> str:
         if better:
             lines += ["", f"Where a peer is better than H5Loader, by more than {_MARGIN:.0%}:", ""]
             lines += [f"- {line}." for line in better]
-        elif any(way["ours"] for way in _verified(found)):
+        elif any(case["ours"] for case in _verified(found)):
             lines += ["", f"In no column is a peer better than H5Loader by more than {_MARGIN:.0%}."]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)

@@ -29,10 +29,10 @@ def test_convert_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     convert.main([*few, "--scratch", str(tmp_path), "--json", str(tmp_path / "c.json")])
     result = json.loads((tmp_path / "c.json").read_text())
     assert result["images"] == 20
-    assert set(result["ways"]) == {"pillow auto", "pillow buffered", "simplejpeg auto", "simplejpeg buffered"}
+    assert set(result["cases"]) == {"pillow auto", "pillow buffered", "simplejpeg auto", "simplejpeg buffered"}
     assert [part["images"] for part in result["memory"]] == [5, 20]
     assert result["memory"][0]["parent_mb"] > 10
-    assert result["ways"]["pillow auto"]["ratio_to_last_write"]["repeats"] == 1
+    assert result["cases"]["pillow auto"]["ratio_to_last_write"]["repeats"] == 1
     plots.draw_convert(result, tmp_path / "c.png")
     assert (tmp_path / "c.png").stat().st_size > 10_000
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.json", "c.png"], "scratch is cleaned up"
@@ -48,13 +48,13 @@ def test_read_benchmark(tmp_path: Path) -> None:
         assert found["epoch"]["rows"] == rows
         assert found["epoch"]["chunk_misses"] == found["epoch"]["chunks"]
         assert found["epoch"]["amplification"] == 1.0
-        ways = {(way["way"], way["threads"], way["batch"]) for way in found["hot"]}
+        cases = {(case["case"], case["threads"], case["batch"]) for case in found["hot"]}
         for threads in (1, 2):
             for batch in batches:
-                assert {("memory copy", threads, batch), ("H5Loader", threads, batch)} <= ways
-        assert ("H5Dataset with collate, DataLoader", 2, batches[0]) in ways
-        assert all(way["images_per_s"]["min"] > 0 for way in found["hot"])
-        assert next(way["way"] for way in found["cold"]["ways"]) == "sequential read"
+                assert {("memory copy", threads, batch), ("H5Loader", threads, batch)} <= cases
+        assert ("H5Dataset with collate, DataLoader", 2, batches[0]) in cases
+        assert all(case["images_per_s"]["min"] > 0 for case in found["hot"])
+        assert next(case["case"] for case in found["cold"]["cases"]) == "sequential read"
     plots.draw_read(result, tmp_path / "r.png")
     assert (tmp_path / "r.png").stat().st_size > 10_000
     assert "H5Loader" in tables.cold_table(result)
@@ -88,8 +88,8 @@ def test_compressed_benchmark(tmp_path: Path) -> None:
     for found in result["compressions"].values():
         assert found["bytes_stored"] < found["bytes_raw"]
         assert found["chunk_misses"] == found["chunks"] == 3
-        ways = {(way["way"], way["threads"]) for way in found["ways"]}
-        assert ways >= {(way, threads) for way in ("decoder alone", "H5Loader") for threads in (1, 2)}
+        cases = {(case["case"], case["threads"]) for case in found["cases"]}
+        assert cases >= {(case, threads) for case in ("decoder alone", "H5Loader") for threads in (1, 2)}
     assert tables.compressed_table(result).count("| H5Loader |") == 6
     assert [path.name for path in tmp_path.iterdir()] == ["c.json"], "scratch is cleaned up"
 
@@ -102,8 +102,11 @@ def test_foreign_benchmark(tmp_path: Path) -> None:
     assert list(result["files"]) == list(foreign.FILES)
     for found in result["files"].values():
         assert found["rows_compared"] == 90
-        assert {(way["when"], way["way"]) for way in found["ways"]} >= {("before", "H5Loader"), ("after", "H5Loader")}
-        assert all(way["images_per_s"]["min"] > 0 for way in found["ways"])
+        assert {(case["when"], case["case"]) for case in found["cases"]} >= {
+            ("before", "H5Loader"),
+            ("after", "H5Loader"),
+        }
+        assert all(case["images_per_s"]["min"] > 0 for case in found["cases"])
     assert tables.foreign_table(result).count("| H5Loader |") == 4
     assert [path.name for path in tmp_path.iterdir()] == ["f.json"], "scratch is cleaned up"
 

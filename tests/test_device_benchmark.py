@@ -26,15 +26,15 @@ def test_it_runs_without_a_gpu(tmp_path: Path) -> None:
     assert "training" not in result
     assert "pinned_copy_gb_per_s" not in result
     assert result["normalize"]["copy_gb_per_s"] is None
-    ways = result["normalize"]["ways"]
-    cases = itertools.product(("float32", "bfloat16"), ("plain", "flip and crop"))
-    assert [(way["precision"], way["augmentation"]) for way in ways] == list(cases)
-    for way in ways:
-        assert way["of_copy"] is None
+    cases = result["normalize"]["cases"]
+    expected_cases = itertools.product(("float32", "bfloat16"), ("plain", "flip and crop"))
+    assert [(case["precision"], case["augmentation"]) for case in cases] == list(expected_cases)
+    for case in cases:
+        assert case["of_copy"] is None
         # A float32 image is 16 x 16 x 3 values of 1 + 4 bytes; rates are rounded to 4 digits behind the point.
-        value_bytes = 5 if way["precision"] == "float32" else 3
-        expected = way["images_per_s"]["median"] * 16 * 16 * 3 * value_bytes / 1e9
-        assert way["gb_per_s"]["median"] == pytest.approx(expected, abs=1e-3)
+        value_bytes = 5 if case["precision"] == "float32" else 3
+        expected = case["images_per_s"]["median"] * 16 * 16 * 3 * value_bytes / 1e9
+        assert case["gb_per_s"]["median"] == pytest.approx(expected, abs=1e-3)
     assert result["pass_through"]["added_microseconds"]["repeats"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["d.json"], "scratch is cleaned up"
 
@@ -44,13 +44,13 @@ def test_training_out_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(h5pack, "convert", partial(h5pack.convert, num_workers=1))
     small = partial(resnet50, device.CLASSES, width=4, blocks=(1, 1))
     figures = device.training_figures(torch.device("cpu"), tmp_path, 40, 32, 8, 4, 0, small)
-    assert sorted(figures["ways"]) == ["jpeg folder", "one batch", "pack"]
+    assert sorted(figures["cases"]) == ["jpeg folder", "one batch", "pack"]
     assert len(list((tmp_path / "jpeg").glob("*/*.jpg"))) == 40
-    assert figures["ways"]["one batch"]["stall_fraction"] == 0
-    for way in figures["ways"].values():
-        assert way["images_per_s"] == pytest.approx(4 * 8 / way["seconds"], rel=0.1)
-        assert 0 <= way["stall_fraction"] < 1
-        assert way["gpu"] == {"period_seconds": 0.2, "percent": [], "mean_percent": None}
+    assert figures["cases"]["one batch"]["stall_fraction"] == 0
+    for case in figures["cases"].values():
+        assert case["images_per_s"] == pytest.approx(4 * 8 / case["seconds"], rel=0.1)
+        assert 0 <= case["stall_fraction"] < 1
+        assert case["gpu"] == {"period_seconds": 0.2, "percent": [], "mean_percent": None}
 
 
 def test_the_network_is_a_resnet_50() -> None:

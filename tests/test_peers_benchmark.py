@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import peers, plots, tables
-from benchmarks.peer_ways.base import LISTING, ImageFolder, Reading, chosen, decode
+from benchmarks.peer_cases.base import LISTING, ImageFolder, Reading, chosen, decode
 from benchmarks.peer_worker import (
     PeerFiles,
     check,
@@ -66,34 +66,34 @@ def test_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert found["rows"] == 24
     assert set(found["ceilings"]) == {"memory copy 1", "memory copy 2", "sequential read"}
     assert result["packages"]["h5pack"] == result["machine"]["packages"]["h5pack"]
-    ways = {way["key"]: way for way in found["ways"]}
-    assert list(ways) == ["h5loader", "ffcv"]
-    for way in ways.values():
-        assert way["skipped"] or way["verified"], way
-        if not way["skipped"]:
-            assert way["checksum"] == found["checksum"]
-            assert way["cold_pages_found_in_cache"] <= way["pages"]
-            assert min(way["hot_images_per_s"]["min"], way["cold_images_per_s"]["min"]) > 0
-    assert not ways["h5loader"]["skipped"]
-    assert ways["h5loader"]["peak_memory_mb"] > 0
+    cases = {case["key"]: case for case in found["cases"]}
+    assert list(cases) == ["h5loader", "ffcv"]
+    for case in cases.values():
+        assert case["skipped"] or case["verified"], case
+        if not case["skipped"]:
+            assert case["checksum"] == found["checksum"]
+            assert case["cold_pages_found_in_cache"] <= case["pages"]
+            assert min(case["hot_images_per_s"]["min"], case["cold_images_per_s"]["min"]) > 0
+    assert not cases["h5loader"]["skipped"]
+    assert cases["h5loader"]["peak_memory_mb"] > 0
 
     plots.draw_peers(result, tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 10_000
     table = tables.peers_table(result)
-    for way in ways.values():
-        assert f"{way['way']} was skipped: {way['skipped']}" in table if way["skipped"] else way["way"] in table
+    for case in cases.values():
+        assert f"{case['case']} was skipped: {case['skipped']}" in table if case["skipped"] else case["case"] in table
 
 
 @pytest.mark.parametrize("key", ["h5loader-file", "h5dataset", "memmap", "h5py", "h5py-auto", "h5py-recipe", "jpeg"])
 def test_a_way_gives_each_image_once(key: str, folder: Path, tmp_path: Path) -> None:
     (listed,) = chosen(key)
-    way, job = listed.load(), job_of(folder, tmp_path / "out")
-    assert convert(way, job)["workers"] == (0 if key == "jpeg" else 1)
-    report = check(way, job)
+    case, job = listed.load(), job_of(folder, tmp_path / "out")
+    assert convert(case, job)["workers"] == (0 if key == "jpeg" else 1)
+    report = check(case, job)
     assert report["verified"], report["reason"]
     assert report["checksum"] == checksum(np.load(job["truth"]))
     if key == "h5loader-file":
-        measured = read(way, {**job, "pages_found_in_cache": 0})
+        measured = read(case, {**job, "pages_found_in_cache": 0})
         assert measured["cold"]["batches"] == 3
         assert measured["hot"]["images_per_s"] > 0
 
@@ -202,7 +202,7 @@ def test_too_little_space_is_said_before_anything_is_made(tmp_path: Path, monkey
 def test_only_names_that_are_there() -> None:
     assert chosen(None) == LISTING
     assert len({listed.key for listed in LISTING}) == len({listed.name for listed in LISTING}) == len(LISTING)
-    with pytest.raises(ValueError, match="no way is called spdl; there are h5loader,"):
+    with pytest.raises(ValueError, match="no case is called spdl; there are h5loader,"):
         chosen("memmap,spdl")
 
 
@@ -211,7 +211,7 @@ def figures(name: str, ours: bool, hot: float, memory: float) -> dict[str, Any]:
         return {"median": value, "min": value, "max": value, "repeats": 1}
 
     return {
-        "way": name, "key": name.lower(), "ours": ours, "skipped": None, "parallel": "2 threads", "verified": True,
+        "case": name, "key": name.lower(), "ours": ours, "skipped": None, "parallel": "2 threads", "verified": True,
         "hot_images_per_s": one(hot), "hot_of_memory_copy": one(hot / 100),
         "cold_images_per_s": one(10), "first_batch_seconds": one(1), "peak_memory_mb": memory, "convert": None,
         "file_mb": 1, "hot_whole_epochs": True, "cold_whole_epoch": True, "cold_pages_found_in_cache": 0,
@@ -221,24 +221,24 @@ def figures(name: str, ours: bool, hot: float, memory: float) -> dict[str, Any]:
 def test_where_a_peer_is_better_is_said() -> None:
     ours, peer = figures("H5Loader", True, 100, 100), figures("Peer", False, 90, 50)
     other = figures("H5Other", True, 50, 60)
-    said = tables.where_peers_are_better({"ways": [ours, peer]})
+    said = tables.where_peers_are_better({"cases": [ours, peer]})
     assert said == ["peak memory (H5Loader: 100 MB): Peer 50 MB"]
-    # Better than H5Loader, but not than another way of h5pack; and a difference within the margin is none.
+    # Better than H5Loader, but not than another case of h5pack; and a difference within the margin is none.
     close = figures("Close", False, 104, 70)
-    (said,) = tables.where_peers_are_better({"ways": [ours, other, close]})
+    (said,) = tables.where_peers_are_better({"cases": [ours, other, close]})
     assert said.startswith("peak memory (H5Loader: 100 MB; h5pack's best, H5Other: 60 MB): ")
     assert said.endswith(": better than H5Loader as it comes only: Close 70 MB")
     peer["verified"] = False
-    assert tables.where_peers_are_better({"ways": [ours, peer]}) == []
-    assert "fewer than Fast (200 images/s)" in tables.peers_message({"ways": [ours, figures("Fast", False, 200, 1)]})
+    assert tables.where_peers_are_better({"cases": [ours, peer]}) == []
+    assert "fewer than Fast (200 images/s)" in tables.peers_message({"cases": [ours, figures("Fast", False, 200, 1)]})
     # H5Loader as it comes keeps rows in memory; what it does without is said beside what peers do.
     again = {**figures("H5Loader from its file", True, 60, 100), "key": "h5loader-file"}
-    faster = tables.where_peers_read_faster({"ways": [ours, again, figures("Quick", False, 70, 1), close]})
+    faster = tables.where_peers_read_faster({"cases": [ours, again, figures("Quick", False, 70, 1), close]})
     assert faster.endswith("(60 images/s): Close 104 images/s, Quick 70 images/s")
-    assert not tables.where_peers_read_faster({"ways": [ours, again, figures("Level", False, 62, 1)]})
+    assert not tables.where_peers_read_faster({"cases": [ours, again, figures("Level", False, 62, 1)]})
     assert "; 60 where it reads its file in every epoch" in tables.peers_message(
-        {"ways": [ours, again, peer | {"verified": True}]}
+        {"cases": [ours, again, peer | {"verified": True}]}
     )
     assert "1.1 times as many as the fastest peer, Slow" in tables.peers_message(
-        {"ways": [ours, figures("Slow", False, 90, 1)]}
+        {"cases": [ours, figures("Slow", False, 90, 1)]}
     )

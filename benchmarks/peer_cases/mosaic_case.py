@@ -15,7 +15,7 @@ from types import ModuleType
 import transformers.feature_extraction_utils
 import transformers.tokenization_utils_base  # noqa: F401
 
-from benchmarks.peer_ways.base import ImageFolder, Opened, OpenedLoader, Reading, Way
+from benchmarks.peer_cases.base import Case, ImageFolder, Opened, OpenedLoader, Reading
 
 _NAMES = ("torchvision", "torchvision.datasets", "torchvision.transforms", "torchvision.transforms.functional")
 
@@ -40,7 +40,7 @@ def _write_part(source: ImageFolder, part: Path, rows: range) -> None:
             writer.write({"image": image, "label": label})
 
 
-class MosaicWay(Way):
+class MosaicCase(Case):
     """MDS shards of arrays."""
 
     settings = (
@@ -71,4 +71,4 @@ class MosaicWay(Way):
         )
 
 
-WAYS = {"mosaic": MosaicWay()}
+CASES = {"mosaic": MosaicCase()}

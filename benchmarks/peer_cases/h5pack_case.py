@@ -1,4 +1,4 @@
-"""h5pack's three ways: H5Loader as it comes, H5Loader that reads the file every epoch, H5Dataset in a DataLoader."""
+"""h5pack's three cases: H5Loader as it comes, H5Loader that reads the file every epoch, H5Dataset in a DataLoader."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from benchmarks.peer_ways.base import ImageFolder, Opened, OpenedLoader, Reading, Way
+from benchmarks.peer_cases.base import Case, ImageFolder, Opened, OpenedLoader, Reading
 from h5pack import ChunkBatchSampler, H5Dataset, H5Loader, convert
 
 
-class _Packed(Way):
+class _Packed(Case):
     packages = ("h5pack", "h5py", "torch")
 
     def convert(self, source: ImageFolder, out: Path, workers: int) -> int:
@@ -68,7 +68,7 @@ class DatasetWay(_Packed):
         return OpenedLoader(loader)
 
 
-WAYS = {
+CASES = {
     "h5loader": LoaderWay(
         "As it comes: rows stay in memory from the second epoch on, where they fit into half of what is available.",
     ),

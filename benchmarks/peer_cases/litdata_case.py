@@ -9,7 +9,7 @@ from typing import Any
 
 import litdata
 
-from benchmarks.peer_ways.base import ImageFolder, Opened, OpenedLoader, Reading, Way
+from benchmarks.peer_cases.base import Case, ImageFolder, Opened, OpenedLoader, Reading
 
 _LARGE_ROW_BYTES = 32 * 1024
 
@@ -19,7 +19,7 @@ def _sample(source: ImageFolder, index: int) -> dict[str, Any]:
     return {"image": image, "label": label}
 
 
-class LitDataWay(Way):
+class LitDataCase(Case):
     """Chunks that ``optimize`` writes."""
 
     settings = (
@@ -60,4 +60,4 @@ class LitDataWay(Way):
         )
 
 
-WAYS = {"litdata": LitDataWay()}
+CASES = {"litdata": LitDataCase()}

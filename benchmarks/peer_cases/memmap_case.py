@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.peer_ways.base import Batch, ImageFolder, Opened, Reading, Way
+from benchmarks.peer_cases.base import Batch, Case, ImageFolder, Opened, Reading
 
 
 class _OpenedMap:
@@ -28,7 +28,7 @@ class _OpenedMap:
         del self.images
 
 
-class MemmapWay(Way):
+class MemmapCase(Case):
     """An .npy file of images, mapped."""
 
     settings = (
@@ -54,4 +54,4 @@ class MemmapWay(Way):
         return _OpenedMap(out, reading)
 
 
-WAYS = {"memmap": MemmapWay()}
+CASES = {"memmap": MemmapCase()}

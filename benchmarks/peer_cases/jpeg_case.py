@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from benchmarks.peer_ways.base import ImageFolder, Opened, Reading, Way, decode, shuffling
+from benchmarks.peer_cases.base import Case, ImageFolder, Opened, Reading, decode, shuffling
 
 
 class _Decoding(Dataset[Any]):
@@ -22,7 +22,7 @@ class _Decoding(Dataset[Any]):
         return torch.from_numpy(decode(self.source.paths[index])), int(self.source.labels[index])
 
 
-class JPEGWay(Way):
+class JPEGCase(Case):
     """Reads the images where they lie; there is nothing to convert."""
 
     settings = "An image a file, decoded by Pillow in a DataLoader with workers that stay."
@@ -39,4 +39,4 @@ class JPEGWay(Way):
         return shuffling(_Decoding(ImageFolder(out / "images")), reading)
 
 
-WAYS = {"jpeg": JPEGWay()}
+CASES = {"jpeg": JPEGCase()}

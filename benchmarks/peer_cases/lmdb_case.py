@@ -9,7 +9,7 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
-from benchmarks.peer_ways.base import Batch, ImageFolder, Opened, Reading, Way
+from benchmarks.peer_cases.base import Batch, Case, ImageFolder, Opened, Reading
 
 _KEY = struct.Struct(">Q")
 _LABEL_BYTES = 8
@@ -42,7 +42,7 @@ class _OpenedLMDB:
         self.environment.close()
 
 
-class LMDBWay(Way):
+class LMDBCase(Case):
     """A key a row; the value is the label and the pixels."""
 
     settings = (
@@ -71,4 +71,4 @@ class LMDBWay(Way):
         return _OpenedLMDB(out, reading)
 
 
-WAYS = {"lmdb": LMDBWay()}
+CASES = {"lmdb": LMDBCase()}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorstore
 
-from benchmarks.peer_ways.base import Batch, ImageFolder, Opened, Reading, Way
+from benchmarks.peer_cases.base import Batch, Case, ImageFolder, Opened, Reading
 
 _SHARD_BYTES = 64 * 1024 * 1024
 _AHEAD = 2
@@ -45,7 +45,7 @@ class _OpenedTensorStore:
         del self.images
 
 
-class TensorStoreWay(Way):
+class TensorStoreCase(Case):
     """A sharded array of images, and one of labels."""
 
     settings = (
@@ -99,4 +99,4 @@ def _write(images: Any, start: int, rows: list[Any], before: Any) -> Any:
     return images[start : start + len(rows)].write(np.stack(rows))
 
 
-WAYS = {"tensorstore": TensorStoreWay()}
+CASES = {"tensorstore": TensorStoreCase()}

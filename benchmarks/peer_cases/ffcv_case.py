@@ -9,7 +9,7 @@ from ffcv.fields import IntField, RGBImageField
 from ffcv.loader import Loader, OrderOption
 from ffcv.writer import DatasetWriter
 
-from benchmarks.peer_ways.base import Batch, ImageFolder, Opened, Reading, Way
+from benchmarks.peer_cases.base import Batch, Case, ImageFolder, Opened, Reading
 
 
 class _OpenedFFCV:
@@ -32,7 +32,7 @@ class _OpenedFFCV:
         del self.loader
 
 
-class FFCVWay(Way):
+class FFCVCase(Case):
     """A .beton file of raw pixels."""
 
     settings = (
@@ -64,4 +64,4 @@ class FFCVWay(Way):
         )
 
 
-WAYS = {"ffcv": FFCVWay()}
+CASES = {"ffcv": FFCVCase()}

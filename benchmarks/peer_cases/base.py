@@ -1,4 +1,4 @@
-"""What every way of the comparison shares: the source folder, its interface, a DataLoader, and the list of all ways."""
+"""What all cases of the comparison share: the source folder, the interface, a DataLoader, and the list of cases."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ Batch = tuple[Any, Any]
 
 @dataclass(frozen=True)
 class Reading:
-    """What every way is asked for.
+    """How every case reads.
 
     Attributes
     ----------
@@ -124,8 +124,8 @@ class Opened(Protocol):
         """Stop its threads and processes."""
 
 
-class Way(ABC):
-    """A way of storing images and of reading them back as shuffled batches.
+class Case(ABC):
+    """A format of images, and a loader that reads them back as shuffled batches.
 
     Attributes
     ----------
@@ -207,7 +207,7 @@ def shuffling(dataset: Dataset[Any], reading: Reading) -> OpenedLoader:
 
 @dataclass(frozen=True)
 class Listed:
-    """A way's place in the comparison.
+    """A case's place in the comparison.
 
     Attributes
     ----------
@@ -216,9 +216,9 @@ class Listed:
     name : str
         What tables and plots call it.
     module : str
-        The module of `benchmarks.peer_ways` that has it; importing that imports the peer.
+        The module of `benchmarks.peer_cases` that has it; importing that imports the peer.
     store : str
-        The folder of what it converts to. Ways of one store share it, and the first one converts.
+        The folder of what it converts to. Cases of one store share it, and the first one converts.
     ours : bool
         h5pack's.
     """
@@ -229,39 +229,39 @@ class Listed:
     store: str
     ours: bool = False
 
-    def load(self) -> Way:
-        """The way itself.
+    def load(self) -> Case:
+        """The case itself.
 
         Raises
         ------
         ImportError
             If the peer is not installed, or does not load.
         """
-        way: Way = importlib.import_module(f"benchmarks.peer_ways.{self.module}").WAYS[self.key]
-        return way
+        case: Case = importlib.import_module(f"benchmarks.peer_cases.{self.module}").CASES[self.key]
+        return case
 
 
 LISTING = (
-    Listed("h5loader", "H5Loader", "h5pack_way", "pack", ours=True),
-    Listed("h5loader-file", "H5Loader (resident='no')", "h5pack_way", "pack", ours=True),
-    Listed("h5dataset", "H5Dataset + DataLoader", "h5pack_way", "pack", ours=True),
-    Listed("ffcv", "FFCV", "ffcv_way", "ffcv"),
-    Listed("webdataset", "WebDataset", "webdataset_way", "webdataset"),
-    Listed("mosaic", "MosaicML Streaming", "mosaic_way", "mosaic"),
-    Listed("litdata", "LitData", "litdata_way", "litdata"),
-    Listed("lmdb", "LMDB", "lmdb_way", "lmdb"),
-    Listed("dali", "DALI on the CPU", "dali_way", "dali"),
-    Listed("tensorstore", "tensorstore (zarr3)", "tensorstore_way", "tensorstore"),
-    Listed("memmap", "np.memmap", "memmap_way", "memmap"),
-    Listed("h5py", "h5py (whole-image chunks)", "h5py_way", "h5py"),
-    Listed("h5py-auto", "h5py (guessed chunks)", "h5py_way", "h5py-auto"),
-    Listed("h5py-recipe", "h5py (chunks that cut images)", "h5py_way", "h5py-recipe"),
-    Listed("jpeg", "JPEG folder + Pillow", "jpeg_way", "jpeg"),
+    Listed("h5loader", "H5Loader", "h5pack_case", "pack", ours=True),
+    Listed("h5loader-file", "H5Loader (resident='no')", "h5pack_case", "pack", ours=True),
+    Listed("h5dataset", "H5Dataset + DataLoader", "h5pack_case", "pack", ours=True),
+    Listed("ffcv", "FFCV", "ffcv_case", "ffcv"),
+    Listed("webdataset", "WebDataset", "webdataset_case", "webdataset"),
+    Listed("mosaic", "MosaicML Streaming", "mosaic_case", "mosaic"),
+    Listed("litdata", "LitData", "litdata_case", "litdata"),
+    Listed("lmdb", "LMDB", "lmdb_case", "lmdb"),
+    Listed("dali", "DALI on the CPU", "dali_case", "dali"),
+    Listed("tensorstore", "tensorstore (zarr3)", "tensorstore_case", "tensorstore"),
+    Listed("memmap", "np.memmap", "memmap_case", "memmap"),
+    Listed("h5py", "h5py (whole-image chunks)", "h5py_case", "h5py"),
+    Listed("h5py-auto", "h5py (guessed chunks)", "h5py_case", "h5py-auto"),
+    Listed("h5py-recipe", "h5py (chunks that cut images)", "h5py_case", "h5py-recipe"),
+    Listed("jpeg", "JPEG folder + Pillow", "jpeg_case", "jpeg"),
 )
 
 
 def chosen(keys: str | None) -> tuple[Listed, ...]:
-    """The ways that ``--only`` names, in the order of the listing; all without it.
+    """The cases that ``--only`` names, in the order of the listing; all without it.
 
     Raises
     ------
@@ -273,5 +273,5 @@ def chosen(keys: str | None) -> tuple[Listed, ...]:
     wanted = [key.strip() for key in keys.split(",") if key.strip()]
     known = [listed.key for listed in LISTING]
     if unknown := sorted(set(wanted) - set(known)):
-        raise ValueError(f"--only: no way is called {', '.join(unknown)}; there are {', '.join(known)}")
+        raise ValueError(f"--only: no case is called {', '.join(unknown)}; there are {', '.join(known)}")
     return tuple(listed for listed in LISTING if listed.key in wanted)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import webdataset
 
-from benchmarks.peer_ways.base import ImageFolder, Opened, OpenedLoader, Reading, Way
+from benchmarks.peer_cases.base import Case, ImageFolder, Opened, OpenedLoader, Reading
 
 _SHARDS = 8
 
 
-class WebDatasetWay(Way):
+class WebDatasetCase(Case):
     """Tar shards of .npy arrays and .cls labels."""
 
     settings = (
@@ -50,4 +50,4 @@ class WebDatasetWay(Way):
         )
 
 
-WAYS = {"webdataset": WebDatasetWay()}
+CASES = {"webdataset": WebDatasetCase()}

@@ -9,7 +9,7 @@ from nvidia.dali import fn, pipeline_def
 from nvidia.dali.plugin.base_iterator import LastBatchPolicy
 from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
-from benchmarks.peer_ways.base import Batch, ImageFolder, Opened, Reading, Way
+from benchmarks.peer_cases.base import Batch, Case, ImageFolder, Opened, Reading
 
 
 @pipeline_def
@@ -49,7 +49,7 @@ class _OpenedDALI:
         del self.iterator
 
 
-class DALIWay(Way):
+class DALICase(Case):
     """A file of raw pixels an image, and a list of files with labels."""
 
     settings = (
@@ -81,4 +81,4 @@ class DALIWay(Way):
         return _OpenedDALI(out, reading)
 
 
-WAYS = {"dali": DALIWay()}
+CASES = {"dali": DALICase()}

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from benchmarks.peer_ways.base import ImageFolder, Opened, Reading, Way, shuffling
+from benchmarks.peer_cases.base import Case, ImageFolder, Opened, Reading, shuffling
 
 
 class OneIndex(Dataset[Any]):
@@ -37,7 +37,7 @@ class OneIndex(Dataset[Any]):
         return torch.from_numpy(self.file["images"][index]), int(self.file["labels"][index])
 
 
-class H5pyWay(Way):
+class H5pyCase(Case):
     """A file of one kind of chunks.
 
     Parameters
@@ -75,14 +75,14 @@ class H5pyWay(Way):
         return shuffling(OneIndex(out / "images.h5"), reading)
 
 
-WAYS = {
-    "h5py": H5pyWay(
+CASES = {
+    "h5py": H5pyCase(
         "Chunks of one whole image, (1, H, W, 3); opened once a worker, as h5py's users do.",
         False,
         lambda shape, rows: (1, *shape),
     ),
-    "h5py-auto": H5pyWay("chunks=True: the shape that h5py guesses, channels first.", True, lambda shape, rows: True),
-    "h5py-recipe": H5pyWay(
+    "h5py-auto": H5pyCase("chunks=True: the shape that h5py guesses, channels first.", True, lambda shape, rows: True),
+    "h5py-recipe": H5pyCase(
         "chunks=(100, 3, H - 1, W), channels first: the well-known CelebA recipe, whose chunks cut images.",
         True,
         lambda shape, rows: (min(100, rows), shape[0], shape[1] - 1, shape[2]),
