@@ -162,11 +162,12 @@ class ChunkDecoder:
         )
         for number, position in enumerate(np.ndindex(*grid)):
             # NumPy clips the slices at the end of the row.
-            box = tuple(slice(step * length, (step + 1) * length) for step, length in zip(position, inner, strict=True))
-            part = rows[(slice(None), *box)]
+            corner = [step * length for step, length in zip(position, inner, strict=True)]
+            box = (slice(None), *(slice(begin, begin + length) for begin, length in zip(corner, inner, strict=True)))
+            part = rows[box]
             if addresses[number] < 0:
                 assert fill is not None
-                part[...] = fill[box]
+                part[...] = fill[box[1:]]
             else:
                 data = self._decode(index, chunk, addresses[number], sizes[number], masks[number])
                 part[...] = data.view(index.dtype).reshape(index.chunk_shape)[tuple(map(slice, part.shape))]
