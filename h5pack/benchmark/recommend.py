@@ -237,7 +237,7 @@ def _pick_threads(same: Sequence[Measurement], workload: Workload) -> tuple[int,
 def _pick_workers(same: Sequence[Measurement], workload: Workload) -> tuple[int, str]:
     found = _variations(same, workload, lambda case: case.window == workload.window and case.num_workers is not None)
     if not found:
-        return workload.cpus, f"num_workers={workload.cpus} for a DataLoader, one per CPU: not measured."
+        return workload.cpus, f"num_workers={workload.cpus} for a DataLoader: one per CPU, not measured."
     count, speeds = _smallest_tie(found, lambda one: one.case.num_workers or 0)
     return count, f"num_workers={count} for a DataLoader instead of H5Loader; images/s by workers: {speeds}."
 

@@ -61,11 +61,9 @@ class BenchReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-serializable dict, without paths of temporary files. The keys are stable across versions."""
-        found = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {
             "benchmark": "chunk_size",
-            **found,
-            "row_shape": list(self.row_shape),
+            **asdict(self),
             "variants": [
                 {name: value for name, value in asdict(one).items() if name != "path"} for one in self.variants
             ],
@@ -75,9 +73,6 @@ class BenchReport:
             ],
             "measurements": [one.to_json() for one in self.measurements],
             "run_off": [one.to_json() for one in self.run_off],
-            "faults": list(self.faults),
-            "notes": list(self.notes),
-            "recommendation": None if self.recommendation is None else asdict(self.recommendation),
             "seconds": {name: round(value, 2) for name, value in self.seconds.items()},
             "pack_images_per_s": None if self.pack_images_per_s is None else round(self.pack_images_per_s, 1),
         }  # fmt: skip
@@ -90,21 +85,19 @@ class BenchReport:
             cache = None if chosen["chunk_cache"] is None else CachePlan(**chosen["chunk_cache"])
             tuples = {name: tuple(chosen[name]) for name in ("ties", "doubts", "reasons")}
             chosen = Recommendation(**{**chosen, **tuples, "chunk_cache": cache})
-        plain = {name: found[name] for name in cls.__dataclass_fields__}
-        ceilings = [
-            Ceiling(one["name"], one["num_threads"], one["cache"], tuple(one["images_per_s"]["repeats"]))
-            for one in found["ceilings"]
-        ]
         changed = {
             "row_shape": tuple(found["row_shape"]),
             "variants": [FileVariant(path="", **one) for one in found["variants"]],
-            "ceilings": ceilings,
+            "ceilings": [
+                Ceiling(one["name"], one["num_threads"], one["cache"], tuple(one["images_per_s"]["repeats"]))
+                for one in found["ceilings"]
+            ],
             "measurements": [Measurement.from_json(one) for one in found["measurements"]],
             "run_off": [Measurement.from_json(one) for one in found["run_off"]],
             "faults": tuple(found["faults"]),
             "recommendation": chosen,
         }
-        return cls(**{**plain, **changed})
+        return cls(**{**{name: found[name] for name in cls.__dataclass_fields__}, **changed})
 
     def to_text(self, full: bool = False) -> str:
         """Return the recommendation in under 25 lines of 100 columns; `full` adds all reasons, tables and notes."""

@@ -91,16 +91,6 @@ def test_a_full_shuffle_has_the_calculated_distance(tmp_path: Path, sizes: list[
     assert full.standard_error < 0.2 * (report.expected_distance or 0)
 
 
-def test_the_calculated_distance_is_that_of_numpys_random_batches(mixed: H5Dataset) -> None:
-    random, labels = np.random.default_rng(1), np.repeat(np.arange(CLASSES), 200)
-    found = [
-        np.abs(np.bincount(random.choice(labels, 50, replace=False), minlength=CLASSES) / 50 - 0.2).sum() / 2
-        for _ in range(1_000)
-    ]
-    expected = mixing_report(mixed, 50, epochs=2, windows=[1]).expected_distance
-    assert expected == pytest.approx(np.mean(found), abs=4 * np.std(found) / 1_000**0.5)
-
-
 @pytest.mark.parametrize(
     ("rows", "marked", "drawn"), [(9, 0, 4), (9, 9, 4), (9, 5, 9), (10, 5, 4), (10, 5, 1), (1, 1, 1)]
 )
