@@ -119,12 +119,6 @@ def test_arms_differ_in_their_order_alone(gratings: dict[str, Path], monkeypatch
     assert orders[1]["window"] == 2
 
 
-def test_a_small_network() -> None:
-    model = accuracy.network(10)
-    assert 50_000 < sum(part.numel() for part in model.parameters()) <= 100_000
-    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
-
-
 def test_the_committed_runs_are_what_the_page_says() -> None:
     figures, runs = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("mixing", "accuracy"))
     shuffled, by_class = figures["packs"]["shuffled"], figures["packs"]["sorted"]

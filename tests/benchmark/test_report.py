@@ -136,9 +136,3 @@ def test_chunk_sizes_are_compared_in_one_compression() -> None:
     assert [one.label for one in SweepTable(report).compared()] == ["as it is", "9 rows", "36 rows", "contiguous"]
     report.variants = [*gzip, *(reports.packed(rows, "lzf") for rows in (36, 9))]
     assert [one.label for one in SweepTable(report).compared()] == ["9 rows gzip", "36 rows gzip"]
-
-
-def test_the_repr_names_source_and_recommendation() -> None:
-    assert "/data/celebA" in repr(reports.folder_report())
-    assert "36 rows" in repr(reports.folder_report())
-    assert "no recommendation" in repr(reports.empty())
