@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,34 +13,23 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from h5pack.errors import (
-    DamagedRowsError,
-    OptionsError,
-    OutputExistsError,
-    RejectedImageError,
-    SourceError,
-)
+from h5pack.errors import DamagedRowsError, OptionsError, OutputExistsError, RejectedImageError
 from h5pack.exporter.image_files import MissingRow, SourceRows, open_rows
 from h5pack.format import schema
 from h5pack.images.decode import MAX_PIXELS, strict_pillow
 from h5pack.images.encode import image_of
+from h5pack.pack.options import check_integer
 from h5pack.read.encoded import RowDecoder
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.hdf5_catalog import HDF5Datasets
-from h5pack.system.files import reporting_full_disk, write_atomically
-from h5pack.system.parameters import whole_number
+from h5pack.system.files import reporting_full_disk, require_writable, write_atomically
 from h5pack.system.text import counted
 
 ROWS_PER_CLASS = 8
 ROWS_WITHOUT_CLASSES = 32
 
 _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
-_MAX_SIDES = {"PNG": 2**31 - 1, "JPEG": 65_500, "WEBP": 16_383}
-_SETTINGS: dict[str, dict[str, Any]] = {
-    "PNG": {},
-    "JPEG": {"quality": 90, "subsampling": 0},
-    "WEBP": {"quality": 90},
-}
+_MAX_SIDES = {"JPEG": 65_500, "WEBP": 16_383}
 
 _MARGIN, _GAP = 24, 8
 _TILES_WIDTH, _MIN_WIDTH = 1_200, 640
@@ -162,68 +151,53 @@ def preview(
     """
     # Do not load the fields of a pack, which may be as large as its images.
     datasets = HDF5Datasets(images, labels, (), channel_axis, value_range, own_fields=False)
-    _require_options(per_class, max_classes, tile, seed)
+    check_integer("tile", tile, 16, 4_096)
+    for name, value, minimum in (("per_class", per_class, 1), ("max_classes", max_classes, 1), ("seed", seed, 0)):
+        if value is not None:
+            check_integer(name, value, minimum)
     target = None if out is None else Path(os.path.abspath(out))
     file_format = "PNG" if target is None else _require_output(target, path)
     source = open_rows(path, datasets, splits)
     shown = _sample_rows(source, per_class, max_classes, seed)
-    remark = "evenly spaced rows" if seed is None else f"rows drawn with seed {seed}"
-    report = _draw(os.fspath(path), source, shown, tile, remark, file_format)
-    if target is None:
-        return report
-    stream = io.BytesIO()
-    report.sheet.save(stream, file_format, **_SETTINGS[file_format])
-    with reporting_full_disk(target, "make room, or choose another folder"):
-        write_atomically(target, stream.getvalue())
-    return replace(report, path=str(target))
-
-
-def _draw(
-    path: str, source: SourceRows, shown: list[ShownSplit], tile: int, remark: str, file_format: str
-) -> PreviewReport:
     rows = sorted(row for split in shown for one in split.classes for row in one.shown)
-    _require_size(len(rows) * tile**2)
+    _require_size(len(rows) * tile, tile, file_format="PNG")
     index_of = dict(zip(rows, np.searchsorted(source.rows, rows).tolist(), strict=True))
     pictures, errors = _read(source, index_of, tile)
     if not pictures:
         first = next(iter(errors.values()))
         hint = "; give value_range" if "value_range" in first.parameters else ""
         raise DamagedRowsError(
-            f"{path}: none of its rows can be shown; the first: {first}{hint}",
+            f"{os.fspath(path)}: none of its rows can be shown; the first: {first}{hint}",
             path=path,
             rows=tuple(errors),
             parameters=first.parameters,
         )
+    form, index = source.reader.form, source.reader.index
+    pixels = "encoded images" if form is None else f"{index.dtype} {index.row_shape}"
     lines = [
-        _TextLine(os.path.basename(path), _TITLE),
-        _TextLine(f"{source.reader.images}: {counted(len(source), 'row')} of {_pixel_text(source)}", color=_GRAY),
-        _TextLine(remark, color=_GRAY),
-        *_split_lines(shown, pictures, _marks_of(source.catalog, index_of)),
+        _Line(os.path.basename(path), _TITLE),
+        _Line(f"{source.reader.images}: {counted(len(source), 'row')} of {pixels}", color=_GRAY),
+        _Line("evenly spaced rows" if seed is None else f"rows drawn with seed {seed}", color=_GRAY),
+        *_split_lines(shown),
     ]
-    columns = max(1, (_TILES_WIDTH + _GAP) // (max(image.width for image in pictures.values()) + _GAP))
-    layout = _Layout(lines, columns)
-    _require_size(layout.width * layout.height, max(layout.width, layout.height), file_format)
+    sheet = _draw(lines, pictures, _captions(source.catalog, index_of), file_format)
+    if target is not None:
+        stream = io.BytesIO()
+        sheet.save(stream, file_format, quality=90, subsampling=0)
+        with reporting_full_disk(target, "make room, or choose another folder"):
+            write_atomically(target, stream.getvalue())
     names = source.catalog.names
     return PreviewReport(
-        path=None,
-        source=f"{path} ({source.catalog.about})",
-        width=layout.width,
-        height=layout.height,
+        path=None if target is None else str(target),
+        source=f"{os.fspath(path)} ({source.catalog.about})",
+        width=sheet.width,
+        height=sheet.height,
         rows=len(source),
         images=len(pictures),
         splits=shown,
         damaged=tuple(MissingRow(row, names[index_of[row]], str(error)) for row, error in errors.items()),
-        sheet=layout.draw(),
+        sheet=sheet,
     )
-
-
-def _require_options(per_class: int | None, max_classes: int, tile: int, seed: int | None) -> None:
-    options = (("per_class", per_class, 1), ("max_classes", max_classes, 1), ("tile", tile, 16), ("seed", seed, 0))
-    for name, value, minimum in options:
-        if value is not None:
-            whole_number(name, value, minimum)
-    if tile > 4_096:
-        raise OptionsError(f"tile is {tile}; it must be at most 4096 pixels", parameters=("tile",))
 
 
 def _require_output(target: Path, source: str | os.PathLike[str]) -> str:
@@ -231,8 +205,7 @@ def _require_output(target: Path, source: str | os.PathLike[str]) -> str:
     file_format = _FORMATS.get(target.suffix.lower())
     if file_format is None:
         raise OptionsError(f"{target}: unknown format; give a name that ends in {', '.join(_FORMATS)}", path=target)
-    if not target.parent.is_dir():
-        raise SourceError(f"{target.parent}: no such folder for the output; make it first", path=target.parent)
+    require_writable(target.parent)
     if target.is_dir():
         raise OutputExistsError(f"{target}: a folder; give the name of a file", path=target)
     if target.exists() and os.path.exists(source) and os.path.samefile(target, source):
@@ -240,13 +213,12 @@ def _require_output(target: Path, source: str | os.PathLike[str]) -> str:
     return file_format
 
 
-def _require_size(pixels: int, longest: int = 0, file_format: str = "PNG") -> None:
-    limit = _MAX_SIDES[file_format]
-    if pixels > MAX_PIXELS or longest > limit:
-        size = f"a side of {longest:,} instead of at most {limit:,} in {file_format}"
-        size = size if longest > limit else f"{pixels:,} instead of at most {MAX_PIXELS:,}"
+def _require_size(width: int, height: int, file_format: str) -> None:
+    max_side = _MAX_SIDES.get(file_format, MAX_PIXELS)
+    if width * height > MAX_PIXELS or max(width, height) > max_side:
         raise OptionsError(
-            f"the sheet would be too large ({size} pixels); reduce per_class, max_classes or tile, or give one split",
+            f"the sheet would have {width:,} x {height:,} pixels; a {file_format} may have {MAX_PIXELS:,}, and "
+            f"{max_side:,} a side; reduce per_class, max_classes or tile, or give one split",
             parameters=("per_class", "max_classes", "tile"),
         )
 
@@ -313,114 +285,77 @@ def scaled(pixels: npt.NDArray[np.uint8], tile: int) -> Image.Image:
     return image.resize(size, Image.Resampling.LANCZOS)
 
 
-class _Tile(NamedTuple):
-    """A picture, None for a damaged row, with its row number and the names of its attributes."""
-
-    image: Image.Image | None
-    row: int
-    marks: Sequence[str]
-
-
-@dataclass(frozen=True)
-class _TextLine:
-    """A line of the sheet: either text, or tiles that wrap to several rows if necessary."""
+class _Line(NamedTuple):
+    """A line of text on the sheet, or images side by side, which wrap if necessary."""
 
     text: str = ""
     size: int = _PLAIN
     color: str = _INK
-    tiles: tuple[_Tile, ...] = ()
+    rows: Sequence[int] = ()
 
 
-def _split_lines(
-    shown: list[ShownSplit], pictures: dict[int, Image.Image], marks: dict[int, list[str]]
-) -> Iterator[_TextLine]:
+def _split_lines(shown: list[ShownSplit]) -> Iterator[_Line]:
     for split in shown:
         count = counted(split.rows, "row") + (f", {counted(split.named, 'class')}" if split.named else "")
-        yield _TextLine()
-        yield _TextLine(f"{split.name}: {count}", _HEADING)
+        yield _Line()
+        yield _Line(f"{split.name}: {count}", _HEADING)
         for one in split.classes:
             if one.name is not None:
-                yield _TextLine(f"{one.name}: {counted(one.rows, 'row')}")
-            yield _TextLine(tiles=tuple(_Tile(pictures.get(row), row, marks.get(row, [])) for row in one.shown))
+                yield _Line(f"{one.name}: {counted(one.rows, 'row')}")
+            yield _Line(rows=one.shown)
         if split.left_out:
-            yield _TextLine(f"{counted(split.left_out, 'more class')} not shown")
+            yield _Line(f"{counted(split.left_out, 'more class')} not shown")
 
 
-def _pixel_text(source: SourceRows) -> str:
-    index, form = source.reader.index, source.reader.form
-    if form is None:
-        return "encoded images"
-    height, width = form.size(index.row_shape)
-    colors = {1: "gray", 2: "gray and alpha", 3: "rgb", 4: "rgb and alpha"}[source.channels or 3]
-    layout = {"last": "nhwc", "first": "nchw", "none": "nhw"}[form.channel_axis]
-    return f"{height}x{width} {colors}, {index.dtype}, {layout}"
-
-
-def _marks_of(catalog: Catalog, index_of: dict[int, int]) -> dict[int, list[str]]:
-    """Return, for each row, the nonzero attributes of a label table, such as "Smiling", with values other than 1."""
+def _captions(catalog: Catalog, index_of: dict[int, int]) -> dict[int, list[str]]:
+    """Return the lines of text below each row's image: its number, and the nonzero attributes of a label table."""
+    found = {row: [f"row {row}"] for row in index_of}
     table, names = catalog.labels, catalog.label_names or ()
-    if table is None or table.ndim != 2:
-        return {}
-    found = {}
-    for row, index in index_of.items():
-        values = zip(names, table[index].tolist(), strict=True)
-        marks = [name if value == 1 else f"{name} = {value}" for name, value in values if value != 0]
-        if len(marks) > _MAX_MARKS:
-            marks = [*marks[: _MAX_MARKS - 1], f"+ {len(marks) - _MAX_MARKS + 1} more"]
-        found[row] = marks
+    if table is not None and table.ndim == 2:
+        for row, index in index_of.items():
+            values = zip(names, table[index].tolist(), strict=True)
+            marks = [name if value == 1 else f"{name} = {value}" for name, value in values if value != 0]
+            if len(marks) > _MAX_MARKS:
+                marks[_MAX_MARKS - 1 :] = [f"+ {len(marks) - _MAX_MARKS + 1} more"]
+            found[row] += marks
     return found
 
 
-class _Layout:
-    """The layout of a sheet: lines from top to bottom, with all tiles in cells of the same size."""
+def _draw(
+    lines: Sequence[_Line], pictures: dict[int, Image.Image], captions: dict[int, list[str]], file_format: str
+) -> Image.Image:
+    """Draw lines from top to bottom, with all images in cells of the same size. Rows without a picture are damaged."""
+    cell = Image.new("RGB", np.max([picture.size for picture in pictures.values()], axis=0).tolist(), _PAPER)
+    pen = ImageDraw.Draw(cell)
+    pen.rectangle((0, 0, cell.width - 1, cell.height - 1), outline=_ALARM)
+    pen.line((0, 0, cell.width - 1, cell.height - 1), _ALARM)
+    pen.line((0, cell.height - 1, cell.width - 1, 0), _ALARM)
 
-    def __init__(self, lines: list[_TextLine], columns: int) -> None:
-        images = [tile.image for line in lines for tile in line.tiles if tile.image is not None]
-        self._lines, self._columns = lines, columns
-        self._cell = max(image.width for image in images), max(image.height for image in images)
-        used = min(columns, max(len(line.tiles) for line in lines))
-        self.width = max(_MIN_WIDTH, 2 * _MARGIN + used * (self._cell[0] + _GAP) - _GAP)
-        self.height = 2 * _MARGIN + sum(self._line_height(line) for line in lines)
-
-    def draw(self) -> Image.Image:
-        """Draw the sheet."""
-        sheet = Image.new("RGB", (self.width, self.height), _PAPER)
-        pen = ImageDraw.Draw(sheet)
-        top = _MARGIN
-        for line in self._lines:
-            _write(pen, (_MARGIN, top), line.text, line.size, line.color, self.width - 2 * _MARGIN)
-            row_top = top
-            for tiles in self._rows(line):
-                for column, tile in enumerate(tiles):
-                    self._draw_tile(sheet, pen, tile, (_MARGIN + column * (self._cell[0] + _GAP), row_top))
-                row_top += self._row_height(tiles)
-            top += self._line_height(line)
-        return sheet
-
-    def _rows(self, line: _TextLine) -> list[tuple[_Tile, ...]]:
-        return [line.tiles[first : first + self._columns] for first in range(0, len(line.tiles), self._columns)]
-
-    def _row_height(self, tiles: tuple[_Tile, ...]) -> int:
-        texts = 1 + max(len(tile.marks) for tile in tiles)
-        return self._cell[1] + texts * round(_SMALL * _LEADING) + _GAP
-
-    def _line_height(self, line: _TextLine) -> int:
-        return sum(self._row_height(tiles) for tiles in self._rows(line)) or round(line.size * _LEADING)
-
-    def _draw_tile(self, sheet: Image.Image, pen: ImageDraw.ImageDraw, tile: _Tile, corner: tuple[int, int]) -> None:
-        left, top = corner
-        bottom = top + self._cell[1]
-        if tile.image is None:
-            right = left + self._cell[0] - 1
-            pen.rectangle((left, top, right, bottom - 1), outline=_ALARM)
-            pen.line((left, top, right, bottom - 1), _ALARM)
-            pen.line((left, bottom - 1, right, top), _ALARM)
-        else:
-            sheet.paste(tile.image, corner)
-        color, caption = (_ALARM, f"row {tile.row}: damaged") if tile.image is None else (_GRAY, f"row {tile.row}")
-        for number, text in enumerate((caption, *tile.marks)):
-            _write(pen, (left, bottom + number * round(_SMALL * _LEADING)), text, _SMALL, color, self._cell[0])
-            color = _INK
+    columns = max(1, (_TILES_WIDTH + _GAP) // (cell.width + _GAP))
+    lines = [
+        line._replace(rows=line.rows[first : first + columns])
+        for line in lines
+        for first in range(0, len(line.rows) or 1, columns)
+    ]
+    tops, bottom = [], _MARGIN
+    for line in lines:
+        tops.append(bottom)
+        texts = [_SMALL] * max((len(captions[row]) for row in line.rows), default=0) or [line.size]
+        bottom += sum(round(size * _LEADING) for size in texts) + (cell.height + _GAP if line.rows else 0)
+    used = max(len(line.rows) for line in lines)
+    size = max(_MIN_WIDTH, 2 * _MARGIN + used * (cell.width + _GAP) - _GAP), bottom + _MARGIN
+    _require_size(*size, file_format)
+    sheet = Image.new("RGB", size, _PAPER)
+    pen = ImageDraw.Draw(sheet)
+    for line, top in zip(lines, tops, strict=True):
+        _write(pen, (_MARGIN, top), line.text, line.size, line.color, sheet.width - 2 * _MARGIN)
+        for column, row in enumerate(line.rows):
+            left = _MARGIN + column * (cell.width + _GAP)
+            sheet.paste(pictures.get(row, cell), (left, top))
+            for number, text in enumerate(captions[row]):
+                below = top + cell.height + number * round(_SMALL * _LEADING)
+                _write(pen, (left, below), text, _SMALL, _INK if number else _GRAY, cell.width)
+    return sheet
 
 
 def _write(pen: ImageDraw.ImageDraw, corner: tuple[int, int], text: str, size: int, color: str, max_width: int) -> None:

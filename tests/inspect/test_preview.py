@@ -133,7 +133,7 @@ def test_classes_that_are_left_out_are_counted(tmp_path: Path, drawn: list[Any])
         file["labels"] = np.arange(60) % 30 - 1
         file["labels"].attrs["classes"] = [f"class {number}" for number in range(29)]
     report = preview(tmp_path / "f.h5", tmp_path / "o.png", max_classes=5)
-    texts = [line.text for line in drawn]
+    texts = [line.text for line in drawn[0]]
     (split,) = report.splits
     assert [part.name for part in split.classes] == [*(f"class {number}" for number in range(5)), "no label"]
     assert (split.named, split.left_out) == (29, 24)
@@ -141,21 +141,21 @@ def test_classes_that_are_left_out_are_counted(tmp_path: Path, drawn: list[Any])
     assert "24 more classes not shown" in texts
     more = preview(tmp_path / "f.h5", tmp_path / "p.png", max_classes=29)
     assert (more.splits[0].left_out, more.images) == (0, 60)
-    assert not any("not shown" in line.text for line in drawn)
+    assert not any("not shown" in line.text for line in drawn[0])
 
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The lines of the sheets that are drawn."""
-    lines: list[Any] = []
-    original = module._Layout
+    """The lines and captions of the sheet that was drawn last."""
+    arguments: list[Any] = []
+    original = module._draw
 
-    def layout(made: list[Any], columns: int) -> Any:
-        lines[:] = made
-        return original(made, columns)
+    def draw(*given: Any) -> Image.Image:
+        arguments[:] = given
+        return original(*given)
 
-    monkeypatch.setattr(module, "_Layout", layout)
-    return lines
+    monkeypatch.setattr(module, "_draw", draw)
+    return arguments
 
 
 def test_nonzero_attributes_of_a_label_table_are_listed(tmp_path: Path, drawn: list[Any]) -> None:
@@ -164,15 +164,13 @@ def test_nonzero_attributes_of_a_label_table_are_listed(tmp_path: Path, drawn: l
         file["labels"] = np.array([[1, 0, 1], [0, 0, 0], [0, 7, 1]], np.uint8)
         file["labels"].attrs["columns"] = ["Smiling", "Age", "Hat"]
     preview(tmp_path / "f.h5", tmp_path / "o.png", tile=EXACT)
-    tiles = [tile for line in drawn for tile in line.tiles]
-    assert [tile.row for tile in tiles] == [0, 1, 2]
-    assert [tile.marks for tile in tiles] == [["Smiling", "Hat"], [], ["Age = 7", "Hat"]]
+    assert [line.rows for line in drawn[0] if line.rows] == [[0, 1, 2]]
+    assert drawn[2] == {0: ["row 0", "Smiling", "Hat"], 1: ["row 1"], 2: ["row 2", "Age = 7", "Hat"]}
     with h5py.File(tmp_path / "f.h5", "a") as file:
         del file["labels"]
         file["labels"] = np.ones((3, 16), np.uint8)
     preview(tmp_path / "f.h5")
-    tile = next(tile for line in drawn for tile in line.tiles)
-    assert (len(tile.marks), tile.marks[-1]) == (12, "+ 5 more")
+    assert (len(drawn[2][0]), drawn[2][0][-1]) == (1 + 12, "+ 5 more")
 
 
 def test_tiles_wrap_into_columns_of_one_width(tmp_path: Path) -> None:
@@ -286,7 +284,7 @@ def test_bad_options(tmp_path: Path) -> None:
     for settings in ({"per_class": 0}, {"max_classes": 0}, {"tile": 15}, {"seed": -1}):
         with pytest.raises(OptionsError) as caught:
             preview(source, **settings)  # type: ignore[arg-type]
-        assert caught.value.parameters == tuple(settings)
+        assert caught.value.parameters == tuple(f"{name}={value}" for name, value in settings.items())
     with pytest.raises(OptionsError):
         preview(source, value_range=(1, 0))
     (tmp_path / "folder.png").mkdir()
