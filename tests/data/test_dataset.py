@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import pickle
 import threading
@@ -27,8 +26,6 @@ import h5pack
 from h5pack.data.collate import SampleBatch
 from h5pack.errors import (
     DamagedRowsError,
-    H5PackError,
-    IncompletePackError,
     OptionsError,
     PackChangedError,
     PackFormatError,
@@ -109,14 +106,6 @@ def test_items_are_the_stored_rows(pack: Path) -> None:
     assert "71 rows of 20 x 14 x 3" in repr(dataset)
 
 
-def test_splits(pack: Path) -> None:
-    train, test = h5pack.H5Dataset(pack, split="train"), h5pack.H5Dataset(pack, split="test")
-    assert (len(train), len(test)) == (57, 14)
-    assert torch.equal(test[0][0], h5pack.H5Dataset(pack)[57][0])
-    with pytest.raises(PackFormatError, match="'train', 'test'"):
-        h5pack.H5Dataset(pack, split="val")
-
-
 def test_transforms_get_what_torchvision_expects(pack: Path, tmp_path: Path) -> None:
     seen = []
 
@@ -153,20 +142,6 @@ def test_a_relative_path_survives_a_change_of_folder(pack: Path, monkeypatch: py
     assert len(dataset[0]) == 2
 
 
-def test_a_replaced_file_is_noticed_when_it_is_opened_again(tmp_path: Path) -> None:
-    source = class_folders(tmp_path / "in", {"a": 4})
-    h5pack.convert(source, tmp_path / "o.h5", **quick())
-    dataset = h5pack.H5Dataset(tmp_path / "o.h5")
-    dataset[0]
-    copy = pickle.dumps(dataset)
-    h5pack.convert(source, tmp_path / "o.h5", **quick(seed=5, overwrite=True))
-    with pytest.raises(PackChangedError, match="replaced"):
-        pickle.loads(copy)[0]
-    (tmp_path / "o.h5").unlink()
-    with pytest.raises(PackChangedError):
-        pickle.loads(copy)[0]
-
-
 def test_tables_of_labels_and_no_labels(tmp_path: Path) -> None:
     for number in range(5):
         save(tmp_path / "in" / f"{number}.jpg", number)
@@ -198,47 +173,11 @@ def test_any_hdf5_file_of_numbers(tmp_path: Path, dtype: str, chunks: Any) -> No
     assert torch.equal(dataset[-1][0], torch.from_numpy(values[-1].astype(values.dtype.newbyteorder("="))))
 
 
-def test_what_cannot_be_read_says_so(tmp_path: Path, pack: Path) -> None:
-    with pytest.raises(PackFormatError, match="no such file"):
-        h5pack.H5Dataset(tmp_path / "missing.h5")
-    (tmp_path / "text.h5").write_text("hello")
-    with pytest.raises(PackFormatError, match="not an HDF5 file"):
-        h5pack.H5Dataset(tmp_path / "text.h5")
+def test_a_truncated_pack_is_refused(tmp_path: Path, pack: Path) -> None:
     (tmp_path / "cut.h5").write_bytes(pack.read_bytes()[:-5000])
-    with pytest.raises(PackFormatError, match="cut short"):
+    with pytest.raises(PackFormatError) as caught:
         h5pack.H5Dataset(tmp_path / "cut.h5")
-    with pytest.raises(PackFormatError, match="folder"):
-        h5pack.H5Dataset(tmp_path)
-    with pytest.raises(PackFormatError, match="pixels"):
-        h5pack.H5Dataset(pack, images="pixels")
-    with pytest.raises(PackFormatError, match="not numbers"):
-        h5pack.H5Dataset(pack, labels="filenames")
-    with pytest.raises(PackFormatError, match="splits/rows"):
-        h5pack.H5Dataset(pack, labels="splits/rows")
-    with h5py.File(tmp_path / "scalar.h5", "w") as file:
-        file["images"] = 3
-    with pytest.raises(PackFormatError, match="no axis 0"):
-        h5pack.H5Dataset(tmp_path / "scalar.h5")
-
-
-def test_an_unfinished_pack_and_a_newer_format_are_refused(pack: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "o.h5"
-    copy.write_bytes(pack.read_bytes())
-    with h5py.File(copy, "r+") as file:
-        file.attrs["h5pack_complete"] = 0
-    with pytest.raises(IncompletePackError, match="resume"):
-        h5pack.H5Dataset(copy)
-    with h5py.File(copy, "r+") as file:
-        file.attrs["h5pack_complete"] = 1
-        file.attrs["h5pack_format"] = 2
-    with pytest.raises(PackFormatError, match="format 2"):
-        h5pack.H5Dataset(copy)
-
-
-def test_rows_that_are_single_numbers(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        file["images"] = np.arange(6, dtype="f4")
-    assert [float(value) for value in h5pack.H5Dataset(tmp_path / "f.h5")[1:4]] == [1.0, 2.0, 3.0]
+    assert caught.value.path == str(tmp_path / "cut.h5")
 
 
 # Batches: read on first access, collated without an extra copy.
@@ -489,23 +428,30 @@ def test_samples_end_with_fields_and_rows(tmp_path: Path) -> None:
         h5pack.H5Dataset(path, fields=["depth"])
 
 
-def test_rows_of_a_split_are_rows_of_the_file(pack: Path) -> None:
+def test_splits(pack: Path) -> None:
     dataset = h5pack.H5Dataset(pack, split="test", with_rows=True)
+    assert (len(dataset), len(h5pack.H5Dataset(pack, split="train"))) == (14, 57)
+    assert torch.equal(dataset[0][0], h5pack.H5Dataset(pack)[57][0])
     assert [sample[2] for sample in dataset[:]] == list(range(57, 71))
     assert dataset.collate(dataset.__getitems__([0, -1]))[2].tolist() == [57, 70]
+    with pytest.raises(PackFormatError) as caught:
+        h5pack.H5Dataset(pack, split="val")
+    assert caught.value.parameters == ("split",)
 
 
 def test_damaged_rows_are_named(tmp_path: Path) -> None:
     path = packs.converted(tmp_path)
     assert len(list(h5pack.H5Dataset(path, check=True)[:])) == 45, "nothing is wrong yet"
     packs.flip(path, 12)
+    packs.flip(path, 40)
+    packs.flip(path, 7, "labels")
     dataset = h5pack.H5Dataset(path, check=True)
     assert dataset[11] is not None
-    with pytest.raises(DamagedRowsError, match="row 12"):
-        dataset[12]
-    packs.flip(path, 40)
-    dataset = h5pack.H5Dataset(path, check=True)
-    with pytest.raises(DamagedRowsError, match="rows") as caught:
+    for row in (12, 7):
+        with pytest.raises(DamagedRowsError) as caught:
+            dataset[row]
+        assert caught.value.rows == (row,)
+    with pytest.raises(DamagedRowsError) as caught:
         dataset.collate(dataset.__getitems__([40, 3, 12, 40]))
     assert caught.value.rows == (12, 40)
     workers = {"num_workers": 1, "multiprocessing_context": "fork"}
@@ -517,16 +463,9 @@ def test_damaged_rows_are_named(tmp_path: Path) -> None:
         next(batches)
     assert list(batches) == []
     assert len(list(h5pack.H5Dataset(path)[:])) == 45, "check was not requested"
-    packs.flip(path, 12)
-    packs.flip(path, 40)
-    packs.flip(path, 7, "labels")
-    with pytest.raises(DamagedRowsError, match="row 7"):
-        h5pack.H5Dataset(path, check=True)[7]
-
-
-def test_a_check_needs_checksums(tmp_path: Path) -> None:
-    with pytest.raises(OptionsError, match="checksums"):
+    with pytest.raises(OptionsError) as caught_options:
         h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"), check=True)
+    assert caught_options.value.parameters == ("check",)
 
 
 def test_stats_count_rows_chunks_and_bytes(tmp_path: Path) -> None:
@@ -569,48 +508,6 @@ def test_a_file_that_changes_under_a_dataset_is_noticed(
         path.unlink()
     with pytest.raises(PackChangedError, match="replaced"):
         dataset[5]
-
-
-def test_a_look_at_the_file_is_due_within_about_a_second(tmp_path: Path) -> None:
-    dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"))
-    assert dataset[3][1] == 3
-    os.replace(packs.labelled(tmp_path / "g.h5", 104), tmp_path / "f.h5")
-
-    def use() -> None:
-        end = time.monotonic() + 30
-        while time.monotonic() < end:
-            assert dataset[4][1] == 4, "until then it is the old file that is read"
-            time.sleep(0.02)
-
-    with pytest.raises(PackChangedError):
-        use()
-
-
-@pytest.mark.parametrize("compression", [None, "gzip"])
-def test_a_file_cut_short_while_in_use_is_an_error(tmp_path: Path, compression: str | None) -> None:
-    path = packs.labelled(tmp_path / "f.h5", 400, compression=compression)
-    dataset = h5pack.H5Dataset(path)
-    assert dataset[3][1] == 3
-    os.truncate(path, 3000)
-    with pytest.raises(H5PackError):
-        dataset.collate(dataset.__getitems__(range(400)))
-
-
-def test_the_detour_through_the_library_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "h5pack"):
-        h5pack.H5Dataset(packs.labelled(tmp_path / "plain.h5"))
-        assert not caplog.records
-        h5pack.H5Dataset(packs.labelled(tmp_path / "zipped.h5", compression="gzip"))
-        assert not caplog.records
-        h5pack.H5Dataset(packs.labelled(tmp_path / "cut.h5", chunks=(10, 2, 2, 1)))
-        assert not caplog.records
-        with h5py.File(tmp_path / "scaled.h5", "w") as file:
-            file.create_dataset("images", data=packs.values(), chunks=(10, *packs.values().shape[1:]), scaleoffset=0)
-        dataset = h5pack.H5Dataset(tmp_path / "scaled.h5", labels=None)
-    assert len(caplog.records) == 1
-    assert "scaled.h5: 'images' is read through the HDF5 library, which is slower: " in caplog.text
-    assert "scaleoffset" in caplog.text
-    assert torch.equal(dataset[5], torch.from_numpy(packs.values()[5]))
 
 
 @pytest.mark.parametrize("compression", [None, "gzip"])

@@ -444,17 +444,19 @@ def test_states_are_pinned(dataset: h5pack.H5Dataset) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "parameter"),
+    ("change", "parameters"),
     [
-        *(({"seed": 1}, "seed"), ({"window": 2}, "window"), ({"shuffle": "full"}, "shuffle")),
-        *(({"shuffle": False}, "shuffle"), ({"drop_last": True}, "drop_last"), ({"indices": range(57)}, "start")),
-        *(({"split": "train"}, "start"), ({"rank": 0, "num_replicas": 2, "batch_size": 4}, "streams")),
+        *(({"seed": 1}, {"seed"}), ({"window": 2}, {"window"}), ({"shuffle": "full"}, {"shuffle"})),
+        *(({"shuffle": False}, {"shuffle"}), ({"drop_last": True}, {"drop_last"}), ({"split": "train"}, {"start"})),
+        # A subset has other keys in its identity than a range.
+        ({"indices": range(57)}, {"start", "rows_digest"}),
+        ({"rank": 0, "num_replicas": 2, "batch_size": 4}, {"streams"}),
     ],
     ids=str,
 )
 @KINDS
 def test_states_of_other_orders_are_refused(
-    pack: Path, dataset: h5pack.H5Dataset, kind: str, change: dict[str, Any], parameter: str
+    pack: Path, dataset: h5pack.H5Dataset, kind: str, change: dict[str, Any], parameters: set[str]
 ) -> None:
     state = through_json(Fed(kind, dataset, {}).sampler.state_dict())
     other = {"batch_size": BATCH, "drop_last": False, **change}
@@ -465,11 +467,8 @@ def test_states_of_other_orders_are_refused(
     with pytest.raises(StateError) as caught:
         refusing.sampler.load_state_dict(state)
     assert refusing.sampler.state_dict() == before
-    if parameter == "start" and "indices" in change:
-        # A subset has other keys in its identity than a range.
-        assert caught.value.parameters[0] in ("start", "rows_digest")
-    else:
-        assert caught.value.parameters == (parameter,)
+    assert set(caught.value.parameters) <= parameters
+    assert caught.value.parameters
 
 
 @pytest.mark.parametrize(

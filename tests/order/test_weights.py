@@ -408,18 +408,6 @@ def test_the_loader_gives_the_sampler_s_batches(dataset: h5pack.H5Dataset, name:
             assert all(all_same(list(loader), epoch) for epoch in expected)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_dataloader_gives_the_loader_s_batches(dataset: h5pack.H5Dataset, workers: int) -> None:
-    changes: list[dict[str, Any]] = [{}, {"streams": 4, "lanes": 2, "num_samples": 200}]
-    for change in changes:
-        sampler = h5pack.ChunkBatchSampler(dataset, 12, **order(**change))
-        found = list(DataLoader(dataset, batch_sampler=sampler, num_workers=workers, collate_fn=dataset.collate))
-        loader = h5pack.H5Loader(dataset, 12, **order(**change))
-        assert all_same(found, list(loader))
-        assert sum(len(rows) for _, _, rows in found) == loader.plan.rows.count == change.get("num_samples", packs.ROWS)
-        loader.close()
-
-
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_counts_over_all_ranks(dataset: h5pack.H5Dataset, shuffle: str | bool, count: int) -> None:
@@ -491,28 +479,20 @@ def test_rows_without_weight_are_not_kept_in_memory(dataset: h5pack.H5Dataset) -
 @pytest.mark.parametrize("settings", [{}, {"shuffle": "full"}, {"streams": 6, "lanes": 3}], ids=str)
 def test_resuming_at_every_batch(dataset: h5pack.H5Dataset, settings: dict[str, Any]) -> None:
     whole = reference(dataset, 2, 12, **order(**settings))
-    loader = h5pack.H5Loader(dataset, 12, **order(**settings), resident="no")
-    states = [loader.state_dict()]
-    for _ in loader:
-        states.append(json.loads(json.dumps(loader.state_dict())))
+    with h5pack.H5Loader(dataset, 12, **order(**settings), resident="no") as loader:
+        states = [loader.state_dict()]
+        for _ in loader:
+            states.append(json.loads(json.dumps(loader.state_dict())))
     for done, state in enumerate(states):
-        again = h5pack.H5Loader(dataset, 12, **order(**settings), resident="no")
-        again.load_state_dict(state)
-        assert all_same(list(again), whole[0][done:])
-        assert all_same(list(again), whole[1])
-        again.close()
-    sampler = h5pack.ChunkBatchSampler(dataset, 12, **order(**settings))
-    workers = DataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate)
-    assert all_same(list(workers), whole[0])
-    for done in range(len(whole[0]) + 1):
+        with h5pack.H5Loader(dataset, 12, **order(**settings), resident="no") as again:
+            again.load_state_dict(state)
+            assert all_same(list(again), whole[0][done:])
+            assert all_same(list(again), whole[1])
+        # A state counts batches, so a sampler resumes from that of a loader.
         sampler = h5pack.ChunkBatchSampler(dataset, 12, **order(**settings))
-        iter(DataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate))
-        first = iter(sampler)
-        next(first)
-        state = sampler.state_dict(batches_consumed=done)
-        again = h5pack.ChunkBatchSampler(dataset, 12, **order(**settings))
-        again.load_state_dict(state)
-        assert all_same(list(DataLoader(dataset, batch_sampler=again, collate_fn=dataset.collate)), whole[0][done:])
+        sampler.load_state_dict(state)
+        loaded = DataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate)
+        assert all_same(list(loaded), whole[0][done:])
 
 
 def test_resuming_single_rows_and_pickled_samplers(dataset: h5pack.H5Dataset) -> None:
@@ -542,14 +522,6 @@ def test_a_state_of_other_draws_is_refused(dataset: h5pack.H5Dataset, change: di
             make(dataset, 12, **order(**change)).load_state_dict(state)
         assert caught.value.parameters == (parameter,)
     h5pack.H5Loader(dataset, 12, **order()).load_state_dict(state)
-
-
-def test_set_epoch(dataset: h5pack.H5Dataset) -> None:
-    sampler = h5pack.ChunkBatchSampler(dataset, 12, **order())
-    found = [list(sampler) for _ in range(3)]
-    assert [Counter(itertools.chain(*batches)) for batches in found[:2]] != 2 * [Counter(itertools.chain(*found[0]))]
-    sampler.set_epoch(1)
-    assert list(sampler) == found[1]
 
 
 def test_weights_belong_to_the_indices_as_given(dataset: h5pack.H5Dataset) -> None:
