@@ -41,10 +41,10 @@ def train(rank: int, run: str, pack: Path, folder: Path, die: list[int]) -> None
     torch.distributed.init_process_group("gloo", f"file://{folder}/{run}", rank=rank, world_size=RANKS)
     dataset = h5pack.H5Dataset(pack, split="train", with_rows=True)
     sampler = h5pack.ChunkBatchSampler(dataset, **ORDER, lanes=2)
-    # Workers that are kept are forked once, while no loader's threads run.
-    loader = DataLoader(
-        dataset, batch_sampler=sampler, num_workers=1, persistent_workers=True, collate_fn=dataset.collate
-    )
+    # Kept workers are forked once, while no loader's threads run. They must be children of this rank: a worker of the
+    # fork server, which is the default here, would not notice that its rank was killed, and would stay forever.
+    workers: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+    loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate, **workers)
     h5loader = h5pack.H5Loader(dataset, **ORDER)
     saved = folder / "state.json"
     states = json.loads(saved.read_text()) if saved.exists() else {"epoch": 0}
