@@ -25,12 +25,12 @@ import h5pack
 
 
 def run_in_child(work: Callable[[], Any], kill_at: int | None) -> int:
-    """Work in a forked child that dies by SIGKILL at its `kill_at`-th change to a file; gives how many it made."""
+    """Work in a forked child that dies by SIGKILL at its `kill_at`-th change to a file; return how many it made."""
     return len(changes_in_child(work, kill_at))
 
 
 def convert_in_child(source: Path, out: Path, keywords: dict[str, Any], kill_at: int | None) -> list[str]:
-    """Convert in such a child; gives what its changes were, such as ``fsync o.h5.partial``."""
+    """Convert in such a child; return its changes, such as ``fsync o.h5.partial``."""
     return changes_in_child(lambda: h5pack.convert(source, out, **keywords), kill_at)
 
 
@@ -50,6 +50,7 @@ def distinct_steps(changes: list[str], *, first: bool) -> list[int]:
 
 
 def changes_in_child(work: Callable[[], Any], kill_at: int | None) -> list[str]:
+    """Work in such a child; return its changes, none if it was killed."""
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
@@ -114,9 +115,9 @@ def _file_of(argument: Any) -> str:
 def convert_until_held(
     source: Path, out: Path, keywords: dict[str, Any], held: tuple[object, str], calls: int
 ) -> tuple[Any, list[int]]:
-    """Convert in a forked child with 2 workers, each of which stops for ever in its call of a function after `calls`.
+    """Convert in a forked child with 2 workers, each of which stops at its call of a function after `calls` calls.
 
-    Gives the child, a multiprocessing.Process, and its workers, when both of these have stopped.
+    Return the child, a multiprocessing.Process, and its workers, when both of them wait there for a signal.
     """
     owner, name = held
     call = getattr(owner, name)

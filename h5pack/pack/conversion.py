@@ -6,7 +6,6 @@ A conversion that was interrupted can be continued from where it stopped.
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import os
 import sys
@@ -21,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from h5pack.errors import NoImagesError, NoSpaceError, OptionsError, RejectedImageError
+from h5pack.errors import NoImagesError, OptionsError, RejectedImageError
 from h5pack.format.row_offsets import check_rows_counted, check_tasks, describe_check
 from h5pack.images.decode import MAX_PIXELS, strict_pillow
 from h5pack.pack import finish, writer
@@ -38,6 +37,7 @@ from h5pack.pack.writer import LayoutDecoder
 from h5pack.sources.catalog import Catalog, Reject
 from h5pack.sources.detect import open_source
 from h5pack.sources.map_style import MapStyleDataset
+from h5pack.system.files import reporting_full_disk
 from h5pack.system.machine import available_cpus
 from h5pack.system.processes import open_executor, run
 
@@ -303,17 +303,12 @@ class Conversion:
         created = creation_time()
         lock = OutputLock(output)
         try:
-            return self._write_and_finish(UnfinishedPack(plan, output, lock, created))
-        except BaseException as error:
+            with reporting_full_disk(output.partial, "make room, then run again with resume=True", "resume=True"):
+                return self._write_and_finish(UnfinishedPack(plan, output, lock, created))
+        except BaseException:
             # Stop the workers before the lock is released, so that none of them writes afterwards.
             self._stack.__exit__(*sys.exc_info())
-            if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            raise NoSpaceError(
-                f"{output.partial}: {os.strerror(error.errno)}; make room, then run again with resume=True",
-                path=output.partial,
-                parameters=("resume=True",),
-            ) from error
+            raise
         finally:
             lock.release()
 

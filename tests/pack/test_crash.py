@@ -129,7 +129,7 @@ decode, done = writer.LayoutDecoder.decode, 0
 def holding(*arguments):
     global done
     if done == 12:
-        print("held", os.getpid(), file=sys.stderr, flush=True)
+        os.write(2, b"held %d\\n" % os.getpid())  # one write, so that lines of two workers do not mix
         while sys.argv[1] not in os.listdir("."):
             signal.sigtimedwait([], 0.02)
     done += 1
@@ -142,7 +142,7 @@ sys.exit(cli.main(sys.argv[2:]))
 def held_command(tmp_path: Path, *launcher: str) -> tuple[subprocess.Popen[str], list[int], list[str]]:
     """Convert by the command line with 2 workers, which wait after 12 images until there is a file ``go``.
 
-    Gives the process, its workers, and the arguments of the command.
+    Return the process, its workers, and the arguments of the command.
     """
     source = flat_folder(tmp_path / "in", 60, (60, 50))
     arguments = ["convert", str(source), str(tmp_path / "o.h5"), "--workers", "2", "--chunk-rows", "8"]
