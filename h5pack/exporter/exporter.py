@@ -76,24 +76,21 @@ class ExportReport:
         if self.already_complete:
             return f"{self.path}: already complete"
         speed = (self.files - self.resumed_files) / self.seconds if self.seconds else 0.0
-        splits = ", ".join(f"{name} {count:,}" for name, count in self.splits.items())
-        classes = f"; {counted(self.classes, 'class')}" if self.classes else ""
-        images = counted(self.files, f"{self.format} image")
-        seconds = f"{self.seconds:.1f} s ({speed:,.0f} images/s)"
+        splits = [f"{name} {count:,}" for name, count in self.splits.items()]
+        images = f"{counted(self.files, f'{self.format} image')}, {format_bytes(self.bytes)}"
         lines = [
             f"source   {self.source}",
-            f"splits   {splits}{classes}",
-            f"done     {self.path}: {images}, {format_bytes(self.bytes)}, {seconds}",
+            f"splits   {', '.join(splits)}" + (f"; {counted(self.classes, 'class')}" if self.classes else ""),
+            f"done     {self.path}: {images}, {self.seconds:.1f} s ({speed:,.0f} images/s)",
+            f"resumed  {counted(self.resumed_files, 'image')} of an earlier run" if self.resumed_files else "",
+            f"copied   {counted(self.copied_files, 'encoded row')} as stored" if self.copied_files else "",
+            f"renamed  {counted(self.renamed_files, 'file')}; {MANIFEST} has the stored names"
+            if self.renamed_files
+            else "",
+            f"repack   {self.again}",
+            *(f"loses    {what}" for what in self.lost),
         ]
-        if self.resumed_files:
-            lines.append(f"resumed  {counted(self.resumed_files, 'image')} of an earlier run")
-        if self.copied_files:
-            lines.append(f"copied   {counted(self.copied_files, 'encoded row')} as stored")
-        if self.renamed_files:
-            lines.append(f"renamed  {counted(self.renamed_files, 'file')}; {MANIFEST} has the stored names")
-        lines.append(f"repack   {self.again}")
-        lines += [f"loses    {what}" for what in self.lost]
-        return "\n".join(lines)
+        return "\n".join(filter(None, lines))
 
     def damage_text(self) -> str:
         """Return lines of text that list the rows that could not be exported (at most 20)."""
@@ -283,11 +280,13 @@ class ExportFolder:
             raise OutputExistsError(
                 f"{self.final}: has no {MANIFEST} of an export; {advice}", path=self.final
             ) from None
-        for path in _files_below(self.final):
-            if path not in known:
-                raise OutputExistsError(
-                    f"{self.final}: contains {path!r}, which its {MANIFEST} does not list; {advice}", path=self.final
-                )
+        for parent, _, files in os.walk(self.final):
+            for path in (os.path.relpath(os.path.join(parent, name), self.final) for name in files):
+                if path not in known:
+                    raise OutputExistsError(
+                        f"{self.final}: contains {path!r}, which its {MANIFEST} does not list; {advice}",
+                        path=self.final,
+                    )
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -305,28 +304,21 @@ class ExportFolder:
         """Create `partial` with an empty manifest. Unless `keep` is true, delete an unfinished export first."""
         if not keep:
             self.remove_replaced()
-            self.remove_partial()
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(self.partial)
         self.partial.mkdir(exist_ok=True)
         (self.partial / MANIFEST).touch()
 
     def make_folders(self, names: ExportNames) -> None:
         """Create all folders in `partial`, and delete what a run with other options left there."""
-        known, folders = {MANIFEST, *names.paths}, set(names.folders)
-        for path in _files_below(self.partial):
-            if path not in known:
-                (self.partial / path).unlink()
-        for parent, below, _ in os.walk(self.partial, topdown=False):
-            for name in below:
-                path = os.path.join(parent, name)
-                if os.path.relpath(path, self.partial) not in folders:
-                    os.rmdir(path)
+        kept_files, kept_folders = {MANIFEST, *names.paths}, set(names.folders)
+        for parent, below, files in os.walk(self.partial, topdown=False):
+            for found, kept, remove in ((files, kept_files, os.unlink), (below, kept_folders, os.rmdir)):
+                for path in (os.path.join(parent, name) for name in found):
+                    if os.path.relpath(path, self.partial) not in kept:
+                        remove(path)
         for folder in names.folders:
             (self.partial / folder).mkdir(exist_ok=True)
-
-    @staticmethod
-    def folds_case(folder: Path) -> bool:
-        """Return whether the file system ignores case in names. `folder` must contain a manifest to test it with."""
-        return (folder / MANIFEST.upper()).exists()
 
     def publish(self, overwrite: bool) -> None:
         """Rename `partial` to `final`; raise OutputExistsError if `final` meanwhile holds what must not be replaced."""
@@ -344,18 +336,6 @@ class ExportFolder:
     def remove_replaced(self) -> None:
         """Delete the earlier export that was renamed to make way for the new one."""
         shutil.rmtree(self.replaced, ignore_errors=True)
-
-    def remove_partial(self) -> None:
-        """Delete the unfinished export, if there is one."""
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.partial)
-
-
-def _files_below(folder: Path) -> Iterator[str]:
-    """Yield the paths of all files below a folder, relative to that folder."""
-    for parent, _, files in os.walk(folder):
-        for name in files:
-            yield os.path.relpath(os.path.join(parent, name), folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,70 +356,50 @@ class _Export:
 
     def run(self) -> ExportReport:
         """Write the export, or return its report if `resume` finds it complete already."""
-        target = self.target
+        target, source = self.target, self.source
         advice = "make room, then run again with resume=True"
         with reporting_full_disk(target.partial, advice, "resume=True"), target.locked():
-            existing = None
             if self.resume and target.has_output() and not target.partial.exists():
-                existing = self._existing_report()
-            return existing or self._write()
+                names, manifest, results = self._process_rows(target.final, check_only=True)
+                if not results.differing and manifest.equals(target.final / MANIFEST, results.reasons):
+                    target.remove_replaced()
+                    return self._report(names, manifest, results, already_complete=True)
+            if not self.overwrite:
+                target.require_empty()
+            target.begin(keep=self.resume)
+            names, manifest, results = self._process_rows(target.partial)
+            if len(results.reasons) == len(source):
+                shutil.rmtree(target.partial)
+                raise DamagedRowsError(
+                    f"{self.source_path}: none of its rows can be exported; the first: {results.reasons[0]}",
+                    path=self.source_path,
+                    rows=tuple(source.rows.tolist()),
+                )
+            manifest.write(target.partial / MANIFEST, results.reasons)
+            target.publish(self.overwrite)
+            return self._report(names, manifest, results)
 
-    def _existing_report(self) -> ExportReport | None:
-        """Return the report of the existing folder; None if it is a different export and may be overwritten."""
-        final = self.target.final
-        names = self._names(final)
-        manifest = plan_manifest(self.source, names.paths)
-        results = self._process_files(names, final, check_only=True)
-        if not results.differing and manifest.equals(final / MANIFEST, results.reasons):
-            self.target.remove_replaced()
-            return self._report(names, manifest, results, already_complete=True)
-        if self.overwrite:
-            return None
-        raise OutputExistsError(
-            f"{final}: exists and is a different export; give another folder, or overwrite=True to replace it",
-            path=final,
-            parameters=("overwrite=True",),
-        )
-
-    def _write(self) -> ExportReport:
-        target, source = self.target, self.source
-        if not self.overwrite:
-            target.require_empty()
-        target.begin(keep=self.resume)
-        names = self._names(target.partial)
-        target.make_folders(names)
-        results = self._process_files(names, target.partial)
-        if len(results.reasons) == len(source):
-            target.remove_partial()
-            raise DamagedRowsError(
-                f"{self.source_path}: none of its rows can be exported; the first: {results.reasons[0]}",
-                path=self.source_path,
-                rows=tuple(source.rows.tolist()),
-            )
-        manifest = plan_manifest(source, names.paths)
-        manifest.write(target.partial / MANIFEST, results.reasons)
-        target.publish(self.overwrite)
-        return self._report(names, manifest, results)
-
-    def _names(self, folder: Path) -> ExportNames:
-        max_bytes = os.pathconf(self.target.final.parent, "PC_NAME_MAX")
-        return name_files(self.source, NameRules(SUFFIXES[self.format], self.target.folds_case(folder), max_bytes))
-
-    def _process_files(self, names: ExportNames, folder: Path, *, check_only: bool = False) -> ExportResults:
+    def _process_rows(self, folder: Path, *, check_only: bool = False) -> tuple[ExportNames, Manifest, ExportResults]:
         """Write the files of all rows into `folder`, or only compare those that are there."""
-        reader, total = self.source.reader, len(self.source)
+        reader = self.source.reader
+        max_bytes = os.pathconf(self.target.final.parent, "PC_NAME_MAX")
+        # `folder` contains a manifest, which shows whether the file system ignores case in names.
+        folds_case = (folder / MANIFEST.upper()).exists()
+        names = name_files(self.source, NameRules(SUFFIXES[self.format], folds_case, max_bytes))
+        if not check_only:
+            self.target.make_folders(names)
         work = ExportWork(
             reader=reader,
             folder=str(folder),
             format=self.format,
             quality=self.quality,
-            keep=self.resume or check_only,
+            keep=self.resume,
             check_only=check_only,
         )
         results = ExportResults()
         # Disable tqdm's monitor thread: forking worker processes is safe only while there is a single thread.
         tqdm.monitor_interval = 0
-        hidden = None if self.progress else True
+        total, hidden = len(self.source), None if self.progress else True
         with (
             open_executor(self.num_workers, self.start_method, work) as executor,
             tqdm(total=total, desc="export", unit=" images", disable=hidden, smoothing=0.1, leave=False) as bar,
@@ -448,7 +408,7 @@ class _Export:
             for done in run(executor, export_rows, tasks, 2 * self.num_workers, str):
                 results.add(done)
                 bar.update(done.rows)
-        return results
+        return names, plan_manifest(self.source, names.paths), results
 
     def _report(
         self, names: ExportNames, manifest: Manifest, results: ExportResults, *, already_complete: bool = False
@@ -459,6 +419,11 @@ class _Export:
         has_classes = catalog.label_names is not None and catalog.labels is not None and catalog.labels.ndim == 1
         command, lost = manifest.command(self.target.given, source, names)
         files = len(source) - len(damaged)
+        form, index = source.reader.form, source.reader.index
+        if self.format == "jpeg" and results.copied < files:
+            lost = (*lost, "the exact pixels, which PNG files would keep")
+        elif isinstance(form, ExportForm) and not form.is_exact(index.dtype, index.row_shape):
+            lost = (*lost, f"values of {index.dtype}, which became 8 bits")
         return ExportReport(
             path=str(self.target.final),
             source=f"{self.source_path} ({catalog.about})",
@@ -477,15 +442,6 @@ class _Export:
                 MissingRow(int(source.rows[index]), catalog.names[index], results.reasons[index]) for index in damaged
             ),
             again=command,
-            lost=(*lost, *self._lost_values(all_copied=results.copied == files)),
+            lost=lost,
             already_complete=already_complete,
         )
-
-    def _lost_values(self, *, all_copied: bool) -> tuple[str, ...]:
-        """Return descriptions of the pixel values that the exported files do not preserve; empty if they keep all."""
-        form, index = self.source.reader.form, self.source.reader.index
-        if self.format == "jpeg" and not all_copied:
-            return ("the exact pixels, which PNG files would keep",)
-        if isinstance(form, ExportForm) and not form.is_exact(index.dtype, index.row_shape):
-            return (f"values of {index.dtype}, which became 8 bits",)
-        return ()

@@ -51,12 +51,6 @@ class SourceRows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
-    def channels(self) -> int | None:
-        """Number of channels of a row; None if rows are encoded images."""
-        form = self.reader.form
-        return None if form is None else form.channels(self.reader.index.row_shape)
-
 
 def open_rows(
     path: str | os.PathLike[str], datasets: HDF5Datasets, splits: str | Sequence[str] = (), limit: int | None = None
@@ -169,12 +163,7 @@ def export_tasks(reader: HDF5RowReader, paths: NameTable, num_workers: int) -> I
     max_rows = max(1, -(-count // (num_workers * _TASKS_PER_WORKER)))
     max_rows = min(max_rows, max(1, _TASK_BYTES // max(1, reader.index.row_bytes)))
     groups = reader.groups(everything)
-    shares = (
-        (everything[start : start + max_rows] for start in range(0, count, max_rows))
-        if groups is None
-        else join_groups(everything, groups, max_rows)
-    )
-    for share in shares:
+    for share in join_groups(everything, everything if groups is None else groups, max_rows):
         yield ExportTask(share, [paths[index] for index in share.tolist()])
 
 
@@ -215,7 +204,10 @@ def _export_row(work: ExportWork, index: int, path: str, decoder: RowDecoder | N
     if data is None and work.format == "jpeg":
         # JPEG is lossy, so an existing JPEG is compared with these bytes, not with the row's pixels.
         data = encode_jpeg(pixels, work.quality)
-    existing = _read_file(path) if work.keep else None
+    existing = None
+    if work.keep:
+        with contextlib.suppress(OSError):
+            existing = Path(path).read_bytes()
     if existing is not None and (existing == data if data is not None else _shows(existing, pixels)):
         results.resumed += 1
         results.bytes += len(existing)
@@ -225,14 +217,6 @@ def _export_row(work: ExportWork, index: int, path: str, decoder: RowDecoder | N
         data = encode_png(pixels) if data is None else data
         _write_file(path, data)
         results.bytes += len(data)
-
-
-def _read_file(path: str) -> bytes | None:
-    try:
-        with open(path, "rb") as stream:
-            return stream.read()
-    except OSError:
-        return None
 
 
 def _shows(data: bytes, pixels: npt.NDArray[Any]) -> bool:

@@ -12,13 +12,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unicodedata import category
 
 import numpy as np
 import numpy.typing as npt
 
 from h5pack.exporter.image_files import SourceRows
-from h5pack.exporter.names import MANIFEST, ExportNames, has_splits
+from h5pack.exporter.names import CONTROL_CHARACTERS, MANIFEST, ExportNames, has_splits
 from h5pack.format import schema
 from h5pack.sources.catalog import Catalog, NameTable
 from h5pack.sources.folders import split_order
@@ -26,6 +25,7 @@ from h5pack.sources.manifest import LABEL_COLUMNS, is_number
 
 _BLOCK_ROWS = 4_096
 _MAX_FIELD_NUMBERS = 1_024
+_ESCAPES = {code: chr(code).encode("unicode_escape").decode() for code in CONTROL_CHARACTERS}
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,10 @@ class Manifest:
         yield ["path", *(column.name for column in columns)]
         for start in range(0, len(self.paths), _BLOCK_ROWS):
             stop = min(start + _BLOCK_ROWS, len(self.paths))
-            paths = (_path_cell(self.paths[row]) for row in range(start, stop))
+            # Readers strip white space in front of a cell.
+            paths = (
+                f"./{path}" if path[:1].isspace() else path for path in (self.paths[row] for row in range(start, stop))
+            )
             cells = zip(paths, *(column.cells(start, stop) for column in columns), strict=True)
             for row, line in enumerate(cells, start):
                 if row not in left_out:
@@ -101,7 +104,8 @@ class Manifest:
                 words += ["--label-columns", ",".join(column.name for column in self.labels)]
             if self.fields:
                 words += ["--field-columns", ",".join(column.name for column in self.fields)]
-        if source.channels in (1, 2):
+        form = source.reader.form
+        if form is not None and form.channels(source.reader.index.row_shape) in (1, 2):
             words += ["--mode", "gray"]
         if source.reader.pack.layout == "nchw":
             words += ["--layout", "nchw"]
@@ -222,11 +226,4 @@ def _is_word(name: str) -> bool:
 
 def printable(name: str) -> str:
     """Return a name with its control characters escaped, because a bare carriage return would end a CSV line."""
-    if name.isprintable():
-        return name
-    return "".join(sign.encode("unicode_escape").decode() if category(sign) == "Cc" else sign for sign in name)
-
-
-def _path_cell(path: str) -> str:
-    """Return the cell of a path, with ``./`` in front if the path begins with white space, which readers strip."""
-    return f"./{path}" if path[:1].isspace() else path
+    return name.translate(_ESCAPES)

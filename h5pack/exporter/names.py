@@ -32,6 +32,8 @@ _MAX_FOLDER_BYTES = 200
 # Room for the number, such as ~2, that may be inserted before the suffix.
 _SPARE_BYTES = 12
 _NUMBER_DIGITS = 6
+CONTROL_CHARACTERS = (*range(32), *range(127, 160))
+_PRINTABLE = dict.fromkeys(CONTROL_CHARACTERS, "_")
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
         if class_folders and split not in bare_splits:
             assert catalog.labels is not None
             front.append(class_folders[int(catalog.labels[index])])
-        parts = _safe_parts(name) if source.has_names else []
+        parts = []
+        if source.has_names:
+            parts = [_visible(part) for part in name.translate(_PRINTABLE).split("/") if part not in ("", ".", "..")]
         renamed[index] = source.has_names and "/".join(parts) != name
         for folder in front:
             if len(parts) > 1 and parts[0] == folder:
@@ -87,10 +91,14 @@ def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
     folders = {folder for path in paths for folder in _parents(path)}
     for index in _make_distinct(paths, folders, rules.fold):
         renamed[index] = source.has_names
-    # Classes without rows get their folders in the first split that has class folders.
     parents = [name for split, name in enumerate(split_folders) if split not in bare_splits]
-    if parents or not split_folders:
-        folders |= set(_unused_folders(catalog, class_folders, parents[0] if parents else ""))
+    if class_folders and (parents or not split_folders):
+        # Classes without rows get their folders in the first split that has class folders.
+        assert catalog.labels is not None
+        used = {schema.NO_LABEL, *np.unique(catalog.labels).tolist()}
+        for label, folder in class_folders.items():
+            if label not in used:
+                folders.update((parents[0], f"{parents[0]}/{folder}") if parents else (folder,))
     exact = exact and split_folders == [*split_names]
     return ExportNames(NameTable.of(paths), tuple(sorted(folders)), int(renamed.sum()), exact)
 
@@ -139,22 +147,12 @@ def _class_folders(catalog: Catalog, rules: NameRules) -> tuple[dict[int, str], 
     return {**dict(enumerate(folders)), schema.NO_LABEL: UNLABELLED}, bare_splits, exact
 
 
-def _unused_folders(catalog: Catalog, class_folders: dict[int, str], parent: str) -> Iterator[str]:
-    """Yield a folder, in `parent` or at the top if that is empty, for each named class that has no rows."""
-    if catalog.labels is None or catalog.label_names is None or not class_folders:
-        return
-    used = {schema.NO_LABEL, *np.unique(catalog.labels).tolist()}
-    for label, folder in class_folders.items():
-        if label not in used:
-            yield from (parent, f"{parent}/{folder}") if parent else (folder,)
-
-
 def _folder_names(names: Iterable[str], rules: NameRules, *reserved: str) -> list[str]:
     """Return a distinct, safe folder name for each name, different from those in `reserved`."""
     used = set(map(rules.fold, reserved))
     found = []
     for name in names:
-        plain = _visible(_printable(name).replace("/", "_") or "_")
+        plain = _visible(name.translate(_PRINTABLE).replace("/", "_") or "_")
         plain = plain.encode()[: min(_MAX_FOLDER_BYTES, rules.max_name_bytes - _SPARE_BYTES)].decode("utf-8", "ignore")
         folder, number = plain, 2
         while rules.fold(folder) in used:
@@ -167,16 +165,6 @@ def _folder_names(names: Iterable[str], rules: NameRules, *reserved: str) -> lis
 def _visible(part: str) -> str:
     """Return a path component with ``_`` in front if it is hidden, ignored by readers, or named like the manifest."""
     return f"_{part}" if part.startswith(".") or part.casefold() in ("__macosx", MANIFEST) else part
-
-
-def _safe_parts(name: str) -> list[str]:
-    return [_visible(part) for part in _printable(name).split("/") if part not in ("", ".", "..")]
-
-
-def _printable(name: str) -> str:
-    if name.isprintable():
-        return name
-    return "".join("_" if unicodedata.category(character) == "Cc" else character for character in name)
 
 
 def _with_suffix(name: str, suffixes: tuple[str, ...]) -> str:

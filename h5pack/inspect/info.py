@@ -65,14 +65,12 @@ class DatasetReport:
 
     def to_text(self, path: str) -> str:
         """Return the report as lines of text. `path`, the file's path, is used in recommended commands."""
-        shape = " x ".join(f"{size:,}" for size in self.shape) or "scalar"
-        stored = f"{format_bytes(self.stored_bytes)} stored"
-        if self.bytes:
-            stored += f", {self.overhead:.3f} of the data"
-        lines = [f"/{self.name}: {self.dtype} {shape}, {self.layout}, {stored}"]
+        share = f", {self.overhead:.3f} of the data" if self.bytes else ""
+        stored = f"{format_bytes(self.stored_bytes)} stored{share}"
+        lines = [f"/{self.name}: {self.dtype} {_shape_text(self.shape) or 'scalar'}, {self.layout}, {stored}"]
         if self.chunks is not None:
-            chunks = " x ".join(f"{size:,}" for size in self.chunks)
-            lines.append(f"  chunks {chunks}, {self.index}, {', '.join(self.filters) or 'no filter'}")
+            filters = ", ".join(self.filters) or "no filter"
+            lines.append(f"  chunks {_shape_text(self.chunks)}, {self.index}, {filters}")
         if self.cache is not None:
             cache = self.cache
             lines.append(f"  rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0} ({cache.reason})")
@@ -131,6 +129,10 @@ class FileReport:
         return lines
 
 
+def _shape_text(shape: tuple[int, ...]) -> str:
+    return " x ".join(f"{size:,}" for size in shape)
+
+
 def _number_text(values: list[float | None]) -> str:
     return " ".join("none" if value is None else f"{value:.4f}" for value in values)
 
@@ -172,60 +174,35 @@ def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
 
 def describe_dataset(dataset: h5py.Dataset) -> DatasetReport:
     """Return the storage of a dataset, with its faults."""
-    file = dataset.file
     layout = _LAYOUTS[dataset.id.get_create_plist().get_layout()]
-    filters = _filter_names(dataset)
+    filters = tuple(_FILTER_NAMES.get(item.number) or f"{item.name} ({item.number})" for item in filters_of(dataset))
     shape = tuple(dataset.shape or ())
     cache = None
-    faults: tuple[str, ...] = ()
-    fix = None
     if layout == "chunked":
         cache = plan_cache(shape, dataset.chunks, dataset.id.get_type().get_size(), filtered=bool(filters))
-        if _holds_rows(dataset):
-            faults = _faults(dataset, filters)
-            fix = _fix(file, dataset) if faults else None
     varies = isinstance(h5py.check_vlen_dtype(dataset.dtype), np.dtype)
-    if is_encoded(dataset):
-        faults, fix = _judge_encoded(file, dataset)
+    faults = _faults(dataset, filters)
     return DatasetReport(
         name=dataset.name.lstrip("/"),
         dtype=f"variable-length {h5py.check_vlen_dtype(dataset.dtype)}" if varies else str(dataset.dtype),
         shape=shape,
         layout=layout,
         chunks=dataset.chunks,
-        index=_index_kind(file, dataset),
+        index=_index_kind(dataset, filters),
         filters=filters,
         bytes=int(dataset.nbytes) if dataset.shape is not None and not varies else 0,
         stored_bytes=int(dataset.id.get_storage_size()),
         cache=cache,
         faults=faults,
-        fix=fix,
+        fix=_fix(dataset) if faults else None,
     )
 
 
-def _judge_encoded(file: h5py.File, dataset: h5py.Dataset) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
-    """Return faults and fix of a dataset of variable-length rows; none if row 0 is not an encoded image."""
-    name = dataset.name.lstrip("/")
-    try:
-        rows = index_encoded(file, dataset, name).rows
-    except (PackFormatError, ReadError):
-        rows = 0
-    if not rows:
-        return (), None
-    fix = ("h5pack", "convert", file.filename, "packed.h5", "--images", name)
-    return ("each row is an encoded image, which must be decoded in every epoch",), fix
-
-
-def _filter_names(dataset: h5py.Dataset) -> tuple[str, ...]:
-    return tuple(_FILTER_NAMES.get(item.number) or f"{item.name} ({item.number})" for item in filters_of(dataset))
-
-
-def _index_kind(file: h5py.File, dataset: h5py.Dataset) -> str | None:
+def _index_kind(dataset: h5py.Dataset, filters: tuple[str, ...]) -> str | None:
     """Return the kind of chunk index, derived from HDF5's own rules because h5py cannot query it."""
     if dataset.chunks is None:
         return None
-    superblock = file.id.get_create_plist().get_version()[0]
-    if superblock < 3:
+    if dataset.file.id.get_create_plist().get_version()[0] < 3:
         return "B-tree v1"
     unlimited = sum(size is None for size in dataset.maxshape)
     if unlimited:
@@ -233,16 +210,22 @@ def _index_kind(file: h5py.File, dataset: h5py.Dataset) -> str | None:
     if math.prod(chunk_grid(dataset)) <= 1:
         return "single chunk"
     early = dataset.id.get_create_plist().get_alloc_time() == h5py.h5d.ALLOC_TIME_EARLY
-    return "implicit" if early and not _filter_names(dataset) else "fixed array"
-
-
-def _holds_rows(dataset: h5py.Dataset) -> bool:
-    """Return whether a dataset resembles images or features: a numeric array over 1 MiB with more than one axis."""
-    return dataset.ndim >= 2 and dataset.dtype.kind in "biuf" and len(dataset) > 1 and dataset.nbytes > 1024 * 1024
+    return "implicit" if early and not filters else "fixed array"
 
 
 def _faults(dataset: h5py.Dataset, filters: tuple[str, ...]) -> tuple[str, ...]:
-    """Return descriptions of properties of the chunks that make reading single rows slow."""
+    """Return descriptions of what makes reading single rows of images or features slow."""
+    if is_encoded(dataset):
+        try:
+            rows = index_encoded(dataset.file, dataset, dataset.name.lstrip("/")).rows
+        except (PackFormatError, ReadError):
+            # Row 0 is not an encoded image.
+            rows = 0
+        return ("each row is an encoded image, which must be decoded in every epoch",) if rows else ()
+    if dataset.chunks is None or dataset.ndim < 2 or dataset.dtype.kind not in "biuf":
+        return ()
+    if len(dataset) < 2 or dataset.nbytes <= 1024 * 1024:
+        return ()
     chunks, itemsize = dataset.chunks, dataset.dtype.itemsize
     chunk_bytes = math.prod(chunks) * itemsize
     per_row = math.prod(chunk_grid(dataset)[1:])
@@ -275,20 +258,22 @@ def _guessed_chunks(dataset: h5py.Dataset) -> tuple[int, ...]:
         return tuple(guess.chunks)
 
 
-def _fix(file: h5py.File, dataset: h5py.Dataset) -> tuple[str, ...]:
-    """Return a command that writes a copy whose chunks hold whole rows."""
-    name = dataset.name.lstrip("/")
+def _fix(dataset: h5py.Dataset) -> tuple[str, ...]:
+    """Return a command that writes a copy of decoded images whose chunks hold whole rows."""
+    name, path = dataset.name.lstrip("/"), dataset.file.filename
+    convert = ("h5pack", "convert", path, "packed.h5", "--images", name)
+    if is_encoded(dataset):
+        return convert
     axes = channel_axes(dataset.shape[1:])
     if dataset.dtype == np.uint8 and is_image_array(dataset.shape, dataset.dtype) and len(axes) == 1:
         # The copy keeps layout and channels, so programs that read the file need no change.
         layout = ("--layout", "nchw") if axes == ["first"] else ()
         gray = axes == ["none"] or dataset.shape[3 if axes == ["last"] else 1] < 3
-        mode = ("--mode", "gray") if gray else ()
-        return ("h5pack", "convert", file.filename, "packed.h5", "--images", name, *layout, *mode)
+        return (*convert, *layout, *(("--mode", "gray") if gray else ()))
     row_bytes = math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
     rows = plan_chunks(len(dataset), row_bytes).rows
     chunk = "x".join(map(str, (min(rows, len(dataset)), *dataset.shape[1:])))
-    return ("h5repack", "-f", f"{name}:NONE", "-l", f"{name}:CHUNK={chunk}", file.filename, "repacked.h5")
+    return ("h5repack", "-f", f"{name}:NONE", "-l", f"{name}:CHUNK={chunk}", path, "repacked.h5")
 
 
 def _describe_pack(file: h5py.File) -> dict[str, Any]:
@@ -340,15 +325,12 @@ def _stats(file: h5py.File) -> dict[str, Any]:
 def _label_counts(labels: h5py.Dataset) -> dict[str, int]:
     values = labels[()]
     if values.ndim == 2:
-        names = [text(name) for name in labels.attrs.get(schema.COLUMNS, range(values.shape[1]))]
-        return {name: int(np.count_nonzero(column)) for name, column in zip(names, values.T, strict=True)}
+        columns = attribute_names(labels, schema.COLUMNS) or map(str, range(values.shape[1]))
+        return dict(zip(columns, np.count_nonzero(values, axis=0).tolist(), strict=True))
     numbers, counts = np.unique(values, return_counts=True)
-    classes = labels.attrs.get(schema.CLASSES)
-    named = {
-        number: text(classes[number]) if classes is not None and 0 <= number < len(classes) else str(number)
-        for number in numbers.tolist()
-    }
-    return {named[number]: int(count) for number, count in zip(numbers.tolist(), counts, strict=True)}
+    classes = attribute_names(labels, schema.CLASSES) or ()
+    names = (classes[number] if 0 <= number < len(classes) else str(number) for number in numbers.tolist())
+    return dict(zip(names, counts.tolist(), strict=True))
 
 
 def _measured_channels(images: h5py.Dataset) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ import io
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,8 @@ import pytest
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError, features
 
 from h5pack.errors import RejectedImageError
-from h5pack.images.decode import (
-    MAX_PIXELS,
-    Decoder,
-    PixelOptions,
-    _copy_pixels,
-    _proven_paths,
-    read_header,
-    strict_pillow,
-)
+from h5pack.images import decode
+from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, _proven_paths, read_header, strict_pillow
 from h5pack.images.headers import DecodePath, ImageHeader
 from h5pack.pack.options import RESAMPLES
 from tests.makers import pixels
@@ -36,7 +29,7 @@ Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 @pytest.fixture(autouse=True)
 def _strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a conversion's workers, each of which proves the fast decoder only once."""
-    monkeypatch.setattr("h5pack.images.decode._proven_paths", proven_kinds)
+    monkeypatch.setattr(decode, "_proven_paths", proven_kinds)
     with strict_pillow():
         yield
 
@@ -118,14 +111,6 @@ if features.check("avif"):
 @pytest.mark.parametrize("data", [pytest.param(value, id=name) for name, value in FILES.items()])
 def test_every_mode_is_converted_as_by_pillow(data: bytes, channels: int) -> None:
     assert np.array_equal(decoded(data, channels), slow(data, channels))
-
-
-@pytest.mark.parametrize("form", ["gif", "png", "webp"])
-def test_the_first_frame_of_an_animation_is_taken(form: str) -> None:
-    data = FILES[f"animated {form}"]
-    first = RGB.quantize(20).convert("RGB") if form == "gif" else RGB
-    difference = np.abs(decoded(data).astype(int) - np.asarray(first).astype(int)).mean()
-    assert difference < (10 if form == "webp" else 1)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -274,34 +259,21 @@ JPEGS = {
 
 @simplejpeg_only
 @pytest.mark.parametrize("settings", [pytest.param(value, id=name) for name, value in JPEGS.items()])
-def test_cut_jpegs_have_the_same_outcome_with_either_decoder(settings: dict[str, Any]) -> None:
+def test_cut_and_damaged_jpegs_have_the_same_outcome_with_either_decoder(settings: dict[str, Any]) -> None:
     data = encoded(Image.fromarray(pixels(4, (41, 30))), "JPEG", **settings)
     outcomes = [same_with_and_without(data[:keep]) for keep in [*range(1, len(data), 11), len(data) - 1, len(data)]]
     assert isinstance(outcomes[-1], bytes)
     assert outcomes.count("truncated") > len(outcomes) / 3
-    assert all(
-        re.search(r"0x[0-9a-f]{4,}|<|object at", str(text)) is None for text in outcomes if isinstance(text, str)
-    )
-
-
-@simplejpeg_only
-@pytest.mark.parametrize("settings", [pytest.param(value, id=name) for name, value in JPEGS.items()])
-def test_damaged_jpegs_have_the_same_outcome_with_either_decoder(settings: dict[str, Any]) -> None:
-    data = encoded(Image.fromarray(pixels(4, (41, 30))), "JPEG", **settings)
     drawn = random.Random(len(settings))
-    kept = refused = 0
+    outcomes = []
     for _ in range(80):
         damaged = bytearray(data)
         for _ in range(drawn.choice([1, 1, 3])):
             damaged[drawn.randrange(2, len(data))] ^= 1 << drawn.randrange(8)
         # A damaged size may be anything; this test is about the pixels.
-        with_size = outcome(bytes(damaged), DecodePath.PILLOW)
-        if isinstance(with_size, bytes) and len(with_size) > 2_000_000:
-            continue
-        found = same_with_and_without(bytes(damaged))
-        kept, refused = kept + isinstance(found, bytes), refused + isinstance(found, str)
-    assert kept
-    assert refused
+        if len(outcome(bytes(damaged), DecodePath.PILLOW)) <= 2_000_000:
+            outcomes.append(same_with_and_without(bytes(damaged)))
+    assert {type(found) for found in outcomes} == {bytes, str}
 
 
 def test_reasons_depend_on_the_image_alone() -> None:
@@ -411,12 +383,10 @@ def test_draft_decodes_jpegs_reduced_and_at_the_planned_size(fit: str, value: in
 @pytest.mark.parametrize("channels", [1, 3])
 def test_pixels_of_a_dataset_are_copied(channels: int) -> None:
     for source in (pixels(0, (9, 7)), pixels(0, (9, 7), 1)[:, :, None], pixels(0, (1, 7)), pixels(0, (9, 1))):
-        height, width = source.shape[:2]
+        out = np.zeros((*source.shape[:2], channels), np.uint8)
+        Decoder(options(*out.shape)).decode(source, DecodePath.PILLOW, out)
         image = Image.fromarray(source[:, :, 0] if source.shape[2] == 1 else source)
-        out = np.zeros((height, width, channels), np.uint8)
-        Decoder(options(height, width, channels)).decode(source, DecodePath.PILLOW, out)
-        want = np.asarray(image.convert("L" if channels == 1 else "RGB")).reshape(out.shape)
-        assert np.array_equal(out, want)
+        assert np.array_equal(out, np.asarray(image.convert("L" if channels == 1 else "RGB")).reshape(out.shape))
 
 
 def test_storage_errors_do_not_reject_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,40 +399,26 @@ def test_storage_errors_do_not_reject_the_image(monkeypatch: pytest.MonkeyPatch)
     assert not isinstance(caught.value, UnidentifiedImageError)
 
 
-def test_any_exception_of_a_decoder_rejects_the_image() -> None:
-    opened = Image.open
+@pytest.mark.parametrize(
+    "error", [ValueError("at <PIL.Image.Image object at 0x7f12ab>"), SyntaxError("at"), OSError("at")]
+)
+def test_any_exception_of_a_decoder_rejects_the_image(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(*_: Any) -> Any:
+        raise error
 
-    def raising(error: Exception) -> Callable[..., Any]:
-        def replacement(*_: Any) -> Any:
-            raise error
-
-        return replacement
-
-    reasons = []
-    for error in (ValueError("at <PIL.Image.Image object at 0x7f12ab>"), SyntaxError("x"), OSError("y")):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Image, "open", raising(error))
-            reasons.append(outcome(FILES["rgb png"], DecodePath.PILLOW))
-    assert Image.open is opened
-    assert reasons == [
-        "cannot be decoded: ValueError: at",
-        "cannot be decoded: SyntaxError: x",
-        "cannot be decoded: OSError: y",
-    ]
+    monkeypatch.setattr(Image, "open", raising)
+    assert outcome(FILES["rgb png"], DecodePath.PILLOW) == f"cannot be decoded: {type(error).__name__}: at"
 
 
-@pytest.mark.parametrize("mode", ["L", "RGB"])
-@pytest.mark.parametrize("size", [(1, 1), (1, 70_000), (300, 1), (218, 178), (701, 503)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 70_000, 3), (300, 1, 1), (218, 178, 3), (701, 503, 1)])
 def test_pixels_are_copied_whole_with_and_without_pillows_encoder(
-    mode: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = (*size, 3) if mode == "RGB" else size
     pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
-    out = np.zeros((*size, 3 if mode == "RGB" else 1), np.uint8)
-    _copy_pixels(Image.fromarray(pixels), out)
-    assert np.array_equal(out.reshape(shape), pixels)
-    # An encoder that gives less than the whole image.
-    monkeypatch.setattr("h5pack.images.decode._ENCODER_SLACK_BYTES", -(out.nbytes // 2))
-    out[...] = 0
-    _copy_pixels(Image.fromarray(pixels), out)
-    assert np.array_equal(out.reshape(shape), pixels)
+    image = Image.fromarray(pixels[:, :, 0] if shape[2] == 1 else pixels)
+    # With the negative slack, the encoder gives less than the whole image.
+    for slack in (decode._ENCODER_SLACK_BYTES, -(pixels.nbytes // 2)):
+        monkeypatch.setattr(decode, "_ENCODER_SLACK_BYTES", slack)
+        out = np.zeros(shape, np.uint8)
+        decode._copy_pixels(image, out)
+        assert np.array_equal(out, pixels)

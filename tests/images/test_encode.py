@@ -11,28 +11,24 @@ from PIL import Image
 
 from h5pack.images.encode import encode_jpeg, encode_png
 
+RANDOM = np.random.default_rng(0).integers(0, 256, (131, 257, 4), np.uint8)
 
-@pytest.mark.parametrize("size", [(1, 9), (131, 257)])
-@pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (2, "LA"), (3, "RGB"), (4, "RGBA")])
-def test_a_png_holds_the_pixels(channels: int, mode: str, size: tuple[int, int]) -> None:
-    values = np.random.default_rng(channels).integers(0, 256, (*size, channels), np.uint8)
+
+@pytest.mark.parametrize(
+    ("values", "mode"),
+    [
+        *((RANDOM[:1, :9, :channels], mode) for channels, mode in enumerate(("L", "LA", "RGB", "RGBA"), 1)),
+        *((RANDOM[:, :, :channels].copy(), mode) for channels, mode in enumerate(("L", "LA", "RGB", "RGBA"), 1)),
+        (RANDOM.transpose(1, 0, 2)[:, :, :3], "RGB"),
+        (RANDOM[:, :, :1].astype(np.uint16) * 257 + 3, "I;16"),
+    ],
+)
+def test_a_png_holds_the_pixels(values: np.ndarray[Any, Any], mode: str) -> None:
     with Image.open(io.BytesIO(encode_png(values))) as image:
-        image.load()
-        assert (image.format, image.mode, image.size) == ("PNG", mode, size[::-1])
+        assert (image.format, image.size) == ("PNG", values.shape[1::-1])
+        # Older versions of Pillow open 16 bits as I.
+        assert image.mode in (mode, mode.removesuffix(";16"))
         assert np.array_equal(np.asarray(image).reshape(values.shape), values)
-
-
-def test_rows_of_other_strides() -> None:
-    values = np.random.default_rng(0).integers(0, 256, (3, 20, 14), np.uint8).transpose(1, 2, 0)
-    with Image.open(io.BytesIO(encode_png(values))) as image:
-        assert np.array_equal(np.asarray(image), values)
-
-
-def test_16_bits_of_gray() -> None:
-    values = np.random.default_rng(0).integers(0, 65_536, (20, 14, 1), np.uint16)
-    with Image.open(io.BytesIO(encode_png(values))) as image:
-        assert image.mode in ("I;16", "I")
-        assert np.array_equal(np.asarray(image), values[:, :, 0])
 
 
 def decoded(data: bytes) -> Any:
