@@ -6,6 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,28 +39,19 @@ class StallMeter(Meter):
     def __init__(self, device: torch.device, step: FeedMonitor, loader: FeedMonitor) -> None:
         super().__init__(device)
         self._step, self._loader = step, loader
-        # Seconds as [earlier iterations, current iteration], because a monitor restarts at 0 in every iteration.
-        self._stalls, self._waits = [0.0, 0.0], [0.0, 0.0]
+        self._stalled = self._starved = 0.0  # in earlier iterations, because a monitor restarts at 0 in each
 
     def begin(self) -> None:
-        """Add the current iteration's counts to the totals; call it before the monitors begin a new iteration."""
-        for counts in (self._stalls, self._waits):
-            counts[:] = [sum(counts), 0.0]
+        """Add the last iteration's counts to the totals; call it before the monitors begin a new iteration."""
+        self._stalled, self._starved = self.stalled(), self.starved()
 
     def stalled(self) -> float:
         """Return for how many seconds the step has waited for its batches, over all iterations."""
-        self._stalls[1] = self._step.report().stall_seconds
-        return sum(self._stalls)
+        return self._stalled + self._step.report().stall_seconds
 
     def starved(self) -> float:
         """Return for how many seconds the loader's consumer has waited for it, over all iterations."""
-        self._waits[1] = self._loader.report().wait_seconds
-        return sum(self._waits)
-
-    def epoch_over(self) -> None:
-        """Read the counts of the epoch that has just ended, before the next one resets them."""
-        self.stalled()
-        self.starved()
+        return self._starved + self._loader.report().wait_seconds
 
 
 def normalizer_for(dataset: H5Dataset, images: torch.Tensor, dtype: torch.dtype) -> tuple[Transform | None, str]:
@@ -130,12 +122,8 @@ class DeviceStages:
         images, labels = self.images[:count], None if self.labels is None else self.labels[:count]
         return self._measure(lambda: step(images, labels), seconds, count)
 
-    def _measure(self, work: Callable[[], Any], seconds: float, images: int | None = None) -> Repeat:
-        def call() -> int:
-            work()
-            return self._count if images is None else images
-
-        return measure_calls(call, seconds, self._meter, _MAX_QUEUED_CALLS)
+    def _measure(self, call: Callable[[], Any], seconds: float, images: int | None = None) -> Repeat:
+        return measure_calls(call, self._count if images is None else images, seconds, self._meter, _MAX_QUEUED_CALLS)
 
     def try_step(self, step: Step) -> None:
         """Run the step once, and wait until the device has finished it, so that its errors are raised here."""
@@ -179,12 +167,7 @@ class DeviceStages:
             meter.begin()
             return iter(outer)
 
-        def run(seconds: float) -> Repeat:
-            return measure_epochs(
-                begin, consume, seconds, prefetched=prefetched, meter=meter, ready_images=ready_images
-            )
-
-        return run
+        return partial(measure_epochs, begin, consume, prefetched=prefetched, meter=meter, ready_images=ready_images)
 
 
 def labels_of(batch: Any) -> torch.Tensor | None:
@@ -200,17 +183,10 @@ def describe_device(device: torch.device) -> str:
 
 def idle_gpus(device: torch.device) -> int | None:
     """Return how many GPUs other than `device` are idle, or None if there are none or the driver does not report it."""
-    if torch.cuda.device_count() < 2:
-        return None
-    idle = 0
-    for number in range(torch.cuda.device_count()):
-        if number == device.index:
-            continue
-        status = GpuProbe(torch.device("cuda", number)).sample()
-        if status is None or status.utilisation_percent is None:
-            return None
-        idle += status.utilisation_percent < _IDLE_PERCENT
-    return idle
+    others = [torch.device("cuda", number) for number in range(torch.cuda.device_count()) if number != device.index]
+    found = [GpuProbe(other).sample() for other in others]
+    used = [None if status is None else status.utilisation_percent for status in found]
+    return None if not used or None in used else sum(percent < _IDLE_PERCENT for percent in used if percent is not None)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

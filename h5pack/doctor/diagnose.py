@@ -14,7 +14,6 @@ from typing import Any
 from h5pack.benchmark.ceilings import interleaved
 from h5pack.doctor.measure import (
     INTERRUPTED,
-    MIN_REPEATS,
     NotMeasured,
     StageCost,
     StageRun,
@@ -27,16 +26,16 @@ from h5pack.doctor.step import error_line
 from h5pack.doctor.target import DiagnoseSettings, Target
 from h5pack.errors import H5PackError, OptionsError
 from h5pack.format import schema
-from h5pack.monitor.advice import Advice, advise, more_reads
-from h5pack.monitor.bottleneck import Bottleneck, Evidence, Rates, Stage, StageResult, Trial, Verdict, judge
+from h5pack.monitor.advice import Advice, advise
+from h5pack.monitor.bottleneck import Evidence, Stage, StageResult, Verdict, judge
 from h5pack.order.window import DEFAULT_WINDOW
 from h5pack.system.machine import machine_facts
 from h5pack.system.text import counted
 
 # Fraction of the budget spent on reading rows into the page cache.
 _WARM_FRACTION = 0.08
-# Fraction of the budget for a trial: measuring one stage again with another number of threads or workers.
-_TRIAL_FRACTION = 0.2
+# Above this load average per CPU, other processes are assumed to disturb the measurement.
+_CROWDED = 0.5
 # Factor by which a recommended budget exceeds the estimated minimum.
 _LEEWAY = 1.25
 # Duration of each small measurement that is not a stage, such as the fraction of time that reads wait.
@@ -157,8 +156,6 @@ class Diagnosis:
         left, needed = self._left(), min_total_seconds(self._costs)
         if needed > left:
             self._refuse(seconds - left + needed)
-        # Leave a part of the budget for a trial, unless the stages need all of it.
-        left = max(needed, left - _TRIAL_FRACTION * seconds)
         repeats = repeats_within(self._costs, left)
         shares = share_budget(self._costs, left, repeats)
         # Cold stages drop the file from the page cache, so they run last; the rows are then read into it only once.
@@ -176,8 +173,7 @@ class Diagnosis:
         return DoctorReport(
             target=target.describe(),
             evidence=self._evidence,
-            # A failed trial must not change the stages that the verdict was based on.
-            stages=tuple((self._results() if self._evidence is None else self._evidence.stages).values()),
+            stages=tuple(self._results().values()),
             verdict=self._verdict,
             advice=tuple(self._advice),
             unknown=tuple(self._unknown),
@@ -258,39 +254,12 @@ class Diagnosis:
             stalls = sum(one.stall_seconds for one in everything.repeats)
             measured["stall_fraction"] = stalls / sum(one.seconds for one in everything.repeats)
         self._evidence = evidence = self.target.evidence(**measured, stages=self._results())
-        if evidence.crowded:
-            load = f"load average {evidence.load:.1f} on {counted(evidence.machine_cpus or 1, 'CPU')}"
+        cpus = os.cpu_count() or 1
+        if self._load is not None and self._load > _CROWDED * cpus:
+            load = f"load average {self._load:.1f} on {counted(cpus, 'CPU')}"
             self._unknown.append(f"the speed without other processes, which use this machine now ({load})")
-        verdict = judge(evidence)
-        planned = plan_trial(verdict, evidence)
-        if planned is not None:
-            stage, number = planned
-            self._show(f"a trial with {number} {'threads' if evidence.num_workers is None else 'workers'}")
-            trial = self._guarded(stage, lambda: self._try(stage, number))
-            self._evidence = evidence = replace(evidence, trial=trial)
-        self._advice = advise(verdict, evidence)
-        self._verdict = verdict
-
-    def _try(self, stage: Stage, number: int) -> Trial | None:
-        """Measure a stage with another number of threads or workers, alternating with the original number."""
-        cost, target = self._costs[stage], self.target
-        if stage is not Stage.COLD:
-            target.warm(0.0)
-        runs = {"before": target.loader_run(stage), "after": target.loader_run(stage, number)}
-        for run in runs.values():
-            run.repeat(0.0)
-            run.repeats.clear()
-        repeats = len(runs) * MIN_REPEATS
-        if self._left() < repeats * cost.total_seconds:
-            what = counted(number, "thread" if self._settings.num_workers is None else "worker")
-            self._unknown.append(f"whether {what} would be faster: no time for a trial; give more seconds")
-            return None
-        share = min(self._left(), _TRIAL_FRACTION * self._settings.seconds) / repeats
-        seconds = max(cost.min_seconds, share - cost.overhead_seconds)
-        for name in interleaved(list(runs), MIN_REPEATS):
-            runs[name].repeat(seconds)
-        rates = {name: Rates.of([one.rate for one in run.repeats]) for name, run in runs.items()}
-        return Trial(stage, number, rates["before"], rates["after"])
+        self._verdict = judge(evidence)
+        self._advice = advise(self._verdict, evidence)
 
     def _refuse(self, seconds: float, *, at_least: bool = False) -> None:
         """Raise an OptionsError that recommends a budget, because results from so short a time would be meaningless."""
@@ -302,23 +271,3 @@ class Diagnosis:
             f"machine; give seconds={rounded:g} or {'much ' * at_least}more, or a smaller batch_size",
             parameters=(f"seconds={rounded:g}", "batch_size"),
         )
-
-
-def plan_trial(verdict: Verdict, evidence: Evidence) -> tuple[Stage, int] | None:
-    """Return the stage and the number of threads or workers to try, or None if the loader is not the bottleneck.
-
-    If threads mostly wait for storage, more threads than CPUs are tried; if they compute, as many as there are CPUs.
-    """
-    found = set(verdict.bottlenecks)
-    first_epoch = verdict.first_epoch is not None
-    cold_matters = evidence.rates(Stage.COLD) is not None and (not evidence.fits_cache or first_epoch)
-    more = more_reads(evidence.parallel)
-    if Bottleneck.STORAGE in found or (first_epoch and cold_matters):
-        planned = (Stage.COLD if cold_matters else Stage.LOADER), more
-    elif Bottleneck.TRANSFORM in found and evidence.transform_waits:
-        planned = Stage.TRANSFORM, more
-    elif found & {Bottleneck.DECODING, Bottleneck.LOADER, Bottleneck.TRANSFORM}:
-        planned = evidence.feed_stage, evidence.cpus
-    else:
-        return None
-    return planned if planned[1] != evidence.parallel else None

@@ -145,15 +145,15 @@ class HostLoaders:
             )
         self.parallel: int = self.make().num_threads if self.num_workers is None else self.num_workers
 
-    def make(self, rows: int | None = None, *, transform: bool = False, parallel: int | None = None) -> Any:
-        """Make a loader of the first `rows` (None: all), with `parallel` threads or workers if that is given."""
+    def make(self, rows: int | None = None, *, transform: bool = False) -> Any:
+        """Make a loader of the first `rows` (None: all)."""
         options: dict[str, Any] = {"window": self.window, "rank": 0, "num_replicas": 1}
         options["indices"] = None if rows is None or rows >= len(self.dataset) else range(rows)
         if self.num_workers is None:
             loader: Any = H5Loader(
                 self.dataset,
                 self.batch_size,
-                num_threads=self.num_threads if parallel is None else parallel,
+                num_threads=self.num_threads,
                 # Rows kept in memory would not be read from the file, so reading would not be measured.
                 resident="no",
                 pin_memory=self.pin_memory,
@@ -162,13 +162,12 @@ class HostLoaders:
             )
         else:
             dataset = self.transformed_dataset if transform else self.dataset
-            workers = self.num_workers if parallel is None else parallel
             loader = DataLoader(
                 dataset,
                 batch_sampler=ChunkBatchSampler(dataset, self.batch_size, **options),
-                num_workers=workers,
+                num_workers=self.num_workers,
                 # Starting workers takes seconds, which must not count in every measured epoch.
-                persistent_workers=workers > 0,
+                persistent_workers=self.num_workers > 0,
                 collate_fn=dataset.collate,
                 pin_memory=self.pin_memory,
             )

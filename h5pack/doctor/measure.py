@@ -100,9 +100,6 @@ class Meter:
         """Return for how many seconds the consumer has waited for the loader so far; None: it does nothing else."""
         return None
 
-    def epoch_over(self) -> None:
-        """Called after the last batch of an epoch."""
-
 
 @dataclass(frozen=True)
 class _Mark:
@@ -193,7 +190,6 @@ def measure_epochs(
             close = getattr(iterator, "close", None)
             if close is not None:
                 close()
-        meter.epoch_over()
         now = time.perf_counter()
         longest = max(longest, now - begun)
         # Stop after an epoch without images too, which would otherwise repeat forever.
@@ -202,24 +198,22 @@ def measure_epochs(
 
 
 def measure_calls(
-    call: Callable[[], int], seconds: float, meter: Meter | None = None, max_queued_calls: int = 1
+    call: Callable[[], Any], images: int, seconds: float, meter: Meter | None = None, max_queued_calls: int = 1
 ) -> Repeat:
-    """Measure `call`, which returns how many images it processed; run it at least once.
+    """Measure `call`, which processes this number of images; run it at least once.
 
     The device is synchronized after the first call, and then only after every few calls, because a device that is
     synchronized after every call is idle while the next one is launched. The longer a call takes, the fewer are queued.
     """
     meter = meter or Meter()
-    start = _Mark.begin(0, meter)
-    images = call()
-    meter.synchronize()
-    passed = time.perf_counter() - start.time
-    queued = max(1, min(max_queued_calls, int(_QUEUED_SECONDS / max(passed, 1e-9))))
-    while passed < seconds:
-        images += sum(call() for _ in range(queued))
+    start, calls, queued, passed = _Mark.begin(0, meter), 0, 1, 0.0
+    while not calls or passed < seconds:
+        for _ in range(queued):
+            call()
         meter.synchronize()
-        passed = time.perf_counter() - start.time
-    return start.until(_Mark.end(images, meter))
+        calls, passed = calls + queued, time.perf_counter() - start.time
+        queued = max(1, min(max_queued_calls, int(_QUEUED_SECONDS * calls / max(passed, 1e-9))))
+    return start.until(_Mark.end(calls * images, meter))
 
 
 @dataclass

@@ -10,13 +10,10 @@ from typing import Any
 from h5pack.monitor.advice import BOTTLENECK_WORDS, Advice
 from h5pack.monitor.bottleneck import (
     Bottleneck,
-    Doubt,
     Evidence,
     Outcome,
-    Rates,
     Stage,
     StageResult,
-    Trial,
     Verdict,
     rate_text,
 )
@@ -89,7 +86,6 @@ class DoctorReport:
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON-serializable dict. The keys are stable across versions."""
         verdict = self.verdict
-        trial = None if self.evidence is None else self.evidence.trial
         return {
             **asdict(self.target),
             "stages": [_stage_json(stage) for stage in self.stages],
@@ -100,7 +96,6 @@ class DoctorReport:
             "first_epoch": self.first_epoch_text,
             "advice": [one.text for one in self.advice if one.moves],
             "notes": [one.text for one in self.advice if not one.moves],
-            "trial": None if trial is None else _trial_json(trial),
             "facts": None if self.evidence is None else self.evidence.to_json(),
             "unknown": list(self.unknown),
             "failures": list(self.failures),
@@ -109,9 +104,26 @@ class DoctorReport:
             "machine": self.machine,
         }
 
+    def head(self) -> list[str]:
+        """Return lines that describe the file, the loader, the device and the step."""
+        target, evidence = self.target, self.evidence
+        split = "all rows" if target.split is None else f"split {target.split}"
+        lines = [f"{target.path}: {split}, {target.rows:,} images of {target.images}"]
+        if evidence is not None:
+            pinned = ", pinned" if evidence.pinned else ""
+            feeder = f"H5Loader with {counted(evidence.parallel, 'thread')}"
+            if evidence.num_workers is not None:
+                feeder = f"a DataLoader with {counted(evidence.num_workers, 'worker')}"
+            lines.append(
+                f"fed by {feeder} in batches of {evidence.batch_rows:,}{pinned}; "
+                f"{counted(evidence.cpus, 'CPU')}; device {target.device}"
+            )
+        lines.append(f"step: {target.step}{'' if target.labels else ', without labels'}; normalize: {target.normalize}")
+        return lines
+
     def to_text(self) -> str:
         """Return the report as text: a bar per stage, the verdict, and the advice."""
-        lines = [*_head(self), "", *_waterfall(self), ""]
+        lines = [*self.head(), "", *_waterfall(self), ""]
         if self.verdict is None:
             return "\n".join([*lines, "Interrupted: no verdict. The table shows what was measured before."])
         lines += _wrapped(self.verdict_text)
@@ -126,22 +138,6 @@ class DoctorReport:
             if items:
                 lines += ["", title, *(line for item in items for line in _wrapped(item, "- "))]
         return "\n".join(lines)
-
-
-def bottleneck_stages(verdict: Verdict | None, evidence: Evidence | None) -> set[Stage]:
-    """Return the stages whose low speed shows the bottleneck."""
-    names = set() if verdict is None else set(verdict.bottlenecks)
-    found = {Stage(one.value) for one in names - {Bottleneck.STORAGE, Bottleneck.DECODING}}
-    if Bottleneck.STORAGE in names:
-        found.add(Stage.HOT if evidence is None or evidence.fits_cache else Stage.COLD)
-    return found | ({Stage.HOT} if Bottleneck.DECODING in names else set())
-
-
-def feeder_text(evidence: Evidence) -> str:
-    """Return a description of the loader and its number of threads or workers."""
-    if evidence.num_workers is None:
-        return f"H5Loader with {counted(evidence.parallel, 'thread')}"
-    return f"a DataLoader with {counted(evidence.num_workers, 'worker')}"
 
 
 def _stage_json(result: StageResult) -> dict[str, Any]:
@@ -160,28 +156,6 @@ def _stage_json(result: StageResult) -> dict[str, Any]:
     }
 
 
-def _trial_json(trial: Trial) -> dict[str, Any]:
-    def speeds(rates: Rates) -> dict[str, float]:
-        return {"images_per_s": rates.median, "min": rates.low, "max": rates.high}
-
-    named = {"stage": trial.stage.value, "name": STAGE_TITLES[trial.stage], "parallel": trial.number}
-    return {**named, **speeds(trial.after), "before": speeds(trial.before)}
-
-
-def _head(report: DoctorReport) -> list[str]:
-    target, evidence = report.target, report.evidence
-    split = "all rows" if target.split is None else f"split {target.split}"
-    lines = [f"{target.path}: {split}, {target.rows:,} images of {target.images}"]
-    if evidence is not None:
-        pinned = ", pinned" if evidence.pinned else ""
-        lines.append(
-            f"fed by {feeder_text(evidence)} in batches of {evidence.batch_rows:,}{pinned}; "
-            f"{counted(evidence.cpus, 'CPU')}; device {target.device}"
-        )
-    lines.append(f"step: {target.step}{'' if target.labels else ', without labels'}; normalize: {target.normalize}")
-    return lines
-
-
 def _waterfall(report: DoctorReport) -> list[str]:
     medians = [result.rates.median for result in report.stages if result.rates is not None]
     low = 10 ** math.floor(math.log10(max(min(medians, default=1.0), 1e-3)))
@@ -190,6 +164,7 @@ def _waterfall(report: DoctorReport) -> list[str]:
     lines = [
         f"{'stage':{width}}  {'images/s':>9}  {'lowest - highest':>19}  {'CPUs':>4}  logarithmic from {rate_text(low)}"
     ]
+    stall = None if report.evidence is None else report.evidence.stall_fraction
     for result in report.stages:
         title, rates = STAGE_TITLES[result.stage], result.rates
         if rates is None:
@@ -199,16 +174,12 @@ def _waterfall(report: DoctorReport) -> list[str]:
         cpus = "" if result.cpus_used is None else f"{result.cpus_used:.1f}"
         size = math.log(max(rates.median, 1e-9) / low) / math.log(max(high / low, 1.001))
         bar = "#" * max(1, round(_BAR * min(1.0, max(0.0, size))))
-        line = f"{title:{width}}  {rate_text(rates.median):>9}  {span:>19}  {cpus:>4}  {bar}  {_remark(result, report)}"
+        remark = "" if result.note is None else f"({result.note})"
+        if result.stage is Stage.EVERYTHING and stall is not None:
+            remark = f"the step waits {100 * stall:.0f} % of the time"
+        line = f"{title:{width}}  {rate_text(rates.median):>9}  {span:>19}  {cpus:>4}  {bar}  {remark}"
         lines.append(line.rstrip())
     return lines
-
-
-def _remark(result: StageResult, report: DoctorReport) -> str:
-    stall = None if report.evidence is None else report.evidence.stall_fraction
-    if result.stage is Stage.EVERYTHING and stall is not None:
-        return f"the step waits {_percent(stall)}"
-    return "" if result.note is None else f"({result.note})"
 
 
 def _wrapped(text: str, mark: str = "") -> list[str]:
@@ -218,94 +189,65 @@ def _wrapped(text: str, mark: str = "") -> list[str]:
 
 
 def _verdict_text(verdict: Verdict, evidence: Evidence) -> str:
+    together, step, cpus = evidence.rates(Stage.EVERYTHING), evidence.rates(Stage.STEP), counted(evidence.cpus, "CPU")
     if verdict.outcome is Outcome.NO_LOADER:
         return f"No verdict: the loader was not measured ({_reason(evidence, evidence.feed_stage)})."
     if verdict.outcome is Outcome.NO_STEP:
-        causes = [BOTTLENECK_WORDS[name] for name in verdict.feed_causes if name is not Bottleneck.LOADER]
-        limited = f", limited by {' or '.join(causes)}" if causes else ""
         reason = _reason(evidence, Stage.STEP)
-        return f"No verdict: the step was not measured ({reason}). The loader reaches {verdict.feed}{limited}."
+        return f"No verdict: the step was not measured ({reason}). The loader alone reaches {verdict.feed}."
+    loop = f"everything together reaches {together}"
+    if evidence.stall_fraction is not None:
+        loop += f", where the step waits {100 * evidence.stall_fraction:.0f} % of the time"
     if verdict.outcome is Outcome.CONTRADICTION:
-        return _contradiction_text(verdict, evidence)
+        return (
+            f"No verdict, because the measurements contradict each other: the step alone reaches {step}, the loader "
+            f"alone {verdict.feed}, and {loop}. Either the stages slow each other down (they share {cpus}), or the "
+            "machine's speed changed meanwhile; measure again with more seconds, and with nothing else running."
+        )
     if verdict.outcome is Outcome.FED:
-        return _fed_text(verdict, evidence)
-    names, together, step = verdict.bottlenecks, evidence.rates(Stage.EVERYTHING), evidence.rates(Stage.STEP)
+        assert step is not None and verdict.feed is not None  # noqa: PT018
+        scarce = verdict.feed.median < 1.5 * step.median
+        return (
+            f"The loader is fast enough: the step alone reaches {step}, and {loop}. The loader alone reaches "
+            f"{verdict.feed}{', so a faster step would wait for it' if scarce else ''}."
+        )
+    names = verdict.bottlenecks
     text = f"The bottleneck is {' or '.join(BOTTLENECK_WORDS[name] for name in names)}"
     if len(names) > 1:
         text += " (these measurements do not tell which)"
-    text += f": {'; '.join(_grounds(name, verdict, evidence) for name in names)}."
-    if together is not None and step is not None:
+    text += f": {'; '.join(_grounds(name, evidence) for name in names)}."
+    doubt = "Not certain" if not verdict.certain else "Note"
+    if together is None:
+        return f"{text} {doubt}: everything together was not measured ({_reason(evidence, Stage.EVERYTHING)})."
+    if step is not None:
         percent = 100 * together.median / step.median
         text += f" Everything together reaches {together}, {percent:.0f} % of the step's own speed."
-    return text if verdict.doubt is None else f"{text} {_doubt_text(verdict.doubt, verdict.certain, evidence)}"
+    if verdict.slower:
+        text += (
+            f" {doubt}: the loop is slower than its slowest stage alone. The stages share {cpus}, and may wait for "
+            "each other (Python's GIL, memory, synchronisation) or for other processes."
+        )
+    return text
 
 
-def _contradiction_text(verdict: Verdict, evidence: Evidence) -> str:
-    assert verdict.slowest is not None
-    lane, rates = verdict.slowest
-    together = evidence.rates(Stage.EVERYTHING)
-    step = "" if lane is Bottleneck.STEP else f", while the step reaches {evidence.rates(Stage.STEP)}"
-    waits = "" if evidence.stall_fraction is None else f", and the step waits {_percent(evidence.stall_fraction)}"
-    why = "The machine's speed changed meanwhile"
-    if together is not None and together.median < rates.median:
-        cpus = counted(evidence.cpus, "CPU")
-        why = f"Either the stages slow each other down (they share {cpus}), or the machine's speed changed meanwhile"
-    return (
-        "No verdict, because the measurements contradict each other. Each measured alone, the slowest is "
-        f"{BOTTLENECK_WORDS[lane]} ({rates}){step}. But everything together reaches {together}{waits}. {why}; measure "
-        "again with more seconds, and with nothing else running."
-    )
+def bottleneck_stage(name: Bottleneck, evidence: Evidence) -> Stage:
+    """Return the stage whose low speed shows a bottleneck."""
+    if name is Bottleneck.STORAGE and not evidence.fits_cache and evidence.rates(Stage.COLD) is not None:
+        return Stage.COLD
+    return Stage.HOT if name in (Bottleneck.STORAGE, Bottleneck.DECODING) else Stage(name.value)
 
 
-def _fed_text(verdict: Verdict, evidence: Evidence) -> str:
-    together, step, feed = evidence.rates(Stage.EVERYTHING), evidence.rates(Stage.STEP), verdict.feed
-    assert step is not None and feed is not None  # noqa: PT018
-    text = f"The loader is fast enough: the step reaches {step} alone and {together} in the training loop"
-    if evidence.stall_fraction is not None:
-        text += f", where it waits {_percent(evidence.stall_fraction)}"
-    if feed.median < 1.5 * step.median:
-        return f"{text}. But the loader has little to spare ({feed}): a faster step would wait for it."
-    return f"{text}. The loader could deliver {feed}."
-
-
-def _grounds(name: Bottleneck, verdict: Verdict, evidence: Evidence) -> str:
+def _grounds(name: Bottleneck, evidence: Evidence) -> str:
     """Return the measurement that makes `name` a bottleneck."""
-    rates = evidence.rates
-    if name is Bottleneck.STORAGE and not evidence.fits_cache and rates(Stage.COLD) is not None:
-        return f"from the disk, the loader reaches {rates(Stage.COLD)}, and the file does not fit into memory"
-    if name is Bottleneck.STORAGE:
-        waits = 1 - (evidence.read_busy_fraction or 0.0)
-        return f"the loader reaches {verdict.feed}, and its reads wait for the disk or the network {_percent(waits)}"
-    if name is Bottleneck.DECODING:
-        why = "rows are read through the HDF5 library" if evidence.encoding is None else evidence.encoding.value
-        return f"the loader reaches {verdict.feed}, and {why} in every epoch"
-    if name is Bottleneck.LOADER:
-        return f"{feeder_text(evidence)} reaches {rates(Stage.LOADER)}"
-    if name is Bottleneck.TRANSFORM:
-        alone = rates(Stage.LOADER)
-        without = "" if alone is None else f" and {alone} without it"
-        return f"the loader reaches {rates(Stage.TRANSFORM)} with the transform{without}"
-    work = {Bottleneck.COPY: "copying", Bottleneck.NORMALIZE: "normalizing", Bottleneck.STEP: "the step"}[name]
-    return f"{work} alone reaches {rates(Stage(name.value))}"
-
-
-def _doubt_text(doubt: Doubt, certain: bool, evidence: Evidence) -> str:
-    why = {
-        Doubt.SHARED_CPUS: f"the stages share {counted(evidence.cpus, 'CPU')}",
-        Doubt.OTHER_PROCESSES: "other processes also use the CPUs",
-        Doubt.SLOWER_TOGETHER: (
-            "the stages wait for each other (Python's GIL, memory, synchronisation), or the machine's speed changed"
-        ),
-    }
-    if doubt is Doubt.NO_LOOP:
-        text = f"everything together was not measured ({_reason(evidence, Stage.EVERYTHING)})"
-    else:
-        text = f"the loop is slower than its slowest stage alone, because {why[doubt]}"
-    return f"{text[0].upper()}{text[1:]}." if certain else f"This is not certain: {text}."
-
-
-def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.0f} % of the time"
+    stage, why = bottleneck_stage(name, evidence), ""
+    if stage is Stage.COLD:
+        why = ", and the file does not fit into memory"
+    elif name is Bottleneck.STORAGE:
+        why = f", and its reads wait {100 - 100 * (evidence.read_busy_fraction or 0.0):.0f} % of the time"
+    elif name is Bottleneck.DECODING:
+        words = "rows are read through the HDF5 library" if evidence.encoding is None else evidence.encoding.value
+        why = f", and {words} in every epoch"
+    return f"'{STAGE_TITLES[stage]}' reaches {evidence.rates(stage)}{why}"
 
 
 def _reason(evidence: Evidence, stage: Stage) -> str:

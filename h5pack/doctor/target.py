@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,11 +183,11 @@ class Target:
         def read(seconds: float) -> Repeat:
             return self._reader.run(seconds, threads, self.hot_rows)
 
-        runs = [StageRun(Stage.HOT, read, note=some, warm_up=1), self.loader_run(Stage.LOADER, note=some)]
+        runs = [StageRun(Stage.HOT, read, note=some, warm_up=1), self._loader_run(Stage.LOADER, note=some)]
         if not self.has_transform:
             self.reasons[Stage.TRANSFORM] = "there is no transform"
         elif Stage.TRANSFORM not in self.failures:
-            runs.append(self.loader_run(Stage.TRANSFORM, note=some))
+            runs.append(self._loader_run(Stage.TRANSFORM, note=some))
         runs += self._device_runs()
         if self.fits_cache:
             runs += self._everything(self.hot_rows, None)
@@ -206,18 +207,15 @@ class Target:
         def stored(seconds: float) -> Repeat:
             return self._reader.run(seconds, 1, rows, begin=next(turns) * _GOLDEN % 1)
 
-        runs = [StageRun(Stage.COLD_STORED, stored, self._drop), self.loader_run(Stage.COLD)]
+        runs = [StageRun(Stage.COLD_STORED, stored, self._drop), self._loader_run(Stage.COLD)]
         return runs if self.fits_cache else [*runs, *self._everything(None, self._drop)]
 
-    def loader_run(self, stage: Stage, parallel: int | None = None, note: str | None = None) -> StageRun:
-        """Return the run of a loader alone (LOADER, TRANSFORM or COLD), with `parallel` threads or workers if given."""
-        cold, transform = stage is Stage.COLD, stage is Stage.TRANSFORM
-        loader = self.loaders.make(None if cold else self.hot_rows, transform=transform, parallel=parallel)
+    def _loader_run(self, stage: Stage, note: str | None = None) -> StageRun:
+        """Return the run of a loader alone: LOADER, TRANSFORM or COLD."""
+        cold = stage is Stage.COLD
+        loader = self.loaders.make(None if cold else self.hot_rows, transform=stage is Stage.TRANSFORM)
         prefetched, ready = self.loaders.prefetched(loader), self.loaders.ready_images(loader)
-
-        def run(seconds: float) -> Repeat:
-            return measure_epochs(lambda: iter(loader), touch_batch, seconds, prefetched=prefetched, ready_images=ready)
-
+        run = partial(measure_epochs, lambda: iter(loader), touch_batch, prefetched=prefetched, ready_images=ready)
         warm_up = int(stage is Stage.LOADER)
         return StageRun(stage, run, self._drop if cold else None, note, warm_up, MIN_LOADER_BATCHES)
 
@@ -308,7 +306,6 @@ class Target:
             fits_cache=self.fits_cache,
             fits_resident=ResidentRows.bytes_needed(self.dataset, rows) <= available_memory() // 2,
             has_transform=self.has_transform,
-            num_gpus=torch.cuda.device_count() if self.on_gpu else 0,
             idle_gpus=idle_gpus(self.device) if self.on_gpu else None,
             world_size=int(os.environ.get("WORLD_SIZE", "1") or 1),
             **measured,

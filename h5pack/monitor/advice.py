@@ -18,16 +18,13 @@ from h5pack.system.text import counted
 class Remedy(Enum):
     """The texts of the recommendations: templates to fill with `Advice.values`, with parameters in backticks."""
 
-    RAISE_READS = (
-        "Too few reads at the same time: {number} {units} instead of {parallel} are {gain:.1f} times as fast "
-        "({rate}). Set `{parameter}={number}`; {units} that wait for storage need no CPU of their own."
+    TRY_MORE_READS = (
+        "Perhaps too few reads at the same time: try `{parameter}={reads}`; {units} that wait for storage need no CPU."
     )
-    TRY_MORE_READS = "Perhaps too few reads at the same time: try `{parameter}={number}`."
     LARGER_CHUNKS = (
         "The disk loses time with seeks: {stored} in stored order, {order} in the loader's order. Larger chunks need "
         "fewer seeks ('h5pack convert' with a larger chunk_bytes)."
     )
-    NUMBER_DOES_NOT_HELP = "{number} {units} instead of {parallel} do not help (measured: {gain:.2f} times the speed)."
     READ_ONCE_BEFORE = "Read the file once before the training: it fits into memory."
     FASTER_DISK = (
         "Put the file on a faster disk, or store fewer bytes ('h5pack convert' with a smaller size or with "
@@ -52,7 +49,7 @@ class Remedy(Enum):
     )
     TRANSFORM_IN_MORE_THREADS = (
         "The transform mostly waits (it runs {busy:.0f} % of its time). Find out what it waits for; until then, use "
-        "more {units} that wait at the same time (`{parameter}={number}`){measured}."
+        "more {units} that wait at the same time (`{parameter}={reads}`)."
     )
     TRANSFORM_IN_PARALLEL = (
         "The transform's threads use only one CPU together: Python's GIL or a lock lets one of them run at a time. "
@@ -86,12 +83,10 @@ class Remedy(Enum):
         "A DataLoader without workers reads and decodes while the step waits. Set its `num_workers`, or use H5Loader."
     )
     LOWER_PARALLELISM = (
-        "Too many {units}: {parallel} share the {cpus} that this process may use. Lower `{parameter}` to "
-        "{number}{measured}."
+        "Too many {units}: {parallel} share the {cpus} that this process may use. Lower `{parameter}` to {number}."
     )
     RAISE_PARALLELISM = (
-        "Too few {units}: {parallel} for the {cpus} that this process may use. Raise `{parameter}` to "
-        "{number}{measured}."
+        "Too few {units}: {parallel} for the {cpus} that this process may use. Raise `{parameter}` to {number}."
     )
     MORE_CPUS = "The loader's {units} keep the {cpus} that this process may use busy: more CPUs would help{machine}."
     USE_H5LOADER = (
@@ -105,7 +100,7 @@ class Remedy(Enum):
         "Host synchronisation inside the step: {times:.1f} times per step, the process waits for the GPU (.item(), "
         ".cpu(), printing a tensor{where}). Read losses only every few steps."
     )
-    USE_IDLE_GPUS = "{others}{known}: train with {gpus} processes, one on each (torchrun)."
+    USE_IDLE_GPUS = "{others}: train with {gpus} processes, one on each (torchrun)."
     NORMALIZE_ON_GPU = "Normalizing runs on the CPU; on a GPU it is one fast kernel."
     USE_GPU = "The step runs on the CPU: use a GPU (`device='cuda'`) or a smaller network."
     FASTER_STEP = (
@@ -156,22 +151,16 @@ _SEEKS = 1.3
 # If half a batch gives less than this fraction of the images/s of a whole one, each step has a considerable fixed cost.
 _OVERHEAD = 0.75
 _SMALL_BATCH_BYTES = 1 << 20
-_WORSE = 0.95
 # CPUs used from the first to below the second number count as one.
 _ONE_CPU = (0.8, 1.3)
-_READS_FACTOR, MAX_READS = 4, 32
-
-
-def more_reads(parallel: int) -> int:
-    """Return a larger number of threads or workers to try if the present ones mostly wait and need little CPU."""
-    return max(parallel, min(_READS_FACTOR * parallel, MAX_READS))
+_READS_FACTOR, _MAX_READS = 4, 32
 
 
 class _Rules:
     """The rules, a method per subject. Each yields its recommendations."""
 
     def __init__(self, verdict: Verdict, evidence: Evidence) -> None:
-        self.verdict, self.evidence, self.trial = verdict, evidence, evidence.trial
+        self.verdict, self.evidence = verdict, evidence
         self.feed_limits = self.limits(*FEED)
 
     def all(self) -> Iterator[Advice]:
@@ -190,30 +179,19 @@ class _Rules:
         """Return a recommendation with `values` and the numbers that many templates use."""
         evidence = self.evidence
         units = "threads" if evidence.num_workers is None else "workers"
-        shared = {"units": units, "parameter": f"num_{units}", "parallel": evidence.parallel, "number": evidence.cpus}
-        return Advice(remedy, moves, {**shared, "cpus": counted(evidence.cpus, "CPU"), **values})
-
-    def measured(self, number: int) -> str:
-        """Return the result of a trial with this number of threads or workers, in brackets; "" if there is none."""
-        trial = self.trial
-        if trial is None or trial.number != number:
-            return ""
-        return f" (measured: {trial.gain:.2f} times the speed, {trial.after})"
+        parallel, cpus = evidence.parallel, evidence.cpus
+        reads = max(parallel, min(_READS_FACTOR * parallel, _MAX_READS))
+        shared = {"units": units, "parameter": f"num_{units}", "parallel": parallel, "number": cpus, "reads": reads}
+        return Advice(remedy, moves, {**shared, "cpus": counted(cpus, "CPU"), **values})
 
     def _reads(self, limits: bool) -> Iterator[Advice]:
         evidence = self.evidence
-        trial = self.trial if self.trial is not None and self.trial.number > evidence.parallel else None
         # If storage limits only the first epoch, more threads than CPUs would slow down all other epochs.
-        if limits or evidence.parallel <= evidence.cpus:
-            if trial is None:
-                yield self.make(Remedy.TRY_MORE_READS, limits, number=more_reads(evidence.parallel))
-            elif trial.helps:
-                yield self.make(Remedy.RAISE_READS, limits, number=trial.number, gain=trial.gain, rate=trial.after)
+        if evidence.parallel < _MAX_READS and (limits or evidence.parallel <= evidence.cpus):
+            yield self.make(Remedy.TRY_MORE_READS, limits)
         stored, order = evidence.rates(Stage.COLD_STORED), evidence.rates(Stage.COLD)
         if stored is not None and order is not None and stored.median > _SEEKS * order.median:
             yield self.make(Remedy.LARGER_CHUNKS, limits, stored=stored, order=order)
-        if trial is not None and not trial.helps:
-            yield self.make(Remedy.NUMBER_DOES_NOT_HELP, False, number=trial.number, gain=trial.gain)
         if evidence.fits_cache and not limits:
             yield self.make(Remedy.READ_ONCE_BEFORE, False)
         yield self.make(Remedy.FASTER_DISK, limits)
@@ -233,15 +211,13 @@ class _Rules:
             yield self.make(Remedy.KEEP_DECODED_ROWS)
 
     def _transform(self) -> Iterator[Advice]:
-        evidence, trial = self.evidence, self.trial
+        evidence = self.evidence
         if not self.limits(Bottleneck.TRANSFORM):
             return
         yield self.make(Remedy.TRANSFORM_ON_DEVICE)
         used_one = _ONE_CPU[0] <= (evidence.feed_cpus_used or 0.0) < _ONE_CPU[1]
         if evidence.transform_waits:
-            number = trial.number if trial is not None and trial.helps else more_reads(evidence.parallel)
-            busy, measured = 100 * (evidence.transform_busy_fraction or 0.0), self.measured(number)
-            yield self.make(Remedy.TRANSFORM_IN_MORE_THREADS, busy=busy, number=number, measured=measured)
+            yield self.make(Remedy.TRANSFORM_IN_MORE_THREADS, busy=100 * (evidence.transform_busy_fraction or 0.0))
         elif evidence.num_workers is None and min(evidence.parallel, evidence.cpus) > 1 and used_one:
             yield self.make(Remedy.TRANSFORM_IN_PARALLEL)
 
@@ -281,25 +257,16 @@ class _Rules:
             yield self.make(Remedy.USE_H5LOADER)
 
     def _number_of_threads(self) -> Iterator[Advice]:
-        evidence, trial = self.evidence, self.trial
-        parallel, cpus, busy = evidence.parallel, evidence.cpus, evidence.feed_is_busy
-        tried = trial if trial is not None and trial.number == cpus else None
-        if parallel > cpus:
-            if tried is not None and tried.gain < _WORSE:
-                yield self.make(Remedy.NUMBER_DOES_NOT_HELP, False, gain=tried.gain)
-            else:
-                # Without a GPU, the step needs the same CPUs, so fewer threads help even if the step is the bottleneck.
-                moves = self.feed_limits or not evidence.on_gpu
-                yield self.make(Remedy.LOWER_PARALLELISM, moves, measured=self.measured(cpus))
-        elif not self.limits(Bottleneck.LOADER, Bottleneck.DECODING, Bottleneck.TRANSFORM):
+        evidence = self.evidence
+        if evidence.parallel > evidence.cpus:
+            # Without a GPU, the step needs the same CPUs, so fewer threads help even if the step is the bottleneck.
+            yield self.make(Remedy.LOWER_PARALLELISM, self.feed_limits or not evidence.on_gpu)
+        elif not (evidence.feed_is_busy and self.limits(*FEED - {Bottleneck.STORAGE})):
             return
-        elif parallel < cpus:
-            if tried is not None and not tried.helps:
-                yield self.make(Remedy.NUMBER_DOES_NOT_HELP, False, gain=tried.gain)
-            elif trial is not None or busy:
-                yield self.make(Remedy.RAISE_PARALLELISM, measured=self.measured(cpus))
-        elif busy:
-            more = (evidence.machine_cpus or 0) > cpus
+        elif evidence.parallel < evidence.cpus:
+            yield self.make(Remedy.RAISE_PARALLELISM)
+        else:
+            more = (evidence.machine_cpus or 0) > evidence.cpus
             where = f" (the machine has {evidence.machine_cpus}: see taskset, SLURM, the container's quota)"
             yield self.make(Remedy.MORE_CPUS, machine=where if more else "")
 
@@ -309,11 +276,9 @@ class _Rules:
             where = f", first at {evidence.synchronised_at}" if evidence.synchronised_at else ""
             moves = step_limits or not self.verdict.certain
             yield self.make(Remedy.AVOID_SYNCHRONISATION, moves, times=evidence.synchronisations, where=where)
-        if evidence.on_gpu and evidence.num_gpus > 1 and evidence.world_size == 1 and evidence.idle_gpus != 0:
-            others = evidence.num_gpus - 1 if evidence.idle_gpus is None else evidence.idle_gpus
-            known = "" if evidence.idle_gpus is not None else " (unless others use them; the driver does not say)"
-            values = {"others": counted(others, "idle GPU"), "gpus": others + 1, "known": known}
-            yield self.make(Remedy.USE_IDLE_GPUS, step_limits, **values)
+        idle = evidence.idle_gpus
+        if idle and evidence.world_size == 1:
+            yield self.make(Remedy.USE_IDLE_GPUS, step_limits, others=counted(idle, "idle GPU"), gpus=idle + 1)
         if self.limits(Bottleneck.NORMALIZE) and not evidence.on_gpu:
             yield self.make(Remedy.NORMALIZE_ON_GPU)
         elif step_limits:

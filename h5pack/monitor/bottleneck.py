@@ -86,29 +86,6 @@ class StageResult:
     note: str | None = None  # what the stage was measured on
 
 
-_MIN_GAIN = 1.15
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A stage's speed with the present number of threads or workers (`before`) and with another `number` (`after`)."""
-
-    stage: Stage
-    number: int
-    before: Rates
-    after: Rates
-
-    @property
-    def gain(self) -> float:
-        """The speed `after`, as a multiple of the speed `before`."""
-        return self.after.median / self.before.median
-
-    @property
-    def helps(self) -> bool:
-        """True if `number` is at least 15 % faster, and even its slowest repeat exceeds the median of `before`."""
-        return self.gain >= _MIN_GAIN and self.after.low > self.before.median
-
-
 class Encoding(Enum):
     """The kind of decoding that is needed in every epoch. The value completes the sentence "... in every epoch"."""
 
@@ -130,8 +107,6 @@ class Encoding(Enum):
 _BUSY = 0.8
 # A thread that runs on a CPU for less than this fraction of its time counts as waiting.
 _WAITS = 0.5
-# Above this load average per CPU, other processes are assumed to disturb the measurement.
-_CROWDED = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +139,7 @@ class Evidence:
     half_batch_ratio: float | None = None  # the step's images/s with half a batch, divided by those with a whole one
     synchronisations: float | None = None  # how many times per step the process waits for the CUDA device
     synchronised_at: str | None = None  # FILE:LINE of the first such wait
-    num_gpus: int = 0  # that torch sees
-    idle_gpus: int | None = None
+    idle_gpus: int | None = None  # other than the step's
     world_size: int = 1  # processes of this training
     stall_fraction: float | None = None  # of the loop's time in which the step waited for data
     # The process's wait for the loader, divided by the step's wait; the rest of the step's wait is the copy.
@@ -173,17 +147,11 @@ class Evidence:
     transform_wait_fraction: float | None = None  # of the process's wait in which a transform ran in the step's thread
     cpus_used: float | None = None  # CPU seconds that the feed used per second; used only if `stages` is empty
     stages: Mapping[Stage, StageResult] = field(default_factory=dict)  # empty: only counters of a loop are known
-    trial: Trial | None = None
 
     @property
     def parallel(self) -> int:
         """The number of threads or workers that read at the same time, at least 1."""
         return max(1, self.num_threads or self.num_workers or 1)
-
-    @property
-    def crowded(self) -> bool:
-        """True if other processes use a considerable part of the machine's CPUs."""
-        return self.load is not None and self.load > _CROWDED * (self.machine_cpus or 1)
 
     @property
     def transform_waits(self) -> bool:
@@ -198,7 +166,7 @@ class Evidence:
     @property
     def feed_cpus_used(self) -> float | None:
         """CPU seconds that the loader's threads or workers used per second."""
-        return self.cpus_of(self.feed_stage) if self.stages else self.cpus_used
+        return self.stages[self.feed_stage].cpus_used if self.feed_stage in self.stages else self.cpus_used
 
     @property
     def feed_is_busy(self) -> bool | None:
@@ -210,13 +178,9 @@ class Evidence:
         """Return the speed of a stage; None if it was not measured."""
         return self.stages[stage].rates if stage in self.stages else None
 
-    def cpus_of(self, stage: Stage) -> float | None:
-        """Return the CPU seconds that a stage used per second; None if not known."""
-        return self.stages[stage].cpus_used if stage in self.stages else None
-
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-serializable dict, without the stages, the trial, and what only `FeedMonitor` measures."""
-        left_out = ("stages", "trial", "wait_fraction", "transform_wait_fraction", "cpus_used", "full_shuffle")
+        """Return a JSON-serializable dict, without the stages and what only `FeedMonitor` measures."""
+        left_out = ("stages", "wait_fraction", "transform_wait_fraction", "cpus_used", "full_shuffle")
         found = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in left_out}
         return {**found, "encoding": None if self.encoding is None else self.encoding.value}
 
@@ -231,15 +195,6 @@ class Outcome(Enum):
     LIMITED = "something limits the step"
 
 
-class Doubt(Enum):
-    """The reasons why a verdict is not supported by the loop's speed."""
-
-    NO_LOOP = "everything together was not measured"
-    SHARED_CPUS = "together they are slower than alone: they share the CPUs"
-    OTHER_PROCESSES = "together they are slower than alone: other processes use the CPUs"
-    SLOWER_TOGETHER = "together they are slower than alone"
-
-
 @dataclass(frozen=True)
 class Verdict:
     """The bottleneck, and how well the numbers support this result."""
@@ -248,11 +203,8 @@ class Verdict:
     bottlenecks: tuple[Bottleneck, ...] = ()  # several if the numbers do not tell which one it is
     fed: bool | None = None  # whether the loop runs as fast as the step alone
     certain: bool = False  # whether the measurements support each other
-    doubt: Doubt | None = None
+    slower: bool = False  # whether the loop is slower than its slowest stage alone
     feed: Rates | None = None  # the speed of the whole feed
-    feed_causes: tuple[Bottleneck, ...] = ()  # what limits the feed, whether or not the feed limits the step
-    # The slowest lane (see `_StageRules`): LOADER stands for the whole feed, STEP for everything on the device.
-    slowest: tuple[Bottleneck, Rates] | None = None
     first_epoch: Rates | None = None  # the disk's speed, if the disk slows down only the first epoch
 
 
@@ -329,28 +281,27 @@ class _StageRules:
         feed = lanes.get(Bottleneck.LOADER)
         if feed is None:
             return Verdict(Outcome.NO_LOADER)
-        causes = self._feed_causes()
-        known: dict[str, Any] = {"feed": feed, "feed_causes": causes, "first_epoch": self._first_epoch()}
+        known: dict[str, Any] = {"feed": feed, "first_epoch": self._first_epoch()}
         if Stage.STEP not in self.rates:
             return Verdict(Outcome.NO_STEP, **known)
-        slowest = min(lanes, key=lambda lane: lanes[lane].median)
-        known["slowest"] = (slowest, lanes[slowest])
-        bottlenecks = self._parts([lane for lane in lanes if _alike(lanes[lane], lanes[slowest])], causes)
+        together, slowest = self.together, min(lanes.values(), key=lambda one: one.median)
+        bottlenecks = self._parts([lane for lane in lanes if _alike(lanes[lane], slowest)])
         fed, step_only = self._is_fed(), bottlenecks == (Bottleneck.STEP,)
         mostly = self.stall is not None and self.stall > _MOSTLY
         hardly = self.stall is not None and self.stall < _HARDLY
-        too_fast = self.together is not None and self.together.low > _FASTER * lanes[slowest].high
+        too_fast = together is not None and together.low > _FASTER * slowest.high
         contradicts = (too_fast or (hardly and Bottleneck.STEP not in bottlenecks)) and not fed
         if contradicts or (mostly and (fed or step_only)):
             return Verdict(Outcome.CONTRADICTION, **known)
         # A step that shares the CPUs with its loader is slower than when measured alone, even if it does not wait.
         if fed or (step_only and hardly):
             return Verdict(Outcome.FED, (Bottleneck.STEP,), fed=True, certain=True, **known)
-        doubt = self._doubt(lanes[slowest])
+        slower = together is not None and together.median < _SHORT * slowest.median and not together.overlaps(slowest)
         # If the feed or the copy is named and the step mostly waits, that confirms the verdict even though the loop is
         # slower than its slowest lane.
         confirmed = mostly and bool(set(bottlenecks) - {Bottleneck.NORMALIZE, Bottleneck.STEP})
-        return Verdict(Outcome.LIMITED, bottlenecks, fed, certain=doubt is None or confirmed, doubt=doubt, **known)
+        certain = confirmed or (together is not None and not slower)
+        return Verdict(Outcome.LIMITED, bottlenecks, fed, certain=certain, slower=slower, **known)
 
     def _lanes(self) -> dict[Bottleneck, Rates]:
         rates, lanes = self.rates, {}
@@ -404,12 +355,12 @@ class _StageRules:
             return (Bottleneck.LOADER,)
         return (below,) if explained >= _EXPLAINS[1] else (below, Bottleneck.LOADER)
 
-    def _parts(self, limits: list[Bottleneck], causes: tuple[Bottleneck, ...]) -> tuple[Bottleneck, ...]:
+    def _parts(self, limits: list[Bottleneck]) -> tuple[Bottleneck, ...]:
         """Return the bottlenecks within the slowest lanes, in the order in which an image passes through them."""
         names: set[Bottleneck] = set()
         for lane in limits:
             if lane is Bottleneck.LOADER:
-                names.update(causes)
+                names.update(self._feed_causes())
             elif lane is Bottleneck.COPY:
                 names.add(lane)
             else:
@@ -423,17 +374,6 @@ class _StageRules:
         if cold is None or usual is None or not self.evidence.fits_cache:
             return None
         return cold if cold.median < usual.median and not _alike(cold, usual) else None
-
-    def _doubt(self, slowest: Rates) -> Doubt | None:
-        """Return why the loop's speed does not support a verdict; None if it does."""
-        if self.together is None:
-            return Doubt.NO_LOOP
-        if self.together.median >= _SHORT * slowest.median or self.together.overlaps(slowest):
-            return None
-        used = self.evidence.cpus_of(Stage.EVERYTHING)
-        if used is not None and used >= _BUSY * self.evidence.cpus:
-            return Doubt.SHARED_CPUS
-        return Doubt.OTHER_PROCESSES if self.evidence.crowded else Doubt.SLOWER_TOGETHER
 
 
 def _in_turn(parts: list[Rates]) -> Rates:

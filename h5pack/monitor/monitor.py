@@ -16,16 +16,13 @@ from h5pack.device.feed import resolve_device
 from h5pack.device.loader_wrapper import BatchFetcher, DeliveryCursor, LoaderWrapper, first_attribute, layers_of
 from h5pack.device.profiling import ProfilerRanges
 from h5pack.errors import OptionsError
-from h5pack.monitor.probes import GpuProbe, GpuStatus
+from h5pack.monitor.probes import GpuProbe
 from h5pack.monitor.recorder import DeviceWait, FeedRecorder, MonitorSettings
 from h5pack.monitor.report import FeedReport, ReportOutputs
 
 
 class MonitoredIterator(BatchIterator):
-    """An iterator that returns a loader's batches unchanged, and measures how long the process waited for each.
-
-    `cursor` counts the delivered batches. `finish` is called when the loader has no more batches.
-    """
+    """An iterator that returns a loader's batches unchanged, and measures how long the process waited for each."""
 
     def __init__(
         self,
@@ -186,7 +183,7 @@ class FeedMonitor(LoaderWrapper):
             # Do this before the clock starts, because NVIDIA's driver library takes long to initialize.
             self._probe = GpuProbe(device)
         if self._recorder is not None:
-            self._earlier_batches += self._recorder.batches
+            self._earlier_batches += self._recorder.counters.batches
         begun = time.perf_counter()
         # A resumed epoch begins at the batch that the loader's state names.
         done = (self._loader_state() or {}).get("batches", 0)
@@ -200,7 +197,7 @@ class FeedMonitor(LoaderWrapper):
             begun=begun,
             epoch=lambda: self.epoch,
             step=self._step,
-            gpu_status=self._gpu_status,
+            probe=self._probe,
             device_wait=device_wait,
         )
         # The step also waits while the loader starts its workers.
@@ -208,9 +205,6 @@ class FeedMonitor(LoaderWrapper):
         self._outputs.begin(_length(self.loader), self._first_batch)
         labels = ProfilerRanges(self._profiler_ranges, nvtx=on_cuda)
         return MonitoredIterator(fetcher, cursor, self._finish, recorder, labels, device_wait)
-
-    def _gpu_status(self) -> GpuStatus | None:
-        return None if self._probe is None else self._probe.sample()
 
     def _step(self, batches: int) -> int:
         """Return the number of batches in all epochs if the loader has a length, else those this monitor delivered."""

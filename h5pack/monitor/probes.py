@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import os
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,11 +103,6 @@ class GpuStatus:
     memory_total_bytes: int | None = None
 
 
-# A query that takes longer than this counts as failed, because it delays the training loop.
-BUDGET_SECONDS = 0.05
-# After this many failures in a row, a query is no longer made. A single failure may be due to a busy CPU.
-_MAX_FAILURES = 3
-
 _log = logging.getLogger("h5pack")
 
 
@@ -120,7 +114,6 @@ class GpuProbe:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._failures: Counter[str] = Counter()
         self._card: Any = None
         try:
             self._nvml: Any = importlib.import_module("pynvml")
@@ -145,17 +138,11 @@ class GpuProbe:
         )
 
     def _query(self, function: str) -> Any:
-        if self._failures[function] == _MAX_FAILURES:
-            return None
-        begun = time.perf_counter()
         try:
-            answer = getattr(self._nvml, function)(self._card)
+            return getattr(self._nvml, function)(self._card)
         except Exception:
-            # The query is not supported or not permitted, it timed out, or the package does not have this function.
-            answer = None
-        failed = answer is None or time.perf_counter() - begun > BUDGET_SECONDS
-        self._failures[function] = self._failures[function] + 1 if failed else 0
-        return answer
+            # The query is not supported or not permitted, or the package does not have this function.
+            return None
 
 
 def _find_card(nvml: Any, device: torch.device) -> Any:

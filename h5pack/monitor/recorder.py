@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from h5pack.device.batch import batch_size_and_bytes
 from h5pack.device.loader_wrapper import base_datasets, first_attribute, samplers_of
 from h5pack.monitor.advice import BOTTLENECK_WORDS, advise
 from h5pack.monitor.bottleneck import Encoding, Evidence, judge
-from h5pack.monitor.probes import CpuTime, GpuStatus
+from h5pack.monitor.probes import CpuTime, GpuProbe, GpuStatus
 from h5pack.monitor.report import FeedReport, ReportOutputs
 from h5pack.system.machine import available_cpus
 
@@ -83,20 +83,20 @@ class MonitorSettings:
     warn_once: bool
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Counters:
-    """A snapshot of all counters. Reports are made from the differences between two snapshots."""
+    """All counters of an iteration. Reports are made from the differences between two copies."""
 
     time: float
-    batches: int
-    images: int | None
-    size: int
-    wait: float
-    stall: float
-    cpu: CpuTime
-    fresh: int | None
-    shown: int | None
-    transform: float | None
+    cpu: CpuTime = field(default_factory=CpuTime.now)
+    batches: int = 0
+    images: int | None = None
+    size: int = 0
+    wait: float = 0.0
+    stall: float = 0.0  # on a CUDA device, before a copy is made: only the waits that no CUDA event measures
+    fresh: int | None = None
+    shown: int | None = None
+    transform: float | None = None
 
 
 class FeedRecorder:
@@ -104,7 +104,7 @@ class FeedRecorder:
 
     `layers` are the loader and all loaders that it wraps, outermost first. `begun` is when the iteration began, in
     seconds of `time.perf_counter`. `step` converts a number of batches of this iteration to `FeedReport.step`.
-    `device_wait` is None if the step does not run on a CUDA device.
+    `probe` is None without a GPU, and `device_wait` if the step does not run on a CUDA device.
     """
 
     def __init__(
@@ -116,46 +116,44 @@ class FeedRecorder:
         begun: float,
         epoch: Callable[[], int | None],
         step: Callable[[int], int],
-        gpu_status: Callable[[], GpuStatus | None],
+        probe: GpuProbe | None,
         device_wait: DeviceWait | None,
     ) -> None:
         self._settings, self._layers, self._outputs = settings, layers, outputs
-        self._epoch, self._step, self._query_gpu = epoch, step, gpu_status
+        self._epoch, self._step, self._probe = epoch, step, probe
         self._device_wait = device_wait
         self._gpu: GpuStatus | None = None
         self._gpu_time = float("-inf")
-        self.batches = 0
-        self._images: int | None = None
-        self._size = 0
-        self._wait = 0.0
-        self._unhidden = 0.0
+        self.counters = _Counters(begun)
         self._first = self._last = self._read(begun)
         self._interval: FeedReport | None = None
         self._warm = self._warned = False
-        self._transform_seconds: float | None = None
         self._final: FeedReport | None = None
         self.due = begun + settings.interval_seconds
 
     def waited(self, seconds: float) -> None:
         """Count time spent waiting without receiving a batch, at the start or the end of the loader."""
-        self._wait += seconds
-        self._unhidden += seconds
+        self.counters.wait += seconds
+        self.counters.stall += seconds
 
     def count(self, batch: Any, seconds: float) -> None:
         """Count a batch and the seconds that the process waited for it."""
+        counters = self.counters
         images, size = batch_size_and_bytes(batch)
-        self.batches += 1
-        self._wait += seconds
-        self._size += size
+        counters.batches += 1
+        counters.size += size
+        counters.wait += seconds
+        if self._device_wait is None:
+            counters.stall += seconds
         if images is not None:
-            self._images = images + (self._images or 0)
+            counters.images = images + (counters.images or 0)
 
     def tick(self) -> None:
         """Report the interval that has ended, and warn if the step waited too long.
 
         Call it directly in ``__next__`` of the monitor's iterator: the warning's `stacklevel` points to the loop.
         """
-        now = self._read(time.perf_counter())
+        before, now = self._last, self._read(time.perf_counter())
         self.due = now.time + self._settings.interval_seconds
         report = self._close_interval(now)
         limit, name = self._settings.warn_stall, self._settings.name
@@ -165,7 +163,8 @@ class FeedRecorder:
         if limit is not None and warm and report.stall_fraction > limit and not has_warned:
             self._warned = True
             _warned.add(name)
-            warnings.warn(f"h5pack {name}: {stall_text(self._layers, report, self._transform_seconds)}", stacklevel=3)
+            transform = None if before.transform is None or now.transform is None else now.transform - before.transform
+            warnings.warn(f"h5pack {name}: {stall_text(self._layers, report, transform)}", stacklevel=3)
 
     def finish(self) -> None:
         """Report the last interval and the epoch after the iteration has ended, completely or early."""
@@ -183,22 +182,18 @@ class FeedRecorder:
 
     def _close_interval(self, now: _Counters) -> FeedReport:
         self._interval = report = self._report("interval", self._last, now)
-        before, after = self._last.transform, now.transform
-        self._transform_seconds = None if before is None or after is None else after - before
         self._last = now
         self._outputs.interval(report, now.batches)
         return report
 
     def _read(self, now: float) -> _Counters:
-        device = self._device_wait
-        return _Counters(
+        """Return a copy of the counters at the time `now`, with those that the device and the loaders keep."""
+        device_seconds = 0.0 if self._device_wait is None else self._device_wait.seconds
+        return replace(
+            self.counters,
             time=now,
-            batches=self.batches,
-            images=self._images,
-            size=self._size,
-            wait=self._wait,
-            stall=self._wait if device is None else self._unhidden + device.seconds,
             cpu=CpuTime.now(),
+            stall=self.counters.stall + device_seconds,
             fresh=self._attribute("fresh"),
             shown=self._attribute("shown"),
             transform=self._attribute("transform_seconds"),
@@ -216,7 +211,8 @@ class FeedRecorder:
         images = None if last.images is None else last.images - (first.images or 0)
         cpu = last.cpu.since(first.cpu)
         if last.time - self._gpu_time >= self._settings.interval_seconds:
-            self._gpu, self._gpu_time = self._query_gpu(), last.time
+            self._gpu = None if self._probe is None else self._probe.sample()
+            self._gpu_time = last.time
         return FeedReport(
             name=self._settings.name,
             over=over,

@@ -63,4 +63,3 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(diagnose, "share_budget", share_budget)
     monkeypatch.setattr(diagnose, "repeats_within", lambda costs, seconds: MIN_REPEATS)
-    monkeypatch.setattr(diagnose, "_TRIAL_FRACTION", 0.0)

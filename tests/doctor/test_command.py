@@ -33,7 +33,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 def test_text_a_figure_and_json(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    advice = Advice(Remedy.TRY_MORE_READS, True, {"parameter": "num_threads", "number": 16})
+    advice = Advice(Remedy.TRY_MORE_READS, True, {"parameter": "num_threads", "reads": 16, "units": "threads"})
     monkeypatch.setattr("h5pack.doctor.diagnose.advise", lambda verdict, evidence: [advice])
     code, out, err = run(capsys, path, *USUAL, *CHEAP, "--plot", tmp_path / "a.png")
     assert (code, err) == (0, "")

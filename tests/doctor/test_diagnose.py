@@ -15,17 +15,16 @@ from torch import nn
 import h5pack
 from h5pack.doctor import diagnose as module
 from h5pack.doctor import target as target_module
-from h5pack.doctor.diagnose import Diagnosis, plan_trial
+from h5pack.doctor.diagnose import Diagnosis
 from h5pack.doctor.measure import INTERRUPTED, StageRun
 from h5pack.doctor.report import STAGE_TITLES, DoctorReport
 from h5pack.errors import OptionsError
 from h5pack.monitor.advice import Remedy
-from h5pack.monitor.bottleneck import Bottleneck, Encoding, Outcome, Stage, judge
+from h5pack.monitor.bottleneck import Bottleneck, Outcome, Stage
 from tests.data.packs import threads_end
 from tests.doctor import users
 from tests.doctor.conftest import Machine
 from tests.doctor.test_target import settings
-from tests.monitor.figures import evidence
 
 ROWS = 200
 
@@ -49,18 +48,12 @@ def remedies(report: DoctorReport) -> list[Remedy]:
     return [one.remedy for one in report.advice if one.moves]
 
 
-@pytest.fixture
-def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trial would start workers, in which no time is made up."""
-    monkeypatch.setattr(module, "plan_trial", lambda verdict, evidence: None)
-
-
 def step_of(spend: Callable[[float], None], seconds: float) -> Callable[[], Any]:
     """A factory of a step that takes some time of a machine for each image."""
     return lambda: lambda images, labels: spend(len(images) * seconds)
 
 
-@pytest.mark.usefixtures("no_trial", "hasty")
+@pytest.mark.usefixtures("hasty")
 def test_slow_storage_is_named(path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = type(h5pack.H5Dataset(path).engine)
     read = engine.read
@@ -81,7 +74,7 @@ def test_slow_storage_is_named(path: Path, machine: Machine, monkeypatch: pytest
     assert medians(report)["storage_hot"] == pytest.approx(10 / 0.1, rel=0.1)
 
 
-@pytest.mark.usefixtures("no_trial", "hasty")
+@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_slow_transform_is_named(path: Path, machine: Machine, waits: bool) -> None:
     spend = machine.wait if waits else machine.work
@@ -130,7 +123,7 @@ def test_every_stage_is_measured_or_has_a_reason(path: Path, machine: Machine) -
     found = report.to_json()
     assert set(found) == {
         "path", "split", "images", "rows", "hot_rows", "device", "step", "labels", "normalize", "stages", "bottleneck",
-        "fed", "sure", "verdict", "first_epoch", "advice", "notes", "trial", "facts", "unknown", "failures",
+        "fed", "sure", "verdict", "first_epoch", "advice", "notes", "facts", "unknown", "failures",
         "interrupted", "seconds", "machine",
     }  # fmt: skip
     assert found["facts"]["num_threads"] == 2
@@ -222,18 +215,12 @@ def test_a_budget_that_is_too_small_says_which_is_enough(path: Path, machine: Ma
 def test_a_file_that_memory_cannot_hold_is_cold_in_every_epoch(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target_module, "available_memory", lambda: 1_000)
     with Diagnosis(settings(path)) as diagnosis:
-        assert not diagnosis.target.fits_cache
         monkeypatch.setattr(diagnosis.target._pages, "drop", lambda: None)
         diagnosis.run()
         report = diagnosis.report()
     assert diagnosis._runs[Stage.EVERYTHING].prepare is not None
     assert medians(report)["storage_cold"] is not None
     assert report.evidence.fits_cache is False
-
-
-@pytest.mark.usefixtures("hasty")
-def test_user_code_may_fail_on_a_file_that_memory_cannot_hold(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_module, "available_memory", lambda: 1_000)
     report = diagnose(path, transform=users.failing_transform, model=users.failing_factory)
     assert len(report.failures) == 2
     assert {key for key in ("transform", "step", "everything") if medians(report)[key] is not None} == set()
@@ -245,15 +232,12 @@ def test_hot_stages_are_hot(path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with Diagnosis(settings(path, transform=users.of_a_batch, num_threads=1)) as diagnosis:
         target, said, repeat = diagnosis.target, [], StageRun.repeat
         warm = target.warm
-        monkeypatch.setattr(module, "plan_trial", lambda verdict, evidence: (Stage.TRANSFORM, 2))
         monkeypatch.setattr(target, "warm", lambda seconds: (said.append("warm"), warm(seconds)))
         monkeypatch.setattr(target._pages, "drop", lambda: said.append("cold"))
         monkeypatch.setattr(
             StageRun, "repeat", lambda run, seconds: (said.append(run.stage.value), repeat(run, seconds))
         )
         diagnosis.run()
-        report = diagnosis.report()
-    assert report.evidence.trial.before.repeats == report.evidence.trial.after.repeats == 3
     state = ""
     for what in said:
         if what in ("warm", "cold"):
@@ -261,19 +245,6 @@ def test_hot_stages_are_hot(path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         elif what in ("storage_hot", "loader", "transform", "everything"):
             assert state == "warm", said
     assert {"cold", "warm", "storage_cold", "storage_hot", "everything"} <= set(said)
-
-
-@pytest.mark.usefixtures("hasty")
-def test_a_trial_that_fails_leaves_the_stages(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise ValueError("no second loader")
-
-    monkeypatch.setattr(module, "plan_trial", lambda verdict, evidence: (Stage.LOADER, 2))
-    monkeypatch.setattr(Diagnosis, "_try", fail)
-    report = diagnose(path)
-    assert medians(report)["loader"] is not None
-    assert "no second loader" in report.failures[0]
-    assert report.evidence.trial is None
 
 
 @pytest.mark.usefixtures("hasty")
@@ -289,42 +260,9 @@ def test_pages_that_stay_in_the_cache_leave_the_cold_stages_out(path: Path, monk
     assert report.verdict is not None
 
 
-@pytest.mark.usefixtures("no_trial", "hasty")
+@pytest.mark.usefixtures("hasty")
 def test_a_dataloader_s_workers_are_measured(path: Path) -> None:
     report = diagnose(path, num_workers=1, transform=users.of_one_image)
     assert medians(report)["transform"] is not None
     assert report.evidence.transform_busy_fraction is not None
     assert report.failures == ()
-
-
-SLOW: dict[str, float] = {"storage_hot": 900, "loader": 850, "everything": 840}
-SLOW_TRANSFORM: dict[str, float] = {"transform": 700, "everything": 690}
-WAITS = {"read_busy_fraction": 0.1}
-
-
-@pytest.mark.parametrize(
-    ("known", "figures", "planned"),
-    [
-        ({}, {}, None),
-        # Threads that wait may be more than the CPUs.
-        (WAITS, SLOW, (Stage.LOADER, 16)),
-        ({**WAITS, "num_threads": 30}, SLOW, (Stage.LOADER, 32)),
-        ({**WAITS, "num_threads": 40}, SLOW, None),
-        (WAITS, {**SLOW, "storage_cold": 400}, (Stage.COLD, 16)),
-        ({}, {"storage_cold": 400}, (Stage.COLD, 16)),
-        ({"fits_cache": False}, {"storage_cold": 400, "everything": 390}, (Stage.COLD, 16)),
-        # Threads that compute should be as many as the CPUs.
-        ({}, SLOW, (Stage.LOADER, 8)),
-        ({"num_threads": 12}, SLOW, (Stage.LOADER, 8)),
-        ({"num_threads": 8}, SLOW, None),
-        ({"encoding": Encoding.IMAGES, "num_threads": 1}, SLOW, (Stage.LOADER, 8)),
-        ({}, SLOW_TRANSFORM, (Stage.TRANSFORM, 8)),
-        ({"transform_busy_fraction": 0.1, "num_threads": 8}, SLOW_TRANSFORM, (Stage.TRANSFORM, 32)),
-        ({}, {"copy": 700, "everything": 690}, None),
-    ],
-)
-def test_which_trial_is_planned(
-    known: dict[str, Any], figures: dict[str, float], planned: tuple[Stage, int] | None
-) -> None:
-    found = evidence(figures, **known)
-    assert plan_trial(judge(found), found) == planned

@@ -172,7 +172,7 @@ class Counting(Meter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.readings = self.synchronized = self.epochs = 0
+        self.readings = self.synchronized = 0
 
     def stalled(self) -> float:
         self.readings += 1
@@ -181,54 +181,40 @@ class Counting(Meter):
     def synchronize(self) -> None:
         self.synchronized += 1
 
-    def epoch_over(self) -> None:
-        self.epochs += 1
-
 
 def test_the_meter_is_read_at_both_ends(clock: FakeClock) -> None:
     meter = Counting()
     found = measure_epochs(Loader(clock, 4, 0.1), consume, 1.0, meter=meter)
     # At the beginning, when the first batch is there, and at the end.
     assert found.stall_seconds == 2.0
-    assert (meter.synchronized, meter.epochs) == (3, 2)
+    assert meter.synchronized == 3
     leading = measure_epochs(Loader(clock, 100, 0.1), consume, 2.0, prefetched=5, meter=meter)
     assert leading.stall_seconds == 1.0
 
 
-def test_calls_are_repeated_until_the_time_is_up(clock: FakeClock) -> None:
-    def call() -> int:
-        clock.now += 0.25
-        return 7
+def test_calls_are_repeated_until_the_time_is_up_and_quick_ones_are_queued(clock: FakeClock) -> None:
+    took = 0.25
 
-    meter = Counting()
-    found = measure_calls(call, 1.0, meter)
-    assert (found.images, found.seconds, meter.synchronized) == (28, 1.0, 6)
-    assert measure_calls(call, 0.0).images == 7
-
-
-def test_quick_calls_are_queued_and_slow_calls_are_not(clock: FakeClock) -> None:
-    took = 0.03125
-
-    def call() -> int:
+    def call() -> None:
         clock.now += took
-        return 1
 
     meter = Counting()
+    found = measure_calls(call, 7, 1.0, meter, max_queued_calls=8)
+    assert (found.images, found.seconds, meter.synchronized) == (28, 1.0, 6)
+    assert measure_calls(call, 7, 0.0).images == 7
+    took, meter = 0.03125, Counting()
     # One, then three at a time, which are the tenth of a second that may wait.
-    assert measure_calls(call, 10 * took, meter, max_queued_calls=8).images == 10
+    assert measure_calls(call, 1, 10 * took, meter, max_queued_calls=8).images == 10
     assert meter.synchronized == 1 + 1 + 3 + 1
-    took = 1.0
-    assert measure_calls(call, 2.5, max_queued_calls=8).images == 3
 
 
 def test_cpu_seconds_are_those_of_the_repeat() -> None:
-    def burn() -> int:
+    def burn() -> None:
         end = time.thread_time() + 0.05
         while time.thread_time() < end:
             pass
-        return 1
 
-    assert measure_calls(burn, 0.0).cpu_seconds >= 0.05
+    assert measure_calls(burn, 1, 0.0).cpu_seconds >= 0.05
     assert Repeat(10, 0.0).rate > 0
 
 

@@ -34,13 +34,11 @@ def load(model: Any) -> tuple[Any, str]:
 
 
 def test_the_built_in_step_accepts_images_of_any_size() -> None:
-    for shape in ((3, 16, 12), (1, 1, 1), (4, 40, 20), (7,), (2, 3)):
-        for classes in (None, 5):
-            setting = StepSetting(shape, classes, torch.device("cpu"), torch.float32)
-            step, text = make_step(None, setting)
-            step(torch.rand(3, *shape), torch.tensor([0, 1, 9_999]))
-            step(torch.rand(3, *shape), None)
-            assert text.startswith("built in, a small network of ")
+    for shape, classes in (((3, 16, 12), 5), ((1, 1, 1), None), ((2, 3), 5)):
+        step, text = make_step(None, StepSetting(shape, classes, torch.device("cpu"), torch.float32))
+        step(torch.rand(3, *shape), torch.tensor([0, 1, 9_999]))
+        step(torch.rand(3, *shape), None)
+        assert text.startswith("built in, a small network of ")
 
 
 @pytest.mark.parametrize("as_factory", [True, False])

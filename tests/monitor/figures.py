@@ -38,7 +38,6 @@ def evidence(figures: dict[str, Any] | None = None, used: dict[str, float] | Non
         "pinned": True,
         "fits_resident": True,
         "read_busy_fraction": 0.97,
-        "num_gpus": 1,
         "has_transform": "transform" in (figures or {}),
         "stages": stages(used, **(figures or {})),
     }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import string
 from typing import Any
 
 import pytest
 
 from h5pack.monitor.advice import Advice, Remedy, advise
-from h5pack.monitor.bottleneck import Encoding, Evidence, Stage, Trial, judge
-from tests.monitor.figures import evidence, rates
+from h5pack.monitor.bottleneck import Encoding, Evidence, judge
+from tests.monitor.figures import evidence
 
 FED: dict[str, Any] = {}
 LOADER = {"storage_hot": 900, "loader": 850, "everything": 840}
@@ -24,10 +25,6 @@ FLOATS = {"loaded_float": True, "loaded_row_bytes": 602_112}
 ONE = {"cpus": 1}
 
 
-def trial(number: int, before: float, after: float, stage: Stage = Stage.LOADER) -> Trial:
-    return Trial(stage, number, rates(before), rates(after))
-
-
 def given(known: Evidence) -> list[Advice]:
     return advise(judge(known), known)
 
@@ -40,10 +37,9 @@ def remedies(found: list[Advice], *, moves: bool) -> str:
 @pytest.mark.parametrize(
     ("figures", "known", "moving", "others"),
     [
-        # Storage that waits needs more reads at the same time, unless a trial shows that they do not help.
+        # Storage that waits needs more reads at the same time, up to a maximum.
         (LOADER, WAITS, "TRY_MORE_READS FASTER_DISK", ""),
-        (LOADER, {**WAITS, "trial": trial(16, 850, 2_600)}, "RAISE_READS FASTER_DISK", ""),
-        (LOADER, {**WAITS, "trial": trial(16, 850, 860)}, "FASTER_DISK", "NUMBER_DOES_NOT_HELP"),
+        (LOADER, {**WAITS, "num_threads": 32, "cpus": 64}, "FASTER_DISK", ""),
         # Threads that wait for a disk need no CPU, so they are not too many.
         (LOADER, {**WAITS, **ONE}, "TRY_MORE_READS FASTER_DISK", ""),
         (SEEKS, {"fits_cache": False}, "TRY_MORE_READS LARGER_CHUNKS FASTER_DISK", ""),
@@ -67,26 +63,21 @@ def remedies(found: list[Advice], *, moves: bool) -> str:
         (FED, {"half_batch_ratio": 0.55}, "LARGER_BATCH_FOR_STEP FASTER_STEP", ""),
         (FED, {"half_batch_ratio": 0.9}, "FASTER_STEP", ""),
         (LOADER, {"batch_rows": 8, "loaded_row_bytes": 3_072}, "LARGER_BATCH_FOR_LOADER", ""),
-        (FED, {"batch_rows": 8, "loaded_row_bytes": 3_072}, "FASTER_STEP", ""),
         (COPY, FLOATS, "UINT8_BATCHES", ""),
         (FED, FLOATS, "FASTER_STEP", "UINT8_BATCHES"),
         (COPY, {**FLOATS, "stored_float": True}, "STORE_UINT8", ""),
         (COPY, {"pinned": False}, "PIN_MEMORY", ""),
         (FED, {"pinned": False}, "FASTER_STEP", "PIN_MEMORY"),
         (ON_CPU, {"pinned": False, "on_gpu": False}, "USE_GPU", ""),
-        # More threads if CPUs are free and the loader is bound by them, or a trial shows it.
+        # More threads if CPUs are free and the loader is bound by them.
         (LOADER, {"used": BUSY}, "RAISE_PARALLELISM", ""),
         (LOADER, {"used": BUSY, "num_workers": 4}, "RAISE_PARALLELISM", ""),
-        (LOADER, {"used": BUSY, "trial": trial(8, 850, 860)}, "", "NUMBER_DOES_NOT_HELP"),
         (LOADER, {"used": {"loader": 1.0}}, "", ""),
-        (LOADER, {}, "", ""),
         # Fewer if they take turns. A GPU that is fed is not slowed by them; a CPU that is the device is.
         (LOADER, ONE, "LOWER_PARALLELISM", ""),
-        (LOADER, {**ONE, "trial": trial(1, 850, 600)}, "", "NUMBER_DOES_NOT_HELP"),
         (FED, ONE, "FASTER_STEP", "LOWER_PARALLELISM"),
         (ON_CPU, {**ONE, "on_gpu": False}, "LOWER_PARALLELISM USE_GPU", ""),
         (LOADER, {**ONE, "num_threads": 1, "used": {"loader": 0.98}}, "MORE_CPUS", ""),
-        (LOADER, {**ONE, "num_threads": 1, "used": {"loader": 0.98}, "machine_cpus": 1}, "MORE_CPUS", ""),
         (LOADER, {**ONE, "num_threads": 1, "used": {"loader": 0.2}}, "", ""),
         (LOADER, {"num_workers": 0}, "START_WORKERS", ""),
         # The device. A loop that contradicts its parts may do so because of synchronisation.
@@ -94,10 +85,9 @@ def remedies(found: list[Advice], *, moves: bool) -> str:
         (FED, {"synchronisations": 0.0}, "FASTER_STEP", ""),
         (COPY, {"synchronisations": 2.0}, "", "AVOID_SYNCHRONISATION"),
         ({"everything": 1_000}, {"synchronisations": 2.0, "stall_fraction": 0.8}, "AVOID_SYNCHRONISATION", ""),
-        (FED, {"num_gpus": 2, "idle_gpus": 1}, "USE_IDLE_GPUS FASTER_STEP", ""),
-        (COPY, {"num_gpus": 2, "idle_gpus": 1}, "", "USE_IDLE_GPUS"),
-        (FED, {"num_gpus": 2, "idle_gpus": 0}, "FASTER_STEP", ""),
-        (FED, {"num_gpus": 2, "world_size": 2}, "FASTER_STEP", ""),
+        (FED, {"idle_gpus": 1}, "USE_IDLE_GPUS FASTER_STEP", ""),
+        (COPY, {"idle_gpus": 1}, "", "USE_IDLE_GPUS"),
+        (FED, {"idle_gpus": 1, "world_size": 2}, "FASTER_STEP", ""),
         ({**ON_CPU, "normalize": 900, "everything": 680}, {"on_gpu": False}, "NORMALIZE_ON_GPU", ""),
         ({"loader": None}, {}, "", ""),
     ],
@@ -112,16 +102,15 @@ def test_what_is_recommended(figures: dict[str, Any], known: dict[str, Any], mov
     ("figures", "known", "parts"),
     [
         (LOADER, WAITS, ["num_threads=16"]),
-        (LOADER, {**WAITS, "num_workers": 4, "trial": trial(16, 850, 2_600)}, ["3.1", "2,600", "num_workers=16"]),
-        (TRANSFORM, {**SLEEPS, "trial": trial(16, 700, 2_700, Stage.TRANSFORM)}, ["num_threads=16", "3.86", "2,700"]),
+        (LOADER, {**WAITS, "num_workers": 10}, ["num_workers=32"]),
+        (TRANSFORM, SLEEPS, ["num_threads=16"]),
+        (LOADER, {"used": BUSY}, ["num_threads to 8"]),
+        (LOADER, ONE, ["1 CPU", "num_threads to 1"]),
         (LOADER, {"batch_rows": 8, "loaded_row_bytes": 3_072}, ["8 images of 3,072 bytes"]),
         (COPY, FLOATS, ["602,112 bytes", "4.0 times"]),
-        (LOADER, {"used": BUSY, "trial": trial(8, 850, 1_600)}, ["num_threads to 8", "1.88 times", "1,600 images/s"]),
-        (LOADER, {**ONE, "trial": trial(1, 850, 1_020)}, ["1 CPU", "num_threads to 1", "1.20 times"]),
         (FED, {"synchronisations": 2.0, "synchronised_at": "train.py:42"}, ["2.0 times", "train.py:42"]),
-        (FED, {"num_gpus": 2, "idle_gpus": 1}, ["1 idle GPU:", "2 processes"]),
+        (FED, {"idle_gpus": 1}, ["1 idle GPU:", "2 processes"]),
         (LOADER, {**ONE, "num_threads": 1, "used": {"loader": 0.98}}, ["1 CPU", "the machine has 16"]),
-        (FED, {"num_gpus": 4}, ["3 idle GPUs (unless"]),
         ({"storage_cold": 500}, {}, ["first epoch"]),
     ],
 )
@@ -134,7 +123,7 @@ def test_texts_have_the_numbers(figures: dict[str, Any], known: dict[str, Any], 
 def test_the_usual_causes_come_first() -> None:
     figures = {"storage_hot": 1_050, "loader": 1_000, "copy": 1_010, "step": 1_020, "everything": 700}
     known: dict[str, Any] = {"encoding": Encoding.CHUNKS, "fits_resident": False, "half_batch_ratio": 0.6}
-    known |= {"loaded_float": True, "pinned": False, "synchronisations": 1.0, "num_gpus": 2, "idle_gpus": 1}
+    known |= {"loaded_float": True, "pinned": False, "synchronisations": 1.0, "idle_gpus": 1}
     assert remedies(given(evidence(figures, BUSY, **known)), moves=True) == (
         "DECODE_ONCE LARGER_BATCH_FOR_STEP UINT8_BATCHES PIN_MEMORY RAISE_PARALLELISM AVOID_SYNCHRONISATION "
         "USE_IDLE_GPUS FASTER_STEP"
@@ -167,13 +156,11 @@ def test_every_bottleneck_of_a_training_loop_has_advice(known: dict[str, Any], e
     assert remedies(found, moves=True) == expected
 
 
-@pytest.mark.parametrize("remedy", Remedy)
-def test_every_remedy_names_its_parameters_as_they_stand_in_its_text(remedy: Remedy) -> None:
-    fields = dict.fromkeys(("parameter", "units", "rate", "stored", "order", "reason", "encoding"), "words")
-    fields |= dict.fromkeys(("measured", "where", "known"), "")
-    numbers = dict.fromkeys(("number", "parallel", "gain", "half", "rows", "size", "times", "gpus", "busy"), 3)
-    found = Advice(remedy, True, {**fields, **numbers, "cpus": "3 CPUs", "machine": 8, "others": "1 GPU"})
-    assert "`" not in found.text
-    assert "--" not in found.text
-    assert all(fragment in found.text for fragment in found.parameters)
-    assert len(found.parameters) == remedy.value.count("`") / 2
+def test_every_remedy_names_its_parameters_as_they_stand_in_its_text() -> None:
+    for remedy in Remedy:
+        fields = {name: 3.0 for _, name, _, _ in string.Formatter().parse(remedy.value) if name}
+        found = Advice(remedy, True, fields)
+        assert "`" not in found.text
+        assert "--" not in found.text
+        assert all(fragment in found.text for fragment in found.parameters)
+        assert len(found.parameters) == remedy.value.count("`") / 2

@@ -17,7 +17,6 @@ import torch
 
 from h5pack.monitor import probes
 from h5pack.monitor.probes import CpuTime, GpuProbe, GpuStatus
-from tests.monitor.fake_clock import FakeClock
 
 
 def burn(seconds: float) -> None:
@@ -61,7 +60,7 @@ def test_cpu_time_on_systems_that_list_no_children(tmp_path: Path, monkeypatch: 
 
 
 class FakeNvml(types.ModuleType):
-    """The part of pynvml that is used. A card is its UUID; each answer is a value, a callable or an error."""
+    """The part of pynvml that is used. A card is its UUID; each answer is a value or an error."""
 
     def __init__(self, *uuids: str) -> None:
         super().__init__("pynvml")
@@ -70,7 +69,6 @@ class FakeNvml(types.ModuleType):
             "memory": types.SimpleNamespace(used=3 * 2**30, total=80 * 2**30),
             "utilisation": types.SimpleNamespace(gpu=87, memory=40),
         }
-        self.queries: list[str] = []
         self.nvmlInit = lambda: None
         self.nvmlDeviceGetCount = lambda: len(self.uuids)
         self.nvmlDeviceGetHandleByIndex = self.uuids.__getitem__
@@ -83,11 +81,10 @@ class FakeNvml(types.ModuleType):
         return value.encode() if self.as_bytes else value
 
     def answer(self, what: str) -> Any:
-        self.queries.append(what)
         value = self.answers[what]
         if isinstance(value, Exception):
             raise value
-        return value() if callable(value) else value
+        return value
 
 
 Install = Callable[..., FakeNvml]
@@ -99,8 +96,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
         module = FakeNvml(*uuids)
         monkeypatch.setitem(sys.modules, "pynvml", module)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid=own))
-        # A busy machine may take any time for a made-up answer.
-        monkeypatch.setattr(probes, "BUDGET_SECONDS", 60.0)
         return module
 
     return make
@@ -127,37 +122,9 @@ def test_without_a_uuid_only_a_single_card_is_used(install: Install) -> None:
     assert sample() is None
 
 
-def test_a_query_that_fails_is_given_up_after_three_times_in_a_row(install: Install) -> None:
-    module = install("GPU-a")
-    utilisation, module.answers["utilisation"] = module.answers["utilisation"], RuntimeError("not supported")
-    probe = GpuProbe(torch.device("cuda"))
-    for _ in range(2):
-        assert probe.sample() == GpuStatus("name of GPU-a", None, 3 * 2**30, 80 * 2**30)
-    module.answers["utilisation"] = utilisation
-    assert (found := probe.sample()) is not None
-    assert found.utilisation_percent == 87.0
-    module.answers["utilisation"] = RuntimeError("not supported")
-    for _ in range(5):
-        probe.sample()
-    assert module.queries.count("utilisation") == 3 + 3
-    assert module.queries.count("memory") == 8
-
-
-def test_a_slow_query_is_given_up_after_three_times(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, clock = install("GPU-a"), FakeClock()
-    monkeypatch.setattr(probes, "time", clock)
-    monkeypatch.setattr(probes, "BUDGET_SECONDS", 0.05)
-    memory = module.answers["memory"]
-
-    def slow() -> Any:
-        clock.now += 0.06
-        return memory
-
-    module.answers["memory"] = slow
-    probe = GpuProbe(torch.device("cuda"))
-    found = [probe.sample() for _ in range(4)]
-    assert [None if one is None else one.memory_total_bytes for one in found] == [80 * 2**30] * 3 + [None]
-    assert module.queries.count("memory") == 3
+def test_a_query_that_fails_leaves_its_number_out(install: Install) -> None:
+    install("GPU-a").answers["utilisation"] = RuntimeError("not supported")
+    assert sample() == GpuStatus("name of GPU-a", None, 3 * 2**30, 80 * 2**30)
 
 
 def test_without_package_library_or_gpu_there_is_no_status(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
