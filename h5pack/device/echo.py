@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import weakref
 from collections.abc import Iterator
@@ -109,7 +110,7 @@ class EchoLoader(LoaderWrapper):
         """Return the number of batches in an epoch, including repeats."""
         if not isinstance(self.factor, Fraction):
             raise TypeError("an EchoLoader with factor='auto' has no length: repeats depend on time")
-        return int(len(self.loader) * self.factor // 1)
+        return math.floor(len(self.loader) * self.factor)
 
     def __iter__(self) -> Iterator[Any]:
         """Begin the next epoch. Raises OptionsError if `factor` is "auto" and there are several ranks."""
@@ -118,10 +119,10 @@ class EchoLoader(LoaderWrapper):
         self.close()
         state, self._loaded = self._loaded, None
         cursor, fetcher = self._begin(record=True)
-        self._state = state = state or EchoState(self.epoch)
+        self._state = state or EchoState(self.epoch)
         if isinstance(self.factor, Fraction):
-            return _FixedEcho(self, fetcher, cursor, state, self.factor)
-        iterator = _AdaptiveEcho(self, fetcher, cursor, state, self.max_factor)
+            return _FixedEcho(self, fetcher, cursor, math.ceil(self.factor))
+        iterator = _AdaptiveEcho(self, fetcher, cursor, self.max_factor)
         self._thread = weakref.ref(iterator.thread)
         return iterator
 
@@ -199,19 +200,18 @@ class EchoLoader(LoaderWrapper):
 class _EchoIterator(BatchIterator):
     """An iterator over one epoch of an EchoLoader that delivers a batch at most `max_showings` times.
 
-    It updates `state` at each delivery.
+    It updates the loader's state at each delivery.
     """
 
-    def __init__(
-        self, loader: EchoLoader, fetcher: BatchFetcher, cursor: DeliveryCursor, state: EchoState, max_showings: int
-    ) -> None:
+    def __init__(self, loader: EchoLoader, fetcher: BatchFetcher, cursor: DeliveryCursor, max_showings: int) -> None:
         super().__init__()
         self._loader, self._fetcher, self._cursor = loader, fetcher, cursor
-        self._state, self._max_showings = state, max_showings
+        self._state, self._max_showings = loader._state, max_showings
         self._current: FetchedBatch | None = None
 
-    def _begin_batch(self, fetched: FetchedBatch) -> None:
+    def _begin_batch(self, fetched: FetchedBatch) -> FetchedBatch:
         self._current, self._state.epoch = fetched, fetched.epoch
+        return fetched
 
     def _show(self, fetched: FetchedBatch) -> Any:
         """Return the batch to deliver and count the delivery; a repeat gets the attribute `repeats`."""
@@ -240,26 +240,18 @@ class _EchoIterator(BatchIterator):
 class _FixedEcho(_EchoIterator):
     """An iterator that delivers each batch `factor` times on average."""
 
-    def __init__(
-        self, loader: EchoLoader, fetcher: BatchFetcher, cursor: DeliveryCursor, state: EchoState, factor: Fraction
-    ) -> None:
-        super().__init__(loader, fetcher, cursor, state, -int(-factor // 1))
-        self._factor = factor
-
     def _next_batch(self) -> Any:
-        if self._current is None:
-            self._begin_batch(self._fetcher.fetch())
-        assert self._current is not None
-        fetched = self._current
+        fetched = self._current or self._begin_batch(self._fetcher.fetch())
         batch = self._show(fetched)
-        if self._state.showing == showings(self._factor, self._state.batch):
+        assert isinstance(self._loader.factor, Fraction)
+        if self._state.showing == showings(self._loader.factor, self._state.batch):
             self._end_batch(fetched)
         return batch
 
 
 def showings(factor: Fraction, batch: int) -> int:
     """Return how often the batch with this index is delivered; the first n add up to ``floor(factor * n)`` times."""
-    return int((batch + 1) * factor // 1 - batch * factor // 1)
+    return math.floor((batch + 1) * factor) - math.floor(batch * factor)
 
 
 class _AdaptiveEcho(_EchoIterator):
@@ -269,10 +261,8 @@ class _AdaptiveEcho(_EchoIterator):
     garbage-collected.
     """
 
-    def __init__(
-        self, loader: EchoLoader, fetcher: BatchFetcher, cursor: DeliveryCursor, state: EchoState, max_showings: int
-    ) -> None:
-        super().__init__(loader, fetcher, cursor, state, max_showings)
+    def __init__(self, loader: EchoLoader, fetcher: BatchFetcher, cursor: DeliveryCursor, max_showings: int) -> None:
+        super().__init__(loader, fetcher, cursor, max_showings)
         self._clock = _FetchClock()
         self.thread = PrefetchThread(fetcher, self._clock.enter, self._clock.prepare, 1)
         self.thread.stop_with(self)
@@ -302,7 +292,7 @@ class _AdaptiveEcho(_EchoIterator):
         A batch that is about to be ready is worth a short wait: repeating the old batch instead would hardly save time.
         """
         tolerance = _WAIT_SHARE * self._step_seconds
-        soon = 0.0 < self._clock.expected_at() - time.monotonic() <= tolerance
+        soon = 0.0 < self._clock.begun + self._clock.seconds - time.monotonic() <= tolerance
         item = self.thread.get(seconds=None if wait else tolerance if soon else 0.0)
         if item is None:
             return None
@@ -312,7 +302,7 @@ class _AdaptiveEcho(_EchoIterator):
             finally:
                 # The error's traceback refers to this frame, so the local variable would form a reference cycle.
                 del item
-        self._clock.restart()
+        self._clock.begun = time.monotonic()
         return item
 
     def _release(self) -> None:
@@ -323,10 +313,11 @@ class _AdaptiveEcho(_EchoIterator):
 
 
 class _FetchClock:
-    """A clock that measures how long a prefetch thread takes for a batch, and predicts when the next one is ready."""
+    """A clock that measures how long a prefetch thread takes for a batch, to predict when the next one is ready."""
 
     def __init__(self) -> None:
-        self._begun, self._seconds = time.monotonic(), 0.0
+        # When the thread began its current batch, and how long a batch takes on average.
+        self.begun, self.seconds = time.monotonic(), 0.0
         # Each thread has its own current CUDA stream. If the wrapped loader is a DeviceFeed, it delivers batches in the
         # prefetch thread, and must make them ready for the stream of the consumer's thread.
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -339,16 +330,8 @@ class _FetchClock:
 
     def prepare(self, batch: Any) -> Any:
         """Record that a batch is ready, and return it unchanged."""
-        self._seconds = _moving_average(self._seconds, time.monotonic() - self._begun)
+        self.seconds = _moving_average(self.seconds, time.monotonic() - self.begun)
         return batch
-
-    def restart(self) -> None:
-        """Record that the consumer received a batch, upon which the thread begins to fetch the next one."""
-        self._begun = time.monotonic()
-
-    def expected_at(self) -> float:
-        """Return when the batch that is being fetched should be ready, in seconds of `time.monotonic`."""
-        return self._begun + self._seconds
 
 
 def _moving_average(average: float, seconds: float) -> float:

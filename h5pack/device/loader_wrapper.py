@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader
-
 from h5pack.data.samplers import BatchOrder, ChunkSampler
 from h5pack.errors import OptionsError, StateError
 
@@ -54,7 +52,7 @@ class LoaderWrapper:
         self.loader = loader
         self._iteration = 0
         self._next_iteration = 0
-        self._seen_epoch = self._sampler_epoch()
+        self._seen_epoch = _epoch_of(self.loader, counted=False)
         # The progress of the current iteration. None: no iteration is running, so the state is the next one's start.
         self._cursor: DeliveryCursor | None = None
 
@@ -82,14 +80,14 @@ class LoaderWrapper:
     @property
     def epoch(self) -> int:
         """The epoch of the current iteration, or of the last one if none is running."""
-        known = self._known_epoch()
+        known = _epoch_of(self.loader, counted=True)
         return self._iteration if known is None else known
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration."""
         self._next_iteration = epoch
         self._cursor = None
-        setter = next((one for one in self._loader_and_samplers() if callable(getattr(one, "set_epoch", None))), None)
+        setter = next((one for one in with_samplers(self.loader) if callable(getattr(one, "set_epoch", None))), None)
         if setter is not None:
             setter.set_epoch(epoch)
 
@@ -111,7 +109,7 @@ class LoaderWrapper:
         else:
             sampler = self._stateful_sampler()
             state = sampler.state_dict() if cursor is None else sampler.state_dict(self._consumed(sampler, cursor))
-        if self._known_epoch() is None:
+        if _epoch_of(self.loader, counted=True) is None:
             state = {"epoch": self._next_iteration if cursor is None else cursor.iteration, "loader": state}
         return state
 
@@ -124,7 +122,7 @@ class LoaderWrapper:
             If `state` belongs to another loader, or if the loader keeps no state.
         """
         epoch = None
-        if self._known_epoch() is None:
+        if _epoch_of(self.loader, counted=True) is None:
             try:
                 epoch, state = int(state["epoch"]), state["loader"]
             except (KeyError, TypeError, ValueError) as error:
@@ -141,7 +139,7 @@ class LoaderWrapper:
 
         A wrapper that fetches more than it delivers must have the loader's state recorded with each batch (`record`).
         """
-        sampler_epoch = self._sampler_epoch()
+        sampler_epoch = _epoch_of(self.loader, counted=False)
         if sampler_epoch != self._seen_epoch and sampler_epoch is not None:
             # The user called the sampler's own set_epoch, so this is the epoch. If users forget that call, the sampler
             # repeats its order, but iterations are still counted.
@@ -159,7 +157,7 @@ class LoaderWrapper:
         self._cursor = None
         if hasattr(self.loader, "state_dict"):
             return
-        for sampler in self._loader_and_samplers():
+        for sampler in with_samplers(self.loader):
             # If set_epoch or load_state_dict was called during the iteration, the sampler's state already describes the
             # next epoch and does not depend on the number of batches. It must not be changed then.
             if isinstance(sampler, (BatchOrder, ChunkSampler)) and sampler.state_dict(0) != sampler.state_dict(1):
@@ -176,32 +174,8 @@ class LoaderWrapper:
             return None
         return state
 
-    def _loader_and_samplers(self) -> Iterator[Any]:
-        """Yield the loader, its batch sampler, its sampler, and the sampler inside the batch sampler, as far as any."""
-        batch_sampler = getattr(self.loader, "batch_sampler", None)
-        yield self.loader
-        for sampler in (batch_sampler, getattr(self.loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
-            if sampler is not None:
-                yield sampler
-
-    def _known_epoch(self) -> int | None:
-        """Return the epoch as counted by the loader or its sampler; None if neither counts epochs."""
-        return self._epoch_of(counting=True)
-
-    def _sampler_epoch(self) -> int | None:
-        """Return the epoch of a sampler that relies on the user to call set_epoch; None without such a sampler."""
-        return self._epoch_of(counting=False)
-
-    def _epoch_of(self, *, counting: bool) -> int | None:
-        for one in self._loader_and_samplers():
-            # torch's DistributedSampler does not move to the next epoch by itself.
-            counts = one is self.loader or isinstance(one, (BatchOrder, ChunkSampler))
-            if counts is counting and isinstance(epoch := getattr(one, "epoch", None), int):
-                return epoch
-        return None
-
     def _stateful_sampler(self) -> BatchOrder | ChunkSampler:
-        for one in self._loader_and_samplers():
+        for one in with_samplers(self.loader):
             if isinstance(one, (BatchOrder, ChunkSampler)):
                 return one
         raise StateError(
@@ -233,7 +207,7 @@ class BatchFetcher:
         state = self._wrapper._loader_state() if self._record else None
         if self._epoch is None:
             # Keep the epoch of the first batch, because another iteration may change it before this one ends.
-            known = self._wrapper._known_epoch()
+            known = _epoch_of(self._wrapper.loader, counted=True)
             self._epoch = self._iteration if known is None else known
         return FetchedBatch(batch, self._epoch, self._count, state)
 
@@ -263,9 +237,9 @@ def first_attribute(layers: list[Any], name: str) -> Any:
     return None
 
 
-def base_datasets(layers: list[Any]) -> list[Any]:
-    """Return the underlying datasets of the loaders, found by unwrapping subsets and concatenations."""
-    waiting, found = [first_attribute(layers, "dataset")], []
+def base_datasets(dataset: Any) -> list[Any]:
+    """Return the datasets inside subsets and concatenations; [] for None."""
+    waiting, found = [dataset], []
     while waiting:
         dataset = waiting.pop(0)
         inner = getattr(dataset, "datasets", None) or getattr(dataset, "dataset", None)
@@ -278,8 +252,21 @@ def base_datasets(layers: list[Any]) -> list[Any]:
     return found
 
 
-def samplers_of(loader: Any) -> list[Any]:
-    """Return the batch sampler and the sampler of a DataLoader, as far as not None; [] for any other loader."""
-    if not isinstance(loader, DataLoader):
-        return []
-    return [sampler for sampler in (loader.batch_sampler, loader.sampler) if sampler is not None]
+def with_samplers(loader: Any) -> list[Any]:
+    """Return the loader, its batch sampler, its sampler, and the sampler of its batch sampler, without absent ones."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = (batch_sampler, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
+    return [loader, *(sampler for sampler in samplers if sampler is not None)]
+
+
+def _epoch_of(loader: Any, *, counted: bool) -> int | None:
+    """Return the epoch as counted by the loader or its sampler, or else (`counted` false) as the user set it.
+
+    torch's DistributedSampler does not move to the next epoch by itself: users must call its set_epoch. Returns None if
+    there is no such epoch.
+    """
+    for one in with_samplers(loader):
+        counts = one is loader or isinstance(one, (BatchOrder, ChunkSampler))
+        if counts is counted and isinstance(epoch := getattr(one, "epoch", None), int):
+            return epoch
+    return None

@@ -21,6 +21,7 @@ from h5pack.device.augment import (
     erase_on_cpu,
 )
 from h5pack.device.batch import BatchKey
+from h5pack.device.loader_wrapper import base_datasets
 from h5pack.device.pixel_scale import PixelScale, scale_into, scale_whole
 from h5pack.errors import OptionsError
 
@@ -146,10 +147,10 @@ class Normalize:
         OptionsError
             If the dataset has no statistics, or the datasets of a ConcatPack have different ones.
         """
-        found = _statistics_of(dataset)
-        if len(set(found)) != 1:
+        found = {_statistics_of(part) for part in base_datasets(dataset)}
+        if len(found) != 1:
             raise OptionsError("the statistics of the concatenated datasets differ; give Normalize mean and std")
-        return cls(*found[0], **options)
+        return cls(*found.pop(), **options)
 
     @classmethod
     def imagenet(cls, **options: Any) -> Normalize:
@@ -157,21 +158,12 @@ class Normalize:
         return cls(IMAGENET_MEAN, IMAGENET_STD, **options)
 
     def __repr__(self) -> str:
-        parts = [
-            f"mean={_format_numbers(self.mean)}, std={_format_numbers(self.std)}",
-            f"dtype={self.dtype}",
-            f"layout={self.layout!r}",
-        ]
-        parts += [f"channels={self.channels!r}"] if self.channels else []
-        augmentation = self.augmentation
-        parts += [f"flip={augmentation.flip}"] if augmentation.flip else []
-        parts += [f"crop={augmentation.crop}"] if augmentation.crop else []
-        if augmentation.erase:
-            parts.append(f"erase={augmentation.erase}, erase_scale={augmentation.erase_scale}")
-            parts.append(f"erase_ratio={augmentation.erase_ratio}")
-        parts += [f"seed={self.seed}"] if self.keyed else []
-        parts += [f"backend={self.backend!r}"] if self.backend != "auto" else []
-        return f"Normalize({', '.join(parts)})"
+        mean, std = (tuple(float(f"{value:.4g}") for value in values) for values in (self.mean, self.std))
+        options = {"mean": mean, "std": std, "dtype": self.dtype, "layout": self.layout, "channels": self.channels}
+        if self.keyed:
+            options |= {**vars(self.augmentation), "seed": self.seed}
+        options["backend"] = self.backend
+        return f"Normalize({', '.join(f'{name}={value!r}' for name, value in options.items())})"
 
     def __getstate__(self) -> dict[str, Any]:
         # Device tensors and pooled memory are not pickled. They are created again on demand.
@@ -197,11 +189,14 @@ class Normalize:
         draws = None
         if self.keyed:
             draws = draw_augmentation(self._checked_key(key, pixels), self.seed, self.augmentation, height, width)
-        constants = self._constants_on(images.device, channels)
-        planar = self.layout == "contiguous"
         if torch.compiler.is_compiling():
-            # torch.compile fuses these operations into one kernel.
-            return self._by_operations(pixels, constants, draws)
+            # torch.compile fuses these operations into one kernel. Its tensors are symbolic and must not be cached.
+            return self._by_operations(pixels, self._scale.tensor(images.device, channels), draws)
+        name = (str(images.device), channels)
+        if name not in self._constants:
+            self._constants[name] = self._scale.tensor(images.device, channels)
+        constants = self._constants[name]
+        planar = self.layout == "contiguous"
         if self._by_triton(images.device):
             result = self._empty(pixels)
             if self._launched(result, pixels, constants, draws):
@@ -261,15 +256,6 @@ class Normalize:
             return key
         return BatchKey(key.rows.to(pixels.device), key.epoch, key.repeats)
 
-    def _constants_on(self, device: torch.device, channels: int) -> torch.Tensor:
-        # While torch.compile traces this call, tensors are symbolic and must not be cached.
-        if torch.compiler.is_compiling():
-            return self._scale.tensor(device, channels)
-        name = (str(device), channels)
-        if name not in self._constants:
-            self._constants[name] = self._scale.tensor(device, channels)
-        return self._constants[name]
-
     def _empty(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return an uninitialised result of shape (N, C, H, W) in the memory format `self.layout`."""
         planar = self.layout == "contiguous"
@@ -286,8 +272,7 @@ class Normalize:
         """Return a uint8 tensor (count, row_bytes), in the memory of an earlier result if that is no longer in use."""
         pool = self._pool
         if pool is None or pool.fields[0].row_bytes != row_bytes or pool.bytes < count * row_bytes:
-            pool = BufferPool([("images", (row_bytes,), np.dtype(np.uint8))], count, False, _POOLED)
-            self._pool = pool
+            pool = self._pool = BufferPool([("images", (row_bytes,), np.dtype(np.uint8))], count, False, _POOLED)
         return pool.allocate(count).tensor("images")
 
     def _by_triton(self, device: torch.device) -> bool:
@@ -377,12 +362,8 @@ def _checked_statistics(
     return means, deviations
 
 
-def _statistics_of(dataset: Any) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
-    """Return the stored (mean, std) of each underlying dataset, found by unwrapping subsets and concatenations."""
-    if hasattr(dataset, "datasets"):
-        return [pair for part in dataset.datasets for pair in _statistics_of(part)]
-    if hasattr(dataset, "dataset"):
-        return _statistics_of(dataset.dataset)
+def _statistics_of(dataset: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the mean and standard deviation that are stored in the file of a dataset."""
     mean, std = getattr(dataset, "mean", None), getattr(dataset, "std", None)
     if mean is None or std is None:
         where = getattr(dataset, "path", f"a {type(dataset).__name__}")
@@ -390,8 +371,4 @@ def _statistics_of(dataset: Any) -> list[tuple[tuple[float, ...], tuple[float, .
             f"{where}: holds no mean and std; give them to Normalize, or use Normalize.imagenet()",
             path=getattr(dataset, "path", None),
         )
-    return [(tuple(map(float, mean)), tuple(map(float, std)))]
-
-
-def _format_numbers(values: tuple[float, ...]) -> str:
-    return f"({', '.join(f'{value:.4g}' for value in values)}{',' if len(values) == 1 else ''})"
+    return tuple(map(float, mean)), tuple(map(float, std))

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from h5pack.data.loader import H5Loader
 from h5pack.device.batch import batch_size_and_bytes
-from h5pack.device.loader_wrapper import base_datasets, first_attribute, samplers_of
+from h5pack.device.loader_wrapper import base_datasets, first_attribute, with_samplers
 from h5pack.monitor.advice import BOTTLENECK_WORDS, advise
 from h5pack.monitor.bottleneck import Encoding, Evidence, judge
 from h5pack.monitor.probes import CpuTime, GpuProbe, GpuStatus
@@ -261,7 +261,7 @@ def interval_evidence(layers: list[Any], report: FeedReport, transform_seconds: 
     percent = report.cpu_percent if num_workers is None else report.children_cpu_percent
     encoding: Encoding | None = None
     library_reason = None
-    for dataset in base_datasets(layers):
+    for dataset in base_datasets(first_attribute(layers, "dataset")):
         indexes = getattr(getattr(dataset, "engine", None), "indexes", {})
         for index in (indexes[name] for name in getattr(dataset, "names", ()) if name in indexes):
             encoding = encoding or Encoding.of(index)
@@ -273,7 +273,7 @@ def interval_evidence(layers: list[Any], report: FeedReport, transform_seconds: 
         num_workers=num_workers,
         encoding=encoding,
         library_reason=library_reason,
-        full_shuffle=any(_is_full(order) for order in (loader, *samplers_of(loader))),
+        full_shuffle=any(map(_is_full, with_samplers(loader))),
         stall_fraction=report.stall_fraction,
         wait_fraction=report.wait_seconds / max(report.stall_seconds, 1e-9),
         transform_wait_fraction=None if transform_seconds is None else transform_seconds / wait_seconds,

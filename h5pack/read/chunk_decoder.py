@@ -203,18 +203,14 @@ class ChunkDecoder:
         return ChunkRows(stored, np.arange(len(rows)), stored.nbytes, calls)
 
 
-def max_files() -> int:
-    """Return how many files to keep open: at most an eighth of the descriptors that this process may have."""
-    descriptors = os.sysconf("SC_OPEN_MAX") if hasattr(os, "sysconf") else -1
-    return _MAX_FILES if descriptors < 0 else max(1, min(_MAX_FILES, descriptors // 8))
-
-
 class SourceFiles:
     """Opens each file on its first read in each process, and closes the oldest if more than `max_open` are open."""
 
-    def __init__(self, own: ChunkDecoder, max_open: int | None = None) -> None:
+    def __init__(self, own: ChunkDecoder) -> None:
         self.own = own
-        self.max_open = max_files() if max_open is None else max_open
+        # At most an eighth of the descriptors that this process may have; -1 means that there is no limit.
+        descriptors = os.sysconf("SC_OPEN_MAX") if hasattr(os, "sysconf") else -1
+        self.max_open = _MAX_FILES if descriptors < 0 else max(1, min(_MAX_FILES, descriptors // 8))
         self._opened: dict[SourceFile, ChunkDecoder] = {}
         self._checked: dict[str, float] = {}
 

@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from functools import cached_property
 from typing import Any
 
@@ -31,28 +30,6 @@ _COUNTS_USER_BLOCK = (1, 14, 4)
 block, an optional prefix before the HDF5 data, is missing from them."""
 
 
-class LibraryCause(Enum):
-    """The kinds of reasons for which rows must be read through the HDF5 library."""
-
-    STORAGE = auto()  # the dataset's storage layout or this operating system does not allow direct reads
-    FILTER = auto()  # h5pack has no decoder of its own for a filter
-    LINK = auto()  # the name is a link to a dataset in another file
-    VIRTUAL = auto()
-    ENCODED_IMAGES = auto()
-    REQUESTED = auto()  # by the caller
-
-
-@dataclass(frozen=True)
-class LibraryReason:
-    """Why rows are read through the HDF5 library. `text` is shown in messages."""
-
-    cause: LibraryCause
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
-
-
 @dataclass(frozen=True, kw_only=True)
 class ChunkIndex:
     """The locations of a dataset's rows in its file. Axis 0 is the row.
@@ -69,7 +46,8 @@ class ChunkIndex:
     group_rows: int  # rows that are read together: one chunk, or about 4 MiB of a contiguous dataset
     addresses: npt.NDArray[np.int64]
     fill: bytes = b""  # one row of fill values in stored byte order; empty if every chunk has allocated storage
-    library_reason: LibraryReason | None = None  # None if rows can be read directly
+    library_reason: str | None = None  # why rows are read through the HDF5 library; None if they are read directly
+    is_encoded: bool = False  # whether rows are encoded images
     codec: Codec | None = None  # for chunks that are filtered or hold only parts of rows
     sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     filter_masks: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
@@ -107,11 +85,6 @@ class ChunkIndex:
         """Whether every row is stored unfiltered and contiguously, so that it can be read with one direct read."""
         return self.library_reason is None and self.codec is None
 
-    @property
-    def is_encoded(self) -> bool:
-        """Whether the rows are encoded images."""
-        return self.library_reason is not None and self.library_reason.cause is LibraryCause.ENCODED_IMAGES
-
     @cached_property
     def is_empty(self) -> bool:
         """Whether no row has allocated storage, so that reads return the fill value without I/O."""
@@ -120,7 +93,7 @@ class ChunkIndex:
     @property
     def library_text(self) -> str | None:
         """Why some or all rows are read through the HDF5 library; None if all are read directly."""
-        return None if self.library_reason is None else self.library_reason.text
+        return self.library_reason
 
     @property
     def decoding_bytes(self) -> int:
@@ -167,7 +140,7 @@ class ChunkIndex:
         return None if start < 0 else start + (row - chunk * self.chunk_rows) * self.row_bytes
 
     def source_ids_of(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-        """Return the number of each chunk's source (see `VirtualIndex`); None if all are in the dataset's own file."""
+        """Return the number of each chunk's source, int64 (n,); None if all are in the dataset's own file."""
         return None
 
     def source_file(self, source_id: int | None) -> SourceFile | None:
@@ -243,7 +216,7 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
         try:
             codec = find_codec(filters, math.prod(dataset.chunks) * dataset.dtype.itemsize)
         except UnsupportedFilterError as error:
-            reason = LibraryReason(LibraryCause.FILTER, str(error))
+            reason = str(error)
     table = ChunkTable(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.uint32))
     fill = b""
     if reason is None and row_bytes and dataset.shape[0]:
@@ -282,31 +255,30 @@ def contiguous_group_rows(rows: int, row_bytes: int) -> int:
     return min(_MAX_GROUP_ROWS, plan_chunks(max(1, rows), max(1, row_bytes)).rows)
 
 
-def _library_reason(file: h5py.File, dataset: h5py.Dataset) -> LibraryReason | None:
+def _library_reason(file: h5py.File, dataset: h5py.Dataset) -> str | None:
     """Return why a dataset's rows cannot be read directly, or None if they can."""
-    cause, text = LibraryCause.STORAGE, ""
     create = dataset.id.get_create_plist()
     layout = create.get_layout()
     versions = f"h5py {h5py.version.version} with HDF5 {h5py.version.hdf5_version}"
     if not has_preadv():
-        text = "this system has no preadv"
-    elif dataset.file.filename != file.filename:
-        cause, text = LibraryCause.LINK, f"a link leads to {dataset.file.filename}"
-    elif file.driver != "sec2":
-        text = f"the file is opened by HDF5's driver {file.driver}"
-    elif layout == h5py.h5d.VIRTUAL:
-        cause, text = LibraryCause.VIRTUAL, "it is virtual"
-    elif layout == h5py.h5d.COMPACT:
-        text = "its layout is compact"
-    elif create.get_external_count():
-        text = "its data is in other files"
-    elif dataset.chunks and not _LISTS_CHUNKS:
-        text = f"{versions} cannot list chunks"
-    elif dataset.chunks and file.userblock_size and h5py.version.hdf5_version_tuple < _COUNTS_USER_BLOCK:
-        text = f"{versions} reports wrong chunk offsets in files with a user block"
-    elif not dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype, logical=True)):
-        text = "NumPy has no type for the numbers as they are stored"
-    return LibraryReason(cause, text) if text else None
+        return "this system has no preadv"
+    if dataset.file.filename != file.filename:
+        return f"a link leads to {dataset.file.filename}"
+    if file.driver != "sec2":
+        return f"the file is opened by HDF5's driver {file.driver}"
+    if layout == h5py.h5d.VIRTUAL:
+        return "it is virtual"
+    if layout == h5py.h5d.COMPACT:
+        return "its layout is compact"
+    if create.get_external_count():
+        return "its data is in other files"
+    if dataset.chunks and not _LISTS_CHUNKS:
+        return f"{versions} cannot list chunks"
+    if dataset.chunks and file.userblock_size and h5py.version.hdf5_version_tuple < _COUNTS_USER_BLOCK:
+        return f"{versions} reports wrong chunk offsets in files with a user block"
+    if not dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype, logical=True)):
+        return "NumPy has no type for the numbers as they are stored"
+    return None
 
 
 def _read_table(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkTable:

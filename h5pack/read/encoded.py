@@ -19,7 +19,7 @@ from PIL import Image
 from h5pack.errors import DamagedRowsError, RejectedImageError, SizesDifferError
 from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, read_header
 from h5pack.images.headers import ImageHeader
-from h5pack.read.chunk_index import ChunkIndex, LibraryCause, LibraryReason, contiguous_group_rows
+from h5pack.read.chunk_index import ChunkIndex, contiguous_group_rows
 from h5pack.read.hdf5 import dataset_error, read_rows
 
 
@@ -137,7 +137,6 @@ def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: b
         chunk_rows=dataset.chunks[0] if dataset.chunks else max(1, rows),
         group_rows=contiguous_group_rows(rows, height * width * 3),
         addresses=np.empty(0, np.int64),
-        library_reason=LibraryReason(
-            LibraryCause.ENCODED_IMAGES, "its rows are encoded images, decoded as they are read"
-        ),
+        library_reason="its rows are encoded images, decoded as they are read",
+        is_encoded=True,
     )

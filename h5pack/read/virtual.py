@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 
 from h5pack.errors import H5PackError, PackFormatError
-from h5pack.read.chunk_index import ChunkIndex, LibraryCause, LibraryReason, index_dataset
+from h5pack.read.chunk_index import ChunkIndex, index_dataset
 from h5pack.read.hdf5 import dataset_error, find_item, open_file
 from h5pack.read.storage import FileIdentity, SourceFile
 from h5pack.read.virtual_index import MappedRows, join_rows
@@ -117,13 +117,10 @@ def index_rows(
     key = file.filename, name
     if key not in visited.indexes:
         index = index_dataset(file, dataset, name)
-        cause = None if index.library_reason is None else index.library_reason.cause
-        if cause is LibraryCause.VIRTUAL:
-            index = _index_virtual(dataset, index, visited, depth)
-        elif cause is LibraryCause.LINK and dataset.name is not None:
+        if dataset.file.filename != file.filename and dataset.name is not None:
             index = _index_linked(dataset, index, visited, depth)
         elif dataset.is_virtual:
-            index = replace(index, external_files=require_sources(dataset, visited, depth))
+            index = _index_virtual(dataset, index, visited, depth)
         elif dataset.external:
             index = replace(index, external_files=_external_files(dataset))
         visited.indexes[key] = index
@@ -180,8 +177,7 @@ def _index_virtual(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, 
         one = parts[0]
         text = f"it is virtual, and its source {one.index.name!r} in {one.file.path}: {one.index.library_reason}"
     if text is not None:
-        reason = LibraryReason(LibraryCause.VIRTUAL, text)
-        return replace(index, library_reason=reason, external_files=frozenset(files))
+        return replace(index, library_reason=text, external_files=frozenset(files))
     fill = np.full(index.row_shape, dataset.fillvalue, index.dtype).tobytes()
     return join_rows(index, _identify(dataset.file), fill, parts)
 

@@ -39,7 +39,8 @@ class VirtualIndex(ChunkIndex):
     The rows are divided into ranges. A range is a run of rows within one chunk of one source (or about 4 MiB of a
     contiguous source). Ranges replace chunks in the methods inherited from `ChunkIndex`: `chunks_of` returns range
     numbers, and `addresses` holds the byte offset of each range's first row in the source's file, or -1 if the range
-    has no allocated storage or its rows are filtered and cannot be read with one direct read.
+    has no allocated storage or its rows are filtered and cannot be read with one direct read. Offsets, fill values and
+    row numbers in messages are those of the sources.
 
     Rows that no mapping covers get a source without allocated storage, and are fill values.
     """
@@ -51,18 +52,16 @@ class VirtualIndex(ChunkIndex):
 
     @cached_property
     def complete(self) -> bool:
-        """Whether every range has an address, so that no row is a fill value; only meaningful if `raw` is true."""
+        # Only meaningful if `raw` is true.
         return bool((self.addresses >= 0).all())
 
     # Cached, because every read uses it and there may be thousands of sources.
     @cached_property
     def raw(self) -> bool:
-        """Whether every row is stored unfiltered and contiguously, so that it can be read with one direct read."""
         return all(source.index.raw for source in self.sources)
 
     @property
     def library_text(self) -> str | None:
-        """Why some rows are read through the HDF5 library; None if all are read directly."""
         for source in self.sources:
             if source.index.library_reason is not None:
                 return f"its source {source.index.name!r} in {source.file.path}: {source.index.library_reason}"
@@ -70,7 +69,6 @@ class VirtualIndex(ChunkIndex):
 
     @property
     def decoding_bytes(self) -> int:
-        """Extra memory for reading rows of one range, in bytes; 0 if rows are read directly into their buffers."""
         if self.raw:
             return 0
         return max(
@@ -81,26 +79,22 @@ class VirtualIndex(ChunkIndex):
 
     @cached_property
     def files(self) -> frozenset[SourceFile]:
-        """The files that hold rows of this dataset."""
         found = {source.file for source in self.sources if not source.index.is_empty}
         return frozenset(found).union(*(source.index.files for source in self.sources))
 
     def chunks_of(self, rows: Integers) -> Integers:
-        """Return the range number of each row; int64 (n,)."""
         return np.searchsorted(self.starts, rows, "right") - 1
 
     def groups_of(self, rows: Integers) -> Integers:
-        """Return the range number of each row, int64 (n,): ranges, not multiples of `group_rows`, are read together."""
+        # Ranges are read together, not multiples of `group_rows`.
         return self.chunks_of(rows)
 
     def rows_in_chunk_of(self, row: int) -> int:
-        """Return the number of rows in the range that contains `row`."""
         number = int(np.searchsorted(self.starts, row, "right"))
         stop = self.rows if number == len(self.starts) else int(self.starts[number])
         return stop - int(self.starts[number - 1])
 
     def offsets_of(self, rows: Integers, chunks: Integers) -> Integers:
-        """Return each row's byte offset in its source's file, given the range numbers; -1 without allocated storage."""
         begins = self.addresses[chunks]
         offsets = begins + (rows - self.starts[chunks]) * self.row_bytes
         if not self.complete:
@@ -108,19 +102,15 @@ class VirtualIndex(ChunkIndex):
         return offsets
 
     def offset_of(self, row: int) -> int | None:
-        """Return None, because the rows are in other files."""
-        return None
+        return None  # the rows are in other files
 
     def source_ids_of(self, chunks: Integers) -> Integers:
-        """Return the number of each range's source, an index in `sources`."""
         return self.source_ids[chunks]
 
     def source_file(self, source_id: int | None) -> SourceFile | None:
-        """Return the file of a source; None stands for the dataset's own file."""
         return None if source_id is None else self.sources[source_id].file
 
     def split_by_source(self, rows: Integers) -> Iterator[tuple[SourceFile | None, ChunkIndex, Integers]]:
-        """Split rows wherever their source changes; yield the source's file, its index, and the row numbers in it."""
         numbers = self.chunks_of(rows)
         source_ids, there = self.source_ids[numbers], rows + self.shifts[numbers]
         for first, last in itertools.pairwise(equal_runs(source_ids).tolist()):
@@ -128,24 +118,20 @@ class VirtualIndex(ChunkIndex):
             yield source.file, source.index, there[first:last]
 
     def sources_in(self, file: SourceFile) -> tuple[SourceDataset, ...]:
-        """Return the datasets that store the rows of this dataset."""
         return self.sources
 
     def ranges(self, start: int, stop: int) -> RowRanges:
-        """Split rows `start` to `stop` - 1 into ranges, each within one chunk of one source."""
         low, high = np.searchsorted(self.starts, start, "right") - 1, np.searchsorted(self.starts, stop, "left")
         firsts = np.maximum(self.starts[low:high], start)
         addresses = self.offsets_of(firsts, np.arange(low, high))
         return RowRanges(firsts, self.source_ids[low:high], self.shifts[low:high], addresses)
 
     def fill_of(self, row: int) -> bytes:
-        """Return the bytes of the fill value of a row without allocated storage, which is that of its source."""
         number = self.chunks_of(np.array([row]))[0]
         source: SourceDataset = self.sources[self.source_ids[number]]
         return source.index.fill
 
     def describe(self, rows: Integers, position: int) -> str:
-        """Return a text that names the run of consecutive rows at ``rows[position]`` within their source."""
         _, index, there = next(self.split_by_source(rows[position:]))
         return index.describe(there, 0)
 

@@ -16,7 +16,6 @@ from h5pack.monitor import recorder
 from h5pack.monitor.bottleneck import Encoding, Evidence
 from h5pack.monitor.recorder import DeviceWait, interval_evidence, stall_text
 from h5pack.monitor.report import FeedReport
-from h5pack.read.chunk_index import LibraryCause, LibraryReason
 from tests.data import packs
 
 BATCH = 8
@@ -122,15 +121,14 @@ def test_a_full_shuffle_is_seen_in_samplers_and_loaders(tmp_path: Path) -> None:
 
 def test_rows_that_the_hdf5_library_reads_have_a_reason(dataset: h5pack.H5Dataset) -> None:
     index = dataset.engine.indexes["images"]
-    reason = LibraryReason(LibraryCause.FILTER, "its filter is unknown")
-    dataset.engine.indexes["images"] = replace(index, library_reason=reason)
+    dataset.engine.indexes["images"] = replace(index, library_reason="its filter is unknown")
     found = evidence(h5pack.H5Loader(dataset, BATCH)).library_reason
     assert found == f"{dataset.path}: its filter is unknown"
 
 
 def test_datasets_below_subsets_and_concatenations_are_found(dataset: h5pack.H5Dataset) -> None:
-    assert base_datasets([DataLoader(Subset(Subset(dataset, range(9)), range(5)))]) == [dataset]
-    assert base_datasets([DataLoader(h5pack.ConcatPack([dataset, dataset]))]) == [dataset, dataset]
+    assert base_datasets(Subset(Subset(dataset, range(9)), range(5))) == [dataset]
+    assert base_datasets(h5pack.ConcatPack([dataset, dataset])) == [dataset, dataset]
 
 
 def test_a_warning_has_the_stall_the_loader_the_bottleneck_and_the_first_advice(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from h5pack.read.chunk_index import ChunkIndex, index_dataset
+from h5pack.read.description import describe_file
 from h5pack.read.engine import Engine
 from h5pack.read.storage import FileIdentity
 from h5pack.read.virtual import index_rows
@@ -129,15 +130,17 @@ def engine_of(path: Path, *names: str) -> Engine:
     return Engine(str(path), FileIdentity.of(str(path)), indexes)
 
 
+def described(path: Path, *args: Any, **asked: Any) -> Engine:
+    """An engine over what `describe_file` finds."""
+    found = describe_file(path, *args, **asked)
+    return Engine(found.path, found.identity, found.indexes)
+
+
 def descriptors(path: Path) -> int:
     """Return how many descriptors of this process are open on a file."""
-    count = 0
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            count += os.readlink(f"/proc/self/fd/{entry}") == str(path)
-        except OSError:
-            continue
-    return count
+    # The descriptor of the listing itself is closed by now.
+    links = (f"/proc/self/fd/{entry}" for entry in os.listdir("/proc/self/fd"))
+    return [os.readlink(link) for link in links if os.path.lexists(link)].count(str(path))
 
 
 def in_child(check: Any) -> bool:
@@ -154,18 +157,5 @@ def in_child(check: Any) -> bool:
 
 def run_threads(count: int, work: Callable[[int], None]) -> None:
     """Run `work(number)` in threads; the first failure is raised here."""
-    failures: list[BaseException] = []
-
-    def guarded(number: int) -> None:
-        try:
-            work(number)
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(work, range(count)))

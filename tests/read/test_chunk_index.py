@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 
 from h5pack.errors import PackFormatError
 from h5pack.format.plans import plan_chunks
-from h5pack.read.chunk_index import ChunkIndex, LibraryCause, index_dataset
+from h5pack.read.chunk_index import ChunkIndex, index_dataset
 from h5pack.read.engine import Engine
 from tests.read.files import WHOLE_ROWS, engine_of, index_of, low_level, numbers, write
 
@@ -51,22 +52,6 @@ def test_the_index_gives_the_offset_of_every_row(tmp_path: Path, storage: str, l
     assert index.fill == (np.full((4, 3), -7, "<i4").tobytes() if holes else b"")
 
 
-@pytest.mark.parametrize(("dtype", "fill"), [("u1", None), (">i4", 1), ("f2", 1), ("?", 1)])
-def test_rows_without_storage_have_the_fill_value(tmp_path: Path, dtype: str, fill: int | None) -> None:
-    path = tmp_path / "f.h5"
-    with h5py.File(path, "w") as file:
-        for name, chunks in (("chunked", (3, 4)), ("contiguous", None)):
-            file.create_dataset(name, (7, 4), dtype, chunks=chunks, fillvalue=fill)
-    with h5py.File(path) as file:
-        stored = file["chunked"][()]
-    assert (stored == (fill or 0)).all()
-    for name in ("chunked", "contiguous"):
-        index = index_of(path, name)
-        assert (index.library_reason, set(index.addresses.tolist())) == (None, {-1})
-        assert index.fill == np.full(4, fill or 0, dtype).tobytes()
-        assert np.array_equal(gathered(path, index), stored)
-
-
 def external(path: Path) -> None:
     with h5py.File(path, "w") as file:
         file.create_dataset("x", data=VALUES, external=[(str(path.with_name("raw")), 0, VALUES.nbytes)])
@@ -92,25 +77,23 @@ def oddly_typed(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "cause", "word"),
+    ("make", "word"),
     [
-        (filtered, LibraryCause.FILTER, "scaleoffset"),
-        (partial(write, values=VALUES, storage="virtual"), LibraryCause.VIRTUAL, "virtual"),
-        (partial(write, values=VALUES, storage="compact"), LibraryCause.STORAGE, "compact"),
-        (external, LibraryCause.STORAGE, "other files"),
-        (linked, LibraryCause.LINK, "other.h5"),
-        (oddly_typed, LibraryCause.STORAGE, "NumPy"),
+        (filtered, "scaleoffset"),
+        (partial(write, values=VALUES, storage="virtual"), "virtual"),
+        (partial(write, values=VALUES, storage="compact"), "compact"),
+        (external, "other files"),
+        (linked, "other.h5"),
+        (oddly_typed, "NumPy"),
     ],
 )
-def test_rows_that_cannot_be_read_directly_have_a_cause_and_equal_values(
-    tmp_path: Path, make: Callable[[Path], Any], cause: LibraryCause, word: str
+def test_rows_that_cannot_be_read_directly_have_a_reason_and_equal_values(
+    tmp_path: Path, make: Callable[[Path], Any], word: str
 ) -> None:
     path = tmp_path / "f.h5"
     make(path)
     index = index_of(path)
-    assert index.library_reason is not None
-    assert index.library_reason.cause is cause
-    assert word in str(index.library_reason)
+    assert word in (index.library_reason or "")
     assert not len(index.addresses)
     assert not Engine.can_scatter(index)
     order = [9, 0, 4, 4, 1, 2]
@@ -242,8 +225,11 @@ def test_chunks_beyond_the_end_of_the_file_are_refused(tmp_path: Path) -> None:
         index_of(path)
 
 
-def test_the_last_chunk_may_be_cut_behind_its_last_row(tmp_path: Path) -> None:
+def test_the_last_chunk_may_be_cut_or_overlap_behind_its_last_row(tmp_path: Path) -> None:
     path = tmp_path / "f.h5"
+    first, *_, last = old_file(path)
+    patch(path, last, first - 48)
+    assert index_of(path).addresses[3] == first - 48
     last = old_file(path)[3]
     size, row = path.stat().st_size, VALUES[9].tobytes()
     patch(path, last, size)
@@ -265,14 +251,6 @@ def test_overlapping_chunks_are_refused(tmp_path: Path, step: int) -> None:
         index_of(path)
 
 
-def test_the_last_chunk_may_overlap_behind_its_rows(tmp_path: Path) -> None:
-    """Only the bytes of existing rows must not overlap, and the last chunk has one row."""
-    path = tmp_path / "f.h5"
-    found = old_file(path)
-    patch(path, found[3], found[0] - 48)
-    assert index_of(path).addresses[3] == found[0] - 48
-
-
 @pytest.mark.parametrize(
     ("key", "wrong"),
     [
@@ -292,15 +270,12 @@ def test_damaged_chunk_keys_are_refused(tmp_path: Path, key: bytes, wrong: bytes
     assert (caught.value.path, caught.value.dataset) == (str(path), "x")
 
 
-@pytest.mark.parametrize("failure", [RuntimeError, OSError, KeyError, MemoryError])
+@pytest.mark.parametrize("failure", [RuntimeError, KeyError, MemoryError])
 def test_any_failure_to_list_chunks_is_a_pack_format_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: type[Exception]
 ) -> None:
-    def fail(_: Any) -> Any:
-        raise failure("bad B-tree")
-
     write(tmp_path / "f.h5", VALUES, "rows")
-    monkeypatch.setattr("h5pack.read.chunk_index.chunk_table", fail)
+    monkeypatch.setattr("h5pack.read.chunk_index.chunk_table", Mock(side_effect=failure("bad B-tree")))
     with pytest.raises(PackFormatError) as caught:
         index_of(tmp_path / "f.h5")
     assert caught.value.dataset == "x"

@@ -111,8 +111,7 @@ def test_links(foreign: Path, tmp_path: Path) -> None:
     assert [index.library_reason is None for index in found.indexes.values()] == [True, True, True]
     engine = Engine(found.path, found.identity, found.indexes)
     assert np.array_equal(engine.read("soft", [5, 0]), IMAGES[[5, 0]])
-    assert engine.read("labels", [5, 0]).tolist() == [2, 0]
-    assert engine.read("outside", [5, 0]).tolist() == [10, 0]
+    assert [engine.read(name, [5, 0]).tolist() for name in ("labels", "outside")] == [[2, 0], [10, 0]]
 
 
 def test_attributes_of_other_programs_are_read(foreign: Path) -> None:

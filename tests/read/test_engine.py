@@ -24,7 +24,6 @@ from h5pack.errors import DamagedRowsError, PackChangedError
 from h5pack.format.checksums import row_checksums
 from h5pack.read import engine as engine_module
 from h5pack.read import read_plan as plan_module
-from h5pack.read.description import describe_file
 from h5pack.read.engine import Engine, ReadStats
 from h5pack.read.hdf5_reader import H5Reader
 from h5pack.read.storage import FileIdentity
@@ -33,6 +32,7 @@ from tests.read.files import (
     DIRECT,
     DTYPES,
     STORAGES,
+    described,
     engine_of,
     in_child,
     numbers,
@@ -141,22 +141,12 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "o.h5"
 
 
-def engine_of_pack(path: Path) -> Engine:
-    described = describe_file(path)
-    return Engine(described.path, described.identity, described.indexes)
-
-
-def images_of(path: Path) -> npt.NDArray[np.uint8]:
-    with h5py.File(path) as file:
-        images: npt.NDArray[np.uint8] = file["images"][()]
-    return images
-
-
 def test_whole_chunks_in_any_order_are_read_once(pack: Path) -> None:
-    engine = engine_of_pack(pack)
+    engine = described(pack)
     assert engine.indexes["images"].row_bytes >= engine_module.SCATTER_BYTES
     assert engine.stats.amplification == 1.0
-    images = images_of(pack)
+    with h5py.File(pack) as file:
+        images = file["images"][()]
     for chunk in [3, 0, 6, 1, 5, 2, 4]:
         rows = np.arange(6 * chunk, min(40, 6 * chunk + 6))
         np.random.default_rng(0).shuffle(rows)
@@ -203,7 +193,7 @@ def test_enumerations_are_numbers(tmp_path: Path) -> None:
         assert engine.read(name, [1]).dtype == np.dtype("i2")
 
 
-@pytest.mark.parametrize("storage", ["rows", "whole_gzip", "split", "virtual", "compact"])
+@pytest.mark.parametrize("storage", ["rows", "virtual", "compact"])
 def test_one_line_is_logged_for_each_dataset_that_goes_through_the_library(
     tmp_path: Path, storage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -221,15 +211,13 @@ def test_one_line_is_logged_for_each_dataset_that_goes_through_the_library(
         assert "\n" not in line
 
 
-def checked(path: Path, rows: Sequence[int]) -> None:
-    engine = engine_of_pack(path)
-    wanted = np.array(rows, np.int64)
-    engine.check("images", "checksums/images", wanted, engine.read("images", wanted))
-
-
 def test_check_names_the_damaged_rows(pack: Path, tmp_path: Path) -> None:
+    def checked(path: Path, rows: Sequence[int]) -> None:
+        engine, wanted = described(path), np.array(rows, np.int64)
+        engine.check("images", "checksums/images", wanted, engine.read("images", wanted))
+
     checked(pack, [*range(40), 3, 3])
-    engine = engine_of_pack(pack)
+    engine = described(pack)
     index, data = engine.indexes["images"], bytearray(pack.read_bytes())
 
     def damage(row: int) -> None:
@@ -290,7 +278,7 @@ def test_concurrent_reads_return_the_right_rows(tmp_path: Path) -> None:
     assert engine.stats.bytes_wanted == 4 * 20 * 20 * (1400 + 18 + 80)
 
 
-@pytest.mark.parametrize("storage", ["rows", "whole_gzip"])
+@pytest.mark.parametrize("storage", ["rows", "whole_gzip", "compact"])
 def test_pickled_and_forked_while_open(tmp_path: Path, storage: str) -> None:
     path = tmp_path / "f.h5"
     values = write(path, numbers((20, 300), "i4"), storage)
@@ -344,18 +332,12 @@ def test_only_uncached_bytes_are_prefetched(tmp_path: Path, monkeypatch: pytest.
     asked: list[tuple[int, int]] = []
     probed: list[int] = []
     monkeypatch.setattr(engine.storage, "will_need", lambda offset, count: asked.append((offset, count)))
-    cached = True
-
-    def is_cached(offset: int) -> bool:
-        probed.append(offset)
-        return cached
-
-    monkeypatch.setattr(engine.storage, "is_cached", is_cached)
+    monkeypatch.setattr(engine.storage, "is_cached", lambda offset: probed.append(offset) is None)
     engine.prefetch(plan)
     assert asked == []
     assert probed
     assert min(probed) >= 0
-    cached = False
+    monkeypatch.setattr(engine.storage, "is_cached", lambda offset: False)
     engine.prefetch(plan)
     runs = [(0, 2), (6, 1), (8, 1), (19, 1)]
     assert asked == [(int(places[row // 3]) + row % 3 * 600, count * 600) for row, count in runs]

@@ -19,8 +19,8 @@ from h5pack.errors import PackChangedError, PackFormatError
 from h5pack.read import virtual as module
 from h5pack.read.chunk_index import index_dataset
 from h5pack.read.description import describe_file
-from h5pack.read.engine import Engine
 from h5pack.read.virtual_index import VirtualIndex
+from tests.read.files import described
 
 ROWS = np.arange(24 * 5 * 4 * 3, dtype=np.uint8).reshape(24, 5, 4, 3)
 
@@ -41,13 +41,8 @@ def virtual(folder: Path, name: str = "v.h5", sources: Any = None, **settings: A
     return folder / name
 
 
-def opened(path: Path) -> Engine:
-    pack = describe_file(path)
-    return Engine(pack.path, pack.identity, pack.indexes)
-
-
 def rows_of(path: Path) -> Any:
-    engine = opened(path)
+    engine = described(path)
     return engine.read("images", range(engine.indexes["images"].rows))
 
 
@@ -210,7 +205,7 @@ def test_replaced_sources_of_library_reads_are_noticed(
                 taken = h5py.VirtualSource("source.h5", "x", (6, 9, 8, 3))
                 layout[0::2], layout[1::2] = taken[:3], taken[3:]
                 file.create_virtual_dataset("images", layout)
-    engine = opened(path)
+    engine = described(path)
     assert {found.path for found in engine.indexes["images"].files} == {str(source)}
     assert engine.read_one("images", 1).shape == (9, 8, 3)
     engine.check_unchanged()
@@ -238,7 +233,7 @@ def test_a_source_with_many_paths_is_visited_once(tmp_path: Path, monkeypatch: p
             file.create_virtual_dataset("images" if (level, number) == (7, 0) else f"{level}-{number}", layout)
     indexed: list[str] = []
     monkeypatch.setattr(module, "index_dataset", lambda *call: (indexed.append(call[2]), index_dataset(*call))[1])
-    engine = opened(tmp_path / "f.h5")
+    engine = described(tmp_path / "f.h5")
     assert len(indexed) == len(set(indexed)) == 57
     assert engine.read("images", range(8))[:, 0, 0].tolist() == list(range(8))
 
@@ -250,7 +245,7 @@ def test_holes_of_several_lengths_beside_compressed_rows(tmp_path: Path) -> None
     layout[5:15] = h5py.VirtualSource("s.h5", "x", (10, 64, 64))
     with h5py.File(tmp_path / "v.h5", "w", libver="latest") as file:
         file.create_virtual_dataset("images", layout, fillvalue=7)
-    engine = opened(tmp_path / "v.h5")
+    engine = described(tmp_path / "v.h5")
     expected = np.where((np.arange(45) >= 5) & (np.arange(45) < 15), 1, 7)
     assert np.array_equal(engine.read("images", range(45))[:, 0, 0], expected)
     index = engine.indexes["images"]
