@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import fields, replace
 from typing import Any
 
 from tqdm import tqdm
@@ -30,7 +30,7 @@ from h5pack.benchmark.cases import (
     min_seconds,
     plan_cases,
 )
-from h5pack.benchmark.ceilings import CopyCeiling, SequentialCeiling
+from h5pack.benchmark.ceilings import Ceilings
 from h5pack.benchmark.plots import check_plot_file, draw_bench
 from h5pack.benchmark.recommend import Workload, choose, finalists, pick_cache_state
 from h5pack.benchmark.report import BenchReport
@@ -38,8 +38,7 @@ from h5pack.benchmark.sample import BenchInput, BenchSample, ScratchFolder, find
 from h5pack.benchmark.sweep import Sweep
 from h5pack.errors import OptionsError
 from h5pack.pack.options import parse_size
-from h5pack.system.machine import available_cpus, available_memory, free_bytes, machine_facts
-from h5pack.system.text import format_bytes
+from h5pack.system.machine import available_cpus, available_memory, machine_facts
 
 _MAX_THREADS = 4
 _MAX_TRIED = 16
@@ -49,11 +48,6 @@ _WARM_SHARE = 0.1
 _FINALISTS_SHARE = 0.65
 """Fraction of the run-off's time for file variants; the rest is for numbers of threads and workers."""
 _RESERVE_SECONDS = 0.5
-_SEVERAL = (
-    "chunk_rows", "chunk_bytes", "orders", "engines", "caches", "compression", "batch_size", "window", "num_threads",
-    "num_workers",
-)  # fmt: skip
-"""Keywords of `bench` that take one value or a sequence of values."""
 
 
 def bench(
@@ -143,7 +137,7 @@ def bench(
         seconds=seconds, chunk_rows=chunk_rows, chunk_bytes=chunk_bytes, contiguous=contiguous, orders=orders,
         engines=engines, caches=caches, compression=compression, batch_size=batch_size, window=window,
         num_threads=num_threads, num_workers=num_workers, rows=rows, size=size, images=images, labels=labels,
-        scratch=None if scratch is None else os.fspath(scratch), seed=seed,
+        scratch=scratch, seed=seed,
     )  # fmt: skip
     report = BenchRun(source, settings, source_kind, progress=progress).run()
     if plot is not None:
@@ -153,13 +147,12 @@ def bench(
 
 def make_settings(**keywords: Any) -> BenchSettings:
     """Make settings from the keywords of `bench`. Single values become tuples if the keyword allows several."""
-    size = keywords.get("size")
-    if size is not None:
-        keywords["size"] = parse_size(size)
-    for name in _SEVERAL:
-        if name in keywords:
-            values = keywords[name]
-            keywords[name] = (values,) if isinstance(values, (int, str)) else tuple(dict.fromkeys(values))
+    several = {field.name for field in fields(BenchSettings) if isinstance(field.default, tuple)}
+    for name in several & keywords.keys():
+        values = keywords[name]
+        keywords[name] = (values,) if isinstance(values, (int, str)) else tuple(dict.fromkeys(values))
+    if keywords.get("size") is not None:
+        keywords["size"] = parse_size(keywords["size"])
     return BenchSettings(**keywords)
 
 
@@ -239,19 +232,18 @@ class BenchRun:
         left = (1 - _RUN_OFF_SHARE) * (end - self._clock() - _RESERVE_SECONDS)
         plan = plan_cases(sample.variants, settings, batch_size, num_threads, left)
         _note_left_out(report, plan, sample, batch_size)
-        copy = CopyCeiling(sample.rows, sample.row_bytes, batch_size, num_threads)
-        if copy.left_out:
+        ceilings = Ceilings(sample.variants, sample.rows, sample.row_bytes, batch_size, num_threads)
+        if ceilings.copy is None:
             report.notes.append("The ceiling of warm reads, a memory copy, was left out for lack of memory.")
-        sequential = SequentialCeiling(sample.variants, sample.row_bytes)
         hot_seconds = left * sum(map(min_seconds, plan.hot)) / (sum(map(min_seconds, plan.hot + plan.cold)) or 1.0)
         try:
             with self._phase("page cache warm"):
-                sweep.measure(plan.hot, hot_seconds, report.measurements, [copy.measure])
-            copy.close()
+                sweep.measure(plan.hot, hot_seconds, report.measurements, [ceilings.measure_copy])
+            ceilings.copy = None  # Free its memory.
             with self._phase("page cache cold"):
-                sweep.measure(plan.cold, left - hot_seconds, report.measurements, [sequential.measure])
+                sweep.measure(plan.cold, left - hot_seconds, report.measurements, [ceilings.measure_read])
         finally:
-            report.ceilings += copy.results() + sequential.results()
+            report.ceilings += ceilings.results()
         workload = Workload(
             source="" if source.kind == "generated" else source.source,
             options=sample.options,
@@ -265,7 +257,7 @@ class BenchRun:
             window=settings.window[0],
             num_threads=num_threads,
             cpus=available_cpus(),
-            copy_speed=copy.speed(num_threads),
+            copy_speed=statistics.median(copies) if (copies := ceilings.copies[num_threads]) else None,
         )
         with self._phase("run-off"):
             self._run_off(sweep, report, workload, end - _RESERVE_SECONDS)
@@ -285,11 +277,7 @@ class BenchRun:
         counts = [count for count in _powers_of_two(available_cpus()) if count <= _MAX_TRIED]
         base = BenchCase(interim.variant, "window", "direct", cache, workload.batch_size, workload.window, 1)
         more = [replace(base, num_threads=count) for count in self._settings.num_threads or counts]
-        for count in self._settings.num_workers or counts:
-            if (note := _shared_memory_note(count, workload)) is not None:
-                report.notes.append(note)
-            else:
-                more.append(replace(base, num_workers=count))
+        more += [replace(base, num_workers=count) for count in self._settings.num_workers or counts]
         # Skip the cases that the run-off has just measured.
         more = [case for case in dict.fromkeys(more) if case not in cases]
         sweep.measure(more, end - self._clock(), report.run_off)
@@ -346,19 +334,6 @@ def _note_left_out(report: BenchReport, plan: CasePlan, sample: BenchSample, bat
         report.notes.append(
             f"The full shuffle of {', '.join(slow)} was left out: each batch would decode more than a gigabyte."
         )
-
-
-def _shared_memory_note(num_workers: int, workload: Workload) -> str | None:
-    """Return why shared memory is too small for this number of workers; None if it is large enough."""
-    shared = Path("/dev/shm")
-    # A DataLoader prefetches 2 batches per worker by default.
-    needed = 2 * num_workers * workload.batch_size * workload.row_bytes
-    if not shared.is_dir() or needed <= free_bytes(shared):
-        return None
-    return (
-        f"num_workers={num_workers} was left out: its batches need {format_bytes(needed)} of shared memory, and "
-        f"{format_bytes(free_bytes(shared))} are free in {shared}."
-    )
 
 
 def _powers_of_two(maximum: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -47,7 +48,7 @@ class BenchSettings:
     size: tuple[int, int] | None = None
     images: str | None = None
     labels: str | None = None
-    scratch: str | None = None
+    scratch: str | os.PathLike[str] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -117,58 +117,43 @@ class MemoryCopy:
         return batches * self.batch_size / (time.perf_counter() - begin)
 
 
-class CopyCeiling:
-    """The speed of a memory copy on one thread and on `num_threads`; left out if there is too little memory."""
+class Ceilings:
+    """The ceilings of a benchmark in images/s: a memory copy on one thread and on `num_threads`, and a cold read.
 
-    def __init__(self, rows: int, row_bytes: int, batch_size: int, num_threads: int) -> None:
+    The copy is left out if there is too little memory. The cold read is that of an uncompressed variant, sequentially,
+    after dropping it from the page cache.
+    """
+
+    def __init__(
+        self, variants: Sequence[FileVariant], rows: int, row_bytes: int, batch_size: int, num_threads: int
+    ) -> None:
         rows = max(batch_size, min(rows, _COPY_BYTES // row_bytes))
         needed = (rows + _BUFFERS_PER_THREAD * num_threads * batch_size) * row_bytes
-        self._copy: MemoryCopy | None = None
-        if needed <= available_memory() // 4:
-            self._copy = MemoryCopy(rows, row_bytes, batch_size, num_threads)
-        self.left_out = self._copy is None
-        self._speeds: dict[int, list[float]] = {count: [] for count in sorted({1, num_threads})}
-
-    def measure(self) -> None:
-        """Measure one repeat with each number of threads."""
-        if self._copy is not None:
-            for count, speeds in self._speeds.items():
-                speeds.append(self._copy(count, len(speeds)))
-
-    def close(self) -> None:
-        """Free the memory of the arrays."""
-        self._copy = None
-
-    def speed(self, num_threads: int) -> float | None:
-        """Return the median images/s on this number of threads; None if it was not measured."""
-        speeds = self._speeds[num_threads]
-        return statistics.median(speeds) if speeds else None
-
-    def results(self) -> list[Ceiling]:
-        """Return the ceilings that were measured, in images/s."""
-        return [Ceiling("memory copy", count, "hot", tuple(found)) for count, found in self._speeds.items() if found]
-
-
-class SequentialCeiling:
-    """The speed of reading an uncompressed variant sequentially after dropping it from the page cache."""
-
-    def __init__(self, variants: Sequence[FileVariant], row_bytes: int) -> None:
+        self.copy = MemoryCopy(rows, row_bytes, batch_size, num_threads) if needed <= available_memory() // 4 else None
+        self.copies: dict[int, list[float]] = {count: [] for count in sorted({1, num_threads})}
         # Bytes of a compressed file cannot be converted to a number of images.
         plain = [variant.path for variant in variants if variant.compression == "none"]
         self._path = Path(plain[-1]) if plain else None
         self._row_bytes = row_bytes
-        self._speeds: list[float] = []
+        self._reads: list[float] = []
 
-    def measure(self) -> None:
-        """Measure one repeat; stop measuring if the file cannot be dropped from the page cache."""
+    def measure_copy(self) -> None:
+        """Measure one repeat of the copy with each number of threads."""
+        if self.copy is not None:
+            for count, speeds in self.copies.items():
+                speeds.append(self.copy(count, len(speeds)))
+
+    def measure_read(self) -> None:
+        """Measure one repeat of the cold read; stop measuring if the file cannot be dropped from the page cache."""
         if self._path is not None and drop_cache(self._path):
             self._path = None
         if self._path is not None:
-            self._speeds.append(sequential(self._path, seconds=_SEQUENTIAL_SECONDS) / self._row_bytes)
+            self._reads.append(sequential(self._path, seconds=_SEQUENTIAL_SECONDS) / self._row_bytes)
 
     def results(self) -> list[Ceiling]:
-        """Return the ceiling in images/s; empty if it was not measured."""
-        return [Ceiling("sequential read", 1, "cold", tuple(self._speeds))] if self._speeds else []
+        """Return the ceilings that were measured."""
+        found = [Ceiling("memory copy", count, "hot", tuple(speeds)) for count, speeds in self.copies.items()]
+        return [one for one in (*found, Ceiling("sequential read", 1, "cold", tuple(self._reads))) if one.speeds]
 
 
 class PageState:

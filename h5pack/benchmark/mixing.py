@@ -181,11 +181,13 @@ def mixing_report(
     if not plan.num_batches:
         raise OptionsError(f"{rows.count:,} rows do not fill a batch of {batch_size}; give a smaller batch_size")
     compared = _windows(rows, plan.window, windows)
-    labels = _LabelTable.read(base, rows)
+    name = base.label_name
+    integer = name is not None and base.engine.indexes[name].dtype.kind in "iu"
+    labels = _LabelTable(base, name, rows) if name is not None and integer else None
     plans = [replace(plan, window=number) for number in compared]
     plans += [replace(plan, shuffle="full"), replace(plan, shuffle=False)]
-    sampled = _sampled_batches(plan.num_batches, max(_RUNS, MAX_BATCHES // epochs))
-    orders = tuple(_measured(one, labels, epochs, sampled) for one in plans)
+    runs = _sampled_runs(plan.num_batches, max(_RUNS, MAX_BATCHES // epochs))
+    orders = tuple(_measured(one, labels, epochs, runs) for one in plans)
     expected = allowed = None
     if labels is not None:
         expected = labels.expected(plan.batch_size)
@@ -197,7 +199,7 @@ def mixing_report(
         batch_size=plan.batch_size,
         seed=plan.seed,
         epochs=epochs,
-        batches=len(sampled),
+        batches=sum(map(len, runs)),
         epoch_batches=plan.num_batches,
         window=min(plan.window, rows.chunk_count),
         expected_distance=expected,
@@ -237,47 +239,43 @@ def _enough(orders: tuple[OrderMixing, ...], chunks: int, allowed: float, epochs
     return enough
 
 
-def _sampled_batches(batches: int, max_batches: int) -> Rows:
-    """Return the batch numbers to sample, ascending: all, or `max_batches` in evenly spaced runs; int64 (n,)."""
+def _sampled_runs(batches: int, max_batches: int) -> list[range]:
+    """Return the batch numbers to sample: all of them, or `max_batches` in evenly spaced runs."""
     if batches <= max_batches:
-        return np.arange(batches)
-    run = np.arange(max_batches // _RUNS)
-    return np.concatenate([number * (batches - len(run)) // (_RUNS - 1) + run for number in range(_RUNS)])
+        return [range(batches)]
+    length = max_batches // _RUNS
+    starts = [run * (batches - length) // (_RUNS - 1) for run in range(_RUNS)]
+    return [range(start, start + length) for start in starts]
 
 
-def _batches(plan: OrderPlan, epoch: int, sampled: Rows) -> Rows:
-    """Return the file's rows in the `sampled` full batches, whose numbers ascend; int64 (n, batch_size)."""
-    found = np.empty((len(sampled), plan.batch_size), np.int64)
-    where = {batch: at for at, batch in enumerate(sampled.tolist())}
-    done = 0
-    while done < len(sampled):
-        for group in plan.chunk_groups(epoch, int(sampled[done])):
-            for (batch, slot, share), rows in group.split_by_batch(group.rows):
-                if batch in where:
-                    found[where[batch], slot : slot + share] = rows
-            # If the group's last batch is not full, it continues in the next chunk group.
-            whole = slot + share == plan.batch_size
-            done = int(np.searchsorted(sampled, group.last + whole))
-            if done == len(sampled) or sampled[done] > group.last + 1:
-                break
-    return found
+def _batches(plan: OrderPlan, epoch: int, run: range) -> Rows:
+    """Return the file's rows in consecutive full batches; int64 (len(run), batch_size)."""
+    parts, wanted = [], len(run) * plan.batch_size
+    for group in plan.chunk_groups(epoch, run.start):
+        rows = np.empty_like(group.rows)
+        rows[group.positions] = group.rows
+        parts.append(rows)
+        if sum(map(len, parts)) >= wanted:
+            break
+    return np.concatenate(parts)[:wanted].reshape(len(run), plan.batch_size)
 
 
-def _measured(plan: OrderPlan, labels: _LabelTable | None, epochs: int, sampled: Rows) -> OrderMixing:
+def _measured(plan: OrderPlan, labels: _LabelTable | None, epochs: int, runs: list[range]) -> OrderMixing:
+    places = np.concatenate([np.arange(run.start * plan.batch_size, run.stop * plan.batch_size) for run in runs])
     distances: list[list[float]] = []
     chunks: list[int] = []
     to_file: list[float] = []
     to_next: list[float] = []
-    before: tuple[Rows, Rows] | None = None
+    before: Rows | None = None
     for epoch in range(epochs):
-        found = _batches(plan, epoch, sampled)
-        rows, places = found.reshape(-1), (sampled[:, None] * plan.batch_size + np.arange(plan.batch_size)).reshape(-1)
+        found = np.concatenate([_batches(plan, epoch, run) for run in runs])
+        rows = found.reshape(-1)
         to_file.append(_spearman(places, rows))
         if before is not None:
-            _, here, there = np.intersect1d(rows, before[0], return_indices=True)
+            _, here, there = np.intersect1d(rows, before, return_indices=True)
             if len(here) > 2:
-                to_next.append(_spearman(places[here], before[1][there]))
-        before = rows, places
+                to_next.append(_spearman(places[here], places[there]))
+        before = rows
         chunks += [len(np.unique(batch // plan.rows.chunk_rows)) for batch in found]
         if labels is not None:
             distances.append([labels.distance(batch) for batch in found])
@@ -309,30 +307,21 @@ def _spearman(one: Rows, other: Rows) -> float:
 
 
 class _LabelTable:
-    """Integer labels, (n,) or (n, K), of the `stored` rows. An epoch has each of these rows `repeats` times."""
+    """The integer labels, (n,) or (n, K), of an epoch's rows."""
 
-    def __init__(self, stored: Rows, values: npt.NDArray[Any], repeats: Rows) -> None:
-        self._stored = stored
-        table = values.reshape(len(values), -1)
-        self.columns = table.shape[1]
+    def __init__(self, dataset: H5Dataset, name: str, rows: EpochRows) -> None:
+        self._stored, repeats = np.unique(rows.rows_at(np.arange(rows.count))[0], return_counts=True)
+        table = dataset.read_rows(name, self._stored).reshape(len(self._stored), -1)
+        self.rows, self.columns = rows.count, table.shape[1]
         self._codes = np.empty(table.shape, np.int64)  # Class numbers from 0, distinct between columns.
-        begin = 0
+        classes = 0
         for column in range(self.columns):
-            classes, codes = np.unique(table[:, column], return_inverse=True)
-            self._codes[:, column] = codes + begin
-            begin += len(classes)
-        counts = np.zeros(begin, np.int64)
-        np.add.at(counts, self._codes, repeats[:, None])
-        self._counts, self.rows, self._shares = counts, int(repeats.sum()), counts / repeats.sum()
-
-    @classmethod
-    def read(cls, dataset: H5Dataset, rows: EpochRows) -> _LabelTable | None:
-        """Read the labels of an epoch's rows; return None without integer labels."""
-        name = dataset.label_name
-        if name is None or dataset.engine.indexes[name].dtype.kind not in "iu":
-            return None
-        stored, repeats = np.unique(rows.rows_at(np.arange(rows.count))[0], return_counts=True)
-        return cls(stored, dataset.read_rows(name, stored), repeats)
+            values, codes = np.unique(table[:, column], return_inverse=True)
+            self._codes[:, column] = codes + classes
+            classes += len(values)
+        self._counts = np.zeros(classes, np.int64)
+        np.add.at(self._counts, self._codes, repeats[:, None])
+        self._shares = self._counts / self.rows
 
     def distance(self, batch: Rows) -> float:
         """Return the total-variation distance between the labels of a batch and of all rows; mean over the columns."""

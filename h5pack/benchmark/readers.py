@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
-import itertools
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import h5py
 import numpy as np
@@ -25,8 +26,6 @@ from h5pack.read.hdf5 import is_filtered, open_file, reopen_tuned, require_datas
 
 _SHUFFLES: dict[str, str | bool] = {"sequential": False, "window": "window", "full": "full"}
 _IO = Path("/proc/self/io")
-_MAX_EPOCH = 4.0
-"""An epoch is abandoned when it takes this many times the requested seconds."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +37,44 @@ class ReadTiming:
     bytes_per_row: float | None  # Requested by read calls; None if unknown.
 
 
-class CaseReader(Protocol):
-    """Interface of a reader of one case."""
+class CaseReader:
+    """Base class of the readers of one case; `_epoch` yields (number of rows, pixels) for each read."""
 
-    def run(self, seconds: float, *, once: bool = False) -> ReadTiming:
-        """Read for about `seconds`; with `once`, at most one epoch."""
+    max_epoch = 1.0  # An epoch is abandoned when it takes this many times the requested seconds.
+    counts_bytes = True  # Whether this process reads the file, so that its reads can be counted.
+
+    def __init__(self) -> None:
+        self._rows = 0
+
+    def _epoch(self) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        raise NotImplementedError
 
     def close(self) -> None:
         """Stop reading, and free the memory."""
+
+    def _rows_read(self) -> int:
+        return self._rows
+
+    def run(self, seconds: float, *, once: bool = False) -> ReadTiming:
+        """Read for about `seconds`; with `once`, at most one epoch."""
+        requested, before, begin = requested_bytes(), self._rows_read(), time.perf_counter()
+        while True:
+            epoch = self._epoch()
+            for count, pixels in epoch:
+                touch(pixels)
+                self._rows += count
+                # Check after every read, because a batch that is read row by row may take longer than `seconds`.
+                if time.perf_counter() - begin >= self.max_epoch * seconds:
+                    break
+            elapsed, rows = time.perf_counter() - begin, self._rows_read() - before
+            epoch.close()  # type: ignore[attr-defined]
+            if once or elapsed >= seconds:
+                break
+        # Count the rows again: now that no thread is reading, they match the bytes.
+        now, counted = requested_bytes(), self._rows_read() - before
+        if not self.counts_bytes or requested is None or now is None or not counted:
+            return ReadTiming(rows, elapsed, None)
+        return ReadTiming(rows, elapsed, (now - requested) / counted)
 
 
 class SharedDatasets:
@@ -86,27 +115,23 @@ def open_reader(case: BenchCase, variant: FileVariant, seed: int, shared: Shared
     return reader
 
 
-class LoaderReader:
-    """Reader of batches by an H5Loader, which reads the file again in each epoch."""
+class LoaderReader(CaseReader):
+    """Reader of batches by an H5Loader, which reads the file again in each epoch.
+
+    Rows that the loader has prefetched count as read. This favours small chunks, of which it prefetches more.
+    """
+
+    max_epoch = 4.0
 
     def __init__(self, dataset: H5Dataset, case: BenchCase, variant: FileVariant, seed: int) -> None:
-        self._dataset, self._case, self._seed = dataset, case, seed
-        self._indices = _first_rows(dataset, variant)
+        super().__init__()
+        self._dataset = dataset
         self._before = dataset.stats()
+        self._new_loader = partial(
+            H5Loader, dataset, case.batch_size, shuffle=_SHUFFLES[case.order], seed=seed, window=case.window,
+            num_threads=case.num_threads, indices=_first_rows(dataset, variant), resident="no",
+        )  # fmt: skip
         self._loader = self._new_loader()
-
-    def _new_loader(self) -> H5Loader:
-        case = self._case
-        return H5Loader(
-            self._dataset,
-            case.batch_size,
-            shuffle=_SHUFFLES[case.order],
-            seed=self._seed,
-            window=case.window,
-            num_threads=case.num_threads,
-            indices=self._indices,
-            resident="no",
-        )
 
     def share(self, memory: list[H5Loader]) -> None:
         """Reuse an earlier reader's batch memory, because the first write to new memory is slower than reading."""
@@ -115,25 +140,16 @@ class LoaderReader:
             self._loader.use_memory_of(memory[-1])
         self._loader.prepare_memory()
 
-    def run(self, seconds: float, *, once: bool = False) -> ReadTiming:
-        """Run whole epochs until the time is up; abandon an epoch that takes much longer.
+    def _epoch(self) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        batches = iter(self._loader)
+        try:
+            for batch in batches:
+                yield len(images_of(batch)), images_of(batch).numpy()
+        finally:
+            batches.close()  # type: ignore[attr-defined]
 
-        This favours small chunks: more of their batches are prefetched at that moment, and these count as read.
-        """
-        requested, before = requested_bytes(), self._dataset.stats().rows
-        begin = time.perf_counter()
-        while True:
-            iterator = iter(self._loader)
-            for batch in iterator:
-                touch(images_of(batch).numpy())
-                if time.perf_counter() - begin >= _MAX_EPOCH * seconds:
-                    break
-            elapsed = time.perf_counter() - begin
-            if once or elapsed >= seconds:
-                rows = self._dataset.stats().rows - before
-                iterator.close()  # type: ignore[attr-defined]
-                # Count the rows again: now that no thread is reading, they match the bytes.
-                return ReadTiming(rows, elapsed, _bytes_per_row(requested, self._dataset.stats().rows - before))
+    def _rows_read(self) -> int:
+        return self._dataset.stats().rows
 
     def hit_rate(self) -> float | None:
         """Return the fraction of rows whose chunk had already been read for another row; None before any read."""
@@ -147,32 +163,25 @@ class LoaderReader:
         self._dataset.close()
 
 
-class SingleReader:
+class SingleReader(CaseReader):
     """Reader of one random row at a time; `read` returns the pixels of a row, `close` closes the file."""
 
     def __init__(
         self, read: Callable[[int], npt.NDArray[Any]], close: Callable[[], None], variant: FileVariant, seed: int
     ) -> None:
-        self._read, self.close = read, close
-        self._rows: list[int] = np.random.default_rng(seed).permutation(variant.rows).tolist()
+        super().__init__()
+        self._read, self._close = read, close
+        self._order: list[int] = np.random.default_rng(seed).permutation(variant.rows).tolist()
 
-    def run(self, seconds: float, *, once: bool = False) -> ReadTiming:
-        """Read single rows until the time is up."""
-        requested, begin, done = requested_bytes(), time.perf_counter(), 0
-        elapsed = 0.0
-        while elapsed < seconds:
-            for row in self._rows:
-                touch(self._read(row))
-                done += 1
-                elapsed = time.perf_counter() - begin
-                if elapsed >= seconds:
-                    break
-            if once:
-                break
-        return ReadTiming(done, elapsed, _bytes_per_row(requested, done))
+    def _epoch(self) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        return ((1, self._read(row)) for row in self._order)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._close()
 
 
-class LibraryReader:
+class LibraryReader(CaseReader):
     """Reader of batches by h5py's ``dataset[i]``; encoded images are decoded by Pillow.
 
     The chunk cache is h5py's default, or set up for random access if the case's engine is "tuned". `dataset` is used
@@ -180,9 +189,10 @@ class LibraryReader:
     """
 
     def __init__(self, dataset: H5Dataset, case: BenchCase, variant: FileVariant, seed: int) -> None:
-        self._case, self._rows, self._seed = case, variant.rows, seed
+        super().__init__()
+        self._case, self._num_rows = case, variant.rows
         self._sampler = _window_sampler(dataset, case, variant, seed)
-        self._epoch = 0
+        self._random = np.random.default_rng(seed)
         self._batch: npt.NDArray[Any] | None = None
         self._file = open_file(variant.path)
         self._images = require_dataset(self._file, variant.images)
@@ -192,19 +202,9 @@ class LibraryReader:
             self._images = reopen_tuned(self._images)
         self._encoded = h5py.check_vlen_dtype(self._images.dtype) is not None
 
-    def run(self, seconds: float, *, once: bool = False) -> ReadTiming:
-        """Read batches until the time is up."""
-        requested, begin, done = requested_bytes(), time.perf_counter(), 0
-        while True:
-            for count, pixels in itertools.chain.from_iterable(map(self.read_batch, self._batches())):
-                touch(pixels)
-                done += count
-                # Check after every row, because a batch that is read row by row may take longer than `seconds`.
-                if time.perf_counter() - begin >= seconds:
-                    break
-            elapsed = time.perf_counter() - begin
-            if once or elapsed >= seconds:
-                return ReadTiming(done, elapsed, _bytes_per_row(requested, done))
+    def _epoch(self) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        for rows in self._batches():
+            yield from self.read_batch(rows)
 
     def read_row(self, row: int) -> npt.NDArray[Any]:
         """Return the pixels of one row."""
@@ -229,25 +229,27 @@ class LibraryReader:
             self._batch[slot] = pixels
             yield 1, self._batch[slot]
 
-    def _batches(self) -> Iterator[Any]:
-        size = self._case.batch_size
-        if self._case.order == "sequential":
-            return (range(start, min(self._rows, start + size)) for start in range(0, self._rows, size))
+    def _batches(self) -> Iterable[Any]:
+        if self._case.order == "window":
+            return self._sampler
+        size, rows = self._case.batch_size, np.arange(self._num_rows)
         if self._case.order == "full":
-            self._epoch += 1
-            rows = np.random.default_rng(self._seed + self._epoch).permutation(self._rows)
-            return iter(np.array_split(rows, range(size, len(rows), size)))
-        return iter(self._sampler)
+            self._random.shuffle(rows)
+        return np.array_split(rows, range(size, len(rows), size))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
-class WorkerReader:
+class WorkerReader(CaseReader):
     """Reader of batches by a DataLoader with an H5Dataset, `ChunkBatchSampler` and ``collate_fn=dataset.collate``."""
 
+    max_epoch = math.inf  # Workers that are still busy would disturb the next measurement.
+    counts_bytes = False
+
     def __init__(self, dataset: H5Dataset, case: BenchCase, variant: FileVariant, seed: int) -> None:
+        super().__init__()
         self._dataset = dataset
         self._loader: DataLoader[Any] | None = DataLoader(
             dataset,
@@ -257,18 +259,9 @@ class WorkerReader:
             persistent_workers=bool(case.num_workers),
         )
 
-    def run(self, seconds: float, *, once: bool = False) -> ReadTiming:
-        """Run whole epochs until the time is up: workers still busy would disturb the next measurement."""
+    def _epoch(self) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         assert self._loader is not None
-        begin, rows = time.perf_counter(), 0
-        while True:
-            for batch in self._loader:
-                images = images_of(batch)
-                touch(images.numpy())
-                rows += len(images)
-            elapsed = time.perf_counter() - begin
-            if once or elapsed >= seconds:
-                return ReadTiming(rows, elapsed, None)
+        return ((len(images_of(batch)), images_of(batch).numpy()) for batch in self._loader)
 
     def close(self) -> None:
         """Drop the DataLoader, which ends its workers, and close the file."""
@@ -282,11 +275,6 @@ def requested_bytes() -> int | None:
         return int(_IO.read_text().split()[1])
     except (OSError, ValueError, IndexError):
         return None
-
-
-def _bytes_per_row(before: int | None, rows: int) -> float | None:
-    now = requested_bytes()
-    return None if before is None or now is None or not rows else (now - before) / rows
 
 
 def _first_rows(dataset: H5Dataset, variant: FileVariant) -> npt.NDArray[np.int64] | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from h5pack.benchmark.cases import MIN_REPEATS, BenchCase, FileVariant, Measurement
 from h5pack.format import schema
@@ -106,52 +106,46 @@ def choose(
     """
     cache, why = pick_cache_state(workload, measurements)
     by_label = {one.label: one for one in variants}
-    measured_in_sweep = _comparable(variants, measurements, workload, cache)
-    found = _after_run_off(measured_in_sweep, _comparable(variants, run_off, workload, cache))
+    swept = _comparable(variants, measurements, workload, cache)
+    earlier = {one.case: one for one in swept}
+    # The cases that the run-off left out were too slow for it.
+    run_off_cases = _comparable(variants, run_off, workload, cache)
+    found = [earlier.get(one.case, Measurement(one.case)).updated_by(one) for one in run_off_cases] or swept
     if not found:
         return None
     best = max(found, key=lambda one: one.median)
     ties = [one for one in found if one.median >= TIE * best.median]
     picked = min(ties, key=lambda one: _effort(by_label[one.case.variant], workload))
     variant = by_label[picked.case.variant]
-    # The run-off comes first, so that its measurements take precedence over the sweep's.
-    same = [one for one in (*run_off, *measurements) if one.case.variant == variant.label and one.case.cache == cache]
-    num_threads, thread_reasons = _pick_threads(same, workload)
-    num_workers, worker_reason = _pick_workers(same, workload)
-    window = _pick_window(same, workload, picked)
-    final = next(
-        (one for one in (picked, *same) if one.speeds and workload.is_loader_case(one.case, window, num_threads)),
-        picked,
-    )
-    input_variant = next((one for one in variants if one.is_input), None)
-    gain, gain_reasons = _gain(input_variant, variant, picked, measurements, [*found, *measured_in_sweep])
-    plan = plan_cache(
-        # The shape is that of all images, not of the sample.
-        [workload.num_images, *workload.row_shape],
-        [variant.chunk_rows or workload.num_images, *workload.row_shape],
-        1,
-        filtered=variant.compression != "none",
-        window=window,
-    )
+    settings = _pick_settings(variant, [*run_off, *measurements], picked, workload)
+    gain, gain_reasons = _gain(variants, picked, measurements, [*found, *swept])
     return Recommendation(
         variant=variant.label,
         convert=not variant.is_input,
         chunk_rows=variant.chunk_rows,
         compression=variant.compression,
         batch_size=workload.batch_size,
-        window=window,
-        num_threads=num_threads,
-        num_workers=num_workers,
-        chunk_cache=None if variant.chunk_rows is None or variant.is_input else plan,
+        window=settings.window,
+        num_threads=settings.num_threads,
+        num_workers=settings.num_workers,
+        chunk_cache=_chunk_cache(variant, settings.window, workload),
         judged_by=cache,
-        images_per_s=round(final.median, 1),
+        images_per_s=round(settings.images_per_s, 1),
         ties=tuple(one.case.variant for one in ties),
-        doubts=tuple(_doubts([best, picked], max(len(found), len(measured_in_sweep)), workload)),
-        reasons=(*_comparison(picked, ties, found, workload), why, *thread_reasons, worker_reason, *gain_reasons),
+        doubts=tuple(_doubts([best, picked], max(len(found), len(swept)), workload)),
+        reasons=(*_comparison(picked, ties, workload), why, *settings.reasons, *gain_reasons),
         command="" if variant.is_input else _command(variant, workload),
-        code=_code(variant, workload.batch_size, window, num_threads),
+        code=_code(variant, workload.batch_size, settings.window, settings.num_threads),
         gain=gain,
     )
+
+
+def _chunk_cache(variant: FileVariant, window: int, workload: Workload) -> CachePlan | None:
+    """Return the chunk cache for reading a converted file of all images with h5py."""
+    if variant.is_input or variant.chunk_rows is None:
+        return None
+    shape, chunks = (workload.num_images, *workload.row_shape), (variant.chunk_rows, *workload.row_shape)
+    return plan_cache(shape, chunks, 1, filtered=variant.compression != "none", window=window)
 
 
 def _comparable(
@@ -169,14 +163,6 @@ def _comparable(
     ]
 
 
-def _after_run_off(sweep: Sequence[Measurement], run_off: Sequence[Measurement]) -> list[Measurement]:
-    """Return the measurements of the cases in the run-off (the others were too slow for it), or else the sweep's."""
-    if not run_off:
-        return list(sweep)
-    earlier = {one.case: one for one in sweep}
-    return [earlier.get(one.case, Measurement(one.case)).updated_by(one) for one in run_off]
-
-
 def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
     """Return a sort key that is smallest for the input file, then for the default of `h5pack.convert`."""
     if variant.is_input or variant.chunk_rows is None:
@@ -184,72 +170,65 @@ def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
     return 1 + (variant.compression != "none"), abs(math.log(variant.chunk_rows / max(1, workload.default_chunk_rows)))
 
 
-def _comparison(
-    picked: Measurement, ties: Sequence[Measurement], found: Sequence[Measurement], workload: Workload
-) -> list[str]:
+def _comparison(picked: Measurement, ties: Sequence[Measurement], workload: Workload) -> list[str]:
     speeds = f"{min(picked.speeds):,.0f} to {max(picked.speeds):,.0f}"
     text = f"{picked.case.variant}: {picked.median:,.0f} images/s, median of {len(picked.speeds)} repeats ({speeds})"
     if workload.copy_speed and picked.case.cache == "hot":
         text += f", {picked.median / workload.copy_speed:.2f} of a memory copy"
-    reasons = [f"{text}."]
-    others = [one.case.variant for one in ties if one is not picked]
-    if others:
-        reasons.append(f"Equally fast, within {100 * (1 - TIE):.0f} %: {', '.join(others)}.")
-    slower = [one for one in found if one not in ties]
-    unclear = [one for one in slower if max(one.speeds) >= min(picked.speeds)]
-    if unclear:
-        names = ", ".join(f"{one.case.variant} ({one.median:,.0f})" for one in unclear)
-        reasons.append(f"Slower by less than the spread of the repeats: {names}.")
-    if slower:
-        worst = min(slower, key=lambda one: one.median)
-        reasons.append(f"Slowest of the run-off: {worst.case.variant} ({worst.median:,.0f}).")
-    return reasons
+    others = ", ".join(one.case.variant for one in ties if one is not picked)
+    return [f"{text}.", *([f"Equally fast, within {100 * (1 - TIE):.0f} %: {others}."] if others else [])]
 
 
-def _variations(
-    same: Sequence[Measurement], workload: Workload, matches: Callable[[BenchCase], bool]
-) -> list[Measurement]:
-    """Return the first measurement of each case in window shuffle by the direct engine for which `matches` is true."""
+class _Settings(NamedTuple):
+    """Settings to recommend for reading a variant, with the reasons and the measured speed."""
+
+    window: int
+    num_threads: int
+    num_workers: int
+    images_per_s: float
+    reasons: list[str]
+
+
+def _pick_settings(
+    variant: FileVariant, measurements: Sequence[Measurement], picked: Measurement, workload: Workload
+) -> _Settings:
+    """Choose the smallest numbers of threads and workers that are as fast as the best, and the window.
+
+    The window is the first one of the settings, unless another one is clearly faster. If a case was measured twice, the
+    first of `measurements` counts.
+    """
     cases: dict[BenchCase, Measurement] = {}
-    for one in same:
+    for one in measurements:
         case = one.case
         plain = (case.engine, case.order, case.batch_size) == ("direct", "window", workload.batch_size)
-        if one.speeds and plain and matches(case):
+        if one.speeds and plain and (case.variant, case.cache) == (variant.label, picked.case.cache):
             cases.setdefault(case, one)
-    return list(cases.values())
+    loaders = [one for one in cases.values() if one.case.num_workers is None]
+    threads = {one.case.num_threads: one.median for one in loaders if one.case.window == workload.window}
+    windows = {one.case.window: one.median for one in loaders if one.case.num_threads == workload.num_threads}
+    workers = {one.case.num_workers or 0: one.median for one in cases.values() if one.case.num_workers is not None}
+    num_threads, reasons = workload.num_threads, []
+    if len(threads) > 1:
+        num_threads = _smallest_tie(threads)
+        reasons.append(f"num_threads={num_threads} for H5Loader; images/s by threads: {_by_count(threads)}.")
+    num_workers, why = workload.cpus, "one per CPU, not measured"
+    if workers:
+        num_workers, why = _smallest_tie(workers), f"images/s by workers: {_by_count(workers)}"
+    reasons.append(f"num_workers={num_workers} for a DataLoader instead of H5Loader; {why}.")
+    fastest = max(windows, key=lambda window: windows[window], default=workload.window)
+    window = workload.window
+    if windows and windows.get(window, picked.median) < TIE * windows[fastest]:
+        window = fastest
+    speeds = {(one.case.window, one.case.num_threads): one.median for one in (*loaders, picked)}
+    return _Settings(window, num_threads, num_workers, speeds.get((window, num_threads), picked.median), reasons)
 
 
-def _smallest_tie(found: Sequence[Measurement], count: Callable[[Measurement], int]) -> tuple[int, str]:
-    """Return the smallest count that is as fast as the fastest, and a text with the speed at each count."""
-    best = max(one.median for one in found)
-    smallest = min(count(one) for one in found if one.median >= TIE * best)
-    return smallest, ", ".join(f"{count(one)}: {one.median:,.0f}" for one in sorted(found, key=count))
+def _smallest_tie(speeds: dict[int, float]) -> int:
+    return min(count for count, speed in speeds.items() if speed >= TIE * max(speeds.values()))
 
 
-def _pick_threads(same: Sequence[Measurement], workload: Workload) -> tuple[int, list[str]]:
-    found = _variations(same, workload, lambda case: case.window == workload.window and case.num_workers is None)
-    if len(found) < 2:
-        return workload.num_threads, []
-    count, speeds = _smallest_tie(found, lambda one: one.case.num_threads)
-    return count, [f"num_threads={count} for H5Loader; images/s by threads: {speeds}."]
-
-
-def _pick_workers(same: Sequence[Measurement], workload: Workload) -> tuple[int, str]:
-    found = _variations(same, workload, lambda case: case.window == workload.window and case.num_workers is not None)
-    if not found:
-        return workload.cpus, f"num_workers={workload.cpus} for a DataLoader: one per CPU, not measured."
-    count, speeds = _smallest_tie(found, lambda one: one.case.num_workers or 0)
-    return count, f"num_workers={count} for a DataLoader instead of H5Loader; images/s by workers: {speeds}."
-
-
-def _pick_window(same: Sequence[Measurement], workload: Workload, picked: Measurement) -> int:
-    """Return the first window of the settings, unless another one is clearly faster."""
-    found = _variations(
-        same, workload, lambda case: case.num_threads == workload.num_threads and case.num_workers is None
-    )
-    best = max(found, key=lambda one: one.median, default=picked)
-    first = next((one for one in found if one.case.window == workload.window), picked)
-    return workload.window if first.median >= TIE * best.median else best.case.window
+def _by_count(speeds: dict[int, float]) -> str:
+    return ", ".join(f"{count}: {speed:,.0f}" for count, speed in sorted(speeds.items()))
 
 
 def _doubts(deciding: Sequence[Measurement], num_compared: int, workload: Workload) -> list[str]:
@@ -268,28 +247,28 @@ def _doubts(deciding: Sequence[Measurement], num_compared: int, workload: Worklo
 
 
 def _gain(
-    input_variant: FileVariant | None,
-    variant: FileVariant,
+    variants: Sequence[FileVariant],
     picked: Measurement,
     measurements: Sequence[Measurement],
     compared: Sequence[Measurement],
 ) -> tuple[float | None, list[str]]:
     """Return the speedup of the recommended variant over the input file read by h5py, and sentences about it."""
-    if input_variant is None or variant.is_input:
+    label = next((one.label for one in variants if one.is_input), None)
+    if label == picked.case.variant:
         return None, []
-    reasons, gain = [], None
-    loader = next((one.median for one in compared if one.case.variant == input_variant.label), None)
-    if loader:
-        reasons.append(f"The input file: {loader:,.0f} images/s by H5Loader, {picked.median / loader:.1f} x slower.")
-    for one in measurements:
-        case = one.case
-        baseline = (input_variant.label, "default", "single", picked.case.cache)
-        if one.speeds and (case.variant, case.engine, case.order, case.cache) == baseline:
-            gain = round(picked.median / one.median, 2)
-            reasons.append(
-                f"The input file, one index a call by h5py: {one.median:,.0f} images/s, {gain:.1f} x slower."
-            )
-    return gain, reasons
+    baseline = (label, "default", "single", picked.case.cache)
+    loader = [one.median for one in compared if one.case.variant == label]
+    plain = [
+        one.median
+        for one in measurements
+        if one.speeds and (one.case.variant, one.case.engine, one.case.order, one.case.cache) == baseline
+    ]
+    reasons = [
+        f"The input file, {reader}: {speeds[0]:,.0f} images/s, {picked.median / speeds[0]:.1f} x slower."
+        for reader, speeds in (("by H5Loader", loader), ("one index a call by h5py", plain))
+        if speeds
+    ]
+    return round(picked.median / plain[0], 2) if plain else None, reasons
 
 
 def _command(variant: FileVariant, workload: Workload) -> str:

@@ -114,7 +114,7 @@ class BenchReport:
         if chosen is None:
             return "Images/s by chunk size; too little was measured to recommend one"
         what = f"Chunks of {chosen.variant} are read" if chosen.convert else "The input file is read"
-        text = f"{what} at {rounded(chosen.images_per_s)} images/s in shuffled batches on this machine"
+        text = f"{what} at {speed_text(chosen.images_per_s)} images/s in shuffled batches on this machine"
         ceiling = self.highest_ceiling(chosen.judged_by)
         if ceiling is not None:
             text += f", {chosen.images_per_s / statistics.median(ceiling.speeds):.2f} of a {ceiling}"
@@ -184,11 +184,6 @@ def speed_text(speed: float) -> str:
     return f"{value:.3g}"
 
 
-def rounded(speed: float) -> str:
-    """Return images/s for use in a sentence: three significant digits, with thousands separators."""
-    return f"{float(f'{speed:.3g}'):,.0f}" if speed >= 100 else f"{speed:.3g}"
-
-
 def measured_text(speeds: Sequence[float]) -> str:
     """Return the median and the largest deviation of any repeat from the median, such as 83.1k ±6%."""
     if not speeds:
@@ -227,19 +222,18 @@ def _answer(report: BenchReport, full: bool) -> list[list[str]]:
     what = f"Convert with chunks of {chosen.variant}" if chosen.convert else "Keep the input file"
     if chosen.doubts:
         what = f"Perhaps {what[0].lower()}{what[1:]}"
-    typed = [line for text in (chosen.command, chosen.code) if text for line in text.splitlines()]
+    typed = [f"    {line}" for text in (chosen.command, chosen.code) for line in text.splitlines()]
     reasons = [f"Uncertain: {text}." for text in chosen.doubts] + [printable(text) for text in chosen.reasons]
     reasons += [f"Fault of the file: {printable(text)}" for text in report.faults]
-    if chosen.chunk_cache is not None and full:
+    if not full:
+        about = textwrap.shorten(about, _WIDTH, placeholder=" ...")
+        lines = [textwrap.shorten(f"- {text}", _WIDTH, placeholder=" ...") for text in reasons[:12]]
+        return [[*first, about], [f"{what}:"], typed, lines]
+    if chosen.chunk_cache is not None:
         cache = chosen.chunk_cache
-        reasons.append(
-            f"With h5py: rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0:g} ({cache.reason})."
-        )
-    if full:
-        return [[*first, about], [f"{what}:"], [f"    {line}" for line in typed], _bullets("", reasons)]
-    lines = [textwrap.shorten(f"- {text}", _WIDTH, placeholder=" ...") for text in reasons[:12]]
-    return [[*first, textwrap.shorten(about, _WIDTH, placeholder=" ...")], [f"{what}:"],
-            [f"    {line}" for line in typed], lines]  # fmt: skip
+        settings = f"rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0:g}"
+        reasons.append(f"With h5py: {settings} ({cache.reason}).")
+    return [[*first, about], [f"{what}:"], typed, _bullets("", reasons)]
 
 
 def _facts(report: BenchReport) -> list[str]:
@@ -261,7 +255,11 @@ def _tables(report: BenchReport) -> list[list[str]]:
             for engine in table.engines:
                 found = [table.found(variant.label, order, engine, cache) for order in table.orders]
                 if any(found):
-                    rows.append([_mark(variant, report), _size(variant), engine, *map(_entry, found)])
+                    label, chosen = variant.label, report.recommendation
+                    mark = " " if chosen is None or label not in chosen.ties else "="
+                    if chosen is not None and label == chosen.variant:
+                        mark = ">"
+                    rows.append([f"{mark} {label}", _size(variant), engine, *map(_entry, found)])
         if rows:
             title = f"images/s, page cache {cache}: median, farthest repeat, and bytes read per byte delivered"
             blocks.append([title, *_aligned(["", "chunk", "engine", *table.orders], rows)])
@@ -275,14 +273,6 @@ def _tables(report: BenchReport) -> list[list[str]]:
             ]
             blocks.append([title, *_aligned(heads, rows)])
     return blocks
-
-
-def _mark(variant: FileVariant, report: BenchReport) -> str:
-    """Return the label, with ">" before the recommended variant and "=" before its ties."""
-    chosen, label = report.recommendation, variant.label
-    if chosen is None:
-        return f"  {label}"
-    return f"{'>' if label == chosen.variant else '=' if label in chosen.ties else ' '} {label}"
 
 
 def _size(variant: FileVariant) -> str:
@@ -321,11 +311,8 @@ def _unmeasured(report: BenchReport) -> list[str]:
 
 
 def _bullets(title: str, texts: Iterable[str]) -> list[str]:
-    lines = [
-        line
-        for text in texts
-        for line in textwrap.wrap(
-            text, _WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
-    ]
+    wrapper = textwrap.TextWrapper(
+        _WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    lines = [line for text in texts for line in wrapper.wrap(text)]
     return [title, *lines] if lines and title else lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import shlex
@@ -41,7 +42,6 @@ _FALLBACK_SIZE = (224, 224)
 _PROBE_IMAGES, _PROBE_BYTES = 64, 64 * 1024 * 1024
 _PACKING_SHARE = 0.2
 """Fraction of the time budget for packing the sample."""
-_BLOCK_BYTES = 8 * 1024 * 1024
 _PREFIX, _LOCK = ".h5pack-bench-", "lock"
 
 
@@ -137,10 +137,7 @@ def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
         dataset = H5Dataset(path, images=images)
     except H5PackError as error:
         raise refusal or error from None
-    # H5Dataset follows external links to other files, h5py the other links.
-    with open_file(dataset.path) as file:
-        stored = describe_dataset(require_dataset(file, dataset.names[0]))
-    variant = _input_variant(stored, dataset)
+    stored = _described(dataset)
     options = {**options, "images": images}
     if dataset.label_name is not None:
         options.setdefault("labels", dataset.label_name)
@@ -154,18 +151,26 @@ def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
         source=path,
         num_images=len(dataset),
         options=options,
-        variant=variant,
+        variant=_variant(dataset, "as it is"),
         faults=stored.faults,
         fix=None if stored.fix is None else shlex.join(stored.fix),
         not_convertible=str(refusal or ""),
     )
 
 
-def _input_variant(stored: DatasetReport, dataset: H5Dataset) -> FileVariant:
-    index = dataset.engine.indexes[dataset.names[0]]
+def _described(dataset: H5Dataset) -> DatasetReport:
+    # H5Dataset follows external links to other files, h5py the other links.
+    with open_file(dataset.path) as file:
+        return describe_dataset(require_dataset(file, dataset.names[0]))
+
+
+def _variant(dataset: H5Dataset, label: str, compression: str | None = None) -> FileVariant:
+    """Return the variant that a file holds; the input file itself if no `compression` is given."""
+    stored, index = _described(dataset), dataset.engine.indexes[dataset.names[0]]
     chunks = None if index.is_encoded else stored.chunks
+    filters = "encoded images" if index.is_encoded else "+".join(stored.filters) or "none"
     return FileVariant(
-        label="as it is",
+        label=label,
         path=dataset.path,
         images=dataset.names[0],
         labels=dataset.label_name,
@@ -174,10 +179,10 @@ def _input_variant(stored: DatasetReport, dataset: H5Dataset) -> FileVariant:
         chunk_bytes=None if chunks is None else math.prod(chunks) * index.dtype.itemsize,
         # Images that differ in size have no common row shape, so their row_bytes may be 0.
         row_bytes=max(1, index.row_bytes),
-        compression="encoded images" if index.is_encoded else "+".join(stored.filters) or "none",
+        compression=compression or filters,
         stored_bytes=stored.stored_bytes,
         overhead=stored.overhead,
-        is_input=True,
+        is_input=compression is None,
     )
 
 
@@ -210,7 +215,8 @@ def make_sample(
             raise
         return _input_only(source, source.variant, settings, str(error))
     default_chunk_rows = min(plan_chunks(source.num_images, row_bytes).rows, source.num_images)
-    wanted = _wanted_chunk_rows(settings, row_bytes, default_chunk_rows)
+    given = {*settings.chunk_rows, *(max(1, size // row_bytes) for size in settings.chunk_bytes)}
+    wanted = sorted(given or {default_chunk_rows, *(max(1, size // row_bytes) for size in DEFAULT_CHUNK_BYTES)})
     num_files = len(wanted) * len(settings.compression) + settings.contiguous
     rows = _sample_rows(source, settings, scratch, row_bytes, num_files, speed)
     chunk_rows = [count for count in wanted if count == wanted[0] or 2 * count <= rows]
@@ -226,8 +232,9 @@ def make_sample(
         packer.notes.append(f"{report.rejects:,} images of the sample cannot be packed; 'h5pack convert' lists them.")
     dataset = H5Dataset(base)
     index = dataset.engine.indexes[dataset.names[0]]
+    end = begin + 2 * _PACKING_SHARE * settings.seconds
     sample = BenchSample(
-        variants=[],
+        variants=_make_variants(packer, base, settings, chunk_rows, lambda: clock() > end),
         rows=report.images,
         row_bytes=index.row_bytes,
         row_shape=index.row_shape,
@@ -237,8 +244,6 @@ def make_sample(
         default_chunk_rows=default_chunk_rows,
         notes=packer.notes,
     )
-    end = begin + 2 * _PACKING_SHARE * settings.seconds
-    _make_variants(sample, base, settings, chunk_rows, lambda: clock() > end)
     if source.variant is not None:
         sample.variants.insert(0, _first_rows(source.variant, rows))
     return sample
@@ -278,37 +283,33 @@ class _Packer:
 
 
 def _make_variants(
-    sample: BenchSample,
-    base: Path,
-    settings: BenchSettings,
-    chunk_rows: list[int],
-    is_late: Callable[[], bool],
-) -> None:
+    packer: _Packer, base: Path, settings: BenchSettings, chunk_rows: list[int], is_late: Callable[[], bool]
+) -> list[FileVariant]:
     """Convert the rows of `base` to every requested variant, as far as time allows."""
     made: list[FileVariant] = []
     late: list[str] = []
-    kept = {name: sample.options[name] for name in ("layout", "mode") if name in sample.options}
-    for compression in settings.compression:
-        for count in chunk_rows:
-            label = _label(count, compression)
-            path = base
-            if (count, compression) != (chunk_rows[0], "none"):
-                if made and is_late():
-                    late.append(label)
-                    continue
-                path = base.parent / f"{count}-{compression}.h5".replace(":", "-")
-                # Use one process, because starting workers takes longer than copying the rows.
-                convert(base, path, num_workers=1, order="sorted", chunk_rows=count, compression=compression, **kept)
-            made.append(_variant(label, path, count, compression, sample.row_bytes))
-    sample.variants += sorted(made, key=lambda one: (settings.compression.index(one.compression), one.chunk_rows or 0))
+    kept = {name: packer.options[name] for name in ("layout", "mode") if name in packer.options}
+    for compression, count in itertools.product(settings.compression, chunk_rows):
+        label = counted(count, "row") + ("" if compression == "none" else f" {compression}")
+        path = base
+        if (count, compression) != (chunk_rows[0], "none"):
+            if made and is_late():
+                late.append(label)
+                continue
+            path = base.parent / f"{count}-{compression}.h5".replace(":", "-")
+            # Use one process, because starting workers takes longer than copying the rows.
+            convert(base, path, num_workers=1, order="sorted", chunk_rows=count, compression=compression, **kept)
+        made.append(_variant(H5Dataset(path), label, compression))
+    made.sort(key=lambda one: (settings.compression.index(one.compression), one.chunk_rows or 0))
     if settings.contiguous and is_late():
         late.append("contiguous")
     elif settings.contiguous:
         path = base.parent / "contiguous.h5"
-        _write_contiguous(base, path, sample.row_bytes)
-        sample.variants.append(_variant("contiguous", path, None, "none", sample.row_bytes))
+        _write_contiguous(base, path)
+        made.append(_variant(H5Dataset(path), "contiguous", "none"))
     if late:
-        sample.notes.append(f"Not packed for lack of time: {', '.join(late)}; increase seconds.")
+        packer.notes.append(f"Not packed for lack of time: {', '.join(late)}; increase seconds.")
+    return made
 
 
 def _sample_rows(
@@ -323,44 +324,13 @@ def _sample_rows(
     return max(MIN_IMAGES, min(source.num_images, max_bytes // row_bytes, by_time))
 
 
-def _wanted_chunk_rows(settings: BenchSettings, row_bytes: int, default_chunk_rows: int) -> list[int]:
-    """Return the chunk sizes to compare, in rows, in ascending order."""
-    wanted = set(settings.chunk_rows) | {max(1, size // row_bytes) for size in settings.chunk_bytes}
-    if not wanted:
-        wanted = {max(1, size // row_bytes) for size in DEFAULT_CHUNK_BYTES} | {default_chunk_rows}
-    return sorted(wanted)
-
-
-def _label(chunk_rows: int, compression: str) -> str:
-    return counted(chunk_rows, "row") + ("" if compression == "none" else f" {compression}")
-
-
-def _variant(label: str, path: Path, chunk_rows: int | None, compression: str, row_bytes: int) -> FileVariant:
-    with open_file(path) as file:
-        stored = describe_dataset(file[schema.IMAGES])
-    return FileVariant(
-        label=label,
-        path=os.fspath(path),
-        images=schema.IMAGES,
-        labels=schema.LABELS,
-        rows=stored.shape[0],
-        chunk_rows=chunk_rows,
-        chunk_bytes=None if chunk_rows is None else chunk_rows * row_bytes,
-        row_bytes=row_bytes,
-        compression=compression,
-        stored_bytes=stored.stored_bytes,
-        overhead=stored.overhead,
-    )
-
-
-def _write_contiguous(base: Path, path: Path, row_bytes: int) -> None:
+def _write_contiguous(base: Path, path: Path) -> None:
     """Copy the rows of a pack into a dataset without chunks, the default layout of h5py's ``create_dataset``."""
     with open_file(base) as source, h5py.File(path, "w", libver=("v110", "v110")) as file:
         images = source[schema.IMAGES]
         copied = file.create_dataset(schema.IMAGES, images.shape, images.dtype)
-        step = max(1, _BLOCK_BYTES // row_bytes)
-        for start in range(0, len(images), step):
-            copied[start : start + step] = images[start : start + step]
+        for rows in images.iter_chunks():
+            copied[rows] = images[rows]
         if schema.LABELS in source:
             file[schema.LABELS] = source[schema.LABELS][()]
 

@@ -22,7 +22,6 @@ from h5pack.benchmark import mixing
 from h5pack.benchmark.mixing import MixingReport, mixing_report
 from h5pack.data.dataset import H5Dataset
 from h5pack.errors import OptionsError
-from h5pack.order.window import OrderPlan
 from tests.data.packs import converted, write
 
 CLASSES, CHUNK = 5, 20
@@ -126,19 +125,6 @@ def test_a_sorted_pack_needs_all_chunks_in_the_window_and_a_shuffled_one_few(
     assert of(shuffled, "window", 1).chunks_per_batch < 10 < of(shuffled, "full").chunks_per_batch
 
 
-def test_rank_correlations(mixed: H5Dataset) -> None:
-    report = mixing_report(mixed, 50, epochs=10, windows=[1, 16])
-    stored = of(report, False)
-    assert stored.storage_correlation == pytest.approx(1)
-    assert stored.epoch_correlation == pytest.approx(1)
-    # Of n random positions it has a deviation of 1 / sqrt(n - 1).
-    assert abs(of(report, "full").storage_correlation) < 4 / (999 * 10) ** 0.5
-    assert abs(of(report, "full").epoch_correlation or 1) < 4 / (999 * 9) ** 0.5
-    for order in windows(report):
-        assert abs(order.storage_correlation) < 4 / (49 * 10) ** 0.5
-        assert abs(order.epoch_correlation or 1) < 4 / (49 * 9) ** 0.5
-
-
 def test_spearman_by_hand() -> None:
     places = np.arange(5)
     assert mixing._spearman(places, np.array([10, 20, 30, 40, 900])) == pytest.approx(1)
@@ -154,10 +140,8 @@ def test_the_batches_are_the_samplers(mixed: H5Dataset, shuffle: str | bool) -> 
     for epoch in range(2):
         sampler.set_epoch(epoch)
         whole = list(sampler)
-        last = len(whole) - 1
-        for wanted in (range(last + 1), range(7, 12), [last], [0, 1, 9, 10, 11, last], [*range(0, last, 3)]):
-            found = mixing._batches(sampler.plan, epoch, np.array(wanted))
-            assert found.tolist() == [whole[batch] for batch in wanted]
+        for run in (range(len(whole)), range(7, 12), range(len(whole) - 1, len(whole))):
+            assert mixing._batches(sampler.plan, epoch, run).tolist() == [whole[batch] for batch in run]
 
 
 @pytest.mark.parametrize(("shuffle", "window"), [("window", 3), ("full", None), (False, None)])
@@ -184,46 +168,17 @@ def test_every_figure_is_that_of_the_samplers_batches(
     assert found.epoch_correlation == pytest.approx(np.mean(to_next))
 
 
-def test_the_orders_measured_are_those_asked_for(mixed: H5Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans: list[OrderPlan] = []
-    original = mixing._batches
-
-    def spy(plan: OrderPlan, epoch: int, wanted: Any) -> Any:
-        plans.append(plan)
-        return original(plan, epoch, wanted)
-
-    monkeypatch.setattr(mixing, "_batches", spy)
-    mixing_report(mixed, 48, window=5, seed=3, epochs=2, windows=[2, 1_000])
-    assert [(plan.shuffle, plan.window) for plan in plans[::2]] == [
-        ("window", 2),
-        ("window", 5),
-        ("window", 50),
-        ("full", 5),
-        (False, 5),
-    ]
-    sampler = h5pack.ChunkBatchSampler(mixed, 48, window=5, seed=3, drop_last=True)
-    assert plans[2].identity() == sampler.plan.identity()
-
-
-def test_a_large_pack_is_sampled(ordered: H5Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_pack_is_sampled_in_evenly_spaced_runs(ordered: H5Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = mixing_report(ordered, 4, epochs=2, windows=[1, 16])
     assert (whole.batches, whole.epoch_batches) == (250, 250)
     monkeypatch.setattr(mixing, "MAX_BATCHES", 200)
-    asked: list[list[int]] = []
-    original = mixing._batches
-
-    def spy(plan: OrderPlan, epoch: int, wanted: Any) -> Any:
-        asked.append(wanted.tolist())
-        return original(plan, epoch, wanted)
-
-    monkeypatch.setattr(mixing, "_batches", spy)
     part = mixing_report(ordered, 4, epochs=2, windows=[1, 16])
     assert (part.batches, part.epoch_batches) == (96, 250)
-    runs = np.array(asked[0]).reshape(8, 12)
-    assert (np.diff(runs, axis=1) == 1).all()
-    assert (runs[0, 0], runs[-1, -1]) == (0, 249)
-    assert set(np.diff(runs[:, 0]).tolist()) <= {34, 35}, "evenly spaced"
-    assert all(wanted == asked[0] for wanted in asked)
+    runs = mixing._sampled_runs(250, 100)
+    assert {len(run) for run in runs} == {12}
+    starts = [run.start for run in runs]
+    assert (starts[0], runs[-1].stop) == (0, 250)
+    assert set(np.diff(starts).tolist()) <= {34, 35}
     assert of(part, False).storage_correlation == pytest.approx(1)
     for one, other in zip(whole.orders, part.orders, strict=True):
         assert one.label_distance == pytest.approx(other.label_distance or 0, abs=0.1)
@@ -235,9 +190,11 @@ def test_large_windows_are_tried_when_they_are_named(ordered: H5Dataset, monkeyp
     assert [order.window for order in windows(report)] == [1, 2, 4, 8]
     assert "more than 8 chunks were not compared" in report.to_text()
     assert report.enough_window is None
-    named = mixing_report(ordered, 50, window=4, epochs=2, windows=(50,))
+    # A window of more chunks than there are is all of them.
+    named = mixing_report(ordered, 50, window=4, epochs=2, windows=(1_000,))
     assert [order.window for order in windows(named)] == [4, 50]
     assert "not compared" not in named.to_text()
+    assert mixing_report(ordered, 50, window=1_000, epochs=2, windows=(1,)).window == 50
 
 
 @pytest.mark.parametrize("labels", [None, np.random.default_rng(0).normal(size=1_000)])
@@ -348,15 +305,24 @@ def made(*figures: tuple[int, float, float]) -> tuple[mixing.OrderMixing, ...]:
     return (*orders, replace(orders[0], shuffle="full", window=None), replace(orders[0], shuffle=False, window=None))
 
 
-def test_windows_are_tested_from_the_largest_to_the_first_that_fails() -> None:
-    assert mixing._enough(made((1, 0.2, 0.001), (2, 0.1, 0.001), (4, 0.1, 0.001)), 1_000, 0.11, 8) == 2
-    assert mixing._enough(made((1, 0.1, 0.001), (2, 0.2, 0.001), (4, 0.1, 0.001)), 1_000, 0.11, 8) == 4
-    assert mixing._enough(made((1, 0.1, 0.001), (2, 0.1, 0.001), (4, 0.2, 0.001)), 1_000, 0.11, 8) is None
-    # All chunks are a full shuffle, whatever the figures.
-    assert mixing._enough(made((1, 0.2, 0.001), (2, 0.1, 0.001), (4, 0.2, 0.001)), 4, 0.11, 8) == 2
-    assert mixing._enough(made((1, 0.2, 0.001), (2, 0.2, 0.001), (4, 0.2, 0.001)), 4, 0.11, 8) == 4
-    # Close, but the epochs do not show it.
-    assert mixing._enough(made((1, 0.1, 0.1)), 1_000, 0.11, 8) is None
+@pytest.mark.parametrize(
+    ("distances", "chunks", "error", "enough"),
+    [
+        ((0.2, 0.1, 0.1), 1_000, 0.001, 2),
+        ((0.1, 0.2, 0.1), 1_000, 0.001, 4),
+        ((0.1, 0.1, 0.2), 1_000, 0.001, None),
+        # All chunks are a full shuffle, whatever the figures.
+        ((0.2, 0.1, 0.2), 4, 0.001, 2),
+        ((0.2, 0.2, 0.2), 4, 0.001, 4),
+        # Close, but the epochs do not show it.
+        ((0.1, 0.1, 0.1), 1_000, 0.1, None),
+    ],
+)
+def test_windows_are_tested_from_the_largest_to_the_first_that_fails(
+    distances: tuple[float, ...], chunks: int, error: float, enough: int | None
+) -> None:
+    orders = made(*((window, distance, error) for window, distance in zip((1, 2, 4), distances, strict=True)))
+    assert mixing._enough(orders, chunks, 0.11, 8) == enough
 
 
 @pytest.mark.parametrize("epochs", [2, 3, 8, 11, 40])
@@ -410,9 +376,3 @@ def test_the_report_as_text_and_json(ordered: H5Dataset) -> None:
     ]
     assert len({len(line) for line in lines[2 : 3 + len(report.orders)]}) == 1, "columns are aligned with their titles"
     assert lines[-1] == report.advice == report.to_json()["advice"]
-
-
-def test_a_window_of_more_chunks_than_there_are_is_all_of_them(tmp_path: Path) -> None:
-    report = mixing_report(packed(tmp_path / "o.h5", np.arange(60) % 3, 60), 10, epochs=2)
-    assert (report.window, report.chunks) == (3, 3)
-    assert [order.window for order in windows(report)] == [1, 2, 3]

@@ -82,15 +82,6 @@ def test_too_few_repeats_of_the_run_off_are_pooled_with_the_sweep() -> None:
     assert (chosen.variant, chosen.ties, chosen.images_per_s) == ("32 rows", ("32 rows",), 91)
 
 
-def test_variants_slower_by_less_than_the_spread_are_named() -> None:
-    found = [measured("2 rows", 80, 90, 99), measured("32 rows", 98, 101, 102), measured("128 rows", 60, 80, 97)]
-    chosen = chosen_from(VARIANTS, found, found)
-    assert chosen.ties == ("32 rows",)
-    (unclear,) = (reason for reason in chosen.reasons if "spread of the repeats" in reason)
-    assert "2 rows" in unclear
-    assert "128 rows" not in unclear
-
-
 @pytest.mark.parametrize(
     ("num_images", "caches", "expected"),
     [
