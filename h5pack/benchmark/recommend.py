@@ -106,11 +106,11 @@ def choose(
     """
     cache, why = pick_cache_state(workload, measurements)
     by_label = {one.label: one for one in variants}
-    swept = _comparable(variants, measurements, workload, cache)
-    earlier = {one.case: one for one in swept}
+    in_sweep = _comparable(variants, measurements, workload, cache)
+    earlier = {one.case: one for one in in_sweep}
     # The cases that the run-off left out were too slow for it.
     run_off_cases = _comparable(variants, run_off, workload, cache)
-    found = [earlier.get(one.case, Measurement(one.case)).updated_by(one) for one in run_off_cases] or swept
+    found = [earlier.get(one.case, Measurement(one.case)).updated_by(one) for one in run_off_cases] or in_sweep
     if not found:
         return None
     best = max(found, key=lambda one: one.median)
@@ -118,7 +118,7 @@ def choose(
     picked = min(ties, key=lambda one: _effort(by_label[one.case.variant], workload))
     variant = by_label[picked.case.variant]
     settings = _pick_settings(variant, [*run_off, *measurements], picked, workload)
-    gain, gain_reasons = _gain(variants, picked, measurements, [*found, *swept])
+    gain, gain_reasons = _gain(variants, picked, measurements, [*found, *in_sweep])
     return Recommendation(
         variant=variant.label,
         convert=not variant.is_input,
@@ -132,7 +132,7 @@ def choose(
         judged_by=cache,
         images_per_s=round(settings.images_per_s, 1),
         ties=tuple(one.case.variant for one in ties),
-        doubts=tuple(_doubts([best, picked], max(len(found), len(swept)), workload)),
+        doubts=tuple(_doubts([best, picked], max(len(found), len(in_sweep)), workload)),
         reasons=(*_comparison(picked, ties, workload), why, *settings.reasons, *gain_reasons),
         command="" if variant.is_input else _command(variant, workload),
         code=_code(variant, workload.batch_size, settings.window, settings.num_threads),
