@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,17 +132,11 @@ def _find_images(file: h5py.File) -> str:
     found = [name for name in dataset_names(file) if _looks_like_images(file[name])]
     if len(found) == 1:
         return found[0]
-    if not found:
-        held = ", ".join(f"{name!r} {file[name].dtype} {file[name].shape}" for name in dataset_names(file)) or "none"
-        raise SourceError(
-            f"{file.filename}: none of its datasets looks like images: numbers (N, H, W), (N, H, W, C) or (N, C, H, W) "
-            f"or encoded images (found: {held}); name one with images=NAME",
-            path=file.filename,
-            parameters=("images=NAME",),
-        )
+    held = ", ".join(f"{name!r} {file[name].dtype} {file[name].shape}" for name in found or dataset_names(file))
+    problem = "more than one dataset" if found else "no dataset"
     raise SourceError(
-        f"{file.filename}: {', '.join(map(repr, found))} look like images; choose one with images=NAME, because a pack "
-        "has one dataset of images",
+        f"{file.filename}: {problem} looks like images: numbers (N, H, W), (N, H, W, C) or (N, C, H, W) or encoded "
+        f"images (found: {held or 'none'}); name one with images=NAME",
         path=file.filename,
         parameters=("images=NAME",),
     )
@@ -294,16 +287,15 @@ def _read_field(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any
 
 def _field_names(path: Path, fields: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names that fields get in the pack, the last components of their paths; raise if two are equal."""
-    names = tuple(map(os.path.basename, fields))
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise OptionsError(f"{path}: two fields would have the name {twice[0]!r}; leave one out", path=path)
-    for name in names:
-        if not is_field_name(name):
+    names: list[str] = []
+    for name in map(os.path.basename, fields):
+        if name in names or not is_field_name(name):
+            user = "another field" if name in names else "the format"
             raise OptionsError(
-                f"{path}: {name!r} cannot be the name of a field, because the format uses it; leave it out", path=path
+                f"{path}: {name!r} cannot be the name of a field, because {user} uses it; leave it out", path=path
             )
-    return names
+        names.append(name)
+    return tuple(names)
 
 
 def _byte_table(path: Path, name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

@@ -13,6 +13,7 @@ import pytest
 import h5pack
 from h5pack import cli
 from h5pack.exporter.exporter import ExportReport
+from tests.exporter.folders import flip
 from tests.makers import quick, split_folders
 
 
@@ -27,17 +28,6 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     code = cli.main(["export", *map(str, arguments), "--workers", "1"])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
-
-
-def damage(pack: Path) -> str:
-    """Change a bit of row 1, and give its name."""
-    with h5py.File(pack) as file:
-        place = file["images"].id.get_chunk_info(0).byte_offset + 20 * 14 * 3
-        name: str = file["filenames"][1].decode()
-    data = bytearray(pack.read_bytes())
-    data[place] ^= 1
-    pack.write_bytes(data)
-    return name
 
 
 def test_the_summary_and_its_options(pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +50,9 @@ def test_the_summary_and_its_options(pack: Path, tmp_path: Path, capsys: pytest.
 def test_damaged_rows_are_listed_in_json_and_on_standard_error(
     pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = damage(pack)
+    with h5py.File(pack) as file:
+        place, name = file["images"].id.get_chunk_info(0).byte_offset, file["filenames"][1].decode()
+    flip(pack, place + 20 * 14 * 3)
     code, text, err = run(capsys, pack, tmp_path / "out", "--json", "--split", "train")
     assert (code, err) == (1, "")
     report = json.loads(text)

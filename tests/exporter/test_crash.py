@@ -18,7 +18,7 @@ from h5pack.errors import NoSpaceError, OutputBusyError, OutputExistsError, Work
 from h5pack.exporter import image_files
 from h5pack.exporter.exporter import export
 from tests.crashing import children_of, gone, run_in_child, small_file_system, wait_for
-from tests.exporter.test_exporter import one, tree
+from tests.exporter.folders import one, tree
 from tests.makers import flat_folder, quick, split_folders
 
 
@@ -84,23 +84,21 @@ def test_killed_with_workers(large: Path, tmp_path: Path, monkeypatch: pytest.Mo
     def count() -> int:
         return len([*tmp_path.glob("out.partial/*.png")])
 
-    for limit in (10, 25):
+    def write_or_wait(path: str, data: bytes) -> None:
+        # The workers wait here until their parent is killed.
+        while count() > 10:
+            signal.pause()
+        write(path, data)
 
-        def write_or_wait(path: str, data: bytes, limit: int = limit) -> None:
-            # The workers wait here until their parent is killed.
-            while count() > limit:
-                signal.pause()
-            write(path, data)
-
-        monkeypatch.setattr(image_files, "_write_file", write_or_wait)
-        options = {"num_workers": 2, "start_method": "fork", "resume": True}
-        process = multiprocessing.get_context("fork").Process(target=export, args=(large, out), kwargs=options)
-        process.start()
-        wait_for(lambda limit=limit: count() > limit)  # type: ignore[misc]
-        workers = children_of(process.pid or 0)
-        process.kill()
-        process.join()
-        assert all(gone(worker) for worker in workers)
+    monkeypatch.setattr(image_files, "_write_file", write_or_wait)
+    options = {"num_workers": 2, "start_method": "fork", "resume": True}
+    process = multiprocessing.get_context("fork").Process(target=export, args=(large, out), kwargs=options)
+    process.start()
+    wait_for(lambda: count() > 10)
+    workers = children_of(process.pid or 0)
+    process.kill()
+    process.join()
+    assert all(gone(worker) for worker in workers)
     assert not out.exists()
     monkeypatch.setattr(image_files, "_write_file", write)
     report = export(large, out, **one(resume=True))

@@ -19,27 +19,14 @@ from h5pack import cli
 from h5pack.errors import DamagedRowsError, NoImagesError, OptionsError, OutputExistsError, PackFormatError
 from h5pack.exporter import exporter
 from h5pack.exporter.exporter import ExportReport, export
-from h5pack.exporter.image_files import SourceRows, open_rows
+from h5pack.exporter.image_files import open_rows
 from h5pack.format.checksums import row_checksums
+from h5pack.read.hdf5 import dataset_names
+from h5pack.sources.hdf5_catalog import HDF5Datasets
+from tests.exporter.folders import files_of, flip, one, pixels_of, stopped, tree
 from tests.makers import class_folders, expected, flat_folder, pixels, quick, save, split_folders
 from tests.pack.test_convert_hdf5 import LABELS, PIXELS, ROWS, STORED, write
 from tests.read.encoded_files import decoded, encode, jpegs, kinds, write_encoded
-
-
-def one(**keywords: Any) -> dict[str, Any]:
-    """Keywords of `export` for tests: in this process, unless they say otherwise."""
-    return {"num_workers": 1, **keywords}
-
-
-def files_of(folder: Path) -> dict[str, Path]:
-    """The images below a folder, by their paths without endings."""
-    found = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".csv"]
-    return {str(path.relative_to(folder).with_suffix("")): path for path in found}
-
-
-def pixels_of(path: Path) -> npt.NDArray[Any]:
-    with Image.open(path) as image:
-        return np.asarray(image)
 
 
 def pack_again(report: ExportReport, folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> Path:
@@ -53,14 +40,10 @@ def pack_again(report: ExportReport, folder: Path, monkeypatch: pytest.MonkeyPat
 
 def content(path: Path) -> dict[str, Any]:
     """All datasets of a pack, and the names of classes and columns."""
-    found: dict[str, Any] = {}
     with h5py.File(path) as file:
-        file.visititems(
-            lambda name, item: found.update({name: item[()].tolist()}) if isinstance(item, h5py.Dataset) else None
-        )
-        found["classes"] = (
-            {key: value.tolist() for key, value in file["labels"].attrs.items()} if "labels" in file else {}
-        )
+        found: dict[str, Any] = {name: file[name][()].tolist() for name in dataset_names(file)}
+        if "labels" in file:
+            found["classes"] = {key: value.tolist() for key, value in file["labels"].attrs.items()}
         found["layout"] = file["images"].attrs["h5pack_layout"]
     found["filenames"] = [name.decode().rpartition(".")[0] for name in found["filenames"]]
     return found
@@ -259,14 +242,6 @@ def test_encoded_rows_of_the_wanted_format_are_copied(tmp_path: Path) -> None:
     assert export(tmp_path / "jpegs.h5", tmp_path / "out", **one(format="jpeg")).lost == ()
 
 
-def flip(path: Path, place: int) -> None:
-    with path.open("r+b") as stream:
-        stream.seek(place)
-        byte = stream.read(1)
-        stream.seek(place)
-        stream.write(bytes([byte[0] ^ 1]))
-
-
 def test_damaged_rows_are_reported_and_not_exported(tmp_path: Path) -> None:
     source = split_folders(tmp_path / "in", {"train": {"x": 20, "y": 11}, "test": {"x": 3}})
     h5pack.convert(source, tmp_path / "a.h5", **quick(chunk_rows=7))
@@ -324,30 +299,13 @@ def test_a_split_and_a_limit(tmp_path: Path) -> None:
         export(tmp_path / "a.h5", tmp_path / "none", **one(splits=("dev",)))
 
 
-def test_workers_change_nothing(tmp_path: Path) -> None:
-    source = split_folders(tmp_path / "in", {"train": {"x": 17, "y": 11}, "test": {"x": 9}})
-    h5pack.convert(source, tmp_path / "a.h5", **quick(compression="gzip", chunk_rows=7))
-    contents = []
-    for workers in (1, 3):
-        export(tmp_path / "a.h5", tmp_path / str(workers), **one(num_workers=workers))
-        folder = tmp_path / str(workers)
-        contents.append({str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.*")})
-    assert contents[0] == contents[1]
-    assert len(contents[0]) == 38
-
-
 def test_each_chunk_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(tmp_path / "f.h5", STORED["cut and gzip"])
-    opened: list[SourceRows] = []
-
-    def opening(*given: Any) -> SourceRows:
-        opened.append(open_rows(*given))
-        return opened[0]
-
-    monkeypatch.setattr(exporter, "open_rows", opening)
+    opened = open_rows(source, HDF5Datasets())
+    monkeypatch.setattr(exporter, "open_rows", lambda *_: opened)
     export(source, tmp_path / "out", **one())
     with h5py.File(source) as file:
-        assert opened[0].reader.engine.snapshot().bytes_read == file["x"].id.get_storage_size()
+        assert opened.reader.engine.snapshot().bytes_read == file["x"].id.get_storage_size()
 
 
 def test_existing_files_are_replaced_only_if_an_export_wrote_them(tmp_path: Path) -> None:
@@ -396,18 +354,6 @@ def test_resuming_a_complete_export_changes_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "in", "out"]
 
 
-def stopped(*arguments: Any, **keywords: Any) -> None:
-    """Export up to the last step."""
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("h5pack.exporter.exporter.ExportFolder.publish", stop)
-        with pytest.raises(KeyboardInterrupt):
-            export(*arguments, **keywords)
-
-
 def test_an_unfinished_export_is_continued_only_on_request(tmp_path: Path) -> None:
     h5pack.convert(class_folders(tmp_path / "in", {"x": 5, "y": 4}), tmp_path / "a.h5", **quick())
     stopped(tmp_path / "a.h5", tmp_path / "out", **one())
@@ -439,13 +385,7 @@ def test_a_resume_with_other_options_or_a_changed_file_equals_a_fresh_export(
     assert tree(tmp_path / "out") == tree(tmp_path / "fresh")
 
 
-def tree(folder: Path) -> dict[str, bytes]:
-    """All that a folder holds."""
-    found = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
-    return {name: path.read_bytes() if path.is_file() else b"a folder" for name, path in found.items()}
-
-
-def test_files_that_changed_since_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_changed_since_are_written_again(tmp_path: Path) -> None:
     h5pack.convert(class_folders(tmp_path / "in", {"x": 9, "y": 8}), tmp_path / "a.h5", **quick())
     export(tmp_path / "a.h5", tmp_path / "whole", **one())
     stopped(tmp_path / "a.h5", tmp_path / "out", **one())
@@ -456,11 +396,10 @@ def test_files_that_changed_since_are_written_again(tmp_path: Path, monkeypatch:
     written[3].write_bytes(b"")
     report = export(tmp_path / "a.h5", tmp_path / "out", **one(resume=True))
     assert report.resumed_files == 13
-    for path in (tmp_path / "whole").rglob("*.*"):
-        assert (tmp_path / "out" / path.relative_to(tmp_path / "whole")).read_bytes() == path.read_bytes()
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
-def test_a_row_that_is_damaged_by_the_time_it_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_is_damaged_by_the_time_it_is_resumed(tmp_path: Path) -> None:
     pack = tmp_path / "a.h5"
     h5pack.convert(flat_folder(tmp_path / "in", 5), pack, **quick(order="sorted"))
     stopped(pack, tmp_path / "out", **one())
@@ -515,18 +454,19 @@ def test_hostile_names_stay_inside_the_folder(tmp_path: Path) -> None:
 
 
 def test_bad_options(tmp_path: Path) -> None:
-    for keywords, parameter in (
-        ({"format": "gif"}, "format='gif'"),
-        ({"quality": 90}, "quality"),
-        ({"quality": 0, "format": "jpeg"}, "quality=0"),
-        ({"limit": 0}, "limit=0"),
-        ({"num_workers": 0}, "num_workers=0"),
-        ({"start_method": "thread"}, "start_method='thread'"),
-        ({"channel_axis": "middle"}, "channel_axis='middle'"),
+    for keywords in (
+        {"format": "gif"},
+        {"quality": 0, "format": "jpeg"},
+        {"limit": 0},
+        {"num_workers": 0},
+        {"start_method": "thread"},
+        {"channel_axis": "middle"},
     ):
         with pytest.raises(OptionsError) as caught:
-            export(tmp_path / "no.h5", tmp_path / "out", **keywords)
-        assert parameter in caught.value.parameters
+            export(tmp_path / "no.h5", tmp_path / "out", **keywords)  # type: ignore[arg-type]
+        assert caught.value.parameters == ("{}={!r}".format(*next(iter(keywords.items()))),)
+    with pytest.raises(OptionsError):
+        export(tmp_path / "no.h5", tmp_path / "out", quality=90)
     for source in (tmp_path / "no.h5", tmp_path):
         with pytest.raises(PackFormatError):
             export(source, tmp_path / "out")

@@ -17,9 +17,10 @@ from PIL import Image, ImageDraw
 import h5pack
 from h5pack import cli
 from h5pack.errors import DamagedRowsError, NoSpaceError, OptionsError, OutputExistsError, SourceError
-from h5pack.exporter.image_files import SourceRows
+from h5pack.exporter.image_files import open_rows
 from h5pack.inspect import preview as module
 from h5pack.inspect.preview import PreviewReport, preview, scaled
+from h5pack.sources.hdf5_catalog import HDF5Datasets
 from tests.makers import flat_folder, pixels, quick, save, split_folders
 from tests.pack.test_convert_hdf5 import LABELS, PIXELS, ROWS, STORED, write
 from tests.read.encoded_files import jpegs, write_encoded
@@ -97,17 +98,10 @@ def test_splits_stand_below_each_other(tmp_path: Path) -> None:
 
 def test_only_the_rows_that_are_shown_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     h5pack.convert(flat_folder(tmp_path / "in", 60, (30, 30)), tmp_path / "a.h5", **quick())
-    opened: list[SourceRows] = []
-
-    def opening(*given: Any) -> SourceRows:
-        opened.append(original(*given))
-        return opened[0]
-
-    original = module.open_rows
-    monkeypatch.setattr(module, "open_rows", opening)
-    report = preview(tmp_path / "a.h5", tmp_path / "o.png", per_class=7)
-    assert report.images == 7
-    stats = opened[0].reader.engine.snapshot()
+    opened = open_rows(tmp_path / "a.h5", HDF5Datasets())
+    monkeypatch.setattr(module, "open_rows", lambda *_: opened)
+    assert preview(tmp_path / "a.h5", tmp_path / "o.png", per_class=7).images == 7
+    stats = opened.reader.engine.snapshot()
     assert stats.rows == 7
     # And their checksums.
     assert 7 * (30 * 30 * 3 + 4) <= stats.bytes_read < 7.2 * 30 * 30 * 3
@@ -196,13 +190,7 @@ def test_names_of_any_characters_are_drawn(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("size", "tile", "wanted"),
-    [
-        ((28, 28), 128, (112, 112)),
-        ((100, 60), 128, (100, 60)),
-        ((64, 128), 128, (64, 128)),
-        ((218, 178), 109, (109, 89)),
-        ((9, 1000), 100, (1, 100)),
-    ],
+    [((28, 28), 128, (112, 112)), ((100, 60), 128, (100, 60)), ((218, 178), 109, (109, 89)), ((9, 999), 99, (1, 99))],
 )
 def test_images_are_scaled_to_fit_a_tile(size: tuple[int, int], tile: int, wanted: tuple[int, int]) -> None:
     picture = pixels(0, size)

@@ -40,13 +40,10 @@ def test_hdf5_is_known_by_its_signature(tmp_path: Path) -> None:
         with h5py.File(path, "w", userblock_size=block) as file:
             file["x"] = 1
         assert is_hdf5(path)
-    (tmp_path / "text.data").write_text("\x89HDF is not enough" * 1000)
-    (tmp_path / "empty.data").write_text("")
-    (tmp_path / "broken.h5").write_text("no signature, but its name says what it should be")
-    assert not is_hdf5(tmp_path / "text.data")
-    assert not is_hdf5(tmp_path / "empty.data")
+    for name, content in (("text.data", "\x89HDF is not enough" * 1000), ("empty.data", ""), ("broken.h5", "by name")):
+        (tmp_path / name).write_text(content)
+        assert is_hdf5(tmp_path / name) == (name == "broken.h5")
     assert not is_hdf5(tmp_path / "none.data")
-    assert is_hdf5(tmp_path / "broken.h5")
     with pytest.raises(PackFormatError):
         catalog(tmp_path / "broken.h5")
 
@@ -110,9 +107,8 @@ def test_ambiguous_or_unsuitable_datasets_are_errors(
 )
 def test_labels_are_converted_to_int64_or_uint8(tmp_path: Path, stored: Any, labels: Any, names: Any) -> None:
     made = catalog(write(tmp_path / "f.h5", x=IMAGES, y=stored))
-    assert made.labels is not None
-    assert made.labels.dtype == (np.int64 if np.ndim(list(labels)) == 1 else np.uint8)
-    assert made.labels.tolist() == list(labels)
+    wanted = np.array(labels, np.int64 if np.ndim(labels) == 1 else np.uint8)
+    np.testing.assert_array_equal(made.labels, wanted, strict=True)
     assert made.label_names == names
 
 
@@ -204,13 +200,11 @@ def test_a_pack_keeps_its_names_labels_and_splits(tmp_path: Path) -> None:
     h5pack.convert(root, tmp_path / "one.h5", **quick(layout="nchw"))
     with h5py.File(tmp_path / "one.h5") as file:
         names = [name.decode() for name in file["filenames"]]
-        labels = file["labels"][()].tolist()
+        labels = file["labels"][()]
     made = catalog(tmp_path / "one.h5")
     assert list(made.names) == names
-    assert made.labels is not None
-    assert made.labels.tolist() == labels
-    assert made.label_names == ("a", "b")
-    assert made.split_names == ("train", "test")
+    np.testing.assert_array_equal(made.labels, labels)
+    assert (made.label_names, made.split_names) == (("a", "b"), ("train", "test"))
     assert made.split_ids.tolist() == [0] * 7 + [1] * 3
     assert made.reader.form.channel_axis == "first"  # type: ignore[attr-defined]
     chosen = catalog(tmp_path / "one.h5", NameFilter(include=("train/a/*",), exclude=("*00001.jpg",)))
@@ -249,14 +243,11 @@ def test_shapes_of_images_and_where_their_channels_may_be() -> None:
         assert not is_image_array(shape, np.dtype(dtype))
 
 
-def test_invalid_options_are_refused() -> None:
+def test_invalid_options_and_options_of_other_kinds_of_sources_are_refused(tmp_path: Path) -> None:
     for low, high in ((1.0, 1.0), (0.0, float("inf"))):
         with pytest.raises(OptionsError) as caught:
             HDF5Datasets(value_range=(low, high))
         assert caught.value.parameters == ("value_range",)
-
-
-def test_options_of_other_kinds_of_sources_are_refused(tmp_path: Path) -> None:
     root = split_folders(tmp_path / "source", {"train": {"a": 1}})
     path = write(tmp_path / "f.h5", x=IMAGES)
     for source, options, parameter in (
@@ -265,9 +256,9 @@ def test_options_of_other_kinds_of_sources_are_refused(tmp_path: Path) -> None:
         (path, SourceOptions("flat"), "source_kind='flat'"),
         (root, SourceOptions("hdf5"), "source_kind='hdf5'"),
     ):
-        with pytest.raises((OptionsError, SourceError)) as caught:
+        with pytest.raises((OptionsError, SourceError)) as refused:
             open_source(source, options)
-        assert parameter in caught.value.parameters
+        assert parameter in refused.value.parameters
 
 
 def test_damaged_files_raise_h5pack_errors(tmp_path: Path) -> None:
