@@ -29,6 +29,7 @@ from tests.crashing import (
     leftovers,
     lose_pages,
     small_file_system,
+    wait_for,
 )
 from tests.makers import flat_folder, quick, split_folders, truncate
 
@@ -129,13 +130,13 @@ decode, done = writer.LayoutDecoder.decode, 0
 def holding(*arguments):
     global done
     if done == 12:
-        os.write(2, b"held %d\\n" % os.getpid())  # one write, so that lines of two workers do not mix
-        while sys.argv[1] not in os.listdir("."):
+        open(f"held {os.getpid()}", "w").close()
+        while "go" not in os.listdir("."):
             signal.sigtimedwait([], 0.02)
     done += 1
     decode(*arguments)
 writer.LayoutDecoder.decode = holding
-sys.exit(cli.main(sys.argv[2:]))
+sys.exit(cli.main(sys.argv[1:]))
 """
 
 
@@ -146,15 +147,13 @@ def held_command(tmp_path: Path, *launcher: str) -> tuple[subprocess.Popen[str],
     """
     source = flat_folder(tmp_path / "in", 60, (60, 50))
     arguments = ["convert", str(source), str(tmp_path / "o.h5"), "--workers", "2", "--chunk-rows", "8"]
-    command = [*launcher, sys.executable, "-c", HELD, "go", *arguments, "--start-method", "fork"]
-    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-    assert process.stderr is not None
-    workers: list[int] = []
-    while len(workers) < 2:
-        line = process.stderr.readline()
-        assert line, "ended too early"
-        if line.startswith("held"):
-            workers.append(int(line.split()[1]))
+    command = [*launcher, sys.executable, "-c", HELD, *arguments, "--start-method", "fork"]
+    folder = tmp_path / "cwd"
+    folder.mkdir()
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True, cwd=folder)
+    wait_for(lambda: len(leftovers(folder)) == 2 or process.poll() is not None)
+    workers = [int(name.split()[1]) for name in leftovers(folder)]
+    assert len(workers) == 2
     return process, workers, arguments
 
 
@@ -184,7 +183,7 @@ def test_a_signal_that_is_ignored_from_the_start_stays_ignored(tmp_path: Path, n
     """A shell without job control starts background commands with SIGINT ignored."""
     process, _, _ = held_command(tmp_path, "sh", "-c", f"trap '' {name}; exec \"$@\"", "sh")
     os.killpg(process.pid, signal.Signals[f"SIG{name}"])
-    (tmp_path / "go").touch()
+    (tmp_path / "cwd" / "go").touch()
     _, errors = process.communicate(timeout=90)
     assert process.returncode == 0, errors
     assert h5pack.verify(tmp_path / "o.h5").ok
