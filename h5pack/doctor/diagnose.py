@@ -200,8 +200,7 @@ class Diagnosis:
                 self._costs[run.stage] = cost
                 stages.append(run.stage)
             if self._left() < 0:
-                spent = self._settings.seconds - self._left()
-                self._refuse(spent + min_total_seconds(self._costs), at_least=True)
+                self._refuse(self._settings.seconds - self._left() + min_total_seconds(self._costs))
         return stages
 
     def _small_measurements(self) -> dict[str, Any]:
@@ -261,13 +260,13 @@ class Diagnosis:
         self._verdict = judge(evidence)
         self._advice = advise(self._verdict, evidence)
 
-    def _refuse(self, seconds: float, *, at_least: bool = False) -> None:
+    def _refuse(self, seconds: float) -> None:
         """Raise an OptionsError that recommends a budget, because results from so short a time would be meaningless."""
         needed = _LEEWAY * seconds / (1 - _WARM_FRACTION)
         rounded = math.ceil(needed) if needed > 3 else math.ceil(10 * needed) / 10
         settings = self._settings
         raise OptionsError(
             f"seconds={settings.seconds:g} is too short to measure batches of {settings.batch_size} images on this "
-            f"machine; give seconds={rounded:g} or {'much ' * at_least}more, or a smaller batch_size",
+            f"machine; give at least seconds={rounded:g}, or a smaller batch_size",
             parameters=(f"seconds={rounded:g}", "batch_size"),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -112,10 +112,8 @@ class _Mark:
 
     @classmethod
     def begin(cls, images: int, meter: Meter, ready: int = 0) -> _Mark:
-        """Mark the start of a measurement. Read the counters before the clock, so that reading them is not measured."""
-        meter.synchronize()
-        stalled, starved, cpu = meter.stalled(), meter.starved(), CpuTime.now()
-        return cls(time.perf_counter(), images, ready, cpu, stalled, starved)
+        """Mark the start of a measurement. Read the clock last, so that reading the counters is not measured."""
+        return replace(cls.end(images, meter, ready), time=time.perf_counter())
 
     @classmethod
     def end(cls, images: int, meter: Meter, ready: int = 0) -> _Mark:

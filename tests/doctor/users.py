@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,32 +11,26 @@ from torch import nn
 
 
 def cheap() -> Callable[[torch.Tensor, Any], Any]:
-    """A step that costs next to nothing."""
     return lambda images, labels: images.sum()
 
 
 def of_a_batch(images: torch.Tensor) -> torch.Tensor:
-    """A transform of whole batches that changes nothing."""
     return images
 
 
 def to_float(images: torch.Tensor) -> torch.Tensor:
-    """What many do on the host."""
     return images.permute(0, 3, 1, 2).float() / 255
 
 
 def of_one_image(image: Any) -> torch.Tensor:
-    """As torchvision's transforms: an array (H, W, C) to a tensor (C, H, W)."""
     return torch.from_numpy(image).permute(2, 0, 1).float() / 255
 
 
 def failing_transform(images: torch.Tensor) -> torch.Tensor:
-    """Fails."""
     raise ValueError("no such colour\nand a second line")
 
 
 def failing_factory() -> nn.Module:
-    """Fails."""
     raise FileNotFoundError("weights.pt is not there")
 
 
@@ -46,11 +41,10 @@ def failing_step() -> nn.Module:
 
 def interrupting_step() -> Callable[[torch.Tensor, Any], None]:
     """Ctrl-C is pressed in the fourth step."""
-    calls: list[int] = []
+    calls = itertools.count(1)
 
     def step(images: torch.Tensor, labels: Any) -> None:
-        calls.append(1)
-        if len(calls) == 4:
+        if next(calls) == 4:
             raise KeyboardInterrupt
 
     return step

@@ -60,31 +60,21 @@ def test_cpu_time_on_systems_that_list_no_children(tmp_path: Path, monkeypatch: 
 
 
 class FakeNvml(types.ModuleType):
-    """The part of pynvml that is used. A card is its UUID; each answer is a value or an error."""
+    """The part of pynvml that is used. A card is its UUID."""
 
     def __init__(self, *uuids: str) -> None:
         super().__init__("pynvml")
-        self.uuids, self.as_bytes = uuids, False
-        self.answers: dict[str, Any] = {
-            "memory": types.SimpleNamespace(used=3 * 2**30, total=80 * 2**30),
-            "utilisation": types.SimpleNamespace(gpu=87, memory=40),
-        }
+        self.as_bytes = False
         self.nvmlInit = lambda: None
-        self.nvmlDeviceGetCount = lambda: len(self.uuids)
-        self.nvmlDeviceGetHandleByIndex = self.uuids.__getitem__
+        self.nvmlDeviceGetCount = lambda: len(uuids)
+        self.nvmlDeviceGetHandleByIndex = uuids.__getitem__
         self.nvmlDeviceGetUUID = self.text
         self.nvmlDeviceGetName = lambda card: self.text(f"name of {card}")
-        self.nvmlDeviceGetMemoryInfo = lambda card: self.answer("memory")
-        self.nvmlDeviceGetUtilizationRates = lambda card: self.answer("utilisation")
+        self.nvmlDeviceGetMemoryInfo = lambda card: types.SimpleNamespace(used=3 * 2**30, total=80 * 2**30)
+        self.nvmlDeviceGetUtilizationRates = lambda card: types.SimpleNamespace(gpu=87, memory=40)
 
     def text(self, value: str) -> str | bytes:
         return value.encode() if self.as_bytes else value
-
-    def answer(self, what: str) -> Any:
-        value = self.answers[what]
-        if isinstance(value, Exception):
-            raise value
-        return value
 
 
 Install = Callable[..., FakeNvml]
@@ -122,19 +112,17 @@ def test_without_a_uuid_only_a_single_card_is_used(install: Install) -> None:
     assert sample() is None
 
 
-def test_a_query_that_fails_leaves_its_number_out(install: Install) -> None:
-    install("GPU-a").answers["utilisation"] = RuntimeError("not supported")
+def fail(*_: Any) -> None:
+    raise RuntimeError("not supported")
+
+
+def test_failures_of_the_driver_leave_their_numbers_out(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = install("GPU-a")
+    module.nvmlDeviceGetUtilizationRates = fail
     assert sample() == GpuStatus("name of GPU-a", None, 3 * 2**30, 80 * 2**30)
-
-
-def test_without_package_library_or_gpu_there_is_no_status(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = install()
+    module.nvmlInit = fail
     assert sample() is None
-
-    def missing() -> None:
-        raise RuntimeError("NVML Shared Library Not Found")
-
-    module.nvmlInit = missing
+    install()
     assert sample() is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert sample() is None
