@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, RandomSampler, Subset
 
 import h5pack
 from h5pack.device.feed import DeviceFeed
-from h5pack.device.loader_wrapper import layers_of
+from h5pack.device.loader_wrapper import base_datasets, layers_of
 from h5pack.monitor import recorder
 from h5pack.monitor.bottleneck import Encoding, Evidence
 from h5pack.monitor.recorder import DeviceWait, interval_evidence, stall_text
