@@ -169,7 +169,12 @@ def _check_images(path: str, structure: _Structure, executor: Executor, in_fligh
         tasks = check_tasks(path, structure.offsets, rows, structure.checksums, _TASK_BYTES)
         done = run(executor, check_rows_counted, tasks, in_flight, describe_check)
     elif structure.chunk_rows:
-        done = run(executor, _decode_counted, _decode_tasks(path, structure), in_flight, str)
+        step = structure.chunk_rows * max(1, _TASK_BYTES // structure.chunk_bytes)
+        decode_tasks = (
+            _DecodeTask(path, start, structure.checksums[start : start + step])
+            for start in range(0, structure.rows, step)
+        )
+        done = run(executor, _decode_counted, decode_tasks, in_flight, str)
     wrong: list[int] = []
     tqdm.monitor_interval = 0
     with tqdm(
@@ -255,12 +260,6 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
             problems.append(f"splits/rows: do not cover the {rows:,} rows in order")
 
 
-def _decode_tasks(path: str, structure: _Structure) -> Iterator[_DecodeTask]:
-    step = structure.chunk_rows * max(1, _TASK_BYTES // structure.chunk_bytes)
-    for start in range(0, structure.rows, step):
-        yield _DecodeTask(path, start, structure.checksums[start : start + step])
-
-
 def _decode_counted(task: _DecodeTask) -> tuple[int, list[int]]:
     """Check a task's rows; return their number, and the rows that differ from their checksums or cannot be read."""
     with open_file(task.path) as file:
@@ -270,17 +269,14 @@ def _decode_counted(task: _DecodeTask) -> tuple[int, list[int]]:
         images = reopen_tuned(
             images, plan_cache(images.shape, images.chunks, 1, filtered=is_filtered(images), window=1)
         )
-        stop = task.start + len(task.checksums)
         wrong: list[int] = []
-        for start in range(task.start, stop, images.chunks[0]):
-            rows = range(start, min(start + images.chunks[0], stop))
+        for first in range(0, len(task.checksums), images.chunks[0]):
+            start, expected = task.start + first, task.checksums[first : first + images.chunks[0]]
             try:
-                found = row_checksums(images[rows.start : rows.stop])
+                differs = row_checksums(images[start : start + len(expected)]) != expected
             except (OSError, RuntimeError):
-                wrong += rows
-            else:
-                expected = task.checksums[rows.start - task.start : rows.stop - task.start]
-                wrong += [start + int(position) for position in np.flatnonzero(found != expected)]
+                differs = np.ones(len(expected), np.bool_)
+            wrong += (start + np.flatnonzero(differs)).tolist()
     return len(task.checksums), wrong
 
 

@@ -9,6 +9,7 @@ import errno
 import hashlib
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -308,15 +309,14 @@ class Catalog:
         """
         if not wanted.include and not wanted.exclude:
             return self
-        ignored = dict(self.ignored)
+        ignored = Counter(self.ignored)
         kept = []
         for number, name in enumerate(self.names):
             if wanted.allows(name):
                 kept.append(number)
             else:
-                refusal = str(wanted.refusal(name))
-                ignored[refusal] = ignored.get(refusal, 0) + 1
-        return self if len(kept) == len(self) else replace(self.take(np.array(kept, np.int64)), ignored=ignored)
+                ignored[str(wanted.refusal(name))] += 1
+        return self if len(kept) == len(self) else replace(self.take(np.array(kept, np.int64)), ignored=dict(ignored))
 
     def limited(self, limit: int) -> Catalog:
         """Return a catalog of at most `limit` images, evenly spaced to keep the shares of classes and splits."""

@@ -132,13 +132,15 @@ def _find_images(file: h5py.File) -> str:
     found = [name for name in dataset_names(file) if _looks_like_images(file[name])]
     if len(found) == 1:
         return found[0]
-    held = ", ".join(f"{name!r} {file[name].dtype} {file[name].shape}" for name in found or dataset_names(file))
-    problem = "more than one dataset" if found else "no dataset"
+    held = ", ".join(f"{name!r} {file[name].dtype} {file[name].shape}" for name in dataset_names(file)) or "none"
+    problem = (
+        f"{', '.join(map(repr, found))} look like images"
+        if found
+        else "none of its datasets looks like images: numbers (N, H, W), (N, H, W, C) or (N, C, H, W), or encoded "
+        f"images (found: {held})"
+    )
     raise SourceError(
-        f"{file.filename}: {problem} looks like images: numbers (N, H, W), (N, H, W, C) or (N, C, H, W) or encoded "
-        f"images (found: {held or 'none'}); name one with images=NAME",
-        path=file.filename,
-        parameters=("images=NAME",),
+        f"{file.filename}: {problem}; choose one with images=NAME", path=file.filename, parameters=("images=NAME",)
     )
 
 

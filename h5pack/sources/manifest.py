@@ -208,13 +208,14 @@ def numbers(table: TextTable, column: str) -> npt.NDArray[np.int64] | npt.NDArra
     exact = integers(cells)
     if exact is not None:
         return exact
-    for row, cell in enumerate(cells):
-        if not is_number(cell):
-            raise table.error(
-                row,
-                f"column {column!r} contains {cell!r}, not a number; a field needs numbers (names can be labels)",
-            )
-    return np.array([parse_number(cell, float) for cell in cells], np.float64)
+    try:
+        return np.array([parse_number(cell, float) for cell in cells], np.float64)
+    except ValueError:
+        row = next(row for row, cell in enumerate(cells) if not is_number(cell))
+        problem = (
+            f"column {column!r} contains {cells[row]!r}, not a number; a field needs numbers (names can be labels)"
+        )
+        raise table.error(row, problem) from None
 
 
 def binary_table(table: TextTable, columns: Sequence[str]) -> npt.NDArray[np.uint8]:

@@ -113,7 +113,7 @@ def test_random_damage_is_found_or_harmless(pack: Path, tmp_path: Path) -> None:
         images, labels = file["images"][()], file["labels"][()]
     dice = random.Random(5)
     found = 0
-    for number in range(24):
+    for number in range(16):
         data = bytearray(whole)
         # Half of them in the metadata, which is a small part of the file.
         place = (
@@ -133,7 +133,7 @@ def test_random_damage_is_found_or_harmless(pack: Path, tmp_path: Path) -> None:
         with h5py.File(path) as file:
             assert np.array_equal(file["images"][()], images)
             assert np.array_equal(file["labels"][()], labels)
-    assert found > 8
+    assert found > 5
 
 
 def test_unreadable_rows_are_damaged(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
