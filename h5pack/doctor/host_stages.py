@@ -174,17 +174,11 @@ class HostLoaders:
         self._made.append(loader)
         return loader
 
-    def prefetched(self, loader: Any) -> int:
-        """Return how many batches a loader holds ready when it is faster than its consumer."""
-        if self.num_workers is None:
-            return int(2 * loader.plan.max_group_batches + 2)
-        return int((loader.prefetch_factor or 0) * loader.num_workers)
-
-    def ready_images(self, loader: Any) -> Callable[[], int]:
-        """Return a function that returns how many images are ready in a loader; always 0 for a DataLoader."""
+    def prefetch_of(self, loader: Any) -> tuple[int, Callable[[], int]]:
+        """Return how many batches a loader reads ahead, and a function that counts its ready images (DataLoader: 0)."""
         if self.num_workers is not None:
-            return lambda: 0
-        return lambda: loader.queue_depth * loader.plan.batch_rows(0)
+            return int((loader.prefetch_factor or 0) * loader.num_workers), lambda: 0
+        return 2 * loader.plan.max_group_batches + 2, lambda: loader.queue_depth * loader.plan.batch_rows(0)
 
     def stop(self, loader: Any) -> None:
         """Stop a loader's threads or workers."""

@@ -214,7 +214,7 @@ class Target:
         """Return the run of a loader alone: LOADER, TRANSFORM or COLD."""
         cold = stage is Stage.COLD
         loader = self.loaders.make(None if cold else self.hot_rows, transform=stage is Stage.TRANSFORM)
-        prefetched, ready = self.loaders.prefetched(loader), self.loaders.ready_images(loader)
+        prefetched, ready = self.loaders.prefetch_of(loader)
         run = partial(measure_epochs, lambda: iter(loader), touch_batch, prefetched=prefetched, ready_images=ready)
         warm_up = int(stage is Stage.LOADER)
         return StageRun(stage, run, self._drop if cold else None, note, warm_up, MIN_LOADER_BATCHES)
@@ -241,8 +241,8 @@ class Target:
             self.reasons[Stage.EVERYTHING] = self.reasons[failed]
             return []
         loader = self.loaders.make(rows, transform=self.has_transform)
-        prefetched = self.loaders.prefetched(loader) + PREFETCHED_ON_GPU * self.on_gpu
-        run = stages.everything(loader, step, self.loaders.ready_images(loader), prefetched)
+        prefetched, ready = self.loaders.prefetch_of(loader)
+        run = stages.everything(loader, step, ready, prefetched + PREFETCHED_ON_GPU * self.on_gpu)
         return [StageRun(Stage.EVERYTHING, run, prepare, min_batches=MIN_LOADER_BATCHES)]
 
     def _drop(self) -> None:

@@ -132,12 +132,11 @@ def test_every_stage_is_measured_or_has_a_reason(path: Path, machine: Machine) -
 
 
 @pytest.mark.usefixtures("hasty")
-def test_images_that_are_floats_need_no_normalizing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float_images_and_a_busy_machine_are_mentioned(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.os, "getloadavg", lambda: (1_000.0, 0.0, 0.0))
     report = diagnose(path, transform=users.to_float)
     assert medians(report)["normalize"] is None
     assert Remedy.UINT8_BATCHES in {one.remedy for one in report.advice}
-    # A machine that others use is mentioned.
     assert any("load average 1000.0" in text for text in report.unknown)
 
 

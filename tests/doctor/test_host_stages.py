@@ -122,7 +122,8 @@ def test_a_dataloader_yields_the_same(make: Make) -> None:
     assert labels_of(plain) == list(range(40))
     images, labels = next(iter(transformed))
     assert torch.equal(images, torch.from_numpy(values()[labels]).permute(0, 3, 1, 2).float() / 255)
-    assert loaders.prefetched(plain) == 2
+    prefetched, ready = loaders.prefetch_of(plain)
+    assert (prefetched, ready()) == (2, 0)
     workers = [*plain._iterator._workers, *transformed._iterator._workers]
     loaders.close()
     for worker in workers:
@@ -133,13 +134,11 @@ def test_a_dataloader_yields_the_same(make: Make) -> None:
 def test_ready_images_are_counted_in_an_h5loader(make: Make) -> None:
     loaders = make(num_threads=1)
     loader = loaders.make()
-    assert loaders.prefetched(loader) == 2 * loader.plan.max_group_batches + 2
-    ready = loaders.ready_images(loader)
-    assert ready() == 0
+    prefetched, ready = loaders.prefetch_of(loader)
+    assert (prefetched, ready()) == (2 * loader.plan.max_group_batches + 2, 0)
     iterator = iter(loader)
     next(iterator)
     assert ready() % 16 == 0
-    assert make(num_workers=0).ready_images(None)() == 0
 
 
 def test_batches_of_any_kind_are_touched() -> None:

@@ -29,10 +29,6 @@ class Net(nn.Module):
         return result
 
 
-def load(model: Any) -> tuple[Any, str]:
-    return make_step(model, SETTING)
-
-
 def test_the_built_in_step_accepts_images_of_any_size() -> None:
     for shape, classes in (((3, 16, 12), 5), ((1, 1, 1), None), ((2, 3), 5)):
         step, text = make_step(None, StepSetting(shape, classes, torch.device("cpu"), torch.float32))
@@ -45,7 +41,7 @@ def test_the_built_in_step_accepts_images_of_any_size() -> None:
 def test_a_step_of_a_module_leaves_its_weights_unchanged(as_factory: bool) -> None:
     net = Net()
     before = net.linear.weight.detach().clone()
-    step, text = load((lambda: net) if as_factory else net)
+    step, text = make_step((lambda: net) if as_factory else net, SETTING)
     step(IMAGES, LABELS)
     assert text.endswith("a Net of 2,308 parameters")
     assert net.training
@@ -60,13 +56,13 @@ def test_a_factory_is_called_with_the_keywords_that_it_names() -> None:
         got.update(shape=shape, num_classes=num_classes, device=device, other=other)
         return Net(num_classes)
 
-    load(factory)
+    make_step(factory, SETTING)
     assert got == {"shape": (3, 16, 12), "num_classes": 4, "device": torch.device("cpu"), "other": 1}
     make_step(factory, StepSetting((3, 16, 12), None, torch.device("cpu"), torch.float32))
     assert got["num_classes"] == 9
     # A class is a factory, too, and so is one of torchvision's, which takes any keyword.
-    assert load(Net)[1] == f"{__name__}:Net, a Net of 2,308 parameters"
-    assert load(lambda *, weights=None, **settings: Net(**settings))[1].endswith("2,308 parameters")
+    assert make_step(Net, SETTING)[1] == f"{__name__}:Net, a Net of 2,308 parameters"
+    assert make_step(lambda *, weights=None, **settings: Net(**settings), SETTING)[1].endswith("2,308 parameters")
 
 
 def test_a_pair_has_its_own_loss() -> None:
@@ -77,7 +73,7 @@ def test_a_pair_has_its_own_loss() -> None:
         return output.sum()
 
     net = Net()
-    step, _ = load(lambda: (net, loss))
+    step, _ = make_step(lambda: (net, loss), SETTING)
     step(IMAGES, None)
     assert seen == [((5, 4), None)]
     assert net.linear.weight.grad is not None
@@ -85,18 +81,18 @@ def test_a_pair_has_its_own_loss() -> None:
 
 def test_any_other_callable_is_the_step() -> None:
     seen: list[Any] = []
-    step, text = load(lambda: lambda images, labels: seen.append((images, labels)))
+    step, text = make_step(lambda: lambda images, labels: seen.append((images, labels)), SETTING)
     step(IMAGES, LABELS)
     assert seen == [(IMAGES, LABELS)]
     assert text.endswith("<lambda>, a step of its own")
 
 
 def test_parameters_without_a_shape_yet_and_modules_that_do_not_train() -> None:
-    lazy, text = load(lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(4)))
+    lazy, text = make_step(lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(4)), SETTING)
     lazy(IMAGES, LABELS)
     assert text.endswith("<lambda>, a Sequential")
     frozen = Net(trains=False)
-    step, _ = load(lambda: frozen)
+    step, _ = make_step(lambda: frozen, SETTING)
     step(IMAGES, LABELS)
     assert frozen.linear.weight.grad is None
 
@@ -133,7 +129,7 @@ def test_the_default_loss_fits_labels_and_output() -> None:
 )
 def test_factories_that_fail_say_why_in_a_line(factory: Any, word: str) -> None:
     with pytest.raises(OptionsError, match=word) as caught:
-        load(factory)
+        make_step(factory, SETTING)
     assert "\n" not in str(caught.value)
     assert name_of(factory) in str(caught.value)
 
