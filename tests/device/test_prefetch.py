@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from h5pack.errors import LoaderError
 from tests.crashing import wait_for
 from tests.data.packs import loader_threads, threads_end
 from tests.device.feeds import FEEDS, Gated, Numbers, PrefetchingFeed, h5_loader
+from tests.read.files import in_child
 
 
 @pytest.mark.parametrize("prefetch_factor", [1, 2, 3])
@@ -122,21 +122,18 @@ def test_a_generator_stays_open() -> None:
         assert next(given) >= 4
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_an_iterator_raises_in_a_forked_child() -> None:
     feed = PrefetchingFeed(Numbers())
     iterator = iter(feed)
     next(iterator)
     wait_for(lambda: feed.loader.given >= 3)
-    child = os.fork()
-    if not child:
-        try:
-            for _ in range(4):
-                next(iterator)
-        except LoaderError:
-            os._exit(0)
-        os._exit(2)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def child() -> bool:
+        with pytest.raises(LoaderError):
+            list(iterator)
+        return True
+
+    assert in_child(child)
     assert len(list(iterator)) == 4
 
 

@@ -99,21 +99,6 @@ def test_datasets_of_another_kind_are_not_used_as_checksums(foreign: Path, check
     assert list(describe_file(foreign).indexes) == ["images"]
 
 
-def test_links(foreign: Path, tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "other.h5", "w") as other:
-        other["z"] = np.arange(6) * 2
-    with h5py.File(foreign, "r+") as file:
-        file["soft"] = h5py.SoftLink("/images")
-        file["labels"] = h5py.SoftLink("deep/er/y")
-        file["outside"] = h5py.ExternalLink("other.h5", "z")
-    found = describe_file(foreign, "soft", fields=("outside",))
-    assert list(found.indexes) == ["soft", "labels", "outside"]
-    assert [index.library_reason is None for index in found.indexes.values()] == [True, True, True]
-    engine = Engine(found.path, found.identity, found.indexes)
-    assert np.array_equal(engine.read("soft", [5, 0]), IMAGES[[5, 0]])
-    assert [engine.read(name, [5, 0]).tolist() for name in ("labels", "outside")] == [[2, 0], [10, 0]]
-
-
 def test_attributes_of_other_programs_are_read(foreign: Path) -> None:
     """Strings of variable and of fixed length; a single string instead of a list."""
     with h5py.File(foreign, "r+") as file:

@@ -172,16 +172,6 @@ def test_small_rows_are_read_over_small_gaps(tmp_path: Path) -> None:
     assert engine.stats.amplification == 259 / 3
 
 
-def test_rows_without_storage_are_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "f.h5"
-    values = write(path, numbers((9, 600), "u1"), "holes", fill=3)
-    engine = engine_of(path)
-    assert (engine.read("x", [3, 4, 5]) == 3).all()
-    assert (engine.stats.rows, engine.stats.reads, engine.stats.bytes_read) == (3, 0, 0)
-    assert np.array_equal(engine.read("x", [8, 4, 0, 1]), values[[8, 4, 0, 1]])
-    assert (engine.stats.reads, engine.stats.bytes_read) == (2, 3 * 600)
-
-
 def test_enumerations_are_numbers(tmp_path: Path) -> None:
     kind = h5py.enum_dtype({"cat": 1, "dog": 7}, basetype=">i2")
     with h5py.File(tmp_path / "f.h5", "w") as file:

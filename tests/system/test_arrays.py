@@ -12,7 +12,6 @@ from h5pack.system.arrays import (
     consecutive_runs,
     equal_runs,
     hash_sequence,
-    run_edges,
     shuffled,
     splitmix64,
     splitmix64_array,
@@ -47,11 +46,6 @@ def test_runs_in_which_both_columns_count_up(pairs: list[tuple[int, int]]) -> No
     joined = [other == (one[0] + 1, one[1] + 1) for one, other in itertools.pairwise(pairs)]
     columns = np.array(pairs, np.int64).reshape(-1, 2)
     assert consecutive_runs(columns[:, 0], columns[:, 1]).tolist() == slow_edges([0] * len(pairs), joined)
-
-
-def test_breaks_become_edges() -> None:
-    assert run_edges(np.array([False, True, True, False])).tolist() == [0, 2, 3, 5]
-    assert run_edges(np.zeros(0, np.bool_)).tolist() == [0, 1]
 
 
 def test_the_hash_is_splitmix64_as_others_publish_it() -> None:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import os
 
 import pytest
 
 from h5pack.system.libc import libc_function, raise_errno, require_libc_function
-
-
-def test_a_function_is_called_with_its_types() -> None:
-    assert require_libc_function("getpid", ctypes.c_int)() == os.getpid()
 
 
 def test_a_missing_function_is_none_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
