@@ -65,38 +65,28 @@ def test_a_pack(pack: Path) -> None:
     assert (unlabelled.labels, unlabelled.classes) == (None, None)
 
 
-def test_a_foreign_file(foreign: Path) -> None:
+def test_a_foreign_file(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = describe_file(foreign)
     assert list(found.indexes) == ["images"]
     assert (found.layout, found.labels, found.classes, found.columns) == (None, None, None, None)
     assert (found.splits, found.mean, found.std) == ({}, None, None)
-    assert list(describe_file(foreign, "images", "deep/er/y", ("images",)).indexes) == ["images", "deep/er/y"]
-
-
-def test_slashes_around_a_name_and_relative_paths(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Slashes around a name, a relative path, and a field that is also the labels.
     monkeypatch.chdir(foreign.parent)
     found = describe_file("f.h5", "/images", "//deep/er/y/", ("/deep/er/y",))
-    assert found.path == str(foreign)
-    assert list(found.indexes) == ["images", "deep/er/y"]
+    assert (found.path, list(found.indexes)) == (str(foreign), ["images", "deep/er/y"])
     assert (found.labels, found.fields) == ("deep/er/y", ("deep/er/y",))
 
 
-def test_fields_have_checksums_too(copy: Path) -> None:
-    values = numbers((12, 2), "f4")
+def test_fields_have_checksums_of_the_right_shape_and_dtype(copy: Path) -> None:
+    values, names = numbers((12, 2), "f4"), ("boxes", "short", "float", "text", "table")
+    sums = row_checksums(values)
+    stored = (sums, sums[:5], sums.astype("f4"), np.array(["one"] * 12, object), sums[:, None])
     with h5py.File(copy, "r+") as file:
-        file["boxes"], file["points"] = values, values
-        file["checksums/boxes"] = row_checksums(values)
-        file["checksums/points"] = row_checksums(values)[:5]
-    found = describe_file(copy, fields=("boxes", "points"))
-    assert found.fields == ("boxes", "points")
-    assert list(found.indexes)[4:] == ["boxes", "checksums/boxes", "points"], "those of another length are none"
-
-
-@pytest.mark.parametrize("checksums", [np.zeros(6, "f4"), np.array(["one"] * 6, object), np.zeros((6, 1), "u4")])
-def test_datasets_of_another_kind_are_not_used_as_checksums(foreign: Path, checksums: Any) -> None:
-    with h5py.File(foreign, "r+") as file:
-        file["checksums/images"] = checksums
-    assert list(describe_file(foreign).indexes) == ["images"]
+        for name, checksums in zip(names, stored, strict=True):
+            file[name], file[f"checksums/{name}"] = values, checksums
+    found = describe_file(copy, fields=names)
+    assert found.fields == names
+    assert list(found.indexes)[4:] == ["boxes", "checksums/boxes", *names[1:]]
 
 
 def test_attributes_of_other_programs_are_read(foreign: Path) -> None:

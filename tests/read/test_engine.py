@@ -55,36 +55,22 @@ def h5pys(path: Path, rows: list[int], shape: tuple[int, ...], fill: Any) -> npt
 
 
 @settings(max_examples=66)
-@given(
-    shape=st.tuples(st.integers(1, 30), st.integers(1, 9), st.integers(1, 9), st.integers(1, 4)),
-    rank=st.integers(1, 4),
-    dtype=st.sampled_from(DTYPES),
-    storage=st.sampled_from(STORAGES),
-    scatter_bytes=st.sampled_from([1, engine_module.SCATTER_BYTES, 1 << 30]),
-    gap_bytes=st.sampled_from([0, 100, plan_module.MAX_GAP_BYTES]),
-    settings_=st.sampled_from([{}, {"libver": "latest"}, {"libver": "v110"}, {"userblock_size": 512}]),
-    data=st.data(),
-)
-def test_rows_equal_h5pys(
-    shape: tuple[int, ...],
-    rank: int,
-    dtype: str,
-    storage: str,
-    scatter_bytes: int,
-    gap_bytes: int,
-    settings_: dict[str, Any],
-    data: st.DataObject,
-) -> None:
-    shape = shape[:rank]
-    rows = data.draw(row_lists(shape[0]))
+@given(st.data())
+def test_rows_equal_h5pys(data: st.DataObject) -> None:
+    draw = data.draw
+    sizes = draw(st.tuples(st.integers(1, 30), st.integers(1, 9), st.integers(1, 9), st.integers(1, 4)))
+    shape = sizes[: draw(st.integers(1, 4))]
+    dtype, storage = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(STORAGES))
+    scatter_bytes = draw(st.sampled_from([1, engine_module.SCATTER_BYTES, 1 << 30]))
+    gap_bytes = draw(st.sampled_from([0, 100, plan_module.MAX_GAP_BYTES]))
+    how = draw(st.sampled_from([{}, {"libver": "latest"}, {"libver": "v110"}, {"userblock_size": 512}]))
+    rows, fill, chunk_rows = draw(row_lists(shape[0])), draw(st.sampled_from([0, 1])), draw(st.integers(1, 8))
     wanted = np.array(rows, np.int64)
-    fill = data.draw(st.sampled_from([0, 1]))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "SCATTER_BYTES", scatter_bytes)
         patch.setattr(plan_module, "MAX_GAP_BYTES", gap_bytes)
         path = Path(folder) / "f.h5"
-        chunk_rows = data.draw(st.integers(1, 8))
-        values = write(path, numbers(shape, dtype), storage, fill=fill, chunk_rows=chunk_rows, **settings_)
+        values = write(path, numbers(shape, dtype), storage, fill=fill, chunk_rows=chunk_rows, **how)
         engine = engine_of(path)
         assert (engine.indexes["x"].library_reason is None) == (storage in DIRECT)
         expected = h5pys(path, rows, shape, fill)

@@ -88,17 +88,10 @@ def virtual_files(draw: st.DrawFn, folder: Path) -> tuple[Path, npt.NDArray[Any]
     for number in range(draw(st.integers(1, 4))):
         of, storage = draw(st.integers(1, 15)), draw(st.sampled_from(FORMS[form]))
         values = numbers((of, *cut), dtype, number)
-        kept[f"s{number}.h5"] = write(
-            folder / f"s{number}.h5",
-            values,
-            storage,
-            fill=draw(st.sampled_from([0, 1])),
-            chunk_rows=draw(st.integers(1, 5)),
-        )
+        how = {"fill": draw(st.sampled_from([0, 1])), "chunk_rows": draw(st.integers(1, 5))}
+        kept[f"s{number}.h5"] = write(folder / f"s{number}.h5", values, storage, **how)
     if draw(st.booleans()):
-        with h5py.File(path, "w") as file:
-            file["x0"] = kept["."] = numbers((7, *cut), dtype, 9)
-            kept["."] = kept["."].astype(native)
+        kept["."] = write(path, numbers((7, *cut), dtype, 9), "contiguous", name="x0")
     for _ in range(draw(st.integers(0, 6))):
         hole = draw(st.integers(0, 3))
         expected.append(np.full((hole, *cut), fill, native))
@@ -111,9 +104,8 @@ def virtual_files(draw: st.DrawFn, folder: Path) -> tuple[Path, npt.NDArray[Any]
         at += rows
     expected.append(np.full((draw(st.integers(0 if at else 1, 3)), *cut), fill, native))
     joined = np.concatenate(expected)
-    create(path, joined.shape, dtype, draw(st.permutations(mappings)), "inner" if draw(st.booleans()) else "x", fill)
-    with h5py.File(path) as file:
-        nested = "inner" in file
+    nested = draw(st.booleans())
+    create(path, joined.shape, dtype, draw(st.permutations(mappings)), "inner" if nested else "x", fill)
     if nested:
         first = draw(st.integers(0, len(joined) - 1))
         rows = draw(st.integers(1, len(joined) - first))
@@ -125,13 +117,10 @@ def virtual_files(draw: st.DrawFn, folder: Path) -> tuple[Path, npt.NDArray[Any]
 
 
 @settings(max_examples=60)
-@given(
-    scatter_bytes=st.sampled_from([1, engine_module.SCATTER_BYTES, 1 << 30]),
-    gap_bytes=st.sampled_from([0, 100, plan_module.MAX_GAP_BYTES]),
-    most=st.integers(1, 5),
-    data=st.data(),
-)
-def test_rows_equal_h5pys(scatter_bytes: int, gap_bytes: int, most: int, data: st.DataObject) -> None:
+@given(st.data())
+def test_rows_equal_h5pys(data: st.DataObject) -> None:
+    scatter_bytes = data.draw(st.sampled_from([1, engine_module.SCATTER_BYTES, 1 << 30]))
+    gap_bytes = data.draw(st.sampled_from([0, 100, plan_module.MAX_GAP_BYTES]))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "SCATTER_BYTES", scatter_bytes)
         patch.setattr(plan_module, "MAX_GAP_BYTES", gap_bytes)
@@ -139,7 +128,7 @@ def test_rows_equal_h5pys(scatter_bytes: int, gap_bytes: int, most: int, data: s
         library = of_library(path)
         assert np.array_equal(library, values)
         engine = engine_of(path)
-        engine.files.max_open = most
+        engine.files.max_open = data.draw(st.integers(1, 5))
         index = engine.indexes["x"]
         if index.library_reason is not None:
             assert "compact" in index.library_reason
