@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -157,23 +158,23 @@ class _Worker:
         self.journal.close()
 
 
-_worker: _Worker | None = None
+# Per thread, because conversions with one worker may run in several threads of a process.
+_local = threading.local()
 
 
 def _worker_for(job: WriteJob) -> _Worker:
-    global _worker
-    if _worker is None or _worker.job != job:
+    worker: _Worker | None = getattr(_local, "worker", None)
+    if worker is None or worker.job != job:
         release()
-        _worker = _Worker(job)
-    return _worker
+        _local.worker = worker = _Worker(job)
+    return worker
 
 
 def release() -> None:
-    """Close the files that this process opened to write rows."""
-    global _worker
-    if _worker is not None:
-        _worker.close()
-        _worker = None
+    """Close the files that this thread opened to write rows."""
+    worker: _Worker | None = _local.__dict__.pop("worker", None)
+    if worker is not None:
+        worker.close()
 
 
 atexit.register(release)

@@ -19,12 +19,13 @@ from h5pack.errors import WorkerError
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-_shared: Any = None
+# Per thread, because each thread may use a SerialExecutor of its own.
+_local = threading.local()
 
 
 def shared() -> Any:
     """Return, inside a task, the object that was passed to `open_executor`."""
-    return _shared
+    return getattr(_local, "shared", None)
 
 
 class SerialExecutor(concurrent.futures.Executor):
@@ -48,13 +49,12 @@ def open_executor(
     If `start_method` is None, `choose_start_method` decides. Inside tasks `shared` returns `shared_object`; workers
     inherit it with fork, and otherwise it is pickled once per worker.
     """
-    global _shared
     if num_workers == 1:
-        before, _shared = _shared, shared_object
+        before, _local.shared = shared(), shared_object
         try:
             yield SerialExecutor()
         finally:
-            _shared = before
+            _local.shared = before
         return
     context = multiprocessing.get_context(start_method or choose_start_method())
     executor = concurrent.futures.ProcessPoolExecutor(num_workers, context, _start_worker, (shared_object,))
@@ -127,8 +127,7 @@ def run(
 
 
 def _start_worker(shared_object: Any) -> None:
-    global _shared
-    _shared = shared_object
+    _local.shared = shared_object
     # Ctrl-C sends SIGINT to the whole process group. Only the parent should handle it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +348,15 @@ class Dataset:
         if index == 5:
             raise ValueError("no sample today")
         return pixels(index), index * 3
+
+
+def test_conversions_in_threads_do_not_mix(tmp_path: Path) -> None:
+    folders = [flat_folder(tmp_path / name, count) for name, count in (("a", 120), ("b", 90), ("c", 60))]
+    with ThreadPoolExecutor(len(folders)) as executor:
+        list(executor.map(lambda folder: h5pack.convert(folder, f"{folder}.h5", **quick(chunk_rows=8)), folders))
+    for folder in folders:
+        h5pack.convert(folder, tmp_path / "alone.h5", **quick(chunk_rows=8, overwrite=True))
+        assert Path(f"{folder}.h5").read_bytes() == (tmp_path / "alone.h5").read_bytes()
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_workers": 2, "start_method": "spawn"}])
