@@ -56,6 +56,18 @@ def split_folders(root: Path, counts: dict[str, dict[str, int]], size: tuple[int
     return root
 
 
+def colour_folders(root: Path, counts: dict[str, int], brightness: int) -> Path:
+    """One folder a split, in each one folders of 3 classes: noise whose class is the colour that is brightest."""
+    for split, count in counts.items():
+        for number in range(count):
+            noise = np.random.default_rng((split == "val", number)).integers(0, 170, (16, 16, 3))
+            noise[:, :, number % 3] += brightness
+            path = root / split / f"class-{number % 3}" / f"{number:03d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(noise.astype(np.uint8)).save(path)
+    return root
+
+
 def truncate(path: Path, keep: float = 0.6) -> Path:
     """Cut an image file short."""
     data = path.read_bytes()

@@ -10,13 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
 import h5pack
 from h5pack.data.samplers import ChunkBatchSampler
-from tests.makers import quick
+from tests.makers import colour_folders, quick
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EPOCHS, STEPS, SAVES, BATCH = 4, 4, 6, 32
@@ -56,16 +54,10 @@ print(json.dumps(logs))
 
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Noise whose class is the colour that is brightest; rows to train with are 4 batches and some."""
+    """Rows to train with are 4 batches and some."""
     folder = tmp_path_factory.mktemp("colours")
-    for split, count in (("train", STEPS * BATCH + 5), ("val", 33)):
-        for number in range(count):
-            noise = np.random.default_rng((split == "val", number)).integers(0, 170, (16, 16, 3))
-            noise[:, :, number % 3] += 80
-            path = folder / "in" / split / f"class-{number % 3}" / f"{number:03d}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(noise.astype(np.uint8)).save(path)
-    h5pack.convert(folder / "in", folder / "colours.h5", **quick(chunk_rows=8))
+    source = colour_folders(folder / "in", {"train": STEPS * BATCH + 5, "val": 33}, 80)
+    h5pack.convert(source, folder / "colours.h5", **quick(chunk_rows=8))
     return folder / "colours.h5"
 
 

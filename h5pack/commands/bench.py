@@ -49,23 +49,22 @@ def add(commands: Any) -> None:
 
 def _add_compared(bench: argparse.ArgumentParser) -> None:
     what = bench.add_argument_group("what to compare")
-    what.add_argument("--chunk-rows", metavar="A,B", help="chunk sizes in rows")
-    what.add_argument("--chunk-bytes", metavar="A,B", help="chunk sizes in bytes (default: 64KiB to 16MiB)")
     what.add_argument(
         "--no-contiguous", action="store_false", dest="contiguous", help="leave out the dataset without chunks"
     )
-    what.add_argument(
-        "--orders", metavar="A,B", help="orders of rows, from sequential, window, full and single (default: all)"
-    )
-    what.add_argument("--engines", metavar="A,B", help="readers, from direct, tuned and default (default: all)")
-    what.add_argument(
-        "--cache", dest="caches", metavar="A,B", help="states of the page cache, from hot and cold (default: both)"
-    )
-    what.add_argument("--compression", metavar="A,B", help="as for convert (default: none)")
-    what.add_argument("--batch-size", metavar="A,B", help="rows per batch (default 256)")
-    what.add_argument("--window", metavar="A,B", help="chunks that are shuffled together (default 16)")
-    what.add_argument("--threads", dest="num_threads", metavar="A,B", help="reading threads of H5Loader")
-    what.add_argument("--workers", dest="num_workers", metavar="A,B", help="worker processes of a DataLoader")
+    for option, name, text in (
+        ("--chunk-rows", "chunk_rows", "chunk sizes in rows"),
+        ("--chunk-bytes", "chunk_bytes", "chunk sizes in bytes (default: 64KiB to 16MiB)"),
+        ("--orders", "orders", "orders of rows, from sequential, window, full and single (default: all)"),
+        ("--engines", "engines", "readers, from direct, tuned and default (default: all)"),
+        ("--cache", "caches", "states of the page cache, from hot and cold (default: both)"),
+        ("--compression", "compression", "as for convert (default: none)"),
+        ("--batch-size", "batch_size", "rows per batch (default 256)"),
+        ("--window", "window", "chunks that are shuffled together (default 16)"),
+        ("--threads", "num_threads", "reading threads of H5Loader"),
+        ("--workers", "num_workers", "worker processes of a DataLoader"),
+    ):
+        what.add_argument(option, dest=name, metavar="A,B", help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:

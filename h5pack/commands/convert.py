@@ -41,7 +41,9 @@ def add(commands: Any) -> None:
         "--field-columns", type=comma_parts, metavar="A,B", help="a manifest's columns of numbers, stored as fields"
     )
 
-    _add_hdf5(convert)
+    hdf5 = convert.add_argument_group("HDF5 sources")
+    add_hdf5(hdf5)
+    hdf5.add_argument("--fields", type=comma_parts, metavar="A,B", help="further datasets with one row per image")
     _add_layout(convert)
     _add_execution(convert)
 
@@ -77,12 +79,6 @@ def _add_execution(convert: argparse.ArgumentParser) -> None:
     how.add_argument("--resume", action="store_true", help="continue an interrupted conversion")
     how.add_argument("--strict", action="store_true", help="stop at the first image that cannot be packed")
     how.add_argument("--quiet", action="store_true", help="print no plan and no progress")
-
-
-def _add_hdf5(convert: argparse.ArgumentParser) -> None:
-    hdf5 = convert.add_argument_group("HDF5 sources")
-    add_hdf5(hdf5)
-    hdf5.add_argument("--fields", type=comma_parts, metavar="A,B", help="further datasets with one row per image")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -53,24 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
     from h5pack.exporter.exporter import export
 
     verbose = not arguments.quiet and not arguments.json
-    report = export(
-        arguments.file,
-        arguments.out,
-        format=arguments.format,
-        quality=arguments.quality,
-        splits=arguments.splits,
-        limit=arguments.limit,
-        images=arguments.images,
-        labels=arguments.labels,
-        fields=arguments.fields,
-        channel_axis=arguments.channel_axis,
-        value_range=arguments.value_range,
-        num_workers=arguments.num_workers,
-        start_method=arguments.start_method,
-        overwrite=arguments.overwrite,
-        resume=arguments.resume,
-        progress=verbose,
-    )
+    names = (
+        "format", "quality", "splits", "limit", "images", "labels", "fields", "channel_axis", "value_range",
+        "num_workers", "start_method", "overwrite", "resume",
+    )  # fmt: skip
+    keywords = {name: getattr(arguments, name) for name in names}
+    report = export(arguments.file, arguments.out, progress=verbose, **keywords)
     named = replace(report, path=arguments.out)
     if arguments.json:
         print(json.dumps(report.to_json(), indent=1))

@@ -190,18 +190,14 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert os.listdir(tmp_path) == ["a.png"]
 
 
-def test_settings_of_matplotlib_stay_as_they_were(tmp_path: Path) -> None:
+def test_settings_of_matplotlib_stay_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     before = dict(matplotlib.rcParams)
     with matplotlib.rc_context({"text.usetex": True, "axes.facecolor": "red", "figure.figsize": (1, 1)}):
         plots.draw_bench(small_report(), tmp_path / "styled.png")
     plots.draw_bench(small_report(), tmp_path / "plain.png")
     assert (tmp_path / "styled.png").read_bytes() == (tmp_path / "plain.png").read_bytes()
     assert dict(matplotlib.rcParams) == before
-
-
-def test_pyplot_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    plots.draw_bench(reports.empty(), tmp_path / "a.png")
 
 
 def test_paths_are_drawn_as_plain_text(tmp_path: Path) -> None:

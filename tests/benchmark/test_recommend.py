@@ -46,40 +46,37 @@ def chosen_from(
     return chosen
 
 
-def test_the_fastest_variant_wins_if_clearly_faster() -> None:
-    found = [measured("2 rows", 10, 11, 12), measured("32 rows", 20, 21, 22), measured("128 rows", 50, 51, 52)]
-    chosen = chosen_from(VARIANTS, found)
-    assert (chosen.variant, chosen.chunk_rows, chosen.images_per_s) == ("128 rows", 128, 51)
-    assert chosen.ties == ("128 rows",)
-    assert chosen.doubts == ()
-    assert chosen.command == "h5pack convert './celeb A' packed.h5 --chunk-rows 128"
+Speeds = dict[str, tuple[float, ...]]
 
 
-def test_among_ties_the_variant_nearest_to_the_default_wins() -> None:
-    found = [measured("2 rows", 98, 99, 100), measured("32 rows", 97, 98, 99), measured("128 rows", 100, 101, 102)]
-    chosen = chosen_from(VARIANTS, found)
-    assert chosen.variant == "32 rows"
-    assert set(chosen.ties) == {"2 rows", "32 rows", "128 rows"}
+@pytest.mark.parametrize(
+    ("sweep", "run_off", "variant", "ties", "speed"),
+    [
+        ({"2 rows": (10, 11, 12), "128 rows": (50, 51, 52)}, {}, "128 rows", {"128 rows"}, 51),
+        # Among ties the variant nearest to the default wins.
+        ({"2 rows": (98, 99, 100), "32 rows": (97, 98, 99), "128 rows": (100, 101, 102)}, {}, "32 rows",
+         {"2 rows", "32 rows", "128 rows"}, 98),
+        # Rows without chunks are never recommended.
+        ({"32 rows": (50, 51, 52), "contiguous": (90, 91, 92)}, {}, "32 rows", {"32 rows"}, 51),
+        # A run-off with enough repeats replaces the sweep; too few repeats are pooled with those of the sweep.
+        ({"2 rows": (60,), "32 rows": (100, 101, 102), "128 rows": (30, 31, 32)},
+         {"2 rows": (95, 96, 97), "32 rows": (50, 51, 62)}, "2 rows", {"2 rows"}, 96),
+        ({"2 rows": (60,), "32 rows": (100,), "128 rows": (30, 31, 32)}, {"2 rows": (50, 62), "32 rows": (90, 91)},
+         "32 rows", {"32 rows"}, 91),
+    ],
+    ids=["fastest", "ties", "contiguous", "run-off", "pooled"],
+)  # fmt: skip
+def test_the_recommended_variant(sweep: Speeds, run_off: Speeds, variant: str, ties: set[str], speed: float) -> None:
+    found, again = ([measured(label, *speeds) for label, speeds in part.items()] for part in (sweep, run_off))
+    chosen = chosen_from(VARIANTS, found, again)
+    assert (chosen.variant, set(chosen.ties), chosen.images_per_s) == (variant, ties, speed)
+    assert chosen.command == f"h5pack convert './celeb A' packed.h5 --chunk-rows {variant.split()[0]}"
 
 
-def test_rows_without_chunks_are_never_recommended() -> None:
-    found = [measured("32 rows", 50, 51, 52), measured("contiguous", 90, 91, 92)]
-    assert chosen_from(VARIANTS, found).variant == "32 rows"
-    assert finalists(VARIANTS, found, WORKLOAD, "hot") == [found[0].case]
-
-
-def test_a_run_off_with_enough_repeats_replaces_the_sweep() -> None:
-    sweep = [measured("2 rows", 60), measured("32 rows", 100, 101, 102), measured("128 rows", 30, 31, 32)]
-    run_off = [measured("2 rows", 95, 96, 97), measured("32 rows", 50, 51, 62)]
-    chosen = chosen_from(VARIANTS, sweep, run_off)
-    assert (chosen.variant, chosen.ties, chosen.images_per_s) == ("2 rows", ("2 rows",), 96)
-
-
-def test_too_few_repeats_of_the_run_off_are_pooled_with_the_sweep() -> None:
-    sweep = [measured("2 rows", 60), measured("32 rows", 100), measured("128 rows", 30, 31, 32)]
-    run_off = [measured("2 rows", 50, 62), measured("32 rows", 90, 91)]
-    chosen = chosen_from(VARIANTS, sweep, run_off)
-    assert (chosen.variant, chosen.ties, chosen.images_per_s) == ("32 rows", ("32 rows",), 91)
+def test_the_finalists_are_the_fastest_variants_with_chunks() -> None:
+    speeds = {"2 rows": 20, "32 rows": 50, "128 rows": 60, "contiguous": 90}
+    found = [measured(label, speed) for label, speed in speeds.items()]
+    assert finalists(VARIANTS, found, WORKLOAD, "hot") == [found[2].case, found[1].case]
 
 
 @pytest.mark.parametrize(
@@ -130,6 +127,7 @@ def test_an_input_file_as_fast_as_the_others_is_kept() -> None:
 def test_the_gain_over_the_input_file_is_stated() -> None:
     found = [
         measured("as it is", 10, 11, 12),
+        measured("as it is", 50, 51, 52, num_threads=1),
         measured("32 rows", 99, 100, 101),
         measured("as it is", 4.0, 5.0, 6.0, order="single", engine="default", batch_size=1, num_threads=1),
     ]
@@ -137,16 +135,6 @@ def test_the_gain_over_the_input_file_is_stated() -> None:
     assert chosen.convert
     assert chosen.gain == 20.0
     assert any("9.1 x slower" in reason for reason in chosen.reasons)
-
-
-def test_the_input_file_is_compared_at_the_settings_of_the_sweep() -> None:
-    found = [
-        measured("as it is", 50, 51, 52),
-        measured("as it is", 10, 11, 12, batch_size=8),
-        measured("as it is", 20, 21, 22, num_threads=1),
-        measured("32 rows", 99, 100, 101),
-    ]
-    assert any("51 images/s" in reason for reason in chosen_from([INPUT, *VARIANTS], found).reasons)
 
 
 def test_the_fewest_threads_and_workers_that_are_as_fast_are_recommended() -> None:
@@ -159,19 +147,10 @@ def test_the_fewest_threads_and_workers_that_are_as_fast_are_recommended() -> No
         measured("32 rows", 81, 82, 83, num_threads=1, num_workers=4),
     ]
     chosen = chosen_from(VARIANTS, found, run_off)
-    assert (chosen.num_threads, chosen.num_workers) == (1, 2)
+    assert (chosen.num_threads, chosen.num_workers, chosen.images_per_s) == (1, 2, 98)
+    # Workers that were not measured are one per CPU.
+    assert chosen_from(VARIANTS, found).num_workers == 2
     assert "batch_size=256, window=16, num_threads=1" in chosen.code
-
-
-def test_the_speed_is_that_of_the_recommended_threads() -> None:
-    found = [measured("32 rows", 99, 100, 101), measured("2 rows", 1, 2, 3)]
-    run_off = [measured("32 rows", 99, 100, 101), measured("32 rows", 180, 190, 200, num_threads=8)]
-    chosen = chosen_from(VARIANTS, found, run_off)
-    assert (chosen.num_threads, chosen.images_per_s) == (8, 190)
-
-
-def test_workers_that_were_not_measured_are_one_per_cpu() -> None:
-    assert chosen_from(VARIANTS, [measured("32 rows", 9, 9, 9)]).num_workers == 2
 
 
 @pytest.mark.parametrize(("speed", "window"), [(102, 16), (202, 64)])

@@ -19,6 +19,8 @@ from h5pack.benchmark.sweep import Sweep
 from tests.benchmark.files import SIZE, StepClock, sample_of
 from tests.makers import class_folders
 
+Faked = tuple[StepClock, list[str], dict[str, float]]
+"""A clock, what readers were asked for, and seconds by order."""
 WINDOW = BenchCase("4 rows", "window", "direct", "hot", 8, 2, 1)
 
 
@@ -53,16 +55,13 @@ class FakeReader:
 
 
 @pytest.fixture
-def faked(monkeypatch: pytest.MonkeyPatch) -> tuple[StepClock, list[str], dict[str, float]]:
-    """A clock, what readers were asked for, and seconds by order."""
+def faked(monkeypatch: pytest.MonkeyPatch) -> Faked:
     clock, log, seconds = StepClock(), list[str](), dict[str, float]()
     monkeypatch.setattr(sweep, "open_reader", lambda case, *_: FakeReader(clock, case, log, seconds))
     return clock, log, seconds
 
 
-def test_a_slow_case_gets_fewer_repeats_and_every_case_one(
-    variants: list[FileVariant], faked: tuple[StepClock, list[str], dict[str, float]]
-) -> None:
+def test_a_slow_case_gets_fewer_repeats_and_every_case_one(variants: list[FileVariant], faked: Faked) -> None:
     clock, _, seconds = faked
     seconds["full"] = 0.4
     cases = [BenchCase("4 rows", order, "direct", "hot", 8, 2, 1) for order in ("full", "sequential", "window")]
@@ -72,9 +71,7 @@ def test_a_slow_case_gets_fewer_repeats_and_every_case_one(
     assert clock.now <= 3.05
 
 
-def test_cases_whose_turn_does_not_come_say_so(
-    variants: list[FileVariant], faked: tuple[StepClock, list[str], dict[str, float]]
-) -> None:
+def test_cases_whose_turn_does_not_come_say_so(variants: list[FileVariant], faked: Faked) -> None:
     found = measure(variants, [WINDOW], 0.0, faked[0])
     assert found[0].speeds == ()
     assert found[0].reason is not None
@@ -84,7 +81,7 @@ def test_cases_whose_turn_does_not_come_say_so(
 @pytest.mark.parametrize("reload", [False, True])
 def test_a_run_off_loads_files_again_before_each_repeat(
     variants: list[FileVariant],
-    faked: tuple[StepClock, list[str], dict[str, float]],
+    faked: Faked,
     monkeypatch: pytest.MonkeyPatch,
     kept: str | None,
     loads: int,
@@ -104,9 +101,7 @@ def test_a_run_off_loads_files_again_before_each_repeat(
 
 
 def test_files_that_are_slow_to_load_are_loaded_once(
-    variants: list[FileVariant],
-    faked: tuple[StepClock, list[str], dict[str, float]],
-    monkeypatch: pytest.MonkeyPatch,
+    variants: list[FileVariant], faked: Faked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, log, _ = faked
 
