@@ -160,12 +160,8 @@ def batch_size_and_bytes(batch: Any) -> tuple[int | None, int]:
         # This may be an array of another library, such as NumPy.
         shape, nbytes = getattr(batch, "shape", ()), getattr(batch, "nbytes", 0)
         return (shape[0] if isinstance(shape, tuple) and shape else None), nbytes if isinstance(nbytes, int) else 0
-    size, total = None, 0
-    for element in batch.values() if isinstance(batch, Mapping) else batch:
-        element_size, nbytes = batch_size_and_bytes(element)
-        size = element_size if size is None else size
-        total += nbytes
-    return size, total
+    found = [batch_size_and_bytes(element) for element in (batch.values() if isinstance(batch, Mapping) else batch)]
+    return next((size for size, _ in found if size is not None), None), sum(nbytes for _, nbytes in found)
 
 
 def images_of(batch: Any, image_key: Hashable | None = None) -> torch.Tensor:

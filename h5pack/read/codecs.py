@@ -66,9 +66,9 @@ class UnsupportedFilterError(ValueError):
 
 @dataclass(frozen=True)
 class Codec:
-    """The filters of a dataset as (number, parameters), in encoding order; `size` is the bytes of a decoded chunk."""
+    """The filters of a dataset, in encoding order; `size` is the bytes of a decoded chunk."""
 
-    steps: tuple[tuple[int, tuple[int, ...]], ...]
+    steps: tuple[Filter, ...]
     size: int
 
     def decode(self, encoded: MallocBuffer, mask: int) -> Bytes:
@@ -80,12 +80,12 @@ class Codec:
         for position in reversed(range(len(self.steps))):
             if mask >> position & 1:
                 continue
-            number, parameters = self.steps[position]
-            if is_plugin(number):
-                # Only the filter at position 0 encoded the plain chunk, so only its decoded size is known.
-                data = decode_plugin(number, parameters, _to_malloc(data), None if position else self.size)
+            step = self.steps[position]
+            if step.number in _DECODERS:
+                data = _DECODERS[step.number](_to_array(data), step.parameters, self.size)
             else:
-                data = _DECODERS[number](_to_array(data), parameters, self.size)
+                # Only the filter at position 0 encoded the plain chunk, so only its decoded size is known.
+                data = decode_plugin(step.number, step.parameters, _to_malloc(data), None if position else self.size)
         decoded = _to_array(data)
         if len(decoded) != self.size:
             raise ValueError(f"it decodes to {len(decoded):,} bytes instead of {self.size:,}")
@@ -101,7 +101,7 @@ def find_codec(found: tuple[Filter, ...], size: int) -> Codec:
             raise UnsupportedFilterError(
                 "its chunks pass through lzf, whose decoder is missing: pip install 'h5pack[compress]'"
             )
-    return Codec(tuple((item.number, item.parameters) for item in found), size)
+    return Codec(found, size)
 
 
 def _to_array(data: MallocBuffer | Bytes) -> Bytes:

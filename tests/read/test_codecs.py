@@ -254,7 +254,7 @@ def test_few_rows_of_chunks_that_cut_rows_are_read_alone(tmp_path: Path) -> None
 
 
 def test_a_chunk_of_another_size_is_refused() -> None:
-    codec = Codec(((FilterId.GZIP, (4,)),), 100)
+    codec = Codec((Filter(FilterId.GZIP, (4,), "deflate"),), 100)
     for size in (99, 101):
         block = codecs._to_malloc(np.frombuffer(zlib.compress(bytes(size)), np.uint8))
         with pytest.raises(ValueError, match=f"{size} bytes instead of 100"):
