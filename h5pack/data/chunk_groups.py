@@ -38,37 +38,31 @@ Task = Callable[[], None]
 OnArrival = Callable[[list[Span]], None]
 
 
-@dataclass
-class _OpenBatch:
-    memory: BatchMemory
-    missing: int
-
-
 class OpenBatches:
     """The batches whose memory is allocated and some of whose rows have not been written yet."""
 
     def __init__(self) -> None:
-        self._open: dict[int, _OpenBatch] = {}
+        self._memory: dict[int, BatchMemory] = {}
+        self._missing: dict[int, int] = {}
         self._lock = threading.Lock()
 
     def open(self, batch: int, memory: BatchMemory, rows: int) -> None:
         """Register a batch of `rows` rows, none of which is written yet."""
-        self._open[batch] = _OpenBatch(memory, rows)
+        self._memory[batch], self._missing[batch] = memory, rows
 
     def memory(self, batch: int) -> BatchMemory:
         """Return the memory of an open batch."""
-        return self._open[batch].memory
+        return self._memory[batch]
 
     def arrive(self, span: Span) -> BatchMemory | None:
         """Record that the rows of `span` are written. If that completes the batch, close it and return its memory."""
         batch, _, count = span
         with self._lock:
-            found = self._open[batch]
-            found.missing -= count
-            if found.missing:
+            self._missing[batch] -= count
+            if self._missing[batch]:
                 return None
-            del self._open[batch]
-        return found.memory
+            del self._missing[batch]
+            return self._memory.pop(batch)
 
 
 @dataclass(frozen=True)

@@ -9,26 +9,48 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset, default_collate
 from torch.utils.data._utils import collate as torch_collate
 
 from h5pack.data.buffers import MarkedTensor, SharedBatch
+from h5pack.data.iteration import Closeable
 from h5pack.errors import SizesDifferError
 
 
-class BatchSource(Protocol):
-    """A dataset that can read whole batches."""
+class BatchSource(Closeable, Dataset[Any]):
+    """Base class of datasets that can read whole batches."""
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """Collate samples as torch's ``default_collate`` does, but read the rows directly into the batch.
+
+        In a worker process the batch is in shared memory that is reused once the main process has released it, so
+        sending a batch neither copies it nor allocates new memory. A DataLoader without a ``collate_fn`` collates in
+        the same way. With `transform` or `target_transform`, or for samples that are not from this dataset, this is the
+        same as ``default_collate``.
+
+        Returns
+        -------
+        list of Tensor, or Tensor
+            The images of the stored shape and dtype, (n, ...); the labels, int64 (n,) if integers, else of the stored
+            dtype; the fields; the row numbers in the files, int64 (n,). A single tensor if there are only images.
+        """
+        if isinstance(samples, SampleBatch) and samples.comes_from(self):
+            return samples.collate()
+        return default_collate(list(samples))
 
     def read_batch(self, rows: npt.NDArray[np.int64]) -> list[torch.Tensor]:
-        """Return the tensors of a batch, each (n, ...), equal to what ``default_collate`` returns."""
+        """Return the tensors of a batch, each (n, ...), in shared memory if in a worker."""
+        raise NotImplementedError
 
     def split_batch(self, batch: list[torch.Tensor], rows: npt.NDArray[np.int64]) -> list[Any]:
         """Return samples of the first ``len(rows)`` rows of a batch; they share the batch's memory."""
+        raise NotImplementedError
 
 
 class FirstSample(tuple[Any, ...]):
@@ -109,20 +131,11 @@ class SampleBatch(Sequence[Any]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Any]: ...
-
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         if index != 0 or not len(self):
             return self.samples()[index]
         if self._first is None:
-            if self._samples is None:
-                (first,) = self._load_samples(self.rows[:1])
-            else:
-                first = self._samples[0]
+            first = (self._samples or self._load_samples(self.rows[:1]))[0]
             alone = isinstance(first, torch.Tensor)
             self._first = first.as_subclass(FirstTensor) if alone else FirstSample(first)
         return self._first

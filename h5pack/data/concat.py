@@ -8,18 +8,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset, default_collate
 
 from h5pack.data.buffers import SharedMemory
-from h5pack.data.collate import SampleBatch
+from h5pack.data.collate import BatchSource, SampleBatch
 from h5pack.data.dataset import H5Dataset, batch_fields, positions_of
-from h5pack.data.iteration import Closeable
 from h5pack.errors import OptionsError
 
 Rows = npt.NDArray[np.int64]
 
 
-class ConcatPack(Closeable, Dataset[Any]):
+class ConcatPack(BatchSource):
     """Concatenation of several datasets. Sample i of dataset d has the index ``offsets[d] + i``.
 
     Parameters
@@ -87,18 +85,6 @@ class ConcatPack(Closeable, Dataset[Any]):
             for position, sample in zip(positions.tolist(), found, strict=True):
                 samples[position] = sample
         return samples
-
-    def collate(self, samples: Sequence[Any]) -> Any:
-        """Collate samples as ``default_collate`` does, but read the rows directly instead of stacking samples.
-
-        Returns
-        -------
-        list of Tensor, or Tensor
-            As returned by `H5Dataset.collate`. A row number counts the rows of the file that the sample is from.
-        """
-        if isinstance(samples, SampleBatch) and samples.comes_from(self):
-            return samples.collate()
-        return default_collate(list(samples))
 
     def read_batch(self, indices: Rows) -> list[torch.Tensor]:
         """Return the tensors of a batch of samples, each (n, ...), in shared memory if in a worker."""

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset, default_collate
 
 from h5pack.data.buffers import SharedMemory
-from h5pack.data.collate import SampleBatch
-from h5pack.data.iteration import Closeable
+from h5pack.data.collate import BatchSource, SampleBatch
 from h5pack.errors import OptionsError, PackFormatError
 from h5pack.format import schema
 from h5pack.read.description import checksums_of, describe_file
@@ -22,7 +20,7 @@ from h5pack.read.engine import Engine, ReadStats
 from h5pack.read.hdf5 import open_file, text
 
 
-class H5Dataset(Closeable, Dataset[Any]):
+class H5Dataset(BatchSource):
     """Samples of an HDF5 file: ``(image, label, *fields, row)``, without the parts that do not exist or are not wanted.
 
     The dataset works with fork, spawn and forkserver workers, because the file is opened on first use in each process
@@ -104,21 +102,14 @@ class H5Dataset(Closeable, Dataset[Any]):
         check: bool = False,
     ) -> None:
         if isinstance(fields, str):
-            raise OptionsError(
-                f"fields is the text {fields!r}; give a sequence of dataset names", parameters=("fields",)
-            )
+            raise OptionsError(f"fields is the text {fields!r}; give a list of dataset names", parameters=("fields",))
         pack = describe_file(path, images, labels, fields)
-        self.path = pack.path
-        self.split = split
-        self.transform = transform
-        self.target_transform = target_transform
-        self.classes = pack.classes
+        self.path, self.split = pack.path, split
+        self.transform, self.target_transform = transform, target_transform
+        self.classes, self.columns = pack.classes, pack.columns
         self.splits = {name: range(*rows) for name, rows in pack.splits.items()}
-        self.columns = pack.columns
-        self.mean = pack.mean
-        self.std = pack.std
-        self.with_rows = with_rows
-        self.check = check
+        self.mean, self.std = pack.mean, pack.std
+        self.with_rows, self.check = with_rows, check
         self.names = tuple(name for name in pack.indexes if not name.startswith(f"{schema.CHECKSUMS}/"))
         self.label_name = pack.labels
         self._channels_first = pack.layout == "nchw"
@@ -131,17 +122,16 @@ class H5Dataset(Closeable, Dataset[Any]):
             )
         self._shared = SharedMemory()
         self.engine = Engine(pack.path, pack.identity, pack.indexes)
-        self.first_row, stop = 0, pack.indexes[self.names[0]].rows
-        if split is not None:
-            if split not in pack.splits:
-                known = ", ".join(repr(name) for name in pack.splits) or "none"
-                raise PackFormatError(
-                    f"{pack.path}: no split {split!r}; its splits are {known}", path=pack.path, parameters=("split",)
-                )
-            self.first_row, stop = pack.splits[split]
-        self._encoded = tuple(name for name in self.names if pack.indexes[name].is_encoded)
+        if split is not None and split not in pack.splits:
+            known = ", ".join(map(repr, pack.splits)) or "none"
+            raise PackFormatError(
+                f"{pack.path}: no split {split!r}; its splits are {known}", path=pack.path, parameters=("split",)
+            )
+        index = pack.indexes[self.names[0]]
+        self.first_row, stop = (0, index.rows) if split is None else pack.splits[split]
         self._length = stop - self.first_row
-        self.group_rows = pack.indexes[self.names[0]].group_rows
+        self._encoded = tuple(name for name in self.names if pack.indexes[name].is_encoded)
+        self.group_rows = index.group_rows
 
     def __len__(self) -> int:
         return self._length
@@ -184,7 +174,10 @@ class H5Dataset(Closeable, Dataset[Any]):
             return self._load(self._rows(range(*index.indices(len(self)))))
         if self.check or self._encoded:
             return self._load(self._rows([index]))[0]
-        row = self._row(index)
+        number = operator.index(index)
+        if not -self._length <= number < self._length:
+            raise _out_of_range(index, self._length, f"{self.path}: ")
+        row = self.first_row + number % self._length
         sample = [self._convert(name, self.engine.read_one(name, row)) for name in self.names]
         if self.with_rows:
             sample.append(row)
@@ -200,24 +193,6 @@ class H5Dataset(Closeable, Dataset[Any]):
         if self.transform is not None or self.target_transform is not None:
             return self._load(rows)
         return SampleBatch(rows, self, self._load if self._encoded else None)
-
-    def collate(self, samples: Sequence[Any]) -> Any:
-        """Collate samples as torch's ``default_collate`` does, but read the rows directly into the batch.
-
-        In a worker process the batch is in shared memory that is reused once the main process has released it, so
-        sending a batch neither copies it nor allocates new memory. A DataLoader without a ``collate_fn`` collates in
-        the same way. With `transform` or `target_transform`, or for samples that are not from this dataset, this is the
-        same as ``default_collate``.
-
-        Returns
-        -------
-        list of Tensor, or Tensor
-            The images of the stored shape and dtype, (n, ...); the labels, int64 (n,) if integers, else of the stored
-            dtype; the fields; the row numbers, int64 (n,). A single tensor if there are only images.
-        """
-        if isinstance(samples, SampleBatch) and samples.comes_from(self):
-            return samples.collate()
-        return default_collate(list(samples))
 
     def read_batch(self, rows: npt.NDArray[np.int64], *, share: bool = True) -> list[torch.Tensor]:
         """Return the tensors of rows of the file, each (n, ...); with `share` and in a worker, in shared memory."""
@@ -290,13 +265,6 @@ class H5Dataset(Closeable, Dataset[Any]):
     def close(self) -> None:
         """Close the file in this process; the next read opens it again."""
         self.engine.close()
-
-    def _row(self, index: int) -> int:
-        """Convert an index into this dataset to a row number in the file."""
-        number = operator.index(index)
-        if not -self._length <= number < self._length:
-            raise _out_of_range(index, self._length, f"{self.path}: ")
-        return self.first_row + number % self._length
 
     def _rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
         """Convert indices into this dataset to row numbers in the file; int64, (n,)."""

@@ -99,7 +99,6 @@ class LoaderIterator(BatchIterator):
 
 _MAX_THREADS = 4
 _MAX_SMALL_BYTES = 16 * 1024 * 1024
-_RESIDENT = ("auto", "no", "host")
 # Distinguishes the random keys of transforms from others. Changing it would change their random numbers.
 _TRANSFORM = 4
 
@@ -179,22 +178,11 @@ class H5Loader(Closeable, Resumable):
         self.dataset = dataset
         self._base, rows = select_draws(dataset, indices, weights, num_samples)
         _require_no_transform(self._base)
-        if resident not in _RESIDENT:
+        if resident not in ("auto", "no", "host"):
             raise OptionsError(f"resident {resident!r} is none of 'auto', 'no', 'host'", parameters=("resident",))
-        self.plan = plan_order(
-            rows,
-            batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            window=window,
-            drop_last=drop_last,
-            rank=rank,
-            num_replicas=num_replicas,
-            streams=streams,
-            lanes=lanes,
-        )
-        self.batch_size = self.plan.batch_size
-        self.drop_last = drop_last
+        ranks = rank, num_replicas
+        self.plan = plan_order(rows, batch_size, shuffle, seed, window, drop_last, ranks, streams, lanes)
+        self.batch_size, self.drop_last = self.plan.batch_size, drop_last
         self._with_rows, self._check = self._base.with_rows, self._base.check
         num_threads = min(_MAX_THREADS, available_cpus()) if num_threads is None else num_threads
         self.num_threads = whole_number("num_threads", num_threads, 1)
@@ -211,9 +199,8 @@ class H5Loader(Closeable, Resumable):
     def _plan_memory(self, memory_bytes: int | None, resident: str, prefetch_factor: int | None) -> None:
         """Decide how many batches to prefetch, and whether to keep rows in memory."""
         ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
-        budget = (
-            available_memory() // 2 // ranks if memory_bytes is None else whole_number("memory_bytes", memory_bytes, 0)
-        )
+        memory_bytes = available_memory() // 2 // ranks if memory_bytes is None else memory_bytes
+        budget = whole_number("memory_bytes", memory_bytes, 0)
         minimum = self.plan.max_group_batches + 1
         wanted = 2 * minimum if prefetch_factor is None else whole_number("prefetch_factor", prefetch_factor, 1)
         batch_bytes = self._new_pool(0).bytes
@@ -226,18 +213,18 @@ class H5Loader(Closeable, Resumable):
                 f"{self.plan.group_chunks} chunks need {needed:,}; give more, or a smaller batch_size or window",
                 parameters=("memory_bytes", "batch_size", "window"),
             )
-        rows = self.plan.rows.unique_count
+        indexes, rows = self._base.engine.indexes, self.plan.rows.unique_count
         kept = ResidentRows.bytes_needed(self._base, rows)
-        self.resident = resident == "host" or (resident == "auto" and kept + needed <= budget)
-        self._first_resident = 0 if resident == "host" else 1
-        if self.resident and kept + needed > budget:
+        fits = kept + needed <= budget
+        if resident == "host" and not fits:
             raise OptionsError(
                 f"memory_bytes is {budget:,}, and keeping {rows:,} rows in memory needs "
                 f"{kept + needed:,}; give more, or resident='auto'",
                 parameters=("memory_bytes", "resident='auto'"),
             )
+        self.resident = resident != "no" and fits
+        self._first_resident = 0 if resident == "host" else 1
         # Keep labels and other small fields in memory if they fit, because reading a few small rows at a time is slow.
-        indexes = self._base.engine.indexes
         small = [name for name in self._base.names if indexes[name].row_bytes < SCATTER_BYTES]
         small_bytes = rows * sum(indexes[name].row_bytes for name in small)
         kept = (kept if self.resident else 0) + decoding

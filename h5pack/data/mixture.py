@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -92,41 +91,29 @@ class MixtureSampler(BatchOrder):
             if not rows.count:
                 raise OptionsError(f"{pack.path}: it has no rows; leave it out of the mixture", path=pack.path)
         # This plan validates the parameters; each pack has one like it, of all ranks, with a seed of its own.
-        plan = plan_order(
-            packs[0],
-            batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            window=window,
-            drop_last=False,
-            rank=rank,
-            num_replicas=num_replicas,
-        )
+        plan = plan_order(packs[0], batch_size, shuffle, seed, window, False, (rank, num_replicas))
         whole = replace(plan, batch_size=_BLOCK_ROWS, rank=0, num_replicas=1, streams=1)
         self.plans = [replace(whole, rows=rows, seed=derive_key(plan.seed, n)) for n, rows in enumerate(packs)]
         self.batch_size, self.rank = plan.batch_size, plan.rank
         self.global_batch = plan.batch_size * plan.num_replicas
         self.num_samples = whole_number("num_samples", len(dataset) if num_samples is None else num_samples, 1)
         self.drop_last = drop_last
-        self._batches = (
-            self.num_samples // self.global_batch if drop_last else -(-self.num_samples // self.global_batch)
-        )
+        self._batches = (self.num_samples + (0 if drop_last else self.global_batch - 1)) // self.global_batch
         self.dataset = dataset
-        self._offsets = dataset.offsets
-        self._counts = _weight_counts(_lengths(dataset) if weights is None else weights, self.plans)
+        if weights is None:
+            # At least 1/5,000 of the total for each pack, so that none is rounded to 0.
+            weights = [max(len(pack), -(-len(dataset) // (_PERIOD // 2))) for pack in dataset.datasets]
+        self._counts = _weight_counts(weights, self.plans)
         self._owners = schedule(self._counts)
-        super().__init__(EpochCursor(self._identity(), "batches", self._batches))
-
-    def _identity(self) -> dict[str, Any]:
-        packs = [{**plan.identity(), "global_batch": None} for plan in self.plans]
-        return {
+        identity = {
             "mixture": _VERSION,
-            "packs": packs,
+            "packs": [{**plan.identity(), "global_batch": None} for plan in self.plans],
             "counts": self._counts,
             "samples": self.num_samples,
-            "drop_last": bool(self.drop_last),
+            "drop_last": bool(drop_last),
             "global_batch": self.global_batch,
         }
+        super().__init__(EpochCursor(identity, "batches", self._batches))
 
     def __len__(self) -> int:
         """Return the batches of this rank's epoch."""
@@ -152,7 +139,7 @@ class MixtureSampler(BatchOrder):
             for number, order in enumerate(orders):
                 mine = np.flatnonzero(owners == number)
                 found = np.fromiter(itertools.islice(order, len(mine)), np.int64, len(mine))
-                indices[mine] = found + self._offsets[number]
+                indices[mine] = found + self.dataset.offsets[number]
             yield indices[self.rank * self.batch_size : (self.rank + 1) * self.batch_size].tolist()
 
 
@@ -188,12 +175,6 @@ def schedule(counts: Sequence[int]) -> Rows:
         if row + 1 < counts[number]:
             heapq.heappush(later, ((row + 1) * whole // counts[number], number, row + 1))
     return order
-
-
-def _lengths(dataset: ConcatPack) -> list[int]:
-    """Return the packs' lengths as weights, raised to at least 1/5,000 of the total so that none is rounded to 0."""
-    lengths = [len(pack) for pack in dataset.datasets]
-    return [max(length, -(-sum(lengths) // (_PERIOD // 2))) for length in lengths]
 
 
 def _weight_counts(weights: Sequence[float], plans: Sequence[OrderPlan]) -> list[int]:

@@ -55,7 +55,6 @@ class ResidentRows:
         for low in range(0, self._count, _BLOCK_ROWS):
             self._read(low, min(low + _BLOCK_ROWS, self._count))
         self._loaded[:] = True
-        self._complete = True
 
     def missing(self, rows: npt.NDArray[np.int64]) -> list[int]:
         """Return the numbers of the chunks of `rows` that have not been loaded yet."""

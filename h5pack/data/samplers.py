@@ -129,17 +129,8 @@ class ChunkSampler(Resumable, Sampler[int]):
         num_samples: int | None = None,
     ) -> None:
         self.dataset = dataset
-        self.plan = plan = plan_order(
-            select_draws(dataset, indices, weights, num_samples)[1],
-            None,
-            shuffle=shuffle,
-            seed=seed,
-            window=window,
-            drop_last=drop_last,
-            rank=rank,
-            num_replicas=num_replicas,
-            streams=streams,
-        )
+        rows, ranks = select_draws(dataset, indices, weights, num_samples)[1], (rank, num_replicas)
+        self.plan = plan = plan_order(rows, None, shuffle, seed, window, drop_last, ranks, streams)
         identity = {**plan.identity(), "global_batch": None}
         super().__init__(EpochCursor(identity, "rows", plan.rank_rows, plan.num_replicas))
 
@@ -238,21 +229,10 @@ class ChunkBatchSampler(BatchOrder):
         num_samples: int | None = None,
     ) -> None:
         self.dataset = dataset
-        self.plan = plan_order(
-            select_draws(dataset, indices, weights, num_samples)[1],
-            batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            window=window,
-            drop_last=drop_last,
-            rank=rank,
-            num_replicas=num_replicas,
-            streams=streams,
-            lanes=lanes,
-        )
+        rows, ranks = select_draws(dataset, indices, weights, num_samples)[1], (rank, num_replicas)
+        self.plan = plan_order(rows, batch_size, shuffle, seed, window, drop_last, ranks, streams, lanes)
         super().__init__(EpochCursor(self.plan.identity(), "batches", self.plan.num_batches))
-        self.batch_size = batch_size
-        self.drop_last = drop_last
+        self.batch_size, self.drop_last = batch_size, drop_last
 
     def __len__(self) -> int:
         """Return the number of batches of this rank per epoch."""

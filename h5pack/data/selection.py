@@ -46,15 +46,11 @@ def select_draws(
         return base, row_set
     count = row_set.count if num_samples is None else whole_number("num_samples", num_samples, 1)
     if count > MAX_SAMPLES:
-        raise OptionsError(
-            f"num_samples is {count:,}; give at most {MAX_SAMPLES:,}, and set_epoch for more",
-            parameters=("num_samples",),
-        )
+        message = f"num_samples is {count:,}; give at most {MAX_SAMPLES:,}, and set_epoch for more"
+        raise OptionsError(message, parameters=("num_samples",))
     if not row_set.count:
-        raise OptionsError(
-            "there are no rows to draw from by weight; leave weights out, or give other indices",
-            parameters=("weights", "indices"),
-        )
+        message = "there are no rows to draw from by weight; leave weights out, or give other indices"
+        raise OptionsError(message, parameters=("weights", "indices"))
     if isinstance(weights, str):
         return base, WeightedRows(row_set, _class_weights(base, row_set, weights), count)
     numbers = _check_weights(weights, row_set.count)
@@ -76,14 +72,10 @@ def _check_weights(weights: npt.ArrayLike, count: int) -> npt.NDArray[np.float64
     if given.shape != (count,):
         raise error(f"weights have shape {given.shape}, and there are {count:,} rows; give ({count},)")
     numbers = given.astype(np.float64, copy=False)
-    some = False
-    for low in range(0, count, _BLOCK_ROWS):
-        block = numbers[low : low + _BLOCK_ROWS]
-        wrong = np.flatnonzero(~((block >= 0) & (block < np.inf)))
-        if len(wrong):
-            raise error(f"weights[{low + int(wrong[0])}] is {block[wrong[0]]}; a weight must be 0 or more, and finite")
-        some = some or bool(block.any())
-    if not some:
+    wrong = np.flatnonzero(~((numbers >= 0) & (numbers < np.inf)))
+    if len(wrong):
+        raise error(f"weights[{wrong[0]}] is {numbers[wrong[0]]}; a weight must be 0 or more, and finite")
+    if not numbers.any():
         raise error("all weights are 0, so that nothing can be drawn; give some row a weight above 0")
     return numbers
 
@@ -188,13 +180,11 @@ def resolve_ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]
 def plan_order(
     rows: RowSampler,
     batch_size: int | None,
-    *,
     shuffle: str | bool,
     seed: int,
     window: int,
     drop_last: bool,
-    rank: int | None,
-    num_replicas: int | None,
+    ranks: tuple[int | None, int | None],
     streams: int | None = None,
     lanes: int = 1,
 ) -> OrderPlan:
@@ -203,7 +193,7 @@ def plan_order(
     Without `batch_size` it is an order of single rows, planned in blocks, so that `drop_last` leaves out only the rows
     that do not divide evenly among the streams.
     """
-    rank, num_replicas = resolve_ranks(rank, num_replicas)
+    rank, num_replicas = resolve_ranks(*ranks)
     own_streams = max(1, (streams or 1) // max(1, num_replicas))
     return OrderPlan(
         rows,
