@@ -195,11 +195,11 @@ class OrderPlan:
         """
         if not self.rows.count:
             return
-        line = _Line(self, epoch)
+        sequence = _ChunkSequence(self, epoch)
         waiting = []
         for number, (stream, lane, place) in enumerate(self._own_streams()):
             start = max(0, -(-(first - lane) // self.lanes)) * self.stream_share
-            groups = self._in_batches(line.groups(stream, start), lane, place, start)
+            groups = self._in_batches(sequence.groups(stream, start), lane, place, start)
             head = next(groups, None)
             if head is not None:
                 waiting.append((head.first, number, head, groups))
@@ -222,7 +222,7 @@ class OrderPlan:
     def _in_batches(
         self, groups: Iterator[tuple[Rows, Rows, Rows, int]], lane: int, place: int, start: int
     ) -> Iterator[ChunkGroup]:
-        """Turn the tuples that `_Line.groups` yields for a stream into chunk groups with batches and slots."""
+        """Turn the tuples that `_ChunkSequence.groups` yields for a stream into chunk groups with batches and slots."""
         share = self.stream_share
         end = min(self.stream_rows, self.num_batches // self.lanes * share)
         for rows, indices, positions, low in groups:
@@ -242,7 +242,7 @@ class OrderPlan:
                 yield ChunkGroup(rows, indices, positions, spans)
 
 
-class _Line:
+class _ChunkSequence:
     """The line of one epoch: its chunks in permuted order, concatenated, and repeated from the beginning after the end.
 
     Chunks on the line are numbered on through the repetitions, and offsets on it count rows.
