@@ -30,6 +30,10 @@ def gathered(kept: ResidentRows, name: str, rows: npt.NDArray[np.int64], like: n
     return out
 
 
+def labels_in(kept: ResidentRows, rows: npt.NDArray[np.int64]) -> list[int]:
+    return gathered(kept, "labels", rows, np.arange(1)).tolist()
+
+
 @pytest.mark.parametrize("rows", SETS.values(), ids=SETS)
 @pytest.mark.parametrize("kind", ["chunked", "contiguous", "gzip", "big-endian", "float", "small rows"])
 def test_gather_gives_the_rows_of_the_file(tmp_path: Path, rows: npt.NDArray[np.int64], kind: str) -> None:
@@ -53,7 +57,7 @@ def test_gather_gives_the_rows_of_the_file(tmp_path: Path, rows: npt.NDArray[np.
     for kept in (whole, pieces):
         for wanted in (rows, rows[::-1], random.choice(rows, 70), rows[:0]):
             assert np.array_equal(gathered(kept, "images", wanted, data), data[wanted])
-            assert gathered(kept, "labels", wanted, np.arange(1)).tolist() == wanted.tolist()
+            assert labels_in(kept, wanted) == wanted.tolist()
             assert np.array_equal(gathered(kept, "table", wanted, table), table[wanted])
 
 
@@ -64,38 +68,23 @@ def test_a_chunk_brings_its_own_rows_and_no_others(tmp_path: Path) -> None:
     assert dataset.stats().rows == 10
     kept.load(2)
     assert dataset.stats().rows == 17, "the range begins inside chunk 2"
-    assert gathered(kept, "labels", np.arange(23, 40), np.arange(1)).tolist() == list(range(23, 40))
-    assert not gathered(kept, "labels", np.arange(40, 78), np.arange(1)).any(), "these were not loaded"
+    assert labels_in(kept, np.arange(23, 40)) == list(range(23, 40))
+    assert not any(labels_in(kept, np.arange(40, 78))), "these were not loaded"
     assert kept.missing(np.array([23, 39, 77, 40, 41])) == [4, 7]
 
 
-def test_many_rows_are_loaded_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_fields_only_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("h5pack.data.resident._BLOCK_ROWS", 7)
-    data = packs.values()
     dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"))
-    most: list[int] = []
-    read_rows = dataset.read_rows
-
-    def counted(name: str, rows: Any, out: Any = None) -> Any:
-        most.append(len(rows))
-        return read_rows(name, rows, out)
-
-    monkeypatch.setattr(dataset, "read_rows", counted)
+    read_rows, pieces = dataset.read_rows, []
+    monkeypatch.setattr(dataset, "read_rows", lambda *args: pieces.append(len(args[1])) or read_rows(*args))
     for rows in SETS.values():
-        kept = ResidentRows(dataset, rows)
+        kept = ResidentRows(dataset, rows, ["labels"])
+        assert ("labels" in kept, "images" in kept) == (True, False)
         kept.load_all()
-        assert np.array_equal(gathered(kept, "images", rows, data), data[rows])
-    assert max(most) == 7
-
-
-def test_some_parts_only(tmp_path: Path) -> None:
-    dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"))
-    kept = ResidentRows(dataset, SETS["sparse"], ["labels"])
-    assert "labels" in kept
-    assert "images" not in kept
-    kept.load_all()
+        assert labels_in(kept, rows) == rows.tolist()
+    assert max(pieces) == 7
     assert dataset.stats().rows == 0, "no image was read"
-    assert gathered(kept, "labels", SETS["sparse"], np.arange(1)).tolist() == SETS["sparse"].tolist()
     assert ResidentRows.bytes_needed(dataset, 10) == 10 * (576 + 8)
 
 

@@ -51,18 +51,11 @@ class Storm:
         """One of some kind."""
         choose = self.random.choice
         lanes = choose([1, 1, 2])
-        return h5pack.H5Loader(
-            self.dataset,
-            choose([32, 64, 128]),
-            shuffle=choose(["window", "window", "full", "chunk", False]),
-            window=choose([1, 3]),
-            seed=self.random.randrange(99),
-            streams=lanes * choose([1, 2, 4]),
-            lanes=lanes,
-            num_threads=choose([1, 2, 4]),
-            resident=choose(["no", "auto", "host"]),
-            memory_bytes=25_000_000,
-        )
+        order = {"shuffle": choose(["window", "window", "full", "chunk", False]), "window": choose([1, 3])}
+        streams = {"streams": lanes * choose([1, 2, 4]), "lanes": lanes, "seed": self.random.randrange(99)}
+        memory = {"resident": choose(["no", "auto", "host"]), "memory_bytes": 25_000_000}
+        threads = choose([1, 2, 4])
+        return h5pack.H5Loader(self.dataset, choose([32, 64, 128]), num_threads=threads, **order, **streams, **memory)
 
     def break_off(self) -> None:
         """Open a loader, and leave it somewhere, somehow."""
@@ -82,11 +75,8 @@ class Storm:
             self.left.append(batches)
             if len(self.left) > 2:
                 self.left.pop(self.random.randrange(3))
-        elif how == "run out":
-            for batch in batches:
-                self.look(batch)
-        elif how == "twice":
-            for batch in list(loader):
+        elif how in ("run out", "twice"):
+            for batch in batches if how == "run out" else list(loader):
                 self.look(batch)
 
     def workers(self) -> None:
@@ -145,14 +135,10 @@ class Storm:
         assert threads_end()
 
 
-def descriptors() -> int:
-    """How many are open in this process."""
-    return len(os.listdir("/proc/self/fd"))
-
-
-def resident_mb() -> float:
-    """Memory of this process, in MB."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+def usage() -> tuple[int, float]:
+    """Return how many descriptors this process has, and its memory in MB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def storm(path: str) -> None:
@@ -164,7 +150,7 @@ def storm(path: str) -> None:
     measured = []
     for _ in range(ROUNDS):
         made.round()
-        measured.append((descriptors(), resident_mb()))
+        measured.append(usage())
     assert made.seen > 8 * ROWS
     print(measured)
     (open_before, before), (open_after, after) = measured[1], measured[-1]
@@ -175,9 +161,8 @@ def storm(path: str) -> None:
 
 def test_a_storm_leaves_no_wrong_pixel_and_nothing_behind(tmp_path: Path) -> None:
     path = packs.write(tmp_path / "f.h5", 50, images=packs.values(ROWS, SHAPE), labels=np.arange(ROWS))
-    code = f"from tests.data.test_stress import storm; storm({str(path)!r})"
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", code]
-    process = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=SECONDS + 30, check=False)
+    command = [sys.executable, "-c", f"from tests.data.test_stress import storm; storm({str(path)!r})"]
+    settings: dict[str, Any] = {"cwd": Path(__file__).parents[2], "capture_output": True, "text": True}
+    process = subprocess.run(command, timeout=SECONDS + 30, check=False, **settings)
     print(process.stdout)
     assert (process.returncode, process.stderr) == (0, "")

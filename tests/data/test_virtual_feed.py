@@ -111,10 +111,8 @@ def test_workers_give_h5pys_pixels(tmp_path: Path, form: str, start: str) -> Non
     # Files are open, and a chunk is kept, when the workers come.
     assert np.array_equal(dataset[40][0].numpy(), values[40])
     sampler = h5pack.ChunkBatchSampler(dataset, 8, seed=1, window=2)
-    loader = DataLoader(
-        dataset, batch_sampler=sampler, num_workers=2, multiprocessing_context=start, collate_fn=dataset.collate
-    )
-    require_epoch(loader, values)
+    settings = {"num_workers": 2, "multiprocessing_context": start, "collate_fn": dataset.collate}
+    require_epoch(DataLoader(dataset, batch_sampler=sampler, **settings), values)
 
 
 @pytest.mark.parametrize("form", ["raw", "coded"])
