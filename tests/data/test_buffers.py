@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import os
 import pickle
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 import h5pack
 from h5pack.data.buffers import BatchMemory, BufferPool, SharedBatch, SharedMemory, SharedSegment
 from h5pack.errors import LoaderError
 from h5pack.system.memory import huge_page_memory
+from tests.data.packs import all_same
 from tests.makers import class_folders, quick
+from tests.read.files import in_child
 
 PARTS: list[tuple[str, tuple[int, ...], np.dtype[Any]]] = [
     ("images", (5, 3), np.dtype("u1")),
@@ -39,33 +42,25 @@ def pool_of(keep: int = 2, rows: int = 9) -> BufferPool:
     return BufferPool(PARTS, rows, pinned=False, keep=keep)
 
 
-def test_parts_are_aligned_and_apart() -> None:
-    for rows in (1, 9, 63, 64, 1000):
-        pool = pool_of(rows=rows)
-        memory = pool.allocate(rows)
-        ends = []
-        for field in pool.fields:
-            array = memory.arrays[field.name]
+@pytest.mark.parametrize("rows", [1, 9, 63, 64, 1000])
+def test_tensors_lie_over_aligned_arrays_that_do_not_overlap(rows: int) -> None:
+    pool = pool_of(rows=rows)
+    for count in {rows, rows // 2 + 1}:
+        memory = pool.allocate(count)
+        end = memory.address
+        for value, (field, (name, row_shape, dtype)) in enumerate(zip(pool.fields, PARTS, strict=True)):
+            array, tensor = memory.arrays[name], memory.tensor(name)
             start = array.__array_interface__["data"][0]
-            assert start == memory.address + field.offset
             assert start % 64 == 0
+            assert start == memory.address + field.offset == tensor.data_ptr() >= end
+            end = start + count * field.row_bytes
             assert array.flags.c_contiguous
-            assert array.nbytes == rows * field.row_bytes
-            assert not ends or start >= ends[-1]
-            ends.append(start + array.nbytes)
-        assert ends[-1] <= memory.address + pool.bytes
-
-
-@pytest.mark.parametrize("rows", [9, 4, 1])
-def test_tensors_lie_over_the_arrays(rows: int) -> None:
-    memory = pool_of().allocate(rows)
-    for name, row_shape, dtype in PARTS:
-        tensor = memory.tensor(name)
-        assert tensor.shape == (rows, *row_shape)
-        assert tensor.numpy().dtype == dtype
-        memory.arrays[name][...] = 1
-        assert bool((tensor == 1).all())
-    assert np.array_equal(memory.arrays["images"], np.ones((rows, 5, 3))), "the others were written elsewhere"
+            assert tensor.shape == array.shape == (count, *row_shape)
+            assert tensor.numpy().dtype == array.dtype == dtype
+            array[...] = value
+        assert end <= memory.address + pool.bytes
+        for value, (name, _, dtype) in enumerate(PARTS):
+            assert (memory.tensor(name).numpy() == np.array(value).astype(dtype)).all(), "overwritten by another field"
 
 
 VIEWS: dict[str, Callable[[BatchMemory], Any]] = {
@@ -91,13 +86,11 @@ def test_memory_is_used_again_when_the_last_view_dies_and_not_before(kind: str) 
     images = memory.tensor("images")
     del memory
     taken = [pool.allocate(9) for _ in range(3)]
-    assert address not in [other.address for other in taken]
     del images
     taken.append(pool.allocate(9))
-    assert taken[-1].address != address
+    assert address not in [other.address for other in taken]
     del held
-    again = pool.allocate(9)
-    assert again.address == address
+    assert pool.allocate(9).address == address
 
 
 def test_held_batches_are_never_written_to() -> None:
@@ -119,11 +112,10 @@ def test_held_batches_are_never_written_to() -> None:
 
 def test_what_came_back_last_is_taken_first() -> None:
     pool = pool_of(keep=4)
-    memories = {place: pool.allocate(9) for place in range(3)}
+    memories = {number: pool.allocate(9) for number in range(3)}
     addresses = [memory.address for memory in memories.values()]
-    for place in (1, 2, 0):
-        del memories[place]
-    assert pool.allocate(9).address == addresses[0]
+    for number in (1, 2, 0):
+        del memories[number]
     taken = [pool.allocate(9) for _ in range(3)]
     assert [memory.address for memory in taken] == [addresses[0], addresses[2], addresses[1]]
 
@@ -158,10 +150,9 @@ def test_a_garbage_collection_returns_memory_at_any_moment() -> None:
         for number in range(300):
             memory = pool.allocate(9)
             memory.arrays["labels"][...] = number
-            tensor = memory.tensor("labels")
-            cycle: list[Any] = [tensor]
+            cycle: list[Any] = [memory.tensor("labels")]
             cycle.append(cycle)
-            assert tensor.tolist() == [number] * 9
+            assert cycle[0].tolist() == [number] * 9
 
     def collect() -> None:
         while not stop.is_set():
@@ -173,11 +164,10 @@ def test_a_garbage_collection_returns_memory_at_any_moment() -> None:
         with ThreadPoolExecutor(4) as threads:
             threads.submit(collect)
             litterers = [threads.submit(litter) for _ in range(3)]
-            try:
-                for litterer in litterers:
-                    litterer.result()
-            finally:
-                stop.set()
+            wait(litterers)
+            stop.set()
+            for litterer in litterers:
+                litterer.result()
     finally:
         gc.set_threshold(*threshold)
     gc.collect()
@@ -202,14 +192,13 @@ def test_threads_never_get_the_same_memory() -> None:
 
 
 def test_prepared_memory_is_what_is_kept_and_what_is_taken_next() -> None:
-    pool = BufferPool([("x", (10,), np.dtype(np.uint8))], 100, False, 3)
-    held = pool.allocate(100)
-    pool.prepare()
-    assert len(pool._free) == 2
-    pool.prepare()
-    assert len(pool._free) == 2, "those in use count, too"
+    pool = pool_of(keep=3)
+    held = pool.allocate(9)
+    for _ in range(2):
+        pool.prepare()
+        assert len(pool._free) == 2, "those in use count, too"
     prepared = {np.frombuffer(memory, np.uint8).__array_interface__["data"][0] for memory in pool._free}
-    taken = [pool.allocate(100) for _ in range(2)]
+    taken = [pool.allocate(9) for _ in range(2)]
     assert {memory.address for memory in taken} == prepared
     assert held.address not in prepared
 
@@ -233,9 +222,12 @@ def send(batch: Any) -> Any:
     return pickle.loads(buffer.getvalue())
 
 
-def fill(batch: SharedBatch, value: int) -> None:
+def shared(memory: SharedMemory, value: int) -> SharedBatch:
+    """A batch filled with a value."""
+    batch = memory.shared_batch(SHAPES)
     for tensor in batch:
         tensor.fill_(value)
+    return batch
 
 
 def descriptors() -> int:
@@ -246,8 +238,7 @@ def test_memory_is_used_again_once_no_view_of_it_lives() -> None:
     memory = SharedMemory()
     held, addresses = [], set()
     for value in range(10):
-        batch = memory.shared_batch(SHAPES)
-        fill(batch, value)
+        batch = shared(memory, value)
         images, labels = received = send(batch)
         assert isinstance(received, list)
         assert [tensor.shape for tensor in received] == [(4, 5, 3), (4,)]
@@ -264,13 +255,11 @@ def test_memory_is_used_again_once_no_view_of_it_lives() -> None:
 
 def test_memory_is_not_used_while_the_worker_looks_at_it() -> None:
     memory = SharedMemory()
-    first = memory.shared_batch(SHAPES)
-    fill(first, 1)
+    first = shared(memory, 1)
     kept = first[0][1]
     received = send(first)
     del received, first
-    second = memory.shared_batch(SHAPES)
-    fill(second, 2)
+    shared(memory, 2)
     assert (kept == 1).all()
 
 
@@ -283,8 +272,7 @@ CHANGES: dict[str, Callable[[SharedBatch], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_changed_batch_is_sent_as_ordinary_tensors(change: Callable[[SharedBatch], Any]) -> None:
-    batch = SharedMemory().shared_batch(SHAPES)
-    fill(batch, 3)
+    batch = shared(SharedMemory(), 3)
     change(batch)
     rebuild, (tensors,) = batch.__reduce__()
     assert rebuild is list
@@ -296,33 +284,37 @@ def test_a_changed_batch_is_sent_as_ordinary_tensors(change: Callable[[SharedBat
 
 def test_copies_in_the_worker_leave_the_batch_alone() -> None:
     memory = SharedMemory()
-    batch = memory.shared_batch(SHAPES)
-    fill(batch, 4)
+    batch = shared(memory, 4)
     deep, shallow = copy.deepcopy(batch), copy.copy(batch)
     assert (type(deep), type(shallow)) == (list, list)
     received = send(batch)
     assert batch.__reduce__()[0] is list, "it is on its way already"
     del deep, shallow, batch
-    fill(memory.shared_batch(SHAPES), 5)
+    shared(memory, 5)
     assert (received[0] == 4).all()
+
+
+def test_one_tensor_alone() -> None:
     tensor = SharedMemory().shared_batch(SHAPES[:1]).single()
-    assert type(copy.deepcopy(tensor)) is type(copy.copy(tensor)) is torch.Tensor
+    tensor.fill_(9)
+    received = send(tensor)
+    assert (received == 9).all()
+    for plain in (received, tensor + 1, copy.deepcopy(tensor), copy.copy(tensor)):
+        assert type(plain) is torch.Tensor
 
 
 def test_a_forked_child_gives_nothing_back() -> None:
     memory = SharedMemory()
-    batch = memory.shared_batch(SHAPES)
-    fill(batch, 6)
-    received = send(batch)
-    del batch
-    child = os.fork()
-    if child == 0:
-        del received
+    received = [send(shared(memory, 6))]
+
+    def drop() -> bool:
+        received.clear()
         gc.collect()
-        os._exit(0)
-    os.waitpid(child, 0)
-    fill(memory.shared_batch(SHAPES), 7)
-    assert (received[0] == 6).all()
+        return True
+
+    assert in_child(drop)
+    shared(memory, 7)
+    assert (received[0][0] == 6).all()
 
 
 def test_many_that_were_held_are_not_kept_for_ever() -> None:
@@ -332,16 +324,6 @@ def test_many_that_were_held_are_not_kept_for_ever() -> None:
     del held
     memory.shared_batch(SHAPES)
     assert len(memory._segments) <= 5
-
-
-def test_one_tensor_alone() -> None:
-    memory = SharedMemory()
-    tensor = memory.shared_batch(SHAPES[:1]).single()
-    tensor.fill_(9)
-    assert type(tensor + 1) is torch.Tensor
-    received = send(tensor)
-    assert type(received) is torch.Tensor
-    assert (received == 9).all()
 
 
 def test_other_sizes_get_other_memory_and_the_old_is_let_go() -> None:
@@ -361,11 +343,7 @@ def test_neither_a_pickle_nor_a_fork_takes_segments_along() -> None:
     memory = SharedMemory()
     address = memory.shared_batch(SHAPES)[0].data_ptr()
     assert pickle.loads(pickle.dumps(memory))._segments == []
-    child = os.fork()
-    if child == 0:
-        fill(memory.shared_batch(SHAPES), 7)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert in_child(lambda: shared(memory, 7))
     again = memory.shared_batch(SHAPES)
     assert again[0].data_ptr() == address
     assert not (again[0] == 7).any()
@@ -394,32 +372,19 @@ def test_a_segment_is_free_when_neither_process_uses_it() -> None:
 )
 def test_workers_batches_stay_right_while_held(pack: Path, context: str, labels: str | None, collate: bool) -> None:
     dataset = h5pack.H5Dataset(pack, labels=labels)
-    expected = [dataset[index] for index in range(len(dataset))]
-    loader = DataLoader(
-        dataset,
-        batch_size=8,
-        num_workers=2,
-        multiprocessing_context=context,
-        persistent_workers=True,
-        collate_fn=dataset.collate if collate else None,
-    )
-    before = None
-    for epoch in range(3):
-        held = []
-        for number, batch in enumerate(loader):
-            if epoch == 1 and number == 2:
-                break
-            held.append(batch)
-        for number, batch in enumerate(held):
-            images = batch if labels is None else batch[0]
-            for place in range(len(images)):
-                sample = expected[number * 8 + place]
-                assert torch.equal(images[place], sample if labels is None else sample[0])
-                assert labels is None or batch[1][place] == sample[1]
-        del held, batch, images
+    expected = [
+        default_collate([dataset[index] for index in rows]) for rows in np.split(np.arange(75), range(8, 75, 8))
+    ]
+    workers: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": context, "persistent_workers": True}
+    loader = DataLoader(dataset, 8, collate_fn=dataset.collate if collate else None, **workers)
+    opened = []
+    for batches in (None, 2, None):
+        held = list(itertools.islice(loader, batches))
+        assert all_same(held, expected[:batches])
+        del held
         gc.collect()
-        before = before or descriptors()
-    assert descriptors() <= before
+        opened.append(descriptors())
+    assert opened[2] <= opened[0]
 
 
 def test_workers_use_their_memory_again(pack: Path) -> None:
