@@ -162,24 +162,8 @@ def preview(
     rows = sorted(row for split in shown for one in split.classes for row in one.shown)
     _require_size(len(rows) * tile, tile, file_format="PNG")
     index_of = dict(zip(rows, np.searchsorted(source.rows, rows).tolist(), strict=True))
-    pictures, errors = _read(source, index_of, tile)
-    if not pictures:
-        first = next(iter(errors.values()))
-        hint = "; give value_range" if "value_range" in first.parameters else ""
-        raise DamagedRowsError(
-            f"{os.fspath(path)}: none of its rows can be shown; the first: {first}{hint}",
-            path=path,
-            rows=tuple(errors),
-            parameters=first.parameters,
-        )
-    form, index = source.reader.form, source.reader.index
-    pixels = "encoded images" if form is None else f"{index.dtype} {index.row_shape}"
-    lines = [
-        _Line(os.path.basename(path), _TITLE),
-        _Line(f"{source.reader.images}: {counted(len(source), 'row')} of {pixels}", color=_GRAY),
-        _Line("evenly spaced rows" if seed is None else f"rows drawn with seed {seed}", color=_GRAY),
-        *_split_lines(shown),
-    ]
+    pictures, errors = _read(path, source, index_of, tile)
+    lines = [*_title_lines(path, source, seed), *_split_lines(shown)]
     sheet = _draw(lines, pictures, _captions(source.catalog, index_of), file_format)
     if target is not None:
         stream = io.BytesIO()
@@ -258,9 +242,12 @@ def _some(rows: npt.NDArray[np.int64], max_count: int, generator: np.random.Gene
 
 
 def _read(
-    source: SourceRows, index_of: dict[int, int], tile: int
+    path: str | os.PathLike[str], source: SourceRows, index_of: dict[int, int], tile: int
 ) -> tuple[dict[int, Image.Image], dict[int, RejectedImageError]]:
-    """Read and scale the images; return the pictures by row, and the errors of rows that cannot be shown."""
+    """Read and scale the images; return the pictures by row, and the errors of rows that cannot be shown.
+
+    Raise DamagedRowsError if no row can be shown.
+    """
     reader, pictures, errors = source.reader, {}, {}
     reader.begin(list(index_of.values()))
     with strict_pillow():
@@ -271,6 +258,15 @@ def _read(
                 pictures[row] = scaled(data if isinstance(data, np.ndarray) else decoder.pixels(data), tile)
             except RejectedImageError as error:
                 errors[row] = error
+    if not pictures:
+        first = next(iter(errors.values()))
+        hint = "; give value_range" if "value_range" in first.parameters else ""
+        raise DamagedRowsError(
+            f"{os.fspath(path)}: none of its rows can be shown; the first: {first}{hint}",
+            path=path,
+            rows=tuple(errors),
+            parameters=first.parameters,
+        )
     return pictures, errors
 
 
@@ -292,6 +288,14 @@ class _Line(NamedTuple):
     size: int = _PLAIN
     color: str = _INK
     rows: Sequence[int] = ()
+
+
+def _title_lines(path: str | os.PathLike[str], source: SourceRows, seed: int | None) -> Iterator[_Line]:
+    form, index = source.reader.form, source.reader.index
+    pixels = "encoded images" if form is None else f"{index.dtype} {index.row_shape}"
+    yield _Line(os.path.basename(path), _TITLE)
+    yield _Line(f"{source.reader.images}: {counted(len(source), 'row')} of {pixels}", color=_GRAY)
+    yield _Line("evenly spaced rows" if seed is None else f"rows drawn with seed {seed}", color=_GRAY)
 
 
 def _split_lines(shown: list[ShownSplit]) -> Iterator[_Line]:

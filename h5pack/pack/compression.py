@@ -12,12 +12,13 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import H5PackError, OptionsError
+from h5pack.errors import H5PackError
 from h5pack.format.checksums import row_checksums
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.format.schema import FilterId
 from h5pack.read.hdf5 import load_filter
 from h5pack.system.files import read_all
+from h5pack.system.parameters import invalid
 
 NONE = "none"
 COMPRESSIONS = (NONE, "gzip", "zstd", "bitshuffle-lz4")
@@ -52,10 +53,7 @@ def parse_compression(text: str) -> Compression | None:
             number = FilterId.GZIP if match[1] == "gzip" else FilterId.ZSTD
             return Compression(f"{match[1]}:{level}", number, (level,))
     levels = (f"{name}:1 to {name}:{maximum}" for name, (_, maximum) in _LEVELS.items())
-    fragment = f"compression={text!r}"
-    raise OptionsError(
-        f"{fragment} is invalid; it must be one of {', '.join([*COMPRESSIONS, *levels])}", parameters=(fragment,)
-    )
+    raise invalid("compression", text, f" is invalid; it must be one of {', '.join([*COMPRESSIONS, *levels])}")
 
 
 def max_compressed_bytes(count: int) -> int:
@@ -70,12 +68,8 @@ def max_compressed_bytes(count: int) -> int:
 def require_filter(compression: Compression) -> None:
     """Load a filter's HDF5 plugin into this process; raises OptionsError if it is not installed."""
     if not load_filter(compression.number):
-        fragment = f"compression={compression.name!r}"
-        raise OptionsError(
-            f"{fragment} needs HDF5's filter {compression.number}, which is not installed; "
-            "run pip install 'h5pack[compress]', or choose gzip",
-            parameters=(fragment,),
-        )
+        problem = f" needs HDF5's filter {compression.number}, which is not installed; "
+        raise invalid("compression", compression.name, f"{problem}run pip install 'h5pack[compress]', or choose gzip")
 
 
 def add_filter(properties: h5py.h5p.PropDCID, compression: Compression) -> None:

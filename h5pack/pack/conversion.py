@@ -211,7 +211,8 @@ class Conversion:
         if self.options.filter is not None:
             require_filter(self.options.filter)
         self.output = Output(Path(os.path.abspath(out)))
-        if isinstance(source, (str, os.PathLike)) and _is_same_file(source, out):
+        path = source if isinstance(source, (str, os.PathLike)) else ""
+        if os.path.isfile(path) and os.path.exists(out) and os.path.samefile(path, out):
             raise OptionsError(f"{os.fspath(out)}: is the source itself; give the output another name", path=out)
         self.output.check(self.options.overwrite, self.options.resume)
         self.num_workers = self.options.num_workers or available_cpus()
@@ -259,9 +260,8 @@ class Conversion:
         if self._plan is None:
             begin = time.perf_counter()
             options, catalog = self.options, self._catalog
-            self._executor = self._stack.enter_context(
-                open_executor(self.num_workers, options.start_method, catalog.reader)
-            )
+            executor = open_executor(self.num_workers, options.start_method, catalog.reader)
+            self._executor = self._stack.enter_context(executor)
             with self._stage("survey", len(catalog)) as advance:
                 surveyed = survey(catalog, self._executor, 2 * self.num_workers, options.max_pixels, advance)
             self._plan = make_plan(_source_name(self._source), catalog, surveyed, options)
@@ -403,25 +403,20 @@ class Conversion:
     def _stage(self, name: str, images: int) -> Iterator[Callable[[int], object]]:
         """Measure the time of a stage and show its progress; yield a function to call with numbers of images."""
         begin = time.perf_counter()
-        with contextlib.ExitStack() as stack:
-            advance: Callable[[int], object] = lambda count: None  # noqa: E731
-            if self._progress:
-                # tqdm's monitor thread would make the next fork unsafe: the child could inherit a lock that is never
-                # released.
-                tqdm.monitor_interval = 0
-                bar = tqdm(total=images, desc=name, unit=" images", disable=None, smoothing=0.1, leave=False)
-                advance = stack.enter_context(bar).update
-            yield advance
+        if self._progress:
+            # tqdm's monitor thread would make the next fork unsafe: the child could inherit a lock that is never
+            # released.
+            tqdm.monitor_interval = 0
+            with tqdm(total=images, desc=name, unit=" images", disable=None, smoothing=0.1, leave=False) as bar:
+                yield bar.update
+        else:
+            yield lambda count: None
         self._seconds[name] = time.perf_counter() - begin
 
 
 def _refuse_rejects(plan: ConvertPlan, record: RowRecord) -> None:
     for row, reason in record.reasons.items():
         refuse_reject(plan.source, Reject(plan.name(row), reason), begun=True)
-
-
-def _is_same_file(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
-    return os.path.isfile(one) and os.path.exists(other) and os.path.samefile(one, other)
 
 
 def _source_name(source: str | os.PathLike[str] | MapStyleDataset) -> str:

@@ -139,9 +139,8 @@ def compress(
     assert compression is not None
 
     def chunks() -> Iterator[bytes]:
-        tasks = compress_tasks(
-            str(output.partial), pack.row_offsets, structure.row_shape, tables.checksums, compression
-        )
+        shape, checksums = structure.row_shape, tables.checksums
+        tasks = compress_tasks(str(output.partial), pack.row_offsets, shape, checksums, compression)
         for rows, stored in run(executor, compress_rows, tasks, max_in_flight, describe_task, ordered=True):
             yield stored
             advance(rows)
@@ -227,9 +226,19 @@ def is_compressed(path: Path) -> bool:
 
 
 def publish(pack: UnfinishedPack, rejects: Sequence[Reject]) -> None:
-    """Write ``OUT.rejects.csv``, rename ``OUT.partial`` to the output, and remove the journal."""
+    """Write ``OUT.rejects.csv``, rename ``OUT.partial`` to the output, and remove the journal.
+
+    Without rejects, ``OUT.rejects.csv`` is removed.
+    """
     output = pack.output
-    _write_rejects(output.rejects, rejects)
+    if rejects:
+        stream = io.StringIO(newline="")
+        table = csv.writer(stream, lineterminator="\n")
+        table.writerow(["filename", "reason"])
+        table.writerows((reject.name, reject.reason) for reject in rejects)
+        write_atomically(output.rejects, stream.getvalue().encode("utf-8", "backslashreplace"))
+    else:
+        output.rejects.unlink(missing_ok=True)
     output.finish.unlink(missing_ok=True)
     journal = output.journal_identity()
     pack.lock.share()
@@ -245,15 +254,3 @@ def publish(pack: UnfinishedPack, rejects: Sequence[Reject]) -> None:
     # After the renaming, the lock no longer keeps other conversions out, so the journal may already belong to another.
     if output.journal_identity() == journal:
         output.remove_leftovers()
-
-
-def _write_rejects(path: Path, rejects: Sequence[Reject]) -> None:
-    """Write ``OUT.rejects.csv``, the table of images that were not packed, or remove it if there are none."""
-    if not rejects:
-        path.unlink(missing_ok=True)
-        return
-    stream = io.StringIO(newline="")
-    table = csv.writer(stream, lineterminator="\n")
-    table.writerow(["filename", "reason"])
-    table.writerows((reject.name, reject.reason) for reject in rejects)
-    write_atomically(path, stream.getvalue().encode("utf-8", "backslashreplace"))

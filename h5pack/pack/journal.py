@@ -63,17 +63,8 @@ class RowRecord:
         consecutive = count > 0 and int(self.rows[-1] - self.rows[0]) == count - 1
         listed = self.rows[:1] if consecutive else self.rows
         head = _HEAD.pack(count, len(listed), len(self.sampled), channels, len(reasons))
-        return b"".join(
-            [
-                head,
-                listed.tobytes(),
-                self.packed.tobytes(),
-                self.checksums.tobytes(),
-                self.sampled.tobytes(),
-                self.sums.tobytes(),
-                reasons,
-            ]
-        )
+        arrays = (listed, self.packed, self.checksums, self.sampled, self.sums)
+        return b"".join([head, *(array.tobytes() for array in arrays), reasons])
 
     @classmethod
     def decode(cls, payload: bytes) -> RowRecord:
@@ -119,9 +110,7 @@ class RowResults:
     def record(self) -> RowRecord:
         """Return all results as one record."""
         sampled = np.array(sorted(self._sums), np.int64)
-        sums = np.zeros((len(sampled), 2, self._channels), np.uint64)
-        for position, row in enumerate(sampled.tolist()):
-            sums[position] = self._sums[row]
+        sums = np.array([self._sums[row] for row in sampled.tolist()], np.uint64).reshape(-1, 2, self._channels)
         return RowRecord(np.arange(len(self.packed)), self.packed, self.checksums, sampled, sums, self._reasons)
 
 

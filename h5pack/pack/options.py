@@ -18,6 +18,7 @@ from h5pack.sources.catalog import NameFilter
 from h5pack.sources.detect import KINDS, SourceOptions
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.sources.manifest import ManifestColumns
+from h5pack.system.parameters import invalid
 
 LAYOUTS = ("nhwc", "nchw")
 MODES = ("rgb", "gray")
@@ -109,17 +110,10 @@ class ConvertOptions:
         parse_compression(self.compression)
         # Creating the source options validates their values.
         _ = self.source_options
-        if self.size is None:
-            if self.draft:
-                raise OptionsError(
-                    "draft=True needs size, because it decodes only as many pixels as needed",
-                    parameters=("draft=True", "size"),
-                )
-            if (self.fit, self.resample) != ("crop", "bicubic"):
-                raise OptionsError(
-                    "fit and resample have no effect without size; give size, too",
-                    parameters=("fit", "resample", "size"),
-                )
+        unused = [name for name in ("draft", "fit", "resample") if getattr(self, name) != getattr(ConvertOptions, name)]
+        if self.size is None and unused:
+            names = ", ".join(unused)
+            raise OptionsError(f"without size, {names} has no effect; give size, too", parameters=(*unused, "size"))
 
     @property
     def channels(self) -> int:
@@ -154,15 +148,12 @@ class ConvertOptions:
             del values[name]
         # Packs and journals of version 0.1 call this option "source".
         values = {"source": values.pop("source_kind"), **values}
+        values["compression"] = NONE if self.filter is None else self.filter.name
         # These options were added later. They are left out at their defaults, so that such packs have the same bytes as
         # those made before the options existed.
         for name in _LATER:
             if values[name] == getattr(ConvertOptions, name):
                 del values[name]
-        if self.filter is None:
-            values.pop("compression", None)
-        else:
-            values["compression"] = self.filter.name
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
@@ -179,9 +170,8 @@ def check_names(function: str, keywords: Mapping[str, Any], options: type[Any]) 
 def check_choice(name: str, value: object, allowed: Sequence[str | None]) -> None:
     """Raise OptionsError unless `value` is one of `allowed`."""
     if value not in allowed:
-        fragment = f"{name}={value!r}"
         names = ", ".join(item for item in allowed if item is not None)
-        raise OptionsError(f"{fragment} is invalid; it must be one of {names}", parameters=(fragment,))
+        raise invalid(name, value, f" is invalid; it must be one of {names}")
 
 
 def is_integer(value: object) -> TypeGuard[int]:
@@ -191,12 +181,11 @@ def is_integer(value: object) -> TypeGuard[int]:
 
 def check_integer(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
     """Raise OptionsError unless `value` is an integer from `minimum` to `maximum`."""
-    fragment = f"{name}={value!r}"
     if not is_integer(value):
-        raise OptionsError(f"{fragment} is not a whole number", parameters=(fragment,))
+        raise invalid(name, value, " is not a whole number")
     if value < minimum or (maximum is not None and value > maximum):
         allowed = f"at least {minimum}" if maximum is None else f"{minimum} to {maximum}"
-        raise OptionsError(f"{fragment}; it must be {allowed}", parameters=(fragment,))
+        raise invalid(name, value, f"; it must be {allowed}")
 
 
 def parse_size(size: int | str | Sequence[int]) -> tuple[int, int]:
@@ -208,11 +197,8 @@ def parse_size(size: int | str | Sequence[int]) -> tuple[int, int]:
     else:
         pair = tuple(size) if isinstance(size, Sequence) else (size, size)
     if len(pair) != 2 or not (is_integer(pair[0]) and is_integer(pair[1]) and pair[0] > 0 and pair[1] > 0):
-        fragment = f"size={size!r}"
-        raise OptionsError(
-            f"{fragment} is neither height and width in pixels, such as 218x178, nor one number for a square",
-            parameters=(fragment,),
-        )
+        problem = " is neither height and width in pixels, such as 218x178, nor one number for a square"
+        raise invalid("size", size, problem)
     return int(pair[0]), int(pair[1])
 
 
@@ -222,10 +208,7 @@ def parse_range(value_range: str | Sequence[float]) -> tuple[float, float]:
         low, high = (float(part) for part in value_range.split(":")) if isinstance(value_range, str) else value_range
         return low, high
     except (TypeError, ValueError):
-        fragment = f"value_range={value_range!r}"
-        raise OptionsError(
-            f"{fragment} is neither two numbers nor LOW:HIGH, such as 0:1", parameters=(fragment,)
-        ) from None
+        raise invalid("value_range", value_range, " is neither two numbers nor LOW:HIGH, such as 0:1") from None
 
 
 def parse_bytes(size: int | str) -> int:
@@ -238,7 +221,6 @@ def parse_bytes(size: int | str) -> int:
     text = size.strip().lower()
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)(i?)b?", text)
     if match is None:
-        fragment = f"chunk_bytes={size!r}"
-        raise OptionsError(f"{fragment} is not a number of bytes, such as 4MiB", parameters=(fragment,))
+        raise invalid("chunk_bytes", size, " is not a number of bytes, such as 4MiB")
     base = 1024 if match[3] or not text.endswith("b") else 1000
     return int(float(match[1]) * base ** " kmg".index(match[2] or " "))

@@ -26,38 +26,19 @@ from h5pack.system.text import format_bytes
 class ConvertReport:
     """The result of a conversion.
 
-    Attributes
-    ----------
-    path : str
-        The output.
-    images : int
-        Number of rows of the output.
-    rejects : int
-        Number of images that were not packed; ``OUT.rejects.csv`` and the HDF5 group `/rejects` list them.
-    bytes : int
-        Size of the output.
-    num_workers : int
-        Number of processes that decoded images.
-    resumed_rows : int
-        Number of planned rows that an earlier, interrupted run had already written or rejected.
-    moved_rows : int
-        Number of rows that were moved to close gaps left by images that could not be decoded.
-    seconds : dict of str to float
-        Time of each stage: survey (including listing the source), check (of rows written by an earlier run), write,
-        compress (only with `compression`), finish (moving rows, tables, fsync, rename).
-    already_complete : bool
-        Whether the output was already complete before this call, which is possible with ``resume=True``.
+    `seconds` is the time of each stage: survey (including listing the source), check (of rows written by an earlier
+    run), write, compress (only with `compression`), finish (moving rows, tables, fsync, rename).
     """
 
-    path: str
-    images: int
-    rejects: int
-    bytes: int
-    num_workers: int
-    resumed_rows: int = 0
-    moved_rows: int = 0
+    path: str  # the output
+    images: int  # rows of the output
+    rejects: int  # images that were not packed; ``OUT.rejects.csv`` and the HDF5 group `/rejects` list them
+    bytes: int  # size of the output
+    num_workers: int  # processes that decoded images
+    resumed_rows: int = 0  # planned rows that an earlier, interrupted run had already written or rejected
+    moved_rows: int = 0  # rows that were moved to close gaps left by images that could not be decoded
     seconds: dict[str, float] = field(default_factory=dict)
-    already_complete: bool = False
+    already_complete: bool = False  # before this call, which is possible with ``resume=True``
 
     def to_text(self) -> str:
         """Return the report as one or two lines of text."""

@@ -84,7 +84,10 @@ def write_tasks(
             if not scattered and groups and count + len(rows) > max_rows:
                 yield WriteTask(job, groups)
                 groups, count = [], 0
-            groups.append(_row_group(plan, row_offsets, rows, sampled))
+            indices = plan.row_order.origins[rows]
+            names = [plan.catalog.names[index] for index in indices.tolist()]
+            decode_paths, some = plan.decode_paths[indices].tolist(), np.flatnonzero(sampled[rows]).tolist()
+            groups.append(RowGroup(rows, row_offsets.offsets(rows), indices.tolist(), names, decode_paths, some))
             count += len(rows)
         if groups:
             yield WriteTask(job, groups)
@@ -123,20 +126,6 @@ def _written_together(
         joined = np.concatenate(apart)
         step = max(1, _SCATTERED_BYTES // row_offsets.row_bytes)
         yield from (joined[first : first + step] for first in range(0, len(joined), step))
-
-
-def _row_group(
-    plan: ConvertPlan, row_offsets: RowOffsets, rows: npt.NDArray[np.int64], sampled: npt.NDArray[np.bool_]
-) -> RowGroup:
-    indices = plan.row_order.origins[rows]
-    return RowGroup(
-        rows=rows,
-        offsets=row_offsets.offsets(rows),
-        indices=indices.tolist(),
-        names=[plan.catalog.names[index] for index in indices.tolist()],
-        decode_paths=plan.decode_paths[indices].tolist(),
-        sampled=np.flatnonzero(sampled[rows]).tolist(),
-    )
 
 
 class _Worker:

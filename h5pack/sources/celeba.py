@@ -40,13 +40,10 @@ def celeba(root: Path, wanted: NameFilter) -> Catalog:
         )
     attributes = _read(attributes_path, None, skip=1)
     tables = {"attributes": attributes}
-    for role, stem, column in (
-        ("partition", "list_eval_partition", "partition"),
-        ("identity", "identity_CelebA", "identity"),
-    ):
+    for role, stem in (("partition", "list_eval_partition"), ("identity", "identity_CelebA")):
         path = _table_path(root, stem)
         if path is not None:
-            tables[role] = _read(path, ("image_id", column))
+            tables[role] = _read(path, ("image_id", role))
     for table in tables.values():
         if len(table.header) < 2:
             raise SourceError(f"{table.path}: no column after the file names; {_AGAIN}", path=table.path)
@@ -100,8 +97,7 @@ def _join(
         if len(index) < len(table.rows):
             number = next(number for number, row in enumerate(table.rows) if index[row[0]] != number)
             raise table.error(number, f"{table.rows[number][0]!r} occurs in two rows; {_AGAIN}")
-    rejects = []
-    names = []
+    names, rejects = [], []
     for name in images:
         missing = [table.path.name for table, index in zip(tables, indexes, strict=True) if name not in index]
         if missing:
@@ -130,7 +126,6 @@ def _partition(table: TextTable) -> npt.NDArray[np.int32]:
     values = _column(table)
     odd = np.flatnonzero((values < 0) | (values > 2))
     if len(odd):
-        raise table.error(
-            odd[0], f"partition {values[odd[0]]}; partitions are 0 (train), 1 (val) and 2 (test); {_AGAIN}"
-        )
+        problem = f"partition {values[odd[0]]}; partitions are 0 (train), 1 (val) and 2 (test)"
+        raise table.error(odd[0], f"{problem}; {_AGAIN}")
     return values.astype(np.int32)

@@ -62,14 +62,16 @@ def _open_path(path: Path, options: SourceOptions) -> Catalog:
         parameter = f"source_kind={kind!r}"
         needed = "file, not a folder" if path.is_dir() else "folder, not a file"
         raise SourceError(f"{path}: {parameter} needs a {needed}; give one", path=path, parameters=(parameter,))
-    if kind != "hdf5" and options.datasets != HDF5Datasets():
-        names = ("images", "labels", "fields", "channel_axis", "value_range")
-        raise OptionsError(f"{path}: not an HDF5 file; leave out {listed(names)}", path=path, parameters=names)
+    columns = ("root", "path_column", "label_columns", "split_column", "field_columns")
+    datasets = ("images", "labels", "fields", "channel_axis", "value_range")
+    for what, unused, names in (
+        ("an HDF5 file", kind != "hdf5" and options.datasets != HDF5Datasets(), datasets),
+        ("a manifest", kind != "manifest" and options.columns != ManifestColumns(), columns),
+    ):
+        if unused:
+            raise OptionsError(f"{path}: not {what}; leave out {listed(names)}", path=path, parameters=names)
     if kind == "manifest":
         return manifest(path, options.columns, options.names)
-    if options.columns != ManifestColumns():
-        names = ("root", "path_column", "label_columns", "split_column", "field_columns")
-        raise OptionsError(f"{path}: not a manifest; leave out {listed(names)}", path=path, parameters=names)
     if kind == "hdf5":
         return hdf5_catalog(path, options.datasets, options.names)
     return celeba(path, options.names) if kind == "celeba" else _open_folder(path, kind, options.names)

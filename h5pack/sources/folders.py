@@ -149,12 +149,8 @@ def classes(root: str, found: Walk, folders: list[str]) -> Catalog:
     `folders` are the sorted folders directly below `root`. Each is a class, even if it has no images.
     """
     if found.folders.get(""):
-        raise SourceError(
-            f"{root}: has images beside its class folders, such as {found.names('')[0]!r}; move them into a class, "
-            "or pack all images without labels with source_kind='flat'",
-            path=root,
-            parameters=("source_kind='flat'",),
-        )
+        advice = "move them into a class, or pack all images without labels with source_kind='flat'"
+        raise _mixed(root, "class", repr(found.names("")[0]), advice, "source_kind='flat'")
     names: list[str] = []
     labels: list[int] = []
     for label, folder in enumerate(folders):
@@ -177,12 +173,7 @@ def splits(root: str, found: Walk, folders: list[str]) -> Catalog:
     if not split_names:
         raise NoImagesError(f"{root}: no images in its split folders ({', '.join(folders)}); check the path", path=root)
     if found.folders.get(""):
-        raise SourceError(
-            f"{root}: has images beside its split folders, such as {found.names('')[0]!r}; move them into a split, "
-            "or skip them with exclude",
-            path=root,
-            parameters=("exclude",),
-        )
+        raise _mixed(root, "split", repr(found.names("")[0]), "move them into a split, or skip them with exclude")
     labelled = [split for split in split_names if _has_classes(root, split, found)]
     label_names = tuple(sorted({name for split in labelled for name in child_folders(os.path.join(root, split))}))
     index = {name: number for number, name in enumerate(label_names)}
@@ -211,10 +202,13 @@ def _has_classes(root: str, split: str, found: Walk) -> bool:
     """Return whether a split's images are in class folders; raise SourceError if some are and others are not."""
     inner = next((name for name in found.below(split) if name.count("/") > 1), None)
     if inner is not None and split in found.folders:
-        raise SourceError(
-            f"{os.path.join(root, split)}: has images beside its class folders, such as {found.names(split)[0]!r} "
-            f"beside {inner.split('/')[1]!r}; move them into a class, or skip them with exclude",
-            path=os.path.join(root, split),
-            parameters=("exclude",),
-        )
+        example = f"{found.names(split)[0]!r} beside {inner.split('/')[1]!r}"
+        advice = "move them into a class, or skip them with exclude"
+        raise _mixed(os.path.join(root, split), "class", example, advice)
     return inner is not None
+
+
+def _mixed(folder: str, kind: str, example: str, advice: str, parameter: str = "exclude") -> SourceError:
+    """Return the error for a folder that contains images beside class or split folders."""
+    message = f"{folder}: has images beside its {kind} folders, such as {example}; {advice}"
+    return SourceError(message, path=folder, parameters=(parameter,))

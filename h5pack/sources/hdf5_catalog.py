@@ -26,6 +26,7 @@ from h5pack.sources.catalog import Catalog, NameFilter, NameTable, class_ids, on
 from h5pack.sources.hdf5_rows import CHANNEL_AXES, HDF5RowReader, PixelForm
 from h5pack.sources.manifest import is_field_name
 from h5pack.system.machine import available_memory
+from h5pack.system.parameters import invalid
 from h5pack.system.text import format_bytes
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -49,8 +50,7 @@ class HDF5Datasets:
 
     def __post_init__(self) -> None:
         if self.channel_axis is not None and self.channel_axis not in CHANNEL_AXES:
-            fragment = f"channel_axis={self.channel_axis!r}"
-            raise OptionsError(f"{fragment} is none of {', '.join(CHANNEL_AXES)}", parameters=(fragment,))
+            raise invalid("channel_axis", self.channel_axis, f" is none of {', '.join(CHANNEL_AXES)}")
         if self.value_range is not None:
             low, high = self.value_range
             if not (math.isfinite(high - low) and low < high):
@@ -133,15 +133,12 @@ def _find_images(file: h5py.File) -> str:
     if len(found) == 1:
         return found[0]
     held = ", ".join(f"{name!r} {file[name].dtype} {file[name].shape}" for name in dataset_names(file)) or "none"
-    problem = (
-        f"{', '.join(map(repr, found))} look like images"
-        if found
-        else "none of its datasets looks like images: numbers (N, H, W), (N, H, W, C) or (N, C, H, W), or encoded "
-        f"images (found: {held})"
-    )
-    raise SourceError(
-        f"{file.filename}: {problem}; choose one with images=NAME", path=file.filename, parameters=("images=NAME",)
-    )
+    shapes = "numbers (N, H, W), (N, H, W, C) or (N, C, H, W), or encoded images"
+    problem = f"none of its datasets looks like images: {shapes} (found: {held})"
+    if found:
+        problem = f"{', '.join(map(repr, found))} look like images"
+    path, parameter = file.filename, "images=NAME"
+    raise SourceError(f"{path}: {problem}; choose one with {parameter}", path=path, parameters=(parameter,))
 
 
 def _looks_like_images(dataset: h5py.Dataset) -> bool:
@@ -318,7 +315,12 @@ def _read_all(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
         raise _dataset_error(path, name, f"holds {format_bytes(size)}, which does not fit in memory; leave it out")
     try:
         if dataset.dtype.kind in "biuf" and dataset.shape:
-            return _read_numbers(path, dataset, name)
+            pack, rows = describe_file(path, name, None), np.arange(len(dataset))
+            with contextlib.closing(Engine(pack.path, pack.identity, pack.indexes, warn=False)) as engine:
+                values = engine.read(name, rows)
+                if checksums_of(name) in pack.indexes:
+                    engine.check(name, checksums_of(name), rows, values)
+            return values
         if dataset.is_virtual:
             require_sources(dataset)
         return np.asarray(dataset[()])
@@ -330,13 +332,3 @@ def _read_all(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
         # On damaged files, h5py may raise any exception type.
         problem = f"cannot be read ({error}); restore the file, or leave out that dataset"
         raise _dataset_error(path, name, problem) from error
-
-
-def _read_numbers(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
-    pack = describe_file(path, name, None)
-    rows = np.arange(len(dataset))
-    with contextlib.closing(Engine(pack.path, pack.identity, pack.indexes, warn=False)) as engine:
-        values = engine.read(name, rows)
-        if checksums_of(name) in pack.indexes:
-            engine.check(name, checksums_of(name), rows, values)
-    return values

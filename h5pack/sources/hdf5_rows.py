@@ -181,9 +181,8 @@ class HDF5RowReader(SourceReader):
             if self._checks:
                 self.engine.check(self.images, checksums_of(self.images), rows, values)
         except DamagedRowsError as error:
-            raise RejectedImageError(
-                "its row is damaged: it does not match its checksum or cannot be decoded"
-            ) from error
+            reason = "its row is damaged: it does not match its checksum or cannot be decoded"
+            raise RejectedImageError(reason) from error
         except PackFormatError as error:
             raise self._row_error() from error
         except H5PackError as error:

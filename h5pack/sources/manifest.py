@@ -212,10 +212,8 @@ def numbers(table: TextTable, column: str) -> npt.NDArray[np.int64] | npt.NDArra
         return np.array([parse_number(cell, float) for cell in cells], np.float64)
     except ValueError:
         row = next(row for row, cell in enumerate(cells) if not is_number(cell))
-        problem = (
-            f"column {column!r} contains {cells[row]!r}, not a number; a field needs numbers (names can be labels)"
-        )
-        raise table.error(row, problem) from None
+        problem = f"contains {cells[row]!r}, not a number; a field needs numbers (names can be labels)"
+        raise table.error(row, f"column {column!r} {problem}") from None
 
 
 def binary_table(table: TextTable, columns: Sequence[str]) -> npt.NDArray[np.uint8]:

@@ -87,9 +87,8 @@ def _pixels(image: Any) -> npt.NDArray[np.uint8]:
     if array.ndim == 2:
         array = array[:, :, None]
     if array.ndim != 3 or array.shape[2] not in (1, 3) or 0 in array.shape:
-        raise RejectedImageError(
-            f"the dataset gave an image of shape {array.shape}; expected (H, W), (H, W, 1) or (H, W, 3)"
-        )
+        expected = "(H, W), (H, W, 1) or (H, W, 3)"
+        raise RejectedImageError(f"the dataset gave an image of shape {array.shape}; expected {expected}")
     return array
 
 

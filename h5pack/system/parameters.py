@@ -1,4 +1,4 @@
-"""Checks of parameters that several public functions have in common."""
+"""Checks of parameters that several public functions have in common, and their error."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import operator
 from typing import Any
 
 from h5pack.errors import OptionsError
+
+
+def invalid(name: str, value: object, problem: str) -> OptionsError:
+    """Return an error about a parameter's value; `problem` continues the message after the name and the value."""
+    fragment = f"{name}={value!r}"
+    return OptionsError(f"{fragment}{problem}", parameters=(fragment,))
 
 
 def whole_number(name: str, value: Any, minimum: int | None) -> int:

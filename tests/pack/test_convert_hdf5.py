@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,13 @@ from PIL import Image
 import h5pack
 from h5pack.cli import main
 from h5pack.errors import OptionsError, OutputExistsError, RejectedImageError, ResumeError, SizesDifferError
+from h5pack.format.checksums import row_checksums
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.writer import join_groups
 from tests.crashing import convert_in_child, distinct_steps, leftovers
+from tests.exporter.folders import flip
 from tests.makers import flat_folder, quick, split_folders
+from tests.read.encoded_files import encode, write_encoded
 
 ROWS = 60
 SHAPE = (ROWS, 24, 20, 3)
@@ -31,12 +32,9 @@ NCHW = np.ascontiguousarray(PIXELS.transpose(0, 3, 1, 2))
 
 
 def compact(file: h5py.File) -> None:
-    create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    create, space = h5py.h5p.create(h5py.h5p.DATASET_CREATE), h5py.h5s.create_simple((20, *SHAPE[1:]))
     create.set_layout(h5py.h5d.COMPACT)
-    space = h5py.h5s.create_simple((20, *SHAPE[1:]))
-    kind = h5py.h5t.py_create(np.dtype(np.uint8))
-    dataset = h5py.Dataset(h5py.h5d.create(file.id, b"x", kind, space, create))
-    dataset[...] = PIXELS[:20]
+    h5py.Dataset(h5py.h5d.create(file.id, b"x", h5py.h5t.STD_U8LE, space, create))[...] = PIXELS[:20]
 
 
 def virtual(file: h5py.File) -> None:
@@ -51,19 +49,14 @@ def virtual(file: h5py.File) -> None:
 def encoded(file: h5py.File) -> None:
     dataset = file.create_dataset("x", (ROWS,), h5py.vlen_dtype(np.uint8))
     for row in range(ROWS):
-        stream = io.BytesIO()
-        Image.fromarray(PIXELS[row]).save(stream, "PNG")
-        dataset[row] = np.frombuffer(stream.getvalue(), np.uint8)
+        dataset[row] = np.frombuffer(encode(PIXELS[row], "PNG"), np.uint8)
 
 
-def plain(data: npt.NDArray[Any], **settings: Any) -> Callable[[h5py.File], None]:
-    def make(file: h5py.File) -> None:
-        file.create_dataset("x", data=data, **settings)
-
-    return make
+def plain(data: npt.NDArray[Any], **settings: Any) -> Callable[[h5py.File], object]:
+    return lambda file: file.create_dataset("x", data=data, **settings)
 
 
-STORED: dict[str, Callable[[h5py.File], None]] = {
+STORED: dict[str, Callable[[h5py.File], object]] = {
     "contiguous": plain(PIXELS),
     "channels first": plain(NCHW),
     "chunks of rows": plain(PIXELS, chunks=(8, *SHAPE[1:])),
@@ -81,7 +74,7 @@ STORED: dict[str, Callable[[h5py.File], None]] = {
 }
 
 
-def write(path: Path, make: Callable[[h5py.File], None], **settings: Any) -> Path:
+def write(path: Path, make: Callable[[h5py.File], object], **settings: Any) -> Path:
     with h5py.File(path, "w", **settings) as file:
         make(file)
         file["y"] = LABELS[: len(file["x"])]
@@ -131,33 +124,31 @@ def test_large_rows_that_lie_apart(tmp_path: Path, io: str) -> None:
 
 def test_a_pack_becomes_another_pack(tmp_path: Path) -> None:
     root = split_folders(tmp_path / "source", {"train": {"x": 30, "y": 20}, "val": {"x": 9, "y": 8}}, (30, 28))
-    h5pack.convert(root, tmp_path / "a.h5", **quick(compression="gzip"))
-    with h5py.File(tmp_path / "a.h5", "a") as file:
+    a, b, c, d = (tmp_path / f"{name}.h5" for name in "abcd")
+    h5pack.convert(root, a, **quick(compression="gzip"))
+    with h5py.File(a, "a") as file:
         file["weight"] = np.arange(67) / 3
-        file["checksums/weight"] = h5pack.format.checksums.row_checksums(file["weight"][()])  # type: ignore[attr-defined]
-    h5pack.convert(tmp_path / "a.h5", tmp_path / "b.h5", **quick(layout="nchw", seed=3, chunk_rows=5, size=(15, 14)))
-    h5pack.convert(tmp_path / "a.h5", tmp_path / "c.h5", **quick(mode="gray", order="sorted"))
-    h5pack.convert(root, tmp_path / "d.h5", **quick(layout="nchw", seed=3, chunk_rows=5, size=(15, 14)))
+        file["checksums/weight"] = row_checksums(file["weight"][()])
+    settings = quick(layout="nchw", seed=3, chunk_rows=5, size=(15, 14))
+    h5pack.convert(a, b, **settings)
+    h5pack.convert(a, c, **quick(mode="gray", order="sorted"))
+    h5pack.convert(root, d, **settings)
 
-    def content(name: str) -> dict[str, Any]:
-        with h5py.File(tmp_path / name) as file:
-            names = [each.decode() for each in file["filenames"]]
-            parts = {key: dict(zip(names, file[key][()].tolist(), strict=True)) for key in ("images", "labels")}
-            if "weight" in file:
-                parts["weight"] = dict(zip(names, file["weight"][()].tolist(), strict=True))
-            split = file["splits/name"][()].tolist(), file["splits/rows"][()].tolist()
-            return {**parts, "splits": split, "classes": file["labels"].attrs["classes"].tolist(), "names": names}
+    def by_name(path: Path, *datasets: str) -> list[Any]:
+        with h5py.File(path) as file:
+            names = file["filenames"][()].tolist()
+            columns = [dict(zip(names, file[name][()].tolist(), strict=True)) for name in datasets]
+            tables = ("splits/name", "splits/rows")
+            return [*columns, *(file[name][()].tolist() for name in tables), file["labels"].attrs["classes"].tolist()]
 
-    a, b, c, d = (content(name) for name in ("a.h5", "b.h5", "c.h5", "d.h5"))
-    assert {key: b[key] for key in ("images", "labels", "splits", "classes")} == {
-        key: d[key] for key in ("images", "labels", "splits", "classes")
-    }
-    assert b["weight"] == c["weight"] == a["weight"]
-    assert c["names"] == a["names"], "sorted is the source's order"
-    assert np.shape(c["images"][c["names"][0]]) == (30, 28, 1)
+    assert by_name(b, "images", "labels") == by_name(d, "images", "labels")
+    assert by_name(b, "weight") == by_name(c, "weight") == by_name(a, "weight")
+    with h5py.File(a) as file, h5py.File(c) as other:
+        assert np.array_equal(other["filenames"][()], file["filenames"][()]), "sorted is the source's order"
+        assert other["images"].shape[1:] == (30, 28, 1)
 
 
-def test_encoded_images_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoded_images_of_any_size(tmp_path: Path) -> None:
     """Rows of a variable length are as good as files: sizes, rejects, and --size."""
     folder = flat_folder(tmp_path / "source", 9, (40, 30))
     # The first row is bad, too: it cannot say what size the others have.
@@ -166,17 +157,12 @@ def test_encoded_images_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (folder / "00010.jpg").write_bytes((folder / "00000.jpg").read_bytes()[:700])
     (folder / "00011.jpg").write_bytes(b"")
     (folder / "00012.jpg").write_bytes(b"no image")
-    paths = sorted(folder.iterdir())
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        dataset = file.create_dataset("jpegs", (len(paths),), h5py.vlen_dtype(np.uint8), chunks=(4,))
-        for row, path in enumerate(paths):
-            dataset[row] = np.frombuffer(path.read_bytes(), np.uint8)
+    write_encoded(tmp_path / "f.h5", [path.read_bytes() for path in sorted(folder.iterdir())], "jpegs", chunks=(4,))
     with pytest.raises(SizesDifferError, match=r"20x50 .*jpegs/00000010"):
         h5pack.convert(tmp_path / "f.h5", tmp_path / "o.h5", **quick())
-    options = {"size": (16, 16), "order": "sorted", "num_workers": 2}
-    report = h5pack.convert(tmp_path / "f.h5", tmp_path / "o.h5", **quick(**options))
-    h5pack.convert(folder, tmp_path / "p.h5", **quick(**options))
-    assert (report.images, report.rejects) == (10, 4)
+    for source, out in ((tmp_path / "f.h5", "o.h5"), (folder, "p.h5")):
+        report = h5pack.convert(source, tmp_path / out, **quick(size=(16, 16), order="sorted", num_workers=2))
+        assert (report.images, report.rejects) == (10, 4)
     with h5py.File(tmp_path / "o.h5") as one, h5py.File(tmp_path / "p.h5") as other:
         assert np.array_equal(one["images"][()], other["images"][()])
         assert one["rejects/reasons"][()].tolist() == other["rejects/reasons"][()].tolist()
@@ -185,8 +171,7 @@ def test_encoded_images_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_killed_at_every_step_and_resumed(tmp_path: Path) -> None:
-    source = write(tmp_path / "f.h5", STORED["cut and gzip"])
-    out = tmp_path / "o.h5"
+    source, out = write(tmp_path / "f.h5", STORED["cut and gzip"]), tmp_path / "o.h5"
     changes = convert_in_child(source, out, quick(chunk_rows=11), kill_at=None)
     whole = out.read_bytes()
     # The other changes are those of every conversion.
@@ -208,8 +193,7 @@ def interrupted(source: Path, out: Path) -> None:
 
 
 def test_another_source_is_not_resumed(tmp_path: Path) -> None:
-    source = write(tmp_path / "f.h5", STORED["gzip"])
-    out = tmp_path / "o.h5"
+    source, out = write(tmp_path / "f.h5", STORED["gzip"]), tmp_path / "o.h5"
     interrupted(source, out)
     with pytest.raises(ResumeError) as caught:
         h5pack.convert(source, out, **quick(resume=True, value_range=(0, 200)))
@@ -264,16 +248,11 @@ def test_damaged_rows_are_rejects(tmp_path: Path) -> None:
 
 
 def test_rows_of_a_pack_that_differ_from_their_checksums_are_rejects(tmp_path: Path) -> None:
-    h5pack.convert(flat_folder(tmp_path / "source", 30), tmp_path / "a.h5", **quick())
-    shutil.copy(tmp_path / "a.h5", tmp_path / "b.h5")
+    h5pack.convert(flat_folder(tmp_path / "source", 30), tmp_path / "b.h5", **quick())
     with h5py.File(tmp_path / "b.h5") as file:
         place = file["images"].id.get_chunk_info(0).byte_offset
         name = file["filenames"][0].decode()
-    with (tmp_path / "b.h5").open("r+b") as stream:
-        stream.seek(place + 5)
-        byte = stream.read(1)
-        stream.seek(place + 5)
-        stream.write(bytes([byte[0] ^ 1]))
+    flip(tmp_path / "b.h5", place + 5)
     report = h5pack.convert(tmp_path / "b.h5", tmp_path / "c.h5", **quick())
     assert (report.images, report.rejects) == (29, 1)
     assert (tmp_path / "c.h5.rejects.csv").read_text().splitlines()[1].startswith(name)

@@ -24,8 +24,9 @@ from h5pack.system.processes import open_executor
 from tests.makers import flat_folder, pixels, save
 
 
-def catalog_of(reader: FileReader, names: list[str]) -> Catalog:
-    return Catalog("flat", reader, NameTable.of(names), *one_split(len(names)))
+def catalog_of(folder: Path, names: list[str] | None = None, reader: FileReader | None = None) -> Catalog:
+    names = sorted(os.listdir(folder)) if names is None else names
+    return Catalog("flat", reader or FileReader(str(folder)), NameTable.of(names), *one_split(len(names)))
 
 
 def surveyed(catalog: Catalog, workers: int = 1, max_pixels: int = MAX_PIXELS, method: str | None = "fork") -> Survey:
@@ -54,7 +55,7 @@ def mixed_folder(root: Path) -> list[str]:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_sizes_kinds_and_reasons(tmp_path: Path, workers: int) -> None:
     names = mixed_folder(tmp_path)
-    result = surveyed(catalog_of(FileReader(str(tmp_path)), names), workers)
+    result = surveyed(catalog_of(tmp_path, names), workers)
     assert {names[index]: reason for index, reason in result.reasons.items()} == {
         "zero.jpg": "zero bytes",
         "text.jpg": "not an image, or of an unknown format",
@@ -66,10 +67,8 @@ def test_sizes_kinds_and_reasons(tmp_path: Path, workers: int) -> None:
         "b.png/x.jpg": "file not found",
         "n" * 300 + ".jpg": "its name is too long",
     }
-    found = {
-        name: (int(height), int(width), int(kind))
-        for name, height, width, kind in zip(names, result.heights, result.widths, result.decode_paths, strict=True)
-    }
+    headers = np.stack([result.heights, result.widths, result.decode_paths], 1)
+    found = {name: tuple(header) for name, header in zip(names, headers.tolist(), strict=True)}
     assert found["00007.jpg"] == (20, 14, DecodePath.JPEG_420)
     assert found["wide.jpg"] == (30, 70, DecodePath.JPEG_444)
     assert found["b.png"] == (5, 6, DecodePath.PILLOW)
@@ -82,11 +81,9 @@ def test_bombs_are_rejected_before_they_are_decoded(tmp_path: Path) -> None:
     save(tmp_path / "a.jpg", 0, (20, 20))
     save(tmp_path / "b.png", 0, (20, 21))
     save(tmp_path / "c.bmp", 0, (21, 20))
-    result = surveyed(catalog_of(FileReader(str(tmp_path)), ["a.jpg", "b.png", "c.bmp"]), max_pixels=400)
-    assert result.reasons == {
-        1: "decompression bomb: 20x21 is over 400 pixels",
-        2: "decompression bomb: 21x20 is over 400 pixels",
-    }
+    bomb = "decompression bomb: {} is over 400 pixels"
+    result = surveyed(catalog_of(tmp_path), max_pixels=400)
+    assert result.reasons == {1: bomb.format("20x21"), 2: bomb.format("21x20")}
 
 
 @dataclass(frozen=True)
@@ -112,25 +109,18 @@ class FailingReader(FileReader):
 )
 def test_a_storage_that_fails_stops_the_survey(tmp_path: Path, number: int, late: bool, workers: int) -> None:
     flat_folder(tmp_path, 6)
-    catalog = catalog_of(FailingReader(str(tmp_path), number, late), sorted(os.listdir(tmp_path)))
     with pytest.raises(SourceError) as caught:
-        surveyed(catalog, workers)
+        surveyed(catalog_of(tmp_path, reader=FailingReader(str(tmp_path), number, late)), workers)
     assert caught.value.path == "00003.jpg"
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
-    ("number", "reason"),
-    [
-        (errno.ENOENT, "file not found"),
-        (errno.EACCES, "no permission to read it"),
-        (errno.EPERM, "no permission to read it"),
-        (errno.ELOOP, "a loop of symbolic links"),
-    ],
+    ("number", "reason"), [(errno.ENOENT, "file not found"), (errno.EPERM, "no permission to read it")]
 )
 def test_a_file_that_cannot_be_read_is_rejected(tmp_path: Path, number: int, reason: str, late: bool) -> None:
     flat_folder(tmp_path, 6)
-    result = surveyed(catalog_of(FailingReader(str(tmp_path), number, late), sorted(os.listdir(tmp_path))))
+    result = surveyed(catalog_of(tmp_path, reader=FailingReader(str(tmp_path), number, late)))
     assert result.reasons == {3: reason}
 
 
@@ -144,7 +134,7 @@ def test_a_file_without_permission_is_rejected() -> None:
             # Root may read everything.
             if not os.geteuid():
                 os.setuid(65534)
-            reasons = surveyed(catalog_of(FileReader(folder), ["a.jpg"])).reasons
+            reasons = surveyed(catalog_of(Path(folder))).reasons
             os._exit(42 if reasons == {0: "no permission to read it"} else 1)
 
         child = multiprocessing.get_context("fork").Process(target=unprivileged)
@@ -155,7 +145,7 @@ def test_a_file_without_permission_is_rejected() -> None:
 
 def test_fingerprints_show_a_change(tmp_path: Path) -> None:
     flat_folder(tmp_path, 5)
-    catalog = catalog_of(FileReader(str(tmp_path)), sorted(os.listdir(tmp_path)))
+    catalog = catalog_of(tmp_path)
     before = surveyed(catalog).fingerprints
     assert len(set(before.tolist())) == 5
     assert np.array_equal(surveyed(catalog, workers=2).fingerprints, before)
@@ -170,21 +160,20 @@ def test_fingerprints_show_a_change(tmp_path: Path) -> None:
 
 
 def test_a_name_with_undecodable_bytes(tmp_path: Path) -> None:
-    odd = os.fsencode(tmp_path) + b"/bad\xff.jpg"
-    os.rename(save(tmp_path / "a.jpg"), odd)
-    result = surveyed(catalog_of(FileReader(str(tmp_path)), ["bad\udcff.jpg"]))
+    os.rename(save(tmp_path / "a.jpg"), os.fsencode(tmp_path) + b"/bad\xff.jpg")
+    result = surveyed(catalog_of(tmp_path, ["bad\udcff.jpg"]))
     assert (result.reasons, result.heights.tolist()) == ({}, [20])
 
 
 @pytest.mark.parametrize(("profile_bytes", "kind"), [(40_000, DecodePath.JPEG_420), (150_000, DecodePath.PILLOW)])
 def test_a_header_that_lies_far_behind_the_start(tmp_path: Path, profile_bytes: int, kind: DecodePath) -> None:
     save(tmp_path / "a.jpg", 0, (9, 8), icc_profile=bytes(profile_bytes))
-    result = surveyed(catalog_of(FileReader(str(tmp_path)), ["a.jpg"]))
+    result = surveyed(catalog_of(tmp_path))
     assert (result.heights[0], result.widths[0], result.decode_paths[0]) == (9, 8, kind)
 
 
 def test_an_empty_catalog() -> None:
-    assert len(surveyed(catalog_of(FileReader("/"), [])).heights) == 0
+    assert len(surveyed(catalog_of(Path("/"), [])).heights) == 0
 
 
 class Samples:
