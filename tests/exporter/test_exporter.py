@@ -23,6 +23,7 @@ from h5pack.exporter.image_files import open_rows
 from h5pack.format.checksums import row_checksums
 from h5pack.read.hdf5 import dataset_names
 from h5pack.sources.hdf5_catalog import HDF5Datasets
+from tests.crashing import leftovers
 from tests.exporter.folders import files_of, flip, one, pixels_of, stopped, tree
 from tests.makers import class_folders, expected, flat_folder, pixels, quick, save, split_folders
 from tests.pack.test_convert_hdf5 import LABELS, PIXELS, ROWS, STORED, write
@@ -47,6 +48,18 @@ def content(path: Path) -> dict[str, Any]:
         found["layout"] = file["images"].attrs["h5pack_layout"]
     found["filenames"] = [name.decode().rpartition(".")[0] for name in found["filenames"]]
     return found
+
+
+@pytest.fixture
+def pack(tmp_path: Path) -> Path:
+    """A pack of two classes of 5 and 4 images, from the folder ``in``."""
+    h5pack.convert(class_folders(tmp_path / "in", {"x": 5, "y": 4}), tmp_path / "a.h5", **quick(order="sorted"))
+    return tmp_path / "a.h5"
+
+
+def require_refused(pack: Path, out: Path, **keywords: Any) -> None:
+    with pytest.raises(OutputExistsError):
+        export(pack, out, **one(**keywords))
 
 
 SOURCES: dict[str, Callable[[Path], Path]] = {
@@ -99,13 +112,6 @@ def test_an_export_restores_images_and_converts_to_the_same_pack(
     assert content(again) == content(tmp_path / "a.h5")
 
 
-def manifest_source(folder: Path, lines: list[str]) -> Path:
-    for number, line in enumerate(lines[1:]):
-        save(folder / line.split(",")[0], number)
-    (folder / "list.csv").write_text("\n".join(lines) + "\n")
-    return folder / "list.csv"
-
-
 MANIFESTS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "words and no label": (
         ["path,label,split", "a.jpg,cat,train", "b.jpg,,train", "c.jpg,dog,train", "d.jpg,,val"],
@@ -123,10 +129,7 @@ MANIFESTS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "no labels": (["path,split", "a.jpg,train", "sub/b.jpg,val", "sub/deep/c.jpg,val"], {}),
     "other splits": (["path,label,split", "a.jpg,u,fold2", "b.jpg,v,fold1", "c.jpg,u,fold1", "d.jpg,v,fold2"], {}),
     "all in one odd split": (["path,label,split", "a.jpg,u,odd", "b.jpg,v,odd"], {}),
-    "parts of the paths": (
-        ["path,label,split", "../up.jpg,u,train", "x/../b.jpg,v,val", "./.hidden/c.jpg,u,val"],
-        {},
-    ),
+    "path parts": (["path,label,split", "../up.jpg,u,train", "x/../b.jpg,v,val", "./.hidden/c.jpg,u,val"], {}),
 }
 
 
@@ -136,7 +139,10 @@ def test_an_exported_manifest_converts_to_the_same_pack(
 ) -> None:
     lines, settings = MANIFESTS[source]
     (tmp_path / "in" / "x").mkdir(parents=True)
-    h5pack.convert(manifest_source(tmp_path / "in", lines), tmp_path / "a.h5", **quick(**settings))
+    for number, line in enumerate(lines[1:]):
+        save(tmp_path / "in" / line.split(",")[0], number)
+    (tmp_path / "in" / "list.csv").write_text("\n".join(lines) + "\n")
+    h5pack.convert(tmp_path / "in" / "list.csv", tmp_path / "a.h5", **quick(**settings))
     report = export(tmp_path / "a.h5", tmp_path / "out", **one())
     assert report.files == len(lines) - 1
     assert report.lost == ()
@@ -189,35 +195,33 @@ def test_any_hdf5_file(tmp_path: Path, stored: str, workers: int) -> None:
         assert np.array_equal(pixels_of(path), PIXELS[row])
 
 
+COLOUR = pixels(1)
+ALPHA = np.dstack([COLOUR, pixels(2)[:, :, 0]])
+GRAY = COLOUR[:, :, 0]
+# A row, the options of `export`, and the pixels of its PNG.
 FORMS: dict[str, tuple[npt.NDArray[Any], dict[str, Any], npt.NDArray[Any]]] = {
-    "alpha": (np.dstack([pixels(1), pixels(2)[:, :, 0]]), {}, np.dstack([pixels(1), pixels(2)[:, :, 0]])),
-    "gray and alpha first": (pixels(1)[:, :, :2].transpose(2, 0, 1), {}, pixels(1)[:, :, :2]),
-    "gray": (pixels(1)[:, :, 0], {}, pixels(1)[:, :, 0]),
-    "16-bit gray": (pixels(1)[:, :, 0].astype(">u2") * 259, {}, pixels(1)[:, :, 0].astype(np.uint16) * 259),
-    "16-bit gray to 8 bits": (
-        pixels(1)[:, :, 0].astype("<u2") * 16,
-        {"value_range": (0, 4080)},
-        pixels(1)[:, :, 0],
-    ),
-    "16-bit colour": (pixels(1).astype("<u2") * 256 + 77, {}, pixels(1)),
-    "truth": (pixels(1)[:, :, 0] > 99, {}, np.uint8(255) * (pixels(1)[:, :, 0] > 99)),
-    "normalised": (pixels(1) / 127.5 - 1, {"value_range": (-1, 1)}, pixels(1)),
-    "three channels of three": (pixels(1)[:3], {"channel_axis": "first"}, pixels(1)[:3].transpose(1, 2, 0)),
+    "alpha": (ALPHA, {}, ALPHA),
+    "gray and alpha first": (COLOUR[:, :, :2].transpose(2, 0, 1), {}, COLOUR[:, :, :2]),
+    "gray": (GRAY, {}, GRAY),
+    "16-bit gray": (GRAY.astype(">u2") * 259, {}, GRAY.astype(np.uint16) * 259),
+    "16-bit gray to 8 bits": (GRAY.astype("<u2") * 16, {"value_range": (0, 4080)}, GRAY),
+    "16-bit colour": (COLOUR.astype("<u2") * 256 + 77, {}, COLOUR),
+    "truth": (GRAY > 99, {}, np.uint8(255) * (GRAY > 99)),
+    "normalised": (COLOUR / 127.5 - 1, {"value_range": (-1, 1)}, COLOUR),
+    "three channels of three": (COLOUR[:3], {"channel_axis": "first"}, COLOUR[:3].transpose(1, 2, 0)),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_of_every_form(tmp_path: Path, form: str) -> None:
     row, settings, wanted = FORMS[form]
+    settings = one(images="pictures", **settings)
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file["pictures"] = np.stack([row, row])
-    report = export(tmp_path / "f.h5", tmp_path / "out", **one(images="pictures", **settings))
-    found = pixels_of(tmp_path / "out" / "000001.png")
-    assert np.array_equal(found, wanted)
-    exact = row.dtype.itemsize == 1 or form == "16-bit gray"
-    assert bool(report.lost) == (not exact)
-    settings = {**settings, "images": "pictures", "format": "jpeg", "quality": 70}
-    report = export(tmp_path / "f.h5", tmp_path / "jpegs", **one(**settings))
+    report = export(tmp_path / "f.h5", tmp_path / "out", **settings)
+    assert np.array_equal(pixels_of(tmp_path / "out" / "000001.png"), wanted)
+    assert bool(report.lost) == (row.dtype.itemsize > 1 and form != "16-bit gray")
+    report = export(tmp_path / "f.h5", tmp_path / "jpegs", format="jpeg", quality=70, **settings)
     with Image.open(tmp_path / "jpegs" / "000000.jpg") as image:
         assert (image.format, image.size) == ("JPEG", wanted.shape[1::-1])
         assert image.mode == ("RGB" if wanted.ndim == 3 and wanted.shape[2] > 2 else "L")
@@ -308,65 +312,55 @@ def test_each_chunk_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert opened.reader.engine.snapshot().bytes_read == file["x"].id.get_storage_size()
 
 
-def test_existing_files_are_replaced_only_if_an_export_wrote_them(tmp_path: Path) -> None:
-    h5pack.convert(flat_folder(tmp_path / "in", 4), tmp_path / "a.h5", **quick())
-    pack, out = tmp_path / "a.h5", tmp_path / "out"
+def test_existing_files_are_replaced_only_if_an_export_wrote_them(pack: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
     out.mkdir()
     export(pack, f"{out}/", **one())
-    with pytest.raises(OutputExistsError):
-        export(pack, out, **one())
-    assert export(pack, out, **one(overwrite=True, format="jpeg")).files == 4
-    assert {path.suffix for path in out.iterdir()} == {".jpg", ".csv"}
+    require_refused(pack, out)
+    assert export(pack, out, **one(overwrite=True, format="jpeg")).files == 9
+    assert {path.suffix for path in out.rglob("*") if path.is_file()} == {".jpg", ".csv"}
     (out / "notes.txt").write_text("mine")
-    with pytest.raises(OutputExistsError):
-        export(pack, out, **one(overwrite=True))
+    require_refused(pack, out, overwrite=True)
     (out / "notes.txt").unlink()
     (tmp_path / "link").symlink_to(out)
     assert export(pack, tmp_path / "link", **one(overwrite=True)).path == str(out)
     assert (tmp_path / "link").is_symlink()
-    with pytest.raises(OutputExistsError):
-        export(pack, tmp_path / "in", **one(overwrite=True))
-    with pytest.raises(OutputExistsError):
-        export(pack, pack, **one(overwrite=True))
     (tmp_path / "b.partial").mkdir()
-    with pytest.raises(OutputExistsError):
-        export(pack, tmp_path / "b", **one(overwrite=True))
+    for other in (tmp_path / "in", pack, tmp_path / "b"):
+        require_refused(pack, other, overwrite=True)
     with pytest.raises(h5pack.SourceError):
         export(pack, tmp_path / "none" / "c", **one())
-    assert len(list((tmp_path / "in").iterdir())) == 4
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "b.partial", "in", "link", "out"]
+    assert len(files_of(tmp_path / "in")) == 9
+    assert leftovers(tmp_path) == {"a.h5", "b.partial", "in", "link", "out"}
 
 
-def test_resuming_a_complete_export_changes_nothing(tmp_path: Path) -> None:
-    h5pack.convert(class_folders(tmp_path / "in", {"x": 3, "y": 2}), tmp_path / "a.h5", **quick())
-    done = export(tmp_path / "a.h5", tmp_path / "out", **one(resume=True))
-    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
-    again = export(tmp_path / "a.h5", tmp_path / "out", **one(resume=True))
-    assert again.already_complete
-    assert (again.files, again.bytes, again.ok) == (done.files, done.bytes, True)
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == times
-    for other in (one(resume=True, limit=3), one(resume=True, labels=""), one(resume=True, format="jpeg")):
-        with pytest.raises(OutputExistsError):
-            export(tmp_path / "a.h5", tmp_path / "out", **other)
-    next((tmp_path / "out").rglob("*.png")).unlink()
-    with pytest.raises(OutputExistsError):
-        export(tmp_path / "a.h5", tmp_path / "out", **one(resume=True))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "in", "out"]
+def test_resuming_a_complete_export_changes_nothing(pack: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = export(pack, out, **one(resume=True))
+    times = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    again = export(pack, out, **one(resume=True))
+    assert (again.already_complete, again.files, again.bytes, again.ok) == (True, done.files, done.bytes, True)
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == times
+    for other in ({"limit": 3}, {"labels": ""}, {"format": "jpeg"}):
+        require_refused(pack, out, resume=True, **other)
+    next(out.rglob("*.png")).unlink()
+    require_refused(pack, out, resume=True)
+    assert leftovers(tmp_path) == {"a.h5", "in", "out"}
 
 
-def test_an_unfinished_export_is_continued_only_on_request(tmp_path: Path) -> None:
-    h5pack.convert(class_folders(tmp_path / "in", {"x": 5, "y": 4}), tmp_path / "a.h5", **quick())
-    stopped(tmp_path / "a.h5", tmp_path / "out", **one())
+def test_an_unfinished_export_is_continued_only_on_request(pack: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    stopped(pack, out, **one())
     with pytest.raises(OutputExistsError) as caught:
-        export(tmp_path / "a.h5", tmp_path / "out", **one())
+        export(pack, out, **one())
     assert caught.value.parameters == ("resume=True", "overwrite=True")
-    report = export(tmp_path / "a.h5", tmp_path / "out", **one(resume=True))
+    report = export(pack, out, **one(resume=True))
     assert (report.resumed_files, report.files) == (9, 9)
     # Without resume, nothing of the unfinished export is kept.
-    stopped(tmp_path / "a.h5", tmp_path / "out", **one(overwrite=True))
-    report = export(tmp_path / "a.h5", tmp_path / "out", **one(overwrite=True))
+    stopped(pack, out, **one(overwrite=True))
+    report = export(pack, out, **one(overwrite=True))
     assert (report.resumed_files, report.files) == (0, 9)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "in", "out"]
+    assert leftovers(tmp_path) == {"a.h5", "in", "out"}
 
 
 @pytest.mark.parametrize("keywords", [{"limit": 7}, {"labels": ""}, {"format": "jpeg"}, {"splits": "train"}, {}])
@@ -385,25 +379,21 @@ def test_a_resume_with_other_options_or_a_changed_file_equals_a_fresh_export(
     assert tree(tmp_path / "out") == tree(tmp_path / "fresh")
 
 
-def test_files_that_changed_since_are_written_again(tmp_path: Path) -> None:
-    h5pack.convert(class_folders(tmp_path / "in", {"x": 9, "y": 8}), tmp_path / "a.h5", **quick())
-    export(tmp_path / "a.h5", tmp_path / "whole", **one())
-    stopped(tmp_path / "a.h5", tmp_path / "out", **one())
+def test_files_that_changed_since_are_written_again(pack: Path, tmp_path: Path) -> None:
+    export(pack, tmp_path / "whole", **one())
+    stopped(pack, tmp_path / "out", **one())
     written = sorted((tmp_path / "out.partial").rglob("*.png"))
     written[0].unlink()
     written[1].write_bytes(written[1].read_bytes()[:-1])
     flip(written[2], 40)
     written[3].write_bytes(b"")
-    report = export(tmp_path / "a.h5", tmp_path / "out", **one(resume=True))
-    assert report.resumed_files == 13
+    assert export(pack, tmp_path / "out", **one(resume=True)).resumed_files == 5
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
-def test_a_row_that_is_damaged_by_the_time_it_is_resumed(tmp_path: Path) -> None:
-    pack = tmp_path / "a.h5"
-    h5pack.convert(flat_folder(tmp_path / "in", 5), pack, **quick(order="sorted"))
+def test_a_row_that_is_damaged_by_the_time_it_is_resumed(pack: Path, tmp_path: Path) -> None:
     stopped(pack, tmp_path / "out", **one())
-    (tmp_path / "out.partial" / "00002.png").unlink()
+    (tmp_path / "out.partial" / "x" / "00002.png").unlink()
     times = pack.stat()
     with h5py.File(pack) as file:
         place = file["images"].id.get_chunk_info(0).byte_offset
@@ -412,27 +402,27 @@ def test_a_row_that_is_damaged_by_the_time_it_is_resumed(tmp_path: Path) -> None
     os.utime(pack, ns=(times.st_atime_ns, times.st_mtime_ns))
     report = export(pack, tmp_path / "out", **one(resume=True))
     assert [row.row for row in report.damaged] == [2]
-    assert (report.files, report.resumed_files, report.splits) == (4, 4, {"all": 4})
+    assert (report.files, report.resumed_files, report.splits) == (8, 8, {"all": 8})
 
 
-def test_files_that_appear_during_an_export_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    h5pack.convert(flat_folder(tmp_path / "in", 3), tmp_path / "a.h5", **quick())
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_files_that_appear_during_an_export_are_kept(pack: Path, tmp_path: Path, overwrite: bool) -> None:
     out = tmp_path / "out"
-    for overwrite in (False, True):
+    if overwrite:
+        export(pack, out, **one())
 
-        def disturb(*_: object) -> None:
-            out.mkdir(exist_ok=True)
-            (out / "notes.txt").write_text("mine")
+    def disturb(*_: object) -> None:
+        out.mkdir(exist_ok=True)
+        (out / "notes.txt").write_text("mine")
 
-        with monkeypatch.context() as patch:
-            patch.setattr("h5pack.exporter.exporter.sync_file_system", disturb)
-            with pytest.raises(OutputExistsError):
-                export(tmp_path / "a.h5", out, **one(overwrite=overwrite))
-        assert (out / "notes.txt").read_text() == "mine"
-        (out / "notes.txt").unlink()
-        report = export(tmp_path / "a.h5", out, **one(resume=True, overwrite=overwrite))
-        assert (report.resumed_files, report.files) == (3, 3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "in", "out"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("h5pack.exporter.exporter.sync_file_system", disturb)
+        require_refused(pack, out, overwrite=overwrite)
+    assert (out / "notes.txt").read_text() == "mine"
+    (out / "notes.txt").unlink()
+    report = export(pack, out, **one(resume=True, overwrite=overwrite))
+    assert (report.resumed_files, report.files) == (9, 9)
+    assert leftovers(tmp_path) == {"a.h5", "in", "out"}
 
 
 def test_hostile_names_stay_inside_the_folder(tmp_path: Path) -> None:
@@ -441,40 +431,43 @@ def test_hostile_names_stay_inside_the_folder(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file["images"] = PIXELS[: len(names)]
         file["filenames"] = np.array(names, "S20")
-    (tmp_path / "deep" / "er").mkdir(parents=True)
-    report = export(tmp_path / "f.h5", tmp_path / "deep" / "er" / "out", **one())
     out = tmp_path / "deep" / "er" / "out"
+    out.parent.mkdir(parents=True)
+    report = export(tmp_path / "f.h5", out, **one())
     found = {str(path.relative_to(out)): pixels_of(path) for path in out.rglob("*.png") if path.is_file()}
     assert len(found) == report.files == len(names)
     exported = ["abs/a", "nul\\x00l/c", "d~2", "d~3", "d.png/e", "images/00000006", "\\xff"]
     for row, name in enumerate([exported[0], "b", *exported[1:]]):
         assert np.array_equal(found[f"{name}.png"], PIXELS[row]), name
-    assert {path.name for path in tmp_path.iterdir()} == {"f.h5", "deep"}
-    assert {path.name for path in (tmp_path / "deep").iterdir()} == {"er"}
+    assert (leftovers(tmp_path), leftovers(tmp_path / "deep")) == ({"f.h5", "deep"}, {"er"})
 
 
-def test_bad_options(tmp_path: Path) -> None:
-    for keywords in (
-        {"format": "gif"},
-        {"quality": 0, "format": "jpeg"},
-        {"limit": 0},
-        {"num_workers": 0},
-        {"start_method": "thread"},
-        {"channel_axis": "middle"},
-    ):
-        with pytest.raises(OptionsError) as caught:
-            export(tmp_path / "no.h5", tmp_path / "out", **keywords)  # type: ignore[arg-type]
-        assert caught.value.parameters == ("{}={!r}".format(*next(iter(keywords.items()))),)
-    with pytest.raises(OptionsError):
-        export(tmp_path / "no.h5", tmp_path / "out", quality=90)
-    for source in (tmp_path / "no.h5", tmp_path):
-        with pytest.raises(PackFormatError):
-            export(source, tmp_path / "out")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("format", "gif"), ("quality", 0), ("limit", 0), ("num_workers", 0), ("start_method", "thread")),
+        ("channel_axis", "middle"),
+    ],
+)
+def test_an_invalid_value_is_refused_with_its_parameter(tmp_path: Path, name: str, value: Any) -> None:
+    keywords = {"format": "jpeg", name: value}
+    with pytest.raises(OptionsError) as caught:
+        export(tmp_path / "no.h5", tmp_path / "out", **keywords)
+    assert caught.value.parameters == (f"{name}={value!r}",)
+
+
+def test_nothing_is_written_without_images(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file["images"] = np.zeros((0, 9, 9, 3), np.uint8)
-    with pytest.raises(NoImagesError):
-        export(tmp_path / "f.h5", tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["f.h5"]
+    for source, keywords, error in (
+        ("no.h5", {"quality": 90}, OptionsError),
+        ("no.h5", {}, PackFormatError),
+        (".", {}, PackFormatError),
+        ("f.h5", {}, NoImagesError),
+    ):
+        with pytest.raises(error):
+            export(tmp_path / source, tmp_path / "out", **keywords)
+    assert leftovers(tmp_path) == {"f.h5"}
 
 
 def test_fields_of_a_pack_are_exported_by_default(tmp_path: Path) -> None:
