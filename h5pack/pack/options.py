@@ -113,7 +113,7 @@ class ConvertOptions:
         unused = [name for name in ("draft", "fit", "resample") if getattr(self, name) != getattr(ConvertOptions, name)]
         if self.size is None and unused:
             names = ", ".join(unused)
-            raise OptionsError(f"without size, {names} has no effect; give size, too", parameters=(*unused, "size"))
+            raise OptionsError(f"{names} cannot be used without size; give size, too", parameters=(*unused, "size"))
 
     @property
     def channels(self) -> int:
