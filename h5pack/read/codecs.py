@@ -1,7 +1,7 @@
-"""Decoders for HDF5 filters that run in parallel threads, because they hold neither HDF5's lock nor the GIL.
+"""Decoders for HDF5 filters. They run in parallel threads, because they hold neither HDF5's lock nor the GIL.
 
 Filter plugins, which HDF5 loads as shared libraries, are called through the same C interface (`H5Z_func_t` of
-H5Zpublic.h) that HDF5 uses, but from several threads at once. The package hdf5plugin provides them.
+H5Zpublic.h) that HDF5 uses, but from several threads at once. The package hdf5plugin provides the plugins.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _free = require_libc_function("free", None, ctypes.c_void_p)
 
 
 class MallocBuffer:
-    """A buffer allocated by malloc, as filter plugins require: they may free or replace it.
+    """A buffer allocated by malloc. Filter plugins require this, because they may free or replace a buffer.
 
-    It is freed with the last array that uses it. If `address` is given, the object takes ownership of that malloc
-    memory; None allocates new memory.
+    The memory is freed with the last array that uses it. If `address` is given, the object takes ownership of that
+    malloc memory; None allocates new memory.
     """
 
     def __init__(self, size: int, address: int | None = None) -> None:
         self.size = size
         self.address = _malloc(max(1, size)) if address is None else address
         if not self.address:
-            raise MemoryError(f"no memory for {size:,} bytes")
+            raise MemoryError(f"cannot allocate {size:,} bytes")
 
     def __del__(self) -> None:
         if getattr(self, "address", None):
@@ -66,7 +66,7 @@ class UnsupportedFilterError(ValueError):
 
 @dataclass(frozen=True)
 class Codec:
-    """The filters of a dataset, in encoding order; `size` is the bytes of a decoded chunk."""
+    """The filters of a dataset, in encoding order; `size` is the size of a decoded chunk in bytes."""
 
     steps: tuple[Filter, ...]
     size: int
@@ -84,11 +84,11 @@ class Codec:
             if step.number in _DECODERS:
                 data = _DECODERS[step.number](_to_array(data), step.parameters, self.size)
             else:
-                # Only the filter at position 0 encoded the plain chunk, so only its decoded size is known.
+                # The decoded size is known only for the filter at position 0, which encoded the plain chunk.
                 data = decode_plugin(step.number, step.parameters, _to_malloc(data), None if position else self.size)
         decoded = _to_array(data)
         if len(decoded) != self.size:
-            raise ValueError(f"it decodes to {len(decoded):,} bytes instead of {self.size:,}")
+            raise ValueError(f"the chunk decodes to {len(decoded):,} bytes instead of {self.size:,}")
         return decoded
 
 
@@ -173,13 +173,13 @@ def _check_fletcher32(data: Bytes, parameters: tuple[int, ...], size: int) -> By
     """Compare a chunk with the checksum stored after it, and return the chunk without the checksum."""
     content, stored = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
     if len(stored) < _CHECKSUM_BYTES:
-        raise ValueError("fletcher32: it is too short")
+        raise ValueError("fletcher32: the chunk is shorter than a checksum")
     low, high = fletcher32(content)
     expected = int.from_bytes(stored.tobytes(), "little")
     # HDF5 before 1.6.3 swapped the bytes of each half on some machines; later versions accept both orders.
     swapped = int.from_bytes(stored[[1, 0, 3, 2]].tobytes(), "little")
     if high << 16 | low not in (expected, swapped):
-        raise ValueError("fletcher32: it differs from its checksum")
+        raise ValueError("fletcher32: the chunk does not match its checksum")
     return content
 
 
@@ -201,7 +201,7 @@ def fletcher32(data: Bytes) -> tuple[int, int]:
     parts = [(_FLETCHER_WORDS, *pair) for pair in sums.tolist()]
     parts.append((len(tail), float(tail.sum()), float((tail * np.arange(len(tail), 0, -1)).sum())))
     for count, plain, weighted in parts:
-        # The first sum is added to the second once for each further word.
+        # Each of the `count` words raises the weight of all earlier words, whose sum is `first`, by one.
         second += count * first + int(weighted)
         first += int(plain)
     return _folded(first), _folded(second)
@@ -224,10 +224,10 @@ _PLUGINS: dict[int, str] = {
     FilterId.LZ4: "lz4",
     FilterId.ZSTD: "zstd",
 }
-"""File names of the thread-safe filter plugins: those that keep no state between calls, or protect it by a lock."""
+"""File names (after "libh5") of the filter plugins that keep no state between calls, or protect it by a lock."""
 _REVERSE = 0x0100
 _MAX_DECODED_BYTES = 1 << 40
-"""A larger result is an error: plugins report failures as 0 or as a negative number, which is huge when unsigned."""
+"""Larger results are errors: plugins report failures as 0, or as a negative number, which is huge as an unsigned one."""
 _BITSHUFFLE_COMPRESSOR = 4
 """Index of bitshuffle's parameter that selects the compressor."""
 _BITSHUFFLE_WITH_HEADER = (2, 3)
@@ -286,12 +286,12 @@ def decode_plugin(
     failed = not 0 < decoded < _MAX_DECODED_BYTES
     result = MallocBuffer(0 if failed else decoded, pointer.value)
     if failed:
-        raise ValueError(f"filter {number} cannot decode it")
+        raise ValueError(f"filter {number} cannot decode the chunk")
     return result
 
 
 def _require_header(number: int, parameters: tuple[int, ...], encoded: MallocBuffer, size: int) -> None:
-    """Raise ValueError if the header of a chunk has a wrong size, which LZ4's and bitshuffle's plugins do not check.
+    """Raise ValueError if the sizes in a chunk's header are wrong, which LZ4's and bitshuffle's plugins do not check.
 
     The header has two big-endian integers: the decoded size (8 bytes) and the size of the blocks (4 bytes).
     """
@@ -305,7 +305,7 @@ def _require_header(number: int, parameters: tuple[int, ...], encoded: MallocBuf
     header = encoded.array()[:_HEADER_BYTES].tobytes()
     promised, block = int.from_bytes(header[:8], "big"), int.from_bytes(header[8:], "big")
     if len(header) < _HEADER_BYTES or promised != size or not 0 < block <= max(size, _MAX_BLOCK_BYTES):
-        raise ValueError(f"its header says {promised:,} bytes instead of {size:,}")
+        raise ValueError(f"the chunk's header is damaged: it says {promised:,} bytes instead of {size:,}")
 
 
 @functools.cache

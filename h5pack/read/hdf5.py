@@ -43,16 +43,16 @@ def _open_failure(name: str, error: Exception) -> str:
     if isinstance(error, PermissionError):
         return "no permission to read it; change its mode, or ask its owner"
     if isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.EACCES):
-        return "another process is writing it; wait until it has finished"
+        return "another process is writing it; wait until that process has finished"
     if isinstance(error, OSError) and error.errno in (errno.ENOLCK, errno.ENOTSUP):
-        return "its file system has no locks; set HDF5_USE_FILE_LOCKING=FALSE and try again"
+        return "its file system has no file locks; set HDF5_USE_FILE_LOCKING=FALSE in the environment and try again"
     if "truncated file" in text:
         return "the file is cut short (a broken copy or download); copy it again"
     if "already open for write" in text:
-        return "a writer was killed and HDF5 refuses the file; restore it, or run 'h5clear -s' at your own risk"
+        return "its writer was killed, so HDF5 refuses the file; restore it, or run 'h5clear -s' at your own risk"
     if "signature not found" in text:
         size = os.path.getsize(name)
-        return "it is empty; convert again" if size == 0 else "not an HDF5 file; check the path"
+        return "the file is empty (0 bytes); convert again" if size == 0 else "not an HDF5 file; check the path"
     detail = text[text.find("(") + 1 : text.rfind(")")] if "(" in text and ")" in text else text
     return f"HDF5 cannot open it ({detail}); the file is damaged: restore it or convert again"
 
@@ -63,9 +63,10 @@ def dataset_error(path: str, name: str, problem: str, rows: Sequence[int] = ()) 
 
 
 def read_rows(dataset: h5py.Dataset, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> int:
-    """Read rows, int64 (n,), into `out`, (n, ...), with one library call per run of consecutive rows; return the calls.
+    """Read `rows` into `out`; return the number of HDF5 library calls, which is one per run of consecutive rows.
 
-    Raises ReadError if a system call fails, and PackFormatError if the rows cannot be read for another reason.
+    `rows` is int64 (n,), and `out` is (n, ...). Raises ReadError if a system call fails, and PackFormatError if the
+    rows cannot be read for another reason.
     """
     row_shape = dataset.shape[1:]
     if dataset.id.get_create_plist().get_fill_time() == h5py.h5d.FILL_TIME_NEVER:
@@ -100,7 +101,7 @@ def require_complete(file: h5py.File) -> None:
     version = int(file.attrs[schema.FORMAT])
     if version > schema.FORMAT_VERSION:
         raise PackFormatError(
-            f"{file.filename}: pack format {version}, and this h5pack reads up to {schema.FORMAT_VERSION}; "
+            f"{file.filename}: has pack format {version}, but this h5pack reads only up to {schema.FORMAT_VERSION}; "
             "upgrade with 'pip install -U h5pack'",
             path=file.filename,
         )
@@ -118,7 +119,7 @@ def require_dataset(file: h5py.File, name: str) -> h5py.Dataset:
     if not isinstance(item, h5py.Dataset):
         known = ", ".join(repr(found) for found in dataset_names(file)) or "none"
         raise PackFormatError(
-            f"{file.filename}: no dataset {name!r}; it holds {known}", path=file.filename, dataset=name
+            f"{file.filename}: has no dataset {name!r}; its datasets are {known}", path=file.filename, dataset=name
         )
     return item
 
@@ -152,7 +153,7 @@ def reopen_tuned(dataset: h5py.Dataset, cache: CachePlan | None = None) -> h5py.
     if dataset.chunks is None:
         return dataset
     if cache is None:
-        # In the file, a row of variable length is a reference of 16 bytes; NumPy's itemsize is that of a pointer.
+        # A row of variable length takes 16 bytes in a chunk (a reference), but NumPy's itemsize is that of a pointer.
         item_bytes = dataset.id.get_type().get_size()
         cache = plan_cache(dataset.shape, dataset.chunks, item_bytes, filtered=is_filtered(dataset))
     access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
@@ -164,7 +165,7 @@ def reopen_tuned(dataset: h5py.Dataset, cache: CachePlan | None = None) -> h5py.
 
 
 def is_filtered(dataset: h5py.Dataset) -> bool:
-    """Return whether the dataset's chunks are filtered, such as compressed."""
+    """Return whether the dataset's chunks are filtered (for example, compressed)."""
     return bool(dataset.id.get_create_plist().get_nfilters() > 0)
 
 
@@ -201,7 +202,7 @@ def require_filters(dataset: h5py.Dataset) -> None:
                 dataset.file.filename,
                 dataset.name.lstrip("/"),
                 f"has chunks that pass through filter {item.number} ({item.name or 'unnamed'}), whose decoder is "
-                "missing; pip install 'h5pack[compress]'",
+                "missing; run pip install 'h5pack[compress]'",
             )
 
 
@@ -266,7 +267,7 @@ def attribute_names(dataset: h5py.Dataset, attribute: str) -> tuple[str, ...] | 
 
 
 def utf8(values: Any, *, minimum: int = 1) -> npt.NDArray[np.bytes_]:
-    """Encode strings for a fixed-length UTF-8 dataset or attribute.
+    """Encode strings for a fixed-length UTF-8 dataset or attribute that is at least `minimum` bytes wide.
 
     Bytes that are not valid UTF-8, which file names on Linux may contain, become ``\\udcXX`` escapes.
     """

@@ -22,8 +22,8 @@ class H5Reader:
     """Reads rows, int64 (n,), of the datasets of one file through the HDF5 library, in the given order.
 
     It opens the file on first use in each process, so it can be pickled, and used in forked processes. Every method
-    that needs the file raises PackChangedError if it was replaced since it was described, ReadError if a system call
-    fails, and PackFormatError if HDF5 cannot read the rows for another reason, such as damaged chunks.
+    that needs the file raises PackChangedError if the file was replaced since it was described, ReadError if a system
+    call fails, and PackFormatError if HDF5 cannot read the rows for another reason, such as damaged chunks.
     """
 
     def __init__(self, path: str, identity: FileIdentity) -> None:
@@ -38,9 +38,9 @@ class H5Reader:
         return {"path": self.path, "identity": self.identity, "_handles": None}
 
     def read(self, name: str, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> int:
-        """Read numeric rows into `out`, (n, ...), native byte order, C-contiguous; return the number of library calls.
+        """Read numeric rows into `out`; return the number of HDF5 library calls, one per run of consecutive rows.
 
-        There is one call per run of consecutive rows.
+        `out` must be (n, ...), C-contiguous, in native byte order.
         """
         return read_rows(self._open().dataset(name), rows, out)
 
@@ -49,7 +49,7 @@ class H5Reader:
         return self._fetch(self._open().dataset(name), rows)[0]
 
     def read_images(self, name: str, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> tuple[int, int]:
-        """Decode encoded rows into `out` (see `decode_rows`); return the numbers of encoded bytes and library calls."""
+        """Decode encoded rows into `out`, like `decode_rows`; return the numbers of encoded bytes and library calls."""
         dataset = self._open().dataset(name)
         size = calls = 0
         for first in range(0, len(rows), _DECODE_ROWS):
@@ -72,13 +72,13 @@ class H5Reader:
 
     def close(self) -> None:
         """Close the file in this process once reads in progress have ended. The next read opens it again."""
-        # HDF5 closes the file with its last handle, which reads in progress still hold.
+        # HDF5 closes the file when its last handle is released. Reads in progress still hold a handle.
         self._handles = None
 
     def _open(self) -> _Handles:
         handles = self._handles
         if handles is None or handles.process != os.getpid():
-            # A forked child must open the file itself: its parent's handle relies on library state that is only copied.
+            # A forked child must open the file itself, because its copy of the HDF5 library's state is not safe to use.
             self.identity.require(self.path)
             handles = self._handles = _Handles(self.path)
         return handles

@@ -22,28 +22,29 @@ from h5pack.read.storage import Storage
 from h5pack.system.arrays import run_edges
 
 MAX_GAP_BYTES = 4_096
-"""Largest gap between rows that a read includes. It is one page, which the disk reads anyway and which is cheaper to
-copy than another system call."""
+"""Largest gap between two extents that one read covers. It is one page: the disk reads a whole page anyway, and reading
+the gap is cheaper than another system call."""
 
 MAX_EXTENT_BYTES = 4 * 1024 * 1024
-"""A read ends at multiples of this file offset, which limits the memory for its rows and the gaps between them."""
+"""One read covers only extents that begin in the same block of this many bytes, which limits the memory for gaps."""
 
 
 @dataclass(frozen=True)
 class RowExtents:
     """Rows divided into extents: runs of rows whose bytes are adjacent in the file.
 
-    Extent i holds positions ``edges[i]`` to ``edges[i + 1] - 1`` of the requested rows. Other arrays are (extents,).
+    Extent i holds positions ``edges[i]`` to ``edges[i + 1] - 1`` of the requested rows. All other arrays are
+    (extents,).
     """
 
     edges: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]  # byte offset of each extent; negative if its rows have no allocated storage
-    chunk_visits: npt.NDArray[np.int64]  # chunks that each extent enters, again if the rows return to a chunk
-    source_ids: npt.NDArray[np.int64] | None = None  # each extent's source in a virtual dataset
+    chunk_visits: npt.NDArray[np.int64]  # for each extent, how often a row is in another chunk than the row before
+    source_ids: npt.NDArray[np.int64] | None = None  # for each extent, the index of its source; None if not virtual
 
 
 def plan_extents(index: ChunkIndex, rows: npt.NDArray[np.int64]) -> RowExtents:
-    """Divide rows, int64 (n,), in the given order, into extents. Ascending rows give the fewest extents."""
+    """Divide `rows`, int64 (n,), into extents without reordering them. Ascending rows give the fewest extents."""
     if not len(rows):
         return RowExtents(np.zeros(1, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
     chunks = index.chunks_of(rows)
@@ -64,7 +65,7 @@ def plan_extents(index: ChunkIndex, rows: npt.NDArray[np.int64]) -> RowExtents:
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """Direct reads of rows into one array, each normally by one system call.
+    """Direct reads of rows into one array. Each read normally takes one system call.
 
     Read i covers the extents ``edges[i]`` to ``edges[i + 1] - 1``: ``sizes[i]`` bytes of the file at ``offsets[i]``. A
     negative offset means that the rows have no allocated storage.
@@ -80,8 +81,8 @@ class ReadPlan:
     def execute(self, out: npt.NDArray[np.uint8], storage_of: Callable[[int | None], Storage]) -> tuple[int, int, int]:
         """Read the rows into `out`, uint8 (n, row_bytes), C-contiguous.
 
-        `storage_of` returns the storage of a source's file, given the number of the source, or None for the dataset's
-        own file. Returns the numbers of chunks entered, of bytes read, and of system calls.
+        `storage_of` is called with the index of a source, or None for the dataset's own file, and returns that file's
+        storage. Returns the numbers of chunk visits (see `RowExtents`), of bytes read, and of system calls.
         """
         extents, row_bytes = self.extents, self.index.row_bytes
         row_edges = extents.edges[self.edges].tolist()
@@ -154,7 +155,7 @@ class FileExtents(NamedTuple):
     first: int
     last: int
     source_id: int | None  # None for the dataset's own file
-    absent: bool  # the rows have no allocated storage
+    absent: bool  # whether the rows have no allocated storage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,10 +169,10 @@ class ScatterPlan:
     offsets: list[int]
     chunk_visits: list[int]
     source_ids: list[int] | None
-    borders: list[int]  # extents at which the source changes, or rows without allocated storage begin or end
+    borders: list[int]  # indices of extents at which the source changes, or rows without storage begin or end
 
     def describe(self, position: int) -> str:
-        """Return a text for messages that names the run of consecutive rows that starts at ``rows[position]``."""
+        """Return a name for the run of consecutive rows that starts at ``rows[position]``, for error messages."""
         return self.index.describe(self.rows, position)
 
     def by_file(self, first: int = 0, last: int | None = None) -> Iterator[FileExtents]:

@@ -25,15 +25,16 @@ from h5pack.read.virtual_index import MappedRows, join_rows
 
 _ORIGIN = "${ORIGIN}"
 _MAX_DEPTH = 8
-"""Maximum nesting of virtual datasets whose sources are themselves virtual."""
+"""Maximum number of virtual datasets above a virtual dataset, each of which is a source of the one above it."""
 
 
 @dataclass(frozen=True)
 class _Selection:
-    """The selection of a mapping: everything, or a hyperslab with its bounding box.
+    """The elements that a mapping selects in one dataset: all of them (`everything`), or some.
 
-    `count` is the number of selected elements, None if unlimited. The selection is stored as Python integers, because
-    closing a file takes 14 ms while 20,000 HDF5 dataspaces are alive.
+    `slab` says whether they are a hyperslab, `count` is their number (None if unlimited), and `begins` and `ends`
+    (exclusive) are the corners of their bounding box, empty if nothing or everything is selected. The selection is
+    stored as Python integers, because closing a file takes 14 ms while 20,000 HDF5 dataspaces are alive.
     """
 
     everything: bool
@@ -88,7 +89,7 @@ class _Visited:
 def require_sources(dataset: h5py.Dataset, visited: _Visited | None = None, depth: int = 0) -> frozenset[SourceFile]:
     """Return the source files of a virtual dataset; raise PackFormatError if a source is missing or too small.
 
-    Sources with ``%b`` in their name are not checked. The name stands for any number of files, so none is missing.
+    Sources with ``%b`` in their name are not checked, because such a name stands for any number of files.
     """
     visited = visited or _Visited()
     key = dataset.file.filename, dataset.name
@@ -128,14 +129,14 @@ def index_rows(
 
 
 def _external_files(dataset: h5py.Dataset) -> frozenset[SourceFile]:
-    """Return those files that hold the bytes of a dataset with external storage and exist."""
+    """Return the existing files among those that hold the bytes of a dataset with external storage."""
     folder = os.path.dirname(os.path.abspath(dataset.file.filename))
     paths = [path for name, _, _ in dataset.external for path in (os.path.abspath(name), os.path.join(folder, name))]
     return frozenset(SourceFile(path, FileIdentity.of(path)) for path in paths if os.path.isfile(path))
 
 
 def _index_linked(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, depth: int) -> ChunkIndex:
-    """Return the index of a dataset that a link in this file leads to in another file."""
+    """Return the index of a dataset in another file, to which a link leads."""
     there = index_rows(dataset.file, dataset, dataset.name.lstrip("/"), visited, depth)
     file = _identify(dataset.file)
     if there.library_reason is not None or not index.rows or not index.row_bytes:
@@ -156,7 +157,7 @@ def _index_virtual(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, 
         files.add(where)
         boxes = [_whole_rows(dataset, found, mapping) for mapping in mappings]
         if text is None and None in boxes:
-            text = f"it is virtual, and maps other than consecutive whole rows of {name!r} in {file.filename}"
+            text = f"it is virtual, and a mapping is not of consecutive whole rows of {name!r} in {file.filename}"
         same_type = dataset.id.get_type().equal(found.id.get_type()) and dataset.dtype == found.dtype
         if text is None and not same_type:
             text = f"it is virtual, and its source {name!r} in {file.filename} holds numbers of another type"
@@ -183,7 +184,7 @@ def _index_virtual(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, 
 
 
 def _whole_rows(dataset: h5py.Dataset, found: h5py.Dataset, mapping: _Mapping) -> tuple[int, int, int] | None:
-    """Return (first row, row count, first row in the source), or None unless these are consecutive whole rows."""
+    """Return a mapping's (first row, row count, first row in the source); None if it maps other than whole rows."""
     if mapping.here.count == 0:
         return 0, 0, 0
     here, there = mapping.here.rows(dataset.shape), mapping.there.rows(found.shape)
@@ -202,8 +203,8 @@ def _visit_sources(dataset: h5py.Dataset, depth: int, visit: _Visit) -> None:
     """Call ``visit(file, dataset, name, mappings)`` for each source of a virtual dataset while its file is open."""
     if depth > _MAX_DEPTH:
         raise PackFormatError(
-            f"{_where(dataset)} is the source of {_MAX_DEPTH} nested virtual datasets, and virtual too; store its rows "
-            "in an ordinary dataset"
+            f"{_where(dataset)} is a virtual dataset below more than {_MAX_DEPTH} others; store its rows in an "
+            "ordinary dataset"
         )
     by_file: dict[str, dict[str, list[_Mapping]]] = {}
     for here, file_name, name, there in dataset.virtual_sources():
@@ -219,8 +220,8 @@ def _visit_sources(dataset: h5py.Dataset, depth: int, visit: _Visit) -> None:
         path = _find(name.replace("%%", "%"), dataset.file.filename)
         if path is None:
             raise PackFormatError(
-                f"{_where(dataset)} is virtual, and its source {name} is missing; restore the file, beside "
-                f"{os.path.basename(dataset.file.filename)} or where the name says (h5dump -p -H shows it)",
+                f"{_where(dataset)} is virtual, and its source {name} is missing; restore that file, beside "
+                f"{os.path.basename(dataset.file.filename)} or at the path that 'h5dump -p -H' shows",
                 path=name,
             )
         try:
@@ -243,12 +244,12 @@ def _visit(dataset: h5py.Dataset, file: h5py.File, datasets: dict[str, list[_Map
 def _require_source(dataset: h5py.Dataset, file: h5py.File, name: str, mappings: Sequence[_Mapping]) -> h5py.Dataset:
     found = find_item(file, name)
     if not isinstance(found, h5py.Dataset):
-        problem = f"is missing or not a dataset, and {_where(dataset)} maps it; restore the right file"
+        problem = f"is missing or not a dataset, but virtual {_where(dataset)} needs it; restore the right file"
         raise dataset_error(file.filename, name, problem)
     for mapping in mappings:
         needed = _needed(mapping, found.shape)
         if needed is not None:
-            problem = f"has shape {found.shape}, and {_where(dataset)} maps {needed} of it; restore the right file"
+            problem = f"has shape {found.shape}, but virtual {_where(dataset)} needs {needed}; restore the right file"
             raise dataset_error(file.filename, name, problem)
     return found
 
@@ -270,11 +271,11 @@ def _where(dataset: h5py.Dataset) -> str:
 def _find(name: str, virtual_file: str) -> str | None:
     """Return the path of the file that HDF5 would open for a source's file name, or None if HDF5 would find none.
 
-    HDF5 first tries an absolute name as it is. Then it looks for the name (of an absolute one, only the last component)
-    in these places, in this order (H5F_prefix_open_file in src/H5Fint.c): each folder listed in HDF5_VDS_PREFIX, as
-    written; the value of that variable as a single folder, the only case in which a leading ``${ORIGIN}`` is expanded;
-    the folder of the path by which the virtual file was opened; the current folder; the folder of the virtual file's
-    real path.
+    HDF5 first tries an absolute name as it is. Then it looks for the name (of an absolute
+    name, only its last component) in these places, in this order (H5F_prefix_open_file in src/H5Fint.c): each folder
+    listed in HDF5_VDS_PREFIX, as written; the value of that variable as a single folder, the only case in which a
+    leading ``${ORIGIN}`` is expanded; the folder of the path by which the virtual file was opened; the current folder;
+    the folder of the virtual file's real path.
     """
     if os.path.isabs(name):
         if os.path.isfile(name):

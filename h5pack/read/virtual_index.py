@@ -20,9 +20,9 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class MappedRows:
-    """A mapping: rows `first` to `first + rows - 1` are the rows from `start` on of the dataset `index` in `file`.
+    """A mapping: rows `first` to `first + rows - 1` are stored in another dataset, from its row `start` on.
 
-    That dataset may itself be virtual.
+    `index` is the index of that dataset, which may itself be virtual, and `file` is its file.
     """
 
     first: int
@@ -39,7 +39,7 @@ class VirtualIndex(ChunkIndex):
     The rows are divided into ranges. A range is a run of rows within one chunk of one source (or about 4 MiB of a
     contiguous source). Ranges replace chunks in the methods inherited from `ChunkIndex`: `chunks_of` returns range
     numbers, and `addresses` holds the byte offset of each range's first row in the source's file, or -1 if the range
-    has no allocated storage or its rows are filtered and cannot be read with one direct read. Offsets, fill values and
+    has no allocated storage or its rows cannot be read directly. Offsets, fill values and
     row numbers in messages are those of the sources.
 
     Rows that no mapping covers get a source without allocated storage, and are fill values.
@@ -47,12 +47,12 @@ class VirtualIndex(ChunkIndex):
 
     starts: Integers  # first row of each range, ascending from 0
     source_ids: Integers  # index of each range's source in `sources`
-    shifts: Integers  # a row's number in the source minus its number here
+    shifts: Integers  # for each range, a row's number in the source minus its number in this dataset
     sources: tuple[SourceDataset, ...]
 
     @cached_property
     def complete(self) -> bool:
-        # Only meaningful if `raw` is true.
+        # If `raw` is false, -1 does not imply missing storage: ranges that cannot be read directly have it, too.
         return bool((self.addresses >= 0).all())
 
     # Cached, because every read uses it and there may be thousands of sources.
@@ -86,7 +86,7 @@ class VirtualIndex(ChunkIndex):
         return np.searchsorted(self.starts, rows, "right") - 1
 
     def groups_of(self, rows: Integers) -> Integers:
-        # Ranges are read together, not multiples of `group_rows`.
+        # In a virtual dataset, the rows of one range are read together, rather than `group_rows` rows.
         return self.chunks_of(rows)
 
     def rows_in_chunk_of(self, row: int) -> int:
@@ -137,7 +137,7 @@ class VirtualIndex(ChunkIndex):
 
 
 def join_rows(index: ChunkIndex, file: SourceFile, fill: bytes, parts: Sequence[MappedRows]) -> VirtualIndex:
-    """Return the index of a dataset whose rows are those of `parts`, in ascending order, and `fill` in the gaps."""
+    """Return an index of the rows that `parts` map, in ascending order. Rows in the gaps have the value `fill`."""
     builder = _Builder()
     at = 0
     for part in [*parts, None]:
@@ -196,17 +196,17 @@ class _Builder:
         self.columns.append((ranges.firsts - shift, source_ids, ranges.shifts + shift, ranges.addresses))
 
     def group_rows(self) -> int:
-        """Return the `group_rows` that the sources of most rows have; 0 if no row has a source."""
+        """Return the most frequent `group_rows` of the rows' sources; 0 if no row has allocated storage."""
         return self._rows_by_group.most_common(1)[0][0] if self._rows_by_group else 0
 
     def _number(self, source: SourceDataset) -> int:
         known = self._known.get(id(source.index))
         if known is None:
-            # Sources without allocated storage differ only in their fill values, so equal ones share an entry.
+            # Sources without allocated storage differ only in their fill values, so equal sources share an entry.
             what = f"\0{source.index.fill!r}" if source.index.is_empty else source.index.name
             found = self._numbers.setdefault((source.file.path, what), len(self.sources))
             if found == len(self.sources):
                 self.sources.append(source)
-            # Keeping a reference to the index prevents that another object gets the same id.
+            # The reference keeps the index alive, so that no other object can get the same id.
             known = self._known[id(source.index)] = source.index, found
         return known[1]

@@ -256,7 +256,7 @@ def test_mappings_without_end_are_read_through_the_library(tmp_path: Path) -> No
     )
     for number in range(2):
         write(tmp_path / f"p{number}.h5", numbers((10, 30, 30), "u1", 20 + number), "rows")
-    for name, reason in (("u.h5", "maps other than"), ("b.h5", "%b")):
+    for name, reason in (("u.h5", "consecutive whole rows"), ("b.h5", "%b")):
         values = of_library(tmp_path / name)
         assert values.any()
         engine = engine_of(tmp_path / name)
