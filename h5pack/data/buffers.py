@@ -1,18 +1,18 @@
 """Reusable memory for batches: pooled in this process, or shared between a DataLoader's workers and the main process.
 
-Filling new memory costs more than the copy itself, because the kernel zeroes each page at its first access (measured:
-15,700 instead of 70,000 images/s). So the memory of a batch returns to the `BufferPool` when its last tensor is freed.
-A weak reference to the array that the tensors share detects that. Its callback may run in the garbage collector, in any
-thread, while any lock is held, so it only appends to deques, which is atomic. The most recently used memory is reused
-first, because it is most likely in the CPU's caches. Pinned memory is managed by torch's host allocator, which reuses
-it after pending copies to the device have finished.
+Copying rows to new memory is slow, because the kernel zeroes each page at its first access (measured: 15,700 images/s
+instead of 70,000). So the memory of a batch returns to the `BufferPool` when the batch's last tensor is freed. The pool
+has a weak reference to the array that the tensors share, whose callback may run in the garbage collector, in any
+thread, while any lock is held. So the callback only appends to deques, which is atomic. The most recently used memory
+is reused first, because it is most likely in the CPU's caches. Pinned memory is managed by torch's host allocator,
+which reuses it after pending copies to the device have finished.
 
 torch allocates new shared memory for every tensor that is sent between processes, and mapping it takes four times as
-long as the copy into it (measured: 14 ms and 3 ms for 30 MB). So each worker has a few reusable *segments* (anonymous
+long as copying into it (measured: 14 ms and 3 ms for 30 MB). So each worker has a few reusable *segments* (anonymous
 memory files). The first byte of a segment's header page says whether the main process still uses it. The main process
 maps a segment for each batch, and clears that byte when the batch's last tensor is freed. A worker reuses a segment
-only when that byte is clear and the worker itself has no array on it. If a collate function that wraps h5pack's changed
-the batch, it is sent as ordinary tensors, which torch copies.
+only when that byte is clear and the worker itself has no array in the segment. If a user's collate function changes the
+batch that h5pack's returned, the batch is sent as ordinary tensors, which torch copies.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Shape = tuple[tuple[int, ...], npt.DTypeLike]
 
 
 def lay_out(shapes: Sequence[Shape]) -> tuple[list[int], int]:
-    """Return the byte offset of each array in the memory of a batch, and the size in bytes of all arrays."""
+    """Return the byte offset of each array in the memory of a batch, and the total size in bytes."""
     offsets, size = [], 0
     for shape, dtype in shapes:
         offsets.append(size)
@@ -54,7 +54,7 @@ def lay_out(shapes: Sequence[Shape]) -> tuple[list[int], int]:
 
 @dataclass(frozen=True)
 class BatchField:
-    """Name, shape, dtype and location of one tensor of a batch."""
+    """Name, row shape, dtype and byte offset (in the batch's memory) of one tensor of a batch."""
 
     name: str
     row_shape: tuple[int, ...]
@@ -64,8 +64,10 @@ class BatchField:
 
 
 class BatchMemory:
-    """The memory of a batch that is being filled: the address of its first byte, and an array (rows, ...) over each
-    field."""
+    """The memory of a batch that is being filled.
+
+    `address` is that of the first byte; `arrays` has an array (rows, ...) for each field.
+    """
 
     def __init__(
         self, base: npt.NDArray[np.uint8], pinned: torch.Tensor | None, fields: list[BatchField], rows: int
@@ -79,7 +81,7 @@ class BatchMemory:
         }
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a field as a tensor over the same memory. The memory lives as long as the tensor or a view of it."""
+        """Return a field as a tensor that shares this memory and keeps it allocated, as does any view of it."""
         array = self.arrays[name]
         if self._pinned is None:
             return torch.from_numpy(array)
@@ -89,11 +91,10 @@ class BatchMemory:
 
 
 class BufferPool:
-    """Allocator of memory for batches of up to `batch_rows` rows, which reuses the memory after their tensors are
-    freed.
+    """Allocator of memory for batches of up to `batch_rows` rows. It reuses memory after a batch's tensors are freed.
 
-    `fields` are (name, row shape, dtype) of the tensors of a batch. A released buffer is kept for reuse as long as
-    there are at most `keep` buffers, free and in use.
+    `fields` are the (name, row shape, dtype) of a batch's tensors. When a batch is freed, its buffer is kept for reuse
+    unless the pool would then have more than `keep` buffers, counting those in use.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class BufferPool:
             if len(free) + len(watched) - len(dead) < keep:
                 free.append(memory)
 
-        # The tensors reference the array `base`. So when the last tensor is freed, `base` is, which calls `give_back`.
+        # All tensors of the batch reference the array `base`, so `give_back` is called when the last of them is freed.
         self._watched[number] = weakref.ref(base, give_back)
         return BatchMemory(base, None, self.fields, rows)
 
@@ -146,7 +147,7 @@ class BufferPool:
             self._free.append(memory)
 
     def _forget_dead(self) -> None:
-        """Drop the weak references to freed arrays. Several threads may do this at the same time."""
+        """Drop the weak references to freed arrays. Several threads may call this at the same time."""
         with contextlib.suppress(IndexError):
             while True:
                 self._watched.pop(self._dead.popleft(), None)
@@ -155,7 +156,7 @@ class BufferPool:
 _HEADER = mmap.PAGESIZE
 _FREE, _BUSY = 0, 1
 _SPARE = 3
-"""Number of extra free segments that a worker keeps, for the batches that it usually prefetches."""
+"""Number of free segments that a worker keeps besides the one it fills, because it usually prefetches batches."""
 
 _watched: dict[int, weakref.ref[Any]] = {}
 _numbers = itertools.count()
@@ -174,8 +175,8 @@ class SharedSegment:
             self._memory = mmap.mmap(self.descriptor, _HEADER + size)
         except OSError as error:
             raise LoaderError(
-                f"no shared memory for a batch of {size:,} bytes ({error.strerror}); hold fewer batches at a time, or "
-                "raise the limits on open files (ulimit -n) and shared memory"
+                f"cannot allocate {size:,} bytes of shared memory for a batch ({error.strerror}); keep fewer batches "
+                "at a time, or raise the limits on open files (ulimit -n) and shared memory"
             ) from error
 
     def __del__(self) -> None:
@@ -193,7 +194,7 @@ class SharedSegment:
         self._memory[0] = _BUSY
 
     def fill(self) -> npt.NDArray[np.uint8]:
-        """Mark the segment as used by this worker, and return a uint8 array over its bytes; (size,)."""
+        """Mark the segment as used by this worker, and return an array of its bytes, uint8 (size,)."""
         self.sent = False
         self._memory[0] = _BUSY
         base = np.frombuffer(self._memory, np.uint8, self.size, _HEADER)
@@ -213,7 +214,7 @@ class SharedMemory:
         return SharedMemory, ()
 
     def batch(self, shapes: Sequence[Shape], *, share: bool = True) -> list[torch.Tensor]:
-        """Return tensors to fill, in shared memory if `share`, this is a worker process and the system supports it."""
+        """Return new tensors to fill, in shared memory if `share` is true, this is a worker and it is supported."""
         if share and get_worker_info() is not None and can_share():
             return self.shared_batch(shapes)
         return [torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype) for shape, dtype in shapes]
@@ -236,7 +237,7 @@ class SharedMemory:
 
 
 class SharedBatch(list[torch.Tensor]):
-    """The tensors of one batch in a segment. The main process receives a list, or a tensor if sent as `single()`."""
+    """The tensors of one batch, in a segment. The main process receives a list, or a tensor if `single()` was sent."""
 
     def __init__(self, segment: SharedSegment, shapes: Sequence[Shape]) -> None:
         self._segment, self._shapes = segment, shapes
@@ -253,9 +254,9 @@ class SharedBatch(list[torch.Tensor]):
         return [tensor.clone() for tensor in self]
 
     def reduced(self, tensors: list[torch.Tensor], *, single: bool) -> Any:
-        """Return a pickle reduction with which the main process maps the shared segment.
+        """Return what ``__reduce__`` must return so that unpickling maps the segment in the main process.
 
-        None if the tensors are no longer those in the segment, or if the segment was sent before.
+        Return None if the tensors are no longer those in the segment, or if the segment was sent before.
         """
         if self._segment.sent or [_signature(tensor) for tensor in tensors] != self._signatures:
             return None
@@ -263,7 +264,7 @@ class SharedBatch(list[torch.Tensor]):
         return _receive, (os.getpid(), self._segment.descriptor, self._shapes, single)
 
     def single(self) -> torch.Tensor:
-        """Return the only tensor of the batch, marked so that it is sent as the segment."""
+        """Return the batch's only tensor, marked so that the segment is sent instead of a copy."""
         tensor = self[0].as_subclass(_SingleTensor)
         tensor.batch = self
         return tensor
@@ -275,13 +276,13 @@ def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class MarkedTensor(torch.Tensor):
-    """A tensor that is recognized by its type. Copies and results of operations are ordinary tensors."""
+    """A tensor with a type of its own. Copies of it and results of operations on it are ordinary tensors."""
 
-    # Private API: torch documents `torch._C._disabled_torch_function_impl` for subclasses, but has no public name.
+    # Private API: torch documents `torch._C._disabled_torch_function_impl` for subclasses, but gives it no public name.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def plain(self) -> torch.Tensor:
-        """Return an ordinary tensor over the same memory."""
+        """Return an ordinary tensor that shares the memory."""
         return self.as_subclass(torch.Tensor)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -327,9 +328,9 @@ def _receive(process: int, descriptor: int, shapes: Sequence[Shape], single: boo
         opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise LoaderError(
-            f"a worker's batch cannot be opened at {path} ({error.strerror}): the worker died, or processes may not "
-            "see each other here; in the latter case give the DataLoader a collate_fn that returns "
-            "default_collate(list(samples))"
+            f"a worker's batch cannot be opened at {path} ({error.strerror}): the worker died, or this system "
+            "does not let a process open another's files; in the latter case give the DataLoader a collate_fn that "
+            "returns default_collate(list(samples))"
         ) from error
     try:
         memory = mmap.mmap(opened, 0)

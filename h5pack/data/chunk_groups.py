@@ -25,11 +25,11 @@ from h5pack.read.read_plan import ScatterPlan
 from h5pack.system.arrays import equal_runs
 
 TASK_BYTES = 8 * 1024 * 1024
-"""Bytes that one task reads: enough to make the cost of a task (about 10 us) negligible, and less than a batch."""
+"""Bytes that one task reads: enough to make the overhead of a task (about 10 us) negligible, and less than a batch."""
 
 _LARGE_BYTES = 8_192
-"""Decoded rows of at least this many bytes are copied one by one. Smaller rows are copied by one fancy index, which is
-one call but copies the data twice."""
+"""Decoded rows of at least this many bytes are copied one by one. Smaller rows are copied together by NumPy's
+fancy indexing, which is a single call but copies the data twice."""
 
 ROWS = "row numbers"
 """Name of the batch field that holds the row numbers in the file. The space avoids a clash with a dataset's name."""
@@ -39,7 +39,7 @@ OnArrival = Callable[[list[Span]], None]
 
 
 class OpenBatches:
-    """The batches whose memory is allocated and some of whose rows have not been written yet."""
+    """The batches that have memory, but are not complete: some of their rows have not been written yet."""
 
     def __init__(self) -> None:
         self._memory: dict[int, BatchMemory] = {}
@@ -74,7 +74,7 @@ class PlannedGroup:
 
 
 class _Countdown:
-    """Counter of the unfinished tasks of a chunk group, which calls `on_arrival` once its rows are in their batches.
+    """Counter of a chunk group's unfinished tasks. After the last task it calls `on_arrival` with the group's spans.
 
     Only the tasks reference the countdown, so no reference cycle keeps the pipeline alive.
     """
@@ -85,7 +85,7 @@ class _Countdown:
         self._lock = threading.Lock()
 
     def run(self, work: Callable[[int, int], None], low: int, high: int) -> None:
-        """Run one task: `work` on the part from `low` to `high`."""
+        """Run one task, ``work(low, high)``, and call `on_arrival` if it was the last one."""
         work(low, high)
         with self._lock:
             self.tasks -= 1
@@ -97,8 +97,8 @@ class _Countdown:
 class GroupReader:
     """Factory of the tasks that fill batches with the rows of chunk groups.
 
-    `small` has the rows of small fields, all in memory already. With `keep`, decoded chunks are cached, because the
-    order reads them several times.
+    `small` holds all rows of some small fields in memory; None: read all fields from the file. If `keep` is true,
+    decoded chunks are cached, because the order reads each chunk several times.
     """
 
     def __init__(
@@ -124,9 +124,9 @@ class GroupReader:
         return PlannedGroup(group, plans)
 
     def read(self, planned: PlannedGroup, on_arrival: OnArrival) -> list[Task]:
-        """Return tasks that read a group from the file: large rows directly to the batch, small ones with a copy.
+        """Return tasks that read a group from the file: large rows directly into the batches, small ones via a copy.
 
-        `on_arrival` is called with the group's spans once all its rows are in their batches.
+        `on_arrival` is called with the group's spans once all rows of the group are in their batches.
         """
         group, countdown = planned.group, _Countdown(planned.group.spans, on_arrival)
         tasks: list[Task] = []
@@ -147,7 +147,7 @@ class GroupReader:
         return tasks
 
     def gather(self, group: ChunkGroup, resident: ResidentRows, on_arrival: OnArrival) -> list[Task]:
-        """Return one task per span of a group that copies its rows from memory and calls `on_arrival` with the span."""
+        """Return a task for each span of a group: copy the span's rows from memory, then call `on_arrival` with it."""
         spans = group.split_by_batch(group.rows)
         return [partial(self.gather_span, span, rows, resident, on_arrival) for span, rows in spans]
 
@@ -176,7 +176,7 @@ class GroupReader:
         return addresses[group.positions].view(np.uint64)
 
     def _stage(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
-        """Copy the small rows of a whole group, which is one task, to their batches."""
+        """Copy a field's small rows of the whole group to their batches. `low` and `high` are ignored."""
         if field.name == ROWS:
             values: npt.NDArray[Any] = group.rows
         elif self._small is not None and field.name in self._small:
@@ -188,7 +188,7 @@ class GroupReader:
             self._batches.memory(batch).arrays[field.name][slot : slot + count] = part
 
     def _decode(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
-        """Copy rows of one compressed (filtered) chunk to their batches, without converting the byte order."""
+        """Copy rows of one filtered (for example, compressed) chunk to their batches, in the stored byte order."""
         chunk, rows = self._engine.rows_in_chunk(field.name, group.rows[low:high], keep=self._keep)
         # Sort the rows by position, so that the rows of each batch are adjacent.
         order = np.argsort(group.positions[low:high])
@@ -206,7 +206,7 @@ class GroupReader:
                 array[slots[start:stop]] = chunk[rows[start:stop]]
 
     def _copy(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
-        """Copy large rows that only the HDF5 library can read to their batches."""
+        """Read large rows of a field that only the HDF5 library can read, and copy them to their batches."""
         values = self._engine.read(field.name, group.rows[low:high])
         owners, slots = group.slots(group.positions[low:high])
         for value, owner, slot in zip(values, owners.tolist(), slots.tolist(), strict=True):
@@ -214,7 +214,7 @@ class GroupReader:
 
 
 def _cut_rows(rows: npt.NDArray[np.int64], row_bytes: int) -> list[int]:
-    """Cut each ascending run of rows into tasks of about `TASK_BYTES`; return their starts and, last, the end."""
+    """Divide rows into ascending parts of at most `TASK_BYTES`; return the index at which each starts, and the end."""
     max_rows = max(1, TASK_BYTES // row_bytes)
     edges = [0, *(np.flatnonzero(np.diff(rows) < 0) + 1).tolist(), len(rows)]
     cuts = [cut for low, high in itertools.pairwise(edges) for cut in range(low, high, max_rows)]
@@ -222,9 +222,9 @@ def _cut_rows(rows: npt.NDArray[np.int64], row_bytes: int) -> list[int]:
 
 
 def _cut_runs(edges: list[int], row_bytes: int) -> list[int]:
-    """Combine runs of rows, given by their edges, into tasks of about `TASK_BYTES`, without cutting a run.
+    """Combine runs of rows into tasks of about `TASK_BYTES`, without cutting a run; `edges` are as of `run_edges`.
 
-    The result is the number of the first run of each task, followed by the number of runs.
+    The result is the index of the first run of each task, followed by the number of runs.
     """
     max_rows = max(1, TASK_BYTES // row_bytes)
     cuts = [0]

@@ -49,12 +49,12 @@ class BatchSource(Closeable, Dataset[Any]):
         raise NotImplementedError
 
     def split_batch(self, batch: list[torch.Tensor], rows: npt.NDArray[np.int64]) -> list[Any]:
-        """Return samples of the first ``len(rows)`` rows of a batch; they share the batch's memory."""
+        """Return the first ``len(rows)`` samples of a batch; their tensors share the batch's memory."""
         raise NotImplementedError
 
 
 class FirstSample(tuple[Any, ...]):
-    """The type of a batch's first sample if samples are tuples. Copies and pickles of it are ordinary tuples."""
+    """The type of a batch's first sample if samples are tuples. A copied or unpickled one is an ordinary tuple."""
 
     def __reduce__(self) -> Any:
         return tuple, (list(self),)
@@ -70,8 +70,8 @@ class FirstTensor(MarkedTensor):
 class SampleBatch(Sequence[Any]):
     """A sequence of samples that are read together on first access or by `collate`.
 
-    `rows`, int64 (n,), are in the numbering of ``source.read_batch``: rows of a file, or indices of a `ConcatPack`. If
-    the images differ in size and so cannot be read into one tensor, `load` reads the samples individually.
+    `rows`, int64 (n,), are passed to ``source.read_batch``: row numbers in a file, or indices of a `ConcatPack`. If the
+    images differ in size, so that one tensor cannot hold them, the samples are read individually by `load`.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class SampleBatch(Sequence[Any]):
         return self._samples is None
 
     def collate(self) -> list[torch.Tensor] | torch.Tensor:
-        """Return the tensors of the batch, or its only tensor. The caller owns them; another call reads again."""
+        """Return the tensors of the batch, or its only tensor. The caller owns them, so a second call reads again."""
         batch, self._batch = self._batch, None
         if batch is None or self._samples is not None:
             batch = self._source.read_batch(self.rows)
@@ -113,7 +113,7 @@ class SampleBatch(Sequence[Any]):
         return self._samples
 
     def _load_samples(self, rows: npt.NDArray[np.int64]) -> list[Any]:
-        """Return samples of `rows`, the first rows of the batch: views of its tensors, or read by `load`."""
+        """Return the samples of `rows`, the first rows of the batch: views of its tensors, or what `load` returns."""
         if self._load is None:
             return self._source.split_batch(self._read(), rows)
         if not self._differ:
@@ -145,7 +145,7 @@ class SampleBatch(Sequence[Any]):
 
 
 def _collate(batch: Sequence[Any], *, collate_fn_map: dict[Any, Any] | None = None) -> Any:
-    """Collate a batch whose first sample is marked: a `SampleBatch`, or a list that a user made of its samples."""
+    """Collate a batch whose first sample is marked: a `SampleBatch`, or a list of the samples of one."""
     usual = collate_fn_map is not None and collate_fn_map.get(torch.Tensor) is torch_collate.collate_tensor_fn
     if usual and isinstance(batch, SampleBatch) and batch.untouched:
         return batch.collate()
@@ -154,10 +154,10 @@ def _collate(batch: Sequence[Any], *, collate_fn_map: dict[Any, Any] | None = No
     return torch_collate.collate([first, *batch[1:]], collate_fn_map=collate_fn_map)
 
 
-# Private API: torch documents default_collate_fn_map, but exports it from torch.utils.data._utils.collate only.
+# Private API: torch documents default_collate_fn_map, but exports it only from torch.utils.data._utils.collate.
 torch_collate.default_collate_fn_map.update({FirstSample: _collate, FirstTensor: _collate})
 
 with contextlib.suppress(AttributeError, ValueError):
-    # torchvision's transforms traverse torch's pytrees, which would treat an unregistered type as a leaf.
+    # torchvision's transforms use torch's pytrees, so they would not find the tensors in an unregistered type.
     # Private API: torch.utils._pytree has no public counterpart for registering a container.
     pytree.register_pytree_node(FirstSample, lambda sample: (list(sample), None), lambda parts, _: tuple(parts))

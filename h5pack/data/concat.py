@@ -29,7 +29,7 @@ class ConcatPack(BatchSource):
     ----------
     datasets : tuple of H5Dataset
     offsets : ndarray
-        int64, (n + 1,): the index at which each dataset starts, and last the number of all samples.
+        int64, (n + 1,): the index of each dataset's first sample, followed by the total number of samples.
 
     Raises
     ------
@@ -40,11 +40,11 @@ class ConcatPack(BatchSource):
     def __init__(self, datasets: Sequence[H5Dataset]) -> None:
         self.datasets = tuple(datasets)
         if not self.datasets:
-            raise OptionsError("datasets is empty; give one or more", parameters=("datasets",))
+            raise OptionsError("datasets is empty; give at least one H5Dataset", parameters=("datasets",))
         for dataset in self.datasets:
             if not isinstance(dataset, H5Dataset):
                 raise OptionsError(
-                    f"datasets has a {type(dataset).__name__}; give H5Datasets only", parameters=("datasets",)
+                    f"datasets contains a {type(dataset).__name__}; give only H5Datasets", parameters=("datasets",)
                 )
             _check_same_fields(self.datasets[0], dataset)
         self.offsets: Rows = np.cumsum([0, *map(len, self.datasets)])
@@ -87,7 +87,7 @@ class ConcatPack(BatchSource):
         return samples
 
     def read_batch(self, indices: Rows) -> list[torch.Tensor]:
-        """Return the tensors of a batch of samples, each (n, ...), in shared memory if in a worker."""
+        """Return the tensors of a batch of samples, each (n, ...). In a worker they are in shared memory."""
         batch: list[torch.Tensor] = []
         for dataset, positions, rows in self._by_dataset(indices):
             # These rows are only a part of the batch and are copied into it, so they need no shared memory.
@@ -100,8 +100,8 @@ class ConcatPack(BatchSource):
         return batch or self.datasets[0].read_batch(indices)
 
     def split_batch(self, batch: list[torch.Tensor], indices: Rows) -> list[Any]:
-        """Return samples of the first ``len(indices)`` rows of a batch; they share the batch's memory."""
-        # Any dataset can split the batch: row numbers are in its last tensor, and the rest depends on dtypes only.
+        """Return the first ``len(indices)`` samples of a batch; their tensors share the batch's memory."""
+        # Any of the datasets can split the batch, because all have the same dtypes. The last tensor has row numbers.
         rows = batch[-1].numpy()[: len(indices)] if self.datasets[0].with_rows else indices
         return self.datasets[0].split_batch(batch, rows)
 
@@ -114,7 +114,7 @@ class ConcatPack(BatchSource):
         return np.searchsorted(self.offsets, indices, "right") - 1
 
     def _by_dataset(self, indices: Rows) -> Iterator[tuple[H5Dataset, Rows, Rows]]:
-        """Yield (dataset, positions in `indices` of its samples, their rows in its file) for each dataset concerned."""
+        """For each dataset with samples in `indices`, yield (dataset, their positions in `indices`, their rows)."""
         owners = self._owners(indices)
         for owner in np.unique(owners).tolist():
             positions = np.flatnonzero(owners == owner)

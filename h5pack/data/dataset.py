@@ -21,12 +21,12 @@ from h5pack.read.hdf5 import open_file, text
 
 
 class H5Dataset(BatchSource):
-    """Samples of an HDF5 file: ``(image, label, *fields, row)``, without the parts that do not exist or are not wanted.
+    """Samples of an HDF5 file: ``(image, label, *fields, row)``, without those that do not exist or are not requested.
 
     The dataset works with fork, spawn and forkserver workers, because the file is opened on first use in each process
     and the dataset owns no thread. The rows of a batch are read together (``__getitems__``): directly from the file if
-    its layout allows it, else through the HDF5 library, which is logged. The dataset is a context manager that closes
-    the file.
+    its layout allows it, else through the HDF5 library, in which case the reason is logged. The dataset is a context
+    manager that closes the file.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ class H5Dataset(BatchSource):
     classes : tuple of str or None
         Class names: label i is of class ``classes[i]``.
     columns : tuple of str or None
-        Column names of a label table, (rows, K).
+        Column names, if the labels are a table (rows, K).
     mean, std : ndarray or None
         float64, (C,): mean and standard deviation of each channel, stored in the pack, for pixels scaled to 0..1.
     names : tuple of str
@@ -115,7 +115,7 @@ class H5Dataset(BatchSource):
         self._channels_first = pack.layout == "nchw"
         if check and checksums_of(self.names[0]) not in pack.indexes:
             raise OptionsError(
-                f"{pack.path}: it has no checksums of {self.names[0]!r}; leave check out",
+                f"{pack.path}: the file has no checksums of {self.names[0]!r}; omit check",
                 path=pack.path,
                 dataset=self.names[0],
                 parameters=("check",),
@@ -168,7 +168,7 @@ class H5Dataset(BatchSource):
         Raises
         ------
         IndexError
-            If there is no such row.
+            If `index` is out of range.
         """
         if isinstance(index, slice):
             return self._load(self._rows(range(*index.indices(len(self)))))
@@ -187,7 +187,7 @@ class H5Dataset(BatchSource):
         """Return the samples of many indices, read together. torch's DataLoader calls this for each batch.
 
         Without transforms the result is a `SampleBatch`, which reads on first access. So `collate` can read the whole
-        batch at once, without creating the single samples.
+        batch at once, without creating individual samples.
         """
         rows = self._rows(indices)
         if self.transform is not None or self.target_transform is not None:
@@ -195,7 +195,7 @@ class H5Dataset(BatchSource):
         return SampleBatch(rows, self, self._load if self._encoded else None)
 
     def read_batch(self, rows: npt.NDArray[np.int64], *, share: bool = True) -> list[torch.Tensor]:
-        """Return the tensors of rows of the file, each (n, ...); with `share` and in a worker, in shared memory."""
+        """Return the tensors of rows of the file, each (n, ...). In a worker, `share` puts them in shared memory."""
         shapes = [((len(rows), *row_shape), dtype.str) for _, row_shape, dtype in batch_fields(self)]
         if self.with_rows:
             shapes.append(((len(rows),), "int64"))
@@ -211,11 +211,11 @@ class H5Dataset(BatchSource):
         return batch
 
     def split_batch(self, batch: list[torch.Tensor], rows: npt.NDArray[np.int64]) -> list[Any]:
-        """Return samples of the first ``len(rows)`` rows of a batch; they share the batch's memory."""
+        """Return the first ``len(rows)`` samples of a batch; their tensors share the batch's memory."""
         return self._samples([list(tensor.numpy()[: len(rows)]) for tensor in batch[: len(self.names)]], rows)
 
     def _samples(self, columns: list[list[Any]], rows: npt.NDArray[np.int64]) -> list[Any]:
-        """Return samples, given for each dataset of `names` the list of its values, and the row numbers."""
+        """Return samples made of `columns`, the values of each dataset of `names`, and of the row numbers."""
         if self.with_rows:
             columns.append(rows.tolist())
         samples = []
@@ -228,7 +228,7 @@ class H5Dataset(BatchSource):
     def read_rows(
         self, name: str, rows: npt.NDArray[np.int64], out: npt.NDArray[Any] | None = None
     ) -> npt.NDArray[Any]:
-        """Return rows of one of the datasets in `names`, after a check of their checksums if ``check=True``.
+        """Read rows of one of the datasets in `names`, verify their checksums if ``check=True``, and return the rows.
 
         Parameters
         ----------
@@ -245,7 +245,7 @@ class H5Dataset(BatchSource):
         return values
 
     def check_rows(self, name: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
-        """Compare values that were read with their stored checksums. Do nothing if the file has none for this dataset.
+        """Compare the values of `rows` with the stored checksums, unless the file has none for this dataset.
 
         Raises
         ------
@@ -256,7 +256,7 @@ class H5Dataset(BatchSource):
             self.engine.check(name, checksums_of(name), rows, values)
 
     def stats(self) -> ReadStats:
-        """Return statistics of what this process has read: rows, chunk hits and misses, bytes, amplification.
+        """Return statistics of what this process has read: rows, chunk cache hits and misses, bytes, amplification.
 
         Each DataLoader worker has its own counters.
         """
@@ -293,7 +293,7 @@ class H5Dataset(BatchSource):
 
 
 def positions_of(indices: Sequence[int], count: int, where: str = "") -> npt.NDArray[np.int64]:
-    """Return indices of `count` samples as int64, (n,), counted from 0; raise an IndexError if one is out of range."""
+    """Return indices of `count` samples as nonnegative int64, (n,); raise an IndexError if one is out of range."""
     try:
         numbers = np.fromiter(map(operator.index, indices), np.int64, len(indices))
     except OverflowError:
@@ -306,7 +306,7 @@ def positions_of(indices: Sequence[int], count: int, where: str = "") -> npt.NDA
 
 
 def _out_of_range(index: int, count: int, where: str) -> IndexError:
-    return IndexError(f"{where}index {index} of {count} samples is out of range; give {-count} to {count - 1}")
+    return IndexError(f"{where}index {index} is out of range for {count} samples; give {-count} to {count - 1}")
 
 
 def is_class_label(index: Any) -> bool:
@@ -315,7 +315,7 @@ def is_class_label(index: Any) -> bool:
 
 
 def batch_fields(dataset: H5Dataset) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
-    """Return name, row shape and dtype of each tensor of a batch, without the row numbers."""
+    """Return the name, row shape and dtype of each tensor of a batch except that of the row numbers."""
     fields = []
     for name in dataset.names:
         index = dataset.engine.indexes[name]

@@ -15,7 +15,7 @@ C = TypeVar("C", bound="Closeable")
 
 
 class Closeable:
-    """Base class of context managers that close themselves."""
+    """Base class of objects with a `close` method that the end of a ``with`` block calls."""
 
     def __enter__(self: C) -> C:
         return self
@@ -24,15 +24,15 @@ class Closeable:
         self.close()
 
     def close(self) -> None:
-        """Release what this object holds."""
+        """Release the resources of this object."""
         raise NotImplementedError
 
 
 class BatchIterator(Closeable, Iterator[Any]):
-    """Base class of iterators over batches; a context manager that closes the iterator.
+    """Base class of iterators over batches. As a context manager, it closes the iterator.
 
     A subclass implements `_next_batch` and `_release`, and may extend `_finish`. After an error or `close()`, ``next``
-    raises `LoaderError`; after the last batch it raises StopIteration. `loader` is the loader's name in messages such
+    raises `LoaderError`; after the last batch, StopIteration. `loader` is the loader's name in messages such
     as ``"begin a new one with iter(loader)"``.
     """
 
@@ -44,7 +44,8 @@ class BatchIterator(Closeable, Iterator[Any]):
     def __next__(self) -> Any:
         if self._broken:
             raise LoaderError(
-                f"this iterator {self._broken} before its epoch's end; begin a new one with iter({self._loader_name})"
+                f"this iterator {self._broken} before the end of its epoch; begin a new one with "
+                f"iter({self._loader_name})"
             )
         if self._ended:
             raise StopIteration
@@ -72,14 +73,14 @@ class BatchIterator(Closeable, Iterator[Any]):
         raise NotImplementedError
 
     def _release(self) -> None:
-        """Stop threads and free memory. It may be called several times."""
+        """Stop threads and free memory. The base class may call this several times."""
 
     def _finish(self) -> None:
         """Record that the epoch was consumed to its end, so that the state is the start of the next epoch."""
 
 
 class BackgroundThreads:
-    """Base class of threads that prefetch batches. They are stopped before the interpreter exits.
+    """Base class of groups of threads that prefetch batches. They are stopped before the interpreter exits.
 
     A subclass implements `stop`.
     """
@@ -89,7 +90,7 @@ class BackgroundThreads:
         self.threads: list[threading.Thread] = []
 
     def start(self, **targets: Callable[[], object]) -> None:
-        """Start a daemon thread for each keyword argument, named "h5pack-" and the keyword (with "-" for "_")."""
+        """Start a daemon thread for each keyword argument: ``read_0=f`` calls `f` in a thread named "h5pack-read-0"."""
         self.threads = [
             threading.Thread(target=target, name=f"h5pack-{name.replace('_', '-')}", daemon=True)
             for name, target in targets.items()
@@ -99,7 +100,7 @@ class BackgroundThreads:
             thread.start()
 
     def stop(self) -> None:
-        """Make the threads end after their current task. It must take no lock: the garbage collector may call it."""
+        """Make the threads end after their current task, without a lock, as the garbage collector may call this."""
         raise NotImplementedError
 
     def join(self, seconds: float | None = None) -> None:
@@ -113,7 +114,7 @@ class BackgroundThreads:
                     thread.join(seconds)
 
     def stop_with(self, owner: object) -> weakref.finalize[..., object]:
-        """Stop the threads when `owner` is garbage-collected. The threads must not reference `owner`."""
+        """Stop the threads when `owner` is garbage-collected. They must not reference `owner`, or it never is."""
         finalizer = weakref.finalize(owner, self.stop)
         finalizer.atexit = False
         return finalizer
@@ -132,7 +133,7 @@ _live: weakref.WeakSet[BackgroundThreads] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Stop all threads before the interpreter exits; one that still reads during finalization could crash it."""
+    """Stop all threads before the interpreter exits, because a thread that still reads then could crash it."""
     own = [threads for threads in list(_live) if threads.process == os.getpid()]
     for threads in own:
         threads.stop()

@@ -34,8 +34,8 @@ from h5pack.system.parameters import whole_number
 class LoaderIterator(BatchIterator):
     """Iterator over one epoch. Its threads end after the last batch, or when it is closed or garbage-collected.
 
-    `cursor` determines the first of the epoch's `end` batches, and counts those that are delivered. `start` starts the
-    threads that read.
+    `cursor` says at which batch to start and counts the delivered batches; `end` is the epoch's number of batches.
+    `start` starts the threads that read.
     """
 
     def __init__(self, cursor: EpochCursor, end: int, start: Callable[[IterationState], Pipeline]) -> None:
@@ -62,7 +62,7 @@ class LoaderIterator(BatchIterator):
 
     def close(self) -> None:
         """Stop reading, and wait until the threads of this iteration have ended."""
-        # After the last batch nothing runs any more. Not closing then lets `next` still raise StopIteration.
+        # After the last batch no threads are left. Skip closing then, so that `next` still raises StopIteration.
         if self._pipeline is not None:
             super().close()
 
@@ -87,7 +87,8 @@ class LoaderIterator(BatchIterator):
         pipeline, self._pipeline = self._pipeline, None
         self._ready.clear()
         if pipeline is not None:
-            # Until it is detached, the finalizer keeps the pipeline and its memory alive as long as this iterator.
+            # Detach the finalizer: it references the pipeline, so the pipeline's memory would be kept until the
+            # user drops this iterator.
             self._finalizer.detach()
             if pipeline.process == os.getpid():
                 pipeline.stop()
@@ -99,7 +100,7 @@ class LoaderIterator(BatchIterator):
 
 _MAX_THREADS = 4
 _MAX_SMALL_BYTES = 16 * 1024 * 1024
-# Distinguishes the random keys of transforms from others. Changing it would change their random numbers.
+# A part of the random keys of transforms, which other keys do not have. A change would change the random numbers.
 _TRANSFORM = 4
 
 
@@ -179,7 +180,7 @@ class H5Loader(Closeable, Resumable):
         self._base, rows = select_draws(dataset, indices, weights, num_samples)
         _require_no_transform(self._base)
         if resident not in ("auto", "no", "host"):
-            raise OptionsError(f"resident {resident!r} is none of 'auto', 'no', 'host'", parameters=("resident",))
+            raise OptionsError(f"resident is {resident!r}; give 'auto', 'no' or 'host'", parameters=("resident",))
         ranks = rank, num_replicas
         self.plan = plan_order(rows, batch_size, shuffle, seed, window, drop_last, ranks, streams, lanes)
         self.batch_size, self.drop_last = self.plan.batch_size, drop_last
@@ -209,8 +210,8 @@ class H5Loader(Closeable, Resumable):
         needed = (minimum + 1) * batch_bytes + decoding
         if budget < needed:
             raise OptionsError(
-                f"memory_bytes is {budget:,}, and batches of {self.batch_size} rows from windows of "
-                f"{self.plan.group_chunks} chunks need {needed:,}; give more, or a smaller batch_size or window",
+                f"memory_bytes is {budget:,}, but batches of {self.batch_size} rows from windows of "
+                f"{self.plan.group_chunks} chunks need {needed:,}; raise it, or give a smaller batch_size or window",
                 parameters=("memory_bytes", "batch_size", "window"),
             )
         indexes, rows = self._base.engine.indexes, self.plan.rows.unique_count
@@ -218,8 +219,8 @@ class H5Loader(Closeable, Resumable):
         fits = kept + needed <= budget
         if resident == "host" and not fits:
             raise OptionsError(
-                f"memory_bytes is {budget:,}, and keeping {rows:,} rows in memory needs "
-                f"{kept + needed:,}; give more, or resident='auto'",
+                f"memory_bytes is {budget:,}, but keeping {rows:,} rows in memory needs "
+                f"{kept + needed:,}; raise it, or give resident='auto'",
                 parameters=("memory_bytes", "resident='auto'"),
             )
         self.resident = resident != "no" and fits
@@ -250,7 +251,7 @@ class H5Loader(Closeable, Resumable):
         self._reset()
 
     def _reset(self) -> None:
-        """Drop all memory, threads and kept rows: when created, after `close`, and in a forked child process."""
+        """Start without memory, threads and kept rows: after creation or `close`, and in a forked child process."""
         self._process = os.getpid()
         self._pool = self._new_pool(self.prefetch_factor + 1)
         self._iterations = 0
@@ -311,7 +312,7 @@ class H5Loader(Closeable, Resumable):
         Returns
         -------
         bool
-            Whether the buffers are shared: the fields, shapes, dtypes, sizes and pinning are the same.
+            True if the buffers are now shared, because fields, shapes, dtypes, sizes and pinning are the same.
         """
         mine, theirs = self._pool, other._pool
         same = mine.fields == theirs.fields and mine.bytes == theirs.bytes and self.pin_memory == other.pin_memory
@@ -361,7 +362,7 @@ class H5Loader(Closeable, Resumable):
         return tensors[0] if len(tensors) == 1 else tensors
 
     def _transformed(self, name: str, tensor: torch.Tensor, epoch: int, batch: int) -> Any:
-        """Return what the transform of a field makes of its tensor, pinned if batches are; without one, the tensor."""
+        """Apply the transform of a field, if any, to its tensor. The result is pinned if the loader pins batches."""
         if name not in self._transforms:
             return tensor
         function, seeded = self._transforms[name]
@@ -384,8 +385,8 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
 def _require_no_transform(dataset: H5Dataset) -> None:
     if dataset.transform is not None or dataset.target_transform is not None:
         raise OptionsError(
-            "H5Loader handles whole batches, so it cannot call the dataset's transform for each sample; give it "
-            "transform= (and target_transform=) itself, or use a DataLoader",
+            "H5Loader handles whole batches, so it cannot call the dataset's transform for each sample; give "
+            "H5Loader transform= (and target_transform=) instead, or use a DataLoader",
             parameters=("transform=", "target_transform="),
         )
 

@@ -44,7 +44,7 @@ class MixtureSampler(BatchOrder):
         Proportions of the packs, above 0. They are exact if they are proportional to integers with a sum of at most
         10,000, else rounded to 1/10,000 of their sum. None: the packs' lengths, but at least 1/5,000 for each.
     num_samples : int, optional
-        Number of rows per epoch over all ranks. None: the number of rows of all packs.
+        Number of rows per epoch over all ranks. None: the total number of rows of the packs.
     shuffle : {"window", "full", "chunk", False}
         Order of each pack, as for `ChunkBatchSampler`.
     seed : int
@@ -63,9 +63,9 @@ class MixtureSampler(BatchOrder):
 
     Notes
     -----
-    Among any n consecutive rows of the order, the number of rows of a pack differs from its share by less than
-    2 + n / 10,000, or by less than 2 if the weights are exact. The order is endless and each epoch is a part of it, so
-    all batches are full. If the global batch is the same, each step has the same rows for every number of ranks.
+    Among any n consecutive rows of the order, the number of rows of a pack differs from the pack's share of n by less
+    than 2 + n / 10,000, or by less than 2 if the weights are exact. The order is endless and each epoch is a part of
+    it, so all batches are full. If the global batch is the same, each step has the same rows for every number of ranks.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class MixtureSampler(BatchOrder):
         packs = [RowRange(pack.first_row, pack.first_row + len(pack), pack.group_rows) for pack in dataset.datasets]
         for pack, rows in zip(dataset.datasets, packs, strict=True):
             if not rows.count:
-                raise OptionsError(f"{pack.path}: it has no rows; leave it out of the mixture", path=pack.path)
-        # This plan validates the parameters; each pack has one like it, of all ranks, with a seed of its own.
+                raise OptionsError(f"{pack.path}: the pack has no rows; leave it out of the mixture", path=pack.path)
+        # This plan validates the parameters. Each pack gets a copy for all ranks together, with its own rows and seed.
         plan = plan_order(packs[0], batch_size, shuffle, seed, window, False, (rank, num_replicas))
         whole = replace(plan, batch_size=_BLOCK_ROWS, rank=0, num_replicas=1, streams=1)
         self.plans = [replace(whole, rows=rows, seed=derive_key(plan.seed, n)) for n, rows in enumerate(packs)]
@@ -116,7 +116,7 @@ class MixtureSampler(BatchOrder):
         super().__init__(EpochCursor(identity, "batches", self._batches))
 
     def __len__(self) -> int:
-        """Return the batches of this rank's epoch."""
+        """Return the number of batches of this rank per epoch."""
         return self._batches
 
     def __repr__(self) -> str:
@@ -144,7 +144,7 @@ class MixtureSampler(BatchOrder):
 
 
 def _endless_order(plan: OrderPlan, first: int) -> Iterator[int]:
-    """Yield the endless order of one pack: the indices of its epochs, one after the other, from row `first` on."""
+    """Yield the endless order of one pack: the indices of one epoch after the other, starting with row `first`."""
     epoch, row = divmod(first, plan.rows.count)
     block, skip = divmod(row, _BLOCK_ROWS)
     while True:
@@ -157,10 +157,10 @@ def _endless_order(plan: OrderPlan, first: int) -> Iterator[int]:
 def schedule(counts: Sequence[int]) -> Rows:
     """Return a sequence, int64 (sum of counts,), with ``counts[i]`` copies of each number i, spread evenly.
 
-    Among the first n items, the copies of each number differ from its share by less than 1. Copy j (from 0) of a number
-    goes to one of the positions at which its share grows from j to j + 1. Of the copies that may come next, the one
-    whose positions end first is chosen, which always succeeds (Baruah, Cohen, Plaxton and Varvel 1996, "Proportionate
-    progress").
+    Among the first n items, the number of copies of i differs from the share of i, ``n * counts[i] / sum(counts)``, by
+    less than 1. Copy j (from 0) goes to one of the positions at which that share grows from j to j + 1. Of the copies
+    that may come next, the one whose positions end first is chosen. This finds a position for every copy (Baruah,
+    Cohen, Plaxton and Varvel 1996, "Proportionate progress").
     """
     whole = sum(counts)
     later = [(0, number, 0) for number, count in enumerate(counts) if count]
@@ -183,14 +183,16 @@ def _weight_counts(weights: Sequence[float], plans: Sequence[OrderPlan]) -> list
         given = [float(weight) for weight in weights]
     except (TypeError, ValueError) as error:
         raise OptionsError(
-            f"weights are no numbers ({error}); give one for each pack", parameters=("weights",)
+            f"weights are not numbers ({error}); give a number for each pack", parameters=("weights",)
         ) from error
     if len(given) != len(plans):
-        raise OptionsError(f"{len(given)} weights for {len(plans)} packs; give one for each", parameters=("weights",))
+        raise OptionsError(
+            f"weights has {len(given)} numbers for {len(plans)} packs; give one per pack", parameters=("weights",)
+        )
     for number, weight in enumerate(given):
         if not 0 < weight < math.inf:
             raise OptionsError(
-                f"weights[{number}] is {weight}; it must be above 0 and finite, or leave the pack out",
+                f"weights[{number}] is {weight}; give a finite number above 0, or leave the pack out",
                 parameters=("weights",),
             )
     exact = [Fraction(weight) for weight in given]
@@ -208,7 +210,7 @@ def _weight_counts(weights: Sequence[float], plans: Sequence[OrderPlan]) -> list
     for number, count in enumerate(counts):
         if not count:
             raise OptionsError(
-                f"weights[{number}] is below 1 in {_PERIOD:,} of all; give more, or leave the pack out",
+                f"weights[{number}] is less than 1/{_PERIOD:,} of the sum; give a larger one, or leave the pack out",
                 parameters=("weights",),
             )
     return counts

@@ -10,8 +10,8 @@ indices) in the batches that they go to. The terms of the protocol:
 - A *credit* is the permission to open a batch. The consumer returns one for each batch that is delivered. So credits
   bound the number of batches that are open or done; batches that were delivered do not count.
 
-No group has rows of a batch before the first batch of an earlier group. Therefore credits for the batches of one group
-plus one are enough to avoid a deadlock.
+Groups come in ascending order of the first batch that they have rows of. Therefore one credit more than the batches of
+the largest group is enough to avoid a deadlock.
 
 A planning thread computes the order a few groups ahead, and makes the kernel start reading data that is not in the page
 cache. A reading thread runs the next task. If there is none, it issues the next group. If that is not possible, it
@@ -43,7 +43,7 @@ from h5pack.errors import LoaderError
 from h5pack.order.window import ChunkGroup, OrderPlan, Span, merge_groups
 
 _PLANNED = 2
-"""Number of groups that are planned before they are issued."""
+"""Number of groups to plan ahead of the group that is issued next."""
 
 _MERGED_BYTES = 16 * 1024 * 1024
 """Groups are merged up to this many bytes, which is two tasks. Measured with chunks of one row of 116 KB, one thread
@@ -55,7 +55,7 @@ _KEPT_AHEAD = 4
 
 @dataclass
 class _Waiting:
-    """A chunk group whose chunks are being loaded into memory: the number of loads left, and the tasks to run then."""
+    """A chunk group whose chunks are being loaded into memory: the number of loads left, and the tasks to run next."""
 
     loads: int
     tasks: list[Task]
@@ -66,7 +66,7 @@ class Pipeline(BackgroundThreads):
 
     At most `credits` batches are open or done, but not yet delivered. `finish` receives the number and the memory of
     each complete batch, and returns the batch that the consumer gets. `resident` keeps rows in memory once they are
-    loaded; None: read all rows from the file. `small` has the rows of small fields, all in memory already.
+    loaded; None: read all rows from the file. `small` holds all rows of some small fields in memory.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Pipeline(BackgroundThreads):
         self._batches = OpenBatches()
         self._reader = GroupReader(dataset, pool.fields, self._batches, small, keep=plan.shuffle == "full")
         # If all rows are in memory, processing a whole group at once has no advantage. Opening batches one by one then
-        # uses few buffers, which stay in the CPU's cache. It needs a single stream, because with several streams a
+        # uses few buffers, which stay in the CPU's cache. This needs a single stream, because with several streams a
         # batch has rows of several groups.
         self._single = resident is not None and resident.complete and plan.step_streams * plan.lanes == 1
         if self._single:
@@ -121,9 +121,9 @@ class Pipeline(BackgroundThreads):
     # Methods that the consumer's thread calls.
 
     def fetch(self) -> tuple[int, Any]:
-        """Wait for the next batch that is done, and return its number and the batch, or raise the error of a thread.
+        """Wait until any batch is done, and return its number and the batch. Raise the error of a thread that failed.
 
-        Numbers may be out of order.
+        Batches may come in any order.
         """
         item = self._done.get()
         if isinstance(item, StopIteration):
@@ -148,7 +148,7 @@ class Pipeline(BackgroundThreads):
         self._wake_one()
 
     def stop(self) -> None:
-        """Make the threads end after their current task. It is safe to call in the garbage collector."""
+        """Make the threads end after their current task. The garbage collector may call this."""
         self._stopping = True
         self._plan_slots.put(None)
         for _ in self.threads:
@@ -164,7 +164,7 @@ class Pipeline(BackgroundThreads):
             self._done.put(error)
             self.stop()
         if self._stopping:
-            # Tasks reference the pipeline. Drop them, so that it and its memory are freed when the threads end.
+            # Tasks reference the pipeline. Drop them, so that its memory is freed when the threads end.
             with self._lock:
                 self._tasks.clear()
                 self._loading.clear()
@@ -226,7 +226,7 @@ class Pipeline(BackgroundThreads):
         return True
 
     def _issue_spans(self) -> bool:
-        """Queue up to one task per reading thread, each for one span, while there are credits for its batch."""
+        """Queue a task for each of the next spans: up to one per reading thread, as far as the credits suffice."""
         if not self._spans:
             group = self._planned.popleft().group
             self._plan_slots.put(None)
@@ -253,7 +253,7 @@ class Pipeline(BackgroundThreads):
         return True
 
     def _load_and_gather(self, group: ChunkGroup, resident: ResidentRows) -> None:
-        """Queue tasks that load a group's missing chunks into memory. After the last load, its batches are filled."""
+        """Queue tasks that load a group's missing chunks into memory, and afterwards those that fill its batches."""
         gathers = self._reader.gather(group, resident, self._arrive)
         missing = resident.missing(group.rows)
         if not missing:

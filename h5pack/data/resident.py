@@ -12,14 +12,14 @@ from h5pack.data.dataset import H5Dataset
 from h5pack.system.memory import huge_page_memory
 
 _BLOCK_ROWS = 65_536
-"""Rows that `load_all` reads at once. This bounds memory, because planning a read takes many times the bytes of a small
-row."""
+"""Number of rows that `load_all` reads at once. A bound is needed because planning the read of a small row takes many
+times the memory of the row."""
 
 
 class ResidentRows:
     """Selected rows of a dataset (ascending and distinct), kept in memory once they are loaded.
 
-    `names` are those of the images, labels and fields to keep; None: all.
+    `names` are the paths of the datasets to keep (images, labels, fields); None: all.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ResidentRows:
     @property
     def complete(self) -> bool:
         """Whether all chunks are loaded."""
-        # Cheap while loading, because `all` stops at the first chunk that is not loaded.
+        # This is cheap while chunks are being loaded, because `all` stops at the first one that is not loaded.
         self._complete = self._complete or bool(self._loaded.all())
         return self._complete
 

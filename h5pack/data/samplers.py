@@ -76,7 +76,7 @@ class ChunkSampler(Resumable, Sampler[int]):
     Parameters
     ----------
     dataset : H5Dataset or Subset
-        Of a torch `Subset`, such as ``random_split`` returns, only the subset's rows are drawn.
+        If it is a torch `Subset`, such as ``random_split`` returns, only the subset's rows are drawn.
     shuffle : {"window", "full", "chunk", False}
         "window": permute the chunks, then shuffle the rows of `window` chunks at a time. "full": permute all rows
         individually, so the rows of a chunk are read at different times. "chunk": permute the chunks, but keep the
@@ -96,8 +96,8 @@ class ChunkSampler(Resumable, Sampler[int]):
     indices : sequence of int, optional
         Use only these indices of `dataset`. None: all.
     weights : array-like or "balanced", optional
-        Draw each row in proportion to its weight: one number of at least 0 for each index of `dataset`, or of
-        `indices` if given. The number of copies of a row in an epoch is its share of the draws, rounded down or up.
+        Draw each row in proportion to its weight. Give a number of at least 0 for each index of `dataset`, or for each
+        of `indices` if given. The number of copies of a row in an epoch is its share of the draws, rounded down or up.
         "balanced": each class of the dataset's labels has the same total weight, shared equally by its rows. None: each
         row is drawn once.
     num_samples : int, optional

@@ -21,7 +21,7 @@ from h5pack.order.window import OrderPlan
 from h5pack.system.parameters import whole_number
 
 PLANNED_ROWS = 4_096
-"""Rows of each stream that are planned at once if single rows are drawn."""
+"""Number of rows of each stream that are planned at once for a sampler that yields single rows."""
 
 _BLOCK_ROWS = 1 << 16
 
@@ -40,13 +40,13 @@ def select_draws(
     if weights is None:
         if num_samples is not None:
             raise OptionsError(
-                f"num_samples is {num_samples!r}, but without weights each row is drawn once; give weights, too",
+                f"num_samples is {num_samples!r}, but without weights each row is drawn once; give weights, or omit it",
                 parameters=("num_samples", "weights"),
             )
         return base, row_set
     count = row_set.count if num_samples is None else whole_number("num_samples", num_samples, 1)
     if count > MAX_SAMPLES:
-        message = f"num_samples is {count:,}; give at most {MAX_SAMPLES:,}, and set_epoch for more"
+        message = f"num_samples is {count:,}; give at most {MAX_SAMPLES:,}, and draw more in further epochs"
         raise OptionsError(message, parameters=("num_samples",))
     if not row_set.count:
         message = "there are no rows to draw from by weight; leave weights out, or give other indices"
@@ -66,17 +66,17 @@ def _check_weights(weights: npt.ArrayLike, count: int) -> npt.NDArray[np.float64
     try:
         given = np.asarray(weights)
     except (TypeError, ValueError) as cause:
-        raise error(f"weights are no array of numbers ({cause}); give a number for each row") from cause
+        raise error(f"weights are not an array of numbers ({cause}); give a number for each row") from cause
     if given.dtype.kind not in "buif":
-        raise error(f"weights are {given.dtype}; give a number for each row, or 'balanced'")
+        raise error(f"weights have dtype {given.dtype}; give a number for each row, or 'balanced'")
     if given.shape != (count,):
-        raise error(f"weights have shape {given.shape}, and there are {count:,} rows; give ({count},)")
+        raise error(f"weights have shape {given.shape}, but there are {count:,} rows; give shape ({count},)")
     numbers = given.astype(np.float64, copy=False)
     wrong = np.flatnonzero(~((numbers >= 0) & (numbers < np.inf)))
     if len(wrong):
-        raise error(f"weights[{wrong[0]}] is {numbers[wrong[0]]}; a weight must be 0 or more, and finite")
+        raise error(f"weights[{wrong[0]}] is {numbers[wrong[0]]}; a weight must be finite and at least 0")
     if not numbers.any():
-        raise error("all weights are 0, so that nothing can be drawn; give some row a weight above 0")
+        raise error("all weights are 0, so no row can be drawn; give at least one row a weight above 0")
     return numbers
 
 
@@ -91,13 +91,13 @@ def _class_weights(dataset: H5Dataset, rows: RowSet, text: str) -> npt.NDArray[n
     if text != "balanced":
         raise error(f"weights is the text {text!r}; give a number for each row, or 'balanced'")
     if dataset.label_name is None:
-        raise error(f"{dataset.path}: weights='balanced' needs labels, and it has none; give weights as numbers")
+        raise error(f"{dataset.path}: weights='balanced' needs labels, but the file has none; give weights as numbers")
     index = dataset.engine.indexes[dataset.label_name]
     if not is_class_label(index):
         shape = " x ".join(map(str, index.row_shape))
         what = f"a table of {shape} columns" if shape else f"{index.dtype} numbers"
         raise error(
-            f"{dataset.path}: weights='balanced' needs a whole number per row, and {dataset.label_name!r} holds "
+            f"{dataset.path}: weights='balanced' needs a whole number per row, but {dataset.label_name!r} holds "
             f"{what}; give weights as numbers"
         )
     labels = np.empty(rows.count, np.int64)
@@ -107,7 +107,7 @@ def _class_weights(dataset: H5Dataset, rows: RowSet, text: str) -> npt.NDArray[n
     # In a file with class names, NO_LABEL marks rows without a label; in other files it is an ordinary label.
     weights = balanced_weights(labels, None if dataset.classes is None else NO_LABEL)
     if weights is None:
-        raise error(f"{dataset.path}: weights='balanced' needs labels, and none of the rows has one")
+        raise error(f"{dataset.path}: weights='balanced' needs labels, but no row has one; give weights as numbers")
     return weights
 
 
@@ -124,7 +124,7 @@ def _select_rows(
         base = base.dataset
     if not isinstance(base, H5Dataset):
         raise OptionsError(
-            f"a {type(base).__name__} has no chunks to order by; give an H5Dataset, or a torch Subset of one",
+            f"dataset is a {type(base).__name__}, which has no chunks; give an H5Dataset, or a torch Subset of one",
             parameters=("dataset",),
         )
     given = chosen = None
@@ -142,17 +142,18 @@ def _select_rows(
 
 
 def _check_indices(indices: npt.NDArray[Any], count: int, what: str) -> npt.NDArray[np.int64]:
-    """Return indices as int64, (n,), with negative ones converted to count from 0; raise an OptionsError if invalid."""
+    """Return indices of `count` rows as nonnegative int64, (n,), or raise an OptionsError."""
     if indices.ndim != 1 or (len(indices) and indices.dtype.kind not in "iu"):
         raise OptionsError(
-            f"{what} must be whole numbers in one axis, not {indices.dtype} {indices.shape}", parameters=("indices",)
+            f"{what} have dtype {indices.dtype} and shape {indices.shape}; give whole numbers in one dimension",
+            parameters=("indices",),
         )
     numbers = indices.astype(np.int64)
     numbers[numbers < 0] += count
     wrong = np.flatnonzero((numbers < 0) | (numbers >= count))
     if len(wrong):
         raise OptionsError(
-            f"{what}: {int(indices[wrong[0]])} is not one of the {count:,} rows", parameters=("indices",)
+            f"{what} contain {int(indices[wrong[0]])}; give indices of the {count:,} rows", parameters=("indices",)
         )
     return numbers
 
@@ -161,7 +162,7 @@ def resolve_ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]
     """Return (rank, num_replicas): the arguments, else those of torch.distributed, else (0, 1)."""
     if (rank is None) != (num_replicas is None):
         raise OptionsError(
-            "give both rank and num_replicas, or neither (then those of torch.distributed are taken)",
+            "only one of rank and num_replicas is given; give both, or neither to use those of torch.distributed",
             parameters=("rank", "num_replicas"),
         )
     if rank is not None and num_replicas is not None:
@@ -188,10 +189,10 @@ def plan_order(
     streams: int | None = None,
     lanes: int = 1,
 ) -> OrderPlan:
-    """Return the plan of an order from the parameters of a sampler's or loader's constructor, which calls this.
+    """Return the plan of an order from the parameters of a sampler's or loader's constructor, which must call this.
 
-    Without `batch_size` it is an order of single rows, planned in blocks, so that `drop_last` leaves out only the rows
-    that do not divide evenly among the streams.
+    If `batch_size` is None, single rows are planned in blocks. Then `drop_last` leaves out only the rows that do not
+    divide evenly among the streams.
     """
     rank, num_replicas = resolve_ranks(*ranks)
     own_streams = max(1, (streams or 1) // max(1, num_replicas))

@@ -23,11 +23,11 @@ def _fastest_crc32() -> Callable[..., int]:
 
 
 crc32: Callable[..., int] = _fastest_crc32()
-"""Return zlib's CRC-32 of a bytes-like object, computed by isal if it is installed, which is faster, else by zlib."""
+"""Return the CRC-32 of a bytes-like object, as zlib defines it. If the faster isal is installed, it is used."""
 
 
 def row_checksums(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
-    """Return uint32 (n,) CRC-32 of the bytes of rows, any dtype (n, ...)."""
+    """Return the CRC-32 of each row's bytes, uint32 (n,). `rows`, (n, ...), may have any dtype."""
     rows = np.ascontiguousarray(rows)
     flat = rows.reshape(len(rows), math.prod(rows.shape[1:])).view(np.uint8)
     return np.fromiter((crc32(row) for row in flat), dtype=np.uint32, count=len(rows))

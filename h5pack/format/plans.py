@@ -16,7 +16,7 @@ shuffle window (the chunks that are shuffled together) of 16 chunks mixes well.
 """
 
 MIN_CHUNKS = 64
-"""By default a chunk has at most ceil(n_rows / MIN_CHUNKS) rows, so that a small pack has enough chunks to be mixed.
+"""By default a chunk has at most ceil(n_rows / MIN_CHUNKS) rows, so that a small pack has enough chunks to shuffle.
 
 A pack has fewer chunks if they would otherwise be too small to start on page boundaries.
 """
@@ -30,19 +30,19 @@ HDF5_MAX_CHUNK_BYTES = 2**32 - 1
 class ChunkPlan:
     """The division of a dataset's rows into chunks."""
 
-    rows: int  # per chunk
-    bytes: int  # per chunk
-    count: int  # of the dataset; the last chunk may be partly filled
+    rows: int  # rows per chunk
+    bytes: int  # bytes per chunk
+    count: int  # number of chunks of the dataset; the last one may be partly filled
 
 
 @dataclass(frozen=True)
 class CachePlan:
     """Settings of HDF5's raw data chunk cache (rdcc) for one open dataset."""
 
-    nbytes: int  # 0: no cache, HDF5 reads only the selected rows of an unfiltered dataset
-    nslots: int  # hash slots for one chunk each; of two chunks with the same slot one is evicted
-    w0: float  # 0 to 1; with 1, chunks that were read completely are evicted first
-    reason: str  # why, for reports
+    nbytes: int  # bytes; 0: no cache, so that HDF5 reads only the selected rows of an unfiltered dataset
+    nslots: int  # number of hash slots; each holds one chunk, so two chunks with the same slot evict each other
+    w0: float  # preemption policy, 0 to 1; with 1, chunks that were read completely are evicted first
+    reason: str  # why these settings were chosen, for reports
 
 
 def plan_chunks(
@@ -90,15 +90,15 @@ def plan_cache(
     chunk_bytes = math.prod(chunks) * itemsize
     nslots = _hash_range(shape, chunks)
     if not filtered:
-        return CachePlan(0, nslots, 1.0, "unfiltered: read only the selected rows, cache nothing")
+        return CachePlan(0, nslots, 1.0, "unfiltered: without a cache, only the selected rows are read")
     grid = [math.ceil(size / chunk) for size, chunk in zip(shape, chunks, strict=True)]
     in_use = math.prod(grid[1:]) * (min(window, grid[0]) if window is not None else 1)
     nbytes = in_use * chunk_bytes
     if window is None:
         nbytes = max(nbytes, min(math.prod(grid) * chunk_bytes, 64 * 1024 * 1024))
-        why = "filtered, any order: hold what a row needs, and up to 64 MiB of chunks"
+        why = "filtered, rows in any order: room for the chunks of a row, or 64 MiB of chunks if that is more"
     else:
-        why = f"filtered, window of {window} row-chunks: hold them all, so that each is decoded once"
+        why = f"filtered, window of {window} row-chunks: room for all of them, so that each is decoded once"
     return CachePlan(nbytes, nslots, 1.0, why)
 
 

@@ -35,7 +35,7 @@ class RowOffsets:
         return self.addresses[chunks] + (rows - chunks * self.chunk_rows) * self.row_bytes
 
     def runs(self, rows: npt.NDArray[np.int64], max_rows: int) -> Iterator[tuple[int, int]]:
-        """Yield ascending rows, int64, as runs (first row, count) of at most `max_rows` rows contiguous in the file."""
+        """Divide ascending rows into runs, contiguous in the file, of at most `max_rows`; yield (first row, count)."""
         if not len(rows):
             return
         edges = run_edges((np.diff(rows) != 1) | (np.diff(rows // self.chunk_rows) != 0))
@@ -64,7 +64,7 @@ def check_tasks(
 
 
 def check_rows(task: CheckTask) -> list[int]:
-    """Return the rows whose checksum differs or which cannot be read."""
+    """Return the rows whose checksum differs or that cannot be read."""
     descriptor = os.open(task.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = read_all(descriptor, len(task.checksums) * task.row_bytes, task.offset)
@@ -96,5 +96,5 @@ def check_rows_counted(task: CheckTask) -> tuple[int, list[int]]:
 
 
 def describe_check(task: CheckTask) -> str:
-    """Describe a task's rows, for the error message if its worker dies."""
+    """Describe a task's rows for the error message about a worker process that died."""
     return f"{task.path} rows {task.start}-{task.start + len(task.checksums) - 1}"

@@ -34,7 +34,7 @@ RDCC_NSLOTS = "h5pack_rdcc_nslots"
 RDCC_W0 = "h5pack_rdcc_w0"
 
 NO_LABEL = -1
-"""The label stored for an image without one in a pack whose other images have labels."""
+"""The label that is stored for an unlabelled image, in a pack whose other images have labels."""
 
 # Chunks of at least this many bytes start on a page boundary. So no two chunks share a page, and whole chunks can be
 # transferred with O_DIRECT and GPUDirect Storage.
@@ -56,7 +56,7 @@ class FilterId(IntEnum):
 
 
 STATISTICS_STEP = 8
-"""The channel statistics of larger packs use every STATISTICS_STEP-th row of the train split."""
+"""If the train split has more than `STATISTICS_SMALL_ROWS` rows, the channel statistics use one row in this many."""
 STATISTICS_SMALL_ROWS = 4_096
 """If the train split has at most this many rows, the channel statistics use all of them."""
 

@@ -47,12 +47,12 @@ _16_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 class PixelOptions:
     """The options of decoding images into rows."""
 
-    height: int  # of a row, in pixels
+    height: int  # of the decoded images, in pixels
     width: int
-    channels: int
-    resize: bool  # resize images of other sizes; otherwise reject them
+    channels: int  # 1 (gray) or 3 (RGB)
+    resize: bool  # whether images of other sizes are resized; otherwise they are rejected
     fit: str  # how to resize; see `h5pack.convert`
-    resample: str
+    resample: str  # name of Pillow's filter for resizing
     draft: bool  # whether JPEGs may be decoded at a reduced size
     max_pixels: int  # larger images are rejected
 
@@ -73,11 +73,11 @@ def strict_pillow() -> Iterator[None]:
 def read_header(head: bytes, open_file: Callable[[], BinaryIO], max_pixels: int) -> ImageHeader:
     """Return an image's size after applying its Exif orientation, and its decode path.
 
-    `head` is the first bytes of the file; `open_file` is called only if they are not sufficient. Raise
+    `head` has the first bytes of the file; `open_file` is called only if more are needed. Raise
     RejectedImageError if the file is not an image or has more than `max_pixels` pixels, OSError if the storage fails.
     """
     if not head:
-        raise RejectedImageError("zero bytes")
+        raise RejectedImageError("the image is empty (0 bytes)")
     header = parse_jpeg(head)
     if header is None:
         with open_file() as stream:
@@ -117,7 +117,7 @@ class Decoder:
         self._resample = Image.Resampling[options.resample.upper()]
 
     def decode(self, source: bytes | npt.NDArray[np.uint8], decode_path: int, out: npt.NDArray[np.uint8]) -> None:
-        """Decode one image into `out`, uint8 (H, W, C), contiguous.
+        """Decode one image into `out`, a contiguous uint8 array (H, W, C).
 
         `source` is the bytes of an image file or pixels, uint8 (h, w, 1 or 3); `decode_path`, from the image's header,
         is ignored for pixels. Raise RejectedImageError if the image cannot be decoded, or has another size and is not
@@ -140,12 +140,12 @@ class Decoder:
     def _decode_plain(self, data: bytes, decode_path: int, out: npt.NDArray[np.uint8]) -> bool:
         """Decode an upright gray or YCbCr JPEG with simplejpeg or directly with Pillow's JPEG decoder.
 
-        Return False if this fails, also by a warning of simplejpeg. Then decode with ``Image.open``, which also finds
-        the reason to reject the image.
+        Return False if this fails or simplejpeg warns. The caller then decodes with ``Image.open``, which also finds
+        the reason if the image must be rejected.
         """
         try:
             if decode_path not in self._fast:
-                # Image.open does the same, but first tries to identify the format and then searches for tags.
+                # Skip what Image.open does in addition: it identifies the format and searches for tags.
                 image: Image.Image = JpegImageFile(io.BytesIO(data))
                 refuse_bomb(image.height, image.width, self._options.max_pixels)
                 image.load()
@@ -187,7 +187,7 @@ class Decoder:
         if image.size != size:
             if not options.resize:
                 raise RejectedImageError(
-                    f"size {image.height}x{image.width} where the others are {options.height}x{options.width}"
+                    f"its size is {image.height}x{image.width}, but the others are {options.height}x{options.width}"
                 )
             if options.fit == "crop":
                 image = ImageOps.fit(image, size, self._resample)
@@ -235,18 +235,18 @@ _TURNS = {
 
 def _refuse_programs(head: bytes) -> None:
     if head.startswith((b"%!PS", b"\xc5\xd0\xd3\xc6")):
-        raise RejectedImageError("PostScript, which only a program can draw")
+        raise RejectedImageError("PostScript cannot be decoded without running a program; convert it to PNG")
 
 
 def _refuse_deep(image: Image.Image) -> None:
     if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
-        raise RejectedImageError(f"{image.mode} pixels of 32 bits; convert it to 8 or 16 bits first")
+        raise RejectedImageError(f"{image.mode} pixels have 32 bits; convert the image to 8 or 16 bits first")
 
 
 def refuse_bomb(height: int, width: int, max_pixels: int) -> None:
     """Raise RejectedImageError if an image has more than `max_pixels` pixels."""
     if height * width > max_pixels:
-        raise RejectedImageError(f"decompression bomb: {height}x{width} is over {max_pixels} pixels")
+        raise RejectedImageError(f"decompression bomb: {height}x{width} is more than {max_pixels} pixels")
 
 
 @contextlib.contextmanager
@@ -293,6 +293,7 @@ def _proven_paths(channels: int) -> frozenset[DecodePath]:
     proven = set(DecodePath) - {DecodePath.PILLOW}
     if channels == 1:
         # libjpeg converts colour to gray by dropping chroma, but Pillow's convert("L") by a weighted sum of RGB.
+        # So only gray JPEGs can give the same pixels.
         proven = {DecodePath.JPEG_GRAY}
     for decode_path in tuple(proven):
         for sample in _sample_jpegs(decode_path):

@@ -33,7 +33,7 @@ def encode_png(pixels: npt.NDArray[Any]) -> bytes:
 def encode_jpeg(pixels: npt.NDArray[np.uint8], quality: int) -> bytes:
     """Return pixels, uint8 (h, w, 1 or 3), encoded as JPEG of `quality` 1 to 100.
 
-    From quality 90 on, chroma is not subsampled (4:4:4), below it is (4:2:0).
+    Below quality 90, chroma is subsampled (4:2:0); from 90 on it is not (4:4:4).
     """
     stream = io.BytesIO()
     # Pillow's subsampling 0 is 4:4:4, and 2 is 4:2:0.

@@ -14,9 +14,9 @@ from typing import BinaryIO
 
 _SOF = (0xC0, 0xC1, 0xC2)
 _APP0, _APP1, _APP14, _SOS = 0xE0, 0xE1, 0xEE, 0xDA
-# Tables, restart intervals, comments and application segments; not APP1, which may contain an orientation.
+# Segments to skip: tables, restart intervals, comments, and applications' except APP1, which may have an orientation.
 _SKIPPED = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)} - {_APP1})
-# Segments that Pillow parses. If they are malformed, it rejects the image, so Pillow must decide.
+# Segments that Pillow parses. Pillow rejects an image in which they are malformed, so it must decide.
 _PILLOW_SEGMENTS = (b"MPF\0", b"Photoshop 3.0\0")
 _JFIF_BYTES, _ICC_BYTES, _ADOBE_BYTES = 14, 14, 12
 
@@ -62,7 +62,7 @@ def parse_jpeg(head: bytes) -> ImageHeader | None:
     `head` (until then, an orientation or a segment that declares an unusual colour space may still follow).
 
     Images of the same size from the same encoder often start with identical bytes up to the first scan, and nothing
-    after that affects the result. So the previous result is returned if `head` starts with the same bytes as then.
+    after that affects the result. So the previous result is returned if `head` starts with the same bytes as before.
     """
     global _last_prefix
     last = _last_prefix

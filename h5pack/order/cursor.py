@@ -8,7 +8,7 @@ from typing import Any
 
 from h5pack.errors import OptionsError, StateError
 
-# The parameters behind keys of saved states, where their names differ.
+# Parameters whose names differ from their keys in saved states.
 _PARAMETERS = {"samples": "num_samples", "trim": "drop_last"}
 
 
@@ -24,8 +24,9 @@ class IterationState:
 class EpochCursor:
     """The progress of a sampler or loader: the next epoch, the batch or row it starts at, and the running iteration.
 
-    An iteration starts the epoch that was passed to `set_epoch`, by default the epoch after the last one. After `load`
-    the next iteration continues where the state was saved. A state that was saved with another `identity` is refused.
+    Each of the `length` batches or rows of an epoch (`unit` says which) is counted when it is delivered. An iteration
+    starts the epoch that was passed to `set_epoch`, by default the epoch after the last one. After `load` the next
+    iteration continues where the state was saved. A state that was saved with another `identity` is refused.
     If each rank counts its own rows, give `num_replicas`: a state then resumes on another number of ranks only if all
     streams (equal parts of the order, see `h5pack.order.window`) had delivered the same number of rows.
     """
@@ -45,7 +46,7 @@ class EpochCursor:
         try:
             epoch = operator.index(epoch)
         except TypeError as error:
-            raise OptionsError(f"epoch is {epoch!r}; it must be a whole number", parameters=("epoch",)) from error
+            raise OptionsError(f"epoch is {epoch!r}; give a whole number", parameters=("epoch",)) from error
         if epoch != self._next_epoch:
             self._next_epoch, self._next_start = epoch, 0
         self._running = False
@@ -71,7 +72,7 @@ class EpochCursor:
         return self.state_of(self.iteration if self._running else None, count)
 
     def state_of(self, iteration: IterationState | None, count: int | None = None) -> dict[str, Any]:
-        """Return the state after `count` batches or rows of `iteration`, or, without it, at the next one's start."""
+        """Return the state after `count` batches or rows of `iteration`, or at the next iteration's start if None."""
         epoch, done = self._next_epoch, self._next_start
         if iteration is not None:
             epoch, done = iteration.epoch, iteration.start + (iteration.count if count is None else count)
@@ -86,21 +87,24 @@ class EpochCursor:
             saved_ranks = None if self._num_replicas is None else int(state["world_size"])
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(
-                f"not a state of {self.unit} in an order ({error!r}); give what state_dict() returned"
+                f"this is not a state that counts {self.unit} ({error!r}); give what state_dict() returned"
             ) from error
         for name in {**self.identity, **order}:
             if order.get(name) != self.identity.get(name):
-                hint = "; orders for several numbers of ranks need the same streams=" if name == "streams" else ""
+                hint = "; to change the number of ranks later, give streams=" if name == "streams" else ""
                 parameter = _PARAMETERS.get(name, name)
                 raise StateError(
-                    f"the state was saved with {parameter} {order.get(name)!r}, and this order has "
-                    f"{self.identity.get(name)!r}; resume with the same{hint}",
+                    f"the state was saved with {parameter} {order.get(name)!r}, but this order has "
+                    f"{self.identity.get(name)!r}; resume with the same value{hint}",
                     parameters=(parameter,),
                 )
         if self._num_replicas is not None and saved_ranks is not None and saved_ranks != self._num_replicas:
             done = self._for_our_ranks(done, saved_ranks, self._num_replicas)
         if not 0 <= done <= self._length:
-            raise StateError(f"the state is after {done} {self.unit}, and an epoch has {self._length}; it was damaged")
+            raise StateError(
+                f"the state is damaged: it continues after {done} of {self._length} {self.unit}; load another "
+                "saved state"
+            )
         self._next_epoch, self._next_start = epoch, done
         self._running = False
 
@@ -109,8 +113,8 @@ class EpochCursor:
         streams = self.identity["streams"]
         if done * saved_ranks % streams:
             raise StateError(
-                f"the state was saved after {done} rows on each of {saved_ranks} ranks, before all {streams} streams "
-                f"had given equally many; resume with {saved_ranks} ranks, or save after a multiple of "
+                f"the state was saved after {done} rows on each of {saved_ranks} ranks, when not all {streams} streams "
+                f"had delivered equally many; resume with {saved_ranks} ranks, or save after a multiple of "
                 f"{streams // saved_ranks} rows"
             )
         return done * saved_ranks // ranks

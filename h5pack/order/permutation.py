@@ -1,6 +1,6 @@
-"""Reproducible permutations: a key gives the same order in every release, on every machine, with every numpy.
+"""Reproducible permutations: a key gives the same order in every release, on every machine, with every NumPy.
 
-numpy's shuffles may change between its releases, so the random numbers come from a hash (`h5pack.system.arrays`).
+NumPy's shuffles may change between its releases, so the random numbers come from a hash (`h5pack.system.arrays`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Permutation:
         return current.view(np.int64)
 
     def _encrypt(self, values: npt.NDArray[np.uint64], keys: list[np.uint64], inverse: bool) -> npt.NDArray[np.uint64]:
-        """Run the rounds of the network; its inverse is the same with the keys reversed and the halves exchanged."""
+        """Run the rounds of the network. For its inverse, `keys` must be reversed; the halves are exchanged here."""
         left, right = values >> self._half, values & self._low
         if inverse:
             left, right = right, left

@@ -22,8 +22,8 @@ class EpochRows(Protocol):
     count: int  # rows; a row that is drawn several times counts each time
     chunk_count: int  # chunks that contain at least one row of the epoch
     chunk_rows: int  # rows per chunk of the file
-    # Pairs of a chunk and the number of rows by which it is shorter than `chunk_rows`, possibly 0; all other chunks
-    # have `chunk_rows` rows. None: chunks of any length, see `chunk_lengths`.
+    # (chunk, number of rows by which it is shorter than `chunk_rows`, possibly 0); all other chunks have `chunk_rows`
+    # rows. None: chunks may have any length, which `chunk_lengths` returns.
     short_chunks: list[tuple[int, int]] | None
 
     def chunk_lengths(self) -> Rows:
@@ -70,7 +70,7 @@ def concatenated_ranges(starts: Rows, counts: Rows) -> Rows:
 
 
 class RowRange:
-    """Consecutive rows of the file: a split, or all rows. It takes the same memory for any number of rows."""
+    """Consecutive rows of the file: a split, or all rows. The object's size does not depend on their number."""
 
     def __init__(self, start: int, stop: int, chunk_rows: int) -> None:
         self.start, self.stop, self.chunk_rows = start, stop, chunk_rows
@@ -95,7 +95,7 @@ class RowRange:
         return chunks * self.chunk_rows
 
     def chunk_starts(self, chunks: Rows) -> Rows:
-        """Return the positions at which chunks start, int64 (n,); for chunk number `chunk_count`, the total of rows."""
+        """Return the positions at which chunks start, int64 (n,); for chunk number `chunk_count`, the row count."""
         return np.clip((self._chunk + chunks) * self.chunk_rows, self.start, self.stop) - self.start
 
     def chunk_lengths(self) -> Rows:
@@ -122,9 +122,9 @@ class RowRange:
 
 
 class RowSubset:
-    """Any rows of the file, int64 (n,), repeats allowed, sorted into the order in which the file stores them.
+    """Any rows of the file, in any order and possibly repeated. They are sorted into the file's order.
 
-    `indices`, int64 (n,), are the dataset indices that a sampler yields for them.
+    `indices` are the dataset indices that a sampler yields for `rows`; both are int64, (n,).
     """
 
     short_chunks: list[tuple[int, int]] | None = None
@@ -147,7 +147,7 @@ class RowSubset:
         return chunks * self._longest
 
     def chunk_starts(self, chunks: Rows) -> Rows:
-        """Return the positions at which chunks start, int64 (n,); for chunk number `chunk_count`, the total of rows."""
+        """Return the positions at which chunks start, int64 (n,); for chunk number `chunk_count`, the row count."""
         return self._edges[chunks]
 
     def chunk_lengths(self) -> Rows:

@@ -1,9 +1,9 @@
 """Drawing rows by class weights or row weights: systematic resampling, which reads no chunk twice in an epoch.
 
-Each row, in the file's order, is a segment of a line, as long as the row's weight. An epoch with n draws places n
-equally spaced points on the line, shifted by an offset that is random in each epoch. A row is drawn once for each point
-on its segment. So the number of copies of a row is its share of the draws, rounded down or up, and the mean of that
-number over many epochs is exactly the share.
+The rows, in the file's order, are segments of a line. The length of a segment is the row's weight. An epoch with n
+draws places n equally spaced points on the line, shifted by an offset that is random in each epoch. A row is drawn once
+for each point on its segment. So the number of copies of a row is its share of the draws, rounded down or up, and the
+mean of that number over many epochs is exactly the share.
 
 All arithmetic is in integers: a weight is a number of *units*, and the line is about 2^60 units long. Sums of units are
 exact in whatever order they are added, so the draws are the same on every machine, and rounding never repeats or loses
@@ -22,8 +22,8 @@ import numpy.typing as npt
 from h5pack.order.row_ranges import Rows, RowSet, concatenated_ranges
 
 MAX_SAMPLES = 1 << 48
-"""Maximum draws per epoch. Up to this bound the floating-point quotient in `_draws_before` is off by less than one,
-which is corrected there."""
+"""Maximum draws per epoch. Up to this number, the floating-point quotient in `_draws_before` is wrong by less than one,
+so that the function can correct it."""
 
 _LINE_BITS = 60
 _BLOCK_ROWS = 1 << 16
@@ -50,8 +50,8 @@ def balanced_weights(labels: Rows, unlabelled: int | None) -> npt.NDArray[np.flo
 class WeightedRows:
     """A `RowSampler` that draws `num_samples` rows an epoch, up to `MAX_SAMPLES`, in proportion to their weights.
 
-    The weights, float64 (rows.count,), are in the file's order; all must be finite and at least 0, and one above 0. The
-    array is not kept.
+    The weights, float64 (rows.count,), are in the file's order. All must be finite and at least 0, and at least one
+    above 0. The array is not kept.
     """
 
     def __init__(self, rows: RowSet, weights: npt.NDArray[np.float64], num_samples: int) -> None:
@@ -66,7 +66,7 @@ class WeightedRows:
         self._drawable = int(np.count_nonzero(self._units))
 
     def epoch_rows(self, key: int) -> EpochDraws:
-        """Return the draws of an epoch; the upper 53 bits of the random `key` determine its offset."""
+        """Return the draws of an epoch; the upper 53 bits of the random `key` determine the points' offset."""
         return EpochDraws(self, (key >> 11) * self._line >> 53)
 
     def max_rows(self, chunks: int) -> int:
@@ -74,7 +74,7 @@ class WeightedRows:
         sums = np.diff(self._sums)
         others = min(chunks, len(sums)) - 1
         heaviest = sums if others == len(sums) else np.partition(sums, len(sums) - 1 - others)[-1 - others :]
-        # Padding continues the order at its beginning, so a chunk can occur twice; count the heaviest one more.
+        # Padding continues the order at its beginning, so a chunk can occur twice. So count the heaviest chunk twice.
         units = int(heaviest.sum()) + int(heaviest.max())
         return -(-self.count * units // self._line) + others + 1
 
@@ -94,16 +94,16 @@ class WeightedRows:
         return {**self.rows.identity(), "samples": self.count, "weights_digest": self._digest}
 
     def chunk_edges(self, offset: int) -> Rows:
-        """Return the number of draws before each chunk, and last the number of all draws; int64, (chunk_count + 1,)."""
+        """Return the number of draws before each chunk, followed by that of all draws; int64, (chunk_count + 1,)."""
         return self._draws_before(self._sums, offset)
 
     def row_edges(self, chunks: Rows, offset: int) -> tuple[Rows, Rows, Rows]:
-        """Return positions, edges and counts: the cumulative number of draws at each row of the given chunks, int64
-        (c,).
+        """Return (positions, edges, counts) for the rows of `chunks`, int64 (c,).
 
-        `positions` (n,) are those of the chunks' rows in `rows`, `edges` (n,) the number of draws from the start of the
-        line up to the end of each row, and `counts` (c,) the number of rows in each chunk. `offset` is the epoch's
-        random offset, from 0 to below the length of the line in units; the first point is at ``offset / count`` units.
+        `positions`, (n,), are the positions of these rows in `rows`. `edges`, (n,), are the numbers of draws from the
+        start of the line to the end of each row. `counts`, (c,), are the numbers of rows in each chunk. `offset` is the
+        epoch's random offset, at least 0 and below the line's length in units; the first point is at ``offset / count``
+        units.
         """
         starts = self.rows.chunk_starts(chunks)
         counts = self.rows.chunk_starts(chunks + 1) - starts
@@ -164,7 +164,7 @@ class EpochDraws:
         return self._weighted.rows.rows_at(found)
 
     def _groups(self, owners: Rows) -> Iterator[tuple[int, int, Rows]]:
-        """Split ascending chunk numbers into slices that span few chunks, and yield (start, stop, distinct chunks)."""
+        """Divide ascending chunk numbers into slices of few distinct chunks; yield each one's (start, stop, chunks)."""
         max_chunks = max(1, _BLOCK_ROWS // self.chunk_rows)
         chunks, heads = np.unique(owners, return_index=True)
         heads = np.append(heads, len(owners))
@@ -176,8 +176,8 @@ class EpochDraws:
 def _in_units(weights: npt.NDArray[np.float64]) -> Rows:
     """Scale weights to integers whose sum is about 2^60, int64 (n,); equal weights stay equal."""
     count = len(weights)
-    # Scaling by a power of two keeps all digits. The first power is a safe one: even if all rows had the largest
-    # weight, the sum would not overflow. The sum at that power then gives the final one.
+    # Scaling by a power of two keeps all digits. With the first power, the sum would not overflow even if all rows had
+    # the largest weight. The sum of the weights scaled by it then determines the final power.
     power = _LINE_BITS - count.bit_length() - int(np.frexp(weights.max())[1])
     coarse = sum(int(part.sum()) for _, part in _scaled(weights, power))
     power += _LINE_BITS - (coarse + count).bit_length()

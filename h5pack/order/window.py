@@ -36,7 +36,7 @@ from h5pack.system.parameters import whole_number
 ORDER_VERSION = 1
 SHUFFLES = ("window", "full", "chunk", False)
 DEFAULT_WINDOW = 16
-# Each purpose has random keys of its own. Changing these numbers would change the order for a given seed.
+# Parts of the random keys, so that the keys of each purpose differ. A change would change the order of a seed.
 _CHUNKS, _ROWS, _WINDOW, _DRAWS = 1, 2, 3, 4
 
 
@@ -48,16 +48,16 @@ Span = tuple[int, int, int]
 class ChunkGroup:
     """The rows of consecutive chunks that are read together, and the batches and slots that they go to.
 
-    Number the slots of all `spans` consecutively from 0; then ``rows[i]`` goes to slot number ``positions[i]``.
+    If the slots of all `spans` are numbered consecutively from 0, ``rows[i]`` goes to slot number ``positions[i]``.
     """
 
     rows: Rows  # int64, (n,): rows of the file, ascending within each chunk
     indices: Rows  # int64, (n,): the dataset indices that a sampler yields for `rows`
-    positions: Rows  # int64, (n,): a permutation of 0 to n - 1
+    positions: Rows  # int64, (n,): a permutation of 0 to n - 1, see above
     spans: list[Span]  # in ascending order of batches
 
     def split_by_batch(self, values: npt.NDArray[Any]) -> Iterator[tuple[Span, npt.NDArray[Any]]]:
-        """Yield each span with its part of `values`, (n, ...), which are given in the order of `rows`."""
+        """Yield each span with its values. `values`, (n, ...), has one for each row, in the order of `rows`."""
         ordered = np.empty_like(values)
         ordered[self.positions] = values
         start = 0
@@ -88,13 +88,13 @@ class OrderPlan:
     """All parameters of an order except the epoch. The module's docstring defines the terms."""
 
     rows: RowSampler
-    batch_size: int  # rows of a full batch of this rank; a multiple of the streams per batch
+    batch_size: int  # rows of a full batch of this rank; a multiple of `step_streams`
     _: KW_ONLY
     shuffle: str | bool = "window"  # one of `SHUFFLES`
     seed: int = 0
     window: int = DEFAULT_WINDOW  # chunks per shuffle window
-    trim: bool = False  # make the streams equally long by leaving out rows; otherwise by repeating rows
-    drop_last: bool = False  # leave out the last batch if it is smaller
+    trim: bool = False  # whether rows are left out to make the streams equally long; otherwise rows are repeated
+    drop_last: bool = False  # whether the last batch is left out if it is smaller
     rank: int = 0
     num_replicas: int = 1
     streams: int = 1  # a multiple of ``num_replicas * lanes``
@@ -107,22 +107,22 @@ class OrderPlan:
             object.__setattr__(self, name, whole_number(name, getattr(self, name), minimum))
         if self.shuffle not in SHUFFLES:
             raise OptionsError(
-                f"shuffle {self.shuffle!r} is none of 'window', 'full', 'chunk', False", parameters=("shuffle",)
+                f"shuffle is {self.shuffle!r}; give 'window', 'full', 'chunk' or False", parameters=("shuffle",)
             )
         if not 0 <= self.rank < self.num_replicas:
             raise OptionsError(
-                f"rank {self.rank} is not one of 0 to {self.num_replicas - 1} (num_replicas - 1)",
+                f"rank is {self.rank}; give a number from 0 to {self.num_replicas - 1} (num_replicas - 1)",
                 parameters=("rank", "num_replicas"),
             )
         if self.streams % (self.num_replicas * self.lanes):
             raise OptionsError(
-                f"{self.streams} streams do not divide into {self.num_replicas} ranks of {self.lanes} lanes; give a "
-                f"multiple of {self.num_replicas * self.lanes}",
+                f"{self.streams} streams cannot be divided among {self.num_replicas} ranks x {self.lanes} lanes; give "
+                f"a multiple of {self.num_replicas * self.lanes}",
                 parameters=("streams", "lanes"),
             )
         if self.batch_size % self.step_streams:
             raise OptionsError(
-                f"a batch of {self.batch_size} rows does not divide into {self.step_streams} streams a step; give a "
+                f"a batch of {self.batch_size} rows cannot be divided among {self.step_streams} streams; give a "
                 f"multiple of {self.step_streams}, or fewer streams",
                 parameters=("streams",),
             )
@@ -161,7 +161,7 @@ class OrderPlan:
 
     @cached_property
     def max_group_batches(self) -> int:
-        """Upper bound for the number of batches from the first to the last one that a chunk group has rows of."""
+        """Upper bound for the number of batches from the first batch of a chunk group to its last."""
         if self.shuffle == "full":
             return 1
         rows = min(self.rows.max_rows(self.group_chunks), self.stream_rows)
@@ -169,7 +169,7 @@ class OrderPlan:
 
     @cached_property
     def group_chunks(self) -> int:
-        """Chunks per chunk group: those of a shuffle window; without one, about as many as fill a batch."""
+        """Number of chunks per chunk group: a shuffle window, or, without one, about as many as fill a batch."""
         return self.window if self.shuffle == "window" else max(1, self.stream_share // max(1, self.rows.max_rows(1)))
 
     def identity(self) -> dict[str, Any]:
@@ -228,7 +228,7 @@ class OrderPlan:
         for rows, indices, positions, low in groups:
             high = low + len(rows)
             if low < start or high > end:
-                # Leave out rows of batches that were delivered before a resume, and of a dropped last batch.
+                # Leave out rows of batches that were delivered before the state was saved, and of a dropped last batch.
                 low, skipped, high = max(low, start), max(0, start - low), min(high, end)
                 keep = (positions >= skipped) & (positions < skipped + high - low)
                 rows, indices, positions = rows[keep], indices[keep], positions[keep] - skipped
@@ -245,7 +245,7 @@ class OrderPlan:
 class _ChunkSequence:
     """The line of one epoch: its chunks in permuted order, concatenated, and repeated from the beginning after the end.
 
-    Chunks on the line are numbered on through the repetitions, and offsets on it count rows.
+    Numbers of chunks on the line continue to increase in the repetitions. Offsets on the line count rows.
     """
 
     def __init__(self, plan: OrderPlan, epoch: int) -> None:
@@ -288,14 +288,14 @@ class _ChunkSequence:
         if self._edges is not None:
             number = int(np.searchsorted(self._edges, inside, "right")) - 1
         else:
-            # The short chunks make a chunk start earlier, by less than two chunks, so it is one of three candidates.
+            # Due to the two short chunks, a chunk may start earlier by less than two chunks. So test three candidates.
             near = inside // self.rows.chunk_rows + np.arange(3)
             near = near[near < self.rows.chunk_count]
             number = int(near[np.searchsorted(self._starts(near), inside, "right") - 1])
         return rounds * self.rows.chunk_count + number
 
     def groups(self, stream: int, first: int) -> Iterator[tuple[Rows, Rows, Rows, int]]:
-        """Yield (rows, indices, positions in their shuffled order, offset of the group in the stream).
+        """Yield each chunk group of a stream: (rows, indices, shuffled positions, the group's offset in the stream).
 
         The first group contains offset `first` of the stream, and may start before it.
         """
@@ -323,7 +323,7 @@ class _ChunkSequence:
             window += 1
 
     def _rows_between(self, numbers: Rows, edges: Rows) -> tuple[Rows, Rows]:
-        """Return the rows from ``edges[i]`` to ``edges[i + 1]``, which are in chunk ``numbers[i]`` of the line."""
+        """Return the rows and indices from ``edges[i]`` to ``edges[i + 1]`` on the line, in chunk ``numbers[i]``."""
         starts = self._starts(numbers)
         chunks = numbers % self.rows.chunk_count
         if self._permutation is not None:
@@ -332,7 +332,7 @@ class _ChunkSequence:
         return self.rows.rows_in_chunks(chunks[some], (edges[:-1] - starts)[some], (edges[1:] - starts)[some])
 
     def _fully_shuffled(self, start: int, first: int, length: int) -> Iterator[tuple[Rows, Rows, Rows, int]]:
-        """Yield fully shuffled rows as `groups` does: one batch's share at a time, its rows in the file's order."""
+        """Yield fully shuffled rows as `groups` does: those of one batch at a time, sorted into the file's order."""
         permutation = Permutation(self.rows.count, self._key(_ROWS))
         for low in range(first, length, self.plan.stream_share):
             offsets = np.arange(low, min(low + self.plan.stream_share, length))
@@ -344,8 +344,8 @@ class _ChunkSequence:
 def merge_groups(groups: Iterable[ChunkGroup], max_rows: int, max_batches: int) -> Iterator[ChunkGroup]:
     """Merge consecutive chunk groups into larger ones; the rows keep their batches and slots.
 
-    A merged group has at most `max_rows` rows, unless it is a single one, and at most `max_batches` batches from its
-    first to its last.
+    A merged group has at most `max_rows` rows, and at most `max_batches` batches from its first to its last. A group
+    that is larger is yielded alone.
     """
     waiting: list[ChunkGroup] = []
     rows = 0

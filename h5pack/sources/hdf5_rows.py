@@ -150,7 +150,7 @@ class HDF5RowReader(SourceReader):
         except ReadError as error:
             raise self._storage_error(error) from error
         if not data:
-            raise RejectedImageError("zero bytes")
+            raise RejectedImageError("the image is empty (0 bytes)")
         return data
 
     def _rows(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -13,7 +13,7 @@ _MASK = (1 << 64) - 1
 def run_edges(breaks: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     """Return the edges of runs of n items, int64 (runs + 1,): run i has the items ``edges[i]`` to ``edges[i + 1] - 1``.
 
-    `breaks`, bool (n - 1,), says whether item i + 1 begins a new run. The first edge is 0, the last is n.
+    ``breaks[i]``, of n - 1, says whether item i + 1 begins a new run. The first edge is 0, the last is n.
     """
     cuts = np.flatnonzero(breaks)
     edges = np.empty(len(cuts) + 2, np.int64)
@@ -23,14 +23,14 @@ def run_edges(breaks: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
 
 
 def equal_runs(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the edges of the runs of equal values in the form that `run_edges` returns; ``[0]`` for no values."""
+    """Return the edges of the runs of equal values, as `run_edges` does; ``[0]`` if there are no values."""
     return run_edges(values[1:] != values[:-1]) if len(values) else np.zeros(1, np.int64)
 
 
 def consecutive_runs(*columns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the edges, as of `run_edges`, of the runs in which every column, int64 (n,), increases by one.
+    """Return the edges, as `run_edges` does, of the runs in which every column, int64 (n,), increases by one.
 
-    The result is ``[0]`` for no values.
+    The result is ``[0]`` if the columns are empty.
     """
     if not len(columns[0]):
         return np.zeros(1, np.int64)
@@ -44,7 +44,7 @@ def splitmix64(value: int) -> int:
     """Return the hash of a 64-bit integer by the finalizer of splitmix64.
 
     Reference: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators". The generator's outputs
-    pass BigCrush.
+    pass BigCrush, a suite of statistical tests.
     """
     value = ((value ^ (value >> 30)) * SPLITMIX64_FACTORS[0]) & _MASK
     value = ((value ^ (value >> 27)) * SPLITMIX64_FACTORS[1]) & _MASK
@@ -70,7 +70,7 @@ def hash_sequence(count: int, key: int) -> npt.NDArray[np.uint64]:
 
 
 def shuffled(count: int, key: int) -> npt.NDArray[np.int64]:
-    """Return a permutation of 0..count-1, int64, that depends on the 64-bit seed `key` but on no version of NumPy.
+    """Return a permutation of 0..count-1, int64, that the 64-bit seed `key` determines, for all versions of NumPy.
 
     NumPy may change the results of ``Generator.permutation`` between releases. Therefore each number is stored in the
     low bits of a uint64 with 64 - log2(count) hashed bits above it, and these values are sorted.

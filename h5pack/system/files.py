@@ -13,13 +13,13 @@ from pathlib import Path
 from h5pack.errors import NoSpaceError, OutputBusyError, SourceError
 from h5pack.system.libc import libc_function, raise_errno
 
-# The workers of a killed process exit within milliseconds. A lock held longer belongs to a running conversion.
+# The workers of a killed process keep its lock for milliseconds. A lock held longer belongs to a running conversion.
 _LOCK_WAIT_SECONDS = 3.0
 _COPY_BYTES = 4 * 1024 * 1024
 
 
 def read_all(descriptor: int, count: int, offset: int) -> bytes:
-    """Read and return `count` bytes at `offset`; fewer only if the file ends before."""
+    """Read and return `count` bytes at `offset`, or fewer if the file ends there."""
     parts = []
     while count:
         part = os.pread(descriptor, count, offset)
@@ -39,7 +39,7 @@ def write_all(descriptor: int, data: memoryview | bytes, offset: int) -> None:
 
 
 def copy_changed(source: int, target: int, start: int, stop: int) -> None:
-    """Copy the bytes from `start` to `stop` from `source` to `target`, writing only blocks that differ."""
+    """Copy bytes `start` to `stop` of the file `source` to `target`, but write only blocks that differ."""
     while start < stop:
         count = min(_COPY_BYTES, stop - start)
         data = read_all(source, count, start)
@@ -78,7 +78,7 @@ def reporting_full_disk(path: Path, advice: str, *parameters: str) -> Iterator[N
 
 
 def sync_path(path: Path) -> None:
-    """Flush a file's bytes, or a folder's entries (after creating or renaming files in it), to the disk."""
+    """Flush a file's bytes, or a folder's entries (after files were created or renamed in it), to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -118,7 +118,7 @@ def file_system_type(path: str | os.PathLike[str]) -> str | None:
 def require_writable(folder: Path) -> None:
     """Raise SourceError unless `folder` exists and files can be created in it."""
     if not folder.is_dir():
-        raise SourceError(f"{folder}: no such folder for the output; make it first", path=folder)
+        raise SourceError(f"{folder}: the folder for the output does not exist; create it", path=folder)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise SourceError(f"{folder}: no permission to create files in this folder; choose another", path=folder)
 
@@ -152,7 +152,7 @@ def open_locked(path: Path, busy: str) -> int:
     """Open a file, creating it if it does not exist, lock it exclusively, and return its descriptor.
 
     Raises OutputBusyError with the message `busy` if another process still holds the lock after 3 seconds. On file
-    systems without locks (see `lock`), the file is opened without one, so a second writer is not noticed.
+    systems without locks (see `lock`), the file is opened without a lock, so a second writer is not noticed.
     """
     deadline = time.monotonic() + _LOCK_WAIT_SECONDS
     while True:
@@ -160,7 +160,7 @@ def open_locked(path: Path, busy: str) -> int:
         locked = lock(descriptor)
         if locked is None:
             return descriptor
-        # Another writer may have renamed or removed the file between opening and locking; then open it again.
+        # Another writer may have renamed or removed the file between opening and locking. Then open it again.
         with contextlib.suppress(FileNotFoundError):
             if locked and os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 return descriptor

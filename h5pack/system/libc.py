@@ -32,5 +32,5 @@ def require_libc_function(name: str, result: Any, *arguments: Any) -> Callable[.
     """Return a function of the C library like `libc_function`, but raise OSError if it is missing."""
     function = libc_function(name, result, *arguments)
     if function is None:
-        raise OSError(f"the C library has no {name}")
+        raise OSError(f"the C library has no function {name}")
     return function

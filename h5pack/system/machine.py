@@ -67,7 +67,7 @@ def machine_facts(folder: Path) -> dict[str, Any]:
 
 
 def _cgroups(membership: Path) -> list[str]:
-    """Return this process's control groups and their parents, as paths below the mount; limits of any of them hold."""
+    """Return the paths, below the mount, of this process's control groups and their parents; all their limits apply."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -77,7 +77,7 @@ def _cgroups(membership: Path) -> list[str]:
 
 
 def _v2_quota(folder: Path) -> list[int]:
-    """Return the CPUs, rounded up, that cgroup version 2 allows; [] if there is no limit."""
+    """Return the number of CPUs, rounded up, that cgroup version 2 allows, as a list; [] if there is no limit."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()[:2]
         return [] if quota == "max" else [math.ceil(int(quota) / int(period))]
@@ -86,7 +86,7 @@ def _v2_quota(folder: Path) -> list[int]:
 
 
 def _v1_quota(folder: Path) -> list[int]:
-    """Return the CPUs, rounded up, that cgroup version 1 allows; [] if there is no limit."""
+    """Return the number of CPUs, rounded up, that cgroup version 1 allows, as a list; [] if there is no limit."""
     try:
         quota = int((folder / "cpu.cfs_quota_us").read_text())
         period = int((folder / "cpu.cfs_period_us").read_text())
@@ -106,7 +106,7 @@ def _meminfo_available(meminfo: Path) -> int:
 
 
 def _memory_left(folder: Path, limit: str, usage: str, droppable: str) -> list[int]:
-    """Return the bytes left below a control group's limit; [] without a limit. The arguments are its files' names."""
+    """Return the bytes left below a control group's limit, [] without one. `limit` and `usage` name its files."""
     try:
         maximum = (folder / limit).read_text().strip()
         if maximum == "max":
@@ -126,7 +126,7 @@ def _version(name: str) -> str | None:
 
 
 def _cpu_info() -> dict[str, str]:
-    """Return what the system says about the first CPU; {} where there is no /proc."""
+    """Return what /proc/cpuinfo says about the first CPU; {} if the system has no /proc."""
     try:
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     except OSError:

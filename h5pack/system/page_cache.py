@@ -32,7 +32,7 @@ def cached_pages(path: Path) -> int:
 
 
 def drop_cache(path: Path) -> int:
-    """Drop a file's pages from the page cache, and return how many remain (0: the file is cold).
+    """Drop a file's pages from the page cache, and return how many remain; 0 if none of the file is cached.
 
     If this machine is virtual, its host may still have the pages in a cache of its own.
     """

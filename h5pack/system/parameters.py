@@ -15,7 +15,7 @@ def invalid(name: str, value: object, problem: str) -> OptionsError:
 
 
 def whole_number(name: str, value: Any, minimum: int | None) -> int:
-    """Return a parameter's value as a Python int; raise OptionsError if it is no integer (or a bool), or too small."""
+    """Return a parameter's value as a Python int; raise OptionsError if it is a bool, not an integer or too small."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or (minimum is not None and value < minimum):
         bound = "" if minimum is None else f" of at least {minimum}"
         raise OptionsError(f"{name} is {value!r}; it must be a whole number{bound}", parameters=(name,))

@@ -24,7 +24,7 @@ _local = threading.local()
 
 
 def shared() -> Any:
-    """Return, inside a task, the object that was passed to `open_executor`."""
+    """Return the object that was passed to `open_executor`. Only tasks may call this."""
     return getattr(_local, "shared", None)
 
 
@@ -46,8 +46,8 @@ def open_executor(
 ) -> Iterator[concurrent.futures.Executor]:
     """Open an executor of worker processes, or of this process if `num_workers` is 1.
 
-    If `start_method` is None, `choose_start_method` decides. Inside tasks `shared` returns `shared_object`; workers
-    inherit it with fork, and otherwise it is pickled once per worker.
+    If `start_method` is None, `choose_start_method` decides. Inside tasks `shared()` returns `shared_object`. Forked
+    workers inherit this object; for others it is pickled once per worker.
     """
     if num_workers == 1:
         before, _local.shared = shared(), shared_object
@@ -89,8 +89,8 @@ def run(
     """Run `function` for each task, and yield the results as they become available, or in order if `ordered`.
 
     At most `in_flight` tasks are submitted whose results have not been yielded. A task is taken from the iterable only
-    when it can be submitted, so memory does not grow with the number of tasks. `function` must be picklable. Raises
-    WorkerError, with descriptions of tasks by `describe`, if a worker process died.
+    when it can be submitted, so memory does not grow with the number of tasks. `function` must be picklable. If a
+    worker process dies, raises a WorkerError whose message has `describe` of some unfinished tasks.
     """
     pending: dict[concurrent.futures.Future[Result], Task] = {}
     source = iter(tasks)

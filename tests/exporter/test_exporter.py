@@ -274,7 +274,7 @@ def test_rows_that_do_not_decode_or_lie_outside_the_range(tmp_path: Path) -> Non
     rows[1], rows[2] = rows[1][:300], b""
     write_encoded(tmp_path / "f.h5", rows)
     report = export(tmp_path / "f.h5", tmp_path / "out", **one(format="jpeg"))
-    assert {row.row: row.reason for row in report.damaged} == {1: "truncated", 2: "zero bytes"}
+    assert {row.row: row.reason for row in report.damaged} == {1: "truncated", 2: "the image is empty (0 bytes)"}
     values = np.random.default_rng(0).random((5, 9, 9, 3)).astype(np.float32)
     values[3, 2, 2, 1] = np.nan
     with h5py.File(tmp_path / "g.h5", "w") as file:

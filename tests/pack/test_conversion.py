@@ -168,12 +168,12 @@ def test_bad_files_are_listed_with_their_reasons(tmp_path: Path) -> None:
     assert report.rejects == 9
     del rejects["offset.tif"], rejects["drawing.jpg"]
     assert rejects == {
-        "empty.jpg": "zero bytes",
+        "empty.jpg": "the image is empty (0 bytes)",
         "text.jpg": "not an image, or of an unknown format",
         "gone.jpg": "file not found",
         "pipe.jpg": "not a regular file",
-        "bomb.png": "decompression bomb: 300x300 is over 80000 pixels",
-        "float.tif": "F pixels of 32 bits; convert it to 8 or 16 bits first",
+        "bomb.png": "decompression bomb: 300x300 is more than 80000 pixels",
+        "float.tif": "F pixels have 32 bits; convert the image to 8 or 16 bits first",
         "00002.jpg": "truncated",
     }
 

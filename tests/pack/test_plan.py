@@ -82,12 +82,12 @@ def test_sizes_that_differ_are_an_error_that_names_the_most_frequent_one() -> No
 
 def test_rejected_images_do_not_count_and_those_of_the_tables_come_first() -> None:
     of = catalog(rejects=(Reject("gone.jpg", "file not found"),))
-    made = plan(of, survey(reasons={3: "truncated", 11: "zero bytes"}))
+    made = plan(of, survey(reasons={3: "truncated", 11: "the image is empty (0 bytes)"}))
     assert made.row_shape == (218, 178, 3)
     assert made.split_rows() == {"train": (0, 15), "test": (15, 18)}
     assert sorted(made.row_order.origins.tolist()) == sorted({*range(COUNT)} - {3, 11})
     assert [reject.name for reject in made.rejects] == ["gone.jpg", "03.jpg", "11.jpg"]
-    assert [reject.reason for reject in made.rejects] == ["file not found", "truncated", "zero bytes"]
+    assert [reject.reason for reject in made.rejects] == ["file not found", "truncated", "the image is empty (0 bytes)"]
     with pytest.raises(RejectedImageError, match=r"gone\.jpg") as caught:
         plan(of, strict=True)
     assert caught.value.parameters == ("strict=True",)
@@ -95,7 +95,7 @@ def test_rejected_images_do_not_count_and_those_of_the_tables_come_first() -> No
 
 def test_nothing_usable() -> None:
     with pytest.raises(NoImagesError, match=r"00\.jpg"):
-        plan(seen=survey(reasons=dict.fromkeys(range(COUNT), "zero bytes")))
+        plan(seen=survey(reasons=dict.fromkeys(range(COUNT), "the image is empty (0 bytes)")))
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_sizes_kinds_and_reasons(tmp_path: Path, workers: int) -> None:
     names = mixed_folder(tmp_path)
     result = surveyed(catalog_of(tmp_path, names), workers)
     assert {names[index]: reason for index, reason in result.reasons.items()} == {
-        "zero.jpg": "zero bytes",
+        "zero.jpg": "the image is empty (0 bytes)",
         "text.jpg": "not an image, or of an unknown format",
         "loop.jpg": "a loop of symbolic links",
         "pipe.jpg": "not a regular file",
@@ -81,7 +81,7 @@ def test_bombs_are_rejected_before_they_are_decoded(tmp_path: Path) -> None:
     save(tmp_path / "a.jpg", 0, (20, 20))
     save(tmp_path / "b.png", 0, (20, 21))
     save(tmp_path / "c.bmp", 0, (21, 20))
-    bomb = "decompression bomb: {} is over 400 pixels"
+    bomb = "decompression bomb: {} is more than 400 pixels"
     result = surveyed(catalog_of(tmp_path), max_pixels=400)
     assert result.reasons == {1: bomb.format("20x21"), 2: bomb.format("21x20")}
 

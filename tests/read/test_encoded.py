@@ -160,7 +160,7 @@ def test_rare_formats_are_loaded_before_threads_decode() -> None:
 
 
 BAD: dict[str, tuple[Callable[[], bytes], str]] = {
-    "empty": (lambda: b"", "zero bytes"),
+    "empty": (lambda: b"", "the image is empty"),
     "text": (lambda: b"no image at all", "not an image, or of an unknown format"),
     "zeros": (lambda: bytes(500), "not an image, or of an unknown format"),
     "truncated jpeg": (lambda: encode(pixels(3, SIZE))[:-99], "truncated"),
@@ -307,7 +307,7 @@ def test_unwritten_rows_and_datasets_are_empty(tmp_path: Path) -> None:
     with h5py.File(path, "r+") as file:
         file["images"].resize((7,))
     assert reader_of(path).read_bytes("images", np.array([2, 3, 6]))[1:] == [b"", b""]
-    with pytest.raises(DamagedRowsError, match="zero bytes") as caught:
+    with pytest.raises(DamagedRowsError, match="the image is empty") as caught:
         described(path, labels=None).read("images", [5])
     assert caught.value.rows == (5,)
     engine = described(write_encoded(tmp_path / "none.h5", []))
