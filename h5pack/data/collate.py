@@ -45,7 +45,7 @@ class BatchSource(Closeable, Dataset[Any]):
         return default_collate(list(samples))
 
     def read_batch(self, rows: npt.NDArray[np.int64]) -> list[torch.Tensor]:
-        """Return the tensors of a batch, each (n, ...), in shared memory if in a worker."""
+        """Return the tensors of a batch, each (n, ...). In a worker they are in shared memory."""
         raise NotImplementedError
 
     def split_batch(self, batch: list[torch.Tensor], rows: npt.NDArray[np.int64]) -> list[Any]:

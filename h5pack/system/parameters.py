@@ -1,4 +1,4 @@
-"""Checks of parameters that several public functions have in common, and their error."""
+"""Checks of parameters that several public functions have, and the error that such a check raises."""
 
 from __future__ import annotations
 
