@@ -227,7 +227,7 @@ _PLUGINS: dict[int, str] = {
 """File names (after "libh5") of the filter plugins that keep no state between calls, or protect it by a lock."""
 _REVERSE = 0x0100
 _MAX_DECODED_BYTES = 1 << 40
-"""Larger results are errors: plugins report failures as 0, or as a negative number, which is huge as an unsigned one."""
+"""Larger results are errors: plugins report failures as 0, or as a negative number, which is huge when unsigned."""
 _BITSHUFFLE_COMPRESSOR = 4
 """Index of bitshuffle's parameter that selects the compressor."""
 _BITSHUFFLE_WITH_HEADER = (2, 3)
