@@ -26,7 +26,7 @@ Transform = Callable[[torch.Tensor], torch.Tensor]
 # Maximum number of calls between synchronisations with a GPU, enough to hide the time that launching them takes.
 _MAX_QUEUED_CALLS = 8
 _PREFETCH_FACTOR = 2
-# Number of batches that a `DeviceFeed` holds ready for a GPU, counting those on the GPU and those on the host.
+# Number of batches that a `DeviceFeed` prefetches for a GPU, including those that wait in host memory.
 PREFETCHED_ON_GPU = 2 * _PREFETCH_FACTOR
 _SYNCHRONISED_STEPS = 4
 _IDLE_PERCENT = 10
@@ -34,23 +34,26 @@ _MAX_CHANNELS = 4
 
 
 class StallMeter(Meter):
-    """Meter that counts waiting: of the step (monitor `step`), and of the consumer of the loader (`loader`)."""
+    """A meter of two waiting times, each measured by a monitor.
+
+    `step` measures how long the step waits for its batches. `loader` measures how long the loader's consumer waits.
+    """
 
     def __init__(self, device: torch.device, step: FeedMonitor, loader: FeedMonitor) -> None:
         super().__init__(device)
         self._step, self._loader = step, loader
-        self._stalled = self._starved = 0.0  # in earlier iterations, because a monitor restarts at 0 in each
+        self._stalled = self._starved = 0.0  # totals of earlier iterations, because a monitor restarts at 0
 
     def begin(self) -> None:
-        """Add the last iteration's counts to the totals; call it before the monitors begin a new iteration."""
+        """Add the last iteration's waits to the totals. Call this before the monitors begin a new iteration."""
         self._stalled, self._starved = self.stalled(), self.starved()
 
     def stalled(self) -> float:
-        """Return for how many seconds the step has waited for its batches, over all iterations."""
+        """Return for how many seconds the step has waited for its batches, in all iterations together."""
         return self._stalled + self._step.report().stall_seconds
 
     def starved(self) -> float:
-        """Return for how many seconds the loader's consumer has waited for it, over all iterations."""
+        """Return for how many seconds the loader's consumer has waited, in all iterations together."""
         return self._starved + self._loader.report().wait_seconds
 
 
@@ -62,7 +65,7 @@ def normalizer_for(dataset: H5Dataset, images: torch.Tensor, dtype: torch.dtype)
     if images.dtype == torch.uint8 and images.dim() == 4:
         found = _normalize(dataset, images, dtype)
         if found is not None:
-            return found, f"Normalize, {'to 0..1' if found.channels else 'by the statistics of the file'}"
+            return found, f"Normalize, {'to 0..1' if found.channels else 'with the mean and std of the file'}"
     if images.dtype == dtype:
         return None, f"the images are {_dtype_name(dtype)} already"
     text = f"conversion from {_dtype_name(images.dtype)} to {_dtype_name(dtype)}"
@@ -73,7 +76,7 @@ def _normalize(dataset: H5Dataset, images: torch.Tensor, dtype: torch.dtype) -> 
     """Return a `Normalize` for a four-dimensional uint8 batch, or None if no axis looks like channels."""
     if dataset.mean is not None and dataset.std is not None:
         by_statistics = Normalize.from_dataset(dataset, dtype=dtype)
-        # The user's transform may have changed the number of channels, so that the file's statistics do not fit.
+        # If the user's transform has changed the number of channels, the file's statistics do not apply.
         with contextlib.suppress(OptionsError):
             by_statistics(images[:1])
             return by_statistics
@@ -86,7 +89,7 @@ def _normalize(dataset: H5Dataset, images: torch.Tensor, dtype: torch.dtype) -> 
 class DeviceStages:
     """The stages after the loader, measured repeatedly on one `batch` of the loader.
 
-    `images` and `labels` are the batch as the step receives it: on the device, and normalized.
+    `images` (normalized) and `labels` (None if there are none) are on the device, as the step receives them.
     """
 
     def __init__(self, device: torch.device, batch: Any, normalize: Transform | None) -> None:
@@ -104,7 +107,7 @@ class DeviceStages:
     def copy(self, seconds: float) -> Repeat:
         """Measure copying the batch to a CUDA device as `DeviceFeed` does, through pinned memory."""
         if self._copier is None:
-            # All repeats share one copier: each has its own CUDA stream, and the allocator keeps memory per stream.
+            # All repeats share one copier. Each copier has a CUDA stream, for which the allocator keeps extra memory.
             self._copier = CudaCopier(self._device, None)
         copier = self._copier
         copier.begin()
@@ -117,7 +120,7 @@ class DeviceStages:
         return self._measure(lambda: transform(raw), seconds)
 
     def step(self, step: Step, seconds: float, fraction: float = 1.0) -> Repeat:
-        """Measure the step on the first `fraction` of the batch."""
+        """Measure the step on the first images of the batch: on this fraction of them, above 0 to 1."""
         count = max(1, int(fraction * self._count))
         images, labels = self.images[:count], None if self.labels is None else self.labels[:count]
         return self._measure(lambda: step(images, labels), seconds, count)
@@ -131,7 +134,7 @@ class DeviceStages:
         self._meter.synchronize()
 
     def synchronisations(self, step: Step) -> tuple[float, str | None]:
-        """Return how many times a step makes the host wait for the CUDA device, and ``FILE:LINE`` of the first wait."""
+        """Return how often a step makes the host wait for the CUDA device, and ``FILE:LINE`` of the first wait."""
         self._meter.synchronize()
         mode = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as caught:
@@ -177,12 +180,12 @@ def labels_of(batch: Any) -> torch.Tensor | None:
 
 
 def describe_device(device: torch.device) -> str:
-    """Return the device as text, with the name of the GPU if it is one."""
+    """Return the device as text; for a CUDA device, with the name of the GPU."""
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
 
 
 def idle_gpus(device: torch.device) -> int | None:
-    """Return how many GPUs other than `device` are idle, or None if there are none or the driver does not report it."""
+    """Return how many GPUs other than `device` are idle; None if there are no others or their use is unknown."""
     others = [torch.device("cuda", number) for number in range(torch.cuda.device_count()) if number != device.index]
     found = [GpuProbe(other).sample() for other in others]
     used = [None if status is None else status.utilisation_percent for status in found]

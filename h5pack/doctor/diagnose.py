@@ -36,9 +36,9 @@ from h5pack.system.text import counted
 _WARM_FRACTION = 0.08
 # Above this load average per CPU, other processes are assumed to disturb the measurement.
 _CROWDED = 0.5
-# Factor by which a recommended budget exceeds the estimated minimum.
+# If the time budget is too short, the error recommends the estimated minimum multiplied by this factor.
 _LEEWAY = 1.25
-# Duration of each small measurement that is not a stage, such as the fraction of time that reads wait.
+# For how many seconds to measure how busy reads and the transform are; fewer if the time budget is small.
 _QUESTION_SECONDS = 0.05
 
 Progress = Callable[[str], None]
@@ -69,31 +69,31 @@ def diagnose(
     path : path
         A file written by h5pack, or any other HDF5 file that `H5Dataset` can read.
     device : device, optional
-        Where the step runs, such as "cpu", "cuda" or "cuda:1". None: CUDA if available, else the CPU.
+        The device on which the step runs, such as "cpu", "cuda" or "cuda:1". None: CUDA if available, else the CPU.
     model : Module or callable, optional
         A torch module, or a factory. The factory is called with the keywords ``shape``, ``classes``, ``num_classes``
-        and ``device``, as far as its signature names them. It returns a module, a pair of a module and a loss, or a
-        function of images and labels that runs the whole step. None: a small built-in network.
+        and ``device``, but only with those that its signature names. It returns a module, a pair of a module and a
+        loss, or a function of images and labels that runs the whole step. None: a small built-in network.
     transform : callable, optional
-        The transform that runs on the host. It receives whole batches, as `H5Loader`'s transform does, or with
-        `num_workers` single images, as `H5Dataset`'s does.
+        The transform that runs on the host. It receives whole batches like the transform of an `H5Loader`, or single
+        images like the transform of an `H5Dataset` if `num_workers` is given.
     batch_size : int
     num_threads : int, optional
-        Threads of the `H5Loader`. None: its default.
+        Number of threads of the `H5Loader`. None: the loader's default.
     num_workers : int, optional
-        Feed from an `H5Dataset` in a DataLoader with this many workers, instead of from an `H5Loader`.
+        Measure a DataLoader with this many workers instead of an `H5Loader`. None: measure an `H5Loader`.
     split : str, optional
         Read only the rows of this split. None: all rows.
     images, labels : str
-        Names of the HDF5 datasets, as for `H5Dataset`.
+        Names of the HDF5 datasets that hold the images and the labels.
     window : int
         Number of HDF5 chunks that are shuffled together.
     dtype : {"float32", "bfloat16", "float16"}
         Type of the images on the device. With bfloat16 or float16, the step runs under autocast.
     pin_memory : bool, optional
-        Whether batches are in pinned memory. None: only if the step runs on a GPU.
+        Whether the loader puts batches into pinned memory. None: only if the step runs on a GPU.
     seconds : float
-        Time budget of all measurements together. Making the model is not counted.
+        Time budget for all measurements together, in seconds. The time to make the model is not counted.
     on_progress : callable, optional
         Called with a short text before each measurement.
 
@@ -158,7 +158,7 @@ class Diagnosis:
             self._refuse(seconds - left + needed)
         repeats = repeats_within(self._costs, left)
         shares = share_budget(self._costs, left, repeats)
-        # Cold stages drop the file from the page cache, so they run last; the rows are then read into it only once.
+        # Cold stages drop the file from the page cache. They run last, so that it has to be filled only once.
         for group in (hot, cold):
             for stage in interleaved(group, repeats):
                 run = self._runs[stage]
@@ -194,7 +194,7 @@ class Diagnosis:
             cost = self._guarded(run.stage, run.estimate)
             if cost is not None:
                 if run.stage is Stage.EVERYTHING and Stage.STEP in self._costs and run.prepare is None:
-                    # The first iteration is slower than later ones, which need no longer than all stages in sequence.
+                    # The first iteration was slow. Later ones take at most as long as all stages in sequence.
                     parts = sum(part.batch_seconds for part in self._costs.values())
                     cost = replace(cost, batch_seconds=min(cost.batch_seconds, parts))
                 self._costs[run.stage] = cost
@@ -204,7 +204,7 @@ class Diagnosis:
         return stages
 
     def _small_measurements(self) -> dict[str, Any]:
-        """Measure what `Evidence` needs besides the stages, with the rows in the page cache; return its fields."""
+        """Measure the fields of `Evidence` that are not stages; return them by name. The page cache must be filled."""
         target, budget = self.target, self._settings.seconds
         found: dict[str, Any] = {"load": self._load}
         self._show("small measurements")
@@ -218,11 +218,13 @@ class Diagnosis:
             if enough < 0.1 * budget:
                 found["half_batch_ratio"] = self._guarded(Stage.STEP, lambda: target.half_batch_ratio(enough))
             else:
-                self._unknown.append("whether the batch is too small: no time to measure half of it; give more seconds")
+                self._unknown.append(
+                    "whether the batch is too small: no time to measure half of one; give more seconds"
+                )
             if target.on_gpu:
                 found["synchronisations"], found["synchronised_at"] = target.synchronisations()
         if not target.on_gpu:
-            self._unknown.append("host synchronisation, unpinned memory, idle GPUs: the step runs on the CPU")
+            self._unknown.append("host synchronisation, unpinned memory and idle GPUs: the step runs on the CPU")
         return found
 
     def _guarded(self, stage: Stage, call: Callable[[], Any]) -> Any:
@@ -256,12 +258,12 @@ class Diagnosis:
         cpus = os.cpu_count() or 1
         if self._load is not None and self._load > _CROWDED * cpus:
             load = f"load average {self._load:.1f} on {counted(cpus, 'CPU')}"
-            self._unknown.append(f"the speed without other processes, which use this machine now ({load})")
+            self._unknown.append(f"the speed on an idle machine, because other processes are using this one ({load})")
         self._verdict = judge(evidence)
         self._advice = advise(self._verdict, evidence)
 
     def _refuse(self, seconds: float) -> None:
-        """Raise an OptionsError that recommends a budget, because results from so short a time would be meaningless."""
+        """Raise an OptionsError that recommends a longer time, because the results would be meaningless."""
         needed = _LEEWAY * seconds / (1 - _WARM_FRACTION)
         rounded = math.ceil(needed) if needed > 3 else math.ceil(10 * needed) / 10
         settings = self._settings

@@ -1,4 +1,4 @@
-"""The stages on the host: reading chunks and nothing else, and running the loaders as a training run would."""
+"""Measurement of the stages on the host: only reading chunks, and running the loaders as a training run would."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 class ChunkReader:
-    """Reader of a dataset's images chunk by chunk, at most `block_rows` at a time, with one buffer per thread.
+    """A reader of a dataset's images. Each thread has its own buffer of `block_rows` rows, at most a chunk group.
 
-    `busy_fraction` is the fraction of the last `run` in which its threads ran or waited for a CPU, and not for storage.
+    `busy_fraction` is the fraction (0 to 1) of the last `run` in which the threads did not wait for storage, but ran or
+    waited for a CPU. It is None before the first `run`.
     """
 
     def __init__(self, dataset: H5Dataset) -> None:
@@ -43,7 +44,7 @@ class ChunkReader:
         self.busy_fraction: float | None = None
 
     def warm(self, seconds: float, min_rows: int) -> int:
-        """Read rows from the first one until the time is up and `min_rows` are read; return how many were read."""
+        """Read rows in order, for `seconds` and until at least `min_rows` are read; return the number of rows read."""
         deadline = time.perf_counter() + seconds
         rows, out = len(self._dataset), self._buffer()
         for first, last in self._blocks(0, rows):
@@ -53,7 +54,10 @@ class ChunkReader:
         return rows
 
     def run(self, seconds: float, num_threads: int, rows: int, begin: float = 0.0) -> Repeat:
-        """Measure reading the first `rows` in stored order, cyclically, starting at the fraction `begin` of them."""
+        """Measure reading the first `rows` rows in stored order for `seconds`.
+
+        Start at the fraction `begin` (0 to 1) of these rows, and continue with the first row after the last one.
+        """
         blocks = list(self._blocks(0, rows))
         deadline = time.perf_counter() + seconds
 
@@ -84,7 +88,7 @@ class ChunkReader:
         self._dataset.engine.read(self._dataset.names[0], rows, out[: last - first])
 
     def _blocks(self, first: int, rows: int) -> Iterator[tuple[int, int]]:
-        """Yield the (first, last) row ranges of the split that are read at once; none crosses a chunk boundary."""
+        """Yield ranges of the split's rows, from `first` to `last` - 1, each of at most one chunk group."""
         base, unit = self._dataset.first_row, self._index.group_rows
         while first < rows:
             edge = ((base + first) // unit + 1) * unit - base
@@ -94,7 +98,7 @@ class ChunkReader:
 
 
 def busy_fraction(call: Callable[[], Any], seconds: float) -> float:
-    """Call `call` for some time; return the fraction (0 to 1) of it in which this thread ran or waited for a CPU."""
+    """Call `call` for `seconds`; return the fraction (0 to 1) of them in which this thread ran or waited for a CPU."""
     ran, begun = _ready_seconds(), time.perf_counter()
     while True:
         call()
@@ -104,9 +108,9 @@ def busy_fraction(call: Callable[[], Any], seconds: float) -> float:
 
 
 def _ready_seconds() -> float:
-    """Return this thread's CPU time plus, where the kernel counts it, its time waiting for a CPU.
+    """Return this thread's CPU time in seconds, plus the time it waited for a CPU if the kernel reports that.
 
-    The waiting counts, so that a busy machine does not look like a slow disk.
+    The wait for a CPU is included, so that a busy machine does not look like a slow disk.
     """
     try:
         ran, queued, _ = _SCHEDSTAT.read_text().split()
@@ -117,10 +121,10 @@ def _ready_seconds() -> float:
 
 @dataclass
 class HostLoaders:
-    """Factory of the loaders to measure: `H5Loader`s, or DataLoaders if `num_workers` is set.
+    """A factory of the loaders to measure: `H5Loader`s, or DataLoaders if `num_workers` is not None.
 
-    The dataset has no transform; `transform` receives whole batches, or single images if `num_workers` is set.
-    `parallel` is the number of threads of the `H5Loader`s, or of workers of the DataLoaders.
+    `dataset` must not have a transform of its own. An `H5Loader` calls `transform` with whole batches, and a DataLoader
+    calls it with single images. `parallel` is the number of threads of an `H5Loader`, or of workers of a DataLoader.
     """
 
     dataset: H5Dataset
@@ -146,7 +150,7 @@ class HostLoaders:
         self.parallel: int = self.make().num_threads if self.num_workers is None else self.num_workers
 
     def make(self, rows: int | None = None, *, transform: bool = False) -> Any:
-        """Make a loader of the first `rows` (None: all)."""
+        """Make a loader of the first `rows` rows (None: all rows), with the transform if `transform` is true."""
         options: dict[str, Any] = {"window": self.window, "rank": 0, "num_replicas": 1}
         options["indices"] = None if rows is None or rows >= len(self.dataset) else range(rows)
         if self.num_workers is None:
@@ -175,7 +179,7 @@ class HostLoaders:
         return loader
 
     def prefetch_of(self, loader: Any) -> tuple[int, Callable[[], int]]:
-        """Return how many batches a loader reads ahead, and a function that counts its ready images (DataLoader: 0)."""
+        """Return how many batches a loader prefetches, and a function that counts its ready images (DataLoader: 0)."""
         if self.num_workers is not None:
             return int((loader.prefetch_factor or 0) * loader.num_workers), lambda: 0
         return 2 * loader.plan.max_group_batches + 2, lambda: loader.queue_depth * loader.plan.batch_rows(0)
@@ -200,7 +204,7 @@ class HostLoaders:
 
 
 def touch_batch(batch: Any) -> int:
-    """Read every memory page of a batch on the host, as a copy to a device would; return the number of images."""
+    """Read every page of a batch in host memory, as a copy to a device would; return the number of images."""
     for tensor in tensors_of(batch):
         if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel():
             touch(tensor.view(-1).view(torch.uint8).numpy())

@@ -12,15 +12,15 @@ import torch
 from h5pack.monitor.bottleneck import Rates, Stage, StageResult
 from h5pack.monitor.probes import CpuTime
 
-# Fewer repeats give no useful median and spread; more than the minimum are run if the budget allows.
+# Numbers of repeats of a stage. With fewer, a median says little. The maximum is used if the time budget allows.
 MIN_REPEATS, MAX_REPEATS = 3, 5
-# Minimum number of batches in a loader's repeat: the first batch alone only shows how long the start takes.
+# Minimum number of batches in a repeat of a loader. The first batch alone only shows how long the start takes.
 MIN_LOADER_BATCHES = 2
-# Minimum duration of a repeat; a shorter one would measure the clock and the scheduler.
+# Minimum duration of a repeat in seconds. A shorter one would mostly measure the clock and the scheduler.
 MIN_SECONDS = 0.015
 # The loader counts as slower than its consumer if the consumer spends more than this fraction of time waiting.
 _STARVED = 0.5
-# Maximum duration of the work that is queued on a device before it is synchronized.
+# For at most this many seconds of work, calls are queued on a device before the host waits for the device.
 _QUEUED_SECONDS = 0.1
 INTERRUPTED = "the measurement was interrupted"
 
@@ -31,13 +31,13 @@ class NotMeasured(Exception):
 
 @dataclass(frozen=True)
 class Repeat:
-    """One repeat of a stage: the `images` counted in `seconds`."""
+    """The result of one repeat of a stage: `images` images were counted in `seconds` seconds."""
 
     images: int
     seconds: float
-    cpu_seconds: float | None = None
-    stall_seconds: float = 0.0  # how long the step waited for its batches; 0 if that was not monitored
-    total_images: int = 0  # with those processed before counting began
+    cpu_seconds: float | None = None  # used by this process and its children; None if not known
+    stall_seconds: float = 0.0  # for which the step waited for its batches; 0 if not monitored
+    total_images: int = 0  # `images` plus those processed before counting began
 
     @property
     def rate(self) -> float:
@@ -49,9 +49,9 @@ class Repeat:
 class StageCost:
     """How long a repeat of a stage takes."""
 
-    batch_seconds: float  # estimate for a batch; for a loader, the time until its first batch
-    overhead_seconds: float = 0.0  # before and after each repeat, not measured
-    min_batches: int = 1
+    batch_seconds: float  # estimated time for a batch; for a loader, for its first batch
+    overhead_seconds: float = 0.0  # time before and after each repeat that the repeat does not include
+    min_batches: int = 1  # minimum number of batches in a repeat
 
     @property
     def min_seconds(self) -> float:
@@ -65,24 +65,24 @@ class StageCost:
 
 
 def min_total_seconds(costs: Mapping[Stage, StageCost]) -> float:
-    """Return the time that the minimum number of repeats of all stages takes."""
+    """Return how many seconds the minimum number of repeats of all stages takes."""
     return MIN_REPEATS * sum(cost.total_seconds for cost in costs.values())
 
 
 def repeats_within(costs: Mapping[Stage, StageCost], seconds: float) -> int:
-    """Return the number of repeats of each stage: MAX_REPEATS if they need at most half of `seconds`."""
+    """Return the number of repeats of each stage: the maximum if it takes at most half of `seconds`, or the minimum."""
     roomy = seconds >= 2 * MAX_REPEATS / MIN_REPEATS * min_total_seconds(costs)
     return MAX_REPEATS if roomy else MIN_REPEATS
 
 
 def share_budget(costs: Mapping[Stage, StageCost], seconds: float, repeats: int) -> dict[Stage, float]:
-    """Return the duration of a repeat of each stage: its minimum plus an equal share of what remains of `seconds`."""
+    """Return how long a repeat of each stage may take: its minimum plus an equal share of the rest of `seconds`."""
     left = max(0.0, seconds - repeats * sum(cost.total_seconds for cost in costs.values()))
     return {stage: cost.min_seconds + left / len(costs) / repeats for stage, cost in costs.items()}
 
 
 class Meter:
-    """Counters that are read around a measurement. This base class counts nothing; it only waits for a CUDA device."""
+    """Counters to read before and after a measurement. The base class counts nothing; it can synchronize the device."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._cuda = device if device is not None and device.type == "cuda" else None
@@ -97,7 +97,7 @@ class Meter:
         return 0.0
 
     def starved(self) -> float | None:
-        """Return for how many seconds the consumer has waited for the loader so far; None: it does nothing else."""
+        """Return for how many seconds the consumer has waited for the loader so far; None if it only waits."""
         return None
 
 
@@ -117,7 +117,7 @@ class _Mark:
 
     @classmethod
     def end(cls, images: int, meter: Meter, ready: int = 0) -> _Mark:
-        """Mark the end of a measurement. Read the clock first, for the same reason."""
+        """Mark the end of a measurement. Read the clock first, so that reading the counters is not measured."""
         meter.synchronize()
         return cls(time.perf_counter(), images, ready, CpuTime.now(), meter.stalled(), meter.starved())
 
@@ -132,7 +132,7 @@ class _Mark:
         images = end.images - self.images
         if self.starves(end):
             # Batches become ready many at a time and out of order, so images that wait in the loader count as loaded.
-            # If the consumer is slower than the loader, they are only prefetched images and do not count.
+            # They do not count if the consumer is slower than the loader, because they were only prefetched then.
             images += end.ready - self.ready
         cpu = end.cpu.since(self.cpu).total
         return Repeat(images, end.time - self.time, cpu, end.stalled - self.stalled, end.images)
@@ -147,14 +147,14 @@ def measure_epochs(
     meter: Meter | None = None,
     ready_images: Callable[[], int] = lambda: 0,
 ) -> Repeat:
-    """Measure a loader for about `seconds`, or until its first batch if they are 0.
+    """Measure a loader for about `seconds`, or until its first batch if `seconds` is 0.
 
-    `begin` starts an epoch; `consume` returns the number of images of a batch. If an epoch is shorter than `seconds`,
-    run as many whole epochs as fit, and include the time to start each. If the first epoch is longer, stop it when the
-    time is up. Part of it is then not counted:
+    `begin` starts an epoch and returns its iterator. `consume` processes a batch and returns its number of images. If
+    an epoch is shorter than `seconds`, run as many whole epochs as fit, and include the time to start each. If the
+    first epoch is longer, stop it when the time is up. The measurement then leaves out
 
-    - the first `prefetched` batches, which the loader read before they were requested, if they took at most half of the
-      time;
+    - the first `prefetched` batches, because the loader read them before they were requested, if they took at most half
+      of the time;
     - otherwise, if the loader is faster than its consumer, the time until the first batch.
 
     `ready_images` returns how many images are ready in the loader; they count as loaded if the consumer mostly waits.
@@ -166,7 +166,7 @@ def measure_epochs(
         begun, before, batches = time.perf_counter(), images, 0
         iterator = begin()
         if start is None:
-            # Start the clock after begin(), in which persistent workers first finish the epoch that was stopped before.
+            # Start the clock after begin(), because persistent workers first finish there an epoch stopped earlier.
             start = filled = led = _Mark.begin(0, meter)
             deadline = start.time + seconds
         try:
@@ -177,8 +177,8 @@ def measure_epochs(
                 batches += 1
                 if not longest and time.perf_counter() >= deadline:
                     end = _Mark.end(images, meter, ready_images())
-                    # Leave out the prefetched batches, unless the remaining interval is short: images that were ready
-                    # at its start would then be most of those counted.
+                    # Leave out the prefetched batches, unless the rest of the time is short. Most images counted in a
+                    # short time would be images that were ready at its beginning.
                     if batches > prefetched > 0 and 2 * (end.time - led.time) >= end.time - start.time:
                         return led.until(end)
                     return (start if start.starves(end) else filled).until(end)
@@ -190,7 +190,7 @@ def measure_epochs(
                 close()
         now = time.perf_counter()
         longest = max(longest, now - begun)
-        # Stop after an epoch without images too, which would otherwise repeat forever.
+        # Also stop after an epoch without images, because more epochs would give none either.
         if images == before or now + longest > deadline:
             return start.until(_Mark.end(images, meter))
 
@@ -198,10 +198,10 @@ def measure_epochs(
 def measure_calls(
     call: Callable[[], Any], images: int, seconds: float, meter: Meter | None = None, max_queued_calls: int = 1
 ) -> Repeat:
-    """Measure `call`, which processes this number of images; run it at least once.
+    """Measure a function that processes `images` images; call it for `seconds`, and at least once.
 
     The device is synchronized after the first call, and then only after every few calls, because a device that is
-    synchronized after every call is idle while the next one is launched. The longer a call takes, the fewer are queued.
+    synchronized after every call is idle while the next one is launched. The longer calls take, the fewer are queued.
     """
     meter = meter or Meter()
     start, calls, queued, passed = _Mark.begin(0, meter), 0, 1, 0.0
@@ -216,18 +216,18 @@ def measure_calls(
 
 @dataclass
 class StageRun:
-    """A stage that can be measured, with its results so far."""
+    """A stage to measure, and the repeats measured so far."""
 
     stage: Stage
-    run: Callable[[float], Repeat]  # measures the stage for this many seconds; 0: one batch
-    prepare: Callable[[], None] | None = None  # called before each measurement; its time is not counted
-    note: str | None = None  # for the report, such as which rows are measured
-    warm_up: int = 0  # measurements that `estimate` discards
-    min_batches: int = 1  # in a repeat
+    run: Callable[[float], Repeat]  # measures the stage for the given seconds; 0: one batch
+    prepare: Callable[[], None] | None = None  # called before each measurement, not measured
+    note: str | None = None  # a remark for the report, such as which rows are measured
+    warm_up: int = 0  # number of measurements that `estimate` makes first and discards
+    min_batches: int = 1  # minimum number of batches in a repeat
     repeats: list[Repeat] = field(default_factory=list)
 
     def estimate(self) -> StageCost:
-        """Measure one batch, and return what a repeat of the stage costs."""
+        """Measure one batch, and return the estimated cost of a repeat of the stage."""
         batch_seconds = overhead = 0.0
         for _ in range(self.warm_up + 1):
             begun = time.perf_counter()
@@ -247,7 +247,7 @@ class StageRun:
         if not self.repeats:
             return StageResult(self.stage, reason=INTERRUPTED)
         if not all(one.images for one in self.repeats):
-            return StageResult(self.stage, reason="it processed no images")
+            return StageResult(self.stage, reason="the stage processed no images")
         known = [one.cpu_seconds for one in self.repeats if one.cpu_seconds is not None]
         seconds = sum(one.seconds for one in self.repeats)
         return StageResult(

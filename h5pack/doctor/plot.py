@@ -1,4 +1,4 @@
-"""Drawing of a doctor report: one bar per stage, the bottleneck in red."""
+"""Drawing of a report of `diagnose`: one bar per stage, with the bottleneck in red."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PLAIN, _BOTTLENECK, _TOGETHER, _MUTED, _INK = "#9db4c8", "#d1495b", "#33658a", 
 
 
 def draw_stages(report: DoctorReport, path: str | os.PathLike[str]) -> None:
-    """Draw the report of `diagnose` into a .png, .svg or .pdf file; OptionsError if it cannot be saved there."""
+    """Draw the report of `diagnose` into a .png, .svg or .pdf file; raise OptionsError if that is impossible."""
     check_plot_file(path)
     # Do not use pyplot, which would keep the figure and choose a backend for the whole process.
     from matplotlib.figure import Figure

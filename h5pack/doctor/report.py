@@ -41,8 +41,8 @@ class TargetSummary:
     path: str
     split: str | None
     images: str  # shape and dtype of a row, such as "178x218x3 uint8"
-    rows: int  # in the split
-    hot_rows: int  # that the stages read which run from the page cache
+    rows: int  # number of rows in the split
+    hot_rows: int  # number of rows that the stages with a filled page cache read
     device: str
     step: str
     labels: bool  # whether the step received labels
@@ -58,10 +58,10 @@ class DoctorReport:
     stages: tuple[StageResult, ...]  # all stages, in the order in which an image passes through them
     verdict: Verdict | None  # None if the run was interrupted
     advice: tuple[Advice, ...]
-    unknown: tuple[str, ...]  # what could not be determined, apart from the stages, and why
-    failures: tuple[str, ...]  # errors of the user's transform and model and of reading, one line each
+    unknown: tuple[str, ...]  # what else could not be determined, besides stages, and why
+    failures: tuple[str, ...]  # errors of the user's transform or model, or of reading, one line each
     seconds: float  # duration of the run
-    machine: dict[str, Any]  # from `machine_facts`
+    machine: dict[str, Any]  # the result of `machine_facts`
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -75,12 +75,12 @@ class DoctorReport:
 
     @property
     def first_epoch_text(self) -> str | None:
-        """A sentence about what slows the first epoch; None if that is the same as in later epochs."""
+        """A text about the disk's speed if the disk slows down only the first epoch; None otherwise."""
         if self.verdict is None or self.verdict.first_epoch is None:
             return None
         return (
-            f"The first epoch reaches at most {self.verdict.first_epoch}, because it reads from the disk. So does any "
-            "epoch after the system has dropped the file from the page cache."
+            f"The first epoch reaches at most {self.verdict.first_epoch}, because it reads from the disk. The "
+            "same holds for an epoch that begins after the system has dropped the file from the page cache."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class DoctorReport:
             lines += _wrapped(self.first_epoch_text)
         moves = [one.text for one in self.advice if one.moves]
         if moves:
-            lines += ["", "What would make it faster, the most usual causes first:"]
+            lines += ["", "What would make the training faster (the most usual causes first):"]
             lines += [line for number, item in enumerate(moves, 1) for line in _wrapped(item, f"{number}. ")]
         notes = [one.text for one in self.advice if not one.moves]
         for title, items in (("Other findings:", notes), ("Not determined:", self.unknown)):
@@ -202,19 +202,19 @@ def _verdict_text(verdict: Verdict, evidence: Evidence) -> str:
         return (
             f"No verdict, because the measurements contradict each other: the step alone reaches {step}, the loader "
             f"alone {verdict.feed}, and {loop}. Either the stages slow each other down (they share {cpus}), or the "
-            "machine's speed changed meanwhile; measure again with more seconds, and with nothing else running."
+            "machine's speed changed during the run; measure again with more seconds, and with nothing else running."
         )
     if verdict.outcome is Outcome.FED:
         assert step is not None and verdict.feed is not None  # noqa: PT018
         scarce = verdict.feed.median < 1.5 * step.median
         return (
             f"The loader is fast enough: the step alone reaches {step}, and {loop}. The loader alone reaches "
-            f"{verdict.feed}{', so a faster step would wait for it' if scarce else ''}."
+            f"{verdict.feed}{', so a faster step would wait for the loader' if scarce else ''}."
         )
     names = verdict.bottlenecks
     text = f"The bottleneck is {' or '.join(BOTTLENECK_WORDS[name] for name in names)}"
     if len(names) > 1:
-        text += " (these measurements do not tell which)"
+        text += " (the measurements cannot tell them apart)"
     text += f": {'; '.join(_grounds(name, evidence) for name in names)}."
     doubt = "Not certain" if not verdict.certain else "Note"
     if together is None:
@@ -224,21 +224,21 @@ def _verdict_text(verdict: Verdict, evidence: Evidence) -> str:
         text += f" Everything together reaches {together}, {percent:.0f} % of the step's own speed."
     if verdict.slower:
         text += (
-            f" {doubt}: the loop is slower than its slowest stage alone. The stages share {cpus}, and may wait for "
+            f" {doubt}: the loop is slower than the slowest stage alone. The stages share {cpus}, and may wait for "
             "each other (Python's GIL, memory, synchronisation) or for other processes."
         )
     return text
 
 
 def bottleneck_stage(name: Bottleneck, evidence: Evidence) -> Stage:
-    """Return the stage whose low speed shows a bottleneck."""
+    """Return the stage whose speed shows that `name` is a bottleneck."""
     if name is Bottleneck.STORAGE and not evidence.fits_cache and evidence.rates(Stage.COLD) is not None:
         return Stage.COLD
     return Stage.HOT if name in (Bottleneck.STORAGE, Bottleneck.DECODING) else Stage(name.value)
 
 
 def _grounds(name: Bottleneck, evidence: Evidence) -> str:
-    """Return the measurement that makes `name` a bottleneck."""
+    """Return the measurement that shows that `name` is a bottleneck, in words."""
     stage, why = bottleneck_stage(name, evidence), ""
     if stage is Stage.COLD:
         why = ", and the file does not fit into memory"

@@ -21,7 +21,7 @@ _DEFAULT_OUTPUTS = 10
 
 
 def error_line(error: BaseException) -> str:
-    """Return an error in one line: its type and the line that states the cause. h5pack's own errors have no type."""
+    """Return an error's type and the line of its message that states the cause; no type if it is h5pack's own error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -43,7 +43,7 @@ class StepSetting:
     """The images and the device that a step is made for."""
 
     shape: tuple[int, ...]  # of an image as the step receives it: (C, H, W), or another shape if rows are not images
-    classes: int | None  # their number; None if unknown
+    classes: int | None  # number of classes; None if unknown
     device: torch.device
     dtype: torch.dtype  # of the images; with bfloat16 or float16, the step runs under autocast
 
@@ -51,16 +51,17 @@ class StepSetting:
 def make_step(model: Any, setting: StepSetting) -> tuple[Step, str]:
     """Return a step that runs the user's model, and a description of it. Raise OptionsError if no step can be made.
 
-    None is a small built-in network; a module is used directly. Any other callable is a factory. It is called with the
-    keywords ``shape``, ``classes``, ``num_classes`` and ``device``, as far as its signature names them, and returns
+    If `model` is None, the step uses a small built-in network. A module is used directly. Any other callable is a
+    factory. It is called with those of the keywords ``shape``, ``classes``, ``num_classes`` and ``device`` that its
+    signature names, and returns
 
-    - a module: trained by SGD with a default loss, see `ModuleStep`;
+    - a module, which is trained by SGD with a default loss (see `ModuleStep`);
     - a pair of a module and a loss, which is called with the module's output and the labels; or
-    - any other callable: the whole step, called with the images and the labels (None if there are no labels).
+    - any other callable, which runs the whole step when called with the images and the labels (None without labels).
     """
     if model is None:
         network = _small_network(setting.shape, setting.classes or _DEFAULT_OUTPUTS)
-        return ModuleStep(network, None, setting), f"built in, a small network{_size_text(network)}"
+        return ModuleStep(network, None, setting), f"a small built-in network{_size_text(network)}"
     name, made = "" if isinstance(model, nn.Module) else name_of(model), model
     if name:
         try:
@@ -81,7 +82,7 @@ def make_step(model: Any, setting: StepSetting) -> tuple[Step, str]:
             # For example, the device may have too little memory.
             raise OptionsError(f"the model cannot be moved to {setting.device} ({error_line(error)})") from error
     if callable(made):
-        return made, f"{name}, a step of its own"
+        return made, f"{name}, which returned a whole step"
     raise OptionsError(
         f"the model {name} returned a {type(made).__name__}; it must return a torch module, a pair of a module and a "
         "loss, or a function of images and labels"
@@ -100,7 +101,7 @@ def _named_keywords(factory: Any, setting: StepSetting) -> dict[str, Any]:
 
 
 class ModuleStep:
-    """Step of a module: forward, loss, backward, and SGD with momentum.
+    """A training step of a module: forward, loss, backward, and SGD with momentum.
 
     The learning rate is 0, so that the step does all of the work but leaves the weights unchanged. The default loss is
     cross-entropy for one integer label per image and outputs of shape (N, K), binary cross-entropy for integer labels
@@ -136,7 +137,7 @@ def default_loss(output: Any, labels: torch.Tensor | None) -> torch.Tensor:
     """Return the default loss of `ModuleStep`, computed from the first tensor of `output`."""
     found = next(tensors_of(output), None)
     if found is None:
-        raise TypeError(f"the module returned a {type(output).__name__} without a tensor")
+        raise TypeError(f"the module returned a {type(output).__name__} without a tensor; return a tensor")
     found = found.float()
     if labels is not None and labels.device == found.device and len(labels) == len(found):
         whole = not labels.dtype.is_floating_point

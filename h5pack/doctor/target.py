@@ -30,7 +30,8 @@ from h5pack.system.parameters import whole_number
 DTYPES = ("float32", "bfloat16", "float16")
 # A file larger than this fraction of the available memory is assumed not to stay in the page cache.
 _CACHED_FRACTION = 0.8
-# Each cold repeat starts this fraction of the file after the previous one, so that the starts are spread evenly.
+# Each cold repeat starts to read at a row this fraction of all rows after the start of the previous repeat, so that
+# the starts are spread evenly.
 _GOLDEN = 0.618
 
 
@@ -65,19 +66,19 @@ class DiagnoseSettings:
         if self.dtype not in DTYPES:
             raise OptionsError(f"dtype is {self.dtype!r}; give one of {', '.join(DTYPES)}", parameters=("dtype",))
         if not 0 < self.seconds < float("inf"):
-            text = f"seconds is {self.seconds!r}; give the time that measuring may take, above 0"
+            text = f"seconds is {self.seconds!r}; give the time for all measurements together, above 0"
             raise OptionsError(text, parameters=("seconds",))
         for name, value in (("model", self.model), ("transform", self.transform)):
             if value is not None and not callable(value):
-                raise OptionsError(f"{name} is a {type(value).__name__}; give a callable", parameters=(name,))
+                raise OptionsError(f"{name} is a {type(value).__name__}; give a callable object", parameters=(name,))
 
 
 class Target:
     """The file, loaders, device and step of a diagnosis.
 
-    `failures` are the errors of the user's transform and model, one line each; `reasons` say why stages cannot be
-    measured. Stages that run from the page cache read `hot_rows` rows from the start of the split; `fits_cache` says
-    whether the page cache can hold the whole split. Raises OptionsError and PackFormatError as `diagnose` does.
+    `failures` has the errors of the user's transform and model, one line each; `reasons` says why a stage cannot be
+    measured. Stages measured with a filled page cache read the first `hot_rows` rows of the split; `fits_cache` is true
+    if the page cache can hold the whole split. Raises OptionsError and PackFormatError as `diagnose` does.
     """
 
     def __init__(self, settings: DiagnoseSettings) -> None:
@@ -89,13 +90,13 @@ class Target:
         self.on_gpu = self.device.type == "cuda"
         self.has_transform = settings.transform is not None
         if settings.pin_memory and not self.on_gpu:
-            text = "pin_memory=True needs a GPU, but the device is the CPU"
+            text = "pin_memory=True needs a GPU, but the step runs on the CPU; leave it out"
             raise OptionsError(text, parameters=("pin_memory=True",))
         self._pinned = self.on_gpu if settings.pin_memory is None else settings.pin_memory
         self.dataset = H5Dataset(settings.path, settings.split, images=settings.images, labels=settings.labels)
         if not len(self.dataset):
             where = f"split {settings.split!r}" if settings.split is not None else repr(settings.images)
-            text = f"{self.dataset.path}: {where} has no rows; there is nothing to measure"
+            text = f"{self.dataset.path}: {where} has no rows to measure; name another split or dataset"
             raise PackFormatError(text, path=self.dataset.path, dataset=settings.images)
         self.index: ChunkIndex = self.dataset.engine.indexes[self.dataset.names[0]]
         self.failures: dict[Stage, str] = {}
@@ -119,23 +120,23 @@ class Target:
         self._step_text = self._normalize_text = "none"
 
     def warm(self, seconds: float) -> None:
-        """Read rows into the page cache for about `seconds`, but at least a shuffle window and two batches."""
+        """Read rows into the page cache for about `seconds`: at least a whole shuffle window, and two batches."""
         settings = self._settings
         min_rows = max(settings.window * self.index.group_rows, 2 * settings.batch_size)
         self.hot_rows = max(self._reader.warm(seconds, min(min_rows, len(self.dataset))), 1)
 
     def load_sample(self) -> None:
-        """Load one batch, with the user's transform unless it fails."""
+        """Load one batch, with the user's transform if that works."""
         self._sample = self._first_batch()
         if self.loaders.transform is None:
             return
         try:
             transformed = self._first_batch(transform=True)
             if not len(images_of(transformed)):
-                raise ValueError("it returned a batch without images")
+                raise ValueError("the transform returned a batch without images")
             self._sample = transformed
         except Exception as error:
-            # The user's code may raise any exception. An OptionsError says by itself what failed.
+            # The user's code may raise any exception. The message of an OptionsError already says what failed.
             what = "a batch" if self._settings.num_workers is None else "an image"
             text = f"the transform {name_of(self.loaders.transform)} failed on {what} ({error_line(error)})"
             self.failures[Stage.TRANSFORM] = error_line(error) if isinstance(error, OptionsError) else text
@@ -168,7 +169,7 @@ class Target:
             stages.try_step(step)
             self._step = step
         except Exception as error:
-            # The user's code may raise any exception. An OptionsError says by itself what failed.
+            # The user's code may raise any exception. The message of an OptionsError already says what failed.
             size = "x".join(map(str, stages.images.shape))
             who = "the built-in step" if settings.model is None else f"the model {name_of(settings.model)}"
             text = f"{who} failed on a batch of {size} {settings.dtype} on {self.device} ({error_line(error)})"
@@ -176,7 +177,7 @@ class Target:
             self.reasons[Stage.STEP] = f"the {'built-in step' if settings.model is None else 'model'} failed"
 
     def hot_runs(self) -> list[StageRun]:
-        """Return the stages that are measured with the rows in the page cache; record reasons for the others."""
+        """Return the stages that are measured with the rows in the page cache; set the `reasons` why others are not."""
         some = f"{self.hot_rows:,} of {len(self.dataset):,} rows" if self.hot_rows < len(self.dataset) else None
         threads = max(1, self.loaders.parallel)
 
@@ -251,12 +252,12 @@ class Target:
             raise NotMeasured(reason)
 
     def read_busy_fraction(self, seconds: float) -> float | None:
-        """Return the fraction of time in which one thread that reads rows from the page cache does not wait."""
+        """Read rows from the page cache in one thread; return the fraction of the time in which it does not wait."""
         self._reader.run(seconds, 1, self.hot_rows)
         return self._reader.busy_fraction
 
     def transform_busy_fraction(self, seconds: float) -> float | None:
-        """Return the fraction of time in which one thread that calls the transform does not wait; None if unknown."""
+        """Call the transform in one thread; return the fraction of the time in which it does not wait, or None."""
         transform = self.loaders.transform
         if transform is None:
             return None
@@ -271,7 +272,7 @@ class Target:
             return None
 
     def half_batch_ratio(self, seconds: float) -> float | None:
-        """Return the step's images/s with half a batch divided by its images/s with a whole batch."""
+        """Return the step's images/s with half a batch divided by those with a whole batch; None if unknown."""
         stages, step = self._stages, self._step
         if stages is None or step is None or len(stages.images) < 2:
             return None
@@ -279,7 +280,7 @@ class Target:
         return sorted(half / whole for half, whole in pairs)[1]
 
     def synchronisations(self) -> tuple[float | None, str | None]:
-        """Return how many times a step makes the host wait for the GPU, and ``FILE:LINE`` of the first wait."""
+        """Return how often a step makes the host wait for the GPU, and ``FILE:LINE`` of the first wait."""
         if self._stages is None or self._step is None or not self.on_gpu:
             return None, None
         return self._stages.synchronisations(self._step)
@@ -332,7 +333,7 @@ class Target:
         self.dataset.close()
 
     def _stored_bytes(self) -> int:
-        """Return about how many bytes of the file the split takes."""
+        """Return approximately how many bytes the rows of the split take in the file."""
         index, rows = self.index, len(self.dataset)
         fraction = rows / max(1, index.rows)
         if index.library_reason is not None:

@@ -1,6 +1,6 @@
 """Recommendations against a bottleneck: rules that choose them from a verdict and its evidence, and their texts.
 
-The rules return `Advice` objects without text. All sentences are templates in `Remedy` and name parameters.
+The rules return `Advice` objects without text. All texts are templates in `Remedy`; they name parameters, not flags.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Remedy(Enum):
     """The texts of the recommendations: templates to fill with `Advice.values`, with parameters in backticks."""
 
     TRY_MORE_READS = (
-        "Perhaps too few reads at the same time: try `{parameter}={reads}`; {units} that wait for storage need no CPU."
+        "Perhaps too few reads run at once. Try `{parameter}={reads}`: {units} that wait for storage need no CPU."
     )
     LARGER_CHUNKS = (
-        "The disk loses time with seeks: {stored} in stored order, {order} in the loader's order. Larger chunks need "
-        "fewer seeks ('h5pack convert' with a larger chunk_bytes)."
+        "The disk loses time with seeks: it reaches {stored} in stored order, but {order} in the loader's order. "
+        "Larger chunks need fewer seeks ('h5pack convert' with a larger chunk_bytes)."
     )
     READ_ONCE_BEFORE = "Read the file once before the training: it fits into memory."
     FASTER_DISK = (
@@ -44,12 +44,12 @@ class Remedy(Enum):
         "first epoch decodes. This was turned off for the measurement."
     )
     TRANSFORM_ON_DEVICE = (
-        "Run the transform on the device, for whole batches (DeviceFeed(loader, 'cuda', transform=...)); do once, "
-        "before 'h5pack convert', what is the same in every epoch; or make it cheaper."
+        "Run the transform on the device, for whole batches (DeviceFeed(loader, 'cuda', transform=...)). Do what is "
+        "the same in every epoch only once, before 'h5pack convert'. Or make the transform cheaper."
     )
     TRANSFORM_IN_MORE_THREADS = (
-        "The transform mostly waits (it runs {busy:.0f} % of its time). Find out what it waits for; until then, use "
-        "more {units} that wait at the same time (`{parameter}={reads}`)."
+        "The transform mostly waits (it runs {busy:.0f} % of its time). Find out what it waits for. Until then, use "
+        "more {units}, so that more calls wait at the same time (`{parameter}={reads}`)."
     )
     TRANSFORM_IN_PARALLEL = (
         "The transform's threads use only one CPU together: Python's GIL or a lock lets one of them run at a time. "
@@ -60,8 +60,7 @@ class Remedy(Enum):
         "has a fixed cost, which a larger `batch_size` spreads over more images."
     )
     LARGER_BATCH_FOR_LOADER = (
-        "Small batches: {rows} images of {size:,} bytes each, and each batch has a fixed cost. Set a larger "
-        "`batch_size`."
+        "Small batches: each has a fixed cost, but only {rows} images of {size:,} bytes. Set a larger `batch_size`."
     )
     UINT8_BATCHES = (
         "Float batches on the host: {size:,} bytes per image, {times:.1f} times as many as are stored. Keep uint8 on "
@@ -88,20 +87,20 @@ class Remedy(Enum):
     RAISE_PARALLELISM = (
         "Too few {units}: {parallel} for the {cpus} that this process may use. Raise `{parameter}` to {number}."
     )
-    MORE_CPUS = "The loader's {units} keep the {cpus} that this process may use busy: more CPUs would help{machine}."
+    MORE_CPUS = "The loader's {units} keep all of the {cpus} busy that this process may use. More would help{machine}."
     USE_H5LOADER = (
-        "H5Loader reads in threads and passes nothing between processes; decode once ('h5pack convert'), and "
-        "transform whole batches on the device (DeviceFeed)."
+        "Use H5Loader, which reads in threads and passes nothing between processes. Decode the images only once "
+        "('h5pack convert'), and transform whole batches on the device (DeviceFeed)."
     )
     READ_IN_WORKERS = (
         "Load batches in the workers of a DataLoader, or pack the images ('h5pack convert') and use H5Loader."
     )
     AVOID_SYNCHRONISATION = (
-        "Host synchronisation inside the step: {times:.1f} times per step, the process waits for the GPU (.item(), "
+        "Host synchronisation inside the step: the process waits for the GPU {times:.1f} times per step (.item(), "
         ".cpu(), printing a tensor{where}). Read losses only every few steps."
     )
-    USE_IDLE_GPUS = "{others}: train with {gpus} processes, one on each (torchrun)."
-    NORMALIZE_ON_GPU = "Normalizing runs on the CPU; on a GPU it is one fast kernel."
+    USE_IDLE_GPUS = "{others}: train with {gpus} processes, one on each GPU (torchrun)."
+    NORMALIZE_ON_GPU = "Normalizing runs on the CPU. A GPU would do it in one fast kernel."
     USE_GPU = "The step runs on the CPU: use a GPU (`device='cuda'`) or a smaller network."
     FASTER_STEP = (
         "Make the step itself faster: mixed precision (`dtype='bfloat16'`), torch.compile, channels_last. A faster "
@@ -125,13 +124,13 @@ class Advice:
     """One recommendation: a template and the numbers and names to insert into it."""
 
     remedy: Remedy
-    moves: bool  # it would relieve the bottleneck; False: a finding that does not limit the speed at present
+    moves: bool  # whether it would relieve the bottleneck; if not, it costs no speed at present
     values: Mapping[str, Any] = field(default_factory=dict)
-    first_epoch: bool = False  # it concerns only the first epoch
+    first_epoch: bool = False  # whether it concerns only the first epoch
 
     @property
     def text(self) -> str:
-        """The recommendation in a few sentences."""
+        """The text of the recommendation, with the values inserted."""
         prefix = "Only for the first epoch: " if self.first_epoch else ""
         return prefix + self.remedy.value.format(**self.values).replace("`", "")
 
@@ -142,22 +141,22 @@ class Advice:
 
 
 def advise(verdict: Verdict, evidence: Evidence) -> list[Advice]:
-    """Return what would relieve the bottleneck and any additional findings, the most usual causes first."""
+    """Return recommendations against the bottleneck, and other findings, the most usual causes first."""
     return list(_Rules(verdict, evidence).all())
 
 
-# If the disk is faster by this factor when chunks are read in stored order, it loses time with seeks.
+# If reading in stored order is this many times as fast as in the loader's order, the disk loses time with seeks.
 _SEEKS = 1.3
-# If half a batch gives less than this fraction of the images/s of a whole one, each step has a considerable fixed cost.
+# If half a batch gives less than this fraction of the images/s of a whole batch, a step has a high fixed cost.
 _OVERHEAD = 0.75
 _SMALL_BATCH_BYTES = 1 << 20
-# CPUs used from the first to below the second number count as one.
+# A loader counts as using only one CPU if it uses at least the first and less than the second number of CPUs.
 _ONE_CPU = (0.8, 1.3)
 _READS_FACTOR, _MAX_READS = 4, 32
 
 
 class _Rules:
-    """The rules, a method per subject. Each yields its recommendations."""
+    """The rules. Each method yields the recommendations on one subject."""
 
     def __init__(self, verdict: Verdict, evidence: Evidence) -> None:
         self.verdict, self.evidence = verdict, evidence
@@ -176,7 +175,7 @@ class _Rules:
         return not set(names).isdisjoint(self.verdict.bottlenecks)
 
     def make(self, remedy: Remedy, moves: bool = True, **values: Any) -> Advice:
-        """Return a recommendation with `values` and the numbers that many templates use."""
+        """Return a recommendation with `values`, and with the numbers that many templates contain."""
         evidence = self.evidence
         units = "threads" if evidence.num_workers is None else "workers"
         parallel, cpus = evidence.parallel, evidence.cpus
@@ -267,7 +266,7 @@ class _Rules:
             yield self.make(Remedy.RAISE_PARALLELISM)
         else:
             more = (evidence.machine_cpus or 0) > evidence.cpus
-            where = f" (the machine has {evidence.machine_cpus}: see taskset, SLURM, the container's quota)"
+            where = f" (the machine has {evidence.machine_cpus}: check taskset, SLURM and the container's quota)"
             yield self.make(Remedy.MORE_CPUS, machine=where if more else "")
 
     def _device(self) -> Iterator[Advice]:

@@ -2,8 +2,8 @@
 
 The numbers are either the counters of one interval of a training loop, from `FeedMonitor`, or the speed of every stage
 measured alone, from `h5pack.diagnose`. `judge` accepts both. The verdict is data without text; recommendations are in
-`h5pack.monitor.advice`. The feed is everything on the host that produces a batch: storage, decoding, loader and
-transform. The loop, or everything together, is the complete training loop: feed, copy and step.
+`h5pack.monitor.advice`. "The feed" is everything on the host that produces a batch: storage, decoding, loader
+and transform. "The loop" and "everything together" both mean the complete training loop: feed, copy and step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FEED = frozenset({Bottleneck.STORAGE, Bottleneck.DECODING, Bottleneck.LOADER, Bo
 
 
 class Stage(Enum):
-    """The stages that `h5pack.diagnose` measures: COLD reads from the disk, and HOT from the page cache."""
+    """The stages that `h5pack.diagnose` measures. COLD stages read from the disk, and HOT reads from the page cache."""
 
     COLD_STORED = "storage_cold_stored_order"
     COLD = "storage_cold"
@@ -58,7 +58,7 @@ class Rates:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Rates:
-        """Summarize repeats, each in images per second."""
+        """Summarize the speeds of several repeats, in images per second."""
         return cls(statistics.median(values), min(values), max(values), len(values))
 
     def overlaps(self, other: Rates) -> bool:
@@ -81,17 +81,17 @@ class StageResult:
     stage: Stage
     rates: Rates | None = None
     reason: str | None = None
-    cpus_used: float | None = None  # CPU seconds of this process and its children, per second
-    images: int = 0  # in all repeats together
-    note: str | None = None  # what the stage was measured on
+    cpus_used: float | None = None  # CPU seconds that this process and its children used per second
+    images: int = 0  # number of images in all repeats together
+    note: str | None = None  # a remark, such as which rows were measured
 
 
 class Encoding(Enum):
-    """The kind of decoding that is needed in every epoch. The value completes the sentence "... in every epoch"."""
+    """The kind of decoding needed in every epoch. Its value begins a sentence that ends with "in every epoch"."""
 
     IMAGES = "encoded images are decoded"
     CHUNKS = "compressed chunks are decoded"
-    PARTS = "images that chunks cut are put together"
+    PARTS = "images that are split across chunks are put together"
 
     @classmethod
     def of(cls, index: ChunkIndex) -> Encoding | None:
@@ -105,7 +105,7 @@ class Encoding(Enum):
 
 # A loader that uses at least this fraction of the CPUs that its threads or workers can use counts as CPU-bound.
 _BUSY = 0.8
-# A thread that runs on a CPU for less than this fraction of its time counts as waiting.
+# A thread counts as mostly waiting if it runs on a CPU for less than this fraction of its time.
 _WAITS = 0.5
 
 
@@ -113,40 +113,41 @@ _WAITS = 0.5
 class Evidence:
     """Measurements and facts from which `judge` derives a verdict. None: not known. Fractions are from 0 to 1."""
 
-    cpus: int  # that this process may use
-    machine_cpus: int | None = None
-    load: float | None = None  # load average before the measurement
+    cpus: int  # number of CPUs that this process may use
+    machine_cpus: int | None = None  # number of CPUs of the machine
+    load: float | None = None  # the system's load average before the measurement
     # The threads of an H5Loader, or the workers of a DataLoader. Both are None for any other loader.
     num_threads: int | None = None
     num_workers: int | None = None
-    on_gpu: bool | None = None
-    batch_rows: int | None = None
-    # The size and type of an image in the file, and as the loader returns it.
+    on_gpu: bool | None = None  # whether the step runs on a GPU
+    batch_rows: int | None = None  # number of images in a batch
+    # The size of an image, and whether its values are floats: stored in the file, and loaded by the loader.
     stored_row_bytes: int | None = None
     loaded_row_bytes: int | None = None
     stored_float: bool = False
     loaded_float: bool = False
-    pinned: bool | None = None
-    encoding: Encoding | None = None
+    pinned: bool | None = None  # whether the loader's batches are in pinned memory
+    encoding: Encoding | None = None  # the decoding needed in every epoch; None if there is none
     library_reason: str | None = None  # why rows are read through the HDF5 library; None: h5pack reads them directly
-    full_shuffle: bool = False  # rows are shuffled individually, regardless of the chunks that contain them
-    fits_cache: bool = True  # all stored bytes fit into the available memory
-    fits_resident: bool = False  # all decoded images do
-    has_transform: bool = False
-    # The fraction of its time that a thread spent on a CPU: reading from the page cache, and calling the transform.
+    full_shuffle: bool = False  # whether rows are shuffled individually, regardless of their chunks
+    fits_cache: bool = True  # whether the page cache can hold all stored bytes
+    fits_resident: bool = False  # whether all decoded images fit into memory
+    has_transform: bool = False  # whether a transform runs on the host
+    # The fraction of the time in which a thread did not wait while it read from the page cache or called the transform.
     read_busy_fraction: float | None = None
     transform_busy_fraction: float | None = None
     half_batch_ratio: float | None = None  # the step's images/s with half a batch, divided by those with a whole one
-    synchronisations: float | None = None  # how many times per step the process waits for the CUDA device
+    synchronisations: float | None = None  # how often a step makes the process wait for the CUDA device
     synchronised_at: str | None = None  # FILE:LINE of the first such wait
-    idle_gpus: int | None = None  # other than the step's
-    world_size: int = 1  # processes of this training
-    stall_fraction: float | None = None  # of the loop's time in which the step waited for data
-    # The process's wait for the loader, divided by the step's wait; the rest of the step's wait is the copy.
+    idle_gpus: int | None = None  # number of idle GPUs besides the one that runs the step
+    world_size: int = 1  # number of processes of this training
+    stall_fraction: float | None = None  # fraction of the loop's time in which the step waited for data
+    # The process's wait for the loader, divided by the step's wait, which also includes the wait for the copy.
     wait_fraction: float | None = None
-    transform_wait_fraction: float | None = None  # of the process's wait in which a transform ran in the step's thread
-    cpus_used: float | None = None  # CPU seconds that the feed used per second; used only if `stages` is empty
-    stages: Mapping[Stage, StageResult] = field(default_factory=dict)  # empty: only counters of a loop are known
+    # The fraction of the process's wait for the loader in which a transform ran in the step's thread.
+    transform_wait_fraction: float | None = None
+    cpus_used: float | None = None  # CPU seconds that the feed used per second; ignored unless `stages` is empty
+    stages: Mapping[Stage, StageResult] = field(default_factory=dict)  # empty if only the counters of a loop are known
 
     @property
     def parallel(self) -> int:
@@ -179,7 +180,7 @@ class Evidence:
         return self.stages[stage].rates if stage in self.stages else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-serializable dict, without the stages and what only `FeedMonitor` measures."""
+        """Return a JSON-serializable dict without the stages and without the fields that only `FeedMonitor` sets."""
         left_out = ("stages", "wait_fraction", "transform_wait_fraction", "cpus_used", "full_shuffle")
         found = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in left_out}
         return {**found, "encoding": None if self.encoding is None else self.encoding.value}
@@ -190,9 +191,9 @@ class Outcome(Enum):
 
     NO_LOADER = "the loader was not measured"
     NO_STEP = "the step was not measured"
-    CONTRADICTION = "the loop contradicts the stages measured alone, so none is named"
+    CONTRADICTION = "the loop contradicts the stages measured alone, so no bottleneck is named"
     FED = "the step does not wait"
-    LIMITED = "something limits the step"
+    LIMITED = "a bottleneck slows down the training"
 
 
 @dataclass(frozen=True)
@@ -200,9 +201,9 @@ class Verdict:
     """The bottleneck, and how well the numbers support this result."""
 
     outcome: Outcome
-    bottlenecks: tuple[Bottleneck, ...] = ()  # several if the numbers do not tell which one it is
+    bottlenecks: tuple[Bottleneck, ...] = ()  # more than one if the measurements cannot tell them apart
     fed: bool | None = None  # whether the loop runs as fast as the step alone
-    certain: bool = False  # whether the measurements support each other
+    certain: bool = False  # whether the measurements agree with each other
     slower: bool = False  # whether the loop is slower than its slowest stage alone
     feed: Rates | None = None  # the speed of the whole feed
     first_epoch: Rates | None = None  # the disk's speed, if the disk slows down only the first epoch
@@ -224,8 +225,8 @@ def _judge_interval(evidence: Evidence) -> Verdict:
     elif evidence.library_reason is not None or (evidence.full_shuffle and evidence.encoding is Encoding.CHUNKS):
         found = Bottleneck.DECODING
     else:
-        # If the CPU use is unknown, assume that threads wait for the disk. Do not assume that of workers, because
-        # passing batches between processes may be what is slow.
+        # If the CPU use is unknown, assume that threads wait for the disk. Do not assume this for worker processes,
+        # because they may be slow for another reason: passing batches between processes.
         found = _feed_cause(evidence, waits=busy is False or (busy is None and evidence.num_workers is None))
     return Verdict(Outcome.LIMITED, (found,), fed=False)
 
@@ -244,14 +245,15 @@ _EQUAL = 1.1
 _APART = 1.5
 # The step counts as fed, meaning that it does not wait, if the loop reaches this fraction of the step's own speed.
 _FED = 0.9
-# If the loop is slower than this fraction of its slowest lane (see `_StageRules`), the lanes slow each other down.
+# If the loop is slower than this fraction of its slowest lane (see `_StageRules`), the lanes disturb each other.
 _SHORT = 0.75
 # The step mostly waits above the first stall fraction, and hardly waits below the second.
 _MOSTLY, _HARDLY = 0.5, 0.1
-# If the loop is faster than this multiple of its slowest lane, the measurement of that lane cannot be right.
+# If the loop is this many times as fast as its slowest lane, the measurement of that lane cannot be right.
 _FASTER = 1.25
-# Limits of a stage's speed divided by that of a stage that it contains, such as the loader and reading. Below the
-# first, the outer stage itself is the cause; from the second on, the inner stage is; in between, both are named.
+# An outer stage, such as the loader, contains an inner stage, such as reading. If the outer speed is below the first
+# fraction of the inner speed, the outer stage itself is the cause. From the second fraction on, the inner stage is the
+# cause. In between, both are named.
 _EXPLAINS = (0.5, 0.7)
 
 
@@ -264,7 +266,7 @@ class _StageRules:
     """The rules for stages that were measured alone.
 
     Three lanes work at the same time: the feed (storage to transform), the copy, and the device (normalize, step). The
-    slowest lane limits the training, and the part of it that takes the most time is the bottleneck.
+    slowest lane limits the training, and the part of that lane that takes the most time is the bottleneck.
     """
 
     def __init__(self, evidence: Evidence) -> None:
@@ -337,7 +339,7 @@ class _StageRules:
             return self._loader_causes()
         if Stage.LOADER not in self.rates:
             return (Bottleneck.TRANSFORM,)
-        # The fraction of the time per image that the transform adds to the time of the loader.
+        # The fraction of the time per image (of loader and transform together) that the transform takes.
         added = 1 - self.rates[Stage.TRANSFORM].median / self.rates[Stage.LOADER].median
         if added >= _EXPLAINS[0]:
             return (Bottleneck.TRANSFORM,)

@@ -91,7 +91,7 @@ class FeedMonitor(LoaderWrapper):
     loader : iterable
         An H5Loader, DataLoader, DeviceFeed, EchoLoader or any other iterable of batches.
     interval_seconds : float
-        Time between reports.
+        Time between reports, in seconds.
     on_report : callable, optional
         Called with the `FeedReport` of each interval and of each epoch (see ``report.over``), in the training loop's
         thread.
@@ -100,7 +100,7 @@ class FeedMonitor(LoaderWrapper):
     json_lines : path, optional
         A file to which a JSON object is appended for each report.
     tensorboard : SummaryWriter or path, optional
-        A writer, or a folder for a new one, to which scalars are written after each interval.
+        A writer, or the folder for a new writer. Scalars are written after each interval.
     warn_stall : float or None
         Warn if the step waited for more than this fraction of an interval, 0 to 1. The first interval of an iteration
         never causes a warning, because workers start and caches fill then. None: never warn.
@@ -140,7 +140,7 @@ class FeedMonitor(LoaderWrapper):
     ) -> None:
         super().__init__(loader)
         if not _is_number(interval_seconds) or not interval_seconds > 0:
-            text = f"interval_seconds is {interval_seconds!r}; give the seconds between reports, above 0"
+            text = f"interval_seconds is {interval_seconds!r}; give a number of seconds above 0"
             raise OptionsError(text, parameters=("interval_seconds",))
         if warn_stall is not None and not (_is_number(warn_stall) and 0 <= warn_stall <= 1):
             text = f"warn_stall is {warn_stall!r}; give a fraction from 0 to 1, or None"
@@ -164,7 +164,7 @@ class FeedMonitor(LoaderWrapper):
     def report(self) -> FeedReport:
         """Return the report of the current epoch so far, or of the whole epoch once it has ended.
 
-        Its `interval` is the report of the last completed interval.
+        The report's attribute `interval` is the report of the last completed interval.
         """
         if self._recorder is not None:
             return self._recorder.report()
@@ -185,7 +185,7 @@ class FeedMonitor(LoaderWrapper):
         if self._recorder is not None:
             self._earlier_batches += self._recorder.counters.batches
         begun = time.perf_counter()
-        # A resumed epoch begins at the batch that the loader's state names.
+        # A resumed epoch does not begin at batch 0, but at the batch in the loader's state.
         done = (self._loader_state() or {}).get("batches", 0)
         self._first_batch = done if isinstance(done, int) else 0
         cursor, fetcher = self._begin(record=False)
@@ -200,14 +200,14 @@ class FeedMonitor(LoaderWrapper):
             probe=self._probe,
             device_wait=device_wait,
         )
-        # The step also waits while the loader starts its workers.
+        # Count the time in which the loader started its workers as a wait of the step.
         recorder.waited(time.perf_counter() - begun)
         self._outputs.begin(_length(self.loader), self._first_batch)
         labels = ProfilerRanges(self._profiler_ranges, nvtx=on_cuda)
         return MonitoredIterator(fetcher, cursor, self._finish, recorder, labels, device_wait)
 
     def _step(self, batches: int) -> int:
-        """Return the number of batches in all epochs if the loader has a length, else those this monitor delivered."""
+        """Return how many batches were delivered: in all epochs if the loader has a length, else by this monitor."""
         total = _length(self.loader)
         return self._earlier_batches + batches if total is None else self.epoch * total + self._first_batch + batches
 

@@ -20,8 +20,8 @@ _PROC = Path("/proc")
 class CpuTime:
     """The CPU seconds used so far."""
 
-    own: float  # of this process, in all threads
-    children: float | None  # of all descendants, including those that ended and were waited for; None: not available
+    own: float  # CPU seconds of this process, in all threads
+    children: float | None  # CPU seconds of all descendants, including ended ones; None: not available
 
     @classmethod
     def now(cls, proc: Path = _PROC) -> CpuTime:
@@ -47,7 +47,7 @@ def _children_seconds(proc: Path) -> float | None:
     seconds = ended.children_user + ended.children_system
     own = str(os.getpid())
     if not (proc / own / "task" / own / "children").exists():
-        # The system does not list a process's children, so the sum is wrong if any are running.
+        # The system does not list child processes, so the CPU seconds of children that still run are not known.
         return None if multiprocessing.active_children() else seconds
     try:
         # Fields 11 to 14: user and system time of the process, and of its children that it has waited for.
@@ -99,7 +99,7 @@ class GpuStatus:
     # Percentage of the driver's last sampling period (about 0.2 s to 1 s) during which at least one kernel was running,
     # 0 to 100. At 100 %, kernels may still use only a small part of the GPU.
     utilisation_percent: float | None = None
-    memory_used_bytes: int | None = None  # by all processes together
+    memory_used_bytes: int | None = None  # used by all processes together
     memory_total_bytes: int | None = None
 
 
@@ -121,7 +121,7 @@ class GpuProbe:
             self._card = _find_card(self._nvml, device)
             self._name = _decoded(self._nvml.nvmlDeviceGetName(self._card))
         except Exception as error:
-            # No problem with the driver or its Python package may stop the training, which goes on without GPU status.
+            # A problem with the driver or its Python package must not stop the training; reports just lack the GPU.
             self._card = None
             _log.info("reports have no GPU status: %s (pip install nvidia-ml-py)", error)
 
@@ -150,7 +150,7 @@ def _find_card(nvml: Any, device: torch.device) -> Any:
     cards = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     if uuid is None and len(cards) == 1:
-        # torch 2.4 does not tell the UUID.
+        # torch 2.4 does not report the UUID, but there is only one GPU to choose from.
         return cards[0]
     for card in cards:
         if _decoded(nvml.nvmlDeviceGetUUID(card)) == f"GPU-{uuid}":

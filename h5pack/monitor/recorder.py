@@ -58,7 +58,7 @@ class DeviceWait:
 
     @property
     def seconds(self) -> float:
-        """The seconds so far. A wait whose end the device has not reached counts as long as the process waited."""
+        """The seconds so far. While the device has not reached the end of a wait, the process's own wait counts."""
         self._harvest()
         return self._seconds + sum(host for _, _, host in self._pending)
 
@@ -85,18 +85,18 @@ class MonitorSettings:
 
 @dataclass
 class _Counters:
-    """All counters of an iteration. Reports are made from the differences between two copies."""
+    """All counters of an iteration at one time. Reports are made from the differences between two copies."""
 
-    time: float
+    time: float  # of `time.perf_counter`
     cpu: CpuTime = field(default_factory=CpuTime.now)
     batches: int = 0
     images: int | None = None
-    size: int = 0
-    wait: float = 0.0
-    stall: float = 0.0  # on a CUDA device, before a copy is made: only the waits that no CUDA event measures
-    fresh: int | None = None
-    shown: int | None = None
-    transform: float | None = None
+    size: int = 0  # bytes of all batches
+    wait: float = 0.0  # seconds that the process waited
+    stall: float = 0.0  # seconds that the step waited; `FeedRecorder._read` adds the waits measured by CUDA events
+    fresh: int | None = None  # `EchoLoader.fresh`
+    shown: int | None = None  # `EchoLoader.shown`
+    transform: float | None = None  # seconds spent in a transform by a `DeviceFeed`
 
 
 class FeedRecorder:
@@ -104,7 +104,7 @@ class FeedRecorder:
 
     `layers` are the loader and all loaders that it wraps, outermost first. `begun` is when the iteration began, in
     seconds of `time.perf_counter`. `step` converts a number of batches of this iteration to `FeedReport.step`.
-    `probe` is None without a GPU, and `device_wait` if the step does not run on a CUDA device.
+    `probe` is None without a GPU. `device_wait` is None if the step does not run on a CUDA device.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class FeedRecorder:
         self.due = begun + settings.interval_seconds
 
     def waited(self, seconds: float) -> None:
-        """Count time spent waiting without receiving a batch, at the start or the end of the loader."""
+        """Count seconds of waiting in which no batch arrived: while the loader started, or at its end."""
         self.counters.wait += seconds
         self.counters.stall += seconds
 
@@ -167,7 +167,7 @@ class FeedRecorder:
             warnings.warn(f"h5pack {name}: {stall_text(self._layers, report, transform)}", stacklevel=3)
 
     def finish(self) -> None:
-        """Report the last interval and the epoch after the iteration has ended, completely or early."""
+        """Report the last interval and the epoch. Call this when the iteration has ended, completely or early."""
         if self._final is not None:
             return
         now = self._read(time.perf_counter())
@@ -187,7 +187,7 @@ class FeedRecorder:
         return report
 
     def _read(self, now: float) -> _Counters:
-        """Return a copy of the counters at the time `now`, with those that the device and the loaders keep."""
+        """Return a copy of the counters at the time `now`, including what the device and the loaders have counted."""
         device_seconds = 0.0 if self._device_wait is None else self._device_wait.seconds
         return replace(
             self.counters,
@@ -206,7 +206,7 @@ class FeedRecorder:
 
     def _report(self, over: str, first: _Counters, last: _Counters) -> FeedReport:
         seconds = max(last.time - first.time, 1e-9)
-        # A wait is counted when its CUDA events are done, which may be in a later interval, so limit it to this one.
+        # A wait is counted when its CUDA events are done, so part of it may belong to an earlier interval: limit it.
         stall = min(max(0.0, last.stall - first.stall), seconds)
         images = None if last.images is None else last.images - (first.images or 0)
         cpu = last.cpu.since(first.cpu)

@@ -22,33 +22,33 @@ _NOT_AVAILABLE = "not available"
 class FeedReport:
     """A report on how long the training step waited for data during an interval or an epoch.
 
-    None means not available, or not known yet. An epoch's report covers the time from the begin of the iteration until
+    None means not available, or not known yet. An epoch's report covers the time from the start of the iteration until
     now, or until the end of the epoch.
     """
 
-    name: str  # of the monitor
-    over: str  # "interval" or "epoch"
+    name: str  # the monitor's name
+    over: str  # the period of the report: "interval" or "epoch"
     time: float  # Unix time at the end of the period, in seconds
     epoch: int | None
     step: int  # batches delivered so far: in all epochs if the loader has a length, else by this monitor
-    batches: int  # that the step received during the period
-    images: int | None  # in these batches; None if they contain no tensor from which to tell
+    batches: int  # number of batches that the step received during the period
+    images: int | None  # number of images in these batches; None if they contain no tensor
     seconds: float  # length of the period
-    wait_seconds: float  # that the process waited inside next(loader)
-    # The seconds that the step waited. On a CPU, `wait_seconds`. On a CUDA device, the time during which the step's
+    wait_seconds: float  # how long the process waited inside next(loader)
+    # How long the step waited. On a CPU: `wait_seconds`. On a CUDA device: the time during which the step's
     # stream was idle because the batch was not ready: the part of the process's wait that was not hidden by work queued
     # on the device, and the part of the copy that was still to be done.
     stall_seconds: float
     stall_fraction: float  # `stall_seconds` divided by `seconds`, 0 to 1
     images_per_s: float | None
-    bytes_per_s: float | None  # of all tensors of a batch, in the form that the step receives
+    bytes_per_s: float | None  # bytes of all tensors of the batches, as the step receives them
     queue_depth: int | None = None  # batches ready in the loader at the end of the period
     # CPU use of this process and its child processes (such as a DataLoader's workers) together, and of the child
     # processes alone. 100 is one CPU.
     cpu_percent: float | None = None
     children_cpu_percent: float | None = None
     freshness: float | None = None  # with an EchoLoader: fraction of the delivered batches that were not repeats
-    gpu: GpuStatus | None = None  # at the end of the period
+    gpu: GpuStatus | None = None  # state of the GPU at the end of the period
     interval: FeedReport | None = None  # in an epoch's report: the report of the last completed interval
 
     def to_json(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class FeedReport:
         return {**own, **{f"gpu_{one.name}": getattr(gpu, one.name) for one in fields(gpu)}}
 
     def to_text(self) -> str:
-        """Return the numbers as one line of text."""
+        """Return the report as one line of text."""
         megabytes = None if self.bytes_per_s is None else self.bytes_per_s / 1e6
         fresh = "" if self.freshness is None else f", fresh {100 * self.freshness:.0f} %"
         return (
@@ -81,7 +81,7 @@ def _number_text(value: float | None, unit: str = "") -> str:
 
 
 class ReportOutputs:
-    """The outputs of a monitor; each receives every report. The parameters are those of `FeedMonitor`."""
+    """The outputs to which a monitor sends its reports. The parameters are those of `FeedMonitor`."""
 
     def __init__(
         self,
@@ -105,18 +105,18 @@ class ReportOutputs:
         self._own_writer = isinstance(tensorboard, (str, os.PathLike))
         self._writer = _summary_writer(tensorboard) if self._own_writer else tensorboard
         if self._writer is not None and not hasattr(self._writer, "add_scalar"):
-            text = f"tensorboard is a {type(tensorboard).__name__}; give a SummaryWriter, or a folder for one"
+            text = f"tensorboard is a {type(tensorboard).__name__}; give a SummaryWriter, or the folder for a new one"
             raise OptionsError(text, parameters=("tensorboard",))
 
     def __getstate__(self) -> dict[str, Any]:
-        # The progress bar, and a TensorBoard writer that was created here, belong to this process.
+        # The progress bar and a TensorBoard writer that was created here cannot be used in another process.
         return {**self.__dict__, "_bar": None, "_writer": None if self._own_writer else self._writer}
 
     def begin(self, total: int | None, first_batch: int = 0) -> None:
         """Begin an epoch of `total` batches (None: not known) at the batch with index `first_batch`."""
         self._first_batch = first_batch
         if self._progress:
-            # Do not let tqdm start its monitor thread, because threads do not survive a fork.
+            # Do not let tqdm start its monitor thread: a forked child could inherit a lock that is never released.
             tqdm.monitor_interval = 0
             self._bar = tqdm(total=total, initial=first_batch, desc=self._name, unit=" batches")
 

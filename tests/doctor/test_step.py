@@ -34,7 +34,7 @@ def test_the_built_in_step_accepts_images_of_any_size() -> None:
         step, text = make_step(None, StepSetting(shape, classes, torch.device("cpu"), torch.float32))
         step(torch.rand(3, *shape), torch.tensor([0, 1, 9_999]))
         step(torch.rand(3, *shape), None)
-        assert text.startswith("built in, a small network of ")
+        assert text.startswith("a small built-in network of ")
 
 
 @pytest.mark.parametrize("as_factory", [True, False])
@@ -84,7 +84,7 @@ def test_any_other_callable_is_the_step() -> None:
     step, text = make_step(lambda: lambda images, labels: seen.append((images, labels)), SETTING)
     step(IMAGES, LABELS)
     assert seen == [(IMAGES, LABELS)]
-    assert text.endswith("<lambda>, a step of its own")
+    assert text.endswith("<lambda>, which returned a whole step")
 
 
 def test_parameters_without_a_shape_yet_and_modules_that_do_not_train() -> None:
