@@ -1,6 +1,6 @@
 """Random flips, padded crops and erased boxes (random erasing), drawn separately for each sample of a batch.
 
-A draw is one pseudo-random number. It is a hash of (seed, epoch, row, repeat, number of the draw) in 64-bit integer
+A draw is one pseudo-random number: a hash of (seed, epoch, row, repeat, number of the draw), computed in 64-bit integer
 arithmetic, which is exact on every device. A sample therefore gets the same augmentation on every device, for every
 batch size and number of ranks, and after a resume. The hash is splitmix64: a draw equals
 ``derive_key(seed, epoch, row, 64 * repeat + number)`` from `h5pack.order.permutation`.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DRAWS = 64
 """How many draw numbers are reserved for each repeat of a row."""
 TRIES = 10
-"""How many boxes are tried before an image is left unerased, as in torchvision's RandomErasing."""
+"""Number of boxes to try per image. If none fits, nothing is erased, as in torchvision's RandomErasing."""
 _FLIP, _TOP, _LEFT, _ERASE, _BOX = 0, 1, 2, 3, 4
 _STEPS = 4096
 _UNIT_BITS = 20
@@ -37,26 +37,41 @@ _cached_tables: dict[tuple[object, ...], list[torch.Tensor]] = {}
 class Augmentation:
     """The random changes to make to images, as described in `Normalize`. Raises OptionsError for invalid values."""
 
-    flip: float = 0.0  # A probability, as `erase`.
-    crop: int = 0  # Pixels of padding on each side.
-    erase: float = 0.0
-    erase_scale: tuple[float, float] = (0.02, 0.33)  # Range of the area, drawn uniformly.
-    erase_ratio: tuple[float, float] = (0.3, 3.3)  # Range of height / width, drawn log-uniformly.
+    flip: float = 0.0  # Probability of a horizontal flip.
+    crop: int = 0  # Pixels of padding on each side before a random window is cut out.
+    erase: float = 0.0  # Probability that a box is erased.
+    erase_scale: tuple[float, float] = (
+        0.02,
+        0.33,
+    )  # Range of the box's area / the image's area; drawn uniformly.
+    erase_ratio: tuple[float, float] = (0.3, 3.3)  # Range of the box's height / width; drawn log-uniformly.
 
     def __post_init__(self) -> None:
         # These values are converted to tuples of floats because they are part of the key of `_cached_tables`.
         for name in ("erase_scale", "erase_ratio"):
             values = tuple(float(value) for value in getattr(self, name))
             if len(values) != 2:
-                raise OptionsError(f"{name} has {len(values)} numbers; give two, smaller first", parameters=(name,))
+                raise OptionsError(f"{name} has {len(values)} numbers; give two in ascending order", parameters=(name,))
             object.__setattr__(self, name, values)
         (low_area, high_area), (low_ratio, high_ratio) = self.erase_scale, self.erase_ratio
         for name, is_valid, wanted in (
             ("flip", 0 <= self.flip <= 1, "a probability, 0 to 1"),
             ("erase", 0 <= self.erase <= 1, "a probability, 0 to 1"),
-            ("crop", 0 <= self.crop < 1 << 20 and self.crop == int(self.crop), "the pixels of padding, an int from 0"),
-            ("erase_scale", 0 < low_area <= high_area <= 1, "two fractions of the area, above 0 to 1, smaller first"),
-            ("erase_ratio", 1 / 1024 <= low_ratio <= high_ratio <= 1024, "two ratios, 1/1024 to 1024, smaller first"),
+            (
+                "crop",
+                0 <= self.crop < 1 << 20 and self.crop == int(self.crop),
+                "the pixels of padding, an integer from 0",
+            ),
+            (
+                "erase_scale",
+                0 < low_area <= high_area <= 1,
+                "two ascending fractions of the area, above 0 to 1",
+            ),
+            (
+                "erase_ratio",
+                1 / 1024 <= low_ratio <= high_ratio <= 1024,
+                "two ascending ratios, 1/1024 to 1024",
+            ),
         ):
             if not is_valid:
                 raise OptionsError(f"{name} is {getattr(self, name)}; give {wanted}", parameters=(name,))
@@ -74,21 +89,23 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class AugmentationDraws:
-    """The random values for each sample of a batch. Each tensor is int32, (N,), on the images' device."""
+    """The random augmentation of each sample of a batch. Each tensor is int32, (N,), on the images' device."""
 
     flip: torch.Tensor  # 1 for an image to flip, else 0. The flip is applied after the crop.
-    top: torch.Tensor  # Offset of the crop window, in pixels; negative if the window begins in the padding.
+    # The first row and column of the crop window, in pixels of the image; negative if it begins in the padding.
+    top: torch.Tensor
     left: torch.Tensor
-    box_top: torch.Tensor  # The box to erase, in pixels of the result.
+    # The box to erase, in pixels of the result. All four are 0 if nothing is erased.
+    box_top: torch.Tensor
     box_left: torch.Tensor
-    box_height: torch.Tensor  # 0 if nothing is erased.
+    box_height: torch.Tensor
     box_width: torch.Tensor
 
 
 def draw_augmentation(
     key: BatchKey, seed: int, augmentation: Augmentation, height: int, width: int
 ) -> AugmentationDraws:
-    """Draw the augmentation of each sample; the same on every device. The result is on the device of ``key.rows``."""
+    """Draw the augmentation of each sample. The tensors are on the device of ``key.rows``; devices do not differ."""
     count = _BOX + 4 * TRIES if augmentation.erase else _ERASE
     words = random_words(key, seed, count)
     flip = _chance(words[:, _FLIP], augmentation.flip)
@@ -167,11 +184,11 @@ def _boxes(words: torch.Tensor, augmentation: Augmentation, height: int, width: 
 def _tables(augmentation: Augmentation, device: torch.device) -> list[torch.Tensor]:
     """Return the square roots of area fractions, ratios and inverse ratios, in units of 2^-20: int64, (4096,) each.
 
-    The range of the area and of the logarithm of the ratio is divided into 4096 equal steps; an entry is the value at
-    the middle of its step.
+    The range of the area and the range of the ratio's logarithm are divided into 4096 equal steps. Each entry is the
+    value at the middle of a step.
     """
     name = (augmentation.erase_scale, augmentation.erase_ratio, str(device))
-    # While torch.compile traces this call, tensors are symbolic, so they must neither come from the cache nor enter it.
+    # While torch.compile traces this call, tensors are symbolic. They must not be mixed with tensors of the cache.
     if name in _cached_tables and not torch.compiler.is_compiling():
         return _cached_tables[name]
     middles = (torch.arange(_STEPS, dtype=torch.float64, device="cpu") + 0.5) / _STEPS
@@ -186,7 +203,7 @@ def _tables(augmentation: Augmentation, device: torch.device) -> list[torch.Tens
 
 
 def crop_and_flip(pixels: torch.Tensor, draws: AugmentationDraws) -> torch.Tensor:
-    """Return cropped and flipped images: uint8, (N, H, W, C) like `pixels`. Works inside ``torch.compile``."""
+    """Return cropped and flipped images, uint8 (N, H, W, C) like `pixels`. It works inside ``torch.compile``."""
     count, height, width, _ = pixels.shape
     rows = torch.arange(height, device=pixels.device) + draws.top[:, None]
     columns = torch.arange(width, device=pixels.device).expand(count, width)
@@ -198,9 +215,9 @@ def crop_and_flip(pixels: torch.Tensor, draws: AugmentationDraws) -> torch.Tenso
 
 
 def crop_and_flip_on_cpu(pixels: torch.Tensor, draws: AugmentationDraws, planar: bool) -> torch.Tensor:
-    """Do the same as `crop_and_flip` with one copy per image; contiguous, and (N, C, H, W) if `planar`.
+    """Do the same as `crop_and_flip`, by one copy per image. The result is contiguous; (N, C, H, W) if `planar`.
 
-    On a CPU it is twice as fast for images of 32 x 32 pixels, and 20 times as fast for 218 x 178.
+    On a CPU, this is twice as fast for images of 32 x 32 pixels, and 20 times as fast for images of 218 x 178.
     """
     count, height, width, channels = pixels.shape
     shape = (count, channels, height, width) if planar else (count, height, width, channels)
@@ -209,7 +226,7 @@ def crop_and_flip_on_cpu(pixels: torch.Tensor, draws: AugmentationDraws, planar:
     for number, (flip, top, left) in enumerate(
         zip(draws.flip.tolist(), draws.top.tolist(), draws.left.tolist(), strict=True)
     ):
-        # The part of the crop window that is inside the image, in coordinates of the window. The rest stays black.
+        # These are the window's rows and columns that lie inside the image. The rest of the result stays black.
         upper, lower = max(0, -top), min(height, height - top)
         start, stop = max(0, -left), min(width, width - left)
         if upper >= lower or start >= stop:

@@ -32,13 +32,13 @@ class BatchKey:
     size and number of ranks, and in a resumed run.
     """
 
-    rows: torch.Tensor  # int64, (N,), on the images' device: the index of each sample in the file's datasets.
+    rows: torch.Tensor  # The index of each sample in the file's datasets: int64, (N,), on the images' device.
     epoch: int
-    repeats: int | torch.Tensor = 0  # Earlier deliveries of each row in this epoch: one number, or int64, (N,).
+    repeats: int | torch.Tensor = 0  # How often each row was delivered before in this epoch: an int, or int64, (N,).
 
 
 class EchoedBatch(list[Any]):
-    """A list whose attribute `repeats` says how often it was delivered before: one number, or int64, (N,)."""
+    """A batch (a list) with the attribute `repeats`: how often it was delivered before, an int or int64, (N,)."""
 
     def __init__(self, elements: Iterable[Any] = (), repeats: int | torch.Tensor = 0) -> None:
         super().__init__(elements)
@@ -46,7 +46,7 @@ class EchoedBatch(list[Any]):
 
     @staticmethod
     def mark(batch: Any, repeats: int | torch.Tensor) -> Any:
-        """Return a batch that shares the memory of `batch` and has the attribute `repeats`; `batch` is not changed.
+        """Return a batch that shares the memory of `batch` and has the attribute `repeats`. `batch` does not change.
 
         A tuple, named tuple, list or dict becomes an instance of a subclass of its type. A tensor is detached, and
         another mapping is copied shallowly. Any other object is returned without the attribute.
@@ -97,7 +97,7 @@ def _marked_type(kind: type) -> type:
     """Return a subclass of a container type whose instances can have attributes."""
 
     def reduce(batch: Any, _protocol: Any) -> tuple[Any, ...]:
-        # pickle cannot import classes that were created at run time, so let it call `mark` when it loads the batch.
+        # pickle cannot import a class that was created at run time, so make it call `mark` when it loads the batch.
         return EchoedBatch.mark, (EchoedBatch.unmark(batch), batch.repeats)
 
     members = {"_unmarked_type": kind, "__reduce_ex__": reduce, "__module__": __name__}
@@ -106,7 +106,7 @@ def _marked_type(kind: type) -> type:
 
 def _copy_into(kind: type, batch: Any, repeats: int | torch.Tensor | None) -> Any:
     """Return a container of type `kind` with the elements and attributes of `batch`."""
-    # Do not call the constructors: a named tuple's takes one argument per element, and a subclass's is unknown.
+    # Do not call `kind`: a named tuple takes one argument per element, and a subclass may take any arguments.
     if isinstance(batch, tuple):
         filled: Any = tuple.__new__(kind, batch)
     elif isinstance(batch, list):
@@ -153,11 +153,11 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def batch_size_and_bytes(batch: Any) -> tuple[int | None, int]:
-    """Return the length of the first tensor that has an axis (None if there is none) and the bytes of all tensors."""
+    """Return the length of the first tensor with an axis (None if no tensor has one), and the bytes of all tensors."""
     if isinstance(batch, torch.Tensor):
         return (batch.shape[0] if batch.dim() else None), batch.nbytes
     if not isinstance(batch, (list, tuple, Mapping)):
-        # This may be an array of another library, such as NumPy.
+        # The batch may be an array of another library, such as NumPy.
         shape, nbytes = getattr(batch, "shape", ()), getattr(batch, "nbytes", 0)
         return (shape[0] if isinstance(shape, tuple) and shape else None), nbytes if isinstance(nbytes, int) else 0
     found = [batch_size_and_bytes(element) for element in (batch.values() if isinstance(batch, Mapping) else batch)]
@@ -165,7 +165,7 @@ def batch_size_and_bytes(batch: Any) -> tuple[int | None, int]:
 
 
 def images_of(batch: Any, image_key: Hashable | None = None) -> torch.Tensor:
-    """Return the images of a batch; raise OptionsError if there is no tensor at `image_key` (see `DeviceFeed`)."""
+    """Return the images of a batch; raise OptionsError if `image_key` (see `DeviceFeed`) does not give a tensor."""
     images = batch if isinstance(batch, torch.Tensor) else None
     with contextlib.suppress(LookupError, TypeError, ValueError):
         images = batch[_resolve_key(batch, image_key)] if images is None else images
@@ -254,8 +254,8 @@ def _with_values(batch: Any, values: dict[Any, Any]) -> Any:
 class ImageTransform:
     """A wrapper that applies a transform to the images of a batch, with a `BatchKey` if the transform is `keyed`.
 
-    `seconds` is the total time spent in calls of the transform. `dataset`, if known, is where batches are read from.
-    Raises OptionsError if the transform needs row numbers, but the batches of the dataset have none.
+    `seconds` is the total time spent in calls of the transform. `dataset` is the loader's dataset, None if unknown.
+    Raises OptionsError if the transform needs row numbers but the dataset does not provide them.
     """
 
     def __init__(self, transform: Callable[..., Any], image_key: Hashable | None, dataset: Any = None) -> None:
@@ -271,7 +271,7 @@ class ImageTransform:
             )
 
     def __call__(self, batch: Any, epoch: int) -> Any:
-        """Return the batch with its images transformed; raise OptionsError without images or needed row numbers."""
+        """Return the batch with its images transformed; raise OptionsError if images or row numbers are missing."""
         images = images_of(batch, self._image_key)
         with profiler_range("transform"):
             keys = (self._key(batch, images, epoch),) if self.keyed else ()
@@ -284,12 +284,12 @@ class ImageTransform:
         rows = rows_of(batch)
         if rows is None or rows is images or len(rows) != len(images):
             raise OptionsError(
-                f"the transform {self._name} needs {len(images)} row numbers, int64, as the batch's 'rows' or last "
-                f"element; {_ADVICE}"
+                f"the transform {self._name} needs {len(images)} int64 row numbers under the batch's key 'rows' or as "
+                f"its last element; {_ADVICE}"
             )
         is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2 and not hasattr(batch, "_fields")
         if is_pair and not self._gives_rows:
-            # Integer labels look like row numbers. Used as such, they would give all images of a class the same draws.
+            # Integer labels look like row numbers. Used as such, they would augment a class's images all alike.
             raise OptionsError(
                 f"the transform {self._name} needs row numbers, but the second of the batch's two elements may be "
                 f"labels; {_ADVICE}, or make the batches dicts with the key 'rows'"
@@ -301,7 +301,7 @@ class ImageTransform:
 
 
 def _gives_rows(dataset: Any) -> bool | None:
-    """Return whether the last element of a dataset's batches is row numbers; None if unknown."""
+    """Return whether the last element of a dataset's batches holds row numbers; None if unknown."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     if isinstance(dataset, ConcatPack):

@@ -25,9 +25,9 @@ _AUTO = "auto"
 _MAX_DENOMINATOR = 10_000
 """A factor is rounded to a fraction with at most this denominator, so that 2.3 becomes 23/10."""
 _WAIT_SHARE = 0.05
-"""With "auto": the longest wait for a batch that is expected soon, as a fraction of the duration of a step."""
+"""With "auto": how long to wait for a batch that is expected soon, as a fraction of the duration of a step."""
 _NEWEST_SHARE = 0.2
-"""Weight of the newest duration in a moving average."""
+"""Weight of the newest duration in the moving averages of durations."""
 
 
 @dataclass
@@ -37,8 +37,8 @@ class EchoState:
     epoch: int = 0
     batch: int = 0  # The index within the epoch of the batch that is being repeated.
     showing: int = 0  # How many times that batch has been delivered.
-    shown: int = 0  # How many batches, with repeats, this iteration has delivered.
-    fresh: int = 0  # How many of them were delivered for the first time.
+    shown: int = 0  # How many batches, including repeats, this iteration has delivered.
+    fresh: int = 0  # How many of the `shown` batches were delivered for the first time.
 
 
 class EchoLoader(LoaderWrapper):
@@ -46,8 +46,8 @@ class EchoLoader(LoaderWrapper):
 
     The method is that of Choi, Passos, Shallue and Dahl 2019, arXiv:1907.05550. With ``DeviceFeed(EchoLoader(...))``
     raw batches are repeated, and each repeat is augmented differently. With ``EchoLoader(DeviceFeed(...))`` transformed
-    batches are repeated. The first delivery of a batch is the loader's own object. A repeat has the same tensors and
-    also the attribute `repeats` (see `EchoedBatch`), so writing into the tensors in place changes later repeats.
+    batches are repeated. The first delivery of a batch is the loader's own object. A repeat is a copy of it with the
+    attribute `repeats` (see `EchoedBatch`). It shares the tensors, so changes of them in place affect later repeats.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class EchoLoader(LoaderWrapper):
     factor : float or "auto"
         How many times each batch is delivered, at least 1, rounded to a fraction with a denominator of at most 10,000.
         With 2.5, batches are delivered 2 and 3 times in turn. "auto": repeat a batch until a thread has fetched the
-        next one. That depends on timing, so two runs differ in the order of their batches.
+        next batch. The number of repeats then depends on timing and differs between runs.
     max_factor : int
         Upper bound of `factor`. With "auto", the maximum number of times that a batch is delivered.
 
@@ -69,7 +69,8 @@ class EchoLoader(LoaderWrapper):
     -----
     `loader`, `factor` (a Fraction or "auto") and `max_factor` are also attributes.
 
-    All ranks of a distributed training must take the same number of steps, so "auto" raises `OptionsError` there.
+    All ranks of a distributed training must take the same number of steps, so "auto" raises `OptionsError`
+    if there are several ranks.
     """
 
     def __init__(self, loader: Any, factor: float | str = 2, *, max_factor: int = 8) -> None:
@@ -79,7 +80,7 @@ class EchoLoader(LoaderWrapper):
         self._require_one_rank()
         # The state of the current iteration, or of the last one if none is running.
         self._state = EchoState()
-        # Where the next iteration begins, if `load_state_dict` was called.
+        # The state at which the next iteration begins. None: it begins a new epoch.
         self._loaded: EchoState | None = None
         self._thread: weakref.ref[PrefetchThread] | None = None
 
@@ -101,7 +102,7 @@ class EchoLoader(LoaderWrapper):
         return self._state.fresh
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. A state that was loaded for this epoch is kept, any other is dropped."""
+        """Set the epoch of the next iteration. A loaded state is kept if it is of this epoch, and dropped if not."""
         super().set_epoch(epoch)
         if self._loaded is not None and self._loaded.epoch != epoch:
             self._loaded = None
@@ -109,7 +110,7 @@ class EchoLoader(LoaderWrapper):
     def __len__(self) -> int:
         """Return the number of batches in an epoch, including repeats."""
         if not isinstance(self.factor, Fraction):
-            raise TypeError("an EchoLoader with factor='auto' has no length: repeats depend on time")
+            raise TypeError("an EchoLoader with factor='auto' has no length, because repeats depend on timing")
         return math.floor(len(self.loader) * self.factor)
 
     def __iter__(self) -> Iterator[Any]:
@@ -127,14 +128,14 @@ class EchoLoader(LoaderWrapper):
         return iterator
 
     def close(self) -> None:
-        """Stop the thread that `factor="auto"` uses, once it has fetched its current batch. The loader stays open."""
+        """Stop the thread of `factor="auto"`, and wait until it has ended. The wrapped loader stays open."""
         thread = None if self._thread is None else self._thread()
         if thread is not None:
             thread.stop()
             thread.join()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch that was delivered, made of numbers, strings, lists and dicts.
+        """Return the state after the last delivered batch: a dict of numbers, strings, lists and dicts.
 
         After a complete epoch, it is the state at the beginning of the next epoch.
 
@@ -183,7 +184,7 @@ class EchoLoader(LoaderWrapper):
             "version": 1,
             "factor": [self.factor.numerator, self.factor.denominator] if isinstance(self.factor, Fraction) else _AUTO,
             "most": None if fixed else self.max_factor,
-            # Version 1 of the state also described a shuffle buffer, here and in "sizes".
+            # States of version 1 also describe a shuffle buffer, which no longer exists, here and in "sizes".
             "shuffle_buffer": 0,
             "seed": None,
         }
@@ -192,15 +193,15 @@ class EchoLoader(LoaderWrapper):
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self.factor == _AUTO and distributed and torch.distributed.get_world_size() > 1:
             raise OptionsError(
-                "factor='auto' would give each rank another number of steps; give a number in distributed training",
+                "factor='auto' would give each rank a different number of steps; give a number in distributed training",
                 parameters=("factor='auto'",),
             )
 
 
 class _EchoIterator(BatchIterator):
-    """An iterator over one epoch of an EchoLoader that delivers a batch at most `max_showings` times.
+    """An iterator over one epoch of an EchoLoader that delivers each batch at most `max_showings` times.
 
-    It updates the loader's state at each delivery.
+    Each delivery updates the loader's state.
     """
 
     def __init__(self, loader: EchoLoader, fetcher: BatchFetcher, cursor: DeliveryCursor, max_showings: int) -> None:
@@ -250,7 +251,7 @@ class _FixedEcho(_EchoIterator):
 
 
 def showings(factor: Fraction, batch: int) -> int:
-    """Return how often the batch with this index is delivered; the first n add up to ``floor(factor * n)`` times."""
+    """Return how often the batch with this index is delivered. The first n batches make ``floor(factor * n)``."""
     return math.floor((batch + 1) * factor) - math.floor(batch * factor)
 
 
@@ -287,9 +288,9 @@ class _AdaptiveEcho(_EchoIterator):
         return batch
 
     def _get(self, *, wait: bool) -> FetchedBatch | None:
-        """Return the loader's next batch, or None if it is neither ready nor about to be. Always wait if `wait`.
+        """Return the loader's next batch, or None if it is neither ready nor expected soon. If `wait`, wait for it.
 
-        A batch that is about to be ready is worth a short wait: repeating the old batch instead would hardly save time.
+        It is worth a short wait for a batch that is expected soon, because a repeat instead would hardly save time.
         """
         tolerance = _WAIT_SHARE * self._step_seconds
         soon = 0.0 < self._clock.begun + self._clock.seconds - time.monotonic() <= tolerance
@@ -316,7 +317,7 @@ class _FetchClock:
     """A clock that measures how long a prefetch thread takes for a batch, to predict when the next one is ready."""
 
     def __init__(self) -> None:
-        # When the thread began its current batch, and how long a batch takes on average.
+        # When the thread began its current batch, and how many seconds a batch takes on average.
         self.begun, self.seconds = time.monotonic(), 0.0
         # Each thread has its own current CUDA stream. If the wrapped loader is a DeviceFeed, it delivers batches in the
         # prefetch thread, and must make them ready for the stream of the consumer's thread.
@@ -324,12 +325,12 @@ class _FetchClock:
         self._stream = torch.cuda.current_stream() if in_use else None
 
     def enter(self) -> None:
-        """Set the consumer's CUDA stream as the current one; called first in the prefetch thread."""
+        """Make the consumer's CUDA stream the current stream. The prefetch thread calls this first."""
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
 
     def prepare(self, batch: Any) -> Any:
-        """Record that a batch is ready, and return it unchanged."""
+        """Record that a batch is ready, and return the batch unchanged."""
         self.seconds = _moving_average(self.seconds, time.monotonic() - self.begun)
         return batch
 

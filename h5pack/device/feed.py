@@ -24,7 +24,7 @@ class DeviceFeed(LoaderWrapper):
 
     On CUDA, a thread fetches batches from the loader. While the training step runs, the batches are copied from pinned
     memory and transformed on a separate CUDA stream. On the CPU, each batch is fetched and transformed in the caller's
-    thread when it is requested. The results are the same.
+    thread when it is requested. The delivered batches are the same.
 
     Parameters
     ----------
@@ -33,13 +33,13 @@ class DeviceFeed(LoaderWrapper):
         tensor, or lists, tuples, named tuples or mappings of tensors, nested in any way. Other objects in a batch are
         passed on unchanged.
     device : torch.device or str, optional
-        Default: the CUDA device with the index in torchrun's variable LOCAL_RANK, else the current CUDA device, or the
-        CPU if CUDA is not available.
+        Default: the CUDA device whose index is in torchrun's environment variable LOCAL_RANK, else the current CUDA
+        device. Without CUDA, the CPU.
     transform : callable, optional
-        Called with a batch's images on the device, and also with a `BatchKey` if its attribute `keyed` is true.
+        Called with a batch's images on the device. If `transform.keyed` is true, also called with a `BatchKey`.
     prefetch_factor : int
-        Maximum number of batches copied to the device before the step requests them. As many more may wait in host
-        memory. Batches are prefetched only for CUDA devices.
+        Maximum number of batches that are copied to the device before the step requests them. The same number may also
+        wait in host memory. Batches are prefetched only for CUDA devices.
     image_key : int or str, optional
         Where the images are in a batch: an index, a key, or the field name of a named tuple. Default: the tensor itself
         if the batch is a tensor, the key "images" or "image" of a mapping, and the first element of a list or tuple.
@@ -93,7 +93,7 @@ class DeviceFeed(LoaderWrapper):
 
     def __iter__(self) -> Iterator[Any]:
         """Begin the loader's next epoch and return its iterator, which prefetches batches on CUDA."""
-        # A DataLoader with persistent workers reuses a single iterator, so a new iteration ends all earlier ones.
+        # A DataLoader with persistent workers has a single iterator, so a new iteration must end all earlier ones.
         persistent = getattr(self.loader, "persistent_workers", False)
         for thread in list(self._threads):
             if persistent:
@@ -102,8 +102,8 @@ class DeviceFeed(LoaderWrapper):
                 # The thread may still be using the loader's iterator.
                 thread.join()
         copier = self._begin_copying()
-        # The loader's own state counts batches that were prefetched, or whose transform failed, although the step never
-        # received them. Recording the state with each batch avoids that.
+        # The loader's state counts batches that were only prefetched, or whose transform failed. Record the state with
+        # each batch, so that the feed's own state counts only batches that the step received.
         cursor, fetcher = self._begin(record=copier is not None or self._transform is not None)
         if copier is None:
             return _FeedIterator(self, cursor, _DirectFetcher(fetcher, self.device, self._transform))
@@ -181,7 +181,7 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     if device is None:
         if not torch.cuda.is_available():
             return torch.device("cpu")
-        # If a launcher makes only one device visible to each process, it has index 0, and LOCAL_RANK may be too large.
+        # LOCAL_RANK may be too large: if a launcher shows each process only one device, the device has index 0.
         rank = int(os.environ.get("LOCAL_RANK", "-1") or -1)
         return torch.device("cuda", rank if 0 <= rank < torch.cuda.device_count() else torch.cuda.current_device())
     try:
@@ -201,7 +201,7 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
     if found.index >= torch.cuda.device_count():
         raise OptionsError(
-            f"{asked} does not exist: torch finds {counted(torch.cuda.device_count(), 'CUDA device')}, numbered from 0",
+            f"{asked} does not exist: torch finds {counted(torch.cuda.device_count(), 'CUDA device')}, counted from 0",
             parameters=(asked,),
         )
     return found

@@ -4,11 +4,11 @@ Both use the arithmetic described in `h5pack.device.pixel_scale`, so their resul
 bit for bit.
 
 `_flat_kernel` handles contiguous (N, H, W, C) images without augmentation if the result is channels_last, too. It
-treats all values as one flat array, in which the channel of a value is its index modulo C. Each program strides over
-the array by a multiple of C, so it loads the constants for its channels once and keeps them in registers.
+treats all values as one flat array, in which the channel of a value is its index modulo C. Each program moves through
+the array in steps of a multiple of C, so it loads the constants of its channels only once and keeps them in registers.
 
-`_image_kernel` handles all other cases: any strides, a contiguous result, flips, crops and erased boxes. Flips and
-crops are index arithmetic when a pixel is loaded. A program computes a tile of rows x columns of one image. In a
+`_image_kernel` handles everything else: any strides, a contiguous result, flips, crops and erased boxes. Flips and
+crops only change the index from which a pixel is loaded. A program computes a tile of rows x columns of one image. In a
 channels_last result, a row is a line of pixels with all their channels; in a contiguous result, it is a line of one
 channel's plane.
 """
@@ -29,7 +29,7 @@ _WARPS = 4
 _STORE_BYTES = 16
 """How many bytes a thread of the flat kernel stores with one instruction."""
 _FLAT_PROGRAMS = 32
-"""Programs of the flat kernel per multiprocessor: several times as many as run at once, to balance the load."""
+"""Programs of the flat kernel per multiprocessor: several times the number that run at once, to balance the load."""
 _TILE_VALUES = 2048
 _FUSION = True
 """Allow fused multiply-add. Results are bit-identical either way, but Triton warns if the option is not set."""
@@ -50,7 +50,7 @@ def normalize(
     """Write the normalized and augmented images into `result` with one kernel launch.
 
     `result` is float, (N, C, H, W), dense in channels_last or contiguous order; `pixels` is uint8, (N, H, W, C), with
-    any strides; `constants` are float32, (4, C), from `PixelScale.tensor`. `augmentation` says which draws to apply.
+    any strides; `constants` are float32, (4, C), from `PixelScale.tensor`. `augmentation` says which `draws` to apply.
     """
     if not result.numel():
         return
@@ -69,7 +69,7 @@ def _launch_flat(result: torch.Tensor, pixels: torch.Tensor, constants: torch.Te
     if result.is_cuda:
         processors = torch.cuda.get_device_properties(result.device).multi_processor_count
     programs = min(triton.cdiv(result.numel(), values), processors * _FLAT_PROGRAMS)
-    # The stride of the programs must be a multiple of C.
+    # The step by which a program moves through the array must be a multiple of C.
     programs = triton.cdiv(programs, channels) * channels
     _flat_kernel[(programs,)](
         pixels,
@@ -146,7 +146,7 @@ def _flat_kernel(  # type: ignore[no-untyped-def]
     for start in range(first, total, stride):
         start = tl.multiple_of(start, VALUES)
         if start + VALUES <= total:
-            # Unmasked accesses are vectorized to 16 bytes for every value of `total`.
+            # Accesses without a mask are vectorized to 16 bytes, whatever `total` is.
             steps = tl.load(pixels + start + offsets).to(tl.float32) - centre
             small = bias
             if FINE:
@@ -216,7 +216,7 @@ def _image_kernel(  # type: ignore[no-untyped-def]
     if WIDE:
         from_y, from_x, channel, row = from_y.to(tl.int64), from_x.to(tl.int64), channel.to(tl.int64), row.to(tl.int64)
     offsets = from_y * stride_y + from_x * stride_x + channel * stride_channel
-    # Pixels outside the image are the black padding of the crop.
+    # Outside the image, pixels are 0, which is the black padding of the crop.
     steps = tl.load(source + offsets, mask=inside, other=0).to(tl.float32) - centre
     small = bias
     if FINE:

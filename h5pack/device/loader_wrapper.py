@@ -20,16 +20,16 @@ class FetchedBatch:
     batch: Any
     epoch: int
     count: int  # How many batches have been fetched in this iteration, including this one.
-    state: dict[str, Any] | None  # The loader's state after this batch; None if it was not recorded.
+    state: dict[str, Any] | None  # The loader's state when this batch had been fetched; None if not recorded.
 
 
 @dataclass
 class DeliveryCursor:
     """The progress of the training step in an iteration. Batches that were only prefetched do not count."""
 
-    iteration: int  # Counted from 0. It serves as the epoch if the loader does not count epochs.
+    iteration: int  # The iteration's number from 0, used as the epoch if the loader counts no epochs.
     delivered: int  # How many batches the step has received.
-    state: dict[str, Any] | None  # The loader's state after the last of them; None if it was not recorded.
+    state: dict[str, Any] | None  # The loader's state after the last delivered batch; None if not recorded.
 
     def advance(self, fetched: FetchedBatch) -> None:
         """Record that the step has received this batch."""
@@ -53,7 +53,7 @@ class LoaderWrapper:
         self._iteration = 0
         self._next_iteration = 0
         self._seen_epoch = _epoch_of(self.loader, counted=False)
-        # The progress of the current iteration. None: no iteration is running, so the state is the next one's start.
+        # The progress of the current iteration. None if none is running; the state is then the start of the next one.
         self._cursor: DeliveryCursor | None = None
 
     def __enter__(self) -> Self:
@@ -79,7 +79,7 @@ class LoaderWrapper:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the current iteration, or of the last one if none is running."""
+        """The epoch of the current iteration, or of the last iteration if none is running."""
         known = _epoch_of(self.loader, counted=True)
         return self._iteration if known is None else known
 
@@ -94,8 +94,8 @@ class LoaderWrapper:
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch that the step received, even if more batches were prefetched.
 
-        It is the state of the loader, or that of its sampler if it is a DataLoader. If neither counts epochs, the epoch
-        is added. After a complete epoch, it is the state at the beginning of the next epoch.
+        The state is that of the loader, or of its sampler if it is a DataLoader. If neither counts epochs, the epoch
+        is added. After a complete epoch, the state is that at the beginning of the next epoch.
 
         Raises
         ------
@@ -137,12 +137,12 @@ class LoaderWrapper:
     def _begin(self, *, record: bool) -> tuple[DeliveryCursor, BatchFetcher]:
         """Begin an iteration of the loader; return its cursor and its fetcher.
 
-        A wrapper that fetches more than it delivers must have the loader's state recorded with each batch (`record`).
+        `record`: store the loader's state with each batch, for wrappers that fetch batches before they deliver them.
         """
         sampler_epoch = _epoch_of(self.loader, counted=False)
         if sampler_epoch != self._seen_epoch and sampler_epoch is not None:
-            # The user called the sampler's own set_epoch, so this is the epoch. If users forget that call, the sampler
-            # repeats its order, but iterations are still counted.
+            # The user called the sampler's own set_epoch, so use that epoch. If users never call set_epoch, the
+            # sampler repeats its order, and the epoch is the number of the iteration.
             self._next_iteration = sampler_epoch
         self._seen_epoch = sampler_epoch
         iterator = iter(self.loader)
@@ -159,7 +159,7 @@ class LoaderWrapper:
             return
         for sampler in with_samplers(self.loader):
             # If set_epoch or load_state_dict was called during the iteration, the sampler's state already describes the
-            # next epoch and does not depend on the number of batches. It must not be changed then.
+            # next epoch and must not be changed. Such a state does not depend on the number of batches.
             if isinstance(sampler, (BatchOrder, ChunkSampler)) and sampler.state_dict(0) != sampler.state_dict(1):
                 sampler.set_epoch(sampler.epoch + 1)
 
@@ -170,7 +170,7 @@ class LoaderWrapper:
         try:
             state: dict[str, Any] = self.loader.state_dict()
         except StateError:
-            # The loader is itself a wrapper of one without state, which is an error only if the user needs the state.
+            # The loader wraps a loader without state. That is an error only if the user asks for the state.
             return None
         return state
 
@@ -179,7 +179,7 @@ class LoaderWrapper:
             if isinstance(one, (BatchOrder, ChunkSampler)):
                 return one
         raise StateError(
-            f"neither the {type(self.loader).__name__} nor a sampler of it keeps a state; use an H5Loader, a "
+            f"neither the {type(self.loader).__name__} nor its sampler keeps a state; use an H5Loader, a "
             "StatefulDataLoader, or a DataLoader with batch_sampler=ChunkBatchSampler(...)"
         )
 
@@ -206,7 +206,7 @@ class BatchFetcher:
         self._count += 1
         state = self._wrapper._loader_state() if self._record else None
         if self._epoch is None:
-            # Keep the epoch of the first batch, because another iteration may change it before this one ends.
+            # Keep the epoch of the first batch: a new iteration may change the loader's epoch before this one ends.
             known = _epoch_of(self._wrapper.loader, counted=True)
             self._epoch = self._iteration if known is None else known
         return FetchedBatch(batch, self._epoch, self._count, state)
@@ -215,7 +215,7 @@ class BatchFetcher:
         """Drop the loader's iterator, and call its `close` if it has one, so that its threads end."""
         iterator, self._iterator = self._iterator, iter(())
         close = getattr(iterator, "close", None)
-        # A generator is its own iterator. Closing it would close the loader, which the caller may want to use again.
+        # If the loader is a generator, it is its own iterator. Do not close it, as the caller may want to use it again.
         if close is not None and iterator is not self._wrapper.loader:
             close()
 
@@ -229,7 +229,7 @@ def layers_of(loader: Any) -> list[Any]:
 
 
 def first_attribute(layers: list[Any], name: str) -> Any:
-    """Return the attribute `name` of the first layer where it exists and is not None; None if there is none."""
+    """Return the attribute `name` of the first layer in which it is not None; None if no layer has it."""
     for layer in layers:
         value = getattr(layer, name, None)
         if value is not None:
@@ -260,10 +260,10 @@ def with_samplers(loader: Any) -> list[Any]:
 
 
 def _epoch_of(loader: Any, *, counted: bool) -> int | None:
-    """Return the epoch as counted by the loader or its sampler, or else (`counted` false) as the user set it.
+    """Return the epoch of the loader or its sampler, if it counts epochs itself; None if there is none.
 
-    torch's DistributedSampler does not move to the next epoch by itself: users must call its set_epoch. Returns None if
-    there is no such epoch.
+    With ``counted=False``, return the epoch of a sampler that does not count, such as torch's DistributedSampler, on
+    which users must call set_epoch.
     """
     for one in with_samplers(loader):
         counts = one is loader or isinstance(one, (BatchOrder, ChunkSampler))

@@ -1,4 +1,4 @@
-"""`Normalize`, which turns uint8 images into normalised floats on any device, with augmentation in the same pass."""
+"""`Normalize`, which turns uint8 images into normalized floats on any device, with augmentation in the same pass."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LAYOUTS = ("channels_last", "contiguous")
 _CHANNELS = ("last", "first", None)
 _BACKENDS = ("auto", "torch", "triton")
 _POOLED = 2
-"""How many CPU results' memory is kept for reuse, because allocating new memory takes longer than the arithmetic."""
+"""For how many CPU results memory is kept for reuse. Allocating new memory would take longer than the arithmetic."""
 _MIN_POOLED_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
@@ -46,22 +46,22 @@ class Normalize:
     Parameters
     ----------
     mean, std : sequence of float, optional
-        One number per channel, for pixel values scaled to 0..1. Default: 0 and 1, for any number of channels.
+        One number per channel, for pixel values scaled to 0..1. Default: mean 0 and std 1 for all channels.
     dtype : torch.dtype
         Type of the result: float32, float16 or bfloat16.
     layout : {"channels_last", "contiguous"}
         Memory format of the result. Its shape is (N, C, H, W) in both cases.
     channels : {"last", "first"}, optional
         Which axis of the images is the channel axis: (N, H, W, C) or (N, C, H, W). Default: the axis whose length is
-        the number of channels of `mean` and `std`, or 1 or 3 if neither is given. If both axes qualify, calls raise
-        `OptionsError`.
+        the length of `mean` and `std`, or the axis of length 1 or 3 if neither is given. If both axes have such a
+        length, calls raise `OptionsError`.
     flip : float or bool
         The probability of a horizontal flip. True: 0.5.
     crop : int
         Pixels of black padding added on each side before a window of the image's size is cut out at random, like
         torchvision's ``RandomCrop(size, padding=crop)``. The crop is applied before the flip.
     erase : float
-        The probability that a box is set to 0 (the mean) after normalising, like torchvision's ``RandomErasing``.
+        The probability that a box is set to 0 (the mean) after normalizing, like torchvision's ``RandomErasing``.
     erase_scale : tuple of float
         Smallest and largest target area of the box, as a fraction of the image's area.
     erase_ratio : tuple of float
@@ -166,23 +166,23 @@ class Normalize:
         return f"Normalize({', '.join(f'{name}={value!r}' for name, value in options.items())})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # Device tensors and pooled memory are not pickled. They are created again on demand.
+        # Device tensors and pooled memory are not pickled. They are created again when they are needed.
         return {**self.__dict__, "_constants": {}, "_pool": None, "_kernels_fail": False}
 
     def __call__(self, images: torch.Tensor, key: BatchKey | None = None) -> torch.Tensor:
-        """Return normalised and augmented images.
+        """Return normalized and augmented images.
 
         Parameters
         ----------
         images : Tensor
             uint8, (N, H, W, C) or (N, C, H, W), with any strides, on any device.
         key : BatchKey, optional
-            Required if `keyed`.
+            The identity of each sample. Required if `keyed` is true.
 
         Returns
         -------
         Tensor
-            (N, C, H, W), of `dtype`, on the same device.
+            The images as (N, C, H, W), of type `dtype`, on the same device.
         """
         pixels = self._pixels(images)
         _, height, width, channels = pixels.shape
@@ -235,8 +235,8 @@ class Normalize:
         found = shape[3] if channels == "last" else shape[1]
         if not self._any_channels and found != len(self.mean):
             raise OptionsError(
-                f"images of shape {shape} do not have the {len(self.mean)} channels of mean and std; give as many "
-                "means as there are channels, or give channels",
+                f"images of shape {shape} do not have the {len(self.mean)} channels of mean and std; give a mean "
+                "and std for each channel, or set channels to 'last' or 'first'",
                 parameters=("channels", "mean", "std"),
             )
         return images if channels == "last" else images.permute(0, 2, 3, 1)
@@ -244,13 +244,13 @@ class Normalize:
     def _checked_key(self, key: BatchKey | None, pixels: torch.Tensor) -> BatchKey:
         if key is None:
             raise OptionsError(
-                "flip, crop and erase take their random numbers from each sample's row number; open the dataset with "
-                "with_rows=True and use DeviceFeed, or call with a BatchKey"
+                "flip, crop and erase derive their random numbers from each sample's row number; either pass a "
+                "BatchKey as key, or open the dataset with with_rows=True and wrap the loader in DeviceFeed"
             )
         shapes = [tuple(part.shape) for part in (key.rows, key.repeats) if isinstance(part, torch.Tensor)]
         if any(shape != (len(pixels),) for shape in shapes):
             raise OptionsError(
-                f"the key's tensors have shapes {shapes}, but there are {len(pixels)} images; give one row per image"
+                f"the key's tensors have shapes {shapes}, but there are {len(pixels)} images; give one entry per image"
             )
         if key.rows.device == pixels.device:
             return key
@@ -269,7 +269,7 @@ class Normalize:
         return result if planar else result.permute(0, 3, 1, 2)
 
     def _pooled(self, count: int, row_bytes: int) -> torch.Tensor:
-        """Return a uint8 tensor (count, row_bytes), in the memory of an earlier result if that is no longer in use."""
+        """Return a uint8 tensor (count, row_bytes), in the memory of an earlier result if the user has dropped that."""
         pool = self._pool
         if pool is None or pool.fields[0].row_bytes != row_bytes or pool.bytes < count * row_bytes:
             pool = self._pool = BufferPool([("images", (row_bytes,), np.dtype(np.uint8))], count, False, _POOLED)
@@ -283,9 +283,9 @@ class Normalize:
     def _launched(
         self, result: torch.Tensor, pixels: torch.Tensor, constants: torch.Tensor, draws: AugmentationDraws | None
     ) -> bool:
-        """Fill `result` with the Triton kernel and return True. With "auto", return False if Triton does not work.
+        """Fill `result` with the Triton kernel and return True. With "auto", return False if Triton fails.
 
-        After a failure, later calls with "auto" do not try Triton again.
+        After a failure with "auto", later calls do not try Triton again.
         """
         try:
             from h5pack.device import kernels
@@ -308,7 +308,7 @@ class Normalize:
             raise
         except Exception as error:
             # Triton compiles the kernel at the first call, which fails without a C compiler or with too old a driver.
-            # An AcceleratorError (a type that torch has since 2.8) was caused by an earlier kernel, so it is raised.
+            # An AcceleratorError (torch 2.8 or newer) was caused by an earlier kernel, so it is raised in any case.
             if self.backend == "triton" or isinstance(error, getattr(torch, "AcceleratorError", ())):
                 raise
             _log.warning("the Triton kernel failed, so torch operations are used instead: %s", error)
@@ -340,7 +340,7 @@ def _checked_statistics(
         deviations = None if std is None else tuple(map(float, std))
     except TypeError as error:
         raise OptionsError(
-            f"mean is {mean!r} and std is {std!r}; give sequences of one number a channel", parameters=("mean", "std")
+            f"mean is {mean!r} and std is {std!r}; give sequences of one number per channel", parameters=("mean", "std")
         ) from error
     if means is None:
         means = (0.0,) * len(deviations or (1.0,))
@@ -348,15 +348,15 @@ def _checked_statistics(
         deviations = (1.0,) * len(means)
     if len(means) != len(deviations) or not means:
         raise OptionsError(
-            f"mean has {len(means)} channels and std has {len(deviations)}; give one number a channel for both",
+            f"mean has {len(means)} channels and std has {len(deviations)}; give one number per channel for both",
             parameters=("mean", "std"),
         )
     in_range = {"mean": all(0 <= x <= 1 for x in means), "std": all(0 < x < math.inf for x in deviations)}
     for name, is_valid in in_range.items():
         if not is_valid:
             raise OptionsError(
-                f"mean is {means} and std is {deviations}; give means from 0 to 1 and positive standard deviations, of "
-                "pixels in 0..1 (divide statistics of pixels in 0..255 by 255)",
+                f"mean is {means} and std is {deviations}; give means from 0 to 1 and positive standard deviations, "
+                "for pixels scaled to 0..1 (if they are for pixels in 0..255, divide them by 255)",
                 parameters=(name,),
             )
     return means, deviations
@@ -368,7 +368,7 @@ def _statistics_of(dataset: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
     if mean is None or std is None:
         where = getattr(dataset, "path", f"a {type(dataset).__name__}")
         raise OptionsError(
-            f"{where}: holds no mean and std; give them to Normalize, or use Normalize.imagenet()",
+            f"{where}: the dataset has no mean and std; give them to Normalize, or use Normalize.imagenet()",
             path=getattr(dataset, "path", None),
         )
     return tuple(map(float, mean)), tuple(map(float, std))

@@ -1,12 +1,12 @@
 """The arithmetic of ``(pixel / 255 - mean) / std`` in float32, accurate to one rounding step.
 
-Computed as ``pixel * scale + bias``, the result would lose most of its digits for pixels near the mean. Therefore the
+If it were computed as ``pixel * scale + bias``, pixels near the mean would lose most of their digits. Therefore the
 integer ``centre`` nearest to ``255 * mean`` is subtracted first, which is exact. The factor ``1 / (255 * std)`` is
-split into ``coarse + fine`` with 16 significant bits each, so their products with an 8-bit integer are exact in
-float32::
+split into ``coarse + fine`` with 16 significant bits each, so the product of either part with an 8-bit integer is
+exact in float32::
 
     steps  = pixel - centre                          exact
-    small  = steps * fine + bias                     one rounding, of a value below 0.51 coarse
+    small  = steps * fine + bias                     one rounding, of a value below 0.51 * coarse
     result = steps * coarse + small                  one rounding
 
 A fused multiply-add therefore gives the same bits as a separate product and sum, so results are identical on all
@@ -25,14 +25,14 @@ import torch
 
 _BITS = 16
 _BLOCK_VALUES = 1 << 16
-"""How many values each thread processes at a time. Their temporaries take 512 KiB, so they stay in the CPU's cache."""
+"""How many values each thread processes at a time. Their temporaries (512 KiB) then stay in the CPU's cache."""
 _ROW_VALUES = 1 << 12
-"""Length up to which constants are repeated, so that operations run over long rows; 64 KiB for all four constants."""
+"""Each constant is repeated up to this length, so that operations run over long rows. All four take 64 KiB then."""
 
 
 @dataclass(frozen=True)
 class PixelScale:
-    """The constants of the arithmetic described in this module: one number per channel each, exact in float32."""
+    """The constants of the arithmetic described in this module. Each has one number per channel, exact in float32."""
 
     centre: tuple[float, ...]
     coarse: tuple[float, ...]
@@ -51,7 +51,7 @@ class PixelScale:
         return cls(*(tuple(part.tolist()) for part in parts))
 
     def tensor(self, device: torch.device, channels: int) -> torch.Tensor:
-        """Return centre, coarse, fine and bias, float32 (4, channels); those of a single channel serve all channels."""
+        """Return centre, coarse, fine and bias as float32, (4, channels). Single numbers are repeated per channel."""
         rows = (self.centre, self.coarse, self.fine, self.bias)
         values = [list(row) if len(row) > 1 else list(row) * channels for row in rows]
         return torch.tensor(values, dtype=torch.float32, device=device)
@@ -65,7 +65,7 @@ def _leading_bits(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def scale_whole(pixels: torch.Tensor, constants: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return scaled pixels, (N, H, W, C) like the uint8 `pixels`, by operations that ``torch.compile`` can fuse.
+    """Return the uint8 `pixels`, (N, H, W, C), scaled to `dtype` by operations that ``torch.compile`` can fuse.
 
     `constants` are float32, (4, C), from `PixelScale.tensor`.
     """

@@ -4,13 +4,13 @@ The consumer is the code that iterates over the batches, usually the training lo
 from the loader and prepares them (pins their memory). When the consumer requests a batch, `DevicePrefetcher` *launches*
 the prepared batches, up to ``prefetch_factor`` more than the requested one, and delivers the batch that was launched
 first. A launch only queues the copy and the transform on the device, so the consumer has to wait only if no batch is
-ready. Launches happen in the consumer's thread, so its modes (no_grad, autocast) apply and its profiler sees the work.
+ready. Launches run in the consumer's thread, so this thread's modes (no_grad, autocast) and profiler apply to them.
 
 If the loader or a launch fails, the batches before the error are delivered first, and then the error is raised.
 
-The thread holds no reference to its consumer. When the user drops an iterator, it is therefore garbage-collected, and
-its finalizer stops the thread. Garbage collection may run in any thread while any lock is held, so `stop` must not take
-a lock.
+The thread holds no reference to its consumer. An iterator that the user drops is therefore garbage-collected, and the
+iterator's finalizer stops the thread. Garbage collection may run in any thread while any lock is held, so `stop` must
+not take a lock.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from h5pack.errors import LoaderError
 
 @dataclass
 class EndOfBatches:
-    """A queue entry after the last batch; `error` ended the iteration and is StopIteration if nothing failed."""
+    """The queue entry after the last batch. `error` is what ended the iteration: StopIteration if nothing failed."""
 
     error: BaseException
 
@@ -40,7 +40,7 @@ class EndOfBatches:
 class PrefetchThread(BackgroundThreads):
     """A thread that fetches batches and queues them; at most `max_batches` are being fetched or waiting for `get`.
 
-    The thread calls `enter` before the first fetch, and `prepare` with each batch, whose result it queues.
+    The thread calls `enter` before the first fetch. It calls `prepare` with each batch, and queues the result.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PrefetchThread(BackgroundThreads):
         self.start(feed=self._run)
 
     def get(self, *, seconds: float | None) -> FetchedBatch | EndOfBatches | None:
-        """Return the next batch or the end marker; None if there is none within `seconds` (None: wait for it)."""
+        """Return the next batch or the end marker; None if none comes within `seconds` (no limit if that is None)."""
         self.require_own_process("feed")
         try:
             item = self._batches.get(timeout=seconds)
@@ -66,7 +66,7 @@ class PrefetchThread(BackgroundThreads):
         return item
 
     def stop(self) -> None:
-        """Stop the thread once it has fetched its current batch. Takes no lock, so finalizers may call it."""
+        """Stop the thread once it has fetched its current batch. This takes no lock, so finalizers may call it."""
         self.stopping = True
         self._credits.put(None)
         self._batches.put(EndOfBatches(LoaderError("the iterator was closed while its next batch was awaited")))
@@ -81,14 +81,14 @@ class PrefetchThread(BackgroundThreads):
                 fetched = self._fetcher.fetch()
                 fetched.batch = self._prepare(fetched.batch)
                 self._batches.put(fetched)
-                # Otherwise this variable would keep the batch alive while the thread waits.
+                # Without this, the variable would keep the batch in memory while the thread waits.
                 del fetched
         except StopIteration:
             self._batches.put(EndOfBatches(StopIteration()))
         except BaseException as error:
-            # Remove this frame from the traceback. It refers to the queue that will hold the error, which would be a
-            # reference cycle that includes the loader. When a DataLoader is garbage-collected as part of a cycle, it
-            # waits 5 seconds for each of its workers.
+            # Remove this frame from the traceback. The frame refers to the queue that will hold the error, so it would
+            # close a reference cycle that includes the loader. A DataLoader that is garbage-collected as part of a
+            # cycle waits 5 seconds for each of its workers.
             error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
             self._batches.put(EndOfBatches(error))
         finally:
@@ -100,7 +100,7 @@ class PrefetchThread(BackgroundThreads):
 class DevicePrefetcher(Iterator[FetchedBatch]):
     """An iterator over batches that are copied and transformed before the consumer requests them.
 
-    `prefetch_factor` batches are launched in addition to the delivered one, and as many more wait in host memory.
+    Besides the delivered batch, up to `prefetch_factor` batches are launched, and as many more wait in host memory.
     """
 
     def __init__(self, fetcher: BatchFetcher, copier: CudaCopier, prefetch_factor: int) -> None:
@@ -119,7 +119,7 @@ class DevicePrefetcher(Iterator[FetchedBatch]):
             try:
                 raise self._end
             finally:
-                # The error's traceback refers to this frame and so to `self`. Keeping it here would be a cycle.
+                # The error's traceback refers to this frame and so to `self`. Keeping the error would be a cycle.
                 self._end = StopIteration()
         fetched, launched = self._launched.popleft()
         fetched.batch = self._copier.receive(launched)
@@ -133,7 +133,7 @@ class DevicePrefetcher(Iterator[FetchedBatch]):
         self._finalizer.detach()
 
     def _launch_one(self) -> bool:
-        """Launch the next batch, or record the end. Return False if it is not ready and others are launched."""
+        """Launch the next batch, or record the end. Return False if it is not ready, but others are launched."""
         if self._launched:
             item = self.thread.get(seconds=0.0)
         else:
@@ -156,7 +156,7 @@ class DevicePrefetcher(Iterator[FetchedBatch]):
 
 @dataclass
 class _QueuedBatch:
-    """A batch, and an event that marks the end of the work queued for it on the device (None: there is none)."""
+    """A batch, and an event after the device work that is queued for the batch (None if no work is queued)."""
 
     batch: Any
     done: torch.cuda.Event | None
@@ -180,15 +180,15 @@ class CudaCopier:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def enter(self) -> None:
-        """Set the current CUDA device; called first in the prefetch thread."""
+        """Set the current CUDA device. The prefetch thread calls this first."""
         torch.cuda.set_device(self.device)
 
     def prepare(self, batch: Any) -> _QueuedBatch:
-        """Copy tensors in pageable memory to pinned memory; called in the prefetch thread."""
+        """Copy the batch's tensors in pageable memory to pinned memory. The prefetch thread calls this."""
         pinned = map_tensors(batch, _pin)
         done = None
         if any(tensor.device == self.device for tensor in tensors_of(pinned)):
-            # The loader made tensors on the device, and its work on them may still be queued.
+            # The loader made tensors on the device, and the device may not have finished them.
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(torch.cuda.current_stream(self.device))
         return _QueuedBatch(pinned, done)

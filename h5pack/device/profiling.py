@@ -23,8 +23,8 @@ class ProfilerRanges:
         True: always record ranges for torch's profiler. None: record them only while a profiler is running. False:
         record nothing, neither for torch's profiler nor for Nsight.
     nvtx : bool
-        Whether to mark the ranges for Nsight, too. They are then always marked, because there is no way to find out
-        whether Nsight is running.
+        Whether to mark the ranges for Nsight, too. This is done even if Nsight is not running, because there is no way
+        to find that out.
     """
 
     def __init__(self, enabled: bool | None = None, nvtx: bool = False) -> None:
@@ -55,7 +55,7 @@ class ProfilerRanges:
 
 @contextlib.contextmanager
 def profiler_range(name: str) -> Iterator[None]:
-    """Show the block of a ``with`` statement in profilers as ``"h5pack: {name}"``."""
+    """A context manager whose block profilers show as the range ``"h5pack: {name}"``."""
     # Without CUDA, the NVTX library may be missing, and calling it would raise an error.
     ranges = ProfilerRanges(nvtx=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     ranges.begin(f"h5pack: {name}")
