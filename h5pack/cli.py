@@ -40,13 +40,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Terminated(KeyboardInterrupt):
-    """Raised on SIGTERM, which is handled like Ctrl-C: the workers are stopped, and what is written is kept."""
+    """Raised on SIGTERM, which is handled like Ctrl-C: worker processes are stopped, and unfinished output is kept."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line with arguments, by default ``sys.argv[1:]``, and return the exit status.
 
-    It is 0 for success, 1 for an error or a damaged pack, 2 for invalid arguments, 130 after SIGINT, 143 after SIGTERM.
+    The status is 0 for success, 1 for an error or damage, 2 for invalid arguments, 130 after SIGINT, 143 after SIGTERM.
     """
     parser = _parser()
     arguments = parser.parse_args(_joined(sys.argv[1:] if argv is None else argv))
@@ -72,15 +72,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"h5pack: {_interrupted(arguments)}", file=sys.stderr)
         return 143 if isinstance(error, _Terminated) else 130
     except BrokenPipeError:
-        # The program that reads standard output has closed it. Without this, Python would fail again when it flushes
-        # standard output at exit.
+        # The program that reads standard output has closed it. Redirect standard output to /dev/null, or Python would
+        # fail again when it flushes standard output at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        # This is a bug in h5pack or a library. Print only one line unless --debug is given.
+        # Any other error is a bug in h5pack or a library. Print only one line unless --debug is given.
         if arguments.debug:
             raise
-        print(f"h5pack: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
+        print(f"h5pack: {type(error).__name__}: {error} (run again with --debug for the traceback)", file=sys.stderr)
         return 1
     finally:
         sys.unraisablehook = unraisable_hook
@@ -89,13 +89,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _interrupt_again(otherwise: Callable[[Any], object], unraisable: Any) -> None:
-    """Send a signal again if Python dropped its exception, as it does in ``__del__`` and in weakref callbacks."""
+    """Send a signal again if Python dropped the exception that it raised, as in ``__del__`` or a weakref callback."""
     error = unraisable.exc_value
     if not isinstance(error, KeyboardInterrupt):
         otherwise(unraisable)
         return
     number = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
-    # Later, because an exception that is raised inside this hook is dropped, too.
+    # Wait half a second, because Python would also drop an exception that is raised inside this hook.
     threading.Timer(0.5, signal.pthread_kill, [threading.main_thread().ident, number]).start()
 
 
@@ -134,8 +134,8 @@ def _parser() -> argparse.ArgumentParser:
         module.add(commands)
     for command in commands.choices.values():
         command.set_defaults(parser=command)
-        command.add_argument("--json", action="store_true", help="print one JSON object")
-        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+        command.add_argument("--debug", action="store_true", help="if an error occurs, print its traceback")
     return parser
 
 

@@ -142,7 +142,7 @@ def test_an_unexpected_error_is_one_line_unless_debug_is_given(
     monkeypatch.setattr("h5pack.inspect.info.info", broken)
     code, _, err = run(capsys, "info", tmp_path / "x")
     assert code == 1
-    assert err == "h5pack: ZeroDivisionError: unexpected (--debug shows where)\n"
+    assert err == "h5pack: ZeroDivisionError: unexpected (run again with --debug for the traceback)\n"
 
 
 def test_a_closed_pipe_gives_no_traceback(tmp_path: Path) -> None:

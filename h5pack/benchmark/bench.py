@@ -1,7 +1,7 @@
-"""`bench`: within a time budget, packs a sample in several variants, measures cases, and recommends one.
+"""`bench`: within a time budget, pack a sample with several chunk sizes, time reading it, and recommend one size.
 
-A case is one configuration: a file variant, an order and a reader. The sweep measures all cases; the run-off measures
-the fastest ones again, side by side.
+A file variant is the sample with one chunk size and compression. A case is a file variant, an order and a reader. The
+sweep measures all cases; then the run-off measures the fastest ones again, side by side.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from h5pack.system.machine import available_cpus, available_memory, machine_fact
 
 _MAX_THREADS = 4
 _MAX_TRIED = 16
-"""Maximum number of threads and workers that is tried by default."""
+"""Largest number of threads, and of workers, that is measured by default."""
 _RUN_OFF_SHARE = 0.35
 _WARM_SHARE = 0.1
 _FINALISTS_SHARE = 0.65
-"""Fraction of the run-off's time for file variants; the rest is for numbers of threads and workers."""
+"""Fraction of the run-off's time to compare file variants; in the rest, numbers of threads and workers are compared."""
 _RESERVE_SECONDS = 0.5
 
 
@@ -77,8 +77,8 @@ def bench(
 ) -> BenchReport:
     """Measure which chunks and loader settings are fastest on this machine.
 
-    Pack a sample of the images in several variants, read each variant in several ways, and recommend one. Temporary
-    files are removed. If several batch sizes or windows are given, all comparisons of other parameters use the first.
+    Pack a sample of the images with several chunk sizes, read each file in several ways, and recommend a chunk size.
+    Temporary files are removed. All comparisons of other parameters use the first given batch size and window.
 
     Parameters
     ----------
@@ -89,14 +89,14 @@ def bench(
     chunk_rows, chunk_bytes : int or sequence of int
         Chunk sizes to compare, in rows or bytes. Default: 64 KiB to 16 MiB.
     contiguous : bool
-        Whether to compare with a dataset without chunks.
+        Whether to also measure a contiguous (unchunked) copy of the sample.
     orders : sequence of {"sequential", "window", "full", "single"}
         Orders of reading: as stored, window shuffle, full shuffle, one random index per call.
     engines : sequence of {"direct", "tuned", "default"}
         Readers: H5Loader reading the file directly, H5Loader reading through the HDF5 library with a tuned chunk cache,
         and plain h5py.
     caches : sequence of {"hot", "cold"}
-        Read with the file in the page cache, or after dropping it from there.
+        Page-cache states: the file is in the page cache, or was dropped from it before reading.
     compression : str or sequence of str
         Compression methods to compare, as for `convert`.
     batch_size, window : int or sequence of int
@@ -107,13 +107,13 @@ def bench(
     rows : int, optional
         Number of rows in the sample. Default: as many as time, memory and disk allow, up to 512 MiB.
     size : int, (int, int) or str, optional
-        Height and width of a row, as for `convert`.
+        Height and width of every packed image, as for `convert`.
     source_kind : str, optional
         Kind of `source`, as for `convert`. Default: detect it.
     images, labels : str, optional
-        Datasets of an HDF5 file. Default: detect them.
+        Names of the datasets of images and labels in an HDF5 file. Default: detect them.
     scratch : path, optional
-        Folder for temporary files, on the disk to measure. Default: the working directory.
+        Folder for temporary files. The disk that holds it is measured. Default: the working directory.
     seed : int
         Seed of the shuffled orders.
     plot : path, optional
@@ -146,7 +146,7 @@ def bench(
 
 
 def make_settings(**keywords: Any) -> BenchSettings:
-    """Make settings from the keywords of `bench`. Single values become tuples if the keyword allows several."""
+    """Return the settings for keywords of `bench`. A single value becomes a tuple if its keyword accepts several."""
     several = {field.name for field in fields(BenchSettings) if isinstance(field.default, tuple)}
     for name in several & keywords.keys():
         values = keywords[name]
@@ -157,7 +157,7 @@ def make_settings(**keywords: Any) -> BenchSettings:
 
 
 class BenchRun:
-    """One run of `bench`. `report` holds the results so far, also after an interruption; None before packing ends."""
+    """One run of `bench`. `report` is None until packing ends, then the results so far, even after an interruption."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class BenchRun:
         settings = self._settings
         batch_size = min(settings.batch_size[0], max(1, sample.rows // 4))
         if batch_size < settings.batch_size[0]:
-            report.notes.append(f"Batches have {batch_size} rows, as the sample has only {sample.rows:,}.")
+            report.notes.append(f"Batches have {batch_size} rows, because the sample has only {sample.rows:,} rows.")
         num_threads = min(_MAX_THREADS, available_cpus())
         needed = min_bench_seconds(sample.variants, settings, batch_size, num_threads)
         _require_time(end - self._clock() - _RESERVE_SECONDS, needed, report.seconds["packing"], settings)
@@ -234,12 +234,12 @@ class BenchRun:
         _note_left_out(report, plan, sample, batch_size)
         ceilings = Ceilings(sample.variants, sample.rows, sample.row_bytes, batch_size, num_threads)
         if ceilings.copy is None:
-            report.notes.append("The ceiling of warm reads, a memory copy, was left out for lack of memory.")
+            report.notes.append("Memory is too small to measure the ceiling of warm reads, which is a memory copy.")
         hot_seconds = left * sum(map(min_seconds, plan.hot)) / (sum(map(min_seconds, plan.hot + plan.cold)) or 1.0)
         try:
             with self._phase("page cache warm"):
                 sweep.measure(plan.hot, hot_seconds, report.measurements, [ceilings.measure_copy])
-            ceilings.copy = None  # Free its memory.
+            ceilings.copy = None  # Free the memory of its arrays.
             with self._phase("page cache cold"):
                 sweep.measure(plan.cold, left - hot_seconds, report.measurements, [ceilings.measure_read])
         finally:
@@ -264,7 +264,7 @@ class BenchRun:
         report.recommendation = choose(report.variants, report.measurements, report.run_off, workload)
 
     def _run_off(self, sweep: Sweep, report: BenchReport, workload: Workload, end: float) -> None:
-        """Measure the fastest variants again, side by side; then numbers of threads and workers on the best variant."""
+        """Measure the fastest variants again, side by side; then compare numbers of threads and workers."""
         cache, _ = pick_cache_state(workload, report.measurements)
         cases = finalists(report.variants, report.measurements, workload, cache)
         if not cases:
@@ -298,7 +298,7 @@ class BenchRun:
 
 @contextmanager
 def _each_warning_once() -> Iterator[None]:
-    """Log each of h5pack's warnings only once, although each measurement opens the files again."""
+    """Log each of h5pack's warnings only once: every measurement opens the files again, which would repeat them."""
     seen: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
@@ -332,7 +332,7 @@ def _note_left_out(report: BenchReport, plan: CasePlan, sample: BenchSample, bat
     slow = [variant.label for variant in sample.variants if exceeds_decode_budget(variant, batch_size)]
     if slow:
         report.notes.append(
-            f"The full shuffle of {', '.join(slow)} was left out: each batch would decode more than a gigabyte."
+            f"Not measured with full shuffle: {', '.join(slow)}, as each batch would decode over a gigabyte of chunks."
         )
 
 

@@ -1,4 +1,4 @@
-"""The settings of a benchmark, all cases (configurations) that they ask for, and the selection that time allows."""
+"""The settings of a benchmark, its cases (configurations to measure), and the choice of cases if time is short."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from h5pack.errors import OptionsError
 from h5pack.pack.compression import parse_compression
 
 ORDERS = ("sequential", "window", "full", "single")
-"""Orders of reading: as stored, window shuffle, full shuffle, one random index per call."""
+"""Orders of reading: in stored order, in window shuffle, in full shuffle, or one random row per call."""
 ENGINES = ("direct", "tuned", "default")
-"""Readers: H5Loader reading the file directly, the same through the HDF5 library with a tuned cache, plain h5py."""
+"""Readers: H5Loader reading the file directly; H5Loader using the HDF5 library with a tuned chunk cache; h5py."""
 CACHES = ("hot", "cold")
 """Page-cache states: the file is in the page cache, or was dropped from it."""
 DEFAULT_CHUNK_BYTES = tuple(1024 * size for size in (64, 256, 1024, 4096, 16384))
 MIN_REPEATS = 3
 """Minimum number of repeats for a reliable median."""
 REPEATS = 4
-"""Intended number of repeats of a case; slow cases get fewer."""
+"""Number of repeats to aim for in each case; slow cases get fewer."""
 
 _MIN_CASE_SECONDS = {"hot": 0.14, "cold": 0.2}
 _DECODE_BUDGET_BYTES = 2**30
@@ -30,7 +30,7 @@ _DECODE_BUDGET_BYTES = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """The validated keywords of `bench`, with tuples for sequences. See `bench` for their meaning."""
+    """The validated keywords of `bench`, which explains them. Sequences are tuples."""
 
     seconds: float = 60.0
     chunk_rows: tuple[int, ...] = ()
@@ -57,7 +57,7 @@ class BenchSettings:
         for name, allowed in (("orders", ORDERS), ("engines", ENGINES), ("caches", CACHES)):
             values = getattr(self, name)
             if not values or not set(values) <= set(allowed):
-                raise _wrong(name, ",".join(values), f"it must be some of {', '.join(allowed)}")
+                raise _wrong(name, ",".join(values), f"give one or more of {', '.join(allowed)}")
         minimum = {"batch_size": 1, "window": 1, "num_threads": 1, "num_workers": 0, "chunk_rows": 1, "chunk_bytes": 1}
         for name, bound in minimum.items():
             for value in getattr(self, name):
@@ -78,35 +78,35 @@ def _wrong(name: str, value: object, rule: str) -> OptionsError:
 
 @dataclass(frozen=True)
 class FileVariant:
-    """A file that holds the sample's rows, with one chunk size and compression."""
+    """A file that holds the rows of the sample, with one chunk size and one compression."""
 
     label: str  # Such as "32 rows" (per chunk), "32 rows gzip", "contiguous", or "as it is" for the input file.
     path: str
-    images: str  # Name of the dataset.
-    labels: str | None  # Name of the dataset.
+    images: str  # Name of the dataset of images.
+    labels: str | None  # Name of the dataset of labels; None without labels.
     rows: int  # Number of rows to read, from the start of the file.
-    # Uncompressed size of a chunk. None if the dataset is contiguous or virtual, or has rows of variable length.
+    # Size of a decoded chunk in rows and in bytes. None if the images are contiguous, virtual or of variable length.
     chunk_rows: int | None
     chunk_bytes: int | None
-    row_bytes: int  # Size of a decoded row.
+    row_bytes: int  # Size of a decoded row in bytes.
     compression: str  # Names of the HDF5 filters; "none" if there are none.
-    stored_bytes: int  # Size in the file of the whole dataset of images.
+    stored_bytes: int  # Size of the dataset of images in the file.
     overhead: float  # stored_bytes divided by the size of the array in memory.
-    is_input: bool = False  # Whether it is the input file itself; otherwise it was converted from the input.
+    is_input: bool = False  # True for the input file itself, False for a file converted from it.
 
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One configuration of a benchmark: a file variant, read in some order by some engine."""
+    """One configuration of a benchmark: a file variant, and the order, reader and settings to read it with."""
 
     variant: str  # Label of the file variant.
-    order: str
-    engine: str
-    cache: str
+    order: str  # One of ORDERS.
+    engine: str  # One of ENGINES.
+    cache: str  # One of CACHES.
     batch_size: int
     window: int
-    num_threads: int  # 1 for readers that work in the calling thread.
-    num_workers: int | None = None  # None unless a DataLoader reads.
+    num_threads: int  # Reading threads; 1 for readers that work in the calling thread.
+    num_workers: int | None = None  # Number of workers if a DataLoader reads, else None.
 
     def __str__(self) -> str:
         return f"{self.variant}, {self.order}, {self.engine}, {self.cache}"
@@ -118,8 +118,8 @@ class Measurement:
 
     case: BenchCase
     speeds: tuple[float, ...] = ()  # Images/s of each repeat.
-    amplification: float | None = None  # Bytes requested by read calls per byte of the images delivered, if known.
-    hit_rate: float | None = None  # Fraction of rows whose chunk had already been read for another row, if known.
+    amplification: float | None = None  # Bytes requested from the file per byte of delivered images; None if unknown.
+    hit_rate: float | None = None  # Fraction of rows whose chunk was already read for another row, if known.
     reason: str | None = None  # Why the case was not measured; None if it was.
 
     @property
@@ -131,7 +131,7 @@ class Measurement:
         """Return this measurement of the sweep with the speeds replaced by those of the run-off.
 
         The run-off is more reliable, because it loads the file into the page cache again before each repeat. If it has
-        too few repeats for a median, the sweep's are kept as well.
+        too few repeats for a median, the speeds of the sweep are kept in addition.
         """
         if run_off is None or not run_off.speeds:
             return self
@@ -166,7 +166,7 @@ def repeats_json(speeds: Sequence[float]) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class CasePlan:
-    """The cases to measure with a warm page cache, then with a cold one, and those that the time is too short for."""
+    """The cases to measure: first `hot` (warm page cache), then `cold`. For `left_out`, the time is too short."""
 
     hot: tuple[BenchCase, ...]
     cold: tuple[BenchCase, ...]
@@ -185,7 +185,7 @@ def plan_cases(
     spent = 0.0
     for level in sorted(levels):
         cost = sum(map(min_seconds, levels[level]))
-        # Measure all cases of a level or none: a part of the variants could not be compared with the others.
+        # Take all cases of a level or none, because variants can only be compared if all of them are measured.
         if taken and spent + cost > seconds:
             left_out += levels[level]
             continue
@@ -203,7 +203,7 @@ def min_seconds(case: BenchCase) -> float:
 def min_bench_seconds(
     variants: Sequence[FileVariant], settings: BenchSettings, batch_size: int, num_threads: int
 ) -> float:
-    """Return the duration of the shortest useful benchmark: the most important cases, and half as long a run-off."""
+    """Return the shortest useful duration: that of the most important cases, plus half as much for the run-off."""
     cases = all_cases(variants, settings, batch_size, num_threads)
     first = min(map(_level, cases), default=0)
     return 1.5 * sum(min_seconds(case) for case in cases if _level(case) == first)
@@ -242,7 +242,7 @@ def all_cases(
 
 
 def _varied(base: BenchCase, settings: BenchSettings) -> list[BenchCase]:
-    """Return variations of the case, one for each further batch size, window, and number of threads and workers."""
+    """Return copies of the case with one setting changed: batch size, window, number of threads, or of workers."""
     return [
         *(replace(base, batch_size=size) for size in settings.batch_size[1:]),
         *(replace(base, window=window) for window in settings.window[1:]),
@@ -252,7 +252,7 @@ def _varied(base: BenchCase, settings: BenchSettings) -> list[BenchCase]:
 
 
 def _level(case: BenchCase) -> int:
-    """Return the rank of importance, 0 being the highest. Cases of levels 0 and 1 decide the recommendation."""
+    """Return how important a case is; 0 is the most important. Levels 0 and 1 decide the recommendation."""
     cold = case.cache == "cold"
     if (case.engine, case.order) == ("direct", "window"):
         return 0 + cold

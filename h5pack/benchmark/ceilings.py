@@ -32,12 +32,12 @@ _PROBES = 16
 
 
 def touch(images: npt.NDArray[Any]) -> int:
-    """Read one byte of every memory page of an array, so that all of it is in memory; return their sum."""
+    """Read one byte of every memory page of an array, so that all of it is in memory; return the sum."""
     return int(images.reshape(-1)[:: mmap.PAGESIZE].sum())
 
 
 def images_of(batch: Any) -> Any:
-    """Return the images of a batch or sample, which is the images alone, or a list or tuple that begins with them."""
+    """Return the images of a batch or sample: its first element if it is a list or tuple, else the batch itself."""
     return batch[0] if isinstance(batch, (list, tuple)) else batch
 
 
@@ -52,19 +52,19 @@ def consume(batches: Iterable[Any]) -> float:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median, minimum, maximum and number of repeats, rounded to 4 decimals."""
+    """Return the median, minimum and maximum of the values, rounded to 4 decimals, and the number of values."""
     found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
     return {**{name: round(value, 4) for name, value in found.items()}, "repeats": len(values)}
 
 
 def interleaved(names: Sequence[_T], repeats: int) -> Iterator[_T]:
-    """Yield all names `repeats` times, alternately forwards and backwards, so that drifts affect all equally."""
+    """Yield all names `repeats` times, alternately forwards and backwards, so that drifts of speed affect all equally."""
     for repeat in range(repeats):
         yield from names if repeat % 2 == 0 else reversed(names)
 
 
 def sequential(path: Path, flags: int = 0, seconds: float = math.inf) -> float:
-    """Read a file from its start for about `seconds` at most; return bytes/s. `flags`: of `os.open`, as O_DIRECT."""
+    """Read a file from its start for at most about `seconds`; return bytes/s. `flags` are for `os.open` (O_DIRECT)."""
     descriptor = os.open(path, os.O_RDONLY | flags)
     block, done = mmap.mmap(-1, _BLOCK_BYTES), 0
     begin = time.perf_counter()
@@ -80,7 +80,7 @@ def sequential(path: Path, flags: int = 0, seconds: float = math.inf) -> float:
 
 
 class MemoryCopy:
-    """Copy of random rows of a uint8 array (rows, row_bytes) by ``np.take`` into batches whose memory is reused."""
+    """Copies random rows of a uint8 array (rows, row_bytes) with ``np.take`` into batches whose memory is reused."""
 
     def __init__(self, rows: int, row_bytes: int, batch_size: int, max_threads: int = 2) -> None:
         self.rows, self.batch_size = rows, batch_size
@@ -118,10 +118,10 @@ class MemoryCopy:
 
 
 class Ceilings:
-    """The ceilings of a benchmark in images/s: a memory copy on one thread and on `num_threads`, and a cold read.
+    """The ceilings of a benchmark in images/s: a memory copy on 1 and on `num_threads` threads, and a cold read.
 
-    The copy is left out if there is too little memory. The cold read is that of an uncompressed variant, sequentially,
-    after dropping it from the page cache.
+    The copy is left out if there is too little memory. For the cold read, an uncompressed file is dropped from the page
+    cache and then read sequentially.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Ceilings:
         needed = (rows + _BUFFERS_PER_THREAD * num_threads * batch_size) * row_bytes
         self.copy = MemoryCopy(rows, row_bytes, batch_size, num_threads) if needed <= available_memory() // 4 else None
         self.copies: dict[int, list[float]] = {count: [] for count in sorted({1, num_threads})}
-        # Bytes of a compressed file cannot be converted to a number of images.
+        # Skip compressed files, whose bytes/s cannot be converted to images/s.
         plain = [variant.path for variant in variants if variant.compression == "none"]
         self._path = Path(plain[-1]) if plain else None
         self._row_bytes = row_bytes
@@ -165,7 +165,7 @@ class PageState:
         self.files = (Path(dataset.path), *sorted(Path(other) for other in others - {dataset.path}))
 
     def drop(self) -> str | None:
-        """Drop the files from the page cache. Return None, or the reason why pages stay there."""
+        """Drop the files from the page cache; return None if that succeeds, else the reason why pages stay there."""
         if not hasattr(os, "posix_fadvise"):
             return "this system cannot drop a file from the page cache"
         for path in self.files:
@@ -181,7 +181,7 @@ class PageState:
         return None
 
     def _seems_cached(self) -> bool:
-        """Return whether any of some sampled rows can be read without waiting.
+        """Return whether any of a few sampled rows can be read without waiting for the disk.
 
         mincore(2) reports all pages as cached to a process that may not write the file, hence this second check.
         """

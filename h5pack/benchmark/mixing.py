@@ -1,4 +1,4 @@
-"""`mixing_report`, which measures how well a shuffle mixes rows, from the samplers' orders, without reading images."""
+"""`mixing_report`, which measures how well a shuffle mixes rows. It reads labels, but no images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from h5pack.order.window import DEFAULT_WINDOW, OrderPlan
 from h5pack.system.parameters import whole_number
 
 MARGIN = 0.05
-"""A label distance may exceed that of a full shuffle by at most this fraction."""
+"""A label distance counts as equal to that of a full shuffle if it exceeds that by at most this fraction."""
 MAX_BATCHES = 2_048
 """Maximum number of batches sampled from one order, in all epochs together."""
 MAX_WINDOW_ROWS = 2**22
@@ -28,24 +28,24 @@ _RUNS = 8
 _T_95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
 """One-sided 95 % quantiles of Student's t for 1 to 10 degrees of freedom.
 
-For more, 1.645 + 1.7 / degrees of freedom is a slight overestimate.
+For more degrees of freedom, `_quantile` uses 1.645 + 1.7 / degrees of freedom, a slight overestimate.
 """
 
 
 @dataclass(frozen=True)
 class OrderMixing:
-    """Measurements of one order of the rows. The label distance and its errors are None without integer labels."""
+    """Measurements of one order of the rows. Without integer labels, the label distance and its errors are None."""
 
     shuffle: str | bool  # "window", "full" or False.
     window: int | None  # Number of chunks that are shuffled together; None unless `shuffle` is "window".
     # Total-variation distance (0 to 1) between the label histogram of a batch and that of all rows: the mean over all
     # batches, and over the columns of a label table.
     label_distance: float | None
-    batch_deviation: float | None  # Standard deviation of the distance over all batches.
-    standard_error: float | None  # Of the mean distance, calculated from the means of the epochs.
+    batch_deviation: float | None  # Standard deviation of the label distance over all batches.
+    standard_error: float | None  # Standard error of `label_distance`, from the means of the epochs.
     # Spearman's rank correlation between a row's position in the epoch and its position in the file; mean of epochs.
     storage_correlation: float
-    # The same between a row's positions in one epoch and the next. None if too few rows were sampled in both.
+    # Spearman's rank correlation between a row's positions in two consecutive epochs; None if too few rows are in both.
     epoch_correlation: float | None
     chunks_per_batch: float  # Number of distinct chunks that a batch's rows come from; mean over the batches.
 
@@ -58,29 +58,30 @@ class OrderMixing:
 class MixingReport:
     """How well the window shuffle mixes a dataset's rows.
 
-    Even a perfectly random batch has a distance above 0, but its mean is known: the count of a class in the batch is
-    hypergeometric, and the mean absolute deviation of such a count has a closed form (de Moivre's; Diaconis and Zabell,
-    "Closed form summation for classical distributions", Statistical Science 1991). The batches of one epoch depend on
-    each other but the epochs do not, so the standard error is calculated from the means of the epochs. A window counts
+    Even a perfectly random batch has a label distance above 0. The mean of this distance is known: the count of a class
+    in a batch is hypergeometric, and the mean absolute deviation of such a count has a closed form (Diaconis and
+    Zabell, "Closed form summation for classical distributions", Statistical Science 1991). Batches of one epoch depend
+    on each other but epochs do not, so the standard error is calculated from the means of the epochs. A window counts
     as equal to a full shuffle if the upper end of the one-sided 95 % confidence interval of its mean distance
     (Student's t) is at most `allowed_distance`; a window of all chunks is a full shuffle. Windows are tested from the
     largest down to the first that fails, so `enough_window` is too small in at most 5 % of reports.
     """
 
     rows: int  # Number of rows in an epoch.
-    chunks: int  # Number of chunks that hold them.
+    chunks: int  # Number of chunks that hold these rows.
     chunk_bytes: int  # Uncompressed size of a full chunk of images.
     batch_size: int
     seed: int
     epochs: int
-    batches: int  # Number of full batches sampled from each epoch.
+    batches: int  # Number of full batches that were sampled in each epoch.
     epoch_batches: int  # Number of full batches in an epoch.
-    window: int  # Window, in chunks, that the advice is about; at most `chunks`.
-    expected_distance: float | None  # Expected label distance of a full shuffle, exact. None without labels.
-    # Largest distance that counts as equal to a full shuffle's. It exceeds `expected_distance` by 5 %, or by 5 % of the
-    # difference to the mean distance of single rows if that is less, as with more classes than rows per batch.
+    window: int  # Number of chunks shuffled together, which the advice is about; at most `chunks`.
+    expected_distance: float | None  # Exact mean label distance of full shuffles; None without labels.
+    # Largest label distance that counts as equal to that of a full shuffle; None without labels. It exceeds
+    # `expected_distance` by 5 % of the smaller of two numbers: `expected_distance`, and its difference to the mean
+    # label distance of single rows. With more classes than rows per batch, that difference is small.
     allowed_distance: float | None
-    enough_window: int | None  # Smallest window that was shown to mix the labels as well as a full shuffle, if any.
+    enough_window: int | None  # Smallest window shown to mix labels as well as a full shuffle; None if none was.
     orders: tuple[OrderMixing, ...]  # The windows in ascending order, then the full shuffle, then the stored order.
 
     @property
@@ -92,10 +93,10 @@ class MixingReport:
             chunks = f"{asked.chunks_per_batch:.1f} chunks"
             return f"No labels to compare: with window={window} the rows of a batch come from {chunks}."
         if enough is not None and enough <= window:
-            return f"Keep window={window}: its batches mix the labels as those of a full shuffle do."
+            return f"Keep window={window}: it mixes the labels as well as a full shuffle."
         if asked.bound(-_quantile(self.epochs)) <= self.allowed_distance:
-            return f"Increase epochs: {self.epochs} do not show whether window={window} is large enough."
-        other = "convert in shuffled order"
+            return f"Increase epochs: {self.epochs} epochs do not show whether window={window} is large enough."
+        other = "convert again in shuffled order"
         if enough is not None:
             other = f"window={enough} ({enough * self.chunk_bytes / 2**20:,.1f} MiB)"
         excess = f"the label distance of a batch is {100 * self.excess(asked):,.0f} % above a full shuffle's"
@@ -123,11 +124,11 @@ class MixingReport:
         ]
         if self.expected_distance is not None:
             known = f"A full shuffle's label distance is {self.expected_distance:.4f} on average"
-            lines.append(f"{known}; up to {self.allowed_distance:.4f} counts as equal.")
-            lines.append(f"Smallest window that is shown to be equal: {self.enough_window or 'none'}.")
+            lines.append(f"{known}; a distance up to {self.allowed_distance:.4f} counts as equal.")
+            lines.append(f"Smallest window shown to be equal to a full shuffle: {self.enough_window or 'none'}.")
         largest = max(order.window or 0 for order in self.orders)
         if largest < self.chunks:
-            lines.append(f"Windows of more than {largest:,} chunks were not compared; windows=SIZES compares others.")
+            lines.append(f"Windows of more than {largest:,} chunks were not compared; give windows=SIZES to do so.")
         return "\n".join([*lines, self.advice])
 
     def _line(self, order: OrderMixing) -> str:
@@ -249,7 +250,7 @@ def _sampled_runs(batches: int, max_batches: int) -> list[range]:
 
 
 def _batches(plan: OrderPlan, epoch: int, run: range) -> Rows:
-    """Return the file's rows in consecutive full batches; int64 (len(run), batch_size)."""
+    """Return the file rows of the consecutive full batches `run`; int64, (len(run), batch_size)."""
     parts, wanted = [], len(run) * plan.batch_size
     for group in plan.chunk_groups(epoch, run.start):
         rows = np.empty_like(group.rows)
@@ -313,7 +314,7 @@ class _LabelTable:
         self._stored, repeats = np.unique(rows.rows_at(np.arange(rows.count))[0], return_counts=True)
         table = dataset.read_rows(name, self._stored).reshape(len(self._stored), -1)
         self.rows, self.columns = rows.count, table.shape[1]
-        self._codes = np.empty(table.shape, np.int64)  # Class numbers from 0, distinct between columns.
+        self._codes = np.empty(table.shape, np.int64)  # Class numbers from 0; columns share none.
         classes = 0
         for column in range(self.columns):
             values, codes = np.unique(table[:, column], return_inverse=True)

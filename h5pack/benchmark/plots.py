@@ -1,4 +1,4 @@
-"""Figures: checking and saving their files, for `bench` and `doctor`; drawing reports of `bench`."""
+"""Check and save the figure files of `bench` and `doctor`, and draw the figure of a `bench` report."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ _DEFAULT = tuple(
 
 
 def check_plot_file(path: str | os.PathLike[str]) -> str:
-    """Return the format of a figure's file: "png", "svg" or "pdf"; OptionsError if it cannot be saved there."""
+    """Return the format of a figure's file, "png", "svg" or "pdf"; raise OptionsError if it cannot be saved there."""
     target = Path(path)
     if target.suffix.lower() not in FORMATS:
         raise OptionsError(f"{target}: figures are saved as .png, .svg or .pdf; choose one of these", path=target)
     folder = target.absolute().parent
     if target.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise OptionsError(f"{target}: cannot be written; name a file in a folder that exists", path=target)
+        raise OptionsError(f"{target}: cannot be written; name a file in an existing, writable folder", path=target)
     if importlib.util.find_spec("matplotlib") is None:
         raise OptionsError("figures need matplotlib, which is not installed: pip install 'h5pack[plot]'")
     return FORMATS[target.suffix.lower()]
@@ -75,10 +75,10 @@ def save_figure(figure: Figure, path: str | os.PathLike[str], *, dpi: int = 150)
     from matplotlib import rc_context
 
     kind, out = check_plot_file(path), io.BytesIO()
-    # Leave out dates and random identifiers, with which equal figures would give different files.
+    # Leave out dates and random identifiers, which would make the files of equal figures differ.
     metadata = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
     with rc_context({"svg.hashsalt": "h5pack"}), warnings.catch_warnings():
-        # Ignore characters in paths that the font lacks; they are drawn as boxes.
+        # Ignore the warning about characters that the font lacks; matplotlib draws boxes instead.
         warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
         figure.savefig(out, format=kind, dpi=dpi, metadata=metadata)
     try:

@@ -13,14 +13,14 @@ from h5pack.errors import H5PackError
 
 
 def comma_parts(value: str | None) -> tuple[str, ...]:
-    """Split a comma-separated text and strip the parts. None gives an empty tuple."""
+    """Split a text at commas and strip white space from each part; return an empty tuple for None."""
     return () if value is None else tuple(part.strip() for part in value.split(",") if part.strip())
 
 
 def add_workers(group: Any) -> None:
     """Add ``--workers``, the number of worker processes."""
     group.add_argument(
-        "--workers", dest="num_workers", type=int, metavar="N", help="processes (default: CPUs of this process)"
+        "--workers", dest="num_workers", type=int, metavar="N", help="worker processes (default: one per available CPU)"
     )
 
 
@@ -30,18 +30,19 @@ def print_report(report: Any, arguments: argparse.Namespace) -> None:
 
 
 def add_hdf5(group: Any) -> None:
-    """Add the options that name an HDF5 file's datasets of images and labels, and say how to read the images."""
-    group.add_argument("--images", metavar="NAME", help="the dataset of images, arrays or encoded (default: detect it)")
-    labels = group.add_mutually_exclusive_group()
-    labels.add_argument("--labels", metavar="NAME", help="the dataset of labels (default: detect it)")
-    labels.add_argument("--no-labels", action="store_const", const="", dest="labels", help="use no labels")
+    """Add the options that name the datasets of images and labels in an HDF5 file, and say how to read the images."""
     group.add_argument(
-        "--channel-axis",
-        metavar="WHERE",
-        help="position of the channels in a row: last, first or none (default: detect it)",
+        "--images", metavar="NAME", help="dataset of images, arrays or encoded files (default: detected)"
     )
+    labels = group.add_mutually_exclusive_group()
+    labels.add_argument("--labels", metavar="NAME", help="dataset of labels (default: detected)")
+    labels.add_argument("--no-labels", action="store_const", const="", dest="labels", help="ignore the file's labels")
     group.add_argument(
-        "--value-range", metavar="LOW:HIGH", help="values that become 0 and 255 (default for floats: 0:1)"
+        "--channel-axis", metavar="WHERE",
+        help="position of the channel axis of an image: last, first or none (default: detected)",
+    )  # fmt: skip
+    group.add_argument(
+        "--value-range", metavar="LOW:HIGH", help="values to convert to 0 and 255 (default for floats: 0:1)"
     )
 
 
@@ -87,7 +88,7 @@ def _option_text(fragment: str, parser: argparse.ArgumentParser) -> str | None:
 
 
 def _literal(value: str) -> Any:
-    """Return the value of a Python literal, or the text itself if it is none."""
+    """Return the value of a Python literal, or the text itself if it is not a literal."""
     try:
         return ast.literal_eval(value)
     except (ValueError, SyntaxError):

@@ -13,56 +13,68 @@ def add(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
         help="measure which chunk size and settings are fastest on this machine",
-        description="Pack a sample of a folder of images, or of an HDF5 file, with several chunk sizes, measure how "
-        "fast each is read, and recommend one. Temporary files are removed.",
+        description="Pack a sample of the images of a folder or an HDF5 file with several chunk sizes, measure how "
+        "fast the packed files are read, and recommend a chunk size. Temporary files are removed.",
     )
     bench.set_defaults(run=run)
     bench.add_argument(
         "source", nargs="?", metavar="SOURCE", help="a folder, a manifest or an HDF5 file (default: generated images)"
     )
-    bench.add_argument("--seconds", type=float, default=60.0, metavar="S", help="time for everything (default 60)")
+    bench.add_argument(
+        "--seconds", type=float, default=60.0, metavar="S", help="time for the whole benchmark (default 60)"
+    )
     _add_compared(bench)
 
     sample = bench.add_argument_group("the sample")
-    sample.add_argument("--rows", type=int, metavar="N", help="rows (default: by time, memory and disk; up to 512 MiB)")
-    sample.add_argument("--size", metavar="HxW", help="height and width of every row, or one number for a square")
-    sample.add_argument("--source", dest="source_kind", metavar="KIND", help="kind of SOURCE, as for convert")
-    sample.add_argument("--images", metavar="NAME", help="the dataset of images of an HDF5 file (default: detect it)")
-    sample.add_argument("--labels", metavar="NAME", help="the dataset of labels of an HDF5 file (default: detect it)")
-    sample.add_argument("--scratch", metavar="DIR", help="folder of temporary files (default: the working directory)")
-    sample.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the shuffled orders (default 0)")
+    sample.add_argument(
+        "--rows", type=int, metavar="N",
+        help="number of rows (default: as many as time, memory and disk allow, up to 512 MiB)",
+    )  # fmt: skip
+    sample.add_argument(
+        "--size", metavar="HxW", help="height and width of every packed image, or one number for a square"
+    )
+    sample.add_argument(
+        "--source", dest="source_kind", metavar="KIND", help="kind of SOURCE, see 'h5pack convert' (default: detected)"
+    )
+    sample.add_argument("--images", metavar="NAME", help="dataset of images in an HDF5 file (default: detected)")
+    sample.add_argument("--labels", metavar="NAME", help="dataset of labels in an HDF5 file (default: detected)")
+    sample.add_argument("--scratch", metavar="DIR", help="folder for temporary files (default: the working directory)")
+    sample.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of shuffled reading (default 0)")
 
-    mixing = bench.add_argument_group("how well the window shuffle mixes")
+    mixing = bench.add_argument_group("how well the window shuffle mixes rows")
     mixing.add_argument(
         "--mixing", action="store_true",
-        help="instead of speed, report how well windows mix the labels of SOURCE, an HDF5 file; --window A,B: "
-        "recommend about window A, and compare it with B",
+        help="instead of speed, measure how well the window shuffle mixes the labels of SOURCE, an HDF5 file; with "
+        "--window A,B, compare both windows and say whether A is large enough",
     )  # fmt: skip
-    mixing.add_argument("--split", metavar="NAME", help="with --mixing: only the rows of this split")
-    mixing.add_argument("--epochs", type=int, default=8, metavar="N", help="with --mixing: epochs (default 8)")
+    mixing.add_argument("--split", metavar="NAME", help="with --mixing: use only the rows of this split")
+    mixing.add_argument(
+        "--epochs", type=int, default=8, metavar="N", help="with --mixing: number of epochs to sample (default 8)"
+    )
 
     out = bench.add_argument_group("output")
-    out.add_argument("--full", action="store_true", help="also print all reasons, tables and notes")
-    out.add_argument("--plot", metavar="FILE", help="draw the result (PNG, SVG or PDF)")
+    out.add_argument("--full", action="store_true", help="print the full report, with all reasons, tables and notes")
+    out.add_argument("--plot", metavar="FILE", help="also draw the result into a .png, .svg or .pdf file")
     out.add_argument("--quiet", action="store_true", help="show no progress bar")
 
 
 def _add_compared(bench: argparse.ArgumentParser) -> None:
     what = bench.add_argument_group("what to compare")
     what.add_argument(
-        "--no-contiguous", action="store_false", dest="contiguous", help="leave out the dataset without chunks"
-    )
+        "--no-contiguous", action="store_false", dest="contiguous",
+        help="do not measure a contiguous (unchunked) copy of the sample",
+    )  # fmt: skip
     for option, name, text in (
-        ("--chunk-rows", "chunk_rows", "chunk sizes in rows"),
+        ("--chunk-rows", "chunk_rows", "chunk sizes in rows (default: see --chunk-bytes)"),
         ("--chunk-bytes", "chunk_bytes", "chunk sizes in bytes (default: 64KiB to 16MiB)"),
-        ("--orders", "orders", "orders of rows, from sequential, window, full and single (default: all)"),
-        ("--engines", "engines", "readers, from direct, tuned and default (default: all)"),
-        ("--cache", "caches", "states of the page cache, from hot and cold (default: both)"),
-        ("--compression", "compression", "as for convert (default: none)"),
+        ("--orders", "orders", "orders of reading: sequential, window, full or single (default: all)"),
+        ("--engines", "engines", "readers: direct (H5Loader), tuned (HDF5, tuned cache), default (h5py); default: all"),
+        ("--cache", "caches", "page-cache states: hot (file cached) or cold (not cached); default: both"),
+        ("--compression", "compression", "compression methods, see 'h5pack convert' (default: none)"),
         ("--batch-size", "batch_size", "rows per batch (default 256)"),
         ("--window", "window", "chunks that are shuffled together (default 16)"),
-        ("--threads", "num_threads", "reading threads of H5Loader"),
-        ("--workers", "num_workers", "worker processes of a DataLoader"),
+        ("--threads", "num_threads", "numbers of reading threads of H5Loader (default: powers of two)"),
+        ("--workers", "num_workers", "numbers of worker processes of a DataLoader (default: powers of two)"),
     ):
         what.add_argument(option, dest=name, metavar="A,B", help=text)
 
@@ -86,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         report = bench.run()
     except BaseException:
-        # After Ctrl-C or an error, print the results so far, which are valid.
+        # After Ctrl-C or an error, print the results so far, which remain valid.
         if bench.report is not None and bench.report.measurements:
             _print(bench.report, arguments)
         raise
@@ -143,5 +155,5 @@ def _numbers(name: str, value: str | None) -> tuple[int, ...]:
     for number in numbers:
         if not number.isdecimal():
             fragment = f"{name}={number!r}"
-            raise OptionsError(f"{fragment}: not a whole number; separate several by commas", parameters=(fragment,))
+            raise OptionsError(f"{fragment} is invalid; give whole numbers separated by commas", parameters=(fragment,))
     return tuple(int(number) for number in numbers)

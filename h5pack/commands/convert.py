@@ -16,9 +16,9 @@ def add(commands: Any) -> None:
     """Add this command and its arguments to the parser."""
     convert = commands.add_parser(
         "convert",
-        help="pack a folder of images, or another HDF5 file, into an HDF5 file",
-        description="Pack a folder of images, or the images of another HDF5 file, into an HDF5 file. OUT appears only "
-        "when it is complete.",
+        help="pack the images of a folder, or of any HDF5 file, into a new HDF5 file",
+        description="Pack the images of a folder, of a manifest or of any HDF5 file into a new HDF5 file. OUT appears "
+        "only when the file is complete.",
     )
     convert.set_defaults(run=run)
     convert.add_argument("source", metavar="SOURCE", help="a folder of images, a CSV or TSV manifest, or any HDF5 file")
@@ -26,59 +26,79 @@ def add(commands: Any) -> None:
 
     what = convert.add_argument_group("what to pack")
     what.add_argument(
-        "--source", dest="source_kind", metavar="KIND", help="flat, classes, splits, celeba, manifest or hdf5"
-    )
-    what.add_argument("--include", action="append", default=[], metavar="GLOB", help="only matching paths; repeatable")
-    what.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="no matching paths; repeatable")
-    what.add_argument("--limit", type=int, metavar="N", help="at most N images, evenly spaced")
-    what.add_argument("--root", metavar="DIR", help="folder that a manifest's relative paths refer to")
-    what.add_argument("--path-column", metavar="NAME", help="a manifest's column of paths")
+        "--source", dest="source_kind", metavar="KIND",
+        help="kind of SOURCE: flat, classes, splits, celeba, manifest or hdf5 (default: detected)",
+    )  # fmt: skip
     what.add_argument(
-        "--label-columns", type=comma_parts, metavar="A,B", help="a manifest's label column, or columns of a table"
-    )
-    what.add_argument("--split-column", metavar="NAME", help="a manifest's column of splits")
+        "--include", action="append", default=[], metavar="GLOB",
+        help="pack only files whose path matches GLOB; repeatable",
+    )  # fmt: skip
     what.add_argument(
-        "--field-columns", type=comma_parts, metavar="A,B", help="a manifest's columns of numbers, stored as fields"
+        "--exclude", action="append", default=[], metavar="GLOB",
+        help="do not pack files whose path matches GLOB; repeatable",
+    )  # fmt: skip
+    what.add_argument("--limit", type=int, metavar="N", help="pack at most N images, evenly spaced in SOURCE")
+    what.add_argument(
+        "--root", metavar="DIR",
+        help="folder that a manifest's relative paths start from (default: the manifest's folder)",
+    )  # fmt: skip
+    what.add_argument("--path-column", metavar="NAME", help="the manifest's column that holds each image's path")
+    what.add_argument(
+        "--label-columns", type=comma_parts, metavar="A,B",
+        help="the manifest's label column, or several columns of numbers (0 to 255) that become a label table",
+    )  # fmt: skip
+    what.add_argument("--split-column", metavar="NAME", help="the manifest's column that names each image's split")
+    what.add_argument(
+        "--field-columns", type=comma_parts, metavar="A,B", help="the manifest's columns of numbers to store as fields"
     )
 
     hdf5 = convert.add_argument_group("HDF5 sources")
     add_hdf5(hdf5)
-    hdf5.add_argument("--fields", type=comma_parts, metavar="A,B", help="further datasets with one row per image")
+    hdf5.add_argument(
+        "--fields", type=comma_parts, metavar="A,B", help="also pack these datasets, which have one row per image"
+    )
     _add_layout(convert)
     _add_execution(convert)
 
 
 def _add_layout(convert: argparse.ArgumentParser) -> None:
     rows = convert.add_argument_group("rows")
-    rows.add_argument("--size", metavar="HxW", help="height and width of every row, or one number for a square")
-    rows.add_argument("--fit", metavar="HOW", help="how to reach --size: crop (default), pad or stretch")
-    rows.add_argument("--resample", metavar="FILTER", help="Pillow's filter (default bicubic)")
-    rows.add_argument("--draft", action="store_true", help="decode JPEGs at reduced size: faster, but other pixels")
-    rows.add_argument("--mode", metavar="MODE", help="rgb (default) or gray")
-    rows.add_argument("--layout", metavar="LAYOUT", help="nhwc (default) or nchw")
-    rows.add_argument("--max-pixels", type=int, metavar="N", help="reject larger images as decompression bombs")
+    rows.add_argument(
+        "--size", metavar="HxW", help="height and width of every packed image, or one number for a square"
+    )
+    rows.add_argument("--fit", metavar="HOW", help="how to resize images to --size: crop (default), pad or stretch")
+    rows.add_argument("--resample", metavar="FILTER", help="Pillow filter for resizing (default bicubic)")
+    rows.add_argument(
+        "--draft", action="store_true", help="decode JPEGs at a reduced size, which is faster but changes the pixels"
+    )
+    rows.add_argument("--mode", metavar="MODE", help="channels of packed images: rgb (default) or gray")
+    rows.add_argument("--layout", metavar="LAYOUT", help="order of axes: nhwc (default, channels last) or nchw")
+    rows.add_argument(
+        "--max-pixels", type=int, metavar="N", help="reject images of more than N pixels as decompression bombs"
+    )
 
     file = convert.add_argument_group("file layout")
-    file.add_argument("--order", metavar="ORDER", help="shuffled (default) or sorted")
+    file.add_argument("--order", metavar="ORDER", help="order of the rows: shuffled (default) or sorted")
     file.add_argument("--seed", type=int, metavar="N", help="seed of the shuffled order (default 0)")
-    file.add_argument("--chunk-rows", metavar="N", help="rows per chunk, or auto (default)")
-    file.add_argument("--chunk-bytes", metavar="SIZE", help="bytes per chunk, such as 4MiB")
+    file.add_argument("--chunk-rows", metavar="N", help="number of rows per chunk, or auto (default)")
+    file.add_argument("--chunk-bytes", metavar="SIZE", help="maximum size of a chunk, such as 4MiB")
     file.add_argument(
-        "--compression", metavar="METHOD", help="none (default), gzip[:1-9], zstd[:1-22] or bitshuffle-lz4"
-    )
-    file.add_argument("--compat", action="store_true", help="write for readers of HDF5 1.8")
+        "--compression", metavar="METHOD",
+        help="compression method: none (default), gzip[:1-9], zstd[:1-22] or bitshuffle-lz4",
+    )  # fmt: skip
+    file.add_argument("--compat", action="store_true", help="write a file that HDF5 1.8 can read")
 
 
 def _add_execution(convert: argparse.ArgumentParser) -> None:
     how = convert.add_argument_group("execution options")
     add_workers(how)
-    how.add_argument("--start-method", metavar="METHOD", help="fork, forkserver or spawn")
-    how.add_argument("--io", metavar="HOW", help="how to write: direct, buffered or auto (default)")
-    how.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
+    how.add_argument("--start-method", metavar="METHOD", help="how to start processes: fork, forkserver or spawn")
+    how.add_argument("--io", metavar="HOW", help="how to write OUT: direct (O_DIRECT), buffered or auto (default)")
+    how.add_argument("--dry-run", action="store_true", help="print the plan, but write nothing")
     how.add_argument("--overwrite", action="store_true", help="replace OUT when the new file is complete")
     how.add_argument("--resume", action="store_true", help="continue an interrupted conversion")
     how.add_argument("--strict", action="store_true", help="stop at the first image that cannot be packed")
-    how.add_argument("--quiet", action="store_true", help="print no plan and no progress")
+    how.add_argument("--quiet", action="store_true", help="print no plan, no progress and no summary")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -126,5 +146,5 @@ def _chunk_rows(text: str | None) -> int | None:
         return None
     if not text.isdigit():
         fragment = f"chunk_rows={text!r}"
-        raise OptionsError(f"{fragment} is neither a whole number nor auto", parameters=(fragment,))
+        raise OptionsError(f"{fragment} is invalid; give a whole number or auto", parameters=(fragment,))
     return int(text)

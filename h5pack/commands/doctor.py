@@ -18,40 +18,51 @@ def add(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="find out why a GPU waits for data",
-        description="Measure the stages of feeding a training step, each alone and all together: storage, loader, "
-        "copy, normalization, step. Name the bottleneck, and recommend what to change. Works without a GPU, too.",
+        description="Measure the stages of feeding a training step (storage, loader, copy, normalization, step), each "
+        "alone and all together. Name the bottleneck, and recommend what to change. A GPU is not required.",
     )
     doctor.set_defaults(run=run)
     doctor.add_argument("file", metavar="FILE")
     what = doctor.add_argument_group("what to feed")
-    what.add_argument("--split", metavar="NAME", help="one of the file's splits (default: all rows)")
+    what.add_argument("--split", metavar="NAME", help="feed only this split (default: all rows)")
     what.add_argument("--images", default="images", metavar="NAME", help="the dataset of images (default: images)")
     what.add_argument("--labels", default="labels", metavar="NAME", help="the dataset of labels (default: labels)")
     how = doctor.add_argument_group("how to feed it")
     how.add_argument("--batch-size", type=int, default=256, metavar="N", help="images per batch (default: 256)")
-    how.add_argument("--threads", type=int, dest="num_threads", metavar="N", help="threads of H5Loader")
     how.add_argument(
-        "--workers", type=int, dest="num_workers", metavar="N", help="feed with a DataLoader of N workers instead"
+        "--threads", type=int, dest="num_threads", metavar="N", help="threads of H5Loader (default: 4, if there are 4 CPUs)"
     )
-    how.add_argument("--window", type=int, default=16, metavar="N", help="chunks shuffled together (default: 16)")
-    how.add_argument("--transform", metavar="MODULE:FUNCTION", help="your transform, run on the CPU")
-    how.add_argument("--no-pin", action="store_false", default=None, dest="pin_memory", help="do not pin batches")
     how.add_argument(
-        "--pin", action="store_true", default=None, dest="pin_memory", help="pin batches (default: with a GPU)"
+        "--workers", type=int, dest="num_workers", metavar="N",
+        help="use a DataLoader with N workers instead of H5Loader",
+    )  # fmt: skip
+    how.add_argument(
+        "--window", type=int, default=16, metavar="N", help="chunks that are shuffled together (default: 16)"
     )
+    how.add_argument("--transform", metavar="MODULE:FUNCTION", help="your transform of images, which runs on the CPU")
+    how.add_argument(
+        "--no-pin", action="store_false", default=None, dest="pin_memory", help="do not copy batches to pinned memory"
+    )
+    how.add_argument(
+        "--pin", action="store_true", default=None, dest="pin_memory",
+        help="copy batches to pinned memory (default: with a GPU)",
+    )  # fmt: skip
     step = doctor.add_argument_group("the step")
     step.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: cuda if available)")
-    step.add_argument("--model", metavar="MODULE:FACTORY", help="returns your model or step (default: a small network)")
-    step.add_argument("--dtype", default="float32", metavar="NAME", help="float32, bfloat16 or float16")
+    step.add_argument(
+        "--model", metavar="MODULE:FACTORY",
+        help="function that returns your model or training step (default: a small network)",
+    )  # fmt: skip
+    step.add_argument("--dtype", default="float32", metavar="NAME", help="float32 (default), bfloat16 or float16")
     doctor.add_argument("--seconds", type=float, default=30.0, metavar="S", help="time for measuring (default: 30)")
-    doctor.add_argument("--plot", metavar="FILE", help="draw the stages into a .png, .svg or .pdf file")
+    doctor.add_argument("--plot", metavar="FILE", help="also draw the stages' speeds into a .png, .svg or .pdf file")
 
 
 _NOT_PARAMETERS = ("file", "model", "transform", "plot", "json", "debug", "run", "parser")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Diagnose how a file is fed and print the report; return the exit status, 1 if the report has failures."""
+    """Find the bottleneck of feeding a step and print the report; return the exit status, 1 if there are failures."""
     from h5pack.benchmark.plots import check_plot_file
     from h5pack.doctor.diagnose import Diagnosis
     from h5pack.doctor.target import DiagnoseSettings
@@ -99,8 +110,8 @@ def _show(text: str) -> None:
 def _named(arguments: argparse.Namespace, name: str) -> Any:
     """Return the object that ``--model`` or ``--transform`` names; None if the option was not given.
 
-    If the object cannot be loaded, return a function that raises the error when it is called, so that everything else
-    is still measured.
+    If the object cannot be loaded, return a function that raises the error when it is called, so that all other stages
+    are still measured.
     """
     text = getattr(arguments, name)
     if text is None:
@@ -133,8 +144,8 @@ def load_named(option: str, text: str) -> Any:
         raise OptionsError(f"{option} {text}: {module_name!r} cannot be imported ({error_line(error)})") from error
     for part in name.split("."):
         if not hasattr(found, part):
-            raise OptionsError(f"{option} {text}: {module_name!r} has no {name!r}")
+            raise OptionsError(f"{option} {text}: {module_name!r} has no attribute {name!r}")
         found = getattr(found, part)
     if not callable(found):
-        raise OptionsError(f"{option} {text}: a {type(found).__name__}; name a function or class")
+        raise OptionsError(f"{option} {text}: cannot be called ({type(found).__name__}); name a function or class")
     return found

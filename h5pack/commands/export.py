@@ -16,8 +16,8 @@ def add(commands: Any) -> None:
     export = commands.add_parser(
         "export",
         help="write a file's images as PNG or JPEG files in class folders",
-        description="Write the images of a pack, or of any HDF5 file, as image files in folders of their splits and "
-        "classes, with a manifest of all labels. DIR appears only when it is complete.",
+        description="Write the images of a pack, or of any HDF5 file, as image files into one folder per split and "
+        "class, with a manifest that lists all labels. DIR appears only when the export is complete.",
     )
     export.set_defaults(run=run)
     export.add_argument("file", metavar="FILE", help="a pack, or any HDF5 file")
@@ -26,19 +26,20 @@ def add(commands: Any) -> None:
 
     what = export.add_argument_group("what to export")
     what.add_argument(
-        "--split", dest="splits", action="append", default=[], metavar="NAME", help="only this split; repeatable"
+        "--split", dest="splits", action="append", default=[], metavar="NAME", help="export only this split; repeatable"
     )
-    what.add_argument("--limit", type=int, metavar="N", help="at most N images, evenly spaced")
+    what.add_argument("--limit", type=int, metavar="N", help="export at most N images, evenly spaced in FILE")
     add_hdf5(what)
     what.add_argument(
-        "--fields", type=comma_parts, default=(), metavar="A,B", help="also list these datasets (one row per image)"
-    )
+        "--fields", type=comma_parts, default=(), metavar="A,B",
+        help="also write these datasets (one row per image) into the manifest",
+    )  # fmt: skip
 
     how = export.add_argument_group("execution options")
-    how.add_argument("--format", default="png", metavar="FORMAT", help="png (default, lossless) or jpeg")
-    how.add_argument("--quality", type=int, metavar="N", help="quality of JPEGs, 1 to 100 (default 95)")
+    how.add_argument("--format", default="png", metavar="FORMAT", help="image format: png (default, lossless) or jpeg")
+    how.add_argument("--quality", type=int, metavar="N", help="JPEG quality, 1 to 100 (default 95)")
     add_workers(how)
-    how.add_argument("--start-method", metavar="METHOD", help="fork, forkserver or spawn")
+    how.add_argument("--start-method", metavar="METHOD", help="how to start processes: fork, forkserver or spawn")
     how.add_argument("--overwrite", action="store_true", help="replace an earlier export when the new one is complete")
     how.add_argument("--resume", action="store_true", help="continue an interrupted export")
     how.add_argument("--quiet", action="store_true", help="print no progress and no summary")

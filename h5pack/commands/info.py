@@ -13,12 +13,12 @@ def add(commands: Any) -> None:
     info = commands.add_parser(
         "info",
         help="show what an HDF5 file contains and how it is stored",
-        description="Describe any HDF5 file: datasets, chunks, filters, storage overhead, recommended chunk cache, and "
-        "properties that slow down reading, with a command that fixes them.",
+        description="Describe any HDF5 file: its datasets, chunks, filters and storage overhead, the recommended chunk "
+        "cache, and properties that slow down reading, with a command that fixes them.",
     )
     info.set_defaults(run=run)
     info.add_argument("file", metavar="FILE")
-    info.add_argument("--stats", action="store_true", help="also count the classes and report channel statistics")
+    info.add_argument("--stats", action="store_true", help="also report class counts and channel statistics")
 
 
 def run(arguments: argparse.Namespace) -> int:

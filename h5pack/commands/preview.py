@@ -19,17 +19,21 @@ def add(commands: Any) -> None:
     )
     preview.set_defaults(run=run)
     preview.add_argument("file", metavar="FILE", help="a pack, or any HDF5 file")
-    preview.add_argument("out", metavar="OUT", help="the picture to make: .png, .jpg or .webp")
+    preview.add_argument("out", metavar="OUT", help="the picture to create (.png, .jpg or .webp)")
 
     what = preview.add_argument_group("what to show")
-    what.add_argument("--split", action="append", default=[], metavar="NAME", help="only this split; repeatable")
-    what.add_argument("--per-class", type=int, metavar="N", help="images of each class (default 8)")
-    what.add_argument("--max-classes", type=int, default=20, metavar="N", help="classes of each split (default 20)")
-    what.add_argument("--seed", type=int, metavar="N", help="draw rows at random (default: evenly spaced)")
+    what.add_argument("--split", action="append", default=[], metavar="NAME", help="show only this split; repeatable")
+    what.add_argument("--per-class", type=int, metavar="N", help="show at most N images per class (default 8)")
+    what.add_argument(
+        "--max-classes", type=int, default=20, metavar="N", help="show at most N classes per split (default 20)"
+    )
+    what.add_argument(
+        "--seed", type=int, metavar="N", help="select rows at random with this seed (default: evenly spaced rows)"
+    )
     add_hdf5(what)
 
     how = preview.add_argument_group("how it looks")
-    how.add_argument("--tile", type=int, default=128, metavar="PIXELS", help="longer side of an image (default 128)")
+    how.add_argument("--tile", type=int, default=128, metavar="PIXELS", help="longer side of each image (default 128)")
 
 
 def run(arguments: argparse.Namespace) -> int:
