@@ -58,7 +58,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def interleaved(names: Sequence[_T], repeats: int) -> Iterator[_T]:
-    """Yield all names `repeats` times, alternately forwards and backwards, so that drifts of speed affect all equally."""
+    """Yield all names `repeats` times, alternately forwards and backwards, so that drifts affect all names equally."""
     for repeat in range(repeats):
         yield from names if repeat % 2 == 0 else reversed(names)
 

@@ -96,7 +96,7 @@ class MixingReport:
             return f"Keep window={window}: it mixes the labels as well as a full shuffle."
         if asked.bound(-_quantile(self.epochs)) <= self.allowed_distance:
             return f"Increase epochs: {self.epochs} epochs do not show whether window={window} is large enough."
-        other = "convert again in shuffled order"
+        other = "convert in shuffled order"
         if enough is not None:
             other = f"window={enough} ({enough * self.chunk_bytes / 2**20:,.1f} MiB)"
         excess = f"the label distance of a batch is {100 * self.excess(asked):,.0f} % above a full shuffle's"

@@ -30,17 +30,17 @@ _IO = Path("/proc/self/io")
 
 @dataclass(frozen=True)
 class ReadTiming:
-    """Result of a run."""
+    """The result of `CaseReader.run`."""
 
     rows: int
     seconds: float
-    bytes_per_row: float | None  # Requested by read calls; None if unknown.
+    bytes_per_row: float | None  # Bytes that read calls requested, per row; None if unknown.
 
 
 class CaseReader:
     """Base class of the readers of one case; `_epoch` yields (number of rows, pixels) for each read."""
 
-    max_epoch = 1.0  # An epoch is abandoned when it takes this many times the requested seconds.
+    max_epoch = 1.0  # `run` stops within an epoch after this many times the requested seconds.
     counts_bytes = True  # Whether this process reads the file, so that its reads can be counted.
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class CaseReader:
         return self._rows
 
     def run(self, seconds: float, *, once: bool = False) -> ReadTiming:
-        """Read for about `seconds`; with `once`, at most one epoch."""
+        """Read epochs for about `seconds`; if `once` is true, read at most one epoch."""
         requested, before, begin = requested_bytes(), self._rows_read(), time.perf_counter()
         while True:
             epoch = self._epoch()
@@ -70,7 +70,7 @@ class CaseReader:
             epoch.close()  # type: ignore[attr-defined]
             if once or elapsed >= seconds:
                 break
-        # Count the rows again: now that no thread is reading, they match the bytes.
+        # Count the rows again, because only now, when no thread is reading, the rows match the bytes.
         now, counted = requested_bytes(), self._rows_read() - before
         if not self.counts_bytes or requested is None or now is None or not counted:
             return ReadTiming(rows, elapsed, None)
@@ -78,14 +78,14 @@ class CaseReader:
 
 
 class SharedDatasets:
-    """Open datasets that all readers of a benchmark share: the chunks of a file, maybe millions, are indexed once."""
+    """Open datasets that all readers share, so that the chunks of a file, maybe millions, are indexed only once."""
 
     def __init__(self) -> None:
-        self.memory: list[H5Loader] = []  # Loaders whose batch memory one reader after the other reuses.
+        self.memory: list[H5Loader] = []  # Loaders kept for their batch memory, which later readers reuse.
         self._datasets: dict[tuple[str, bool], H5Dataset] = {}
 
     def dataset(self, variant: FileVariant, *, library: bool = False) -> H5Dataset:
-        """Return the dataset of a variant; with `library`, one that reads all rows through the HDF5 library."""
+        """Return the dataset of a variant. If `library` is true, it reads all rows through the HDF5 library."""
         key = variant.label, library
         if key not in self._datasets:
             dataset = H5Dataset(variant.path, images=variant.images, labels=variant.labels)
@@ -118,7 +118,7 @@ def open_reader(case: BenchCase, variant: FileVariant, seed: int, shared: Shared
 class LoaderReader(CaseReader):
     """Reader of batches by an H5Loader, which reads the file again in each epoch.
 
-    Rows that the loader has prefetched count as read. This favours small chunks, of which it prefetches more.
+    Rows that the loader has prefetched count as read. This favours small chunks, because more of them are prefetched.
     """
 
     max_epoch = 4.0
@@ -245,7 +245,7 @@ class LibraryReader(CaseReader):
 class WorkerReader(CaseReader):
     """Reader of batches by a DataLoader with an H5Dataset, `ChunkBatchSampler` and ``collate_fn=dataset.collate``."""
 
-    max_epoch = math.inf  # Workers that are still busy would disturb the next measurement.
+    max_epoch = math.inf  # Finish each epoch: busy workers would disturb the next measurement.
     counts_bytes = False
 
     def __init__(self, dataset: H5Dataset, case: BenchCase, variant: FileVariant, seed: int) -> None:
@@ -270,7 +270,7 @@ class WorkerReader(CaseReader):
 
 
 def requested_bytes() -> int | None:
-    """Return how many bytes this process has requested by read calls, from cache or disk; None if unknown."""
+    """Return how many bytes this process has requested by read calls, cached or not; None if unknown."""
     try:
         return int(_IO.read_text().split()[1])
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""Choice of the recommendation from the measurements, with its reasons and doubts: pure functions."""
+"""Pure functions that choose the recommendation from the measurements, with its reasons and doubts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from h5pack.format.plans import CachePlan, plan_cache
 from h5pack.system.text import counted, format_bytes
 
 TIE = 0.95
-"""Speeds of at least this fraction of the fastest count as equal: even repeats on a quiet machine differ as much."""
+"""Speeds of at least this fraction of the highest count as equal: even on an idle machine, repeats differ as much."""
 MIN_ROWS, MIN_BYTES = 256, 16 * 1024 * 1024
 """A sample with fewer rows and fewer bytes than this is too small to trust, because it fits into a CPU's caches."""
 _FINALIST = 0.6
@@ -33,14 +33,14 @@ class Workload:
     row_shape: tuple[int, ...]
     default_chunk_rows: int  # Chunk size that `h5pack.convert` chooses by default.
     memory_bytes: int  # Memory available for the page cache.
-    batch_size: int  # This and the next two: settings of the cases that compare file variants.
-    window: int
-    num_threads: int
-    cpus: int
+    batch_size: int  # Batch size of the cases that compare file variants.
+    window: int  # Window of the cases that compare file variants, in chunks.
+    num_threads: int  # Number of H5Loader threads in the cases that compare file variants.
+    cpus: int  # Number of CPUs that this process may use.
     copy_speed: float | None = None  # Images/s of a memory copy on `num_threads` threads, if measured.
 
     def is_loader_case(self, case: BenchCase, window: int, num_threads: int) -> bool:
-        """Return whether H5Loader reads the case in window shuffle with these settings and `batch_size`."""
+        """Return whether H5Loader reads the case in window shuffle with these settings and `self.batch_size`."""
         return (case.engine, case.order, case.batch_size, case.window, case.num_threads, case.num_workers) == (
             "direct", "window", self.batch_size, window, num_threads, None,
         )  # fmt: skip
@@ -51,18 +51,18 @@ class Recommendation:
     """The chunks and settings to use on this machine, with the reasons."""
 
     variant: str  # Label of the recommended `FileVariant`.
-    convert: bool  # Whether to convert to that variant. False: keep the input file.
+    convert: bool  # True: convert to this variant. False: keep the input file.
     chunk_rows: int | None
     compression: str
-    batch_size: int  # This and the next two: settings for H5Loader.
-    window: int
-    num_threads: int
-    num_workers: int  # Number of workers if a DataLoader is used instead.
+    batch_size: int  # Rows per batch for H5Loader.
+    window: int  # Number of chunks that H5Loader shuffles together.
+    num_threads: int  # Number of threads for H5Loader.
+    num_workers: int  # Number of worker processes if a DataLoader is used instead of H5Loader.
     chunk_cache: CachePlan | None  # Chunk cache for reading the file in window shuffle with h5py.
     judged_by: str  # Page-cache state whose speeds decided: "hot" or "cold".
     images_per_s: float  # Speed measured with these settings.
-    ties: tuple[str, ...]  # Labels of all variants that count as fast as the fastest, see `TIE`.
-    doubts: tuple[str, ...]  # Why the recommendation is not certain; empty if it is.
+    ties: tuple[str, ...]  # Labels of the variants that count as equally fast as the fastest (see `TIE`).
+    doubts: tuple[str, ...]  # Reasons why the recommendation is uncertain; empty if it is certain.
     reasons: tuple[str, ...]  # Sentences that explain the recommendation.
     command: str  # Command line that converts to the variant; empty if `convert` is False.
     code: str  # Python code that reads the file with these settings.
@@ -72,22 +72,22 @@ class Recommendation:
 def pick_cache_state(workload: Workload, measurements: Sequence[Measurement]) -> tuple[str, str]:
     """Return the page-cache state that decides, "hot" or "cold", and a sentence that says why."""
     size = workload.num_images * workload.row_bytes
-    sizes = f"{workload.num_images:,} images take {format_bytes(size)} of {format_bytes(workload.memory_bytes)} memory"
+    sizes = f"{workload.num_images:,} images take {format_bytes(size)}; RAM has {format_bytes(workload.memory_bytes)}"
     measured = {one.case.cache for one in measurements if one.speeds}
     fits = size <= workload.memory_bytes // 2
     if fits and "hot" in measured:
-        return "hot", f"Compared with the page cache warm: {sizes}, so the file stays there after an epoch."
+        return "hot", f"Judged with the page cache warm: {sizes}, so the file stays there after an epoch."
     if not fits and "cold" in measured:
-        return "cold", f"Compared with the page cache cold: {sizes}, so each epoch reads the disk."
+        return "cold", f"Judged with the page cache cold: {sizes}, so each epoch reads the disk."
     if not fits:
-        return "hot", f"Compared with the page cache warm, although {sizes}: cold reads were not measured."
-    return "cold", "Compared with the page cache cold: warm reads were not measured."
+        return "hot", f"Judged with the page cache warm, although {sizes}: cold reads were not measured."
+    return "cold", "Judged with the page cache cold: warm reads were not measured."
 
 
 def finalists(
     variants: Sequence[FileVariant], measurements: Sequence[Measurement], workload: Workload, cache: str, count: int = 6
 ) -> list[BenchCase]:
-    """Return the cases of the fastest variants for the run-off, fastest first."""
+    """Return the cases to measure again side by side: at most `count`, one per file variant, fastest first."""
     found = _comparable(variants, measurements, workload, cache)
     found.sort(key=lambda one: -one.median)
     return [one.case for one in found[:count] if one.median >= _FINALIST * found[0].median]
@@ -101,14 +101,15 @@ def choose(
 ) -> Recommendation | None:
     """Choose the recommendation from the measurements of the sweep and of the run-off; None if too little was measured.
 
-    Among the variants that are as fast as the fastest (see `TIE`), prefer the input file, then the variant closest to
-    the default of `h5pack.convert`; then the smallest numbers of threads and workers that are as fast as the best.
+    Among the variants that are as fast as the fastest (see `TIE`), prefer the input file, then an uncompressed variant,
+    then the chunk size closest to the default. Recommend the smallest numbers of threads and workers that are as fast
+    as the best.
     """
     cache, why = pick_cache_state(workload, measurements)
     by_label = {one.label: one for one in variants}
     in_sweep = _comparable(variants, measurements, workload, cache)
     earlier = {one.case: one for one in in_sweep}
-    # The cases that the run-off left out were too slow for it.
+    # Cases that were not in the run-off were too slow to be recommended.
     run_off_cases = _comparable(variants, run_off, workload, cache)
     found = [earlier.get(one.case, Measurement(one.case)).updated_by(one) for one in run_off_cases] or in_sweep
     if not found:
@@ -141,7 +142,7 @@ def choose(
 
 
 def _chunk_cache(variant: FileVariant, window: int, workload: Workload) -> CachePlan | None:
-    """Return the chunk cache for reading a converted file of all images with h5py."""
+    """Return the chunk cache for reading the converted file with h5py; None if the variant is not converted."""
     if variant.is_input or variant.chunk_rows is None:
         return None
     shape, chunks = (workload.num_images, *workload.row_shape), (variant.chunk_rows, *workload.row_shape)
@@ -151,7 +152,7 @@ def _chunk_cache(variant: FileVariant, window: int, workload: Workload) -> Cache
 def _comparable(
     variants: Sequence[FileVariant], measurements: Sequence[Measurement], workload: Workload, cache: str
 ) -> list[Measurement]:
-    """Return measurements that differ only in the variant, without the contiguous one: h5pack always writes chunks."""
+    """Return measurements that differ only in the variant. Leave out the contiguous one, which h5pack cannot write."""
     allowed = {one.label for one in variants if one.is_input or one.chunk_rows is not None}
     return [
         one
@@ -164,7 +165,7 @@ def _comparable(
 
 
 def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
-    """Return a sort key that is smallest for the input file, then for the default of `h5pack.convert`."""
+    """Return a sort key: the input file, then uncompressed variants, each by distance from the default chunk size."""
     if variant.is_input or variant.chunk_rows is None:
         return 0, 0.0
     return 1 + (variant.compression != "none"), abs(math.log(variant.chunk_rows / max(1, workload.default_chunk_rows)))
@@ -192,10 +193,10 @@ class _Settings(NamedTuple):
 def _pick_settings(
     variant: FileVariant, measurements: Sequence[Measurement], picked: Measurement, workload: Workload
 ) -> _Settings:
-    """Choose the smallest numbers of threads and workers that are as fast as the best, and the window.
+    """Choose the window, and the smallest numbers of threads and workers that are as fast as the best.
 
-    The window is the first one of the settings, unless another one is clearly faster. If a case was measured twice, the
-    first of `measurements` counts.
+    The window is the workload's, unless another window is clearly faster. If a case was measured twice, its first
+    entry in `measurements` counts.
     """
     cases: dict[BenchCase, Measurement] = {}
     for one in measurements:
@@ -240,7 +241,7 @@ def _doubts(deciding: Sequence[Measurement], num_compared: int, workload: Worklo
         doubts.append(f"repeats differ by more than {100 * _MAX_SPREAD:.0f} %; run it again on an idle machine")
     size = workload.sample_rows * workload.row_bytes
     if workload.sample_rows < MIN_ROWS and size < MIN_BYTES:
-        doubts.append(f"the sample has only {workload.sample_rows:,} rows, {format_bytes(size)}")
+        doubts.append(f"the sample has only {workload.sample_rows:,} rows ({format_bytes(size)})")
     if num_compared < 2:
         doubts.append("no other variant was measured")
     return doubts
@@ -252,7 +253,7 @@ def _gain(
     measurements: Sequence[Measurement],
     compared: Sequence[Measurement],
 ) -> tuple[float | None, list[str]]:
-    """Return the speedup of the recommended variant over the input file read by h5py, and sentences about it."""
+    """Return how much faster the variant is than the input file read by h5py, and sentences about this speedup."""
     label = next((one.label for one in variants if one.is_input), None)
     if label == picked.case.variant:
         return None, []

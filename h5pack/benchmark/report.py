@@ -23,7 +23,7 @@ class Ceiling:
 
     name: str  # "memory copy" or "sequential read".
     num_threads: int
-    cache: str  # Page-cache state whose reads are limited by it: "hot" or "cold".
+    cache: str  # "hot" or "cold": the page-cache state to which this bound applies.
     speeds: tuple[float, ...]  # Images/s of each repeat.
 
     def __str__(self) -> str:
@@ -45,13 +45,13 @@ class BenchReport:
     variants: list[FileVariant] = field(default_factory=list)
     ceilings: list[Ceiling] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)  # Results of the sweep.
-    run_off: list[Measurement] = field(default_factory=list)  # Fastest variants again, then numbers of threads, workers
-    faults: tuple[str, ...] = ()  # Faults in the layout of the input file that slow down its readers.
-    fix: str | None = None  # A command that fixes the faults.
+    run_off: list[Measurement] = field(default_factory=list)  # Fastest cases again; other numbers of threads, workers.
+    faults: tuple[str, ...] = ()  # Properties of the input file that slow down reading.
+    fix: str | None = None  # A command that fixes the faults; None without faults.
     notes: list[str] = field(default_factory=list)  # Remarks on what was left out or assumed.
     recommendation: Recommendation | None = None  # None if too little was measured to recommend anything.
-    seconds: dict[str, float] = field(default_factory=dict)  # Duration of each phase, and of "all".
-    pack_images_per_s: float | None = None  # Speed of packing the sample.
+    seconds: dict[str, float] = field(default_factory=dict)  # Duration of each phase; "all" is the total.
+    pack_images_per_s: float | None = None  # Speed of packing; None if nothing was packed.
     complete: bool = False
 
     def __repr__(self) -> str:
@@ -127,11 +127,11 @@ class BenchReport:
 
 
 class SweepTable:
-    """Table of the sweep's measurements by variant, order, engine and page-cache state, updated by the run-off.
+    """Table of measurements by variant, order, engine and page-cache state, from the sweep and updated by the run-off.
 
     Cases may also differ in batch size, window, threads or workers. For each order, engine and page-cache state, the
     table holds the cases with the most common of these settings. All other cases are in `others`. Variants are sorted:
-    the input file, uncompressed ones by ascending chunk size, the contiguous one, then compressed ones.
+    the input file, then uncompressed by ascending chunk size, contiguous, and compressed variants.
     """
 
     def __init__(self, report: BenchReport) -> None:
@@ -160,7 +160,7 @@ class SweepTable:
         return self._found.get((variant, order, engine, cache))
 
     def compared(self) -> list[FileVariant]:
-        """Return the variants to compare by chunk size: the input, uncompressed ones, and the first compression's."""
+        """Return the input file and uncompressed variants; if none of these has chunks, also one compression's."""
         made = [one.compression for one in self.variants if not one.is_input and one.chunk_rows is not None]
         first = made[0] if made else "none"
         return [one for one in self.variants if one.is_input or one.compression in ("none", first)]

@@ -46,9 +46,9 @@ _PREFIX, _LOCK = ".h5pack-bench-", "lock"
 
 
 class ScratchFolder:
-    """Context manager of a temporary folder, by default in the working directory if that is writable.
+    """A temporary folder, by default in the working directory if that is writable; use it as a context manager.
 
-    It also removes the folders of runs that were killed; they are recognised by their released lock.
+    Creating it also removes the folders of killed runs, which are those whose lock no process holds.
     """
 
     def __init__(self, parent: str | os.PathLike[str] | None = None) -> None:
@@ -63,7 +63,7 @@ class ScratchFolder:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self.parent))
         except OSError as error:
             raise OptionsError(
-                f"{self.parent}: temporary files cannot be made there ({error.strerror}); give another scratch=FOLDER",
+                f"{self.parent}: cannot create temporary files ({error.strerror}); give another scratch=FOLDER",
                 path=self.parent,
                 parameters=("scratch=FOLDER",),
             ) from error
@@ -81,7 +81,7 @@ class ScratchFolder:
         free = free_bytes(self.path)
         if size > free:
             raise NoSpaceError(
-                f"{self.parent}: temporary files need {size:,} bytes, and {free:,} are free; give another "
+                f"{self.parent}: temporary files need {size:,} bytes, but only {free:,} are free; give another "
                 "scratch=FOLDER, fewer rows or fewer chunk sizes",
                 path=self.parent,
                 parameters=("scratch=FOLDER",),
@@ -92,14 +92,14 @@ class ScratchFolder:
 class BenchInput:
     """The images or the file to benchmark."""
 
-    name: str  # Name for reports.
+    name: str  # Name of the input in reports.
     kind: str  # "folder", "file" or "generated".
     source: str  # Path to convert.
     num_images: int
     options: dict[str, Any]  # Keywords for converting the images with `convert`.
     variant: FileVariant | None = None  # The input file itself; None if the input is not a file.
     faults: tuple[str, ...] = ()  # Faults of the file's layout, as in the report of `h5pack.info`.
-    fix: str | None = None  # The command that fixes them.
+    fix: str | None = None  # The command that fixes the faults; None without faults.
     not_convertible: str = ""  # Why the input cannot be converted; empty if it can.
 
 
@@ -159,13 +159,13 @@ def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
 
 
 def _described(dataset: H5Dataset) -> DatasetReport:
-    # H5Dataset follows external links to other files, h5py the other links.
+    # The file may hold only a link to the dataset, possibly in another file. h5py follows such links.
     with open_file(dataset.path) as file:
         return describe_dataset(require_dataset(file, dataset.names[0]))
 
 
 def _variant(dataset: H5Dataset, label: str, compression: str | None = None) -> FileVariant:
-    """Return the variant that a file holds; the input file itself if no `compression` is given."""
+    """Return the file of a dataset as a variant. Without `compression`, it is the input file itself."""
     stored, index = _described(dataset), dataset.engine.indexes[dataset.names[0]]
     chunks = None if index.is_encoded else stored.chunks
     filters = "encoded images" if index.is_encoded else "+".join(stored.filters) or "none"
@@ -203,7 +203,7 @@ class BenchSample:
 def make_sample(
     source: BenchInput, settings: BenchSettings, scratch: ScratchFolder, clock: Callable[[], float] = time.monotonic
 ) -> BenchSample:
-    """Pack a sample of the images in every variant that `settings` ask for."""
+    """Pack a sample of the images with each chunk size and compression in `settings`."""
     if source.not_convertible and source.variant is not None:
         return _input_only(source, source.variant, settings, source.not_convertible)
     begin = clock()
@@ -224,7 +224,7 @@ def make_sample(
         left_out = ", ".join(f"{count:,}" for count in wanted if count not in chunk_rows)
         packer.notes.append(f"Chunks of {left_out} rows were left out: the sample has only {rows:,} rows.")
     scratch.require(int(1.1 * rows * row_bytes * num_files))
-    # Sort the default chunk size first, because the last ones may be left out for lack of time.
+    # Put the sizes closest to the default first, because the last ones are left out if time is short.
     chunk_rows.sort(key=lambda count: abs(math.log(count / default_chunk_rows)))
     base = scratch.path / "base.h5"
     report = packer.convert(base, limit=rows, chunk_rows=chunk_rows[0])
@@ -239,7 +239,7 @@ def make_sample(
         row_bytes=index.row_bytes,
         row_shape=index.row_shape,
         options=packer.options,
-        # Count the writing only, because the time to start workers is negligible for a whole folder.
+        # Count only the time for writing, because starting workers takes negligible time for a whole folder.
         pack_images_per_s=report.images / max(1e-3, report.seconds["write"]),
         default_chunk_rows=default_chunk_rows,
         notes=packer.notes,
@@ -250,7 +250,7 @@ def make_sample(
 
 
 class _Packer:
-    """Converter of images of the input; it resizes them to 224x224 if they differ in size and `size` is not given."""
+    """Converts images of the input. If their sizes differ and `size` is not given, it resizes them to 224x224."""
 
     def __init__(self, source: BenchInput, folder: Path) -> None:
         self._source, self._folder = source.source, folder
@@ -258,7 +258,7 @@ class _Packer:
         self.notes: list[str] = []
 
     def probe(self, clock: Callable[[], float]) -> tuple[int, float]:
-        """Convert a few images; return the bytes per row, and an estimate of the images/s on all CPUs."""
+        """Convert a few images; return the bytes per row, and the estimated images/s when all CPUs convert."""
         row_bytes, speed = 0, 0.0
         path = self._folder / "first.h5"
         # Convert two images first to learn the size of a row, which may be hundreds of megabytes.
@@ -315,7 +315,7 @@ def _make_variants(
 def _sample_rows(
     source: BenchInput, settings: BenchSettings, scratch: ScratchFolder, row_bytes: int, num_files: int, speed: float
 ) -> int:
-    """Return the number of sample rows that time, disk and memory (page cache for all files, batches) allow."""
+    """Return the number of sample rows that the time, the disk and the memory for caching all files allow."""
     if settings.rows is not None:
         return max(MIN_IMAGES, min(settings.rows, source.num_images))
     disk_bytes = int(0.8 * free_bytes(scratch.path)) // num_files
@@ -348,5 +348,5 @@ def _input_only(source: BenchInput, variant: FileVariant, settings: BenchSetting
     first = _first_rows(variant, rows)
     dataset = H5Dataset(first.path, images=first.images, labels=first.labels)
     shape = dataset.engine.indexes[first.images].row_shape
-    note = f"Not compared with other chunk sizes, since it cannot be converted: {reason}"
+    note = f"No other chunk sizes were measured, because the input file cannot be converted: {reason}"
     return BenchSample([first], first.rows, first.row_bytes, shape, source.options, notes=[note])

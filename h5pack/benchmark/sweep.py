@@ -20,7 +20,7 @@ _MAX_RUN_SECONDS = 0.5
 """Maximum duration of a repeat: more short repeats are more informative than fewer long ones."""
 _MAX_LOAD_SECONDS = 1.0
 _WARM_BYTES = 8 * 1024 * 1024
-_PAGES_STAY = "its pages stay in the page cache: the file system does not drop them"
+_PAGES_STAY = "the file stays in the page cache, because the file system does not drop its pages"
 _NO_TIME = "no time was left"
 
 
@@ -29,15 +29,15 @@ class _CaseState:
     """Results of a case so far."""
 
     case: BenchCase
-    reload: bool  # Whether to load the file again before each repeat.
-    allowance: float  # Seconds for all repeats.
+    reload: bool  # Whether to load the file into the page cache again before each repeat.
+    allowance: float  # Seconds that all repeats may take together.
     speeds: list[float] = field(default_factory=list)
-    spent: float = 0.0  # Seconds so far.
-    run_seconds: float = 0.0  # Duration of the last repeat.
-    load_seconds: float = 0.0  # Duration of the longest load.
+    spent: float = 0.0  # Seconds that the repeats have taken so far.
+    run_seconds: float = 0.0  # Duration of the last repeat, without loading.
+    load_seconds: float = 0.0  # Duration of the longest loading.
     bytes_per_row: list[float] = field(default_factory=list)
     hit_rate: float | None = None
-    reason: str | None = None
+    reason: str | None = None  # Why the case cannot be measured; None if it can.
 
     def reloads_next(self) -> bool:
         """Return whether to load the file again before the next repeat: only if time is left for enough repeats."""
@@ -53,7 +53,7 @@ class _CaseState:
 
 
 class Sweep:
-    """Measurement of cases in turns, alternately forwards and backwards, so that drifts affect all of them equally.
+    """Measures cases in turns, alternately forwards and backwards, so that drifts of speed affect all cases equally.
 
     A turn measures one repeat of every case that has time left. `on_progress` is called with the seconds since its last
     call.
@@ -76,7 +76,7 @@ class Sweep:
         self._pages_stay: set[str] = set()
 
     def warm(self, seconds: float) -> None:
-        """Load the variants into the page cache. Of the input file, load only what can be read in `seconds`."""
+        """Load all variants into the page cache, but only as much of the input file as can be read in `seconds`."""
         for label, variant in self._variants.items():
             rows = max(1, min(variant.rows, _WARM_BYTES // variant.row_bytes))
             self._read_epoch(BenchCase(label, "window", "direct", "hot", rows, 16, 1), seconds)
@@ -98,9 +98,9 @@ class Sweep:
         Each case gets a share of the time in proportion to its `min_seconds`, so slow cases get fewer repeats, maybe
         none. `ceilings` are called once per turn.
 
-        With `reload_each_repeat`, an epoch is read before each repeat to load the file into the page cache again, as
-        long as time remains for enough repeats: the physical layout of the cached pages makes all epochs until the next
-        load faster or slower by up to a fifth.
+        If `reload_each_repeat` is true, the file is loaded into the page cache again before each repeat, provided that
+        time remains for enough repeats. The reason is that where the cached pages lie in memory changes the speed of
+        all epochs by up to a fifth, until the file is loaded again.
         """
         shares = sum(min_seconds(case) for case in cases)
         states = [_CaseState(case, reload_each_repeat, seconds * min_seconds(case) / shares) for case in cases]
@@ -148,7 +148,7 @@ class Sweep:
         try:
             reader = open_reader(state.case, variant, self._seed, self._shared)
             if cold:
-                # Drop the file after opening a new reader: rows that an old one holds in memory would not be cold.
+                # Measure cold reads with a new reader, because an old one may hold rows of the file in memory.
                 if self._pages[variant.label].drop() is not None:
                     self._pages_stay.add(variant.label)
                     state.reason = _PAGES_STAY
@@ -160,7 +160,7 @@ class Sweep:
                 reader.run(seconds / 2)
             timing = reader.run(seconds, once=cold)
             if timing.rows == 0 or timing.seconds <= 0:
-                state.reason = "no row was read in time"
+                state.reason = "no row was read in the available time"
                 return
             state.speeds.append(timing.rows / timing.seconds)
             if timing.bytes_per_row is not None:
@@ -175,7 +175,7 @@ class Sweep:
                 reader.close()
 
     def _load(self, case: BenchCase) -> None:
-        """Drop a file from the page cache, and load it again as training does: by an epoch in the case's order."""
+        """Drop a file from the page cache and load it again as training does: read an epoch in the case's order."""
         if case.cache == "hot" and self._pages[case.variant].drop() is None:
             self._read_epoch(replace(case, num_workers=None), _MAX_LOAD_SECONDS)
 

@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line of this module, and return the exit status."""
     from h5pack.pack.options import parse_size
 
-    parser = argparse.ArgumentParser(prog="python -m h5pack.benchmark.synthetic", description="Make photo-like JPEGs.")
+    parser = argparse.ArgumentParser(prog="python -m h5pack.benchmark.synthetic", description="Write photo-like JPEGs.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--size", type=parse_size, default=(218, 178), metavar="HxW")

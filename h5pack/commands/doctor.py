@@ -30,8 +30,9 @@ def add(commands: Any) -> None:
     how = doctor.add_argument_group("how to feed it")
     how.add_argument("--batch-size", type=int, default=256, metavar="N", help="images per batch (default: 256)")
     how.add_argument(
-        "--threads", type=int, dest="num_threads", metavar="N", help="threads of H5Loader (default: 4, if there are 4 CPUs)"
-    )
+        "--threads", type=int, dest="num_threads", metavar="N",
+        help="reading threads of H5Loader (default: 4, or the number of CPUs if that is less)",
+    )  # fmt: skip
     how.add_argument(
         "--workers", type=int, dest="num_workers", metavar="N",
         help="use a DataLoader with N workers instead of H5Loader",

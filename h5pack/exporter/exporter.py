@@ -44,22 +44,22 @@ _MAX_LISTED = 20
 class ExportReport:
     """The result of an export."""
 
-    path: str  # the finished folder
+    path: str  # the exported folder
     source: str  # the HDF5 file and the datasets that were read
     format: str  # "png" or "jpeg"
     rows: int  # rows selected for export
-    files: int  # images in the folder
-    bytes: int  # their total size
-    splits: dict[str, int]  # images in each split
-    classes: int  # named classes; 0 if the classes have no names
+    files: int  # number of images in the folder
+    bytes: int  # total size of these images
+    splits: dict[str, int]  # number of images in each split
+    classes: int  # number of classes with names; 0 if they have none
     num_workers: int
     seconds: float
-    resumed_files: int  # images kept from an earlier, interrupted run
-    copied_files: int  # rows that hold a file in the export's format already, whose bytes were copied unchanged
-    renamed_files: int  # images whose stored file name could not be kept; the manifest lists the stored names
+    resumed_files: int  # number of images kept from an interrupted run
+    copied_files: int  # number of rows that are encoded in the export's format already, so that bytes were copied
+    renamed_files: int  # number of images whose stored name could not be kept; the manifest lists stored names
     damaged: tuple[MissingRow, ...]  # rows that could not be exported
     again: str  # the `h5pack convert` command that packs the exported folder
-    lost: tuple[str, ...]  # what that command would not restore, such as the order of classes
+    lost: tuple[str, ...]  # what the command in `again` would not restore, such as the order of classes
     already_complete: bool = False  # with `resume`, whether the export was complete before this call
 
     @property
@@ -155,7 +155,7 @@ def export(
     start_method : str, optional
         "fork", "forkserver" or "spawn". Default: "fork" if that is safe, else "forkserver".
     overwrite : bool
-        Replace an earlier export once the new one is complete, and discard an unfinished one at the start.
+        Replace an earlier export once the new one is complete. An unfinished export is deleted at the start.
     resume : bool
         Continue an interrupted export: files that already hold the pixels of their rows are kept.
     progress : bool
@@ -184,7 +184,7 @@ def export(
             check_integer(name, value, 1, maximum)
     if quality is not None and format != "jpeg":
         raise OptionsError(
-            f"quality is given, but the format is {format}; leave it out, or give format='jpeg'",
+            f"quality is given, but the format is {format}; leave out quality, or give format='jpeg'",
             parameters=("quality", "format='jpeg'"),
         )
     fields = (fields,) if isinstance(fields, str) else tuple(fields)
@@ -228,7 +228,7 @@ class ExportFolder:
         """Raise before any work is done if the export could not be published at this path."""
         require_writable(self.final.parent)
         if os.path.ismount(self.final):
-            raise SourceError(f"{self.final}: a mount point; name a folder in it", path=self.final)
+            raise SourceError(f"{self.final}: is a mount point; name a folder inside it", path=self.final)
         if self.final.exists() and not self.final.is_dir():
             raise OutputExistsError(f"{self.final}: exists and is not a folder; give another name", path=self.final)
         if self.partial.exists() and not self.lock_file.exists():
@@ -242,7 +242,7 @@ class ExportFolder:
         self.require_empty()
         if self.partial.exists():
             raise OutputExistsError(
-                f"{self.partial}: an unfinished export; continue it with resume=True, or start over with "
+                f"{self.partial}: is an unfinished export; continue it with resume=True, or start over with "
                 "overwrite=True",
                 path=self.partial,
                 parameters=("resume=True", "overwrite=True"),
@@ -260,7 +260,7 @@ class ExportFolder:
         """Raise OutputExistsError if the final folder exists and is not empty."""
         if self.has_output():
             raise OutputExistsError(
-                f"{self.final}: not empty; give another folder, or overwrite=True to replace an earlier export",
+                f"{self.final}: folder is not empty; give another, or overwrite=True to replace an earlier export",
                 path=self.final,
                 parameters=("overwrite=True",),
             )
@@ -269,7 +269,7 @@ class ExportFolder:
         """Raise OutputExistsError if the final folder, which would be deleted, has files that no export wrote."""
         if not self.has_output():
             return
-        advice = "only an export can be replaced: move it elsewhere, or give another folder"
+        advice = "only an export can be replaced, so move the folder or name another"
         try:
             with (self.final / MANIFEST).open(newline="", encoding="utf-8") as stream:
                 lines = csv.reader(stream)
@@ -291,7 +291,7 @@ class ExportFolder:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock of this output during a `with` block; raise OutputBusyError if another export holds it."""
-        busy = f"{self.final}: another export is writing it; wait for it, or give another name"
+        busy = f"{self.final}: another export is writing this folder; wait for its end, or give another name"
         descriptor = open_locked(self.lock_file, busy)
         try:
             yield
@@ -321,7 +321,7 @@ class ExportFolder:
             (self.partial / folder).mkdir(exist_ok=True)
 
     def publish(self, overwrite: bool) -> None:
-        """Rename `partial` to `final`; raise OutputExistsError if `final` meanwhile holds what must not be replaced."""
+        """Rename `partial` to `final`; raise OutputExistsError if `final` now holds files that must not be replaced."""
         sync_file_system(self.partial)
         if overwrite and self.has_output():
             self.require_export()
@@ -371,7 +371,7 @@ class _Export:
             if len(results.reasons) == len(source):
                 shutil.rmtree(target.partial)
                 raise DamagedRowsError(
-                    f"{self.source_path}: none of its rows can be exported; the first: {results.reasons[0]}",
+                    f"{self.source_path}: none of the selected rows can be exported; reason: {results.reasons[0]}",
                     path=self.source_path,
                     rows=tuple(source.rows.tolist()),
                 )
@@ -380,10 +380,10 @@ class _Export:
             return self._report(names, manifest, results)
 
     def _process_rows(self, folder: Path, *, check_only: bool = False) -> tuple[ExportNames, Manifest, ExportResults]:
-        """Write the files of all rows into `folder`, or only compare those that are there."""
+        """Write the files of all rows into `folder`, or if `check_only` is true, only compare existing files."""
         reader = self.source.reader
         max_bytes = os.pathconf(self.target.final.parent, "PC_NAME_MAX")
-        # `folder` contains a manifest, which shows whether the file system ignores case in names.
+        # `folder` contains manifest.csv. If MANIFEST.CSV exists, too, the file system ignores case in names.
         folds_case = (folder / MANIFEST.upper()).exists()
         names = name_files(self.source, NameRules(SUFFIXES[self.format], folds_case, max_bytes))
         if not check_only:

@@ -34,8 +34,8 @@ _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 class MissingRow:
     """A row that could not be read."""
 
-    row: int
-    name: str  # the stored name; without one, dataset path and row number
+    row: int  # row number in the file
+    name: str  # the stored name; if there is none, the dataset path and row number
     reason: str
 
 
@@ -46,7 +46,7 @@ class SourceRows:
     catalog: Catalog  # the rows in stored order
     reader: HDF5RowReader
     rows: npt.NDArray[np.int64]  # (n,), row numbers in the file
-    has_names: bool  # whether the names in the catalog are stored in the file, not derived from row numbers
+    has_names: bool  # True if the file stores the names in the catalog, False if they are made from row numbers
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -55,7 +55,7 @@ class SourceRows:
 def open_rows(
     path: str | os.PathLike[str], datasets: HDF5Datasets, splits: str | Sequence[str] = (), limit: int | None = None
 ) -> SourceRows:
-    """Select rows of an HDF5 file: those of `splits`, or all, and of these at most `limit`, evenly spaced."""
+    """Select the rows of `splits` in an HDF5 file (default: all), and at most `limit` of them, evenly spaced."""
     splits = (splits,) if isinstance(splits, str) else splits
     catalog = hdf5_catalog(Path(path), datasets, NameFilter())
     reader = catalog.reader
@@ -64,7 +64,7 @@ def open_rows(
     unknown = [name for name in splits if name not in catalog.split_names]
     if unknown:
         names = ", ".join(map(repr, catalog.split_names))
-        raise OptionsError(f"{path}: no split {unknown[0]!r}; it has {names}", path=path)
+        raise OptionsError(f"{path}: no split {unknown[0]!r}; its splits are {names}", path=path)
     if splits:
         catalog = _only_splits(catalog, splits)
     if limit is not None:
@@ -104,7 +104,7 @@ class ExportForm(PixelForm):
         return gray and dtype.kind == "u" and dtype.itemsize == 2
 
     def is_exact(self, dtype: np.dtype[Any], row_shape: tuple[int, ...]) -> bool:
-        """Return whether a PNG preserves every value of such rows exactly."""
+        """Return whether PNG files preserve every value of rows of this dtype and shape."""
         if self.keeps_16_bits(dtype, row_shape) or dtype.kind == "b":
             return True
         bounds = self.value_range or default_range(dtype)
@@ -118,9 +118,9 @@ class ExportWork:
     reader: HDF5RowReader
     folder: str
     format: str  # "png" or "jpeg"
-    quality: int  # of JPEGs
-    keep: bool  # keep existing files that already hold the pixels of their rows
-    check_only: bool  # write nothing; count the files that are missing or differ
+    quality: int  # JPEG quality, 1 to 100
+    keep: bool  # whether to keep existing files that already hold the pixels of their rows
+    check_only: bool  # whether to write nothing, and only count files that are missing or differ
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,9 @@ class ExportResults:
     rows: int = 0
     bytes: int = 0  # total size of the files
     reasons: dict[int, str] = field(default_factory=dict)  # why a row has no file, by its index in the catalog
-    resumed: int = 0  # files kept from an earlier run
-    copied: int = 0  # rows that hold an encoded image of the export's format, whose bytes are used unchanged
-    differing: int = 0  # with `check_only`: files that are missing or differ
+    resumed: int = 0  # number of files kept from an earlier run
+    copied: int = 0  # number of rows that are encoded in the export's format, whose bytes are used unchanged
+    differing: int = 0  # number of files that are missing or differ, if `check_only` is true
 
     def add(self, other: ExportResults) -> None:
         """Add the outcome of further rows."""
@@ -189,8 +189,8 @@ def export_rows(task: ExportTask) -> ExportResults:
 def _export_row(work: ExportWork, index: int, path: str, decoder: RowDecoder | None, results: ExportResults) -> None:
     """Write the file of a row unless it already holds the row's pixels; raise RejectedImageError for a damaged row.
 
-    If the row is an encoded image of the right format, its bytes are copied after a test that they decode. A JPEG
-    is thus not compressed a second time.
+    If the row is an encoded image of the export's format, its bytes are copied after a test that they can be decoded.
+    Thus a JPEG is not compressed a second time.
     """
     data = None
     if decoder is None:

@@ -1,6 +1,6 @@
-"""The manifest of an export: a CSV table with one line per row, in stored order, of split, labels and fields.
+"""The manifest of an export: a CSV table with the split, labels and fields of each row, in stored order.
 
-``h5pack convert DIR/manifest.csv`` reads it back and restores splits, labels, label columns, fields and row order.
+``h5pack convert DIR/manifest.csv`` reads the table and restores splits, labels, label columns, fields and row order.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Manifest:
     split: ManifestColumn
     labels: tuple[ManifestColumn, ...]
     fields: tuple[ManifestColumn, ...]
-    others: tuple[ManifestColumn, ...]  # columns that `h5pack convert` ignores; they say where a row came from
+    others: tuple[ManifestColumn, ...]  # columns on the origin of rows, which `h5pack convert` ignores
     lost: tuple[str, ...]  # what `h5pack convert` would not restore from the manifest
 
     def lines(self, left_out: Collection[int]) -> Iterator[list[str]]:
@@ -67,7 +67,7 @@ class Manifest:
         yield ["path", *(column.name for column in columns)]
         for start in range(0, len(self.paths), _BLOCK_ROWS):
             stop = min(start + _BLOCK_ROWS, len(self.paths))
-            # Readers strip white space in front of a cell.
+            # Put "./" in front of a path that begins with white space, because readers strip white space there.
             paths = (
                 f"./{path}" if path[:1].isspace() else path for path in (self.paths[row] for row in range(start, stop))
             )
@@ -92,8 +92,8 @@ class Manifest:
     def command(self, folder: Path, source: SourceRows, names: ExportNames) -> tuple[str, tuple[str, ...]]:
         """Return the command that packs the export in `folder` again, and descriptions of what it would not restore.
 
-        The command reads the manifest. If that would lose something which the names of the folders preserve, such as
-        classes without rows, it reads the folders instead.
+        The command reads the manifest. If that would lose something that the names of the folders preserve, such as
+        classes without rows, the command reads the folders instead.
         """
         kind = _folder_kind(source.catalog, names) if self.lost else None
         if kind is not None:
@@ -138,7 +138,7 @@ def _folder_kind(catalog: Catalog, names: ExportNames) -> str | None:
 
 
 class _ColumnNames:
-    """Makes the names of columns distinct, and removes commas and surrounding white space, which readers may strip."""
+    """Makes column names distinct, replaces commas, which separate names in options, and strips white space."""
 
     def __init__(self, *used: str) -> None:
         self._used = set(used)
@@ -196,7 +196,7 @@ def _field(
         lost.append(f"the shape of the field {field!r}: each of its numbers becomes a column")
         yield from (ManifestColumn(name(f"{field}.{number}"), flat[:, number]) for number in range(count))
         return
-    # In a table without labels, `h5pack convert` would read a column of such a name as labels.
+    # In a table without labels, `h5pack convert` would take a column for labels if its name is in LABEL_COLUMNS.
     column = name(f"field_{field}" if unlabelled and field.lower() in LABEL_COLUMNS else field)
     if column != field:
         lost.append(f"the name of the field {field!r}, which becomes {column!r}")

@@ -40,9 +40,9 @@ _PRINTABLE = dict.fromkeys(CONTROL_CHARACTERS, "_")
 class NameRules:
     """The constraints that the image format and the file system place on names."""
 
-    suffixes: tuple[str, ...]  # of the format, in lower case; a name that has none of them gets the first
-    fold_case: bool = False  # whether the file system ignores upper and lower case
-    max_name_bytes: int = 255
+    suffixes: tuple[str, ...]  # of the image format, in lower case; a name with another suffix gets the first
+    fold_case: bool = False  # whether the file system ignores case in names
+    max_name_bytes: int = 255  # maximum length of a file or folder name
 
     def fold(self, name: str) -> str:
         """Return a string that is equal for two names exactly if the file system treats them as the same name."""
@@ -56,13 +56,13 @@ class ExportNames:
     """The paths of an export's files and folders, relative to the folder of the export."""
 
     paths: NameTable  # (n,), the distinct path of each row's file
-    folders: tuple[str, ...]  # a parent precedes its subfolders; includes classes without rows
+    folders: tuple[str, ...]  # parents before their subfolders; also folders of classes without rows
     renamed: int  # stored names that had to change by more than their suffix and leading folders
     exact_folders: bool = False  # whether each split and class has a folder with exactly its name
 
 
 def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
-    """Return the path of every row's file, and the folders that they need."""
+    """Return the path of every row's file, and the folders to create."""
     catalog = source.catalog
     split_names = catalog.split_names if has_splits(catalog) else ()
     split_folders = _folder_names(split_names, rules)
@@ -124,10 +124,10 @@ def has_splits(catalog: Catalog) -> bool:
 
 
 def _class_folders(catalog: Catalog, rules: NameRules) -> tuple[dict[int, str], set[int], bool]:
-    """Return the class folder of each label, the splits without class folders, and whether folders tell all classes.
+    """Return the class folder of each label, the splits without class folders, and whether the folders are exact.
 
-    There are no class folders without labels, for label tables, and for too many classes without names. Folders tell
-    all classes if these have names, every row has a label, and each folder has exactly the name of its class.
+    There are no class folders for files without labels, for label tables, and for over 1,000 classes without names. The
+    folders are exact if classes have names, every row has a label, and each folder has exactly the name of its class.
     """
     labels, names = catalog.labels, catalog.label_names
     if labels is None or labels.ndim > 1:
@@ -184,7 +184,7 @@ def _too_long(path: str, rules: NameRules) -> bool:
 
 
 def _parents(path: str) -> Iterator[str]:
-    """Yield all parent folders of a relative path, from the innermost to the outermost."""
+    """Yield all parent folders of a relative path, innermost first."""
     folder = path.rpartition("/")[0]
     while folder:
         yield folder

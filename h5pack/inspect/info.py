@@ -38,21 +38,21 @@ class DatasetReport:
     """The storage of one dataset.
 
     For rows of variable length, `bytes` is 0 (the size is unknown without reading all rows), and `stored_bytes` counts
-    only the references to them.
+    only the references to these rows.
     """
 
     name: str
-    dtype: str  # of variable-length rows, a text such as "variable-length uint8"
+    dtype: str  # for rows of variable length, a text such as "variable-length uint8"
     shape: tuple[int, ...]
     layout: str  # "chunked", "contiguous", "compact" or "virtual"
-    chunks: tuple[int, ...] | None  # shape of a chunk
-    index: str | None  # the kind of chunk index, such as "B-tree v1"
+    chunks: tuple[int, ...] | None  # shape of a chunk; None if the dataset has no chunks
+    index: str | None  # kind of chunk index, such as "B-tree v1"; None if the dataset has no chunks
     filters: tuple[str, ...]
-    bytes: int  # size of the array
-    stored_bytes: int  # size of its storage in the file
+    bytes: int  # size of the uncompressed array
+    stored_bytes: int  # size of the dataset in the file
     cache: CachePlan | None  # recommended chunk cache for reading rows in any order through the HDF5 library
-    faults: tuple[str, ...] = ()  # what makes reading single rows slow
-    fix: tuple[str, ...] | None = None  # program and arguments of a command that writes a copy without these faults
+    faults: tuple[str, ...] = ()  # properties of the storage that make reading single rows slow
+    fix: tuple[str, ...] | None = None  # command that writes a copy without the faults, as a list of arguments
 
     @property
     def overhead(self) -> float:
@@ -83,7 +83,7 @@ class DatasetReport:
 
 @dataclass(frozen=True)
 class FileReport:
-    """The contents of a file."""
+    """The result of `info`: the datasets of an HDF5 file, and its metadata if it is a pack."""
 
     path: str
     bytes: int  # size of the file
@@ -144,8 +144,8 @@ def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
     ----------
     path : path
     stats : bool
-        Also count the rows of each class, and report channel statistics. Those of a pack are stored; for other files
-        they are measured on up to 1,024 rows.
+        Also count the rows of each class, and report channel statistics. A pack stores its channel statistics; those of
+        other files are measured on up to 1,024 rows.
 
     Returns
     -------
@@ -173,7 +173,7 @@ def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
 
 
 def describe_dataset(dataset: h5py.Dataset) -> DatasetReport:
-    """Return the storage of a dataset, with its faults."""
+    """Describe how a dataset is stored, and what makes reading single rows of it slow."""
     layout = _LAYOUTS[dataset.id.get_create_plist().get_layout()]
     filters = tuple(_FILTER_NAMES.get(item.number) or f"{item.name} ({item.number})" for item in filters_of(dataset))
     shape = tuple(dataset.shape or ())
@@ -219,7 +219,7 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...]) -> tuple[str, ...]:
         try:
             rows = index_encoded(dataset.file, dataset, dataset.name.lstrip("/")).rows
         except (PackFormatError, ReadError):
-            # Row 0 is not an encoded image.
+            # Row 0 is not an encoded image, so the rows do not hold images.
             rows = 0
         return ("each row is an encoded image, which must be decoded in every epoch",) if rows else ()
     if dataset.chunks is None or dataset.ndim < 2 or dataset.dtype.kind not in "biuf":
@@ -334,7 +334,7 @@ def _label_counts(labels: h5py.Dataset) -> dict[str, int]:
 
 
 def _measured_channels(images: h5py.Dataset) -> dict[str, Any] | None:
-    """Return mean and standard deviation of each channel, measured on evenly spaced rows; None if these are no images.
+    """Return mean and standard deviation of each channel, measured on evenly spaced rows; None without images.
 
     The channel axis is the last one if its length is 1, 3 or 4, else axis 1.
     """

@@ -45,8 +45,8 @@ class ShownClass:
     """A class on the sheet."""
 
     name: str | None  # None if the file has no classes
-    rows: int  # how many it has
-    shown: list[int]  # row numbers in the file
+    rows: int  # number of rows that have this class
+    shown: list[int]  # numbers, in the file, of the rows on the sheet
 
 
 @dataclass(frozen=True)
@@ -54,25 +54,25 @@ class ShownSplit:
     """A split on the sheet."""
 
     name: str
-    rows: int
+    rows: int  # number of rows in the split
     classes: list[ShownClass]
     named: int  # number of classes, not counting rows without a label
-    left_out: int  # how many of these are not shown
+    left_out: int  # number of classes that are not on the sheet
 
 
 @dataclass(frozen=True)
 class PreviewReport:
     """A contact sheet and its contents."""
 
-    path: str | None  # of the written picture; None if `out` was not given
+    path: str | None  # path of the written picture; None if `out` was not given
     source: str  # the HDF5 file and the datasets that were read
-    width: int  # of the sheet in pixels
-    height: int
-    rows: int  # in the selected splits
-    images: int  # on the sheet
+    width: int  # width of the sheet in pixels
+    height: int  # height of the sheet in pixels
+    rows: int  # number of rows in the selected splits
+    images: int  # number of images on the sheet
     splits: list[ShownSplit]
     damaged: tuple[MissingRow, ...]  # selected rows that could not be shown
-    sheet: Image.Image = field(repr=False, compare=False)  # RGB; not in `to_json`
+    sheet: Image.Image = field(repr=False, compare=False)  # the drawn sheet, RGB; not in `to_json`
 
     @property
     def ok(self) -> bool:
@@ -191,9 +191,9 @@ def _require_output(target: Path, source: str | os.PathLike[str]) -> str:
         raise OptionsError(f"{target}: unknown format; give a name that ends in {', '.join(_FORMATS)}", path=target)
     require_writable(target.parent)
     if target.is_dir():
-        raise OutputExistsError(f"{target}: a folder; give the name of a file", path=target)
+        raise OutputExistsError(f"{target}: is a folder; give the name of a file", path=target)
     if target.exists() and os.path.exists(source) and os.path.samefile(target, source):
-        raise OptionsError(f"{target}: the source itself; give the picture another name", path=target)
+        raise OptionsError(f"{target}: is the source file; give the picture another name", path=target)
     return file_format
 
 
@@ -201,8 +201,8 @@ def _require_size(width: int, height: int, file_format: str) -> None:
     max_side = _MAX_SIDES.get(file_format, MAX_PIXELS)
     if width * height > MAX_PIXELS or max(width, height) > max_side:
         raise OptionsError(
-            f"the sheet would have {width:,} x {height:,} pixels; a {file_format} may have {MAX_PIXELS:,}, and "
-            f"{max_side:,} a side; reduce per_class, max_classes or tile, or give one split",
+            f"the sheet would have {width:,} x {height:,} pixels; a {file_format} may have at most "
+            f"{MAX_PIXELS:,}, and {max_side:,} a side; reduce per_class, max_classes or tile, or give only one split",
             parameters=("per_class", "max_classes", "tile"),
         )
 
@@ -232,7 +232,7 @@ def _sample_rows(source: SourceRows, per_class: int | None, max_classes: int, se
 
 
 def _some(rows: npt.NDArray[np.int64], max_count: int, generator: np.random.Generator | None) -> list[int]:
-    """Return at most `max_count` of the rows, ascending: random ones if there is a generator, else evenly spaced."""
+    """Return at most `max_count` rows in ascending order: random ones if a generator is given, else evenly spaced."""
     if len(rows) > max_count and generator is not None:
         rows = np.sort(generator.choice(rows, max_count, replace=False))
     elif len(rows) > max_count:
@@ -262,7 +262,7 @@ def _read(
         first = next(iter(errors.values()))
         hint = "; give value_range" if "value_range" in first.parameters else ""
         raise DamagedRowsError(
-            f"{os.fspath(path)}: none of its rows can be shown; the first: {first}{hint}",
+            f"{os.fspath(path)}: none of the selected rows can be shown; reason for the first row: {first}{hint}",
             path=path,
             rows=tuple(errors),
             parameters=first.parameters,
@@ -312,7 +312,7 @@ def _split_lines(shown: list[ShownSplit]) -> Iterator[_Line]:
 
 
 def _captions(catalog: Catalog, index_of: dict[int, int]) -> dict[int, list[str]]:
-    """Return the lines of text below each row's image: its number, and the nonzero attributes of a label table."""
+    """Return the lines of text below each image: the row number, and the nonzero attributes of a label table."""
     found = {row: [f"row {row}"] for row in index_of}
     table, names = catalog.labels, catalog.label_names or ()
     if table is not None and table.ndim == 2:
@@ -328,7 +328,7 @@ def _captions(catalog: Catalog, index_of: dict[int, int]) -> dict[int, list[str]
 def _draw(
     lines: Sequence[_Line], pictures: dict[int, Image.Image], captions: dict[int, list[str]], file_format: str
 ) -> Image.Image:
-    """Draw lines from top to bottom, with all images in cells of the same size. Rows without a picture are damaged."""
+    """Draw lines from top to bottom, with images in cells of equal size. A damaged row gets a crossed-out cell."""
     cell = Image.new("RGB", np.max([picture.size for picture in pictures.values()], axis=0).tolist(), _PAPER)
     pen = ImageDraw.Draw(cell)
     pen.rectangle((0, 0, cell.width - 1, cell.height - 1), outline=_ALARM)

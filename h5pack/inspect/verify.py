@@ -43,10 +43,10 @@ class VerifyReport:
     """The result of a verification."""
 
     path: str
-    rows: int  # of the pack; 0 if it could not be opened
+    rows: int  # number of rows of the pack; 0 if it could not be opened
     problems: tuple[str, ...] = ()  # structural defects, such as missing datasets
-    damaged: dict[str, list[int]] = field(default_factory=dict)  # by dataset, rows with a wrong checksum or unreadable
-    filenames: dict[int, str] = field(default_factory=dict)  # of up to 1,000 damaged rows, by row
+    damaged: dict[str, list[int]] = field(default_factory=dict)  # rows of each dataset that fail the check
+    filenames: dict[int, str] = field(default_factory=dict)  # by row number, for up to 1,000 damaged rows
 
     @property
     def ok(self) -> bool:
@@ -76,11 +76,10 @@ class VerifyReport:
 
 @dataclass
 class _Structure:
-    """The results of the structural check, which one worker process makes through the HDF5 library.
+    """The results of the structural check, which a worker process carries out with the HDF5 library.
 
-    `offsets` is None if the rows of the images cannot be read directly, because they are compressed or were repacked by
-    another program. Then `chunk_rows` and `chunk_bytes` are the size of a chunk, which the library must read; otherwise
-    they are 0.
+    `offsets` is None if the images cannot be read without the library, because they are compressed or were repacked by
+    another program. Only then, `chunk_rows` and `chunk_bytes` are the size of a chunk; otherwise they are 0.
     """
 
     rows: int
@@ -146,7 +145,7 @@ def verify(
         except H5PackError as error:
             return VerifyReport(name, 0, (str(error).removeprefix(f"{name}: "),))
         except BrokenProcessPool:
-            crash = f"HDF5 {h5py.version.hdf5_version} crashed on it; the file is damaged, so restore it"
+            crash = f"HDF5 {h5py.version.hdf5_version} crashed while reading it, so the file is damaged; restore it"
             return VerifyReport(name, 0, (crash,))
         if structure is None:
             raise PackFormatError(
@@ -210,7 +209,7 @@ def _inspect_pack(path: str, file: h5py.File) -> _Structure:
     _check_other_rows(file, found)
     checksums = file.get(f"{schema.CHECKSUMS}/{schema.IMAGES}")
     if not isinstance(checksums, h5py.Dataset) or checksums.shape != (found.rows,):
-        found.problems.append("checksums/images: missing, or not one per row")
+        found.problems.append("checksums/images: the dataset is missing, or does not have one checksum per row")
         return found
     found.checksums = checksums[()]
     try:
@@ -220,7 +219,7 @@ def _inspect_pack(path: str, file: h5py.File) -> _Structure:
         return found
     absent = np.flatnonzero(index.addresses < 0)
     if len(absent):
-        found.problems.append(f"images: {len(absent)} chunks have no storage, chunk {int(absent[0])} first")
+        found.problems.append(f"images: {len(absent)} chunks have no storage, the first is chunk {int(absent[0])}")
     elif index.library_reason is not None or is_filtered(images):
         found.chunk_rows, found.chunk_bytes = images.chunks[0], int(np.prod(images.chunks))
     else:
@@ -257,7 +256,7 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
         edges = splits[()].reshape(-1, 2)
         joined = [0, *edges[:, 1].tolist()]
         if edges[:, 0].tolist() != joined[:-1] or joined[-1] != rows:
-            problems.append(f"splits/rows: do not cover the {rows:,} rows in order")
+            problems.append(f"splits/rows: the splits do not cover the {rows:,} rows in order")
 
 
 def _decode_counted(task: _DecodeTask) -> tuple[int, list[int]]:
