@@ -191,8 +191,9 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_settings_of_matplotlib_stay_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    # Reading rcParams imports pyplot if no backend is set.
     before = dict(matplotlib.rcParams)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with matplotlib.rc_context({"text.usetex": True, "axes.facecolor": "red", "figure.figsize": (1, 1)}):
         plots.draw_bench(small_report(), tmp_path / "styled.png")
     plots.draw_bench(small_report(), tmp_path / "plain.png")
