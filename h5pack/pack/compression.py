@@ -1,4 +1,4 @@
-"""Compression of chunks: the methods that `compression` can name, and compressing an unfinished pack's rows."""
+"""Compression of chunks: the values of the option `compression`, and compressing an unfinished pack's rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _BITSHUFFLE_LZ4 = (0, 2)
 class Compression:
     """One HDF5 filter and its settings."""
 
-    name: str  # the value of the option `compression`, with the level added if it has one
+    name: str  # the value of the option `compression`, with a level if the method has levels
     number: int  # the filter's registered number
     parameters: tuple[int, ...]  # HDF5's ``cd_values``
 
@@ -74,12 +74,12 @@ def require_filter(compression: Compression) -> None:
 
 def add_filter(properties: h5py.h5p.PropDCID, compression: Compression) -> None:
     """Add a filter to a dataset's creation properties."""
-    # HDF5 may skip an optional filter for a chunk, and not every reader checks whether it did.
+    # Make it mandatory, because HDF5 may skip an optional filter for a chunk, which not every reader notices.
     properties.set_filter(compression.number, h5py.h5z.FLAG_MANDATORY, compression.parameters)
 
 
 def compress_chunk(values: npt.NDArray[np.uint8], compression: Compression) -> bytes:
-    """Return the bytes that HDF5 stores for a chunk, uint8 (rows, ...), after writing it to an HDF5 file in memory."""
+    """Return the bytes that HDF5 stores for a chunk, uint8 (rows, ...), by writing it to an HDF5 file in memory."""
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_fapl_core(max(65_536, values.nbytes), False)
     # HDF5 identifies files in memory by name, so each thread needs a name of its own.
@@ -111,7 +111,7 @@ class CompressTask:
     start: int  # the chunk's first row
     offset: int  # the chunk's byte offset in the file
     shape: tuple[int, ...]  # (rows, H, W, C) or (rows, C, H, W)
-    checksums: npt.NDArray[np.uint32]  # (n,) of the chunk's rows; its room for more rows than n stays zero
+    checksums: npt.NDArray[np.uint32]  # (n,): CRC-32 of each row; a last chunk of fewer rows ends with zeros
     compression: Compression
 
 

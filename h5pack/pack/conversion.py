@@ -93,7 +93,7 @@ def convert(
     Parameters
     ----------
     source : path or map-style dataset
-        A folder (of images, of class folders, of split folders, CelebA), a CSV or TSV manifest, any HDF5 file with a
+        A folder (of images, of class folders, of split folders, or CelebA), a CSV or TSV manifest, any HDF5 file with a
         dataset of images, or a map-style dataset of (uint8 image, label).
     out : path
         The file to create.
@@ -107,13 +107,13 @@ def convert(
     root : path, optional
         Folder that a manifest's relative paths start from. Default: the folder that contains the manifest.
     path_column, split_column : str, optional
-        A manifest's columns of image paths and of split names. Default: detected from the column names.
+        The manifest's columns of image paths and of split names. Default: detected from the column names.
     label_columns : str or sequence of str
-        A manifest's column of labels, or several columns of 0 and 1 for multi-label data.
+        The manifest's column that holds the labels, or several columns of 0 and 1 for multi-label data.
     field_columns : str or sequence of str
-        A manifest's columns of numbers to store as further fields (per-row datasets).
+        The manifest's columns that hold numbers to store as further fields (per-row datasets).
     images, labels : str, optional
-        An HDF5 file's datasets of images and of labels; ``labels=""`` for none. Default: detected.
+        An HDF5 file's datasets of images and of labels. Default: detected. ``labels=""`` packs no labels.
     fields : str or sequence of str
         Further datasets of an HDF5 file with one row per image, to be stored as fields.
     channel_axis : str, optional
@@ -131,8 +131,8 @@ def convert(
     resample : str
         Pillow's filter: nearest, box, bilinear, hamming, bicubic or lanczos.
     draft : bool
-        Decode JPEGs at a half, a quarter or an eighth of their size if `size` is small enough: faster, but the pixels
-        differ.
+        Decode JPEGs at a half, a quarter or an eighth of their size if `size` is small enough. This is faster, but the
+        pixels differ.
     mode : str
         rgb (3 channels) or gray (1).
     layout : str
@@ -147,7 +147,7 @@ def convert(
         Bytes per chunk, instead of `chunk_rows`: a number, or text such as "4MiB". Default: see
         `h5pack.format.plans.plan_chunks`.
     max_pixels : int
-        Reject larger images as decompression bombs.
+        Reject images with more pixels, which may be decompression bombs.
     compression : str
         Compression of the images' chunks: none, gzip (or gzip:1 to gzip:9), zstd (or zstd:1 to zstd:22) or
         bitshuffle-lz4.
@@ -197,7 +197,7 @@ def convert(
 
 
 class Conversion:
-    """A conversion whose plan can be inspected before it runs; a context manager. Parameters are those of `convert`."""
+    """A conversion whose plan can be inspected before it runs. A context manager with the parameters of `convert`."""
 
     def __init__(
         self,
@@ -269,9 +269,9 @@ class Conversion:
         return self._plan
 
     def estimate_seconds(self) -> float:
-        """Return an estimate of the time to write all rows in seconds.
+        """Return an estimate of the time in seconds that writing all rows will take.
 
-        A few images are decoded, and compressed if `compression` is given, in this process to measure it.
+        To measure the speed, this process decodes a few images, and compresses them if `compression` is given.
         """
         plan = self.plan()
         origins, reader = plan.row_order.origins, plan.catalog.reader
@@ -391,7 +391,7 @@ class Conversion:
             self.output.partial.unlink(missing_ok=True)
             reason = next(iter(written.reasons.values()), "no reason known")
             raise NoImagesError(
-                f"{plan.source}: none of its images can be decoded, the first because of: {reason}; check the images",
+                f"{plan.source}: none of its images can be decoded (first reason: {reason}); check the images",
                 path=plan.source,
             )
         # Flush the rows before saving the record, so that a power cut cannot leave a record of rows that are missing.

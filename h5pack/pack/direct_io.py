@@ -3,8 +3,8 @@
 A buffered write copies every byte into the page cache, which takes CPU time that decoding needs: 3.7 CPU seconds per GB
 measured on one virtual machine, where a direct write (O_DIRECT) took 0.02. It also evicts other files from the cache in
 favour of an output that may be far larger than memory. Direct writes must start and end on 4,096-byte boundaries in the
-file and in memory, so the first and last partial page of contiguous rows are written with buffered writes; no other
-page is shared between two writers. A thread writes while the next images are decoded.
+file and in memory, so the first and last partial page of contiguous rows are written with buffered writes; only these
+pages can be shared by two writers. A background thread writes while the next images are decoded.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RowBuffer:
 
 
 class RowFile:
-    """An unfinished file to which one worker writes rows; `io` is direct, buffered, or auto: direct where it suits.
+    """An unfinished file to which one worker writes rows; `io` is direct, buffered or auto (see `suits_direct`).
 
     Two buffers alternate, so that one is written while the other is filled. They are reused, because allocating memory
     takes longer than filling it.
@@ -70,14 +70,14 @@ class RowFile:
     def begin_rows(self, offsets: npt.NDArray[np.int64], row_bytes: int) -> RowBuffer:
         """Return a buffer for rows at ascending byte `offsets`, int64 (n,).
 
-        Two buffers share the memory in turns, so call `wait` on the buffer before the previous one first.
+        There is memory for two buffers, so first call `wait` on the last buffer but one.
         """
         if int(offsets[-1] - offsets[0]) == (len(offsets) - 1) * row_bytes:
             return ContiguousRows(self, int(offsets[0]), len(offsets), row_bytes)
         return ScatteredRows(self, offsets, row_bytes)
 
     def next_memory(self, size: int) -> mmap.mmap:
-        """Return the memory that is not being written, at least `size` bytes."""
+        """Return at least `size` bytes of memory that is not being written."""
         self._memory.reverse()
         if len(self._memory[0]) < size:
             self._memory[0] = huge_page_memory(size)

@@ -169,7 +169,7 @@ def _clear_tail(descriptor: int, row_offsets: RowOffsets, rows: int, chunks: int
 
 
 def _expected(pack: UnfinishedPack, tables: PackTables) -> tuple[tuple[int, ...], dict[int, int]]:
-    """Return the images' shape, and the checksums of the first, a middle and the last row."""
+    """Return the shape that the images must have, and the checksums of the first, a middle and the last row."""
     rows = len(tables.checksums)
     some = {0, rows // 2, rows - 1}
     return (rows, *pack.structure.row_shape), {row: int(tables.checksums[row]) for row in sorted(some)}
@@ -213,9 +213,9 @@ def is_sound(
 
 
 def is_compressed(path: Path) -> bool:
-    """Return whether the compressed copy has replaced the unfinished file.
+    """Return whether the unfinished file at `path` was already replaced by its compressed copy.
 
-    With `compression`, the file at `path` is marked complete only once it is that copy.
+    With `compression`, only that copy is marked as complete.
     """
     try:
         with h5py.File(path, "r", locking=False) as file:
@@ -251,6 +251,6 @@ def publish(pack: UnfinishedPack, rejects: Sequence[Reject]) -> None:
         )
     os.replace(output.partial, output.final)
     sync_path(output.final.parent)
-    # After the renaming, the lock no longer keeps other conversions out, so the journal may already belong to another.
+    # After the renaming, the lock no longer keeps other conversions out, so the journal may belong to another one.
     if output.journal_identity() == journal:
         output.remove_leftovers()

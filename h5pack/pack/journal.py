@@ -171,7 +171,7 @@ class Journal:
         return np.frombuffer((self.folder / "prints.bin").read_bytes(), np.uint64)
 
     def records(self) -> Iterator[RowRecord]:
-        """Yield the intact records of all writers; raises OutputBusyError if a writer of an earlier run stays alive."""
+        """Yield the intact records of all writers; raises OutputBusyError if an earlier run still writes."""
         for path in sorted(self.folder.glob("rows-*.log")):
             _wait_for_writer(path)
             data = path.read_bytes()
@@ -207,7 +207,7 @@ def _wait_for_writer(path: Path) -> None:
     while is_locked(path):
         if time.monotonic() > deadline:
             raise OutputBusyError(
-                f"{path}: a worker of the interrupted conversion is still writing; stop it, then give resume=True",
+                f"{path}: a worker of the interrupted run still writes; stop it, then run again with resume=True",
                 path=path,
                 parameters=("resume=True",),
             )

@@ -139,7 +139,7 @@ class ConvertOptions:
         )
 
     def content(self) -> dict[str, Any]:
-        """Return the options that affect the file's contents; they are stored in `h5pack_options`, compared on resume.
+        """Return the options that affect the file's contents; the pack stores them, and a resumed run compares them.
 
         `compression` and the options of HDF5 sources are included only if they differ from their defaults.
         """

@@ -1,4 +1,4 @@
-"""The output file: the temporary files beside it, the disk space it needs, the lock against a second conversion."""
+"""The output file: the temporary files beside it, the disk space it needs, the lock that excludes other conversions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Output:
         return self.final.with_name(self.final.name + ending)
 
     def check(self, overwrite: bool, resume: bool) -> None:
-        """Raise now if the conversion could not finish later: no folder to write to, or a file that is in the way."""
+        """Raise if the conversion could not finish: the folder is not writable, or an existing file is in the way."""
         require_writable(self.final.parent)
         if self.final.is_dir():
             raise OutputExistsError(f"{self.final}: is a folder; give the name of a file", path=self.final)
@@ -103,7 +103,7 @@ class OutputLock:
     def replace(self, path: Path) -> None:
         """Rename the file at `path` to ``OUT.partial``, and lock it instead of the old one.
 
-        A process waiting for the old file's lock notices, once it gets it, that the name now belongs to another file.
+        A process that waits for the old file's lock will notice that the name now belongs to another file.
         """
         fresh = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:

@@ -1,4 +1,4 @@
-"""The plan of a conversion, which is complete before the first pixel is written, and the report of its result."""
+"""The plan of a conversion, made before the first pixel is written, and the report of the conversion's result."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class ConvertPlan:
     source: str  # "dataset" for a map-style dataset
     catalog: Catalog  # all M images that were found
     options: ConvertOptions
-    height: int  # of a row, in pixels
+    height: int  # of every row, in pixels
     width: int
     row_order: RowOrder  # the catalog index of each row, and the splits
     decode_paths: npt.NDArray[np.uint8]  # (M,): the `DecodePath` of each image
-    fingerprints: npt.NDArray[np.uint64]  # (M,): hashes that change with an image; see `Survey`
-    chunks: ChunkPlan  # of `/images`
+    fingerprints: npt.NDArray[np.uint64]  # (M,): a hash per image, which changes if the image does
+    chunks: ChunkPlan  # size and number of the chunks of `/images`
     rejects: tuple[Reject, ...]  # images already known to be unusable from the tables and the image headers
 
     @property
@@ -106,7 +106,7 @@ class ConvertPlan:
 
     @property
     def file_bytes(self) -> int:
-        """Upper bound of the output's size in bytes: the chunks plus the tables, without the gzip of the tables."""
+        """Upper bound of the output's size in bytes: the chunks plus the tables, as if not gzipped."""
         size = self.chunks.bytes
         if self.options.filter is not None:
             size = max_compressed_bytes(size)
@@ -213,8 +213,8 @@ def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
     usable = np.setdiff1d(np.arange(len(catalog), dtype=np.int64), np.array([*survey.reasons], np.int64))
     if not len(usable):
         raise NoImagesError(
-            f"{source}: none of its {len(catalog):,} files can be read as an image, such as {rejects[0].name}: "
-            f"{rejects[0].reason}; check the path",
+            f"{source}: none of its {len(catalog):,} files can be read as an image ({rejects[0].name}: "
+            f"{rejects[0].reason}); check the path",
             path=source,
         )
     height, width = options.size or _common_size(source, catalog, survey, usable)
@@ -269,7 +269,7 @@ def _common_size(source: str, catalog: Catalog, survey: Survey, usable: npt.NDAr
 
 
 def refuse_reject(source: str, reject: Reject, *, begun: bool) -> None:
-    """Raise RejectedImageError for an image that cannot be packed with ``strict=True``; `begun`: rows were written."""
+    """Raise RejectedImageError for a reject, as ``strict=True`` requires. `begun` says whether rows were written."""
     advice = "or run again without strict=True to leave it out"
     if begun:
         advice = "and start over with overwrite=True, or continue with resume=True and without strict=True"

@@ -26,7 +26,7 @@ from h5pack.version import __version__
 
 
 def identity(plan: ConvertPlan) -> dict[str, Any]:
-    """Return what must be equal in a resumed run and the interrupted one, besides the images' fingerprints."""
+    """Return what must be equal in an interrupted run and the one that resumes it, besides the images' fingerprints."""
     return {
         "h5pack": __version__,
         "options": plan.options.content(),
@@ -82,7 +82,7 @@ class UnfinishedPack:
     def _require_same(self, before: dict[str, Any]) -> None:
         source, now = self.plan.source, identity(self.plan)
         if before["h5pack"] != now["h5pack"]:
-            raise self._refused(f"was begun by h5pack {before['h5pack']}, this is h5pack {now['h5pack']}")
+            raise self._refused(f"was begun by h5pack {before['h5pack']}, but this is h5pack {now['h5pack']}")
         for name in {**before["options"], **now["options"]}:
             # An option that is missing from the stored options has its default.
             default = getattr(ConvertOptions, name, None)
@@ -98,7 +98,7 @@ class UnfinishedPack:
         changed = np.flatnonzero(prints != old_prints)
         if len(changed) or before["tables"] != now["tables"] or before["shape"] != now["shape"]:
             name = self.plan.catalog.names[int(changed[0])] if len(changed) else "a label or a split"
-            raise self._refused(f"{source} has changed since it was begun (first change: {name})")
+            raise self._refused(f"{source} has changed since the conversion began (first change: {name})")
 
     def _refused(self, difference: str, *parameters: str) -> ResumeError:
         advice = "resume with the same options and source, or start over with overwrite=True and without resume=True"
@@ -125,7 +125,7 @@ def creation_time() -> str:
     """Return the time to store in a new file, in ISO 8601, UTC: now, or the environment's SOURCE_DATE_EPOCH if set."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
     if epoch is not None and not epoch.isdigit():
-        raise OptionsError(f"SOURCE_DATE_EPOCH is {epoch!r}; it must be whole seconds since 1970")
+        raise OptionsError(f"SOURCE_DATE_EPOCH is {epoch!r}; it must be a whole number of seconds since 1970")
     seconds = int(epoch) if epoch is not None else int(time.time())
     return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 

@@ -20,7 +20,7 @@ Rows = npt.NDArray[np.int64]
 class RowOrder:
     """The order of a pack's rows; each split is one contiguous range of rows."""
 
-    origins: Rows  # (N,): a catalog index (`order_rows`) or a planned row (`close_holes`) for each row
+    origins: Rows  # (N,): where each row comes from: catalog index (`order_rows`) or planned row (`close_holes`)
     split_starts: Rows  # (S + 1,): split s has the rows ``split_starts[s]`` to ``split_starts[s + 1] - 1``
 
 
@@ -45,7 +45,7 @@ def shuffled_split(count: int, seed: int, split: int) -> Rows:
 
 
 def close_holes(split_starts: Rows, packed: npt.NDArray[np.bool_], keep_order: bool) -> RowOrder:
-    """Return the order of rows (`origins` are planned rows) without those whose images were rejected.
+    """Return the order of the rows that remain if rejected images are left out. `origins` are planned rows.
 
     In a sorted pack (`keep_order`), later rows move to lower row numbers. In a shuffled pack, a split's last rows fill
     its holes in ascending order, which moves no more rows than there are holes; then the following splits move to lower

@@ -38,7 +38,7 @@ def channel_sums(row: npt.NDArray[np.uint8], layout: str) -> npt.NDArray[np.uint
     """
     last = layout == "nhwc"
     channels = row.shape[2 if last else 0]
-    # nhwc: treat the channels as more columns, (1, H, W * C). nchw: (C, H, W) as it is.
+    # For nhwc, treat the channels as further columns: (1, H, W * C). For nchw, keep (C, H, W).
     lines = row.reshape(1, row.shape[0], -1) if last else row
     total = np.zeros((2, channels), np.uint64)
     for start in range(0, lines.shape[1], _EXACT_LINES):

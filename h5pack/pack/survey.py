@@ -29,7 +29,7 @@ class Survey:
     decode_paths: npt.NDArray[np.uint8]  # the `DecodePath` of each image
     fingerprints: npt.NDArray[np.uint64]
     reasons: dict[int, str]  # why images are rejected, by catalog index
-    labels: npt.NDArray[Any] | None = None
+    labels: npt.NDArray[Any] | None = None  # None unless samples come with labels
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Task:
 def survey(
     catalog: Catalog, executor: Executor, max_in_flight: int, max_pixels: int, advance: Callable[[int], object]
 ) -> Survey:
-    """Read the headers of all images of a catalog in the workers of an executor that shares the catalog's reader.
+    """Read the headers of all images of a catalog in the workers of `executor`, which share its reader.
 
     At most `max_in_flight` tasks run or wait. Images of more than `max_pixels` are rejected. `advance` is called with
     the number of images after each task. Raises SourceError if storage fails, or if labels differ in shape.
@@ -89,7 +89,7 @@ def _tasks(catalog: Catalog, max_pixels: int) -> Iterator[_Task]:
 
 
 def _describe(task: _Task) -> str:
-    return f"the header of {task.names[0]!r} or one of the {len(task.names) - 1} images after it"
+    return f"the header of {task.names[0]!r}, or of one of the {len(task.names) - 1} images after it"
 
 
 def _survey(task: _Task) -> tuple[int, list[SurveyedImage], dict[int, str]]:
@@ -115,8 +115,8 @@ def _joined_labels(labels: list[npt.NDArray[Any] | None], reasons: dict[int, str
     for index, label in known:
         if label is None or label.shape != first.shape:
             raise SourceError(
-                f"the dataset: sample {index} has the label {None if label is None else label.tolist()!r}, but the "
-                f"first has {first.tolist()!r}; all labels must be integers, or lists of the same length",
+                f"sample {index} of the dataset has the label {None if label is None else label.tolist()!r}, but the "
+                f"first label is {first.tolist()!r}; all labels must be integers, or lists of the same length",
                 rows=[index],
             )
     joined = np.zeros((len(labels), *first.shape), first.dtype)

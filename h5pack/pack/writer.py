@@ -42,7 +42,7 @@ class WriteJob:
     layout: str
     pixels: PixelOptions
     io: str  # direct, buffered or auto; see `h5pack.pack.direct_io`
-    inode: int  # of the file; if the file at `path` has another one, it belongs to another conversion
+    inode: int  # of the file; a file at `path` with another inode belongs to another conversion
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def _read(index: int, name: str) -> bytes | npt.NDArray[np.uint8]:
     except OSError as error:
         # The survey could read this file, so either the storage has failed or the source was changed since.
         raise SourceError(
-            f"{name}: {error.strerror or error}, although it could be read at the start; restore the source, then run "
+            f"{name}: {error.strerror or error}, although the survey could read it; restore the source, then run "
             "again with resume=True",
             path=name,
             parameters=("resume=True",),

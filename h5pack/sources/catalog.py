@@ -1,6 +1,6 @@
 """The catalog of a source: a list of its images with labels and splits, made before any image is opened.
 
-After it, the survey reads all image headers to find the sizes and to reject files that are no images.
+Afterwards, the survey reads all image headers to find the images' sizes and to reject files that are not images.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ IMAGE_SUFFIXES = frozenset(
 class NameFilter:
     """A filter that selects files of a source by shell patterns.
 
-    A pattern is matched against a file's name and against its path relative to the source. With `include`, only files
-    that match one of its patterns are selected, whatever their suffix; without, visible files with an image suffix.
-    Files that match a pattern of `exclude` are skipped.
+    A pattern is matched against a file's name and against its path relative to the source. If `include` has
+    patterns, all files that match one of them are selected, whatever their suffix. Otherwise, visible files with an
+    image suffix are selected. Files that match a pattern of `exclude` are skipped.
     """
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
 
     def refusal(self, relative: str) -> str | None:
-        """Return the category under which a skipped file is counted, such as "hidden"; None if it is selected."""
+        """Return the category under which a skipped file is counted, such as "hidden"; None if the file is selected."""
         if (self.include or self.exclude) and not self.allows(relative):
             return "excluded" if _matches(relative, self.exclude) else "not included"
         if self.include:
@@ -77,7 +77,7 @@ class NameTable:
     """A compact sequence of many file names: one bytes object, and an offset per name.
 
     A million names of 30 bytes take 38 MB. A list of str takes 87 MB, and forked processes soon copy it, because
-    reference counts are written to its memory pages.
+    Python writes reference counts to its memory pages.
     """
 
     def __init__(self, blob: bytes, offsets: npt.NDArray[np.int64]) -> None:
@@ -121,30 +121,31 @@ class SurveyedImage(NamedTuple):
     """The result of the survey for one image."""
 
     header: ImageHeader
-    fingerprint: int  # 64 bits; changes if the image changes
-    label: npt.NDArray[Any] | None = None  # only if labels come with the samples
+    fingerprint: int  # a hash of 64 bits that changes if the image changes
+    label: npt.NDArray[Any] | None = None  # None unless reading a sample also yields its label
 
 
 class SourceReader:
     """Base class of readers, which fetch the images of a source. Worker processes get a pickled or forked copy.
 
-    `has_labels` says whether reading a sample also yields its label, so that the catalog has none.
+    If `has_labels` is true, reading a sample also yields its label, and the catalog has no labels.
     """
 
     has_labels = False
 
     def read(self, index: int, name: str) -> bytes | npt.NDArray[np.uint8]:
-        """Return the encoded file, or the decoded pixels (uint8, (h, w, 1 or 3)), of image `index`.
+        """Return image `index`, either as the bytes of its file or as pixels, uint8 (h, w, 1 or 3).
 
-        Raise OSError if the storage fails, and RejectedImageError (its text is the reason) if the image is unreadable.
+        Raise OSError if the storage fails, and RejectedImageError, whose text is the reason, if the image is
+        unreadable.
         """
         raise NotImplementedError
 
     def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
-        """Return the size, decode path and fingerprint of image `index`; read as little of it as possible.
+        """Return the size, decode path and fingerprint of image `index`; read as little of the image as possible.
 
-        Raise SourceError if the storage fails, and RejectedImageError (its text is the reason) if it is no image or
-        has more than `max_pixels`.
+        Raise SourceError if the storage fails, and RejectedImageError, whose text is the reason, if the file is not
+        an image or has more than `max_pixels` pixels.
         """
         raise NotImplementedError
 
@@ -153,16 +154,16 @@ class SourceReader:
         return None
 
     def fingerprints(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """Return the fingerprints of images, uint64 (n,). Only available if all images have a uniform size."""
+        """Return the fingerprints of images, uint64 (n,). Call this only if `uniform_size` returns a size."""
         raise NotImplementedError
 
     def begin(self, indices: Sequence[int]) -> None:
-        """Announce the images that will be read next, in this order, so that they can be read ahead."""
+        """Announce the images that will be read next, in this order, so that the reader can read ahead."""
 
     def groups(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-        """Return the chunk group of each image, int64 (n,): images of a group are cheaper to read together.
+        """Return the number of the chunk group of each image, int64 (n,), or None if grouping does not speed up reads.
 
-        None means that reads do not profit from grouping.
+        Images of the same group are cheaper to read together.
         """
         return None
 
@@ -209,7 +210,9 @@ class FileReader(SourceReader):
         except (OSError, ValueError) as error:
             reason = missing_file_reason(error) if isinstance(error, OSError) else "its name cannot be opened"
             if reason is None:
-                raise SourceError(f"{name}: {error}; repair the storage, then try again", path=name) from error
+                raise SourceError(
+                    f"{name}: cannot be read ({error}); repair the storage, then try again", path=name
+                ) from error
             raise RejectedImageError(reason) from error
         mark = fingerprint(b"%s\0%d\0%d" % (name.encode("utf-8", "surrogateescape"), size, modified))
         return SurveyedImage(header, mark)
@@ -273,12 +276,12 @@ class Catalog:
     names: NameTable  # (M,), relative to the source
     split_names: tuple[str, ...]  # at least one
     split_ids: npt.NDArray[np.int32]  # (M,), index into `split_names`
-    labels: npt.NDArray[Any] | None = None  # int64 (M,), or a label table, uint8 (M, K)
-    label_names: tuple[str, ...] | None = None  # of classes, or of a label table's columns
-    fields: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # (M, ...)
-    rejects: tuple[Reject, ...] = ()  # because of the source's tables, e.g. no label
+    labels: npt.NDArray[Any] | None = None  # int64 (M,), or uint8 (M, K) with K labels per image
+    label_names: tuple[str, ...] | None = None  # names of the classes, or of the K columns
+    fields: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # by field name, (M, ...)
+    rejects: tuple[Reject, ...] = ()  # due to the source's tables, e.g. an image without a label
     ignored: dict[str, int] = field(default_factory=dict)  # number of skipped files by category (`NameFilter.refusal`)
-    about: str = ""  # for an HDF5 file, the datasets in use
+    about: str = ""  # names the datasets in use if the source is an HDF5 file
 
     def __len__(self) -> int:
         return len(self.names)

@@ -1,4 +1,4 @@
-"""CelebA in its distributed form as a source: img_align_celeba, the attribute table, partition and identities."""
+"""CelebA as a source, in the form in which it is distributed: images and tables of attributes, splits, identities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from h5pack.sources.folders import walk
 from h5pack.sources.manifest import TextTable, binary_table, integers, read_delimited, read_spaced
 
 _IMAGES = "img_align_celeba"
-# The layouts of the university's archives (Img, Anno, Eval), of Kaggle's archive, and of a single common folder.
+# Possible folders of images and tables: in Kaggle's archive, in one common folder, in the university's archives.
 _IMAGE_FOLDERS = (f"{_IMAGES}/{_IMAGES}", _IMAGES, f"Img/{_IMAGES}/{_IMAGES}", f"Img/{_IMAGES}")
 _TABLE_FOLDERS = ("", "Anno", "Eval", "anno", "eval")
 _PARTITIONS = ("train", "val", "test")
@@ -35,7 +35,7 @@ def celeba(root: Path, wanted: NameFilter) -> Catalog:
     attributes_path = _table_path(root, "list_attr_celeba")
     if folder is None or attributes_path is None:
         raise SourceError(
-            f"{root}: not CelebA as distributed; give the folder of {_IMAGES}/ and list_attr_celeba.txt (or .csv)",
+            f"{root}: not CelebA as distributed; give the folder with {_IMAGES}/ and list_attr_celeba.txt (or .csv)",
             path=root,
         )
     attributes = _read(attributes_path, None, skip=1)
@@ -46,7 +46,7 @@ def celeba(root: Path, wanted: NameFilter) -> Catalog:
             tables[role] = _read(path, ("image_id", role))
     for table in tables.values():
         if len(table.header) < 2:
-            raise SourceError(f"{table.path}: no column after the file names; {_AGAIN}", path=table.path)
+            raise SourceError(f"{table.path}: the table has no column after the file names; {_AGAIN}", path=table.path)
 
     found = walk(str(root), wanted, folder)
     images = [name[len(folder) + 1 :] for name in found.below("")]
@@ -81,7 +81,7 @@ def _table_path(root: Path, stem: str) -> Path | None:
 
 
 def _read(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> TextTable:
-    """Read a table: the original ones are delimited by spaces, Kaggle's CSV copies by commas, with a header."""
+    """Read a table. The original tables are delimited by spaces; Kaggle's copies are CSV files with a header."""
     return read_delimited(path) if path.suffix == ".csv" else read_spaced(path, header, skip)
 
 
@@ -126,6 +126,6 @@ def _partition(table: TextTable) -> npt.NDArray[np.int32]:
     values = _column(table)
     odd = np.flatnonzero((values < 0) | (values > 2))
     if len(odd):
-        problem = f"partition {values[odd[0]]}; partitions are 0 (train), 1 (val) and 2 (test)"
+        problem = f"no partition {values[odd[0]]} exists; partitions are 0 (train), 1 (val) and 2 (test)"
         raise table.error(odd[0], f"{problem}; {_AGAIN}")
     return values.astype(np.int32)

@@ -28,7 +28,7 @@ class SourceOptions:
     names: NameFilter = field(default_factory=NameFilter)
     columns: ManifestColumns = field(default_factory=ManifestColumns)
     datasets: HDF5Datasets = field(default_factory=HDF5Datasets)
-    limit: int | None = None  # at most this many images, evenly spaced
+    limit: int | None = None  # maximum number of images, chosen evenly spaced; None for all
 
 
 def open_source(source: str | os.PathLike[str] | MapStyleDataset, options: SourceOptions) -> Catalog:
@@ -61,7 +61,7 @@ def _open_path(path: Path, options: SourceOptions) -> Catalog:
     if path.is_dir() == (kind in ("manifest", "hdf5")):
         parameter = f"source_kind={kind!r}"
         needed = "file, not a folder" if path.is_dir() else "folder, not a file"
-        raise SourceError(f"{path}: {parameter} needs a {needed}; give one", path=path, parameters=(parameter,))
+        raise SourceError(f"{path}: {parameter} needs a {needed}; check the path", path=path, parameters=(parameter,))
     columns = ("root", "path_column", "label_columns", "split_column", "field_columns")
     datasets = ("images", "labels", "fields", "channel_axis", "value_range")
     for what, unused, names in (

@@ -20,8 +20,8 @@ from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, o
 class Walk:
     """The result of `walk`: the folders below a root that contain selected files."""
 
-    # Sorted file names by folder relative to the root ("" is the root itself). They are joined into one string by NUL,
-    # which no name contains, so that a million names are not a million objects.
+    # The sorted names of each folder's files; keys are folders relative to the root ("" is the root). The names are
+    # joined into one string by NUL, which no name contains, so that a million names are not a million objects.
     folders: dict[str, str] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)  # the sorted folders
     ignored: Counter[str] = field(default_factory=Counter)  # skipped files and folders by category
@@ -49,7 +49,7 @@ def walk(root: str, names: NameFilter, top: str = "") -> Walk:
     """Find all files in and below the folder `top` of `root` that the filter `names` selects.
 
     The order does not depend on the file system. Links to files and folders are followed, except loops of links. Raise
-    SourceError if a folder cannot be listed, unless the filter excludes everything below it.
+    SourceError if a folder cannot be listed, unless the filter excludes everything below that folder.
     """
     found = Walk()
     stack: list[tuple[str, frozenset[tuple[int, int]]]] = [(top, frozenset())]
@@ -119,7 +119,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-# Folder names that denote a split, with the rank that orders the splits in a pack.
+# Folder names that denote a split, with a number by which the splits are ordered in a pack.
 _SPLIT_RANKS = {
     "train": 0, "training": 0, "tr": 0,
     "val": 1, "valid": 1, "validation": 1, "dev": 1,
@@ -144,7 +144,7 @@ def flat(root: str, found: Walk) -> Catalog:
 
 
 def classes(root: str, found: Walk, folders: list[str]) -> Catalog:
-    """Return a catalog of one folder per class; as in torchvision's ImageFolder, subfolders belong to their class.
+    """Return a catalog with one class per folder. As in torchvision's ImageFolder, a class includes its subfolders.
 
     `folders` are the sorted folders directly below `root`. Each is a class, even if it has no images.
     """
@@ -168,7 +168,7 @@ def classes(root: str, found: Walk, folders: list[str]) -> Catalog:
 
 
 def splits(root: str, found: Walk, folders: list[str]) -> Catalog:
-    """Return a catalog of one folder per split, which contains either class folders or unlabelled images (label -1)."""
+    """Return a catalog with one split per folder, each of class folders or of images without labels (label -1)."""
     split_names = split_order(folder for folder in folders if any(found.below(folder)))
     if not split_names:
         raise NoImagesError(f"{root}: no images in its split folders ({', '.join(folders)}); check the path", path=root)

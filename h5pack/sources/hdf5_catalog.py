@@ -33,7 +33,7 @@ _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5")
 _LABELS = ("labels", "label", "targets", "target", "y")
 _REST = "rest"
-# Finds the word for images in a dataset's name, such as "images", "train/images", "train_set_x" or "X".
+# Matches the word for images in a dataset's name, such as "images", "train/images", "train_set_x" or "X".
 _IMAGE_WORD = re.compile(r"(?<![a-z])(?:images?|imgs?|x)(?![a-z])", re.IGNORECASE)
 
 
@@ -50,18 +50,20 @@ class HDF5Datasets:
 
     def __post_init__(self) -> None:
         if self.channel_axis is not None and self.channel_axis not in CHANNEL_AXES:
-            raise invalid("channel_axis", self.channel_axis, f" is none of {', '.join(CHANNEL_AXES)}")
+            raise invalid(
+                "channel_axis", self.channel_axis, f" is invalid; it must be one of {', '.join(CHANNEL_AXES)}"
+            )
         if self.value_range is not None:
             low, high = self.value_range
             if not (math.isfinite(high - low) and low < high):
                 raise OptionsError(
-                    f"value_range is {low:g} to {high:g}; the first must be below the second",
+                    f"value_range is {low:g} to {high:g}; the first number must be below the second",
                     parameters=("value_range",),
                 )
 
 
 def is_hdf5(path: Path) -> bool:
-    """Return whether a file has the signature of HDF5, at its start or after a user block, or else a suffix of HDF5."""
+    """Return whether a file has HDF5's signature (at its start or after a user block) or a suffix of HDF5 files."""
     try:
         with path.open("rb") as stream:
             size, offset = os.fstat(stream.fileno()).st_size, 0
@@ -76,7 +78,7 @@ def is_hdf5(path: Path) -> bool:
 
 
 def hdf5_catalog(path: Path, datasets: HDF5Datasets, wanted: NameFilter) -> Catalog:
-    """Return the catalog of an HDF5 file, whose rows are the images in source order."""
+    """Return the catalog of an HDF5 file. Its images are the rows of one dataset, in the same order."""
     with open_file(path) as file:
         try:
             catalog = _catalog(path, file, datasets)
@@ -157,7 +159,7 @@ def is_image_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
 
 
 def channel_axes(row_shape: tuple[int, ...]) -> list[str]:
-    """Return the members of `CHANNEL_AXES` that the shape of a row allows; empty if it is no image."""
+    """Return the members of `CHANNEL_AXES` that the shape of a row allows; none if it is not an image."""
     if len(row_shape) == 2:
         return ["none"]
     if len(row_shape) != 3:
@@ -220,7 +222,7 @@ def _splits(path: Path, pack: FileDescription, rows: int) -> tuple[tuple[str, ..
     ids = np.full(rows, len(pack.splits), np.int32)
     for number, (start, stop) in enumerate(pack.splits.values()):
         if (ids[start:stop] != len(pack.splits)).any():
-            raise SourceError(f"{path}: its splits overlap; correct splits/rows", path=path)
+            raise SourceError(f"{path}: its splits overlap; correct its dataset splits/rows", path=path)
         ids[start:stop] = number
     return (names if (ids == len(pack.splits)).any() else names[:-1]), ids
 
@@ -254,7 +256,7 @@ def _read_labels(path: Path, dataset: h5py.Dataset, name: str) -> tuple[npt.NDAr
         raise _label_error(path, name, f"holds {values.dtype}, which cannot be labels", _OTHER, _NONE)
     whole = values.dtype.kind != "f" or bool((np.isfinite(values) & (values == np.rint(values))).all())
     if not whole or (values.size and not -(2**63) <= int(values.min()) <= int(values.max()) < 2**63):
-        found = f"holds numbers that are not 64-bit integers, such as {values.reshape(-1)[0]}"
+        found = f"holds numbers that are not all 64-bit integers (the first is {values.reshape(-1)[0]})"
         raise _label_error(path, name, found, _OTHER, _NONE, _FIELD)
     if values.ndim == 2:
         columns = attribute_names(dataset, schema.COLUMNS) or ()
@@ -285,7 +287,7 @@ def _read_field(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any
 
 
 def _field_names(path: Path, fields: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names that fields get in the pack, the last components of their paths; raise if two are equal."""
+    """Return the fields' names in the pack: the last components of their paths, which must be unique and allowed."""
     names: list[str] = []
     for name in map(os.path.basename, fields):
         if name in names or not is_field_name(name):
@@ -309,10 +311,10 @@ def _byte_table(path: Path, name: str, values: npt.NDArray[Any]) -> npt.NDArray[
 
 
 def _read_all(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
-    """Return all values of a dataset. Numbers are read by the engine and compared with their checksums, if any."""
+    """Return all values of a dataset. Numbers are read by the engine and compared with any checksums."""
     size = math.prod(dataset.shape or ()) * dataset.dtype.itemsize
     if size > available_memory() // 2:
-        raise _dataset_error(path, name, f"holds {format_bytes(size)}, which does not fit in memory; leave it out")
+        raise _dataset_error(path, name, f"holds {format_bytes(size)}, over half of the free memory; leave it out")
     try:
         if dataset.dtype.kind in "biuf" and dataset.shape:
             pack, rows = describe_file(path, name, None), np.arange(len(dataset))

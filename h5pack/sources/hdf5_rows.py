@@ -25,8 +25,8 @@ _BATCH_BYTES = 16 * 1024 * 1024
 class PixelForm:
     """The conversion of a row's numbers to pixels.
 
-    Without a `value_range`, that of `default_range` applies; where that is None, uint8 values are kept, bool becomes 0
-    and 255, and of uint16 values the high byte is used.
+    If `value_range` is None, that of `default_range` applies. If that is None, too, uint8 values are kept, False and
+    True become 0 and 255, and uint16 values become their high bytes.
     """
 
     channel_axis: str  # "last" (H, W, C), "first" (C, H, W) or "none" (H, W)
@@ -65,7 +65,8 @@ class PixelForm:
         # The condition is negated so that NaN is rejected, too.
         if not (lowest >= low and highest <= high):
             raise RejectedImageError(
-                f"values from {lowest:g} to {highest:g}, outside {low:g} to {high:g}", parameters=("value_range",)
+                f"its values from {lowest:g} to {highest:g} are outside {low:g} to {high:g}",
+                parameters=("value_range",),
             )
         if (low, high) == (0, 255) and row.dtype.kind in "iu":
             return row.astype(np.uint8)
@@ -74,14 +75,14 @@ class PixelForm:
 
 
 def default_range(dtype: np.dtype[Any]) -> tuple[float, float] | None:
-    """Return the values mapped to 0 and 255 (None for bool, uint8 and uint16): 0, 1 for floats, else 0, 255."""
+    """Return the values that become 0 and 255: (0, 1) for floats, None for bool, uint8 and uint16, else (0, 255)."""
     if dtype.kind == "f":
         return 0.0, 1.0
     return None if dtype.kind == "b" or (dtype.kind == "u" and dtype.itemsize <= 2) else (0.0, 255.0)
 
 
 class HDF5RowReader(SourceReader):
-    """Reads images from the rows of a file's first dataset. If `form` is None, each row is an encoded image."""
+    """Reads images from the rows of the first dataset of `pack`. If `form` is None, each row is an encoded image."""
 
     def __init__(self, pack: FileDescription, form: PixelForm | None) -> None:
         self.pack, self.form = pack, form
@@ -89,7 +90,7 @@ class HDF5RowReader(SourceReader):
         self.index = pack.indexes[self.images]
         self._checks = checksums_of(self.images) in pack.indexes
         names = (self.images, *([checksums_of(self.images)] if self._checks else ()))
-        # For encoded images, suppress the warning that they are slow to read, because converting them is the purpose.
+        # Do not warn that encoded images are slow to read, because converting them is the remedy.
         self.engine = Engine(
             pack.path, pack.identity, {name: pack.indexes[name] for name in names}, warn=form is not None
         )
@@ -133,7 +134,7 @@ class HDF5RowReader(SourceReader):
         return None if self.form is None else self.form.size(self.index.row_shape)
 
     def fingerprints(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """Return fingerprints made of row number, dataset path, and size and modification time of all files, uint64."""
+        """Return fingerprints, uint64 (n,), of row numbers, the dataset's path, and all files' sizes and times."""
         known = [self.pack.identity, *(file.identity for file in sorted(self.index.files, key=lambda file: file.path))]
         described = "\0".join([self.images, *(f"{one.size} {one.modified_ns}" for one in known)]).encode()
         base = np.uint64(fingerprint(described))
@@ -141,7 +142,7 @@ class HDF5RowReader(SourceReader):
         return fingerprints
 
     def encoded(self, index: int) -> bytes:
-        """Return the encoded image of an image's row; raise RejectedImageError if it is empty or unreadable."""
+        """Return the bytes of an encoded image; raise RejectedImageError if its row is empty or unreadable."""
         row = self._rows(np.array([index], np.int64))
         try:
             data = self.engine.reader.read_bytes(self.images, row)[0]
@@ -160,7 +161,7 @@ class HDF5RowReader(SourceReader):
         """Return the row of an image, and read ahead as many of the announced images as fit into one batch."""
         count = max(1, _BATCH_BYTES // max(1, self.index.row_bytes))
         if self.index.group_rows * self.index.row_bytes > self.engine.chunks.cache.capacity and not self.index.raw:
-            # A chunk larger than the cache is not cached, so all announced rows are read at once.
+            # A chunk larger than the cache would be read again for each batch, so all announced rows are read at once.
             count = len(self._coming)
         coming = self._coming[self._next : self._next + count]
         if coming[:1] == [index]:
@@ -199,7 +200,7 @@ class HDF5RowReader(SourceReader):
 
     def _storage_error(self, error: H5PackError) -> SourceError:
         return SourceError(
-            f"{error} (afterwards, continue with resume=True)",
+            f"{error}; then continue with resume=True",
             path=error.path or self.pack.path,
             dataset=self.images,
             rows=error.rows,

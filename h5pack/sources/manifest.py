@@ -1,4 +1,4 @@
-"""A manifest as a source: a CSV or TSV table of image paths, labels, splits and fields. Also text tables in general."""
+"""A manifest as a source: a CSV or TSV table of image paths, labels, splits and fields. It also reads other tables."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _SPLITS = ("split", "partition", "subset", "set")
 class ManifestColumns:
     """The roles of a manifest's columns. By default, columns are found by common names such as "path" and "label"."""
 
-    path: str | None = None  # absolute paths, or paths relative to `root`
-    labels: tuple[str, ...] = ()  # one column of integers or class names, or several that form a uint8 table
-    split: str | None = None  # split names
+    path: str | None = None  # column of image paths, absolute or relative to `root`
+    labels: tuple[str, ...] = ()  # one column of integers or class names, or several of 0..255
+    split: str | None = None  # column of split names
     fields: tuple[str, ...] = ()  # numeric columns, each of which becomes a field of the pack
     root: str | None = None  # the folder of relative paths; default: the manifest's folder
 
@@ -49,7 +49,7 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
     for name in columns.fields:
         if not is_field_name(name):
             raise OptionsError(
-                f"{path}: {name!r} cannot be the name of a field, because the format uses or forbids it; rename it",
+                f"{path}: {name!r} cannot be the name of a field, as the format uses or forbids it; rename the column",
                 path=path,
             )
     labels, label_names = _labels(table, columns)
@@ -118,7 +118,7 @@ class TextTable:
     path: Path
     header: tuple[str, ...]
     rows: list[list[str]]
-    lines: list[int]  # the line number, from 1, at which each row ends in the file
+    lines: list[int]  # for each row, the number of its last line in the file, from 1
 
     def error(self, row: int, message: str, *parameters: str) -> SourceError:
         """Return an error whose message begins with the file and the line of a row."""
@@ -141,9 +141,11 @@ def read_delimited(path: Path) -> TextTable:
             reader = csv.reader(stream, delimiter=delimiter)
             lines = [(reader.line_num, cells) for cells in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise SourceError(f"{path}: cannot be read as a table in UTF-8 ({error}); save it as CSV", path=path) from error
+        raise SourceError(
+            f"{path}: cannot be read as a table in UTF-8 ({error}); save it as CSV in UTF-8", path=path
+        ) from error
     if not lines:
-        raise SourceError(f"{path}: empty; its first line must name the columns", path=path)
+        raise SourceError(f"{path}: the file is empty; its first line must name the columns", path=path)
     header = tuple(cell.strip() for cell in lines[0][1])
     return _rectangular(path, header, lines[1:])
 
@@ -151,7 +153,7 @@ def read_delimited(path: Path) -> TextTable:
 def read_spaced(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> TextTable:
     """Read a table delimited by spaces, such as those of CelebA, and ignore its first `skip` lines.
 
-    If `header` is None, the next line names all columns except the first one, which holds the file names.
+    If `header` is None, the next line names all columns but the first one, the column of file names.
     """
     try:
         with path.open(encoding="utf-8-sig") as stream:
@@ -160,7 +162,7 @@ def read_spaced(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> Te
         raise SourceError(f"{path}: cannot be read as text ({error}); download it again", path=path) from error
     if header is None:
         if len(lines) <= skip:
-            raise SourceError(f"{path}: no line that names the columns; download it again", path=path)
+            raise SourceError(f"{path}: has no line that names the columns; download it again", path=path)
         header = ("image_id", *lines[skip][1])
         skip += 1
     return _rectangular(path, header, lines[skip:])
@@ -173,13 +175,13 @@ def _rectangular(path: Path, header: tuple[str, ...], lines: list[tuple[int, lis
             continue
         table.lines.append(number)
         if len(cells) != len(header):
-            raise table.error(-1, f"{len(cells)} cells, but {len(header)} columns; correct the line")
+            raise table.error(-1, f"has {len(cells)} cells, but the table has {len(header)} columns; correct the line")
         table.rows.append([cell.strip() for cell in cells])
     return table
 
 
 def parse_number(cell: str, kind: type[int | float]) -> int | float:
-    """Return a cell as int or float; raise ValueError if it is none. Unlike Python, do not accept "1_0" as 10."""
+    """Return a cell as int or float; raise ValueError if it is not a number. Unlike int(), reject "1_0"."""
     if "_" in cell:
         raise ValueError(cell)
     return kind(cell)
@@ -212,7 +214,7 @@ def numbers(table: TextTable, column: str) -> npt.NDArray[np.int64] | npt.NDArra
         return np.array([parse_number(cell, float) for cell in cells], np.float64)
     except ValueError:
         row = next(row for row, cell in enumerate(cells) if not is_number(cell))
-        problem = f"contains {cells[row]!r}, not a number; a field needs numbers (names can be labels)"
+        problem = f"contains {cells[row]!r}, not a number; fields hold numbers (labels may be names)"
         raise table.error(row, f"column {column!r} {problem}") from None
 
 
@@ -228,8 +230,8 @@ def binary_table(table: TextTable, columns: Sequence[str]) -> npt.NDArray[np.uin
             row = next(row for row, cell in enumerate(cells) if not _is_byte(cell))
             raise table.error(
                 row,
-                f"column {column!r} contains {cells[row]!r}; several label columns form a table of integers in 0..255 "
-                "(or -1 and 1); correct the column, or give one label column of names",
+                f"column {column!r} contains {cells[row]!r}; several label columns must hold integers in 0..255 "
+                "(or -1 and 1); correct the column, or give one label column of class names",
             )
         result[:, position] = values
     return result

@@ -1,4 +1,4 @@
-"""A map-style dataset, a Python object, as a source: ``dataset[i]`` is ``image`` or ``(image, label)``."""
+"""A map-style dataset (a Python object) as a source; ``dataset[i]`` returns ``image`` or ``(image, label)``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MapStyleReader(SourceReader):
     has_labels = True
 
     def read(self, index: int, name: str) -> npt.NDArray[np.uint8]:
-        # In a catalog limited to some images, `index` counts these, but the name is still the dataset's own index.
+        # In a catalog limited to some images, `index` counts only these; `name` is still the dataset's index.
         return self.sample(int(name))[0]
 
     def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
