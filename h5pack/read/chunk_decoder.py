@@ -28,7 +28,7 @@ from h5pack.system.arrays import equal_runs
 DECODED_BYTES = 192 * 1024 * 1024
 """Capacity of the cache: a default shuffle window of 32 chunks of 4 MiB, and half of the next window."""
 _SPARSE_FACTOR = 4
-"""If fewer than one in this many rows of a chunk are requested, reading only their bytes is cheaper."""
+"""If less than one row in this many of a chunk is requested, it is cheaper to read only the bytes of these rows."""
 _MAX_FILES = 256
 """Maximum number of source files kept open. Each may use two descriptors, one of them inside the HDF5 library."""
 
@@ -38,7 +38,7 @@ class _CacheState:
 
     def __init__(self) -> None:
         self.process = os.getpid()
-        # A lock that another thread holds during a fork would stay locked in the child.
+        # A lock that another thread holds during a fork would stay locked in the child, so each process makes its own.
         self.lock = threading.Lock()
         self.chunks: OrderedDict[Hashable, npt.NDArray[np.uint8]] = OrderedDict()
         self.bytes = 0
@@ -100,16 +100,16 @@ class DecodedChunks:
 
 
 class ChunkRows(NamedTuple):
-    """The bytes of rows of one chunk. `size` and `calls` are 0 if the chunk was cached."""
+    """Rows of one chunk, as bytes. `size` and `calls` are 0 if the chunk was cached."""
 
-    values: npt.NDArray[np.uint8]  # the bytes of a run of adjacent rows, flat; may be read-only
-    positions: npt.NDArray[np.int64]  # the indices of the requested rows in this run
+    values: npt.NDArray[np.uint8]  # the bytes of adjacent rows in one axis; may be read-only
+    positions: npt.NDArray[np.int64]  # the index of each requested row among these rows
     size: int  # bytes read from the file
-    calls: int  # system calls or HDF5 library calls
+    calls: int  # number of system calls or HDF5 library calls
 
 
 class ChunkDecoder:
-    """Reads and decodes the chunks of one file. It is thread-safe, and `cache` may be shared with other files."""
+    """Reads and decodes the chunks of one file. It is thread-safe, and other decoders may use the same `cache`."""
 
     def __init__(self, storage: Storage, reader: H5Reader, cache: DecodedChunks | None = None) -> None:
         self.storage, self.reader = storage, reader
@@ -117,7 +117,7 @@ class ChunkDecoder:
         self._key = () if cache is None else (storage.path,)
 
     def rows_in_chunk(self, index: ChunkIndex, rows: npt.NDArray[np.int64], *, keep: bool) -> ChunkRows:
-        """Return the bytes of rows, int64 (n,), of one chunk of a dataset with a codec; cache the chunk if `keep`."""
+        """Return `rows`, int64 (n,), of one chunk of a dataset with a codec, as bytes; cache the chunk if `keep`."""
         assert index.codec is not None
         chunk = int(rows[0]) // index.chunk_rows
         key = (*self._key, index.name, chunk)
@@ -135,7 +135,7 @@ class ChunkDecoder:
         return ChunkRows(values, rows - chunk * index.chunk_rows, size, int(size > 0))
 
     def _load(self, index: ChunkIndex, chunk: int) -> npt.NDArray[np.uint8]:
-        """Return all rows of chunk number `chunk` (or of the chunks that hold parts of these rows), decoded.
+        """Return all rows of chunk number `chunk`, decoded; chunks are numbered along axis 0.
 
         Bytes beyond the dataset's last row are undefined.
         """
@@ -151,7 +151,7 @@ class ChunkDecoder:
         return self._assemble(index, chunk)
 
     def _assemble(self, index: ChunkIndex, chunk: int) -> npt.NDArray[np.uint8]:
-        """Return whole rows, joined from the several chunks that each hold a part of every row."""
+        """Return whole rows, joined from several chunks, each of which holds a part of every row."""
         assert index.chunk_shape is not None
         rows = np.empty((index.chunk_rows, *index.row_shape), index.dtype)
         fill = np.frombuffer(index.fill, index.dtype).reshape(index.row_shape) if index.fill else None
@@ -204,7 +204,7 @@ class ChunkDecoder:
 
 
 class SourceFiles:
-    """Opens each file on its first read in each process, and closes the oldest if more than `max_open` are open."""
+    """Opens source files on their first read in a process. At most `max_open` stay open; the oldest is closed first."""
 
     def __init__(self, own: ChunkDecoder) -> None:
         self.own = own
@@ -240,7 +240,7 @@ class SourceFiles:
         return found
 
     def storage(self, index: ChunkIndex, source_id: int | None) -> Storage:
-        """Return the storage of the file of a source; `source_id` None stands for the dataset's own file."""
+        """Return the storage of a source's file; `source_id` is None for the dataset's own file."""
         return self.decoder(index.source_file(source_id)).storage
 
     def check_unchanged(self, index: ChunkIndex) -> None:
@@ -266,7 +266,7 @@ class SourceFiles:
         if source.library_reason is not None:
             return decoder.read_through_library(source, there)
         if source.is_empty:
-            # All unallocated sources of a file with the same fill value share one index, so row numbers mean nothing.
+            # All sources without storage and with the same fill value share one index, so row numbers mean nothing.
             return ChunkRows(np.frombuffer(source.fill, np.uint8), np.zeros(len(rows), np.int64), 0, 0)
         values = np.empty((len(rows), index.row_bytes), np.uint8)
         _, size, calls = plan_reads(source, there).execute(values, lambda _: decoder.storage)

@@ -23,7 +23,7 @@ from h5pack.read.storage import SourceFile, has_preadv
 from h5pack.system.arrays import consecutive_runs
 
 _MAX_GROUP_ROWS = 4_096
-"""Maximum rows of a chunk group of a contiguous dataset, so that a shuffle window of such groups stays small."""
+"""Maximum number of rows in a chunk group of a contiguous dataset, so that a shuffle window of groups stays small."""
 _LISTS_CHUNKS = hasattr(h5py.h5d.DatasetID, "chunk_iter")
 _COUNTS_USER_BLOCK = (1, 14, 4)
 """First HDF5 version that reports chunk offsets from the start of the file. Up to 1.14.2, the size of the file's user
@@ -35,8 +35,8 @@ class ChunkIndex:
     """The locations of a dataset's rows in its file. Axis 0 is the row.
 
     The arrays `addresses`, `sizes` and `filter_masks` are those of a `ChunkTable`. They are empty if `library_reason`
-    is given, and the last two are used only with a codec. A size of -1 marks a chunk that must be read through the HDF5
-    library, because the file does not say whether it was filtered.
+    is given. `sizes` and `filter_masks` are used only with a codec. A size of -1 marks a chunk that must be read
+    through the HDF5 library, because the file does not say whether it was filtered.
     """
 
     name: str
@@ -48,11 +48,11 @@ class ChunkIndex:
     fill: bytes = b""  # one row of fill values in stored byte order; empty if every chunk has allocated storage
     library_reason: str | None = None  # why rows are read through the HDF5 library; None if they are read directly
     is_encoded: bool = False  # whether rows are encoded images
-    codec: Codec | None = None  # for chunks that are filtered or hold only parts of rows
+    codec: Codec | None = None  # None unless chunks are filtered or hold only parts of rows
     sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     filter_masks: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
-    chunk_shape: tuple[int, ...] | None = None  # if chunks hold only parts of rows
-    external_files: frozenset[SourceFile] = frozenset()  # files that HDF5 reads too, without noticing replacements
+    chunk_shape: tuple[int, ...] | None = None  # shape of chunks if they hold only parts of rows, else None
+    external_files: frozenset[SourceFile] = frozenset()  # further files, whose replacement HDF5 would not notice
 
     @property
     def rows(self) -> int:
@@ -97,7 +97,7 @@ class ChunkIndex:
 
     @property
     def decoding_bytes(self) -> int:
-        """Extra memory for reading rows of one chunk, in bytes; 0 if rows are read directly into their buffers."""
+        """Memory in bytes for reading and decoding one chunk; 0 if rows are read directly into their buffers."""
         if self.codec is None:
             return 0
         # Three buffers: the stored chunk, the decoded chunk, and the rows joined from several chunks.
@@ -121,7 +121,7 @@ class ChunkIndex:
         return min(self.chunk_rows, self.rows - row // self.chunk_rows * self.chunk_rows)
 
     def offsets_of(self, rows: npt.NDArray[np.int64], chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the byte offset of each row, given their chunk numbers; -1 for rows without allocated storage.
+        """Return the byte offset of each row, given the rows' chunk numbers; -1 for rows without allocated storage.
 
         Only valid if `raw` is true.
         """
@@ -132,7 +132,7 @@ class ChunkIndex:
         return offsets
 
     def offset_of(self, row: int) -> int | None:
-        """Return the byte offset of a row that one direct read can fetch from the dataset's own file, or None."""
+        """Return a row's byte offset in the dataset's own file; None if one direct read cannot fetch the row."""
         if not self.raw or not self.row_bytes:
             return None
         chunk = row // self.chunk_rows
@@ -140,28 +140,28 @@ class ChunkIndex:
         return None if start < 0 else start + (row - chunk * self.chunk_rows) * self.row_bytes
 
     def source_ids_of(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-        """Return the number of each chunk's source, int64 (n,); None if all are in the dataset's own file."""
+        """Return the index of each chunk's source, int64 (n,); None if all chunks are in the dataset's own file."""
         return None
 
     def source_file(self, source_id: int | None) -> SourceFile | None:
-        """Return the file of a source; None stands for the dataset's own file."""
+        """Return the file of the source with this index; None stands for the dataset's own file."""
         return None
 
     def split_by_source(
         self, rows: npt.NDArray[np.int64]
     ) -> Iterator[tuple[SourceFile | None, ChunkIndex, npt.NDArray[np.int64]]]:
-        """Split rows wherever their source changes; yield the file (None: the own file), its index, and row numbers.
+        """Split `rows` where their source changes; yield the source's file (None: the own file), index and row numbers.
 
-        The yielded row numbers count in the source, not in this dataset.
+        The yielded numbers are those of rows of the source, not of this dataset.
         """
         yield None, self, rows
 
     def sources_in(self, file: SourceFile) -> tuple[SourceDataset, ...]:
-        """Return the datasets that store the rows of this dataset, whose own file is `file`."""
+        """Return the datasets that store the rows of this dataset. `file` is this dataset's own file."""
         return (SourceDataset(file, self),)
 
     def ranges(self, start: int, stop: int) -> RowRanges:
-        """Split rows `start` to `stop` - 1 into ranges, each within one chunk (group) of one source."""
+        """Split rows `start` to `stop` - 1 into ranges, each within one chunk group of one source."""
         # Rows without allocated storage are never read, so they can form a single range.
         step = self.rows if self.is_empty else self.group_rows
         firsts = np.append(start, np.arange((start // step + 1) * step, stop, step))
@@ -174,7 +174,7 @@ class ChunkIndex:
         return self.fill
 
     def describe(self, rows: npt.NDArray[np.int64], position: int) -> str:
-        """Return a text for messages that names the run of consecutive rows that starts at ``rows[position]``."""
+        """Return a name for the run of consecutive rows that starts at ``rows[position]``, for error messages."""
         count = int(consecutive_runs(rows[position:])[1])
         first, last = int(rows[position]), int(rows[position + count - 1])
         return f"{self.name!r} row {first}" if first == last else f"{self.name!r} rows {first}-{last}"
@@ -182,7 +182,7 @@ class ChunkIndex:
 
 @dataclass(frozen=True)
 class SourceDataset:
-    """A dataset, itself not virtual, that stores rows of a virtual dataset."""
+    """A dataset that stores rows of a virtual dataset and is not virtual itself."""
 
     file: SourceFile
     index: ChunkIndex
@@ -190,18 +190,18 @@ class SourceDataset:
 
 @dataclass(frozen=True)
 class RowRanges:
-    """Consecutive rows, split into ranges: runs of rows within one chunk (group) of one source. Arrays of (ranges,)."""
+    """Consecutive rows, split into ranges, each within one chunk group of one source. Arrays are (ranges,)."""
 
     firsts: npt.NDArray[np.int64]  # first row of each range
-    source_ids: npt.NDArray[np.int64]
-    shifts: npt.NDArray[np.int64]  # a row's number in the source minus its number here
-    addresses: npt.NDArray[np.int64]  # byte offset of the first row; -1 without storage or if rows are not `raw`
+    source_ids: npt.NDArray[np.int64]  # index of each range's source
+    shifts: npt.NDArray[np.int64]  # for each range, a row's number in the source minus its number in this dataset
+    addresses: npt.NDArray[np.int64]  # byte offset of the first row; -1 if it has no storage or is not read directly
 
 
 def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkIndex:
-    """Return the index of a numeric dataset, after a check that all its chunks are inside the file.
+    """Return the index of a numeric dataset, and check that all its chunks are inside the file.
 
-    `file` and `name` are what the user gave. Through a link, `dataset` may belong to another file. Raises
+    The user gave `file` and `name`. If `name` is a link, `dataset` may belong to another file. Raises
     PackFormatError if chunks extend past the end of the file, overlap, or have coordinates that are off the chunk grid.
     """
     row_bytes = math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
@@ -226,7 +226,7 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
         if codec is not None:
             stored = table.sizes.copy()
             if codec.steps:
-                # With H5Pset_chunk_opts, a chunk at the dataset's edge may be unfiltered although its mask is 0.
+                # With H5Pset_chunk_opts, an edge chunk may be unfiltered although its mask is 0. Leave it to HDF5.
                 at_edge = _reaches_past_edge(dataset).reshape(stored.shape)
                 table.sizes[at_edge & (stored == codec.size) & (table.filter_masks == 0)] = -1
         _require_inside(file, name, table.addresses, stored, chunk_rows, dataset.shape[0])
@@ -277,7 +277,7 @@ def _library_reason(file: h5py.File, dataset: h5py.Dataset) -> str | None:
     if dataset.chunks and file.userblock_size and h5py.version.hdf5_version_tuple < _COUNTS_USER_BLOCK:
         return f"{versions} reports wrong chunk offsets in files with a user block"
     if not dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype, logical=True)):
-        return "NumPy has no type for the numbers as they are stored"
+        return "NumPy has no dtype for its stored numbers"
     return None
 
 
@@ -285,7 +285,9 @@ def _read_table(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkTable
     try:
         return chunk_table(dataset) if dataset.chunks else _contiguous_table(dataset)
     except MemoryError as error:
-        raise dataset_error(file.filename, name, "has more chunks than memory has room for") from error
+        raise dataset_error(
+            file.filename, name, "has a chunk index that does not fit in memory; use a machine with more"
+        ) from error
     except Exception as error:
         # On damaged files, h5py may raise any exception type.
         problem = f"has a damaged chunk index ({error}); restore the file, or convert again"
@@ -294,7 +296,7 @@ def _read_table(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkTable
 
 def _contiguous_table(dataset: h5py.Dataset) -> ChunkTable:
     offset = dataset.id.get_offset()
-    # HDF5 adds the user block to the offset even if nothing is allocated, so the offset alone does not tell.
+    # HDF5 adds the user block to the offset even if nothing is allocated, so the offset does not tell whether it is.
     absent = offset is None or dataset.id.get_space_status() == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED
     size = math.prod(dataset.shape) * dataset.dtype.itemsize
     return ChunkTable(np.array([-1 if absent else offset]), np.array([size]), np.zeros(1, np.uint32))

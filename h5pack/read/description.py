@@ -32,21 +32,21 @@ from h5pack.read.virtual import index_rows, require_sources
 class FileDescription:
     """The contents of an HDF5 file, as needed to read it as a dataset of images.
 
-    `indexes` has the chunk index of each dataset, by its path in the file: first the images, then labels and fields,
-    each followed by that of its checksums if there is one.
+    `indexes` maps each dataset's path in the file to its chunk index: first the images, then labels and fields, each
+    followed by the dataset of its checksums if there is one.
     """
 
     path: str  # absolute
-    identity: FileIdentity  # of the file that was described, which may be replaced later
+    identity: FileIdentity  # of the file as it was described; it may be replaced later
     indexes: dict[str, ChunkIndex]
     layout: str | None  # "nhwc" (also for encoded images) or "nchw"; None if the file does not tell
-    labels: str | None  # path of the label dataset
+    labels: str | None  # path of the label dataset; None without labels
     fields: tuple[str, ...]  # paths of further datasets with one row per image
-    classes: tuple[str, ...] | None  # class names of integer labels
-    columns: tuple[str, ...] | None  # column names of a label table
-    splits: dict[str, tuple[int, int]]  # first row and end row (exclusive)
-    mean: npt.NDArray[np.float64] | None  # (C,), of pixels scaled to 0..1
-    std: npt.NDArray[np.float64] | None
+    classes: tuple[str, ...] | None  # class names of integer labels; None if the file has none
+    columns: tuple[str, ...] | None  # column names of a label table; None if the file has none
+    splits: dict[str, tuple[int, int]]  # first row and end row (exclusive) of each split
+    mean: npt.NDArray[np.float64] | None  # (C,), of pixels scaled to 0..1; None if not stored
+    std: npt.NDArray[np.float64] | None  # standard deviation, like `mean`
 
 
 def describe_file(
@@ -57,11 +57,11 @@ def describe_file(
     *,
     sized: bool = True,
 ) -> FileDescription:
-    """Describe a pack, or any HDF5 file with a dataset of numbers, or of encoded images, whose axis 0 is the sample.
+    """Describe a pack, or any HDF5 file with a dataset whose rows are images, as numbers or encoded.
 
-    `images`, `labels` and `fields` are paths in the file. If the default labels do not exist, and neither do their
-    checksums (which would mean that they were lost), the result has no labels. If `sized` is false, the size of encoded
-    images is not determined, which suffices for reading their bytes.
+    `images`, `labels` and `fields` are paths in the file. If neither the default labels nor their checksums
+    exist, the result has no labels. Checksums without labels mean that the labels were lost. If `sized` is false, the
+    size of encoded images is not determined, which suffices for reading their bytes.
     """
     absolute = os.path.abspath(path)
     with open_file(absolute) as file:
@@ -98,7 +98,7 @@ def _describe(
         dataset = stored if name == images else require_dataset(file, name)
         _require_rows(file, dataset, name == images)
         if len(dataset) != len(stored):
-            problem = f"has {len(dataset):,} rows and {images!r} has {len(stored):,}; name the right datasets"
+            problem = f"has {len(dataset):,} rows, but {images!r} has {len(stored):,}; name datasets of equal length"
             raise dataset_error(file.filename, name, problem)
         if is_encoded(dataset):
             # Stored checksums are those of the encoded bytes, so they cannot be compared with decoded pixels.
@@ -135,11 +135,11 @@ def _require_rows(file: h5py.File, dataset: h5py.Dataset, images: bool) -> None:
     """Raise PackFormatError unless the rows of a dataset are numbers or encoded images."""
     refuse = partial(dataset_error, file.filename, dataset.name.lstrip("/"))
     if dataset.ndim < 1:
-        raise refuse("has no axis 0, along which samples are counted; name another dataset")
+        raise refuse("is a single value without rows; name another dataset")
     try:
         dtype = dataset.dtype
     except TypeError as error:
-        raise refuse(f"has a type that NumPy does not have ({error}); name another dataset") from error
+        raise refuse(f"has a type without a NumPy dtype ({error}); name another dataset") from error
     if is_encoded(dataset):
         return
     base, string = h5py.check_vlen_dtype(dtype), h5py.check_string_dtype(dtype)

@@ -1,7 +1,7 @@
-"""Datasets of encoded images: each row is the bytes of a JPEG, PNG or other file, of variable-length uint8.
+"""Datasets of encoded images: each row holds the bytes of a JPEG, PNG or other image file.
 
 Such a dataset is read as if it held pixels: RGB, upright, (H, W, 3), where H and W are the size of row 0. Rows of
-another size can be read singly, but not batched. The HDF5 library fetches the bytes, one thread at a time.
+another size can be read one by one, but not batched. The HDF5 library fetches the bytes, one thread at a time.
 `h5pack.images.decode`, which `h5pack convert` uses too, decodes them in any number of threads without the GIL.
 """
 
@@ -58,10 +58,10 @@ class RowDecoder(Decoder):
         return out
 
     def _place(self, image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
-        # The expected size is that of `out`; the size in the options is unused.
+        # `out` has the size in the image's header; the size in the options is unused.
         if (image.height, image.width) != out.shape[:2]:
             raise RejectedImageError(
-                f"its header says {out.shape[0]}x{out.shape[1]}, and it is {image.height}x{image.width}"
+                f"its header says {out.shape[0]}x{out.shape[1]}, but the image is {image.height}x{image.width}"
             )
         out[...] = np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
 

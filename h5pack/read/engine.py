@@ -36,12 +36,12 @@ from h5pack.system.arrays import equal_runs
 class ReadStats:
     """Counts of what this process has read. The main dataset is that of the images."""
 
-    rows: int = 0  # of the main dataset
+    rows: int = 0  # number of rows read from the main dataset
     chunk_hits: int = 0  # rows of the main dataset that needed no chunk read of their own
-    chunk_misses: int = 0  # rows of the main dataset that did
-    bytes_wanted: int = 0  # size of the rows returned from all datasets
-    bytes_read: int = 0  # from files, for all datasets; smaller than `bytes_wanted` if chunks are compressed
-    reads: int = 0  # system calls or HDF5 library calls
+    chunk_misses: int = 0  # rows of the main dataset that needed a chunk read
+    bytes_wanted: int = 0  # total size of the rows that were returned, from all datasets
+    bytes_read: int = 0  # bytes read from files for all datasets; fewer than `bytes_wanted` if compressed
+    reads: int = 0  # number of system calls and HDF5 library calls
 
     @property
     def amplification(self) -> float:
@@ -59,7 +59,7 @@ _log = logging.getLogger("h5pack")
 class Engine:
     """Reads rows of several datasets of one file, from any number of threads.
 
-    The first of `indexes` is that of the main dataset, for which chunk statistics are counted. With `warn`, a warning
+    The first of `indexes` belongs to the main dataset, whose rows and chunk reads are counted. With `warn`, a warning
     is logged for each dataset that is read through the HDF5 library.
     """
 
@@ -100,11 +100,11 @@ class Engine:
             self.files.check_unchanged(index)
 
     def read(self, name: str, rows: Sequence[int] | npt.NDArray[np.int64], out: Any = None) -> npt.NDArray[Any]:
-        """Return rows of a dataset, within 0..N-1, in the given order; repeats are allowed.
+        """Return rows of a dataset in the given order. Row numbers are in 0..N-1 and may repeat.
 
-        `out`, (n, ...), native byte order, C-contiguous, receives the rows and is returned; by default, it is a new
-        array. Raises PackChangedError if the file was replaced or rewritten since it was indexed, and ReadError,
-        DamagedRowsError or PackFormatError if the rows cannot be read.
+        The rows are written to `out`, which is returned; by default, it is a new array. A given array must be (n, ...),
+        C-contiguous, in native byte order. Raises PackChangedError if the file was replaced or rewritten since
+        it was indexed, and ReadError, DamagedRowsError or PackFormatError if the rows cannot be read.
         """
         index = self.indexes[name]
         wanted = np.asarray(rows, np.int64)
@@ -173,11 +173,11 @@ class Engine:
     def rows_in_chunk(
         self, name: str, rows: npt.NDArray[np.int64], *, keep: bool = False
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-        """Read and decode the chunk that contains rows, int64 (n,), and cache it if `keep` and it fits the cache.
+        """Read and decode the chunk that contains `rows`, int64 (n,); cache it if `keep` and it fits the cache.
 
-        The rows must be of one chunk, or in a virtual dataset of one range (see `VirtualIndex`), and `can_decode` must
-        be true, or would be if rows were larger. Returns adjacent rows, (m, ...), in stored byte order, possibly
-        read-only; and int64 (n,), the indices of the requested rows in them.
+        The rows must all be in one chunk, or in one range of a virtual dataset (see `VirtualIndex`). `can_decode` must
+        be true, or false only because rows are small. Returns adjacent rows, (m, ...), in stored byte order, possibly
+        read-only, and the index of each requested row among them, int64 (n,).
         """
         index = self.indexes[name]
         found = self.files.rows_in_chunk(index, rows, keep=keep)
@@ -214,7 +214,7 @@ class Engine:
         self._count(plan.index, rows, visits, (rows - absent) * plan.index.row_bytes, calls)
 
     def _stage(self, index: ChunkIndex, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
-        """Read ascending rows into consecutive rows of `out`, on any path but scattering."""
+        """Read ascending rows into consecutive rows of `out` without scattering."""
         if index.library_reason is not None:
             self.storage.open()
             self.files.check_unchanged_throttled(index)

@@ -1,7 +1,7 @@
-"""Reads of a file's bytes without the HDF5 library, into many buffers by one system call, and the file's identity.
+"""Reads a file's bytes without the HDF5 library, into many buffers by one system call, and notices a replaced file.
 
-``os.preadv`` checks every buffer while it holds the GIL, which takes 266 ns each, as long as copying a small row. The C
-library's ``preadv`` takes an array of addresses, which NumPy computes for thousands of rows at once, and ctypes
+``os.preadv`` checks every buffer while it holds the GIL, which takes 266 ns per buffer, as long as copying a small row.
+The C library's ``preadv`` takes an array of addresses, which NumPy computes for thousands of rows at once, and ctypes
 releases the GIL for the whole call. Measured on a 2-core machine, scattering a shuffle window of rows from the page
 cache to shuffled batches ran at 0.83 to 0.95 (116 KB rows) and 0.90 (3 KB rows) of the speed of copying random rows
 in memory.
@@ -84,7 +84,7 @@ def preadv(descriptor: int, buffers: int, count: int, offset: int) -> int:
 
 
 class _Descriptor(int):
-    """A file descriptor that is closed with its last reference, so never while another thread reads from it."""
+    """A file descriptor that is closed when its last reference is gone, so never while a thread reads from it."""
 
     def __del__(self) -> None:
         os.close(self)
@@ -141,10 +141,11 @@ class Storage:
     ) -> int:
         """Read extents of the file into many buffers, and return the number of system calls.
 
-        `buffers`, uint64 (n, 2), holds address and size in bytes of each buffer, all of the same size; the memory must
-        stay alive and in place during the call. The extent at ``offsets[i]`` fills the buffers ``edges[i]`` to
-        ``edges[i + 1] - 1``. Raises ReadError with the text that `describe` returns for the number of a buffer if its
-        bytes still cannot be read after several attempts, and PackChangedError if the file was replaced or rewritten.
+        `buffers`, uint64 (n, 2), holds the address and size in bytes of each buffer. All sizes are equal, and the
+        memory must stay alive and in place during the call. The extent at ``offsets[i]`` fills the buffers ``edges[i]``
+        to ``edges[i + 1] - 1``. Raises ReadError if a buffer's bytes cannot be read after several attempts; its message
+        names them by the result of `describe` for the buffer's number. Raises PackChangedError if the file was replaced
+        or rewritten.
         """
         descriptor = self.open()
         size = int(buffers[0, 1])
@@ -170,7 +171,7 @@ class Storage:
         return calls
 
     def read_into(self, out: npt.NDArray[Any], offset: int, describe: Callable[[int], str]) -> int:
-        """Fill a C-contiguous array with the bytes at `offset`; returns and raises like `scatter`, for one buffer."""
+        """Fill a C-contiguous array with the bytes at `offset`. Result and errors are those of `scatter`."""
         descriptor, views = self.open(), cast(Any, (out,))
         try:
             got = os.preadv(descriptor, views, offset)
