@@ -78,7 +78,8 @@ def bench(
     """Measure which chunks and loader settings are fastest on this machine.
 
     Pack a sample of the images with several chunk sizes, read each file in several ways, and recommend a chunk size.
-    Temporary files are removed. All comparisons of other parameters use the first given batch size and window.
+    Temporary files are removed. If several batch sizes or windows are given, every other comparison uses the first of
+    each.
 
     Parameters
     ----------

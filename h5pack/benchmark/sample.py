@@ -97,7 +97,7 @@ class BenchInput:
     source: str  # Path to convert.
     num_images: int
     options: dict[str, Any]  # Keywords for converting the images with `convert`.
-    variant: FileVariant | None = None  # The input file itself; None if the input is not a file.
+    variant: FileVariant | None = None  # The input file as it is; None if the input is not an HDF5 file.
     faults: tuple[str, ...] = ()  # Faults of the file's layout, as in the report of `h5pack.info`.
     fix: str | None = None  # The command that fixes the faults; None without faults.
     not_convertible: str = ""  # Why the input cannot be converted; empty if it can.

@@ -42,7 +42,7 @@ def add_hdf5(group: Any) -> None:
         help="position of the channel axis of an image: last, first or none (default: detected)",
     )  # fmt: skip
     group.add_argument(
-        "--value-range", metavar="LOW:HIGH", help="values to convert to 0 and 255 (default for floats: 0:1)"
+        "--value-range", metavar="LOW:HIGH", help="the pixel values that become 0 and 255 (default for floats: 0:1)"
     )
 
 

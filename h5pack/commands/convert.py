@@ -78,7 +78,9 @@ def _add_layout(convert: argparse.ArgumentParser) -> None:
     )
 
     file = convert.add_argument_group("file layout")
-    file.add_argument("--order", metavar="ORDER", help="order of the rows: shuffled (default) or sorted")
+    file.add_argument(
+        "--order", metavar="ORDER", help="order of the rows: shuffled (default), or sorted (the order of the source)"
+    )
     file.add_argument("--seed", type=int, metavar="N", help="seed of the shuffled order (default 0)")
     file.add_argument("--chunk-rows", metavar="N", help="number of rows per chunk, or auto (default)")
     file.add_argument("--chunk-bytes", metavar="SIZE", help="maximum size of a chunk, such as 4MiB")

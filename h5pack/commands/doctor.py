@@ -145,7 +145,9 @@ def load_named(option: str, text: str) -> Any:
         raise OptionsError(f"{option} {text}: {module_name!r} cannot be imported ({error_line(error)})") from error
     for part in name.split("."):
         if not hasattr(found, part):
-            raise OptionsError(f"{option} {text}: {module_name!r} has no attribute {name!r}")
+            raise OptionsError(
+                f"{option} {text}: {module_name!r} has no attribute {name!r}; name a function or class of that module"
+            )
         found = getattr(found, part)
     if not callable(found):
         raise OptionsError(f"{option} {text}: cannot be called ({type(found).__name__}); name a function or class")

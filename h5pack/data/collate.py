@@ -145,7 +145,10 @@ class SampleBatch(Sequence[Any]):
 
 
 def _collate(batch: Sequence[Any], *, collate_fn_map: dict[Any, Any] | None = None) -> Any:
-    """Collate a batch whose first sample is marked: a `SampleBatch`, or a list of the samples of one."""
+    """Collate a batch whose first sample is a `FirstSample` or `FirstTensor`.
+
+    `batch` is a `SampleBatch`, or a list of the samples of a `SampleBatch`.
+    """
     usual = collate_fn_map is not None and collate_fn_map.get(torch.Tensor) is torch_collate.collate_tensor_fn
     if usual and isinstance(batch, SampleBatch) and batch.untouched:
         return batch.collate()

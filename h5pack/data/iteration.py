@@ -76,7 +76,7 @@ class BatchIterator(Closeable, Iterator[Any]):
         """Stop threads and free memory. The base class may call this several times."""
 
     def _finish(self) -> None:
-        """Record that the epoch was consumed to its end, so that the state is the start of the next epoch."""
+        """Move the state to the start of the next epoch. Called after the last batch; does nothing by default."""
 
 
 class BackgroundThreads:

@@ -100,7 +100,7 @@ class LoaderIterator(BatchIterator):
 
 _MAX_THREADS = 4
 _MAX_SMALL_BYTES = 16 * 1024 * 1024
-# A part of the random keys of transforms, which other keys do not have. A change would change the random numbers.
+# The first part of the random keys of transforms. Do not change it: the random numbers of a seed would change.
 _TRANSFORM = 4
 
 

@@ -281,7 +281,8 @@ class _AdaptiveEcho(_EchoIterator):
                 self._begin_batch(fetched)
             if self._state.showing < self._max_showings:
                 break
-            # The iteration was resumed, and its first batch had already been delivered `max_showings` times.
+            # Only after a resume: this batch had been delivered `max_showings` times before the state was saved. Wait
+            # for the next batch.
         assert self._current is not None
         batch = self._show(self._current)
         self._delivered_at = time.monotonic()

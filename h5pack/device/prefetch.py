@@ -100,7 +100,8 @@ class PrefetchThread(BackgroundThreads):
 class DevicePrefetcher(Iterator[FetchedBatch]):
     """An iterator over batches that are copied and transformed before the consumer requests them.
 
-    Besides the delivered batch, up to `prefetch_factor` batches are launched, and as many more wait in host memory.
+    Besides the delivered batch, up to `prefetch_factor` batches are launched (their copy and transform are queued on
+    the device), and as many more wait in host memory.
     """
 
     def __init__(self, fetcher: BatchFetcher, copier: CudaCopier, prefetch_factor: int) -> None:
@@ -126,7 +127,7 @@ class DevicePrefetcher(Iterator[FetchedBatch]):
         return fetched
 
     def close(self) -> None:
-        """Stop fetching and drop the launched batches."""
+        """Stop fetching, and drop the batches that were launched but not delivered."""
         self._end = self._end or StopIteration()
         self._launched.clear()
         self.thread.stop()

@@ -50,7 +50,7 @@ class StageCost:
     """How long a repeat of a stage takes."""
 
     batch_seconds: float  # estimated time for a batch; for a loader, for its first batch
-    overhead_seconds: float = 0.0  # time before and after each repeat that the repeat does not include
+    overhead_seconds: float = 0.0  # time each repeat takes before and after its measured `Repeat.seconds`
     min_batches: int = 1  # minimum number of batches in a repeat
 
     @property

@@ -46,7 +46,7 @@ class ShownClass:
 
     name: str | None  # None if the file has no classes
     rows: int  # number of rows that have this class
-    shown: list[int]  # numbers, in the file, of the rows on the sheet
+    shown: list[int]  # row numbers, in the file, of this class's images on the sheet
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,9 @@ def _require_size(width: int, height: int, file_format: str) -> None:
     max_side = _MAX_SIDES.get(file_format, MAX_PIXELS)
     if width * height > MAX_PIXELS or max(width, height) > max_side:
         raise OptionsError(
-            f"the sheet would have {width:,} x {height:,} pixels; a {file_format} may have at most "
-            f"{MAX_PIXELS:,}, and {max_side:,} a side; reduce per_class, max_classes or tile, or give only one split",
+            f"the sheet would have {width:,} x {height:,} pixels; a {file_format} file may have at most "
+            f"{MAX_PIXELS:,} pixels in total and {max_side:,} on each side; reduce per_class, max_classes or tile, or "
+            "give only one split",
             parameters=("per_class", "max_classes", "tile"),
         )
 
@@ -328,7 +329,10 @@ def _captions(catalog: Catalog, index_of: dict[int, int]) -> dict[int, list[str]
 def _draw(
     lines: Sequence[_Line], pictures: dict[int, Image.Image], captions: dict[int, list[str]], file_format: str
 ) -> Image.Image:
-    """Draw lines from top to bottom, with images in cells of equal size. A damaged row gets a crossed-out cell."""
+    """Return the sheet: the lines from top to bottom, with images in cells of equal size.
+
+    A damaged row gets a crossed-out cell.
+    """
     cell = Image.new("RGB", np.max([picture.size for picture in pictures.values()], axis=0).tolist(), _PAPER)
     pen = ImageDraw.Draw(cell)
     pen.rectangle((0, 0, cell.width - 1, cell.height - 1), outline=_ALARM)

@@ -16,7 +16,10 @@ from h5pack.system.text import counted
 
 
 class Remedy(Enum):
-    """The texts of the recommendations: templates to fill with `Advice.values`, with parameters in backticks."""
+    """The texts of the recommendations: templates to fill with `Advice.values`.
+
+    Names of h5pack's parameters are in backticks; `Advice.text` removes the backticks.
+    """
 
     TRY_MORE_READS = (
         "Perhaps too few reads run at once. Try `{parameter}={reads}`: {units} that wait for storage need no CPU."
@@ -175,7 +178,7 @@ class _Rules:
         return not set(names).isdisjoint(self.verdict.bottlenecks)
 
     def make(self, remedy: Remedy, moves: bool = True, **values: Any) -> Advice:
-        """Return a recommendation with `values`, and with the numbers that many templates contain."""
+        """Return an `Advice` for `remedy`, with `values` and the values that many templates need, such as `cpus`."""
         evidence = self.evidence
         units = "threads" if evidence.num_workers is None else "workers"
         parallel, cpus = evidence.parallel, evidence.cpus

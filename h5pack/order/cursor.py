@@ -87,7 +87,8 @@ class EpochCursor:
             saved_ranks = None if self._num_replicas is None else int(state["world_size"])
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(
-                f"this is not a state that counts {self.unit} ({error!r}); give what state_dict() returned"
+                f"the state is invalid ({error!r}): it was not saved by a sampler or loader of this kind, which counts "
+                f"{self.unit}; give what its state_dict() returned"
             ) from error
         for name in {**self.identity, **order}:
             if order.get(name) != self.identity.get(name):
@@ -102,8 +103,8 @@ class EpochCursor:
             done = self._for_our_ranks(done, saved_ranks, self._num_replicas)
         if not 0 <= done <= self._length:
             raise StateError(
-                f"the state is damaged: it continues after {done} of {self._length} {self.unit}; load another "
-                "saved state"
+                f"the state is damaged: its position is {done}, but an epoch has {self._length} {self.unit}; load "
+                "another saved state"
             )
         self._next_epoch, self._next_start = epoch, done
         self._running = False

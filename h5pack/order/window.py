@@ -288,7 +288,8 @@ class _ChunkSequence:
         if self._edges is not None:
             number = int(np.searchsorted(self._edges, inside, "right")) - 1
         else:
-            # Due to the two short chunks, a chunk may start earlier by less than two chunks. So test three candidates.
+            # If all chunks were full, the offset would be in chunk ``inside // chunk_rows``. The two short chunks make
+            # later chunks start earlier, by less than two full chunks in all, so it may be in one of the next two.
             near = inside // self.rows.chunk_rows + np.arange(3)
             near = near[near < self.rows.chunk_count]
             number = int(near[np.searchsorted(self._starts(near), inside, "right") - 1])

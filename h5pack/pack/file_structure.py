@@ -49,7 +49,10 @@ class FileStructure:
 
 @dataclass(frozen=True)
 class PackTables:
-    """The data of a pack's tables (all datasets but the images), in the order of the final rows."""
+    """The data of a pack's tables (all datasets but the images).
+
+    Labels, fields, filenames and checksums have one entry per row of the complete pack, in the order of its rows.
+    """
 
     labels: npt.NDArray[Any] | None
     label_names: tuple[str, ...] | None

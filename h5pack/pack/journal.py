@@ -207,7 +207,8 @@ def _wait_for_writer(path: Path) -> None:
     while is_locked(path):
         if time.monotonic() > deadline:
             raise OutputBusyError(
-                f"{path}: a worker of the interrupted run still writes; stop it, then run again with resume=True",
+                f"{path}: a worker process of the interrupted run is still writing to this file; stop that process, "
+                "then run again with resume=True",
                 path=path,
                 parameters=("resume=True",),
             )

@@ -53,7 +53,8 @@ def mean_and_std(
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Return mean and population standard deviation on a scale of 0 to 1, each float64 (C,); NaN if `rows` is 0.
 
-    `total`, uint64 (2, C), are the sums of the values, and of their squares, of `rows` rows of `row_pixels` pixels.
+    `total`, uint64 (2, C), holds each channel's sum of values and sum of squared values over `rows` rows of
+    `row_pixels` pixels each.
     """
     count = rows * row_pixels
     sums, squares = ([int(value) for value in line] for line in total)
@@ -69,7 +70,10 @@ def mean_and_std(
 def pack_statistics(
     plan: ConvertPlan, written: RowRecord, final: RowOrder, row_offsets: RowOffsets, descriptor: int
 ) -> dict[str, Any]:
-    """Return the statistics of the final rows. Rows that were not summed while they were written are read back."""
+    """Return the channel statistics of the finished pack, computed from a sample of the rows of one split.
+
+    The sums of some of these rows were computed when they were written (`written`); the others are read back.
+    """
     start, stop = statistics_range(plan, final)
     rows = sampled_rows(start, stop)
     known = dict(zip(written.sampled.tolist(), written.sums, strict=True))

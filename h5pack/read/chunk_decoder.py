@@ -117,7 +117,10 @@ class ChunkDecoder:
         self._key = () if cache is None else (storage.path,)
 
     def rows_in_chunk(self, index: ChunkIndex, rows: npt.NDArray[np.int64], *, keep: bool) -> ChunkRows:
-        """Return `rows`, int64 (n,), of one chunk of a dataset with a codec, as bytes; cache the chunk if `keep`."""
+        """Return the bytes of the rows numbered `rows`, int64 (n,). If `keep`, cache the decoded chunk.
+
+        All of the rows must be in the same chunk, and the dataset must have a codec.
+        """
         assert index.codec is not None
         chunk = int(rows[0]) // index.chunk_rows
         key = (*self._key, index.name, chunk)

@@ -39,7 +39,9 @@ class RowExtents:
 
     edges: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]  # byte offset of each extent; negative if its rows have no allocated storage
-    chunk_visits: npt.NDArray[np.int64]  # for each extent, how often a row is in another chunk than the row before
+    # For each extent, how many of its rows are in a different chunk from the row requested before them; the first
+    # requested row counts, too.
+    chunk_visits: npt.NDArray[np.int64]
     source_ids: npt.NDArray[np.int64] | None = None  # for each extent, the index of its source; None if not virtual
 
 

@@ -220,8 +220,8 @@ def _visit_sources(dataset: h5py.Dataset, depth: int, visit: _Visit) -> None:
         path = _find(name.replace("%%", "%"), dataset.file.filename)
         if path is None:
             raise PackFormatError(
-                f"{_where(dataset)} is virtual, and its source {name} is missing; restore that file, beside "
-                f"{os.path.basename(dataset.file.filename)} or at the path that 'h5dump -p -H' shows",
+                f"{_where(dataset)} is virtual, and its source file {name} is missing; restore it at that path, or in "
+                "the folder of the virtual file, where relative paths start",
                 path=name,
             )
         try:
@@ -271,11 +271,14 @@ def _where(dataset: h5py.Dataset) -> str:
 def _find(name: str, virtual_file: str) -> str | None:
     """Return the path of the file that HDF5 would open for a source's file name, or None if HDF5 would find none.
 
-    HDF5 first tries an absolute name as it is. Then it looks for the name (of an absolute
-    name, only its last component) in these places, in this order (H5F_prefix_open_file in src/H5Fint.c): each folder
-    listed in HDF5_VDS_PREFIX, as written; the value of that variable as a single folder, the only case in which a
-    leading ``${ORIGIN}`` is expanded; the folder of the path by which the virtual file was opened; the current folder;
-    the folder of the virtual file's real path.
+    HDF5 (H5F_prefix_open_file in src/H5Fint.c) first tries an absolute name unchanged. If there is no such file, it
+    goes on with only the last component of the name. It looks for the name in these folders, in this order:
+
+    1. each folder listed in HDF5_VDS_PREFIX, in which ``${ORIGIN}`` is not expanded
+    2. the whole value of HDF5_VDS_PREFIX as one folder, in which a leading ``${ORIGIN}`` is expanded
+    3. the folder of the path by which the virtual file was opened
+    4. the current folder
+    5. the folder of the virtual file's real path
     """
     if os.path.isabs(name):
         if os.path.isfile(name):

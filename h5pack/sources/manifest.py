@@ -29,7 +29,7 @@ class ManifestColumns:
     labels: tuple[str, ...] = ()  # one column of integers or class names, or several of 0..255
     split: str | None = None  # column of split names
     fields: tuple[str, ...] = ()  # numeric columns, each of which becomes a field of the pack
-    root: str | None = None  # the folder of relative paths; default: the manifest's folder
+    root: str | None = None  # folder that relative paths start from; default: the manifest's folder
 
 
 def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalog:

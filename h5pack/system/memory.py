@@ -7,7 +7,7 @@ import mmap
 
 
 def huge_page_memory(size: int) -> mmap.mmap:
-    """Allocate zeroed, page-aligned private memory of at least one byte, on huge pages if the system has them.
+    """Allocate `size` bytes (at least 1) of zeroed, page-aligned private memory, on huge pages if the system has them.
 
     Huge pages cause fewer page faults when memory is first used, are faster to copy, and leave fewer pages to pin for a
     direct write.
