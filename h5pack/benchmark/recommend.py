@@ -40,7 +40,7 @@ class Workload:
     copy_speed: float | None = None  # Images/s of a memory copy on `num_threads` threads, if measured.
 
     def is_loader_case(self, case: BenchCase, window: int, num_threads: int) -> bool:
-        """Return whether H5Loader reads the case in window shuffle with these settings and `self.batch_size`."""
+        """Return whether `case` is H5Loader with direct reads, window shuffle, `self.batch_size` and these settings."""
         return (case.engine, case.order, case.batch_size, case.window, case.num_threads, case.num_workers) == (
             "direct", "window", self.batch_size, window, num_threads, None,
         )  # fmt: skip

@@ -44,8 +44,8 @@ def add(commands: Any) -> None:
     mixing = bench.add_argument_group("how well the window shuffle mixes rows")
     mixing.add_argument(
         "--mixing", action="store_true",
-        help="instead of speed, measure how well the window shuffle mixes the labels of SOURCE, an HDF5 file; with "
-        "--window A,B, compare both windows and say whether A is large enough",
+        help="measure how well the window shuffle mixes the labels of SOURCE (must be an HDF5 file), instead of "
+        "measuring speed; with --window A,B, compare both windows and say whether A is large enough",
     )  # fmt: skip
     mixing.add_argument("--split", metavar="NAME", help="with --mixing: use only the rows of this split")
     mixing.add_argument(

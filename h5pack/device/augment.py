@@ -55,22 +55,22 @@ class Augmentation:
             object.__setattr__(self, name, values)
         (low_area, high_area), (low_ratio, high_ratio) = self.erase_scale, self.erase_ratio
         for name, is_valid, wanted in (
-            ("flip", 0 <= self.flip <= 1, "a probability, 0 to 1"),
-            ("erase", 0 <= self.erase <= 1, "a probability, 0 to 1"),
+            ("flip", 0 <= self.flip <= 1, "a probability from 0 to 1"),
+            ("erase", 0 <= self.erase <= 1, "a probability from 0 to 1"),
             (
                 "crop",
                 0 <= self.crop < 1 << 20 and self.crop == int(self.crop),
-                "the pixels of padding, an integer from 0",
+                "the padding in pixels, an integer of at least 0",
             ),
             (
                 "erase_scale",
                 0 < low_area <= high_area <= 1,
-                "two ascending fractions of the area, above 0 to 1",
+                "two fractions of the area in ascending order, above 0 and at most 1",
             ),
             (
                 "erase_ratio",
                 1 / 1024 <= low_ratio <= high_ratio <= 1024,
-                "two ascending ratios, 1/1024 to 1024",
+                "two ratios in ascending order, from 1/1024 to 1024",
             ),
         ):
             if not is_valid:

@@ -233,7 +233,9 @@ class ExportFolder:
             raise OutputExistsError(f"{self.final}: exists and is not a folder; give another name", path=self.final)
         if self.partial.exists() and not self.lock_file.exists():
             raise OutputExistsError(
-                f"{self.partial}: exists and is not an unfinished export; move it elsewhere", path=self.partial
+                f"{self.partial}: was not made by an export, but exports to {self.final.name!r} need this name; "
+                "move it elsewhere",
+                path=self.partial,
             )
         if overwrite:
             self.require_export()

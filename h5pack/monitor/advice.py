@@ -144,7 +144,7 @@ class Advice:
 
 
 def advise(verdict: Verdict, evidence: Evidence) -> list[Advice]:
-    """Return recommendations against the bottleneck, and other findings, the most usual causes first."""
+    """Return advice on the bottleneck, and other findings; advice on the most usual causes comes first."""
     return list(_Rules(verdict, evidence).all())
 
 

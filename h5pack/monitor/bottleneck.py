@@ -245,7 +245,8 @@ _EQUAL = 1.1
 _APART = 1.5
 # The step counts as fed, meaning that it does not wait, if the loop reaches this fraction of the step's own speed.
 _FED = 0.9
-# If the loop is slower than this fraction of its slowest lane (see `_StageRules`), the lanes disturb each other.
+# If the loop reaches less than this fraction of the speed of its slowest lane (see `_StageRules`), the lanes probably
+# slow each other down.
 _SHORT = 0.75
 # The step mostly waits above the first stall fraction, and hardly waits below the second.
 _MOSTLY, _HARDLY = 0.5, 0.1

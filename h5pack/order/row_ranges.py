@@ -53,7 +53,7 @@ class RowSampler(Protocol):
         """Return the rows of the epoch whose 64-bit random key is `key`."""
 
     def max_rows(self, chunks: int) -> int:
-        """Return an upper bound for the rows in any `chunks` chunks that follow each other in an epoch's order."""
+        """Return an upper bound on the number of rows in `chunks` consecutive chunks of an epoch's order."""
 
     def unique_rows(self) -> range | Rows:
         """Return the distinct rows of the file that can occur in any epoch, ascending; a range, or int64, (n,)."""
@@ -91,7 +91,7 @@ class RowRange:
         return self
 
     def max_rows(self, chunks: int) -> int:
-        """Return an upper bound for the rows in any `chunks` chunks that follow each other in an epoch's order."""
+        """Return an upper bound on the number of rows in `chunks` consecutive chunks of an epoch's order."""
         return chunks * self.chunk_rows
 
     def chunk_starts(self, chunks: Rows) -> Rows:
@@ -143,7 +143,7 @@ class RowSubset:
         return self
 
     def max_rows(self, chunks: int) -> int:
-        """Return an upper bound for the rows in any `chunks` chunks that follow each other in an epoch's order."""
+        """Return an upper bound on the number of rows in `chunks` consecutive chunks of an epoch's order."""
         return chunks * self._longest
 
     def chunk_starts(self, chunks: Rows) -> Rows:

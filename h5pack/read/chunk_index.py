@@ -286,7 +286,7 @@ def _read_table(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkTable
         return chunk_table(dataset) if dataset.chunks else _contiguous_table(dataset)
     except MemoryError as error:
         raise dataset_error(
-            file.filename, name, "has a chunk index that does not fit in memory; use a machine with more"
+            file.filename, name, "has a chunk index that does not fit in memory; use a machine with more memory"
         ) from error
     except Exception as error:
         # On damaged files, h5py may raise any exception type.

@@ -201,7 +201,8 @@ def fletcher32(data: Bytes) -> tuple[int, int]:
     parts = [(_FLETCHER_WORDS, *pair) for pair in sums.tolist()]
     parts.append((len(tail), float(tail.sum()), float((tail * np.arange(len(tail), 0, -1)).sum())))
     for count, plain, weighted in parts:
-        # Each of the `count` words raises the weight of all earlier words, whose sum is `first`, by one.
+        # Each of the `count` words of this part raises the weight of every word in the parts before it by one. `first`
+        # is still the sum of those parts; `weighted` already contains the weights within this part.
         second += count * first + int(weighted)
         first += int(plain)
     return _folded(first), _folded(second)

@@ -78,7 +78,7 @@ def is_hdf5(path: Path) -> bool:
 
 
 def hdf5_catalog(path: Path, datasets: HDF5Datasets, wanted: NameFilter) -> Catalog:
-    """Return the catalog of an HDF5 file. Its images are the rows of one dataset, in the same order."""
+    """Return the catalog of an HDF5 file: the rows of its images dataset that `wanted` allows, in row order."""
     with open_file(path) as file:
         try:
             catalog = _catalog(path, file, datasets)

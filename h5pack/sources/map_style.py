@@ -58,7 +58,9 @@ class MapStyleReader(SourceReader):
             raise
         except Exception as error:
             # Pillow decodes a lazily opened image only at this point, and NumPy rejects ragged lists and some tensors.
-            raise RejectedImageError(f"the dataset's sample raised {type(error).__name__}: {error}") from error
+            raise RejectedImageError(
+                f"the dataset's sample cannot be converted to pixels and a label ({type(error).__name__}: {error})"
+            ) from error
 
 
 def map_style_catalog(dataset: MapStyleDataset) -> Catalog:
