@@ -29,6 +29,7 @@ def make_folder(
     folder: Path,
     count: int,
     size: tuple[int, int] = (218, 178),
+    *,
     classes: int = 4,
     quality: int = 90,
     seed: int = 0,
@@ -106,10 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.folder,
         arguments.count,
         arguments.size,
-        arguments.classes,
-        arguments.quality,
-        arguments.seed,
-        available_cpus(),
+        classes=arguments.classes,
+        quality=arguments.quality,
+        seed=arguments.seed,
+        workers=available_cpus(),
     )
     print(f"{arguments.folder}: {arguments.count:,} images in {arguments.classes} classes")
     return 0

@@ -182,7 +182,9 @@ class H5Loader(Closeable, Resumable):
         if resident not in ("auto", "no", "host"):
             raise OptionsError(f"resident is {resident!r}; give 'auto', 'no' or 'host'", parameters=("resident",))
         ranks = rank, num_replicas
-        self.plan = plan_order(rows, batch_size, shuffle, seed, window, drop_last, ranks, streams, lanes)
+        self.plan = plan_order(
+            rows, batch_size, shuffle, seed, window, drop_last, ranks=ranks, streams=streams, lanes=lanes
+        )
         self.batch_size, self.drop_last = self.plan.batch_size, drop_last
         self._with_rows, self._check = self._base.with_rows, self._base.check
         num_threads = min(_MAX_THREADS, available_cpus()) if num_threads is None else num_threads

@@ -91,7 +91,7 @@ class MixtureSampler(BatchOrder):
             if not rows.count:
                 raise OptionsError(f"{pack.path}: the pack has no rows; leave it out of the mixture", path=pack.path)
         # This plan validates the parameters. Each pack gets a copy for all ranks together, with its own rows and seed.
-        plan = plan_order(packs[0], batch_size, shuffle, seed, window, False, (rank, num_replicas))
+        plan = plan_order(packs[0], batch_size, shuffle, seed, window, False, ranks=(rank, num_replicas))
         whole = replace(plan, batch_size=_BLOCK_ROWS, rank=0, num_replicas=1, streams=1)
         self.plans = [replace(whole, rows=rows, seed=derive_key(plan.seed, n)) for n, rows in enumerate(packs)]
         self.batch_size, self.rank = plan.batch_size, plan.rank

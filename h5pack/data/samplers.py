@@ -130,7 +130,7 @@ class ChunkSampler(Resumable, Sampler[int]):
     ) -> None:
         self.dataset = dataset
         rows, ranks = select_draws(dataset, indices, weights, num_samples)[1], (rank, num_replicas)
-        self.plan = plan = plan_order(rows, None, shuffle, seed, window, drop_last, ranks, streams)
+        self.plan = plan = plan_order(rows, None, shuffle, seed, window, drop_last, ranks=ranks, streams=streams)
         identity = {**plan.identity(), "global_batch": None}
         super().__init__(EpochCursor(identity, "rows", plan.rank_rows, plan.num_replicas))
 
@@ -230,7 +230,9 @@ class ChunkBatchSampler(BatchOrder):
     ) -> None:
         self.dataset = dataset
         rows, ranks = select_draws(dataset, indices, weights, num_samples)[1], (rank, num_replicas)
-        self.plan = plan_order(rows, batch_size, shuffle, seed, window, drop_last, ranks, streams, lanes)
+        self.plan = plan_order(
+            rows, batch_size, shuffle, seed, window, drop_last, ranks=ranks, streams=streams, lanes=lanes
+        )
         super().__init__(EpochCursor(self.plan.identity(), "batches", self.plan.num_batches))
         self.batch_size, self.drop_last = batch_size, drop_last
 

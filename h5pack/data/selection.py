@@ -185,6 +185,7 @@ def plan_order(
     seed: int,
     window: int,
     drop_last: bool,
+    *,
     ranks: tuple[int | None, int | None],
     streams: int | None = None,
     lanes: int = 1,
