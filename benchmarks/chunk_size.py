@@ -17,8 +17,8 @@ import h5pack
 from benchmarks.common import RESULTS, scratch_folder, write_result
 from h5pack.benchmark.ceilings import consume, interleaved, spread
 from h5pack.benchmark.synthetic import make_folder
+from h5pack.system.files import drop_cache
 from h5pack.system.machine import available_cpus, machine_facts
-from h5pack.system.page_cache import drop_cache
 
 _EPOCHS = 5
 """Of a file that was loaded once."""

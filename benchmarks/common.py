@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 import h5pack
 from h5pack.benchmark.ceilings import interleaved, spread
-from h5pack.system.page_cache import make_hot
+from h5pack.system.files import make_hot
 
 RESULTS = Path(__file__).parent / "results"
 WORKERS = 2

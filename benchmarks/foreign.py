@@ -44,8 +44,8 @@ from benchmarks.common import (
 )
 from benchmarks.compressed import HEIGHT, WIDTH, image
 from h5pack.benchmark.ceilings import consume, spread
+from h5pack.system.files import make_hot
 from h5pack.system.machine import machine_facts
-from h5pack.system.page_cache import make_hot
 
 _DIFFERENT = 64
 _SOURCES = 4

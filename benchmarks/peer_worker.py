@@ -29,8 +29,8 @@ import numpy.typing as npt
 
 from benchmarks.peer_cases.base import Case, ImageFolder, Opened, Reading, chosen, decode
 from h5pack.benchmark.ceilings import touch
+from h5pack.system.files import cached_pages, make_hot
 from h5pack.system.libc import libc_function
-from h5pack.system.page_cache import cached_pages, make_hot
 
 _LABELS = 256
 

@@ -52,8 +52,8 @@ from benchmarks.common import (
 )
 from h5pack.benchmark.ceilings import MemoryCopy, consume, interleaved, sequential, spread, touch
 from h5pack.benchmark.readers import through_library
+from h5pack.system.files import drop_cache
 from h5pack.system.machine import machine_facts
-from h5pack.system.page_cache import drop_cache
 
 
 class Mapped(Dataset[Any]):

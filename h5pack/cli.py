@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from h5pack.commands import bench, convert, doctor, export, info, preview, verify
+from h5pack.commands import bench, convert, doctor, export, inspect
 from h5pack.commands.arguments import error_text
 from h5pack.errors import H5PackError, OptionsError
 from h5pack.version import __version__
@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"h5pack {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
-    for module in (convert, info, verify, preview, export, bench, doctor):
+    for module in (convert, inspect, export, bench, doctor):
         module.add(commands)
     for command in commands.choices.values():
         command.set_defaults(parser=command)

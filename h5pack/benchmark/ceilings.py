@@ -18,9 +18,8 @@ import numpy.typing as npt
 from h5pack.benchmark.cases import FileVariant
 from h5pack.benchmark.report import Ceiling
 from h5pack.data.dataset import H5Dataset
-from h5pack.system.machine import available_memory
-from h5pack.system.memory import huge_page_memory
-from h5pack.system.page_cache import drop_cache
+from h5pack.system.files import drop_cache
+from h5pack.system.machine import available_memory, huge_page_memory
 
 _T = TypeVar("_T")
 

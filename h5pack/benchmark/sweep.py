@@ -13,7 +13,7 @@ from h5pack.benchmark.cases import MIN_REPEATS, REPEATS, BenchCase, FileVariant,
 from h5pack.benchmark.ceilings import PageState
 from h5pack.benchmark.readers import CaseReader, LoaderReader, SharedDatasets, open_reader
 from h5pack.errors import H5PackError
-from h5pack.system.page_cache import make_hot
+from h5pack.system.files import make_hot
 
 _MIN_RUN_SECONDS = 0.02
 _MAX_RUN_SECONDS = 0.5

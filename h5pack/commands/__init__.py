@@ -1,1 +1,1 @@
-"""The commands of ``h5pack``. Each module defines the arguments of one command, runs it and prints its report."""
+"""The commands of ``h5pack``. Each module defines the arguments of its commands, runs them and prints their reports."""

@@ -46,18 +46,6 @@ def add_hdf5(group: Any) -> None:
     )
 
 
-def hdf5_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the values of the options of `add_hdf5` as keywords of `h5pack.sources.hdf5_catalog.HDF5Datasets`."""
-    from h5pack.pack.options import parse_range
-
-    return {
-        "images": arguments.images,
-        "labels": arguments.labels,
-        "channel_axis": arguments.channel_axis,
-        "value_range": None if arguments.value_range is None else parse_range(arguments.value_range),
-    }
-
-
 def error_text(error: H5PackError, parser: argparse.ArgumentParser | None) -> str:
     """Return the error's message with command-line options instead of parameters: ``--size 64`` for ``size=64``."""
     return str(error) if parser is None else option_text(str(error), error.parameters, parser)

@@ -35,7 +35,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from h5pack.errors import LoaderError
-from h5pack.system.memory import huge_page_memory
+from h5pack.system.machine import huge_page_memory
 
 _ALIGNMENT = 64
 _PAGE = 4096

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.data.dataset import H5Dataset
-from h5pack.system.memory import huge_page_memory
+from h5pack.system.machine import huge_page_memory
 
 _BLOCK_ROWS = 65_536
 """Number of rows that `load_all` reads at once. A bound is needed because planning the read of a small row takes many

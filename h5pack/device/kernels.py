@@ -1,6 +1,6 @@
 """The two Triton kernels of `Normalize`. Importing this module requires Triton.
 
-Both use the arithmetic described in `h5pack.device.pixel_scale`, so their results equal those of the torch operations
+Both use the arithmetic described in `h5pack.device.normalize`, so their results equal those of the torch operations
 bit for bit.
 
 `_flat_kernel` handles contiguous (N, H, W, C) images without augmentation if the result is channels_last, too. It
@@ -50,7 +50,8 @@ def normalize(
     """Write the normalized and augmented images into `result` with one kernel launch.
 
     `result` is float, (N, C, H, W), dense in channels_last or contiguous order; `pixels` is uint8, (N, H, W, C), with
-    any strides; `constants` are float32, (4, C), from `PixelScale.tensor`. `augmentation` says which `draws` to apply.
+    any strides; `constants` are centre, coarse, fine and bias, float32, (4, C). `augmentation` says which `draws` to
+    apply.
     """
     if not result.numel():
         return

@@ -1,4 +1,20 @@
-"""`Normalize`, which turns uint8 images into normalized floats on any device, with augmentation in the same pass."""
+"""`Normalize`, which turns uint8 images into normalized floats on any device, with augmentation in the same pass.
+
+The arithmetic of ``(pixel / 255 - mean) / std`` in float32 is accurate to one rounding step.
+
+If it were computed as ``pixel * scale + bias``, pixels near the mean would lose most of their digits. Therefore the
+integer ``centre`` nearest to ``255 * mean`` is subtracted first, which is exact. The factor ``1 / (255 * std)`` is
+split into ``coarse + fine`` with 16 significant bits each, so the product of either part with an 8-bit integer is
+exact in float32::
+
+    steps  = pixel - centre                          exact
+    small  = steps * fine + bias                     one rounding, of a value below 0.51 * coarse
+    result = steps * coarse + small                  one rounding
+
+A fused multiply-add therefore gives the same bits as a separate product and sum, so results are identical on all
+devices. float16 and bfloat16 results do not need ``fine``: ``steps * coarse + bias`` is within 2^-16 of the exact value
+before it is rounded to at most 11 significant bits.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from h5pack.data.buffers import BufferPool
@@ -22,7 +39,6 @@ from h5pack.device.augment import (
 )
 from h5pack.device.batch import BatchKey
 from h5pack.device.loader_wrapper import base_datasets
-from h5pack.device.pixel_scale import PixelScale, scale_into, scale_whole
 from h5pack.errors import OptionsError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -34,6 +50,11 @@ _BACKENDS = ("auto", "torch", "triton")
 _POOLED = 2
 """For how many CPU results memory is kept for reuse. Allocating new memory would take longer than the arithmetic."""
 _MIN_POOLED_BYTES = 1 << 20
+_BITS = 16
+_BLOCK_VALUES = 1 << 16
+"""How many values each thread processes at a time. Their temporaries (512 KiB) then stay in the CPU's cache."""
+_ROW_VALUES = 1 << 12
+"""Each constant is repeated up to this length, so that operations run over long rows. All four take 64 KiB then."""
 _log = logging.getLogger(__name__)
 
 
@@ -127,7 +148,7 @@ class Normalize:
         self.keyed = self.augmentation.enabled
         self.seed = int(seed)
         self.backend = backend
-        self._scale = PixelScale.of(self.mean, self.std)
+        self._scale = scale_constants(self.mean, self.std)
         self._constants: dict[tuple[str, int], torch.Tensor] = {}
         self._pool: BufferPool | None = None
         self._kernels_fail = False
@@ -191,10 +212,10 @@ class Normalize:
             draws = draw_augmentation(self._checked_key(key, pixels), self.seed, self.augmentation, height, width)
         if torch.compiler.is_compiling():
             # torch.compile fuses these operations into one kernel. Its tensors are symbolic and must not be cached.
-            return self._by_operations(pixels, self._scale.tensor(images.device, channels), draws)
+            return self._by_operations(pixels, self._constant_tensor(images.device, channels), draws)
         name = (str(images.device), channels)
         if name not in self._constants:
-            self._constants[name] = self._scale.tensor(images.device, channels)
+            self._constants[name] = self._constant_tensor(images.device, channels)
         constants = self._constants[name]
         planar = self.layout == "contiguous"
         if self._by_triton(images.device):
@@ -255,6 +276,11 @@ class Normalize:
         if key.rows.device == pixels.device:
             return key
         return BatchKey(key.rows.to(pixels.device), key.epoch, key.repeats)
+
+    def _constant_tensor(self, device: torch.device, channels: int) -> torch.Tensor:
+        """Return centre, coarse, fine and bias as float32, (4, channels). Single numbers are repeated per channel."""
+        values = [row if len(row) > 1 else row * channels for row in self._scale]
+        return torch.tensor(values, dtype=torch.float32, device=device)
 
     def _empty(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return an uninitialised result of shape (N, C, H, W) in the memory format `self.layout`."""
@@ -372,3 +398,69 @@ def _statistics_of(dataset: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
             path=getattr(dataset, "path", None),
         )
     return tuple(map(float, mean)), tuple(map(float, std))
+
+
+def scale_constants(mean: Sequence[float], std: Sequence[float]) -> list[list[float]]:
+    """Return centre, coarse, fine and bias of each channel, exact in float32, for means in 0..1 and positive `std`."""
+    means, deviations = np.asarray(mean, np.float64), np.asarray(std, np.float64)
+    centre = np.rint(255 * means)
+    scale = 1 / (255 * deviations)
+    coarse = _leading_bits(scale)
+    bias = ((centre / 255 - means) / deviations).astype(np.float32)
+    return [part.tolist() for part in (centre, coarse, _leading_bits(scale - coarse), bias)]
+
+
+def _leading_bits(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Round each value to 16 significant bits."""
+    fraction, exponent = np.frexp(values)
+    rounded: npt.NDArray[np.float64] = np.ldexp(np.rint(np.ldexp(fraction, _BITS)), exponent - _BITS)
+    return rounded
+
+
+def scale_whole(pixels: torch.Tensor, constants: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the uint8 `pixels`, (N, H, W, C), scaled to `dtype` by operations that ``torch.compile`` can fuse.
+
+    `constants` are centre, coarse, fine and bias, float32, (4, C).
+    """
+    centre, coarse, fine, bias = constants
+    steps = pixels - centre
+    small = torch.addcmul(bias, steps, fine) if dtype == torch.float32 else bias
+    return torch.addcmul(small, steps, coarse).to(dtype)
+
+
+def scale_into(out: torch.Tensor, pixels: torch.Tensor, constants: torch.Tensor, planar: bool) -> None:
+    """Write scaled pixels into `out`, block by block, so that temporaries stay in the CPU's cache.
+
+    `out` (floats) and `pixels` (uint8) are contiguous and have the same shape: (N, H, W, C), or (N, C, H, W) if
+    `planar`. `constants` are centre, coarse, fine and bias, float32, (4, C).
+    """
+    count, height, width, channels = out.shape if not planar else [out.shape[axis] for axis in (0, 2, 3, 1)]
+    planes, row = (channels, width) if planar else (1, width * channels)
+    together = _divisor(height, _ROW_VALUES // (planes * row))
+    shape = (count, planes, height // together, together * row)
+    tiled = constants[:, :, None].expand(4, planes, together * row) if planar else constants.repeat(1, together * width)
+    centre, coarse, fine, bias = (part.reshape(planes, 1, together * row).contiguous() for part in tiled)
+    out, pixels = out.view(shape), pixels.view(shape)
+
+    limit = _BLOCK_VALUES * torch.get_num_threads()
+    images = max(1, limit // max(1, out[0].numel()))
+    rows = max(1, limit // (planes * shape[3])) if images == 1 else shape[2]
+    sizes = (2, min(images, count), planes, min(rows, shape[2]), shape[3])
+    work = torch.empty(sizes, dtype=torch.float32, device=out.device)
+    for first in range(0, count, images):
+        for top in range(0, shape[2], rows):
+            block = (slice(first, first + images), slice(None), slice(top, top + rows))
+            target, source = out[block], pixels[block]
+            steps, small = (part[: target.shape[0], :, : target.shape[2]] for part in work)
+            torch.sub(source, centre, out=steps)
+            if out.dtype == torch.float32:
+                torch.addcmul(bias, steps, fine, out=small)
+                torch.addcmul(small, steps, coarse, out=target)
+            else:
+                torch.addcmul(bias, steps, coarse, out=small)
+                target.copy_(small)
+
+
+def _divisor(number: int, limit: int) -> int:
+    """Return the largest divisor of `number` that is at most `limit`; 1 if `limit` is below 1."""
+    return next(found for found in range(max(1, min(number, limit)), 0, -1) if number % found == 0)

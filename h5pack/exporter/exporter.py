@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -198,12 +198,10 @@ def export(
         source=source,
         source_path=os.fspath(file),
         target=target,
-        format=format,
-        quality=quality or _DEFAULT_QUALITY,
+        work=ExportWork(source.reader, str(target.partial), format, quality or _DEFAULT_QUALITY, keep=resume),
         num_workers=num_workers or available_cpus(),
         start_method=start_method,
         overwrite=overwrite,
-        resume=resume,
         progress=progress,
         begin=begin,
     ).run()
@@ -347,12 +345,10 @@ class _Export:
     source: SourceRows
     source_path: str
     target: ExportFolder
-    format: str
-    quality: int
+    work: ExportWork
     num_workers: int
     start_method: str | None
     overwrite: bool
-    resume: bool
     progress: bool
     begin: float  # time.perf_counter() at the start
 
@@ -361,14 +357,14 @@ class _Export:
         target, source = self.target, self.source
         advice = "make room, then run again with resume=True"
         with reporting_full_disk(target.partial, advice, "resume=True"), target.locked():
-            if self.resume and target.has_output() and not target.partial.exists():
+            if self.work.keep and target.has_output() and not target.partial.exists():
                 names, manifest, results = self._process_rows(target.final, check_only=True)
                 if not results.differing and manifest.equals(target.final / MANIFEST, results.reasons):
                     target.remove_replaced()
                     return self._report(names, manifest, results, already_complete=True)
             if not self.overwrite:
                 target.require_empty()
-            target.begin(keep=self.resume)
+            target.begin(keep=self.work.keep)
             names, manifest, results = self._process_rows(target.partial)
             if len(results.reasons) == len(source):
                 shutil.rmtree(target.partial)
@@ -383,21 +379,13 @@ class _Export:
 
     def _process_rows(self, folder: Path, *, check_only: bool = False) -> tuple[ExportNames, Manifest, ExportResults]:
         """Write the files of all rows into `folder`, or if `check_only` is true, only compare existing files."""
-        reader = self.source.reader
         max_bytes = os.pathconf(self.target.final.parent, "PC_NAME_MAX")
         # `folder` contains manifest.csv. If MANIFEST.CSV exists, too, the file system ignores case in names.
         folds_case = (folder / MANIFEST.upper()).exists()
-        names = name_files(self.source, NameRules(SUFFIXES[self.format], folds_case, max_bytes))
+        names = name_files(self.source, NameRules(SUFFIXES[self.work.format], folds_case, max_bytes))
         if not check_only:
             self.target.make_folders(names)
-        work = ExportWork(
-            reader=reader,
-            folder=str(folder),
-            format=self.format,
-            quality=self.quality,
-            keep=self.resume,
-            check_only=check_only,
-        )
+        work = replace(self.work, folder=str(folder), check_only=check_only)
         results = ExportResults()
         # Disable tqdm's monitor thread: forking worker processes is safe only while there is a single thread.
         tqdm.monitor_interval = 0
@@ -406,7 +394,7 @@ class _Export:
             open_executor(self.num_workers, self.start_method, work) as executor,
             tqdm(total=total, desc="export", unit=" images", disable=hidden, smoothing=0.1, leave=False) as bar,
         ):
-            tasks = export_tasks(reader, names.paths, self.num_workers)
+            tasks = export_tasks(work.reader, names.paths, self.num_workers)
             for done in run(executor, export_rows, tasks, 2 * self.num_workers, str):
                 results.add(done)
                 bar.update(done.rows)
@@ -422,14 +410,14 @@ class _Export:
         command, lost = manifest.command(self.target.given, source, names)
         files = len(source) - len(damaged)
         form, index = source.reader.form, source.reader.index
-        if self.format == "jpeg" and results.copied < files:
+        if self.work.format == "jpeg" and results.copied < files:
             lost = (*lost, "the exact pixels, which PNG files would keep")
         elif isinstance(form, ExportForm) and not form.is_exact(index.dtype, index.row_shape):
             lost = (*lost, f"values of {index.dtype}, which became 8 bits")
         return ExportReport(
             path=str(self.target.final),
             source=f"{self.source_path} ({catalog.about})",
-            format=self.format,
+            format=self.work.format,
             rows=len(source),
             files=files,
             bytes=results.bytes,

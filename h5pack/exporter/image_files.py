@@ -111,7 +111,7 @@ class ExportForm(PixelForm):
         return (bounds is None and dtype.itemsize == 1) or (bounds == (0.0, 255.0) and dtype.kind in "iu")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ExportWork:
     """The settings that all worker processes of an export share."""
 
@@ -120,7 +120,7 @@ class ExportWork:
     format: str  # "png" or "jpeg"
     quality: int  # JPEG quality, 1 to 100
     keep: bool  # whether to keep existing files that already hold the pixels of their rows
-    check_only: bool  # whether to write nothing, and only count files that are missing or differ
+    check_only: bool = False  # whether to write nothing, and only count files that are missing or differ
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from h5pack.exporter.image_files import MissingRow, SourceRows, open_rows
 from h5pack.format import schema
 from h5pack.images.decode import MAX_PIXELS, strict_pillow
 from h5pack.images.encode import image_of
-from h5pack.pack.options import check_integer
+from h5pack.pack.options import check_integer, parse_range
 from h5pack.read.encoded import RowDecoder
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.hdf5_catalog import HDF5Datasets
@@ -111,7 +111,7 @@ def preview(
     images: str | None = None,
     labels: str | None = None,
     channel_axis: str | None = None,
-    value_range: tuple[float, float] | None = None,
+    value_range: str | tuple[float, float] | None = None,
 ) -> PreviewReport:
     """Draw a contact sheet: some images of each class in each split, with names, counts and row numbers.
 
@@ -150,7 +150,8 @@ def preview(
         The base class of all errors; see `h5pack.errors` for the others.
     """
     # Do not load the fields of a pack, which may be as large as its images.
-    datasets = HDF5Datasets(images, labels, (), channel_axis, value_range, own_fields=False)
+    bounds = None if value_range is None else parse_range(value_range)
+    datasets = HDF5Datasets(images, labels, (), channel_axis, bounds, own_fields=False)
     check_integer("tile", tile, 16, 4_096)
     for name, value, minimum in (("per_class", per_class, 1), ("max_classes", max_classes, 1), ("seed", seed, 0)):
         if value is not None:

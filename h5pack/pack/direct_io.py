@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from h5pack.format import schema
 from h5pack.system.files import file_system_type, write_all
-from h5pack.system.memory import huge_page_memory
+from h5pack.system.machine import huge_page_memory
 
 _PAGE = schema.ALIGNMENT_BYTES
 _MIN_WRITE_BYTES = 2 * 1024 * 1024

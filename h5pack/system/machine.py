@@ -1,8 +1,10 @@
-"""Resources that this process may use (CPUs, memory, disk space), and a description of the machine."""
+"""CPUs, memory and disk space that this process may use, large buffers, and a description of the machine."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -43,6 +45,21 @@ def available_memory(
         v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         left += _memory_left(cgroup_root / "memory" / group, *v1)
     return max(0, min(left))
+
+
+def huge_page_memory(size: int) -> mmap.mmap:
+    """Allocate `size` bytes (at least 1) of zeroed, page-aligned private memory, on huge pages if the system has them.
+
+    Huge pages cause fewer page faults when memory is first used, are faster to copy, and leave fewer pages to pin for a
+    direct write.
+    """
+    flags = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+    memory = mmap.mmap(-1, max(size, 1), flags=flags) if flags else mmap.mmap(-1, max(size, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Kernels without transparent huge pages reject this advice.
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def free_bytes(folder: str | os.PathLike[str]) -> int:

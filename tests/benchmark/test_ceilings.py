@@ -10,7 +10,7 @@ import pytest
 
 import h5pack
 from h5pack.benchmark.ceilings import Ceilings, PageState
-from h5pack.system.page_cache import cached_pages, make_hot
+from h5pack.system.files import cached_pages, make_hot
 from tests.data.packs import ROWS, SHAPE, labelled
 
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, default_collate
 import h5pack
 from h5pack.data.buffers import BatchMemory, BufferPool, SharedBatch, SharedMemory, SharedSegment
 from h5pack.errors import LoaderError
-from h5pack.system.memory import huge_page_memory
+from h5pack.system.machine import huge_page_memory
 from tests.data.packs import all_same
 from tests.makers import class_folders, quick
 from tests.read.files import in_child

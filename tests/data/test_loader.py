@@ -26,7 +26,7 @@ from torch.utils.data import Subset, TensorDataset, random_split
 
 import h5pack
 from h5pack.errors import DamagedRowsError, H5PackError, LoaderError, OptionsError, PackChangedError, StateError
-from h5pack.system.memory import huge_page_memory
+from h5pack.system.machine import huge_page_memory
 from tests.data import packs
 from tests.data.packs import all_same, loader_threads, reference, same, threads_end
 from tests.read.files import in_child

@@ -187,7 +187,7 @@ def test_operations_for_any_device_give_the_same_bits(settings: dict[str, Any]) 
         for layout in LAYOUTS:
             norm = Normalize.imagenet(dtype=dtype, layout=layout, **settings)
             images, key = batch(9, 30, 21), key_of(9)
-            slow = norm._by_operations(images, norm._scale.tensor(images.device, 3), draws_of(norm, key, 30, 21))
+            slow = norm._by_operations(images, norm._constant_tensor(images.device, 3), draws_of(norm, key, 30, 21))
             fast = norm(images, key)
             assert torch.equal(slow, fast)
             assert slow.stride() == fast.stride()

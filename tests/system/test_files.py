@@ -1,8 +1,9 @@
-"""Files whole or absent, locks, and reads and writes at offsets."""
+"""Files whole or absent, locks, reads and writes at offsets, and the page cache."""
 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ import pytest
 from h5pack.errors import OutputBusyError, SourceError
 from h5pack.system import files
 from h5pack.system.files import (
+    cached_pages,
     copy_changed,
+    drop_cache,
     file_system_type,
     is_locked,
     lock,
+    make_hot,
     open_locked,
     read_all,
     require_writable,
@@ -150,3 +154,15 @@ def test_a_file_system_without_locks_locks_nothing(tmp_path: Path, monkeypatch: 
     assert lock(descriptor) is None
     assert not is_locked(path)
     os.close(descriptor)
+
+
+def test_a_file_is_loaded_and_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(bytes(2 * mmap.PAGESIZE + 1))
+    make_hot(path)
+    assert cached_pages(path) == 3
+    # Some file systems, such as tmpfs, keep the pages.
+    assert drop_cache(path) in (0, 3)
+    make_hot(path)
+    monkeypatch.delattr(os, "posix_fadvise")
+    assert drop_cache(path) == 3

@@ -1,15 +1,16 @@
-"""CPUs, memory and space that this process may use."""
+"""CPUs, memory and space that this process may use, and large buffers."""
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from h5pack.system.machine import available_cpus, available_memory, free_bytes, machine_facts
+from h5pack.system.machine import available_cpus, available_memory, free_bytes, huge_page_memory, machine_facts
 
 CPUS = len(os.sched_getaffinity(0))
 MEGA = 1024 * 1024
@@ -172,3 +173,18 @@ def test_half_of_the_memory_is_available_if_the_system_does_not_say(tmp_path: Pa
         path.write_text(text)
     half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     assert available_memory(tmp_path / "none", tmp_path / "none", path) == half
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 3_000_000])
+def test_memory_is_zeroed_page_aligned_and_of_the_size_asked_for(size: int) -> None:
+    array = np.frombuffer(huge_page_memory(size), np.uint8)
+    assert len(array) == max(1, size)
+    assert array.ctypes.data % mmap.PAGESIZE == 0
+    assert not array.any()
+
+
+def test_a_kernel_without_huge_pages_gives_ordinary_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345)
+    assert len(huge_page_memory(8192)) == 8192
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+    assert len(huge_page_memory(8192)) == 8192

@@ -1,4 +1,4 @@
-"""The command `h5pack preview`: its arguments and its output."""
+"""The commands `h5pack info`, `verify` and `preview`: their arguments and their output."""
 
 from __future__ import annotations
 
@@ -6,18 +6,40 @@ import argparse
 import sys
 from typing import Any
 
-from h5pack.commands.arguments import add_hdf5, hdf5_options, print_report
+from h5pack.commands.arguments import add_hdf5, add_workers, print_report
 
 
 def add(commands: Any) -> None:
-    """Add this command and its arguments to the parser."""
+    """Add these commands and their arguments to the parser."""
+    info = commands.add_parser(
+        "info",
+        help="show what an HDF5 file contains and how it is stored",
+        description="Describe any HDF5 file: its datasets, chunks, filters and storage overhead, the recommended chunk "
+        "cache, and properties that slow down reading, with a command that fixes them.",
+    )
+    info.set_defaults(run=_info)
+    info.add_argument("file", metavar="FILE")
+    info.add_argument("--stats", action="store_true", help="also report class counts and channel statistics")
+
+    verify = commands.add_parser(
+        "verify",
+        help="check a pack's structure and every row's checksum",
+        description="Check a pack's structure and every row's checksum; exit status 1 if anything is damaged.",
+    )
+    verify.set_defaults(run=_verify)
+    verify.add_argument("file", metavar="FILE")
+    add_workers(verify)
+    _add_preview(commands)
+
+
+def _add_preview(commands: Any) -> None:
     preview = commands.add_parser(
         "preview",
         help="draw some images of every split and class on one sheet",
         description="Draw a contact sheet of a pack, or of any HDF5 file: some images of each class of each split, "
         "with names, counts and row numbers.",
     )
-    preview.set_defaults(run=run)
+    preview.set_defaults(run=_preview)
     preview.add_argument("file", metavar="FILE", help="a pack, or any HDF5 file")
     preview.add_argument("out", metavar="OUT", help="the picture to create (.png, .jpg or .webp)")
 
@@ -36,7 +58,24 @@ def add(commands: Any) -> None:
     how.add_argument("--tile", type=int, default=128, metavar="PIXELS", help="longer side of each image (default 128)")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _info(arguments: argparse.Namespace) -> int:
+    """Print the description of a file; return the exit status."""
+    from h5pack.inspect.info import info
+
+    print_report(info(arguments.file, stats=arguments.stats), arguments)
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    """Verify a pack and print the report; return the exit status, 1 if anything is damaged."""
+    from h5pack.inspect.verify import verify
+
+    report = verify(arguments.file, num_workers=arguments.num_workers, progress=not arguments.json)
+    print_report(report, arguments)
+    return 0 if report.ok else 1
+
+
+def _preview(arguments: argparse.Namespace) -> int:
     """Draw a contact sheet; return the exit status, 1 if any rows could not be shown."""
     from h5pack.inspect.preview import preview
 
@@ -48,7 +87,10 @@ def run(arguments: argparse.Namespace) -> int:
         max_classes=arguments.max_classes,
         tile=arguments.tile,
         seed=arguments.seed,
-        **hdf5_options(arguments),
+        images=arguments.images,
+        labels=arguments.labels,
+        channel_axis=arguments.channel_axis,
+        value_range=arguments.value_range,
     )
     print_report(report, arguments)
     if not arguments.json:
