@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,29 +19,18 @@ from h5pack.data.chunk_groups import ROWS
 from h5pack.data.pipeline import Pipeline
 from h5pack.data.resident import ResidentRows
 from h5pack.data.selection import select_draws
-from h5pack.errors import DamagedRowsError, LoaderError
+from h5pack.errors import DamagedRowsError
 from h5pack.order.window import OrderPlan
 from tests.data import packs
 from tests.data.packs import threads_end
-from tests.stacks import watched
 
 PATIENCE = 30.0
 
-Finish = Callable[[int, BatchMemory], Any]
-
 
 @pytest.fixture(autouse=True)
-def _watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Four rows a task, so that the small files of these tests make many; no thread is left."""
+def _small_tasks(monkeypatch: pytest.MonkeyPatch, no_thread_stays: None) -> None:
+    """Four rows a task, so that the small files of these tests make many."""
     monkeypatch.setattr("h5pack.data.chunk_groups.TASK_BYTES", 4 * 576)
-    with watched():
-        yield
-    assert threads_end()
-
-
-@pytest.fixture
-def dataset(tmp_path: Path) -> h5pack.H5Dataset:
-    return h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"))
 
 
 def plan_of(dataset: h5pack.H5Dataset, window: int = 2, batch_size: int = 6) -> OrderPlan:
@@ -58,15 +46,13 @@ def contents(_: int, memory: BatchMemory) -> dict[str, Any]:
     return {name: array.copy() for name, array in memory.arrays.items()}
 
 
-def begin(
-    dataset: h5pack.H5Dataset, plan: OrderPlan, threads: int = 2, first: int = 0, finish: Finish = contents, **kept: Any
-) -> Pipeline:
+def begin(dataset: h5pack.H5Dataset, plan: OrderPlan, threads: int = 2, first: int = 0, **settings: Any) -> Pipeline:
     """An epoch with as few credits as there may be."""
     indexes = dataset.engine.indexes
     fields = [(name, indexes[name].row_shape, indexes[name].native_dtype) for name in dataset.names]
     pool = BufferPool([*fields, (ROWS, (), np.dtype("i8"))], plan.batch_size, pinned=False, keep=2)
-    credits = plan.max_group_batches + 1
-    return Pipeline(dataset, plan, 1, first, pool, num_threads=threads, credits=credits, finish=finish, **kept)
+    settings = {"num_threads": threads, "credits": plan.max_group_batches + 1, "finish": contents, **settings}
+    return Pipeline(dataset, plan, 1, first, pool, **settings)
 
 
 def consumed(pipeline: Pipeline, first: int, end: int) -> Iterator[Any]:
@@ -104,10 +90,9 @@ def plans(dataset: h5pack.H5Dataset) -> Iterator[OrderPlan]:
     streams_and_lanes = ((1, 1), (3, 1), (2, 2), (6, 2), (4, 4), (12, 3))
     shuffles = [*itertools.product(["window"], (1, 3, 50)), ("full", 3), ("chunk", 3), (False, 3)]
     for (shuffle, window), (streams, lanes), batch_size in itertools.product(shuffles, streams_and_lanes, (12, 36)):
-        settings: dict[str, Any] = {"shuffle": shuffle, "seed": 5, "window": window, "rank": 0, "num_replicas": 1}
-        for trim, rows in ((False, None), (True, None), (False, chosen)):
-            ends = {"trim": trim, "drop_last": trim, "streams": streams, "lanes": lanes}
-            yield OrderPlan(select_draws(dataset, rows)[1], batch_size, **settings, **ends)
+        settings: dict[str, Any] = {"shuffle": shuffle, "seed": 5, "window": window, "streams": streams, "lanes": lanes}
+        for cut, rows in ((False, None), (True, None), (False, chosen)):
+            yield OrderPlan(select_draws(dataset, rows)[1], batch_size, **settings, trim=cut, drop_last=cut)
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -176,12 +161,13 @@ def test_an_error_reaches_the_consumer_and_ends_all_threads(
     dataset: h5pack.H5Dataset, where: str, count: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_of(dataset, window=1)
-    kept = kept_rows(dataset, plan, where in ("load", "gather"))
+    kept: dict[str, Any] = kept_rows(dataset, plan, where in ("load", "gather"))
     owner: Any = kept.get("resident", BufferPool if where == "allocate" else dataset.engine)
-    finish: Finish = raises_at(count, contents) if where == "finish" else contents
-    if where != "finish":
+    if where == "finish":
+        kept["finish"] = raises_at(count, contents)
+    else:
         monkeypatch.setattr(owner, where, raises_at(count, getattr(owner, where)))
-    pipeline = begin(dataset, plan, threads, finish=finish, **kept)
+    pipeline = begin(dataset, plan, threads, **kept)
 
     def work() -> bool:
         with pytest.raises(ZeroDivisionError):
@@ -213,15 +199,11 @@ def test_an_error_in_the_very_last_batch_arrives(dataset: h5pack.H5Dataset, resi
 def test_a_stop_takes_no_lock(dataset: h5pack.H5Dataset, held: bool) -> None:
     """It may come from the garbage collector, in a thread that holds the lock itself."""
     pipeline = begin(dataset, plan_of(dataset))
-
-    class Cycle:
-        def __init__(self) -> None:
-            self.myself = self
-
-    forgotten = Cycle()
-    weakref.finalize(forgotten, pipeline.stop)
-    weakref.finalize(forgotten, pipeline.return_credit)
-    del forgotten
+    cycle: Any = type("Cycle", (), {})()
+    cycle.cycle = cycle
+    weakref.finalize(cycle, pipeline.stop)
+    weakref.finalize(cycle, pipeline.return_credit)
+    del cycle
 
     def collect() -> bool:
         with pipeline._lock if held else threading.Lock():
@@ -230,38 +212,6 @@ def test_a_stop_takes_no_lock(dataset: h5pack.H5Dataset, held: bool) -> None:
 
     assert patiently(collect)
     assert threads_end()
-
-
-@pytest.mark.parametrize("fetched", [0, 1, 5])
-@pytest.mark.parametrize("resident", [False, True])
-def test_a_stopped_pipeline_leaves_nothing_behind(dataset: h5pack.H5Dataset, fetched: int, resident: bool) -> None:
-    plan = plan_of(dataset, window=3)
-    gc.collect()
-    gc.disable()
-    try:
-        pipeline = begin(dataset, plan, 3, **kept_rows(dataset, plan, resident))
-        batches = consumed(pipeline, 0, plan.num_batches)
-        for _ in range(fetched):
-            next(batches)
-        watch = weakref.ref(pipeline)
-        pipeline.stop()
-        pipeline.join()
-        assert threads_end()
-        del batches, pipeline
-        assert watch() is None, "its memory waits for the garbage collector"
-    finally:
-        gc.enable()
-
-
-def test_a_stop_wakes_whoever_waits_for_a_batch(dataset: h5pack.H5Dataset) -> None:
-    hold = threading.Event()
-    pipeline = begin(dataset, plan_of(dataset), finish=lambda batch, memory: hold.wait(PATIENCE))
-    timer = threading.Timer(0.1, pipeline.stop)
-    timer.start()
-    with pytest.raises(LoaderError, match="closed"):
-        pipeline.fetch()
-    hold.set()
-    timer.join()
 
 
 def test_a_join_from_one_of_its_own_threads_does_not_wait(dataset: h5pack.H5Dataset) -> None:
