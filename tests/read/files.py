@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,9 @@ def write(
             low_level(file, name, values, create)
         elif storage == "virtual":
             file["parts/source"] = values
-            layout = h5py.VirtualLayout(shape, values.dtype)
-            layout[...] = h5py.VirtualSource(".", "parts/source", shape)
-            file.create_virtual_dataset(name, layout)
+            create_virtual(
+                file, shape, Mapped(slice(None), ".", shape, name="parts/source"), dtype=values.dtype, name=name
+            )
         elif storage in ("holes", "no_holes_filled", "never"):
             chunks = None if storage == "never" else (chunk_rows, *cut)
             never = {"fill_time": "never"} if storage == "no_holes_filled" else {}
@@ -81,6 +82,62 @@ def write(
                 how["maxshape"] = (None, *cut) if storage == "extendable" else (None,) * len(shape)
             file.create_dataset(name, data=values, **how)
     return values.astype(values.dtype.newbyteorder("="))
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A mapping: the rows `here` of a virtual dataset are the rows `there` (None: all) of a source of this shape."""
+
+    here: Any
+    file: str
+    shape: tuple[int, ...]
+    there: Any = None
+    name: str = "x"
+
+
+def create_virtual(
+    file: h5py.File, shape: tuple[int, ...], *mappings: Mapped, dtype: Any = "u1", name: str = "x", fill: Any = None
+) -> None:
+    """Create a virtual dataset."""
+    layout = h5py.VirtualLayout(shape, dtype)
+    for mapped in mappings:
+        source = h5py.VirtualSource(mapped.file, mapped.name, mapped.shape, dtype)
+        layout[mapped.here] = source if mapped.there is None else source[mapped.there]
+    file.create_virtual_dataset(name, layout, fillvalue=fill)
+
+
+def write_virtual(path: Path, shape: tuple[int, ...], *mappings: Mapped, **settings: Any) -> Path:
+    """Add a virtual dataset to a file."""
+    with h5py.File(path, "a", libver="latest") as file:
+        create_virtual(file, shape, *mappings, **settings)
+    return path
+
+
+def save(path: Path, **datasets: Any) -> Path:
+    """Write a file of these datasets."""
+    with h5py.File(path, "w") as file:
+        file.update(datasets)
+    return path
+
+
+def flip(path: Path, place: int, bits: int = 255) -> None:
+    """Damage a byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= bits
+    path.write_bytes(data)
+
+
+def flip_in_chunk(path: Path, chunk: int, name: str = "x") -> None:
+    """Damage the middle of a chunk."""
+    with h5py.File(path) as file:
+        found = file[name].id.get_chunk_info(chunk)
+    flip(path, found.byte_offset + found.size // 2)
+
+
+def require_rows(engine: Engine, values: npt.NDArray[Any], name: str = "x") -> None:
+    """All rows, read in a drawn order, have these values."""
+    order = np.random.default_rng(0).permutation(len(values))
+    assert np.array_equal(engine.read(name, order), values[order])
 
 
 @st.composite

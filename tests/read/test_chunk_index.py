@@ -17,7 +17,7 @@ from h5pack.errors import PackFormatError
 from h5pack.format.plans import plan_chunks
 from h5pack.read.chunk_index import ChunkIndex, index_dataset
 from h5pack.read.engine import Engine
-from tests.read.files import WHOLE_ROWS, engine_of, index_of, low_level, numbers, write
+from tests.read.files import WHOLE_ROWS, engine_of, index_of, low_level, numbers, require_rows, save, write
 
 SHAPE = (10, 4, 3)
 VALUES = numbers(SHAPE, "<i4", 3)
@@ -58,9 +58,8 @@ def external(path: Path) -> None:
 
 
 def linked(path: Path) -> None:
-    write(path.with_name("other.h5"), VALUES, "rows", name="y")
-    with h5py.File(path, "w") as file:
-        file["x"] = h5py.ExternalLink("other.h5", "y")
+    save(path.with_name("other.h5"), y=VALUES)
+    save(path, x=h5py.ExternalLink("other.h5", "y"))
 
 
 def filtered(path: Path) -> None:
@@ -96,17 +95,14 @@ def test_rows_that_cannot_be_read_directly_have_a_reason_and_equal_values(
     assert word in (index.library_reason or "")
     assert not len(index.addresses)
     assert not Engine.can_scatter(index)
-    order = [9, 0, 4, 4, 1, 2]
-    assert np.array_equal(engine_of(path).read("x", order), VALUES[order])
+    require_rows(engine_of(path), VALUES)
 
 
 def test_rows_behind_links_inside_the_file_are_read_directly(tmp_path: Path) -> None:
     path = tmp_path / "f.h5"
     write(path, VALUES, "rows")
     with h5py.File(path, "r+") as file:
-        file["soft"] = h5py.SoftLink("/x")
-        file["hard"] = file["x"]
-        file["around"] = h5py.ExternalLink("f.h5", "x")
+        file.update({"soft": h5py.SoftLink("/x"), "hard": file["x"], "around": h5py.ExternalLink("f.h5", "x")})
     for name in ("soft", "hard", "around"):
         index = index_of(path, name)
         assert (index.name, index.library_reason) == (name, None)
@@ -139,7 +135,7 @@ def test_chunks_that_this_hdf5_misplaces_or_cannot_list_use_the_library(
     assert index_of(tmp_path / "chunked.h5").library_reason is not None
     assert (index_of(tmp_path / "plain.h5").library_reason is None) == ("version" in target)
     assert index_of(tmp_path / "whole.h5").library_reason is None
-    assert np.array_equal(engine_of(tmp_path / "chunked.h5").read("x", range(10)), VALUES)
+    require_rows(engine_of(tmp_path / "chunked.h5"), VALUES)
 
 
 @pytest.mark.parametrize(("shape", "chunks"), [((0, 4, 3), True), ((0,), False), ((5, 0, 3), True), ((5, 0), False)])
@@ -148,8 +144,7 @@ def test_datasets_without_bytes_have_no_addresses(tmp_path: Path, shape: tuple[i
     with h5py.File(path, "w") as file:
         how: dict[str, Any] = {"maxshape": (None,) * len(shape), "chunks": (2,) * len(shape)} if chunks else {}
         file.create_dataset("x", shape, "<i4", **how)
-    index = index_of(path)
-    assert index.row_bytes == 4 * int(np.prod(shape[1:]))
+    assert index_of(path).row_bytes == 4 * int(np.prod(shape[1:]))
     rows = [2, 0, 2] if shape[0] else []
     found = engine_of(path).read("x", rows)
     assert (found.shape, found.dtype) == ((len(rows), *shape[1:]), np.dtype("i4"))
@@ -192,10 +187,10 @@ def test_contiguous_rows_of_four_gigabytes(tmp_path: Path) -> None:
 # Files of the oldest format have no checksums in their metadata, so that a patched address reaches the index.
 
 
-def old_file(path: Path) -> list[int]:
-    """Write a file of the oldest format, and return the addresses of its chunks."""
-    write(path, VALUES, "rows", libver="earliest")
-    return [int(address) for address in index_of(path).addresses]
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    write(tmp_path / "f.h5", VALUES, "rows", libver="earliest")
+    return tmp_path / "f.h5"
 
 
 def patch(path: Path, old: int | bytes, new: int | bytes) -> None:
@@ -212,27 +207,31 @@ def chunk_key(row_offset: int, size: int = 144) -> bytes:
     return b"".join([size.to_bytes(4, "little"), bytes(4), *offsets])
 
 
-def test_chunks_beyond_the_end_of_the_file_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "f.h5"
-    start = old_file(path)[2]
-    outside = path.stat().st_size - 143
-    patch(path, start, outside)
-    with pytest.raises(PackFormatError, match="rows 6-8") as caught:
+@pytest.mark.parametrize(
+    ("place", "word"),
+    [
+        (lambda size, first: size - 143, "rows 6-8"),
+        (lambda size, first: (1 << 64) - 2, None),
+        *((lambda size, first, step=step: first + step, "chunks 0 and 2") for step in (0, 143, -143)),
+    ],
+    ids=["past the end", "far away", "on another", "over its end", "over its start"],
+)
+def test_chunks_beyond_the_end_of_the_file_or_over_others_are_refused(
+    path: Path, place: Callable[[int, int], int], word: str | None
+) -> None:
+    first, _, third, _ = index_of(path).addresses.tolist()
+    patch(path, third, place(path.stat().st_size, first))
+    with pytest.raises(PackFormatError, match=word) as caught:
         index_of(path)
     assert (caught.value.path, caught.value.dataset) == (str(path), "x")
-    patch(path, outside, (1 << 64) - 2)
-    with pytest.raises(PackFormatError):
-        index_of(path)
 
 
-def test_the_last_chunk_may_be_cut_or_overlap_behind_its_last_row(tmp_path: Path) -> None:
-    path = tmp_path / "f.h5"
-    first, *_, last = old_file(path)
+def test_the_last_chunk_may_be_cut_or_overlap_behind_its_last_row(path: Path) -> None:
+    first, *_, last = index_of(path).addresses.tolist()
     patch(path, last, first - 48)
     assert index_of(path).addresses[3] == first - 48
-    last = old_file(path)[3]
     size, row = path.stat().st_size, VALUES[9].tobytes()
-    patch(path, last, size)
+    patch(path, first - 48, size)
     with open(path, "ab") as file:
         file.write(row)
     assert np.array_equal(gathered(path, index_of(path)), VALUES)
@@ -242,29 +241,13 @@ def test_the_last_chunk_may_be_cut_or_overlap_behind_its_last_row(tmp_path: Path
         index_of(path)
 
 
-@pytest.mark.parametrize("step", [0, 143, -143])
-def test_overlapping_chunks_are_refused(tmp_path: Path, step: int) -> None:
-    path = tmp_path / "f.h5"
-    found = old_file(path)
-    patch(path, found[2], found[0] + step)
-    with pytest.raises(PackFormatError, match="chunks 0 and 2"):
-        index_of(path)
-
-
 @pytest.mark.parametrize(
     ("key", "wrong"),
-    [
-        (chunk_key(6), chunk_key(4)),
-        (chunk_key(6), chunk_key(12)),
-        (chunk_key(6), chunk_key(9)),
-        (chunk_key(3), chunk_key(3, 143)),
-    ],
+    [(6, chunk_key(4)), (6, chunk_key(12)), (6, chunk_key(9)), (3, chunk_key(3, 143))],
     ids=["off the grid", "past the end", "twice", "another size"],
 )
-def test_damaged_chunk_keys_are_refused(tmp_path: Path, key: bytes, wrong: bytes) -> None:
-    path = tmp_path / "f.h5"
-    old_file(path)
-    patch(path, key, wrong)
+def test_damaged_chunk_keys_are_refused(path: Path, key: int, wrong: bytes) -> None:
+    patch(path, chunk_key(key), wrong)
     with pytest.raises(PackFormatError) as caught:
         index_of(path)
     assert (caught.value.path, caught.value.dataset) == (str(path), "x")
@@ -272,10 +255,9 @@ def test_damaged_chunk_keys_are_refused(tmp_path: Path, key: bytes, wrong: bytes
 
 @pytest.mark.parametrize("failure", [RuntimeError, KeyError, MemoryError])
 def test_any_failure_to_list_chunks_is_a_pack_format_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: type[Exception]
+    path: Path, monkeypatch: pytest.MonkeyPatch, failure: type[Exception]
 ) -> None:
-    write(tmp_path / "f.h5", VALUES, "rows")
     monkeypatch.setattr("h5pack.read.chunk_index.chunk_table", Mock(side_effect=failure("bad B-tree")))
     with pytest.raises(PackFormatError) as caught:
-        index_of(tmp_path / "f.h5")
+        index_of(path)
     assert caught.value.dataset == "x"

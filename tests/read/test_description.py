@@ -20,7 +20,7 @@ from h5pack.read.description import describe_file
 from h5pack.read.engine import Engine
 from h5pack.read.storage import FileIdentity
 from tests.makers import quick, split_folders
-from tests.read.files import numbers
+from tests.read.files import flip, numbers, save
 
 IMAGES = numbers((6, 5, 4, 3), "u1", 1)
 
@@ -41,10 +41,7 @@ def copy(pack: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def foreign(tmp_path: Path) -> Path:
     """A file that was not written by h5pack."""
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        file["images"] = IMAGES
-        file["deep/er/y"] = np.arange(6) % 3
-    return tmp_path / "f.h5"
+    return save(tmp_path / "f.h5", **{"images": IMAGES, "deep/er/y": np.arange(6) % 3})
 
 
 def test_a_pack(pack: Path) -> None:
@@ -176,14 +173,11 @@ def test_unfinished_packs_and_newer_formats(copy: Path) -> None:
 
 
 def test_paths_that_are_not_hdf5_files_are_refused(tmp_path: Path) -> None:
-    for name, content, message in (("empty", b"", "empty"), ("text", b"hello" * 200, "not an HDF5")):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(PackFormatError, match=message):
+    (tmp_path / "empty").touch()
+    (tmp_path / "text").write_bytes(b"hello" * 200)
+    for name, word in (("empty", "empty"), ("text", "not an HDF5"), ("missing", "no such file"), ("", "a folder")):
+        with pytest.raises(PackFormatError, match=word):
             describe_file(tmp_path / name)
-    with pytest.raises(PackFormatError, match="no such file"):
-        describe_file(tmp_path / "missing")
-    with pytest.raises(PackFormatError, match="a folder"):
-        describe_file(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["labels", "checksums/images"])
@@ -191,9 +185,7 @@ def test_a_damaged_dataset_is_an_error_not_missing(copy: Path, name: str) -> Non
     """If it counted as missing, labels or checksums would silently be left out."""
     with h5py.File(copy) as file:
         header = h5py.h5o.get_info(file[name].id).addr
-    data = bytearray(copy.read_bytes())
-    data[header + 12] ^= 1
-    copy.write_bytes(data)
+    flip(copy, header + 12, 1)
     with pytest.raises(PackFormatError, match="damaged") as caught:
         describe_file(copy)
     assert caught.value.dataset == name
@@ -215,8 +207,7 @@ def test_the_identity_is_that_of_the_file_that_was_described(foreign: Path, monk
 
     def open_file(path: str) -> h5py.File:
         opened = real(path)
-        shutil.copy(foreign, foreign.with_name("new.h5"))
-        os.replace(foreign.with_name("new.h5"), foreign)
+        os.replace(shutil.copy(foreign, foreign.with_name("new.h5")), foreign)
         return opened
 
     monkeypatch.setattr(module, "open_file", open_file)

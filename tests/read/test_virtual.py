@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
-from PIL import Image
 
 from h5pack.errors import PackChangedError, PackFormatError
 from h5pack.read import virtual as module
 from h5pack.read.chunk_index import index_dataset
 from h5pack.read.description import describe_file
 from h5pack.read.virtual_index import VirtualIndex
-from tests.read.files import described
+from tests.read.encoded_files import encode, write_encoded
+from tests.read.files import Mapped, create_virtual, described, save, write_virtual
 
-ROWS = np.arange(24 * 5 * 4 * 3, dtype=np.uint8).reshape(24, 5, 4, 3)
+ALL = slice(None)
+SHAPE = (24, 5, 4, 3)
+ROWS = np.arange(np.prod(SHAPE), dtype=np.uint8).reshape(SHAPE)
 
 
-def parts(folder: Path) -> None:
+def virtual(path: Path) -> Path:
+    """Write a virtual dataset over three files."""
     for number in range(3):
-        with h5py.File(folder / f"part{number}.h5", "w") as file:
-            file["data/x"] = ROWS[number * 8 : number * 8 + 8]
-
-
-def virtual(folder: Path, name: str = "v.h5", sources: Any = None, **settings: Any) -> Path:
-    layout = h5py.VirtualLayout(ROWS.shape, np.uint8)
-    for number in range(3):
-        path = f"part{number}.h5" if sources is None else sources(number)
-        layout[number * 8 : number * 8 + 8] = h5py.VirtualSource(path, "data/x", (8, 5, 4, 3))
-    with h5py.File(folder / name, "w", libver="latest") as file:
-        file.create_virtual_dataset("images", layout, **settings)
-    return folder / name
+        save(path.with_name(f"part{number}.h5"), **{"data/x": ROWS[number * 8 : number * 8 + 8]})
+    taken = [Mapped(np.s_[n * 8 : n * 8 + 8], f"part{n}.h5", (8, 5, 4, 3), name="data/x") for n in range(3)]
+    return write_virtual(path, SHAPE, *taken, name="images")
 
 
 def rows_of(path: Path) -> Any:
@@ -46,62 +40,47 @@ def rows_of(path: Path) -> Any:
     return engine.read("images", range(engine.indexes["images"].rows))
 
 
-def test_a_missing_source_is_named(tmp_path: Path) -> None:
-    parts(tmp_path)
-    path = virtual(tmp_path)
-    os.rename(tmp_path / "part1.h5", tmp_path / "gone.h5")
-    with h5py.File(path) as file:
-        assert not file["images"][8:16].any(), "HDF5 gives zeros"
-    with pytest.raises(PackFormatError, match="missing") as caught:
+@pytest.mark.parametrize(
+    ("change", "found_as", "dataset", "word"),
+    [
+        (Path.unlink, "part1.h5", None, "missing"),
+        (lambda path: path.write_bytes(b"no file"), "{folder}/part1.h5", None, "not an HDF5 file"),
+        (lambda path: save(path, **{"data/y": ROWS[:8]}), "{folder}/part1.h5", "data/x", "data/x"),
+        (lambda path: save(path, **{"data/x": ROWS[:5]}), "{folder}/part1.h5", "data/x", "data/x"),
+    ],
+    ids=["missing", "no HDF5", "no dataset", "few rows"],
+)
+def test_a_source_that_cannot_be_read_is_named(
+    tmp_path: Path, change: Callable[[Path], Any], found_as: str, dataset: str | None, word: str
+) -> None:
+    path = virtual(tmp_path / "v.h5")
+    change(tmp_path / "part1.h5")
+    with pytest.raises(PackFormatError, match=word) as caught:
         describe_file(path)
-    assert caught.value.path == "part1.h5"
-    (tmp_path / "part1.h5").write_bytes(b"no file")
-    with pytest.raises(PackFormatError, match="not an HDF5 file") as caught:
-        describe_file(path)
-    assert caught.value.path == str(tmp_path / "part1.h5")
-
-
-@pytest.mark.parametrize(("name", "rows"), [("data/y", 8), ("data/x", 5)])
-def test_a_source_without_its_dataset_or_rows_is_named(tmp_path: Path, name: str, rows: int) -> None:
-    parts(tmp_path)
-    path = virtual(tmp_path)
-    with h5py.File(tmp_path / "part2.h5", "w") as file:
-        file[name] = ROWS[:rows]
-    with pytest.raises(PackFormatError) as caught:
-        describe_file(path)
-    assert (caught.value.path, caught.value.dataset) == (str(tmp_path / "part2.h5"), "data/x")
+    assert caught.value.path == found_as.format(folder=tmp_path)
+    assert dataset is None or caught.value.dataset == dataset
 
 
 def test_a_part_of_a_source_needs_that_part(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file["x"] = ROWS
-    layout = h5py.VirtualLayout((4, 5, 4, 3), np.uint8)
-    layout[...] = h5py.VirtualSource("a.h5", "x", ROWS.shape)[6:14:2]
-    with h5py.File(tmp_path / "v.h5", "w", libver="latest") as file:
-        file.create_virtual_dataset("images", layout)
-    assert np.array_equal(rows_of(tmp_path / "v.h5"), ROWS[6:14:2])
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file["x"] = ROWS[:13]
-    assert np.array_equal(rows_of(tmp_path / "v.h5"), ROWS[6:14:2])
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file["x"] = ROWS[:12]
+    mapped = Mapped(ALL, "a.h5", SHAPE, np.s_[6:14:2])
+    path = write_virtual(tmp_path / "v.h5", (4, 5, 4, 3), mapped, name="images")
+    for kept in (24, 13):
+        save(tmp_path / "a.h5", x=ROWS[:kept])
+        assert np.array_equal(rows_of(path), ROWS[6:14:2])
+    save(tmp_path / "a.h5", x=ROWS[:12])
     with pytest.raises(PackFormatError, match="12"):
-        describe_file(tmp_path / "v.h5")
+        describe_file(path)
 
 
 def test_virtual_over_virtual_and_the_same_file(tmp_path: Path) -> None:
-    parts(tmp_path)
-    virtual(tmp_path, "inner.h5")
-    with h5py.File(tmp_path / "outer.h5", "w", libver="latest") as file:
-        file["own"] = ROWS[:2]
-        layout = h5py.VirtualLayout((26, 5, 4, 3), np.uint8)
-        layout[:2] = h5py.VirtualSource(".", "own", (2, 5, 4, 3))
-        layout[2:] = h5py.VirtualSource("inner.h5", "images", ROWS.shape)
-        file.create_virtual_dataset("images", layout)
-    assert np.array_equal(rows_of(tmp_path / "outer.h5"), np.concatenate([ROWS[:2], ROWS]))
+    virtual(tmp_path / "inner.h5")
+    path = save(tmp_path / "outer.h5", own=ROWS[:2])
+    own, inner = Mapped(np.s_[:2], ".", (2, 5, 4, 3), name="own"), Mapped(np.s_[2:], "inner.h5", SHAPE, name="images")
+    write_virtual(path, (26, 5, 4, 3), own, inner, name="images")
+    assert np.array_equal(rows_of(path), np.concatenate([ROWS[:2], ROWS]))
     (tmp_path / "part0.h5").unlink()
     with pytest.raises(PackFormatError, match=r"part0\.h5 is missing"):
-        describe_file(tmp_path / "outer.h5")
+        describe_file(path)
 
 
 PLACES = ("opened", "linked", "cwd", "prefix", "listed")
@@ -116,12 +95,10 @@ def print_found(folder: Path, name: str) -> None:
     relative = name if name.startswith("sub") else os.path.basename(name)
     for number, place in enumerate(PLACES):
         (folder / place / relative).parent.mkdir(exist_ok=True)
-        with h5py.File(folder / place / relative, "w") as file:
-            file["x"] = np.full((2, 4), number, np.uint8)
-    layout = h5py.VirtualLayout((2, 4), np.uint8)
-    layout[:] = h5py.VirtualSource(name, "x", (2, 4))
-    with h5py.File(folder / "linked" / "v.h5", "w", libver="latest") as file:
-        file.create_virtual_dataset("images", layout, fillvalue=FILL)
+        save(folder / place / relative, x=np.full((2, 4), number, np.uint8))
+    (folder / "linked" / "v.h5").unlink(missing_ok=True)
+    mapped = Mapped(ALL, name, (2, 4))
+    write_virtual(folder / "linked" / "v.h5", (2, 4), mapped, name="images", fill=FILL)
     expected = 0
     while expected != FILL:
         with h5py.File(folder / "opened" / "v.h5") as file:
@@ -161,48 +138,36 @@ def test_replaced_sources_of_library_reads_are_noticed(
 ) -> None:
     """HDF5 would silently return zeros, or rows of the new file."""
     monkeypatch.setattr("h5pack.read.chunk_decoder.CHECK_SECONDS", -1)
-    source, path = tmp_path / "source.h5", tmp_path / "v.h5"
+    source, path, shape = tmp_path / "source.h5", tmp_path / "v.h5", (6, 9, 8, 3)
 
     def write_source(fill: int) -> None:
-        with h5py.File(tmp_path / "new.h5", "w") as file:
-            if kind == "encoded":
-                stream = io.BytesIO()
-                Image.fromarray(np.full((9, 8, 3), fill, np.uint8)).save(stream, "PNG")
-                file.create_dataset("x", (6,), h5py.vlen_dtype(np.uint8))
-                for row in range(6):
-                    file["x"][row] = np.frombuffer(stream.getvalue(), np.uint8)
-            else:
-                file.create_dataset(
-                    "x", data=np.full((6, 9, 8, 3), fill), dtype=np.uint8, chunks=(6, 9, 8, 3), scaleoffset=0
-                )
+        pixels = np.full(shape, fill, np.uint8)
+        if kind == "external":
+            source.write_bytes(pixels.tobytes() + bytes(fill))
+            return
+        if kind == "encoded":
+            write_encoded(tmp_path / "new.h5", [encode(image, "PNG") for image in pixels], "x")
+        else:
+            with h5py.File(tmp_path / "new.h5", "w") as file:
+                file.create_dataset("x", data=pixels, chunks=shape, scaleoffset=0)
         os.replace(tmp_path / "new.h5", source)
 
-    if kind == "external":
-        source.write_bytes(bytes(6 * 9 * 8 * 3))
-        with h5py.File(path, "w") as file:
-            file.create_dataset("images", (6, 9, 8, 3), np.uint8, external=[(str(source), 0, h5py.h5f.UNLIMITED)])
+    write_source(1)
+    if kind == "encoded":
+        write_virtual(path, (6,), Mapped(ALL, "source.h5", (6,)), dtype=h5py.vlen_dtype(np.uint8), name="images")
+    elif kind == "strided":
+        halves = Mapped(np.s_[0::2], "source.h5", shape, np.s_[:3]), Mapped(np.s_[1::2], "source.h5", shape, np.s_[3:])
+        write_virtual(path, shape, *halves, name="images")
+    elif kind == "linked":
+        save(path, images=h5py.ExternalLink("source.h5", "x"))
     else:
-        write_source(1)
-        with h5py.File(path, "w", libver="latest") as file:
-            if kind == "linked":
-                file["images"] = h5py.ExternalLink("source.h5", "x")
-            elif kind == "encoded":
-                layout = h5py.VirtualLayout((6,), h5py.vlen_dtype(np.uint8))
-                layout[:] = h5py.VirtualSource("source.h5", "x", (6,), h5py.vlen_dtype(np.uint8))
-                file.create_virtual_dataset("images", layout)
-            else:
-                layout = h5py.VirtualLayout((6, 9, 8, 3), np.uint8)
-                taken = h5py.VirtualSource("source.h5", "x", (6, 9, 8, 3))
-                layout[0::2], layout[1::2] = taken[:3], taken[3:]
-                file.create_virtual_dataset("images", layout)
+        with h5py.File(path, "w") as file:
+            file.create_dataset("images", shape, np.uint8, external=[(str(source), 0, h5py.h5f.UNLIMITED)])
     engine = described(path)
     assert {found.path for found in engine.indexes["images"].files} == {str(source)}
     assert engine.read_one("images", 1).shape == (9, 8, 3)
     engine.check_unchanged()
-    if kind == "external":
-        source.write_bytes(bytes(6 * 9 * 8 * 3 + 1))
-    else:
-        write_source(2)
+    write_source(2)
     for _ in range(2):
         with pytest.raises(PackChangedError, match=r"source\.h5"):
             engine.read_one("images", 1)
@@ -213,14 +178,14 @@ def test_replaced_sources_of_library_reads_are_noticed(
 
 def test_a_source_with_many_paths_is_visited_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven levels of 8 virtual datasets, each over all 8 of the level below: 8**7 paths to 57 datasets."""
+    shape = (8, 4, 4)
     with h5py.File(tmp_path / "f.h5", "w", libver="latest") as file:
         for number in range(8):
-            file[f"0-{number}"] = np.full((8, 4, 4), number, np.uint8)
+            file[f"0-{number}"] = np.full(shape, number, np.uint8)
         for level, number in itertools.product(range(1, 8), range(8)):
-            layout = h5py.VirtualLayout((8, 4, 4), np.uint8)
-            for row in range(8):
-                layout[row] = h5py.VirtualSource(".", f"{level - 1}-{row}", (8, 4, 4))[row]
-            file.create_virtual_dataset("images" if (level, number) == (7, 0) else f"{level}-{number}", layout)
+            below = [Mapped(row, ".", shape, row, f"{level - 1}-{row}") for row in range(8)]
+            name = "images" if (level, number) == (7, 0) else f"{level}-{number}"
+            create_virtual(file, shape, *below, name=name)
     indexed: list[str] = []
     monkeypatch.setattr(module, "index_dataset", lambda *call: (indexed.append(call[2]), index_dataset(*call))[1])
     engine = described(tmp_path / "f.h5")
@@ -231,11 +196,8 @@ def test_a_source_with_many_paths_is_visited_once(tmp_path: Path, monkeypatch: p
 def test_holes_of_several_lengths_beside_compressed_rows(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "s.h5", "w") as file:
         file.create_dataset("x", data=np.ones((10, 64, 64), np.uint8), chunks=(5, 64, 64), compression="gzip")
-    layout = h5py.VirtualLayout((45, 64, 64), np.uint8)
-    layout[5:15] = h5py.VirtualSource("s.h5", "x", (10, 64, 64))
-    with h5py.File(tmp_path / "v.h5", "w", libver="latest") as file:
-        file.create_virtual_dataset("images", layout, fillvalue=7)
-    engine = described(tmp_path / "v.h5")
+    mapped = Mapped(np.s_[5:15], "s.h5", (10, 64, 64))
+    engine = described(write_virtual(tmp_path / "v.h5", (45, 64, 64), mapped, name="images", fill=7))
     expected = np.where((np.arange(45) >= 5) & (np.arange(45) < 15), 1, 7)
     assert np.array_equal(engine.read("images", range(45))[:, 0, 0], expected)
     index = engine.indexes["images"]
