@@ -55,6 +55,14 @@ class PixelOptions:
     resample: str  # name of Pillow's filter for resizing
     draft: bool  # whether JPEGs may be decoded at a reduced size
     max_pixels: int  # larger images are rejected
+    layout: str = "nhwc"  # axes of a row: nhwc (H, W, C) or nchw (C, H, W)
+
+    @property
+    def row_shape(self) -> tuple[int, int, int]:
+        """Shape of a row: (H, W, C) or (C, H, W)."""
+        if self.layout == "nchw":
+            return self.channels, self.height, self.width
+        return self.height, self.width, self.channels
 
 
 @contextlib.contextmanager
@@ -115,27 +123,31 @@ class Decoder:
             self._decode_jpeg = simplejpeg.decode_jpeg
         self._colorspace = "GRAY" if options.channels == 1 else "RGB"
         self._resample = Image.Resampling[options.resample.upper()]
+        shape = (options.height, options.width, options.channels)
+        self._channels_last = None if options.layout == "nhwc" else np.empty(shape, np.uint8)
 
     def decode(self, source: bytes | npt.NDArray[np.uint8], decode_path: int, out: npt.NDArray[np.uint8]) -> None:
-        """Decode one image into `out`, a contiguous uint8 array (H, W, C).
+        """Decode one image into `out`, a contiguous uint8 array (H, W, C) or (C, H, W), depending on the layout.
 
         `source` is the bytes of an image file or pixels, uint8 (h, w, 1 or 3); `decode_path`, from the image's header,
         is ignored for pixels. Raise RejectedImageError if the image cannot be decoded, or has another size and is not
         resized.
         """
+        pixels = out if self._channels_last is None else self._channels_last
+        plain = decode_path != DecodePath.PILLOW and not self._options.draft
         if not isinstance(source, bytes):
-            if source.shape[:2] == out.shape[:2] and source.shape[2] in (1, out.shape[2]):
+            if source.shape[:2] == pixels.shape[:2] and source.shape[2] in (1, pixels.shape[2]):
                 # NumPy's broadcasting repeats gray into all channels, as Pillow does.
-                out[...] = source
+                pixels[...] = source
             else:
-                self._place(image_of(source), out)
-        elif (
-            decode_path == DecodePath.PILLOW or self._options.draft or not self._decode_plain(source, decode_path, out)
-        ):
+                self._place(image_of(source), pixels)
+        elif not (plain and self._decode_plain(source, decode_path, pixels)):
             _refuse_programs(source)
             with _rejecting(), Image.open(io.BytesIO(source)) as image:
                 refuse_bomb(image.height, image.width, self._options.max_pixels)
-                self._place(self._upright(image), out)
+                self._place(self._upright(image), pixels)
+        if pixels is not out:
+            out[...] = pixels.transpose(2, 0, 1)
 
     def _decode_plain(self, data: bytes, decode_path: int, out: npt.NDArray[np.uint8]) -> bool:
         """Decode an upright gray or YCbCr JPEG with simplejpeg or directly with Pillow's JPEG decoder.

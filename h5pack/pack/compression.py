@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import h5py
@@ -14,7 +13,6 @@ import numpy.typing as npt
 
 from h5pack.errors import H5PackError
 from h5pack.format.checksums import row_checksums
-from h5pack.format.row_offsets import RowOffsets
 from h5pack.format.schema import FilterId
 from h5pack.read.hdf5 import load_filter
 from h5pack.system.files import read_all
@@ -140,17 +138,3 @@ def compress_rows(task: CompressTask) -> tuple[int, bytes]:
 def describe_task(task: CompressTask) -> str:
     """Describe a task's rows, for error messages."""
     return f"rows {task.start}-{task.start + len(task.checksums) - 1}"
-
-
-def compress_tasks(
-    path: str,
-    row_offsets: RowOffsets,
-    row_shape: tuple[int, ...],
-    checksums: npt.NDArray[np.uint32],
-    compression: Compression,
-) -> Iterator[CompressTask]:
-    """Yield the chunks of ``OUT.partial`` in file order; `checksums` are those of the rows in their final order."""
-    shape = (row_offsets.chunk_rows, *row_shape)
-    for start in range(0, len(checksums), row_offsets.chunk_rows):
-        some = checksums[start : start + row_offsets.chunk_rows]
-        yield CompressTask(path, start, row_offsets.offset(start), shape, some, compression)

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from h5pack.errors import NoImagesError, OptionsError, RejectedImageError
 from h5pack.format.row_offsets import check_rows_counted, check_tasks, describe_check
-from h5pack.images.decode import MAX_PIXELS, strict_pillow
+from h5pack.images.decode import MAX_PIXELS, Decoder, strict_pillow
 from h5pack.pack import finish, writer
 from h5pack.pack.compression import compress_chunk, require_filter
 from h5pack.pack.journal import RowRecord, RowResults
@@ -31,9 +31,7 @@ from h5pack.pack.output import Output, OutputLock
 from h5pack.pack.plan import ConvertPlan, make_plan, refuse_reject
 from h5pack.pack.plan import ConvertReport as ConvertReport
 from h5pack.pack.resume import UnfinishedPack, creation_time, verify_existing
-from h5pack.pack.split_order import close_holes
 from h5pack.pack.survey import survey
-from h5pack.pack.writer import LayoutDecoder
 from h5pack.sources.catalog import Catalog, Reject
 from h5pack.sources.detect import open_source
 from h5pack.sources.map_style import MapStyleDataset
@@ -275,8 +273,7 @@ class Conversion:
         """
         plan = self.plan()
         origins, reader = plan.row_order.origins, plan.catalog.reader
-        decoder = LayoutDecoder(plan.pixels, "nhwc")
-        row = np.empty((plan.height, plan.width, plan.options.channels), np.uint8)
+        decoder, row = Decoder(plan.pixels), np.empty(plan.row_shape, np.uint8)
         picked = origins[:: max(1, plan.rows // _TIMED_IMAGES)]
         groups = reader.groups(origins)
         if groups is not None:
@@ -325,7 +322,7 @@ class Conversion:
         begin, earlier = time.perf_counter(), sum(self._seconds.values())
         if self.options.strict:
             _refuse_rejects(plan, written)
-        final = close_holes(plan.row_order.split_starts, written.packed, plan.options.order == "sorted")
+        final = finish.close_holes(plan.row_order.split_starts, written.packed, plan.options.order == "sorted")
         if not (rows_moved_before and self.options.filter is not None and finish.is_compressed(self.output.partial)):
             if rows_moved_before:
                 wrong = self._wrong_rows(pack, np.arange(len(final.origins)), written.checksums[final.origins])

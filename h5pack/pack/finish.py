@@ -21,26 +21,57 @@ from h5pack.errors import H5PackError, OutputExistsError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32
 from h5pack.format.row_offsets import RowOffsets
-from h5pack.images.decode import strict_pillow
-from h5pack.pack.compression import Compression, compress_rows, compress_tasks, describe_task, require_filter
+from h5pack.images.decode import Decoder, strict_pillow
+from h5pack.pack.compression import Compression, CompressTask, compress_rows, describe_task, require_filter
 from h5pack.pack.file_structure import PackTables, write_compressed, write_structure
 from h5pack.pack.journal import RowRecord
+from h5pack.pack.plan import RowOrder
 from h5pack.pack.resume import UnfinishedPack
-from h5pack.pack.split_order import RowOrder, moved_runs
 from h5pack.pack.statistics import pack_statistics
-from h5pack.pack.writer import LayoutDecoder
 from h5pack.read.hdf5 import chunk_table, reopen_tuned
 from h5pack.sources.catalog import Reject
+from h5pack.system.arrays import consecutive_runs
 from h5pack.system.files import copy_changed, read_all, sync_path, write_all, write_atomically
 from h5pack.system.processes import run
 
 _COPY_BYTES = 8 * 1024 * 1024
 
 
+def close_holes(split_starts: npt.NDArray[np.int64], packed: npt.NDArray[np.bool_], keep_order: bool) -> RowOrder:
+    """Return the order of the rows that remain if rejected images are left out. `origins` are planned rows.
+
+    In a sorted pack (`keep_order`), later rows move to lower row numbers. In a shuffled pack, a split's last rows fill
+    its holes in ascending order, which moves no more rows than there are holes; then the following splits move to lower
+    row numbers. No row moves to a higher number. If the moves are made in ascending order of their targets, none of
+    them overwrites a row that has yet to be moved.
+
+    `split_starts`, int64 (S + 1,), are the planned splits; `packed`, bool (N,), says which planned rows have an image.
+    """
+    members = []
+    for start, stop in itertools.pairwise(split_starts.tolist()):
+        good = np.flatnonzero(packed[start:stop]).astype(np.int64)
+        rows = good
+        if not keep_order:
+            rows = np.arange(len(good), dtype=np.int64)
+            holes = np.flatnonzero(~packed[start : start + len(good)])
+            rows[holes] = good[len(good) - len(holes) :]
+        members.append(rows + start)
+    return RowOrder.of_splits(members)
+
+
+def moved_runs(origins: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
+    """Return runs of consecutive rows that move together as (target, origin, number of rows), targets ascending."""
+    targets = np.flatnonzero(origins != np.arange(len(origins)))
+    edges = consecutive_runs(targets, origins[targets])
+    firsts = edges[:-1]
+    moves = (targets[firsts], origins[targets][firsts], np.diff(edges))
+    return list(zip(*(column.tolist() for column in moves), strict=True))
+
+
 def move_rows(pack: UnfinishedPack, origins: npt.NDArray[np.int64]) -> None:
     """Move planned rows to their final positions, in ascending order of their targets.
 
-    `origins`, int64 (n,), is the planned row that each final row comes from; see `split_order.close_holes`.
+    `origins`, int64 (n,), is the planned row that each final row comes from; see `close_holes`.
     """
     descriptor, row_offsets = pack.lock.descriptor, pack.row_offsets
     max_rows = max(1, _COPY_BYTES // row_offsets.row_bytes)
@@ -65,7 +96,7 @@ def repair_rows(pack: UnfinishedPack, written: RowRecord, origins: npt.NDArray[n
     are correct. A row whose bytes no longer exist in the file (for example after a power cut) is decoded again.
     """
     plan, row_offsets, descriptor = pack.plan, pack.row_offsets, pack.lock.descriptor
-    decoder = LayoutDecoder(plan.pixels, plan.options.layout)
+    decoder = Decoder(plan.pixels)
     pixels = np.empty(plan.row_shape, np.uint8)
     for row in wrong:
         origin = int(origins[row])
@@ -134,13 +165,18 @@ def compress(
     The executor's workers compress; at most `max_in_flight` chunks are being compressed or wait to be stored. `advance`
     is called with the number of rows after each chunk.
     """
-    output, path, structure = pack.output, pack.output.compressed, pack.structure
+    path, structure, row_offsets = pack.output.compressed, pack.structure, pack.row_offsets
     compression = structure.compression
     assert compression is not None
 
+    step, checksums = row_offsets.chunk_rows, tables.checksums
+    partial, shape = str(pack.output.partial), (step, *structure.row_shape)
+    tasks = (
+        CompressTask(partial, start, row_offsets.offset(start), shape, checksums[start : start + step], compression)
+        for start in range(0, len(checksums), step)
+    )
+
     def chunks() -> Iterator[bytes]:
-        shape, checksums = structure.row_shape, tables.checksums
-        tasks = compress_tasks(str(output.partial), pack.row_offsets, shape, checksums, compression)
         for rows, stored in run(executor, compress_rows, tasks, max_in_flight, describe_task, ordered=True):
             yield stored
             advance(rows)

@@ -74,7 +74,12 @@ class ConvertOptions:
 
         Raises TypeError for a name that is not a keyword of `h5pack.convert`.
         """
-        check_names("convert", keywords, cls)
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in keywords:
+            if name not in names:
+                close = difflib.get_close_matches(name, names, 1)
+                advice = f"; did you mean {close[0]!r}?" if close else ""
+                raise TypeError(f"convert() got an unexpected keyword argument {name!r}{advice}")
         values = dict(keywords)
         for name in ("include", "exclude", "label_columns", "field_columns", "fields"):
             if name in values:
@@ -155,16 +160,6 @@ class ConvertOptions:
             if values[name] == getattr(ConvertOptions, name):
                 del values[name]
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-
-
-def check_names(function: str, keywords: Mapping[str, Any], options: type[Any]) -> None:
-    """Raise TypeError for a keyword that is not a field of the dataclass `options`, suggesting a similar name."""
-    names = [field.name for field in dataclasses.fields(options)]
-    for name in keywords:
-        if name not in names:
-            close = difflib.get_close_matches(name, names, 1)
-            advice = f"; did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{advice}")
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str | None]) -> None:

@@ -16,9 +16,9 @@ from h5pack.format.plans import HDF5_MAX_CHUNK_BYTES, ChunkPlan, plan_chunks
 from h5pack.images.decode import PixelOptions
 from h5pack.pack.compression import max_compressed_bytes
 from h5pack.pack.options import ConvertOptions
-from h5pack.pack.split_order import RowOrder, order_rows
 from h5pack.pack.survey import Survey
 from h5pack.sources.catalog import Catalog, Reject
+from h5pack.system.arrays import SPLITMIX64_GAMMA, hash_sequence, splitmix64
 from h5pack.system.text import format_bytes
 
 
@@ -53,6 +53,43 @@ class ConvertReport:
         return text
 
 
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """The order of a pack's rows; each split is one contiguous range of rows."""
+
+    origins: Rows  # (N,): where each row comes from: catalog index (`order_rows`) or planned row (`close_holes`)
+    split_starts: Rows  # (S + 1,): split s has the rows ``split_starts[s]`` to ``split_starts[s + 1] - 1``
+
+    @classmethod
+    def of_splits(cls, origins: list[Rows]) -> RowOrder:
+        """Return the order from the origins of each split's rows."""
+        lengths = [len(some) for some in origins]
+        return cls(np.concatenate(origins), np.cumsum([0, *lengths], dtype=np.int64))
+
+
+def order_rows(indices: Rows, split_ids: npt.NDArray[np.int32], num_splits: int, seed: int | None) -> RowOrder:
+    """Return the order of images: split after split, each one shuffled, or in source order if `seed` is None.
+
+    `indices`, int64 (N,), are the images' catalog indices, ascending; `split_ids`, int32 (N,), their split numbers.
+    """
+    members = [indices[split_ids == split] for split in range(num_splits)]
+    if seed is not None:
+        members = [some[shuffled_split(len(some), seed, split)] for split, some in enumerate(members)]
+    return RowOrder.of_splits(members)
+
+
+def shuffled_split(count: int, seed: int, split: int) -> Rows:
+    """Return a permutation of a split's positions, int64 (count,).
+
+    The positions are sorted by a hash of their number, so the permutation is the same in every release.
+    """
+    key = splitmix64((seed * SPLITMIX64_GAMMA + (split + 1) * 0xD1B54A32D192ED03) % 2**64)
+    return np.argsort(hash_sequence(count, key), kind="stable").astype(np.int64)
+
+
 _METADATA_BYTES = 65_536
 
 
@@ -79,10 +116,7 @@ class ConvertPlan:
     @property
     def row_shape(self) -> tuple[int, int, int]:
         """Shape of a row: (H, W, C) or (C, H, W), depending on `options.layout`."""
-        channels = self.options.channels
-        if self.options.layout == "nchw":
-            return channels, self.height, self.width
-        return self.height, self.width, channels
+        return self.pixels.row_shape
 
     @property
     def row_bytes(self) -> int:
@@ -102,6 +136,7 @@ class ConvertPlan:
             resample=options.resample,
             draft=options.draft,
             max_pixels=options.max_pixels,
+            layout=options.layout,
         )
 
     @property

@@ -72,8 +72,6 @@ class UnfinishedPack:
         self.job = WriteJob(
             path=str(output.partial),
             journal=str(output.journal),
-            row_shape=plan.row_shape,
-            layout=plan.options.layout,
             pixels=plan.pixels,
             io=plan.options.io,
             inode=lock.inode,

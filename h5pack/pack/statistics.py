@@ -11,8 +11,7 @@ import numpy.typing as npt
 from h5pack.format import schema
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.pack.journal import RowRecord
-from h5pack.pack.plan import ConvertPlan
-from h5pack.pack.split_order import RowOrder
+from h5pack.pack.plan import ConvertPlan, RowOrder
 from h5pack.system.files import read_all
 
 _EXACT_LINES = 256

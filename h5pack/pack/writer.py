@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -38,8 +39,6 @@ class WriteJob:
 
     path: str  # of ``OUT.partial``
     journal: str  # the journal's folder
-    row_shape: tuple[int, int, int]  # (H, W, C) or (C, H, W)
-    layout: str
     pixels: PixelOptions
     io: str  # direct, buffered or auto; see `h5pack.pack.direct_io`
     inode: int  # of the file; a file at `path` with another inode belongs to another conversion
@@ -135,7 +134,7 @@ class _Worker:
         self.job = job
         # Open the journal before the output, because a resumed conversion waits for processes with an open journal.
         self.journal = JournalWriter(job.journal)
-        self.decoder = LayoutDecoder(job.pixels, job.layout)
+        self.decoder = Decoder(job.pixels)
         self.file = RowFile(job.path, job.io)
         if os.fstat(self.file.descriptor).st_ino != job.inode:
             raise OutputBusyError(
@@ -174,7 +173,7 @@ def write_rows(task: WriteTask) -> list[RowRecord]:
     worker = _worker_for(task.job)
     records: list[RowRecord] = []
     previous: RowBuffer | None = None
-    row_bytes = int(np.prod(task.job.row_shape))
+    row_bytes = math.prod(task.job.pixels.row_shape)
     shared().begin([index for group in task.groups for index in group.indices])
     with strict_pillow():
         for group in task.groups:
@@ -194,7 +193,7 @@ def write_rows(task: WriteTask) -> list[RowRecord]:
 
 def _fill(worker: _Worker, group: RowGroup, buffer: RowBuffer) -> RowRecord:
     """Decode a group's images into its buffer, allowing each row to be written as soon as it is decoded."""
-    job, count = worker.job, len(group.indices)
+    pixels, count = worker.job.pixels, len(group.indices)
     packed = np.ones(count, np.bool_)
     checksums = [0] * count
     reasons: dict[int, str] = {}
@@ -203,7 +202,7 @@ def _fill(worker: _Worker, group: RowGroup, buffer: RowBuffer) -> RowRecord:
     for position, (index, name, decode_path) in enumerate(
         zip(group.indices, group.names, group.decode_paths, strict=True)
     ):
-        row = buffer.row(position).reshape(job.row_shape)
+        row = buffer.row(position).reshape(pixels.row_shape)
         try:
             worker.decoder.decode(_read(index, name), decode_path, row)
         except RejectedImageError as error:
@@ -214,14 +213,14 @@ def _fill(worker: _Worker, group: RowGroup, buffer: RowBuffer) -> RowRecord:
             checksums[position] = crc32(row)
             if position in sampled:
                 # Sum now, while the row is in the CPU cache.
-                sums.append((int(group.rows[position]), channel_sums(row, job.layout)))
+                sums.append((int(group.rows[position]), channel_sums(row, pixels.layout)))
         buffer.ready(position + 1)
     return RowRecord(
         rows=group.rows,
         packed=packed,
         checksums=np.array(checksums, np.uint32),
         sampled=np.array([row for row, _ in sums], np.int64),
-        sums=np.array([total for _, total in sums], np.uint64).reshape(len(sums), 2, job.pixels.channels),
+        sums=np.array([total for _, total in sums], np.uint64).reshape(len(sums), 2, pixels.channels),
         reasons=reasons,
     )
 
@@ -238,23 +237,6 @@ def _read(index: int, name: str) -> bytes | npt.NDArray[np.uint8]:
             parameters=("resume=True",),
         ) from error
     return source
-
-
-class LayoutDecoder:
-    """Decoder of images into rows of either layout, nhwc or nchw."""
-
-    def __init__(self, pixels: PixelOptions, layout: str) -> None:
-        self._decoder = Decoder(pixels)
-        shape = (pixels.height, pixels.width, pixels.channels)
-        self._channels_last = None if layout == "nhwc" else np.empty(shape, np.uint8)
-
-    def decode(self, source: bytes | npt.NDArray[np.uint8], decode_path: int, row: npt.NDArray[np.uint8]) -> None:
-        """Decode one image into `row`, uint8, (H, W, C) or (C, H, W), contiguous; see `Decoder.decode`."""
-        if self._channels_last is None:
-            self._decoder.decode(source, decode_path, row)
-        else:
-            self._decoder.decode(source, decode_path, self._channels_last)
-            row[...] = self._channels_last.transpose(2, 0, 1)
 
 
 def describe(task: WriteTask) -> str:

@@ -16,7 +16,7 @@ import pytest
 import h5pack
 from h5pack import cli
 from h5pack.errors import NoSpaceError
-from h5pack.pack import writer
+from h5pack.images.decode import Decoder
 from h5pack.pack.file_structure import FileStructure, PackTables, write_structure
 from h5pack.pack.journal import RowRecord
 from tests.crashing import (
@@ -82,7 +82,7 @@ def test_killed_again_while_resuming(source: Path, order: str, whole: bytes, tmp
 
 @pytest.mark.parametrize("images", [0, 11])
 def test_killed_while_workers_write(source: Path, order: str, whole: bytes, tmp_path: Path, images: int) -> None:
-    out, decode = tmp_path / "o.h5", (writer.LayoutDecoder, "decode")
+    out, decode = tmp_path / "o.h5", (Decoder, "decode")
     child, workers = convert_until_held(source, out, options(order), decode, images)
     child.kill()
     child.join()
@@ -119,7 +119,7 @@ def holding(*arguments):
 setattr(owner, name, holding)
 sys.exit(cli.main(sys.argv[2:]))
 """
-DECODING = "(writer.LayoutDecoder, 'decode', 12)"
+DECODING = "(writer.Decoder, 'decode', 12)"
 STORING = "(file_structure, 'store_chunk', 0)"
 
 

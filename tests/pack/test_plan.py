@@ -11,8 +11,7 @@ import pytest
 from h5pack.errors import NoImagesError, OptionsError, RejectedImageError, SizesDifferError
 from h5pack.images.decode import PixelOptions
 from h5pack.pack.options import ConvertOptions
-from h5pack.pack.plan import ConvertPlan, make_plan
-from h5pack.pack.split_order import order_rows
+from h5pack.pack.plan import ConvertPlan, make_plan, order_rows
 from h5pack.pack.survey import Survey
 from h5pack.sources.catalog import Catalog, FileReader, NameTable, Reject
 
