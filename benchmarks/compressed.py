@@ -37,7 +37,7 @@ from benchmarks.common import (
     write_result,
 )
 from h5pack.benchmark.ceilings import consume, spread
-from h5pack.benchmark.readers import through_library
+from h5pack.benchmark.sweep import through_library
 from h5pack.read.codecs import MallocBuffer
 from h5pack.system.machine import machine_facts
 

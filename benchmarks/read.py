@@ -51,7 +51,7 @@ from benchmarks.common import (
     write_result,
 )
 from h5pack.benchmark.ceilings import MemoryCopy, consume, interleaved, sequential, spread, touch
-from h5pack.benchmark.readers import through_library
+from h5pack.benchmark.sweep import through_library
 from h5pack.system.files import drop_cache
 from h5pack.system.machine import machine_facts
 

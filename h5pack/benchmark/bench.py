@@ -24,7 +24,6 @@ from h5pack.benchmark.cases import (
     ORDERS,
     BenchCase,
     BenchSettings,
-    CasePlan,
     exceeds_decode_budget,
     min_bench_seconds,
     min_seconds,
@@ -41,8 +40,8 @@ from h5pack.pack.options import parse_size
 from h5pack.system.machine import available_cpus, available_memory, machine_facts
 
 _MAX_THREADS = 4
-_MAX_TRIED = 16
-"""Largest number of threads, and of workers, that is measured by default."""
+_TRIED = (1, 2, 4, 8, 16)
+"""Numbers of threads, and of workers, that are measured by default if there are as many CPUs."""
 _RUN_OFF_SHARE = 0.35
 _WARM_SHARE = 0.1
 _FINALISTS_SHARE = 0.65
@@ -171,7 +170,7 @@ class BenchRun:
     ) -> None:
         self._source = source
         self._settings = settings
-        options = {name: getattr(settings, name) for name in ("size", "images", "labels")}
+        options: dict[str, Any] = {"size": settings.size, "images": settings.images, "labels": settings.labels}
         options["source_kind"] = source_kind
         self._options = {name: value for name, value in options.items() if value is not None}
         self._clock = clock
@@ -231,18 +230,19 @@ class BenchRun:
         with self._phase("warming up"):
             sweep.warm(_WARM_SHARE * (end - self._clock()))
         left = (1 - _RUN_OFF_SHARE) * (end - self._clock() - _RESERVE_SECONDS)
-        plan = plan_cases(sample.variants, settings, batch_size, num_threads, left)
-        _note_left_out(report, plan, sample, batch_size)
+        cases, left_out = plan_cases(sample.variants, settings, batch_size, num_threads, left)
+        _note_left_out(report, left_out, sample, batch_size)
         ceilings = Ceilings(sample.variants, sample.rows, sample.row_bytes, batch_size, num_threads)
         if ceilings.copy is None:
             report.notes.append("Memory is too small to measure the ceiling of warm reads, which is a memory copy.")
-        hot_seconds = left * sum(map(min_seconds, plan.hot)) / (sum(map(min_seconds, plan.hot + plan.cold)) or 1.0)
+        hot, cold = ([case for case in cases if case.cache == cache] for cache in CACHES)
+        hot_seconds = left * sum(map(min_seconds, hot)) / (sum(map(min_seconds, cases)) or 1.0)
         try:
             with self._phase("page cache warm"):
-                sweep.measure(plan.hot, hot_seconds, report.measurements, [ceilings.measure_copy])
+                sweep.measure(hot, hot_seconds, report.measurements, [ceilings.measure_copy])
             ceilings.copy = None  # Free the memory of its arrays.
             with self._phase("page cache cold"):
-                sweep.measure(plan.cold, left - hot_seconds, report.measurements, [ceilings.measure_read])
+                sweep.measure(cold, left - hot_seconds, report.measurements, [ceilings.measure_read])
         finally:
             report.ceilings += ceilings.results()
         workload = Workload(
@@ -275,8 +275,8 @@ class BenchRun:
         interim = choose(report.variants, report.measurements, report.run_off, workload)
         if interim is None:
             return
-        counts = [count for count in _powers_of_two(available_cpus()) if count <= _MAX_TRIED]
-        base = BenchCase(interim.variant, "window", "direct", cache, workload.batch_size, workload.window, 1)
+        counts = sorted({count for count in (*_TRIED, workload.cpus) if count <= min(workload.cpus, max(_TRIED))})
+        base = replace(workload.case(interim.variant, cache), num_threads=1)
         more = [replace(base, num_threads=count) for count in self._settings.num_threads or counts]
         more += [replace(base, num_workers=count) for count in self._settings.num_workers or counts]
         # Skip the cases that the run-off has just measured.
@@ -326,17 +326,12 @@ def _require_time(left: float, needed: float, packing: float, settings: BenchSet
         )
 
 
-def _note_left_out(report: BenchReport, plan: CasePlan, sample: BenchSample, batch_size: int) -> None:
-    if plan.left_out:
-        kinds = dict.fromkeys(f"{one.engine} {one.order} ({one.cache})" for one in plan.left_out)
+def _note_left_out(report: BenchReport, left_out: list[BenchCase], sample: BenchSample, batch_size: int) -> None:
+    if left_out:
+        kinds = dict.fromkeys(f"{one.engine} {one.order} ({one.cache})" for one in left_out)
         report.notes.append(f"Not measured for lack of time: {', '.join(kinds)}; increase seconds.")
     slow = [variant.label for variant in sample.variants if exceeds_decode_budget(variant, batch_size)]
     if slow:
         report.notes.append(
             f"Not measured with full shuffle: {', '.join(slow)}, as each batch would decode over a gigabyte of chunks."
         )
-
-
-def _powers_of_two(maximum: int) -> list[int]:
-    """Return the powers of two below `maximum`, and `maximum` itself."""
-    return [*(1 << power for power in range(maximum.bit_length()) if 1 << power < maximum), maximum]

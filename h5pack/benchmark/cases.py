@@ -58,13 +58,11 @@ class BenchSettings:
             values = getattr(self, name)
             if not values or not set(values) <= set(allowed):
                 raise _wrong(name, ",".join(values), f"give one or more of {', '.join(allowed)}")
-        minimum = {"batch_size": 1, "window": 1, "num_threads": 1, "num_workers": 0, "chunk_rows": 1, "chunk_bytes": 1}
-        for name, bound in minimum.items():
-            for value in getattr(self, name):
-                if value < bound:
-                    raise _wrong(name, value, f"it must be at least {bound}")
-        if self.rows is not None and self.rows < 1:
-            raise _wrong("rows", self.rows, "it must be at least 1")
+        for name in ("batch_size", "window", "num_threads", "num_workers", "chunk_rows", "chunk_bytes", "rows"):
+            found, bound = getattr(self, name), int(name != "num_workers")
+            values = found if isinstance(found, tuple) else () if found is None else (found,)
+            if min(values, default=bound) < bound:
+                raise _wrong(name, min(values), f"it must be at least {bound}")
         for name in ("batch_size", "window", "compression"):
             if not getattr(self, name):
                 raise _wrong(name, "", "give at least one value")
@@ -164,19 +162,10 @@ def repeats_json(speeds: Sequence[float]) -> dict[str, Any] | None:
     return {**{name: round(speed, 1) for name, speed in found.items()}, "repeats": [round(one, 1) for one in speeds]}
 
 
-@dataclass(frozen=True)
-class CasePlan:
-    """The cases to measure: first `hot` (warm page cache), then `cold`. For `left_out`, the time is too short."""
-
-    hot: tuple[BenchCase, ...]
-    cold: tuple[BenchCase, ...]
-    left_out: tuple[BenchCase, ...]
-
-
 def plan_cases(
     variants: Sequence[FileVariant], settings: BenchSettings, batch_size: int, num_threads: int, seconds: float
-) -> CasePlan:
-    """Return the most important cases that fit into `seconds`, starting with those that decide the recommendation."""
+) -> tuple[list[BenchCase], list[BenchCase]]:
+    """Return the most important cases that fit into `seconds`, those that decide the recommendation first; the rest."""
     levels: dict[int, list[BenchCase]] = {}
     for case in all_cases(variants, settings, batch_size, num_threads):
         levels.setdefault(_level(case), []).append(case)
@@ -191,8 +180,7 @@ def plan_cases(
             continue
         spent += cost
         taken += levels[level]
-    hot, cold = (tuple(case for case in taken if case.cache == cache) for cache in CACHES)
-    return CasePlan(hot, cold, tuple(left_out))
+    return taken, left_out
 
 
 def min_seconds(case: BenchCase) -> float:
@@ -236,19 +224,13 @@ def all_cases(
                     threads = 1 if order == "single" or engine == "default" else num_threads
                     cases.append(BenchCase(variant.label, order, engine, cache, rows, window, threads))
             if "direct" in settings.engines and "window" in settings.orders:
+                # Change one setting at a time: batch size, window, number of threads, or of workers.
                 base = BenchCase(variant.label, "window", "direct", cache, batch_size, window, num_threads)
-                cases += _varied(base, settings)
+                cases += [replace(base, batch_size=size) for size in settings.batch_size[1:]]
+                cases += [replace(base, window=chunks) for chunks in settings.window[1:]]
+                cases += [replace(base, num_threads=count) for count in settings.num_threads if count != num_threads]
+                cases += [replace(base, num_threads=1, num_workers=count) for count in settings.num_workers]
     return cases
-
-
-def _varied(base: BenchCase, settings: BenchSettings) -> list[BenchCase]:
-    """Return copies of the case with one setting changed: batch size, window, number of threads, or of workers."""
-    return [
-        *(replace(base, batch_size=size) for size in settings.batch_size[1:]),
-        *(replace(base, window=window) for window in settings.window[1:]),
-        *(replace(base, num_threads=count) for count in settings.num_threads if count != base.num_threads),
-        *(replace(base, num_threads=1, num_workers=count) for count in settings.num_workers),
-    ]
 
 
 def _level(case: BenchCase) -> int:

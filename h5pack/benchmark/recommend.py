@@ -6,7 +6,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from h5pack.benchmark.cases import MIN_REPEATS, BenchCase, FileVariant, Measurement
 from h5pack.format import schema
@@ -17,7 +17,7 @@ TIE = 0.95
 """Speeds of at least this fraction of the highest count as equal: even on an idle machine, repeats differ as much."""
 MIN_ROWS, MIN_BYTES = 256, 16 * 1024 * 1024
 """A sample with fewer rows and fewer bytes than this is too small to trust, because it fits into a CPU's caches."""
-_FINALIST = 0.6
+_FINALIST, _MAX_FINALISTS = 0.6, 6
 _MAX_SPREAD = 0.4
 
 
@@ -39,11 +39,9 @@ class Workload:
     cpus: int  # Number of CPUs that this process may use.
     copy_speed: float | None = None  # Images/s of a memory copy on `num_threads` threads, if measured.
 
-    def is_loader_case(self, case: BenchCase, window: int, num_threads: int) -> bool:
-        """Return whether `case` is H5Loader with direct reads, window shuffle, `self.batch_size` and these settings."""
-        return (case.engine, case.order, case.batch_size, case.window, case.num_threads, case.num_workers) == (
-            "direct", "window", self.batch_size, window, num_threads, None,
-        )  # fmt: skip
+    def case(self, variant: str, cache: str) -> BenchCase:
+        """Return the case that compares a file variant: H5Loader with direct reads and window shuffle."""
+        return BenchCase(variant, "window", "direct", cache, self.batch_size, self.window, self.num_threads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +83,11 @@ def pick_cache_state(workload: Workload, measurements: Sequence[Measurement]) ->
 
 
 def finalists(
-    variants: Sequence[FileVariant], measurements: Sequence[Measurement], workload: Workload, cache: str, count: int = 6
+    variants: Sequence[FileVariant], measurements: Sequence[Measurement], workload: Workload, cache: str
 ) -> list[BenchCase]:
-    """Return the cases to measure again side by side: at most `count`, one per file variant, fastest first."""
-    found = _comparable(variants, measurements, workload, cache)
-    found.sort(key=lambda one: -one.median)
-    return [one.case for one in found[:count] if one.median >= _FINALIST * found[0].median]
+    """Return the cases to measure again side by side: one per file variant, the fastest first."""
+    found = sorted(_comparable(variants, measurements, workload, cache), key=lambda one: -one.median)
+    return [one.case for one in found[:_MAX_FINALISTS] if one.median >= _FINALIST * found[0].median]
 
 
 def choose(
@@ -118,7 +115,7 @@ def choose(
     ties = [one for one in found if one.median >= TIE * best.median]
     picked = min(ties, key=lambda one: _effort(by_label[one.case.variant], workload))
     variant = by_label[picked.case.variant]
-    settings = _pick_settings(variant, [*run_off, *measurements], picked, workload)
+    settings, reasons = _pick_settings(variant, [*run_off, *measurements], picked, workload)
     gain, gain_reasons = _gain(variants, picked, measurements, [*found, *in_sweep])
     return Recommendation(
         variant=variant.label,
@@ -126,17 +123,14 @@ def choose(
         chunk_rows=variant.chunk_rows,
         compression=variant.compression,
         batch_size=workload.batch_size,
-        window=settings.window,
-        num_threads=settings.num_threads,
-        num_workers=settings.num_workers,
-        chunk_cache=_chunk_cache(variant, settings.window, workload),
+        **settings,
+        chunk_cache=_chunk_cache(variant, settings["window"], workload),
         judged_by=cache,
-        images_per_s=round(settings.images_per_s, 1),
         ties=tuple(one.case.variant for one in ties),
         doubts=tuple(_doubts([best, picked], max(len(found), len(in_sweep)), workload)),
-        reasons=(*_comparison(picked, ties, workload), why, *settings.reasons, *gain_reasons),
+        reasons=(*_comparison(picked, ties, workload), why, *reasons, *gain_reasons),
         command="" if variant.is_input else _command(variant, workload),
-        code=_code(variant, workload.batch_size, settings.window, settings.num_threads),
+        code=_code(variant, workload.batch_size, settings["window"], settings["num_threads"]),
         gain=gain,
     )
 
@@ -153,15 +147,8 @@ def _comparable(
     variants: Sequence[FileVariant], measurements: Sequence[Measurement], workload: Workload, cache: str
 ) -> list[Measurement]:
     """Return measurements that differ only in the variant. Leave out the contiguous one, which h5pack cannot write."""
-    allowed = {one.label for one in variants if one.is_input or one.chunk_rows is not None}
-    return [
-        one
-        for one in measurements
-        if one.speeds
-        and one.case.variant in allowed
-        and one.case.cache == cache
-        and workload.is_loader_case(one.case, workload.window, workload.num_threads)
-    ]
+    cases = {workload.case(one.label, cache) for one in variants if one.is_input or one.chunk_rows is not None}
+    return [one for one in measurements if one.speeds and one.case in cases]
 
 
 def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
@@ -180,23 +167,13 @@ def _comparison(picked: Measurement, ties: Sequence[Measurement], workload: Work
     return [f"{text}.", *([f"Equally fast, within {100 * (1 - TIE):.0f} %: {others}."] if others else [])]
 
 
-class _Settings(NamedTuple):
-    """Settings to recommend for reading a variant, with the reasons and the measured speed."""
-
-    window: int
-    num_threads: int
-    num_workers: int
-    images_per_s: float
-    reasons: list[str]
-
-
 def _pick_settings(
     variant: FileVariant, measurements: Sequence[Measurement], picked: Measurement, workload: Workload
-) -> _Settings:
-    """Choose the window, and the smallest numbers of threads and workers that are as fast as the best.
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the window, numbers of threads and workers, and measured speed to recommend for a variant; the reasons.
 
-    The window is the workload's, unless another window is clearly faster. If a case was measured twice, its first
-    entry in `measurements` counts.
+    The window is the workload's, unless another window is clearly faster; the numbers are the smallest that are as fast
+    as the best. If a case was measured twice, its first entry in `measurements` counts.
     """
     cases: dict[BenchCase, Measurement] = {}
     for one in measurements:
@@ -221,7 +198,9 @@ def _pick_settings(
     if windows and windows.get(window, picked.median) < TIE * windows[fastest]:
         window = fastest
     speeds = {(one.case.window, one.case.num_threads): one.median for one in (*loaders, picked)}
-    return _Settings(window, num_threads, num_workers, speeds.get((window, num_threads), picked.median), reasons)
+    speed = round(speeds.get((window, num_threads), picked.median), 1)
+    settings = {"window": window, "num_threads": num_threads, "num_workers": num_workers, "images_per_s": speed}
+    return settings, reasons
 
 
 def _smallest_tie(speeds: dict[int, float]) -> int:

@@ -48,8 +48,7 @@ def make_folder(
             _make_class(*job)
     else:
         with ProcessPoolExecutor(workers) as pool:
-            for future in [pool.submit(_make_class, *job) for job in jobs]:
-                future.result()
+            list(pool.map(_make_class, *zip(*jobs, strict=True)))
 
 
 def dead_leaves(seed: int, label: int, canvas: int = _CANVAS) -> npt.NDArray[np.uint8]:
@@ -103,15 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quality", type=int, default=90)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
-    make_folder(
-        arguments.folder,
-        arguments.count,
-        arguments.size,
-        classes=arguments.classes,
-        quality=arguments.quality,
-        seed=arguments.seed,
-        workers=available_cpus(),
-    )
+    make_folder(**vars(arguments), workers=available_cpus())
     print(f"{arguments.folder}: {arguments.count:,} images in {arguments.classes} classes")
     return 0
 

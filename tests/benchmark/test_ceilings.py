@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import pytest
@@ -24,33 +26,33 @@ def test_a_file_is_dropped(tmp_path: Path) -> None:
         assert "stay in the page cache" in reason
 
 
-def test_pages_that_stay_are_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = labelled(tmp_path / "x.h5")
-    state = PageState(h5pack.H5Dataset(path))
-    make_hot(path)
-    monkeypatch.setattr("h5pack.benchmark.ceilings.drop_cache", lambda path: 7)
-    reason = state.drop()
-    assert reason is not None
-    assert f"7 pages of {path}" in reason
+def refuse(path: Path) -> int:
+    raise OSError(22, "Invalid argument")
 
 
-def test_pages_that_mincore_only_pretends_to_see_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("drop", "is_cached", "reason"),
+    [
+        (lambda path: 7, True, "7 pages of "),
+        # mincore(2) pretends to see pages that are not cached.
+        (lambda path: 7, False, None),
+        (refuse, True, "Invalid argument"),
+        (None, True, "this system cannot drop"),
+    ],
+    ids=["stay", "pretended", "refused", "unsupported"],
+)
+def test_pages_that_stay_have_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drop: Callable[[Path], int] | None, is_cached: bool,
+    reason: str | None,
+) -> None:  # fmt: skip
     state = PageState(h5pack.H5Dataset(labelled(tmp_path / "x.h5")))
-    monkeypatch.setattr("h5pack.benchmark.ceilings.drop_cache", lambda path: 7)
-    monkeypatch.setattr("h5pack.read.storage.Storage.is_cached", lambda self, offset: False)
-    assert state.drop() is None
-
-
-def test_systems_that_cannot_drop_a_file_give_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = PageState(h5pack.H5Dataset(labelled(tmp_path / "x.h5")))
-
-    def refuse(path: Path) -> int:
-        raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr("h5pack.benchmark.ceilings.drop_cache", refuse)
-    assert "Invalid argument" in str(state.drop())
-    monkeypatch.delattr(os, "posix_fadvise")
-    assert state.drop() is not None
+    monkeypatch.setattr("h5pack.read.storage.Storage.is_cached", lambda self, offset: is_cached)
+    if drop is None:
+        monkeypatch.delattr(os, "posix_fadvise")
+    else:
+        monkeypatch.setattr("h5pack.benchmark.ceilings.drop_cache", drop)
+    found = state.drop()
+    assert found is None if reason is None else reason in str(found)
 
 
 def test_too_little_memory_leaves_the_copy_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,11 +66,10 @@ def test_too_little_memory_leaves_the_copy_out(monkeypatch: pytest.MonkeyPatch) 
 def test_the_files_of_a_virtual_dataset_are_dropped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part = labelled(tmp_path / "part.h5")
     layout = h5py.VirtualLayout((2 * ROWS, *SHAPE), "u1")
-    source = h5py.VirtualSource(part, "images", (ROWS, *SHAPE))
-    layout[:ROWS], layout[ROWS:] = source, source
+    layout[:ROWS] = layout[ROWS:] = h5py.VirtualSource(part, "images", (ROWS, *SHAPE))
     with h5py.File(tmp_path / "all.h5", "w") as file:
         file.create_virtual_dataset("images", layout)
-    dropped: list[Path] = []
+    dropped: list[Any] = []
     monkeypatch.setattr("h5pack.benchmark.ceilings.drop_cache", lambda path: dropped.append(path) or 0)
     assert PageState(h5pack.H5Dataset(tmp_path / "all.h5")).drop() is None
     assert dropped == [tmp_path / "all.h5", part]

@@ -1,7 +1,9 @@
-"""A sweep gives every case its share of the time, and says why a case has no repeats."""
+"""Every reader reads the rows of its case; a sweep gives every case its share of the time, or says why it cannot."""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,78 @@ import pytest
 from h5pack.benchmark import sweep
 from h5pack.benchmark.cases import BenchCase, FileVariant, Measurement
 from h5pack.benchmark.ceilings import PageState
-from h5pack.benchmark.readers import ReadTiming
 from h5pack.benchmark.sample import ScratchFolder
-from h5pack.benchmark.sweep import Sweep
-from tests.benchmark.files import SIZE, StepClock, sample_of
+from h5pack.benchmark.sweep import LibraryReader, ReadTiming, SharedDatasets, Sweep, open_reader
+from tests.benchmark.files import ROW_BYTES, SIZE, StepClock, input_of, sample_of, write_cut_chunks
 from tests.makers import class_folders
 
-Faked = tuple[StepClock, list[str], dict[str, float]]
-"""A clock, what readers were asked for, and seconds by order."""
-WINDOW = BenchCase("4 rows", "window", "direct", "hot", 8, 2, 1)
+
+def case_of(
+    label: str, order: str, engine: str = "direct", cache: str = "hot", workers: int | None = None
+) -> BenchCase:
+    return BenchCase(label, order, engine, cache, 1 if order == "single" else 10, 2, 1, workers)
+
+
+WINDOW = case_of("4 rows", "window")
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_cut_chunks(tmp_path_factory.mktemp("source") / "cut.h5")
+
+
+@pytest.fixture(scope="module")
+def whole(cut: Path) -> FileVariant:
+    """The input file as it is."""
+    found = input_of(cut).variant
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("engine", ["direct", "tuned", "default"])
+@pytest.mark.parametrize("order", ["sequential", "window", "full", "single"])
+def test_an_epoch_has_every_row(whole: FileVariant, order: str, engine: str) -> None:
+    reader = open_reader(case_of("as it is", order, engine), whole, 0, SharedDatasets())
+    timing = reader.run(math.inf, once=True)
+    reader.close()
+    assert timing.rows == 200
+    assert timing.seconds > 0
+    assert timing.bytes_per_row is not None
+    assert timing.bytes_per_row >= 0.9 * ROW_BYTES
+
+
+def test_workers_read_every_row_and_end_when_closed(whole: FileVariant) -> None:
+    reader = open_reader(case_of("as it is", "window", workers=2), whole, 0, SharedDatasets())
+    assert reader.run(1e-6).rows == 200
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    before = len(children.read_text().split())
+    reader.close()
+    assert len(children.read_text().split()) == before - 2
+
+
+@pytest.mark.parametrize("engine", ["default", "tuned"])
+@pytest.mark.parametrize(
+    ("order", "rows", "counts"), [("full", [5, 199, 0], [1, 1, 1]), ("sequential", [*range(40, 60)], [20])]
+)
+def test_rows_by_h5py_are_those_of_the_file(
+    cut: Path, whole: FileVariant, engine: str, order: str, rows: list[int], counts: list[int]
+) -> None:
+    with h5py.File(cut) as file:
+        expected = file["images"][()]
+    reader = LibraryReader(SharedDatasets().dataset(whole), case_of("as it is", order, engine), whole, 0)
+    assert np.array_equal(reader.read_row(7), expected[7])
+    parts = [(count, pixels.copy().reshape(-1, *pixels.shape[-3:])) for count, pixels in reader.read_batch(rows)]
+    reader.close()
+    assert [count for count, _ in parts] == counts
+    assert np.array_equal(np.concatenate([pixels for _, pixels in parts]), expected[rows])
+
+
+def test_a_part_of_a_larger_file_is_read(cut: Path, tmp_path: Path) -> None:
+    with ScratchFolder(tmp_path) as scratch:
+        first = sample_of(cut, scratch, rows=60, chunk_rows=(8,), contiguous=False).variants[0]
+        reader = open_reader(case_of("as it is", "full"), first, 0, SharedDatasets())
+        assert reader.run(math.inf, once=True).rows == 100
+        reader.close()
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +104,33 @@ def measure(
     return found
 
 
-class FakeReader:
-    """Takes the seconds that its order has, on the fake clock."""
+class Faked:
+    """Readers and page caches that take the seconds in `seconds` on a fake clock, and log what they are asked for."""
 
-    def __init__(self, clock: StepClock, case: BenchCase, log: list[str], seconds: dict[str, float]) -> None:
-        self.clock, self.log, self.seconds = clock, log, seconds.get(case.order, 0.05)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock, self.log = StepClock(), list[str]()
+        self.kept: str | None = None  # Why pages stay in the cache.
+        self.seconds = {"full": 0.05, "sequential": 0.05, "window": 0.05, "drop": 0.0}
+        monkeypatch.setattr(sweep, "open_reader", self.open)
+        monkeypatch.setattr(PageState, "drop", self.drop)
+
+    def open(self, case: BenchCase, *_: object) -> FakeReader:
+        return FakeReader(self, case.order)
+
+    def drop(self) -> str | None:
+        self.log.append("drop")
+        self.clock.advance(self.seconds["drop"])
+        return self.kept
+
+
+class FakeReader:
+    def __init__(self, faked: Faked, order: str) -> None:
+        self.faked, self.order = faked, order
 
     def run(self, seconds: float, *, once: bool = False) -> ReadTiming:
-        self.log.append("load" if once else "run")
-        self.clock.advance(self.seconds)
-        return ReadTiming(100, self.seconds, None)
+        self.faked.log.append("load" if once else self.order)
+        self.faked.clock.advance(self.faked.seconds[self.order])
+        return ReadTiming(100, self.faked.seconds[self.order], None)
 
     def close(self) -> None:
         pass
@@ -56,100 +138,64 @@ class FakeReader:
 
 @pytest.fixture
 def faked(monkeypatch: pytest.MonkeyPatch) -> Faked:
-    clock, log, seconds = StepClock(), list[str](), dict[str, float]()
-    monkeypatch.setattr(sweep, "open_reader", lambda case, *_: FakeReader(clock, case, log, seconds))
-    return clock, log, seconds
+    return Faked(monkeypatch)
 
 
 def test_a_slow_case_gets_fewer_repeats_and_every_case_one(variants: list[FileVariant], faked: Faked) -> None:
-    clock, _, seconds = faked
-    seconds["full"] = 0.4
-    cases = [BenchCase("4 rows", order, "direct", "hot", 8, 2, 1) for order in ("full", "sequential", "window")]
-    counts = {one.case.order: len(one.speeds) for one in measure(variants, cases, 3.05, clock)}
+    faked.seconds["full"] = 0.4
+    cases = [case_of("4 rows", order) for order in ("full", "sequential", "window")]
+    counts = {one.case.order: len(one.speeds) for one in measure(variants, cases, 3.05, faked.clock)}
     # The window shuffle has four sixths of the time, the others one; a repeat takes twice its reader's seconds.
     assert counts == {"full": 1, "sequential": 5, "window": 17}
-    assert clock.now <= 3.05
+    assert faked.clock.now <= 3.05
 
 
-def test_cases_whose_turn_does_not_come_say_so(variants: list[FileVariant], faked: Faked) -> None:
-    found = measure(variants, [WINDOW], 0.0, faked[0])
-    assert found[0].speeds == ()
-    assert found[0].reason is not None
+def test_repeats_run_forwards_and_backwards(variants: list[FileVariant], faked: Faked) -> None:
+    measure(variants, [case_of("4 rows", name, "tuned") for name in ("window", "full")], 1.0, faked.clock)
+    # A repeat runs its reader twice.
+    assert faked.log[:12:2] == ["window", "full", "full", "window", "window", "full"]
 
 
 @pytest.mark.parametrize(("kept", "loads"), [(None, 1), ("its pages stay", 0)])
 @pytest.mark.parametrize("reload", [False, True])
 def test_a_run_off_loads_files_again_before_each_repeat(
-    variants: list[FileVariant],
-    faked: Faked,
-    monkeypatch: pytest.MonkeyPatch,
-    kept: str | None,
-    loads: int,
-    reload: bool,
+    variants: list[FileVariant], faked: Faked, kept: str | None, loads: int, reload: bool
 ) -> None:
-    clock, log, _ = faked
-
-    def drop(self: PageState) -> str | None:
-        log.append("drop")
-        return kept
-
-    monkeypatch.setattr(PageState, "drop", drop)
-    (found,) = measure(variants, [WINDOW], 1.0, clock, reload_each_repeat=reload)
-    turn = ["drop", *["load"] * loads, "run", "run"] if reload else ["run", "run"]
+    faked.kept = kept
+    (found,) = measure(variants, [WINDOW], 1.0, faked.clock, reload_each_repeat=reload)
+    turn = [*(["drop", *["load"] * loads] if reload else []), "window", "window"]
     assert len(found.speeds) > 1
-    assert log == turn * len(found.speeds)
+    assert faked.log == turn * len(found.speeds)
 
 
-def test_files_that_are_slow_to_load_are_loaded_once(
+def test_files_that_are_slow_to_load_are_loaded_once(variants: list[FileVariant], faked: Faked) -> None:
+    faked.seconds["drop"] = 0.6
+    (found,) = measure(variants, [WINDOW], 1.6, faked.clock, reload_each_repeat=True)
+    assert faked.log.count("drop") == 1
+    assert len(found.speeds) > 1
+
+
+def test_cases_that_cannot_be_measured_say_why(
     variants: list[FileVariant], faked: Faked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, log, _ = faked
+    (late,) = measure(variants, [WINDOW], 0.0, faked.clock)
+    assert late.reason is not None
+    faked.kept = "they stay"
+    cold, hot = measure(variants, [case_of("4 rows", "window", cache="cold"), WINDOW], 1.0, faked.clock)
+    assert cold.reason is not None
+    assert (late.speeds, cold.speeds) == ((), ())
+    assert hot.speeds
 
-    def drop(self: PageState) -> None:
-        log.append("drop")
-        clock.advance(0.6)
-
-    monkeypatch.setattr(PageState, "drop", drop)
-    (found,) = measure(variants, [WINDOW], 1.6, clock, reload_each_repeat=True)
-    assert log.count("drop") == 1
-    assert len(found.speeds) > 1
-
-
-def test_repeats_run_forwards_and_backwards(variants: list[FileVariant], monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, order = StepClock(), list[str]()
-
-    def note(case: BenchCase, *_: object) -> FakeReader:
-        order.append(case.order)
-        return FakeReader(clock, case, [], {})
-
-    monkeypatch.setattr(sweep, "open_reader", note)
-    cases = [BenchCase("4 rows", name, "tuned", "hot", 8, 2, 1) for name in ("window", "full")]
-    measure(variants, cases, 1.0, clock)
-    assert order[:6] == ["window", "full", "full", "window", "window", "full"]
-
-
-def test_pages_that_stay_leave_cold_cases_unmeasured(
-    variants: list[FileVariant], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(PageState, "drop", lambda self: "they stay")
-    cold = BenchCase("4 rows", "window", "direct", "cold", 8, 2, 1)
-    found = measure(variants, [cold, WINDOW], 1.0, StepClock(step=0.05))
-    assert found[0].speeds == ()
-    assert found[0].reason is not None
-    assert found[1].speeds
-
-
-def test_a_dead_worker_is_the_reason_of_its_case(variants: list[FileVariant], monkeypatch: pytest.MonkeyPatch) -> None:
     def die(*_: object) -> None:
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error.")
 
     monkeypatch.setattr(sweep, "open_reader", die)
-    (found,) = measure(variants, [WINDOW], 1.0, StepClock(step=0.05))
-    assert found.reason == "DataLoader worker (pid 7) is killed by signal: Bus error."
+    (dead,) = measure(variants, [WINDOW], 1.0, faked.clock)
+    assert dead.reason == "DataLoader worker (pid 7) is killed by signal: Bus error."
 
 
 def test_direct_reads_request_each_byte_once(variants: list[FileVariant]) -> None:
-    (found,) = measure(variants, [WINDOW], 1.0, StepClock(step=0.05))
+    (found,) = measure(variants, [BenchCase("4 rows", "window", "direct", "hot", 8, 2, 1)], 1.0, StepClock(step=0.05))
     # The labels' few bytes come on top.
     assert found.amplification == pytest.approx(1.0, abs=0.01)
     assert found.hit_rate == pytest.approx(0.75)
@@ -163,13 +209,9 @@ def test_cold_cases_read_the_disk_though_libraries_cache_chunks(tmp_path: Path) 
         file.create_dataset("images", data=values, chunks=(10, 32, 32, 3), compression="gzip")
     with ScratchFolder(tmp_path) as scratch:
         variants = sample_of(path, scratch, chunk_rows=(10,), contiguous=False).variants
-        cases = [
-            BenchCase("as it is", order, engine, "cold", 1 if order == "single" else 10, 2, 1)
-            for order in ("window", "full", "single")
-            for engine in ("direct", "tuned", "default")
-        ]
+        kinds = [(order, engine) for order in ("window", "full", "single") for engine in ("direct", "tuned", "default")]
+        cases = [case_of("as it is", *kind, "cold") for kind in kinds]
         found = measure(variants, cases, 3.0, StepClock(step=0.05))
-    stays = {one.reason for one in found}
-    assert len(stays) == 1, stays
+    assert len({one.reason for one in found}) == 1
     for one in found:
         assert one.reason is not None or (one.amplification or 0) > 0.9, one.case
