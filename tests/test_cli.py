@@ -162,6 +162,7 @@ def test_a_closed_pipe_gives_no_traceback(tmp_path: Path) -> None:
         ("chunk_rows and chunk_bytes", ("chunk_rows", "chunk_bytes"), "--chunk-rows and --chunk-bytes"),
         ("give source='flat'", ("source='flat'",), "give --source flat"),
         ("nothing=1 here", ("nothing=1",), "nothing=1 here"),
+        ("another command with again=True", ("again=True",), "another command with --again"),
         ("exclude what is excluded", ("exclude",), "--exclude what is excluded"),
     ],
 )

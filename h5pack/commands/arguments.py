@@ -61,7 +61,11 @@ def option_text(text: str, fragments: Sequence[str], parser: argparse.ArgumentPa
 
 
 def _option_text(fragment: str, parser: argparse.ArgumentParser) -> str | None:
-    """Return the command-line option for ``name`` or ``name=value``; None if the command has no such option."""
+    """Return the command-line option for ``name`` or ``name=value``; None if the command has no such option.
+
+    ``name=True`` always becomes an option, because the message may recommend another command: doctor, for example,
+    refuses the file of an unfinished conversion, and recommends to run the conversion again with ``resume=True``.
+    """
     name, _, text = fragment.partition("=")
     value = _literal(text)
     flag = "--" + name.replace("_", "-")
@@ -72,7 +76,7 @@ def _option_text(fragment: str, parser: argparse.ArgumentParser) -> str | None:
             return action.option_strings[-1]
         if action.option_strings and action.nargs != 0 and not (text and value == ""):
             return f"{action.option_strings[-1]} {value}" if text else action.option_strings[-1]
-    return None
+    return flag if value is True else None
 
 
 def _literal(value: str) -> Any:

@@ -98,7 +98,7 @@ def _print(report: Any, arguments: argparse.Namespace) -> None:
     for failure in report.failures:
         print(f"h5pack: {failure}", file=sys.stderr)
     if arguments.plot is not None:
-        from h5pack.doctor.plot import draw_stages
+        from h5pack.doctor.report import draw_stages
 
         draw_stages(report, arguments.plot)
 
@@ -132,7 +132,7 @@ def _named(arguments: argparse.Namespace, name: str) -> Any:
 
 def load_named(option: str, text: str) -> Any:
     """Return the callable that MODULE:NAME names. Modules in the working directory are found, too."""
-    from h5pack.doctor.step import error_line
+    from h5pack.doctor.device_stages import error_line
 
     module_name, _, name = text.partition(":")
     if os.getcwd() not in sys.path:

@@ -1,28 +1,37 @@
-"""The stages after the loader: copying to the device, normalizing, the training step, and all stages together."""
+"""The stages after the loader: copying to the device, normalizing, the training step, and all stages together.
+
+The step runs the user's model, or a small built-in network.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import math
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from h5pack.data.dataset import H5Dataset
-from h5pack.device.batch import images_of, map_tensors
+from h5pack.device.batch import images_of, map_tensors, tensors_of
 from h5pack.device.feed import DeviceFeed
 from h5pack.device.normalize import Normalize
 from h5pack.device.prefetch import CudaCopier
 from h5pack.doctor.measure import Meter, Repeat, measure_calls, measure_epochs
-from h5pack.doctor.step import Step
-from h5pack.errors import OptionsError
+from h5pack.errors import H5PackError, OptionsError
 from h5pack.monitor.monitor import FeedMonitor
 from h5pack.monitor.probes import GpuProbe
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
+Loss = Callable[[Any, Any], torch.Tensor]
+Step = Callable[[torch.Tensor, "torch.Tensor | None"], Any]
 # Maximum number of calls between synchronisations with a GPU, enough to hide the time that launching them takes.
 _MAX_QUEUED_CALLS = 8
 _PREFETCH_FACTOR = 2
@@ -31,30 +40,8 @@ PREFETCHED_ON_GPU = 2 * _PREFETCH_FACTOR
 _SYNCHRONISED_STEPS = 4
 _IDLE_PERCENT = 10
 _MAX_CHANNELS = 4
-
-
-class StallMeter(Meter):
-    """A meter of two waiting times, each measured by a monitor.
-
-    `step` measures how long the step waits for its batches. `loader` measures how long the loader's consumer waits.
-    """
-
-    def __init__(self, device: torch.device, step: FeedMonitor, loader: FeedMonitor) -> None:
-        super().__init__(device)
-        self._step, self._loader = step, loader
-        self._stalled = self._starved = 0.0  # totals of earlier iterations, because a monitor restarts at 0
-
-    def begin(self) -> None:
-        """Add the last iteration's waits to the totals. Call this before the monitors begin a new iteration."""
-        self._stalled, self._starved = self.stalled(), self.starved()
-
-    def stalled(self) -> float:
-        """Return for how many seconds the step has waited for its batches, in all iterations together."""
-        return self._stalled + self._step.report().stall_seconds
-
-    def starved(self) -> float:
-        """Return for how many seconds the loader's consumer has waited, in all iterations together."""
-        return self._starved + self._loader.report().wait_seconds
+# Number of outputs of the built-in network if the number of classes is unknown.
+_DEFAULT_OUTPUTS = 10
 
 
 def normalizer_for(dataset: H5Dataset, images: torch.Tensor, dtype: torch.dtype) -> tuple[Transform | None, str]:
@@ -106,18 +93,18 @@ class DeviceStages:
 
     def copy(self, seconds: float) -> Repeat:
         """Measure copying the batch to a CUDA device as `DeviceFeed` does, through pinned memory."""
-        if self._copier is None:
-            # All repeats share one copier. Each copier has a CUDA stream, for which the allocator keeps extra memory.
-            self._copier = CudaCopier(self._device, None)
-        copier = self._copier
+        # All repeats share one copier. Each copier has a CUDA stream, for which the allocator keeps extra memory.
+        self._copier = copier = self._copier or CudaCopier(self._device, None)
         copier.begin()
-        return self._measure(lambda: copier.receive(copier.launch(copier.prepare(self._batch), 0)), seconds)
+        return self._measure(
+            lambda: copier.receive(copier.launch(copier.prepare(self._batch), 0)), seconds, self._count
+        )
 
     def normalize(self, seconds: float) -> Repeat:
         """Measure the conversion of the batch to floats on the device."""
         raw, transform = images_of(self._on_device), self._normalize
         assert transform is not None
-        return self._measure(lambda: transform(raw), seconds)
+        return self._measure(lambda: transform(raw), seconds, self._count)
 
     def step(self, step: Step, seconds: float, fraction: float = 1.0) -> Repeat:
         """Measure the step on the first images of the batch: on this fraction of them, above 0 to 1."""
@@ -125,8 +112,8 @@ class DeviceStages:
         images, labels = self.images[:count], None if self.labels is None else self.labels[:count]
         return self._measure(lambda: step(images, labels), seconds, count)
 
-    def _measure(self, call: Callable[[], Any], seconds: float, images: int | None = None) -> Repeat:
-        return measure_calls(call, self._count if images is None else images, seconds, self._meter, _MAX_QUEUED_CALLS)
+    def _measure(self, call: Callable[[], Any], seconds: float, images: int) -> Repeat:
+        return measure_calls(call, images, seconds, self._meter, _MAX_QUEUED_CALLS)
 
     def try_step(self, step: Step) -> None:
         """Run the step once, and wait until the device has finished it, so that its errors are raised here."""
@@ -159,7 +146,7 @@ class DeviceStages:
         inner = FeedMonitor(loader, device="cpu", name="doctor's loader", **quiet)
         feed = DeviceFeed(inner, self._device, transform=self._normalize, prefetch_factor=_PREFETCH_FACTOR)
         outer = FeedMonitor(feed, name="doctor", **quiet)
-        meter = StallMeter(self._device, outer, inner)
+        meter = Meter(self._device, outer, inner)
 
         def consume(batch: Any) -> int:
             images = images_of(batch)
@@ -179,11 +166,6 @@ def labels_of(batch: Any) -> torch.Tensor | None:
     return parts[1] if len(parts) > 1 and isinstance(parts[1], torch.Tensor) else None
 
 
-def describe_device(device: torch.device) -> str:
-    """Return the device as text; for a CUDA device, with the name of the GPU."""
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
-
-
 def idle_gpus(device: torch.device) -> int | None:
     """Return how many GPUs other than `device` are idle; None if there are no others or their use is unknown."""
     others = [torch.device("cuda", number) for number in range(torch.cuda.device_count()) if number != device.index]
@@ -194,3 +176,155 @@ def idle_gpus(device: torch.device) -> int | None:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def error_line(error: BaseException) -> str:
+    """Return an error's type and the line of its message that states the cause; no type if it is h5pack's own error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    if len(lines) == 1 and isinstance(error, H5PackError):
+        return lines[0]
+    # An error from a DataLoader worker begins with the whole traceback, so the last line states the cause.
+    text = lines[-1] if lines[0].startswith("Caught ") else lines[0]
+    return text if text != lines[0] else f"{type(error).__name__}: {text}"
+
+
+def name_of(function: Any) -> str:
+    """Return MODULE:NAME for a function or class, and the name of the type for any other object."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    return f"{module}:{name}" if module and name else type(function).__name__
+
+
+@dataclass(frozen=True)
+class StepSetting:
+    """The images and the device that a step is made for."""
+
+    shape: tuple[int, ...]  # of an image as the step receives it: (C, H, W), or another shape if rows are not images
+    classes: int | None  # number of classes; None if unknown
+    device: torch.device
+    dtype: torch.dtype  # of the images; with bfloat16 or float16, the step runs under autocast
+
+
+def make_step(model: Any, setting: StepSetting) -> tuple[Step, str]:
+    """Return a step that runs the user's model, and a description of it. Raise OptionsError if no step can be made.
+
+    If `model` is None, the step uses a small built-in network. A module is used directly. Any other callable is a
+    factory. It is called with those of the keywords ``shape``, ``classes``, ``num_classes`` and ``device`` that its
+    signature names, and returns
+
+    - a module, which is trained by SGD with a default loss (see `ModuleStep`);
+    - a pair of a module and a loss, which is called with the module's output and the labels; or
+    - any other callable, which runs the whole step when called with the images and the labels (None without labels).
+    """
+    if model is None:
+        network = _small_network(setting.shape, setting.classes or _DEFAULT_OUTPUTS)
+        return ModuleStep(network, None, setting), f"a small built-in network{_size_text(network)}"
+    name, made = "" if isinstance(model, nn.Module) else name_of(model), model
+    if name:
+        try:
+            made = model(**_named_keywords(model, setting))
+        except H5PackError:
+            raise
+        except Exception as error:
+            # The user's code may raise any exception.
+            raise OptionsError(f"the model {name} failed ({error_line(error)})") from error
+    loss: Loss | None = None
+    if isinstance(made, (tuple, list)) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
+        made, loss = made
+    if isinstance(made, nn.Module):
+        text = f"a {type(made).__name__}{_size_text(made)}"
+        try:
+            return ModuleStep(made, loss, setting), f"{name}, {text}" if name else text
+        except Exception as error:
+            # For example, the device may have too little memory.
+            raise OptionsError(f"the model cannot be moved to {setting.device} ({error_line(error)})") from error
+    if callable(made):
+        return made, f"{name}, which returned a whole step"
+    raise OptionsError(
+        f"the model {name} returned a {type(made).__name__}; it must return a torch module, a pair of a module and a "
+        "loss, or a function of images and labels"
+    )
+
+
+def _named_keywords(factory: Any, setting: StepSetting) -> dict[str, Any]:
+    try:
+        named = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return {}
+    # If the number of classes is unknown, it is not passed, so that the factory's default applies.
+    classes = setting.classes
+    known = {"shape": setting.shape, "classes": classes, "num_classes": classes, "device": setting.device}
+    return {name: value for name, value in known.items() if name in named and value is not None}
+
+
+class ModuleStep:
+    """A training step of a module: forward, loss, backward, and SGD with momentum.
+
+    The learning rate is 0, so that the step does all of the work but leaves the weights unchanged. The default loss is
+    cross-entropy for one integer label per image and outputs of shape (N, K), binary cross-entropy for integer labels
+    of the same shape as the outputs, and otherwise the mean of the squared outputs.
+    """
+
+    def __init__(self, module: nn.Module, loss: Loss | None, setting: StepSetting) -> None:
+        self._module = module.to(setting.device).train()
+        self._loss = loss
+        self._setting = setting
+        self._trains = any(parameter.requires_grad for parameter in module.parameters())
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def __call__(self, images: torch.Tensor, labels: torch.Tensor | None) -> None:
+        """Run one step."""
+        setting = self._setting
+        mixed = setting.dtype != torch.float32
+        with torch.autocast(setting.device.type, setting.dtype, enabled=mixed):
+            output = self._module(images)
+            loss = self._loss(output, labels) if self._loss is not None else default_loss(output, labels)
+        if not self._trains:
+            return
+        if self._optimizer is None:
+            # Make the optimizer after the first forward pass, in which lazy modules get the shapes of their parameters.
+            trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+            self._optimizer = torch.optim.SGD(trained, lr=0.0, momentum=0.9)
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+
+
+def default_loss(output: Any, labels: torch.Tensor | None) -> torch.Tensor:
+    """Return the default loss of `ModuleStep`, computed from the first tensor of `output`."""
+    found = next(tensors_of(output), None)
+    if found is None:
+        raise TypeError(f"the module returned a {type(output).__name__} without a tensor; return a tensor")
+    found = found.float()
+    if labels is not None and labels.device == found.device and len(labels) == len(found):
+        whole = not labels.dtype.is_floating_point
+        if whole and labels.dim() == 1 and found.dim() == 2:
+            # Clamp labels beyond the module's number of classes, so that they do not fail. -1 means no label.
+            return F.cross_entropy(found, labels.long().clamp(-1, found.shape[1] - 1), ignore_index=-1)
+        if labels.shape == found.shape and whole:
+            return F.binary_cross_entropy_with_logits(found, labels.clamp(0, 1).float())
+    return found.square().mean()
+
+
+def _size_text(module: nn.Module) -> str:
+    """Return the number of parameters in words; empty if a lazy module has parameters without a shape."""
+    parameters = list(module.parameters())
+    if any(nn.parameter.is_lazy(parameter) for parameter in parameters):
+        return ""
+    return f" of {sum(parameter.numel() for parameter in parameters):,} parameters"
+
+
+def _small_network(shape: tuple[int, ...], outputs: int) -> nn.Module:
+    if len(shape) != 3:
+        return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 64), nn.ReLU(), nn.Linear(64, outputs))
+    network = nn.Sequential(
+        nn.Conv2d(shape[0], 16, 7, stride=4, padding=3),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, outputs),
+    )
+    return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]

@@ -12,22 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from h5pack.benchmark.ceilings import interleaved
-from h5pack.doctor.measure import (
-    INTERRUPTED,
-    NotMeasured,
-    StageCost,
-    StageRun,
-    min_total_seconds,
-    repeats_within,
-    share_budget,
-)
+from h5pack.doctor.measure import NotMeasured, StageCost, StageRun, min_total_seconds, repeats_within, share_budget
 from h5pack.doctor.report import STAGE_TITLES, DoctorReport
-from h5pack.doctor.step import error_line
 from h5pack.doctor.target import DiagnoseSettings, Target
-from h5pack.errors import H5PackError, OptionsError
+from h5pack.errors import OptionsError
 from h5pack.format import schema
-from h5pack.monitor.advice import Advice, advise
-from h5pack.monitor.bottleneck import Evidence, Stage, StageResult, Verdict, judge
+from h5pack.monitor.advice import advise
+from h5pack.monitor.bottleneck import INTERRUPTED, Evidence, Stage, StageResult, judge
 from h5pack.order.window import DEFAULT_WINDOW
 from h5pack.system.machine import machine_facts
 from h5pack.system.text import counted
@@ -124,12 +115,8 @@ class Diagnosis:
         self._load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
         self._runs: dict[Stage, StageRun] = {}
         self._costs: dict[Stage, StageCost] = {}
-        self._reasons: dict[Stage, str] = {}
-        self._failures: list[str] = []
         self._unknown: list[str] = []
         self._evidence: Evidence | None = None
-        self._verdict: Verdict | None = None
-        self._advice: list[Advice] = []
         self.target = Target(settings)
 
     def __enter__(self) -> Diagnosis:
@@ -162,22 +149,23 @@ class Diagnosis:
         for group in (hot, cold):
             for stage in interleaved(group, repeats):
                 run = self._runs[stage]
-                if stage not in self._reasons:
+                if stage not in target.reasons:
                     self._show(f"{STAGE_TITLES[stage]}, repeat {len(run.repeats) + 1}")
                     self._guarded(stage, partial(run.repeat, shares[stage]))
-        self._judge(measured)
+        self._collect_evidence(measured)
 
     def report(self) -> DoctorReport:
         """Return the results so far."""
-        target = self.target
+        target, evidence = self.target, self._evidence
+        verdict = None if evidence is None else judge(evidence)
         return DoctorReport(
             target=target.describe(),
-            evidence=self._evidence,
+            evidence=evidence,
             stages=tuple(self._results().values()),
-            verdict=self._verdict,
-            advice=tuple(self._advice),
+            verdict=verdict,
+            advice=() if verdict is None or evidence is None else tuple(advise(verdict, evidence)),
             unknown=tuple(self._unknown),
-            failures=tuple(dict.fromkeys([*target.failures.values(), *self._failures])),
+            failures=tuple(dict.fromkeys(target.failures.values())),
             seconds=time.perf_counter() - self._begun,
             machine=machine_facts(Path(os.path.dirname(target.dataset.path))),
         )
@@ -218,9 +206,8 @@ class Diagnosis:
             if enough < 0.1 * budget:
                 found["half_batch_ratio"] = self._guarded(Stage.STEP, lambda: target.half_batch_ratio(enough))
             else:
-                self._unknown.append(
-                    "whether the batch is too small: no time to measure half of one; give more seconds"
-                )
+                text = "whether the batch is too small: no time to measure half of one; give more seconds"
+                self._unknown.append(text)
             if target.on_gpu:
                 found["synchronisations"], found["synchronised_at"] = target.synchronisations()
         if not target.on_gpu:
@@ -232,35 +219,32 @@ class Diagnosis:
         try:
             return call()
         except NotMeasured as error:
-            self._reasons[stage] = str(error)
+            self.target.reasons[stage] = str(error)
         except Exception as error:
             # The user's transform and model may raise any exception, on any batch.
-            self._reasons[stage] = line = error_line(error)
-            self._failures.append(line if isinstance(error, H5PackError) else f"{STAGE_TITLES[stage]}: {line}")
+            self.target.record_failure(stage, error, f"'{STAGE_TITLES[stage]}' failed")
         return None
 
     def _results(self) -> dict[Stage, StageResult]:
         """Return the results of all stages, in the order in which an image passes through them."""
-        reasons = {**self.target.reasons, **self._reasons}
+        reasons, runs = self.target.reasons, self._runs
         return {
-            stage: StageResult(stage, reason=reasons.get(stage, INTERRUPTED))
-            if stage in reasons or stage not in self._runs
-            else self._runs[stage].result()
+            stage: runs[stage].result()
+            if stage in runs and stage not in reasons
+            else StageResult(stage, reason=reasons.get(stage, INTERRUPTED))
             for stage in Stage
         }
 
-    def _judge(self, measured: dict[str, Any]) -> None:
+    def _collect_evidence(self, measured: dict[str, Any]) -> None:
         everything = self._runs.get(Stage.EVERYTHING)
         if everything is not None and everything.repeats:
             stalls = sum(one.stall_seconds for one in everything.repeats)
             measured["stall_fraction"] = stalls / sum(one.seconds for one in everything.repeats)
-        self._evidence = evidence = self.target.evidence(**measured, stages=self._results())
+        self._evidence = self.target.evidence(**measured, stages=self._results())
         cpus = os.cpu_count() or 1
         if self._load is not None and self._load > _CROWDED * cpus:
             load = f"load average {self._load:.1f} on {counted(cpus, 'CPU')}"
             self._unknown.append(f"the speed on an idle machine, because other processes are using this one ({load})")
-        self._verdict = judge(evidence)
-        self._advice = advise(self._verdict, evidence)
 
     def _refuse(self, seconds: float) -> None:
         """Raise an OptionsError that recommends a longer time, because the results would be meaningless."""

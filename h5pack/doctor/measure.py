@@ -1,15 +1,21 @@
-"""Timing of stages: how the time budget is shared among them, and how the speed of loaders and calls is measured."""
+"""Timing of stages: how the budget is shared, and how the speed of reads, loaders and calls is measured."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from h5pack.monitor.bottleneck import Rates, Stage, StageResult
+from h5pack.data.dataset import H5Dataset
+from h5pack.monitor.bottleneck import INTERRUPTED, Rates, Stage, StageResult
+from h5pack.monitor.monitor import FeedMonitor
 from h5pack.monitor.probes import CpuTime
 
 # Numbers of repeats of a stage. With fewer, a median says little. The maximum is used if the time budget allows.
@@ -22,7 +28,9 @@ MIN_SECONDS = 0.015
 _STARVED = 0.5
 # For at most this many seconds of work, calls are queued on a device before the host waits for the device.
 _QUEUED_SECONDS = 0.1
-INTERRUPTED = "the measurement was interrupted"
+# A block is the rows that one call of `ChunkReader` reads.
+_MAX_BLOCK_BYTES = 16 * 1024 * 1024
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 class NotMeasured(Exception):
@@ -82,10 +90,22 @@ def share_budget(costs: Mapping[Stage, StageCost], seconds: float, repeats: int)
 
 
 class Meter:
-    """Counters to read before and after a measurement. The base class counts nothing; it can synchronize the device."""
+    """What is read before and after a measurement: the waits that two monitors have measured, in seconds.
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    `step` monitors the step's batches, and `loader` the loader. Without them, the step does not wait, and the consumer
+    of the loader does nothing but wait. A CUDA `device` is synchronized before each reading.
+    """
+
+    def __init__(
+        self, device: torch.device | None = None, step: FeedMonitor | None = None, loader: FeedMonitor | None = None
+    ) -> None:
         self._cuda = device if device is not None and device.type == "cuda" else None
+        self._step, self._loader = step, loader
+        self._stalled = self._starved = 0.0  # totals of earlier iterations, because a monitor restarts at 0
+
+    def begin(self) -> None:
+        """Add the last iteration's waits to the totals. Call this before the monitors begin a new iteration."""
+        self._stalled, self._starved = self.stalled(), self.starved() or 0.0
 
     def synchronize(self) -> None:
         """Wait until the device has finished all queued work."""
@@ -93,12 +113,12 @@ class Meter:
             torch.cuda.synchronize(self._cuda)
 
     def stalled(self) -> float:
-        """Return for how many seconds the step has waited for its batches so far, over all epochs."""
-        return 0.0
+        """Return for how many seconds the step has waited for its batches, in all iterations together."""
+        return self._stalled + (0.0 if self._step is None else self._step.report().stall_seconds)
 
     def starved(self) -> float | None:
-        """Return for how many seconds the consumer has waited for the loader so far; None if it only waits."""
-        return None
+        """Return for how many seconds the loader's consumer has waited, in all iterations; None if it only waits."""
+        return None if self._loader is None else self._starved + self._loader.report().wait_seconds
 
 
 @dataclass(frozen=True)
@@ -212,6 +232,97 @@ def measure_calls(
         calls, passed = calls + queued, time.perf_counter() - start.time
         queued = max(1, min(max_queued_calls, int(_QUEUED_SECONDS * calls / max(passed, 1e-9))))
     return start.until(_Mark.end(calls * images, meter))
+
+
+class ChunkReader:
+    """A reader of a dataset's images. Each thread has its own buffer of `block_rows` rows, at most a chunk group.
+
+    `busy_fraction` is the fraction (0 to 1) of the last `run` in which the threads did not wait for storage, but ran or
+    waited for a CPU. It is None before the first `run`.
+    """
+
+    def __init__(self, dataset: H5Dataset) -> None:
+        self._dataset = dataset
+        self._index = index = dataset.engine.indexes[dataset.names[0]]
+        # An encoded chunk has to be decoded completely even for a few of its rows, so it is never split.
+        whole = index.codec is not None
+        max_rows = index.group_rows if whole else max(1, _MAX_BLOCK_BYTES // max(1, index.row_bytes))
+        self.block_rows = max(1, min(index.group_rows, max_rows))
+        self.busy_fraction: float | None = None
+
+    def warm(self, seconds: float, min_rows: int) -> int:
+        """Read rows in order, for `seconds` and until at least `min_rows` are read; return the number of rows read."""
+        deadline = time.perf_counter() + seconds
+        rows, out = len(self._dataset), self._buffer()
+        for first, last in self._blocks(0, rows):
+            self._read(first, last, out)
+            if time.perf_counter() >= deadline and last >= min_rows:
+                return last
+        return rows
+
+    def run(self, seconds: float, num_threads: int, rows: int, begin: float = 0.0) -> Repeat:
+        """Measure reading the first `rows` rows in stored order for `seconds`.
+
+        Start at the fraction `begin` (0 to 1) of these rows, and continue with the first row after the last one.
+        """
+        blocks = list(self._blocks(0, rows))
+        deadline = time.perf_counter() + seconds
+
+        def work(thread: int) -> tuple[int, float, float]:
+            out, read, number = self._buffer(), 0, int(begin * len(blocks)) + thread
+            ran, wall = _ready_seconds(), time.perf_counter()
+            while True:
+                first, last = blocks[number % len(blocks)]
+                self._read(first, last, out)
+                read, number = read + last - first, number + num_threads
+                if time.perf_counter() >= deadline:
+                    return read, _ready_seconds() - ran, time.perf_counter() - wall
+
+        cpu, begun = CpuTime.now(), time.perf_counter()
+        with ThreadPoolExecutor(num_threads) as pool:
+            done = list(pool.map(work, range(num_threads)))
+        images, ran, wall = map(sum, zip(*done, strict=True))
+        self.busy_fraction = min(1.0, ran / max(1e-9, wall))
+        seconds = time.perf_counter() - begun
+        return Repeat(int(images), seconds, CpuTime.now().since(cpu).total, total_images=int(images))
+
+    def _buffer(self) -> npt.NDArray[Any]:
+        return np.empty((self.block_rows, *self._index.row_shape), self._index.native_dtype)
+
+    def _read(self, first: int, last: int, out: npt.NDArray[Any]) -> None:
+        rows = np.arange(first, last) + self._dataset.first_row
+        self._dataset.engine.read(self._dataset.names[0], rows, out[: last - first])
+
+    def _blocks(self, first: int, rows: int) -> Iterator[tuple[int, int]]:
+        """Yield ranges of the split's rows, from `first` to `last` - 1, each of at most one chunk group."""
+        base, unit = self._dataset.first_row, self._index.group_rows
+        while first < rows:
+            edge = ((base + first) // unit + 1) * unit - base
+            last = min(rows, edge, first + self.block_rows)
+            yield first, last
+            first = last
+
+
+def busy_fraction(call: Callable[[], Any], seconds: float) -> float:
+    """Call `call` for `seconds`; return the fraction (0 to 1) of them in which this thread ran or waited for a CPU."""
+    ran, begun = _ready_seconds(), time.perf_counter()
+    while True:
+        call()
+        wall = time.perf_counter() - begun
+        if wall >= seconds:
+            return min(1.0, (_ready_seconds() - ran) / max(wall, 1e-9))
+
+
+def _ready_seconds() -> float:
+    """Return this thread's CPU time in seconds, plus the time it waited for a CPU if the kernel reports that.
+
+    The wait for a CPU is included, so that a busy machine does not look like a slow disk.
+    """
+    try:
+        ran, queued, _ = _SCHEDSTAT.read_text().split()
+        return (int(ran) + int(queued)) / 1e9
+    except (OSError, ValueError):
+        return time.thread_time()
 
 
 @dataclass

@@ -1,22 +1,16 @@
-"""The report of `diagnose`, as JSON and as text. Only this module puts a verdict into words."""
+"""The report of `diagnose`, as JSON, as text and as a figure. Only this module puts a verdict into words."""
 
 from __future__ import annotations
 
 import math
+import os
 import textwrap
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
+from h5pack.benchmark.plots import check_plot_file, save_figure
 from h5pack.monitor.advice import BOTTLENECK_WORDS, Advice
-from h5pack.monitor.bottleneck import (
-    Bottleneck,
-    Evidence,
-    Outcome,
-    Stage,
-    StageResult,
-    Verdict,
-    rate_text,
-)
+from h5pack.monitor.bottleneck import INTERRUPTED, Bottleneck, Evidence, Outcome, Stage, StageResult, Verdict, rate_text
 from h5pack.system.text import counted
 
 STAGE_TITLES = {
@@ -30,8 +24,8 @@ STAGE_TITLES = {
     Stage.STEP: "step alone",
     Stage.EVERYTHING: "everything together",
 }
-_BAR = 24
-_WIDTH = 110
+_BAR, _WIDTH = 24, 110  # maximum length of a bar in the text, and of a line
+_PLAIN, _BOTTLENECK, _TOGETHER, _MUTED, _INK = "#9db4c8", "#d1495b", "#33658a", "#777777", "#222222"
 
 
 @dataclass(frozen=True)
@@ -83,6 +77,10 @@ class DoctorReport:
             "same holds for an epoch that begins after the system has dropped the file from the page cache."
         )
 
+    def advice_texts(self, *, moves: bool) -> list[str]:
+        """Return the texts of the advice that would relieve the bottleneck, or of all other advice."""
+        return [one.text for one in self.advice if one.moves == moves]
+
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON-serializable dict. The keys are stable across versions."""
         verdict = self.verdict
@@ -94,8 +92,8 @@ class DoctorReport:
             "sure": False if verdict is None else verdict.certain,
             "verdict": self.verdict_text or None,
             "first_epoch": self.first_epoch_text,
-            "advice": [one.text for one in self.advice if one.moves],
-            "notes": [one.text for one in self.advice if not one.moves],
+            "advice": self.advice_texts(moves=True),
+            "notes": self.advice_texts(moves=False),
             "facts": None if self.evidence is None else self.evidence.to_json(),
             "unknown": list(self.unknown),
             "failures": list(self.failures),
@@ -127,28 +125,30 @@ class DoctorReport:
         if self.verdict is None:
             return "\n".join([*lines, "Interrupted: no verdict. The table shows what was measured before."])
         lines += _wrapped(self.verdict_text)
-        if self.first_epoch_text is not None:
-            lines += _wrapped(self.first_epoch_text)
-        moves = [one.text for one in self.advice if one.moves]
-        if moves:
-            lines += ["", "What would make the training faster (the most usual causes first):"]
-            lines += [line for number, item in enumerate(moves, 1) for line in _wrapped(item, f"{number}. ")]
-        notes = [one.text for one in self.advice if not one.moves]
-        for title, items in (("Other findings:", notes), ("Not determined:", self.unknown)):
-            if items:
-                lines += ["", title, *(line for item in items for line in _wrapped(item, "- "))]
+        lines += _wrapped(self.first_epoch_text or "")
+        for title, items, mark in (
+            (
+                "What would make the training faster (the most usual causes first):",
+                self.advice_texts(moves=True),
+                "{}. ",
+            ),
+            ("Other findings:", self.advice_texts(moves=False), "- "),
+            ("Not determined:", self.unknown, "- "),
+        ):
+            lines += ["", title] if items else []
+            lines += [line for number, item in enumerate(items, 1) for line in _wrapped(item, mark.format(number))]
         return "\n".join(lines)
 
 
 def _stage_json(result: StageResult) -> dict[str, Any]:
-    rates = result.rates
+    median, low, high, repeats = (None, None, None, 0) if result.rates is None else astuple(result.rates)
     return {
         "key": result.stage.value,
         "name": STAGE_TITLES[result.stage],
-        "images_per_s": None if rates is None else rates.median,
-        "min": None if rates is None else rates.low,
-        "max": None if rates is None else rates.high,
-        "repeats": 0 if rates is None else rates.repeats,
+        "images_per_s": median,
+        "min": low,
+        "max": high,
+        "repeats": repeats,
         "images": result.images,
         "cpus_used": None if result.cpus_used is None else round(result.cpus_used, 3),
         "not_measured": result.reason,
@@ -166,19 +166,18 @@ def _waterfall(report: DoctorReport) -> list[str]:
     ]
     stall = None if report.evidence is None else report.evidence.stall_fraction
     for result in report.stages:
-        title, rates = STAGE_TITLES[result.stage], result.rates
+        title, rates = f"{STAGE_TITLES[result.stage]:{width}}", result.rates
         if rates is None:
-            lines.append(f"{title:{width}}  not measured: {result.reason}")
+            lines.append(f"{title}  not measured: {result.reason}")
             continue
         span = f"{rate_text(rates.low)} - {rate_text(rates.high)}"
         cpus = "" if result.cpus_used is None else f"{result.cpus_used:.1f}"
         size = math.log(max(rates.median, 1e-9) / low) / math.log(max(high / low, 1.001))
-        bar = "#" * max(1, round(_BAR * min(1.0, max(0.0, size))))
+        bar = "#" * max(1, round(_BAR * min(1.0, size)))
         remark = "" if result.note is None else f"({result.note})"
         if result.stage is Stage.EVERYTHING and stall is not None:
             remark = f"the step waits {100 * stall:.0f} % of the time"
-        line = f"{title:{width}}  {rate_text(rates.median):>9}  {span:>19}  {cpus:>4}  {bar}  {remark}"
-        lines.append(line.rstrip())
+        lines.append(f"{title}  {rate_text(rates.median):>9}  {span:>19}  {cpus:>4}  {bar}  {remark}".rstrip())
     return lines
 
 
@@ -252,4 +251,50 @@ def _grounds(name: Bottleneck, evidence: Evidence) -> str:
 
 def _reason(evidence: Evidence, stage: Stage) -> str:
     result = evidence.stages.get(stage)
-    return (result.reason if result is not None else None) or "the measurement was interrupted"
+    return (None if result is None else result.reason) or INTERRUPTED
+
+
+def draw_stages(report: DoctorReport, path: str | os.PathLike[str]) -> None:
+    """Draw the report of `diagnose` into a .png, .svg or .pdf file; raise OptionsError if that is impossible."""
+    check_plot_file(path)
+    # Do not use pyplot, which would keep the figure and choose a backend for the whole process.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.6, 5.4), layout="constrained")
+    axes = figure.add_subplot()
+    limits = set()
+    if report.verdict is not None and report.evidence is not None:
+        limits = {bottleneck_stage(name, report.evidence) for name in report.verdict.bottlenecks}
+    medians = [result.rates.median for result in report.stages if result.rates is not None]
+    low = min(medians, default=1.0) / 3
+    for height, result in enumerate(report.stages):
+        _draw_bar(axes, height, result, low, result.stage in limits)
+    axes.set_yticks(range(len(report.stages)), [STAGE_TITLES[result.stage] for result in report.stages])
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlim(low, max(medians, default=10.0) * 4)
+    axes.xaxis.set_major_formatter(lambda value, position: f"{value:,.10g}")
+    axes.set_xlabel("images/s, logarithmic (bar: median; line: lowest to highest repeat)")
+    axes.grid(axis="x", color="#e4e4e4")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    # parse_math=False, because a path may contain a dollar sign, which would start a formula.
+    title = textwrap.fill(report.verdict_text.partition(". ")[0] or "Interrupted: no verdict", 84)
+    figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left", parse_math=False)
+    head = "\n".join(textwrap.fill(line, 120) for line in report.head())
+    axes.set_title(head, fontsize=9, color=_MUTED, loc="left", parse_math=False)
+    save_figure(figure, path, dpi=120)
+
+
+def _draw_bar(axes: Any, height: int, result: StageResult, low: float, limits: bool) -> None:
+    rates = result.rates
+    if rates is None:
+        reason = textwrap.shorten(f"not measured: {result.reason}", 90, placeholder=" ...")
+        axes.text(low * 1.05, height, reason, va="center", fontsize=9, color=_MUTED, style="italic", parse_math=False)
+        return
+    color = _BOTTLENECK if limits else _TOGETHER if result.stage is Stage.EVERYTHING else _PLAIN
+    axes.barh(height, rates.median - low, left=low, height=0.62, color=color)
+    axes.plot([rates.low, rates.high], [height, height], color=_INK, linewidth=1.2, solid_capstyle="butt")
+    text = rate_text(rates.median) + ("   bottleneck" if limits else "")
+    where = (rates.high, height)
+    axes.annotate(text, where, xytext=(6, 0), textcoords="offset points", va="center", fontsize=10, color=_INK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable
@@ -10,18 +11,37 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
-from h5pack.benchmark.ceilings import PageState
+from h5pack.benchmark.ceilings import PageState, touch
 from h5pack.data.dataset import H5Dataset
+from h5pack.data.loader import H5Loader
 from h5pack.data.resident import ResidentRows
-from h5pack.device.batch import images_of
+from h5pack.data.samplers import ChunkBatchSampler
+from h5pack.device.batch import batch_size_and_bytes, images_of, tensors_of
 from h5pack.device.feed import resolve_device
-from h5pack.doctor.device_stages import PREFETCHED_ON_GPU, DeviceStages, describe_device, idle_gpus, normalizer_for
-from h5pack.doctor.host_stages import ChunkReader, HostLoaders, busy_fraction, touch_batch
-from h5pack.doctor.measure import MIN_LOADER_BATCHES, NotMeasured, Repeat, StageRun, measure_epochs
+from h5pack.doctor.device_stages import (
+    PREFETCHED_ON_GPU,
+    DeviceStages,
+    Step,
+    StepSetting,
+    error_line,
+    idle_gpus,
+    make_step,
+    name_of,
+    normalizer_for,
+)
+from h5pack.doctor.measure import (
+    MIN_LOADER_BATCHES,
+    ChunkReader,
+    NotMeasured,
+    Repeat,
+    StageRun,
+    busy_fraction,
+    measure_epochs,
+)
 from h5pack.doctor.report import TargetSummary
-from h5pack.doctor.step import Step, StepSetting, error_line, make_step, name_of
-from h5pack.errors import OptionsError, PackFormatError
+from h5pack.errors import H5PackError, OptionsError, PackFormatError
 from h5pack.monitor.bottleneck import Encoding, Evidence, Stage
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.system.machine import available_cpus, available_memory
@@ -73,6 +93,90 @@ class DiagnoseSettings:
                 raise OptionsError(f"{name} is a {type(value).__name__}; give a callable object", parameters=(name,))
 
 
+class HostLoaders:
+    """A factory of the loaders to measure: `H5Loader`s, or DataLoaders if `num_workers` is not None.
+
+    `dataset` must not have a transform of its own. An `H5Loader` calls `transform` with whole batches, and a DataLoader
+    calls it with single images. `parallel` is the number of threads of an `H5Loader`, or of workers of a DataLoader.
+    """
+
+    def __init__(self, dataset: H5Dataset, settings: DiagnoseSettings, pin_memory: bool) -> None:
+        self._dataset, self._settings, self._pin_memory = dataset, settings, pin_memory
+        self.transform, self.transformed_dataset = settings.transform, dataset
+        if self.transform is not None and settings.num_workers is not None:
+            self.transformed_dataset = H5Dataset(
+                dataset.path,
+                dataset.split,
+                transform=self.transform,
+                images=dataset.names[0],
+                labels=dataset.label_name,
+            )
+        self._made: list[Any] = []
+        self.parallel: int = self.make().num_threads if settings.num_workers is None else settings.num_workers
+
+    def make(self, rows: int | None = None, *, transform: bool = False) -> Any:
+        """Make a loader of the first `rows` rows (None: all rows), with the transform if `transform` is true."""
+        settings = self._settings
+        options: dict[str, Any] = {"window": settings.window, "rank": 0, "num_replicas": 1}
+        options["indices"] = None if rows is None or rows >= len(self._dataset) else range(rows)
+        if settings.num_workers is None:
+            loader: Any = H5Loader(
+                self._dataset,
+                settings.batch_size,
+                num_threads=settings.num_threads,
+                # Rows kept in memory would not be read from the file, so reading would not be measured.
+                resident="no",
+                pin_memory=self._pin_memory,
+                transform=self.transform if transform else None,
+                **options,
+            )
+        else:
+            dataset = self.transformed_dataset if transform else self._dataset
+            loader = DataLoader(
+                dataset,
+                batch_sampler=ChunkBatchSampler(dataset, settings.batch_size, **options),
+                num_workers=settings.num_workers,
+                # Starting workers takes seconds, which must not count in every measured epoch.
+                persistent_workers=settings.num_workers > 0,
+                collate_fn=dataset.collate,
+                pin_memory=self._pin_memory,
+            )
+        self._made.append(loader)
+        return loader
+
+    def prefetch_of(self, loader: Any) -> tuple[int, Callable[[], int]]:
+        """Return how many batches a loader prefetches, and a function that counts its ready images (DataLoader: 0)."""
+        if self._settings.num_workers is not None:
+            return int((loader.prefetch_factor or 0) * loader.num_workers), lambda: 0
+        return 2 * loader.plan.max_group_batches + 2, lambda: loader.queue_depth * loader.plan.batch_rows(0)
+
+    def stop(self, loader: Any) -> None:
+        """Stop a loader's threads or workers."""
+        self._made.remove(loader)
+        if self._settings.num_workers is None:
+            loader.close()
+        elif getattr(loader, "_iterator", None) is not None:
+            # Private API: DataLoader._iterator._shutdown_workers. Torch has no public way to end persistent workers.
+            with contextlib.suppress(AttributeError):
+                loader._iterator._shutdown_workers()
+            loader._iterator = None
+
+    def close(self) -> None:
+        """Stop all loaders, and close the dataset that this object opened for the transform."""
+        for loader in list(self._made):
+            self.stop(loader)
+        if self.transformed_dataset is not self._dataset:
+            self.transformed_dataset.close()
+
+
+def touch_batch(batch: Any) -> int:
+    """Read every page of a batch in host memory, as a copy to a device would; return the number of images."""
+    for tensor in tensors_of(batch):
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel():
+            touch(tensor.view(-1).view(torch.uint8).numpy())
+    return batch_size_and_bytes(batch)[0] or 0
+
+
 class Target:
     """The file, loaders, device and step of a diagnosis.
 
@@ -101,15 +205,7 @@ class Target:
         self.index: ChunkIndex = self.dataset.engine.indexes[self.dataset.names[0]]
         self.failures: dict[Stage, str] = {}
         self.reasons: dict[Stage, str] = {}
-        self.loaders = HostLoaders(
-            self.dataset,
-            batch_size=settings.batch_size,
-            window=settings.window,
-            num_threads=settings.num_threads,
-            num_workers=settings.num_workers,
-            transform=settings.transform,
-            pin_memory=self._pinned,
-        )
+        self.loaders = HostLoaders(self.dataset, settings, self._pinned)
         self._reader = ChunkReader(self.dataset)
         self.hot_rows = len(self.dataset)
         self.fits_cache = self._stored_bytes() <= _CACHED_FRACTION * available_memory()
@@ -136,12 +232,19 @@ class Target:
                 raise ValueError("the transform returned a batch without images")
             self._sample = transformed
         except Exception as error:
-            # The user's code may raise any exception. The message of an OptionsError already says what failed.
+            # The user's code may raise any exception.
             what = "a batch" if self._settings.num_workers is None else "an image"
-            text = f"the transform {name_of(self.loaders.transform)} failed on {what} ({error_line(error)})"
-            self.failures[Stage.TRANSFORM] = error_line(error) if isinstance(error, OptionsError) else text
-            self.reasons[Stage.TRANSFORM] = "the transform failed"
+            name = name_of(self.loaders.transform)
+            self.record_failure(
+                Stage.TRANSFORM, error, f"the transform {name} failed on {what}", "the transform failed"
+            )
             self.loaders.transform = None
+
+    def record_failure(self, stage: Stage, error: Exception, what: str, reason: str | None = None) -> None:
+        """Record an error of the user's code. `what` says what failed; the message of an H5PackError says it itself."""
+        line = error_line(error)
+        self.failures[stage] = line if isinstance(error, H5PackError) else f"{what} ({line})"
+        self.reasons[stage] = reason or line
 
     def _first_batch(self, *, transform: bool = False) -> Any:
         loader = self.loaders.make(self.hot_rows, transform=transform)
@@ -169,12 +272,11 @@ class Target:
             stages.try_step(step)
             self._step = step
         except Exception as error:
-            # The user's code may raise any exception. The message of an OptionsError already says what failed.
+            # The user's code may raise any exception.
             size = "x".join(map(str, stages.images.shape))
-            who = "the built-in step" if settings.model is None else f"the model {name_of(settings.model)}"
-            text = f"{who} failed on a batch of {size} {settings.dtype} on {self.device} ({error_line(error)})"
-            self.failures[Stage.STEP] = error_line(error) if isinstance(error, OptionsError) else text
-            self.reasons[Stage.STEP] = f"the {'built-in step' if settings.model is None else 'model'} failed"
+            who, name = ("built-in step", "") if settings.model is None else ("model", f" {name_of(settings.model)}")
+            what = f"the {who}{name} failed on a batch of {size} {settings.dtype} on {self.device}"
+            self.record_failure(Stage.STEP, error, what, f"the {who} failed")
 
     def hot_runs(self) -> list[StageRun]:
         """Return the stages that are measured with the rows in the page cache; set the `reasons` why others are not."""
@@ -321,7 +423,7 @@ class Target:
             images=f"{shape} {self.index.native_dtype}",
             rows=len(self.dataset),
             hot_rows=self.hot_rows,
-            device=describe_device(self.device),
+            device=f"{self.device} ({torch.cuda.get_device_name(self.device)})" if self.on_gpu else str(self.device),
             step=self._step_text,
             labels=self._stages is not None and self._stages.labels is not None,
             normalize=self._normalize_text,

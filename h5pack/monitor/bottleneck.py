@@ -74,6 +74,9 @@ def rate_text(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
 
 
+INTERRUPTED = "the measurement was interrupted"
+
+
 @dataclass(frozen=True)
 class StageResult:
     """The result of measuring one stage: `rates`, or the `reason` why it was not measured."""

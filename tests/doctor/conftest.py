@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from h5pack.doctor import diagnose, host_stages, measure
+from h5pack.doctor import diagnose, measure
 from h5pack.doctor.measure import MIN_REPEATS, StageCost
 from h5pack.monitor import monitor, recorder
 from h5pack.monitor.bottleneck import Stage
@@ -46,9 +46,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     What runs in several threads must take no time of it: a DataLoader without workers runs in the main thread.
     """
     fake = Machine()
-    for module in (diagnose, host_stages, measure, monitor, recorder):
+    for module in (diagnose, measure, monitor, recorder):
         monkeypatch.setattr(module, "time", fake)
-    monkeypatch.setattr(host_stages, "_ready_seconds", lambda: fake.busy)
+    monkeypatch.setattr(measure, "_ready_seconds", lambda: fake.busy)
     monkeypatch.setattr(CpuTime, "now", lambda *_: CpuTime(fake.busy, 0.0))
     monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.0, 0.0))
     return fake

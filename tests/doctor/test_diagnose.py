@@ -16,11 +16,11 @@ import h5pack
 from h5pack.doctor import diagnose as module
 from h5pack.doctor import target as target_module
 from h5pack.doctor.diagnose import Diagnosis
-from h5pack.doctor.measure import INTERRUPTED, StageRun
+from h5pack.doctor.measure import StageRun
 from h5pack.doctor.report import STAGE_TITLES, DoctorReport
 from h5pack.errors import OptionsError
 from h5pack.monitor.advice import Remedy
-from h5pack.monitor.bottleneck import Bottleneck, Outcome, Stage
+from h5pack.monitor.bottleneck import INTERRUPTED, Bottleneck, Outcome, Stage
 from tests.data.packs import threads_end
 from tests.doctor import users
 from tests.doctor.conftest import Machine

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import h5pack
-from h5pack.doctor.host_stages import ChunkReader, HostLoaders, busy_fraction, touch_batch
+from h5pack.doctor.measure import ChunkReader, busy_fraction
+from h5pack.doctor.target import HostLoaders, touch_batch
 from tests.data.packs import ROWS, converted, labelled, threads_end, values, write
 from tests.doctor import users
 from tests.doctor.conftest import Machine
+from tests.doctor.test_target import settings
 
 
 @pytest.fixture
@@ -89,8 +91,7 @@ def make(dataset: h5pack.H5Dataset) -> Iterator[Make]:
     made: list[HostLoaders] = []
 
     def make(transform: Callable[..., Any] | None = None, **changes: Any) -> HostLoaders:
-        settings: dict[str, Any] = {"num_threads": None, "num_workers": None, **changes}
-        made.append(HostLoaders(dataset, batch_size=16, window=2, transform=transform, pin_memory=False, **settings))
+        made.append(HostLoaders(dataset, settings(dataset.path, transform=transform, **changes), pin_memory=False))
         return made[-1]
 
     yield make

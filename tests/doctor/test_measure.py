@@ -9,7 +9,6 @@ import pytest
 
 from h5pack.doctor import measure
 from h5pack.doctor.measure import (
-    INTERRUPTED,
     MAX_REPEATS,
     MIN_REPEATS,
     MIN_SECONDS,
@@ -23,7 +22,7 @@ from h5pack.doctor.measure import (
     repeats_within,
     share_budget,
 )
-from h5pack.monitor.bottleneck import Rates, Stage
+from h5pack.monitor.bottleneck import INTERRUPTED, Rates, Stage
 from tests.monitor.fake_clock import FakeClock
 
 QUICK, SLOW = Stage.STEP, Stage.LOADER

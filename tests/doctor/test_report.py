@@ -1,13 +1,15 @@
-"""A report for programs and for people."""
+"""A report for programs and for people, and its figure."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
-from h5pack.doctor.report import STAGE_TITLES, DoctorReport, TargetSummary
+from h5pack.doctor.report import STAGE_TITLES, DoctorReport, TargetSummary, draw_stages
 from h5pack.monitor.advice import advise
 from h5pack.monitor.bottleneck import Evidence, Stage, StageResult, judge
 from tests.monitor.figures import evidence
@@ -71,9 +73,14 @@ def test_rates_of_any_size_are_drawn(figures: dict[str, Any]) -> None:
     assert "without labels" in text.splitlines()[2]
 
 
-def test_an_interrupted_report_has_no_verdict() -> None:
+def interrupted() -> DoctorReport:
+    """Interrupted at once."""
     empty = tuple(StageResult(stage, reason="late") for stage in Stage)
-    found = replace(report(), evidence=None, verdict=None, advice=(), stages=empty)
+    return replace(report(), evidence=None, verdict=None, advice=(), stages=empty)
+
+
+def test_an_interrupted_report_has_no_verdict() -> None:
+    found = interrupted()
     assert "Interrupted" in found.to_text()
     assert found.to_text().count("not measured") == len(Stage)
     assert found.to_json()["interrupted"] is True
@@ -117,3 +124,27 @@ def test_the_verdict_in_words(figures: dict[str, Any], known: dict[str, Any], pa
         assert part in text
     assert "  " not in text
     assert "None" not in text
+
+
+def test_every_stage_has_a_bar_and_the_bottleneck_a_color(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    figures: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
+    found = report()
+    draw_stages(found, tmp_path / "a.png")
+    axes = figures[0].axes[0]
+    medians = [one.rates.median for one in found.stages if one.rates is not None]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [STAGE_TITLES[one.stage] for one in found.stages]
+    ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
+    assert ends == pytest.approx(medians)
+    color = axes.patches[ends.index(850)].get_facecolor()
+    assert [end for end, bar in zip(ends, axes.patches, strict=True) if bar.get_facecolor() == color] == [850]
+    words = [text.get_text() for text in axes.texts]
+    assert "850   bottleneck" in words
+    assert sum("it is not there" in word for word in words) == len(found.stages) - len(medians)
+    with Image.open(tmp_path / "a.png") as picture:
+        assert picture.size[0] > 800
+    draw_stages(interrupted(), tmp_path / "a.svg")
+    assert len(figures[1].axes[0].patches) == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from h5pack.doctor.step import StepSetting, default_loss, error_line, make_step, name_of
+from h5pack.doctor.device_stages import StepSetting, default_loss, error_line, make_step, name_of
 from h5pack.errors import OptionsError
 
 SETTING = StepSetting((3, 16, 12), 4, torch.device("cpu"), torch.float32)
