@@ -9,13 +9,27 @@ import re
 import subprocess
 import sys
 import unicodedata
+from dataclasses import fields
 from pathlib import Path
 
+import h5py
 import pytest
+from torch.utils.data import Subset
 
+import h5pack
 from h5pack import cli, errors
+from h5pack.benchmark.cases import BenchCase
+from h5pack.benchmark.recommend import Recommendation
+from h5pack.benchmark.report import BenchReport
+from h5pack.exporter.exporter import ExportReport
 from h5pack.format import schema
+from h5pack.inspect.info import DatasetReport
+from h5pack.inspect.preview import PreviewReport
+from h5pack.pack import compression
+from h5pack.pack import options as choices
 from h5pack.pack.conversion import Conversion, ConvertReport
+from h5pack.read.engine import ReadStats
+from h5pack.sources import detect
 from tests.doctor.test_report import report as doctor_report
 from tests.makers import split_folders
 
@@ -32,6 +46,16 @@ def page(name: str) -> str:
 def section(text: str, title: str) -> str:
     """What stands under a heading of level 2."""
     return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def words_of_rows(text: str) -> set[str]:
+    """The words in the first column of the tables in a text, of the rows that begin with code."""
+    return {word for cell in re.findall(r"^\| (`.*?) \|", text, re.M) for word in re.findall(r"\w+", cell)}
+
+
+def prose(path: Path) -> str:
+    """A page without its blocks."""
+    return re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
@@ -85,10 +109,6 @@ def test_no_page_names_an_option_that_there_is_not(path: Path) -> None:
 
 
 def test_the_choices_of_options_are_in_their_rows() -> None:
-    from h5pack.pack import compression
-    from h5pack.pack import options as choices
-    from h5pack.sources import detect
-
     text = section(page("cli.md"), "h5pack convert")
     for option, values in {
         "--source": detect.KINDS,
@@ -105,16 +125,6 @@ def test_the_choices_of_options_are_in_their_rows() -> None:
 
 
 def test_the_json_keys_are_listed(tmp_path: Path) -> None:
-    from dataclasses import fields
-
-    import h5pack
-    from h5pack.benchmark.cases import BenchCase
-    from h5pack.benchmark.recommend import Recommendation
-    from h5pack.benchmark.report import BenchReport
-    from h5pack.exporter.exporter import ExportReport
-    from h5pack.inspect.info import DatasetReport
-    from h5pack.inspect.preview import PreviewReport
-
     source = split_folders(tmp_path / "photos", {"train": {"x": 3}, "val": {"y": 2}})
     with Conversion(source, tmp_path / "o.h5", num_workers=1) as conversion:
         plan = conversion.plan().to_json()
@@ -137,8 +147,7 @@ def test_the_json_keys_are_listed(tmp_path: Path) -> None:
     assert set(blocks) == set(found)
     for name, keys in found.items():
         assert {key for key in keys if f"`{key}`" not in blocks[name]} == set(), name
-    rows = re.findall(r"^\| (`.*?) \|", blocks["verify --json"], re.M)
-    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == found["verify --json"]
+    assert words_of_rows(blocks["verify --json"]) == found["verify --json"]
 
 
 def error_classes() -> list[type[Exception]]:
@@ -166,11 +175,8 @@ def test_no_error_is_described_that_there_is_not() -> None:
 
 def test_every_name_of_the_format_is_described() -> None:
     text = page("format.md")
-    names = {
-        value
-        for name, value in vars(schema).items()
-        if name.isupper() and isinstance(value, str) and value != schema.REJECTS
-    }
+    names = {value for name, value in vars(schema).items() if name.isupper() and isinstance(value, str)}
+    names.remove(schema.REJECTS)
     assert {"images", "splits/rows", "h5pack_complete", "h5pack_rdcc_w0"} <= names
     assert {name for name in names | schema.RESERVED if not re.search(rf"`/?{re.escape(name)}`", text)} == set()
     for number in (schema.ALIGNMENT_THRESHOLD_BYTES, schema.ALIGNMENT_BYTES):
@@ -185,10 +191,6 @@ def test_every_name_of_the_format_is_described() -> None:
 
 
 def test_everything_in_a_real_pack_is_described(tmp_path: Path) -> None:
-    import h5py
-
-    import h5pack
-
     text = page("format.md")
     source = split_folders(tmp_path / "photos", {"train": {"x": 3}, "val": {"y": 2}})
     (source / "train" / "x" / "empty.jpg").write_bytes(b"")
@@ -207,70 +209,36 @@ def test_everything_in_a_real_pack_is_described(tmp_path: Path) -> None:
     assert {name for name in found if name not in text} == set()
 
 
-def parameter_rows(title: str) -> set[str]:
-    """The names in the first column of the first parameter table of a section of api.md."""
+SECTIONS = {name: [name] for name in ("H5Dataset", "H5Loader", "DeviceFeed", "Normalize", "EchoLoader", "FeedMonitor")}
+SECTIONS["Samplers"] = ["ChunkBatchSampler", "ChunkSampler"]
+SECTIONS["ConcatPack and MixtureSampler"] = ["MixtureSampler"]
+
+
+@pytest.mark.parametrize("title", SECTIONS)
+def test_every_parameter_has_a_row_in_the_reference(title: str) -> None:
     table = section(page("api.md"), title).split("| parameter |")[1].split("\n\n")[0]
-    return {
-        name for cell in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", table, re.M) for name in re.findall(r"\w+", cell)
-    }
-
-
-@pytest.mark.parametrize(
-    ("title", "names"),
-    [
-        ("H5Dataset", ["H5Dataset"]),
-        ("H5Loader", ["H5Loader"]),
-        ("Samplers", ["ChunkBatchSampler", "ChunkSampler"]),
-        ("ConcatPack and MixtureSampler", ["MixtureSampler"]),
-        ("DeviceFeed", ["DeviceFeed"]),
-        ("Normalize", ["Normalize"]),
-        ("EchoLoader", ["EchoLoader"]),
-        ("FeedMonitor", ["FeedMonitor"]),
-    ],
-)
-def test_every_parameter_has_a_row_in_the_reference(title: str, names: list[str]) -> None:
-    import h5pack
-
-    assert parameter_rows(title) == {
-        name for owner in names for name in inspect.signature(getattr(h5pack, owner)).parameters
-    }
+    parameters = [inspect.signature(getattr(h5pack, owner)).parameters for owner in SECTIONS[title]]
+    assert words_of_rows(table) == {name for names in parameters for name in names}
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    import h5pack
-
     text = page("api.md")
     names = set(h5pack.__all__) - {error.__name__ for error in error_classes()} - {"__version__"}
     assert {name for name in names if f"`{name}`" not in text} == set()
 
 
 def test_what_a_state_belongs_to_is_listed(tmp_path: Path) -> None:
-    from torch.utils.data import Subset
-
-    import h5pack
-
     h5pack.convert(split_folders(tmp_path / "photos", {"train": {"x": 3}}), tmp_path / "o.h5", num_workers=1)
     dataset = h5pack.H5Dataset(tmp_path / "o.h5")
-    names = set()
-    for rows in (dataset, Subset(dataset, [2, 0])):
-        names |= set(h5pack.ChunkBatchSampler(rows, 2).state_dict()["order"])
-    names |= set(h5pack.ChunkBatchSampler(dataset, 2, weights=[1, 2, 1]).state_dict()["order"])
-    text = section(page("api.md"), "States")
-    cells = re.findall(r"^\| (`.*?) \|", text, re.M)
-    assert {name for cell in cells for name in re.findall(r"\w+", cell)} == names
+    samplers = [h5pack.ChunkBatchSampler(rows, 2) for rows in (dataset, Subset(dataset, [2, 0]))]
+    samplers.append(h5pack.ChunkBatchSampler(dataset, 2, weights=[1, 2, 1]))
+    names = {name for sampler in samplers for name in sampler.state_dict()["order"]}
+    assert words_of_rows(section(page("api.md"), "States")) == names
 
 
 def test_what_was_read_is_listed() -> None:
-    from dataclasses import fields
-
-    from h5pack.read.engine import ReadStats
-
-    text = section(page("api.md"), "Read statistics")
-    cells = re.findall(r"^\| (`.*?) \|", text, re.M)
-    assert {name for cell in cells for name in re.findall(r"\w+", cell)} == {
-        "amplification",
-        *(field.name for field in fields(ReadStats)),
-    }
+    names = {"amplification", *(field.name for field in fields(ReadStats))}
+    assert words_of_rows(section(page("api.md"), "Read statistics")) == names
 
 
 def script_of(path: Path) -> str:
@@ -291,35 +259,26 @@ def script_of(path: Path) -> str:
 def test_the_blocks_of_a_page_run_in_an_empty_folder(path: Path, tmp_path: Path) -> None:
     script = tmp_path / "page.py"
     script.write_text(script_of(path), encoding="utf-8")
-    environment = {
-        **os.environ,
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run(
-        [sys.executable, script.name], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
+    first = {"PATH": Path(sys.executable).parent, "PYTHONPATH": ROOT}
+    paths = {name: f"{folder}{os.pathsep}{os.environ.get(name, '')}" for name, folder in first.items()}
+    settings = {"cwd": tmp_path, "env": os.environ | paths, "timeout": 300}
+    done = subprocess.run([sys.executable, script.name], capture_output=True, text=True, **settings)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
-    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if re.match(r"\w+:", target):
-            continue
+    for target in re.findall(r"\]\((?!\w+:)([^)\s]+)\)", prose(path)):
         name, _, anchor = target.partition("#")
-        file = path if not name else path.parent / name
+        file = path.parent / name if name else path
         assert file.exists(), target
-        if anchor:
-            assert anchor in anchors(file), target
+        assert not anchor or anchor in anchors(file), target
 
 
 def anchors(path: Path) -> set[str]:
     """The anchors of a page's headings, as its renderers make them."""
-    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
     found = set()
-    for title in re.findall(r"^#+ (.*)$", text, re.M):
+    for title in re.findall(r"^#+ (.*)$", prose(path), re.M):
         kept = (sign for sign in title.lower() if sign in "- _" or unicodedata.category(sign)[0] in "LN")
         found.add("".join(kept).replace(" ", "-"))
     return found
@@ -327,6 +286,5 @@ def anchors(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_headings_of_a_page_differ(path: Path) -> None:
-    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
-    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    titles = re.findall(r"^#+ (.*)$", prose(path), re.M)
     assert len(titles) == len(set(titles))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -10,10 +11,8 @@ import re
 import shutil
 import subprocess
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -22,6 +21,7 @@ import pytest
 import h5pack
 from h5pack.format.checksums import row_checksums
 from h5pack.pack.file_structure import FileStructure, PackTables, root_attributes, write_structure
+from tests.exporter.folders import flip
 from tests.makers import class_folders, expected, quick, split_folders, truncate
 
 INTEROP = Path(__file__).parent / "interop"
@@ -38,8 +38,7 @@ PACKS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """What a reader found in a pack."""
 
     images_shape: tuple[int, ...]
@@ -47,6 +46,14 @@ class Found:
     labels: list[int]
     classes: list[str]
     filenames: list[str]
+
+
+def pyfive() -> Any:
+    return pytest.importorskip("pyfive", reason="pyfive is not installed: pip install 'h5pack[dev]'")
+
+
+def text_of(names: Any) -> list[str]:
+    return [bytes(name).rstrip(b"\0").decode() for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +82,13 @@ def with_h5py(path: Path) -> Found:
             images.shape,
             hashlib.sha256(images[()].tobytes()).hexdigest(),
             labels[()].tolist(),
-            [name.decode() for name in labels.attrs["classes"]],
-            [name.decode() for name in file["filenames"][()]],
+            text_of(labels.attrs["classes"]),
+            text_of(file["filenames"][()]),
         )
 
 
 def with_pyfive(path: Path) -> Found:
-    pyfive = pytest.importorskip("pyfive", reason="pyfive is not installed: pip install 'h5pack[dev]'")
-    with pyfive.File(str(path)) as file:
+    with pyfive().File(str(path)) as file:
         images, labels = file["images"], file["labels"]
         pixels = np.ascontiguousarray(images[:])
         assert pixels.dtype == np.uint8
@@ -90,8 +96,8 @@ def with_pyfive(path: Path) -> Found:
             tuple(images.shape),
             hashlib.sha256(pixels.tobytes()).hexdigest(),
             labels[:].tolist(),
-            [bytes(name).rstrip(b"\0").decode() for name in labels.attrs["classes"]],
-            [bytes(name).rstrip(b"\0").decode() for name in file["filenames"][:]],
+            text_of(labels.attrs["classes"]),
+            text_of(file["filenames"][:]),
         )
 
 
@@ -125,7 +131,7 @@ def h5dump_names(text: str) -> list[str]:
     """The strings of a text dump; h5dump writes a byte above 127 as the octal digits of its sign-extended value."""
     data = text[text.index("DATA {") :]
     plain = re.sub(rb"\\(\d{11}|\d{3})", lambda match: bytes([int(match[1], 8) & 255]), data.encode())
-    return [name.rstrip(b"\0").decode() for name in re.findall(rb'"([^"]*)"', plain)]
+    return text_of(re.findall(rb'"([^"]*)"', plain))
 
 
 def with_h5wasm(path: Path) -> Found:
@@ -133,13 +139,7 @@ def with_h5wasm(path: Path) -> Found:
     assert (found["format"], found["complete"]) == (1, 1)
     assert found["images_dtype"] in ("<B", "|B", "B")
     assert found["images_class"] == "IMAGE"
-    return Found(
-        tuple(found["images_shape"]),
-        found["images_sha256"],
-        found["labels"],
-        found["classes"],
-        found["filenames"],
-    )
+    return Found(tuple(found["images_shape"]), *(found[name] for name in Found._fields[1:]))
 
 
 def h5wasm(path: Path) -> dict[str, Any]:
@@ -151,13 +151,7 @@ def h5wasm(path: Path) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-READERS: dict[str, Callable[[Path], Found]] = {
-    "h5py": with_h5py,
-    "h5dump": with_h5dump,
-    "h5wasm": with_h5wasm,
-    "pyfive": with_pyfive,
-}
-
+READERS = {"h5py": with_h5py, "h5dump": with_h5dump, "h5wasm": with_h5wasm, "pyfive": with_pyfive}
 
 # Of chunked datasets pyfive 1.3 reads only those in files written for HDF5 1.8, which --compat makes.
 PACKS_AND_READERS = [
@@ -206,9 +200,8 @@ def big_names(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.mark.parametrize("reader", READERS)
 def test_every_reader_finds_3000_class_names_of_40_bytes(big_names: Path, reader: str) -> None:
     if reader == "pyfive" and big_names.stem == "v110":
-        pyfive = pytest.importorskip("pyfive", reason="pyfive is not installed: pip install 'h5pack[dev]'")
-        with pyfive.File(str(big_names)) as file:
-            assert tuple(bytes(name).decode() for name in file["labels"].attrs["classes"]) == BIG_CLASSES
+        with pyfive().File(str(big_names)) as file:
+            assert tuple(text_of(file["labels"].attrs["classes"])) == BIG_CLASSES
         return
     found = READERS[reader](big_names)
     assert tuple(found.classes) == BIG_CLASSES
@@ -223,7 +216,7 @@ def test_splits_and_rejects_are_read_everywhere(tmp_path: Path, split: str) -> N
     path = tmp_path / "o.h5"
     h5pack.convert(source, path, **quick(source_kind="splits"))
     with h5py.File(path) as file:
-        assert [name.decode() for name in file["splits/name"][()]] == [split, "zz"]
+        assert text_of(file["splits/name"][()]) == [split, "zz"]
     assert np.frombuffer(h5dump_bytes(path, "/splits/rows"), "<i8").tolist() == [0, 8, 8, 12]
     assert h5dump_names(h5dump("-d", "/splits/name", path)) == [split, "zz"]
     assert h5dump_names(h5dump("-d", "/rejects/filenames", path)) == [f"{split}/y/00001.jpg"]
@@ -234,10 +227,20 @@ def test_splits_and_rejects_are_read_everywhere(tmp_path: Path, split: str) -> N
 # What follows is written from docs/format.md alone: h5py serves to look the chunks' offsets up, nothing more.
 
 
-def code_of_the_format_page(title: str) -> str:
-    """The block of code under a heading of docs/format.md."""
-    section = FORMAT_PAGE.read_text(encoding="utf-8").split(f"\n### {title}\n")[1].split("\n#")[0]
-    return "\n".join(re.findall(r"```python\n(.*?)```", section, re.S))
+def rules_of_the_format_page(*titles: str) -> dict[str, Any]:
+    """The functions in the blocks of code under headings of docs/format.md."""
+    rules: dict[str, Any] = {}
+    for title in titles:
+        section = FORMAT_PAGE.read_text(encoding="utf-8").split(f"\n### {title}\n")[1].split("\n#")[0]
+        exec("\n".join(re.findall(r"```python\n(.*?)```", section, re.S)), rules)
+    return rules
+
+
+def column(path: Path, dataset: h5py.Dataset, width: int) -> list[int]:
+    """A contiguous dataset of integers, by its offset in the file."""
+    data = path.read_bytes()[dataset.id.get_offset() :]
+    cells = (data[width * row : width * (row + 1)] for row in range(dataset.shape[0]))
+    return [int.from_bytes(cell, "little", signed=width == 8) for cell in cells]
 
 
 class MinimalReader:
@@ -255,19 +258,11 @@ class MinimalReader:
             for number in range(images.id.get_num_chunks()):
                 chunk = images.id.get_chunk_info(number)
                 self.offsets[chunk.chunk_offset[0] // self.chunk_rows] = chunk.byte_offset
-            self.checksums = self._column(path, file["checksums/images"], 4)
-            self.labels = self._column(path, file["labels"], 8)
-            self.label_checksums = self._column(path, file["checksums/labels"], 4)
+            self.checksums = column(path, file["checksums/images"], 4)
+            self.labels = column(path, file["labels"], 8)
+            self.label_checksums = column(path, file["checksums/labels"], 4)
         self.row_bytes = self.shape[1] * self.shape[2] * self.shape[3]
         self.descriptor = os.open(path, os.O_RDONLY)
-
-    def _column(self, path: Path, dataset: h5py.Dataset, width: int) -> list[int]:
-        """A contiguous dataset of integers, by its offset in the file."""
-        data = path.read_bytes()[dataset.id.get_offset() :][: width * dataset.shape[0]]
-        return [
-            int.from_bytes(data[start : start + width], "little", signed=width == 8)
-            for start in range(0, len(data), width)
-        ]
 
     def row(self, row: int) -> bytes:
         chunk, place = divmod(row, self.chunk_rows)
@@ -280,44 +275,27 @@ class MinimalReader:
         os.close(self.descriptor)
 
 
-@pytest.fixture
-def reading(pack: Path) -> Iterator[MinimalReader]:
-    reader = MinimalReader(pack)
-    yield reader
-    reader.close()
-
-
-def test_a_reader_made_from_the_format_page_finds_the_same(pack: Path, reading: MinimalReader) -> None:
+def test_a_reader_made_from_the_format_page_finds_the_same(pack: Path) -> None:
     found = with_h5py(pack)
-    digest = hashlib.sha256()
-    for row in range(reading.shape[0]):
-        digest.update(reading.row(row))
-    assert digest.hexdigest() == found.images_sha256
+    with contextlib.closing(MinimalReader(pack)) as reading:
+        rows = b"".join(map(reading.row, range(reading.shape[0])))
+        over = -reading.shape[0] % reading.chunk_rows
+        used = (reading.chunk_rows - over) * reading.row_bytes
+        tail = os.pread(reading.descriptor, over * reading.row_bytes, reading.offsets[-1] + used)
+    assert hashlib.sha256(rows).hexdigest() == found.images_sha256
     assert reading.labels == found.labels
     assert [zlib.crc32(label.to_bytes(8, "little", signed=True)) for label in reading.labels] == reading.label_checksums
-    if reading.chunk_rows * reading.row_bytes >= 65_536:
-        assert all(offset % 4_096 == 0 for offset in reading.offsets)
-    over = -reading.shape[0] % reading.chunk_rows
-    used = (reading.chunk_rows - over) * reading.row_bytes
-    tail = os.pread(reading.descriptor, over * reading.row_bytes, reading.offsets[-1] + used)
+    assert reading.chunk_rows * reading.row_bytes < 65_536 or not any(offset % 4_096 for offset in reading.offsets)
     assert tail == bytes(over * reading.row_bytes), "rows past N are zero"
 
 
 def test_a_reader_made_from_the_format_page_sees_damage(pack: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "damaged.h5"
-    shutil.copy(pack, copy)
-    reading = MinimalReader(copy)
-    try:
-        with copy.open("r+b") as stream:
-            stream.seek(reading.offsets[0] + 2 * reading.row_bytes + 17)
-            old = stream.read(1)
-            stream.seek(-1, os.SEEK_CUR)
-            stream.write(bytes([old[0] ^ 1]))
+    copy = shutil.copy(pack, tmp_path / "damaged.h5")
+    with contextlib.closing(MinimalReader(copy)) as reading:
+        flip(copy, reading.offsets[0] + 2 * reading.row_bytes + 17)
         reading.row(1)
         with pytest.raises(ValueError, match="row 2"):
             reading.row(2)
-    finally:
-        reading.close()
 
 
 @pytest.mark.parametrize(
@@ -335,8 +313,7 @@ def test_the_order_of_the_format_page_is_the_order_of_the_rows(tmp_path: Path, o
     report = h5pack.convert(source, tmp_path / "o.h5", **quick(order=order, seed=seed))
     assert (report.images, report.rejects) == (81, 7)
 
-    rules: dict[str, Any] = {}
-    exec(code_of_the_format_page("The shuffle") + code_of_the_format_page("Holes"), rules)
+    rules = rules_of_the_format_page("The shuffle", "Holes")
     names: list[str] = []
     ends = [0]
     for stream, split in enumerate(counts):
@@ -348,7 +325,7 @@ def test_the_order_of_the_format_page_is_the_order_of_the_rows(tmp_path: Path, o
         names += [images[position] for position in rules["close_up"](packed, order == "sorted")]
         ends.append(len(names))
     with h5py.File(tmp_path / "o.h5") as file:
-        assert [name.decode() for name in file["filenames"][()]] == names
+        assert text_of(file["filenames"][()]) == names
         assert file["splits/rows"][()].tolist() == [list(pair) for pair in itertools.pairwise(ends)]
 
 
@@ -356,15 +333,13 @@ def test_the_order_of_the_format_page_is_the_order_of_the_rows(tmp_path: Path, o
 def test_the_statistics_of_the_format_page_are_those_stored(tmp_path: Path, mode: str) -> None:
     source = split_folders(tmp_path / "in", {"train": {"x": 5, "y": 6}, "val": {"x": 3}})
     h5pack.convert(source, tmp_path / "o.h5", **quick(mode=mode))
-    rules: dict[str, Any] = {}
-    exec(code_of_the_format_page("The formula"), rules)
+    rules = rules_of_the_format_page("The formula")
     with h5py.File(tmp_path / "o.h5") as file:
         start, stop = file["splits/rows"][0]
         step = rules["statistics_step"](stop - start)
         assert file["statistics"].attrs["step"] == step
         images = file["images"][start:stop:step]
         assert file["statistics"].attrs["rows"] == len(images)
-        for channel in range(images.shape[3]):
-            mean, std = rules["mean_and_std"](images[..., channel].ravel().tolist())
-            assert file["statistics/mean"][channel] == mean
-            assert file["statistics/std"][channel] == std
+        stored = np.stack([file["statistics/mean"], file["statistics/std"]], 1).tolist()
+        channels = np.moveaxis(images, 3, 0).reshape(images.shape[3], -1).tolist()
+        assert stored == [[*rules["mean_and_std"](channel)] for channel in channels]
