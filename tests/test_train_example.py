@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import shutil
@@ -55,6 +56,10 @@ train.main(sys.argv[2:])
 """
 
 
+Logs = tuple[dict[int, float], list[dict[str, Any]]]
+"""The loss of each step, and the validations."""
+
+
 class Killed(Exception):
     """Stands for a kill, in tests that stay in this process."""
 
@@ -78,35 +83,31 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "colours.h5"
 
 
-def command(*arguments: Any) -> list[str]:
-    return [sys.executable, *map(str, arguments)]
+def started(*arguments: Any) -> subprocess.Popen[str]:
+    """A process of Python that finds the examples, with pipes."""
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])}
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.Popen(command, env=os.environ | variables, **pipes, stderr=subprocess.STDOUT, text=True)
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])}
+def run(*arguments: Any) -> None:
+    """Run a process that must succeed."""
+    process = started(*arguments)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
 
 
-def run(*arguments: Any) -> str:
-    """A process that must succeed; what it printed."""
-    done = subprocess.run(
-        command(*arguments), capture_output=True, text=True, timeout=300, env=environment(), check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def logged(path: Path) -> tuple[dict[int, float], list[dict[str, Any]]]:
-    """The loss of each step, each of which is logged once, and the validations."""
+def logged(path: Path) -> Logs:
+    """What a run logged, each step once."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    steps = [line["step"] for line in lines if "loss" in line]
-    assert steps == list(range(1, len(steps) + 1))
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}, [x for x in lines if "accuracy" in x]
+    losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    assert [step for step, _ in losses] == list(range(1, len(losses) + 1))
+    return dict(losses), [line for line in lines if "accuracy" in line]
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(
-    train: Any, pack: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[int, float], list[dict[str, Any]]]:
+def uninterrupted(train: Any, pack: Path, tmp_path_factory: pytest.TempPathFactory) -> Logs:
     """What a run of one rank logs."""
     log = tmp_path_factory.mktemp("whole") / "log.json"
     train.main([str(pack), *LONG, "--json", str(log)])
@@ -118,13 +119,11 @@ def uninterrupted(
 
 
 @pytest.fixture(scope="module")
-def killed(pack: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def killed_once(pack: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoint and the log of a run that SIGKILL ended."""
     folder = tmp_path_factory.mktemp("killed")
     arguments = [HELD, pack, *LONG, "--checkpoint", folder / "c.pt", "--json", folder / "log.json"]
-    process = subprocess.Popen(
-        command("-c", DRIVER, *arguments), env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    process = started("-c", DRIVER, *arguments)
     assert process.stdout is not None
     assert any(line == "held\n" for line in process.stdout)
     process.kill()
@@ -133,57 +132,45 @@ def killed(pack: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_killed_run_resumes_with_identical_losses(
-    train: Any,
-    pack: Path,
-    killed: Path,
-    uninterrupted: tuple[dict[int, float], Any],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    folder = shutil.copytree(killed, tmp_path / "copy")
+@pytest.fixture
+def killed(killed_once: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(killed_once, tmp_path / "copy")
+
+
+def resume(train: Any, pack: Path, folder: Path, *more: str) -> Logs:
+    """Resume the run of which a folder holds the checkpoint and the log; return the whole log."""
     saving = ["--checkpoint", str(folder / "c.pt"), "--json", str(folder / "log.json")]
-    train.main([str(pack), *LONG, *saving, "--resume"])
+    train.main([str(pack), *LONG, *saving, "--resume", *more])
+    return logged(folder / "log.json")
+
+
+def test_a_killed_run_resumes_with_identical_losses(
+    train: Any, pack: Path, killed: Path, uninterrupted: Logs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert resume(train, pack, killed) == uninterrupted
     assert "resumed after step 14" in capsys.readouterr().out
-    assert logged(folder / "log.json") == uninterrupted
 
 
 def test_a_killed_run_resumes_on_two_ranks(
-    train: Any,
-    pack: Path,
-    killed: Path,
-    uninterrupted: tuple[dict[int, float], Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    train: Any, pack: Path, killed: Path, uninterrupted: Logs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    folder = shutil.copytree(killed, tmp_path / "copy")
-    saving = ["--checkpoint", str(folder / "c.pt"), "--json", str(folder / "log.json")]
-    train.main([str(pack), *LONG, *saving, "--resume", "--spawn", "2"])
-    losses, validations = logged(folder / "log.json")
-    whole, _ = uninterrupted
-    assert len(losses) == len(whole)
-    near = range(15, EPOCHS * STEPS + 1)
-    assert [losses[step] for step in near] == pytest.approx([whole[step] for step in near], rel=1e-3, abs=1e-5)
+    losses, validations = resume(train, pack, killed, "--spawn", "2")
+    assert list(losses.values())[14:] == pytest.approx(list(uninterrupted[0].values())[14:], rel=1e-3, abs=1e-5)
     assert [(line["epoch"], line["images"]) for line in validations] == [(epoch, VAL) for epoch in range(EPOCHS)]
 
 
-def test_two_ranks_of_torchrun_have_the_losses_of_one(
-    pack: Path, uninterrupted: tuple[dict[int, float], Any], tmp_path: Path
-) -> None:
+def test_two_ranks_of_torchrun_have_the_losses_of_one(pack: Path, uninterrupted: Logs, tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     run(*torchrun, SCRIPT, pack, *LONG, "--json", tmp_path / "log.json", "--find-unused-parameters", "--accumulate=2")
     losses, validations = logged(tmp_path / "log.json")
-    first = range(1, 21)
-    assert [losses[step] for step in first] == pytest.approx([uninterrupted[0][step] for step in first], rel=1e-3)
+    assert list(losses.values())[:20] == pytest.approx(list(uninterrupted[0].values())[:20], rel=1e-3)
     assert {line["images"] for line in validations} == {VAL}
 
 
 def test_the_shares_of_ranks_cover_each_row_once(train: Any) -> None:
-    for rows in (1, 2, 7, 39):
-        for ranks in (1, 2, 3, 8):
-            shares = [row for rank in range(ranks) for row in train.share_of(rows, rank, ranks)]
-            assert shares == list(range(rows))
+    for rows, ranks in itertools.product((1, 2, 7, 39), (1, 2, 3, 8)):
+        assert [row for rank in range(ranks) for row in train.share_of(rows, rank, ranks)] == list(range(rows))
 
 
 def test_the_defaults_learn(train: Any, pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,32 +181,24 @@ def test_the_defaults_learn(train: Any, pack: Path, tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"accuracy {validations[-1]['accuracy']:.4f} after")
 
 
-@pytest.mark.parametrize(
-    ("epochs", "shown", "stop", "options"),
-    [
-        (2, 1, STEPS + 6, ["--dropout", "0.3", "--label-smoothing", "0.1"]),
-        (2, 1, STEPS, []),
-        (2, 2, 2 * STEPS + 1, ["--echo", "2"]),
-        (1, 1, 5, ["--amp", "fp16", "--accumulate", "2"]),
-        (2, 1, 4, ["--amp", "bf16", "--deterministic", "--checkpoint-activations"]),
-    ],
-    ids=["dropout", "epoch's end", "echo", "fp16", "bf16"],
-)
+# What has a state, the step to stop at, of how many steps, and options.
+STATES = {
+    "dropout": (STEPS + 6, 2 * STEPS, "--epochs=2 --dropout=0.3 --label-smoothing=0.1"),
+    "epoch's end": (STEPS, 2 * STEPS, "--epochs=2"),
+    "echo": (2 * STEPS + 1, 4 * STEPS, "--epochs=2 --echo=2"),
+    "fp16": (5, STEPS, "--epochs=1 --amp=fp16 --accumulate=2"),
+    "bf16": (4, 2 * STEPS, "--epochs=2 --amp=bf16 --deterministic --checkpoint-activations"),
+}
+
+
+@pytest.mark.parametrize("what", STATES)
 def test_a_resumed_run_equals_an_uninterrupted_one(
-    train: Any,
-    pack: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    epochs: int,
-    shown: int,
-    stop: int,
-    options: list[str],
+    train: Any, pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """All that has a state: random numbers of dropout, repeats of the echo, the scaler of fp16."""
-    options = [str(pack), *SMALL, "--epochs", str(epochs), "--every", "3", *options]
+    stop, steps, options = STATES[what]
     whole, ours = (
-        [*options, "--checkpoint", str(tmp_path / f"{name}.pt"), "--json", str(tmp_path / f"{name}.json")]
-        for name in ("whole", "ours")
+        [str(pack), *SMALL, "--every=3", *options.split(), f"--checkpoint={path}.pt", f"--json={path}.json"]
+        for path in (tmp_path / "whole", tmp_path / "ours")
     )
     step = train.Training.train
 
@@ -239,7 +218,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
         torch.use_deterministic_algorithms(False)
     losses, validations = logged(tmp_path / "ours.json")
     assert (losses, validations) == logged(tmp_path / "whole.json")
-    assert len(losses) == epochs * STEPS * shown
+    assert len(losses) == steps
     # All that is saved is the same: weights, momentum, the scaler's count of steps, random numbers.
     states = [torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("whole", "ours")]
     assert same(*states)
@@ -270,9 +249,7 @@ def test_accumulation_and_recomputed_activations_change_no_loss(train: Any, pack
 def test_the_learning_rate_rises_and_falls(train: Any) -> None:
     training = train.Training.__new__(train.Training)
     training.options, training.steps = train.parse(["p", "--lr", "0.4", "--warmup", "0.1"]), 100
-    rates = []
-    for training.step in range(100):
-        rates.append(training.rate())
+    rates = [training.rate() for training.step in range(100)]
     assert rates[:10] == pytest.approx([0.04 * step for step in range(1, 11)])
     assert rates[10] == 0.4
     assert rates[10:] == sorted(rates[10:], reverse=True)
@@ -357,22 +334,25 @@ def test_invalid_options_are_refused_in_one_line(
         file["images"] = np.zeros((9, 4, 4, 3), np.uint8)
     with h5py.File(tmp_path / "table.h5", "w") as file:
         file["images"], file["labels"] = np.zeros((9, 4, 4, 3), np.uint8), np.zeros((9, 40), np.uint8)
-    assert "none.h5" in refused(tmp_path / "none.h5")
-    assert "no labels" in refused(tmp_path / "bare.h5")
-    assert "class" in refused(tmp_path / "table.h5")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert "cuda:0 does not exist" in refused(pack, "--device", "cuda")
-    assert "--device xyz" in refused(pack, "--device", "xyz")
-    assert "--accumulate" in refused(pack, *SMALL, "--accumulate", "5")
-    assert "fewer than --batch-size" in refused(pack, "--device", "cpu", "--batch-size", "512")
-    assert "streams" in refused(pack, *SMALL, "--streams", "3")
-    assert "no split 'x'" in refused(pack, "--val-split", "x", "--device", "cpu")
-    assert "--resume needs --checkpoint" in refused(pack, "--resume")
-    checkpoint = tmp_path / "c.pt"
-    train.main([str(pack), *SMALL, "--epochs", "1", "--checkpoint", str(checkpoint)])
-    assert "add --resume" in refused(pack, "--checkpoint", checkpoint)
-    assert "saved with --lr 0.1" in refused(pack, *SMALL, "--checkpoint", checkpoint, "--resume", "--lr", "7")
-    assert "seed" in refused(pack, *SMALL, "--checkpoint", checkpoint, "--resume", "--seed", "7")
+    saved = [*SMALL, f"--checkpoint={tmp_path / 'c.pt'}"]
+    train.main([str(pack), *saved, "--epochs", "1"])
+    for expected, *arguments in (
+        ("none.h5", tmp_path / "none.h5"),
+        ("no labels", tmp_path / "bare.h5"),
+        ("class", tmp_path / "table.h5"),
+        ("cuda:0 does not exist", pack, "--device", "cuda"),
+        ("--device xyz", pack, "--device", "xyz"),
+        ("--accumulate", pack, *SMALL, "--accumulate", "5"),
+        ("fewer than --batch-size", pack, "--device", "cpu", "--batch-size", "512"),
+        ("streams", pack, *SMALL, "--streams", "3"),
+        ("no split 'x'", pack, "--val-split", "x", "--device", "cpu"),
+        ("--resume needs --checkpoint", pack, "--resume"),
+        ("add --resume", pack, *saved),
+        ("saved with --lr 0.1", pack, *saved, "--resume", "--lr", "7"),
+        ("seed", pack, *saved, "--resume", "--seed", "7"),
+    ):
+        assert expected in refused(*arguments)
     assert not list(tmp_path.glob("*.partial"))
 
 
