@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
-import subprocess
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -29,7 +27,6 @@ from tests.makers import quick, split_folders
 BATCH, CHUNK = 8, 7
 KINDS = pytest.mark.parametrize("kind", ["batches", "rows"])
 ROWS_OF_SPLIT = list(range(10, 67))
-ELASTIC = {"streams": 4, "window": 3, "seed": 9}
 
 
 @pytest.fixture(scope="module")
@@ -49,23 +46,16 @@ def dataset(pack: Path) -> h5pack.H5Dataset:
 class Fed:
     """A sampler of either kind under a loader, and how far its consumer is."""
 
-    def __init__(
-        self,
-        kind: str,
-        data: Any,
-        workers: int = 0,
-        batch_size: int = BATCH,
-        loader_class: Any = DataLoader,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, kind: str, data: Any, workers: int = 0, size: int = BATCH, **settings: Any) -> None:
         self.kind = kind
-        more = {"num_workers": workers, "collate_fn": rows_of}
+        loader_class = settings.pop("loader_class", DataLoader)
+        more = {"num_workers": workers, "collate_fn": settings.pop("collate", rows_of)}
         if kind == "batches":
-            self.sampler: Any = h5pack.ChunkBatchSampler(data, batch_size, **settings)
+            self.sampler: Any = h5pack.ChunkBatchSampler(data, size, **settings)
             more["batch_sampler"] = self.sampler
         else:
             self.sampler = h5pack.ChunkSampler(data, **settings)
-            more |= {"sampler": self.sampler, "batch_size": batch_size, "drop_last": settings.get("drop_last", False)}
+            more |= {"sampler": self.sampler, "batch_size": size, "drop_last": settings.get("drop_last", False)}
         self.loader = loader_class(data, **more)
 
     def epoch(self) -> list[list[int]]:
@@ -74,7 +64,7 @@ class Fed:
     def rows(self) -> list[int]:
         return list(itertools.chain(*self.loader))
 
-    def state(self, batches: Sequence[Sequence[int]]) -> dict[str, Any]:
+    def state(self, batches: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
         """As a training loop saves it, which has received these batches."""
         return dict(self.sampler.state_dict(len(batches) if self.kind == "batches" else sum(map(len, batches))))
 
@@ -100,22 +90,15 @@ def test_every_row_once_an_epoch_with_its_pixels_and_label(
 ) -> None:
     with h5py.File(pack) as file:
         images, labels = file["images"][()], file["labels"][()]
-    if kind == "batches":
-        sampler: Any = h5pack.ChunkBatchSampler(dataset, BATCH, shuffle=shuffle, window=3)
-        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=workers)
-    else:
-        sampler = h5pack.ChunkSampler(dataset, shuffle=shuffle, window=3)
-        loader = DataLoader(dataset, BATCH, sampler=sampler, num_workers=workers, collate_fn=dataset.collate)
-    assert (len(loader), len(sampler)) == (8, 8 if kind == "batches" else 57)
-    epochs = []
-    for _ in range(2):
-        found = []
-        for pixels, classes, rows in loader:
+    fed = Fed(kind, dataset, workers, shuffle=shuffle, window=3, collate=dataset.collate)
+    assert (len(fed.loader), len(fed.sampler)) == (8, 8 if kind == "batches" else 57)
+    epochs: list[list[int]] = [[], []]
+    for found in epochs:
+        for pixels, classes, rows in fed.loader:
             assert np.array_equal(pixels.numpy(), images[rows.numpy()])
             assert np.array_equal(classes.numpy(), labels[rows.numpy()])
             found += rows.tolist()
         assert sorted(found) == ROWS_OF_SPLIT
-        epochs.append(found)
     assert (epochs[0] == epochs[1]) == (shuffle is False)
 
 
@@ -168,9 +151,8 @@ def test_shuffle_true_is_window_and_errors_name_parameters(dataset: h5pack.H5Dat
 
 def elastic(kind: str, dataset: h5pack.H5Dataset, count: int, **more: Any) -> list[Fed]:
     """All ranks of an order that any divisor of 4 ranks can share."""
-    return [
-        Fed(kind, dataset, 0, BATCH // count, **ELASTIC, **more, rank=rank, num_replicas=count) for rank in range(count)
-    ]
+    more = {"streams": 4, "window": 3, "seed": 9, "num_replicas": count, **more}
+    return [Fed(kind, dataset, 0, BATCH // count, rank=rank, **more) for rank in range(count)]
 
 
 def steps_of(ranks: list[Fed]) -> list[list[int]]:
@@ -316,7 +298,7 @@ def test_states_of_states(dataset: h5pack.H5Dataset, kind: str) -> None:
     expected = Fed(kind, dataset)
     batches = expected.epoch() + expected.epoch()
     found: list[list[int]] = []
-    state = Fed(kind, dataset).state([])
+    state = Fed(kind, dataset).state()
     for _ in batches:
         fed = Fed(kind, dataset).resumed(state)
         # At an epoch's end there is nothing left of it, and the next iteration is the next epoch.
@@ -371,81 +353,54 @@ def test_states_are_pinned(dataset: h5pack.H5Dataset) -> None:
     """A state that this release saved must load in every later one."""
     batches = h5pack.ChunkBatchSampler(dataset, 8, seed=3, window=5)
     rows = h5pack.ChunkSampler(dataset, rank=1, num_replicas=2, streams=4)
-    order = {
-        "order": 1,
-        "start": 10,
-        "rows": 57,
-        "chunk_rows": 7,
-        "shuffle": "window",
-        "seed": 3,
-        "window": 5,
-        "trim": False,
-        "drop_last": False,
-        "streams": 1,
-        "lanes": 1,
-        "global_batch": 8,
-    }
+    order = {"order": 1, "start": 10, "rows": 57, "chunk_rows": 7, "shuffle": "window", "seed": 3, "window": 5}
+    order |= {"trim": False, "drop_last": False, "streams": 1, "lanes": 1, "global_batch": 8}
     assert batches.state_dict() == {"order": order, "epoch": 0, "batches": 0}
     order |= {"seed": 0, "window": 16, "streams": 4, "global_batch": None}
     assert rows.state_dict() == {"order": order, "epoch": 0, "rows": 0, "world_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("change", "parameters"),
+    ("kinds", "saved", "loaded", "parameters"),
     [
-        *(({"seed": 1}, ["seed"]), ({"window": 2}, ["window"]), ({"shuffle": "full"}, ["shuffle"])),
-        *(({"shuffle": False}, ["shuffle"]), ({"drop_last": True}, ["drop_last"]), ({"split": "train"}, ["start"])),
+        *(("both", {}, {"seed": 1}, {"seed"}), ("both", {}, {"window": 2}, {"window"})),
+        *(("both", {}, {"shuffle": "full"}, {"shuffle"}), ("both", {}, {"shuffle": False}, {"shuffle"})),
+        *(("both", {}, {"drop_last": True}, {"drop_last"}), ("both", {}, {"split": "train"}, {"start"})),
         # A subset has other keys in its identity than a range.
-        ({"indices": range(57)}, ["rows_digest", "start"]),
-        ({"rank": 0, "num_replicas": 2, "batch_size": 4}, ["streams"]),
+        ("both", {}, {"indices": range(57)}, {"rows_digest", "start"}),
+        ("both", {}, {"rank": 0, "num_replicas": 2, "size": 4}, {"streams"}),
+        *(("batches", {}, {"size": 4}, {"global_batch"}), ("batches", {"streams": 2}, {"lanes": 2}, {"lanes"})),
+        ("batches", {"indices": [5, 2, 9]}, {"indices": [5, 2, 8]}, {"rows_digest"}),
+        # Orders that a later release may bring.
+        *(("both", {"order": 2}, {}, {"order"}), ("both", {"weights": "w"}, {}, {"weights"})),
     ],
     ids=str,
 )
-@KINDS
 def test_states_of_other_orders_are_refused(
-    pack: Path, dataset: h5pack.H5Dataset, kind: str, change: dict[str, Any], parameters: list[str]
+    pack: Path,
+    dataset: h5pack.H5Dataset,
+    kinds: str,
+    saved: dict[str, Any],
+    loaded: dict[str, Any],
+    parameters: set[str],
 ) -> None:
-    state = Fed(kind, dataset).state([])
-    change = dict(change)
-    data = h5pack.H5Dataset(pack, split=change.pop("split"), with_rows=True) if "split" in change else dataset
-    refusing = Fed(kind, data, **change)
-    before = refusing.sampler.state_dict()
-    with pytest.raises(StateError) as caught:
-        refusing.resumed(state)
-    assert refusing.sampler.state_dict() == before
-    assert caught.value.parameters
-    assert set(caught.value.parameters) <= set(parameters)
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded", "parameter"),
-    [
-        ({"batch_size": 8}, {"batch_size": 4}, "global_batch"),
-        ({}, {"lanes": 2}, "lanes"),
-        ({"indices": [5, 2, 9]}, {"indices": [5, 2, 8]}, "rows_digest"),
-    ],
-    ids=str,
-)
-def test_states_of_other_batches_are_refused(
-    dataset: h5pack.H5Dataset, saved: dict[str, Any], loaded: dict[str, Any], parameter: str
-) -> None:
-    make = partial(Fed, "batches", dataset, streams=2)
-    state = make(**saved).state([])
-    make(**saved).resumed(state)
-    # States of orders that a later release may bring, too.
-    later = {
-        name: {**state, "order": {**state["order"], name: value}} for name, value in (("order", 2), ("weights", "w"))
-    }
-    cases = [(loaded, state, parameter), *((saved, changed, name) for name, changed in later.items())]
-    for settings, refused, name in cases:
+    settings = {name: saved[name] for name in saved.keys() - {"order", "weights"}}
+    other = {**settings, **loaded}
+    data = h5pack.H5Dataset(pack, split=other.pop("split"), with_rows=True) if "split" in other else dataset
+    for kind in ("batches", "rows") if kinds == "both" else (kinds,):
+        state = Fed(kind, dataset, **settings).state()
+        Fed(kind, dataset, **settings).resumed(state)
+        refusing = Fed(kind, data, **other)
+        before = refusing.sampler.state_dict()
         with pytest.raises(StateError) as caught:
-            make(**settings).resumed(refused)
-        assert caught.value.parameters == (name,)
+            refusing.resumed({**state, "order": {**state["order"], **saved}} if saved != settings else state)
+        assert refusing.sampler.state_dict() == before
+        assert set() < set(caught.value.parameters) <= parameters
 
 
 @KINDS
 def test_what_is_not_a_state_is_refused(dataset: h5pack.H5Dataset, kind: str) -> None:
-    other = Fed({"batches": "rows", "rows": "batches"}[kind], dataset).state([])
+    other = Fed({"batches": "rows", "rows": "batches"}[kind], dataset).state()
     malformed = {"order": 3, "epoch": 0, "batches": 0, "rows": 0, "world_size": 1}
     for wrong in ({}, None, 3, malformed, {"epoch": 0, "batches": 1}, other):
         with pytest.raises(StateError):
@@ -505,7 +460,7 @@ def stateful() -> Any:
 def test_stateful_dataloader_resumes_exactly_from_every_step(
     dataset: h5pack.H5Dataset, stateful: Any, kind: str, workers: int, size: int
 ) -> None:
-    make = partial(Fed, kind, dataset, batch_size=size, window=3)
+    make = partial(Fed, kind, dataset, size=size, window=3)
     reference = make()
     expected = [batch for _ in range(4) for batch in reference.epoch()]
     length = len(expected) // 4
@@ -578,69 +533,16 @@ def test_subsets_and_indices(dataset: h5pack.H5Dataset, kind: str) -> None:
     for part in random_split(dataset, [40, 17], torch.Generator().manual_seed(0)):
         fed = Fed(kind, part, window=2)
         first, second = fed.rows(), fed.rows()
-        assert sorted(first) == sorted(second) == sorted(ROWS_OF_SPLIT[index] for index in part.indices)
+        assert sorted(first) == sorted(second)
         assert first != second
         # A chunk's rows come together: within a window of two chunks.
         chunks = [row // CHUNK for row in first]
         assert all(len(chunks) - chunks[::-1].index(chunk) - chunks.index(chunk) <= 2 * CHUNK for chunk in chunks)
+        assert sorted(first) == sorted(ROWS_OF_SPLIT[index] for index in part.indices)
         found += first
     assert sorted(found) == ROWS_OF_SPLIT
     nested = Subset(Subset(dataset, range(50)), [49, 3, 3, 20, 41])
-    chosen = Fed(kind, nested, batch_size=3, indices=[4, 0, 1, 2])
+    chosen = Fed(kind, nested, size=3, indices=[4, 0, 1, 2])
     assert sorted(chosen.rows()) == [ROWS_OF_SPLIT[index] for index in (3, 3, 41, 49)]
-
-
-@KINDS
-def test_no_rows_at_all(dataset: h5pack.H5Dataset, kind: str) -> None:
-    fed = Fed(kind, dataset, indices=[])
-    assert len(fed.sampler) == 0
-    assert fed.epoch() == fed.epoch() == []
-    assert fed.sampler.epoch == 1
-
-
-# A billion rows.
-
-FIRST_BATCHES = """
-import itertools, json, sys, time
-import h5py, numpy, torch.utils.data
-import h5pack.data.samplers
-from h5pack import ChunkBatchSampler, ChunkSampler, H5Dataset
-
-
-def peak():
-    # Not ru_maxrss, which starts at the memory of the parent process.
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) * 1024
-
-
-before, slowest, peaks = peak(), 0.0, []
-for path in sys.argv[1:]:
-    for shuffle, streams in itertools.product(("window", "full", "chunk", False), (1, 8)):
-        begin = time.process_time()
-        dataset = H5Dataset(path)
-        batch = next(iter(ChunkBatchSampler(dataset, 256, shuffle=shuffle, streams=streams)))
-        rows = list(itertools.islice(ChunkSampler(dataset, shuffle=shuffle, streams=streams), 256))
-        slowest = max(slowest, time.process_time() - begin)
-        for indices in (batch, rows):
-            assert len(dataset) == 10**9 and len(set(indices)) == 256 and max(indices) < 10**9
-            assert dataset.collate(dataset.__getitems__(indices)).shape == (256, 16)
-        del dataset
-    peaks.append(peak() - before)
-print(json.dumps({"seconds": slowest, "peaks": peaks}))
-"""
-
-
-def test_the_first_batch_of_a_billion_rows_takes_little_time_and_memory(tmp_path: Path) -> None:
-    paths = []
-    for name, chunks in (("contiguous", None), ("chunked", (512, 16))):
-        paths.append(str(tmp_path / name))
-        with h5py.File(paths[-1], "w") as file:
-            file.create_dataset("images", (10**9, 16), "u1", chunks=chunks)
-    done = subprocess.run([sys.executable, "-c", FIRST_BATCHES, *paths], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["seconds"] < 5, "CPU seconds, below 1 if nothing is computed for each row of the file"
-    contiguous, chunked = found["peaks"]
-    assert contiguous < 100_000_000
-    # The index of two million chunks: 135 MB measured, 70 bytes a chunk. A number for each row would take 8 GB.
-    assert chunked < 200_000_000
+    none = Fed(kind, dataset, indices=[])
+    assert (len(none.sampler), none.epoch(), none.epoch(), none.sampler.epoch) == (0, [], [], 1)
