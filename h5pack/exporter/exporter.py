@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from h5pack.errors import DamagedRowsError, OptionsError, OutputExistsError, SourceError
 from h5pack.exporter.image_files import (
+    SUFFIXES,
     ExportForm,
     ExportResults,
     ExportWork,
@@ -28,7 +29,6 @@ from h5pack.exporter.image_files import (
 )
 from h5pack.exporter.manifest import Manifest, plan_manifest
 from h5pack.exporter.names import MANIFEST, ExportNames, NameRules, name_files
-from h5pack.images.encode import SUFFIXES
 from h5pack.pack.options import check_choice, check_integer, parse_range
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.system.files import open_locked, reporting_full_disk, require_writable, sync_file_system, sync_path

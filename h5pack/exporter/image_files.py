@@ -1,10 +1,11 @@
-"""Exported image files: selection of rows, their conversion to pixels, and the worker function that writes files."""
+"""Exported image files: which rows, their pixels, encoding as PNG and JPEG, the worker function that writes files."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,8 +16,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from h5pack.errors import NoImagesError, OptionsError, RejectedImageError
-from h5pack.images.decode import strict_pillow
-from h5pack.images.encode import SIGNATURES, encode_jpeg, encode_png
+from h5pack.images.decode import image_of, strict_pillow
 from h5pack.pack.writer import join_groups
 from h5pack.read.encoded import RowDecoder
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable
@@ -25,8 +25,15 @@ from h5pack.sources.hdf5_rows import HDF5RowReader, PixelForm, default_range
 from h5pack.system.files import write_all
 from h5pack.system.processes import shared
 
+SUFFIXES = {"png": (".png",), "jpeg": (".jpg", ".jpeg", ".jpe", ".jfif")}
+"""File name suffixes of each format. New files get the first one."""
+SIGNATURES = {"png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff"}
+"""The first bytes of files of each format."""
+
 _TASKS_PER_WORKER = 16
 _TASK_BYTES = 32 * 1024 * 1024
+_PNG = {"compress_level": 1, "compress_type": zlib.Z_RLE}
+_PLAIN_CHROMA_QUALITY = 90
 _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 
 
@@ -240,3 +247,25 @@ def _write_file(path: str, data: bytes) -> None:
         write_all(descriptor, data, 0)
     finally:
         os.close(descriptor)
+
+
+def encode_png(pixels: npt.NDArray[Any]) -> bytes:
+    """Return pixels (h, w, c) encoded as PNG: uint8 gray, gray with alpha, RGB or RGBA, or uint16 gray.
+
+    zlib's level 1 with the RLE strategy is used because it is fastest: one thread encodes 380 images/s of 218x178
+    pixels. Level 1 alone encodes 310 images/s, and the default level 6 encodes 110 images/s into 3 % smaller files.
+    """
+    stream = io.BytesIO()
+    image_of(pixels).save(stream, "PNG", **_PNG)
+    return stream.getvalue()
+
+
+def encode_jpeg(pixels: npt.NDArray[np.uint8], quality: int) -> bytes:
+    """Return pixels, uint8 (h, w, 1 or 3), encoded as JPEG of `quality` 1 to 100.
+
+    Below quality 90, chroma is subsampled (4:2:0); from 90 on it is not (4:4:4).
+    """
+    stream = io.BytesIO()
+    # Pillow's subsampling 0 is 4:4:4, and 2 is 4:2:0.
+    image_of(pixels).save(stream, "JPEG", quality=quality, subsampling=0 if quality >= _PLAIN_CHROMA_QUALITY else 2)
+    return stream.getvalue()

@@ -1,1 +1,1 @@
-"""Encoded bytes to pixels and back: headers, decoding, resizing, encoding."""
+"""Encoded bytes to pixels: headers, decoding, resizing."""

@@ -29,7 +29,6 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from h5pack.errors import RejectedImageError
-from h5pack.images.encode import image_of
 from h5pack.images.headers import DecodePath, ImageHeader, parse_jpeg, parse_png
 
 MAX_PIXELS = 178_956_970
@@ -208,6 +207,11 @@ class Decoder:
             else:
                 image = image.resize(size, self._resample)
         _copy_pixels(image, out)
+
+
+def image_of(pixels: npt.NDArray[Any]) -> Image.Image:
+    """Return pixels (h, w, c), where c = 1 is gray, as a Pillow image."""
+    return Image.fromarray(np.ascontiguousarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels))
 
 
 def _copy_pixels(image: Image.Image, out: npt.NDArray[np.uint8]) -> None:

@@ -16,8 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 from h5pack.errors import DamagedRowsError, OptionsError, OutputExistsError, RejectedImageError
 from h5pack.exporter.image_files import MissingRow, SourceRows, open_rows
 from h5pack.format import schema
-from h5pack.images.decode import MAX_PIXELS, strict_pillow
-from h5pack.images.encode import image_of
+from h5pack.images.decode import MAX_PIXELS, image_of, strict_pillow
 from h5pack.pack.options import check_integer, parse_range
 from h5pack.read.encoded import RowDecoder
 from h5pack.sources.catalog import Catalog

@@ -223,8 +223,3 @@ def _create_names(file: h5py.File, path: str, names: Sequence[str] | NameTable) 
 def options_text(options: dict[str, Any]) -> str:
     """Return the options that affect the file's contents as the JSON text that the root group stores."""
     return json.dumps(options, sort_keys=True)
-
-
-def root_attributes(version: str, created: str, options: dict[str, Any]) -> dict[str, str]:
-    """Return the text attributes of a pack's root group."""
-    return {schema.VERSION: version, schema.CREATED: created, schema.OPTIONS: options_text(options)}

@@ -14,7 +14,7 @@ import numpy as np
 from h5pack.errors import OptionsError, OutputExistsError, ResumeError
 from h5pack.format import schema
 from h5pack.format.row_offsets import RowOffsets
-from h5pack.pack.file_structure import FileStructure, options_text, root_attributes, write_structure
+from h5pack.pack.file_structure import FileStructure, options_text, write_structure
 from h5pack.pack.journal import Journal
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock
@@ -114,7 +114,11 @@ def _structure(plan: ConvertPlan, created: str) -> FileStructure:
         chunk_rows=plan.chunks.rows,
         layout=options.layout,
         compat=options.compat,
-        attributes=root_attributes(__version__, created, options.content()),
+        attributes={
+            schema.VERSION: __version__,
+            schema.CREATED: created,
+            schema.OPTIONS: options_text(options.content()),
+        },
         compression=options.filter,
     )
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h5pack.format import schema
-from h5pack.pack.file_structure import FileStructure, PackTables, root_attributes, write_structure
+from h5pack.pack.file_structure import FileStructure, PackTables, write_structure
 from h5pack.sources.catalog import Reject
 
 
@@ -41,7 +41,7 @@ def test_fewer_rows_have_the_same_addresses(
     row: tuple[int, int, int], chunk_bytes: int, planned: int, share: float, compat: bool
 ) -> None:
     chunk_rows = -(-chunk_bytes // int(np.prod(row)))
-    structure = FileStructure(row, chunk_rows, "nhwc", compat, root_attributes("1", "2", {"a": 1}))
+    structure = FileStructure(row, chunk_rows, "nhwc", compat, {"h5pack_version": "1"})
     packed = max(1, int(planned * share))
     with tempfile.TemporaryDirectory() as folder:
         first = write_structure(Path(folder) / "a.h5", structure, planned, None)
@@ -56,7 +56,7 @@ def test_fewer_rows_have_the_same_addresses(
 
 
 def test_the_first_structure_is_sparse_and_says_that_it_is_incomplete(tmp_path: Path) -> None:
-    structure = FileStructure((218, 178, 3), 36, "nhwc", False, root_attributes("1", "2", {}))
+    structure = FileStructure((218, 178, 3), 36, "nhwc", False, {})
     write_structure(tmp_path / "a.h5", structure, 1_000_000, None)
     status = (tmp_path / "a.h5").stat()
     assert status.st_size > 116_000_000_000
@@ -66,7 +66,7 @@ def test_the_first_structure_is_sparse_and_says_that_it_is_incomplete(tmp_path: 
 
 
 def test_text_is_utf8_and_says_so(tmp_path: Path) -> None:
-    structure = FileStructure((4, 4, 3), 5000, "nhwc", False, root_attributes("1", "2", {}))
+    structure = FileStructure((4, 4, 3), 5000, "nhwc", False, {})
     write_structure(tmp_path / "a.h5", structure, 6, tables(6))
     with h5py.File(tmp_path / "a.h5") as file:
         for item in (file["splits/name"], file["filenames"], file["rejects/reasons"]):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from h5pack.images.encode import encode_jpeg, encode_png
+from h5pack.exporter.image_files import encode_jpeg, encode_png
 
 RANDOM = np.random.default_rng(0).integers(0, 256, (131, 257, 4), np.uint8)
 
