@@ -6,19 +6,37 @@ import contextlib
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, RandomSampler
 
 from h5pack.data.iteration import BatchIterator
+from h5pack.data.loader import H5Loader
+from h5pack.device.batch import batch_size_and_bytes
 from h5pack.device.feed import resolve_device
-from h5pack.device.loader_wrapper import BatchFetcher, DeliveryCursor, LoaderWrapper, first_attribute, layers_of
+from h5pack.device.loader_wrapper import (
+    BatchFetcher,
+    DeliveryCursor,
+    LoaderWrapper,
+    base_datasets,
+    first_attribute,
+    layers_of,
+    with_samplers,
+)
 from h5pack.device.profiling import ProfilerRanges
 from h5pack.errors import OptionsError
-from h5pack.monitor.probes import GpuProbe
-from h5pack.monitor.recorder import DeviceWait, FeedRecorder, MonitorSettings
+from h5pack.monitor.advice import BOTTLENECK_WORDS, advise
+from h5pack.monitor.bottleneck import Encoding, Evidence, judge
+from h5pack.monitor.probes import CpuTime, DeviceWait, GpuProbe, GpuStatus
 from h5pack.monitor.report import FeedReport, ReportOutputs
+from h5pack.system.machine import available_cpus
+
+# Names of the monitors that have warned in this process.
+_warned: set[str] = set()
 
 
 class MonitoredIterator(BatchIterator):
@@ -31,11 +49,10 @@ class MonitoredIterator(BatchIterator):
         finish: Callable[[DeliveryCursor], None],
         recorder: FeedRecorder,
         labels: ProfilerRanges,
-        device_wait: DeviceWait | None,
     ) -> None:
         super().__init__("monitor")
         self._fetcher, self._cursor, self._finish_epoch = fetcher, cursor, finish
-        self._recorder, self._labels, self._device_wait = recorder, labels, device_wait
+        self._recorder, self._labels = recorder, labels
 
     def __next__(self) -> Any:
         self._labels.end()
@@ -46,20 +63,17 @@ class MonitoredIterator(BatchIterator):
         return super().__next__()
 
     def _next_batch(self) -> Any:
-        recorder, device_wait = self._recorder, self._device_wait
+        recorder = self._recorder
         self._labels.begin("h5pack: wait")
-        if device_wait is not None:
-            device_wait.begin()
+        if recorder.device_wait is not None:
+            recorder.device_wait.begin()
         before = time.perf_counter()
         try:
             batch = self._fetcher.fetch().batch
         except BaseException:
             recorder.waited(time.perf_counter() - before)
             raise
-        seconds = time.perf_counter() - before
-        if device_wait is not None:
-            device_wait.end(seconds)
-        recorder.count(batch, seconds)
+        recorder.count(batch, time.perf_counter() - before)
         self._cursor.delivered += 1
         self._labels.begin("h5pack: step")
         return batch
@@ -146,7 +160,8 @@ class FeedMonitor(LoaderWrapper):
             text = f"warn_stall is {warn_stall!r}; give a fraction from 0 to 1, or None"
             raise OptionsError(text, parameters=("warn_stall",))
         self._device = None if device is None else resolve_device(device)
-        self._settings = MonitorSettings(name, float(interval_seconds), warn_stall, warn_once)
+        self._name, self._interval_seconds = name, float(interval_seconds)
+        self._warn_stall, self._warn_once = warn_stall, warn_once
         self._outputs = ReportOutputs(name, on_report, progress, json_lines, tensorboard)
         self._profiler_ranges = profiler_ranges
         self._recorder: FeedRecorder | None = None
@@ -159,7 +174,7 @@ class FeedMonitor(LoaderWrapper):
         return {**self.__dict__, "_recorder": None, "_probe": None, "_cursor": None}
 
     def __repr__(self) -> str:
-        return f"FeedMonitor({self.loader!r}, name={self._settings.name!r})"
+        return f"FeedMonitor({self.loader!r}, name={self._name!r})"
 
     def report(self) -> FeedReport:
         """Return the report of the current epoch so far, or of the whole epoch once it has ended.
@@ -168,7 +183,7 @@ class FeedMonitor(LoaderWrapper):
         """
         if self._recorder is not None:
             return self._recorder.report()
-        return FeedReport(self._settings.name, "epoch", time.time(), None, 0, 0, None, 0.0, 0.0, 0.0, 0.0, None, None)
+        return FeedReport(self._name, "epoch", time.time(), None, 0, 0, None, 0.0, 0.0, 0.0, 0.0, None, None)
 
     def close(self) -> None:
         """Close the TensorBoard writer if the monitor created it. A writer passed by the user stays open."""
@@ -178,10 +193,10 @@ class FeedMonitor(LoaderWrapper):
         """Begin an iteration of the loader and return an iterator that measures it."""
         layers = layers_of(self.loader)
         device = self._device or _device_of(layers)
-        on_cuda = device is not None and device.type == "cuda"
-        if device is not None and on_cuda and self._probe is None and torch.version.hip is None:
+        cuda = device if device is not None and device.type == "cuda" else None
+        if cuda is not None and self._probe is None and torch.version.hip is None:
             # Do this before the clock starts, because NVIDIA's driver library takes long to initialize.
-            self._probe = GpuProbe(device)
+            self._probe = GpuProbe(cuda)
         if self._recorder is not None:
             self._earlier_batches += self._recorder.counters.batches
         begun = time.perf_counter()
@@ -189,27 +204,161 @@ class FeedMonitor(LoaderWrapper):
         done = (self._loader_state() or {}).get("batches", 0)
         self._first_batch = done if isinstance(done, int) else 0
         cursor, fetcher = self._begin(record=False)
-        device_wait = DeviceWait.on(device) if device is not None and on_cuda else None
-        self._recorder = recorder = FeedRecorder(
-            self._settings,
-            layers,
-            self._outputs,
-            begun=begun,
-            epoch=lambda: self.epoch,
-            step=self._step,
-            probe=self._probe,
-            device_wait=device_wait,
-        )
+        self._recorder = recorder = FeedRecorder(self, layers, begun, None if cuda is None else DeviceWait.on(cuda))
         # Count the time in which the loader started its workers as a wait of the step.
         recorder.waited(time.perf_counter() - begun)
         self._outputs.begin(_length(self.loader), self._first_batch)
-        labels = ProfilerRanges(self._profiler_ranges, nvtx=on_cuda)
-        return MonitoredIterator(fetcher, cursor, self._finish, recorder, labels, device_wait)
+        labels = ProfilerRanges(self._profiler_ranges, nvtx=cuda is not None)
+        return MonitoredIterator(fetcher, cursor, self._finish, recorder, labels)
 
     def _step(self, batches: int) -> int:
         """Return how many batches were delivered: in all epochs if the loader has a length, else by this monitor."""
         total = _length(self.loader)
         return self._earlier_batches + batches if total is None else self.epoch * total + self._first_batch + batches
+
+
+@dataclass
+class _Counters:
+    """All counters of an iteration at one time. Reports are made from the differences between two copies."""
+
+    time: float  # of `time.perf_counter`
+    cpu: CpuTime = field(default_factory=CpuTime.now)
+    batches: int = 0
+    images: int | None = None
+    size: int = 0  # bytes of all batches
+    wait: float = 0.0  # seconds that the process waited
+    stall: float = 0.0  # seconds that the step waited; `FeedRecorder._read` adds the waits measured by CUDA events
+    fresh: int | None = None  # `EchoLoader.fresh`
+    shown: int | None = None  # `EchoLoader.shown`
+    transform: float | None = None  # seconds spent in a transform by a `DeviceFeed`
+
+
+class FeedRecorder:
+    """A recorder that counts the batches and waits of one iteration, and reports them after each interval.
+
+    `layers` are the loader and all loaders that it wraps, outermost first. `begun` is when the iteration began, in
+    seconds of `time.perf_counter`. `device_wait` is None if the step does not run on a CUDA device.
+    """
+
+    def __init__(
+        self, monitor: FeedMonitor, layers: list[Any], begun: float, device_wait: DeviceWait | None = None
+    ) -> None:
+        self._monitor, self._layers, self.device_wait = monitor, layers, device_wait
+        self._gpu: GpuStatus | None = None
+        self._gpu_time = float("-inf")
+        self.counters = _Counters(begun)
+        self._first = self._last = self._read(begun)
+        self._interval: FeedReport | None = None
+        self._warm = self._warned = False
+        self._final: FeedReport | None = None
+        self.due = begun + monitor._interval_seconds
+
+    def waited(self, seconds: float) -> None:
+        """Count seconds of waiting in which no batch arrived: while the loader started, or at its end."""
+        self.counters.wait += seconds
+        self.counters.stall += seconds
+
+    def count(self, batch: Any, seconds: float) -> None:
+        """Count a batch and the seconds that the process waited for it."""
+        counters = self.counters
+        if self.device_wait is None:
+            counters.stall += seconds
+        else:
+            self.device_wait.end(seconds)
+        images, size = batch_size_and_bytes(batch)
+        counters.batches += 1
+        counters.size += size
+        counters.wait += seconds
+        if images is not None:
+            counters.images = images + (counters.images or 0)
+
+    def tick(self) -> None:
+        """Report the interval that has ended, and warn if the step waited too long.
+
+        Call it directly in ``__next__`` of the monitor's iterator: the warning's `stacklevel` points to the loop.
+        """
+        before, now = self._last, self._read(time.perf_counter())
+        self.due = now.time + self._monitor._interval_seconds
+        report = self._close_interval(now)
+        limit, name = self._monitor._warn_stall, self._monitor._name
+        # During the first interval, workers are still starting and caches are filling, so it is not representative.
+        warm, self._warm = self._warm, True
+        has_warned = self._warned or (self._monitor._warn_once and name in _warned)
+        if limit is not None and warm and report.stall_fraction > limit and not has_warned:
+            self._warned = True
+            _warned.add(name)
+            transform = None if before.transform is None or now.transform is None else now.transform - before.transform
+            warnings.warn(f"h5pack {name}: {stall_text(self._layers, report, transform)}", stacklevel=3)
+
+    def finish(self) -> None:
+        """Report the last interval and the epoch. Call this when the iteration has ended, completely or early."""
+        if self._final is not None:
+            return
+        now = self._read(time.perf_counter())
+        if now.batches > self._last.batches or self._interval is None:
+            self._close_interval(now)
+        self._final = self._report("epoch", self._first, now)
+        self._monitor._outputs.end(self._final)
+
+    def report(self) -> FeedReport:
+        """Return the report of the epoch so far, or of the whole epoch once it has ended."""
+        return self._final or self._report("epoch", self._first, self._read(time.perf_counter()))
+
+    def _close_interval(self, now: _Counters) -> FeedReport:
+        self._interval = report = self._report("interval", self._last, now)
+        self._last = now
+        self._monitor._outputs.interval(report, now.batches)
+        return report
+
+    def _read(self, now: float) -> _Counters:
+        """Return a copy of the counters at the time `now`, including what the device and the loaders have counted."""
+        device_seconds = 0.0 if self.device_wait is None else self.device_wait.seconds
+        return replace(
+            self.counters,
+            time=now,
+            cpu=CpuTime.now(),
+            stall=self.counters.stall + device_seconds,
+            fresh=self._attribute("fresh"),
+            shown=self._attribute("shown"),
+            transform=self._attribute("transform_seconds"),
+        )
+
+    def _attribute(self, name: str) -> Any:
+        """Return a number that only h5pack's loaders have, or None. Other loaders may have a method of that name."""
+        value = first_attribute(self._layers, name)
+        return value if isinstance(value, (int, float)) else None
+
+    def _report(self, over: str, first: _Counters, last: _Counters) -> FeedReport:
+        seconds = max(last.time - first.time, 1e-9)
+        # A wait is counted when its CUDA events are done, so part of it may belong to an earlier interval: limit it.
+        stall = min(max(0.0, last.stall - first.stall), seconds)
+        images = None if last.images is None else last.images - (first.images or 0)
+        cpu = last.cpu.since(first.cpu)
+        monitor = self._monitor
+        if last.time - self._gpu_time >= monitor._interval_seconds:
+            self._gpu = None if monitor._probe is None else monitor._probe.sample()
+            self._gpu_time = last.time
+        return FeedReport(
+            name=monitor._name,
+            over=over,
+            time=time.time(),
+            epoch=monitor.epoch,
+            step=monitor._step(last.batches),
+            batches=last.batches - first.batches,
+            images=images,
+            seconds=seconds,
+            wait_seconds=last.wait - first.wait,
+            stall_seconds=stall,
+            stall_fraction=stall / seconds,
+            images_per_s=None if images is None else images / seconds,
+            bytes_per_s=(last.size - first.size) / seconds if last.size else None,
+            queue_depth=self._attribute("queue_depth"),
+            cpu_percent=None if cpu.total is None else 100 * cpu.total / seconds,
+            children_cpu_percent=None if cpu.children is None else 100 * cpu.children / seconds,
+            gpu=self._gpu,
+            freshness=_freshness(first, last),
+            interval=self._interval if over == "epoch" else None,
+        )
 
 
 def _is_number(value: Any) -> bool:
@@ -230,3 +379,53 @@ def _device_of(layers: list[Any]) -> torch.device | None:
         return device
     in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.device("cuda", torch.cuda.current_device()) if in_use else None
+
+
+def _freshness(first: _Counters, last: _Counters) -> float | None:
+    if last.shown is None or last.fresh is None:
+        return None
+    shown = last.shown - (first.shown or 0)
+    return min(1.0, (last.fresh - (first.fresh or 0)) / shown) if shown > 0 else None
+
+
+def stall_text(layers: list[Any], report: FeedReport, transform_seconds: float | None = None) -> str:
+    """Return the text of a warning: how long the step waited, for which loader, the bottleneck, and what to do."""
+    evidence = interval_evidence(layers, report, transform_seconds)
+    verdict = judge(evidence)
+    advice = " ".join(one.text for one in advise(verdict, evidence) if one.moves)
+    return (
+        f"the step waited {100 * report.stall_fraction:.0f} % of the last {report.seconds:.1f} s for "
+        f"{type(layers[-1]).__name__}; the bottleneck is {BOTTLENECK_WORDS[verdict.bottlenecks[0]]}. {advice}"
+    )
+
+
+def interval_evidence(layers: list[Any], report: FeedReport, transform_seconds: float | None = None) -> Evidence:
+    """Collect the evidence about why the step waited, from the report of an interval and the loaders' options."""
+    loader, wait_seconds = layers[-1], max(report.wait_seconds, 1e-9)
+    num_workers = loader.num_workers if isinstance(loader, DataLoader) else None
+    percent = report.cpu_percent if num_workers is None else report.children_cpu_percent
+    encoding: Encoding | None = None
+    library_reason = None
+    for dataset in base_datasets(first_attribute(layers, "dataset")):
+        indexes = getattr(getattr(dataset, "engine", None), "indexes", {})
+        for index in (indexes[name] for name in getattr(dataset, "names", ()) if name in indexes):
+            encoding = encoding or Encoding.of(index)
+            if index.library_reason is not None and not index.is_encoded:
+                library_reason = f"{dataset.path}: {index.library_reason}"
+    return Evidence(
+        cpus=available_cpus(),
+        num_threads=loader.num_threads if isinstance(loader, H5Loader) else None,
+        num_workers=num_workers,
+        encoding=encoding,
+        library_reason=library_reason,
+        full_shuffle=any(map(_is_full, with_samplers(loader))),
+        stall_fraction=report.stall_fraction,
+        wait_fraction=report.wait_seconds / max(report.stall_seconds, 1e-9),
+        transform_wait_fraction=None if transform_seconds is None else transform_seconds / wait_seconds,
+        cpus_used=None if percent is None else percent / 100,
+    )
+
+
+def _is_full(order: Any) -> bool:
+    """Return whether a loader or sampler shuffles rows individually, regardless of chunks."""
+    return isinstance(order, RandomSampler) or getattr(getattr(order, "plan", None), "shuffle", "") == "full"

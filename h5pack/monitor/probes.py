@@ -1,19 +1,25 @@
-"""CPU time of this process and its child processes, and the state of torch's GPU as reported by NVIDIA's driver."""
+"""CPU time of this process and its children, waits of a CUDA stream, and the GPU's state from NVIDIA's driver."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import multiprocessing
 import os
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 _PROC = Path("/proc")
+_ENDED = (FileNotFoundError, ProcessLookupError)
+_log = logging.getLogger("h5pack")
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,10 @@ def _children_seconds(proc: Path) -> float | None:
         # The system does not list child processes, so the CPU seconds of children that still run are not known.
         return None if multiprocessing.active_children() else seconds
     try:
-        # Fields 11 to 14: user and system time of the process, and of its children that it has waited for.
-        ticks = sum(int(ticks) for child in _descendants(proc, own) for ticks in _stat(proc / child)[11:15])
+        # The process name may contain spaces and brackets, so split after the last bracket. Fields 11 to 14 after it:
+        # user and system time of the process, and of its children that it has waited for. None if it has ended.
+        stats = [_text(proc / child / "stat").rpartition(")")[2].split() for child in _descendants(proc, own)]
+        ticks = sum(int(ticks) for stat in stats for ticks in stat[11:15])
     except OSError:
         return None
     return seconds + ticks / os.sysconf("SC_CLK_TCK")
@@ -62,33 +70,67 @@ def _descendants(proc: Path, own: str) -> set[str]:
     found: set[str] = set()
     waiting = [own]
     while waiting:
-        tasks = proc / waiting.pop() / "task"
-        for thread in _entries(tasks):
-            children = _text(tasks / thread / "children").split()
-            waiting += [child for child in children if child not in found]
-            found.update(children)
+        # A process or thread that has ended meanwhile has no children.
+        with contextlib.suppress(*_ENDED):
+            for thread in (proc / waiting.pop() / "task").iterdir():
+                children = _text(thread / "children").split()
+                waiting += [child for child in children if child not in found]
+                found.update(children)
     return found
-
-
-def _stat(folder: Path) -> list[str]:
-    """Return the fields of a process's `stat` file, beginning with its state; [] if the process has ended."""
-    # The process name before these fields may contain spaces and brackets, so split after the last bracket.
-    return _text(folder / "stat").rpartition(")")[2].split()
-
-
-def _entries(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except (FileNotFoundError, ProcessLookupError):
-        return []
 
 
 def _text(path: Path) -> str:
     """Return the text of a file in /proc; "" if its process or thread has ended."""
     try:
         return path.read_text()
-    except (FileNotFoundError, ProcessLookupError):
+    except _ENDED:
         return ""
+
+
+class DeviceWait:
+    """A counter of the seconds during which the training step's CUDA stream waited for batches.
+
+    `event` creates a timing `torch.cuda.Event`, and `stream` returns the current stream.
+    """
+
+    def __init__(self, event: Callable[[], Any], stream: Callable[[], Any]) -> None:
+        self._event, self._stream = event, stream
+        self._spare: list[tuple[Any, Any]] = []
+        self._open: tuple[Any, Any] | None = None
+        self._pending: deque[tuple[Any, Any, float]] = deque()
+        self._seconds = 0.0
+
+    @classmethod
+    def on(cls, device: torch.device) -> DeviceWait:
+        """Create a counter for a CUDA device."""
+        return cls(partial(torch.cuda.Event, enable_timing=True), partial(torch.cuda.current_stream, device))
+
+    def begin(self) -> None:
+        """Record that a batch is about to be requested."""
+        self._open = pair = self._spare.pop() if self._spare else (self._event(), self._event())
+        pair[0].record(self._stream())
+
+    def end(self, host_seconds: float) -> None:
+        """Record that a batch arrived, and how many seconds the process waited for it."""
+        if self._open is None:
+            return
+        pair, self._open = self._open, None
+        # The current stream is the one that waits for the copy, so this event is reached when the copy is done.
+        pair[1].record(self._stream())
+        self._pending.append((*pair, host_seconds))
+        self._harvest()
+
+    @property
+    def seconds(self) -> float:
+        """The seconds so far. While the device has not reached the end of a wait, the process's own wait counts."""
+        self._harvest()
+        return self._seconds + sum(host for _, _, host in self._pending)
+
+    def _harvest(self) -> None:
+        while self._pending and self._pending[0][1].query():
+            first, last, _ = self._pending.popleft()
+            self._seconds += max(0.0, first.elapsed_time(last) / 1000)
+            self._spare.append((first, last))
 
 
 @dataclass(frozen=True)
@@ -101,9 +143,6 @@ class GpuStatus:
     utilisation_percent: float | None = None
     memory_used_bytes: int | None = None  # used by all processes together
     memory_total_bytes: int | None = None
-
-
-_log = logging.getLogger("h5pack")
 
 
 class GpuProbe:

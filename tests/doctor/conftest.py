@@ -10,7 +10,7 @@ import pytest
 
 from h5pack.doctor import diagnose, measure
 from h5pack.doctor.measure import MIN_REPEATS, StageCost
-from h5pack.monitor import monitor, recorder
+from h5pack.monitor import monitor
 from h5pack.monitor.bottleneck import Stage
 from h5pack.monitor.probes import CpuTime
 from tests.data.packs import labelled
@@ -46,7 +46,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     What runs in several threads must take no time of it: a DataLoader without workers runs in the main thread.
     """
     fake = Machine()
-    for module in (diagnose, measure, monitor, recorder):
+    for module in (diagnose, measure, monitor):
         monkeypatch.setattr(module, "time", fake)
     monkeypatch.setattr(measure, "_ready_seconds", lambda: fake.busy)
     monkeypatch.setattr(CpuTime, "now", lambda *_: CpuTime(fake.busy, 0.0))

@@ -7,21 +7,20 @@ from pathlib import Path
 import pytest
 
 import h5pack
-from h5pack.monitor import monitor, recorder
+from h5pack.monitor import monitor
 from tests.data import packs
 from tests.monitor.fake_clock import FakeClock
 
 
 @pytest.fixture(autouse=True)
 def not_yet_warned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "_warned", set())
+    monkeypatch.setattr(monitor, "_warned", set())
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     fake = FakeClock()
-    for module in (monitor, recorder):
-        monkeypatch.setattr(module, "time", fake)
+    monkeypatch.setattr(monitor, "time", fake)
     return fake
 
 

@@ -1,7 +1,8 @@
-"""CPU time, and GPU status from a made-up driver library."""
+"""CPU time, waits of a CUDA stream, and GPU status from a made-up driver library."""
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import sys
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from h5pack.monitor import probes
-from h5pack.monitor.probes import CpuTime, GpuProbe, GpuStatus
+from h5pack.monitor.probes import CpuTime, DeviceWait, GpuProbe, GpuStatus
 
 
 def burn(seconds: float) -> None:
@@ -57,6 +58,50 @@ def test_cpu_time_on_systems_that_list_no_children(tmp_path: Path, monkeypatch: 
     assert CpuTime.now(tmp_path).children >= ended.children_user + ended.children_system
     monkeypatch.setattr(probes.multiprocessing, "active_children", lambda: ["one"])
     assert CpuTime.now(tmp_path).total is None
+
+
+class FakeEvent:
+    """A CUDA event of a device whose clock is moved by hand."""
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+
+    def record(self, stream: Any) -> None:
+        self.at = None
+        stream.append(self)
+
+    def query(self) -> bool:
+        return self.at is not None
+
+    def elapsed_time(self, end_event: FakeEvent) -> float:
+        return (end_event.at - self.at) * 1000
+
+
+def test_waits_of_a_stream_count_once_the_device_has_reached_them() -> None:
+    stream: list[FakeEvent] = []
+    made = itertools.count()
+    wait = DeviceWait(lambda: (next(made), FakeEvent())[1], lambda: stream)
+    wait.begin()
+    wait.end(0.5)
+    # The device has reached neither; until then the process's waiting counts.
+    assert wait.seconds == 0.5
+    stream[0].at = 10.0
+    assert wait.seconds == 0.5
+    stream[1].at = 10.2
+    assert wait.seconds == pytest.approx(0.2)
+    # A wait that queued work hid does not count.
+    wait.begin()
+    wait.end(0.7)
+    stream[2].at = stream[3].at = 11.0
+    assert wait.seconds == pytest.approx(0.2)
+    for _ in range(5):
+        wait.begin()
+        wait.end(0.0)
+        stream[-2].at, stream[-1].at = 1.0, 1.1
+        assert wait.seconds > 0.2
+    assert wait.seconds == pytest.approx(0.7)
+    # The two events were reused.
+    assert next(made) == 2
 
 
 class FakeNvml(types.ModuleType):
