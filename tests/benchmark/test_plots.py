@@ -40,31 +40,33 @@ def medians(report: BenchReport, order: str, engine: str, cache: str) -> list[fl
     return sorted(one.median for one in found if one is not None)
 
 
-def star_of(panel: Any) -> tuple[float, float] | None:
-    stars = [line for line in panel.lines if line.get_marker() == "*"]
-    return (stars[0].get_xdata()[0], stars[0].get_ydata()[0]) if stars else None
+def stars_of(panel: Any) -> list[tuple[float, float]]:
+    return [(line.get_xdata()[0], line.get_ydata()[0]) for line in panel.lines if line.get_marker() == "*"]
 
 
 def test_each_line_has_the_medians_of_its_order_and_engine() -> None:
     report = reports.file_report()
+    shown = {
+        "direct: window shuffle": ("window", "direct"),
+        "direct: sequential": ("sequential", "direct"),
+        "direct: full shuffle": ("full", "direct"),
+        "direct: one index a call": ("single", "direct"),
+        "h5py, tuned chunk cache: window": ("window", "tuned"),
+        "plain h5py: single": ("single", "default"),
+    }
     for panel, cache in zip(panels_of(report), ("hot", "cold"), strict=True):
-        assert lines_of(panel) == {
-            "direct: window shuffle": medians(report, "window", "direct", cache),
-            "direct: sequential": medians(report, "sequential", "direct", cache),
-            "direct: full shuffle": medians(report, "full", "direct", cache),
-            "direct: one index a call": medians(report, "single", "direct", cache),
-            "h5py, tuned chunk cache: window": medians(report, "window", "tuned", cache),
-            "plain h5py: single": medians(report, "single", "default", cache),
-        }
+        assert lines_of(panel) == {label: medians(report, *names, cache) for label, names in shown.items()}
         assert panel.get_ylim()[0] == 0
         assert f"({cache})" in panel.get_title(loc="left")
 
 
-def small_report() -> BenchReport:
-    """A report of two variants, which is quick to draw."""
+def small_report(*speeds: float) -> BenchReport:
+    """A report of two variants, which is quick to draw; with speeds, of one variant with these repeats."""
     report = reports.empty()
-    report.variants = [reports.packed(rows) for rows in (9, 36)]
+    report.variants = [reports.packed(rows) for rows in ((36,) if speeds else (9, 36))]
     report.measurements = [reports.measured(one, "window", "direct", "hot") for one in report.variants]
+    if speeds:
+        report.measurements = [dataclasses.replace(report.measurements[0], speeds=speeds)]
     return report
 
 
@@ -75,10 +77,7 @@ def test_only_chunk_sizes_are_joined_by_lines() -> None:
 
 
 def test_whiskers_reach_from_the_slowest_to_the_fastest_repeat() -> None:
-    report = reports.empty()
-    report.variants = [reports.packed(36)]
-    one = reports.measured(report.variants[0], "window", "direct", "hot")
-    report.measurements = [dataclasses.replace(one, speeds=(900.0, 1000.0, 1300.0))]
+    report = small_report(900.0, 1000.0, 1300.0)
     (panel,) = panels_of(report)
     ((lower, upper),) = panel.containers[0].lines[2][0].get_segments()
     assert (lower[1], upper[1]) == pytest.approx((900, 1300))
@@ -86,8 +85,8 @@ def test_whiskers_reach_from_the_slowest_to_the_fastest_repeat() -> None:
 
 
 def test_failed_cases_are_not_drawn() -> None:
-    report = reports.empty()
-    first, second = report.variants = [reports.packed(rows) for rows in (1, 9)]
+    report = small_report()
+    first, second = report.variants
     report.measurements = [
         reports.measured(first, "window", "direct", "hot", 10.0),
         reports.failed(second, "window", "direct", "hot"),
@@ -100,13 +99,12 @@ def test_failed_cases_are_not_drawn() -> None:
 
 def test_the_recommended_variant_is_marked() -> None:
     hot, cold = panels_of(reports.folder_report())
-    assert star_of(hot) == (3, 76_210.0)
-    assert star_of(cold) is None
+    assert (stars_of(hot), stars_of(cold)) == ([(3, 76_210.0)], [])
     bold = [tick.get_text() for tick in hot.get_xticklabels() if tick.get_fontweight() == "bold"]
     assert bold == ["36 rows\n4 MiB"]
     report = reports.folder_report()
     report.recommendation = reports.recommended(reports.packed(7))
-    assert not any(map(star_of, panels_of(report)))
+    assert not any(map(stars_of, panels_of(report)))
 
 
 def test_a_ceiling_is_a_line_and_one_far_above_only_a_word() -> None:
@@ -136,10 +134,8 @@ def test_nothing_is_cut_off_and_names_do_not_touch(count: int) -> None:
         assert not legend.get_window_extent().overlaps(panel.get_tightbbox())
         boxes += [*names, panel.get_tightbbox()]
     for box in boxes:
-        assert box.x0 >= -1
-        assert box.y0 >= -1
-        assert box.x1 <= figure.bbox.width + 1
-        assert box.y1 <= figure.bbox.height + 1
+        assert -1 <= box.x0 <= box.x1 <= figure.bbox.width + 1
+        assert -1 <= box.y0 <= box.y1 <= figure.bbox.height + 1
 
 
 def test_a_report_without_measurements_is_drawn() -> None:
@@ -162,11 +158,8 @@ def test_the_suffix_is_the_format_and_equal_reports_give_equal_files(tmp_path: P
 @pytest.mark.parametrize("name", ["bench.jpg", "bench", ".png", "none/a.png"])
 def test_files_that_cannot_be_drawn_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(OptionsError) as caught:
-        plots.check_plot_file(tmp_path / name)
-    assert caught.value.path == str(tmp_path / name)
-    with pytest.raises(OptionsError):
         plots.draw_bench(reports.empty(), tmp_path / name)
-    assert os.listdir(tmp_path) == []
+    assert caught.value.path == str(tmp_path / name)
 
 
 def test_without_matplotlib_the_error_has_the_install_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
