@@ -109,18 +109,18 @@ def test_ranks_resume_exactly_after_a_kill(tmp_path: Path) -> None:
     assert (state["epoch"], state["sampler"]["batches"], state["h5loader"]["batches"]) == (1, 4, 4)
     killed = [len(logged(tmp_path, rank)) for rank in range(RANKS)]
     assert run_ranks("second", pack, tmp_path, die=[]) == [0, 0]
-    for order in ({"lanes": 2}, {}):
-        for epoch in range(EPOCHS):
-            batches = itertools.chain(*(expected(pack, rank, epoch, **order) for rank in range(RANKS)))
-            assert sorted(row for batch in batches for row, _ in batch) == list(range(ROWS))
     for rank in range(RANKS):
-        pairs = [
-            zip(expected(pack, rank, epoch, lanes=2), expected(pack, rank, epoch), strict=True) for epoch in (0, 1)
+        uninterrupted = [
+            [epoch, *pair]
+            for epoch in range(EPOCHS)
+            for pair in zip(expected(pack, rank, epoch, lanes=2), expected(pack, rank, epoch), strict=True)
         ]
-        uninterrupted = [[epoch, *pair] for epoch, epoch_pairs in enumerate(pairs) for pair in epoch_pairs]
         # The batches of the first run up to its last saved state, and all of the second run.
         done = len(uninterrupted) // EPOCHS + 4
         # Rank 0 worked on one step without saving its state; the other may have begun the next one.
         assert done < killed[rank] <= done + 1 + rank
         log = logged(tmp_path, rank)
         assert log[:done] + log[killed[rank] :] == uninterrupted
+    for order, epoch in itertools.product(({"lanes": 2}, {}), range(EPOCHS)):
+        batches = itertools.chain(*(expected(pack, rank, epoch, **order) for rank in range(RANKS)))
+        assert sorted(row for batch in batches for row, _ in batch) == list(range(ROWS))

@@ -50,15 +50,18 @@ def flat(sampler: Any) -> list[int]:
 
 
 def test_indices_run_over_all_datasets(mixed: ConcatPack) -> None:
-    assert len(mixed) == 150
     expected = [sample for dataset in mixed.datasets for sample in dataset]
+    assert len(mixed) == len(expected) == 150
     for index in (0, 102, 103, 142, 143, 149, -1, -150, np.int64(5)):
-        image, label, row = mixed[index]
+        image, *numbers = mixed[index]
         assert torch.equal(image, expected[index][0])
-        assert (label, row) == expected[index][1:]
+        assert numbers == [*expected[index][1:]]
     for wrong in (150, -151):
         with pytest.raises(IndexError, match="150"):
             mixed[wrong]
+    with mixed:
+        assert len(mixed[0]) == len(mixed[149])
+    assert len(mixed[0]) > 0, "a closed one opens its files again"
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -106,12 +109,6 @@ def test_datasets_with_different_fields_are_refused(tmp_path: Path, other: dict[
     assert caught.value.path == two.path
 
 
-def test_a_closed_pack_opens_its_files_again(mixed: ConcatPack) -> None:
-    with mixed:
-        assert len(mixed[0]) == len(mixed[149])
-    assert len(mixed[0]) > 0
-
-
 # Proportions.
 
 
@@ -142,44 +139,42 @@ def test_proportions_hold_in_every_thousand_rows(mixed: ConcatPack, weights: Any
         assert np.abs(counts - 1_000 * share).max() < bound
 
 
-def test_each_pack_goes_through_its_own_epochs(mixed: ConcatPack) -> None:
-    for shuffle in ("window", "full", "chunk", False):
-        sampler = MixtureSampler(mixed, 10, weights=[1, 1, 1], num_samples=500, seed=3, window=2, shuffle=shuffle)
-        indices = np.array(flat(sampler) + flat(sampler))
-        assert len(indices) == 1_000
-        for number, (size, first) in enumerate(zip(SIZES, (0, 103, 143), strict=True)):
-            mine = indices[(indices >= first) & (indices < first + size)].tolist()
-            epochs = [mine[low : low + size] for low in range(0, len(mine), size)]
-            assert len(epochs) > 3
-            assert all(sorted(epoch) == list(range(first, first + size)) for epoch in epochs[:-1])
-            # The last dataset is a single chunk.
-            assert number == 2 or (epochs[0] == epochs[1]) is (shuffle is False)
+@pytest.mark.parametrize("shuffle", ["window", "full", "chunk", False])
+def test_each_pack_goes_through_its_own_epochs(mixed: ConcatPack, shuffle: str | bool) -> None:
+    sampler = MixtureSampler(mixed, 10, weights=[1, 1, 1], num_samples=500, seed=3, window=2, shuffle=shuffle)
+    indices = np.array(flat(sampler) + flat(sampler))
+    assert len(indices) == 1_000
+    for number, (size, first) in enumerate(zip(SIZES, (0, 103, 143), strict=True)):
+        mine = indices[(indices >= first) & (indices < first + size)].tolist()
+        epochs = [mine[low : low + size] for low in range(0, len(mine), size)]
+        assert len(epochs) > 3
+        assert all(sorted(epoch) == list(range(first, first + size)) for epoch in epochs[:-1])
+        # The last dataset is a single chunk.
+        assert number == 2 or (epochs[0] == epochs[1]) is (shuffle is False)
 
 
 # Ranks, epochs, resuming.
 
 
 def test_steps_have_the_same_rows_for_every_number_of_ranks(mixed: ConcatPack) -> None:
-    alone = list(MixtureSampler(mixed, 24, num_samples=300, seed=2, rank=0, num_replicas=1))
+    order: dict[str, Any] = {"num_samples": 300, "seed": 2}
+    alone = list(MixtureSampler(mixed, 24, **order))
     assert len(alone) == 13
     for count in (2, 3, 4, 8):
-        order = {"num_samples": 300, "seed": 2, "num_replicas": count}
-        parts = [MixtureSampler(mixed, 24 // count, **order, rank=rank) for rank in range(count)]
+        parts = [MixtureSampler(mixed, 24 // count, **order, rank=rank, num_replicas=count) for rank in range(count)]
         assert [list(itertools.chain(*step)) for step in zip(*parts, strict=True)] == alone
 
 
-def test_an_epoch_is_whole_batches_and_the_next_goes_on(mixed: ConcatPack) -> None:
-    for drop, batches in ((False, 13), (True, 12)):
-        sampler = MixtureSampler(mixed, 24, num_samples=300, seed=2, drop_last=drop)
-        long = MixtureSampler(mixed, 24, num_samples=24 * batches * 3, seed=2)
-        assert len(sampler) == batches
-        epochs = [list(sampler) for _ in range(3)]
-        assert [len(epoch) for epoch in epochs] == [batches] * 3
-        assert all(len(batch) == 24 for epoch in epochs for batch in epoch)
-        assert list(itertools.chain(*epochs)) == list(long)
-        sampler.set_epoch(1)
-        assert list(sampler) == epochs[1]
-        assert sampler.epoch == 1
+@pytest.mark.parametrize(("drop", "batches"), [(False, 13), (True, 12)])
+def test_an_epoch_is_whole_batches_and_the_next_goes_on(mixed: ConcatPack, drop: bool, batches: int) -> None:
+    sampler = MixtureSampler(mixed, 24, num_samples=300, seed=2, drop_last=drop)
+    epochs = [list(sampler) for _ in range(3)]
+    assert [[len(batch) for batch in epoch] for epoch in epochs] == [[24] * len(sampler)] * 3
+    assert len(sampler) == batches
+    assert list(itertools.chain(*epochs)) == list(MixtureSampler(mixed, 24, num_samples=24 * batches * 3, seed=2))
+    sampler.set_epoch(1)
+    assert list(sampler) == epochs[1]
+    assert sampler.epoch == 1
     assert flat(MixtureSampler(mixed, 24, seed=2)) != flat(MixtureSampler(mixed, 24, seed=3))
 
 
@@ -188,20 +183,16 @@ def test_resuming_at_every_batch(mixed: ConcatPack) -> None:
         order = {"weights": [3, 1, 0.5], "num_samples": 400, "seed": 5, "window": 2}
         return MixtureSampler(mixed, batch_size, **{**order, **settings})
 
-    never_stopped = make()
+    never_stopped, running = make(), make()
     whole = [list(never_stopped), list(never_stopped)]
-    running = make()
     next(iter(running))
     for done in range(len(whole[0]) + 1):
         state = json.loads(json.dumps(running.state_dict(batches_consumed=done)))
-        again = make()
-        halves = [make(6, rank=rank, num_replicas=2) for rank in range(2)]
+        again, *halves = make(), *(make(6, rank=rank, num_replicas=2) for rank in range(2))
         for sampler in (again, *halves):
             sampler.load_state_dict(state)
-        assert list(again) == whole[0][done:]
-        assert list(again) == whole[1]
+        assert [list(again), list(again)] == [whole[0][done:], whole[1]]
         assert [one + two for one, two in zip(*halves, strict=True)] == whole[0][done:]
-    state = make().state_dict()
     changes = ({"weights": [3, 1, 0.6]}, {"seed": 6}, {"num_samples": 401}, {"window": 3}, {"drop_last": True})
     for change in (*changes, {"rank": 0, "num_replicas": 2}):
         with pytest.raises(StateError):
@@ -209,13 +200,11 @@ def test_resuming_at_every_batch(mixed: ConcatPack) -> None:
 
 
 def test_a_dataloader_gives_the_rows_of_the_sampler(mixed: ConcatPack) -> None:
-    sampler = MixtureSampler(mixed, 16, weights=[1, 2, 1], seed=4)
-    expected = list(MixtureSampler(mixed, 16, weights=[1, 2, 1], seed=4))
-    for indices, (images, labels, rows) in zip(expected, DataLoader(mixed, batch_sampler=sampler), strict=True):
-        places = np.array(owners(indices))
-        assert np.array_equal(labels.numpy(), rows.numpy() + 1_000 * places)
-        for image, pack, row in zip(images.numpy(), places.tolist(), rows.tolist(), strict=True):
-            assert np.array_equal(image, packs.values(SIZES[pack])[row])
+    sampler, again = (MixtureSampler(mixed, 16, weights=[1, 2, 1], seed=4) for _ in range(2))
+    for indices, (images, labels, rows) in zip(again, DataLoader(mixed, batch_sampler=sampler), strict=True):
+        assert np.array_equal(labels.numpy(), rows.numpy() + 1_000 * np.array(owners(indices)))
+        for image, owner, row in zip(images.numpy(), owners(indices), rows.tolist(), strict=True):
+            assert np.array_equal(image, packs.values(SIZES[owner])[row])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +22,7 @@ import h5pack
 from tests.data import packs
 from tests.data.packs import threads_end
 
-ROWS = 1_000
-SHAPE = (32, 32, 3)
+ROWS, SHAPE, ROUNDS, LOADERS = 1_000, (32, 32, 3), 4, 6
 ROUNDS, LOADERS = 4, 6
 SECONDS = 300
 """After this many seconds it counts as a deadlock."""
@@ -38,7 +36,6 @@ class Storm:
         self.dataset = h5pack.H5Dataset(path)
         self.random = random.Random(5)
         self.left: list[Any] = []
-        self.errors: list[BaseException] = []
         self.seen = 0
 
     def look(self, batch: Any) -> None:
@@ -60,14 +57,14 @@ class Storm:
     def break_off(self) -> None:
         """Open a loader, and leave it somewhere, somehow."""
         loader = self.loader()
-        batches = iter(loader)
+        batches: Any = iter(loader)
         for _ in range(self.random.randrange(len(loader))):
             self.look(next(batches))
         how = self.random.choice(["forget", "close", "close the iterator", "cycle", "keep", "run out", "twice"])
         if how == "close":
             loader.close()
         elif how == "close the iterator":
-            batches.close()  # type: ignore[attr-defined]
+            batches.close()
         elif how == "cycle":
             cycle: list[Any] = [loader, batches]
             cycle.append(cycle)
@@ -86,20 +83,6 @@ class Storm:
         for batch in DataLoader(self.dataset, batch_sampler=sampler, collate_fn=self.dataset.collate, **settings):
             self.look(batch)
 
-    def in_threads(self, *works: Callable[[], None]) -> list[threading.Thread]:
-        """Start threads whose errors are not lost."""
-
-        def guarded(work: Callable[[], None]) -> None:
-            try:
-                work()
-            except BaseException as error:
-                self.errors.append(error)
-
-        threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
-        for thread in threads:
-            thread.start()
-        return threads
-
     def round(self) -> None:
         """Some loaders, with everything else beside them."""
         over = threading.Event()
@@ -110,14 +93,23 @@ class Storm:
 
         def read() -> None:
             numbers = np.random.default_rng()
-            while not over.is_set():
+            while not over.wait(0.001):
                 rows = numbers.integers(0, ROWS, 50)
                 images, labels = self.dataset.collate(self.dataset.__getitems__(rows))
                 assert np.array_equal(images.numpy(), self.data[rows])
                 assert labels.tolist() == rows.tolist()
-                time.sleep(0.001)
 
-        beside = self.in_threads(collect, read, read)
+        errors: list[BaseException] = []
+
+        def guarded(work: Callable[[], None]) -> None:
+            try:
+                work()
+            except BaseException as error:
+                errors.append(error)
+
+        beside = [threading.Thread(target=guarded, args=(work,)) for work in (collect, read, read)]
+        for thread in beside:
+            thread.start()
         try:
             for number in range(LOADERS):
                 self.break_off()
@@ -129,9 +121,9 @@ class Storm:
             over.set()
             for thread in beside:
                 thread.join()
+        assert not errors, errors
         self.left.clear()
         gc.collect()
-        assert not self.errors, self.errors
         assert threads_end()
 
 
@@ -162,7 +154,7 @@ def storm(path: str) -> None:
 def test_a_storm_leaves_no_wrong_pixel_and_nothing_behind(tmp_path: Path) -> None:
     path = packs.write(tmp_path / "f.h5", 50, images=packs.values(ROWS, SHAPE), labels=np.arange(ROWS))
     command = [sys.executable, "-c", f"from tests.data.test_stress import storm; storm({str(path)!r})"]
-    settings: dict[str, Any] = {"cwd": Path(__file__).parents[2], "capture_output": True, "text": True}
-    process = subprocess.run(command, timeout=SECONDS + 30, check=False, **settings)
+    root = Path(__file__).parents[2]
+    process = subprocess.run(command, timeout=SECONDS + 30, check=False, cwd=root, capture_output=True, text=True)
     print(process.stdout)
     assert (process.returncode, process.stderr) == (0, "")
