@@ -16,7 +16,11 @@ from h5pack.device.feed import DeviceFeed
 from tests.crashing import wait_for
 
 BATCH = 12
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+
+def needs_gpu(test: Any) -> Any:
+    """Mark a test that runs on a GPU."""
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")(test))
 
 
 class FakeCopier:

@@ -80,16 +80,13 @@ def test_what_is_off_is_never_drawn_and_what_is_sure_always() -> None:
     key = BatchKey(torch.arange(1000), 0, 0)
     assert not stacked(draw_augmentation(key, 0, Augmentation(), 16, 16)).any()
     sure = draw_augmentation(key, 0, Augmentation(flip=1.0, erase=1.0), 64, 64)
-    assert (sure.flip == 1).all()
-    assert (sure.box_height > 0).all()
-    assert (sure.box_width > 0).all()
+    assert all(map(torch.all, (sure.flip == 1, sure.box_height > 0, sure.box_width > 0)))
 
 
 def test_draws_are_spread_evenly() -> None:
     count = 20_000
-    found = draw_augmentation(
-        BatchKey(torch.arange(count), 0, 0), 0, Augmentation(flip=0.25, crop=2, erase=0.4), 100, 100
-    )
+    options = Augmentation(flip=0.25, crop=2, erase=0.4)
+    found = draw_augmentation(BatchKey(torch.arange(count), 0, 0), 0, options, 100, 100)
     # Bounds are at 5 standard deviations.
     assert abs(found.flip.float().mean() - 0.25) < 5 * math.sqrt(0.25 * 0.75 / count)
     assert abs((found.box_height > 0).float().mean() - 0.4) < 5 * math.sqrt(0.4 * 0.6 / count)
@@ -119,14 +116,8 @@ def test_boxes_lie_in_the_image() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("flip", -0.1),
-        ("flip", float("nan")),
-        ("erase", 1.5),
-        ("crop", -1),
-        ("crop", 1.5),
-        ("erase_scale", (0.5, 0.2)),
-        ("erase_scale", (0.0, 0.2)),
-        ("erase_scale", (0.1,)),
+        *(("flip", -0.1), ("flip", float("nan")), ("erase", 1.5), ("crop", -1), ("crop", 1.5)),
+        *(("erase_scale", value) for value in ((0.5, 0.2), (0.0, 0.2), (0.1,))),
         ("erase_ratio", (0.0, 1.0)),
     ],
 )
@@ -136,7 +127,6 @@ def test_invalid_options_are_refused(name: str, value: Any) -> None:
     assert caught.value.parameters == (name,)
 
 
-@pytest.mark.gpu
 @needs_gpu
 def test_draws_on_a_gpu_are_the_same() -> None:
     rows = torch.arange(5000) * 991

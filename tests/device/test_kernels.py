@@ -156,7 +156,6 @@ def test_a_failing_kernel_is_replaced_with_a_warning(
 # On a GPU.
 
 
-@pytest.mark.gpu
 @needs_gpu
 @needs_triton
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -167,7 +166,6 @@ def test_on_a_gpu(settings: dict[str, Any], dtype: torch.dtype, layout: str) -> 
     assert_kernel_is_right("cuda", {"dtype": dtype, "layout": layout, **settings}, sizes)
 
 
-@pytest.mark.gpu
 @needs_gpu
 def test_operations_on_a_gpu() -> None:
     for settings in ({}, *AUGMENTATIONS):
@@ -176,7 +174,6 @@ def test_operations_on_a_gpu() -> None:
         assert torch.equal(result.cpu(), norm(batch(9, 40, 30), key_of(9)))
 
 
-@pytest.mark.gpu
 @needs_gpu
 def test_auto_takes_the_kernel_on_a_gpu() -> None:
     norm = Normalize.imagenet(flip=0.5)
