@@ -15,6 +15,7 @@ import h5pack
 from h5pack.device.batch import EchoedBatch, images_of, is_echoed, repeats_of
 from h5pack.errors import OptionsError
 from tests.data import packs
+from tests.data.packs import same
 from tests.device.feeds import LOADERS, Keyed, every_feed, h5_loader
 
 Pair = namedtuple("Pair", "images rows")
@@ -24,11 +25,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWa
 class OwnList(list[Any]):
     """A list with an attribute."""
 
+    name = "lost"
+
 
 def batches() -> dict[str, Any]:
     images, rows = torch.arange(12).reshape(3, 4), torch.arange(3)
     own = OwnList([images, rows])
-    own.name = "kept"  # type: ignore[attr-defined]
+    own.name = "kept"
     return {
         "list": [images, rows],
         "own list": own,
@@ -52,22 +55,18 @@ def test_any_container_can_be_marked(kind: str) -> None:
     repeats = 3 if kind in ("list", "namedtuple", "dict") else torch.tensor([0, 1, 4])
     batch = batches()[kind]
     shown = EchoedBatch.mark(batch, repeats)
-    again = EchoedBatch.mark(shown, 9)
-    assert repeats_of(again) == 9
+    assert repeats_of(EchoedBatch.mark(shown, 9)) == 9
     for one in (shown, copy.copy(shown), pickle.loads(pickle.dumps(shown))):
         if kind == "tensor" and one is not shown and not is_echoed(one):
             continue  # torch copies no attributes.
         assert isinstance(one, type(batch))
         assert is_echoed(one)
-        assert torch.equal(torch.as_tensor(repeats_of(one)), torch.as_tensor(repeats))
-        assert all(torch.equal(a, b) for a, b in zip(elements(one), elements(batch), strict=True))
+        assert same([torch.as_tensor(repeats_of(one)), *elements(one)], [torch.as_tensor(repeats), *elements(batch)])
     # Over the same memory, and the original is unmarked.
     assert [element.data_ptr() for element in elements(shown)] == [element.data_ptr() for element in elements(batch)]
-    assert not is_echoed(batch)
-    assert repeats_of(batch) == 0
     plain = EchoedBatch.unmark(shown)
     assert type(plain) is type(batch)
-    assert not is_echoed(plain)
+    assert (is_echoed(batch), repeats_of(batch), is_echoed(plain)) == (False, 0, False)
     assert EchoedBatch.unmark(batch) is batch
     if kind == "own list":
         assert plain.name == shown.name == "kept"
@@ -110,23 +109,13 @@ def test_a_transform_changes_the_images_and_nothing_else(feed_of: Any) -> None:
 @every_feed
 def test_image_key_says_where_the_images_are(feed_of: Any) -> None:
     one, two = torch.ones(2), torch.full((2,), 2)
-    for image_key, batch in (
-        (1, [one, two]),
-        (-1, (one, two)),
-        ("right", {"left": one, "right": two}),
-        ("rows", Pair(one, two)),
-    ):
+    sides = {"left": one, "right": two}
+    for image_key, batch in ((1, [one, two]), (-1, (one, two)), ("right", sides), ("rows", Pair(one, two))):
         (found,) = feed_of([batch], transform=torch.neg, image_key=image_key)
         parts = list(found.values() if isinstance(found, dict) else found)
         assert [element.unique().tolist() for element in parts] == [[1], [-2]]
-    for image_key, batch in (
-        (None, ["text", one]),
-        (4, [one]),
-        (None, {"left": one, "right": two}),
-        ("x", {"y": one}),
-        (None, 7),
-        ("x", Pair(one, two)),
-    ):
+    unknown = [(4, [one]), ("x", sides), ("x", Pair(one, two))]
+    for image_key, batch in (*unknown, (None, ["text", one]), (None, sides), (None, 7)):
         with pytest.raises(OptionsError) as caught:
             list(feed_of([batch], transform=torch.neg, image_key=image_key))
         assert caught.value.parameters == ("image_key",)

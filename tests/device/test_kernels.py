@@ -9,15 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 
 from h5pack.device.normalize import Normalize
 from h5pack.errors import OptionsError
 from tests.device.feeds import needs_gpu
-from tests.device.test_normalize import AUGMENTATIONS, DTYPES, LAYOUTS, batch, key_of, reference, ulp
+from tests.device.test_normalize import AUGMENTATIONS, DTYPES, LAYOUTS, assert_near, batch, key_of, reference
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="pip install triton")
 not_interpreted = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="kernels are interpreted")
@@ -41,10 +41,7 @@ def assert_kernel_is_right(device: str, settings: dict[str, Any], sizes: list[tu
             plain = Normalize(mean, std, channels=channels, backend="torch", **settings)
             result, host = norm(stored, key), stored.cpu()
             assert result.device == stored.device
-            assert result.is_contiguous(memory_format=LAYOUTS[norm.layout])
-            expected = reference(norm, host if channels == "last" else host.permute(0, 2, 3, 1), key)
-            assert result.shape == expected.shape
-            assert (np.abs(result.cpu().double().numpy() - expected) <= ulp(expected, norm.dtype)).all()
+            assert_near(norm, result, reference(norm, host if channels == "last" else host.permute(0, 2, 3, 1), key))
             if device != "cpu" or norm.dtype != torch.bfloat16:
                 assert torch.equal(result.cpu(), plain(host, key))
 
@@ -94,9 +91,8 @@ def test_a_compiled_kernel_moves_whole_vectors(tmp_path: Path, monkeypatch: pyte
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("pixels", "result", "constants", "stride")}
     places = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernels._flat_kernel, signature=signature, constexprs=places, attrs=aligned)
-    ptx = triton.compile(
-        source, target=GPUTarget("cuda", 80, 32), options={"num_warps": 4, "enable_fp_fusion": True}
-    ).asm["ptx"]
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    ptx = triton.compile(source, target=GPUTarget("cuda", 80, 32), options=options).asm["ptx"]
     assert "st.global.v4.b32" in ptx, "stores are of 16 bytes"
     assert ("ld.global.v2.b32" in ptx) == (dtype != "fp32"), "loads are of 8 bytes, of 4 for float32"
     assert "fma.rn.f32" in ptx
@@ -134,12 +130,7 @@ def test_a_failing_kernel_is_replaced_with_a_warning(
 ) -> None:
     from h5pack.device import kernels
 
-    calls = []
-
-    def fail(*parts: Any) -> None:
-        calls.append(parts)
-        raise RuntimeError("no C compiler")
-
+    fail = Mock(side_effect=RuntimeError("no C compiler"))
     monkeypatch.setattr(kernels, "normalize", fail)
     monkeypatch.setattr(kernels, "interpreted", lambda: True)
     norm = Normalize.imagenet()
@@ -147,8 +138,7 @@ def test_a_failing_kernel_is_replaced_with_a_warning(
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert torch.equal(norm(batch()), Normalize.imagenet()(batch()))
-    assert len(calls) == 1
-    assert caplog.text.count("no C compiler") == 1
+    assert fail.call_count == caplog.text.count("no C compiler") == 1
     with pytest.raises(RuntimeError, match="no C compiler"):
         Normalize.imagenet(backend="triton")(batch())
 

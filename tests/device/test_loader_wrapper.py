@@ -6,6 +6,7 @@ import contextlib
 import json
 import pickle
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -36,9 +37,7 @@ def test_resume_at_every_batch(dataset: h5pack.H5Dataset, feed_of: Any, kind: st
         for rows in epoch:
             assert same(next(iterator)[-1], torch.tensor(rows))
             states.append(feed.state_dict())
-        for _ in range(2):
-            with pytest.raises(StopIteration):
-                next(iterator)
+        assert [next(iterator, None) for _ in range(2)] == [None, None]
         # After the epoch it is the beginning of the next.
         states[-1] = feed.state_dict()
         if epoch is epochs[0]:
@@ -71,8 +70,8 @@ def test_resume_of_a_loader_with_persistent_workers(dataset: h5pack.H5Dataset, f
         # The same workers continue, right after the break.
         feed.load_state_dict(state)
         assert rest_of(feed) == expected[taken:]
-    assert feed.state_dict()["epoch"] == 1
-    assert feed.state_dict()["batches"] == 0
+    state = feed.state_dict()
+    assert (state["epoch"], state["batches"]) == (1, 0)
     feed.close()
 
 
@@ -88,17 +87,13 @@ def test_a_loader_with_persistent_workers_has_one_iteration(dataset: h5pack.H5Da
 
 @every_feed
 def test_a_state_can_be_loaded_into_the_bare_loader(dataset: h5pack.H5Dataset, feed_of: Any) -> None:
-    loader = h5_loader(dataset)
-    feed = feed_of(loader)
+    feed = feed_of(h5_loader(dataset))
     iterator = iter(feed)
     assert feed.state_dict()["batches"] == 0
-    next(iterator)
-    next(iterator)
+    next(iterator), next(iterator)
     bare = h5_loader(dataset)
     bare.load_state_dict(feed.state_dict())
-    rest = rest_of(DeviceFeed(bare))
-    assert rest == [batch[-1].tolist() for batch in iterator]
-    assert len(rest) == 7
+    assert rest_of(DeviceFeed(bare)) == rest_of(iterator)
 
 
 @every_feed
@@ -148,10 +143,9 @@ def test_loaders_without_state(feed_of: Any) -> None:
     for loader in (DataLoader([1, 2, 3]), Numbers()):
         feed = feed_of(loader)
         list(feed)
-        with pytest.raises(StateError):
-            feed.state_dict()
-        with pytest.raises(StateError):
-            feed.load_state_dict({"epoch": 0, "loader": {}})
+        for use in (feed.state_dict, lambda feed=feed: feed.load_state_dict({"epoch": 0, "loader": {}})):
+            with pytest.raises(StateError):
+                use()
     with pytest.raises(TypeError):
         len(feed_of(Numbers()))
     # A wrapper of a wrapper raises only when it is asked.
@@ -164,25 +158,17 @@ def test_loaders_without_state(feed_of: Any) -> None:
 def test_a_batch_whose_transform_fails_is_not_counted(dataset: h5pack.H5Dataset) -> None:
     """The step has not received it, so it is given again."""
     for wrapped in (lambda loader: loader, lambda loader: h5pack.EchoLoader(loader, 2)):
-        expected = [batch[-1].tolist() for batch in wrapped(h5pack.H5Loader(dataset, 8, seed=3))]
-        calls = 0
-
-        def failing(images: torch.Tensor) -> torch.Tensor:
-            nonlocal calls
-            calls += 1
-            if calls == 4:
-                raise KeyboardInterrupt
-            return images
-
-        feed = h5pack.DeviceFeed(wrapped(h5pack.H5Loader(dataset, 8, seed=3)), "cpu", transform=failing)
+        expected = rest_of(wrapped(h5_loader(dataset)))
+        failing = Mock(side_effect=[*range(3), KeyboardInterrupt], keyed=False)
+        feed = DeviceFeed(wrapped(h5_loader(dataset)), "cpu", transform=failing)
         received = []
         with contextlib.suppress(KeyboardInterrupt):
             for batch in feed:
                 received.append(batch[-1].tolist())
         assert received == expected[:3]
-        again = h5pack.DeviceFeed(wrapped(h5pack.H5Loader(dataset, 8, seed=3)), "cpu")
+        again = DeviceFeed(wrapped(h5_loader(dataset)), "cpu")
         again.load_state_dict(feed.state_dict())
-        assert [batch[-1].tolist() for batch in again] == expected[3:]
+        assert rest_of(again) == expected[3:]
 
 
 def test_an_iteration_keeps_its_epoch_when_another_begins(dataset: h5pack.H5Dataset) -> None:
@@ -201,11 +187,9 @@ def test_keys_have_the_next_epoch_if_the_sampler_stays_in_its_own(dataset: h5pac
     sampler = torch.utils.data.DistributedSampler(dataset, 1, 0)
     keyed = Keyed()
     feed = h5pack.DeviceFeed(DataLoader(dataset, 60, sampler=sampler), "cpu", transform=keyed)
-    for _ in range(3):
+    for setter, epoch in ((None, 0), (None, 1), (None, 2), (sampler, 7), (feed, 20)):
+        if setter is not None:
+            setter.set_epoch(epoch)
         list(feed)
-    sampler.set_epoch(7)
-    list(feed)
-    feed.set_epoch(20)
-    list(feed)
     assert [key.epoch for key in keyed.keys] == [0, 0, 1, 1, 2, 2, 7, 7, 20, 20]
     assert sampler.epoch == 20
