@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
@@ -89,6 +90,14 @@ def expected(path: Path, size: tuple[int, int] | None = None, mode: str = "RGB",
         }[fit]()
     array = np.asarray(image)
     return array if array.ndim == 3 else array[:, :, None]
+
+
+def hdf5_file(path: Path, **datasets: Any) -> Path:
+    """An HDF5 file of these datasets."""
+    with h5py.File(path, "w") as file:
+        for name, values in datasets.items():
+            file[name] = values
+    return path
 
 
 def quick(**keywords: Any) -> dict[str, Any]:

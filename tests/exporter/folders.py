@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -37,19 +39,12 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 def flip(path: Path, place: int) -> None:
     with path.open("r+b") as stream:
-        stream.seek(place)
-        byte = stream.read(1)
-        stream.seek(place)
-        stream.write(bytes([byte[0] ^ 1]))
+        byte = os.pread(stream.fileno(), 1, place)
+        os.pwrite(stream.fileno(), bytes([byte[0] ^ 1]), place)
 
 
 def stopped(*arguments: Any, **keywords: Any) -> None:
     """Export up to the last step."""
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("h5pack.exporter.exporter.ExportFolder.publish", stop)
-        with pytest.raises(KeyboardInterrupt):
-            export(*arguments, **keywords)
+    stop = mock.patch("h5pack.exporter.exporter.ExportFolder.publish", side_effect=KeyboardInterrupt)
+    with stop, pytest.raises(KeyboardInterrupt):
+        export(*arguments, **keywords)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from pathlib import Path
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -14,7 +15,7 @@ import h5pack
 from h5pack import cli
 from h5pack.exporter.exporter import ExportReport
 from tests.exporter.folders import flip
-from tests.makers import quick, split_folders
+from tests.makers import hdf5_file, quick, split_folders
 
 
 @pytest.fixture
@@ -63,19 +64,15 @@ def test_damaged_rows_are_listed_in_json_and_on_standard_error(
     code, text, err = run(capsys, pack, tmp_path / "out", "--quiet", "--overwrite")
     assert (code, text) == (1, "")
     assert f"row 1 ({name})" in err
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        file["images"] = np.full((30, 9, 9), 7.0)
-        file["images"][:5] = 0
+    hdf5_file(tmp_path / "f.h5", images=np.full((30, 9, 9), 7.0) * (np.arange(30) > 4)[:, None, None])
     code, _, err = run(capsys, tmp_path / "f.h5", tmp_path / "many")
     assert (code, err.count("\n")) == (1, 22)
     assert "5 more" in err.splitlines()[-1]
 
 
 def test_options_reach_the_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    random = np.random.default_rng(0)
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        file["a/pictures"], file["b"] = random.random((10, 3, 9, 3)) * 2 - 1, np.zeros((10, 9, 9), np.uint8)
-        file["kind"], file["weight"] = np.arange(10) % 3, np.arange(10) / 4
+    images = {"a/pictures": np.random.default_rng(0).random((10, 3, 9, 3)) * 2 - 1, "b": np.zeros((10, 9, 9), np.uint8)}
+    hdf5_file(tmp_path / "f.h5", **images, kind=np.arange(10) % 3, weight=np.arange(10) / 4)
     arguments = ["--images", "a/pictures", "--labels", "kind", "--channel-axis", "first", "--value-range", "-1:1"]
     code, text, _ = run(capsys, tmp_path / "f.h5", tmp_path / "out", *arguments, "--fields", "weight", "--limit", 5)
     assert code == 0
@@ -114,15 +111,10 @@ def test_errors_are_one_line(
 def test_an_interrupted_command_can_be_resumed(
     pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr("h5pack.exporter.exporter.ExportFolder.publish", stop)
+        patch.setattr("h5pack.exporter.exporter.ExportFolder.publish", Mock(side_effect=KeyboardInterrupt))
         code, _, err = run(capsys, pack, f"{tmp_path / 'out'}/")
     assert code == 130
     assert f"{tmp_path / 'out'}.partial" in err
     assert "--resume" in err
-    code, text, _ = run(capsys, pack, tmp_path / "out", "--resume")
-    assert code == 0
-    assert "resumed  12 images of an earlier run" in text.splitlines()
+    assert "resumed  12 images of an earlier run" in run(capsys, pack, tmp_path / "out", "--resume")[1].splitlines()
