@@ -11,7 +11,6 @@ import math
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -50,27 +49,19 @@ def normalizer_for(dataset: H5Dataset, images: torch.Tensor, dtype: torch.dtype)
     The transform is None if the images already have `dtype`.
     """
     if images.dtype == torch.uint8 and images.dim() == 4:
-        found = _normalize(dataset, images, dtype)
-        if found is not None:
-            return found, f"Normalize, {'to 0..1' if found.channels else 'with the mean and std of the file'}"
+        if dataset.mean is not None and dataset.std is not None:
+            by_statistics = Normalize.from_dataset(dataset, dtype=dtype)
+            # If the user's transform has changed the number of channels, the file's statistics do not apply.
+            with contextlib.suppress(OptionsError):
+                by_statistics(images[:1])
+                return by_statistics, "Normalize, with the mean and std of the file"
+        for channels, axis in (("last", 3), ("first", 1)):
+            if images.shape[axis] <= _MAX_CHANNELS:
+                return Normalize(dtype=dtype, channels=channels), "Normalize, to 0..1"
+    given, wanted = (str(one).removeprefix("torch.") for one in (images.dtype, dtype))
     if images.dtype == dtype:
-        return None, f"the images are {_dtype_name(dtype)} already"
-    text = f"conversion from {_dtype_name(images.dtype)} to {_dtype_name(dtype)}"
-    return lambda raw: raw.to(dtype), text
-
-
-def _normalize(dataset: H5Dataset, images: torch.Tensor, dtype: torch.dtype) -> Normalize | None:
-    """Return a `Normalize` for a four-dimensional uint8 batch, or None if no axis looks like channels."""
-    if dataset.mean is not None and dataset.std is not None:
-        by_statistics = Normalize.from_dataset(dataset, dtype=dtype)
-        # If the user's transform has changed the number of channels, the file's statistics do not apply.
-        with contextlib.suppress(OptionsError):
-            by_statistics(images[:1])
-            return by_statistics
-    for channels, axis in (("last", 3), ("first", 1)):
-        if images.shape[axis] <= _MAX_CHANNELS:
-            return Normalize(dtype=dtype, channels=channels)
-    return None
+        return None, f"the images are {wanted} already"
+    return lambda raw: raw.to(dtype), f"conversion from {given} to {wanted}"
 
 
 class DeviceStages:
@@ -174,10 +165,6 @@ def idle_gpus(device: torch.device) -> int | None:
     return None if not used or None in used else sum(percent < _IDLE_PERCENT for percent in used if percent is not None)
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def error_line(error: BaseException) -> str:
     """Return an error's type and the line of its message that states the cause; no type if it is h5pack's own error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -196,18 +183,13 @@ def name_of(function: Any) -> str:
     return f"{module}:{name}" if module and name else type(function).__name__
 
 
-@dataclass(frozen=True)
-class StepSetting:
-    """The images and the device that a step is made for."""
-
-    shape: tuple[int, ...]  # of an image as the step receives it: (C, H, W), or another shape if rows are not images
-    classes: int | None  # number of classes; None if unknown
-    device: torch.device
-    dtype: torch.dtype  # of the images; with bfloat16 or float16, the step runs under autocast
-
-
-def make_step(model: Any, setting: StepSetting) -> tuple[Step, str]:
+def make_step(
+    model: Any, shape: tuple[int, ...], classes: int | None, device: torch.device, dtype: torch.dtype
+) -> tuple[Step, str]:
     """Return a step that runs the user's model, and a description of it. Raise OptionsError if no step can be made.
+
+    `shape` is that of an image as the step receives it: (C, H, W), or another one if rows are not images. `classes` is
+    None if unknown. `dtype` is that of the images; with bfloat16 or float16, the step runs under autocast.
 
     If `model` is None, the step uses a small built-in network. A module is used directly. Any other callable is a
     factory. It is called with those of the keywords ``shape``, ``classes``, ``num_classes`` and ``device`` that its
@@ -218,12 +200,15 @@ def make_step(model: Any, setting: StepSetting) -> tuple[Step, str]:
     - any other callable, which runs the whole step when called with the images and the labels (None without labels).
     """
     if model is None:
-        network = _small_network(setting.shape, setting.classes or _DEFAULT_OUTPUTS)
-        return ModuleStep(network, None, setting), f"a small built-in network{_size_text(network)}"
+        network = _small_network(shape, classes or _DEFAULT_OUTPUTS)
+        return ModuleStep(network, None, device, dtype), f"a small built-in network{_size_text(network)}"
     name, made = "" if isinstance(model, nn.Module) else name_of(model), model
     if name:
         try:
-            made = model(**_named_keywords(model, setting))
+            # If the number of classes is unknown, it is not passed, so that the factory's default applies.
+            known = {"shape": shape, "classes": classes, "num_classes": classes, "device": device}
+            named = _parameter_names(model)
+            made = model(**{key: value for key, value in known.items() if key in named and value is not None})
         except H5PackError:
             raise
         except Exception as error:
@@ -235,10 +220,10 @@ def make_step(model: Any, setting: StepSetting) -> tuple[Step, str]:
     if isinstance(made, nn.Module):
         text = f"a {type(made).__name__}{_size_text(made)}"
         try:
-            return ModuleStep(made, loss, setting), f"{name}, {text}" if name else text
+            return ModuleStep(made, loss, device, dtype), f"{name}, {text}" if name else text
         except Exception as error:
             # For example, the device may have too little memory.
-            raise OptionsError(f"the model cannot be moved to {setting.device} ({error_line(error)})") from error
+            raise OptionsError(f"the model cannot be moved to {device} ({error_line(error)})") from error
     if callable(made):
         return made, f"{name}, which returned a whole step"
     raise OptionsError(
@@ -247,15 +232,11 @@ def make_step(model: Any, setting: StepSetting) -> tuple[Step, str]:
     )
 
 
-def _named_keywords(factory: Any, setting: StepSetting) -> dict[str, Any]:
+def _parameter_names(function: Any) -> tuple[str, ...]:
     try:
-        named = inspect.signature(factory).parameters
+        return tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
-        return {}
-    # If the number of classes is unknown, it is not passed, so that the factory's default applies.
-    classes = setting.classes
-    known = {"shape": setting.shape, "classes": classes, "num_classes": classes, "device": setting.device}
-    return {name: value for name, value in known.items() if name in named and value is not None}
+        return ()
 
 
 class ModuleStep:
@@ -266,20 +247,17 @@ class ModuleStep:
     of the same shape as the outputs, and otherwise the mean of the squared outputs.
     """
 
-    def __init__(self, module: nn.Module, loss: Loss | None, setting: StepSetting) -> None:
-        self._module = module.to(setting.device).train()
-        self._loss = loss
-        self._setting = setting
+    def __init__(self, module: nn.Module, loss: Loss | None, device: torch.device, dtype: torch.dtype) -> None:
+        self._module = module.to(device).train()
+        self._loss = loss or default_loss
+        self._autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
         self._trains = any(parameter.requires_grad for parameter in module.parameters())
         self._optimizer: torch.optim.Optimizer | None = None
 
     def __call__(self, images: torch.Tensor, labels: torch.Tensor | None) -> None:
         """Run one step."""
-        setting = self._setting
-        mixed = setting.dtype != torch.float32
-        with torch.autocast(setting.device.type, setting.dtype, enabled=mixed):
-            output = self._module(images)
-            loss = self._loss(output, labels) if self._loss is not None else default_loss(output, labels)
+        with self._autocast():
+            loss = self._loss(self._module(images), labels)
         if not self._trains:
             return
         if self._optimizer is None:

@@ -24,7 +24,6 @@ from h5pack.doctor.device_stages import (
     PREFETCHED_ON_GPU,
     DeviceStages,
     Step,
-    StepSetting,
     error_line,
     idle_gpus,
     make_step,
@@ -211,8 +210,9 @@ class Target:
         self.fits_cache = self._stored_bytes() <= _CACHED_FRACTION * available_memory()
         self._pages = PageState(self.dataset)
         self._step: Step | None = None
-        self._stages: DeviceStages | None = None
+        self._stages: DeviceStages  # set by `make_step`
         self._sample: Any = None
+        self._has_labels = False
         self._step_text = self._normalize_text = "none"
 
     def warm(self, seconds: float) -> None:
@@ -261,14 +261,14 @@ class Target:
         images = images_of(self._sample)
         normalize, self._normalize_text = normalizer_for(dataset, images, getattr(torch, settings.dtype))
         self._stages = stages = DeviceStages(self.device, self._sample, normalize)
+        self._has_labels = stages.labels is not None
         if normalize is None:
             self.reasons[Stage.NORMALIZE] = self._normalize_text
             self._normalize_text = f"not needed, {self._normalize_text}"
         names = dataset.classes or dataset.columns
         shape, classes = tuple(stages.images.shape[1:]), None if names is None else len(names)
-        setting = StepSetting(shape, classes, self.device, stages.images.dtype)
         try:
-            step, self._step_text = make_step(settings.model, setting)
+            step, self._step_text = make_step(settings.model, shape, classes, self.device, stages.images.dtype)
             stages.try_step(step)
             self._step = step
         except Exception as error:
@@ -323,9 +323,7 @@ class Target:
         return StageRun(stage, run, self._drop if cold else None, note, warm_up, MIN_LOADER_BATCHES)
 
     def _device_runs(self) -> list[StageRun]:
-        stages, step = self._stages, self._step
-        assert stages is not None
-        runs = []
+        stages, step, runs = self._stages, self._step, []
         if self.on_gpu:
             runs.append(StageRun(Stage.COPY, stages.copy, warm_up=1))
         else:
@@ -338,14 +336,13 @@ class Target:
         return runs
 
     def _everything(self, rows: int | None, prepare: Callable[[], None] | None) -> list[StageRun]:
-        stages, step = self._stages, self._step
-        if Stage.TRANSFORM in self.failures or stages is None or step is None:
-            failed = Stage.TRANSFORM if Stage.TRANSFORM in self.failures else Stage.STEP
-            self.reasons[Stage.EVERYTHING] = self.reasons[failed]
+        step, transform_failed = self._step, Stage.TRANSFORM in self.failures
+        if step is None or transform_failed:
+            self.reasons[Stage.EVERYTHING] = self.reasons[Stage.TRANSFORM if transform_failed else Stage.STEP]
             return []
         loader = self.loaders.make(rows, transform=self.has_transform)
         prefetched, ready = self.loaders.prefetch_of(loader)
-        run = stages.everything(loader, step, ready, prefetched + PREFETCHED_ON_GPU * self.on_gpu)
+        run = self._stages.everything(loader, step, ready, prefetched + PREFETCHED_ON_GPU * self.on_gpu)
         return [StageRun(Stage.EVERYTHING, run, prepare, min_batches=MIN_LOADER_BATCHES)]
 
     def _drop(self) -> None:
@@ -376,16 +373,14 @@ class Target:
     def half_batch_ratio(self, seconds: float) -> float | None:
         """Return the step's images/s with half a batch divided by those with a whole batch; None if unknown."""
         stages, step = self._stages, self._step
-        if stages is None or step is None or len(stages.images) < 2:
+        if step is None or len(stages.images) < 2:
             return None
         pairs = [(stages.step(step, seconds / 6, 0.5).rate, stages.step(step, seconds / 6).rate) for _ in range(3)]
         return sorted(half / whole for half, whole in pairs)[1]
 
     def synchronisations(self) -> tuple[float | None, str | None]:
         """Return how often a step makes the host wait for the GPU, and ``FILE:LINE`` of the first wait."""
-        if self._stages is None or self._step is None or not self.on_gpu:
-            return None, None
-        return self._stages.synchronisations(self._step)
+        return (None, None) if self._step is None else self._stages.synchronisations(self._step)
 
     def evidence(self, **measured: Any) -> Evidence:
         """Return the `Evidence` for a verdict: the `measured` fields, and what is known about the target."""
@@ -425,7 +420,7 @@ class Target:
             hot_rows=self.hot_rows,
             device=f"{self.device} ({torch.cuda.get_device_name(self.device)})" if self.on_gpu else str(self.device),
             step=self._step_text,
-            labels=self._stages is not None and self._stages.labels is not None,
+            labels=self._has_labels,
             normalize=self._normalize_text,
         )
 

@@ -207,13 +207,19 @@ class FeedMonitor(LoaderWrapper):
         self._recorder = recorder = FeedRecorder(self, layers, begun, None if cuda is None else DeviceWait.on(cuda))
         # Count the time in which the loader started its workers as a wait of the step.
         recorder.waited(time.perf_counter() - begun)
-        self._outputs.begin(_length(self.loader), self._first_batch)
+        self._outputs.begin(self._length(), self._first_batch)
         labels = ProfilerRanges(self._profiler_ranges, nvtx=cuda is not None)
         return MonitoredIterator(fetcher, cursor, self._finish, recorder, labels)
 
+    def _length(self) -> int | None:
+        try:
+            return len(self.loader)
+        except TypeError:
+            return None
+
     def _step(self, batches: int) -> int:
         """Return how many batches were delivered: in all epochs if the loader has a length, else by this monitor."""
-        total = _length(self.loader)
+        total = self._length()
         return self._earlier_batches + batches if total is None else self.epoch * total + self._first_batch + batches
 
 
@@ -363,13 +369,6 @@ class FeedRecorder:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:
-        return None
 
 
 def _device_of(layers: list[Any]) -> torch.device | None:

@@ -102,8 +102,14 @@ class ReportOutputs:
                 open(self._path, "a", encoding="utf-8").close()
         except OSError as error:
             raise OptionsError(f"json_lines: {error}; give a writable file", parameters=("json_lines",)) from error
-        self._own_writer = isinstance(tensorboard, (str, os.PathLike))
-        self._writer = _summary_writer(tensorboard) if self._own_writer else tensorboard
+        self._own_writer, self._writer = isinstance(tensorboard, (str, os.PathLike)), tensorboard
+        if self._own_writer:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                text = f"tensorboard is not installed ({error}); pip install tensorboard"
+                raise OptionsError(text, parameters=("tensorboard",)) from error
+            self._writer = SummaryWriter(os.fspath(tensorboard))
         if self._writer is not None and not hasattr(self._writer, "add_scalar"):
             text = f"tensorboard is a {type(tensorboard).__name__}; give a SummaryWriter, or the folder for a new one"
             raise OptionsError(text, parameters=("tensorboard",))
@@ -167,12 +173,3 @@ class ReportOutputs:
         except OSError as error:
             _log.warning("json_lines: %s; no more lines are written", error)
             self._path = None
-
-
-def _summary_writer(folder: str | os.PathLike[str]) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        text = f"tensorboard is not installed ({error}); pip install tensorboard"
-        raise OptionsError(text, parameters=("tensorboard",)) from error
-    return SummaryWriter(os.fspath(folder))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import h5pack
 from h5pack.doctor import diagnose, measure
 from h5pack.doctor.measure import MIN_REPEATS, StageCost
 from h5pack.monitor import monitor
@@ -20,6 +21,11 @@ from tests.monitor.fake_clock import FakeClock
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return labelled(tmp_path / "x.h5", 200)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> h5pack.H5Dataset:
+    return h5pack.H5Dataset(labelled(tmp_path / "x.h5"))
 
 
 class Machine(FakeClock):

@@ -1,4 +1,4 @@
-"""The stages behind the loader, with as much of CUDA as can be faked."""
+"""The stages behind the loader, with as much of CUDA as can be faked, and steps made of a user's model or factory."""
 
 from __future__ import annotations
 
@@ -8,21 +8,26 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import h5pack
 from h5pack.doctor import device_stages
-from h5pack.doctor.device_stages import DeviceStages, idle_gpus, labels_of, normalizer_for
+from h5pack.doctor.device_stages import (
+    DeviceStages,
+    default_loss,
+    error_line,
+    idle_gpus,
+    labels_of,
+    make_step,
+    name_of,
+    normalizer_for,
+)
+from h5pack.errors import OptionsError
 from h5pack.monitor.probes import GpuStatus
-from tests.data.packs import ROWS, converted, labelled
+from tests.data.packs import ROWS, converted
 from tests.doctor.conftest import Machine
 
 CPU = torch.device("cpu")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-
-
-@pytest.fixture
-def dataset(tmp_path: Path) -> h5pack.H5Dataset:
-    return h5pack.H5Dataset(labelled(tmp_path / "x.h5"))
 
 
 def uint8(*shape: int) -> torch.Tensor:
@@ -51,8 +56,7 @@ def test_images_of_any_shape_become_floats(
 
 
 def test_a_pack_is_normalized_by_its_statistics(tmp_path: Path) -> None:
-    pack = h5pack.H5Dataset(converted(tmp_path))
-    batch = uint8(2, 20, 14, 3)
+    pack, batch = h5pack.H5Dataset(converted(tmp_path)), uint8(2, 20, 14, 3)
     normalize, _ = normalizer_for(pack, batch, torch.bfloat16)
     assert torch.equal(normalize(batch), h5pack.Normalize.from_dataset(pack, dtype=torch.bfloat16)(batch))
     assert normalizer_for(pack, torch.rand(2, 3), torch.float32)[0] is None
@@ -60,20 +64,19 @@ def test_a_pack_is_normalized_by_its_statistics(tmp_path: Path) -> None:
 
 def test_stages_on_the_cpu(dataset: h5pack.H5Dataset) -> None:
     images, labels = uint8(8, 16, 12, 3), torch.arange(8)
-    normalize, _ = normalizer_for(dataset, images, torch.float32)
-    stages = DeviceStages(CPU, [images, labels], normalize)
+    stages = DeviceStages(CPU, [images, labels], normalizer_for(dataset, images, torch.float32)[0])
     assert stages.images.shape == (8, 3, 16, 12)
-    seen: list[tuple[int, Any]] = []
-    found = stages.step(lambda images, labels: seen.append((len(images), labels)), 0.0)
-    assert (found.images, seen[0][0]) == (8, 8)
-    assert torch.equal(seen[0][1], labels)
-    assert stages.step(lambda images, labels: seen.append((len(images), labels)), 0.0, 0.5).images == 4
-    assert torch.equal(seen[1][1], labels[:4])
+    seen: list[tuple[int, list[int]]] = []
+    counts = [
+        stages.step(lambda images, labels: seen.append((len(images), labels.tolist())), 0.0, fraction).images
+        for fraction in (1.0, 0.5)
+    ]
+    assert counts == [8, 4]
+    assert seen == [(8, list(range(8))), (4, list(range(4)))]
     assert stages.normalize(0.0).images == 8
     alone = DeviceStages(CPU, images, None)
-    assert alone.labels is None
+    assert alone.labels is labels_of((1, "words")) is None
     assert torch.equal(alone.images, images)
-    assert labels_of((1, "words")) is None
 
 
 def test_the_loop_passes_all_images_and_counts_waiting(dataset: h5pack.H5Dataset, machine: Machine) -> None:
@@ -104,23 +107,18 @@ def test_synchronisations_of_a_step_are_counted(monkeypatch: pytest.MonkeyPatch)
         modes.append(mode)
         if mode == "warn":
             # As torch does, to say that it may miss some.
-            warnings.warn(
-                "Synchronization debug mode is a prototype and does not detect all synchronizing", stacklevel=1
-            )
-
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    stages = DeviceStages(CPU, uint8(4, 3), None)
+            warnings.warn("Synchronization debug mode is a prototype and does not detect all", stacklevel=1)
 
     def step(images: torch.Tensor, labels: Any) -> None:
         for _ in range(2):
             warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
 
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    stages = DeviceStages(CPU, uint8(4, 3), None)
     count, where = stages.synchronisations(step)
-    assert count == 2
-    assert where.startswith("test_device_stages.py:")
-    assert modes == ["warn", 0]
+    assert (count, where.partition(":")[0], modes) == (2, "test_device_stages.py", ["warn", 0])
     assert stages.synchronisations(lambda images, labels: None) == (0, None)
 
 
@@ -132,11 +130,10 @@ def test_idle_gpus_are_counted(
 ) -> None:
     class Probe:
         def __init__(self, device: torch.device) -> None:
-            self.number = device.index
+            self.found = used[device.index]
 
         def sample(self) -> GpuStatus | None:
-            found = used[self.number]
-            return None if found is None else GpuStatus(utilisation_percent=found)
+            return None if self.found is None else GpuStatus(utilisation_percent=self.found)
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(device_stages, "GpuProbe", Probe)
@@ -144,13 +141,12 @@ def test_idle_gpus_are_counted(
 
 
 @pytest.mark.gpu
-@needs_gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_stages_on_a_gpu(dataset: h5pack.H5Dataset) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     loader = h5pack.H5Loader(dataset, 16, window=2, pin_memory=True)
     batch = next(iter(loader))
-    normalize, _ = normalizer_for(dataset, batch[0], torch.float32)
-    stages = DeviceStages(device, batch, normalize)
+    stages = DeviceStages(device, batch, normalizer_for(dataset, batch[0], torch.float32)[0])
     assert stages.images.device == device
     assert stages.copy(0.05).rate > 0
     assert stages.normalize(0.05).rate > 0
@@ -159,3 +155,129 @@ def test_stages_on_a_gpu(dataset: h5pack.H5Dataset) -> None:
     found = stages.everything(loader, lambda images, labels: images.sum(), lambda: 0, 4)(0.1)
     assert 0 <= found.stall_seconds <= found.seconds
     loader.close()
+
+
+IMAGES, LABELS = torch.rand(5, 3, 16, 12), torch.tensor([0, 1, 2, 3, -1])
+
+
+class Net(nn.Module):
+    """Remembers the types of its results."""
+
+    def __init__(self, classes: int = 4, trains: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3 * 16 * 12, classes).requires_grad_(trains)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.linear(images.flatten(1))
+        self.seen.append(result.dtype)
+        return result
+
+
+def made(
+    model: Any, shape: tuple[int, ...] = (3, 16, 12), classes: int | None = 4, dtype: torch.dtype = torch.float32
+) -> tuple[Any, str]:
+    return make_step(model, shape, classes, CPU, dtype)
+
+
+def test_the_built_in_step_accepts_images_of_any_size() -> None:
+    for shape, classes in (((3, 16, 12), 5), ((1, 1, 1), None), ((2, 3), 5)):
+        step, text = made(None, shape, classes)
+        step(torch.rand(3, *shape), torch.tensor([0, 1, 9_999]))
+        step(torch.rand(3, *shape), None)
+        assert text.startswith("a small built-in network of ")
+
+
+@pytest.mark.parametrize("as_factory", [True, False])
+def test_a_step_of_a_module_leaves_its_weights_unchanged(as_factory: bool) -> None:
+    net = Net()
+    before = net.linear.weight.detach().clone()
+    step, text = made((lambda: net) if as_factory else net)
+    step(IMAGES, LABELS)
+    assert text.endswith("a Net of 2,308 parameters")
+    assert net.training
+    assert net.linear.weight.grad.abs().sum() > 0
+    assert torch.equal(net.linear.weight, before)
+
+
+def test_a_factory_is_called_with_the_keywords_that_it_names() -> None:
+    got: dict[str, Any] = {}
+
+    def factory(shape: Any, num_classes: int = 9, device: Any = None, other: int = 1) -> nn.Module:
+        got.update(shape=shape, num_classes=num_classes, device=device, other=other)
+        return Net(num_classes)
+
+    for classes, passed in ((4, 4), (None, 9)):
+        made(factory, classes=classes)
+        assert got == {"shape": (3, 16, 12), "num_classes": passed, "device": CPU, "other": 1}
+    # A class is a factory, too, and so is one of torchvision's, which takes any keyword.
+    assert made(Net)[1] == f"{__name__}:Net, a Net of 2,308 parameters"
+    assert made(lambda *, weights=None, **settings: Net(**settings))[1].endswith("2,308 parameters")
+
+
+def test_a_pair_has_its_own_loss_and_any_other_callable_is_the_step() -> None:
+    seen: list[Any] = []
+    net = Net()
+    step, _ = made(lambda: (net, lambda output, labels: (seen.append((output.shape, labels)), output.sum())[1]))
+    step(IMAGES, None)
+    assert seen == [((5, 4), None)]
+    assert net.linear.weight.grad is not None
+    step, text = made(lambda: lambda images, labels: seen.append((images, labels)))
+    step(IMAGES, LABELS)
+    assert seen[1:] == [(IMAGES, LABELS)]
+    assert text.endswith("<lambda>, which returned a whole step")
+
+
+def test_modules_without_shapes_yet_without_training_and_with_autocast() -> None:
+    lazy, text = made(lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(4)))
+    lazy(IMAGES, LABELS)
+    assert text.endswith("<lambda>, a Sequential")
+    frozen, net = Net(trains=False), Net()
+    made(lambda: frozen)[0](IMAGES, LABELS)
+    assert frozen.linear.weight.grad is None
+    made(lambda: net, dtype=torch.bfloat16)[0](IMAGES.bfloat16(), LABELS)
+    assert (net.seen, net.linear.weight.dtype) == ([torch.bfloat16], torch.float32)
+
+
+def test_the_default_loss_fits_labels_and_output() -> None:
+    output = torch.rand(5, 4)
+    table = torch.tensor([[0, 1, 1, 0]] * 5, dtype=torch.uint8)
+    mean = output.square().mean()
+    for labels, expected in (
+        (LABELS, nn.functional.cross_entropy(output[:4], LABELS[:4])),
+        (table, nn.functional.binary_cross_entropy_with_logits(output, table.float())),
+        *((labels, mean) for labels in (None, torch.rand(5), torch.rand(5, 2), torch.zeros(3, dtype=torch.long))),
+    ):
+        assert torch.allclose(default_loss(output, labels), expected)
+    assert torch.allclose(default_loss({"logits": output, "aux": 1}, None), mean)
+    # No number of a class may stop it.
+    assert default_loss(output, torch.tensor([0, 1, 2, 3, 10**9])).isfinite()
+    with pytest.raises(TypeError):
+        default_loss("text", None)
+
+
+@pytest.mark.parametrize(
+    ("factory", "word"),
+    [(lambda: 3, "int"), (lambda needed: needed, "TypeError"), (lambda: 1 / 0, "ZeroDivisionError")],
+)
+def test_factories_that_fail_say_why_in_a_line(factory: Any, word: str) -> None:
+    with pytest.raises(OptionsError, match=word) as caught:
+        made(factory)
+    assert "\n" not in str(caught.value)
+    assert name_of(factory) in str(caught.value)
+
+
+WORKER = "Caught TypeError in DataLoader worker process 0.\nOriginal Traceback (most ...):\nTypeError: no"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("first\nsecond"), "ValueError: first"),
+        (ValueError(), "ValueError"),
+        (OptionsError("no such thing"), "no such thing"),
+        (TypeError(WORKER), "TypeError: no"),
+    ],
+)
+def test_errors_in_a_line(error: Exception, line: str) -> None:
+    assert error_line(error) == line

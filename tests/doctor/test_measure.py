@@ -1,21 +1,27 @@
-"""How the budget is shared, and what counts of the batches that pass."""
+"""How the budget is shared, what counts of the batches that pass, and reading chunks and nothing else."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+import h5pack
 from h5pack.doctor import measure
 from h5pack.doctor.measure import (
     MAX_REPEATS,
     MIN_REPEATS,
     MIN_SECONDS,
+    ChunkReader,
     Meter,
     Repeat,
     StageCost,
     StageRun,
+    busy_fraction,
     measure_calls,
     measure_epochs,
     min_total_seconds,
@@ -23,6 +29,8 @@ from h5pack.doctor.measure import (
     share_budget,
 )
 from h5pack.monitor.bottleneck import INTERRUPTED, Rates, Stage
+from tests.data.packs import ROWS, converted, values, write
+from tests.doctor.conftest import Machine
 from tests.monitor.fake_clock import FakeClock
 
 QUICK, SLOW = Stage.STEP, Stage.LOADER
@@ -39,11 +47,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 def test_every_stage_gets_its_minimum_and_its_share_of_the_rest() -> None:
     needed = min_total_seconds(COSTS)
     assert needed == pytest.approx(MIN_REPEATS * (MIN_SECONDS + 2 * 0.5 + 0.1))
-    assert share_budget(COSTS, needed, MIN_REPEATS) == pytest.approx({QUICK: MIN_SECONDS, SLOW: 1.0})
-    assert share_budget(COSTS, needed + 6, MIN_REPEATS) == pytest.approx({QUICK: MIN_SECONDS + 1, SLOW: 1.0 + 1})
-    assert repeats_within(COSTS, needed) == MIN_REPEATS
+    for more in (0, 1):
+        shares = share_budget(COSTS, needed + 6 * more, MIN_REPEATS)
+        assert shares == pytest.approx({QUICK: MIN_SECONDS + more, SLOW: 1.0 + more})
     # More repeats if there is room. All of the budget is used, and no more.
-    assert repeats_within(COSTS, 4 * needed) == MAX_REPEATS
+    assert (repeats_within(COSTS, needed), repeats_within(COSTS, 4 * needed)) == (MIN_REPEATS, MAX_REPEATS)
     given = share_budget(COSTS, 4 * needed, MAX_REPEATS)
     assert (sum(given.values()) + 0.1) * MAX_REPEATS == pytest.approx(4 * needed)
 
@@ -51,9 +59,9 @@ def test_every_stage_gets_its_minimum_and_its_share_of_the_rest() -> None:
 class Loader:
     """Epochs of batches of 10 images, each of which takes its time."""
 
-    def __init__(self, clock: FakeClock, batches: int, seconds: float, begin: float = 0.0, closed: int = 0) -> None:
-        self.clock, self.batches, self.seconds, self.begin, self.closed = clock, batches, seconds, begin, closed
-        self.ready = 0
+    def __init__(self, clock: FakeClock, batches: int, seconds: float, begin: float = 0.0) -> None:
+        self.clock, self.batches, self.seconds, self.begin = clock, batches, seconds, begin
+        self.closed = 0
 
     def __call__(self) -> Iterator[int]:
         self.clock.now += self.begin
@@ -68,50 +76,41 @@ class Loader:
             self.closed += 1
 
 
-def consume(batch: int) -> int:
-    return batch
-
-
 def test_short_epochs_run_to_their_ends(clock: FakeClock) -> None:
-    found = measure_epochs(Loader(clock, 4, 0.1, begin=0.2), consume, 2.0)
+    found = measure_epochs(Loader(clock, 4, 0.1, begin=0.2), int, 2.0)
     # The first begins before the clock does: 0.4 s, then 0.6 s each; a fourth would end at 2.2 s.
     assert found.images == found.total_images == 3 * 40
-    assert found.seconds == pytest.approx(0.4 + 0.6 + 0.6)
-    assert found.rate == pytest.approx(120 / 1.6)
+    assert found.rate == pytest.approx(120 / (0.4 + 0.6 + 0.6))
     # Epochs without images end, too.
-    assert measure_epochs(Loader(clock, 0, 0.1), consume, 5.0).rate == 0
+    assert measure_epochs(Loader(clock, 0, 0.1), int, 5.0).rate == 0
 
 
 @pytest.mark.parametrize(("seconds", "images"), [(2.5, 200), (0.0, 10)])
 def test_a_long_epoch_is_stopped_but_not_before_its_first_batch(clock: FakeClock, seconds: float, images: int) -> None:
     loader = Loader(clock, 1_000, 0.125)
-    found = measure_epochs(loader, consume, seconds)
+    found = measure_epochs(loader, int, seconds)
     assert (found.images, found.total_images, loader.closed) == (images, images, 1)
     assert found.seconds == pytest.approx(images / 80)
 
 
 def test_prefetched_batches_are_left_out(clock: FakeClock) -> None:
-    loader = Loader(clock, 1_000, 0.125)
+    # The first five are there at once.
+    early = iter([0.125] * 5)
 
     def prefetch(batch: int) -> int:
-        # The first five are there at once.
-        if loader.ready < 5:
-            clock.now -= 0.125
-        loader.ready += 1
+        clock.now -= next(early, 0.0)
         return batch
 
-    found = measure_epochs(loader, prefetch, 2.5, prefetched=5)
-    assert found.rate == pytest.approx(80)
-    assert found.images == 200
-    assert found.total_images == 250
+    found = measure_epochs(Loader(clock, 1_000, 0.125), prefetch, 2.5, prefetched=5)
+    assert (found.images, found.total_images, found.rate) == (200, 250, pytest.approx(80))
     # Too short to leave any out: all that came was there before.
-    assert measure_epochs(Loader(clock, 1_000, 0.125), consume, 0.625, prefetched=5).images == 50
+    assert measure_epochs(Loader(clock, 1_000, 0.125), int, 0.625, prefetched=5).images == 50
 
 
 def test_images_that_were_ready_before_are_not_subtracted_if_nothing_else_counts(clock: FakeClock) -> None:
     ready = iter([0, 160, 0])
     # All batches were read in the first half of the time, and passed on in the second half.
-    found = measure_epochs(Loader(clock, 1_000, 0.125), consume, 2.5, prefetched=12, ready_images=lambda: next(ready))
+    found = measure_epochs(Loader(clock, 1_000, 0.125), int, 2.5, prefetched=12, ready_images=lambda: next(ready))
     assert (found.images, found.seconds) == (200, 2.5)
 
 
@@ -132,7 +131,7 @@ def test_ready_images_count_only_if_the_loader_is_waited_for(
 ) -> None:
     ready, loader = iter([0, 30, 70]), Loader(clock, 1_000, 0.125)
     usual = {"prefetched": 5, "meter": Starved(clock, starving), "ready_images": lambda: next(ready)}
-    assert measure_epochs(loader, consume, 2.5, **usual).images == images
+    assert measure_epochs(loader, int, 2.5, **usual).images == images
 
 
 @pytest.mark.parametrize(("starving", "seconds"), [(0.9, 3.0), (0.2, 2.0)])
@@ -168,28 +167,24 @@ class Counting(Meter):
 
 def test_the_meter_is_read_at_both_ends(clock: FakeClock) -> None:
     meter = Counting()
-    found = measure_epochs(Loader(clock, 4, 0.1), consume, 1.0, meter=meter)
     # At the beginning, when the first batch is there, and at the end.
-    assert found.stall_seconds == 2.0
+    assert measure_epochs(Loader(clock, 4, 0.1), int, 1.0, meter=meter).stall_seconds == 2.0
     assert meter.synchronized == 3
-    leading = measure_epochs(Loader(clock, 100, 0.1), consume, 2.0, prefetched=5, meter=meter)
-    assert leading.stall_seconds == 1.0
+    assert measure_epochs(Loader(clock, 100, 0.1), int, 2.0, prefetched=5, meter=meter).stall_seconds == 1.0
 
 
-def test_calls_are_repeated_until_the_time_is_up_and_quick_ones_are_queued(clock: FakeClock) -> None:
-    took = 0.25
-
+# Quick calls: one, then three at a time, which are the tenth of a second that may wait.
+@pytest.mark.parametrize(("took", "seconds", "calls", "synchronized"), [(0.25, 1.0, 4, 6), (0.03125, 0.3125, 10, 6)])
+def test_calls_are_repeated_until_the_time_is_up_and_quick_ones_are_queued(
+    clock: FakeClock, took: float, seconds: float, calls: int, synchronized: int
+) -> None:
     def call() -> None:
         clock.now += took
 
     meter = Counting()
-    found = measure_calls(call, 7, 1.0, meter, max_queued_calls=8)
-    assert (found.images, found.seconds, meter.synchronized) == (28, 1.0, 6)
+    found = measure_calls(call, 7, seconds, meter, max_queued_calls=8)
+    assert (found.images, found.seconds, meter.synchronized) == (7 * calls, seconds, synchronized)
     assert measure_calls(call, 7, 0.0).images == 7
-    took, meter = 0.03125, Counting()
-    # One, then three at a time, which are the tenth of a second that may wait.
-    assert measure_calls(call, 1, 10 * took, meter, max_queued_calls=8).images == 10
-    assert meter.synchronized == 1 + 1 + 3 + 1
 
 
 def test_cpu_seconds_are_those_of_the_repeat() -> None:
@@ -236,7 +231,57 @@ def test_an_estimate_prepares_and_warms_up(clock: FakeClock) -> None:
 
     found = StageRun(Stage.EVERYTHING, run, prepare, warm_up=1, min_batches=2)
     assert found.estimate() == StageCost(0.25, 0.125, 2)
-    assert calls == ["prepare", "run 0", "prepare", "run 0"]
     assert found.repeats == []
     found.repeat(2.0)
-    assert calls[4:] == ["prepare", "run 2"]
+    assert calls == ["prepare", "run 0", "prepare", "run 0", "prepare", "run 2"]
+
+
+def test_every_row_is_read_once_a_round(dataset: h5pack.H5Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    read = dataset.engine.read
+
+    def recorded(name: str, rows: object, out: object = None) -> object:
+        found = read(name, rows, out)
+        seen.extend(np.asarray(rows).tolist())
+        assert np.array_equal(found, values()[rows])
+        return found
+
+    monkeypatch.setattr(dataset.engine, "read", recorded)
+    reader = ChunkReader(dataset)
+    assert reader.block_rows == 10
+    # Warming stops after the time and the minimum number of rows. Each thread reads at least one block.
+    for call, rows in (
+        (lambda: reader.warm(60.0, 0), range(ROWS)),
+        (lambda: reader.warm(0.0, 0), range(10)),
+        (lambda: reader.warm(0.0, 35), range(40)),
+        (lambda: reader.run(0.0, 3, ROWS).images, range(30)),
+        (lambda: reader.run(0.0, 1, ROWS, begin=0.999).images, range(100, 103)),
+    ):
+        seen.clear()
+        assert (call(), sorted(seen)) == (len(rows), list(rows))
+
+
+def test_a_split_may_begin_within_a_chunk_and_encoded_chunks_are_read_whole(tmp_path: Path) -> None:
+    dataset = h5pack.H5Dataset(converted(tmp_path), split="test")
+    assert (dataset.first_row, len(dataset), dataset.group_rows) == (33, 12, 7)
+    assert list(ChunkReader(dataset)._blocks(0, 12)) == [(0, 2), (2, 9), (9, 12)]
+    path = write(tmp_path / "z.h5", chunks=50, compression="gzip", images=values())
+    assert ChunkReader(h5pack.H5Dataset(path)).block_rows == 50
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_the_busy_fraction_is_0_of_reads_that_wait_and_1_of_reads_that_compute(
+    dataset: h5pack.H5Dataset, machine: Machine, monkeypatch: pytest.MonkeyPatch, fraction: float
+) -> None:
+    spend: Callable[[float], None] = machine.work if fraction else machine.wait
+    reader, read = ChunkReader(dataset), dataset.engine.read
+
+    def slow(*arguments: Any) -> Any:
+        spend(0.05)
+        return read(*arguments)
+
+    monkeypatch.setattr(dataset.engine, "read", slow)
+    # A chunk of 10 rows every 50 ms.
+    assert reader.run(1.0, 1, ROWS).rate == pytest.approx(10 / 0.05, rel=0.1)
+    assert reader.busy_fraction == pytest.approx(fraction, abs=0.1)
+    assert busy_fraction(lambda: spend(0.2), 0.5) == pytest.approx(fraction, abs=0.1)

@@ -1,21 +1,24 @@
-"""What is diagnosed: settings that are refused, files that cannot be diagnosed, and facts of those that can."""
+"""What is diagnosed: settings and files that are refused, facts of those that are not, and the loaders measured."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from h5pack.doctor.target import DiagnoseSettings, Target
+import h5pack
+from h5pack.doctor.target import DiagnoseSettings, HostLoaders, Target, touch_batch
 from h5pack.errors import OptionsError, PackFormatError
 from h5pack.format import schema
 from h5pack.monitor.bottleneck import Encoding, Evidence
-from tests.data.packs import converted, values, write
+from tests.data.packs import ROWS, converted, threads_end, values, write
 from tests.doctor import users
 
 
@@ -44,30 +47,31 @@ def evidence(path: Path, **changes: Any) -> Evidence:
         *(({"seconds": value}, ("seconds",)) for value in (0.0, float("inf"), float("nan"))),
         ({"model": "module:name"}, ("model",)),
         ({"transform": 3}, ("transform",)),
+        # Refused when the device is known.
+        ({"device": "meta"}, ("device",)),
+        ({"device": "gpu"}, ("device='gpu'",)),
+        ({"device": "cpu", "pin_memory": True}, ("pin_memory=True",)),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], parameters: tuple[str, ...]) -> None:
+def test_settings_that_make_no_sense_are_refused(
+    path: Path, changes: dict[str, Any], parameters: tuple[str, ...]
+) -> None:
     with pytest.raises(OptionsError) as caught:
-        settings("x.h5", **changes)
-    assert caught.value.parameters == parameters
-
-
-@pytest.mark.parametrize("changes", [{"device": "meta"}, {"device": "gpu"}, {"device": "cpu", "pin_memory": True}])
-def test_devices_that_cannot_be_measured_are_refused(path: Path, changes: dict[str, Any]) -> None:
-    with pytest.raises(OptionsError):
         Target(settings(path, **changes))
+    assert caught.value.parameters == parameters
 
 
 def test_files_that_cannot_be_diagnosed_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no HDF5")
     write(tmp_path / "none.h5", labels=np.arange(3))
     write(tmp_path / "empty.h5", chunks=None, images=np.zeros((0, 4, 4, 3), np.uint8))
-    for name in ("missing.h5", "text", "none.h5", "empty.h5"):
-        with pytest.raises(PackFormatError, match=name):
-            Target(settings(tmp_path / name))
-    path = converted(tmp_path)
-    for changes in ({"split": "no_such_split"}, {"labels": "no_such_labels"}):
-        with pytest.raises(PackFormatError, match="no_such"):
+    pack = converted(tmp_path)
+    for path, changes, word in (
+        *((tmp_path / name, {}, name) for name in ("missing.h5", "text", "none.h5", "empty.h5")),
+        (pack, {"split": "no_such_split"}, "no_such_split"),
+        (pack, {"labels": "no_such_labels"}, "no_such_labels"),
+    ):
+        with pytest.raises(PackFormatError, match=word):
             Target(settings(path, **changes))
 
 
@@ -78,10 +82,9 @@ def test_a_batch_larger_than_the_rows(tmp_path: Path, split: str | None, rows: i
     target.load_sample()
     target.make_step()
     found = target.describe()
-    assert target.failures == {}
-    assert (target.evidence().batch_rows, found.rows) == (rows, rows)
     # The one row has no labels.
-    assert found.labels == (split is not None)
+    assert (target.failures, found.rows, found.labels) == ({}, rows, split is not None)
+    assert target.evidence().batch_rows == rows
     target.close()
 
 
@@ -92,16 +95,15 @@ def test_what_a_file_decodes_is_known(tmp_path: Path) -> None:
         rows = file.create_dataset("images", (40,), h5py.vlen_dtype(np.uint8))
         for number in range(40):
             rows[number] = np.frombuffer(picture.getvalue(), np.uint8)
-    found = [
-        evidence(write(tmp_path / "z.h5", compression="gzip", images=values())),
-        evidence(write(tmp_path / "p.h5", chunks=(10, 8, 12, 3), images=values())),
-        evidence(tmp_path / "x.h5"),
-        evidence(write(tmp_path / "f.h5", images=values(dtype="f4"))),
-    ]
-    assert [one.encoding for one in found] == [Encoding.CHUNKS, Encoding.PARTS, Encoding.IMAGES, None]
-    assert [one.library_reason for one in found] == [None] * 4
-    assert [(one.stored_float, one.loaded_float) for one in found] == [(False, False)] * 3 + [(True, True)]
-    assert all(one.fits_cache for one in found)
+    for path, encoding, is_float in (
+        (write(tmp_path / "z.h5", compression="gzip", images=values()), Encoding.CHUNKS, False),
+        (write(tmp_path / "p.h5", chunks=(10, 8, 12, 3), images=values()), Encoding.PARTS, False),
+        (tmp_path / "x.h5", Encoding.IMAGES, False),
+        (write(tmp_path / "f.h5", images=values(dtype="f4")), None, True),
+    ):
+        found = evidence(path)
+        assert (found.encoding, found.library_reason, found.fits_cache) == (encoding, None, True)
+        assert (found.stored_float, found.loaded_float) == (is_float, is_float)
 
 
 def test_a_transform_that_makes_floats_is_known(path: Path) -> None:
@@ -110,3 +112,68 @@ def test_a_transform_that_makes_floats_is_known(path: Path) -> None:
     assert found.loaded_row_bytes == 4 * found.stored_row_bytes == 4 * 576
     found = evidence(path, num_workers=0, transform=users.of_one_image)
     assert (found.num_workers, found.num_threads, found.loaded_float) == (0, None, True)
+
+
+Make = Callable[..., HostLoaders]
+
+
+@pytest.fixture
+def make(dataset: h5pack.H5Dataset) -> Iterator[Make]:
+    made: list[HostLoaders] = []
+
+    def make(**changes: Any) -> HostLoaders:
+        made.append(HostLoaders(dataset, settings(dataset.path, **changes), pin_memory=False))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def labels_of(loader: Any) -> list[int]:
+    return sorted(label for _, labels in loader for label in labels.tolist())
+
+
+def test_an_h5loader_yields_all_rows_or_the_first(make: Make) -> None:
+    loaders = make(transform=users.to_float, num_threads=3)
+    loader = loaders.make()
+    assert isinstance(loader, h5pack.H5Loader)
+    assert next(iter(loader))[0].dtype == torch.uint8
+    assert next(iter(loaders.make(transform=True)))[0].dtype == torch.float32
+    assert (loaders.parallel, loader.num_threads, loader.resident) == (3, 3, False)
+    assert labels_of(loader) == list(range(ROWS))
+    assert labels_of(loaders.make(40)) == list(range(40))
+    loaders.close()
+    assert threads_end()
+
+
+def test_a_dataloader_yields_the_same(make: Make) -> None:
+    loaders = make(transform=users.of_one_image, num_workers=1)
+    plain, transformed = loaders.make(40), loaders.make(40, transform=True)
+    assert labels_of(plain) == list(range(40))
+    images, labels = next(iter(transformed))
+    assert torch.equal(images, torch.from_numpy(values()[labels]).permute(0, 3, 1, 2).float() / 255)
+    prefetched, ready = loaders.prefetch_of(plain)
+    assert (loaders.parallel, prefetched, ready()) == (1, 2, 0)
+    workers = [*plain._iterator._workers, *transformed._iterator._workers]
+    loaders.close()
+    for worker in workers:
+        worker.join(60)
+        assert not worker.is_alive()
+
+
+def test_ready_images_are_counted_in_an_h5loader(make: Make) -> None:
+    loaders = make(num_threads=1)
+    loader = loaders.make()
+    prefetched, ready = loaders.prefetch_of(loader)
+    assert (prefetched, ready()) == (2 * loader.plan.max_group_batches + 2, 0)
+    iterator = iter(loader)
+    next(iterator)
+    assert ready() % 16 == 0
+
+
+def test_batches_of_any_kind_are_touched() -> None:
+    images = torch.zeros(4, 3, 8, 8)
+    assert touch_batch([images, torch.zeros(4)]) == 4
+    assert touch_batch(images.to(memory_format=torch.channels_last)) == 4
+    assert touch_batch(torch.zeros(0, 3)) == touch_batch("nothing") == 0
