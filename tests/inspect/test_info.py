@@ -10,12 +10,14 @@ from typing import Any
 
 import h5py
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 import h5pack
 from h5pack.cli import main
 from h5pack.errors import PackFormatError
-from tests.makers import class_folders, quick
+from h5pack.inspect.info import DatasetReport
+from tests.makers import class_folders, hdf5_file, quick
 from tests.read.encoded_files import decoded, jpegs, write_encoded
 
 
@@ -27,7 +29,7 @@ def foreign(path: Path, shape: tuple[int, ...], **settings: Any) -> Path:
     return path
 
 
-def report_of(path: Path) -> h5pack.inspect.info.DatasetReport:  # type: ignore[name-defined]
+def report_of(path: Path) -> DatasetReport:
     return next(dataset for dataset in h5pack.info(path).datasets if dataset.name == "images")
 
 
@@ -40,12 +42,8 @@ def test_a_pack_has_no_faults(tmp_path: Path) -> None:
     assert (found["stats"]["labels"], found["stats"]["channels"]["rows"]) == ({"a": 9, "b": 6}, 15)
     assert all(dataset.faults == () for dataset in report.datasets)
     images = report_of(tmp_path / "o.h5")
-    assert images.index == "extensible array"
-    assert images.cache is not None
-    assert images.cache.nbytes == 0
-    text = report.to_text()
-    assert "a pack, format 1" in text
-    assert "a: 9" in text
+    assert (images.index, images.cache.nbytes) == ("extensible array", 0)
+    assert all(part in report.to_text() for part in ("a pack, format 1", "a: 9"))
     json.dumps(report.to_json(), allow_nan=False)
 
 
@@ -70,8 +68,17 @@ def test_faults_of_the_chunks(
     assert report.layout == ("chunked" if settings else "contiguous")
     if "compression" in settings:
         assert report.filters == ("gzip",)
-        assert report.cache is not None
         assert report.cache.nbytes >= 50 * 3 * 100 * 80
+
+
+def require_fixed(report: DatasetReport, rows: npt.NDArray[np.uint8]) -> None:
+    """That the fix, run in the working directory, gives a file without faults that holds these rows."""
+    program, *arguments = report.fix or ()
+    assert program == "h5pack"
+    assert main([*arguments, "--workers", "1", "--quiet", "--order", "sorted"]) == 0
+    assert report_of(Path("packed.h5")).faults == ()
+    with h5py.File("packed.h5") as after:
+        assert np.array_equal(rows.reshape(after["images"].shape), after["images"][()])
 
 
 @pytest.mark.parametrize(
@@ -82,14 +89,9 @@ def test_the_fix_removes_the_faults(
     tmp_path: Path, shape: tuple[int, ...], chunks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = foreign(tmp_path / "f.h5", shape, chunks=chunks)
-    fix = report_of(path).fix
-    assert fix is not None
     monkeypatch.chdir(tmp_path)
-    assert fix[0] == "h5pack"
-    assert main([*fix[1:], "--workers", "1", "--quiet", "--order", "sorted"]) == 0
-    assert report_of(tmp_path / "packed.h5").faults == ()
-    with h5py.File(path) as before, h5py.File(tmp_path / "packed.h5") as after:
-        assert np.array_equal(before["images"][()].reshape(after["images"].shape), after["images"][()])
+    with h5py.File(path) as before:
+        require_fixed(report_of(path), before["images"][()])
 
 
 def test_the_fix_of_other_numbers_removes_the_faults(tmp_path: Path) -> None:
@@ -98,8 +100,7 @@ def test_the_fix_of_other_numbers_removes_the_faults(tmp_path: Path) -> None:
     values = np.random.default_rng(0).random((400, 700))
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file.create_dataset("images", data=values, chunks=(100, 99))
-    fix = report_of(tmp_path / "f.h5").fix
-    assert fix is not None
+    fix = report_of(tmp_path / "f.h5").fix or ()
     subprocess.run([*fix[:-1], str(tmp_path / "repacked.h5")], check=True)
     assert report_of(tmp_path / "repacked.h5").faults == ()
     with h5py.File(tmp_path / "repacked.h5") as after:
@@ -111,18 +112,14 @@ def test_statistics_of_a_foreign_file_are_measured(tmp_path: Path) -> None:
     stats = h5pack.info(path, stats=True).stats
     with h5py.File(path) as file:
         values = file["images"][()] / 255
-    assert stats is not None
     assert np.allclose(stats["channels"]["mean"], values.mean((0, 2, 3)))
     assert np.allclose(stats["channels"]["std"], values.std((0, 2, 3)))
     assert stats["labels"] == {"0": 14, "1": 13, "2": 13}
 
 
 def test_all_kinds_of_datasets_are_described(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        file["scalar"] = 3
-        file["text"] = "hello"
-        file["empty"] = h5py.Empty("f4")
-        file["strings"] = ["a", "bc"]
+    kinds = {"scalar": 3, "text": "hello", "empty": h5py.Empty("f4"), "strings": ["a", "bc"]}
+    with h5py.File(hdf5_file(tmp_path / "f.h5", **kinds), "a") as file:
         file.create_dataset("none", (0, 4), "f4", maxshape=(None, 4))
         layout = h5py.VirtualLayout((2,), "i8")
         layout[:] = h5py.VirtualSource("elsewhere.h5", "x", (2,))
@@ -166,22 +163,13 @@ def test_encoded_images_in_rows_of_variable_length(
     whole = h5pack.info(path, stats=True)
     report = report_of(path)
     assert (report.dtype, report.shape, report.chunks) == ("variable-length uint8", (30,), settings.get("chunks"))
-    assert len(report.faults) == 1
-    assert report.fix == ("h5pack", "convert", str(path), "packed.h5", "--images", "images")
-    assert (report.bytes, report.overhead) == (0, 1.0)
+    assert (len(report.faults), report.bytes, report.overhead) == (1, 0, 1.0)
     assert report.stored_bytes > 0
-    if "compression" in settings:
-        assert report.cache is not None
-        assert report.cache.nbytes >= 30 * 16
-    text = whole.to_text()
-    assert "/images: variable-length uint8 30, " in text
-    assert "  fix: h5pack convert " in text
+    assert "compression" not in settings or report.cache.nbytes >= 30 * 16
+    assert all(part in whole.to_text() for part in ("/images: variable-length uint8 30, ", "  fix: h5pack convert "))
     json.dumps(whole.to_json(), allow_nan=False)
     monkeypatch.chdir(tmp_path)
-    assert main([*report.fix[1:], "--workers", "1", "--quiet", "--order", "sorted"]) == 0
-    assert report_of(tmp_path / "packed.h5").faults == ()
-    with h5py.File(tmp_path / "packed.h5") as after:
-        assert np.array_equal(after["images"][()], np.stack([decoded(row) for row in rows]))
+    require_fixed(report, np.stack([decoded(row) for row in rows]))
 
 
 def test_other_rows_of_variable_length_have_no_fault(tmp_path: Path) -> None:
@@ -192,8 +180,7 @@ def test_other_rows_of_variable_length_have_no_fault(tmp_path: Path) -> None:
         file.create_dataset("words", data=["a", "b", "c"])
         file["nothing"] = h5py.Empty("f4")
     found = {dataset.name: dataset for dataset in h5pack.info(path).datasets}
-    dtypes = {name: dataset.dtype for name, dataset in found.items()}
-    assert (dtypes["captions"], dtypes["signals"]) == ("variable-length uint8", "variable-length float32")
-    assert dtypes["words"] == "object"
+    dtypes = [found[name].dtype for name in ("captions", "signals", "words")]
+    assert dtypes == ["variable-length uint8", "variable-length float32", "object"]
     assert all((dataset.faults, dataset.fix) == ((), None) for dataset in found.values())
     assert "variable-length float32" in h5pack.info(path).to_text()

@@ -7,6 +7,7 @@ import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import h5py
 import numpy as np
@@ -21,7 +22,7 @@ from h5pack.exporter.image_files import open_rows
 from h5pack.inspect import preview as module
 from h5pack.inspect.preview import PreviewReport, preview, scaled
 from h5pack.sources.hdf5_catalog import HDF5Datasets
-from tests.makers import flat_folder, pixels, quick, save, split_folders
+from tests.makers import flat_folder, hdf5_file, pixels, quick, save, split_folders
 from tests.pack.test_convert_hdf5 import LABELS, PIXELS, ROWS, STORED, write
 from tests.read.encoded_files import jpegs, write_encoded
 
@@ -39,14 +40,11 @@ def place_of(sheet: npt.NDArray[np.uint8], picture: npt.NDArray[np.uint8]) -> tu
     """Where on a sheet a picture stands, pixel by pixel; it must stand there once."""
     height, width = picture.shape[:2]
     windows = sheet[: len(sheet) - height + 1, : sheet.shape[1] - width + 1]
-    tops, lefts = np.nonzero((windows == picture[0, 0]).all(axis=2))
-    found = [
-        (top, left)
-        for top, left in zip(tops.tolist(), lefts.tolist(), strict=True)
-        if np.array_equal(sheet[top : top + height, left : left + width], picture)
-    ]
-    assert len(found) == 1
-    return found[0]
+    corners = np.argwhere((windows == picture[0, 0]).all(axis=2)).tolist()
+    (place,) = (
+        (top, left) for top, left in corners if np.array_equal(sheet[top : top + height, left : left + width], picture)
+    )
+    return place
 
 
 def shown(report: PreviewReport) -> dict[tuple[str, str | None], list[int]]:
@@ -59,8 +57,7 @@ def test_rows_are_shown_by_class(tmp_path: Path, stored: str) -> None:
     report = preview(source, tmp_path / "o.png", images="x", per_class=3, tile=EXACT)
     sheet = sheet_of(tmp_path / "o.png")
     assert sheet.shape == (report.height, report.width, 3)
-    assert report.images == 15
-    assert report.ok
+    assert (report.images, report.ok) == (15, True)
     tops, lefts = {}, {}
     for (_, name), rows in shown(report).items():
         assert {f"label {LABELS[row]}" for row in rows} == {name}
@@ -108,23 +105,20 @@ def test_only_the_rows_that_are_shown_are_read(tmp_path: Path, monkeypatch: pyte
 
 
 def test_rows_are_spaced_or_drawn(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        file["images"] = np.zeros((100, 9, 9), np.uint8)
+    source = hdf5_file(tmp_path / "f.h5", images=np.zeros((100, 9, 9), np.uint8))
 
     def rows(**settings: Any) -> list[int]:
-        report = preview(tmp_path / "f.h5", tmp_path / "o.png", per_class=10, tile=16, **settings)
-        return shown(report)["all", None]
+        return shown(preview(source, tile=16, **settings))["all", None]
 
-    assert rows() == list(range(0, 100, 10))
-    assert rows(seed=1) == rows(seed=1) == sorted(set(rows(seed=1)))
-    assert rows(seed=1) != rows(seed=2)
-    assert len(preview(tmp_path / "f.h5", tmp_path / "o.png").splits[0].classes[0].shown) == 32
+    assert rows(per_class=10) == list(range(0, 100, 10))
+    drawn = [rows(per_class=10, seed=seed) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] == sorted(set(drawn[0])) != drawn[2]
+    assert len(rows()) == 32
 
 
 def test_classes_that_are_left_out_are_counted(tmp_path: Path, drawn: list[Any]) -> None:
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        file["images"] = np.zeros((60, 9, 9), np.uint8)
-        file["labels"] = np.arange(60) % 30 - 1
+    hdf5_file(tmp_path / "f.h5", images=np.zeros((60, 9, 9), np.uint8), labels=np.arange(60) % 30 - 1)
+    with h5py.File(tmp_path / "f.h5", "a") as file:
         file["labels"].attrs["classes"] = [f"class {number}" for number in range(29)]
     report = preview(tmp_path / "f.h5", tmp_path / "o.png", max_classes=5)
     texts = [line.text for line in drawn[0]]
@@ -153,27 +147,21 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_nonzero_attributes_of_a_label_table_are_listed(tmp_path: Path, drawn: list[Any]) -> None:
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        file["images"] = PIXELS[:3]
-        file["labels"] = np.array([[1, 0, 1], [0, 0, 0], [0, 7, 1]], np.uint8)
+    labels = np.array([[1, 0, 1], [0, 0, 0], [0, 7, 1]], np.uint8)
+    with h5py.File(hdf5_file(tmp_path / "f.h5", images=PIXELS[:3], labels=labels), "a") as file:
         file["labels"].attrs["columns"] = ["Smiling", "Age", "Hat"]
     preview(tmp_path / "f.h5", tmp_path / "o.png", tile=EXACT)
     assert [line.rows for line in drawn[0] if line.rows] == [[0, 1, 2]]
     assert drawn[2] == {0: ["row 0", "Smiling", "Hat"], 1: ["row 1"], 2: ["row 2", "Age = 7", "Hat"]}
-    with h5py.File(tmp_path / "f.h5", "a") as file:
-        del file["labels"]
-        file["labels"] = np.ones((3, 16), np.uint8)
-    preview(tmp_path / "f.h5")
+    preview(hdf5_file(tmp_path / "f.h5", images=PIXELS[:3], labels=np.ones((3, 16), np.uint8)))
     assert (len(drawn[2][0]), drawn[2][0][-1]) == (1 + 12, "+ 5 more")
 
 
 def test_tiles_wrap_into_columns_of_one_width(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        file["images"] = PIXELS
-    report = preview(tmp_path / "f.h5", images="images", labels="", per_class=60, tile=EXACT)
-    assert report.path is None
-    assert report.sheet.size == (report.width, report.height)
-    assert [path.name for path in tmp_path.iterdir()] == ["f.h5"]
+    source = hdf5_file(tmp_path / "f.h5", images=PIXELS)
+    report = preview(source, images="images", labels="", per_class=60, tile=EXACT)
+    assert (report.path, report.sheet.size) == (None, (report.width, report.height))
+    assert list(tmp_path.iterdir()) == [source]
     sheet = np.asarray(report.sheet)
     places = [place_of(sheet, picture) for picture in PIXELS[:60]]
     columns = (1_200 + 8) // (20 + 8)
@@ -217,22 +205,19 @@ def test_pixels_of_other_kinds(tmp_path: Path) -> None:
         (np.dstack([picture, picture[:, :, 0]]), {}, picture),
         (picture.astype("<u2") * 256 + 9, {}, picture),
     ):
-        with h5py.File(tmp_path / "f.h5", "w") as file:
-            file["images"] = stored[None]
-        preview(tmp_path / "f.h5", tmp_path / "o.png", tile=EXACT, **settings)
-        place_of(sheet_of(tmp_path / "o.png"), wanted)
+        source = hdf5_file(tmp_path / "f.h5", images=stored[None])
+        place_of(np.asarray(preview(source, tile=EXACT, **settings).sheet), wanted)
 
 
 def test_damaged_rows_are_crossed_out_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = jpegs(4)
     rows[2] = rows[2][:300]
     write_encoded(tmp_path / "f.h5", rows)
-    report = preview(tmp_path / "f.h5", tmp_path / "o.png", labels="")
+    report = preview(tmp_path / "f.h5", labels="")
     assert [(row.row, row.reason) for row in report.damaged] == [(2, "truncated")]
     assert report.images == 3
-    write_encoded(tmp_path / "good.h5", jpegs(4))
-    preview(tmp_path / "good.h5", tmp_path / "good.png")
-    alarms = [(sheet_of(tmp_path / name) == (0xB3, 0x26, 0x1E)).all(axis=2).sum() for name in ("o.png", "good.png")]
+    good = preview(write_encoded(tmp_path / "good.h5", jpegs(4)))
+    alarms = [(np.asarray(one.sheet) == (0xB3, 0x26, 0x1E)).all(axis=2).sum() for one in (report, good)]
     assert alarms[0] > 100
     assert alarms[1] == 0
     assert cli.main(["preview", str(tmp_path / "f.h5"), str(tmp_path / "o.png")]) == 1
@@ -240,25 +225,20 @@ def test_damaged_rows_are_crossed_out_and_reported(tmp_path: Path, capsys: pytes
 
 
 def test_a_file_without_showable_rows_is_an_error(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        file["images"] = np.full((3, 9, 9), -2.0)
+    hdf5_file(tmp_path / "f.h5", images=np.full((3, 9, 9), -2.0))
     with pytest.raises(DamagedRowsError) as caught:
         preview(tmp_path / "f.h5", tmp_path / "o.png")
     assert (caught.value.rows, caught.value.parameters) == ((0, 1, 2), ("value_range",))
     assert [path.name for path in tmp_path.iterdir()] == ["f.h5"]
 
 
-def test_the_picture_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_picture_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     source = write(tmp_path / "f.h5", STORED["contiguous"])
     (tmp_path / "o.png").write_bytes(b"what was there")
 
-    def full(*_: object) -> None:
-        raise OSError(28, os.strerror(28))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", full)
-        with pytest.raises(NoSpaceError):
-            preview(source, tmp_path / "o.png", images="x")
+    full = mock.patch("os.replace", side_effect=OSError(28, os.strerror(28)))
+    with full, pytest.raises(NoSpaceError):
+        preview(source, tmp_path / "o.png", images="x")
     assert (tmp_path / "o.png").read_bytes() == b"what was there"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.h5", "o.png"]
     for name, kind in (("o.png", "PNG"), ("o.JPG", "JPEG"), ("o.jpeg", "JPEG"), ("o.webp", "WEBP")):

@@ -3,49 +3,40 @@
 from __future__ import annotations
 
 import itertools
+import operator
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h5pack.system.arrays import (
-    consecutive_runs,
-    equal_runs,
-    hash_sequence,
-    shuffled,
-    splitmix64,
-    splitmix64_array,
-)
+from h5pack.system.arrays import consecutive_runs, equal_runs, hash_sequence, shuffled, splitmix64, splitmix64_array
 
 SMALL = st.lists(st.integers(-2, 4), max_size=30)
 
 
-def slow_edges(values: list[int], joined: list[bool]) -> list[int]:
-    """Edges found one by one; `joined` says whether value i + 1 continues the run of value i."""
-    edges = [0]
-    for place in range(1, len(values)):
-        if not joined[place - 1]:
-            edges.append(place)
-    return [*edges, len(values)] if values else [0]
+def slow_edges(values: list[Any], joins: Callable[[Any, Any], bool]) -> list[int]:
+    """Edges found one by one; `joins` says whether the second value continues the run of the first."""
+    pairs = enumerate(itertools.pairwise(values), 1)
+    return [0, *(place for place, pair in pairs if not joins(*pair)), len(values)] if values else [0]
 
 
 @given(SMALL)
 def test_runs_of_equal_values(values: list[int]) -> None:
-    joined = [one == other for one, other in itertools.pairwise(values)]
-    assert equal_runs(np.array(values, np.int64)).tolist() == slow_edges(values, joined)
+    assert equal_runs(np.array(values, np.int64)).tolist() == slow_edges(values, operator.eq)
 
 
 @given(SMALL)
 def test_runs_of_consecutive_values(values: list[int]) -> None:
-    joined = [other == one + 1 for one, other in itertools.pairwise(values)]
-    assert consecutive_runs(np.array(values, np.int64)).tolist() == slow_edges(values, joined)
+    found = consecutive_runs(np.array(values, np.int64)).tolist()
+    assert found == slow_edges(values, lambda one, other: other == one + 1)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=30))
 def test_runs_in_which_both_columns_count_up(pairs: list[tuple[int, int]]) -> None:
-    joined = [other == (one[0] + 1, one[1] + 1) for one, other in itertools.pairwise(pairs)]
-    columns = np.array(pairs, np.int64).reshape(-1, 2)
-    assert consecutive_runs(columns[:, 0], columns[:, 1]).tolist() == slow_edges([0] * len(pairs), joined)
+    found = consecutive_runs(*np.array(pairs, np.int64).reshape(-1, 2).T).tolist()
+    assert found == slow_edges(pairs, lambda one, other: other == (one[0] + 1, one[1] + 1))
 
 
 def test_the_hash_is_splitmix64_as_others_publish_it() -> None:
