@@ -65,9 +65,6 @@ def key(image: Any, label: Any) -> tuple[int, int]:
     return hash(np.asarray(image).tobytes()), int(label)
 
 
-# Samples.
-
-
 @pytest.mark.parametrize(
     ("split", "settings"),
     [
@@ -146,20 +143,32 @@ def test_tables_of_labels_and_no_labels(tmp_path: Path) -> None:
     assert torch.equal(labels, torch.tensor([[n % 2, 1] for n in range(5)], dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("dtype", ["u1", ">u2", "<f4", ">f8", "i8", "?"])
-@pytest.mark.parametrize("chunks", [None, (3, 2, 4), True])
-def test_any_hdf5_file_of_numbers(tmp_path: Path, dtype: str, chunks: Any) -> None:
-    values = np.random.default_rng(0).integers(0, 2 if dtype == "?" else 200, (11, 5, 4)).astype(dtype)
-    settings = {"chunks": chunks, "compression": "gzip"} if chunks else {}
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        *(("u1", (5, 4)), (">u2", (5, 4)), ("<f4", (5, 4)), (">f8", (3,)), ("i8", (5, 4)), (">i8", ()), ("?", (5, 4))),
+        *(("u1", (3,)), ("u2", (200,)), (">u4", (200,)), ("f2", (5, 0)), ("?", (200,))),
+    ],
+)
+@pytest.mark.parametrize("chunks", [None, "cut", True])
+def test_any_hdf5_file_of_numbers(tmp_path: Path, dtype: str, shape: tuple[int, ...], chunks: Any) -> None:
+    values = packs.values(11, shape, dtype)
+    # Chunks of some rows' upper parts; a row of nothing cannot be cut.
+    cut = (3, *((size + 1) // 2 for size in shape)) if chunks == "cut" else chunks
+    settings = {"chunks": cut, "compression": "gzip"} if chunks and values.size else {}
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file.create_dataset("data/x", data=values, **settings)
         file["y"] = np.arange(11) * 2
     dataset = h5pack.H5Dataset(tmp_path / "f.h5", images="data/x", labels="y")
-    order = [4, 10, 0, 1, 2, 7, 7]
+    order = [4, 10, 0, 1, 2, 7, 7, -1]
+    samples = [dataset[index] for index in order]
     for index, (image, label) in zip(order, dataset.__getitems__(order), strict=True):
         assert np.array_equal(image.numpy(), values[index])
-        assert label == 2 * index
-    assert torch.equal(dataset[-1][0], torch.from_numpy(values[-1].astype(values.dtype.newbyteorder("="))))
+        assert label == 2 * (index % 11)
+    assert samples[-1][0].numpy().dtype == values.dtype.newbyteorder("=")
+    batch = dataset.collate(dataset.__getitems__(order))
+    assert same(batch, default_collate(samples))
+    assert np.array_equal(batch[0].numpy(), values[order])
 
 
 def test_samples_end_with_fields_and_rows(rich_file: Path) -> None:
@@ -196,24 +205,19 @@ def test_splits_classes_targets_and_filenames(pack: Path, tmp_path: Path) -> Non
     [
         *(({"split": "val"}, PackFormatError, ("split",)), ({"fields": "boxes"}, OptionsError, ("fields",))),
         *(({"fields": ["depth"]}, PackFormatError, ()), ({"check": True}, OptionsError, ("check",))),
+        ({"path": "cut.h5"}, PackFormatError, ()),
     ],
+    ids=str,
 )
-def test_error_names_the_parameter_at_fault(
+def test_error_names_the_parameter_or_the_file_at_fault(
     rich_file: Path, settings: dict[str, Any], error: type[h5pack.H5PackError], parameters: tuple[str, ...]
 ) -> None:
+    cut = rich_file.with_name("cut.h5")
+    cut.write_bytes(rich_file.read_bytes()[:-5000])
     with pytest.raises(error) as caught:
-        h5pack.H5Dataset(rich_file, **settings)
+        h5pack.H5Dataset(**{"path": rich_file, **settings, **({"path": cut} if "path" in settings else {})})
     assert caught.value.parameters == parameters
-
-
-def test_a_truncated_pack_is_refused(tmp_path: Path, pack: Path) -> None:
-    (tmp_path / "cut.h5").write_bytes(pack.read_bytes()[:-5000])
-    with pytest.raises(PackFormatError) as caught:
-        h5pack.H5Dataset(tmp_path / "cut.h5")
-    assert caught.value.path == str(tmp_path / "cut.h5")
-
-
-# Batches: read on first access, collated without an extra copy.
+    assert caught.value.path == str(cut) or "path" not in settings
 
 
 def in_shared_memory(tensor: torch.Tensor) -> bool:
@@ -266,18 +270,6 @@ def test_collate_is_default_collate(tmp_path: Path, labels: str, with_rows: bool
     with h5py.File(path) as file:
         for name, part in zip(dataset.names, [fast] if isinstance(fast, torch.Tensor) else fast, strict=False):
             assert np.array_equal(part.numpy(), file[name][()])
-
-
-@pytest.mark.parametrize(
-    ("dtype", "shape"),
-    [("u1", (3,)), ("u2", (200,)), (">u4", (200,)), (">i8", ()), ("f2", (5, 0)), (">f8", (3,)), ("?", (200,))],
-)
-def test_collate_keeps_the_dtype_of_images(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> None:
-    data = packs.values(11, shape, dtype)
-    dataset = h5pack.H5Dataset(packs.write(tmp_path / "f.h5", None, images=data))
-    batch = dataset.collate(dataset.__getitems__([4, 10, 0]))
-    assert same(batch, default_collate([dataset[4], dataset[10], dataset[0]]))
-    assert np.array_equal(batch.numpy(), data[[4, 10, 0]])
 
 
 @pytest.mark.parametrize(("context", "own"), [(None, True), ("fork", True), ("fork", False), ("forkserver", True)])
@@ -377,7 +369,7 @@ def test_collate_leaves_transforms_to_the_samples(rich_file: Path) -> None:
     images, labels = collated()
     both = collated(transform=lambda image: torch.from_numpy(image) + 1, target_transform=lambda label: -label)
     assert same(both, [images + 1, -labels])
-    assert same(collated(target_transform=float), [images, torch.tensor([3.0, 9.0], dtype=torch.float64)])
+    assert same(collated(target_transform=float), [images, labels.double()])
 
 
 def test_collate_of_another_dataset_gives_the_samples_own_rows(rich_file: Path, tmp_path: Path) -> None:
@@ -424,25 +416,25 @@ def test_stats_count_rows_chunks_and_bytes(rich_file: Path) -> None:
     assert pickle.loads(pickle.dumps(dataset)).stats().rows == 0, "another process counts for itself"
 
 
-@pytest.mark.parametrize("how", ["renamed", "rewritten", "grown", "removed"])
+CHANGES: dict[str, Callable[[Path], Any]] = {
+    "renamed": lambda path: os.replace(packs.labelled(path.with_name("g.h5"), 104), path),
+    "rewritten": lambda path: path.write_bytes(path.read_bytes()),
+    "grown": lambda path: os.truncate(path, path.stat().st_size + 4),
+    "removed": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_file_that_changes_under_a_dataset_is_noticed(
-    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, change: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = packs.labelled(tmp_path / "f.h5")
     dataset = h5pack.H5Dataset(path)
     assert dataset[3][1] == 3
     monkeypatch.setattr("h5pack.read.storage.CHECK_SECONDS", 0)
     assert dataset[4][1] == 4
-    if how == "renamed":
-        os.replace(packs.labelled(tmp_path / "g.h5", 104), path)
-    elif how == "rewritten":
-        time.sleep(0.01)  # A file system's clock has ticks.
-        path.write_bytes(path.read_bytes())
-    elif how == "grown":
-        with path.open("ab") as file:
-            file.write(b"more")
-    else:
-        path.unlink()
+    time.sleep(0.01)  # A file system's clock has ticks.
+    change(path)
     with pytest.raises(PackChangedError):
         dataset[5]
 

@@ -61,9 +61,6 @@ def require_rows(batches: list[Any], path: Path) -> list[int]:
     return seen
 
 
-# Images of one size.
-
-
 def test_samples_and_batches(even: Path) -> None:
     images = np.stack(stored(even))
     dataset = h5pack.H5Dataset(even, fields=["weights"], with_rows=True)
@@ -150,9 +147,6 @@ def test_fields_may_be_encoded_too(tmp_path: Path) -> None:
     assert np.array_equal(mask, decoded(masks[8]))
 
 
-# Images of several sizes.
-
-
 def test_a_sample_has_its_own_size(ragged: Path) -> None:
     images = stored(ragged)
     samples = h5pack.H5Dataset(ragged, transform=lambda image: image, with_rows=True).__getitems__([2, 1, 5, 1])
@@ -214,9 +208,6 @@ def test_a_transform_makes_batches_of_several_sizes(ragged: Path, settings: dict
     batches = list(DataLoader(dataset, 8, shuffle=True, collate_fn=dataset.collate, **settings))
     assert all(images.shape[1:] == (3, 8, 8) for images, _ in batches)
     assert Counter(torch.cat([labels for _, labels in batches]).tolist()) == Counter(range(ROWS))
-
-
-# Rows that cannot be decoded.
 
 
 @pytest.mark.parametrize("way", ["collate", "H5Loader no", "H5Loader host", "default_collate", "worker", "single"])

@@ -16,12 +16,11 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset, random_split
@@ -31,8 +30,7 @@ from h5pack.errors import DamagedRowsError, H5PackError, LoaderError, OptionsErr
 from h5pack.system.machine import huge_page_memory
 from tests.data import packs
 from tests.data.packs import all_same, loader_threads, reference, same, threads_end
-from tests.makers import pixels
-from tests.read.encoded_files import decoded, encode, jpegs, write_encoded
+from tests.read.encoded_files import decoded, jpegs, write_encoded
 from tests.read.files import in_child
 
 pytestmark = pytest.mark.usefixtures("no_thread_stays")
@@ -80,17 +78,28 @@ def require_epochs(loader: h5pack.H5Loader, expected: list[list[Any]]) -> None:
         assert all_same(list(loader), epoch)
 
 
-# The batches.
-
-
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_batches_are_those_of_a_dataloader(dataset: h5pack.H5Dataset, order: dict[str, Any]) -> None:
-    expected = expected_of(dataset, **order)
+def test_batches_are_those_of_a_dataloader_and_the_least_memory_is_enough(
+    dataset: h5pack.H5Dataset, order: dict[str, Any]
+) -> None:
+    expected, least = expected_of(dataset, **order), {}
     for resident, threads in WAYS:
-        loader = loader_of(dataset, resident=resident, num_threads=threads, **order)
-        assert len(loader) == len(expected[0])
-        require_epochs(loader, expected)
-        assert loader.epoch == 2
+        make = partial(loader_of, dataset, resident=resident, num_threads=threads, **order)
+
+        def is_enough(memory_bytes: int, make: Any = make) -> bool:
+            with contextlib.suppress(OptionsError):
+                make(memory_bytes=memory_bytes)
+                return True
+            return False
+
+        least[resident] = bisect.bisect_left(range(10**8), True, key=is_enough)
+        for memory_bytes in (None, least[resident]):
+            loader = make(memory_bytes=memory_bytes)
+            assert len(loader) == len(expected[0])
+            assert memory_bytes is None or loader.memory_bytes <= memory_bytes
+            require_epochs(loader, expected)
+            assert loader.epoch == 2
+    assert least["no"] == least["auto"] <= least["host"]
 
 
 IMAGES, NUMBERS, TABLE = packs.values(), np.arange(packs.ROWS), packs.values(shape=(4,), dtype="f4")
@@ -115,34 +124,30 @@ KINDS: dict[str, dict[str, Any]] = {
     "no labels": {"labels": None},
     "fields": {"boxes": TABLE, "masks": MASKS, "large": LARGE},
     "fields, no labels": {"labels": None, "boxes": TABLE.astype(">f4")},
-    "encoded": {"size": (20, 14), "boxes": TABLE},
+    "encoded": {"size": (20, 14)},
     # Rows below 512 bytes take another way through the loader.
     "small encoded rows": {"size": (8, 6)},
 }
 
 
-def written(path: Path, kind: str) -> dict[str, npt.NDArray[Any]]:
+def written(path: Path, kind: str) -> dict[str, Any]:
     """What is in the new file of this kind, by name."""
     file = {"images": IMAGES, "labels": NUMBERS, **KINDS[kind]}
-    settings = {name: file.pop(name) for name in ("chunks", "compression", "size") if name in file}
-    data = {name: values for name, values in file.items() if values is not None}
-    if "size" not in settings:
-        packs.write(path, **settings, **data)
-        return data
-    rows = jpegs(packs.ROWS, settings["size"])
-    rows[1::3] = [encode(pixels(row, settings["size"]), "PNG") for row in range(1, packs.ROWS, 3)]
-    write_encoded(path, rows, chunks=(16,))
-    if "boxes" in data:
-        with h5py.File(path, "r+") as open_file:
-            open_file["boxes"] = data["boxes"]
-    return {**data, "images": np.stack([decoded(row) for row in rows])}
+    if "size" in file:
+        rows = jpegs(packs.ROWS, file["size"])
+        write_encoded(path, rows, chunks=(16,))
+        return {"images": np.stack([decoded(row) for row in rows]), "labels": NUMBERS}
+    if file["labels"] is None:
+        del file["labels"]
+    packs.write(path, **file)
+    return file
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_of_all_kinds(tmp_path: Path, kind: str) -> None:
     file = written(tmp_path / "f.h5", kind)
+    fields = [name for name in ("boxes", "masks", "large") if name in file]
     for with_rows in (False, True):
-        fields = [name for name in file if name not in ("images", "labels")]
         dataset = h5pack.H5Dataset(tmp_path / "f.h5", fields=fields, with_rows=with_rows)
         expected = expected_of(dataset)
         assert isinstance(expected[0][0], torch.Tensor) == (len(dataset.names) + with_rows == 1)
@@ -153,19 +158,15 @@ def test_files_of_all_kinds(tmp_path: Path, kind: str) -> None:
 
 
 def test_subsets_and_splits(tmp_path: Path) -> None:
-    pack = packs.converted(tmp_path)
     whole = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"))
     one, other = random_split(whole, [70, 33], torch.Generator().manual_seed(3))
     nested = Subset(Subset(whole, range(90, 10, -1)), [5, 50, 6, 51, 6])
-    chosen = {"indices": [3, 1, 4, 1, 5, 30]}
-    for resident in RESIDENT:
-        for dataset in (one, other, nested, Subset(whole, []), h5pack.H5Dataset(pack, "test", with_rows=True)):
-            loader = loader_of(dataset, resident=resident)
-            assert loader.dataset is dataset
-            require_epochs(loader, expected_of(dataset, 2))
-        require_epochs(loader_of(other, resident=resident, **chosen), expected_of(other, 1, **chosen))
-    seen = torch.cat([labels for part in (one, other) for _, labels in loader_of(part)])
-    assert sorted(seen.tolist()) == list(range(packs.ROWS))
+    test = h5pack.H5Dataset(packs.converted(tmp_path), "test", with_rows=True)
+    cases = [*((dataset, {}) for dataset in (one, other, nested, Subset(whole, []), test))]
+    for (dataset, chosen), resident in itertools.product([*cases, (other, {"indices": [3, 1, 4, 1, 5, 30]})], RESIDENT):
+        loader = loader_of(dataset, resident=resident, **chosen)
+        assert loader.dataset is dataset
+        require_epochs(loader, expected_of(dataset, 2, **chosen))
 
 
 @pytest.mark.parametrize(("name", "row"), [("images", 12), ("labels", 30)])
@@ -195,27 +196,6 @@ def test_one_read_a_chunk(dataset: h5pack.H5Dataset) -> None:
         assert loader.stats().rows == rows + epochs * packs.ROWS, "rows that are kept are not read again"
 
 
-# Memory.
-
-
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_the_least_memory_is_enough(dataset: h5pack.H5Dataset, order: dict[str, Any]) -> None:
-    expected, least = expected_of(dataset, 2, **order), {}
-    for resident in RESIDENT:
-
-        def is_enough(memory_bytes: int, resident: str = resident) -> bool:
-            with contextlib.suppress(OptionsError):
-                loader_of(dataset, memory_bytes=memory_bytes, resident=resident, **order)
-                return True
-            return False
-
-        least[resident] = bisect.bisect_left(range(10**8), True, key=is_enough)
-        loader = loader_of(dataset, memory_bytes=least[resident], resident=resident, **order)
-        assert loader.memory_bytes <= least[resident]
-        require_epochs(loader, expected)
-    assert least["no"] == least["auto"] <= least["host"]
-
-
 def test_no_more_memory_is_taken_than_was_given(dataset: h5pack.H5Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
 
@@ -223,8 +203,8 @@ def test_no_more_memory_is_taken_than_was_given(dataset: h5pack.H5Dataset, monke
         taken.append(size)
         return huge_page_memory(size)
 
-    monkeypatch.setattr("h5pack.data.buffers.huge_page_memory", counted)
-    monkeypatch.setattr("h5pack.data.resident.huge_page_memory", counted)
+    for module in ("buffers", "resident"):
+        monkeypatch.setattr(f"h5pack.data.{module}.huge_page_memory", counted)
     for given, kept in itertools.product((100_000, 101_000, 110_000, 170_000, 200_000, 10**7), RESIDENT):
         taken.clear()
         try:
@@ -318,9 +298,6 @@ def test_pinned_batches(tmp_path: Path, kind: str) -> None:
         assert all_same([[part.cpu() for part in batch] for batch in copies], epoch)
 
 
-# Parameters.
-
-
 def test_error_names_the_parameter_at_fault(dataset: h5pack.H5Dataset) -> None:
     changed = h5pack.H5Dataset(dataset.path, transform=lambda image: image)
     cases: list[tuple[Any, dict[str, Any], str]] = [
@@ -364,9 +341,6 @@ def test_prefetch_factor_is_between_a_window_and_what_memory_allows(dataset: h5p
                 time.sleep(0.001)
             assert loader.queue_depth == 9
         assert loader.queue_depth == 0
-
-
-# Transforms.
 
 
 def test_transforms_are_given_whole_batches(dataset: h5pack.H5Dataset) -> None:
@@ -444,9 +418,6 @@ def test_an_error_in_a_transform_reaches_the_consumer(
             next(batches)
     assert loader.state_dict()["epoch"] == 0
     assert len(list(loader)) == 9, "the loader goes on with the next epoch"
-
-
-# Iterations.
 
 
 def test_each_iteration_is_the_next_epoch_unless_set_epoch_chose_another(dataset: h5pack.H5Dataset) -> None:
@@ -546,9 +517,6 @@ def test_a_close_from_another_thread_wakes_the_consumer(dataset: h5pack.H5Datase
     closer.join()
 
 
-# States.
-
-
 @pytest.mark.parametrize(
     ("order", "resident"),
     [
@@ -557,14 +525,14 @@ def test_a_close_from_another_thread_wakes_the_consumer(dataset: h5pack.H5Datase
     ],
 )
 def test_a_state_saved_at_any_batch_gives_the_same_tail(dataset: h5pack.H5Dataset, order: str, resident: str) -> None:
-    settings = {**ORDERS[order], "resident": resident}
+    make = partial(loader_of, dataset, resident=resident, **ORDERS[order])
     expected = list(itertools.chain(*expected_of(dataset, 2, **ORDERS[order])))
-    loader = loader_of(dataset, **settings)
+    loader = make()
     size = len(loader)
     states = [loader.state_dict(), *(loader.state_dict() for _ in range(2) for _ in loader)]
     assert len(states) == 2 * size + 1
     for done, state in enumerate(states):
-        resumed = loader_of(dataset, **{**settings, "num_threads": 1 + done % 3})
+        resumed = make(num_threads=1 + done % 3)
         resumed.load_state_dict(json.loads(json.dumps(state)))
         assert resumed.state_dict() == state
         # The last state of an epoch has nothing left of it.
@@ -574,22 +542,14 @@ def test_a_state_saved_at_any_batch_gives_the_same_tail(dataset: h5pack.H5Datase
 
 
 def test_a_state_at_the_end_of_an_epoch(dataset: h5pack.H5Dataset) -> None:
-    expected = expected_of(dataset)
-    loader = loader_of(dataset)
-    iterator = iter(loader)
-    for _ in range(len(loader)):
-        next(iterator)
-    inside = loader.state_dict()
-    assert next(iterator, None) is None
+    expected, loader = expected_of(dataset), loader_of(dataset)
+    *_, inside = (loader.state_dict() for _ in loader)
     behind = loader.state_dict()
     assert [(state["epoch"], state["batches"]) for state in (inside, behind)] == [(0, 9), (1, 0)]
     # A loop over the epoch that was saved has nothing left; behind it, the next loop is the next epoch.
     for state, chosen, epochs in (
-        (inside, None, [[], expected[1]]),
-        (behind, None, expected[1:]),
-        (inside, 1, expected[1:]),
-        (behind, 1, expected[1:]),
-        (inside, 2, expected[2:]),
+        *((inside, None, [[], expected[1]]), (behind, None, expected[1:])),
+        *((inside, 1, expected[1:]), (behind, 1, expected[1:]), (inside, 2, expected[2:])),
     ):
         resumed = loader_of(dataset)
         resumed.load_state_dict(state)
@@ -606,9 +566,6 @@ def test_what_is_no_state_of_this_order_is_refused(dataset: h5pack.H5Dataset) ->
             loader_of(dataset, **settings).load_state_dict(given)
 
 
-# The file under it.
-
-
 @pytest.mark.parametrize(
     ("how", "resident"), [("cut", "no"), ("cut, gzip", "host"), ("replaced", "no"), ("removed", "host")]
 )
@@ -621,20 +578,15 @@ def test_a_file_that_changes_during_an_epoch_is_an_error(
     next(batches)
     monkeypatch.setattr("h5pack.read.storage.CHECK_SECONDS", 0)
     monkeypatch.setattr("h5pack.read.storage._RETRY_SECONDS", (0.0,))
-    if "cut" in how:
-        os.truncate(path, 9_000)
-    elif how == "replaced":
+    if how == "replaced":
         os.replace(packs.labelled(tmp_path / "g.h5", 601), path)
     else:
-        path.unlink()
+        path.unlink() if how == "removed" else os.truncate(path, 9_000)
     with pytest.raises(H5PackError):
         list(batches)
     assert threads_end()
     with pytest.raises(PackChangedError):
         iter(loader)
-
-
-# Processes.
 
 
 @pytest.mark.parametrize(("resident", "compression"), [("no", "gzip"), ("host", None)])

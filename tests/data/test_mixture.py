@@ -46,9 +46,6 @@ def flat(sampler: Any) -> list[int]:
     return list(itertools.chain(*sampler))
 
 
-# The dataset.
-
-
 def test_indices_run_over_all_datasets(mixed: ConcatPack) -> None:
     expected = [sample for dataset in mixed.datasets for sample in dataset]
     assert len(mixed) == len(expected) == 150
@@ -109,9 +106,6 @@ def test_datasets_with_different_fields_are_refused(tmp_path: Path, other: dict[
     assert caught.value.path == two.path
 
 
-# Proportions.
-
-
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=8).filter(any))
 @settings(deadline=None, max_examples=50)
 def test_every_prefix_of_a_schedule_is_within_one_row(counts: list[int]) -> None:
@@ -151,9 +145,6 @@ def test_each_pack_goes_through_its_own_epochs(mixed: ConcatPack, shuffle: str |
         assert all(sorted(epoch) == list(range(first, first + size)) for epoch in epochs[:-1])
         # The last dataset is a single chunk.
         assert number == 2 or (epochs[0] == epochs[1]) is (shuffle is False)
-
-
-# Ranks, epochs, resuming.
 
 
 def test_steps_have_the_same_rows_for_every_number_of_ranks(mixed: ConcatPack) -> None:

@@ -78,9 +78,6 @@ def rows_of(samples: Any) -> list[int]:
     return [int(sample[-1]) for sample in samples]
 
 
-# Whole epochs.
-
-
 @pytest.mark.parametrize(
     ("shuffle", "kind", "workers"),
     [("window", "batches", 2), ("window", "rows", 0), ("full", "rows", 0), ("chunk", "batches", 0), (False, "rows", 2)],
@@ -146,9 +143,6 @@ def test_shuffle_true_is_window_and_errors_name_parameters(dataset: h5pack.H5Dat
         assert next(iter(settings)) in caught.value.parameters
 
 
-# Ranks.
-
-
 def elastic(kind: str, dataset: h5pack.H5Dataset, count: int, **more: Any) -> list[Fed]:
     """All ranks of an order that any divisor of 4 ranks can share."""
     more = {"streams": 4, "window": 3, "seed": 9, "num_replicas": count, **more}
@@ -209,14 +203,11 @@ def test_with_lanes_a_chunk_is_read_by_one_worker(dataset: h5pack.H5Dataset, lan
     assert shared <= lanes if lanes > 1 else shared > len(workers) // 2
 
 
-# Epochs.
-
-
 @KINDS
 def test_each_iteration_is_the_next_epoch_unless_another_is_named(dataset: h5pack.H5Dataset, kind: str) -> None:
+    fed = Fed(kind, dataset, seed=3)
     epochs = []
     for number in range(7):
-        fed = Fed(kind, dataset, seed=3)
         fed.sampler.set_epoch(number)
         epochs.append(fed.epoch())
     assert all(one != other for one, other in itertools.combinations(epochs, 2))
@@ -225,8 +216,7 @@ def test_each_iteration_is_the_next_epoch_unless_another_is_named(dataset: h5pac
     for named, expected in ((None, 0), (None, 1), (None, 2), (5, 5), (None, 6), (1, 1), (1, 1)):
         if named is not None:
             fed.sampler.set_epoch(named)
-        assert fed.epoch() == epochs[expected]
-        assert fed.sampler.epoch == expected
+        assert (fed.epoch(), fed.sampler.epoch) == (epochs[expected], expected)
     # An epoch that was broken off is over.
     assert next(iter(fed.loader)) == epochs[2][0]
     assert fed.epoch() == epochs[3]
@@ -252,9 +242,6 @@ def test_two_iterations_at_once_do_not_disturb_each_other(dataset: h5pack.H5Data
     assert list(zip(iter(sampler), iter(sampler), strict=True)) == expected
 
 
-# States.
-
-
 @pytest.mark.parametrize(
     ("kind", "workers", "drop_last"),
     [("batches", 0, False), ("rows", 0, True), ("batches", 2, True), ("rows", 2, False)],
@@ -263,14 +250,13 @@ def test_a_state_saved_at_any_batch_resumes_exactly(
     dataset: h5pack.H5Dataset, kind: str, workers: int, drop_last: bool
 ) -> None:
     make = partial(Fed, kind, dataset, workers, window=3, drop_last=drop_last)
-    saving, epochs, states = make(), [], []
-    for number in range(2):
-        epoch: list[list[int]] = []
+    saving, states = make(), []
+    epochs: list[list[list[int]]] = [[], []]
+    for number, epoch in enumerate(epochs):
         for batch in saving.loader:
             states.append((number, len(epoch), saving.state(epoch)))
             epoch.append(batch)
         states.append((number, len(epoch), saving.state(epoch)))
-        epochs.append(epoch)
     epochs.append(saving.epoch())
     # Workers are started for some of the states only.
     for number, done, state in states[:: 5 if workers else 1]:
@@ -295,16 +281,14 @@ def test_workers_run_ahead_of_what_the_state_counts(dataset: h5pack.H5Dataset, k
 @KINDS
 def test_states_of_states(dataset: h5pack.H5Dataset, kind: str) -> None:
     """Interrupted again and again, after one batch each time."""
-    expected = Fed(kind, dataset)
+    fed, expected, found = Fed(kind, dataset), Fed(kind, dataset), []
     batches = expected.epoch() + expected.epoch()
-    found: list[list[int]] = []
-    state = Fed(kind, dataset).state()
+    received: list[list[int]] = []
     for _ in batches:
-        fed = Fed(kind, dataset).resumed(state)
+        fed = Fed(kind, dataset).resumed(fed.state(received))
         # At an epoch's end there is nothing left of it, and the next iteration is the next epoch.
         received = list(itertools.islice(fed.loader, 1)) or list(itertools.islice(fed.loader, 1))
         found += received
-        state = fed.state(received)
     assert found == batches
 
 
@@ -407,9 +391,6 @@ def test_what_is_not_a_state_is_refused(dataset: h5pack.H5Dataset, kind: str) ->
             Fed(kind, dataset).resumed(wrong)
 
 
-# Other numbers of ranks.
-
-
 @KINDS
 @pytest.mark.parametrize("before", [1, 2, 4])
 def test_saved_by_some_ranks_and_resumed_by_others(dataset: h5pack.H5Dataset, kind: str, before: int) -> None:
@@ -466,22 +447,26 @@ def test_stateful_dataloader_resumes_exactly_from_every_step(
     length = len(expected) // 4
     fed = make(workers=workers, loader_class=stateful)
     # States, and which batches the next epoch must have.
-    places = [(pickle.dumps(fed.loader.state_dict()), 0, length)]
+    places: list[tuple[bytes, int, int]] = []
+
+    def save(low: int, high: int) -> None:
+        places.append((pickle.dumps(fed.loader.state_dict()), low, high))
+
+    save(0, length)
     for low in (0, length):
         iterator = iter(fed.loader)
-        places.append((pickle.dumps(fed.loader.state_dict()), low, low + length))
+        save(low, low + length)
         for number in range(low, low + length):
             assert next(iterator) == expected[number]
-            places.append((pickle.dumps(fed.loader.state_dict()), number + 1, low + length))
+            save(number + 1, low + length)
         assert next(iterator, None) is None
         # That iteration is over, and the next one is a whole epoch.
-        places.append((pickle.dumps(fed.loader.state_dict()), low + length, low + 2 * length))
+        save(low + length, low + 2 * length)
     # Workers are started for some of the states only, among them those at the end of the last epoch.
     for state, low, high in places[:: -3 if workers else -1] + places[-2:-1]:
         fed = make(workers=workers, loader_class=stateful)
         fed.loader.load_state_dict(pickle.loads(state))
-        assert fed.epoch() == expected[low:high]
-        assert fed.epoch() == expected[high : high + length]
+        assert [fed.epoch(), fed.epoch()] == [expected[low:high], expected[high : high + length]]
 
 
 @STATEFUL
@@ -491,11 +476,14 @@ def test_stateful_dataloader_after_an_epoch_that_was_broken_off(
 ) -> None:
     reference = Fed(kind, dataset)
     reference.epoch()
-    fed, again = (Fed(kind, dataset, loader_class=stateful) for _ in range(2))
+    fed, again, other = (Fed(kind, dataset, seed=seed, loader_class=stateful) for seed in (0, 0, 1))
     next(iter(fed.loader))
     iter(fed.loader)
     again.loader.load_state_dict(fed.loader.state_dict())
     assert again.epoch() == reference.epoch()
+    other.loader.load_state_dict(fed.loader.state_dict())
+    with pytest.raises(StateError, match="seed"):
+        iter(other.loader)
 
 
 @STATEFUL
@@ -504,27 +492,12 @@ def test_stateful_dataloader_that_keeps_a_state_every_third_step(
     dataset: h5pack.H5Dataset, stateful: Any, kind: str, workers: int
 ) -> None:
     make = partial(Fed, kind, dataset, workers, loader_class=partial(stateful, snapshot_every_n_steps=3))
-    fed = make()
+    fed, expected = make(), Fed(kind, dataset).epoch()
     states = [pickle.dumps(fed.loader.state_dict()) for _ in itertools.islice(fed.loader, 5)]
-    expected = Fed(kind, dataset).epoch()
     for number in (0, 2, 4):
         again = make()
         again.loader.load_state_dict(pickle.loads(states[number]))
         assert again.epoch() == expected[number + 1 :]
-
-
-@STATEFUL
-@KINDS
-def test_stateful_dataloader_refuses_states_of_other_orders(
-    dataset: h5pack.H5Dataset, stateful: Any, kind: str
-) -> None:
-    fed = Fed(kind, dataset, seed=2, loader_class=stateful)
-    fed.loader.load_state_dict(Fed(kind, dataset, seed=1, loader_class=stateful).loader.state_dict())
-    with pytest.raises(StateError, match="seed"):
-        iter(fed.loader)
-
-
-# Subsets.
 
 
 @KINDS

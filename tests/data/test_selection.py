@@ -102,9 +102,6 @@ def test_datasets_without_chunks(wrong: Any) -> None:
         h5pack.ChunkBatchSampler(wrong, 4)
 
 
-# Ranks.
-
-
 def test_ranks_without_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_ranks(2, 5) == (2, 5)
     for rank, num_replicas in ((0, None), (None, 2)):
