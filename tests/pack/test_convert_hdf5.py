@@ -233,11 +233,9 @@ def test_the_source_is_no_output(tmp_path: Path) -> None:
 
 def test_damaged_rows_are_rejects(tmp_path: Path) -> None:
     source = write(tmp_path / "f.h5", STORED["gzip"])
-    with h5py.File(source) as file:
-        info = file["x"].id.get_chunk_info(2)
-    data = bytearray(source.read_bytes())
-    data[info.byte_offset + 30 : info.byte_offset + 90] = bytes(60)
-    source.write_bytes(bytes(data))
+    with h5py.File(source) as file, source.open("r+b") as stream:
+        stream.seek(file["x"].id.get_chunk_info(2).byte_offset + 30)
+        stream.write(bytes(60))
     h5pack.convert(source, tmp_path / "o.h5", **quick(num_workers=2, order="sorted"))
     with h5py.File(tmp_path / "o.h5") as file:
         assert np.array_equal(file["images"][()], np.delete(PIXELS, range(18, 27), 0))
@@ -256,19 +254,6 @@ def test_rows_of_a_pack_that_differ_from_their_checksums_are_rejects(tmp_path: P
     report = h5pack.convert(tmp_path / "b.h5", tmp_path / "c.h5", **quick())
     assert (report.images, report.rejects) == (29, 1)
     assert (tmp_path / "c.h5.rejects.csv").read_text().splitlines()[1].startswith(name)
-
-
-def test_values_outside_the_range_are_rejects(tmp_path: Path) -> None:
-    values = np.random.default_rng(0).random((12, 9, 9, 3)).astype(np.float32)
-    values[5, 2, 2, 1] = np.nan
-    values[7, 0, 0, 0] = 1.5
-    with h5py.File(tmp_path / "f.h5", "w") as file:
-        file["x"] = values
-    report = h5pack.convert(tmp_path / "f.h5", tmp_path / "o.h5", **quick(order="sorted"))
-    assert (report.images, report.rejects) == (10, 2)
-    with h5py.File(tmp_path / "o.h5") as file:
-        assert b"values from" in file["rejects/reasons"][0]
-        assert np.array_equal(file["images"][()], np.rint(np.delete(values, [5, 7], 0).astype(np.float64) * 255))
 
 
 def test_each_chunk_is_read_once(tmp_path: Path) -> None:
@@ -308,13 +293,6 @@ def test_the_options_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     plan = json.loads(capsys.readouterr().out)
     assert (plan["kind"], plan["labels"], plan["shape"]) == ("hdf5", "none", [60, 24, 20, 3])
     assert plan["options"]["value_range"] == [-1.0, 200.0]
-    for wrong, code, named in (
-        (["--max-pixels", "10"], 1, "24x20"),
-        (["--include", "*.png"], 1, "--include"),
-        (["--value-range", "7"], 2, "--value-range 7"),
-        (["--images", "y"], 1, "'y'"),
-    ):
-        assert main([*arguments, *wrong]) == code
-        assert named in capsys.readouterr().err
-    assert main(["convert", str(tmp_path), str(tmp_path / "o.h5"), "--source", "hdf5"]) == 1
-    assert "--source hdf5" in capsys.readouterr().err
+    for option, value, code in (("--include", "*.png", 1), ("--value-range", "7", 2)):
+        assert main([*arguments, option, value]) == code
+        assert option in capsys.readouterr().err

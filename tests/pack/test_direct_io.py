@@ -52,14 +52,12 @@ def new(path: Path) -> Path:
 
 def test_rows_are_written_while_the_next_is_filled(tmp_path: Path) -> None:
     file = RowFile(str(new(tmp_path / "f")), "direct")
-    first = ContiguousRows(file, 0, 8192, row_bytes=1)
-    first.buffer[:] = 1
-    first.ready(8192)
-    second = ContiguousRows(file, 8192, 8192, row_bytes=1)
-    second.buffer[:] = 2
+    first, second = (ContiguousRows(file, start, 8192, row_bytes=1) for start in (0, 8192))
     assert not np.shares_memory(first.buffer, second.buffer)
+    for value, rows in enumerate((first, second), 1):
+        rows.buffer[:] = value
+        rows.ready(8192)
     first.wait()
-    second.ready(8192)
     second.wait()
     file.close()
     assert (tmp_path / "f").read_bytes() == b"\1" * 8192 + b"\2" * 8192

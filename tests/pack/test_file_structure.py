@@ -73,15 +73,12 @@ def test_text_is_utf8_and_says_so(tmp_path: Path) -> None:
             assert h5py.check_string_dtype(item.dtype).encoding == "utf-8"
         attribute = file["statistics"].attrs.get_id("split")
         assert h5py.check_string_dtype(attribute.dtype).encoding == "utf-8"
-        assert file["statistics"].attrs["split"].decode() == "größe"
-        assert [name.decode() for name in file["splits/name"]] == ["train", "größe"]
+        assert (file["statistics"].attrs["split"].decode(), file["splits/name"][1].decode()) == ("größe", "größe")
 
 
 def test_a_full_disk_is_the_systems_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
-        raise RuntimeError(
-            "Can't decrement id ref count (unable to extend file, errno = 28, error message = 'No space')"
-        )
+        raise RuntimeError("unable to extend file, errno = 28, error message = 'No space'")
 
     monkeypatch.setattr("h5pack.pack.file_structure._create_images", full)
     with pytest.raises(OSError, match="No space") as caught:

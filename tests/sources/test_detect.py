@@ -40,9 +40,8 @@ def test_celeba_and_manifests_are_known(tmp_path: Path) -> None:
     touch(tmp_path, "img_align_celeba/1.jpg")
     (tmp_path / "list_attr_celeba.txt").write_text("1\nBald Young\n1.jpg -1 1\n")
     assert kind_of(tmp_path) == "celeba"
-    for name, line in [("m.csv", "path,label"), ("m.TSV", "path\tlabel"), ("m.tab", "path\tlabel")]:
-        separator = "\t" if "\t" in line else ","
-        (tmp_path / name).write_text(f"{line}\n1.jpg{separator}3\n")
+    for name in ("m.csv", "m.TSV", "m.tab"):
+        (tmp_path / name).write_text("path\n1.jpg\n")
         assert kind_of(tmp_path / name) == "manifest"
 
 
@@ -93,12 +92,7 @@ def test_a_limit_applies_to_every_kind(tmp_path: Path) -> None:
     touch(tmp_path / "in", *(f"{name}/{number}.jpg" for name in "ab" for number in range(6)))
     (tmp_path / "link").symlink_to("in")
     limited = open_source(str(tmp_path / "link"), SourceOptions(limit=4))
-    assert list(limited.names) == [
-        "a/0.jpg",
-        "a/3.jpg",
-        "b/0.jpg",
-        "b/3.jpg",
-    ]
+    assert list(limited.names) == ["a/0.jpg", "a/3.jpg", "b/0.jpg", "b/3.jpg"]
     assert len(open_source(tmp_path / "in", SourceOptions(limit=100))) == 12
     assert list(open_source([0, 1, 2, 3], SourceOptions(limit=2)).names) == ["00000000", "00000002"]
 

@@ -15,6 +15,7 @@ from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
 from h5pack.sources.hdf5_catalog import HDF5Datasets, channel_axes, hdf5_catalog, is_hdf5, is_image_array
 from h5pack.sources.manifest import ManifestColumns
+from tests.exporter.folders import flip
 from tests.makers import quick, split_folders
 
 ROWS = 6
@@ -36,10 +37,8 @@ def catalog(path: Path, wanted: NameFilter | None = None, **datasets: Any) -> Ca
 
 def test_hdf5_is_known_by_its_signature(tmp_path: Path) -> None:
     for block in (0, 512, 4096):
-        path = tmp_path / f"block{block}.data"
-        with h5py.File(path, "w", userblock_size=block) as file:
-            file["x"] = 1
-        assert is_hdf5(path)
+        h5py.File(tmp_path / f"block{block}.data", "w", userblock_size=block).close()
+        assert is_hdf5(tmp_path / f"block{block}.data")
     for name, content in (("text.data", "\x89HDF is not enough" * 1000), ("empty.data", ""), ("broken.h5", "by name")):
         (tmp_path / name).write_text(content)
         assert is_hdf5(tmp_path / name) == (name == "broken.h5")
@@ -115,21 +114,19 @@ def test_labels_are_converted_to_int64_or_uint8(tmp_path: Path, stored: Any, lab
 @pytest.mark.parametrize(
     ("stored", "advice"),
     [
-        (np.arange(ROWS) / 2, {"labels=NAME", "labels=''", "fields=NAME"}),
-        (np.full(ROWS, np.nan), {"labels=NAME", "labels=''", "fields=NAME"}),
-        (np.full(ROWS, 2**63, np.uint64), {"labels=NAME", "labels=''", "fields=NAME"}),
-        (np.arange(2 * ROWS).reshape(ROWS, 2) * 30, {"labels=NAME", "labels=''", "fields=NAME"}),
-        (np.zeros((ROWS, 2, 2)), {"labels=NAME"}),
-        (np.zeros(ROWS, "c8"), {"labels=NAME", "labels=''"}),
+        (np.arange(ROWS) / 2, ["fields=NAME", "labels=''", "labels=NAME"]),
+        (np.full(ROWS, np.nan), ["fields=NAME", "labels=''", "labels=NAME"]),
+        (np.full(ROWS, 2**63, np.uint64), ["fields=NAME", "labels=''", "labels=NAME"]),
+        (np.arange(2 * ROWS).reshape(ROWS, 2) * 30, ["fields=NAME", "labels=''", "labels=NAME"]),
+        (np.zeros((ROWS, 2, 2)), ["labels=NAME"]),
+        (np.zeros(ROWS, "c8"), ["labels=''", "labels=NAME"]),
     ],
 )
-def test_values_that_cannot_be_labels_are_refused_with_advice(tmp_path: Path, stored: Any, advice: set[str]) -> None:
+def test_values_that_cannot_be_labels_are_refused_with_advice(tmp_path: Path, stored: Any, advice: list[str]) -> None:
     path = write(tmp_path / "f.h5", x=IMAGES, y=stored)
     with pytest.raises(SourceError) as caught:
         catalog(path)
-    assert (caught.value.path, caught.value.dataset) == (str(path), "y")
-    assert set(caught.value.parameters) == advice
-    assert all(fragment in str(caught.value) for fragment in advice)
+    assert (caught.value.path, caught.value.dataset, sorted(caught.value.parameters)) == (str(path), "y", advice)
     assert catalog(path, labels="").labels is None
 
 
@@ -177,9 +174,7 @@ def test_damaged_labels_and_fields_of_a_pack_are_not_taken(tmp_path: Path, name:
     h5pack.convert(tmp_path / "f.h5", tmp_path / "p.h5", **quick(fields=("age",)))
     with h5py.File(tmp_path / "p.h5") as file:
         place = file[name].id.get_offset() + 8 * 2
-    data = bytearray((tmp_path / "p.h5").read_bytes())
-    data[place] ^= 64
-    (tmp_path / "p.h5").write_bytes(bytes(data))
+    flip(tmp_path / "p.h5", place)
     with pytest.raises(SourceError) as caught:
         catalog(tmp_path / "p.h5")
     assert (caught.value.dataset, caught.value.rows) == (name, (2,))
@@ -198,12 +193,11 @@ def test_fields_larger_than_memory_are_refused(tmp_path: Path) -> None:
 def test_a_pack_keeps_its_names_labels_and_splits(tmp_path: Path) -> None:
     root = split_folders(tmp_path / "source", {"train": {"b": 4, "a": 3}, "test": {"a": 2, "b": 1}})
     h5pack.convert(root, tmp_path / "one.h5", **quick(layout="nchw"))
-    with h5py.File(tmp_path / "one.h5") as file:
-        names = [name.decode() for name in file["filenames"]]
-        labels = file["labels"][()]
     made = catalog(tmp_path / "one.h5")
-    assert list(made.names) == names
-    np.testing.assert_array_equal(made.labels, labels)
+    names = list(made.names)
+    with h5py.File(tmp_path / "one.h5") as file:
+        assert [name.decode() for name in file["filenames"]] == names
+        np.testing.assert_array_equal(made.labels, file["labels"][()])
     assert (made.label_names, made.split_names) == (("a", "b"), ("train", "test"))
     assert made.split_ids.tolist() == [0] * 7 + [1] * 3
     assert made.reader.form.channel_axis == "first"  # type: ignore[attr-defined]
@@ -265,7 +259,7 @@ def test_damaged_files_raise_h5pack_errors(tmp_path: Path) -> None:
     path = write(tmp_path / "f.h5", x=IMAGES, y=np.arange(ROWS))
     data = path.read_bytes()
     random = np.random.default_rng(0)
-    errors = 0
+    errors = []
     for _ in range(60):
         damaged = bytearray(data)
         for place in random.integers(8, min(len(data), 3_000), 3).tolist():
@@ -274,7 +268,6 @@ def test_damaged_files_raise_h5pack_errors(tmp_path: Path) -> None:
         try:
             catalog(tmp_path / "d.h5")
         except H5PackError as error:
-            errors += 1
-            lines = str(error).splitlines()
-    assert len(lines) == 1
-    assert errors > 5
+            errors.append(str(error))
+    assert len(errors) > 5
+    assert "\n" not in "".join(errors)

@@ -140,14 +140,12 @@ def test_a_reader_of_some_images_renumbers_them(file: Path) -> None:
     with h5py.File(file) as opened:
         expected = opened["gzip"][()]
     some = reader(file, "gzip").take(np.array([30, 3, 8])).take(np.array([2, 0]))
-    assert np.array_equal(some.read(0, ""), expected[8])  # type: ignore[arg-type]
-    assert np.array_equal(some.read(1, ""), expected[30])  # type: ignore[arg-type]
+    for reading in (some, pickle.loads(pickle.dumps(some))):
+        assert np.array_equal([reading.read(0, ""), reading.read(1, "")], expected[[8, 30]])
     assert some.groups(np.array([0, 1])).tolist() == [1, 4]  # type: ignore[union-attr]
     whole = reader(file, "gzip")
     assert some.fingerprints(np.array([0, 1])).tolist() == whole.fingerprints(np.array([8, 30])).tolist()
     assert len(set(whole.fingerprints(np.arange(40)).tolist())) == 40
-    again = pickle.loads(pickle.dumps(some))
-    assert np.array_equal(again.read(0, ""), expected[8])
 
 
 @pytest.mark.parametrize("name", ["gzip", "cut_gzip"])
@@ -157,9 +155,9 @@ def test_damage_rejects_only_the_rows_of_its_chunk(tmp_path: Path, name: str) ->
         chunks = (5, 12, 10, 3) if name == "gzip" else (5, 6, 10, 3)
         dataset = made.create_dataset(name, data=values, chunks=chunks, compression="gzip")
         info = dataset.id.get_chunk_info(1 if name == "gzip" else 2)
-    data = bytearray((tmp_path / "f.h5").read_bytes())
-    data[info.byte_offset + 20 : info.byte_offset + 60] = bytes(40)
-    (tmp_path / "f.h5").write_bytes(bytes(data))
+    with (tmp_path / "f.h5").open("r+b") as stream:
+        stream.seek(info.byte_offset + 20)
+        stream.write(bytes(40))
     found = reader(tmp_path / "f.h5", name)
     found.begin(range(20))
     for index in range(20):
