@@ -34,6 +34,8 @@ def _save(figure: Any, path: Path) -> None:
 def draw_convert(result: dict[str, Any], path: Path) -> None:
     """Conversion beside its ceiling, for both decoders and both kinds of writing."""
     figure, axes = plt.subplots(figsize=(7.2, 3.4), layout="constrained")
+    speeds = ("ceiling_images_per_s", "convert_images_per_s")
+    limit = 1.35 * max(case[name]["max"] for case in result["cases"].values() for name in speeds)
     labels: list[str] = []
     for group, decoder in enumerate(("pillow", "simplejpeg")):
         direct, buffered = result["cases"][f"{decoder} auto"], result["cases"][f"{decoder} buffered"]
@@ -47,12 +49,12 @@ def draw_convert(result: dict[str, Any], path: Path) -> None:
             low, high = speed["median"] - speed["min"], speed["max"] - speed["median"]
             axes.barh(height, speed["median"], color=colour, xerr=[[low], [high]], capsize=3, ecolor="#3c4043")
             text = f"{speed['median']:,.0f}" + (f"  ({ratio['median']:.2f} of the ceiling)" if ratio else "")
-            axes.text(speed["max"] + 120, height, text, va="center", fontsize=8)
+            axes.text(speed["max"] + limit / 105, height, text, va="center", fontsize=8)
             labels.append(f"{label}\n({'Pillow' if decoder == 'pillow' else decoder})")
     axes.set_yticks([0, 1, 2, 4, 5, 6], labels, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("images/s to the last write, 178x218 JPEG (median, whiskers minimum to maximum)", fontsize=8)
-    axes.set_xlim(0, 1.35 * max(case["ceiling_images_per_s"]["max"] for case in result["cases"].values()))
+    axes.set_xlim(0, limit)
     axes.spines[["top", "right"]].set_visible(False)
     pillow, simplejpeg = (
         result["cases"][f"{decoder} auto"]["ratio_to_last_write"]["median"] for decoder in ("pillow", "simplejpeg")

@@ -13,7 +13,6 @@ import pytest
 
 import h5pack
 from h5pack.benchmark.bench import BenchRun, make_settings
-from h5pack.benchmark.cases import Measurement
 from h5pack.benchmark.report import BenchReport
 from h5pack.benchmark.sweep import Sweep
 from h5pack.cli import main
@@ -39,27 +38,27 @@ def bench(source: Path, scratch: Path, **settings: Any) -> BenchReport:
     return BenchRun(source, made, clock=StepClock(step=0.05)).run()
 
 
-def by_case(report: BenchReport) -> dict[tuple[str, str, str, str], Measurement]:
+def speeds(report: BenchReport, order: str, engine: str, cache: str) -> dict[str, tuple[float, ...]]:
+    """The speeds of an order, engine and page-cache state by variant."""
+    found = [one for one in report.measurements if one.case.num_workers is None]
     return {
-        (one.case.variant, one.case.order, one.case.engine, one.case.cache): one
-        for one in report.measurements
-        if one.case.num_workers is None
+        one.case.variant: one.speeds
+        for one in found
+        if (one.case.order, one.case.engine, one.case.cache) == (order, engine, cache)
     }
 
 
 def test_a_folder_is_packed_measured_and_answered(folder: Path, tmp_path: Path) -> None:
-    labels = ["4 rows", "16 rows", "4 rows gzip", "16 rows gzip", "contiguous"]
     settings = {"chunk_rows": (4, 16), "compression": ("none", "gzip"), "batch_size": 8}
     report = bench(folder, tmp_path, orders=("window", "single"), engines=("direct", "default"), **settings)
     assert report.complete
     assert report.seconds["all"] <= 1.1 * report.budget_seconds
     assert list(tmp_path.iterdir()) == []
     assert (report.kind, report.num_images, report.sample_rows, report.row_bytes) == ("folder", 40, 40, ROW_BYTES)
-    assert [one.label for one in report.variants] == labels
-    found = by_case(report)
-    for label in labels:
-        assert found[label, "window", "direct", "hot"].median > 0
-        assert found[label, "single", "default", "hot"].median > 0
+    labels = [one.label for one in report.variants]
+    assert labels == ["4 rows", "16 rows", "4 rows gzip", "16 rows gzip", "contiguous"]
+    for names in (("window", "direct", "hot"), ("single", "default", "hot")):
+        assert [label for label, found in speeds(report, *names).items() if min(found) > 0] == labels
     assert {one.name for one in report.ceilings} >= {"memory copy"}
     chosen = report.recommendation
     assert chosen is not None
@@ -77,9 +76,8 @@ def test_an_input_file_is_compared_with_packs_of_it(tmp_path: Path) -> None:
     settings = {"chunk_rows": 8, "contiguous": False, "batch_size": 16, "num_workers": 0}
     report = bench(path, tmp_path, caches="hot", orders=("window", "single"), engines=("direct", "default"), **settings)
     assert [one.label for one in report.variants] == ["as it is", "8 rows"]
-    found = by_case(report)
-    assert found["as it is", "single", "default", "hot"].median > 0
-    assert found["as it is", "window", "direct", "hot"].median > 0
+    assert speeds(report, "single", "default", "hot")["as it is"]
+    assert speeds(report, "window", "direct", "hot")["as it is"]
     assert report.faults
     assert report.fix is not None
     chosen = report.recommendation
@@ -100,10 +98,9 @@ def test_encoded_images_of_several_sizes_are_compared(tmp_path: Path) -> None:
     settings = {"orders": ("window", "single"), "engines": ("direct", "default"), "num_workers": 0}
     report = bench(path, tmp_path, chunk_rows=2, size=32, contiguous=False, caches="hot", **settings)
     assert [one.label for one in report.variants] == ["as it is", "2 rows"]
-    found = by_case(report)
-    assert found["as it is", "single", "default", "hot"].speeds
+    assert speeds(report, "single", "default", "hot")["as it is"]
     # Images of several sizes make no batch.
-    assert found["as it is", "window", "direct", "hot"].reason is not None
+    assert speeds(report, "window", "direct", "hot")["as it is"] == ()
 
 
 def test_too_little_time_is_an_error_that_names_enough(folder: Path, tmp_path: Path) -> None:
@@ -120,34 +117,30 @@ def test_one_value_or_several_make_the_same_settings() -> None:
 
 
 def test_invalid_keywords_are_refused_before_packing(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(OptionsError):
-        h5pack.bench(folder, plot=tmp_path / "none" / "a.png")
-    with pytest.raises(OptionsError):
-        h5pack.bench(folder, seconds=-1)
-    with pytest.raises(OptionsError):
-        h5pack.bench(flat_folder(tmp_path / "few", 2), scratch=tmp_path)
-    assert os.listdir(tmp_path) == ["few"]
+    for keywords in ({"plot": tmp_path / "none" / "a.png"}, {"seconds": -1}):
+        with pytest.raises(OptionsError):
+            h5pack.bench(folder, scratch=tmp_path, **keywords)
+    assert os.listdir(tmp_path) == []
 
 
 def test_bad_input_is_one_line_on_the_command_line(
     tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = flat_folder(tmp_path / "few", 3)
+    flat_folder(tmp_path / "few", 3)
     (tmp_path / "empty").mkdir()
     for arguments, code, message in (
-        ([os.fspath(few)], 2, "3 images"),
-        ([os.fspath(tmp_path / "empty")], 1, "empty"),
-        ([os.fspath(tmp_path / "nothing")], 1, "nothing"),
-        ([os.fspath(folder), "--seconds", "0.2", "--chunk-rows", "4", "--no-contiguous"], 2, "--seconds 0.2"),
-        ([os.fspath(folder), "--orders", "random"], 2, "--orders random"),
-        ([os.fspath(folder), "--threads", "two"], 2, "--threads two"),
-        ([os.fspath(folder), "--plot", os.fspath(tmp_path / "no" / "b.png")], 2, "b.png"),
-        (["--mixing"], 2, "SOURCE"),
+        (f"{tmp_path}/few", 2, "3 images"),
+        (f"{tmp_path}/empty", 1, "empty"),
+        (f"{tmp_path}/nothing", 1, "nothing"),
+        (f"{folder} --seconds 0.2 --chunk-rows 4 --no-contiguous", 2, "--seconds 0.2"),
+        (f"{folder} --orders random", 2, "--orders random"),
+        (f"{folder} --threads two", 2, "--threads two"),
+        (f"{folder} --plot {tmp_path}/no/b.png", 2, "b.png"),
+        ("--mixing", 2, "SOURCE"),
     ):
-        assert main(["bench", *arguments, "--scratch", os.fspath(tmp_path), "--quiet"]) == code
-        lines = capsys.readouterr().err.strip().splitlines()
-        assert len(lines) == 1, lines
-        assert message in lines[0]
+        assert main(["bench", *arguments.split(), "--scratch", os.fspath(tmp_path), "--quiet"]) == code
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert message in line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "few"]
 
 
@@ -156,9 +149,8 @@ def test_the_command_prints_an_answer_that_works(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(BenchRun.__init__, "__kwdefaults__", {"progress": False, "clock": StepClock(step=0.05)})
-    options = ["--seconds", "8", "--chunk-rows", "4,16", "--batch-size", "8", "--orders", "window"]
-    options += ["--engines", "direct", "--cache", "hot", "--workers", "0", "--plot", "b.png"]
-    assert main(["bench", os.fspath(folder), *options]) == 0
+    options = "--seconds 8 --chunk-rows 4,16 --batch-size 8 --orders window --engines direct --cache hot --workers 0"
+    assert main(["bench", os.fspath(folder), *options.split(), "--plot", "b.png"]) == 0
     out = capsys.readouterr().out
     assert len(out.splitlines()) < 26
     assert Path("b.png").read_bytes()[:4] == b"\x89PNG"

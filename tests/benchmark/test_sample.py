@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from h5pack.benchmark.cases import BenchSettings
-from h5pack.benchmark.sample import ScratchFolder, make_sample
+from h5pack.benchmark.sample import BenchSample, ScratchFolder, make_sample
 from h5pack.errors import NoImagesError, NoSpaceError, OptionsError
 from tests.benchmark.files import ROW_BYTES, SIZE, StepClock, input_of, sample_of, write_cut_chunks
 from tests.makers import class_folders, flat_folder, save
@@ -20,66 +21,67 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return class_folders(tmp_path_factory.mktemp("source") / "photos", {"a": 20, "b": 20}, SIZE)
 
 
-def test_every_variant_holds_the_same_images(folder: Path, tmp_path: Path) -> None:
-    with ScratchFolder(tmp_path) as scratch:
-        sample = sample_of(folder, scratch, chunk_rows=(4, 10), compression=("none", "gzip"))
-        assert (sample.rows, sample.row_bytes, sample.row_shape) == (40, ROW_BYTES, (*SIZE, 3))
-        rows = []
-        for one in sample.variants:
-            with h5py.File(one.path) as file:
-                rows.append(file["images"][()])
-                assert file["images"].chunks == (None if one.chunk_rows is None else (one.chunk_rows, *SIZE, 3))
-                assert file["images"].compression == (None if one.compression == "none" else "gzip")
-    labels = ["4 rows", "10 rows", "4 rows gzip", "10 rows gzip", "contiguous"]
-    assert [one.label for one in sample.variants] == labels
+@pytest.fixture
+def scratch(tmp_path: Path) -> Iterator[ScratchFolder]:
+    with ScratchFolder(tmp_path) as made:
+        yield made
+
+
+def labels(sample: BenchSample) -> list[str]:
+    return [one.label for one in sample.variants]
+
+
+def test_every_variant_holds_the_same_images(folder: Path, scratch: ScratchFolder) -> None:
+    sample = sample_of(folder, scratch, chunk_rows=(4, 10), compression=("none", "gzip"))
+    assert (sample.rows, sample.row_bytes, sample.row_shape) == (40, ROW_BYTES, (*SIZE, 3))
+    rows = []
+    for one in sample.variants:
+        with h5py.File(one.path) as file:
+            rows.append(file["images"][()])
+            assert file["images"].chunks == (None if one.chunk_rows is None else (one.chunk_rows, *SIZE, 3))
+            assert file["images"].compression == (None if one.compression == "none" else "gzip")
+    assert labels(sample) == ["4 rows", "10 rows", "4 rows gzip", "10 rows gzip", "contiguous"]
     assert all(np.array_equal(found, rows[0]) for found in rows)
     assert len(np.unique(rows[0].reshape(40, -1), axis=0)) == 40
     assert sample.notes == []
 
 
-def test_a_larger_input_file_is_read_in_whole_chunks(tmp_path: Path) -> None:
+def test_a_larger_input_file_is_read_in_whole_chunks(tmp_path: Path, scratch: ScratchFolder) -> None:
     path = write_cut_chunks(tmp_path / "cut.h5")
     source = input_of(path)
-    assert (source.kind, source.num_images) == ("file", 200)
+    assert (source.kind, source.num_images, len(source.faults)) == ("file", 200, 2)
     assert source.options == {"images": "images", "labels": "labels", "layout": "nchw"}
-    assert len(source.faults) == 2
     assert source.fix is not None
     assert source.variant is not None
     assert source.variant.overhead == pytest.approx(2 * 63 / 64, rel=0.01)
-    with ScratchFolder(tmp_path) as scratch:
-        sample = sample_of(path, scratch, rows=60, chunk_rows=(8,), contiguous=False)
-    assert [(one.label, one.rows, one.is_input) for one in sample.variants] == [
-        ("as it is", 100, True), ("8 rows", 60, False),
-    ]  # fmt: skip
+    sample = sample_of(path, scratch, rows=60, chunk_rows=(8,), contiguous=False)
+    found = [(one.label, one.rows, one.is_input) for one in sample.variants]
+    assert found == [("as it is", 100, True), ("8 rows", 60, False)]
 
 
-def test_chunks_larger_than_half_the_sample_are_left_out(folder: Path, tmp_path: Path) -> None:
-    with ScratchFolder(tmp_path) as scratch:
-        sample = sample_of(folder, scratch, chunk_rows=(4, 30), contiguous=False)
-    assert [one.label for one in sample.variants] == ["4 rows"]
-    assert len(sample.notes) == 1
+def test_chunks_larger_than_half_the_sample_are_left_out(folder: Path, scratch: ScratchFolder) -> None:
+    sample = sample_of(folder, scratch, chunk_rows=(4, 30), contiguous=False)
+    assert (labels(sample), len(sample.notes)) == (["4 rows"], 1)
 
 
-def test_variants_that_come_late_are_left_out(folder: Path, tmp_path: Path) -> None:
+def test_variants_that_come_late_are_left_out(folder: Path, scratch: ScratchFolder) -> None:
     settings = BenchSettings(seconds=1.0, chunk_rows=(4, 16))
-    with ScratchFolder(tmp_path) as scratch:
-        sample = make_sample(input_of(folder), settings, scratch, StepClock(step=10.0))
-    assert [one.label for one in sample.variants] == ["4 rows"]
+    sample = make_sample(input_of(folder), settings, scratch, StepClock(step=10.0))
+    assert labels(sample) == ["4 rows"]
     assert "16 rows, contiguous" in sample.notes[0]
 
 
 @pytest.mark.parametrize("number", [4, 5])
-def test_images_of_several_sizes_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_images_of_several_sizes_get_one(
+    tmp_path: Path, scratch: ScratchFolder, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     # Of 16 images, every other one is converted first.
     monkeypatch.setattr("h5pack.benchmark.sample._PROBE_IMAGES", 8)
     source = flat_folder(tmp_path / "photos", 16)
     save(source / f"{number:05d}.jpg", 5, (40, 60))
-    with ScratchFolder(tmp_path) as scratch:
-        sample = sample_of(source, scratch, chunk_rows=(2,), contiguous=False)
-        assert not (scratch.path / "first.h5").exists()
-    assert sample.row_shape == (224, 224, 3)
-    assert sample.options["size"] == (224, 224)
-    assert len(sample.notes) == 1
+    sample = sample_of(source, scratch, chunk_rows=(2,), contiguous=False)
+    assert not (scratch.path / "first.h5").exists()
+    assert (sample.row_shape, sample.options["size"], len(sample.notes)) == ((224, 224, 3), (224, 224), 1)
 
 
 def test_an_input_behind_links_is_found(tmp_path: Path) -> None:
@@ -88,18 +90,15 @@ def test_an_input_behind_links_is_found(tmp_path: Path) -> None:
         file["outer"] = h5py.ExternalLink("cut.h5", "/images")
         file["images"] = h5py.SoftLink("/outer")
     source = input_of(tmp_path / "links.h5")
-    assert source.num_images == 200
-    assert len(source.faults) == 2
+    assert (source.num_images, len(source.faults)) == (200, 2)
 
 
-def test_rows_that_are_no_images_are_only_read_as_they_are(tmp_path: Path) -> None:
+def test_rows_that_are_no_images_are_only_read_as_they_are(tmp_path: Path, scratch: ScratchFolder) -> None:
     path = tmp_path / "features.h5"
     with h5py.File(path, "w") as file:
         file.create_dataset("images", data=np.random.default_rng(0).normal(size=(300, 64)), chunks=(30, 64))
-    with ScratchFolder(tmp_path) as scratch:
-        sample = sample_of(path, scratch)
-    assert [one.label for one in sample.variants] == ["as it is"]
-    assert len(sample.notes) == 1
+    sample = sample_of(path, scratch)
+    assert (labels(sample), len(sample.notes)) == (["as it is"], 1)
 
 
 def test_nothing_to_measure_is_an_error(tmp_path: Path) -> None:
@@ -135,11 +134,10 @@ def test_folders_of_killed_runs_are_removed_and_those_of_running_ones_kept(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_scratch_needs_a_folder_and_space(tmp_path: Path) -> None:
+def test_scratch_needs_a_folder_and_space(tmp_path: Path, scratch: ScratchFolder) -> None:
     with pytest.raises(OptionsError) as caught:
         ScratchFolder(tmp_path / "nowhere")
     assert caught.value.parameters == ("scratch=FOLDER",)
-    with ScratchFolder(tmp_path) as scratch:
-        scratch.require(1)
-        with pytest.raises(NoSpaceError):
-            scratch.require(10**18)
+    scratch.require(1)
+    with pytest.raises(NoSpaceError):
+        scratch.require(10**18)
