@@ -60,7 +60,7 @@ print(json.dumps({"seconds": slowest, "peaks": peaks}))
 
 
 def printed(script: str, seconds: float, *arguments: Any) -> dict[str, Any]:
-    """What a process of its own prints, whose first batch may take so many CPU seconds."""
+    """What a process of its own prints, whose first batch may take this many CPU seconds."""
     command = [sys.executable, "-c", PEAK + script, *map(str, arguments)]
     root = Path(__file__).parents[2]
     process = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
