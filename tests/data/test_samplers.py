@@ -155,9 +155,7 @@ def steps_of(ranks: list[Fed]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("shuffle", ["window", "full", "chunk", False])
-def test_both_samplers_give_the_same_steps_for_every_number_of_ranks(
-    dataset: h5pack.H5Dataset, shuffle: str | bool
-) -> None:
+def test_steps_are_the_same_for_every_number_of_ranks(dataset: h5pack.H5Dataset, shuffle: str | bool) -> None:
     epochs = []
     for kind, count in itertools.product(("batches", "rows"), (1, 2, 4)):
         ranks = elastic(kind, dataset, count, shuffle=shuffle)
@@ -225,16 +223,6 @@ def test_each_iteration_is_the_next_epoch_unless_another_is_named(dataset: h5pac
     assert fed.epoch() == epochs[4]
 
 
-def test_persistent_workers_go_through_the_epochs(dataset: h5pack.H5Dataset) -> None:
-    expected = Fed("batches", dataset)
-    fed = Fed("batches", dataset, 2, loader_class=partial(DataLoader, persistent_workers=True))
-    for epoch in range(4):
-        if epoch == 2:
-            for one in (fed, expected):
-                one.sampler.set_epoch(11)
-        assert fed.epoch() == expected.epoch()
-
-
 @KINDS
 def test_two_iterations_at_once_do_not_disturb_each_other(dataset: h5pack.H5Dataset, kind: str) -> None:
     reference, sampler = Fed(kind, dataset).sampler, Fed(kind, dataset).sampler
@@ -246,9 +234,7 @@ def test_two_iterations_at_once_do_not_disturb_each_other(dataset: h5pack.H5Data
     ("kind", "workers", "drop_last"),
     [("batches", 0, False), ("rows", 0, True), ("batches", 2, True), ("rows", 2, False)],
 )
-def test_a_state_saved_at_any_batch_resumes_exactly(
-    dataset: h5pack.H5Dataset, kind: str, workers: int, drop_last: bool
-) -> None:
+def test_a_state_of_any_batch_resumes(dataset: h5pack.H5Dataset, kind: str, workers: int, drop_last: bool) -> None:
     make = partial(Fed, kind, dataset, workers, window=3, drop_last=drop_last)
     saving, states = make(), []
     epochs: list[list[list[int]]] = [[], []]
@@ -318,9 +304,7 @@ def test_where_a_state_points_to(dataset: h5pack.H5Dataset, kind: str) -> None:
 
 
 @KINDS
-def test_naming_the_epoch_keeps_the_place_that_was_loaded_and_naming_another_does_not(
-    dataset: h5pack.H5Dataset, kind: str
-) -> None:
+def test_naming_the_epoch_that_was_loaded_keeps_its_place(dataset: h5pack.H5Dataset, kind: str) -> None:
     expected = Fed(kind, dataset)
     epochs = [expected.epoch() for _ in range(4)]
     state = {**expected.sampler.state_dict(), "epoch": 2, kind: 2 * {"batches": 1, "rows": BATCH}[kind]}
@@ -438,9 +422,7 @@ def stateful() -> Any:
 @pytest.mark.parametrize(
     ("kind", "workers", "size"), [("batches", 0, BATCH), ("rows", 0, 19), ("batches", 2, 19), ("rows", 2, BATCH)]
 )
-def test_stateful_dataloader_resumes_exactly_from_every_step(
-    dataset: h5pack.H5Dataset, stateful: Any, kind: str, workers: int, size: int
-) -> None:
+def test_stateful_from_every_step(dataset: h5pack.H5Dataset, stateful: Any, kind: str, workers: int, size: int) -> None:
     make = partial(Fed, kind, dataset, size=size, window=3)
     reference = make()
     expected = [batch for _ in range(4) for batch in reference.epoch()]
@@ -471,9 +453,7 @@ def test_stateful_dataloader_resumes_exactly_from_every_step(
 
 @STATEFUL
 @KINDS
-def test_stateful_dataloader_after_an_epoch_that_was_broken_off(
-    dataset: h5pack.H5Dataset, stateful: Any, kind: str
-) -> None:
+def test_stateful_after_an_epoch_that_was_broken_off(dataset: h5pack.H5Dataset, stateful: Any, kind: str) -> None:
     reference = Fed(kind, dataset)
     reference.epoch()
     fed, again, other = (Fed(kind, dataset, seed=seed, loader_class=stateful) for seed in (0, 0, 1))
@@ -488,9 +468,7 @@ def test_stateful_dataloader_after_an_epoch_that_was_broken_off(
 
 @STATEFUL
 @pytest.mark.parametrize(("kind", "workers"), [("batches", 2), ("rows", 0)])
-def test_stateful_dataloader_that_keeps_a_state_every_third_step(
-    dataset: h5pack.H5Dataset, stateful: Any, kind: str, workers: int
-) -> None:
+def test_stateful_with_every_third_state(dataset: h5pack.H5Dataset, stateful: Any, kind: str, workers: int) -> None:
     make = partial(Fed, kind, dataset, workers, loader_class=partial(stateful, snapshot_every_n_steps=3))
     fed, expected = make(), Fed(kind, dataset).epoch()
     states = [pickle.dumps(fed.loader.state_dict()) for _ in itertools.islice(fed.loader, 5)]

@@ -113,9 +113,7 @@ def test_ranks_without_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> Non
         assert resolve_ranks(None, None) == (0, 1)
 
 
-def test_ranks_are_those_of_torch_distributed(
-    monkeypatch: pytest.MonkeyPatch, dataset: h5pack.H5Dataset, tmp_path: Path
-) -> None:
+def test_ranks_of_torch_distributed(monkeypatch: pytest.MonkeyPatch, dataset: h5pack.H5Dataset, tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         # Once torch.distributed says it, the variable does not matter, and there is nothing to warn of.
@@ -131,9 +129,7 @@ def test_ranks_are_those_of_torch_distributed(
         torch.distributed.destroy_process_group()
 
 
-def test_a_launcher_without_torch_distributed_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, dataset: h5pack.H5Dataset
-) -> None:
+def test_a_launcher_without_torch_is_warned_of(monkeypatch: pytest.MonkeyPatch, dataset: h5pack.H5Dataset) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     for make in (
         lambda: h5pack.ChunkBatchSampler(dataset, 5),

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 import h5pack
 from h5pack.errors import PackChangedError
@@ -89,15 +89,12 @@ def test_the_loader_gives_h5pys_pixels(tmp_path: Path, form: str, shuffle: Any, 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_batches_and_samples_equal_h5pys(tmp_path: Path, form: str) -> None:
+def test_samples_equal_h5pys(tmp_path: Path, form: str) -> None:
     path, values = virtual(tmp_path, form)
     dataset = h5pack.H5Dataset(path, with_rows=True)
     order = np.random.default_rng(0).permutation(len(values)).tolist()
     require_epoch([dataset.collate(dataset.__getitems__(order))], values)
-    for row in (0, 22, 23, 52, 53, 57, 58, len(values) - 1):
-        image, label, _ = dataset[row]
-        assert np.array_equal(image.numpy(), values[row])
-        assert [label] == labels_of(np.array([row]))
+    require_epoch([default_collate([dataset[row]]) for row in range(len(values))], values)
 
 
 @pytest.mark.parametrize(("form", "start"), [("raw", "forkserver"), ("mixed", "fork")])
