@@ -77,10 +77,10 @@ class DeviceStages:
         self._meter = Meter(device)
         self._copier: CudaCopier | None = None
         self._count = len(images_of(batch))
-        self._on_device = map_tensors(batch, lambda tensor: tensor.to(device))
-        raw = images_of(self._on_device)
+        on_device = map_tensors(batch, lambda tensor: tensor.to(device))
+        self._raw = raw = images_of(on_device)
         self.images = raw if normalize is None else normalize(raw)
-        self.labels = labels_of(self._on_device)
+        self.labels = labels_of(on_device)
 
     def copy(self, seconds: float) -> Repeat:
         """Measure copying the batch to a CUDA device as `DeviceFeed` does, through pinned memory."""
@@ -93,9 +93,9 @@ class DeviceStages:
 
     def normalize(self, seconds: float) -> Repeat:
         """Measure the conversion of the batch to floats on the device."""
-        raw, transform = images_of(self._on_device), self._normalize
+        transform = self._normalize
         assert transform is not None
-        return self._measure(lambda: transform(raw), seconds, self._count)
+        return self._measure(lambda: transform(self._raw), seconds, self._count)
 
     def step(self, step: Step, seconds: float, fraction: float = 1.0) -> Repeat:
         """Measure the step on the first images of the batch: on this fraction of them, above 0 to 1."""
@@ -186,18 +186,10 @@ def name_of(function: Any) -> str:
 def make_step(
     model: Any, shape: tuple[int, ...], classes: int | None, device: torch.device, dtype: torch.dtype
 ) -> tuple[Step, str]:
-    """Return a step that runs the user's model, and a description of it. Raise OptionsError if no step can be made.
+    """Return a step that runs the user's model (see `h5pack.diagnose`), and a description of it.
 
     `shape` is that of an image as the step receives it: (C, H, W), or another one if rows are not images. `classes` is
-    None if unknown. `dtype` is that of the images; with bfloat16 or float16, the step runs under autocast.
-
-    If `model` is None, the step uses a small built-in network. A module is used directly. Any other callable is a
-    factory. It is called with those of the keywords ``shape``, ``classes``, ``num_classes`` and ``device`` that its
-    signature names, and returns
-
-    - a module, which is trained by SGD with a default loss (see `ModuleStep`);
-    - a pair of a module and a loss, which is called with the module's output and the labels; or
-    - any other callable, which runs the whole step when called with the images and the labels (None without labels).
+    None if unknown. `dtype` is that of the images. Raises OptionsError if no step can be made.
     """
     if model is None:
         network = _small_network(shape, classes or _DEFAULT_OUTPUTS)
@@ -240,7 +232,7 @@ def _parameter_names(function: Any) -> tuple[str, ...]:
 
 
 class ModuleStep:
-    """A training step of a module: forward, loss, backward, and SGD with momentum.
+    """A training step of a module: forward (autocast unless `dtype` is float32), loss, backward, SGD with momentum.
 
     The learning rate is 0, so that the step does all of the work but leaves the weights unchanged. The default loss is
     cross-entropy for one integer label per image and outputs of shape (N, K), binary cross-entropy for integer labels

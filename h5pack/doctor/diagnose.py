@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -105,7 +106,7 @@ def diagnose(
         return diagnosis.report()
 
 
-class Diagnosis:
+class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
     """One run of `diagnose`. `report` may be called at any time and returns the results so far."""
 
     def __init__(self, settings: DiagnoseSettings, on_progress: Progress | None = None) -> None:
@@ -118,9 +119,6 @@ class Diagnosis:
         self._unknown: list[str] = []
         self._evidence: Evidence | None = None
         self.target = Target(settings)
-
-    def __enter__(self) -> Diagnosis:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.target.close()

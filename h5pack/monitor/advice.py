@@ -145,7 +145,7 @@ class Advice:
 
 def advise(verdict: Verdict, evidence: Evidence) -> list[Advice]:
     """Return advice on the bottleneck, and other findings; advice on the most usual causes comes first."""
-    return list(_Rules(verdict, evidence).all())
+    return list(_Rules(verdict, evidence))
 
 
 # If reading in stored order is this many times as fast as in the loader's order, the disk loses time with seeks.
@@ -159,14 +159,13 @@ _READS_FACTOR, _MAX_READS = 4, 32
 
 
 class _Rules:
-    """The rules. Each method yields the recommendations on one subject."""
+    """The rules: an iterable of recommendations. Each method yields those on one subject."""
 
     def __init__(self, verdict: Verdict, evidence: Evidence) -> None:
         self.verdict, self.evidence = verdict, evidence
         self.feed_limits = self.limits(*FEED)
 
-    def all(self) -> Iterator[Advice]:
-        """Yield every recommendation, the most usual causes first."""
+    def __iter__(self) -> Iterator[Advice]:
         reads_limit = self.limits(Bottleneck.STORAGE)
         if reads_limit or self.verdict.first_epoch is not None:
             yield from (replace(one, first_epoch=not reads_limit) for one in self._reads(reads_limit))

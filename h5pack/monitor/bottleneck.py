@@ -9,7 +9,7 @@ and transform. "The loop" and "everything together" both mean the complete train
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -276,6 +276,7 @@ class _StageRules:
     def __init__(self, evidence: Evidence) -> None:
         self.evidence = evidence
         self.rates = {stage: rates for stage in Stage if (rates := evidence.rates(stage)) is not None}
+        self.device = {stage: self.rates[stage] for stage in (Stage.NORMALIZE, Stage.STEP) if stage in self.rates}
         # If the file does not fit into memory, every epoch reads from the disk, so the disk's speed counts.
         self.cold = None if evidence.fits_cache else self.rates.get(Stage.COLD)
         self.together = self.rates.get(Stage.EVERYTHING)
@@ -290,7 +291,7 @@ class _StageRules:
         known: dict[str, Any] = {"feed": feed, "first_epoch": self._first_epoch()}
         if Stage.STEP not in self.rates:
             return Verdict(Outcome.NO_STEP, **known)
-        together, slowest = self.together, min(lanes.values(), key=lambda one: one.median)
+        together, slowest = self.together, _slowest(lanes.values())
         bottlenecks = self._parts([lane for lane in lanes if _alike(lanes[lane], slowest)])
         fed, step_only = self._is_fed(), bottlenecks == (Bottleneck.STEP,)
         mostly = self.stall is not None and self.stall > _MOSTLY
@@ -313,14 +314,12 @@ class _StageRules:
         rates, lanes = self.rates, {}
         feed = rates.get(self.evidence.feed_stage)
         if feed is not None:
-            lanes[Bottleneck.LOADER] = min((one for one in (feed, self.cold) if one), key=lambda one: one.median)
+            lanes[Bottleneck.LOADER] = feed if self.cold is None else _slowest([feed, self.cold])
         if Stage.COPY in rates:
             lanes[Bottleneck.COPY] = rates[Stage.COPY]
         if Stage.STEP in rates:
-            parts = [rates[stage] for stage in (Stage.NORMALIZE, Stage.STEP) if stage in rates]
             # A GPU may normalize and compute the step at the same time; a CPU does one after the other.
-            on_gpu = self.evidence.on_gpu
-            lanes[Bottleneck.STEP] = min(parts, key=lambda one: one.median) if on_gpu else _in_turn(parts)
+            lanes[Bottleneck.STEP] = (_slowest if self.evidence.on_gpu else _in_turn)(self.device.values())
         return lanes
 
     def _is_fed(self) -> bool | None:
@@ -363,16 +362,12 @@ class _StageRules:
 
     def _parts(self, limits: list[Bottleneck]) -> tuple[Bottleneck, ...]:
         """Return the bottlenecks within the slowest lanes, in the order in which an image passes through them."""
-        names: set[Bottleneck] = set()
-        for lane in limits:
-            if lane is Bottleneck.LOADER:
-                names.update(self._feed_causes())
-            elif lane is Bottleneck.COPY:
-                names.add(lane)
-            else:
-                parts = [stage for stage in (Stage.NORMALIZE, Stage.STEP) if stage in self.rates]
-                slowest = min((self.rates[stage] for stage in parts), key=lambda one: one.median)
-                names.update(Bottleneck(stage.value) for stage in parts if _alike(self.rates[stage], slowest))
+        names = set(limits) & {Bottleneck.COPY}
+        if Bottleneck.LOADER in limits:
+            names.update(self._feed_causes())
+        if Bottleneck.STEP in limits:
+            slowest = _slowest(self.device.values())
+            names.update(Bottleneck(stage.value) for stage, rates in self.device.items() if _alike(rates, slowest))
         return tuple(one for one in Bottleneck if one in names)
 
     def _first_epoch(self) -> Rates | None:
@@ -382,7 +377,11 @@ class _StageRules:
         return cold if cold.median < usual.median and not _alike(cold, usual) else None
 
 
-def _in_turn(parts: list[Rates]) -> Rates:
+def _slowest(speeds: Collection[Rates]) -> Rates:
+    return min(speeds, key=lambda one: one.median)
+
+
+def _in_turn(parts: Collection[Rates]) -> Rates:
     """Return the images per second if each image passes through all parts one after the other."""
 
     def combined(*values: float) -> float:

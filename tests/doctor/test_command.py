@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+import h5py
 import pytest
 
 import h5pack
@@ -16,6 +17,7 @@ from h5pack.commands import doctor
 from h5pack.commands.doctor import load_named
 from h5pack.doctor.target import DTYPES
 from h5pack.errors import OptionsError
+from h5pack.format import schema
 from h5pack.monitor.advice import Advice, Remedy
 from tests.doctor import users
 
@@ -62,24 +64,25 @@ def test_each_failure_of_the_user_s_code_is_a_line_and_exit_status_1(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("file", "arguments", "code", "message"),
     [
-        (("{missing}",), 1, "missing.h5"),
-        (("{path}", "--model", "words"), 2, "--model words"),
-        (("{path}", "--threads", "1", "--workers", "1"), 2, "--threads"),
-        (("{path}", "--seconds", "0.001", *CHEAP), 2, "--seconds"),
-        (("{path}", "--device", "cpu", "--pin"), 2, "--pin"),
+        ("missing.h5", CHEAP, 1, "missing.h5"),
+        # That command is `h5pack convert`.
+        ("unfinished.h5", CHEAP, 1, "again with --resume"),
+        ("x.h5", ("--model", "words"), 2, "--model words"),
+        ("x.h5", (*CHEAP, "--threads", "1", "--workers", "1"), 2, "--threads"),
+        ("x.h5", (*CHEAP, "--seconds", "0.001"), 2, "--seconds"),
+        ("x.h5", (*CHEAP, "--device", "cpu", "--pin"), 2, "--pin"),
         # Refused before anything is measured.
-        (("{path}", "--plot", "a.docx"), 2, "a.docx"),
+        ("x.h5", (*CHEAP, "--plot", "a.docx"), 2, "a.docx"),
     ],
 )
 def test_errors_are_one_line(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, message: str
+    path: Path, capsys: pytest.CaptureFixture[str], file: str, arguments: tuple[str, ...], code: int, message: str
 ) -> None:
-    names = {"path": path, "missing": tmp_path / "missing.h5", "tmp": tmp_path}
-    found, out, err = run(
-        capsys, *[argument.format(**names) for argument in arguments], *CHEAP[: 0 if "--model" in arguments else 2]
-    )
+    with h5py.File(path.with_name("unfinished.h5"), "w") as unfinished:
+        unfinished.attrs[schema.FORMAT] = schema.FORMAT_VERSION
+    found, out, err = run(capsys, path.with_name(file), *arguments)
     assert (found, out) == (code, "")
     assert message in err
     assert err.count("\n") == 1

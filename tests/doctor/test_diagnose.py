@@ -18,6 +18,7 @@ from h5pack.doctor import target as target_module
 from h5pack.doctor.diagnose import Diagnosis
 from h5pack.doctor.measure import StageRun
 from h5pack.doctor.report import STAGE_TITLES, DoctorReport
+from h5pack.doctor.target import Target
 from h5pack.errors import OptionsError
 from h5pack.monitor.advice import Remedy
 from h5pack.monitor.bottleneck import INTERRUPTED, Bottleneck, Outcome, Stage
@@ -27,6 +28,7 @@ from tests.doctor.conftest import Machine
 from tests.doctor.test_target import settings
 
 ROWS = 200
+hasty = pytest.mark.usefixtures("hasty")
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +42,9 @@ def diagnose(path: Path, **changes: Any) -> DoctorReport:
     return h5pack.diagnose(path, **{**usual, **changes})
 
 
-def medians(report: DoctorReport) -> dict[str, float | None]:
-    return {one.stage.value: None if one.rates is None else one.rates.median for one in report.stages}
+def medians(report: DoctorReport) -> dict[str, float]:
+    """Of the stages that were measured."""
+    return {one.stage.value: one.rates.median for one in report.stages if one.rates is not None}
 
 
 def remedies(report: DoctorReport) -> list[Remedy]:
@@ -53,7 +56,7 @@ def step_of(spend: Callable[[float], None], seconds: float) -> Callable[[], Any]
     return lambda: lambda images, labels: spend(len(images) * seconds)
 
 
-@pytest.mark.usefixtures("hasty")
+@hasty
 def test_slow_storage_is_named(path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = type(h5pack.H5Dataset(path).engine)
     read = engine.read
@@ -74,7 +77,7 @@ def test_slow_storage_is_named(path: Path, machine: Machine, monkeypatch: pytest
     assert medians(report)["storage_hot"] == pytest.approx(10 / 0.1, rel=0.1)
 
 
-@pytest.mark.usefixtures("hasty")
+@hasty
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_slow_transform_is_named(path: Path, machine: Machine, waits: bool) -> None:
     spend = machine.wait if waits else machine.work
@@ -91,7 +94,7 @@ def test_a_slow_transform_is_named(path: Path, machine: Machine, waits: bool) ->
     assert medians(report)["transform"] == pytest.approx(1 / 0.01, rel=0.1)
 
 
-@pytest.mark.usefixtures("hasty")
+@hasty
 @pytest.mark.parametrize("cpus", [1, 4])
 def test_a_slow_step_and_too_many_threads_are_named(
     path: Path, machine: Machine, cpus: int, monkeypatch: pytest.MonkeyPatch
@@ -113,29 +116,43 @@ def test_every_stage_is_measured_or_has_a_reason(path: Path, machine: Machine) -
             assert one.rates.low <= one.rates.median <= one.rates.high
             assert one.rates.repeats >= 3
             assert one.images > 0
-    missing = {one.stage for one in report.stages if one.reason is not None}
-    assert missing - {Stage.COLD, Stage.COLD_STORED} == {Stage.TRANSFORM, Stage.COPY}
+    assert set(medians(report)) - {"storage_cold", "storage_cold_stored_order"} == {
+        "storage_hot", "loader", "normalize", "step", "everything"
+    }  # fmt: skip
     assert 0 < report.seconds < 4.0
     assert not any("load average" in text for text in report.unknown)
     assert f"{STAGE_TITLES[Stage.EVERYTHING]}, repeat 1" in shown
-    assert report.target.labels
-    assert (report.target.rows, report.target.images) == (ROWS, "16x12x3 uint8")
     found = report.to_json()
     assert set(found) == {
         "path", "split", "images", "rows", "hot_rows", "device", "step", "labels", "normalize", "stages", "bottleneck",
         "fed", "sure", "verdict", "first_epoch", "advice", "notes", "facts", "unknown", "failures",
         "interrupted", "seconds", "machine",
     }  # fmt: skip
-    assert found["facts"]["num_threads"] == 2
-    assert found["interrupted"] is False
+    assert (found["labels"], found["rows"], found["images"]) == (True, ROWS, "16x12x3 uint8")
+    assert (found["facts"]["num_threads"], found["interrupted"]) == (2, False)
     assert json.loads(json.dumps(found)) == found
 
 
-@pytest.mark.usefixtures("hasty")
+def test_a_budget_that_is_too_small_says_which_is_enough(path: Path, machine: Machine) -> None:
+    seconds = [0.01]
+    # What is refused before all stages were tried may be refused again.
+    while len(seconds) < 10:
+        try:
+            report = diagnose(path, seconds=seconds[-1], num_workers=0, model=step_of(machine.work, 0.01))
+            break
+        except OptionsError as error:
+            (parameter, _) = error.parameters
+            seconds.append(float(parameter.removeprefix("seconds=")))
+    assert 1 < len(seconds) < 10
+    assert seconds == sorted(seconds)
+    assert report.verdict is not None
+
+
+@hasty
 def test_float_images_and_a_busy_machine_are_mentioned(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.os, "getloadavg", lambda: (1_000.0, 0.0, 0.0))
     report = diagnose(path, transform=users.to_float)
-    assert medians(report)["normalize"] is None
+    assert "normalize" not in medians(report)
     assert Remedy.UINT8_BATCHES in {one.remedy for one in report.advice}
     assert any("load average 1000.0" in text for text in report.unknown)
 
@@ -154,31 +171,31 @@ class Failing(nn.Module):
 
 
 MODEL, TRANSFORM = {"step", "everything"}, {"transform", "everything"}
+BOTH = {"transform": users.failing_transform, "model": users.failing_factory}
 
 
+@hasty
 @pytest.mark.parametrize(
-    ("changes", "failure", "missing"),
+    ("changes", "failures", "missing"),
     [
-        ({"model": users.failing_step}, "10x3x16x12 float32 on cpu", MODEL),
-        ({"model": Failing}, "out of luck", MODEL),
-        ({"transform": users.failing_transform}, "no such colour", TRANSFORM),
+        ({"model": users.failing_step}, ["10x3x16x12 float32 on cpu"], MODEL),
+        ({"model": Failing}, ["out of luck"], MODEL),
+        ({"transform": users.failing_transform}, ["no such colour"], TRANSFORM),
+        (BOTH, ["no such colour", "weights.pt is not there"], MODEL | TRANSFORM),
     ],
 )
-@pytest.mark.usefixtures("hasty")
 def test_a_failure_of_the_user_s_functions_leaves_the_other_stages(
-    path: Path, changes: dict[str, Any], failure: str, missing: set[str]
+    path: Path, changes: dict[str, Any], failures: list[str], missing: set[str]
 ) -> None:
     report = diagnose(path, **changes)
-    assert failure in report.failures[0]
+    assert all(word in line for word, line in zip(failures, report.failures[: len(failures)], strict=True))
     assert "\n" not in "".join(report.failures)
-    found = medians(report)
-    measured = {"storage_hot", "loader", "normalize", "step", "everything"} - missing
-    assert {key for key in found if found[key] is not None} >= measured
-    assert {key for key in missing if found[key] is not None} == set()
+    measured = {"storage_hot", "loader", "normalize", "step", "everything"}
+    assert set(medians(report)) & (measured | missing) == measured - missing
     assert report.verdict.outcome in (Outcome.NO_LOADER, Outcome.NO_STEP)
 
 
-@pytest.mark.usefixtures("hasty")
+@hasty
 def test_an_interruption_keeps_what_was_measured(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repeat = StageRun.repeat
 
@@ -198,48 +215,33 @@ def test_an_interruption_keeps_what_was_measured(path: Path, monkeypatch: pytest
     assert report.to_json()["interrupted"] is True
 
 
-def test_a_budget_that_is_too_small_says_which_is_enough(path: Path, machine: Machine) -> None:
-    seconds = [0.01]
-    # What is refused before all stages were tried may be refused again.
-    while len(seconds) < 10:
-        try:
-            report = diagnose(path, seconds=seconds[-1], num_workers=0, model=step_of(machine.work, 0.01))
-            break
-        except OptionsError as error:
-            (parameter, _) = error.parameters
-            seconds.append(float(parameter.removeprefix("seconds=")))
-    assert 1 < len(seconds) < 10
-    assert seconds == sorted(seconds)
-    assert report.verdict is not None
+def run_with_drops(path: Path, monkeypatch: pytest.MonkeyPatch, drop: Callable[[], Any], **changes: Any) -> Any:
+    """A diagnosis that has run, in which `drop` stands in for dropping the file from the page cache."""
+    with Diagnosis(settings(path, **changes)) as diagnosis:
+        monkeypatch.setattr(diagnosis.target._pages, "drop", drop)
+        diagnosis.run()
+    return diagnosis
 
 
-@pytest.mark.usefixtures("hasty")
+@hasty
 def test_a_file_that_memory_cannot_hold_is_cold_in_every_epoch(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target_module, "available_memory", lambda: 1_000)
-    with Diagnosis(settings(path)) as diagnosis:
-        monkeypatch.setattr(diagnosis.target._pages, "drop", lambda: None)
-        diagnosis.run()
-        report = diagnosis.report()
+    diagnosis = run_with_drops(path, monkeypatch, lambda: None)
     assert diagnosis._runs[Stage.EVERYTHING].prepare is not None
-    assert medians(report)["storage_cold"] is not None
-    assert report.evidence.fits_cache is False
-    report = diagnose(path, transform=users.failing_transform, model=users.failing_factory)
-    assert len(report.failures) == 2
-    assert {key for key in ("transform", "step", "everything") if medians(report)[key] is not None} == set()
-    assert medians(report)["loader"] is not None
+    assert {"storage_cold", "everything"} <= set(medians(diagnosis.report()))
+    assert diagnosis.report().evidence.fits_cache is False
+    found = medians(diagnose(path, **BOTH))
+    assert "loader" in found
+    assert found.keys().isdisjoint(MODEL | TRANSFORM)
 
 
-@pytest.mark.usefixtures("hasty")
+@hasty
 def test_hot_stages_are_hot(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Diagnosis(settings(path, transform=users.of_a_batch, num_threads=1)) as diagnosis:
-        target, said, repeat = diagnosis.target, [], StageRun.repeat
-        warm = target.warm
-        monkeypatch.setattr(target, "warm", lambda seconds: (said.append("warm"), warm(seconds)))
-        monkeypatch.setattr(target._pages, "drop", lambda: said.append("cold"))
-        monkeypatch.setattr(
-            StageRun, "repeat", lambda run, seconds: (said.append(run.stage.value), repeat(run, seconds))
-        )
-        diagnosis.run()
+    said: list[str] = []
+    warm, repeat = Target.warm, StageRun.repeat
+    monkeypatch.setattr(Target, "warm", lambda self, seconds: (said.append("warm"), warm(self, seconds)))
+    monkeypatch.setattr(StageRun, "repeat", lambda run, seconds: (said.append(run.stage.value), repeat(run, seconds)))
+    run_with_drops(path, monkeypatch, lambda: said.append("cold"), transform=users.of_a_batch, num_threads=1)
     state = ""
     for what in said:
         if what in ("warm", "cold"):
@@ -249,22 +251,19 @@ def test_hot_stages_are_hot(path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert {"cold", "warm", "storage_cold", "storage_hot", "everything"} <= set(said)
 
 
-@pytest.mark.usefixtures("hasty")
+@hasty
 def test_pages_that_stay_in_the_cache_leave_the_cold_stages_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Diagnosis(settings(path)) as diagnosis:
-        dropped = iter([None, None, None])
-        monkeypatch.setattr(diagnosis.target._pages, "drop", lambda: next(dropped, "it stays"))
-        diagnosis.run()
-        report = diagnosis.report()
+    dropped = iter([None, None, None])
+    report = run_with_drops(path, monkeypatch, lambda: next(dropped, "it stays")).report()
     reasons = {one.stage: one.reason for one in report.stages}
     assert reasons[Stage.COLD] == reasons[Stage.COLD_STORED] == "it stays"
     assert report.failures == ()
     assert report.verdict is not None
 
 
-@pytest.mark.usefixtures("hasty")
+@hasty
 def test_a_dataloader_s_workers_are_measured(path: Path) -> None:
     report = diagnose(path, num_workers=1, transform=users.of_one_image)
-    assert medians(report)["transform"] is not None
+    assert "transform" in medians(report)
     assert report.evidence.transform_busy_fraction is not None
     assert report.failures == ()

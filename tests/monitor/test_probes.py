@@ -140,21 +140,16 @@ def sample() -> GpuStatus | None:
     return GpuProbe(torch.device("cuda")).sample()
 
 
-def test_a_card_is_found_by_its_uuid(install: Install) -> None:
-    module = install("GPU-b", "GPU-a")
-    expected = GpuStatus("name of GPU-a", 87.0, 3 * 2**30, 80 * 2**30)
-    assert sample() == expected
-    module.as_bytes = True
-    assert sample() == expected
-    install("GPU-b", "GPU-c")
-    assert sample() is None
-
-
-def test_without_a_uuid_only_a_single_card_is_used(install: Install) -> None:
-    install("GPU-b", own=None)
-    assert sample() is not None
-    install("GPU-b", "GPU-c", own=None)
-    assert sample() is None
+@pytest.mark.parametrize("as_bytes", [False, True])
+@pytest.mark.parametrize(
+    ("uuids", "own", "found"), [("ba", "a", "a"), ("bc", "a", None), ("b", None, "b"), ("bc", None, None)]
+)
+def test_a_card_is_found_by_its_uuid_or_because_it_is_the_only_one(
+    install: Install, uuids: str, own: str | None, found: str | None, as_bytes: bool
+) -> None:
+    install(*(f"GPU-{uuid}" for uuid in uuids), own=own).as_bytes = as_bytes
+    expected = GpuStatus(f"name of GPU-{found}", 87.0, 3 * 2**30, 80 * 2**30)
+    assert sample() == (None if found is None else expected)
 
 
 def fail(*_: Any) -> None:

@@ -42,11 +42,10 @@ def test_json_lines_have_an_object_for_each_interval_and_epoch(clock: FakeClock,
     run(monitor, clock, 0.5)
     run(monitor, clock, 0.5)
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert [record["over"] for record in records] == [*["interval"] * 3, "epoch"] * 2
-    assert [record["epoch"] for record in records] == [0] * 4 + [1] * 4
+    overs = [(record["epoch"], record["over"]) for record in records]
+    assert overs == [(epoch, over) for epoch in (0, 1) for over in (*["interval"] * 3, "epoch")]
     assert list(records[0]) == KEYS
-    assert records[0]["name"] == "é"
-    assert records[-1]["batches"] == 9
+    assert (records[0]["name"], records[-1]["batches"]) == ("é", 9)
 
 
 def test_a_full_disk_ends_the_lines_and_not_the_training(
