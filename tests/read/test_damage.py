@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import random
+import shutil
 import signal
+from collections import Counter
 from pathlib import Path
 
 import h5py
@@ -16,7 +18,7 @@ import h5pack
 from h5pack.errors import DamagedRowsError, H5PackError
 from h5pack.system.processes import open_executor
 from tests.makers import quick, split_folders
-from tests.read.files import index_of, numbers
+from tests.read.files import flip, index_of, numbers
 from tests.read.read_damaged import read_all
 
 
@@ -58,9 +60,8 @@ def damage_metadata(path: Path, folder: Path, count: int, seed: int) -> list[Pat
             for _ in range(dice.randrange(2, 9)):
                 data[int(dice.choice(places))] = dice.randrange(256)
         else:
-            for zeroed in range(place, min(len(data), place + dice.choice([4, 16, 64, 256, 1024]))):
-                if zeroed in allowed:
-                    data[zeroed] = 0
+            for zeroed in allowed.intersection(range(place, place + dice.choice([4, 16, 64, 256, 1024]))):
+                data[zeroed] = 0
         copies.append(folder / f"{number:03}.h5")
         copies[-1].write_bytes(data)
     return copies
@@ -69,16 +70,14 @@ def damage_metadata(path: Path, folder: Path, count: int, seed: int) -> list[Pat
 def test_flipped_bytes_in_images_are_named(pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The metadata is sound, so `verify` may run in this process, which is faster.
     monkeypatch.setattr("h5pack.inspect.verify.open_executor", lambda *_: open_executor(1, None, None))
-    sound, places, dice = pack.read_bytes(), row_places(pack), random.Random(1)
+    places, dice = row_places(pack), random.Random(1)
     size = index_of(pack, "images").row_bytes
     with h5py.File(pack) as file:
         names = [name.decode() for name in file["filenames"]]
-    path = tmp_path / "o.h5"
     for _ in range(25):
-        data = bytearray(sound)
+        path = Path(shutil.copy(pack, tmp_path / "o.h5"))
         row = dice.randrange(len(places))
-        data[int(places[row]) + dice.randrange(size)] ^= dice.randrange(1, 256)
-        path.write_bytes(data)
+        flip(path, int(places[row]) + dice.randrange(size), dice.randrange(1, 256))
         report = h5pack.verify(path)
         assert not report.ok
         assert (report.damaged, report.problems) == ({"images": [row]}, ())
@@ -100,15 +99,13 @@ def test_packs_of_damaged_metadata_are_read_right_or_refused(
     pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcomes = read_all(pack, damage_metadata(pack, tmp_path, 100, seed=2), check=True)
-    crashed = [path for path, (outcome, _) in outcomes.items() if outcome == "killed"]
     for path, (outcome, text) in outcomes.items():
         assert outcome in ("right", "refused", "killed"), f"{path.name}: {outcome} {text}"
         assert (outcome, text) != ("killed", str(int(signal.SIGALRM))), f"{path.name} hangs"
-    counts = [sum(outcome == name for outcome, _ in outcomes.values()) for name in ("right", "refused")]
-    assert min(counts) > 20, "some of the damage matters, and some does not"
-    print_crashed(crashed, capsys)
+    counts = Counter(outcome for outcome, _ in outcomes.values())
+    assert min(counts["right"], counts["refused"]) > 20, "some of the damage matters, and some does not"
     # h5pack cannot prevent that the HDF5 library crashes, but `verify` must report it.
-    for path in crashed:
+    for path in print_crashed(outcomes, capsys):
         with contextlib.suppress(H5PackError):
             assert not h5pack.verify(path, start_method="fork").ok
 
@@ -132,10 +129,13 @@ def test_files_without_checksums_raise_only_h5pack_errors(
     assert [outcomes[tmp_path / name][0] for name in known] == list(known)
     for path, (outcome, text) in outcomes.items():
         assert outcome in ("right", "wrong", "refused", "killed"), f"{path.name}: {outcome} {text}"
-    print_crashed([path for path, (outcome, _) in outcomes.items() if outcome == "killed"], capsys)
+    print_crashed(outcomes, capsys)
 
 
-def print_crashed(crashed: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def print_crashed(outcomes: dict[Path, tuple[str, str]], capsys: pytest.CaptureFixture[str]) -> list[Path]:
+    """Print, and return, the files that HDF5 crashes on."""
+    crashed = [path for path, (outcome, _) in outcomes.items() if outcome == "killed"]
     if crashed:
         with capsys.disabled():
             print(f"\nHDF5 {h5py.version.hdf5_version} crashes or hangs on {[path.name for path in crashed]}")
+    return crashed

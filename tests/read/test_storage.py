@@ -7,6 +7,7 @@ import errno
 import itertools
 import os
 import pickle
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,16 +24,26 @@ from h5pack.errors import PackChangedError, ReadError
 from h5pack.read import storage as storage_module
 from h5pack.read.engine import Engine
 from h5pack.read.storage import MAX_BUFFERS, FileIdentity, Storage
-from tests.read.files import descriptors, engine_of, in_child, numbers, write
+from tests.read.files import descriptors, engine_of, in_child, numbers, run_threads, write
 
 SIZE = 50_000
 DATA = np.random.default_rng(7).integers(0, 256, SIZE, np.uint8)
 
 
+RUNS = [(100, 7), (20_000, 1), (40_000, 5)]
+"""Extents: an offset and a number of rows."""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("storage") / "bytes"
+    path.write_bytes(DATA.tobytes())
+    return path
+
+
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    (tmp_path / "bytes").write_bytes(DATA.tobytes())
-    return tmp_path / "bytes"
+def path(shared: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(shared, tmp_path))
 
 
 @pytest.fixture(autouse=True)
@@ -48,10 +59,8 @@ def named(place: int) -> str:
     return f"'x' row {place}"
 
 
-def scattered(
-    storage: Storage, size: int, runs: list[tuple[int, int]], spread: int = 0
-) -> tuple[npt.NDArray[np.uint8], int]:
-    """Read extents (offset, rows) to buffers in reverse order, `spread` bytes apart; return rows and system calls."""
+def require_read(storage: Storage, size: int, runs: list[tuple[int, int]] = RUNS, spread: int = 0) -> int:
+    """Read extents to buffers in reverse order, `spread` bytes apart; return the number of system calls."""
     count = sum(places for _, places in runs)
     memory = np.full((count, size + spread), 201, np.uint8)
     buffers = np.empty((count, 2), np.uint64)
@@ -61,19 +70,9 @@ def scattered(
     edges = [0, *itertools.accumulate(places for _, places in runs)]
     calls = storage.scatter(buffers, edges, [offset for offset, _ in runs], named)
     assert (memory[:, size:] == 201).all(), "nothing between the places is touched"
-    return memory[::-1, :size], calls
-
-
-def sliced(size: int, runs: list[tuple[int, int]]) -> npt.NDArray[np.uint8]:
     parts = [DATA[offset : offset + size * places].reshape(places, size) for offset, places in runs]
-    return np.concatenate([np.empty((0, size), np.uint8), *parts])
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("storage") / "bytes"
-    path.write_bytes(DATA.tobytes())
-    return path
+    assert np.array_equal(memory[::-1, :size], np.concatenate(parts))
+    return calls
 
 
 @settings(max_examples=26)
@@ -83,31 +82,26 @@ def test_scattered_extents_equal_slices(shared: Path, size: int, spread: int, da
     for _ in range(data.draw(st.integers(1, 6))):
         places = data.draw(st.integers(1, 20))
         runs.append((data.draw(st.integers(0, SIZE - size * places)), places))
-    found, calls = scattered(opened(shared), size, runs, spread)
-    assert np.array_equal(found, sliced(size, runs))
-    assert calls == len(runs)
-
-
-@pytest.mark.parametrize("places", [MAX_BUFFERS, 3 * MAX_BUFFERS + 5])
-def test_more_buffers_than_one_call_allows(path: Path, places: int) -> None:
-    found, calls = scattered(opened(path), 11, [(3, places)])
-    assert np.array_equal(found, sliced(11, [(3, places)]))
-    assert calls == -(-places // MAX_BUFFERS)
+    assert require_read(opened(shared), size, runs, spread) == len(runs)
 
 
 @pytest.mark.parametrize(
-    ("size", "runs", "counts"), [(300, [(0, 10), (9000, 2)], [3, 3, 3, 1, 2]), (1500, [(7, 3)], [1, 1, 1])]
+    ("size", "runs", "max_bytes", "counts"),
+    [
+        (11, [(3, MAX_BUFFERS)], None, [MAX_BUFFERS]),
+        (11, [(3, 3 * MAX_BUFFERS + 5)], None, [*[MAX_BUFFERS] * 3, 5]),
+        (300, [(0, 10), (9000, 2)], 1000, [3, 3, 3, 1, 2]),
+        (1500, [(7, 3)], 1000, [1, 1, 1]),
+    ],
 )
-def test_no_call_exceeds_the_byte_limit(
-    path: Path, monkeypatch: pytest.MonkeyPatch, size: int, runs: list[tuple[int, int]], counts: list[int]
+def test_no_call_exceeds_the_limits_of_buffers_and_bytes(
+    path: Path, monkeypatch: pytest.MonkeyPatch, size: int, runs: Any, max_bytes: int | None, counts: list[int]
 ) -> None:
-    monkeypatch.setattr(storage_module, "_MAX_CALL_BYTES", 1000)
+    monkeypatch.setattr(storage_module, "_MAX_CALL_BYTES", max_bytes or storage_module._MAX_CALL_BYTES)
     preadv = Mock(wraps=storage_module.preadv)
     monkeypatch.setattr(storage_module, "preadv", preadv)
-    found, calls = scattered(opened(path), size, runs)
-    assert np.array_equal(found, sliced(size, runs))
+    assert require_read(opened(path), size, runs) == len(counts)
     assert [call.args[2] for call in preadv.call_args_list] == counts
-    assert calls == len(counts)
 
 
 def limited(limits: Iterator[int | OSError | None]) -> Callable[[int, int, int, int], int]:
@@ -141,30 +135,25 @@ def test_a_single_row_of_any_dtype(path: Path, dtype: str, shape: tuple[int, ...
     assert out.tobytes() == DATA[77 : 77 + out.nbytes].tobytes()
 
 
-@pytest.mark.parametrize("trouble", ["fails", "is short", "never comes"])
-def test_a_single_row_is_retried(path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
-    real = os.preadv
-
-    def preadv(descriptor: int, views: Any, offset: int) -> int:
-        if trouble == "fails":
-            raise broken()
-        return real(descriptor, [memoryview(views[0])[:40]], offset)
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    out, offset = np.zeros(100, np.uint8), SIZE - 50 if trouble == "never comes" else 1000
-    if trouble == "never comes":
-        with pytest.raises(ReadError, match="row 0 "):
-            opened(path).read_into(out, offset, named)
-    else:
-        assert opened(path).read_into(out, offset, named) == 2
-        assert np.array_equal(out, DATA[offset : offset + 100])
-
-
 def broken() -> OSError:
     return OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-RUNS = [(100, 7), (20_000, 1), (40_000, 5)]
+@pytest.mark.parametrize(("offset", "error"), [(1000, broken()), (1000, None), (SIZE - 50, None)])
+def test_a_single_row_is_retried(
+    path: Path, monkeypatch: pytest.MonkeyPatch, offset: int, error: OSError | None
+) -> None:
+    """After an error, and after a short read, unless the file ends."""
+    real = os.preadv
+    short = Mock(side_effect=error or (lambda file, views, place: real(file, [memoryview(views[0])[:40]], place)))
+    monkeypatch.setattr(os, "preadv", short)
+    out = np.zeros(100, np.uint8)
+    if offset == 1000:
+        assert opened(path).read_into(out, offset, named) == 2
+        assert np.array_equal(out, DATA[offset : offset + 100])
+    else:
+        with pytest.raises(ReadError, match="row 0 "):
+            opened(path).read_into(out, offset, named)
 
 
 @settings(max_examples=26)
@@ -172,8 +161,7 @@ RUNS = [(100, 7), (20_000, 1), (40_000, 5)]
 def test_short_reads_are_continued(shared: Path, limits: list[int | None], size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage_module, "preadv", limited(itertools.cycle(limits)))
-        found, _ = scattered(opened(shared), size, RUNS)
-    assert np.array_equal(found, sliced(size, RUNS))
+        require_read(opened(shared), size)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +176,7 @@ def test_short_reads_are_continued(shared: Path, limits: list[int | None], size:
 )
 def test_temporary_errors_are_retried(path: Path, monkeypatch: pytest.MonkeyPatch, limits: list[Any]) -> None:
     monkeypatch.setattr(storage_module, "preadv", limited(itertools.chain(limits, itertools.repeat(None))))
-    found, _ = scattered(opened(path), 300, RUNS)
-    assert np.array_equal(found, sliced(300, RUNS))
+    require_read(opened(path), 300)
 
 
 @pytest.mark.parametrize(
@@ -204,15 +191,14 @@ def test_temporary_errors_are_retried(path: Path, monkeypatch: pytest.MonkeyPatc
 def test_lasting_errors_name_the_row(
     path: Path, monkeypatch: pytest.MonkeyPatch, limits: list[Any], place: int, reason: str
 ) -> None:
-    limits = [*limits[:-1], *[limits[-1]] * 50]
-    calls = iter(limits)
-    monkeypatch.setattr(storage_module, "preadv", limited(calls))
+    preadv = Mock(side_effect=limited(itertools.chain(limits, itertools.repeat(limits[-1]))))
+    monkeypatch.setattr(storage_module, "preadv", preadv)
     with pytest.raises(ReadError, match=f"row {place} .*{reason}") as caught:
-        scattered(opened(path), 300, RUNS)
+        require_read(opened(path), 300)
     assert caught.value.path == str(path)
     assert isinstance(caught.value, OSError)
     # One call for many buffers, then a first try for one buffer and three retries.
-    assert len(limits) - len(list(calls)) == len(limits[:-50]) + 1 + 4
+    assert preadv.call_count == len(limits) + 4
 
 
 def pack_of_rows(folder: Path) -> tuple[Path, npt.NDArray[Any], Engine]:
@@ -260,7 +246,7 @@ def test_a_file_that_is_cut_while_it_is_open(
 
 def put_other_file(path: Path) -> None:
     write(path.with_name("new.h5"), numbers((20, 10, 60), "u1", 9), "rows")
-    os.replace(path.with_name("new.h5"), path)
+    path.with_name("new.h5").rename(path)
 
 
 @pytest.mark.parametrize("change", [put_other_file, Path.unlink, lambda path: os.utime(path, ns=(1, 1))])
@@ -282,31 +268,27 @@ def test_a_file_that_changes_while_it_is_open_is_noticed_within_a_second(
 
 
 def replaced(path: Path) -> None:
-    path.with_name("new").write_bytes(DATA.tobytes())
-    os.replace(path.with_name("new"), path)
+    os.replace(shutil.copy(path, path.with_name("new")), path)
 
 
-@pytest.mark.parametrize("change", [replaced, Path.unlink])
-def test_a_file_that_is_replaced_or_deleted_before_it_is_opened(path: Path, change: Callable[[Path], None]) -> None:
-    storage = opened(path)
-    change(path)
-    with pytest.raises(PackChangedError):
-        storage.open()
-    assert descriptors(path) == 0
-
-
-def test_a_file_that_is_replaced_while_it_is_opened_or_cannot_be_opened(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("change", [replaced, Path.unlink, None], ids=["replaced", "deleted", "replaced as it opens"])
+def test_a_file_that_changes_before_it_is_opened(
+    path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None] | None
 ) -> None:
     storage, real = opened(path), os.open
-    monkeypatch.setattr(os, "open", lambda name, flags: (replaced(path), real(name, flags))[1])
+    if change is None:
+        monkeypatch.setattr(os, "open", lambda name, flags: (replaced(path), real(name, flags))[1])
+    else:
+        change(path)
     with pytest.raises(PackChangedError):
         storage.open()
     assert descriptors(path) == 0
-    storage = opened(path)
+
+
+def test_a_file_that_cannot_be_opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "open", Mock(side_effect=PermissionError(errno.EACCES, "denied")))
     with pytest.raises(ReadError, match="denied"):
-        storage.open()
+        opened(path).open()
 
 
 def test_closing_and_opening_again(path: Path) -> None:
@@ -314,8 +296,7 @@ def test_closing_and_opening_again(path: Path) -> None:
     storage.close()
     assert descriptors(path) == 0, "nothing is opened before the first use"
     for _ in range(2):
-        found, _ = scattered(storage, 10, RUNS)
-        assert np.array_equal(found, sliced(10, RUNS))
+        require_read(storage, 10)
         assert descriptors(path) == 1
         assert storage.open() == storage.open()
         storage.close()
@@ -330,26 +311,26 @@ def test_pickled_and_forked_while_open(path: Path) -> None:
     storage = opened(path)
     first = int(storage.open())
 
-    def reads(one: Storage) -> bool:
-        return np.array_equal(scattered(one, 9, RUNS)[0], sliced(9, RUNS))
-
     def child() -> bool:
-        fine = storage.open() == first and reads(storage)
+        fine = storage.open() == first
+        require_read(storage, 9)
         storage.close()
-        return fine and descriptors(path) == 0 and reads(storage)
+        fine = fine and descriptors(path) == 0
+        require_read(storage, 9)
+        return fine
 
     again: Storage = pickle.loads(pickle.dumps(storage))
-    assert reads(again)
+    require_read(again, 9)
     assert again.open() != first
     again.close()
     assert in_child(child)
     assert storage.open() == first
-    assert reads(storage)
+    require_read(storage, 9)
 
 
 def test_is_cached_and_will_need(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = opened(path)
-    scattered(storage, 10, RUNS)
+    require_read(storage, 10)
     assert storage.is_cached(RUNS[0][0])
     storage.will_need(0, SIZE)
     for failure, cached in ((BlockingIOError(), False), (OSError(errno.EOPNOTSUPP, "not supported"), True)):
@@ -367,29 +348,24 @@ def test_is_cached_and_will_need(path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_closing_while_others_read_never_gives_them_another_file(path: Path, tmp_path: Path) -> None:
-    storage = opened(path)
-    other = tmp_path / "other.bin"
-    other.write_bytes(b"\xee" * path.stat().st_size)
-    over = threading.Event()
-    started = threading.Barrier(4, timeout=60)
-    found: list[bool] = []
+    storage, other = opened(path), tmp_path / "other.bin"
+    other.write_bytes(b"\xee" * SIZE)
+    over, started = threading.Event(), threading.Barrier(4, timeout=60)
 
-    def read() -> None:
+    def work(number: int) -> None:
         started.wait()
-        while not over.is_set():
-            found.append(np.array_equal(scattered(storage, 9, RUNS)[0], sliced(9, RUNS)))
+        if number < 3:
+            while not over.is_set():
+                require_read(storage, 9)
+            return
+        try:
+            for _ in range(300):
+                storage.close()
+                # This file gets the number of a descriptor that was just closed.
+                with other.open("rb") as file:
+                    file.read(1)
+        finally:
+            over.set()
 
-    readers = [threading.Thread(target=read) for _ in range(3)]
-    for reader in readers:
-        reader.start()
-    started.wait()
-    for _ in range(300):
-        storage.close()
-        # This file gets the number of a descriptor that was just closed.
-        with other.open("rb") as file:
-            file.read(1)
-    over.set()
-    for reader in readers:
-        reader.join()
-    assert all(found)
+    run_threads(4, work)
     assert descriptors(path) <= 1, "threads that open it at once share a descriptor"
