@@ -1,17 +1,41 @@
-"""What the tests of orders share: random epochs and the batches of a plan."""
+"""What the tests of orders share: drawn epochs, drawn weights, and the batches of a plan."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 
-from h5pack.order.row_ranges import Rows
+from h5pack.order.row_ranges import RowRange, Rows, RowSet, RowSubset
+from h5pack.order.weights import WeightedRows
 from h5pack.order.window import ChunkGroup, OrderPlan
 
-MANY = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+MANY = settings(max_examples=50)
 SHUFFLES: list[str | bool] = ["window", "full", "chunk", False]
 EPOCHS = st.integers(0, 3)
+
+Drawn = tuple[RowSet, list[float], int]
+"""Rows, their weights in stored order, and how many are drawn."""
+
+_weights = st.integers(0, 9).map(float) | st.floats(0, 1) | st.sampled_from([1e-300, 5e-324, 1 / 3, 1e6, 1.7e308])
+
+
+@st.composite
+def weighted(draw: st.DrawFn) -> Drawn:
+    start, count, chunk_rows = draw(st.integers(0, 30)), draw(st.integers(1, 60)), draw(st.integers(1, 12))
+    rows: RowSet = RowRange(start, start + count, chunk_rows)
+    if not draw(st.integers(0, 2)):
+        chosen = draw(st.lists(st.integers(0, 80), min_size=count, max_size=count))
+        rows = RowSubset(np.array(chosen), np.arange(count), chunk_rows)
+    weights = draw(st.lists(_weights, min_size=count, max_size=count))
+    weights[draw(st.integers(0, count - 1))] = draw(_weights.filter(bool))
+    return rows, weights, draw(st.integers(1, 150))
+
+
+def weigh(rows: RowSet, weights: Sequence[float], samples: int) -> WeightedRows:
+    return WeightedRows(rows, np.array(weights, np.float64), samples)
 
 
 def targets(group: ChunkGroup) -> tuple[Rows, Rows]:

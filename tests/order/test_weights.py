@@ -32,7 +32,7 @@ from h5pack.order.weights import MAX_SAMPLES, WeightedRows
 from h5pack.order.window import OrderPlan
 from tests.data import packs
 from tests.data.packs import all_same, reference, threads_end
-from tests.order.plans import EPOCHS, MANY, SHUFFLES, batches
+from tests.order.plans import EPOCHS, MANY, SHUFFLES, Drawn, batches, weigh, weighted
 from tests.stacks import watched
 
 ORDERS: dict[str, dict[str, Any]] = {
@@ -51,27 +51,6 @@ ORDERS: dict[str, dict[str, Any]] = {
     "few samples": {"num_samples": 3},
     "many samples": {"num_samples": 411},
 }
-
-Drawn = tuple[RowSet, list[float], int]
-"""Rows, their weights in stored order, and how many are drawn."""
-
-numbers = st.integers(0, 9).map(float) | st.floats(0, 1) | st.sampled_from([1e-300, 5e-324, 1 / 3, 1e6, 1.7e308])
-
-
-@st.composite
-def weighted(draw: st.DrawFn) -> Drawn:
-    start, count, chunk_rows = draw(st.integers(0, 30)), draw(st.integers(1, 60)), draw(st.integers(1, 12))
-    rows: RowSet = RowRange(start, start + count, chunk_rows)
-    if not draw(st.integers(0, 2)):
-        chosen = draw(st.lists(st.integers(0, 80), min_size=count, max_size=count))
-        rows = RowSubset(np.array(chosen), np.arange(count), chunk_rows)
-    weights = draw(st.lists(numbers, min_size=count, max_size=count))
-    weights[draw(st.integers(0, count - 1))] = draw(numbers.filter(bool))
-    return rows, weights, draw(st.integers(1, 150))
-
-
-def weigh(rows: RowSet, weights: Sequence[float], samples: int) -> WeightedRows:
-    return WeightedRows(rows, np.array(weights, np.float64), samples)
 
 
 def shares(weights: Sequence[float], samples: int) -> list[Fraction]:
@@ -122,24 +101,6 @@ def test_counts_are_those_of_points_on_a_line(drawn: Drawn, seed: int, epoch: in
     require_shares(counts, weights, samples)
 
 
-@given(st.data(), weighted(), EPOCHS, st.sampled_from(SHUFFLES), st.sampled_from([2, 4]), st.booleans())
-@MANY
-def test_ranks_and_streams_share_the_draws(
-    data: st.DataObject, drawn: Drawn, epoch: int, shuffle: str | bool, count: int, drop: bool
-) -> None:
-    rows, weights, samples = drawn
-    lanes, take = data.draw(st.sampled_from([1, 3])), data.draw(st.integers(1, 3))
-    whole = weigh(rows, weights, samples - samples % 12 + 12)
-    order: dict[str, Any] = {"shuffle": shuffle, "seed": 5, "window": 3, "trim": drop, "drop_last": drop}
-    plan = OrderPlan(whole, 12 // lanes * take, **order, streams=12, lanes=lanes)
-    steps = batches(plan, epoch)
-    if not drop:
-        require_shares(counts_of(rows, steps), weights, whole.count)
-    share = plan.batch_size // count
-    parts = [batches(replace(plan, batch_size=share, num_replicas=count, rank=r), epoch) for r in range(count)]
-    assert [Counter(itertools.chain(*step)) for step in zip(*parts, strict=True)] == list(map(Counter, steps))
-
-
 @given(weighted(), EPOCHS, st.sampled_from(SHUFFLES), st.sampled_from([2, 3, 4]), st.booleans())
 @MANY
 def test_what_does_not_divide_is_repeated_or_left_out(
@@ -179,10 +140,7 @@ def test_equal_weights_draw_every_row_equally_often() -> None:
     for copies in (1, 3):
         drawn = WeightedRows(rows, np.full(100_000, 0.1), copies * 100_000)
         for epoch in range(3):
-            found = drawn.epoch_rows(derive_key(epoch))
-            indices = all_rows(found)[1]
-            assert found.count == len(indices)
-            assert (np.bincount(indices) == copies).all()
+            assert (np.bincount(all_rows(drawn.epoch_rows(derive_key(epoch)))[1]) == copies).all()
 
 
 @pytest.mark.parametrize("samples", [1, 7, 10**7, MAX_SAMPLES])
@@ -251,17 +209,6 @@ def test_a_heavy_chunk_does_not_count_for_each_of_a_window() -> None:
     assert 826 + 15 * 9 < drawn.max_rows(16) <= 2 * 827 + 15 * 10 + 16
     assert drawn.max_rows(1) >= 826
     assert drawn.max_rows(10**6) >= 10_000
-
-
-@given(weighted(), EPOCHS)
-@MANY
-def test_from_every_batch_on_the_tail_is_the_same(drawn: Drawn, epoch: int) -> None:
-    order: dict[str, Any] = {"seed": 4, "window": 2, "num_replicas": 2, "rank": 1}
-    for shuffle, lanes in zip(SHUFFLES, (1, 2, 2, 1), strict=True):
-        plan = OrderPlan(weigh(*drawn), 6, shuffle=shuffle, **order, streams=4 * lanes, lanes=lanes)
-        whole = batches(plan, epoch)
-        for first in range(0, len(whole) + 1, 3):
-            assert batches(plan, epoch, first) == whole[first:]
 
 
 def test_what_can_be_drawn_is_all_rows_above_zero() -> None:
@@ -395,13 +342,12 @@ def test_resuming_at_every_batch(dataset: h5pack.H5Dataset, settings: dict[str, 
     for done, state in enumerate(states):
         # A state counts batches, so a sampler resumes from that of a loader.
         sampler = h5pack.ChunkBatchSampler(dataset, 12, **order(**settings))
+        loaded = DataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate)
         with h5pack.H5Loader(dataset, 12, **order(**settings), resident="no") as again:
-            for resumed in (again, sampler):
+            for resumed, found in ((again, again), (sampler, loaded)):
                 resumed.load_state_dict(state)
-            loaded = DataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate)
-            for one in (again, loaded):
-                assert all_same(list(one), whole[0][done:])
-                assert all_same(list(one), whole[1])
+                assert all_same(list(found), whole[0][done:])
+                assert all_same(list(found), whole[1])
 
 
 def test_resuming_single_rows_and_pickled_samplers(dataset: h5pack.H5Dataset) -> None:
