@@ -8,6 +8,7 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,18 +32,15 @@ def test_default_chunks_are_neither_large_nor_small_nor_few(n_rows: int, row_byt
         assert (plan.rows - 1) * MIN_CHUNKS < n_rows, "one row fewer would be aligned too, and would give more chunks"
 
 
-@given(row_counts, row_sizes, st.integers(1, 5_000))
-def test_given_rows_are_used(n_rows: int, row_bytes: int, chunk_rows: int) -> None:
+@given(row_counts, row_sizes, st.integers(1, 5_000), st.integers(1, 2**31))
+def test_given_rows_are_used_and_given_bytes_filled_with_whole_rows(
+    n_rows: int, row_bytes: int, chunk_rows: int, chunk_bytes: int
+) -> None:
     plan = plan_chunks(n_rows, row_bytes, chunk_rows=chunk_rows)
-    assert (plan.rows, plan.bytes) == (chunk_rows, chunk_rows * row_bytes)
-    assert plan.count == math.ceil(n_rows / chunk_rows)
-
-
-@given(row_counts, row_sizes, st.integers(1, 2**31))
-def test_given_bytes_are_filled_with_whole_rows(n_rows: int, row_bytes: int, chunk_bytes: int) -> None:
-    plan = plan_chunks(n_rows, row_bytes, chunk_bytes=chunk_bytes)
-    assert plan.bytes <= chunk_bytes or plan.rows == 1
-    assert plan.bytes + row_bytes > chunk_bytes
+    assert (plan.rows, plan.bytes, plan.count) == (chunk_rows, chunk_rows * row_bytes, math.ceil(n_rows / chunk_rows))
+    filled = plan_chunks(n_rows, row_bytes, chunk_bytes=chunk_bytes)
+    assert filled.bytes <= chunk_bytes or filled.rows == 1
+    assert filled.bytes + row_bytes > chunk_bytes
 
 
 def test_known_plans() -> None:
@@ -88,10 +86,7 @@ def hdf5_slot(scaled: tuple[int, ...], grid: list[int], nslots: int) -> int:
     """H5D__chunk_hash_val, with the bits of H5VM_log2_gen(H5VM_power2up(count))."""
     value = scaled[0]
     for place, count in zip(scaled[1:], grid[1:], strict=True):
-        power = 1
-        while power < count:
-            power *= 2
-        value = (value << (power.bit_length() - 1)) ^ place
+        value = (value << (count - 1).bit_length()) ^ place
     return value % nslots
 
 
@@ -108,36 +103,42 @@ def test_no_two_chunks_share_a_slot(axes: list[tuple[int, int]]) -> None:
         assert nslots == grid[0]
 
 
-def bytes_read() -> int:
-    """What this process has asked the kernel for, from /proc."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(dict(line.split(": ") for line in lines)["rchar"])
+def amount_read(dataset: h5py.Dataset, data: npt.NDArray[np.uint8], rows: npt.NDArray[np.int64]) -> int:
+    """What this process asks the kernel for, from /proc, in bytes, to read rows one by one."""
+
+    def total() -> int:
+        return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["rchar"])
+
+    before = total()
+    assert all(np.array_equal(dataset[row], data[row]) for row in rows)
+    return total() - before
+
+
+def write(path: Path, data: npt.NDArray[np.uint8], chunks: tuple[int, ...]) -> int:
+    """Write a compressed dataset, and return its stored size."""
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=data, chunks=chunks, compression="gzip", compression_opts=1)
+        return int(file["x"].id.get_storage_size())
 
 
 @pytest.mark.parametrize("chunks", [(10, 24, 24), (10, 24, 9)])
 def test_a_cache_with_the_planned_slots_decodes_each_chunk_once(tmp_path: Path, chunks: tuple[int, ...]) -> None:
     data = np.random.default_rng(1).integers(0, 256, (400, 24, 24), np.uint8)
     rows = np.random.default_rng(2).integers(0, 400, 1_200)
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file.create_dataset("x", data=data, chunks=chunks, compression="gzip", compression_opts=1)
-        stored = file["x"].id.get_storage_size()
-    amounts = {}
     plan = plan_cache(data.shape, chunks, 1, filtered=True)
-    for label, nslots in (("planned", plan.nslots), ("one short", plan.nslots - 1), ("a third", plan.nslots // 3)):
+    amounts = []
+    for nslots in (plan.nslots, plan.nslots - 1, plan.nslots // 3):
         # One file a run: a second open of the same file keeps the first one's cache.
-        path = tmp_path / f"{label}.h5"
-        path.write_bytes((tmp_path / "a.h5").read_bytes())
-        with h5py.File(path) as file:
-            cache = type(plan)(len(rows) * data[0].nbytes * 10, nslots, plan.w0, "")
-            dataset = reopen_tuned(file["x"], cache)
+        stored = write(tmp_path / f"{nslots}.h5", data, chunks)
+        with h5py.File(tmp_path / f"{nslots}.h5") as file:
+            dataset = reopen_tuned(file["x"], type(plan)(len(rows) * data[0].nbytes * 10, nslots, plan.w0, ""))
             dataset[0]
-            before = bytes_read()
-            assert all(np.array_equal(dataset[row], data[row]) for row in rows)
-            amounts[label] = bytes_read() - before
-    assert amounts["planned"] <= stored * 1.02 + 20_000
-    assert amounts["a third"] > 2 * stored
+            amounts.append(amount_read(dataset, data, rows))
+    planned, one_short, a_third = amounts
+    assert planned <= stored * 1.02 + 20_000
+    assert a_third > 2 * stored
     if chunks[1:] == data.shape[1:]:
-        assert amounts["one short"] > amounts["planned"]
+        assert one_short > planned
 
 
 def test_an_unfiltered_dataset_reads_only_the_selected_rows(tmp_path: Path) -> None:
@@ -150,22 +151,15 @@ def test_an_unfiltered_dataset_reads_only_the_selected_rows(tmp_path: Path) -> N
         with h5py.File(tmp_path / f"{tuned}.h5", rdcc_nbytes=2**20, rdcc_nslots=521) as file:
             dataset = reopen_tuned(file["x"]) if tuned else file["x"]
             dataset[0]
-            before = bytes_read()
-            assert all(np.array_equal(dataset[row], data[row]) for row in rows)
-            amounts.append((bytes_read() - before) / (300 * 32 * 32))
+            amounts.append(amount_read(dataset, data, rows) / (300 * 32 * 32))
     assert amounts[0] < 1.1
     assert amounts[1] > 10
 
 
 def test_the_cache_holds_whatever_a_window_uses(tmp_path: Path) -> None:
     data = np.random.default_rng(1).integers(0, 256, (800, 16, 16), np.uint8)
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file.create_dataset("x", data=data, chunks=(20, 16, 16), compression="gzip", compression_opts=1)
-        stored = file["x"].id.get_storage_size()
-    rng = np.random.default_rng(3)
-    order = np.concatenate([rng.permutation(80) + 80 * window for window in range(10)])
+    stored = write(tmp_path / "a.h5", data, (20, 16, 16))
+    order = np.random.default_rng(3).permuted(np.arange(800).reshape(10, 80), axis=1).ravel()
     with h5py.File(tmp_path / "a.h5") as file:
         dataset = reopen_tuned(file["x"], plan_cache(data.shape, (20, 16, 16), 1, filtered=True, window=4))
-        before = bytes_read()
-        assert all(np.array_equal(dataset[row], data[row]) for row in order)
-        assert bytes_read() - before < stored * 1.02 + 20_000
+        assert amount_read(dataset, data, order) < stored * 1.02 + 20_000

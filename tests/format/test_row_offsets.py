@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from h5pack.format import row_offsets
 from h5pack.format.checksums import row_checksums
-from h5pack.format.row_offsets import (
-    CheckTask,
-    RowOffsets,
-    check_rows,
-    check_rows_counted,
-    check_tasks,
-    describe_check,
-)
-from h5pack.system.files import write_all
+from h5pack.format.row_offsets import RowOffsets, check_rows, check_tasks
+from tests.read.files import flip
 
 ROW_BYTES = 6
 
@@ -49,12 +42,11 @@ def test_runs_hold_every_row_once_and_lie_in_one_piece(chunk_rows: int, drawn: s
 def pack(tmp_path: Path) -> tuple[Path, RowOffsets, np.ndarray]:
     offsets = scattered(5)
     content = np.random.default_rng(0).integers(0, 256, (57, ROW_BYTES), np.uint8)
-    path = tmp_path / "rows"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
-    for row, values in enumerate(content):
-        write_all(descriptor, values.tobytes(), offsets.offset(row))
-    os.close(descriptor)
-    return path, offsets, content
+    with open(tmp_path / "rows", "wb") as stream:
+        for row, values in enumerate(content):
+            stream.seek(offsets.offset(row))
+            stream.write(values.tobytes())
+    return tmp_path / "rows", offsets, content
 
 
 @pytest.mark.parametrize("max_bytes", [1, 13, 10**6])
@@ -62,13 +54,11 @@ def test_intact_rows_pass_and_damaged_rows_are_named(pack: tuple[Path, RowOffset
     path, offsets, content = pack
     rows, checksums = np.arange(57, dtype=np.int64), row_checksums(content)
     tasks = list(check_tasks(str(path), offsets, rows, checksums, max_bytes))
-    assert sum(check_rows_counted(task)[0] for task in tasks) == 57
+    assert sum(row_offsets.check_rows_counted(task)[0] for task in tasks) == 57
     assert [row for task in tasks for row in check_rows(task)] == []
     damaged = [0, 4, 5, 31, 56]
-    with path.open("r+b") as stream:
-        for row in damaged:
-            stream.seek(offsets.offset(row) + row % ROW_BYTES)
-            stream.write(bytes([content[row, row % ROW_BYTES] ^ 0x10]))
+    for row in damaged:
+        flip(path, offsets.offset(row) + row % ROW_BYTES, 0x10)
     assert [row for task in tasks for row in check_rows(task)] == damaged
 
 
@@ -85,6 +75,6 @@ def test_only_the_rows_that_were_asked_for_are_checked(pack: tuple[Path, RowOffs
 def test_rows_behind_the_end_of_the_file_are_wrong(tmp_path: Path, kept: int) -> None:
     content = np.random.default_rng(0).integers(1, 256, (5, ROW_BYTES), np.uint8)
     (tmp_path / "short").write_bytes(content.tobytes()[:kept])
-    task = CheckTask(str(tmp_path / "short"), 70, 0, ROW_BYTES, row_checksums(content))
+    task = row_offsets.CheckTask(str(tmp_path / "short"), 70, 0, ROW_BYTES, row_checksums(content))
     assert check_rows(task) == list(range(70 + kept // ROW_BYTES, 75))
-    assert describe_check(task) == f"{tmp_path}/short rows 70-74"
+    assert row_offsets.describe_check(task) == f"{tmp_path}/short rows 70-74"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,11 @@ from typing import Any
 import h5py
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import strategies as st
 
+from h5pack.read import engine as engine_module
+from h5pack.read import read_plan as plan_module
 from h5pack.read.chunk_index import ChunkIndex, index_dataset
 from h5pack.read.description import describe_file
 from h5pack.read.engine import Engine
@@ -138,6 +144,52 @@ def require_rows(engine: Engine, values: npt.NDArray[Any], name: str = "x") -> N
     """All rows, read in a drawn order, have these values."""
     order = np.random.default_rng(0).permutation(len(values))
     assert np.array_equal(engine.read(name, order), values[order])
+
+
+@contextmanager
+def drawn_limits(draw: Callable[[st.SearchStrategy[int]], int]) -> Iterator[Path]:
+    """A new folder, and drawn sizes of rows that are scattered and of gaps that are read."""
+    scatter_bytes = draw(st.sampled_from([1, engine_module.SCATTER_BYTES, 1 << 30]))
+    gap_bytes = draw(st.sampled_from([0, 100, plan_module.MAX_GAP_BYTES]))
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "SCATTER_BYTES", scatter_bytes)
+        patch.setattr(plan_module, "MAX_GAP_BYTES", gap_bytes)
+        yield Path(folder)
+
+
+def require_every_read(engine: Engine, rows: list[int], expected: npt.NDArray[Any]) -> None:
+    """Rows have the expected values however they are read, and a new engine counts them rightly."""
+    index, wanted, out = engine.indexes["x"], np.array(rows, np.int64), np.full_like(expected, 1)
+    found = engine.read("x", rows)
+    assert found.dtype == expected.dtype
+    assert np.array_equal(found, expected)
+    assert engine.read("x", wanted, out) is out
+    assert np.array_equal(out, expected)
+    # Rows were read twice sorted, and then in the given order.
+    chunks = index.chunks_of(wanted).tolist()
+    times, visits, absent = 2, 2 * len(set(chunks)), 0
+    if not index.library_reason:
+        absent = int((index.addresses[chunks] < 0).sum())
+    if Engine.can_scatter(index):
+        assert np.array_equal(to_addresses(engine, wanted), expected)
+        times, visits = 3, visits + len(list(itertools.groupby(chunks)))
+    stats, count = engine.snapshot(), times * len(rows)
+    assert (stats.rows, stats.bytes_wanted) == (count, count * index.row_bytes)
+    assert (stats.chunk_misses, stats.chunk_hits) == (visits, count - visits)
+    if index.codec is not None:
+        once = sum(int(np.maximum(index.sizes[chunk], 0).sum()) for chunk in set(chunks))
+        # A chunk of which all rows were requested is not cached; few rows of chunks with parts of rows are read alone.
+        assert stats.bytes_read <= 2 * once + (0 if index.codec.steps else stats.bytes_wanted)
+        assert not index.codec.steps or stats.bytes_read >= once
+    elif Engine.can_scatter(index):
+        assert stats.bytes_read == times * (len(rows) - absent) * index.row_bytes
+    elif index.library_reason is not None:
+        assert stats.bytes_read == stats.bytes_wanted
+    assert index.codec is not None or (stats.reads > 0) == bool(rows) or absent == len(rows)
+    for row, values in dict(zip(rows, expected, strict=True)).items():
+        one = engine.read_one("x", row)
+        assert one.dtype == expected.dtype
+        assert np.array_equal(one, values)
 
 
 @st.composite

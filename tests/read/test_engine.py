@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import pickle
 import shutil
-import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +22,6 @@ import h5pack
 from h5pack.errors import DamagedRowsError, PackChangedError
 from h5pack.format.checksums import row_checksums
 from h5pack.read import engine as engine_module
-from h5pack.read import read_plan as plan_module
 from h5pack.read.engine import Engine, ReadStats
 from h5pack.read.hdf5_reader import H5Reader
 from h5pack.read.storage import FileIdentity
@@ -51,62 +48,21 @@ def test_rows_equal_h5pys(data: st.DataObject) -> None:
     sizes = draw(st.tuples(st.integers(1, 30), st.integers(1, 9), st.integers(1, 9), st.integers(1, 4)))
     shape = sizes[: draw(st.integers(1, 4))]
     dtype, storage = draw(st.sampled_from(files.DTYPES)), draw(st.sampled_from(files.STORAGES))
-    scatter_bytes = draw(st.sampled_from([1, engine_module.SCATTER_BYTES, 1 << 30]))
-    gap_bytes = draw(st.sampled_from([0, 100, plan_module.MAX_GAP_BYTES]))
     how = draw(st.sampled_from([{}, {"libver": "latest"}, {"libver": "v110"}, {"userblock_size": 512}]))
     rows, fill, chunk_rows = draw(files.row_lists(shape[0])), draw(st.sampled_from([0, 1])), draw(st.integers(1, 8))
     wanted = np.array(rows, np.int64)
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "SCATTER_BYTES", scatter_bytes)
-        patch.setattr(plan_module, "MAX_GAP_BYTES", gap_bytes)
-        path = Path(folder) / "f.h5"
+    with files.drawn_limits(draw) as folder:
+        path = folder / "f.h5"
         values = write(path, numbers(shape, dtype), storage, fill=fill, chunk_rows=chunk_rows, **how)
         engine = engine_of(path)
         assert (engine.indexes["x"].library_reason is None) == (storage in files.DIRECT)
         expected = h5pys(path, rows, shape, fill)
         assert np.array_equal(expected, values[rows])
-        found = engine.read("x", rows)
-        assert found.dtype == np.dtype(dtype).newbyteorder("=")
-        assert np.array_equal(found, expected)
-        out = np.full_like(expected, 1)
-        assert engine.read("x", wanted, out=out) is out
-        assert np.array_equal(out, expected)
         by_library = np.full_like(expected, 1)
         H5Reader(str(path), FileIdentity.of(str(path))).read("x", wanted, by_library)
         assert np.array_equal(by_library, expected)
-        if Engine.can_scatter(engine.indexes["x"]):
-            assert np.array_equal(files.to_addresses(engine, wanted), expected)
-        assert_counted(engine, rows, 3 if Engine.can_scatter(engine.indexes["x"]) else 2)
-        for row in set(rows):
-            one = engine.read_one("x", row)
-            assert one.dtype == found.dtype
-            assert np.array_equal(one, values[row])
+        files.require_every_read(engine, rows, expected)
         engine.close()
-
-
-def assert_counted(engine: Engine, rows: list[int], times: int) -> None:
-    """Check the statistics after rows were read `times` times, twice sorted and then in the given order."""
-    index, stats = engine.indexes["x"], engine.stats
-    chunks = index.chunks_of(np.array(rows, np.int64)).tolist()
-    visits = 2 * len(set(chunks))
-    if times == 3:
-        visits += len(list(itertools.groupby(chunks)))
-    assert stats.rows == times * len(rows)
-    assert stats.chunk_misses == visits
-    assert stats.chunk_hits == stats.rows - visits
-    assert stats.bytes_wanted == times * len(rows) * index.row_bytes
-    if index.codec is not None:
-        once = sum(int(np.maximum(index.sizes[chunk], 0).sum()) for chunk in set(chunks))
-        # A chunk of which all rows were requested is not cached; few rows of chunks with parts of rows are read alone.
-        assert stats.bytes_read <= 2 * once + (0 if index.codec.steps else stats.bytes_wanted)
-        assert not index.codec.steps or stats.bytes_read >= once
-        return
-    absent = 0 if index.library_reason else sum(int(index.addresses[chunk]) < 0 for chunk in chunks)
-    if Engine.can_scatter(index):
-        assert stats.bytes_read == times * (len(rows) - absent) * index.row_bytes
-    elif index.library_reason is not None:
-        assert stats.bytes_read == stats.bytes_wanted
-    assert (stats.reads > 0) == bool(rows) or absent == len(rows)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h5pack.errors import DamagedRowsError, PackChangedError, ReadError
-from h5pack.read import engine as engine_module
-from h5pack.read import read_plan as plan_module
 from h5pack.read.virtual_index import VirtualIndex
 from tests.read import files
 from tests.read.files import Mapped, engine_of, numbers, require_rows, write, write_virtual
@@ -92,14 +89,9 @@ def virtual_files(draw: st.DrawFn, folder: Path) -> tuple[Path, npt.NDArray[Any]
 @settings(max_examples=60)
 @given(st.data())
 def test_rows_equal_h5pys(data: st.DataObject) -> None:
-    scatter_bytes = data.draw(st.sampled_from([1, engine_module.SCATTER_BYTES, 1 << 30]))
-    gap_bytes = data.draw(st.sampled_from([0, 100, plan_module.MAX_GAP_BYTES]))
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "SCATTER_BYTES", scatter_bytes)
-        patch.setattr(plan_module, "MAX_GAP_BYTES", gap_bytes)
-        path, values, form = data.draw(virtual_files(Path(folder)))
-        library = of_library(path)
-        assert np.array_equal(library, values)
+    with files.drawn_limits(data.draw) as folder:
+        path, values, form = data.draw(virtual_files(folder))
+        assert np.array_equal(of_library(path), values)
         engine = engine_of(path)
         engine.files.max_open = data.draw(st.integers(1, 5))
         index = engine.indexes["x"]
@@ -109,22 +101,7 @@ def test_rows_equal_h5pys(data: st.DataObject) -> None:
             assert isinstance(index, VirtualIndex)
             assert form != "raw" or index.raw
         rows = data.draw(files.row_lists(len(values)))
-        wanted = np.array(rows, np.int64)
-        found = engine.read("x", rows)
-        assert found.dtype == values.dtype
-        assert np.array_equal(found, library[wanted])
-        out = np.full_like(found, 1)
-        assert engine.read("x", wanted, out) is out
-        assert np.array_equal(out, library[wanted])
-        stats = engine.snapshot()
-        assert (stats.rows, stats.bytes_wanted) == (2 * len(rows), 2 * len(rows) * index.row_bytes)
-        assert stats.chunk_hits + stats.chunk_misses == stats.rows
-        if index.library_reason is None:
-            assert stats.chunk_misses == 2 * len(set(index.chunks_of(wanted).tolist()))
-        if index.raw and engine.can_scatter(index):
-            absent = int((index.offsets_of(wanted, index.chunks_of(wanted)) < 0).sum())
-            assert stats.bytes_read == 2 * (len(rows) - absent) * index.row_bytes
-            assert np.array_equal(files.to_addresses(engine, wanted), library[wanted])
+        files.require_every_read(engine, rows, values[np.array(rows, np.int64)])
         engine.close()
 
 
