@@ -186,10 +186,16 @@ def require_every_read(engine: Engine, rows: list[int], expected: npt.NDArray[An
     elif index.library_reason is not None:
         assert stats.bytes_read == stats.bytes_wanted
     assert index.codec is not None or (stats.reads > 0) == bool(rows) or absent == len(rows)
-    for row, values in dict(zip(rows, expected, strict=True)).items():
+    right = dict(zip(rows, expected, strict=True))
+    for row, values in right.items():
         one = engine.read_one("x", row)
         assert one.dtype == expected.dtype
         assert np.array_equal(one, values)
+    if index.library_reason is None and not index.raw:
+        for _, several in itertools.groupby(sorted(right), key=lambda row: int(index.chunks_of(np.array([row]))[0])):
+            same = list(several)
+            decoded, places = engine.rows_in_chunk("x", np.array(same))
+            assert np.array_equal(decoded[places], [right[row] for row in same])
 
 
 @st.composite

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import pickle
 import sys
-import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ from h5pack.format.schema import FilterId
 from h5pack.read import codecs
 from h5pack.read.codecs import Codec, MallocBuffer, UnsupportedFilterError, find_codec, fletcher32
 from h5pack.read.hdf5 import Filter
-from tests.read.files import engine_of, flip, flip_in_chunk, index_of, require_rows, run_threads
+from tests.read import files
+from tests.read.files import engine_of, require_rows
 
 FILTERS: dict[str, tuple[int, tuple[int, ...]]] = {
     "gzip": (FilterId.GZIP, (4,)),
@@ -83,23 +83,16 @@ def test_decoding_equals_h5pys(data: st.DataObject) -> None:
     values = smooth(shape, dtype, draw(st.integers(0, 9)))
     if dtype == "u1" and draw(st.booleans()):
         values = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
-    with tempfile.TemporaryDirectory() as folder:
-        path = write(Path(folder) / "f.h5", values, *pipeline, chunk_rows=chunk_rows, libver=libver, grow=grow)
+    with files.drawn_limits(draw) as folder:
+        path = write(folder / "f.h5", values, *pipeline, chunk_rows=chunk_rows, libver=libver, grow=grow)
         with h5py.File(path) as file:
             assert np.array_equal(file["x"][()], values)
         engine = engine_of(path)
         index = engine.indexes["x"]
         assert index.library_reason is None
         assert index.codec is not None
-        rows = draw(st.lists(st.integers(0, shape[0] - 1), max_size=12))
-        found = engine.read("x", rows)
-        assert found.dtype == values.dtype.newbyteorder("=")
-        assert np.array_equal(found, values[rows])
-        assert np.array_equal(engine.read("x", range(shape[0])), values)
-        for first in range(0, shape[0], chunk_rows):
-            several = np.arange(first, min(shape[0], first + chunk_rows))
-            decoded, places = engine.rows_in_chunk("x", several)
-            assert np.array_equal(decoded[places], values[several])
+        rows = draw(files.row_lists(shape[0]))
+        files.require_every_read(engine, rows, values[np.array(rows, np.int64)].astype(index.native_dtype))
         assert pickle.loads(pickle.dumps(engine)).chunks.cache.bytes == 0
         engine.close()
 
@@ -147,7 +140,7 @@ def test_every_filter_is_decoded_in_several_threads(tmp_path: Path) -> None:
                 decoded, positions = engine.rows_in_chunk("x", rows)
                 assert np.array_equal(decoded[positions], values[rows])
 
-        run_threads(4, work)
+        files.run_threads(4, work)
 
 
 def test_a_loader_decodes_each_chunk_once_an_epoch(tmp_path: Path) -> None:
@@ -190,7 +183,7 @@ def test_fletcher32_is_hdf5s(size: int, bounds: tuple[int, int]) -> None:
 def test_damaged_chunks_are_named(tmp_path: Path, name: str) -> None:
     values = smooth((12, 30, 40), "u1", 2)
     path = write(tmp_path / "f.h5", values, *dict.fromkeys((name, "fletcher32")))
-    flip_in_chunk(path, 1)
+    files.flip_in_chunk(path, 1)
     engine = engine_of(path)
     with pytest.raises(DamagedRowsError) as caught:
         engine.read("x", [6])
@@ -208,12 +201,12 @@ def test_damage_without_a_checksum_is_an_error_or_other_pixels(tmp_path: Path, n
         chunk = file["x"].id.get_chunk_info(1)
     refused = 0
     for place in range(12) if "lz4" in name else range(0, chunk.size, 47):
-        flip(path, chunk.byte_offset + place, 0x5A)
+        files.flip(path, chunk.byte_offset + place, 0x5A)
         try:
             assert engine_of(path).read("x", [6]).shape == (1, 30, 40)
         except DamagedRowsError as error:
             refused += error.rows == (4, 5, 6, 7)
-        flip(path, chunk.byte_offset + place, 0x5A)
+        files.flip(path, chunk.byte_offset + place, 0x5A)
     assert refused > 3
 
 
@@ -261,7 +254,7 @@ def test_a_missing_decoder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     number, unknown = FilterId.ZSTD.to_bytes(2, "little"), (33_333).to_bytes(2, "little")
     path.write_bytes(path.read_bytes().replace(number, unknown, 1))
     with pytest.raises(PackFormatError, match="33333"):
-        index_of(path)
+        files.index_of(path)
     codecs._plugin_function.cache_clear()
     monkeypatch.setitem(sys.modules, "hdf5plugin", None)
     assert not codecs.is_plugin(FilterId.ZSTD)

@@ -18,7 +18,6 @@ from h5pack.errors import PackChangedError, PackFormatError
 from h5pack.read import virtual as module
 from h5pack.read.chunk_index import index_dataset
 from h5pack.read.description import describe_file
-from h5pack.read.virtual_index import VirtualIndex
 from tests.read.encoded_files import encode, write_encoded
 from tests.read.files import Mapped, create_virtual, described, save, write_virtual
 
@@ -191,17 +190,3 @@ def test_a_source_with_many_paths_is_visited_once(tmp_path: Path, monkeypatch: p
     engine = described(tmp_path / "f.h5")
     assert len(indexed) == len(set(indexed)) == 57
     assert engine.read("images", range(8))[:, 0, 0].tolist() == list(range(8))
-
-
-def test_holes_of_several_lengths_beside_compressed_rows(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "s.h5", "w") as file:
-        file.create_dataset("x", data=np.ones((10, 64, 64), np.uint8), chunks=(5, 64, 64), compression="gzip")
-    mapped = Mapped(np.s_[5:15], "s.h5", (10, 64, 64))
-    engine = described(write_virtual(tmp_path / "v.h5", (45, 64, 64), mapped, name="images", fill=7))
-    expected = np.where((np.arange(45) >= 5) & (np.arange(45) < 15), 1, 7)
-    assert np.array_equal(engine.read("images", range(45))[:, 0, 0], expected)
-    index = engine.indexes["images"]
-    assert isinstance(index, VirtualIndex)
-    for first, last in itertools.pairwise([*index.starts.tolist(), 45]):
-        values, positions = engine.rows_in_chunk("images", np.arange(first, last), keep=True)
-        assert np.array_equal(values[positions, 0, 0], expected[first:last])
