@@ -87,12 +87,9 @@ def test_a_batch_reads_each_dataset_once(mixed: ConcatPack) -> None:
 @pytest.mark.parametrize(
     ("other", "field"),
     [
-        ({"images": packs.values(9, (5, 4, 3))}, "images"),
-        ({"images": packs.values(9, dtype="f4")}, "images"),
-        ({"labels": None}, "labels"),
-        ({"labels": np.zeros((9, 4), "u1")}, "labels"),
-        ({"labels": np.zeros(9)}, "labels"),
-        ({}, "row numbers"),
+        *(({"images": packs.values(9, (5, 4, 3))}, "images"), ({"images": packs.values(9, dtype="f4")}, "images")),
+        *(({"labels": None}, "labels"), ({"labels": np.zeros((9, 4), "u1")}, "labels")),
+        *(({"labels": np.zeros(9)}, "labels"), ({}, "row numbers")),
     ],
     ids=["shape", "dtype", "no labels", "a table", "floats", "row numbers"],
 )
