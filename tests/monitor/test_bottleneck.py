@@ -14,13 +14,6 @@ def names(figures: dict[str, Any], **known: Any) -> tuple[str, ...]:
     return tuple(one.value for one in judge(evidence(figures, **known)).bottlenecks)
 
 
-def test_a_loop_as_fast_as_its_step_is_fed() -> None:
-    verdict = judge(evidence(stall_fraction=0.02))
-    assert (verdict.outcome, verdict.bottlenecks) == (Outcome.FED, (Bottleneck.STEP,))
-    assert (verdict.fed, verdict.certain, verdict.slower, verdict.first_epoch) == (True, True, False, None)
-    assert verdict.feed == rates(36_000)
-
-
 WAITS = {"read_busy_fraction": 0.05}
 TOO_LARGE = {"fits_cache": False}
 ENCODED = {"encoding": Encoding.CHUNKS}
@@ -69,13 +62,6 @@ def test_the_slowest_part_of_the_slowest_lane_is_named(
     assert (verdict.outcome, verdict.fed, verdict.certain) == (Outcome.LIMITED, False, True)
 
 
-def test_a_step_that_hardly_waits_is_fed_though_it_is_slower_than_alone() -> None:
-    figures = {"copy": None, "normalize": 90_000, "everything": 2_100}
-    assert judge(evidence(figures, **ON_CPU, stall_fraction=0.2)).fed is False
-    verdict = judge(evidence(figures, **ON_CPU, stall_fraction=0.04))
-    assert (verdict.bottlenecks, verdict.fed, verdict.certain) == ((Bottleneck.STEP,), True, True)
-
-
 def test_stages_that_repeats_do_not_separate_are_named_together() -> None:
     figures = {"copy": 1_000, "everything": 800}
     assert names({**figures, "step": 1_250}) == ("copy",)
@@ -84,52 +70,47 @@ def test_stages_that_repeats_do_not_separate_are_named_together() -> None:
     assert names({**figures, "step": Rates(2_500, 990, 2_600, 5)}) == ("copy",)
 
 
+IN_TURN = {"copy": None, "normalize": 90_000, "everything": 2_100}
+ALONE = {"copy": None, "normalize": 9_000, "loader": 4_000}
+SHORT = {"copy": 1_000, "everything": 400}
+
+
 @pytest.mark.parametrize(
-    ("figures", "stall"),
+    ("figures", "known", "outcome", "named", "fed", "certain", "slower"),
     [
+        ({}, {"stall_fraction": 0.02}, Outcome.FED, ("step",), True, True, False),
+        # A step that hardly waits is fed, although it is slower than alone.
+        (IN_TURN, {**ON_CPU, "stall_fraction": 0.2}, Outcome.LIMITED, ("step",), False, False, True),
+        (IN_TURN, {**ON_CPU, "stall_fraction": 0.04}, Outcome.FED, ("step",), True, True, False),
         # The loop is faster than the loader, which is part of it.
-        ({"loader": 800, "storage_hot": 4_000, "everything": 1_600}, None),
+        ({"loader": 800, "storage_hot": 4_000, "everything": 1_600}, {}, Outcome.CONTRADICTION, (), None, False, False),
         # The loop is as fast as the step, and yet the step waits.
-        ({}, 0.7),
+        ({}, {"stall_fraction": 0.7}, Outcome.CONTRADICTION, (), None, False, False),
         # The step is the slowest, and yet it waits; the copy is, and yet the step hardly waits for it.
-        ({"everything": 1_000}, 0.8),
-        ({"copy": 1_000, "everything": 900}, 0.01),
-    ],
-)
-def test_a_loop_that_contradicts_the_stages_gives_no_verdict(figures: dict[str, float], stall: float | None) -> None:
-    verdict = judge(evidence(figures, stall_fraction=stall))
-    assert (verdict.outcome, verdict.bottlenecks) == (Outcome.CONTRADICTION, ())
-    assert (verdict.fed, verdict.certain) == (None, False)
-
-
-@pytest.mark.parametrize(
-    ("figures", "known", "certain", "slower"),
-    [
-        ({"copy": 1_000, "everything": 400}, {"stall_fraction": 0.4}, False, True),
-        ({"copy": 1_000, "everything": 400}, {}, False, True),
-        # A step that waits supports a slow feed.
-        ({"copy": 1_000, "everything": 400}, {"stall_fraction": 0.9}, True, True),
-        ({"copy": None, "normalize": 9_000, "loader": 4_000, "everything": 900}, ON_CPU, False, True),
+        ({"everything": 1_000}, {"stall_fraction": 0.8}, Outcome.CONTRADICTION, (), None, False, False),
+        ({**SHORT, "everything": 900}, {"stall_fraction": 0.01}, Outcome.CONTRADICTION, (), None, False, False),
+        # The loop does not support the verdict, unless the step waits for the slow copy.
+        (SHORT, {"stall_fraction": 0.4}, Outcome.LIMITED, ("copy",), False, False, True),
+        (SHORT, {}, Outcome.LIMITED, ("copy",), False, False, True),
+        (SHORT, {"stall_fraction": 0.9}, Outcome.LIMITED, ("copy",), False, True, True),
+        ({**ALONE, "everything": 900}, ON_CPU, Outcome.LIMITED, ("step",), False, False, True),
         # Without a loop, a fraction of its time means nothing.
-        ({"copy": 1_000, "everything": None}, {"stall_fraction": 0.01}, False, False),
+        ({**SHORT, "everything": None}, {"stall_fraction": 0.01}, Outcome.LIMITED, ("copy",), None, False, False),
+        # Without a step only the feed is known, and without a loader nothing.
+        ({**SLOW, "step": None, "everything": None}, WAITS, Outcome.NO_STEP, (), None, False, False),
+        ({"loader": None}, {}, Outcome.NO_LOADER, (), None, False, False),
+        ({"transform": None}, {}, Outcome.NO_LOADER, (), None, False, False),
     ],
 )
-def test_a_verdict_that_the_loop_does_not_support_is_not_certain(
-    figures: dict[str, float | None], known: dict[str, Any], certain: bool, slower: bool
-) -> None:
+def test_a_verdict_is_certain_only_if_the_loop_agrees_with_the_stages(
+    figures: dict[str, Any], known: dict[str, Any], outcome: Outcome, named: tuple[str, ...], fed: bool | None,
+    certain: bool, slower: bool,
+) -> None:  # fmt: skip
     verdict = judge(evidence(figures, **known))
-    assert (verdict.outcome, verdict.certain, verdict.slower) == (Outcome.LIMITED, certain, slower)
-
-
-def test_without_a_step_only_the_feed_is_judged() -> None:
-    verdict = judge(evidence({"step": None, "everything": None, "storage_hot": 900, "loader": 850}, **WAITS))
-    assert (verdict.outcome, verdict.bottlenecks, verdict.fed, verdict.feed) == (Outcome.NO_STEP, (), None, rates(850))
-
-
-@pytest.mark.parametrize("figures", [{"loader": None}, {"transform": None}])
-def test_without_a_loader_there_is_no_verdict(figures: dict[str, Any]) -> None:
-    verdict = judge(evidence(figures))
-    assert (verdict.outcome, verdict.bottlenecks, verdict.certain) == (Outcome.NO_LOADER, (), False)
+    assert tuple(one.value for one in verdict.bottlenecks) == named
+    assert (verdict.outcome, verdict.fed, verdict.certain, verdict.slower) == (outcome, fed, certain, slower)
+    feed = figures.get("loader", 36_000)
+    assert verdict.feed == (None if outcome is Outcome.NO_LOADER else rates(feed))
 
 
 def test_the_first_epoch_may_be_slower_than_the_others() -> None:

@@ -78,28 +78,27 @@ def test_a_slow_loader_is_named_once_in_a_process(clock: FakeClock) -> None:
             run(monitor, clock, 0.1)
 
 
+# In the first interval, below the limit, or without one.
 @pytest.mark.parametrize(
     ("seconds", "batches", "limit"), [(0.3, 3, 0.1), (0.009, 100, 0.1), (0.3, 12, 0.8), (0.3, 12, None)]
 )
-def test_no_warning_in_the_first_interval_below_the_limit_or_without_one(
+def test_a_loader_that_is_fast_enough_gives_no_warning(
     clock: FakeClock, seconds: float, batches: int, limit: float | None
 ) -> None:
     run(FeedMonitor(SlowLoader(clock, seconds, batches), warn_stall=limit), clock, 0.1)
 
 
 def test_a_warning_as_an_error_loses_no_batch(clock: FakeClock) -> None:
-    iterator = iter(FeedMonitor(SlowLoader(clock, 0.6, 6)))
-    numbers = []
+    iterator, numbers = iter(FeedMonitor(SlowLoader(clock, 0.6, 6))), []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        while True:
+        for _ in range(7):
             try:
                 numbers.append(int(next(iterator)[0][0, 0, 0, 0]))
             except UserWarning:
                 numbers.append(-1)
-            except StopIteration:
-                break
     assert numbers == [0, 1, 2, 3, -1, 4, 5]
+    assert next(iterator, None) is None
 
 
 def test_a_report_has_the_numbers_of_loaders_and_gpus(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,6 +320,11 @@ def test_evidence_of_a_loader(dataset: h5pack.H5Dataset) -> None:
     assert (found.encoding, found.library_reason, found.full_shuffle) == (None, None, False)
     assert evidence(DeviceFeed(DataLoader(dataset, BATCH), "cpu")).num_workers == 0
     assert evidence([dataset]).num_workers is None
+    for below, found_below in (
+        (Subset(Subset(dataset, range(9)), range(5)), [dataset]),
+        (h5pack.ConcatPack([dataset, dataset]), [dataset, dataset]),
+    ):
+        assert base_datasets(below) == found_below
     found = evidence(h5pack.H5Loader(dataset, BATCH, num_threads=2), **used)
     assert (found.num_workers, found.num_threads, found.cpus_used) == (None, 2, 2.5)
     assert (found.wait_fraction, found.transform_wait_fraction) == (1.0, None)
@@ -345,11 +349,6 @@ def test_a_full_shuffle_is_seen_in_samplers_and_loaders(tmp_path: Path) -> None:
     ):
         found = evidence(loader)
         assert (found.full_shuffle, found.encoding) == (full, Encoding.CHUNKS), loader
-
-
-def test_datasets_below_subsets_and_concatenations_are_found(dataset: h5pack.H5Dataset) -> None:
-    assert base_datasets(Subset(Subset(dataset, range(9)), range(5))) == [dataset]
-    assert base_datasets(h5pack.ConcatPack([dataset, dataset])) == [dataset, dataset]
 
 
 def test_a_warning_has_the_stall_the_loader_the_bottleneck_and_the_first_advice(
