@@ -22,8 +22,6 @@ from h5pack.errors import DamagedRowsError, PackFormatError, SizesDifferError
 from h5pack.pack import options
 from h5pack.read import encoded as row_decoder_module
 from h5pack.read.description import describe_file
-from h5pack.read.hdf5_reader import H5Reader
-from h5pack.read.storage import FileIdentity
 from tests.makers import pixels
 from tests.read.encoded_files import SIZE, decoded, encode, jpegs, kinds, write_encoded
 from tests.read.files import Mapped, described, flip, in_child, require_rows, run_threads, write_virtual
@@ -37,10 +35,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "extendable": {"chunks": (4,), "maxshape": (None,)},
     "gzip": {"chunks": (5,), "compression": "gzip", "shuffle": True},
 }
-
-
-def reader_of(path: Path) -> H5Reader:
-    return H5Reader(str(path), FileIdentity.of(str(path)))
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [*((layout, "u1") for layout in LAYOUTS), ("chunked", "i1")])
@@ -115,7 +109,7 @@ def test_encoded_reads_are_counted(tmp_path: Path) -> None:
 def test_the_cache_holds_the_references_of_compressed_chunks(tmp_path: Path) -> None:
     """A reference has 16 bytes, not the 8 of NumPy's itemsize. A smaller cache would decode chunks repeatedly."""
     path = write_encoded(tmp_path / "f.h5", jpegs(50), chunks=(50,), compression="gzip")
-    reader = reader_of(path)
+    reader = described(path).reader
     reader.read_bytes("images", np.array([0]))
     assert reader._handles is not None
     cache = reader._handles.dataset("images").id.get_access_plist().get_chunk_cache()
@@ -292,9 +286,10 @@ def test_unwritten_rows_and_datasets_are_empty(tmp_path: Path) -> None:
     path = write_encoded(tmp_path / "f.h5", jpegs(3), chunks=(2,), maxshape=(None,))
     with h5py.File(path, "r+") as file:
         file["images"].resize((7,))
-    assert reader_of(path).read_bytes("images", np.array([2, 3, 6]))[1:] == [b"", b""]
+    engine = described(path, labels=None)
+    assert engine.reader.read_bytes("images", np.array([2, 3, 6]))[1:] == [b"", b""]
     with pytest.raises(DamagedRowsError, match="the image is empty") as caught:
-        described(path, labels=None).read("images", [5])
+        engine.read("images", [5])
     assert caught.value.rows == (5,)
     engine = described(write_encoded(tmp_path / "none.h5", []))
     assert engine.read("images", []).shape == engine.indexes["images"].shape == (0, 0, 0, 3)

@@ -28,8 +28,6 @@ from tests.read.files import descriptors, engine_of, in_child, numbers, run_thre
 
 SIZE = 50_000
 DATA = np.random.default_rng(7).integers(0, 256, SIZE, np.uint8)
-
-
 RUNS = [(100, 7), (20_000, 1), (40_000, 5)]
 """Extents: an offset and a number of rows."""
 
