@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from h5pack.commands.arguments import comma_parts, print_report
+from h5pack.system.parameters import invalid
 
 
 def add(commands: Any) -> None:
@@ -149,11 +150,8 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _numbers(name: str, value: str | None) -> tuple[int, ...]:
-    from h5pack.errors import OptionsError
-
     numbers = comma_parts(value)
     for number in numbers:
         if not number.isdecimal():
-            fragment = f"{name}={number!r}"
-            raise OptionsError(f"{fragment} is invalid; give whole numbers separated by commas", parameters=(fragment,))
+            raise invalid(name, number, " is invalid; give whole numbers separated by commas")
     return tuple(int(number) for number in numbers)

@@ -8,7 +8,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from h5pack.commands.arguments import add_hdf5, add_workers, comma_parts
-from h5pack.errors import OptionsError
+from h5pack.system.parameters import invalid
 from h5pack.system.text import counted
 
 
@@ -147,6 +147,5 @@ def _chunk_rows(text: str | None) -> int | None:
     if text is None or text == "auto":
         return None
     if not text.isdigit():
-        fragment = f"chunk_rows={text!r}"
-        raise OptionsError(f"{fragment} is invalid; give a whole number or auto", parameters=(fragment,))
+        raise invalid("chunk_rows", text, " is invalid; give a whole number or auto")
     return int(text)

@@ -40,10 +40,7 @@ class Augmentation:
     flip: float = 0.0  # Probability of a horizontal flip.
     crop: int = 0  # Pixels of padding on each side before a random window is cut out.
     erase: float = 0.0  # Probability that a box is erased.
-    erase_scale: tuple[float, float] = (
-        0.02,
-        0.33,
-    )  # Range of the box's area / the image's area; drawn uniformly.
+    erase_scale: tuple[float, float] = (0.02, 0.33)  # Range of the box's area / the image's area; drawn uniformly.
     erase_ratio: tuple[float, float] = (0.3, 3.3)  # Range of the box's height / width; drawn log-uniformly.
 
     def __post_init__(self) -> None:
@@ -54,24 +51,14 @@ class Augmentation:
                 raise OptionsError(f"{name} has {len(values)} numbers; give two in ascending order", parameters=(name,))
             object.__setattr__(self, name, values)
         (low_area, high_area), (low_ratio, high_ratio) = self.erase_scale, self.erase_ratio
+        is_whole = 0 <= self.crop < 1 << 20 and self.crop == int(self.crop)
+        is_scale, is_ratio = 0 < low_area <= high_area <= 1, 1 / 1024 <= low_ratio <= high_ratio <= 1024
         for name, is_valid, wanted in (
             ("flip", 0 <= self.flip <= 1, "a probability from 0 to 1"),
             ("erase", 0 <= self.erase <= 1, "a probability from 0 to 1"),
-            (
-                "crop",
-                0 <= self.crop < 1 << 20 and self.crop == int(self.crop),
-                "the padding in pixels, an integer of at least 0",
-            ),
-            (
-                "erase_scale",
-                0 < low_area <= high_area <= 1,
-                "two fractions of the area in ascending order, above 0 and at most 1",
-            ),
-            (
-                "erase_ratio",
-                1 / 1024 <= low_ratio <= high_ratio <= 1024,
-                "two ratios in ascending order, from 1/1024 to 1024",
-            ),
+            ("crop", is_whole, "the padding in pixels, an integer of at least 0"),
+            ("erase_scale", is_scale, "two fractions of the area in ascending order, above 0 and at most 1"),
+            ("erase_ratio", is_ratio, "two ratios in ascending order, from 1/1024 to 1024"),
         ):
             if not is_valid:
                 raise OptionsError(f"{name} is {getattr(self, name)}; give {wanted}", parameters=(name,))

@@ -15,7 +15,7 @@ from h5pack.device.loader_wrapper import BatchFetcher, DeliveryCursor, FetchedBa
 from h5pack.device.prefetch import CudaCopier, DevicePrefetcher, PrefetchThread
 from h5pack.device.profiling import profiler_range
 from h5pack.errors import OptionsError
-from h5pack.system.parameters import whole_number
+from h5pack.system.parameters import invalid, whole_number
 from h5pack.system.text import counted
 
 
@@ -187,23 +187,18 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise OptionsError(
-            f"device={device!r} is not a torch device; give 'cpu', 'cuda' or 'cuda:0'",
-            parameters=(f"device={device!r}",),
-        ) from error
+        raise invalid("device", device, " is not a torch device; give 'cpu', 'cuda' or 'cuda:0'") from error
     if found.type != "cuda":
         return found
-    asked = f"device={str(found)!r}"
     if not torch.cuda.is_available():
+        asked = f"device={str(found)!r}"
         why = "torch finds no CUDA device" if torch.version.cuda else "torch was built without CUDA"
         raise OptionsError(f"{asked}: {why}; give device='cpu'", parameters=(asked, "device='cpu'"))
     if found == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
     if found.index >= torch.cuda.device_count():
-        raise OptionsError(
-            f"{asked} does not exist: torch finds {counted(torch.cuda.device_count(), 'CUDA device')}, counted from 0",
-            parameters=(asked,),
-        )
+        count = counted(torch.cuda.device_count(), "CUDA device")
+        raise invalid("device", str(found), f" does not exist: torch finds {count}, counted from 0")
     return found
 
 

@@ -27,7 +27,9 @@ def available_cpus(cgroup_root: Path = _CGROUP_ROOT, cgroup_self: Path = _CGROUP
     """
     cpus = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
     for group in _cgroups(cgroup_self):
-        cpus += _v2_quota(cgroup_root / group) + _v1_quota(cgroup_root / "cpu" / group)
+        v1 = cgroup_root / "cpu" / group
+        cpus += _cpu_quota(cgroup_root / group / "cpu.max")
+        cpus += _cpu_quota(v1 / "cpu.cfs_quota_us", v1 / "cpu.cfs_period_us")
     return max(1, min(cpus))
 
 
@@ -93,21 +95,14 @@ def _cgroups(membership: Path) -> list[str]:
     return [str(folder).lstrip("/") for group in groups for folder in (group, *group.parents)]
 
 
-def _v2_quota(folder: Path) -> list[int]:
-    """Return the number of CPUs, rounded up, that cgroup version 2 allows, as a list; [] if there is no limit."""
-    try:
-        quota, period = (folder / "cpu.max").read_text().split()[:2]
-        return [] if quota == "max" else [math.ceil(int(quota) / int(period))]
-    except (OSError, ValueError, ZeroDivisionError):
-        return []
+def _cpu_quota(*files: Path) -> list[int]:
+    """Return the number of CPUs, rounded up, that a control group's files allow, as a list; [] if there is no limit.
 
-
-def _v1_quota(folder: Path) -> list[int]:
-    """Return the number of CPUs, rounded up, that cgroup version 1 allows, as a list; [] if there is no limit."""
+    The files contain the quota and its period: one file in cgroup version 2, two in version 1.
+    """
     try:
-        quota = int((folder / "cpu.cfs_quota_us").read_text())
-        period = int((folder / "cpu.cfs_period_us").read_text())
-        return [] if quota <= 0 else [math.ceil(quota / period)]
+        quota, period = " ".join(file.read_text() for file in files).split()[:2]
+        return [] if quota == "max" or int(quota) <= 0 else [math.ceil(int(quota) / int(period))]
     except (OSError, ValueError, ZeroDivisionError):
         return []
 
