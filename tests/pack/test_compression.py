@@ -117,15 +117,13 @@ def test_chunks_are_what_h5py_itself_would_store_in_the_order_of_the_rows(
         images = file["images"]
         create = images.id.get_create_plist()
         found, flags, values, _ = create.get_filter(0)
-        assert (create.get_nfilters(), found, flags) == (1, number, h5py.h5z.FLAG_MANDATORY)
-        assert values[-len(parameters) :] == parameters
+        wanted = (1, number, h5py.h5z.FLAG_MANDATORY, parameters)
+        assert (create.get_nfilters(), found, flags, values[-len(parameters) :]) == wanted
         assert (images.maxshape, images.chunks) == ((None, 60, 50, 3), (CHUNK_ROWS, 60, 50, 3))
         cache = plan_cache(images.shape, images.chunks, 1, filtered=True)
         assert images.attrs["h5pack_rdcc_nbytes"] == cache.nbytes > 0
         chunks = [images.id.get_chunk_info(place) for place in range(images.id.get_num_chunks())]
-        assert [(chunk.chunk_offset[0], chunk.filter_mask) for chunk in chunks] == [
-            (7 * place, 0) for place in range(11)
-        ]
+        assert [(chunk.chunk_offset[0], chunk.filter_mask) for chunk in chunks] == [(7 * n, 0) for n in range(11)]
         assert (np.diff([chunk.byte_offset for chunk in chunks]) > 0).all()
         shape = {"chunks": images.chunks, "maxshape": images.maxshape}
         theirs = other.create_dataset("images", data=images[()], **shape, **asked)
@@ -354,8 +352,7 @@ def test_killed_while_workers_compress(packs: dict[str, Path], source: Path, tmp
     child, workers = convert_until_held(source, out, options("zstd"), (compression, "compress_chunk"), chunks)
     child.kill()
     child.join()
-    assert len(workers) == 2
-    assert all(gone(worker) for worker in workers)
+    assert [gone(worker) for worker in workers] == [True, True]
     assert leftovers(tmp_path) >= {"o.h5.partial", "o.h5.partial.journal", "o.h5.partial.compressed"}
     h5pack.convert(source, out, **options("zstd", resume=True, num_workers=2))
     assert out.read_bytes() == packs["zstd"].read_bytes()
@@ -425,22 +422,18 @@ def test_the_plan_counts_both_copies_and_bounds_what_the_disk_holds(
     assert plan.file_bytes > raw.file_bytes
     assert plan.needed_bytes > 2 * ROWS * 9000 > raw.needed_bytes
     assert ROWS * 9000 < max(held) <= plan.needed_bytes
-    assert (plan.to_json()["bytes"], plan.to_json()["needed_bytes"]) == (plan.file_bytes, plan.needed_bytes)
 
 
 # zstd and zstd:3 are two names of one compression.
-@pytest.mark.parametrize(
-    ("begun", "same", "other", "parameter"),
-    [("zstd", "zstd:3", "none", "compression='zstd:3'"), ("none", "none", "gzip", "compression='none'")],
-)
+@pytest.mark.parametrize(("begun", "same", "other"), [("zstd", "zstd:3", "none"), ("none", "none", "gzip")])
 def test_a_resume_with_another_compression_is_refused(
-    source: Path, tmp_path: Path, begun: str, same: str, other: str, parameter: str
+    source: Path, tmp_path: Path, begun: str, same: str, other: str
 ) -> None:
     out = tmp_path / "o.h5"
     convert_in_child(source, out, options(begun), kill_at=30)
     with pytest.raises(ResumeError) as caught:
         h5pack.convert(source, out, **options(other, resume=True))
-    assert parameter in caught.value.parameters
+    assert f"compression={same!r}" in caught.value.parameters
     assert h5pack.convert(source, out, **options(same, resume=True)).images == ROWS
     assert h5pack.convert(source, out, **options(begun, resume=True)).already_complete
     with pytest.raises(OutputExistsError):

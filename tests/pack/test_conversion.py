@@ -382,15 +382,14 @@ def test_the_same_content_makes_the_same_bytes_at_any_time(tmp_path: Path) -> No
     source = split_folders(tmp_path / "in", {"train": {"x": 9}, "test": {"x": 5, "y": 2}}, (60, 50))
     truncate(source / "test" / "y" / "00001.jpg")
 
-    def files() -> list[bytes]:
-        for compat in (False, True):
-            h5pack.convert(source, tmp_path / f"{compat}.h5", **quick(compat=compat, overwrite=True))
-        return [(tmp_path / f"{compat}.h5").read_bytes() for compat in (False, True)]
+    def file(compat: bool) -> bytes:
+        h5pack.convert(source, tmp_path / "o.h5", **quick(compat=compat, overwrite=True))
+        return (tmp_path / "o.h5").read_bytes()
 
-    before, second = files(), int(time.time())
+    before, second = [file(False), file(True)], int(time.time())
     # HDF5 counts time in seconds.
     wait_for(lambda: int(time.time()) > second)
-    assert files() == before
+    assert [file(False), file(True)] == before
 
 
 def test_resume_of_a_finished_output_only_checks_it(tmp_path: Path) -> None:

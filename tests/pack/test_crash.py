@@ -86,8 +86,7 @@ def test_killed_while_workers_write(source: Path, order: str, whole: bytes, tmp_
     child, workers = convert_until_held(source, out, options(order), decode, images)
     child.kill()
     child.join()
-    assert len(workers) == 2
-    assert all(gone(worker) for worker in workers)
+    assert [gone(worker) for worker in workers] == [True, True]
     report = h5pack.convert(source, out, **options(order, resume=True, num_workers=2))
     assert (report.resumed_rows > 0) == (images > 0)
     assert out.read_bytes() == whole
@@ -152,25 +151,20 @@ def require_resumed_bytes(tmp_path: Path, arguments: list[str], compression: str
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "call", "compression"),
-    [
-        (signal.SIGINT, 130, DECODING, "none"),
-        (signal.SIGTERM, 143, DECODING, "none"),
-        (signal.SIGINT, 130, STORING, "zstd"),
-    ],
+    ("number", "call", "compression"),
+    [(signal.SIGINT, DECODING, "none"), (signal.SIGTERM, DECODING, "none"), (signal.SIGINT, STORING, "zstd")],
 )
 def test_a_signal_stops_all_processes_and_the_conversion_resumes(
-    tmp_path: Path, number: int, code: int, call: str, compression: str
+    tmp_path: Path, number: int, call: str, compression: str
 ) -> None:
     process, waiting, arguments = held_command(tmp_path, call=call, compression=compression)
     assert (tmp_path / "o.h5.partial.compressed").exists() == (call == STORING)
     # As a terminal does: to the whole group at once.
     os.killpg(process.pid, number) if number == signal.SIGINT else os.kill(process.pid, number)
     _, errors = process.communicate(timeout=90)
-    assert process.returncode == code, errors
-    assert f"{tmp_path}/o.h5.partial" in errors.splitlines()[-1]
-    assert "--resume" in errors.splitlines()[-1]
-    assert "Traceback" not in errors
+    assert process.returncode == 128 + number, errors
+    last = errors.splitlines()[-1]
+    assert (f"{tmp_path}/o.h5.partial" in last, "--resume" in last, "Traceback" in errors) == (True, True, False)
     assert all(gone(each) for each in waiting)
     require_resumed_bytes(tmp_path, arguments, compression)
 
@@ -190,9 +184,8 @@ def test_a_killed_worker_is_reported_and_the_conversion_resumes(tmp_path: Path) 
     process, workers, arguments = held_command(tmp_path)
     os.kill(workers[1], signal.SIGKILL)
     _, errors = process.communicate(timeout=90)
-    assert process.returncode == 1
+    assert (process.returncode, "Traceback" in errors) == (1, False)
     assert errors.splitlines()[-1].startswith("h5pack: a worker process died")
-    assert "Traceback" not in errors
     require_resumed_bytes(tmp_path, arguments)
 
 

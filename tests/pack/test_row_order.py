@@ -111,16 +111,3 @@ def test_carrying_out_the_moves_yields_the_order(plan: tuple[np.ndarray, np.ndar
     assert sum(rows for _, _, rows in runs) == (order != np.arange(len(order))).sum()
     for (target, origin, rows), (following, source, _) in itertools.pairwise(runs):
         assert (target + rows, origin + rows) != (following, source), "two runs could have been one"
-
-
-def test_moves_that_are_easy_to_see() -> None:
-    starts = np.array([0, 6, 10], np.int64)
-    packed = np.array([1, 0, 1, 1, 0, 1, 1, 0, 1, 1], np.bool_)
-    assert close_holes(starts, packed, True).origins.tolist() == [0, 2, 3, 5, 6, 8, 9]
-    shuffled_up = close_holes(starts, packed, False)
-    assert shuffled_up.origins.tolist() == [0, 5, 2, 3, 6, 9, 8]
-    assert shuffled_up.split_starts.tolist() == [0, 4, 7]
-    assert moved_runs(shuffled_up.origins) == [(1, 5, 1), (4, 6, 1), (5, 9, 1), (6, 8, 1)]
-    assert moved_runs(np.array([0, 1, 4, 5, 6, 8], np.int64)) == [(2, 4, 3), (5, 8, 1)]
-    assert moved_runs(np.arange(5)) == []
-    assert moved_runs(np.zeros(0, np.int64)) == []

@@ -104,25 +104,19 @@ class FailingReader(FileReader):
         raise OSError(self.number, os.strerror(self.number), name)
 
 
-@pytest.mark.parametrize(
-    ("number", "late", "workers"),
-    [(errno.EIO, False, 2), (errno.EIO, True, 1), (errno.ESTALE, False, 1), (errno.EMFILE, True, 1)],
-)
-def test_a_storage_that_fails_stops_the_survey(tmp_path: Path, number: int, late: bool, workers: int) -> None:
-    flat_folder(tmp_path, 6)
-    with pytest.raises(SourceError) as caught:
-        surveyed(catalog_of(tmp_path, reader=FailingReader(str(tmp_path), number, late)), workers)
-    assert caught.value.path == "00003.jpg"
-
-
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize(
-    ("number", "reason"), [(errno.ENOENT, "file not found"), (errno.EPERM, "no permission to read it")]
-)
-def test_a_file_that_cannot_be_read_is_rejected(tmp_path: Path, number: int, reason: str, late: bool) -> None:
-    flat_folder(tmp_path, 6)
-    result = surveyed(catalog_of(tmp_path, reader=FailingReader(str(tmp_path), number, late)))
-    assert result.reasons == {3: reason}
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENOENT, errno.EPERM])
+def test_a_failing_storage_stops_the_survey_and_an_unreadable_file_is_rejected(
+    tmp_path: Path, number: int, late: bool
+) -> None:
+    catalog = catalog_of(flat_folder(tmp_path, 6), reader=FailingReader(str(tmp_path), number, late))
+    if number in (errno.ENOENT, errno.EPERM):
+        reason = "file not found" if number == errno.ENOENT else "no permission to read it"
+        assert surveyed(catalog).reasons == {3: reason}
+    else:
+        with pytest.raises(SourceError) as caught:
+            surveyed(catalog, workers=2 if number == errno.EIO else 1)
+        assert caught.value.path == "00003.jpg"
 
 
 def test_a_file_without_permission_is_rejected() -> None:
