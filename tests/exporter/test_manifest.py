@@ -80,8 +80,6 @@ def test_paths_and_class_names_with_special_characters_are_restored(tmp_path: Pa
     found = read(plan, tmp_path / "m.csv")
     # White space in front of a cell is taken away, so the path begins otherwise.
     assert list(found.names) == ["./ lead/a.png", *names[1:]]
-    assert found.labels is not None
-    assert found.label_names is not None
     assert [found.label_names[label] for label in found.labels] == list(words)
 
 
@@ -93,9 +91,7 @@ def test_labels_are_numbers_if_a_class_name_would_be_misread(tmp_path: Path, odd
     assert lines[0] == ["path", "split", "label", "class", "row"]
     assert [line[2] for line in lines[1:]] == ["1", "0", "-1"]
     found = read(plan, tmp_path / "m.csv")
-    assert found.labels is not None
-    assert found.labels.tolist() == [1, 0, -1]
-    assert found.label_names is None
+    assert (found.labels.tolist(), found.label_names) == ([1, 0, -1], None)
 
 
 def test_columns_have_names_of_their_own(tmp_path: Path) -> None:
@@ -107,9 +103,7 @@ def test_columns_have_names_of_their_own(tmp_path: Path) -> None:
     assert options_of(plan) == ["--label-columns", "path~2,x,a; b,y", "--field-columns", "row,x~2"]
     assert [name in lost for name, lost in zip(("'path~2'", "'x~2'"), plan.lost, strict=True)] == [True, True]
     written(plan, tmp_path / "m.csv")
-    found = read(plan, tmp_path / "m.csv")
-    assert found.labels is not None
-    assert found.labels.tolist() == table.tolist()
+    assert read(plan, tmp_path / "m.csv").labels.tolist() == table.tolist()
 
 
 def test_splits_that_would_be_misread() -> None:
