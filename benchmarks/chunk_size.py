@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import h5pack
-from benchmarks.common import RESULTS, scratch_folder, write_result
-from h5pack.benchmark.ceilings import consume, interleaved, spread
+from benchmarks.common import RESULTS, consume, scratch_folder, spread, write_result
+from h5pack.benchmark.ceilings import interleaved
 from h5pack.benchmark.synthetic import make_folder
 from h5pack.system.files import drop_cache
 from h5pack.system.machine import available_cpus, machine_facts

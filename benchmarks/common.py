@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import h5pack
-from h5pack.benchmark.ceilings import interleaved, spread
+from h5pack.benchmark.ceilings import images_of, interleaved, touch
 from h5pack.system.files import make_hot
 
 RESULTS = Path(__file__).parent / "results"
@@ -28,6 +30,22 @@ _BLOCK = 64
 
 Reader = Callable[[int], float]
 """Reads once; takes the number of the repeat, returns rows a second."""
+
+
+def consume(batches: Iterable[Any]) -> float:
+    """Iterate over batches, touch all pages of their images, and return rows/s."""
+    begin, rows = time.perf_counter(), 0
+    for batch in batches:
+        images = images_of(batch)
+        touch(images.numpy())
+        rows += len(images)
+    return rows / (time.perf_counter() - begin)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median, minimum and maximum of the values, rounded to 4 decimals, and the number of values."""
+    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {**{name: round(value, 4) for name, value in found.items()}, "repeats": len(values)}
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:

@@ -23,8 +23,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, RowSource, make_pack, scratch_folder, write_result
-from h5pack.benchmark.ceilings import spread
+from benchmarks.common import RESULTS, RowSource, make_pack, scratch_folder, spread, write_result
 from h5pack.benchmark.synthetic import make_folder
 from h5pack.system.machine import available_cpus, machine_facts
 

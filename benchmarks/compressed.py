@@ -30,13 +30,14 @@ from benchmarks.common import (
     RESULTS,
     WORKERS,
     Reader,
+    consume,
     data_loader,
     ratios,
     repeat_in_turns,
     scratch_folder,
+    spread,
     write_result,
 )
-from h5pack.benchmark.ceilings import consume, spread
 from h5pack.benchmark.sweep import through_library
 from h5pack.read.codecs import MallocBuffer
 from h5pack.system.machine import machine_facts

@@ -26,8 +26,8 @@ from typing import Any
 from PIL import Image
 
 import h5pack
-from benchmarks.common import RESULTS, scratch_folder, write_result
-from h5pack.benchmark.ceilings import interleaved, spread
+from benchmarks.common import RESULTS, scratch_folder, spread, write_result
+from h5pack.benchmark.ceilings import interleaved
 from h5pack.benchmark.synthetic import make_folder
 from h5pack.system.machine import available_cpus, machine_facts
 

@@ -33,8 +33,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import h5pack
-from benchmarks.common import RESULTS, scratch_folder, write_result
-from h5pack.benchmark.ceilings import spread
+from benchmarks.common import RESULTS, scratch_folder, spread, write_result
 from h5pack.device.batch import BatchKey
 from h5pack.device.feed import DeviceFeed
 from h5pack.device.normalize import Normalize

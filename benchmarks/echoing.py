@@ -30,9 +30,8 @@ from torch import nn
 
 import h5pack
 from benchmarks.accuracy import accuracy, generated, network
-from benchmarks.common import RESULTS, scratch_folder, write_result
+from benchmarks.common import RESULTS, scratch_folder, spread, write_result
 from benchmarks.tables import echoing_table
-from h5pack.benchmark.ceilings import spread
 from h5pack.device.echo import EchoLoader
 from h5pack.device.feed import DeviceFeed
 from h5pack.device.normalize import Normalize

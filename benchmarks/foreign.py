@@ -36,14 +36,15 @@ from benchmarks.common import (
     RESULTS,
     OneIndex,
     Reader,
+    consume,
     data_loader,
     repeat_in_turns,
     scratch_folder,
+    spread,
     subset_of,
     write_result,
 )
 from benchmarks.compressed import HEIGHT, WIDTH, image
-from h5pack.benchmark.ceilings import consume, spread
 from h5pack.system.files import make_hot
 from h5pack.system.machine import machine_facts
 

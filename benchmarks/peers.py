@@ -42,10 +42,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import RESULTS, write_result
+from benchmarks.common import RESULTS, spread, write_result
 from benchmarks.peer_cases.base import LISTING, ImageFolder, Listed, chosen
 from benchmarks.peer_worker import MemoryWatch, PeerFiles, checksum, truth
-from h5pack.benchmark.ceilings import interleaved, sequential, spread
+from h5pack.benchmark.ceilings import interleaved, sequential
 from h5pack.benchmark.synthetic import make_folder
 from h5pack.system.machine import machine_facts
 

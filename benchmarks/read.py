@@ -40,6 +40,7 @@ from benchmarks.common import (
     OneIndex,
     Reader,
     RowSource,
+    consume,
     data_loader,
     make_flat,
     make_foreign,
@@ -47,10 +48,11 @@ from benchmarks.common import (
     ratios,
     repeat_in_turns,
     scratch_folder,
+    spread,
     subset_of,
     write_result,
 )
-from h5pack.benchmark.ceilings import MemoryCopy, consume, interleaved, sequential, spread, touch
+from h5pack.benchmark.ceilings import MemoryCopy, interleaved, sequential, touch
 from h5pack.benchmark.sweep import through_library
 from h5pack.system.files import drop_cache
 from h5pack.system.machine import machine_facts

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from benchmarks import chunk_size, compare, compressed, convert, foreign, plots, read, tables
-from benchmarks.common import RESULTS
+from benchmarks.common import RESULTS, spread
 from h5pack.benchmark.bench import BenchRun
-from h5pack.benchmark.ceilings import interleaved, spread
+from h5pack.benchmark.ceilings import interleaved
 from tests.benchmark.files import StepClock
 from tests.makers import class_folders
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import mmap
+import os
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -13,33 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import peers, plots, tables
+from benchmarks import peer_worker, peers, plots, tables
 from benchmarks.peer_cases.base import ImageFolder, Reading, chosen, decode
-from benchmarks.peer_worker import (
-    PeerFiles,
-    check,
-    checksum,
-    convert,
-    fault,
-    marks,
-    private_bytes,
-    read,
-    report_of,
-    session,
-    timed,
-    truth,
-)
 from benchmarks.peers import PeerProcess
 from h5pack.benchmark.synthetic import make_folder
-
-_COUNT = 40
+from tests.test_benchmarks import run
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("peers") / "images"
-    make_folder(path, _COUNT, (24, 16))
-    np.save(path.with_suffix(".npy"), truth(ImageFolder(path), 1))
+    make_folder(path, 40, (24, 16))
+    np.save(path.with_suffix(".npy"), peer_worker.truth(ImageFolder(path), 1))
     return path
 
 
@@ -51,18 +36,13 @@ def job_of(folder: Path, out: Path) -> dict[str, Any]:
 def test_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone, threads = PeerProcess.run, torch.get_num_threads()
 
-    def run(self: PeerProcess, job: dict[str, Any], watch: bool = False) -> dict[str, Any]:
+    def reported(self: PeerProcess, job: dict[str, Any], watch: bool = False) -> dict[str, Any]:
         # The memory of a process of its own is watched; the other jobs run in this one.
-        return alone(self, job, watch) if watch else report_of(job)
+        return alone(self, job, watch) if watch else peer_worker.report_of(job)
 
-    monkeypatch.setattr(PeerProcess, "run", run)
-    json_path = tmp_path / "p.json"
-    sizes = ["--count", "0", "--small", "24", "--repeats", "1", "--seconds", "0.1"]
-    more = ["--only", "h5loader,ffcv", "--scratch", str(tmp_path), "--json", str(json_path)]
-    peers.main([*sizes, *more])
+    monkeypatch.setattr(PeerProcess, "run", reported)
+    result = run(tmp_path, peers, "--count 0 --small 24 --repeats 1 --seconds 0.1 --only h5loader,ffcv")
     torch.set_num_threads(threads)
-    result = json.loads(json_path.read_text())
-    assert [path.name for path in tmp_path.iterdir()] == ["p.json"], "scratch is cleaned up"
     found = result["sizes"]["3 KB"]
     assert found["rows"] == 24
     assert set(found["ceilings"]) == {"memory copy 1", "memory copy 2", "sequential read"}
@@ -75,9 +55,7 @@ def test_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             assert case["checksum"] == found["checksum"]
             assert case["cold_pages_found_in_cache"] <= case["pages"]
             assert min(case["hot_images_per_s"]["min"], case["cold_images_per_s"]["min"]) > 0
-    assert not cases["h5loader"]["skipped"]
     assert cases["h5loader"]["peak_memory_mb"] > 0
-
     plots.draw_peers(result, tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 10_000
     table = tables.peers_table(result)
@@ -89,15 +67,15 @@ def test_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_way_gives_each_image_once(key: str, folder: Path, tmp_path: Path) -> None:
     (listed,) = chosen(key)
     case, job = listed.load(), job_of(folder, tmp_path / "out")
-    assert convert(case, job)["workers"] == (0 if key == "jpeg" else 1)
-    report = check(case, job)
+    assert peer_worker.convert(case, job)["workers"] == (0 if key == "jpeg" else 1)
+    report = peer_worker.check(case, job)
     assert report["verified"], report["reason"]
-    assert report["checksum"] == checksum(np.load(job["truth"]))
+    assert report["checksum"] == peer_worker.checksum(np.load(job["truth"]))
     if key in ("h5py-auto", "h5py-recipe"):
         with h5py.File(tmp_path / "out" / "images.h5") as file:
             assert file["images"].chunks[1:] != file["images"].shape[1:], "chunks cut images"
     if key == "h5loader-file":
-        measured = read(case, {**job, "pages_found_in_cache": 0})
+        measured = peer_worker.read(case, {**job, "pages_found_in_cache": 0})
         assert measured["cold"]["batches"] == 3
         assert measured["hot"]["images_per_s"] > 0
 
@@ -124,7 +102,7 @@ class Wrong:
 
 
 def test_a_wrong_epoch_is_found(folder: Path, tmp_path: Path) -> None:
-    report = check(Wrong(ImageFolder(folder)), job_of(folder, tmp_path))  # type: ignore[arg-type]
+    report = peer_worker.check(Wrong(ImageFolder(folder)), job_of(folder, tmp_path))  # type: ignore[arg-type]
     assert not report["verified"]
     assert "epoch 1: 40 images came for 40: 1 of them are missing, and 1 came twice" in report["reason"]
     assert "the order does not change" in report["reason"]
@@ -133,20 +111,21 @@ def test_a_wrong_epoch_is_found(folder: Path, tmp_path: Path) -> None:
 def test_marks_know_the_label_and_not_the_layout(folder: Path) -> None:
     source = ImageFolder(folder)
     images = np.stack([decode(path) for path in source.paths])
-    expected = truth(source, 1)
-    assert fault(marks(images.transpose(0, 3, 1, 2), source.labels)[::-1], expected) is None
-    assert fault(marks(images, np.roll(source.labels, 1)), expected)
-    assert fault(marks(images, source.labels)[:-1], expected)
-    assert checksum(expected) == int(images.sum(dtype=np.int64))
+    expected = peer_worker.truth(source, 1)
+    assert peer_worker.fault(peer_worker.marks(images.transpose(0, 3, 1, 2), source.labels)[::-1], expected) is None
+    assert peer_worker.fault(peer_worker.marks(images, np.roll(source.labels, 1)), expected)
+    assert peer_worker.fault(peer_worker.marks(images, source.labels)[:-1], expected)
+    assert peer_worker.checksum(expected) == int(images.sum(dtype=np.int64))
 
 
 def test_an_epoch_is_cut_short_where_it_takes_too_long(folder: Path) -> None:
     opened = Wrong(ImageFolder(folder))
-    assert (timed(opened).rows, timed(opened).batches, timed(opened).whole) == (40, 3, True)
+    whole = peer_worker.timed(opened)
+    assert (whole.rows, whole.batches, whole.whole) == (40, 3, True)
     # Not before 8 batches.
-    assert timed(opened, -1).whole
+    assert peer_worker.timed(opened, -1).whole
     opened.labels, opened.images = np.tile(opened.labels, 5), np.tile(opened.images, (5, 1, 1, 1))
-    cut = timed(opened, -1)
+    cut = peer_worker.timed(opened, -1)
     assert (cut.rows, cut.batches, cut.whole) == (8 * 16, 8, False)
     assert 0 < cut.first_seconds < cut.seconds
 
@@ -156,7 +135,7 @@ def test_files_are_dropped_from_the_page_cache_though_they_are_mapped(tmp_path: 
     np.save(tmp_path / "one" / "rows.npy", np.zeros(1 << 20, np.uint8))
     (tmp_path / "one" / "empty").touch()
     (tmp_path / "two").symlink_to(tmp_path / "one")
-    files = PeerFiles(tmp_path / "two")
+    files = peer_worker.PeerFiles(tmp_path / "two")
     files.flush()
     assert files.disk_bytes() >= 1 << 20
     mapped = np.load(tmp_path / "one" / "rows.npy", mmap_mode="r")
@@ -169,15 +148,13 @@ def test_files_are_dropped_from_the_page_cache_though_they_are_mapped(tmp_path: 
 
 
 def test_memory_is_private_memory_of_a_session() -> None:
-    import os
-
-    before = private_bytes([os.getpid()])
+    before = peer_worker.private_bytes([os.getpid()])
     # A map of its own: numpy may be given memory that this process has already.
     with mmap.mmap(-1, 1 << 25) as held:
         held.write(b"x" * len(held))
-        assert private_bytes([os.getpid()]) - before > len(held) * 0.9
-    assert os.getpid() in session(os.getsid(0))
-    assert private_bytes([2**22 + 1]) == 0
+        assert peer_worker.private_bytes([os.getpid()]) - before > len(held) * 0.9
+    assert os.getpid() in peer_worker.session(os.getsid(0))
+    assert peer_worker.private_bytes([2**22 + 1]) == 0
 
 
 def test_a_process_that_fails_is_a_report(tmp_path: Path) -> None:
@@ -194,39 +171,47 @@ def test_too_little_space_is_said_before_anything_is_made(tmp_path: Path, monkey
     assert not list(tmp_path.iterdir())
 
 
-def figures(name: str, ours: bool, hot: float, memory: float) -> dict[str, Any]:
+def figures(name: str, hot: float, memory: float, **changes: Any) -> dict[str, Any]:
     def one(value: float) -> dict[str, float]:
         return {"median": value, "min": value, "max": value, "repeats": 1}
 
     return {
-        "case": name, "key": name.lower(), "ours": ours, "skipped": None, "parallel": "2 threads", "verified": True,
-        "hot_images_per_s": one(hot), "hot_of_memory_copy": one(hot / 100),
+        "case": name, "key": name.lower(), "ours": name.startswith("H5"), "skipped": None, "parallel": "2 threads",
+        "verified": True, "hot_images_per_s": one(hot), "hot_of_memory_copy": one(hot / 100),
         "cold_images_per_s": one(10), "first_batch_seconds": one(1), "peak_memory_mb": memory, "convert": None,
-        "file_mb": 1, "hot_whole_epochs": True, "cold_whole_epoch": True, "cold_pages_found_in_cache": 0,
+        "file_mb": 1, "hot_whole_epochs": True, "cold_whole_epoch": True, "cold_pages_found_in_cache": 0, **changes,
     }  # fmt: skip
 
 
+OURS = figures("H5Loader", 100, 100)
+# H5Loader as it comes keeps rows in memory; what it does without is said beside what peers do.
+AGAIN = figures("H5Loader from its file", 60, 100, key="h5loader-file")
+# Faster by less than the margin.
+CLOSE = figures("Close", 104, 70)
+
+
 def test_where_a_peer_is_better_is_said() -> None:
-    ours, peer = figures("H5Loader", True, 100, 100), figures("Peer", False, 90, 50)
-    other = figures("H5Other", True, 50, 60)
-    said = tables.where_peers_are_better({"cases": [ours, peer]})
-    assert said == ["peak memory (H5Loader: 100 MB): Peer 50 MB"]
+    def better(*cases: dict[str, Any]) -> list[str]:
+        return tables.where_peers_are_better({"cases": [OURS, *cases]})
+
+    assert better(figures("Peer", 90, 50)) == ["peak memory (H5Loader: 100 MB): Peer 50 MB"]
+    assert better(figures("Peer", 90, 50, verified=False)) == []
     # Better than H5Loader, but not than another case of h5pack; and a difference within the margin is none.
-    close = figures("Close", False, 104, 70)
-    (said,) = tables.where_peers_are_better({"cases": [ours, other, close]})
+    (said,) = better(figures("H5Other", 50, 60), CLOSE)
     assert said.startswith("peak memory (H5Loader: 100 MB; h5pack's best, H5Other: 60 MB): ")
     assert said.endswith(": better than H5Loader as it comes only: Close 70 MB")
-    peer["verified"] = False
-    assert tables.where_peers_are_better({"cases": [ours, peer]}) == []
-    assert "fewer than Fast (200 images/s)" in tables.peers_message({"cases": [ours, figures("Fast", False, 200, 1)]})
-    # H5Loader as it comes keeps rows in memory; what it does without is said beside what peers do.
-    again = {**figures("H5Loader from its file", True, 60, 100), "key": "h5loader-file"}
-    faster = tables.where_peers_read_faster({"cases": [ours, again, figures("Quick", False, 70, 1), close]})
+    faster = tables.where_peers_read_faster({"cases": [OURS, AGAIN, figures("Quick", 70, 1), CLOSE]})
     assert faster.endswith("(60 images/s): Close 104 images/s, Quick 70 images/s")
-    assert not tables.where_peers_read_faster({"cases": [ours, again, figures("Level", False, 62, 1)]})
-    assert "; 60 where it reads its file in every epoch" in tables.peers_message(
-        {"cases": [ours, again, peer | {"verified": True}]}
-    )
-    assert "1.1 times as many as the fastest peer, Slow" in tables.peers_message(
-        {"cases": [ours, figures("Slow", False, 90, 1)]}
-    )
+    assert not tables.where_peers_read_faster({"cases": [OURS, AGAIN, figures("Level", 62, 1)]})
+
+
+@pytest.mark.parametrize(
+    ("cases", "said"),
+    [
+        ([OURS, figures("Fast", 200, 1)], "fewer than Fast (200 images/s)"),
+        ([OURS, figures("Slow", 90, 1)], "1.1 times as many as the fastest peer, Slow"),
+        ([OURS, AGAIN, figures("Peer", 90, 50)], "; 60 where it reads its file in every epoch"),
+    ],
+)
+def test_the_message_compares_with_the_fastest_peer(cases: list[dict[str, Any]], said: str) -> None:
+    assert said in tables.peers_message({"cases": cases})

@@ -194,7 +194,7 @@ class BenchRun:
                 packing = self._clock() - begin
                 self._on_progress(packing)
                 report = self.report = BenchReport(
-                    source=source.name,
+                    source="generated images" if source.kind == "generated" else source.source,
                     kind=source.kind,
                     num_images=source.num_images,
                     row_shape=sample.row_shape,

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import statistics
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,22 +37,6 @@ def touch(images: npt.NDArray[Any]) -> int:
 def images_of(batch: Any) -> Any:
     """Return the images of a batch or sample: its first element if it is a list or tuple, else the batch itself."""
     return batch[0] if isinstance(batch, (list, tuple)) else batch
-
-
-def consume(batches: Iterable[Any]) -> float:
-    """Iterate over batches, touch all pages of their images, and return rows/s."""
-    begin, rows = time.perf_counter(), 0
-    for batch in batches:
-        images = images_of(batch)
-        touch(images.numpy())
-        rows += len(images)
-    return rows / (time.perf_counter() - begin)
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median, minimum and maximum of the values, rounded to 4 decimals, and the number of values."""
-    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
-    return {**{name: round(value, 4) for name, value in found.items()}, "repeats": len(values)}
 
 
 def interleaved(names: Sequence[_T], repeats: int) -> Iterator[_T]:

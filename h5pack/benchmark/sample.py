@@ -92,7 +92,6 @@ class ScratchFolder:
 class BenchInput:
     """The images or the file to benchmark."""
 
-    name: str  # Name of the input in reports.
     kind: str  # "folder", "file" or "generated".
     source: str  # Path to convert.
     num_images: int
@@ -108,18 +107,16 @@ def find_input(path: str | os.PathLike[str] | None, options: dict[str, Any], scr
     if path is None:
         folder, count = scratch / "images", _GENERATED_IMAGES
         make_folder(folder, count, _GENERATED_SIZE)
-        return BenchInput(
-            name="generated images", kind="generated", source=str(folder), num_images=count, options=options
-        )
-    name = os.fspath(path)
+        return BenchInput(kind="generated", source=str(folder), num_images=count, options=options)
+    source = os.fspath(path)
     if Path(path).is_file() and is_hdf5(Path(path)):
-        found = _hdf5_input(name, options)
+        found = _hdf5_input(source, options)
     else:
         num_images = len(open_source(path, ConvertOptions.from_keywords(options).source_options))
-        found = BenchInput(name=name, kind="folder", source=name, num_images=num_images, options=options)
+        found = BenchInput(kind="folder", source=source, num_images=num_images, options=options)
     if found.num_images < MIN_IMAGES:
         images = counted(found.num_images, "image")
-        raise OptionsError(f"{name}: {images}, too few to measure; at least {MIN_IMAGES} are needed", path=name)
+        raise OptionsError(f"{source}: {images}, too few to measure; at least {MIN_IMAGES} are needed", path=source)
     return found
 
 
@@ -146,7 +143,6 @@ def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
         options |= {"layout": "nchw"} if channel_axis == -3 else {}
         options |= {"mode": "gray"} if channel_axis is None or stored.shape[channel_axis] <= 2 else {}
     return BenchInput(
-        name=path,
         kind="file",
         source=path,
         num_images=len(dataset),

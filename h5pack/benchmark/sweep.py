@@ -440,12 +440,9 @@ class WorkerReader(CaseReader):
         super().__init__()
         self._dataset = dataset
         self._loader: DataLoader[Any] | None = DataLoader(
-            dataset,
-            batch_sampler=_window_sampler(dataset, case, variant, seed),
-            num_workers=case.num_workers or 0,
-            collate_fn=dataset.collate,
-            persistent_workers=bool(case.num_workers),
-        )
+            dataset, batch_sampler=_window_sampler(dataset, case, variant, seed), num_workers=case.num_workers or 0,
+            collate_fn=dataset.collate, persistent_workers=bool(case.num_workers),
+        )  # fmt: skip
 
     def _epoch(self) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         assert self._loader is not None
