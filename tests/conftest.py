@@ -39,6 +39,15 @@ def pytest_unconfigure() -> None:
     stacks.end()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse names that contain a set, whose order differs from process to process of a parallel run."""
+    for item in items:
+        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        sets = [value for value in values if isinstance(value, (set, frozenset)) and len(value) > 1]
+        if any(str(value) in item.nodeid for value in sets):
+            raise pytest.UsageError(f"{item.nodeid}: the name contains a set")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     """A worker of pytest-xdist has ended."""

@@ -341,7 +341,6 @@ def test_states_are_pinned(dataset: h5pack.H5Dataset) -> None:
         # Orders that a later release may bring.
         *(({"order": 2}, {}, {"order"}), ({"weights": "w"}, {}, {"weights"})),
     ],
-    ids=str,
 )
 def test_states_of_other_orders_are_refused(
     pack: Path, dataset: h5pack.H5Dataset, saved: dict[str, Any], loaded: dict[str, Any], parameters: set[str]
