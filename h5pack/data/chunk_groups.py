@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from h5pack.data.buffers import BatchField, BatchMemory
 from h5pack.data.dataset import H5Dataset
-from h5pack.data.resident import ResidentRows
+from h5pack.data.gather import HeldRows, MappedRows, RowGatherer
 from h5pack.order.window import ChunkGroup, Span
 from h5pack.read.engine import SCATTER_BYTES
 from h5pack.read.read_plan import ScatterPlan
@@ -67,10 +67,14 @@ class OpenBatches:
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """A chunk group, and the read plan of each field whose rows are read from the file directly into the batches."""
+    """A chunk group, and the read plan of each field whose rows are read from the file directly into the batches.
+
+    If `cached`, all rows are in memory, and are gathered batch after batch instead.
+    """
 
     group: ChunkGroup
     plans: dict[str, ScatterPlan]
+    cached: bool = False
 
 
 class _Countdown:
@@ -97,8 +101,8 @@ class _Countdown:
 class GroupReader:
     """Factory of the tasks that fill batches with the rows of chunk groups.
 
-    `small` holds all rows of some small fields in memory; None: read all fields from the file. If `keep` is true,
-    decoded chunks are cached, because the order reads each chunk several times.
+    `held` has all rows of some small fields by name. If `keep` is true, decoded chunks are cached, because the order
+    reads each chunk several times.
     """
 
     def __init__(
@@ -106,14 +110,30 @@ class GroupReader:
         dataset: H5Dataset,
         fields: list[BatchField],
         batches: OpenBatches,
-        small: ResidentRows | None,
+        held: dict[str, HeldRows],
         keep: bool,
     ) -> None:
         self._dataset, self._engine = dataset, dataset.engine
-        self._fields, self._batches, self._small, self._keep = fields, batches, small, keep
+        self._fields, self._batches, self._held, self._keep = fields, batches, held, keep
+        self._mapped = {field.name: rows for field in fields if (rows := self._map(field)) is not None}
+        self._gatherers: dict[str, RowGatherer] = {**held, **self._mapped}
+        self._can_gather = len(self._gatherers) == len(dataset.names)
+
+    def _map(self, field: BatchField) -> MappedRows | None:
+        """Return a field's rows in the page cache, or None if they cannot be copied to batches as they are stored."""
+        if field.name == ROWS or field.name in self._held:
+            return None
+        index = self._engine.indexes[field.name]
+        as_stored = index.dtype.isnative or self._engine.keeps_byte_order(index)
+        mapped = self._engine.mapped(field.name) if as_stored and field.dtype == index.native_dtype else None
+        return None if mapped is None else MappedRows(mapped)
 
     def plan(self, group: ChunkGroup) -> PlannedGroup:
         """Plan the reads of a group's rows, and make the kernel start reading those that are not in the page cache."""
+        if self._can_gather and all(rows.mapped.ready(group.rows) for rows in self._mapped.values()):
+            for name in self._mapped:
+                self._engine.count_mapped(name, group.rows)
+            return PlannedGroup(group, {}, cached=True)
         plans = {}
         for name in self._dataset.names:
             if self._engine.can_scatter(self._engine.indexes[name]):
@@ -146,21 +166,18 @@ class GroupReader:
         countdown.tasks = len(tasks)
         return tasks
 
-    def gather(self, group: ChunkGroup, resident: ResidentRows, on_arrival: OnArrival) -> list[Task]:
-        """Return a task for each span of a group: copy the span's rows from memory, then call `on_arrival` with it."""
-        spans = group.split_by_batch(group.rows)
-        return [partial(self.gather_span, span, rows, resident, on_arrival) for span, rows in spans]
+    def gather(self, group: ChunkGroup, on_arrival: OnArrival) -> list[Task]:
+        """Return a task for each span of a cached group: copy the span's rows, then call `on_arrival` with it."""
+        return [partial(self.gather_span, span, rows, on_arrival) for span, rows in group.split_by_batch(group.rows)]
 
-    def gather_span(
-        self, span: Span, rows: npt.NDArray[np.int64], resident: ResidentRows, on_arrival: OnArrival
-    ) -> None:
-        """Copy the rows of one span from memory to its batch, then call `on_arrival` with the span."""
+    def gather_span(self, span: Span, rows: npt.NDArray[np.int64], on_arrival: OnArrival) -> None:
+        """Copy the rows of one span of a cached group to its batch, then call `on_arrival` with the span."""
         batch, slot, count = span
         for name, array in self._batches.memory(batch).arrays.items():
             if name == ROWS:
                 array[slot : slot + count] = rows
             else:
-                resident.gather(name, rows, array[slot : slot + count])
+                self._gatherers[name].gather(rows, array[slot : slot + count])
         on_arrival([span])
 
     def _addresses(self, group: ChunkGroup, field: BatchField) -> npt.NDArray[np.uint64]:
@@ -179,9 +196,9 @@ class GroupReader:
         """Copy a field's small rows of the whole group to their batches. `low` and `high` are ignored."""
         if field.name == ROWS:
             values: npt.NDArray[Any] = group.rows
-        elif self._small is not None and field.name in self._small:
+        elif field.name in self._held:
             values = np.empty((len(group.rows), *field.row_shape), field.dtype)
-            self._small.gather(field.name, group.rows, values)
+            self._held[field.name].gather(group.rows, values)
         else:
             values = self._engine.read(field.name, group.rows)
         for (batch, slot, count), part in group.split_by_batch(values):

@@ -19,7 +19,7 @@ from h5pack.data.chunk_groups import ROWS
 from h5pack.data.dataset import H5Dataset, batch_fields
 from h5pack.data.iteration import BatchIterator, Closeable
 from h5pack.data.pipeline import Pipeline
-from h5pack.data.resident import ResidentRows
+from h5pack.data.gather import HeldRows
 from h5pack.data.samplers import order_text
 from h5pack.data.selection import plan_order, select_draws
 from h5pack.errors import OptionsError
@@ -122,14 +122,10 @@ class H5Loader(Closeable, Resumable):
         Number of batches to prefetch, as far as `memory_bytes` allows. None: the batches of two shuffle windows. The
         chunks of a window are read together, so lower values are raised to the batches of one window.
     memory_bytes : int, optional
-        Upper bound for the memory of the loader: the batches that it prefetches (in each iteration), and the rows that
-        it keeps. The results of transforms and the batches that the caller holds do not count. None: half of the memory
-        that is available to this process, divided among the ranks on this machine.
-    resident : {"auto", "no", "host"}
-        "host": keep rows in memory once they have been read. "no": read the rows from the file in every epoch, or from
-        the system's page cache if they are still there. "auto": as "no" in the first iteration, then as "host" if all
-        rows fit into `memory_bytes`. The first iteration differs because filling new memory is slow, which only pays
-        off over several epochs.
+        Upper bound for the memory in bytes of the batches that each iteration prefetches. The results of transforms and
+        the batches that the caller holds do not count. Rows in the system's page cache do not count either: they belong
+        to the system, and all processes share them. None: half of the memory that is available to this process, divided
+        among the ranks on this machine.
     pin_memory : bool
         Yield batches in pinned memory, from which copies to a GPU can be asynchronous. Without a GPU, warn and use
         pageable memory.
@@ -171,7 +167,6 @@ class H5Loader(Closeable, Resumable):
         num_threads: int | None = None,
         prefetch_factor: int | None = None,
         memory_bytes: int | None = None,
-        resident: str = "auto",
         pin_memory: bool = False,
         transform: Callable[..., Any] | None = None,
         target_transform: Callable[..., Any] | None = None,
@@ -179,8 +174,6 @@ class H5Loader(Closeable, Resumable):
         self.dataset = dataset
         self._base, rows = select_draws(dataset, indices, weights, num_samples)
         _require_no_transform(self._base)
-        if resident not in ("auto", "no", "host"):
-            raise OptionsError(f"resident is {resident!r}; give 'auto', 'no' or 'host'", parameters=("resident",))
         ranks = rank, num_replicas
         self.plan = plan_order(
             rows, batch_size, shuffle, seed, window, drop_last, ranks=ranks, streams=streams, lanes=lanes
@@ -196,11 +189,11 @@ class H5Loader(Closeable, Resumable):
             if name is not None and function is not None
         }
         super().__init__(EpochCursor(self.plan.identity(), "batches", self.plan.num_batches))
-        self._plan_memory(memory_bytes, resident, prefetch_factor)
+        self._plan_memory(memory_bytes, prefetch_factor)
         self._reset()
 
-    def _plan_memory(self, memory_bytes: int | None, resident: str, prefetch_factor: int | None) -> None:
-        """Decide how many batches to prefetch, and whether to keep rows in memory."""
+    def _plan_memory(self, memory_bytes: int | None, prefetch_factor: int | None) -> None:
+        """Decide how many batches to prefetch, and which small fields to hold in memory."""
         ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
         memory_bytes = available_memory() // 2 // ranks if memory_bytes is None else memory_bytes
         budget = whole_number("memory_bytes", memory_bytes, 0)
@@ -217,25 +210,14 @@ class H5Loader(Closeable, Resumable):
                 parameters=("memory_bytes", "batch_size", "window"),
             )
         indexes, rows = self._base.engine.indexes, self.plan.rows.unique_count
-        kept = ResidentRows.bytes_needed(self._base, rows)
-        fits = kept + needed <= budget
-        if resident == "host" and not fits:
-            raise OptionsError(
-                f"memory_bytes is {budget:,}, but keeping {rows:,} rows in memory needs "
-                f"{kept + needed:,}; raise it, or give resident='auto'",
-                parameters=("memory_bytes", "resident='auto'"),
-            )
-        self.resident = resident != "no" and fits
-        self._first_resident = 0 if resident == "host" else 1
-        # Keep labels and other small fields in memory if they fit, because reading a few small rows at a time is slow.
+        # Hold labels and other small fields in memory if they fit, because reading a few small rows at a time is slow.
         small = [name for name in self._base.names if indexes[name].row_bytes < SCATTER_BYTES]
         small_bytes = rows * sum(indexes[name].row_bytes for name in small)
-        kept = (kept if self.resident else 0) + decoding
-        keep_small = 0 < small_bytes <= min(_MAX_SMALL_BYTES, budget - needed - kept + decoding)
-        self._small_names = small if keep_small else []
-        kept += small_bytes if keep_small else 0
-        self.prefetch_factor = max(minimum, min(wanted, (budget - kept) // max(1, batch_bytes) - 1))
-        self.memory_bytes = (self.prefetch_factor + 1) * batch_bytes + kept
+        hold_small = small_bytes <= min(_MAX_SMALL_BYTES, budget - needed)
+        self._held_names = small if hold_small else []
+        held = decoding + (small_bytes if hold_small else 0)
+        self.prefetch_factor = max(minimum, min(wanted, (budget - held) // max(1, batch_bytes) - 1))
+        self.memory_bytes = (self.prefetch_factor + 1) * batch_bytes + held
 
     def _new_pool(self, keep: int) -> BufferPool:
         fields = batch_fields(self._base)
@@ -245,7 +227,7 @@ class H5Loader(Closeable, Resumable):
         return BufferPool(fields, largest, self.pin_memory, keep)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_pool", "_iterators", "_kept", "_small")
+        own = ("_pool", "_iterators", "_held")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -253,12 +235,10 @@ class H5Loader(Closeable, Resumable):
         self._reset()
 
     def _reset(self) -> None:
-        """Start without memory, threads and kept rows: after creation or `close`, and in a forked child process."""
+        """Start without memory, threads and held rows: after creation or `close`, and in a forked child process."""
         self._process = os.getpid()
         self._pool = self._new_pool(self.prefetch_factor + 1)
-        self._iterations = 0
-        self._kept: ResidentRows | None = None
-        self._small: ResidentRows | None = None
+        self._held: dict[str, HeldRows] | None = None
         self._iterators: weakref.WeakSet[LoaderIterator] = weakref.WeakSet()
 
     def __len__(self) -> int:
@@ -266,8 +246,8 @@ class H5Loader(Closeable, Resumable):
         return self.plan.num_batches
 
     def __repr__(self) -> str:
-        settings = f"num_threads={self.num_threads}, resident={self.resident}"
-        return f"H5Loader({self.dataset!r}, batch_size={self.batch_size}, {order_text(self.plan)}, {settings})"
+        settings = f"batch_size={self.batch_size}, {order_text(self.plan)}, num_threads={self.num_threads}"
+        return f"H5Loader({self.dataset!r}, {settings})"
 
     def __iter__(self) -> Iterator[Any]:
         """Start the next epoch. The threads start to prefetch immediately.
@@ -281,13 +261,9 @@ class H5Loader(Closeable, Resumable):
             self._reset()
         _require_no_transform(self._base)
         self._base.engine.check_unchanged()
-        if self.resident and self._kept is None and self._iterations >= self._first_resident:
-            self._kept = ResidentRows(self._base, self.plan.rows.unique_rows())
-        if self._small_names and self._small is None:
-            small = ResidentRows(self._base, self.plan.rows.unique_rows(), self._small_names)
-            small.load_all()
-            self._small = small
-        self._iterations += 1
+        if self._held is None:
+            rows = self.plan.rows.unique_rows() if self._held_names else range(0)
+            self._held = {name: HeldRows(self._base, name, rows) for name in self._held_names}
         iterator = LoaderIterator(self._cursor, len(self), self._start)
         self._iterators.add(iterator)
         return iterator
@@ -342,21 +318,20 @@ class H5Loader(Closeable, Resumable):
             self._pool,
             num_threads=self.num_threads,
             credits=self.prefetch_factor,
-            finish=partial(self._finish, iteration.epoch, self._kept is not None),
-            resident=self._kept,
-            small=self._small,
+            finish=partial(self._finish, iteration.epoch),
+            held=self._held or {},
         )
 
-    def _finish(self, epoch: int, resident: bool, batch: int, memory: BatchMemory) -> Any:
+    def _finish(self, epoch: int, batch: int, memory: BatchMemory) -> Any:
         """Process the fields of a complete batch, and return the tensors that the loader yields."""
         engine, tensors = self._base.engine, []
         for name in self._base.names:
-            # Resident rows were checked and converted when they were loaded.
-            if not resident:
+            # Held rows were checked and converted when they were read.
+            if name not in self._held_names:
                 index, array = engine.indexes[name], memory.arrays[name]
                 if not index.dtype.isnative and engine.keeps_byte_order(index):
                     array.byteswap(inplace=True)
-                if self._check and name not in self._small_names:
+                if self._check:
                     self._base.check_rows(name, memory.arrays[ROWS], array)
             tensors.append(self._transformed(name, memory.tensor(name), epoch, batch))
         if self._with_rows:

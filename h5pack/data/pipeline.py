@@ -27,7 +27,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,7 +37,7 @@ from h5pack.data.buffers import BatchMemory, BufferPool
 from h5pack.data.chunk_groups import GroupReader, OpenBatches, PlannedGroup, Task
 from h5pack.data.dataset import H5Dataset
 from h5pack.data.iteration import BackgroundThreads
-from h5pack.data.resident import ResidentRows
+from h5pack.data.gather import HeldRows
 from h5pack.errors import LoaderError
 from h5pack.order.window import ChunkGroup, OrderPlan, Span, merge_groups
 
@@ -49,24 +48,15 @@ _MERGED_BYTES = 16 * 1024 * 1024
 """Groups are merged up to this many bytes, which is two tasks. Measured with chunks of one row of 116 KB, one thread
 and windows of 16 chunks: 19,800 images/s without merging, 35,000 with it."""
 
-_KEPT_AHEAD = 4
-"""Batches to prefetch if all rows are in memory, in addition to two per thread."""
-
-
-@dataclass
-class _Waiting:
-    """A chunk group whose chunks are being loaded into memory: the number of loads left, and the tasks to run next."""
-
-    loads: int
-    tasks: list[Task]
+_GATHERED_AHEAD = 2
+"""Batches to have in advance while rows are in the page cache, in addition to two per thread."""
 
 
 class Pipeline(BackgroundThreads):
     """The threads and batches of one epoch, starting with batch `first`.
 
     At most `credits` batches are open or done, but not yet delivered. `finish` receives the number and the memory of
-    each complete batch, and returns the batch that the consumer gets. `resident` keeps rows in memory once they are
-    loaded; None: read all rows from the file. `small` holds all rows of some small fields in memory.
+    each complete batch, and returns the batch that the consumer gets. `held` has all rows of some small fields.
     """
 
     def __init__(
@@ -80,11 +70,10 @@ class Pipeline(BackgroundThreads):
         num_threads: int,
         credits: int,
         finish: Callable[[int, BatchMemory], Any],
-        resident: ResidentRows | None = None,
-        small: ResidentRows | None = None,
+        held: dict[str, HeldRows],
     ) -> None:
         super().__init__()
-        self._plan, self._pool, self._resident, self._finish = plan, pool, resident, finish
+        self._plan, self._pool, self._finish = plan, pool, finish
         self._groups = merge_groups(
             plan.chunk_groups(epoch, first),
             max(1, _MERGED_BYTES // max(1, sum(field.row_bytes for field in pool.fields))),
@@ -92,18 +81,15 @@ class Pipeline(BackgroundThreads):
         )
         self._planned: deque[PlannedGroup] = deque()
         self._planning = True
-        self._granted, self._opened = 0, first
+        self._granted, self._opened, self._delivered = 0, first, first
         self._batches = OpenBatches()
-        self._reader = GroupReader(dataset, pool.fields, self._batches, small, keep=plan.shuffle == "full")
-        # If all rows are in memory, processing a whole group at once has no advantage. Opening batches one by one then
-        # uses few buffers, which stay in the CPU's cache. This needs a single stream, because with several streams a
-        # batch has rows of several groups.
-        self._single = resident is not None and resident.complete and plan.step_streams * plan.lanes == 1
-        if self._single:
-            credits = min(credits, 2 * num_threads + _KEPT_AHEAD)
+        self._reader = GroupReader(dataset, pool.fields, self._batches, held, keep=plan.shuffle == "full")
+        # Batches of cached rows are filled one after the other, which uses few buffers, so that they stay in the CPU's
+        # cache. With several streams, a batch has rows of several groups, so whole groups are processed at once.
+        self._batchwise = plan.step_streams * plan.lanes == 1
+        self._max_gathered = 2 * num_threads + _GATHERED_AHEAD
         self._spans: deque[tuple[Span, npt.NDArray[np.int64]]] = deque()
         self._tasks: deque[Task] = deque()
-        self._loading: dict[int, list[_Waiting]] = {}
         self._stopping = False
         self._lock = threading.Lock()
         self._credits: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -144,6 +130,7 @@ class Pipeline(BackgroundThreads):
 
     def return_credit(self) -> None:
         """Allow one more batch to be opened, because one was delivered to the consumer."""
+        self._delivered += 1
         self._credits.put(None)
         self._wake_one()
 
@@ -167,13 +154,10 @@ class Pipeline(BackgroundThreads):
             # Tasks reference the pipeline. Drop them, so that its memory is freed when the threads end.
             with self._lock:
                 self._tasks.clear()
-                self._loading.clear()
 
     def _plan_ahead(self) -> None:
         for group in self._groups:
-            planned = PlannedGroup(group, {})
-            if self._resident is None or self._resident.missing(group.rows):
-                planned = self._reader.plan(group)
+            planned = self._reader.plan(group)
             self._plan_slots.get()
             if self._stopping:
                 return
@@ -198,7 +182,7 @@ class Pipeline(BackgroundThreads):
                         self._wake_one()
                 if self._tasks:
                     return self._tasks.popleft()
-                if over and not self._loading:
+                if over:
                     break
             self._wake.get()
         # Pass the token on, so that all other reading threads wake up and end, too.
@@ -212,29 +196,31 @@ class Pipeline(BackgroundThreads):
 
     def _issue(self) -> bool:
         """Issue the next group, or its next spans, if there are enough credits; return whether anything was issued."""
-        if self._single:
+        if self._spans:
             return self._issue_spans()
         planned = self._planned[0]
-        if not self._open(planned.group.last):
+        batchwise = planned.cached and self._batchwise
+        if not batchwise and not self._open(planned.group.last):
             return False
         self._planned.popleft()
         self._plan_slots.put(None)
-        if self._resident is None:
-            self._tasks.extend(self._reader.read(planned, self._arrive))
+        if batchwise:
+            self._spans.extend(planned.group.split_by_batch(planned.group.rows))
+            return self._issue_spans()
+        if planned.cached:
+            self._tasks.extend(self._reader.gather(planned.group, self._arrive))
         else:
-            self._load_and_gather(planned.group, self._resident)
+            self._tasks.extend(self._reader.read(planned, self._arrive))
         return True
 
     def _issue_spans(self) -> bool:
         """Queue a task for each of the next spans: up to one per reading thread, as far as the credits suffice."""
-        if not self._spans:
-            group = self._planned.popleft().group
-            self._plan_slots.put(None)
-            self._spans.extend(group.split_by_batch(group.rows))
-        assert self._resident is not None
-        while self._spans and len(self._tasks) < self._readers and self._open(self._spans[0][0][0]):
+        while self._spans and len(self._tasks) < self._readers:
+            batch = self._spans[0][0][0]
+            if batch - self._delivered >= self._max_gathered or not self._open(batch):
+                break
             span, rows = self._spans.popleft()
-            self._tasks.append(partial(self._reader.gather_span, span, rows, self._resident, self._arrive))
+            self._tasks.append(partial(self._reader.gather_span, span, rows, self._arrive))
         return bool(self._tasks)
 
     def _open(self, last: int) -> bool:
@@ -251,32 +237,6 @@ class Pipeline(BackgroundThreads):
             self._granted -= 1
         self._opened = max(self._opened, last + 1)
         return True
-
-    def _load_and_gather(self, group: ChunkGroup, resident: ResidentRows) -> None:
-        """Queue tasks that load a group's missing chunks into memory, and afterwards those that fill its batches."""
-        gathers = self._reader.gather(group, resident, self._arrive)
-        missing = resident.missing(group.rows)
-        if not missing:
-            self._tasks.extend(gathers)
-            return
-        waiting = _Waiting(len(missing), gathers)
-        for chunk in missing:
-            if chunk not in self._loading:
-                self._loading[chunk] = []
-                self._tasks.append(partial(self._load, chunk, resident))
-            self._loading[chunk].append(waiting)
-
-    def _load(self, chunk: int, resident: ResidentRows) -> None:
-        resident.load(chunk)
-        with self._lock:
-            for waiting in self._loading.pop(chunk, ()):
-                waiting.loads -= 1
-                if not waiting.loads:
-                    self._tasks.extend(waiting.tasks)
-                    for _ in waiting.tasks:
-                        self._wake_one()
-            if not self._loading:
-                self._wake_one()
 
     def _arrive(self, spans: list[Span]) -> None:
         """Record that the rows of `spans` are written, and queue the batches that are now complete for the consumer."""

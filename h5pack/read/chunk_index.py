@@ -104,6 +104,11 @@ class ChunkIndex:
         return 2 * self.chunk_rows * self.row_bytes + int(self.sizes.max(initial=0))
 
     @property
+    def in_own_file(self) -> bool:
+        """Whether all rows are in the dataset's own file, at the offsets that `offsets_of` returns."""
+        return True
+
+    @property
     def files(self) -> frozenset[SourceFile]:
         """The files that hold rows of this dataset, other than its own file."""
         return self.external_files

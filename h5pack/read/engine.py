@@ -1,7 +1,8 @@
 """The engine that reads rows of a file's datasets, directly if possible, else through the HDF5 library.
 
-There are three paths. Directly readable rows of `SCATTER_BYTES` or more are scattered: read straight into their
-buffers, which may be anywhere in memory (`Storage`). Smaller ones are read into a staging buffer and copied from it,
+There are four paths. A caller may copy rows that are in the page cache from a mapping of the file (`Engine.mapped`).
+Directly readable rows of `SCATTER_BYTES` or more are scattered: read straight into their buffers, which may be anywhere
+in memory (`Storage`). Smaller ones are read into a staging buffer and copied from it,
 because an address per row would cost more than copying the row. All other rows are read and decoded by chunk
 (`ChunkDecoder`), or through h5py with a suitable chunk cache (`H5Reader`).
 """
@@ -27,6 +28,7 @@ from h5pack.format.checksums import row_checksums
 from h5pack.read.chunk_decoder import ChunkDecoder, SourceFiles
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.hdf5_reader import H5Reader
+from h5pack.read.mapping import FileMapping, MappedDataset
 from h5pack.read.read_plan import ScatterPlan, plan_reads, plan_scatter
 from h5pack.read.storage import FileIdentity, Storage
 from h5pack.system.arrays import equal_runs
@@ -70,6 +72,7 @@ class Engine:
         self.reader = H5Reader(path, identity)
         self.chunks = ChunkDecoder(self.storage, self.reader)
         self.files = SourceFiles(self.chunks)
+        self._mappings: list[FileMapping | None] = []
         self.stats = ReadStats()
         self._main = next(iter(indexes), "")
         # A lock that another thread holds during a fork stays locked in the child, so each process makes its own.
@@ -84,14 +87,34 @@ class Engine:
         return f"Engine({self.path!r}, datasets={list(self.indexes)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "stats": ReadStats()}
+        return {**self.__dict__, "_lock": None, "_mappings": [], "stats": ReadStats()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=(os.getpid(), threading.Lock()))
 
     def close(self) -> None:
         """Close all files in this process; the next read opens them again."""
+        self._mappings = []
         self.files.close()
+
+    def mapped(self, name: str) -> MappedDataset | None:
+        """Return a dataset's rows in a mapping of the file; None if it must be read otherwise.
+
+        Before copying rows, `MappedDataset.ready` must have returned True for them.
+        """
+        index = self.indexes[name]
+        if not MappedDataset.is_supported(index):
+            return None
+        if not self._mappings:
+            self._mappings.append(FileMapping.open(self.storage))
+        mapping = self._mappings[0]
+        return None if mapping is None else MappedDataset(index, mapping)
+
+    def count_mapped(self, name: str, rows: npt.NDArray[np.int64]) -> None:
+        """Count rows, int64 (n,), ascending within each chunk, that are copied from the mapping, in the statistics."""
+        index = self.indexes[name]
+        chunks = int(np.count_nonzero(np.diff(index.chunks_of(rows)))) + 1
+        self._count(index, len(rows), chunks, len(rows) * index.row_bytes, 0)
 
     def check_unchanged(self) -> None:
         """Raise PackChangedError if the file or a source of its virtual datasets was replaced since it was indexed."""

@@ -207,16 +207,16 @@ class Storage:
                     )
                 time.sleep(pause)
 
-    def is_cached(self, offset: int) -> bool:
-        """Return whether the byte at `offset` is in the page cache; True if the system cannot tell."""
+    def is_cached(self, offset: int, *, unknown: bool = True) -> bool:
+        """Return whether the byte at `offset` is in the page cache; `unknown` if the system cannot tell."""
         if not hasattr(os, "RWF_NOWAIT"):
-            return True
+            return unknown
         try:
             return bool(os.preadv(self.open(), [bytearray(1)], offset, os.RWF_NOWAIT))
         except BlockingIOError:
             return False
         except OSError:
-            return True
+            return unknown
 
     def prefetch(self, offsets: Sequence[int], sizes: Iterable[int]) -> None:
         """Start reading extents of the file into the page cache, without waiting, unless they are cached already.

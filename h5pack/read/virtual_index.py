@@ -61,6 +61,10 @@ class VirtualIndex(ChunkIndex):
         return all(source.index.raw for source in self.sources)
 
     @property
+    def in_own_file(self) -> bool:
+        return False
+
+    @property
     def library_text(self) -> str | None:
         for source in self.sources:
             if source.index.library_reason is not None:

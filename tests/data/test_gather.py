@@ -1,0 +1,146 @@
+"""Rows copied to batches from memory: from the page cache, and from small fields that are held."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+import h5pack
+from h5pack.data import gather
+from h5pack.data.gather import HeldRows, MappedRows
+from h5pack.errors import DamagedRowsError
+from h5pack.system.files import make_hot
+from tests.data import packs
+
+ROW_SETS: dict[str, npt.NDArray[np.int64]] = {
+    "all": np.arange(packs.ROWS),
+    "a span": np.arange(23, 78),
+    "sparse": np.array([3, 4, 19, 40, 41, 49, 50, 88, 102]),
+    "one": np.array([37]),
+    "none": np.empty(0, np.int64),
+}
+
+
+@pytest.mark.parametrize("rows", ROW_SETS.values(), ids=ROW_SETS)
+@pytest.mark.parametrize("dtype", ["u1", ">i4"])
+def test_held_rows_are_those_of_the_file(
+    tmp_path: Path, rows: npt.NDArray[np.int64], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather, "_BLOCK_ROWS", 7)
+    table = packs.values(shape=(3,), dtype=dtype)
+    path = packs.write(tmp_path / "f.h5", images=packs.values(), table=table)
+    held = HeldRows(h5pack.H5Dataset(path, fields=["table"]), "table", rows)
+    for wanted in (rows, rows[::-1], np.random.default_rng(0).choice(rows, 70) if len(rows) else rows):
+        for kind in (table.dtype.newbyteorder("="), np.dtype(np.int64)):
+            out = np.zeros((len(wanted), 3), kind)
+            held.gather(wanted, out)
+            assert np.array_equal(out, table[wanted])
+
+
+def test_damage_is_found_when_rows_are_held(tmp_path: Path) -> None:
+    path = packs.converted(tmp_path)
+    packs.flip(path, 12, "labels")
+    with pytest.raises(DamagedRowsError, match="row 12"):
+        HeldRows(h5pack.H5Dataset(path, check=True), "labels", np.arange(45))
+
+
+@pytest.mark.parametrize("chunks", [None, 1, 10])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "unit"),
+    [((32,), "u1", 16), ((5, 8), "u1", 8), ((7,), ">i4", 4), ((7,), "u2", 2), ((577,), "u1", 1), ((8, 3), "f8", 16)],
+)
+def test_mapped_rows_are_those_of_the_file(
+    tmp_path: Path, shape: tuple[int, ...], dtype: str, unit: int, chunks: int | None
+) -> None:
+    values = packs.values(shape=shape, dtype=dtype)
+    path = packs.write(tmp_path / "f.h5", chunks, images=values)
+    make_hot(path)
+    mapped = h5pack.H5Dataset(path).engine.mapped("images")
+    assert mapped is not None
+    everything = np.arange(packs.ROWS)
+    assert mapped.ready(everything)
+    found = MappedRows(mapped)
+    if mapped.array is None:
+        assert unit % found._unit == 0, "chunks may begin at any multiple of 8 bytes"
+    for wanted in (everything, everything[::-1], np.random.default_rng(0).choice(everything, 70), everything[:0]):
+        # Batches have rows in the middle of a larger array.
+        out = np.zeros((len(wanted) + 2, *shape), values.dtype)
+        found.gather(wanted, out[1:-1])
+        assert np.array_equal(out[1:-1], values[wanted])
+        assert not out[0].any()
+        assert not out[-1].any()
+
+
+def test_gathering_leaves_the_number_of_threads_alone(tmp_path: Path) -> None:
+    path = packs.write(tmp_path / "f.h5", 10, images=packs.values(shape=(577,)))
+    make_hot(path)
+    mapped = h5pack.H5Dataset(path).engine.mapped("images")
+    assert mapped is not None
+    assert mapped.ready(np.arange(packs.ROWS))
+    seen: list[Any] = []
+
+    def work() -> None:
+        before = torch.get_num_threads()
+        with gather._serial_torch:
+            seen.append(torch.get_num_threads())
+        MappedRows(mapped).gather(np.arange(5), np.empty((5, 577), np.uint8))
+        seen.append(torch.get_num_threads() == before)
+
+    whole = torch.get_num_threads()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [1, True]
+    assert torch.get_num_threads() == whole
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_cached_and_other_groups_may_take_turns(
+    tmp_path: Path, streams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same batches come from the mapping, by preadv, and from both in turn."""
+    path = packs.labelled(tmp_path / "f.h5")
+    make_hot(path)
+    order: dict[str, Any] = {"window": 2, "seed": 3, "streams": streams}
+    expected = packs.reference(h5pack.H5Dataset(path), 1, 8, **order)[0]
+    turns = {"all": [True], "none": [False], "in turn": [True, False], "late": [False, False, True]}
+    for wanted in turns.values():
+        calls: list[bool] = []
+
+        def ready(self: Any, rows: Any, wanted: list[bool] = wanted, calls: list[bool] = calls) -> bool:
+            calls.append(wanted[len(calls) % len(wanted)])
+            return calls[-1]
+
+        monkeypatch.setattr("h5pack.read.mapping.MappedDataset.ready", ready)
+        monkeypatch.setattr("h5pack.data.pipeline._MERGED_BYTES", 1)
+        dataset = h5pack.H5Dataset(path)
+        with h5pack.H5Loader(dataset, 8, num_threads=2, **order) as loader:
+            assert packs.all_same(list(loader), expected)
+        assert len(calls) >= 5
+        assert dataset.stats().rows == packs.ROWS + (-packs.ROWS % streams)
+        assert dataset.stats().amplification == 1.0
+
+
+def test_rows_in_the_page_cache_take_no_private_memory(tmp_path: Path) -> None:
+    shape, rows = (256, 256, 3), 400
+    path = packs.write(tmp_path / "f.h5", 8, images=np.zeros((rows, *shape), np.uint8) + 1)
+    make_hot(path)
+
+    def private() -> int:
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return 1024 * sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+
+    with h5pack.H5Loader(h5pack.H5Dataset(path), 4, num_threads=1, window=2) as loader:
+        for _ in loader:
+            pass
+        before = private()
+        for _ in range(3):
+            for images in loader:
+                assert images[0, 0, 0, 0] == 1
+        assert private() - before < rows * int(np.prod(shape)) / 4

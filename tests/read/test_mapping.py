@@ -1,0 +1,170 @@
+"""Rows copied from a mapping: which rows may be copied, and what happens to files that change under it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from h5pack.errors import PackChangedError
+from h5pack.read import mapping
+from h5pack.read.mapping import MappedDataset
+from h5pack.system.files import cached_pages, drop_cache, make_hot
+from tests.read.files import STORAGES, engine_of, in_child, numbers, write
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can load the page table without a SIGBUS")
+
+ROWS, SHAPE = 200, (64, 64, 3)
+
+
+def mapped_file(path: Path, storage: str = "rows", dtype: str = "u1", **settings: Any) -> tuple[Any, MappedDataset]:
+    values = write(path, numbers((ROWS, *SHAPE), dtype), storage, **settings)
+    found = engine_of(path).mapped("x")
+    assert found is not None
+    return values, found
+
+
+def copied(found: MappedDataset, rows: np.ndarray) -> np.ndarray:
+    """The rows' bytes, read one by one from the mapping."""
+    size = found.index.row_bytes
+    return np.array([found.mapping.bytes[offset : offset + size] for offset in found.offsets(rows).tolist()])
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_only_rows_stored_as_they_are_can_be_mapped(tmp_path: Path, storage: str) -> None:
+    path = tmp_path / "f.h5"
+    values = write(path, numbers((30, 4, 5), ">i4"), storage)
+    found = engine_of(path).mapped("x")
+    assert (found is not None) == (storage in ("contiguous", "rows", "extendable", "unlimited", "early"))
+    if found is not None:
+        make_hot(path)
+        rows = np.random.default_rng(0).permutation(30)
+        assert found.ready(rows)
+        assert np.array_equal(copied(found, rows).view(">i4").reshape(30, 4, 5), values[rows])
+        if found.array is not None:
+            assert np.array_equal(found.array[rows], copied(found, rows))
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 3, 50])
+def test_adjacent_chunks_are_one_array(tmp_path: Path, chunk_rows: int) -> None:
+    values, found = mapped_file(tmp_path / "f.h5", "early", chunk_rows=chunk_rows, libver=("v110", "v110"))
+    found.ready(np.arange(ROWS))
+    assert found.array is not None
+    assert np.array_equal(found.array.reshape(ROWS, *SHAPE), values)
+
+
+def test_rows_are_ready_only_while_the_page_cache_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "f.h5"
+    values, found = mapped_file(path)
+    everything = np.arange(ROWS)
+    if drop_cache(path):
+        pytest.skip("this file system keeps its pages in memory")
+    assert not found.ready(everything)
+    assert cached_pages(path) <= 1, "the check itself reads nothing"
+    make_hot(path)
+    assert found.ready(everything)
+    assert np.array_equal(copied(found, everything).reshape(values.shape), values)
+    del found
+    assert drop_cache(path) == 0, "nothing keeps the mapping"
+
+
+@pytest.mark.parametrize("sees", [True, False], ids=["mincore", "RWF_NOWAIT"])
+def test_a_block_is_checked_again_after_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees: bool) -> None:
+    path = tmp_path / "f.h5"
+    _, found = mapped_file(path)
+    make_hot(path)
+    found.mapping._sees_cache = sees
+    calls, now = [], [100.0]
+    share = found.mapping._cached_share
+    monkeypatch.setattr(mapping.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(found.mapping, "_cached_share", lambda *span: calls.append(span) or share(*span))
+    for moment, expected in ((100.0, 1), (100.9, 1), (101.5, 2)):
+        now[0] = moment
+        assert found.ready(np.arange(ROWS))
+        assert len(calls) == expected
+    assert calls[0] == (0, path.stat().st_size)
+    monkeypatch.setattr(found.mapping, "_cached_share", lambda *_: 0.9)
+    now[0] += 2
+    assert not found.ready(np.array([0]))
+
+
+def test_blocks_between_wanted_ones_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapping, "_BLOCK", 65_536)
+    path = tmp_path / "f.h5"
+    _, found = mapped_file(path)
+    spans: list[tuple[int, int]] = []
+    monkeypatch.setattr(found.mapping, "_load", lambda *span: spans.append(span) or True)
+    rows = np.array([3, 150, 4])
+    assert found.ready(rows)
+    ends = found.offsets(rows) + found.index.row_bytes
+    for start, stop in zip(found.offsets(rows), ends, strict=True):
+        assert any(low <= start and stop <= high for low, high in spans)
+    assert sum(high - low for low, high in spans) <= 6 * 65_536
+
+
+def test_a_file_system_without_mappings_is_read_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "f.h5"
+    write(path, numbers((ROWS, *SHAPE), "u1"), "rows")
+
+    def refuse(*args: Any) -> None:
+        raise OSError(19, "No such device")
+
+    monkeypatch.setattr(mapping.mmap, "mmap", refuse)
+    assert engine_of(path).mapped("x") is None
+
+
+def test_a_forked_child_checks_for_itself(tmp_path: Path) -> None:
+    path = tmp_path / "f.h5"
+    values, found = mapped_file(path)
+    make_hot(path)
+    rows = np.arange(ROWS)
+    assert found.ready(rows)
+
+    def check() -> bool:
+        return found.ready(rows) and np.array_equal(copied(found, rows).reshape(values.shape), values)
+
+    assert in_child(check)
+
+
+@pytest.mark.parametrize("change", ["cut", "replaced"])
+def test_a_changed_file_is_noticed_before_its_bytes_are_touched(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "f.h5"
+    _, found = mapped_file(path)
+    make_hot(path)
+    assert found.ready(np.arange(ROWS))
+    if change == "cut":
+        os.truncate(path, 4096)
+        with pytest.raises(PackChangedError):
+            found.mapping.require_whole()
+    else:
+        (tmp_path / "other").write_bytes(bytes(path.stat().st_size))
+        os.replace(tmp_path / "other", path)
+        found.mapping.require_whole()
+        assert found.mapping.bytes[found.offsets(np.array([0]))[0] :][:9].any(), "the mapping has the old bytes"
+
+
+_TOUCH = """
+import os, sys
+import numpy as np
+from tests.read.files import engine_of
+found = engine_of(sys.argv[1]).mapped("x")
+os.truncate(sys.argv[1], 4096)
+if sys.argv[2] == "ready":
+    assert not found.ready(np.arange(200)), "a file that was cut short is not ready"
+else:
+    found.mapping.bytes[-1]
+"""
+
+
+@pytest.mark.parametrize(("how", "expected"), [("ready", 0), ("touched", -signal.SIGBUS)])
+def test_only_touching_a_cut_file_without_checking_is_a_signal(tmp_path: Path, how: str, expected: int) -> None:
+    mapped_file(tmp_path / "f.h5")
+    command = [sys.executable, "-c", _TOUCH, str(tmp_path / "f.h5"), how]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert ended.returncode == expected, ended.stderr
