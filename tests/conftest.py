@@ -59,9 +59,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for text in stacks.report():
         terminalreporter.section("a worker died")
         terminalreporter.write_line(text)
-
-
-@pytest.fixture(autouse=True)
-def _fixed_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files made by the tests, in this process or in others, differ in nothing but their content."""
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")

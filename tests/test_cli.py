@@ -122,17 +122,6 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     assert "Traceback" in result.stderr
 
 
-def test_an_invalid_source_date_epoch_leaves_nothing_behind(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = flat_folder(tmp_path / "in", 3)
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "today")
-    code, _, err = run(capsys, "convert", source, tmp_path / "o.h5", "--quiet")
-    assert code == 2
-    assert "SOURCE_DATE_EPOCH is 'today'" in err
-    assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
 def test_an_unexpected_error_is_one_line_unless_debug_is_given(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -210,7 +210,7 @@ def make_sample(
         if source.variant is None:
             raise
         return _input_only(source, source.variant, settings, str(error))
-    default_chunk_rows = min(plan_chunks(source.num_images, row_bytes).rows, source.num_images)
+    default_chunk_rows = min(plan_chunks(source.num_images, row_bytes, whole_pages=True).rows, source.num_images)
     given = {*settings.chunk_rows, *(max(1, size // row_bytes) for size in settings.chunk_bytes)}
     wanted = sorted(given or {default_chunk_rows, *(max(1, size // row_bytes) for size in DEFAULT_CHUNK_BYTES)})
     num_files = len(wanted) * len(settings.compression) + settings.contiguous

@@ -21,6 +21,9 @@ MIN_CHUNKS = 64
 A pack has fewer chunks if they would otherwise be too small to start on page boundaries.
 """
 
+WHOLE_PAGES_BYTES = 16 * 1024 * 1024
+"""Maximum bytes per chunk that are planned so that a chunk takes whole memory pages."""
+
 _MAX_NSLOTS = 4_194_304
 HDF5_MAX_CHUNK_BYTES = 2**32 - 1
 """The largest chunk, in bytes as stored, that HDF5 1.10 reads."""
@@ -51,12 +54,17 @@ def plan_chunks(
     *,
     chunk_rows: int | None = None,
     chunk_bytes: int | None = None,
+    whole_pages: bool = False,
 ) -> ChunkPlan:
     """Choose the number of rows per chunk: `chunk_rows`, or as many (at least one) as fit into `chunk_bytes`.
 
     By default, a chunk has as many rows as fit into `DEFAULT_CHUNK_BYTES`, but at most ceil(`n_rows` / `MIN_CHUNKS`)
     rows. However, it always has at least `schema.ALIGNMENT_THRESHOLD_BYTES` bytes, because smaller chunks would not
     start on a page boundary.
+
+    With `whole_pages`, the number of rows is changed to a multiple with which chunks end on a page boundary, too, unless
+    `chunk_rows` is given. Chunks are then adjacent in the file, so that all rows are one array in a mapping of the file.
+    That is not done where it needs chunks of more than `WHOLE_PAGES_BYTES`, or leaves fewer than `MIN_CHUNKS`.
     """
     if chunk_rows is not None:
         rows = chunk_rows
@@ -66,6 +74,11 @@ def plan_chunks(
         aligned = math.ceil(schema.ALIGNMENT_THRESHOLD_BYTES / row_bytes)
         many = math.ceil(n_rows / MIN_CHUNKS)
         rows = max(1, aligned, min(DEFAULT_CHUNK_BYTES // row_bytes, many))
+    if whole_pages and chunk_rows is None:
+        step = schema.ALIGNMENT_BYTES // math.gcd(schema.ALIGNMENT_BYTES, row_bytes)
+        if step <= rows or (step * row_bytes <= WHOLE_PAGES_BYTES and step * MIN_CHUNKS <= n_rows and not chunk_bytes):
+            least = 1 if chunk_bytes else math.ceil(schema.ALIGNMENT_THRESHOLD_BYTES / (step * row_bytes))
+            rows = max(rows // step, least) * step
     return ChunkPlan(rows=rows, bytes=rows * row_bytes, count=math.ceil(n_rows / rows))
 
 

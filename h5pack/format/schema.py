@@ -9,7 +9,6 @@ FORMAT_VERSION = 1
 # Attributes of the root group.
 FORMAT = "h5pack_format"
 VERSION = "h5pack_version"
-CREATED = "h5pack_created"
 COMPLETE = "h5pack_complete"
 OPTIONS = "h5pack_options"
 

@@ -117,7 +117,7 @@ class FileReport:
         newer = " (this h5pack is too old for it)" if pack["format"] > schema.FORMAT_VERSION else ""
         splits = ", ".join(f"{name} {stop - start:,}" for name, (start, stop) in pack["splits"].items())
         lines = [
-            f"a pack, format {pack['format']}{newer}, written by h5pack {pack['version']} at {pack['created']}",
+            f"a pack, format {pack['format']}{newer}, written by h5pack {pack['version']}",
             f"splits   {splits}",
         ]
         for kind in ("classes", "columns"):
@@ -271,7 +271,7 @@ def _fix(dataset: h5py.Dataset) -> tuple[str, ...]:
         gray = axes == ["none"] or dataset.shape[3 if axes == ["last"] else 1] < 3
         return (*convert, *layout, *(("--mode", "gray") if gray else ()))
     row_bytes = math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
-    rows = plan_chunks(len(dataset), row_bytes).rows
+    rows = plan_chunks(len(dataset), row_bytes, whole_pages=True).rows
     chunk = "x".join(map(str, (min(rows, len(dataset)), *dataset.shape[1:])))
     return ("h5repack", "-f", f"{name}:NONE", "-l", f"{name}:CHUNK={chunk}", path, "repacked.h5")
 
@@ -280,7 +280,6 @@ def _describe_pack(file: h5py.File) -> dict[str, Any]:
     described: dict[str, Any] = {
         "format": int(file.attrs[schema.FORMAT]),
         "version": text(file.attrs.get(schema.VERSION, b"")),
-        "created": text(file.attrs.get(schema.CREATED, b"")),
         "complete": bool(file.attrs.get(schema.COMPLETE, 0)),
         "options": text(file.attrs.get(schema.OPTIONS, b"")),
     }

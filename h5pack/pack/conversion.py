@@ -30,7 +30,7 @@ from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock
 from h5pack.pack.plan import ConvertPlan, make_plan, refuse_reject
 from h5pack.pack.plan import ConvertReport as ConvertReport
-from h5pack.pack.resume import UnfinishedPack, creation_time, verify_existing
+from h5pack.pack.resume import UnfinishedPack, verify_existing
 from h5pack.pack.survey import survey
 from h5pack.sources.catalog import Catalog, Reject
 from h5pack.sources.detect import open_source
@@ -297,11 +297,10 @@ class Conversion:
         plan = self.plan()
         output = self.output
         output.require_space(plan.needed_bytes)
-        created = creation_time()
         lock = OutputLock(output)
         try:
             with reporting_full_disk(output.partial, "make room, then run again with resume=True", "resume=True"):
-                return self._write_and_finish(UnfinishedPack(plan, output, lock, created))
+                return self._write_and_finish(UnfinishedPack(plan, output, lock))
         except BaseException:
             # Stop the workers before the lock is released, so that none of them writes afterwards.
             self._stack.__exit__(*sys.exc_info())

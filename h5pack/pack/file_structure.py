@@ -33,6 +33,10 @@ from h5pack.read.hdf5 import chunk_table, utf8
 from h5pack.sources.catalog import NameTable, Reject
 
 _TABLE_CHUNK_BYTES = 262_144
+_MAX_COMPACT_BYTES = 32_768
+"""Maximum size of a table in the compact layout; HDF5's limit is 64 KiB with the rest of the object header."""
+_MIB = 1 << 20
+_HEAP_BYTES = 4_096
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,21 @@ class FileStructure:
     compat: bool  # write a file that HDF5 1.8 can read
     attributes: dict[str, str]  # text attributes of the root group, known before the first pixel is written
     compression: Compression | None = None  # of the chunks; only used by `write_compressed`
+    metadata_bytes: int = 0  # of the block at the file's start; the same in both writings, see `plan_metadata`
+
+
+def plan_metadata(chunks: int, structure: FileStructure, names_bytes: int, datasets: int) -> int:
+    """Return the size in bytes of the metadata block of a file: room for all metadata, so that chunks start at a MiB.
+
+    `names_bytes` is the size of the names of classes and splits, and `datasets` the number of labels and fields. Per
+    chunk, HDF5 2.0 needs 8.2 bytes in an extensible array, 16.5 if chunks are filtered, and 65 in the B-tree of
+    `compat`.
+    """
+    per_chunk = 80 if structure.compat else 20 if structure.compression else 9
+    texts = sum(len(value.encode()) for value in structure.attributes.values())
+    needed = per_chunk * chunks + 2 * names_bytes + texts + 4_096 * datasets + 131_072
+    # The axis labels follow the block in 4 KiB of their own.
+    return -(-needed // _MIB) * _MIB - _HEAP_BYTES
 
 
 @dataclass(frozen=True)
@@ -72,7 +91,7 @@ def write_structure(
     An existing file is truncated and keeps its inode, so a lock on it stays valid. Without `tables`, the file is marked
     as incomplete. Raises OSError if the file cannot be written, with ENOSPC if the disk is full.
     """
-    with _system_errors(), _create_file(path, structure.compat) as file:
+    with _system_errors(), _create_file(path, structure) as file:
         # Create the images first, because anything allocated before them would shift their chunks.
         addresses = chunk_table(_create_images(file, structure, rows, None)).addresses
         _describe_file(file, structure, tables)
@@ -83,7 +102,7 @@ def write_compressed(
     path: str | os.PathLike[str], structure: FileStructure, rows: int, tables: PackTables, chunks: Iterable[bytes]
 ) -> None:
     """Write a compressed pack from its compressed chunks in file order; raises OSError like `write_structure`."""
-    with _system_errors(), _create_file(path, structure.compat) as file:
+    with _system_errors(), _create_file(path, structure) as file:
         images = _create_images(file, structure, rows, structure.compression)
         for number, chunk in enumerate(chunks):
             store_chunk(images, number, chunk)
@@ -116,14 +135,18 @@ def _describe_file(file: h5py.File, structure: FileStructure, tables: PackTables
         _write_tables(file, tables)
 
 
-def _create_file(path: str | os.PathLike[str], compat: bool) -> h5py.File:
+def _create_file(path: str | os.PathLike[str], structure: FileStructure) -> h5py.File:
     """Create an empty file without time stamps, so that the same content always produces the same bytes."""
     create = h5py.h5p.create(h5py.h5p.FILE_CREATE)
     create.set_obj_track_times(False)
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
-    version = h5py.h5f.LIBVER_V18 if compat else h5py.h5f.LIBVER_V110
+    version = h5py.h5f.LIBVER_V18 if structure.compat else h5py.h5f.LIBVER_V110
     access.set_libver_bounds(version, version)
     access.set_alignment(schema.ALIGNMENT_THRESHOLD_BYTES, schema.ALIGNMENT_BYTES)
+    if structure.metadata_bytes:
+        # HDF5 allocates all metadata in this block until it is full. Otherwise parts of the chunk index would be between
+        # the chunks, and the distance between chunks would vary.
+        access.set_meta_block_size(structure.metadata_bytes)
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     # The caller already holds an flock on the file, which would conflict with HDF5's own file locking.
     access.set_file_locking(False, False)
@@ -147,7 +170,7 @@ def _create_images(
     access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
     access.set_chunk_cache(cache.nslots, cache.nbytes, cache.w0)
     # The dataset is extendable, because HDF5 stores a fixed-size dataset's chunks back to back, not page-aligned.
-    space = h5py.h5s.create_simple(shape, (h5py.h5s.UNLIMITED, *structure.row_shape))
+    space = h5py.h5s.create_simple((0, *structure.row_shape), (h5py.h5s.UNLIMITED, *structure.row_shape))
     images = h5py.Dataset(
         h5py.h5d.create(file.id, schema.IMAGES.encode(), h5py.h5t.STD_U8LE, space, create, dapl=access)
     )
@@ -155,6 +178,8 @@ def _create_images(
     images.attrs[schema.RDCC_NBYTES] = np.int64(cache.nbytes)
     images.attrs[schema.RDCC_NSLOTS] = np.int64(cache.nslots)
     images.attrs[schema.RDCC_W0] = np.float64(cache.w0)
+    # Allocate the chunks after the attributes, because the axis labels take 4 KiB that must not follow the chunks.
+    images.resize(rows, 0)
     return images
 
 
@@ -187,8 +212,8 @@ def _write_tables(file: h5py.File, tables: PackTables) -> None:
     # Create these groups explicitly, because groups that HDF5 creates implicitly would store a time stamp.
     for name in (schema.SPLITS, schema.CHECKSUMS):
         file.create_group(name)
-    file.create_dataset(schema.SPLIT_NAMES, data=utf8(tables.splits))
-    file.create_dataset(schema.SPLIT_ROWS, data=np.array([*tables.splits.values()], np.int64))
+    _create_small(file, schema.SPLIT_NAMES, utf8(tables.splits))
+    _create_small(file, schema.SPLIT_ROWS, np.array([*tables.splits.values()], np.int64))
 
     file.create_dataset(f"{schema.CHECKSUMS}/{schema.IMAGES}", data=tables.checksums)
     for name, values in columns.items():
@@ -196,7 +221,7 @@ def _write_tables(file: h5py.File, tables: PackTables) -> None:
 
     statistics = file.create_group(schema.STATISTICS)
     for name in ("mean", "std"):
-        statistics.create_dataset(name, data=np.asarray(tables.statistics[name], np.float64))
+        _create_small(statistics, name, np.asarray(tables.statistics[name], np.float64))
     statistics.attrs["rows"] = np.int64(tables.statistics["rows"])
     statistics.attrs["step"] = np.int64(tables.statistics["step"])
     split = utf8([tables.statistics["split"]])
@@ -206,6 +231,18 @@ def _write_tables(file: h5py.File, tables: PackTables) -> None:
         file.create_group(schema.REJECTS)
         _create_names(file, f"{schema.REJECTS}/filenames", [reject.name for reject in tables.rejects])
         _create_names(file, f"{schema.REJECTS}/reasons", [reject.reason for reject in tables.rejects])
+
+
+def _create_small(group: h5py.Group, name: str, values: npt.NDArray[Any]) -> None:
+    """Write a table that is read whenever the file is opened; if it fits, into the metadata (compact layout)."""
+    if values.nbytes > _MAX_COMPACT_BYTES:
+        group.create_dataset(name, data=values)
+        return
+    create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    create.set_layout(h5py.h5d.COMPACT)
+    create.set_obj_track_times(False)
+    space, kind = h5py.h5s.create_simple(values.shape), h5py.h5t.py_create(values.dtype, logical=True)
+    h5py.h5d.create(group.id, name.encode(), kind, space, create).write(h5py.h5s.ALL, h5py.h5s.ALL, values)
 
 
 def _create_names(file: h5py.File, path: str, names: Sequence[str] | NameTable) -> None:

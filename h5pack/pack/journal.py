@@ -2,8 +2,7 @@
 
 The folder ``OUT.partial.journal/`` contains
 
-- ``plan.json``: the options and properties that must be equal in a resumed run (see `h5pack.pack.resume`), and the
-  creation time, which a resumed run keeps;
+- ``plan.json``: the options and properties that must be equal in a resumed run (see `h5pack.pack.resume`);
 - ``prints.bin``: fingerprints of the source's images, by which a resumed run notices changes;
 - ``rows-*.log``, one file per worker, to which it appends a record after rows are written. A record consists of a magic
   number, a length, a CRC-32 and a payload. A kill can truncate the last record; a resumed run ignores it and writes its

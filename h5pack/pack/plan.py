@@ -273,7 +273,13 @@ def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
 
 
 def _plan_chunks(rows: int, row_bytes: int, options: ConvertOptions) -> ChunkPlan:
-    chunks = plan_chunks(rows, row_bytes, chunk_rows=options.chunk_rows, chunk_bytes=options.chunk_bytes)
+    chunks = plan_chunks(
+        rows,
+        row_bytes,
+        chunk_rows=options.chunk_rows,
+        chunk_bytes=options.chunk_bytes,
+        whole_pages=options.filter is None,
+    )
     stored = chunks.bytes if options.filter is None else max_compressed_bytes(chunks.bytes)
     if stored > HDF5_MAX_CHUNK_BYTES:
         raise OptionsError(

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import datetime
-import os
-import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 
-from h5pack.errors import OptionsError, OutputExistsError, ResumeError
+from h5pack.errors import OutputExistsError, ResumeError
 from h5pack.format import schema
 from h5pack.format.row_offsets import RowOffsets
-from h5pack.pack.file_structure import FileStructure, options_text, write_structure
+from h5pack.pack.file_structure import FileStructure, options_text, plan_metadata, write_structure
 from h5pack.pack.journal import Journal
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock
 from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.writer import WriteJob
-from h5pack.read.hdf5 import open_file, require_complete, text
+from h5pack.read.hdf5 import open_file, require_complete, text, utf8
 from h5pack.sources.catalog import Catalog
 from h5pack.version import __version__
 
@@ -43,7 +41,7 @@ class UnfinishedPack:
     OutputExistsError if an output exists that may not be replaced.
     """
 
-    def __init__(self, plan: ConvertPlan, output: Output, lock: OutputLock, created: str) -> None:
+    def __init__(self, plan: ConvertPlan, output: Output, lock: OutputLock) -> None:
         self.plan = plan
         self.output = output
         self.lock = lock
@@ -57,15 +55,15 @@ class UnfinishedPack:
                 parameters=("overwrite=True",),
             )
         if before is None:
-            self.structure = _structure(plan, created)
+            self.structure = _structure(plan)
             output.remove_leftovers()
             lock.renew()
             addresses = write_structure(output.partial, self.structure, plan.rows, None)
-            begun = {**identity(plan), "created": created, "overwrite": self.overwrite}
+            begun = {**identity(plan), "overwrite": self.overwrite}
             self.journal.start(begun, plan.fingerprints)
         else:
             self._require_same(before)
-            self.structure = _structure(plan, before["created"])
+            self.structure = _structure(plan)
             # Compute the addresses from the plan again, because a kill may have damaged the metadata of `partial`.
             addresses = write_structure(output.finish, self.structure, plan.rows, None)
         self.row_offsets = RowOffsets(addresses, plan.chunks.rows, plan.row_bytes)
@@ -107,29 +105,23 @@ class UnfinishedPack:
         )
 
 
-def _structure(plan: ConvertPlan, created: str) -> FileStructure:
-    options = plan.options
-    return FileStructure(
+def _structure(plan: ConvertPlan) -> FileStructure:
+    options, catalog = plan.options, plan.catalog
+    structure = FileStructure(
         row_shape=plan.row_shape,
         chunk_rows=plan.chunks.rows,
         layout=options.layout,
         compat=options.compat,
         attributes={
             schema.VERSION: __version__,
-            schema.CREATED: created,
             schema.OPTIONS: options_text(options.content()),
         },
         compression=options.filter,
     )
-
-
-def creation_time() -> str:
-    """Return the time to store in a new file, in ISO 8601, UTC: now, or the environment's SOURCE_DATE_EPOCH if set."""
-    epoch = os.environ.get("SOURCE_DATE_EPOCH")
-    if epoch is not None and not epoch.isdigit():
-        raise OptionsError(f"SOURCE_DATE_EPOCH is {epoch!r}; it must be a whole number of seconds since 1970")
-    seconds = int(epoch) if epoch is not None else int(time.time())
-    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    names = [utf8(texts).nbytes for texts in (catalog.label_names or (), catalog.split_names)]
+    return replace(
+        structure, metadata_bytes=plan_metadata(plan.chunks.count, structure, sum(names), len(catalog.fields) + 1)
+    )
 
 
 def verify_existing(path: Path, catalog: Catalog, options: ConvertOptions) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h5pack.format.plans import DEFAULT_CHUNK_BYTES, MIN_CHUNKS, plan_cache, plan_chunks
+from h5pack.format.plans import DEFAULT_CHUNK_BYTES, MIN_CHUNKS, WHOLE_PAGES_BYTES, plan_cache, plan_chunks
 from h5pack.read.hdf5 import reopen_tuned
 
 row_counts = st.integers(1, 20_000_000)
@@ -43,7 +43,39 @@ def test_given_rows_are_used_and_given_bytes_filled_with_whole_rows(
     assert filled.bytes + row_bytes > chunk_bytes
 
 
+@given(row_counts, st.integers(1, 100_000), st.integers(1, 2**31))
+def test_given_bytes_are_not_exceeded_by_whole_pages(n_rows: int, row_bytes: int, chunk_bytes: int) -> None:
+    plain = plan_chunks(n_rows, row_bytes, chunk_bytes=chunk_bytes)
+    plan = plan_chunks(n_rows, row_bytes, chunk_bytes=chunk_bytes, whole_pages=True)
+    step = 4_096 // math.gcd(4_096, row_bytes)
+    assert plan.rows == (plain.rows if step > plain.rows else plain.rows // step * step)
+
+
+@given(row_counts, row_sizes)
+def test_chunks_end_on_a_page_boundary_where_that_costs_little(n_rows: int, row_bytes: int) -> None:
+    plain, plan = plan_chunks(n_rows, row_bytes), plan_chunks(n_rows, row_bytes, whole_pages=True)
+    assert plan.bytes == plan.rows * row_bytes
+    assert plan.bytes >= 65_536
+    step = 4_096 // math.gcd(4_096, row_bytes)
+    if plan.bytes % 4_096:
+        assert plan == plain
+        assert step > plain.rows
+        assert step * row_bytes > WHOLE_PAGES_BYTES or step * MIN_CHUNKS > n_rows
+    elif plan.rows > plain.rows + step:
+        assert plan.rows == step
+        assert plan.bytes <= WHOLE_PAGES_BYTES
+    else:
+        assert abs(plan.rows - plain.rows) < 2 * step
+    assert plan_chunks(n_rows, row_bytes, chunk_rows=7, whole_pages=True).rows == 7
+
+
 def test_known_plans() -> None:
+    sizes = {32: 1364, 64: 341, 96: 148, 128: 85, 160: 52, 192: 37, 224: 24, 256: 21, 300: 15, 512: 5}
+    for side, rows in sizes.items():
+        plan = plan_chunks(1_000_000, side * side * 3, whole_pages=True)
+        assert plan.rows == rows
+        assert plan.bytes % 4_096 == 0 or side == 300
+
     celeba = 218 * 178 * 3
     assert (plan_chunks(202_599, celeba).rows, plan_chunks(202_599, celeba).count) == (36, 5_628)
     assert plan_chunks(10_000_000, 32 * 32 * 3).rows == DEFAULT_CHUNK_BYTES // 3_072

@@ -82,7 +82,7 @@ def test_every_promise_of_the_format(tmp_path: Path) -> None:
     h5pack.convert(source, tmp_path / "o.h5", **quick(chunk_rows=5))
     with h5py.File(tmp_path / "o.h5") as file:
         assert (file.attrs["h5pack_format"], file.attrs["h5pack_complete"]) == (1, 1)
-        assert file.attrs["h5pack_created"] == b"2023-11-14T22:13:20Z"
+        assert sorted(file.attrs) == ["h5pack_complete", "h5pack_format", "h5pack_options", "h5pack_version"]
         assert b'"chunk_rows": 5' in file.attrs["h5pack_options"]
         images = file["images"]
         assert (images.chunks, images.maxshape) == ((5, 80, 70, 3), (None, 80, 70, 3))
