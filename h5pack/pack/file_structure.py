@@ -2,11 +2,11 @@
 
 The datasets beside the images (labels, fields, file names, splits, checksums, statistics, rejects) are called tables.
 
-The structure is written twice. The first time, it is written for the planned rows, which determines the address of
-every chunk. HDF5 never opens that file for writing again, because a kill while it is open for writing would leave a
-file that HDF5 refuses to open. The second time, it is written for the rows that were packed, into a separate file with
-all tables after the chunks. Chunks are allocated in order, so these chunks have the same addresses as the first chunks
-of the first file. The bytes outside the chunks are then copied into the first file, which completes it.
+The structure is written twice, each time to a file in memory whose bytes outside the chunks are then copied into the
+output. HDF5 never opens the output for writing, because a kill while it is open would leave a file that HDF5 refuses to
+open. The first time, the structure is written for the planned rows, which determines the address of every chunk. The
+second time, it is written for the rows that were packed, with all tables after the chunks, and completes the output.
+Chunks are allocated in order, so these chunks have the same addresses as the first chunks of the first time.
 
 A compressed pack is a separate file. Each of its chunks gets its address when its compressed size is known.
 """
@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ from h5pack.format.plans import plan_cache
 from h5pack.pack.compression import Compression, add_filter
 from h5pack.read.hdf5 import chunk_table, utf8
 from h5pack.sources.catalog import NameTable, Reject
+from h5pack.system.files import copy_changed
 
 _TABLE_CHUNK_BYTES = 262_144
 _MAX_COMPACT_BYTES = 32_768
@@ -83,25 +85,54 @@ class PackTables:
     rejects: list[Reject] = field(default_factory=list)
 
 
-def write_structure(
-    path: str | os.PathLike[str], structure: FileStructure, rows: int, tables: PackTables | None
-) -> npt.NDArray[np.int64]:
-    """Write a file without pixels, and return the byte offset of each chunk, int64 (chunks,).
+@contextlib.contextmanager
+def structure_file(
+    structure: FileStructure, rows: int, tables: PackTables | None
+) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+    """Write a file without pixels in memory; yield its descriptor, and the offset of each chunk, int64 (chunks,).
 
-    An existing file is truncated and keeps its inode, so a lock on it stays valid. Without `tables`, the file is marked
-    as incomplete. Raises OSError if the file cannot be written, with ENOSPC if the disk is full.
+    The file is sparse, so it takes memory for the tables only. Without `tables`, it is marked as incomplete.
     """
-    with _system_errors(), _create_file(path, structure) as file:
-        # Create the images first, because anything allocated before them would shift their chunks.
-        addresses = chunk_table(_create_images(file, structure, rows, None)).addresses
-        _describe_file(file, structure, tables)
-    return addresses
+    with _memory_file() as (descriptor, path):
+        with _create_file(path, structure) as file:
+            # Create the images first, because anything allocated before them would shift their chunks.
+            addresses = chunk_table(_create_images(file, structure, rows, None)).addresses
+            _describe_file(file, structure, tables)
+        yield descriptor, addresses
+
+
+@contextlib.contextmanager
+def _memory_file() -> Iterator[tuple[int, str]]:
+    """Yield the descriptor and path of a file in memory, or, where there are none, of a temporary file.
+
+    HDF5 does not survive a full disk: if it cannot write a file's metadata when it closes the file, it may crash then or
+    later. This was seen with HDF5 2.0.0.
+    """
+    if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
+        descriptor = os.memfd_create("h5pack-structure", os.MFD_CLOEXEC)
+        try:
+            yield descriptor, f"/proc/self/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
+    else:
+        with tempfile.NamedTemporaryFile() as file:
+            yield file.fileno(), file.name
+
+
+def copy_structure(source: int, target: int, addresses: npt.NDArray[np.int64], chunk_bytes: int) -> None:
+    """Give the file `target` the size of a `structure_file`, and its bytes outside the chunks, where they differ."""
+    size = os.fstat(source).st_size
+    position = 0
+    for address in [*np.sort(addresses).tolist(), size]:
+        copy_changed(source, target, position, address)
+        position = address + chunk_bytes
+    os.ftruncate(target, size)
 
 
 def write_compressed(
     path: str | os.PathLike[str], structure: FileStructure, rows: int, tables: PackTables, chunks: Iterable[bytes]
 ) -> None:
-    """Write a compressed pack from its compressed chunks in file order; raises OSError like `write_structure`."""
+    """Write a compressed pack from its compressed chunks in file order; raises OSError, with ENOSPC if the disk is full."""
     with _system_errors(), _create_file(path, structure) as file:
         images = _create_images(file, structure, rows, structure.compression)
         for number, chunk in enumerate(chunks):

@@ -23,7 +23,7 @@ from h5pack.format.checksums import crc32
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.images.decode import Decoder, strict_pillow
 from h5pack.pack.compression import Compression, CompressTask, compress_rows, describe_task, require_filter
-from h5pack.pack.file_structure import PackTables, write_compressed, write_structure
+from h5pack.pack.file_structure import PackTables, copy_structure, structure_file, write_compressed
 from h5pack.pack.journal import RowRecord
 from h5pack.pack.plan import RowOrder
 from h5pack.pack.resume import UnfinishedPack
@@ -31,7 +31,7 @@ from h5pack.pack.statistics import pack_statistics
 from h5pack.read.hdf5 import chunk_table, reopen_tuned
 from h5pack.sources.catalog import Reject
 from h5pack.system.arrays import consecutive_runs
-from h5pack.system.files import copy_changed, read_all, sync_path, write_all, write_atomically
+from h5pack.system.files import read_all, sync_path, write_all, write_atomically
 from h5pack.system.processes import run
 
 _COPY_BYTES = 8 * 1024 * 1024
@@ -128,32 +128,19 @@ def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> Pa
 
 
 def complete(pack: UnfinishedPack, tables: PackTables) -> None:
-    """Add the tables to ``OUT.partial`` and flush it to the disk.
-
-    HDF5 does not open that file for writing. It writes a second, sparse file, whose bytes outside the chunks are then
-    copied.
-    """
+    """Add the tables to ``OUT.partial`` and flush it to the disk."""
     output, row_offsets, descriptor = pack.output, pack.row_offsets, pack.lock.descriptor
-    addresses = write_structure(output.finish, pack.structure, len(tables.checksums), tables)
-    if not np.array_equal(addresses, row_offsets.addresses[: len(addresses)]):
-        raise H5PackError(
-            f"{output.partial}: HDF5 {h5py.version.hdf5_version} placed the chunks at other addresses than before; "
-            "this is an error in h5pack, please report it; existing files are unchanged",
-            path=output.partial,
-        )
-    finish = os.open(output.finish, os.O_RDONLY)
-    try:
-        size = os.fstat(finish).st_size
-        chunk_bytes = row_offsets.chunk_rows * row_offsets.row_bytes
-        position = 0
-        for address in [*np.sort(addresses).tolist(), size]:
-            copy_changed(finish, descriptor, position, address)
-            position = address + chunk_bytes
-        _clear_tail(descriptor, row_offsets, len(tables.checksums), len(addresses))
-        os.ftruncate(descriptor, size)
+    rows = len(tables.checksums)
+    with structure_file(pack.structure, rows, tables) as (structure, addresses):
+        if not np.array_equal(addresses, row_offsets.addresses[: len(addresses)]):
+            raise H5PackError(
+                f"{output.partial}: HDF5 {h5py.version.hdf5_version} placed the chunks at other addresses than before; "
+                "this is an error in h5pack, please report it; existing files are unchanged",
+                path=output.partial,
+            )
+        _clear_tail(descriptor, row_offsets, rows, len(addresses))
+        copy_structure(structure, descriptor, addresses, row_offsets.chunk_rows * row_offsets.row_bytes)
         os.fsync(descriptor)
-    finally:
-        os.close(finish)
     _require_sound(pack, is_sound(output.partial, *_expected(pack, tables), addresses))
 
 
@@ -275,7 +262,6 @@ def publish(pack: UnfinishedPack, rejects: Sequence[Reject]) -> None:
         write_atomically(output.rejects, stream.getvalue().encode("utf-8", "backslashreplace"))
     else:
         output.rejects.unlink(missing_ok=True)
-    output.finish.unlink(missing_ok=True)
     journal = output.journal_identity()
     pack.lock.share()
     if not pack.overwrite and output.final.exists():

@@ -20,7 +20,6 @@ class Output:
         self.partial = self._beside(".partial")  # the file under construction
         self.journal = self._beside(".partial.journal")  # a folder; see `h5pack.pack.journal`
         # A sparse file with the pack's final HDF5 metadata, which is then copied into `partial`.
-        self.finish = self._beside(".partial.finish")
         # The compressed copy of `partial`. It replaces `partial` when the copy is complete.
         self.compressed = self._beside(".partial.compressed")
         self.rejects = self._beside(".rejects.csv")  # the table of images that were not packed
@@ -73,9 +72,8 @@ class Output:
         return status.st_dev, status.st_ino
 
     def remove_leftovers(self) -> None:
-        """Remove the temporary files `journal`, `finish` and `compressed`; keep `partial`."""
+        """Remove the temporary files `journal` and `compressed`; keep `partial`."""
         shutil.rmtree(self.journal, ignore_errors=True)
-        self.finish.unlink(missing_ok=True)
         self.compressed.unlink(missing_ok=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from h5pack.errors import OutputExistsError, ResumeError
 from h5pack.format import schema
 from h5pack.format.row_offsets import RowOffsets
-from h5pack.pack.file_structure import FileStructure, options_text, plan_metadata, write_structure
+from h5pack.pack.file_structure import FileStructure, copy_structure, options_text, plan_metadata, structure_file
 from h5pack.pack.journal import Journal
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock
@@ -54,18 +55,18 @@ class UnfinishedPack:
                 path=output.final,
                 parameters=("overwrite=True",),
             )
+        self.structure = _structure(plan)
         if before is None:
-            self.structure = _structure(plan)
             output.remove_leftovers()
             lock.renew()
-            addresses = write_structure(output.partial, self.structure, plan.rows, None)
-            begun = {**identity(plan), "overwrite": self.overwrite}
-            self.journal.start(begun, plan.fingerprints)
         else:
             self._require_same(before)
-            self.structure = _structure(plan)
-            # Compute the addresses from the plan again, because a kill may have damaged the metadata of `partial`.
-            addresses = write_structure(output.finish, self.structure, plan.rows, None)
+        # Resuming also computes the addresses, because a kill may have damaged the metadata of `partial`.
+        with structure_file(self.structure, plan.rows, None) as (structure, addresses):
+            if before is None:
+                os.ftruncate(lock.descriptor, 0)
+                copy_structure(structure, lock.descriptor, addresses, plan.chunks.rows * plan.row_bytes)
+                self.journal.start({**identity(plan), "overwrite": self.overwrite}, plan.fingerprints)
         self.row_offsets = RowOffsets(addresses, plan.chunks.rows, plan.row_bytes)
         self.job = WriteJob(
             path=str(output.partial),

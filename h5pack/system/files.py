@@ -42,15 +42,16 @@ def write_all(descriptor: int, data: memoryview | bytes, offset: int) -> None:
 
 
 def copy_changed(source: int, target: int, start: int, stop: int) -> None:
-    """Copy bytes `start` to `stop` of the file `source` to `target`, but write only blocks that differ."""
-    while start < stop:
-        count = min(_COPY_BYTES, stop - start)
-        data = read_all(source, count, start)
-        # Treat bytes beyond the end of the source as zeros.
-        data += bytes(count - len(data))
-        if read_all(target, count, start) != data:
-            write_all(target, data, start)
-        start += count
+    """Copy bytes `start` to `stop` of the file `source` to `target`, but write only pages that differ."""
+    for offset in range(start, stop, _COPY_BYTES):
+        count = min(_COPY_BYTES, stop - offset)
+        # Treat bytes beyond the end of a file as zeros.
+        new, old = (read_all(descriptor, count, offset).ljust(count, b"\0") for descriptor in (source, target))
+        if new != old:
+            for page in range(0, count, mmap.PAGESIZE):
+                data = new[page : page + mmap.PAGESIZE]
+                if data != old[page : page + mmap.PAGESIZE]:
+                    write_all(target, data, offset + page)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
