@@ -20,9 +20,9 @@ import pytest
 
 import h5pack
 from h5pack.format.checksums import row_checksums
-from h5pack.pack.file_structure import FileStructure, PackTables, write_structure
+from h5pack.pack.file_structure import FileStructure, PackTables
 from tests.exporter.folders import flip
-from tests.makers import class_folders, expected, quick, split_folders, truncate
+from tests.makers import class_folders, expected, quick, split_folders, truncate, write_structure
 
 INTEROP = Path(__file__).parent / "interop"
 FORMAT_PAGE = Path(__file__).parents[1] / "docs" / "format.md"
@@ -192,7 +192,7 @@ def big_names(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         checksums=row_checksums(rows),
         statistics={"mean": [0.0] * 3, "std": [0.0] * 3, "rows": 6, "step": 1, "split": "all"},
     )
-    attributes = {"h5pack_version": "0", "h5pack_created": "2023-11-14T22:13:20Z", "h5pack_options": "{}"}
+    attributes = {"h5pack_version": "0", "h5pack_options": "{}"}
     structure = FileStructure((8, 8, 3), 4, "nhwc", request.param, attributes)
     write_structure(path, structure, 6, tables)
     return path

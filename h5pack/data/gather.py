@@ -72,9 +72,7 @@ class MappedRows:
         else:
             positions = torch.from_numpy(self.mapped.offsets(rows) // self._unit)
             with _serial_torch:
-                torch.index_select(
-                    self._windows, 0, positions, out=torch.from_numpy(flat).view(self._windows.dtype)
-                )
+                torch.index_select(self._windows, 0, positions, out=torch.from_numpy(flat).view(self._windows.dtype))
 
 
 def _windows(mapped: MappedDataset) -> tuple[int, torch.Tensor]:

@@ -17,9 +17,9 @@ import torch
 from h5pack.data.buffers import BatchMemory, BufferPool
 from h5pack.data.chunk_groups import ROWS
 from h5pack.data.dataset import H5Dataset, batch_fields
+from h5pack.data.gather import HeldRows
 from h5pack.data.iteration import BatchIterator, Closeable
 from h5pack.data.pipeline import Pipeline
-from h5pack.data.gather import HeldRows
 from h5pack.data.samplers import order_text
 from h5pack.data.selection import plan_order, select_draws
 from h5pack.errors import OptionsError

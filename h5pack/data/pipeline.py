@@ -36,10 +36,10 @@ import numpy.typing as npt
 from h5pack.data.buffers import BatchMemory, BufferPool
 from h5pack.data.chunk_groups import GroupReader, OpenBatches, PlannedGroup, Task
 from h5pack.data.dataset import H5Dataset
-from h5pack.data.iteration import BackgroundThreads
 from h5pack.data.gather import HeldRows
+from h5pack.data.iteration import BackgroundThreads
 from h5pack.errors import LoaderError
-from h5pack.order.window import ChunkGroup, OrderPlan, Span, merge_groups
+from h5pack.order.window import OrderPlan, Span, merge_groups
 
 _PLANNED = 2
 """Number of groups to plan ahead of the group that is issued next."""

@@ -101,9 +101,7 @@ def test_gathering_leaves_the_number_of_threads_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streams", [1, 2])
-def test_cached_and_other_groups_may_take_turns(
-    tmp_path: Path, streams: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_and_other_groups_may_take_turns(tmp_path: Path, streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same batches come from the mapping, by preadv, and from both in turn."""
     path = packs.labelled(tmp_path / "f.h5")
     make_hot(path)

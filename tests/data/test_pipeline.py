@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from h5pack.data.resident import ResidentRows
 
 import h5pack
 from h5pack.data.buffers import BatchMemory, BufferPool
 from h5pack.data.chunk_groups import ROWS
 from h5pack.data.pipeline import Pipeline
-from h5pack.data.resident import ResidentRows
 from h5pack.data.selection import select_draws
 from h5pack.errors import DamagedRowsError
 from h5pack.order.window import OrderPlan

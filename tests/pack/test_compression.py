@@ -370,8 +370,7 @@ def test_a_full_disk_while_compressing(packs: dict[str, Path], source: Path, tmp
             patch.setattr(file_structure, "store_chunk", full)
             with pytest.raises(NoSpaceError):
                 h5pack.convert(source, out, **options("zstd", resume=resume))
-        # A resume lays the file out once more, to know where the rows are.
-        assert leftovers(tmp_path) - {"o.h5.partial.finish"} == {"o.h5.partial", "o.h5.partial.journal"}
+        assert leftovers(tmp_path) == {"o.h5.partial", "o.h5.partial.journal"}
     assert h5pack.convert(source, out, **options("zstd", resume=True)).resumed_rows == 79
     assert out.read_bytes() == packs["zstd"].read_bytes()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -12,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h5pack.format import schema
-from h5pack.pack.file_structure import FileStructure, PackTables, write_structure
+from h5pack.pack import file_structure
+from h5pack.pack.file_structure import FileStructure, PackTables, plan_metadata, write_compressed
 from h5pack.sources.catalog import Reject
+from tests.makers import write_structure
 
 
 def tables(rows: int, classes: int = 3) -> PackTables:
@@ -42,6 +46,7 @@ def test_fewer_rows_have_the_same_addresses(
 ) -> None:
     chunk_rows = -(-chunk_bytes // int(np.prod(row)))
     structure = FileStructure(row, chunk_rows, "nhwc", compat, {"h5pack_version": "1"})
+    structure = replace(structure, metadata_bytes=plan_metadata(-(-planned // chunk_rows), structure, 100, 2))
     packed = max(1, int(planned * share))
     with tempfile.TemporaryDirectory() as folder:
         first = write_structure(Path(folder) / "a.h5", structure, planned, None)
@@ -49,6 +54,7 @@ def test_fewer_rows_have_the_same_addresses(
         size = (Path(folder) / "a.h5").stat().st_size
     assert len(first) == -(-planned // chunk_rows)
     assert np.array_equal(second, first[: len(second)])
+    assert len({*np.diff(first).tolist()}) <= 1, "the distance of chunks does not vary"
     assert (np.diff(first) >= chunk_rows * np.prod(row)).all()
     assert first[-1] + chunk_rows * np.prod(row) <= size
     if chunk_rows * np.prod(row) >= schema.ALIGNMENT_THRESHOLD_BYTES:
@@ -80,7 +86,15 @@ def test_a_full_disk_is_the_systems_error(tmp_path: Path, monkeypatch: pytest.Mo
     def full(*_: object) -> None:
         raise RuntimeError("unable to extend file, errno = 28, error message = 'No space'")
 
-    monkeypatch.setattr("h5pack.pack.file_structure._create_images", full)
+    monkeypatch.setattr(file_structure, "_create_images", full)
     with pytest.raises(OSError, match="No space") as caught:
-        write_structure(tmp_path / "a.h5", FileStructure((4, 4, 3), 5, "nhwc", False, {}), 6, None)
+        write_compressed(tmp_path / "a.h5", FileStructure((4, 4, 3), 5, "nhwc", False, {}), 6, tables(6), [])
     assert caught.value.errno == 28
+
+
+def test_without_files_in_memory_a_temporary_file_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    structure = FileStructure((4, 4, 3), 5, "nhwc", False, {})
+    write_structure(tmp_path / "a.h5", structure, 6, tables(6))
+    monkeypatch.delattr(os, "memfd_create")
+    write_structure(tmp_path / "b.h5", structure, 6, tables(6))
+    assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from h5pack.errors import OutputBusyError, SourceError
@@ -31,16 +32,25 @@ def test_reads_and_writes_go_on_where_the_kernel_stops(tmp_path: Path, monkeypat
     os.close(descriptor)
 
 
-def test_only_changed_parts_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_COPY_BYTES", 4)
+def test_only_changed_pages_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = mmap.PAGESIZE
+    monkeypatch.setattr(files, "_COPY_BYTES", 3 * page)
     source, target = opened(tmp_path / "a"), opened(tmp_path / "b")
-    write_all(source, b"0123456789", 0)
-    write_all(target, b"0123xxxx89xx", 0)
+    new, old = (bytearray(np.arange(7 * page, dtype=np.uint32).astype(np.uint8)) for _ in range(2))
+    for position in (0, 2 * page - 1, 5 * page):
+        new[position] ^= 1
+    write_all(source, bytes(new[: 6 * page]), 0)
+    write_all(target, bytes(old), 0)
     written = []
-    monkeypatch.setattr(files, "write_all", lambda descriptor, data, offset: written.append((data, offset)))
-    files.copy_changed(source, target, 0, 12)
-    # Beyond the end of the source there are zeros.
-    assert written == [(b"4567", 4), (b"89\0\0", 8)]
+    monkeypatch.setattr(files, "write_all", lambda _, data, offset: written.append((offset, len(data), data)))
+    files.copy_changed(source, target, 100, 7 * page - 5)
+    # Pages count from the start; beyond the end of the source there are zeros.
+    changes = {2 * page - 1, 5 * page, *range(6 * page, 7 * page - 5)}
+    for offset, count, data in written:
+        assert count <= page
+        assert data == bytes(new[offset : offset + count]).ljust(count, b"\0") or offset + count > 6 * page
+        assert changes & set(range(offset, offset + count))
+    assert changes <= {position for offset, count, _ in written for position in range(offset, offset + count)}
     os.close(source)
     os.close(target)
 
