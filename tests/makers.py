@@ -10,8 +10,6 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
-from h5pack.pack.file_structure import FileStructure, PackTables, copy_structure, structure_file
-
 
 def pixels(seed: int, size: tuple[int, int] = (20, 14), channels: int = 3) -> npt.NDArray[np.uint8]:
     """Smooth colour with some noise, so that JPEG has something to do; uint8 (H, W, C) or (H, W)."""
@@ -105,11 +103,3 @@ def hdf5_file(path: Path, **datasets: Any) -> Path:
 def quick(**keywords: Any) -> dict[str, Any]:
     """Keywords of `h5pack.convert` for tests: in this process, unless they say otherwise."""
     return {"num_workers": 1, **keywords}
-
-
-def write_structure(path: Path, structure: FileStructure, rows: int, tables: PackTables | None) -> npt.NDArray[Any]:
-    """A file on disk with everything but the pixels; return the addresses of its chunks."""
-    with structure_file(structure, rows, tables) as (descriptor, addresses), path.open("w+b") as file:
-        chunk_bytes = structure.chunk_rows * int(np.prod(structure.row_shape))
-        copy_structure(descriptor, file.fileno(), addresses, chunk_bytes)
-    return addresses

@@ -20,9 +20,9 @@ import pytest
 
 import h5pack
 from h5pack.format.checksums import row_checksums
-from h5pack.pack.file_structure import FileStructure, PackTables
+from h5pack.pack.file_structure import FileStructure, PackTables, write_structure
 from tests.exporter.folders import flip
-from tests.makers import class_folders, expected, quick, split_folders, truncate, write_structure
+from tests.makers import class_folders, expected, quick, split_folders, truncate
 
 INTEROP = Path(__file__).parent / "interop"
 FORMAT_PAGE = Path(__file__).parents[1] / "docs" / "format.md"

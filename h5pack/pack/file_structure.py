@@ -2,7 +2,7 @@
 
 The datasets beside the images (labels, fields, file names, splits, checksums, statistics, rejects) are called tables.
 
-The structure is written twice, each time to a file in memory whose bytes outside the chunks are then copied into the
+The structure is written twice, each time to a sparse file whose bytes outside the chunks are then moved into the
 output. HDF5 never opens the output for writing, because a kill while it is open would leave a file that HDF5 refuses to
 open. The first time, the structure is written for the planned rows, which determines the address of every chunk. The
 second time, it is written for the rows that were packed, with all tables after the chunks, and completes the output.
@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import h5py
@@ -51,11 +52,16 @@ class FileStructure:
     compat: bool  # write a file that HDF5 1.8 can read
     attributes: dict[str, str]  # text attributes of the root group, known before the first pixel is written
     compression: Compression | None = None  # of the chunks; only used by `write_compressed`
-    metadata_bytes: int = 0  # of the block at the file's start; the same in both writings, see `plan_metadata`
+    metadata_bytes: int = 0  # upper bound, the same in both writings; see `plan_metadata`
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of an unfiltered chunk in bytes."""
+        return self.chunk_rows * math.prod(self.row_shape)
 
 
 def plan_metadata(chunks: int, structure: FileStructure, names_bytes: int, datasets: int) -> int:
-    """Return the size in bytes of the metadata block of a file: room for all metadata, so that chunks start at a MiB.
+    """Return an upper bound of the bytes of metadata of a file, which is written in one block at its start.
 
     `names_bytes` is the size of the names of classes and splits, and `datasets` the number of labels and fields. Per
     chunk, HDF5 2.0 needs 8.2 bytes in an extensible array, 16.5 if chunks are filtered, and 65 in the B-tree of
@@ -63,9 +69,7 @@ def plan_metadata(chunks: int, structure: FileStructure, names_bytes: int, datas
     """
     per_chunk = 80 if structure.compat else 20 if structure.compression else 9
     texts = sum(len(value.encode()) for value in structure.attributes.values())
-    needed = per_chunk * chunks + 2 * names_bytes + texts + 4_096 * datasets + 131_072
-    # The axis labels follow the block in 4 KiB of their own.
-    return -(-needed // _MIB) * _MIB - _HEAP_BYTES
+    return per_chunk * chunks + 2 * names_bytes + texts + 4_096 * datasets + 131_072
 
 
 @dataclass(frozen=True)
@@ -85,54 +89,60 @@ class PackTables:
     rejects: list[Reject] = field(default_factory=list)
 
 
-@contextlib.contextmanager
-def structure_file(
-    structure: FileStructure, rows: int, tables: PackTables | None
-) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-    """Write a file without pixels in memory; yield its descriptor, and the offset of each chunk, int64 (chunks,).
+def write_structure(
+    path: Path, structure: FileStructure, rows: int, tables: PackTables | None
+) -> npt.NDArray[np.int64]:
+    """Write a file without pixels, and return the byte offset of each chunk, int64 (chunks,).
 
-    The file is sparse, so it takes memory for the tables only. Without `tables`, it is marked as incomplete.
+    Without `tables`, the file is marked as incomplete. Raises OSError if the file cannot be written, with ENOSPC if the
+    disk is full.
     """
-    with _memory_file() as (descriptor, path):
-        with _create_file(path, structure) as file:
-            # Create the images first, because anything allocated before them would shift their chunks.
-            addresses = chunk_table(_create_images(file, structure, rows, None)).addresses
-            _describe_file(file, structure, tables)
-        yield descriptor, addresses
+    path.unlink(missing_ok=True)
+    with _system_errors(), _create_file(path, structure) as file:
+        # HDF5 2.0.0 may crash if it cannot write metadata when it closes a file. So make sure of the space before.
+        _reserve(path, 0, structure.metadata_bytes)
+        # Create the images first, because anything allocated before them would shift their chunks.
+        addresses = chunk_table(_create_images(file, structure, rows, None)).addresses
+        if tables is not None:
+            _reserve(path, int(addresses.max(initial=0)) + structure.chunk_bytes, _table_bytes(tables))
+        _describe_file(file, structure, tables)
+    return addresses
 
 
-@contextlib.contextmanager
-def _memory_file() -> Iterator[tuple[int, str]]:
-    """Yield the descriptor and path of a file in memory, or, where there are none, of a temporary file.
-
-    HDF5 does not survive a full disk: if it cannot write a file's metadata when it closes the file, it may crash then or
-    later. This was seen with HDF5 2.0.0.
-    """
-    if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
-        descriptor = os.memfd_create("h5pack-structure", os.MFD_CLOEXEC)
-        try:
-            yield descriptor, f"/proc/self/fd/{descriptor}"
-        finally:
-            os.close(descriptor)
-    else:
-        with tempfile.NamedTemporaryFile() as file:
-            yield file.fileno(), file.name
+def _reserve(path: Path, start: int, count: int) -> None:
+    if count and hasattr(os, "posix_fallocate"):
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), start, count)
 
 
-def copy_structure(source: int, target: int, addresses: npt.NDArray[np.int64], chunk_bytes: int) -> None:
-    """Give the file `target` the size of a `structure_file`, and its bytes outside the chunks, where they differ."""
-    size = os.fstat(source).st_size
-    position = 0
-    for address in [*np.sort(addresses).tolist(), size]:
-        copy_changed(source, target, position, address)
-        position = address + chunk_bytes
-    os.ftruncate(target, size)
+def _table_bytes(tables: PackTables) -> int:
+    """Return an upper bound of the bytes of all tables that are not in the metadata."""
+    columns = [*tables.fields.values(), *(() if tables.labels is None else (tables.labels,))]
+    names = sum(len(name.encode("utf-8", "backslashreplace")) + 8 for name in tables.filenames)
+    rejects = sum(len(reject.name) + len(reject.reason) + 16 for reject in tables.rejects)
+    checksums = tables.checksums.nbytes * (1 + len(columns))
+    return sum(column.nbytes for column in columns) + checksums + 2 * (names + 4 * rejects) + 65_536
+
+
+def copy_structure(path: Path, target: int, addresses: npt.NDArray[np.int64], chunk_bytes: int) -> None:
+    """Move a file of `write_structure` into the file `target`: its size, and bytes outside the chunks that differ."""
+    source = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(source).st_size
+        position = 0
+        for address in [*np.sort(addresses).tolist(), size]:
+            copy_changed(source, target, position, address)
+            position = address + chunk_bytes
+        os.ftruncate(target, size)
+    finally:
+        os.close(source)
+    path.unlink()
 
 
 def write_compressed(
-    path: str | os.PathLike[str], structure: FileStructure, rows: int, tables: PackTables, chunks: Iterable[bytes]
+    path: Path, structure: FileStructure, rows: int, tables: PackTables, chunks: Iterable[bytes]
 ) -> None:
-    """Write a compressed pack from its compressed chunks in file order; raises OSError, with ENOSPC if the disk is full."""
+    """Write a compressed pack from its compressed chunks in file order; raises OSError as `write_structure` does."""
     with _system_errors(), _create_file(path, structure) as file:
         images = _create_images(file, structure, rows, structure.compression)
         for number, chunk in enumerate(chunks):
@@ -166,7 +176,7 @@ def _describe_file(file: h5py.File, structure: FileStructure, tables: PackTables
         _write_tables(file, tables)
 
 
-def _create_file(path: str | os.PathLike[str], structure: FileStructure) -> h5py.File:
+def _create_file(path: Path, structure: FileStructure) -> h5py.File:
     """Create an empty file without time stamps, so that the same content always produces the same bytes."""
     create = h5py.h5p.create(h5py.h5p.FILE_CREATE)
     create.set_obj_track_times(False)
@@ -175,9 +185,10 @@ def _create_file(path: str | os.PathLike[str], structure: FileStructure) -> h5py
     access.set_libver_bounds(version, version)
     access.set_alignment(schema.ALIGNMENT_THRESHOLD_BYTES, schema.ALIGNMENT_BYTES)
     if structure.metadata_bytes:
-        # HDF5 allocates all metadata in this block until it is full. Otherwise parts of the chunk index would be between
-        # the chunks, and the distance between chunks would vary.
-        access.set_meta_block_size(structure.metadata_bytes)
+        # HDF5 allocates all metadata in this block until it is full. Otherwise parts of the chunk index would be among
+        # the chunks, and the distance between chunks would vary. The axis labels follow the block in 4 KiB of their own,
+        # so that the chunks start at a whole MiB.
+        access.set_meta_block_size(-(-structure.metadata_bytes // _MIB) * _MIB - _HEAP_BYTES)
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     # The caller already holds an flock on the file, which would conflict with HDF5's own file locking.
     access.set_file_locking(False, False)

@@ -23,7 +23,7 @@ from h5pack.format.checksums import crc32
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.images.decode import Decoder, strict_pillow
 from h5pack.pack.compression import Compression, CompressTask, compress_rows, describe_task, require_filter
-from h5pack.pack.file_structure import PackTables, copy_structure, structure_file, write_compressed
+from h5pack.pack.file_structure import PackTables, copy_structure, write_compressed, write_structure
 from h5pack.pack.journal import RowRecord
 from h5pack.pack.plan import RowOrder
 from h5pack.pack.resume import UnfinishedPack
@@ -131,16 +131,16 @@ def complete(pack: UnfinishedPack, tables: PackTables) -> None:
     """Add the tables to ``OUT.partial`` and flush it to the disk."""
     output, row_offsets, descriptor = pack.output, pack.row_offsets, pack.lock.descriptor
     rows = len(tables.checksums)
-    with structure_file(pack.structure, rows, tables) as (structure, addresses):
-        if not np.array_equal(addresses, row_offsets.addresses[: len(addresses)]):
-            raise H5PackError(
-                f"{output.partial}: HDF5 {h5py.version.hdf5_version} placed the chunks at other addresses than before; "
-                "this is an error in h5pack, please report it; existing files are unchanged",
-                path=output.partial,
-            )
-        _clear_tail(descriptor, row_offsets, rows, len(addresses))
-        copy_structure(structure, descriptor, addresses, row_offsets.chunk_rows * row_offsets.row_bytes)
-        os.fsync(descriptor)
+    addresses = write_structure(output.structure, pack.structure, rows, tables)
+    if not np.array_equal(addresses, row_offsets.addresses[: len(addresses)]):
+        raise H5PackError(
+            f"{output.partial}: HDF5 {h5py.version.hdf5_version} placed the chunks at other addresses than before; "
+            "this is an error in h5pack, please report it; existing files are unchanged",
+            path=output.partial,
+        )
+    _clear_tail(descriptor, row_offsets, rows, len(addresses))
+    copy_structure(output.structure, descriptor, addresses, pack.structure.chunk_bytes)
+    os.fsync(descriptor)
     _require_sound(pack, is_sound(output.partial, *_expected(pack, tables), addresses))
 
 

@@ -21,6 +21,7 @@ class Output:
         self.journal = self._beside(".partial.journal")  # a folder; see `h5pack.pack.journal`
         # A sparse file with the pack's final HDF5 metadata, which is then copied into `partial`.
         # The compressed copy of `partial`. It replaces `partial` when the copy is complete.
+        self.structure = self._beside(".partial.structure")
         self.compressed = self._beside(".partial.compressed")
         self.rejects = self._beside(".rejects.csv")  # the table of images that were not packed
 
@@ -72,8 +73,9 @@ class Output:
         return status.st_dev, status.st_ino
 
     def remove_leftovers(self) -> None:
-        """Remove the temporary files `journal` and `compressed`; keep `partial`."""
+        """Remove the temporary files `journal`, `structure` and `compressed`; keep `partial`."""
         shutil.rmtree(self.journal, ignore_errors=True)
+        self.structure.unlink(missing_ok=True)
         self.compressed.unlink(missing_ok=True)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 from h5pack.errors import OutputExistsError, ResumeError
 from h5pack.format import schema
 from h5pack.format.row_offsets import RowOffsets
-from h5pack.pack.file_structure import FileStructure, copy_structure, options_text, plan_metadata, structure_file
+from h5pack.pack.file_structure import FileStructure, copy_structure, options_text, plan_metadata, write_structure
 from h5pack.pack.journal import Journal
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock
@@ -62,11 +61,12 @@ class UnfinishedPack:
         else:
             self._require_same(before)
         # Resuming also computes the addresses, because a kill may have damaged the metadata of `partial`.
-        with structure_file(self.structure, plan.rows, None) as (structure, addresses):
-            if before is None:
-                os.ftruncate(lock.descriptor, 0)
-                copy_structure(structure, lock.descriptor, addresses, plan.chunks.rows * plan.row_bytes)
-                self.journal.start({**identity(plan), "overwrite": self.overwrite}, plan.fingerprints)
+        addresses = write_structure(output.structure, self.structure, plan.rows, None)
+        if before is None:
+            copy_structure(output.structure, lock.descriptor, addresses, self.structure.chunk_bytes)
+            self.journal.start({**identity(plan), "overwrite": self.overwrite}, plan.fingerprints)
+        else:
+            output.structure.unlink()
         self.row_offsets = RowOffsets(addresses, plan.chunks.rows, plan.row_bytes)
         self.job = WriteJob(
             path=str(output.partial),

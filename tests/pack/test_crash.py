@@ -17,7 +17,7 @@ import h5pack
 from h5pack import cli
 from h5pack.errors import NoSpaceError
 from h5pack.images.decode import Decoder
-from h5pack.pack.file_structure import copy_structure
+from h5pack.pack.file_structure import FileStructure, PackTables, write_structure
 from h5pack.pack.journal import RowRecord
 from tests.crashing import (
     convert_in_child,
@@ -206,15 +206,15 @@ def test_a_disk_that_fills_up_later(small_disk: Path, tmp_path: Path, when: str)
     def fill(keep: int) -> None:
         (small_disk / "hog").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096 - keep))
 
-    def full(*arguments: Any) -> None:
+    def full(path: Path, structure: FileStructure, rows: int, tables: PackTables | None) -> object:
         fill(8192)
-        copy_structure(*arguments)
+        return write_structure(path, structure, rows, tables)
 
     with pytest.MonkeyPatch.context() as patch:
         if when == "workers write":
             patch.setattr("h5pack.pack.output.Output.require_space", lambda *_: fill(1_500_000))
         else:
-            patch.setattr("h5pack.pack.finish.copy_structure", full)
+            patch.setattr("h5pack.pack.finish.write_structure", full)
         with pytest.raises(NoSpaceError):
             h5pack.convert(source, out, **quick(**settings))
     assert not out.exists()
