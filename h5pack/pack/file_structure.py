@@ -14,6 +14,7 @@ A compressed pack is a separate file. Each of its chunks gets its address when i
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -33,7 +34,8 @@ from h5pack.format.plans import plan_cache
 from h5pack.pack.compression import Compression, add_filter
 from h5pack.read.hdf5 import chunk_table, utf8
 from h5pack.sources.catalog import NameTable, Reject
-from h5pack.system.files import copy_changed
+from h5pack.system.files import NO_SPACE, copy_changed
+from h5pack.system.libc import libc_function, raise_errno
 
 _TABLE_CHUNK_BYTES = 262_144
 _MAX_COMPACT_BYTES = 32_768
@@ -109,10 +111,16 @@ def write_structure(
     return addresses
 
 
+_fallocate = libc_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_KEEP_SIZE = 1
+
+
 def _reserve(path: Path, start: int, count: int) -> None:
-    if count and hasattr(os, "posix_fallocate"):
+    """Allocate disk space for bytes of a file, without changing its size, if the system can."""
+    if count and _fallocate is not None:
         with path.open("r+b") as file:
-            os.posix_fallocate(file.fileno(), start, count)
+            if _fallocate(file.fileno(), _KEEP_SIZE, start, count) and ctypes.get_errno() in NO_SPACE:
+                raise_errno(path)
 
 
 def _table_bytes(tables: PackTables) -> int:
@@ -144,6 +152,7 @@ def write_compressed(
 ) -> None:
     """Write a compressed pack from its compressed chunks in file order; raises OSError as `write_structure` does."""
     with _system_errors(), _create_file(path, structure) as file:
+        _reserve(path, 0, structure.metadata_bytes)
         images = _create_images(file, structure, rows, structure.compression)
         for number, chunk in enumerate(chunks):
             store_chunk(images, number, chunk)

@@ -18,6 +18,9 @@ from h5pack.system.libc import libc_function, raise_errno
 
 # The workers of a killed process keep its lock for milliseconds. A lock held longer belongs to a running conversion.
 _LOCK_WAIT_SECONDS = 3.0
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The errors of a full disk, an exhausted quota and a limit on the size of files."""
+
 _COPY_BYTES = 4 * 1024 * 1024
 
 
@@ -75,7 +78,7 @@ def reporting_full_disk(path: Path, advice: str, *parameters: str) -> Iterator[N
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in NO_SPACE:
             raise
         message = f"{path}: {os.strerror(error.errno)}; {advice}"
         raise NoSpaceError(message, path=path, parameters=parameters) from error
