@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import shlex
@@ -31,6 +32,7 @@ _LAYOUTS = {
 }  # fmt: skip
 _MAX_SAMPLED_ROWS = 1024
 _MAX_NAMES = 6
+_OPENING_GAP_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,10 @@ class FileReport:
     bytes: int  # size of the file
     pack: dict[str, Any] | None  # metadata of a pack; None for other files
     datasets: tuple[DatasetReport, ...]
+    # (start, stop) bytes of the file that a program reads to open it and look up every chunk, where gaps of up to 1 MiB
+    # are read, too: over a network each range is a request.
+    opening: tuple[tuple[int, int], ...]
+    opening_fix: tuple[str, ...] | None = None  # command that writes a copy that opens with one range
     stats: dict[str, Any] | None = None  # class counts and channel statistics, if requested
 
     def to_json(self) -> dict[str, Any]:
@@ -98,6 +104,11 @@ class FileReport:
     def to_text(self) -> str:
         """Return the report as lines of text."""
         lines = [f"{self.path}: {format_bytes(self.bytes)}", *self._pack_lines()]
+        ranges = "1 range" if len(self.opening) == 1 else f"{len(self.opening):,} ranges"
+        size = sum(stop - start for start, stop in self.opening)
+        lines.append(f"opening  reads {ranges} of the file, {format_bytes(size)} in all")
+        if self.opening_fix is not None:
+            lines.append(f"  fix: {shlex.join(self.opening_fix)}")
         lines += [dataset.to_text(self.path) for dataset in self.datasets]
         stats = self.stats or {}
         if stats.get("labels"):
@@ -158,11 +169,14 @@ def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
     """
     with open_file(path) as file:
         try:
+            opening = opening_ranges(path)
             return FileReport(
                 path=os.fspath(path),
                 bytes=os.path.getsize(path),
                 pack=_describe_pack(file) if schema.FORMAT in file.attrs else None,
                 datasets=tuple(describe_dataset(file[name]) for name in dataset_names(file)),
+                opening=opening,
+                opening_fix=_opening_fix(file, opening),
                 stats=_stats(file) if stats else None,
             )
         except (KeyError, ValueError, RuntimeError, OSError) as error:
@@ -170,6 +184,51 @@ def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
                 f"{os.fspath(path)}: its metadata is damaged ({error}); restore the file",
                 path=path,
             ) from error
+
+
+class _LoggedFile(io.FileIO):
+    """A file that notes which bytes are read."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path, "rb")
+        self.ranges: list[tuple[int, int]] = []
+
+    def readinto(self, buffer: Any) -> int:
+        start = self.tell()
+        count = super().readinto(buffer) or 0
+        self.ranges.append((start, start + count))
+        return count
+
+
+def opening_ranges(path: str | os.PathLike[str]) -> tuple[tuple[int, int], ...]:
+    """Return the (start, stop) bytes of an HDF5 file that a program reads to open it, as `FileReport.opening`."""
+    with _LoggedFile(path) as log:
+        with h5py.File(log, "r") as file:
+            for name in ("/", *dataset_names(file)):
+                found = file[name]
+                dict(found.attrs)
+                if isinstance(found, h5py.Dataset) and found.chunks is not None and found.ndim > 1:
+                    found.id.chunk_iter(lambda _: None)
+            for name in (schema.SPLIT_NAMES, schema.SPLIT_ROWS, f"{schema.STATISTICS}/mean", f"{schema.STATISTICS}/std"):
+                if isinstance(file.get(name), h5py.Dataset):
+                    file[name][()]
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted(log.ranges):
+            if merged and start - merged[-1][1] <= _OPENING_GAP_BYTES:
+                merged[-1] = merged[-1][0], max(merged[-1][1], stop)
+            else:
+                merged.append((start, stop))
+    return tuple(merged)
+
+
+def _opening_fix(file: h5py.File, opening: tuple[tuple[int, int], ...]) -> tuple[str, ...] | None:
+    """Return a command that writes a copy with all metadata in one block, if this file's is not."""
+    if len(opening) < 2:
+        return None
+    if schema.FORMAT in file.attrs:
+        return ("h5pack", "convert", file.filename, "packed.h5")
+    block = -(-sum(stop - start for start, stop in opening) // 2**20) * 2**21
+    return ("h5repack", "-M", str(block), file.filename, "repacked.h5")
 
 
 def describe_dataset(dataset: h5py.Dataset) -> DatasetReport:

@@ -69,7 +69,7 @@ def plan_metadata(chunks: int, structure: FileStructure, names_bytes: int, datas
     chunk, HDF5 2.0 needs 8.2 bytes in an extensible array, 16.5 if chunks are filtered, and 65 in the B-tree of
     `compat`.
     """
-    per_chunk = 80 if structure.compat else 20 if structure.compression else 9
+    per_chunk = 67 if structure.compat else 20 if structure.compression else 9
     texts = sum(len(value.encode()) for value in structure.attributes.values())
     return per_chunk * chunks + 2 * names_bytes + texts + 4_096 * datasets + 131_072
 

@@ -184,3 +184,20 @@ def test_other_rows_of_variable_length_have_no_fault(tmp_path: Path) -> None:
     assert dtypes == ["variable-length uint8", "variable-length float32", "object"]
     assert all((dataset.faults, dataset.fix) == ((), None) for dataset in found.values())
     assert "variable-length float32" in h5pack.info(path).to_text()
+
+
+def test_files_that_open_with_many_ranges_get_a_command(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        images = file.create_dataset("x", (1_000, 256, 256, 3), "u1", chunks=(1, 256, 256, 3))
+        for row in range(1_000):
+            images.id.write_direct_chunk((row, 0, 0, 0), bytes(256 * 256 * 3))
+    report = h5pack.info(tmp_path / "a.h5")
+    assert len(report.opening) > 2
+    assert report.opening_fix is not None
+    assert report.opening_fix[0] == "h5repack"
+    assert report.to_json()["opening"] == report.opening
+    if shutil.which("h5repack") is None:
+        pytest.skip("needs h5repack: apt-get install hdf5-tools")
+    subprocess.run([*report.opening_fix[:-1], tmp_path / "b.h5"], check=True)
+    assert len(h5pack.info(tmp_path / "b.h5").opening) == 1
+    assert h5pack.info(tmp_path / "b.h5").opening_fix is None

@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h5pack.format import schema
+from h5pack.inspect.info import opening_ranges
 from h5pack.pack import file_structure
+from h5pack.pack.compression import parse_compression
 from h5pack.pack.file_structure import FileStructure, PackTables, plan_metadata, write_compressed, write_structure
 from h5pack.sources.catalog import Reject
 
@@ -90,3 +92,27 @@ def test_a_full_disk_is_the_systems_error(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(OSError, match="No space") as caught:
         write_compressed(tmp_path / "a.h5", FileStructure((4, 4, 3), 5, "nhwc", False, {}), 6, tables(6), [])
     assert caught.value.errno == 28
+
+
+@pytest.mark.parametrize(("chunks", "compat"), [(1, False), (20_000, False), (150_000, False), (20_000, True)])
+def test_a_program_reads_one_range_to_open_a_pack(tmp_path: Path, chunks: int, compat: bool) -> None:
+    rows, path = 8 * chunks, tmp_path / "a.h5"
+    structure = FileStructure((64, 64, 3), 8, "nhwc", compat, {"h5pack_version": "1", "h5pack_options": "{}"})
+    structure = replace(structure, metadata_bytes=plan_metadata(chunks, structure, 9_000, 2))
+    write_structure(path, structure, rows, replace(tables(rows, 1_000), rejects=[]))
+    ((start, stop),) = opening_ranges(path)
+    assert start == 0
+    assert stop <= 2**21
+    if not compat:
+        with h5py.File(path) as file:
+            assert file["images"].id.get_chunk_info(0).byte_offset == stop
+
+
+def test_a_compressed_pack_opens_with_one_range(tmp_path: Path) -> None:
+    chunks, path = 5_000, tmp_path / "a.h5"
+    structure = FileStructure((4, 4, 3), 8, "nhwc", False, {}, parse_compression("gzip"))
+    structure = replace(structure, metadata_bytes=plan_metadata(chunks, structure, 100, 2))
+    stored = (bytes(70_000 + number % 7) for number in range(chunks))
+    write_compressed(path, structure, 8 * chunks, tables(8 * chunks), stored)
+    ((start, stop),) = opening_ranges(path)
+    assert (start, stop <= 2**21) == (0, True)
