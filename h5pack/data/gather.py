@@ -54,8 +54,8 @@ class MappedRows:
 
     One call copies all rows of a batch without the GIL. Measured on a 2-core machine with one thread, as a part of the
     speed of ``np.take`` from private memory: ``np.take`` over adjacent chunks reached 1.01 (150 KB rows) and 0.95 (3 KB
-    rows); ``torch.index_select`` over chunks with gaps 0.94 (116 KB) and 0.84 (3 KB), where a loop in Python reached 1.01
-    and 0.36 while holding the GIL.
+    rows); ``torch.index_select`` over chunks with gaps reached 0.94 (116 KB) and 0.84 (3 KB). A loop in Python, which
+    holds the GIL, reached 1.01 and 0.36.
     """
 
     def __init__(self, mapped: MappedDataset) -> None:

@@ -20,9 +20,10 @@ SPLITS = "splits"
 SPLIT_NAMES = "splits/name"
 SPLIT_ROWS = "splits/rows"
 CHECKSUMS = "checksums"
+CHUNK_CHECKSUMS = "checksums/chunks"
 STATISTICS = "statistics"
 REJECTS = "rejects"
-RESERVED = frozenset({IMAGES, LABELS, FILENAMES, SPLITS, CHECKSUMS, STATISTICS, REJECTS, "encoded"})
+RESERVED = frozenset({IMAGES, LABELS, FILENAMES, SPLITS, CHECKSUMS, STATISTICS, REJECTS, "encoded", "chunks"})
 
 # Attributes of datasets.
 CLASSES = "classes"
@@ -31,6 +32,7 @@ LAYOUT = "h5pack_layout"
 RDCC_NBYTES = "h5pack_rdcc_nbytes"
 RDCC_NSLOTS = "h5pack_rdcc_nslots"
 RDCC_W0 = "h5pack_rdcc_w0"
+STORED_BYTES = "stored_bytes"
 
 NO_LABEL = -1
 """The label that is stored for an unlabelled image, in a pack whose other images have labels."""

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from h5pack.errors import H5PackError, PackFormatError
 from h5pack.format import schema
-from h5pack.format.checksums import row_checksums
+from h5pack.format.checksums import crc32, row_checksums
 from h5pack.format.plans import plan_cache
 from h5pack.format.row_offsets import RowOffsets, check_rows_counted, check_tasks, describe_check
 from h5pack.read.chunk_index import index_dataset
@@ -233,7 +233,7 @@ def _check_other_rows(file: h5py.File, found: _Structure) -> None:
         found.problems.append(f"{schema.CHECKSUMS}/{schema.LABELS}: missing")
     for name in dataset_names(file):
         target = name.removeprefix(f"{schema.CHECKSUMS}/")
-        if target in (name, schema.IMAGES):
+        if target in (name, schema.IMAGES) or name.startswith(f"{schema.CHUNK_CHECKSUMS}/"):
             continue
         if target not in file or len(file[target]) != len(file[name]):
             found.problems.append(f"{name}: no dataset {target!r} with the same number of rows")
@@ -268,15 +268,26 @@ def _decode_counted(task: _DecodeTask) -> tuple[int, list[int]]:
         images = reopen_tuned(
             images, plan_cache(images.shape, images.chunks, 1, filtered=is_filtered(images), window=1)
         )
+        stored = index_dataset(file, images, schema.IMAGES).stored_checksums
         wrong: list[int] = []
         for first in range(0, len(task.checksums), images.chunks[0]):
             start, expected = task.start + first, task.checksums[first : first + images.chunks[0]]
             try:
+                # A filter may crash on damaged data, so do not let HDF5 decode it.
+                if not _is_stored_chunk(images, stored, start // images.chunks[0]):
+                    raise OSError("the chunk is damaged")
                 differs = row_checksums(images[start : start + len(expected)]) != expected
             except (OSError, RuntimeError):
                 differs = np.ones(len(expected), np.bool_)
             wrong += (start + np.flatnonzero(differs)).tolist()
     return len(task.checksums), wrong
+
+
+def _is_stored_chunk(images: h5py.Dataset, checksums: npt.NDArray[np.uint32] | None, chunk: int) -> bool:
+    if checksums is None:
+        return True
+    _, data = images.id.read_direct_chunk((chunk * images.chunks[0], 0, 0, 0))
+    return crc32(data) == int(checksums[chunk])
 
 
 def _filenames(path: str, rows: list[int]) -> dict[int, str]:

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.format import schema
-from h5pack.format.checksums import row_checksums
+from h5pack.format.checksums import crc32, row_checksums
 from h5pack.format.plans import plan_cache
 from h5pack.pack.compression import Compression, add_filter
 from h5pack.read.hdf5 import chunk_table, utf8
@@ -154,9 +154,15 @@ def write_compressed(
     with _system_errors(), _create_file(path, structure) as file:
         _reserve(path, 0, structure.metadata_bytes)
         images = _create_images(file, structure, rows, structure.compression)
+        checksums, size = [], 0
         for number, chunk in enumerate(chunks):
             store_chunk(images, number, chunk)
+            checksums.append(crc32(chunk))
+            size += len(chunk)
         _describe_file(file, structure, tables)
+        file.create_group(schema.CHUNK_CHECKSUMS)
+        table = file.create_dataset(f"{schema.CHUNK_CHECKSUMS}/{schema.IMAGES}", data=np.array(checksums, np.uint32))
+        table.attrs[schema.STORED_BYTES] = np.int64(size)
 
 
 def store_chunk(images: h5py.Dataset, number: int, chunk: bytes) -> None:
@@ -195,8 +201,8 @@ def _create_file(path: Path, structure: FileStructure) -> h5py.File:
     access.set_alignment(schema.ALIGNMENT_THRESHOLD_BYTES, schema.ALIGNMENT_BYTES)
     if structure.metadata_bytes:
         # HDF5 allocates all metadata in this block until it is full. Otherwise parts of the chunk index would be among
-        # the chunks, and the distance between chunks would vary. The axis labels follow the block in 4 KiB of their own,
-        # so that the chunks start at a whole MiB.
+        # the chunks, and the distance between chunks would vary. The axis labels follow the block in 4 KiB of their
+        # own, so that the chunks start at a whole MiB.
         access.set_meta_block_size(-(-structure.metadata_bytes // _MIB) * _MIB - _HEAP_BYTES)
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     # The caller already holds an flock on the file, which would conflict with HDF5's own file locking.

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import DamagedRowsError
+from h5pack.format.checksums import crc32
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.codecs import MallocBuffer
 from h5pack.read.hdf5_reader import H5Reader
@@ -185,6 +186,9 @@ class ChunkDecoder:
         buffer = np.array([[encoded.address, size]], np.uint64)
         self.storage.scatter(buffer, (0, 1), (offset,), lambda _: where)
         try:
+            # Decoders of damaged data may write beyond their buffers, so compare the data with its checksum before.
+            if index.stored_checksums is not None and crc32(encoded.array()) != index.stored_checksums[chunk]:
+                raise ValueError("its bytes differ from the stored checksum")
             return index.codec.decode(encoded, mask)
         except ValueError as error:
             self.storage.check_unchanged()

@@ -16,9 +16,10 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from h5pack.format import schema
 from h5pack.format.plans import DEFAULT_CHUNK_BYTES, plan_chunks
 from h5pack.read.codecs import Codec, UnsupportedFilterError, find_codec
-from h5pack.read.hdf5 import ChunkTable, chunk_grid, chunk_table, dataset_error, filters_of, require_filters
+from h5pack.read.hdf5 import ChunkTable, chunk_grid, chunk_table, dataset_error, filters_of, find_item, require_filters
 from h5pack.read.storage import SourceFile, has_preadv
 from h5pack.system.arrays import consecutive_runs
 
@@ -51,6 +52,7 @@ class ChunkIndex:
     codec: Codec | None = None  # None unless chunks are filtered or hold only parts of rows
     sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     filter_masks: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
+    stored_checksums: npt.NDArray[np.uint32] | None = None  # (chunks,): CRC-32 of each chunk as it is stored, if known
     chunk_shape: tuple[int, ...] | None = None  # shape of chunks if they hold only parts of rows, else None
     external_files: frozenset[SourceFile] = frozenset()  # further files, whose replacement HDF5 would not notice
 
@@ -223,13 +225,14 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
         except UnsupportedFilterError as error:
             reason = str(error)
     table = ChunkTable(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.uint32))
-    fill = b""
+    fill, stored_checksums = b"", None
     if reason is None and row_bytes and dataset.shape[0]:
         table = _read_table(file, dataset, name)
         numbers = np.arange(len(table.addresses))
         stored = np.minimum(dataset.shape[0] - numbers * chunk_rows, chunk_rows) * row_bytes
         if codec is not None:
             stored = table.sizes.copy()
+            stored_checksums = _stored_checksums(file, name, table)
             if codec.steps:
                 # With H5Pset_chunk_opts, an edge chunk may be unfiltered although its mask is 0. Leave it to HDF5.
                 at_edge = _reaches_past_edge(dataset).reshape(stored.shape)
@@ -249,8 +252,20 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
         codec=codec,
         sizes=table.sizes,
         filter_masks=table.filter_masks,
+        stored_checksums=stored_checksums,
         chunk_shape=chunk_shape,
     )
+
+
+def _stored_checksums(file: h5py.File, name: str, table: ChunkTable) -> npt.NDArray[np.uint32] | None:
+    """Return the checksums of a pack's stored chunks; None without them, or if another program rewrote the chunks."""
+    found = find_item(file, f"{schema.CHUNK_CHECKSUMS}/{name}")
+    if not isinstance(found, h5py.Dataset) or found.shape != table.sizes.shape or found.dtype != np.uint32:
+        return None
+    if int(found.attrs.get(schema.STORED_BYTES, -1)) != int(table.sizes.sum()):
+        return None
+    checksums: npt.NDArray[np.uint32] = found[()]
+    return checksums
 
 
 def contiguous_group_rows(rows: int, row_bytes: int) -> int:

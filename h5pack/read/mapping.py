@@ -9,6 +9,7 @@ blocks, and checks each block again after a second.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import sys
@@ -82,7 +83,7 @@ class FileMapping:
         wanted = wanted[wanted < len(checked)]
         old = wanted[checked[wanted] < time.monotonic() - CHECK_SECONDS]
         edges = consecutive_runs(old).tolist()
-        for low, high in zip(edges, edges[1:], strict=False):
+        for low, high in itertools.pairwise(edges):
             for start in range(low, high, _MAX_CALL_BLOCKS):
                 first, last = int(old[start]), int(old[min(high, start + _MAX_CALL_BLOCKS) - 1])
                 now = time.monotonic()
