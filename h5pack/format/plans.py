@@ -62,8 +62,8 @@ def plan_chunks(
     rows. However, it always has at least `schema.ALIGNMENT_THRESHOLD_BYTES` bytes, because smaller chunks would not
     start on a page boundary.
 
-    With `whole_pages`, the number of rows is changed to a multiple with which chunks also end on a page boundary. Chunks
-    are then adjacent in the file, so that all rows are one array in a mapping of the file. This is not done if
+    With `whole_pages`, the number of rows is changed to a multiple with which chunks also end on a page boundary. The
+    chunks are then adjacent in the file, so that all rows are one array in a mapping of the file. This is not done if
     `chunk_rows` is given, if it needs chunks of more than `WHOLE_PAGES_BYTES`, or if it leaves fewer than `MIN_CHUNKS`.
     """
     if chunk_rows is not None:

@@ -209,12 +209,8 @@ def opening_ranges(path: str | os.PathLike[str]) -> tuple[tuple[int, int], ...]:
                 dict(found.attrs)
                 if isinstance(found, h5py.Dataset) and found.chunks is not None and found.ndim > 1:
                     found.id.chunk_iter(lambda _: None)
-            small = (
-                schema.SPLIT_NAMES,
-                schema.SPLIT_ROWS,
-                *(f"{schema.STATISTICS}/{name}" for name in ("mean", "std")),
-            )
-            for name in small:
+            statistics = (f"{schema.STATISTICS}/{name}" for name in ("mean", "std"))
+            for name in (schema.SPLIT_NAMES, schema.SPLIT_ROWS, *statistics):
                 if isinstance(file.get(name), h5py.Dataset):
                     file[name][()]
         merged: list[tuple[int, int]] = []

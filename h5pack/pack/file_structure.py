@@ -126,10 +126,10 @@ def _reserve(path: Path, start: int, count: int) -> None:
 def _table_bytes(tables: PackTables) -> int:
     """Return an upper bound of the bytes of all tables that are not in the metadata."""
     columns = [*tables.fields.values(), *(() if tables.labels is None else (tables.labels,))]
+    rows = sum(int(column.nbytes) for column in columns) + tables.checksums.nbytes * (1 + len(columns))
     names = sum(len(name.encode("utf-8", "backslashreplace")) + 8 for name in tables.filenames)
     rejects = sum(len(reject.name) + len(reject.reason) + 16 for reject in tables.rejects)
-    checksums = tables.checksums.nbytes * (1 + len(columns))
-    return sum(column.nbytes for column in columns) + checksums + 2 * (names + 4 * rejects) + 65_536
+    return rows + 2 * (names + 4 * rejects) + 65_536
 
 
 def copy_structure(path: Path, target: int, addresses: npt.NDArray[np.int64], chunk_bytes: int) -> None:

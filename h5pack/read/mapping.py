@@ -138,7 +138,10 @@ class MappedDataset:
         index, starts = self.index, self.index.addresses
         if (np.diff(starts) != index.chunk_rows * index.row_bytes).any():
             return None
-        return np.ndarray((index.rows, index.row_bytes), np.uint8, self.mapping.bytes, int(starts[0]))
+        rows: npt.NDArray[np.uint8] = np.ndarray(
+            (index.rows, index.row_bytes), np.uint8, self.mapping.bytes, int(starts[0])
+        )
+        return rows
 
     def ready(self, rows: npt.NDArray[np.int64]) -> bool:
         """Make sure that rows can be copied without waiting for about a second; False: read them with preadv."""
