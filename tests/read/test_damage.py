@@ -38,8 +38,9 @@ def row_places(path: Path) -> npt.NDArray[np.int64]:
 
 
 def metadata_places(path: Path) -> npt.NDArray[np.int64]:
-    """Offsets of all bytes outside the images: metadata, labels, checksums and other tables."""
-    free = np.ones(path.stat().st_size, np.bool_)
+    """Offsets of all bytes outside the images, except pages without content: metadata, labels, and other tables."""
+    content = np.fromfile(path, np.uint8)
+    free = np.repeat(np.add.reduceat(content, np.arange(0, len(content), 512), dtype=np.int64) > 0, 512)[: len(content)]
     size = index_of(path, "images").row_bytes
     for start in row_places(path).tolist():
         free[start : start + size] = False
