@@ -17,7 +17,6 @@ batch that h5pack's returned, the batch is sent as ordinary tensors, which torch
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import mmap
@@ -148,9 +147,11 @@ class BufferPool:
 
     def _forget_dead(self) -> None:
         """Drop the weak references to freed arrays. Several threads may call this at the same time."""
-        with contextlib.suppress(IndexError):
-            while True:
+        while self._dead:
+            try:
                 self._watched.pop(self._dead.popleft(), None)
+            except IndexError:
+                break
 
 
 _HEADER = mmap.PAGESIZE

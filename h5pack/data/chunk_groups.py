@@ -22,7 +22,7 @@ from h5pack.data.gather import HeldRows, MappedRows, RowGatherer
 from h5pack.order.window import ChunkGroup, Span
 from h5pack.read.engine import SCATTER_BYTES
 from h5pack.read.read_plan import ScatterPlan
-from h5pack.system.arrays import equal_runs
+from h5pack.system.arrays import consecutive_runs, equal_runs
 
 TASK_BYTES = 8 * 1024 * 1024
 """Bytes that one task reads: enough to make the overhead of a task (about 10 us) negligible, and less than a batch."""
@@ -130,10 +130,13 @@ class GroupReader:
 
     def plan(self, group: ChunkGroup) -> PlannedGroup:
         """Plan the reads of a group's rows, and make the kernel start reading those that are not in the page cache."""
-        if self._can_gather and all(rows.mapped.ready(group.rows) for rows in self._mapped.values()):
-            for name in self._mapped:
-                self._engine.count_mapped(name, group.rows)
-            return PlannedGroup(group, {}, cached=True)
+        if self._can_gather:
+            edges = consecutive_runs(group.rows)
+            first, last = group.rows[edges[:-1]], group.rows[edges[1:] - 1]
+            if all(rows.mapped.ready(first, last) for rows in self._mapped.values()):
+                for name in self._mapped:
+                    self._engine.count_mapped(name, first, last)
+                return PlannedGroup(group, {}, cached=True)
         plans = {}
         for name in self._dataset.names:
             if self._engine.can_scatter(self._engine.indexes[name]):

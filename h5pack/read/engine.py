@@ -110,11 +110,13 @@ class Engine:
         mapping = self._mappings[0]
         return None if mapping is None else MappedDataset(index, mapping)
 
-    def count_mapped(self, name: str, rows: npt.NDArray[np.int64]) -> None:
-        """Count rows, int64 (n,), ascending within each chunk, that are copied from the mapping, in the statistics."""
+    def count_mapped(self, name: str, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> None:
+        """Count rows that are copied from the mapping in the statistics; arguments as of `MappedDataset.ready`."""
         index = self.indexes[name]
-        chunks = int(np.count_nonzero(np.diff(index.chunks_of(rows)))) + 1
-        self._count(index, len(rows), chunks, len(rows) * index.row_bytes, 0)
+        begins, ends = index.chunks_of(first), index.chunks_of(last)
+        chunks = int((ends - begins + 1).sum()) - int(np.count_nonzero(begins[1:] == ends[:-1]))
+        rows = int((last - first + 1).sum())
+        self._count(index, rows, chunks, rows * index.row_bytes, 0)
 
     def check_unchanged(self) -> None:
         """Raise PackChangedError if the file or a source of its virtual datasets was replaced since it was indexed."""

@@ -67,20 +67,16 @@ class FileMapping:
         except OSError:
             return None
 
-    def ready(self, offsets: npt.NDArray[np.int64], size: int) -> bool:
+    def ready(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> bool:
         """Make sure that extents of the file can be read from `bytes` without waiting; False: use preadv for them.
 
-        `offsets`, int64 (n,), are where extents of `size` bytes each start. The answer holds for about a second.
+        `starts` and `stops`, int64 (n,), are the offsets of their first bytes and of the bytes after them. The answer
+        holds for about a second.
         """
-        # Neighbouring extents are usually in one block. The test for that is cheaper than `unique`.
-        blocks = offsets // _BLOCK
-        blocks = blocks[np.flatnonzero(np.diff(blocks, prepend=-1))]
-        spread = (size + _BLOCK - 2) // _BLOCK
-        wanted = np.unique((blocks[:, None] + np.arange(spread + 1)).reshape(-1))
+        wanted = _all_between(starts // _BLOCK, (np.minimum(stops, self._size) - 1) // _BLOCK)
         process, checked = self._checked
         if process != os.getpid():
             process, checked = self._checked = (os.getpid(), np.full(len(checked), -np.inf))
-        wanted = wanted[wanted < len(checked)]
         old = wanted[checked[wanted] < time.monotonic() - CHECK_SECONDS]
         edges = consecutive_runs(old).tolist()
         for low, high in itertools.pairwise(edges):
@@ -120,6 +116,13 @@ class FileMapping:
         return float(np.count_nonzero(flags & 1) / len(flags))
 
 
+def _all_between(first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the numbers from ``first[i]`` to ``last[i]`` for all i, ascending and without repetitions."""
+    steps = range(int((last - first).max(initial=-1)) + 1)
+    numbers: npt.NDArray[np.int64] = np.unique(np.array([np.minimum(first + step, last) for step in steps], np.int64))
+    return numbers
+
+
 @dataclass(frozen=True)
 class MappedDataset:
     """The rows of a dataset in a mapping of its file, in stored byte order."""
@@ -143,9 +146,17 @@ class MappedDataset:
         )
         return rows
 
-    def ready(self, rows: npt.NDArray[np.int64]) -> bool:
-        """Make sure that rows can be copied without waiting for about a second; False: read them with preadv."""
-        return self.mapping.ready(self.offsets(rows), self.index.row_bytes)
+    def ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
+        """Make sure that rows can be copied without waiting for about a second; False: read them with preadv.
+
+        `first` and `last`, int64 (n,), are the first and the last row of runs of consecutive rows.
+        """
+        index = self.index
+        if self.array is not None:
+            return self.mapping.ready(self.offsets(first), self.offsets(last) + index.row_bytes)
+        # A run may go on in a chunk that is elsewhere, so check whole chunks.
+        starts = index.addresses[_all_between(index.chunks_of(first), index.chunks_of(last))]
+        return self.mapping.ready(starts, starts + index.chunk_rows * index.row_bytes)
 
     def offsets(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the index in the mapping's `bytes` at which each row starts; int64 (n,)."""

@@ -64,7 +64,7 @@ def test_mapped_rows_are_those_of_the_file(
     mapped = h5pack.H5Dataset(path).engine.mapped("images")
     assert mapped is not None
     everything = np.arange(packs.ROWS)
-    assert mapped.ready(everything)
+    assert mapped.ready(everything, everything)
     found = MappedRows(mapped)
     if mapped.array is None:
         assert unit % found._unit == 0, "chunks may begin at any multiple of 8 bytes"
@@ -82,7 +82,7 @@ def test_gathering_leaves_the_number_of_threads_alone(tmp_path: Path) -> None:
     make_hot(path)
     mapped = h5pack.H5Dataset(path).engine.mapped("images")
     assert mapped is not None
-    assert mapped.ready(np.arange(packs.ROWS))
+    assert mapped.ready(np.arange(packs.ROWS), np.arange(packs.ROWS))
     seen: list[Any] = []
 
     def work() -> None:
@@ -111,7 +111,7 @@ def test_cached_and_other_groups_may_take_turns(tmp_path: Path, streams: int, mo
     for wanted in turns.values():
         calls: list[bool] = []
 
-        def ready(self: Any, rows: Any, wanted: list[bool] = wanted, calls: list[bool] = calls) -> bool:
+        def ready(self: Any, first: Any, last: Any, wanted: list[bool] = wanted, calls: list[bool] = calls) -> bool:
             calls.append(wanted[len(calls) % len(wanted)])
             return calls[-1]
 

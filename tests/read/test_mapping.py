@@ -45,7 +45,7 @@ def test_only_rows_stored_as_they_are_can_be_mapped(tmp_path: Path, storage: str
     if found is not None:
         make_hot(path)
         rows = np.random.default_rng(0).permutation(30)
-        assert found.ready(rows)
+        assert found.ready(rows, rows)
         assert np.array_equal(copied(found, rows).view(">i4").reshape(30, 4, 5), values[rows])
         if found.array is not None:
             assert np.array_equal(found.array[rows], copied(found, rows))
@@ -54,7 +54,7 @@ def test_only_rows_stored_as_they_are_can_be_mapped(tmp_path: Path, storage: str
 @pytest.mark.parametrize("chunk_rows", [1, 3, 50])
 def test_adjacent_chunks_are_one_array(tmp_path: Path, chunk_rows: int) -> None:
     values, found = mapped_file(tmp_path / "f.h5", "early", chunk_rows=chunk_rows, libver=("v110", "v110"))
-    found.ready(np.arange(ROWS))
+    found.ready(np.arange(ROWS), np.arange(ROWS))
     assert found.array is not None
     assert np.array_equal(found.array.reshape(ROWS, *SHAPE), values)
 
@@ -65,10 +65,10 @@ def test_rows_are_ready_only_while_the_page_cache_has_them(tmp_path: Path, monke
     everything = np.arange(ROWS)
     if drop_cache(path):
         pytest.skip("this file system keeps its pages in memory")
-    assert not found.ready(everything)
+    assert not found.ready(everything, everything)
     assert cached_pages(path) <= 1, "the check itself reads nothing"
     make_hot(path)
-    assert found.ready(everything)
+    assert found.ready(everything, everything)
     assert np.array_equal(copied(found, everything).reshape(values.shape), values)
     del found
     assert drop_cache(path) == 0, "nothing keeps the mapping"
@@ -86,12 +86,12 @@ def test_a_block_is_checked_again_after_a_second(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(found.mapping, "_cached_share", lambda *span: calls.append(span) or share(*span))
     for moment, expected in ((100.0, 1), (100.9, 1), (101.5, 2)):
         now[0] = moment
-        assert found.ready(np.arange(ROWS))
+        assert found.ready(np.arange(ROWS), np.arange(ROWS))
         assert len(calls) == expected
     assert calls[0] == (0, path.stat().st_size)
     monkeypatch.setattr(found.mapping, "_cached_share", lambda *_: 0.9)
     now[0] += 2
-    assert not found.ready(np.array([0]))
+    assert not found.ready(np.array([0]), np.array([0]))
 
 
 def test_blocks_between_wanted_ones_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_blocks_between_wanted_ones_are_not_checked(tmp_path: Path, monkeypatch:
     spans: list[tuple[int, int]] = []
     monkeypatch.setattr(found.mapping, "_load", lambda *span: spans.append(span) or True)
     rows = np.array([3, 150, 4])
-    assert found.ready(rows)
+    assert found.ready(rows, rows)
     ends = found.offsets(rows) + found.index.row_bytes
     for start, stop in zip(found.offsets(rows), ends, strict=True):
         assert any(low <= start and stop <= high for low, high in spans)
@@ -124,10 +124,10 @@ def test_a_forked_child_checks_for_itself(tmp_path: Path) -> None:
     values, found = mapped_file(path)
     make_hot(path)
     rows = np.arange(ROWS)
-    assert found.ready(rows)
+    assert found.ready(rows, rows)
 
     def check() -> bool:
-        return found.ready(rows) and np.array_equal(copied(found, rows).reshape(values.shape), values)
+        return found.ready(rows, rows) and np.array_equal(copied(found, rows).reshape(values.shape), values)
 
     assert in_child(check)
 
@@ -137,7 +137,7 @@ def test_a_changed_file_is_noticed_before_its_bytes_are_touched(tmp_path: Path, 
     path = tmp_path / "f.h5"
     _, found = mapped_file(path)
     make_hot(path)
-    assert found.ready(np.arange(ROWS))
+    assert found.ready(np.arange(ROWS), np.arange(ROWS))
     if change == "cut":
         os.truncate(path, 4096)
         with pytest.raises(PackChangedError):
@@ -156,7 +156,7 @@ from tests.read.files import engine_of
 found = engine_of(sys.argv[1]).mapped("x")
 os.truncate(sys.argv[1], 4096)
 if sys.argv[2] == "ready":
-    assert not found.ready(np.arange(200)), "a file that was cut short is not ready"
+    assert not found.ready(np.arange(200), np.arange(200)), "a file that was cut short is not ready"
 else:
     found.mapping.bytes[-1]
 """
