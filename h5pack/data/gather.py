@@ -65,7 +65,7 @@ class MappedRows:
 
     def gather(self, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
         """Copy rows to `out`, as `RowGatherer.gather` does. `ready` must have returned True for them recently."""
-        self.mapped.mapping.require_whole()
+        self.mapped.mapping.require_unchanged()
         flat = out.reshape(-1).view(np.uint8).reshape(len(rows), self.mapped.index.row_bytes)
         if self.mapped.array is not None:
             np.take(self.mapped.array, rows, axis=0, out=flat, mode="clip")
@@ -73,6 +73,7 @@ class MappedRows:
             positions = torch.from_numpy(self.mapped.offsets(rows) // self._unit)
             with _serial_torch:
                 torch.index_select(self._windows, 0, positions, out=torch.from_numpy(flat).view(self._windows.dtype))
+        self.mapped.mapping.require_unchanged()
 
 
 def _windows(mapped: MappedDataset) -> tuple[int, torch.Tensor]:

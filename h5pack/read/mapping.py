@@ -88,13 +88,13 @@ class FileMapping:
                 checked[first : last + 1] = now
         return True
 
-    def require_whole(self) -> None:
-        """Raise an error if the file was cut short, replaced or rewritten since it was opened.
+    def require_unchanged(self) -> None:
+        """Raise PackChangedError if the file was cut short, rewritten or replaced since it was opened.
 
-        Call this shortly before touching `bytes`: beyond the end of the file, that ends the process with SIGBUS.
+        Call this before touching `bytes`, because touching bytes past the end of the file ends the process with SIGBUS,
+        and after it, because another program may have changed the bytes meanwhile.
         """
-        if os.fstat(self._storage.open()).st_size < self._size:
-            self._storage.check_unchanged()
+        self._storage.identity.require(self._storage.path, self._storage.open())
 
     def _load(self, start: int, stop: int) -> bool:
         """Load bytes that are in the page cache into the page table; return False if too few of them are, or none."""
