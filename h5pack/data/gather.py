@@ -52,10 +52,10 @@ class HeldRows:
 class MappedRows:
     """Rows of a dataset in the page cache, copied from a mapping of the file in stored byte order.
 
-    One call copies all rows of a batch without the GIL. Measured on a 2-core machine with one thread, as a part of the
-    speed of ``np.take`` from private memory: ``np.take`` over adjacent chunks reached 1.01 (150 KB rows) and 0.95 (3 KB
-    rows); ``torch.index_select`` over chunks with gaps reached 0.94 (116 KB) and 0.84 (3 KB). A loop in Python, which
-    holds the GIL, reached 1.01 and 0.36.
+    One call copies all rows of a batch without the GIL. Speeds on a 2-core machine with one thread, as multiples of the
+    speed of ``np.take`` from private memory: ``np.take`` over adjacent chunks 1.01 (150 KB rows) and 0.95 (3 KB);
+    ``torch.index_select`` over chunks with gaps 0.94 (116 KB) and 0.84 (3 KB); a loop in Python, which holds the GIL,
+    1.01 (116 KB) and 0.36 (3 KB).
     """
 
     def __init__(self, mapped: MappedDataset) -> None:
@@ -77,7 +77,7 @@ class MappedRows:
 
 
 def _windows(mapped: MappedDataset) -> tuple[int, torch.Tensor]:
-    """Return a file's bytes as overlapping rows, one for every multiple of a unit of bytes, and the unit.
+    """Return (unit, windows), a view of a file's bytes: ``windows[i]`` is the bytes of a row at offset ``i * unit``.
 
     The unit, up to 16 bytes, divides the size of a row and the offset of every row.
     """

@@ -24,7 +24,7 @@ class DeviceFeed(LoaderWrapper):
 
     On CUDA, a thread fetches batches from the loader. While the training step runs, the batches are copied from pinned
     memory and transformed on a separate CUDA stream. On the CPU, each batch is fetched and transformed in the caller's
-    thread when it is requested. The delivered batches are the same.
+    thread when it is requested. Both deliver the same batches.
 
     Parameters
     ----------

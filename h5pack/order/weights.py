@@ -73,8 +73,8 @@ class WeightedRows:
         """Return an upper bound on the rows drawn from `chunks` consecutive chunks of any epoch's order."""
         sums = np.diff(self._sums)
         others = min(chunks, len(sums)) - 1
-        heaviest = sums if others == len(sums) else np.partition(sums, len(sums) - 1 - others)[-1 - others :]
-        # Padding continues the order at its beginning, so a chunk can occur twice. So count the heaviest chunk twice.
+        heaviest = np.partition(sums, len(sums) - 1 - others)[-1 - others :]
+        # Padding repeats the beginning of the order at its end, so a chunk can occur twice. Count the heaviest one twice.
         units = int(heaviest.sum()) + int(heaviest.max())
         return -(-self.count * units // self._line) + others + 1
 

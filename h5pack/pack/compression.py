@@ -94,8 +94,8 @@ def compress_chunk(values: npt.NDArray[np.uint8], compression: Compression) -> b
     if mask:
         fragment = f"compression={compression.name!r}"
         raise H5PackError(
-            f"HDF5 {h5py.version.hdf5_version} skipped the filter of {fragment} for a chunk, which is an error in the "
-            "filter; choose another compression",
+            f"HDF5 {h5py.version.hdf5_version} skipped the filter of {fragment} for a chunk, although it is "
+            "mandatory; choose another compression",
             parameters=(fragment,),
         )
     return bytes(stored)

@@ -103,7 +103,7 @@ class DecodedChunks:
 class ChunkRows(NamedTuple):
     """Rows of one chunk, as bytes. `size` and `calls` are 0 if the chunk was cached."""
 
-    values: npt.NDArray[np.uint8]  # the bytes of adjacent rows in one axis; may be read-only
+    values: npt.NDArray[np.uint8]  # 1-D: the bytes of rows, one after the other; may be read-only
     positions: npt.NDArray[np.int64]  # the index of each requested row among these rows
     size: int  # bytes read from the file
     calls: int  # number of system calls or HDF5 library calls

@@ -11,9 +11,9 @@ _MASK = (1 << 64) - 1
 
 
 def run_edges(breaks: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Return the edges of runs of n items, int64 (runs + 1,): run i has the items ``edges[i]`` to ``edges[i + 1] - 1``.
+    """Divide n items into runs; return their edges, int64 (runs + 1,): run i is ``edges[i]`` to ``edges[i + 1] - 1``.
 
-    ``breaks[i]``, of n - 1, says whether item i + 1 begins a new run. The first edge is 0, the last is n.
+    `breaks`, bool (n - 1,): ``breaks[i]`` says whether item i + 1 begins a new run. The first edge is 0, the last is n.
     """
     cuts = np.flatnonzero(breaks)
     edges = np.empty(len(cuts) + 2, np.int64)
