@@ -86,7 +86,6 @@ def measure_again(bench: Path, folder: Path, scratch: Path, repeats: int) -> dic
             chosen["batch_size"],
             window=chosen["window"],
             num_threads=chosen["num_threads"],
-            resident="no",
         )
     cold = chosen["judged_by"] == "cold"
     speeds: dict[str, list[float]] = {label: [] for label in loaders}
