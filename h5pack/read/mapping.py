@@ -64,7 +64,8 @@ class FileMapping:
             return None
         try:
             return cls(storage)
-        except OSError:
+        except (OSError, ValueError):
+            # mmap raises ValueError if the file is shorter than it was, which is for the reads to report.
             return None
 
     def ready(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> bool:
