@@ -494,9 +494,7 @@ def test_a_close_from_another_thread_wakes_the_consumer(dataset: h5pack.H5Datase
     closer.join()
 
 
-@pytest.mark.parametrize(
-    "order", ["window", "full", "streams and lanes", "stored, lanes, drop_last", "a rank", "rows"]
-)
+@pytest.mark.parametrize("order", ["window", "full", "streams and lanes", "stored, lanes, drop_last", "a rank", "rows"])
 def test_a_state_saved_at_any_batch_gives_the_same_tail(dataset: h5pack.H5Dataset, order: str, way: str) -> None:
     make = partial(loader_of, dataset, **ORDERS[order])
     expected = list(itertools.chain(*expected_of(dataset, 2, **ORDERS[order])))
