@@ -99,7 +99,7 @@ def test_the_fewest_credits_are_enough(
 ) -> None:
     """Also for an epoch that goes on from any batch, and for groups that are mapped and read in turn."""
     data, ready, ways = packs.values(), MappedDataset.ready, itertools.cycle(turns.split())
-    monkeypatch.setattr(MappedDataset, "ready", lambda self, rows: next(ways) == "mapped" and ready(self, rows))
+    monkeypatch.setattr(MappedDataset, "ready", lambda *runs: next(ways) == "mapped" and ready(*runs))
     # One thread takes every second plan, and four threads the others.
     for number, plan in enumerate(itertools.islice(plans(dataset), threads % 2, None, 2)):
         held = {"labels": HeldRows(dataset, "labels", plan.rows.unique_rows())} if number // 2 % 2 else {}
