@@ -86,7 +86,6 @@ def measure_again(bench: Path, folder: Path, scratch: Path, repeats: int) -> dic
             chosen["batch_size"],
             window=chosen["window"],
             num_threads=chosen["num_threads"],
-            resident="no",
         )
     cold = chosen["judged_by"] == "cold"
     speeds: dict[str, list[float]] = {label: [] for label in loaders}
@@ -94,6 +93,7 @@ def measure_again(bench: Path, folder: Path, scratch: Path, repeats: int) -> dic
         # The layout of cached pages makes all epochs faster or slower by up to a fifth until the file is loaded again,
         # so it is loaded before each repeat, as in training: by an epoch.
         consume(loaders[label])
+        loaders[label].dataset.close()  # The system keeps pages that are mapped.
         if drop_cache(paths[label]) and cold:
             raise SystemExit(f"{paths[label]}: its pages stay in the page cache, so cold reads cannot be measured")
         if not cold:

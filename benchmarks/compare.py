@@ -5,8 +5,7 @@ measurement runs in a process of its own, first with one version, then with the 
 files, which this version makes. The result has the ratio of the speeds (this version over the other) within each
 repeat, and their median: 1.00 is as fast.
 
-- read: H5Loader on a pack in the page cache, the fastest epoch but the first of ``--seconds``, on 1 and 2 threads, and
-  with rows kept in memory;
+- read: H5Loader on a pack in the page cache, the fastest epoch but the first of ``--seconds``, on 1 and 2 threads;
 - convert: a folder of JPEGs to a pack, seconds of the whole call, the import not counted.
 
 Both versions of the names of options are understood (``threads`` and ``num_threads``, ``ConvertOptions`` and keywords).
@@ -37,7 +36,7 @@ torch.set_num_threads(1)
 names = inspect.signature(h5pack.H5Loader).parameters
 threads = "num_threads" if "num_threads" in names else "threads"
 dataset = h5pack.H5Dataset(job["pack"])
-loader = h5pack.H5Loader(dataset, job["batch"], resident=job["resident"], **{threads: job["threads"]})
+loader = h5pack.H5Loader(dataset, job["batch"], **{threads: job["threads"]})
 speeds = []
 start = time.perf_counter()
 while len(speeds) < 4 or time.perf_counter() - start < job["seconds"]:
@@ -99,10 +98,9 @@ def jobs_of(scratch: Path, arguments: argparse.Namespace) -> dict[str, tuple[str
         "3 KB": (arguments.small, 32, 32, 512),
     }.items():
         pack = make_pack(RowSource(rows, height, width), scratch / f"{height}.h5")
-        for threads, resident in ((1, "no"), (2, "no"), (2, "auto")):
-            job = {"pack": str(pack), "batch": min(batch, rows // 2), "threads": threads, "resident": resident}
-            job["seconds"] = arguments.seconds
-            jobs[f"read {size}, {threads} threads, resident={resident}"] = (_READ, job)
+        for threads in (1, 2):
+            job = {"pack": str(pack), "batch": min(batch, rows // 2), "threads": threads, "seconds": arguments.seconds}
+            jobs[f"read {size}, {threads} threads"] = (_READ, job)
     if arguments.images:
         folder = scratch / "images"
         make_folder(folder, arguments.images, workers=arguments.workers)

@@ -5,7 +5,7 @@ photographs do. Every case reads shuffled batches, and the consumer touches ever
 ratio is taken within each turn.
 
 - the ceiling: the decoder alone, over all chunks as they are stored, in memory, on 1 and 2 threads;
-- H5Loader, reading the file every epoch: directly, and through h5py with its tuned cache;
+- H5Loader: directly, and through h5py with its tuned cache;
 - H5Dataset in a DataLoader with 2 workers.
 """
 
@@ -124,7 +124,7 @@ def cases_of(path: Path, batch: int) -> dict[str, Reader]:
         ("H5Loader through h5py", through_library(h5pack.H5Dataset(path))),
     ):
         for threads in (1, 2):
-            loader = h5pack.H5Loader(dataset, batch, num_threads=threads, resident="no")
+            loader = h5pack.H5Loader(dataset, batch, num_threads=threads)
             consume(loader)
             cases[f"{label} | {threads}"] = lambda turn, loader=loader: consume(loader)
     dataset = h5pack.H5Dataset(path)
@@ -140,7 +140,7 @@ def measure(path: Path, rows: int, settings: dict[str, Any], batch: int, repeats
     cases = cases_of(path, batch)
     speeds = repeat_in_turns(cases, repeats, [path])
     dataset = h5pack.H5Dataset(path)
-    consume(h5pack.H5Loader(dataset, batch, resident="no"))
+    consume(h5pack.H5Loader(dataset, batch))
     stats = dataset.stats()
     result = {
         "bytes_stored": path.stat().st_size,

@@ -12,7 +12,7 @@ that convert makes of it with its source. Then these read shuffled batches, in t
 
 - one index by h5py: the usual dataset, decoding by Pillow where rows are encoded, in a DataLoader with 2 workers;
 - H5Dataset in a DataLoader with 2 workers;
-- H5Loader on 2 threads, reading the file every epoch (``resident="no"``).
+- H5Loader on 2 threads.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def cases_of(path: Path, rows: int, batch: int, slow_rows: int) -> dict[str, Rea
     one = data_loader(subset_of(naive(path, rows), rows, slow_rows), batch)
     dataset = h5pack.H5Dataset(path)
     workers = data_loader(dataset, batch, batch_sampler=h5pack.ChunkBatchSampler(dataset, batch))
-    loader = h5pack.H5Loader(dataset, batch, num_threads=2, resident="no")
+    loader = h5pack.H5Loader(dataset, batch, num_threads=2)
     consume(one)
     consume(workers)
     consume(loader)

@@ -5,8 +5,7 @@ every page of each. The cases take turns, so a drift of the machine's speed affe
 each turn.
 
 - the ceiling: ``np.take`` of random rows out of memory into batches that are used again, on 1 and 2 threads;
-- H5Loader: as it comes (which keeps rows in memory from the second epoch on, where they fit), reading the file every
-  epoch (``resident="no"``), through h5py, and on chunks made by other tools (see below);
+- H5Loader: as it comes, through h5py, and on chunks made by other tools (see below);
 - np.memmap: fancy indexing in this process, and a DataLoader with 2 workers;
 - h5py: the usual dataset that reads one index, in a DataLoader with 2 workers; on a pack, on the well-known recipe's
   chunks, which cut images, and on the chunks that h5py guesses;
@@ -85,15 +84,13 @@ def fancy(path: Path, rows: int, size: int, batch: int, turn: int) -> float:
 def loader_cases(pack: Path, batch: int) -> dict[str, Reader]:
     """H5Loader's cases of reading, each warmed up."""
     cases: dict[str, Reader] = {}
-    for label, dataset, settings in (
-        ("H5Loader", h5pack.H5Dataset(pack), {}),
-        ("H5Loader, resident='no'", h5pack.H5Dataset(pack), {"resident": "no"}),
-        ("H5Loader through h5py", through_library(h5pack.H5Dataset(pack)), {"resident": "no"}),
+    for label, dataset in (
+        ("H5Loader", h5pack.H5Dataset(pack)),
+        ("H5Loader through h5py", through_library(h5pack.H5Dataset(pack))),
     ):
         for threads in (1, 2):
-            loader = h5pack.H5Loader(dataset, batch, num_threads=threads, drop_last=True, **settings)
-            for _ in range(2 if not settings else 1):
-                consume(loader)
+            loader = h5pack.H5Loader(dataset, batch, num_threads=threads, drop_last=True)
+            consume(loader)
             cases[f"{label} | {threads}"] = lambda turn, loader=loader: consume(loader)
     return cases
 
@@ -139,8 +136,8 @@ def hot(source: RowSource, scratch: Path, pack: Path, batches: tuple[int, int], 
         cases |= loader_cases(pack, batch)
         if batch == batches[0]:
             for label, path in foreign.items():
-                loader = h5pack.H5Loader(h5pack.H5Dataset(path), batch, num_threads=2, resident="no")
-                cases[f"H5Loader, resident='no', {label} | 2"] = lambda turn, loader=loader: consume(loader)
+                loader = h5pack.H5Loader(h5pack.H5Dataset(path), batch, num_threads=2)
+                cases[f"H5Loader, {label} | 2"] = lambda turn, loader=loader: consume(loader)
             cases["np.memmap, fancy index | 1"] = partial(fancy, flat, source.rows, source.size, batch)
             cases |= worker_cases(pack, flat, source, foreign, batch)
         files = [pack, flat, *foreign.values()]
@@ -219,7 +216,7 @@ def cold(source: RowSource, pack: Path, batch: int, repeats: int) -> dict[str, A
 def epoch_counts(pack: Path, batch: int) -> dict[str, Any]:
     """What one epoch reads: chunks visited, amplification."""
     dataset = h5pack.H5Dataset(pack)
-    for _ in h5pack.H5Loader(dataset, batch, resident="no"):
+    for _ in h5pack.H5Loader(dataset, batch):
         pass
     stats = dataset.stats()
     index = dataset.engine.indexes["images"]

@@ -22,7 +22,6 @@ _WAYS = (
 
 _LARGE = "116 KB"
 _OURS = "h5loader"
-_FROM_FILE = "h5loader-file"
 _MARGIN = 0.05
 
 
@@ -450,11 +449,7 @@ def peers_message(found: dict[str, Any]) -> str:
     if times < 1 - _MARGIN:
         rest = f"fewer than {peer['case']} ({_HOT.said(peer)})"
     copied = f"{mine['hot_of_memory_copy']['median']:.2f} of the speed of copying rows in memory"
-    said = f"{mine['case']} gives {_HOT.said(mine)}, {copied}:\n{rest}"
-    again = next((case for case in ours if case["key"] == _FROM_FILE), mine)
-    if again is mine:
-        return said
-    return f"{said}; {again['hot_images_per_s']['median']:,.0f} where it reads its file in every epoch, as the peers do"
+    return f"{mine['case']} gives {_HOT.said(mine)}, {copied}:\n{rest}"
 
 
 def first_size(result: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -487,21 +482,6 @@ def where_peers_are_better(found: dict[str, Any]) -> list[str]:
         parts += [f"better than H5Loader as it comes only: {', '.join(rest)}"] if rest else []
         lines.append(f"{line}: {'; '.join(parts)}")
     return lines
-
-
-def where_peers_read_faster(found: dict[str, Any]) -> str:
-    """Which peers are faster, hot, than H5Loader where that reads its file in every epoch, as they do; empty if none.
-
-    As it comes, H5Loader keeps rows in memory of its own, which no peer does, and its memory is in the other column.
-    """
-    right = _verified(found)
-    again = next((case for case in right if case["key"] == _FROM_FILE), None)
-    if again is None:
-        return ""
-    ahead = [f"{case['case']} {_HOT.said(case)}" for case in right if not case["ours"] and _HOT.better(case, again)]
-    if not ahead:
-        return ""
-    return f"hot, where H5Loader reads its file in every epoch ({_HOT.said(again)}): {', '.join(ahead)}"
 
 
 def _notes(found: dict[str, Any]) -> list[str]:
@@ -555,8 +535,7 @@ def peers_table(result: dict[str, Any]) -> str:
         lines += ["", f"The ceilings in the same turns: copying rows in memory, {copies} images/s on 1 and 2 threads;"]
         lines += [f"reading a cold file from its beginning to its end, {straight} images/s."]
         lines += _notes(found)
-        again = where_peers_read_faster(found)
-        better = ([again] if again else []) + where_peers_are_better(found)
+        better = where_peers_are_better(found)
         if better:
             lines += ["", f"Where a peer is better than H5Loader, by more than {_MARGIN:.0%}:", ""]
             lines += [f"- {line}." for line in better]

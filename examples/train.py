@@ -162,7 +162,7 @@ class Training:
         share = share_of(len(self.val), self.rank, self.ranks)
         if len(share):
             # num_replicas=1: with more, the loader would repeat rows to make the shares of ranks equal.
-            loader = h5pack.H5Loader(self.val, 250, shuffle=False, indices=share, rank=0, num_replicas=1, resident="no")
+            loader = h5pack.H5Loader(self.val, 250, shuffle=False, indices=share, rank=0, num_replicas=1)
             for images, labels, *_ in h5pack.DeviceFeed(loader, self.device, transform=self.plain):
                 with torch.autocast(self.device.type, AMP[self.options.amp], enabled=self.options.amp != "off"):
                     right = self.network(images).argmax(1) == labels

@@ -243,7 +243,6 @@ class Listed:
 
 LISTING = (
     Listed("h5loader", "H5Loader", "h5pack_case", "pack", ours=True),
-    Listed("h5loader-file", "H5Loader (resident='no')", "h5pack_case", "pack", ours=True),
     Listed("h5dataset", "H5Dataset + DataLoader", "h5pack_case", "pack", ours=True),
     Listed("ffcv", "FFCV", "ffcv_case", "ffcv"),
     Listed("webdataset", "WebDataset", "webdataset_case", "webdataset"),

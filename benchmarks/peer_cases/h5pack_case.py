@@ -1,9 +1,8 @@
-"""h5pack's three cases: H5Loader as it comes, H5Loader that reads the file every epoch, H5Dataset in a DataLoader."""
+"""h5pack's two cases: H5Loader as it comes, and H5Dataset in a DataLoader."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -28,25 +27,15 @@ class _OpenedH5Loader(OpenedLoader):
 
 
 class LoaderWay(_Packed):
-    """H5Loader.
+    """H5Loader."""
 
-    Parameters
-    ----------
-    settings : str
-    options : dict
-        For H5Loader.
-    """
-
+    settings = "As it comes: rows are read in every epoch, from the page cache if they are there."
     parallel = "threads"
-
-    def __init__(self, settings: str, **options: Any) -> None:
-        self.settings, self.options = settings, options
 
     def open(self, out: Path, reading: Reading) -> Opened:
         """The loader over the pack."""
         dataset = H5Dataset(out / "pack.h5")
-        options = {"num_threads": reading.workers, "seed": reading.seed, **self.options}
-        return _OpenedH5Loader(H5Loader(dataset, reading.batch, **options))
+        return _OpenedH5Loader(H5Loader(dataset, reading.batch, num_threads=reading.workers, seed=reading.seed))
 
 
 class DatasetWay(_Packed):
@@ -68,13 +57,4 @@ class DatasetWay(_Packed):
         return OpenedLoader(loader)
 
 
-CASES = {
-    "h5loader": LoaderWay(
-        "As it comes: rows stay in memory from the second epoch on, where they fit into half of what is available.",
-    ),
-    "h5loader-file": LoaderWay(
-        "resident='no': the file is read in every epoch, from the page cache if it is there.",
-        resident="no",
-    ),
-    "h5dataset": DatasetWay(),
-}
+CASES = {"h5loader": LoaderWay(), "h5dataset": DatasetWay()}

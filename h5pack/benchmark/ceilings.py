@@ -150,6 +150,8 @@ class PageState:
         """Drop the files from the page cache; return None if that succeeds, else the reason why pages stay there."""
         if not hasattr(os, "posix_fadvise"):
             return "this system cannot drop a file from the page cache"
+        # The system keeps pages that a process has mapped, as loaders of this dataset do.
+        self._dataset.close()
         for path in self.files:
             try:
                 left = drop_cache(path)

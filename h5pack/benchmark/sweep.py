@@ -317,7 +317,7 @@ class LoaderReader(CaseReader):
         self._before = dataset.stats()
         self._new_loader = partial(
             H5Loader, dataset, case.batch_size, shuffle=_SHUFFLES[case.order], seed=seed, window=case.window,
-            num_threads=case.num_threads, indices=_first_rows(dataset, variant), resident="no",
+            num_threads=case.num_threads, indices=_first_rows(dataset, variant),
         )  # fmt: skip
         self._loader = self._new_loader()
 

@@ -120,7 +120,8 @@ class H5Loader(Closeable, Resumable):
         Number of threads that read. None: 4, or the number of CPUs that this process may use if that is smaller.
     prefetch_factor : int, optional
         Number of batches to prefetch, as far as `memory_bytes` allows. None: the batches of two shuffle windows. The
-        chunks of a window are read together, so lower values are raised to the batches of one window.
+        chunks of a window are read together, so lower values are raised to the batches of one window. While rows are in
+        the page cache, and without `streams`, at most two batches per thread and two more are prefetched.
     memory_bytes : int, optional
         Upper bound for the memory in bytes of the batches that each iteration prefetches. The results of transforms and
         the batches that the caller holds do not count. Rows in the system's page cache do not count either: they belong

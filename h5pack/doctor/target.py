@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from h5pack.benchmark.ceilings import PageState, touch
 from h5pack.data.dataset import H5Dataset
 from h5pack.data.loader import H5Loader
-from h5pack.data.resident import ResidentRows
 from h5pack.data.samplers import ChunkBatchSampler
 from h5pack.device.batch import batch_size_and_bytes, images_of, tensors_of
 from h5pack.device.feed import resolve_device
@@ -123,8 +122,6 @@ class HostLoaders:
                 self._dataset,
                 settings.batch_size,
                 num_threads=settings.num_threads,
-                # Rows kept in memory would not be read from the file, so reading would not be measured.
-                resident="no",
                 pin_memory=self._pin_memory,
                 transform=self.transform if transform else None,
                 **options,
@@ -402,7 +399,6 @@ class Target:
             encoding=Encoding.of(index),
             library_reason=None if index.is_encoded else index.library_text,
             fits_cache=self.fits_cache,
-            fits_resident=ResidentRows.bytes_needed(self.dataset, rows) <= available_memory() // 2,
             has_transform=self.has_transform,
             idle_gpus=idle_gpus(self.device) if self.on_gpu else None,
             world_size=int(os.environ.get("WORLD_SIZE", "1") or 1),

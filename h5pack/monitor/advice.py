@@ -42,10 +42,6 @@ class Remedy(Enum):
         "is read directly."
     )
     DECODE_ONCE = "{encoding} in every epoch. If the disk has room, decode once ('h5pack convert' without compression)."
-    KEEP_DECODED_ROWS = (
-        "The decoded images fit into memory, where H5Loader keeps them by default (resident='auto'), so that only the "
-        "first epoch decodes. This was turned off for the measurement."
-    )
     TRANSFORM_ON_DEVICE = (
         "Run the transform on the device, for whole batches (DeviceFeed(loader, 'cuda', transform=...)). Do what is "
         "the same in every epoch only once, before 'h5pack convert'. Or make the transform cheaper."
@@ -206,10 +202,6 @@ class _Rules:
             yield self.make(Remedy.DECODE_ONCE, limits, encoding=words[0].upper() + words[1:])
         elif evidence.library_reason is not None:
             yield self.make(Remedy.CONVERT_FOR_DIRECT_READS, limits, reason=evidence.library_reason)
-        else:
-            return
-        if limits and evidence.num_workers is None and evidence.fits_resident:
-            yield self.make(Remedy.KEEP_DECODED_ROWS)
 
     def _transform(self) -> Iterator[Advice]:
         evidence = self.evidence

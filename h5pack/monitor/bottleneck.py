@@ -134,7 +134,6 @@ class Evidence:
     library_reason: str | None = None  # why rows are read through the HDF5 library; None: h5pack reads them directly
     full_shuffle: bool = False  # whether rows are shuffled individually, regardless of their chunks
     fits_cache: bool = True  # whether the page cache can hold all stored bytes
-    fits_resident: bool = False  # whether all decoded images fit into memory
     has_transform: bool = False  # whether a transform runs on the host
     # The fraction of the time in which a thread did not wait while it read from the page cache or called the transform.
     read_busy_fraction: float | None = None

@@ -64,7 +64,8 @@ class FileMapping:
             return None
         try:
             return cls(storage)
-        except OSError:
+        except (OSError, ValueError):
+            # mmap raises ValueError if the file is shorter than it was, which is for the reads to report.
             return None
 
     def ready(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> bool:
@@ -118,9 +119,11 @@ class FileMapping:
 
 def _all_between(first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return the numbers from ``first[i]`` to ``last[i]`` for all i, ascending and without repetitions."""
-    steps = range(int((last - first).max(initial=-1)) + 1)
-    numbers: npt.NDArray[np.int64] = np.unique(np.array([np.minimum(first + step, last) for step in steps], np.int64))
-    return numbers
+    counts = last - first + 1
+    ends = np.cumsum(counts)
+    numbers: npt.NDArray[np.int64] = np.repeat(last + 1 - ends, counts)
+    numbers += np.arange(len(numbers))
+    return np.unique(numbers)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,13 @@ def no_thread_stays() -> Iterator[None]:
     assert packs.threads_end(), packs.loader_threads()
 
 
+@pytest.fixture(params=packs.WAYS)
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each of `packs.WAYS`; files that were just written are in the page cache."""
+    with packs.rows_by(request.param):
+        yield request.param
+
+
 @pytest.fixture
 def dataset(tmp_path: Path) -> h5pack.H5Dataset:
     """Images, and labels that are their rows' numbers."""

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
 import h5pack
 from h5pack.data.dataset import H5Dataset
+from h5pack.read.mapping import MappedDataset
+from h5pack.system.files import make_hot
 from tests.makers import quick, split_folders
 
 ROWS = 103
 SHAPE = (16, 12, 3)
 """A row of 576 bytes: large enough to be scattered."""
+
+
+WAYS = ("mapped", "read")
+"""How an `H5Loader` gets rows that are stored as they are: from a mapping of the file, or by reading it."""
+
+
+@contextlib.contextmanager
+def rows_by(way: str, *paths: Path) -> Iterator[None]:
+    """Let rows be copied from mappings of these files, where that is possible; or let all rows be read."""
+    with pytest.MonkeyPatch.context() as patch:
+        if way == "read":
+            patch.setattr(MappedDataset, "ready", lambda *_: False)
+        for path in paths:
+            make_hot(path)
+        yield
 
 
 def values(rows: int = ROWS, shape: tuple[int, ...] = SHAPE, dtype: str = "u1") -> npt.NDArray[Any]:
@@ -55,6 +74,7 @@ def converted(folder: Path, **settings: Any) -> Path:
     """A pack with checksums, of 33 images to train with and 12 to test with, in chunks of 7."""
     source = split_folders(folder / "in", {"train": {"x": 15, "y": 18}, "test": {"x": 5, "y": 7}})
     h5pack.convert(source, folder / "o.h5", **quick(chunk_rows=7, **settings))
+    make_hot(folder / "o.h5")  # It may have been written past the page cache.
     return folder / "o.h5"
 
 

@@ -112,7 +112,7 @@ def test_counts(even: Path) -> None:
     dataset = h5pack.H5Dataset(even, labels=None)
     with h5py.File(even) as file:
         size = sum(map(len, file["images"][()]))
-    loader = h5pack.H5Loader(dataset, 12, resident="no")
+    loader = h5pack.H5Loader(dataset, 12)
     assert sum(map(len, loader)) == ROWS
     stats, pixel_bytes = loader.stats(), ROWS * 20 * 14 * 3
     assert (stats.rows, stats.bytes_read, stats.bytes_wanted) == (ROWS, size, pixel_bytes)
@@ -159,15 +159,15 @@ def batches_of(dataset: h5pack.H5Dataset, way: str) -> None:
     """Ask for batches, one way or another."""
     if way == "collate":
         dataset.collate(dataset.__getitems__([0, 3, 1]))
-    elif way.startswith("H5Loader"):
-        list(h5pack.H5Loader(dataset, 8, num_threads=2, shuffle=False, resident=way.split()[1]))
+    elif way == "H5Loader":
+        list(h5pack.H5Loader(dataset, 8, num_threads=2, shuffle=False))
     elif way == "default_collate":
         list(DataLoader(dataset, 8))
     else:
         list(DataLoader(dataset, 8, num_workers=1, collate_fn=dataset.collate))
 
 
-@pytest.mark.parametrize("way", ["collate", "H5Loader no", "H5Loader host", "default_collate", "worker"])
+@pytest.mark.parametrize("way", ["collate", "H5Loader", "default_collate", "worker"])
 def test_several_sizes_make_no_batch(ragged: Path, way: str) -> None:
     with pytest.raises(SizesDifferError, match=r"row [12] is (31x9|12x25) and row 0 is 20x14"):
         batches_of(h5pack.H5Dataset(ragged), way)
@@ -210,7 +210,7 @@ def test_a_transform_makes_batches_of_several_sizes(ragged: Path, settings: dict
     assert Counter(torch.cat([labels for _, labels in batches]).tolist()) == Counter(range(ROWS))
 
 
-@pytest.mark.parametrize("way", ["collate", "H5Loader no", "H5Loader host", "default_collate", "worker", "single"])
+@pytest.mark.parametrize("way", ["collate", "H5Loader", "default_collate", "worker", "single"])
 def test_a_truncated_row_is_named(tmp_path: Path, way: str) -> None:
     rows = jpegs(8)
     dataset = h5pack.H5Dataset(write_encoded(tmp_path / "f.h5", [rows[0], rows[1][:300], *rows[2:6], b"", rows[7]]))

@@ -37,9 +37,6 @@ pytestmark = pytest.mark.usefixtures("no_thread_stays")
 
 BATCH = 12
 REPOSITORY = Path(__file__).parents[2]
-RESIDENT = ["no", "host", "auto"]
-WAYS = [("no", 1), ("host", 3), ("auto", 2)]
-"""`resident` and number of threads."""
 
 ORDERS: dict[str, dict[str, Any]] = {
     "window": {},
@@ -79,25 +76,22 @@ def require_epochs(loader: h5pack.H5Loader, expected: list[list[Any]]) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_batches_are_those_of_a_dataloader(dataset: h5pack.H5Dataset, order: dict[str, Any]) -> None:
-    expected, least = expected_of(dataset, **order), {}
-    for resident, threads in WAYS:
-        make = partial(loader_of, dataset, resident=resident, num_threads=threads, **order)
+def test_batches_are_those_of_a_dataloader(dataset: h5pack.H5Dataset, order: dict[str, Any], way: str) -> None:
+    expected = expected_of(dataset, **order)
 
-        def is_enough(memory_bytes: int, make: Any = make) -> bool:
-            with contextlib.suppress(OptionsError):
-                make(memory_bytes=memory_bytes)
-                return True
-            return False
+    def is_enough(memory_bytes: int) -> bool:
+        with contextlib.suppress(OptionsError):
+            loader_of(dataset, memory_bytes=memory_bytes, **order)
+            return True
+        return False
 
-        least[resident] = bisect.bisect_left(range(10**8), True, key=is_enough)
-        for memory_bytes in (None, least[resident]):
-            loader = make(memory_bytes=memory_bytes)
-            assert len(loader) == len(expected[0])
-            assert memory_bytes is None or loader.memory_bytes <= memory_bytes
-            require_epochs(loader, expected)
-            assert loader.epoch == 2
-    assert least["no"] == least["auto"] <= least["host"]
+    least = bisect.bisect_left(range(10**8), True, key=is_enough)
+    for memory_bytes, threads in ((None, 1), (least, 3)):
+        loader = loader_of(dataset, num_threads=threads, memory_bytes=memory_bytes, **order)
+        assert len(loader) == len(expected[0])
+        assert memory_bytes is None or loader.memory_bytes <= memory_bytes
+        require_epochs(loader, expected)
+        assert loader.epoch == 2
 
 
 IMAGES, NUMBERS, TABLE = packs.values(), np.arange(packs.ROWS), packs.values(shape=(4,), dtype="f4")
@@ -142,97 +136,90 @@ def written(path: Path, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_of_all_kinds(tmp_path: Path, kind: str) -> None:
+def test_files_of_all_kinds(tmp_path: Path, kind: str, way: str) -> None:
     file = written(tmp_path / "f.h5", kind)
     fields = [name for name in ("boxes", "masks", "large") if name in file]
     for with_rows in (False, True):
         dataset = h5pack.H5Dataset(tmp_path / "f.h5", fields=fields, with_rows=with_rows)
         expected = expected_of(dataset)
         assert isinstance(expected[0][0], torch.Tensor) == (len(dataset.names) + with_rows == 1)
-        for resident, threads in WAYS:
-            require_epochs(loader_of(dataset, resident=resident, num_threads=threads), expected)
+        for threads in (1, 3):
+            require_epochs(loader_of(dataset, num_threads=threads), expected)
     first = expected[0][0]
     assert np.array_equal(first[0].numpy(), file["images"][first[-1]]), "the reference itself is right"
 
 
-def test_subsets_and_splits(tmp_path: Path) -> None:
+def test_subsets_and_splits(tmp_path: Path, way: str) -> None:
     whole = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5"))
     one, other = random_split(whole, [70, 33], torch.Generator().manual_seed(3))
     nested = Subset(Subset(whole, range(90, 10, -1)), [5, 50, 6, 51, 6])
     test = h5pack.H5Dataset(packs.converted(tmp_path), "test", with_rows=True)
     cases = [*((dataset, {}) for dataset in (one, other, nested, Subset(whole, []), test))]
-    for (dataset, chosen), resident in itertools.product([*cases, (other, {"indices": [3, 1, 4, 1, 5, 30]})], RESIDENT):
-        loader = loader_of(dataset, resident=resident, **chosen)
+    for dataset, chosen in [*cases, (other, {"indices": [3, 1, 4, 1, 5, 30]})]:
+        loader = loader_of(dataset, **chosen)
         assert loader.dataset is dataset
         require_epochs(loader, expected_of(dataset, 2, **chosen))
 
 
 @pytest.mark.parametrize(("name", "row"), [("images", 12), ("labels", 30)])
-@pytest.mark.parametrize("resident", RESIDENT)
-def test_damaged_rows_are_never_delivered(tmp_path: Path, resident: str, name: str, row: int) -> None:
+def test_damaged_rows_are_never_delivered(tmp_path: Path, way: str, name: str, row: int) -> None:
     path = packs.converted(tmp_path)
     expected = expected_of(h5pack.H5Dataset(path), 2)
-    require_epochs(loader_of(h5pack.H5Dataset(path, check=True), resident=resident), expected)
+    require_epochs(loader_of(h5pack.H5Dataset(path, check=True)), expected)
     packs.flip(path, row, name)
-    loader = loader_of(h5pack.H5Dataset(path, check=True), resident=resident)
+    loader = loader_of(h5pack.H5Dataset(path, check=True))
     for _ in range(3):
         with pytest.raises(DamagedRowsError) as caught:
             list(loader)
         assert caught.value.rows == (row,)
-    assert len(list(loader_of(h5pack.H5Dataset(path), resident=resident))) == 4, "check was not requested"
+    assert len(list(loader_of(h5pack.H5Dataset(path)))) == 4, "check was not requested"
 
 
-def test_one_read_a_chunk(dataset: h5pack.H5Dataset) -> None:
+def test_one_read_a_chunk(dataset: h5pack.H5Dataset, way: str) -> None:
     for epoch in range(1, 4):
-        list(loader_of(dataset, resident="no"))
+        list(loader_of(dataset))
         stats = dataset.stats()
         assert (stats.rows, stats.chunk_misses, stats.amplification) == (epoch * packs.ROWS, epoch * 11, 1.0)
-    for resident, epochs in (("host", 1), ("auto", 2)):
-        rows, loader = dataset.stats().rows, loader_of(dataset, resident=resident)
-        for _ in range(4):
-            list(loader)
-        assert loader.stats().rows == rows + epochs * packs.ROWS, "rows that are kept are not read again"
+    # Labels are read once for each loader.
+    assert (stats.reads > 3) == (way == "read")
 
 
-def test_no_more_memory_is_taken_than_was_given(dataset: h5pack.H5Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_memory_is_taken_than_was_given(
+    dataset: h5pack.H5Dataset, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken: list[int] = []
 
     def counted(size: int) -> Any:
         taken.append(size)
         return huge_page_memory(size)
 
-    for module in ("buffers", "resident"):
-        monkeypatch.setattr(f"h5pack.data.{module}.huge_page_memory", counted)
-    for given, kept in itertools.product((100_000, 101_000, 110_000, 170_000, 200_000, 10**7), RESIDENT):
+    monkeypatch.setattr("h5pack.data.buffers.huge_page_memory", counted)
+    for given in (100_000, 101_000, 110_000, 170_000, 200_000, 10**7):
         taken.clear()
         try:
-            loader = loader_of(dataset, window=2, memory_bytes=given, resident=kept)
+            loader = loader_of(dataset, window=2, memory_bytes=given)
         except OptionsError:
-            assert kept == "host" or given < 110_000
+            assert given < 110_000
             continue
         for _ in range(3):
             for batch in loader:
                 time.sleep(0.001)
                 del batch
-        assert sum(taken) <= loader.memory_bytes <= given, "batches are used again, and the rows are kept once"
+        assert sum(taken) <= loader.memory_bytes <= given, "the memory of batches is used again"
 
 
 def test_ranks_share_half_of_the_memory(dataset: h5pack.H5Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("h5pack.data.loader.available_memory", lambda: 2_000_000)
-    assert loader_of(dataset).resident
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "24")
-    loader = loader_of(dataset, window=1)
-    assert not loader.resident
-    assert loader.memory_bytes <= 1_000_000 // 24
+    assert loader_of(dataset, window=1).memory_bytes <= 1_000_000 // 24
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "80")
     with pytest.raises(OptionsError, match="12,500"):
         loader_of(dataset)
 
 
-@pytest.mark.parametrize("resident", RESIDENT)
-def test_batches_stay_unchanged_while_they_are_held(dataset: h5pack.H5Dataset, resident: str) -> None:
+def test_batches_stay_unchanged_while_they_are_held(dataset: h5pack.H5Dataset, way: str) -> None:
     expected = list(itertools.chain(*expected_of(dataset, 4)))
-    loader = loader_of(dataset, resident=resident, memory_bytes=400_000)
+    loader = loader_of(dataset, memory_bytes=400_000)
     held = [batch for _ in range(4) for batch in loader]
     assert all_same(held, expected)
     views = [images[:, 3].numpy() for images, _ in held]
@@ -256,7 +243,7 @@ SOME_KINDS = ["gzip", "big-endian", "small rows", "fields"]
 
 
 @pytest.mark.parametrize("kind", SOME_KINDS)
-def test_batches_in_torchs_own_memory(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_in_torchs_own_memory(tmp_path: Path, kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with `pin_memory`, but for the pinning."""
     asked: list[bool] = []
     empty = torch.empty
@@ -270,10 +257,9 @@ def test_batches_in_torchs_own_memory(tmp_path: Path, kind: str, monkeypatch: py
     expected = expected_of(dataset)
     monkeypatch.setattr("h5pack.data.loader._can_pin", lambda: True)
     monkeypatch.setattr(torch, "empty", pageable)
-    for resident in RESIDENT:
-        loader = loader_of(dataset, pin_memory=True, resident=resident)
-        assert all_same([batch for _ in expected for batch in loader], list(itertools.chain(*expected)))
-    assert asked.count(True) == 3 * 27
+    loader = loader_of(dataset, pin_memory=True)
+    assert all_same([batch for _ in expected for batch in loader], list(itertools.chain(*expected)))
+    assert asked.count(True) == 27
 
 
 @pytest.mark.gpu
@@ -301,7 +287,7 @@ def test_error_names_the_parameter_at_fault(dataset: h5pack.H5Dataset) -> None:
         (Subset(changed, [1, 2]), {}, "transform="),
         (h5pack.H5Dataset(dataset.path, target_transform=int), {}, "target_transform="),
         (TensorDataset(torch.zeros(3)), {}, "dataset"),
-        *((dataset, {"resident": "gpu"}, "resident"), (dataset, {"memory_bytes": "1G"}, "memory_bytes")),
+        (dataset, {"memory_bytes": "1G"}, "memory_bytes"),
         *((dataset, {"num_threads": 0}, "num_threads"), (dataset, {"num_threads": 2.5}, "num_threads")),
         *((dataset, {"batch_size": 0}, "batch_size"), (dataset, {"lanes": 2, "streams": 3}, "streams")),
     ]
@@ -322,23 +308,27 @@ def test_lengths_and_attributes(dataset: h5pack.H5Dataset) -> None:
 
 
 @pytest.mark.parametrize("wanted", [1, 9, 12, 1_000])
-def test_prefetch_factor_is_between_a_window_and_what_memory_allows(dataset: h5pack.H5Dataset, wanted: int) -> None:
-    minimum = loader_of(dataset, resident="no", prefetch_factor=1).prefetch_factor
-    loader = loader_of(dataset, resident="no", prefetch_factor=wanted, memory_bytes=10**6)
-    most = loader_of(dataset, resident="no", prefetch_factor=1_000, memory_bytes=10**6).prefetch_factor
+def test_prefetch_factor_is_between_a_window_and_what_memory_allows(
+    dataset: h5pack.H5Dataset, wanted: int, way: str
+) -> None:
+    minimum = loader_of(dataset, prefetch_factor=1).prefetch_factor
+    loader = loader_of(dataset, num_threads=2, prefetch_factor=wanted, memory_bytes=10**6)
+    most = loader_of(dataset, prefetch_factor=1_000, memory_bytes=10**6).prefetch_factor
     assert minimum < most < 1_000
     assert loader.prefetch_factor == min(max(wanted, minimum), most)
     assert loader.memory_bytes <= 10**6
     require_epochs(loader, expected_of(dataset, 1))
     if wanted == 9:
+        # Of rows in the page cache, two batches for each thread and two more are enough.
+        ahead = 9 if way == "read" else 6
         with iter(loader) as batches:
-            while batches.waiting < 9:
+            while batches.waiting < ahead:
                 time.sleep(0.001)
-            assert loader.queue_depth == 9
+            assert loader.queue_depth == ahead
         assert loader.queue_depth == 0
 
 
-def test_transforms_are_given_whole_batches(dataset: h5pack.H5Dataset) -> None:
+def test_transforms_are_given_whole_batches(dataset: h5pack.H5Dataset, way: str) -> None:
     names = set()
 
     def scaled(images: torch.Tensor) -> torch.Tensor:
@@ -347,9 +337,8 @@ def test_transforms_are_given_whole_batches(dataset: h5pack.H5Dataset) -> None:
 
     expected = [[[scaled(images), labels * 2] for images, labels in epoch] for epoch in expected_of(dataset)]
     names.clear()
-    for resident in RESIDENT:
-        settings = {"transform": scaled, "target_transform": lambda labels: labels.mul_(2)}
-        require_epochs(loader_of(dataset, resident=resident, **settings), expected)
+    settings = {"transform": scaled, "target_transform": lambda labels: labels.mul_(2)}
+    require_epochs(loader_of(dataset, **settings), expected)
     assert all(name.startswith("h5pack-read-") for name in names)
 
 
@@ -360,14 +349,14 @@ class Noise(torch.nn.Module):
         return images + torch.randint(0, 100, images.shape, generator=generator, dtype=torch.uint8)
 
 
-def test_a_seeded_transform_is_the_same_in_every_run(dataset: h5pack.H5Dataset) -> None:
+def test_a_seeded_transform_is_the_same_in_every_run(dataset: h5pack.H5Dataset, way: str) -> None:
     def noisy(labels: torch.Tensor, *, generator: torch.Generator) -> torch.Tensor:
         return labels + torch.randint(0, 1000, labels.shape, generator=generator)
 
     settings: dict[str, Any] = {"transform": Noise(), "target_transform": noisy}
     first = loader_of(dataset, num_threads=1, **settings)
     epochs = [list(first) for _ in range(2)]
-    loader = loader_of(dataset, num_threads=3, resident="host", **settings)
+    loader = loader_of(dataset, num_threads=3, **settings)
     require_epochs(loader, epochs[:1])
     for batch in itertools.islice(zip(loader, epochs[1], strict=True), 4):
         assert same(*batch)
@@ -394,10 +383,10 @@ def broken_at(number: int, error: type[Exception] = ArithmeticError) -> Callable
     return broken
 
 
-@pytest.mark.parametrize(("where", "resident"), [("transform", "no"), ("target_transform", "host")])
+@pytest.mark.parametrize("where", ["transform", "target_transform"])
 @pytest.mark.parametrize("error", [ArithmeticError, StopIteration])
-def test_an_error_in_a_transform(dataset: h5pack.H5Dataset, resident: str, where: str, error: type[Exception]) -> None:
-    loader = loader_of(dataset, resident=resident, **{where: broken_at(4, error)})
+def test_an_error_in_a_transform(dataset: h5pack.H5Dataset, way: str, where: str, error: type[Exception]) -> None:
+    loader = loader_of(dataset, **{where: broken_at(4, error)})
     batches = iter(loader)
     with pytest.raises((ArithmeticError, LoaderError)) as caught:
         list(batches)
@@ -423,16 +412,14 @@ def test_each_iteration_is_the_next_epoch_unless_set_epoch_chose_another(dataset
     require_epochs(loader, expected[4:])
 
 
-@pytest.mark.parametrize("resident", RESIDENT)
 @pytest.mark.parametrize("kind", ["chunks of one row", "big-endian", "gzip"])
-def test_several_iterators_at_once(tmp_path: Path, kind: str, resident: str) -> None:
-    """Even if they load the same rows into memory at the same time."""
+def test_several_iterators_at_once(tmp_path: Path, kind: str, way: str) -> None:
     written(tmp_path / "f.h5", kind)
     dataset = h5pack.H5Dataset(tmp_path / "f.h5")
     expected = expected_of(dataset, 4)
     random = np.random.default_rng(1)
     for _ in range(2):
-        loader = loader_of(dataset, resident=resident)
+        loader = loader_of(dataset)
         running = [iter(loader) for _ in range(4)]
         found: list[list[Any]] = [[], [], [], []]
         for number in random.permutation([0, 1, 2, 3] * 9):
@@ -450,9 +437,9 @@ def test_the_end_stays_the_end(dataset: h5pack.H5Dataset) -> None:
         batches.close()
 
 
-def test_a_closed_iterator_is_not_a_finished_one(dataset: h5pack.H5Dataset) -> None:
+def test_a_closed_iterator_is_not_a_finished_one(dataset: h5pack.H5Dataset, way: str) -> None:
     expected = expected_of(dataset, 4)
-    with loader_of(dataset, resident="host") as loader:
+    with loader_of(dataset) as loader:
         one, other = iter(loader), iter(loader)
         held = next(one)
         one.close()
@@ -469,11 +456,10 @@ def test_a_closed_iterator_is_not_a_finished_one(dataset: h5pack.H5Dataset) -> N
     loader.close()
 
 
-@pytest.mark.parametrize("resident", ["no", "host"])
 @pytest.mark.parametrize("how", ["close", "close the iterator", "run out", "error", "forget"])
-def test_nothing_waits_for_the_garbage_collector(dataset: h5pack.H5Dataset, how: str, resident: str) -> None:
+def test_nothing_waits_for_the_garbage_collector(dataset: h5pack.H5Dataset, how: str, way: str) -> None:
     """Even while the iterator that was closed is held."""
-    loader = loader_of(dataset, num_threads=3, resident=resident, transform=broken_at(2 if how == "error" else -1))
+    loader = loader_of(dataset, num_threads=3, transform=broken_at(2 if how == "error" else -1))
     gc.collect()
     gc.disable()
     try:
@@ -508,15 +494,9 @@ def test_a_close_from_another_thread_wakes_the_consumer(dataset: h5pack.H5Datase
     closer.join()
 
 
-@pytest.mark.parametrize(
-    ("order", "resident"),
-    [
-        *(("window", "no"), ("full", "host"), ("streams and lanes", "no"), ("stored, lanes, drop_last", "host")),
-        *(("a rank", "no"), ("rows", "host")),
-    ],
-)
-def test_a_state_saved_at_any_batch_gives_the_same_tail(dataset: h5pack.H5Dataset, order: str, resident: str) -> None:
-    make = partial(loader_of, dataset, resident=resident, **ORDERS[order])
+@pytest.mark.parametrize("order", ["window", "full", "streams and lanes", "stored, lanes, drop_last", "a rank", "rows"])
+def test_a_state_saved_at_any_batch_gives_the_same_tail(dataset: h5pack.H5Dataset, order: str, way: str) -> None:
+    make = partial(loader_of, dataset, **ORDERS[order])
     expected = list(itertools.chain(*expected_of(dataset, 2, **ORDERS[order])))
     loader = make()
     size = len(loader)
@@ -557,14 +537,15 @@ def test_what_is_no_state_of_this_order_is_refused(dataset: h5pack.H5Dataset) ->
             loader_of(dataset, **settings).load_state_dict(given)
 
 
-@pytest.mark.parametrize(
-    ("how", "resident"), [("cut", "no"), ("cut, gzip", "host"), ("replaced", "no"), ("removed", "host")]
-)
-def test_a_file_changes_in_an_epoch(tmp_path: Path, how: str, resident: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["cut", "cut, gzip", "replaced", "removed"])
+def test_a_file_changes_in_an_epoch(tmp_path: Path, how: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = packs.labelled(tmp_path / "f.h5", 600, compression="gzip" if "gzip" in how else None)
-    loader = loader_of(h5pack.H5Dataset(path), resident=resident, memory_bytes=10**6)
-    batches = iter(loader)
+    loader = loader_of(h5pack.H5Dataset(path), memory_bytes=10**6, num_threads=1)
+    batches: Any = iter(loader)
     next(batches)
+    while batches.waiting < 4:
+        # Copying a batch from the mapping while the file is cut would be a SIGBUS. With four, the thread waits.
+        time.sleep(0.001)
     monkeypatch.setattr("h5pack.read.storage.CHECK_SECONDS", 0)
     monkeypatch.setattr("h5pack.read.storage._RETRY_SECONDS", (0.0,))
     if how == "replaced":
@@ -578,11 +559,11 @@ def test_a_file_changes_in_an_epoch(tmp_path: Path, how: str, resident: str, mon
         iter(loader)
 
 
-@pytest.mark.parametrize(("resident", "compression"), [("no", "gzip"), ("host", None)])
-def test_a_forked_child_starts_from_scratch(tmp_path: Path, resident: str, compression: str | None) -> None:
+@pytest.mark.parametrize("compression", ["gzip", None])
+def test_a_forked_child_starts_from_scratch(tmp_path: Path, way: str, compression: str | None) -> None:
     dataset = h5pack.H5Dataset(packs.labelled(tmp_path / "f.h5", compression=compression))
     expected = expected_of(dataset)
-    loader = loader_of(dataset, resident=resident)
+    loader = loader_of(dataset)
     batches = iter(loader)
     held = [next(batches), next(batches)]
 
@@ -601,7 +582,7 @@ def test_a_forked_child_starts_from_scratch(tmp_path: Path, resident: str, compr
     require_epochs(loader, expected[1:2])
 
 
-def test_a_fork_at_any_moment(dataset: h5pack.H5Dataset) -> None:
+def test_a_fork_at_any_moment(dataset: h5pack.H5Dataset, way: str) -> None:
     expected = expected_of(dataset, 10)
     loader = loader_of(dataset, num_threads=3)
     for epoch in range(9):
@@ -680,7 +661,7 @@ def test_unfinished_iterators_do_not_disturb_the_exit(tmp_path: Path) -> None:
 
 def test_loaders_that_take_turns_share_memory(dataset: h5pack.H5Dataset) -> None:
     orders: list[dict[str, Any]] = [{"shuffle": "full"}, {}, {"shuffle": False}]
-    loaders = [loader_of(dataset, resident="no", **order) for order in orders]
+    loaders = [loader_of(dataset, **order) for order in orders]
     assert loaders[1].use_memory_of(loaders[0])
     assert loaders[2].use_memory_of(loaders[1])
     loaders[0].prepare_memory()

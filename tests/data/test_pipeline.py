@@ -12,15 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from h5pack.data.resident import ResidentRows
 
 import h5pack
 from h5pack.data.buffers import BatchMemory, BufferPool
 from h5pack.data.chunk_groups import ROWS
+from h5pack.data.gather import HeldRows, MappedRows
 from h5pack.data.pipeline import Pipeline
 from h5pack.data.selection import select_draws
 from h5pack.errors import DamagedRowsError
 from h5pack.order.window import OrderPlan
+from h5pack.read.mapping import MappedDataset
 from tests.data import packs
 from tests.data.packs import threads_end
 
@@ -37,10 +38,6 @@ def plan_of(dataset: h5pack.H5Dataset, window: int = 2, batch_size: int = 6) -> 
     return OrderPlan(select_draws(dataset)[1], batch_size, shuffle="window", seed=0, window=window)
 
 
-def kept_rows(dataset: h5pack.H5Dataset, plan: OrderPlan, resident: bool = True) -> dict[str, ResidentRows]:
-    return {"resident": ResidentRows(dataset, plan.rows.unique_rows())} if resident else {}
-
-
 def contents(_: int, memory: BatchMemory) -> dict[str, Any]:
     """What is in a full memory."""
     return {name: array.copy() for name, array in memory.arrays.items()}
@@ -51,8 +48,8 @@ def begin(dataset: h5pack.H5Dataset, plan: OrderPlan, threads: int = 2, first: i
     indexes = dataset.engine.indexes
     fields = [(name, indexes[name].row_shape, indexes[name].native_dtype) for name in dataset.names]
     pool = BufferPool([*fields, (ROWS, (), np.dtype("i8"))], plan.batch_size, pinned=False, keep=2)
-    settings = {"num_threads": threads, "credits": plan.max_group_batches + 1, "finish": contents, **settings}
-    return Pipeline(dataset, plan, 1, first, pool, **settings)
+    usual = {"num_threads": threads, "credits": plan.max_group_batches + 1, "finish": contents, "held": {}}
+    return Pipeline(dataset, plan, 1, first, pool, **{**usual, **settings})
 
 
 def consumed(pipeline: Pipeline, first: int, end: int) -> Iterator[Any]:
@@ -96,17 +93,16 @@ def plans(dataset: h5pack.H5Dataset) -> Iterator[OrderPlan]:
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-@pytest.mark.parametrize("way", ["read", "small in memory", "load", "loaded"])
-def test_the_fewest_credits_are_enough(dataset: h5pack.H5Dataset, way: str, threads: int) -> None:
-    """Also for an epoch that goes on from any batch."""
-    data = packs.values()
+@pytest.mark.parametrize("turns", ["mapped", "read", "mapped read", "read read mapped"])
+def test_the_fewest_credits_are_enough(
+    dataset: h5pack.H5Dataset, turns: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for an epoch that goes on from any batch, and for groups that are mapped and read in turn."""
+    data, ready, ways = packs.values(), MappedDataset.ready, itertools.cycle(turns.split())
+    monkeypatch.setattr(MappedDataset, "ready", lambda *runs: next(ways) == "mapped" and ready(*runs))
     # One thread takes every second plan, and four threads the others.
     for number, plan in enumerate(itertools.islice(plans(dataset), threads % 2, None, 2)):
-        kept = kept_rows(dataset, plan, way in ("load", "loaded"))
-        if way == "small in memory":
-            kept = {"small": ResidentRows(dataset, plan.rows.unique_rows(), ["labels"])}
-        if way in ("small in memory", "loaded"):
-            next(iter(kept.values())).load_all()
+        held = {"labels": HeldRows(dataset, "labels", plan.rows.unique_rows())} if number // 2 % 2 else {}
         expected: list[list[int]] = [[-1] * plan.batch_rows(batch) for batch in range(plan.num_batches)]
         for group in plan.chunk_groups(1):
             dealt = np.empty_like(group.rows)
@@ -116,14 +112,14 @@ def test_the_fewest_credits_are_enough(dataset: h5pack.H5Dataset, way: str, thre
                 expected[batch][slot : slot + count] = dealt[at : at + count].tolist()
                 at += count
         for first in (number % max(plan.num_batches, 1), 0):
-            batches = epoch_of(dataset, plan, first, threads=threads, **kept)
+            batches = epoch_of(dataset, plan, first, threads=threads, held=held)
             assert [batch[ROWS].tolist() for batch in batches] == expected[first:]
             for batch in batches:
                 assert np.array_equal(batch["images"], data[batch[ROWS]])
                 assert np.array_equal(batch["labels"], batch[ROWS])
 
 
-def test_no_more_batches_are_open_than_there_are_credits(dataset: h5pack.H5Dataset) -> None:
+def test_no_more_batches_are_open_than_there_are_credits(dataset: h5pack.H5Dataset, way: str) -> None:
     plan, finished = plan_of(dataset, batch_size=4), []
     pipeline = begin(dataset, plan, threads=4, finish=lambda batch, memory: finished.append(batch) or batch)
     batches = consumed(pipeline, 0, plan.num_batches)
@@ -149,18 +145,25 @@ def raises_at(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(("threads", "count"), [(1, 1), (3, 5), (1, 9)])
-@pytest.mark.parametrize("where", ["execute", "plan", "read", "prefetch", "load", "gather", "finish", "allocate"])
+@pytest.mark.parametrize(
+    ("way", "where"),
+    [
+        *(("read", where) for where in ("execute", "plan", "read", "prefetch", "finish", "allocate")),
+        *(("mapped", where) for where in ("ready", "count_mapped", "gather", "finish", "allocate")),
+    ],
+    indirect=["way"],
+)
 def test_an_error_reaches_the_consumer_and_ends_all_threads(
-    dataset: h5pack.H5Dataset, where: str, count: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    dataset: h5pack.H5Dataset, way: str, where: str, count: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_of(dataset, window=1)
-    kept: dict[str, Any] = kept_rows(dataset, plan, where in ("load", "gather"))
-    owner: Any = kept.get("resident", BufferPool if where == "allocate" else dataset.engine)
+    plan, settings = plan_of(dataset, window=1), {}
+    owners: dict[str, Any] = {"allocate": BufferPool, "ready": MappedDataset, "gather": MappedRows}
     if where == "finish":
-        kept["finish"] = raises_at(count, contents)
+        settings["finish"] = raises_at(count, contents)
     else:
+        owner = owners.get(where, dataset.engine)
         monkeypatch.setattr(owner, where, raises_at(count, getattr(owner, where)))
-    pipeline = begin(dataset, plan, threads, **kept)
+    pipeline = begin(dataset, plan, threads, **settings)
 
     def work() -> bool:
         with pytest.raises(ZeroDivisionError):
@@ -170,8 +173,7 @@ def test_an_error_reaches_the_consumer_and_ends_all_threads(
     assert patiently(work)
 
 
-@pytest.mark.parametrize("resident", [False, True])
-def test_an_error_in_the_very_last_batch_arrives(dataset: h5pack.H5Dataset, resident: bool) -> None:
+def test_an_error_in_the_very_last_batch_arrives(dataset: h5pack.H5Dataset, way: str) -> None:
     plan = plan_of(dataset)
     last = plan.num_batches - 1
 
@@ -182,14 +184,14 @@ def test_an_error_in_the_very_last_batch_arrives(dataset: h5pack.H5Dataset, resi
             raise DamagedRowsError("late")
         return batch
 
-    batches = consumed(begin(dataset, plan, 3, finish=finish, **kept_rows(dataset, plan, resident)), 0, last + 1)
+    batches = consumed(begin(dataset, plan, 3, finish=finish), 0, last + 1)
     assert list(itertools.islice(batches, last)) == list(range(last))
     with pytest.raises(DamagedRowsError, match="late"):
         next(batches)
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_a_stop_takes_no_lock(dataset: h5pack.H5Dataset, held: bool) -> None:
+def test_a_stop_takes_no_lock(dataset: h5pack.H5Dataset, way: str, held: bool) -> None:
     """It may come from the garbage collector, in a thread that holds the lock itself."""
     pipeline = begin(dataset, plan_of(dataset))
     cycle: Any = type("Cycle", (), {})()

@@ -30,7 +30,7 @@ before, start = peak(), time.process_time()
 """
 LOADER = """
 dataset = H5Dataset(sys.argv[1], with_rows=True)
-loader = H5Loader(dataset, 512, shuffle=sys.argv[2], resident="no", memory_bytes=int(sys.argv[3]))
+loader = H5Loader(dataset, 512, shuffle=sys.argv[2], memory_bytes=int(sys.argv[3]))
 batches = iter(loader)
 images, labels, rows = next(batches)
 seconds = time.process_time() - start

@@ -50,8 +50,8 @@ class Storm:
         lanes = choose([1, 1, 2])
         order = {"shuffle": choose(["window", "window", "full", "chunk", False]), "window": choose([1, 3])}
         order |= {"streams": lanes * choose([1, 2, 4]), "lanes": lanes, "seed": self.random.randrange(99)}
-        memory = {"resident": choose(["no", "auto", "host"]), "memory_bytes": 25_000_000}
-        return h5pack.H5Loader(self.dataset, choose([32, 64, 128]), num_threads=choose([1, 2, 4]), **order, **memory)
+        memory = {"num_threads": choose([1, 2, 4]), "memory_bytes": 25_000_000}
+        return h5pack.H5Loader(self.dataset, choose([32, 64, 128]), **order, **memory)
 
     def break_off(self) -> None:
         """Open a loader, and leave it somewhere, somehow."""

@@ -69,20 +69,17 @@ def require_epoch(batches: Any, values: npt.NDArray[Any]) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    ("shuffle", "resident", "dtype"), [("window", "no", "u1"), ("full", "host", ">i2"), (False, "no", ">i2")]
-)
-def test_the_loader_gives_h5pys_pixels(tmp_path: Path, form: str, shuffle: Any, resident: str, dtype: str) -> None:
+@pytest.mark.parametrize(("shuffle", "dtype"), [("window", "u1"), ("full", ">i2"), (False, ">i2")])
+def test_the_loader_gives_h5pys_pixels(tmp_path: Path, form: str, shuffle: Any, dtype: str) -> None:
     path, values = virtual(tmp_path, form, dtype)
     dataset = h5pack.H5Dataset(path, with_rows=True)
-    loader = h5pack.H5Loader(dataset, 9, shuffle=shuffle, window=2, num_threads=2, resident=resident)
+    loader = h5pack.H5Loader(dataset, 9, shuffle=shuffle, window=2, num_threads=2)
     for _ in range(2):
         require_epoch(loader, values)
     stats = loader.stats()
-    # The labels are read at once, to be kept; and again with the images where all rows are kept.
-    times, label_bytes = (1, 16) if resident == "host" else (2, 8)
-    row_bytes = times * values[0].nbytes + label_bytes
-    assert (stats.rows, stats.bytes_wanted) == (times * len(values), row_bytes * len(values))
+    # The labels are read once and held.
+    row_bytes = 2 * values[0].nbytes + 8
+    assert (stats.rows, stats.bytes_wanted) == (2 * len(values), row_bytes * len(values))
     if form == "raw":
         # All but the rows without a mapping.
         assert stats.bytes_read == row_bytes * (len(values) - HOLE)
@@ -111,7 +108,7 @@ def test_workers_give_h5pys_pixels(tmp_path: Path, form: str, start: str) -> Non
 @pytest.mark.parametrize("form", ["raw", "coded"])
 def test_a_source_that_is_replaced_between_epochs_is_named(tmp_path: Path, form: str) -> None:
     path, values = virtual(tmp_path, form)
-    loader = h5pack.H5Loader(h5pack.H5Dataset(path, with_rows=True), 9, num_threads=2, resident="no")
+    loader = h5pack.H5Loader(h5pack.H5Dataset(path, with_rows=True), 9, num_threads=2)
     require_epoch(loader, values)
     (tmp_path / "new").write_bytes((tmp_path / "s3.h5").read_bytes())
     os.replace(tmp_path / "new", tmp_path / "s3.h5")
@@ -123,6 +120,6 @@ def test_files_are_closed_and_opened_again_under_way(tmp_path: Path) -> None:
     path, values = virtual(tmp_path, "raw")
     dataset = h5pack.H5Dataset(path, with_rows=True)
     dataset.engine.files.max_open = 1
-    loader = h5pack.H5Loader(dataset, 9, shuffle="full", num_threads=3, resident="no")
+    loader = h5pack.H5Loader(dataset, 9, shuffle="full", num_threads=3)
     for _ in range(3):
         require_epoch(loader, values)

@@ -140,7 +140,7 @@ def test_an_h5loader_yields_all_rows_or_the_first(make: Make) -> None:
     assert isinstance(loader, h5pack.H5Loader)
     assert next(iter(loader))[0].dtype == torch.uint8
     assert next(iter(loaders.make(transform=True)))[0].dtype == torch.float32
-    assert (loaders.parallel, loader.num_threads, loader.resident) == (3, 3, False)
+    assert (loaders.parallel, loader.num_threads) == (3, 3)
     assert labels_of(loader) == list(range(ROWS))
     assert labels_of(loaders.make(40)) == list(range(40))
     loaders.close()

@@ -36,7 +36,6 @@ def evidence(figures: dict[str, Any] | None = None, used: dict[str, float] | Non
         "stored_row_bytes": 150_528,
         "loaded_row_bytes": 150_528,
         "pinned": True,
-        "fits_resident": True,
         "read_busy_fraction": 0.97,
         "has_transform": "transform" in (figures or {}),
         "stages": stages(used, **(figures or {})),

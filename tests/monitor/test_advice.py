@@ -49,10 +49,9 @@ def remedies(found: list[Advice], *, moves: bool) -> str:
         ({"storage_cold": 500}, ONE, "FASTER_STEP", "READ_ONCE_BEFORE FASTER_DISK LOWER_PARALLELISM"),
         # Decoding is advice if it limits, and a note if not.
         (LOADER, {"encoding": Encoding.IMAGES, "num_workers": 4}, "DECODE_ONCE", ""),
-        (LOADER, {"encoding": Encoding.CHUNKS}, "DECODE_ONCE KEEP_DECODED_ROWS", ""),
-        (LOADER, {"encoding": Encoding.CHUNKS, "fits_resident": False}, "DECODE_ONCE", ""),
+        (LOADER, {"encoding": Encoding.CHUNKS}, "DECODE_ONCE", ""),
         (FED, {"encoding": Encoding.IMAGES}, "FASTER_STEP", "DECODE_ONCE"),
-        (LOADER, {"library_reason": "it is compact"}, "CONVERT_FOR_DIRECT_READS KEEP_DECODED_ROWS", ""),
+        (LOADER, {"library_reason": "it is compact"}, "CONVERT_FOR_DIRECT_READS", ""),
         (FED, {"library_reason": "it is compact"}, "FASTER_STEP", "CONVERT_FOR_DIRECT_READS"),
         # A transform that computes, waits, or holds a lock.
         (TRANSFORM, {**COMPUTES, "used": {"transform": 3.9}}, "TRANSFORM_ON_DEVICE RAISE_PARALLELISM", ""),
@@ -122,7 +121,7 @@ def test_texts_have_the_numbers(figures: dict[str, Any], known: dict[str, Any], 
 
 def test_the_usual_causes_come_first() -> None:
     figures = {"storage_hot": 1_050, "loader": 1_000, "copy": 1_010, "step": 1_020, "everything": 700}
-    known: dict[str, Any] = {"encoding": Encoding.CHUNKS, "fits_resident": False, "half_batch_ratio": 0.6}
+    known: dict[str, Any] = {"encoding": Encoding.CHUNKS, "half_batch_ratio": 0.6}
     known |= {"loaded_float": True, "pinned": False, "synchronisations": 1.0, "idle_gpus": 1}
     assert remedies(given(evidence(figures, BUSY, **known)), moves=True) == (
         "DECODE_ONCE LARGER_BATCH_FOR_STEP UINT8_BATCHES PIN_MEMORY RAISE_PARALLELISM AVOID_SYNCHRONISATION "

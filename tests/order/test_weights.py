@@ -267,8 +267,8 @@ def test_the_loader_gives_the_sampler_s_batches(dataset: h5pack.H5Dataset, name:
     for images, labels, rows in itertools.chain(*expected):
         assert torch.equal(labels, rows)
         assert np.array_equal(images.numpy(), packs.values()[rows.numpy()])
-    for resident in ("no", "host", "auto"):
-        with h5pack.H5Loader(dataset, 12, **order(**ORDERS[name]), resident=resident) as loader:
+    for way in packs.WAYS:
+        with packs.rows_by(way), h5pack.H5Loader(dataset, 12, **order(**ORDERS[name])) as loader:
             assert all(all_same(list(loader), epoch) for epoch in expected)
 
 
@@ -289,7 +289,7 @@ def test_counts_over_all_ranks(dataset: h5pack.H5Dataset, shuffle: str | bool, c
 
 def test_each_drawn_chunk_is_visited_once_an_epoch(dataset: h5pack.H5Dataset) -> None:
     visits = 0
-    with h5pack.H5Loader(dataset, 12, **order(num_samples=60), resident="no") as loader:
+    with h5pack.H5Loader(dataset, 12, **order(num_samples=60)) as loader:
         for _ in range(3):
             drawn = torch.cat([rows for _, _, rows in loader])
             assert len(drawn) == 60
@@ -303,31 +303,18 @@ def test_copies_of_a_row_from_other_files(tmp_path: Path, file: dict[str, Any]) 
     images = packs.values(shape=file.pop("shape", packs.SHAPE))
     path = packs.write(tmp_path / "f.h5", images=images, labels=np.arange(packs.ROWS), **file)
     dataset = h5pack.H5Dataset(path)
-    for resident in ("no", "host", "auto"):
-        with h5pack.H5Loader(dataset, 12, **order(num_samples=400), resident=resident) as loader:
+    for way in packs.WAYS:
+        with packs.rows_by(way), h5pack.H5Loader(dataset, 12, **order(num_samples=400)) as loader:
             for _ in range(2):
                 found, rows = map(torch.cat, zip(*loader, strict=True))
                 assert np.array_equal(found.numpy(), images[rows.numpy()])
                 assert len(rows) == 400
 
 
-def test_rows_without_weight_are_not_kept_in_memory(dataset: h5pack.H5Dataset) -> None:
-    weights = np.zeros(packs.ROWS)
-    weights[40:60] = 1
-    few, none = (
-        h5pack.H5Loader(dataset, 4, **order(weights=weights, window=1), resident=kept) for kept in ("host", "no")
-    )
-    assert 20 * 576 <= few.memory_bytes - none.memory_bytes < 22 * (576 + 8)
-    for _ in range(2):
-        assert {row for _, _, rows in few for row in rows.tolist()} == set(range(40, 60))
-    assert dataset.stats().rows == 20
-    few.close()
-
-
 @pytest.mark.parametrize("settings", [{}, {"shuffle": "full"}, {"streams": 6, "lanes": 3}], ids=str)
 def test_resuming_at_every_batch(dataset: h5pack.H5Dataset, settings: dict[str, Any]) -> None:
     whole = reference(dataset, 2, 12, **order(**settings))
-    with h5pack.H5Loader(dataset, 12, **order(**settings), resident="no") as loader:
+    with h5pack.H5Loader(dataset, 12, **order(**settings)) as loader:
         states = [loader.state_dict()]
         for _ in loader:
             states.append(json.loads(json.dumps(loader.state_dict())))
@@ -335,7 +322,7 @@ def test_resuming_at_every_batch(dataset: h5pack.H5Dataset, settings: dict[str, 
         # A state counts batches, so a sampler resumes from that of a loader.
         sampler = h5pack.ChunkBatchSampler(dataset, 12, **order(**settings))
         loaded = DataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate)
-        with h5pack.H5Loader(dataset, 12, **order(**settings), resident="no") as again:
+        with h5pack.H5Loader(dataset, 12, **order(**settings)) as again:
             for resumed, found in ((again, again), (sampler, loaded)):
                 resumed.load_state_dict(state)
                 assert all_same(list(found), whole[0][done:])

@@ -119,6 +119,15 @@ def test_a_file_system_without_mappings_is_read_otherwise(tmp_path: Path, monkey
     assert engine_of(path).mapped("x") is None
 
 
+def test_a_file_that_became_shorter_is_not_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "f.h5"
+    write(path, numbers((ROWS, *SHAPE), "u1"), "rows")
+    engine = engine_of(path)
+    engine.storage.open()
+    os.truncate(path, 4096)
+    assert engine.mapped("x") is None
+
+
 def test_a_forked_child_checks_for_itself(tmp_path: Path) -> None:
     path = tmp_path / "f.h5"
     values, found = mapped_file(path)
