@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from h5pack.data.gather import HeldRows, MappedRows, RowGatherer
 from h5pack.order.window import ChunkGroup, Span
 from h5pack.read.engine import SCATTER_BYTES
 from h5pack.read.read_plan import ScatterPlan
+from h5pack.read.storage import CHECK_SECONDS
 from h5pack.system.arrays import consecutive_runs, equal_runs
 
 TASK_BYTES = 8 * 1024 * 1024
@@ -69,12 +71,14 @@ class OpenBatches:
 class PlannedGroup:
     """A chunk group, and the read plan of each field whose rows are read from the file directly into the batches.
 
-    If `cached`, all rows are in memory, and are gathered batch after batch instead.
+    If `runs` is given, all rows are in memory, and are copied batch after batch instead. It holds the first and the
+    last row of each run of consecutive rows, both int64 (runs,).
     """
 
     group: ChunkGroup
     plans: dict[str, ScatterPlan]
-    cached: bool = False
+    runs: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
+    checked: float = 0.0  # monotonic time at which the rows were known to be in memory
 
 
 class _Countdown:
@@ -133,10 +137,9 @@ class GroupReader:
         if self._can_gather:
             edges = consecutive_runs(group.rows)
             first, last = group.rows[edges[:-1]], group.rows[edges[1:] - 1]
-            if all(rows.mapped.ready(first, last) for rows in self._mapped.values()):
-                for name in self._mapped:
-                    self._engine.count_mapped(name, first, last)
-                return PlannedGroup(group, {}, cached=True)
+            checked = time.monotonic()
+            if self._ready(first, last):
+                return PlannedGroup(group, {}, (first, last), checked)
         plans = {}
         for name in self._dataset.names:
             if self._engine.can_scatter(self._engine.indexes[name]):
@@ -169,19 +172,35 @@ class GroupReader:
         countdown.tasks = len(tasks)
         return tasks
 
-    def gather(self, group: ChunkGroup, on_arrival: OnArrival) -> list[Task]:
-        """Return a task for each span of a cached group: copy the span's rows, then call `on_arrival` with it."""
-        return [partial(self.gather_span, span, rows, on_arrival) for span, rows in group.split_by_batch(group.rows)]
+    def gather(self, planned: PlannedGroup, on_arrival: OnArrival) -> list[tuple[int, Task]]:
+        """Return a task for each span of a cached group, with the span's batch.
 
-    def gather_span(self, span: Span, rows: npt.NDArray[np.int64], on_arrival: OnArrival) -> None:
-        """Copy the rows of one span of a cached group to its batch, then call `on_arrival` with the span."""
+        The task copies the span's rows from memory to the batch, then calls `on_arrival` with the span.
+        """
+        assert planned.runs is not None
+        for name in self._mapped:
+            self._engine.count_mapped(name, *planned.runs)
+        spans = planned.group.split_by_batch(planned.group.rows)
+        return [(span[0], partial(self._gather, span, rows, planned.checked, on_arrival)) for span, rows in spans]
+
+    def _gather(self, span: Span, rows: npt.NDArray[np.int64], checked: float, on_arrival: OnArrival) -> None:
         batch, slot, count = span
+        # Memory may have become scarce since the group was planned. Waiting for pages one by one would be slow.
+        in_memory = time.monotonic() - checked < CHECK_SECONDS or self._ready(rows, rows)
         for name, array in self._batches.memory(batch).arrays.items():
+            part = array[slot : slot + count]
             if name == ROWS:
-                array[slot : slot + count] = rows
+                part[...] = rows
+            elif in_memory or name in self._held:
+                self._gatherers[name].gather(rows, part)
             else:
-                self._gatherers[name].gather(rows, array[slot : slot + count])
+                self._engine.read(name, rows, part)
+                if not self._engine.indexes[name].dtype.isnative:
+                    part.byteswap(inplace=True)
         on_arrival([span])
+
+    def _ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
+        return all(rows.mapped.ready(first, last) for rows in self._mapped.values())
 
     def _addresses(self, group: ChunkGroup, field: BatchField) -> npt.NDArray[np.uint64]:
         """Return the memory address to which each row of a group is to be written; uint64, (n,)."""

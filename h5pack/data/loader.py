@@ -100,6 +100,7 @@ class LoaderIterator(BatchIterator):
 
 _MAX_THREADS = 4
 _MAX_SMALL_BYTES = 16 * 1024 * 1024
+_GATHERED_BYTES = 128 * 1024 * 1024
 # The first part of the random keys of transforms. Do not change it: the random numbers of a seed would change.
 _TRANSFORM = 4
 
@@ -121,7 +122,7 @@ class H5Loader(Closeable, Resumable):
     prefetch_factor : int, optional
         Number of batches to prefetch, as far as `memory_bytes` allows. None: the batches of two shuffle windows. The
         chunks of a window are read together, so lower values are raised to the batches of one window. While rows are in
-        the page cache, and without `streams`, at most two batches per thread and two more are prefetched.
+        the page cache, and without `streams`, None means at most two batches per thread and two more.
     memory_bytes : int, optional
         Upper bound for the memory in bytes of the batches that each iteration prefetches. The results of transforms and
         the batches that the caller holds do not count. Rows in the system's page cache do not count either: they belong
@@ -219,6 +220,10 @@ class H5Loader(Closeable, Resumable):
         held = decoding + (small_bytes if hold_small else 0)
         self.prefetch_factor = max(minimum, min(wanted, (budget - held) // max(1, batch_bytes) - 1))
         self.memory_bytes = (self.prefetch_factor + 1) * batch_bytes + held
+        # Batches of cached rows are filled in a few milliseconds, so fewer in advance are enough.
+        few = min(2 * self.num_threads + 2, _GATHERED_BYTES // max(1, batch_bytes))
+        few = max(few, self.num_threads + 1) if prefetch_factor is None else wanted
+        self._max_gathered = min(few, self.prefetch_factor)
 
     def _new_pool(self, keep: int) -> BufferPool:
         fields = batch_fields(self._base)
@@ -321,6 +326,7 @@ class H5Loader(Closeable, Resumable):
             credits=self.prefetch_factor,
             finish=partial(self._finish, iteration.epoch),
             held=self._held or {},
+            max_gathered=self._max_gathered,
         )
 
     def _finish(self, epoch: int, batch: int, memory: BatchMemory) -> Any:

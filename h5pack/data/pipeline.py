@@ -30,9 +30,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from h5pack.data.buffers import BatchMemory, BufferPool
 from h5pack.data.chunk_groups import GroupReader, OpenBatches, PlannedGroup, Task
 from h5pack.data.dataset import H5Dataset
@@ -48,15 +45,13 @@ _MERGED_BYTES = 16 * 1024 * 1024
 """Groups are merged up to this many bytes, which is two tasks. Measured with chunks of one row of 116 KB, one thread
 and windows of 16 chunks: 19,800 images/s without merging, 35,000 with it."""
 
-_GATHERED_AHEAD = 2
-"""Batches to have in advance while rows are in the page cache, in addition to two per thread."""
-
 
 class Pipeline(BackgroundThreads):
     """The threads and batches of one epoch, starting with batch `first`.
 
     At most `credits` batches are open or done, but not yet delivered. `finish` receives the number and the memory of
     each complete batch, and returns the batch that the consumer gets. `held` has all rows of some small fields.
+    While rows are in memory, at most `max_gathered` batches are open or done.
     """
 
     def __init__(
@@ -71,6 +66,7 @@ class Pipeline(BackgroundThreads):
         credits: int,
         finish: Callable[[int, BatchMemory], Any],
         held: dict[str, HeldRows],
+        max_gathered: int,
     ) -> None:
         super().__init__()
         self._plan, self._pool, self._finish = plan, pool, finish
@@ -87,8 +83,8 @@ class Pipeline(BackgroundThreads):
         # Batches of cached rows are filled one after the other, which uses few buffers, so that they stay in the CPU's
         # cache. With several streams, a batch has rows of several groups, so whole groups are processed at once.
         self._batchwise = plan.step_streams * plan.lanes == 1
-        self._max_gathered = 2 * num_threads + _GATHERED_AHEAD
-        self._spans: deque[tuple[Span, npt.NDArray[np.int64]]] = deque()
+        self._max_gathered = max_gathered
+        self._spans: deque[tuple[int, Task]] = deque()  # of a cached group: the tasks and their batches
         self._tasks: deque[Task] = deque()
         self._stopping = False
         self._lock = threading.Lock()
@@ -199,28 +195,29 @@ class Pipeline(BackgroundThreads):
         if self._spans:
             return self._issue_spans()
         planned = self._planned[0]
-        batchwise = planned.cached and self._batchwise
+        batchwise = planned.runs is not None and self._batchwise
         if not batchwise and not self._open(planned.group.last):
             return False
         self._planned.popleft()
         self._plan_slots.put(None)
-        if batchwise:
-            self._spans.extend(planned.group.split_by_batch(planned.group.rows))
-            return self._issue_spans()
-        if planned.cached:
-            self._tasks.extend(self._reader.gather(planned.group, self._arrive))
-        else:
+        if planned.runs is None:
             self._tasks.extend(self._reader.read(planned, self._arrive))
-        return True
+            return True
+        gathers = self._reader.gather(planned, self._arrive)
+        if not batchwise:
+            self._tasks.extend(task for _, task in gathers)
+            return True
+        self._spans.extend(gathers)
+        return self._issue_spans()
 
     def _issue_spans(self) -> bool:
         """Queue a task for each of the next spans: up to one per reading thread, as far as the credits suffice."""
         while self._spans and len(self._tasks) < self._readers:
-            batch = self._spans[0][0][0]
+            batch, task = self._spans[0]
             if batch - self._delivered >= self._max_gathered or not self._open(batch):
                 break
-            span, rows = self._spans.popleft()
-            self._tasks.append(partial(self._reader.gather_span, span, rows, self._arrive))
+            self._spans.popleft()
+            self._tasks.append(task)
         return bool(self._tasks)
 
     def _open(self, last: int) -> bool:

@@ -169,7 +169,7 @@ def _boxes(words: torch.Tensor, augmentation: Augmentation, height: int, width: 
 
 
 def _tables(augmentation: Augmentation, device: torch.device) -> list[torch.Tensor]:
-    """Return the square roots of area fractions, ratios and inverse ratios, in units of 2^-20: int64, (4096,) each.
+    """Return square roots of area fractions, of ratios and of inverse ratios, in units of 2^-20: int64, (4096,) each.
 
     The range of the area and the range of the ratio's logarithm are divided into 4096 equal steps. Each entry is the
     value at the middle of a step.

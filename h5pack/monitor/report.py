@@ -35,9 +35,8 @@ class FeedReport:
     images: int | None  # number of images in these batches; None if they contain no tensor
     seconds: float  # length of the period
     wait_seconds: float  # how long the process waited inside next(loader)
-    # How long the step waited. On a CPU: `wait_seconds`. On a CUDA device: the time during which the step's
-    # stream was idle because the batch was not ready: the part of the process's wait that was not hidden by work queued
-    # on the device, and the part of the copy that was still to be done.
+    # How long the step waited. On a CPU: `wait_seconds`. On a CUDA device: how long the step's stream had no work left,
+    # because the process was still waiting for the batch, or the batch was still being copied.
     stall_seconds: float
     stall_fraction: float  # `stall_seconds` divided by `seconds`, 0 to 1
     images_per_s: float | None

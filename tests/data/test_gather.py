@@ -125,6 +125,28 @@ def test_cached_and_other_groups_may_take_turns(tmp_path: Path, streams: int, mo
         assert dataset.stats().amplification == 1.0
 
 
+@pytest.mark.parametrize("dtype", ["u1", ">i4"])
+def test_rows_that_left_the_page_cache_before_they_are_copied_are_read(
+    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = packs.write(tmp_path / "f.h5", images=packs.values(dtype=dtype), labels=np.arange(packs.ROWS))
+    expected = packs.reference(h5pack.H5Dataset(path), 1, 8, window=2)[0]
+    make_hot(path)
+    monkeypatch.setattr("h5pack.data.chunk_groups.CHECK_SECONDS", -1.0)
+    asked: list[int] = []
+
+    def ready(self: Any, first: npt.NDArray[np.int64], last: Any) -> bool:
+        """Of the batches, which are short, say no."""
+        asked.append(len(first))
+        return len(first) != 8
+
+    monkeypatch.setattr("h5pack.read.mapping.MappedDataset.ready", ready)
+    with h5pack.H5Loader(h5pack.H5Dataset(path), 8, window=2, num_threads=2) as loader:
+        assert packs.all_same(list(loader), expected)
+    # The other batches have rows of two windows.
+    assert asked.count(8) >= 8
+
+
 def test_rows_in_the_page_cache_take_no_private_memory(tmp_path: Path) -> None:
     shape, rows = (256, 256, 3), 400
     path = packs.write(tmp_path / "f.h5", 8, images=np.zeros((rows, *shape), np.uint8) + 1)

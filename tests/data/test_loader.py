@@ -319,13 +319,21 @@ def test_prefetch_factor_is_between_a_window_and_what_memory_allows(
     assert loader.memory_bytes <= 10**6
     require_epochs(loader, expected_of(dataset, 1))
     if wanted == 9:
-        # Of rows in the page cache, two batches for each thread and two more are enough.
-        ahead = 9 if way == "read" else 6
-        with iter(loader) as batches:
-            while batches.waiting < ahead:
-                time.sleep(0.001)
-            assert loader.queue_depth == ahead
-        assert loader.queue_depth == 0
+        fill_up(loader, 9)
+    if way == "mapped":
+        # Two batches for each thread and two more are enough.
+        fill_up(loader_of(dataset, num_threads=2, window=50), 6)
+
+
+def fill_up(loader: h5pack.H5Loader, depth: int) -> None:
+    """Wait until so many batches are ready, and check that there are no more."""
+    with iter(loader) as batches:
+        end = time.monotonic() + 30
+        while batches.waiting < depth:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        assert loader.queue_depth == depth
+    assert loader.queue_depth == 0
 
 
 def test_transforms_are_given_whole_batches(dataset: h5pack.H5Dataset, way: str) -> None:

@@ -48,8 +48,9 @@ def begin(dataset: h5pack.H5Dataset, plan: OrderPlan, threads: int = 2, first: i
     indexes = dataset.engine.indexes
     fields = [(name, indexes[name].row_shape, indexes[name].native_dtype) for name in dataset.names]
     pool = BufferPool([*fields, (ROWS, (), np.dtype("i8"))], plan.batch_size, pinned=False, keep=2)
-    usual = {"num_threads": threads, "credits": plan.max_group_batches + 1, "finish": contents, "held": {}}
-    return Pipeline(dataset, plan, 1, first, pool, **{**usual, **settings})
+    usual = {"num_threads": threads, "credits": plan.max_group_batches + 1, "finish": contents}
+    settings = {**usual, "held": {}, "max_gathered": 2, **settings}
+    return Pipeline(dataset, plan, 1, first, pool, **settings)
 
 
 def consumed(pipeline: Pipeline, first: int, end: int) -> Iterator[Any]:
