@@ -150,6 +150,7 @@ class Pipeline(BackgroundThreads):
             # Tasks reference the pipeline. Drop them, so that its memory is freed when the threads end.
             with self._lock:
                 self._tasks.clear()
+                self._spans.clear()
 
     def _plan_ahead(self) -> None:
         for group in self._groups:
