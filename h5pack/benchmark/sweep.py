@@ -405,7 +405,7 @@ class LibraryReader(CaseReader):
     def read_batch(self, rows: Sequence[int]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Read a batch, and yield (number of rows, pixels) for each read.
 
-        In sequential order, rows are read as one slice; otherwise they are copied into the batch one by one.
+        In sequential order, rows that are not encoded are read as one slice; otherwise they are copied one by one.
         """
         if self._case.order == "sequential" and not self._encoded:
             yield len(rows), self._images[rows[0] : rows[-1] + 1]

@@ -306,7 +306,8 @@ def positions_of(indices: Sequence[int], count: int, where: str = "") -> npt.NDA
 
 
 def _out_of_range(index: int, count: int, where: str) -> IndexError:
-    return IndexError(f"{where}index {index} is out of range for {count} samples; give {-count} to {count - 1}")
+    allowed = f"; give {-count} to {count - 1}" if count else ""
+    return IndexError(f"{where}index {index} is out of range for {count} samples{allowed}")
 
 
 def is_class_label(index: Any) -> bool:

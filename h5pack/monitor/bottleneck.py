@@ -206,7 +206,7 @@ class Verdict:
     bottlenecks: tuple[Bottleneck, ...] = ()  # more than one if the measurements cannot tell them apart
     fed: bool | None = None  # whether the loop runs as fast as the step alone
     certain: bool = False  # whether the measurements agree with each other
-    slower: bool = False  # whether the loop is slower than its slowest stage alone
+    slower: bool = False  # whether the loop is clearly slower than its slowest lane alone
     feed: Rates | None = None  # the speed of the whole feed
     first_epoch: Rates | None = None  # the disk's speed, if the disk slows down only the first epoch
 

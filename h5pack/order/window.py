@@ -245,7 +245,7 @@ class OrderPlan:
 class _ChunkSequence:
     """The line of one epoch: its chunks in permuted order, concatenated, and repeated from the beginning after the end.
 
-    Numbers of chunks on the line continue to increase in the repetitions. Offsets on the line count rows.
+    Chunks are numbered along the line, and repeated ones get new numbers. Offsets on the line count rows.
     """
 
     def __init__(self, plan: OrderPlan, epoch: int) -> None:

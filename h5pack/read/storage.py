@@ -121,7 +121,8 @@ class Storage:
             descriptor = _Descriptor(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
         except OSError as error:
             raise ReadError(
-                f"{self.path}: cannot be opened ({error.strerror}); check its mode and its disk", path=self.path
+                f"{self.path}: cannot be opened ({error.strerror}); check its permissions and its disk",
+                path=self.path,
             ) from error
         self.identity.require(self.path, descriptor)
         # `dict.setdefault` is atomic, so one of two racing threads wins.

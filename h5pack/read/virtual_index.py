@@ -39,10 +39,11 @@ class VirtualIndex(ChunkIndex):
     The rows are divided into ranges. A range is a run of rows within one chunk of one source (or about 4 MiB of a
     contiguous source). Ranges replace chunks in the methods inherited from `ChunkIndex`: `chunks_of` returns range
     numbers, and `addresses` holds the byte offset of each range's first row in the source's file, or -1 if the range
-    has no allocated storage or its rows cannot be read directly. Offsets, fill values and
-    row numbers in messages are those of the sources.
+    has no allocated storage or its rows cannot be read directly. Fill values are those of the sources, and messages
+    name the sources' row numbers.
 
-    Rows that no mapping covers get a source without allocated storage, and are fill values.
+    Rows that no mapping covers get a placeholder source without allocated storage, whose fill value is that of the
+    virtual dataset.
     """
 
     starts: Integers  # first row of each range, ascending from 0

@@ -101,8 +101,8 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
     form = None if is_encoded(stored) else _form(path, stored, datasets)
     if form is None and (datasets.channel_axis or datasets.value_range):
         raise OptionsError(
-            f"{path}: channel_axis and value_range do not apply to encoded images, which {images!r} holds; leave them "
-            "out",
+            f"{path}: {images!r} holds encoded images; leave out channel_axis and value_range, which do not apply to "
+            "them",
             path=path,
             dataset=images,
             parameters=("channel_axis", "value_range"),
