@@ -54,7 +54,10 @@ def add(commands: Any) -> None:
         "--model", metavar="MODULE:FACTORY",
         help="function that returns your model or training step (default: a small network)",
     )  # fmt: skip
-    step.add_argument("--dtype", default="float32", metavar="NAME", help="float32 (default), bfloat16 or float16")
+    step.add_argument(
+        "--dtype", default="float32", metavar="NAME",
+        help="dtype of the images on the device: float32 (default), bfloat16 or float16",
+    )  # fmt: skip
     doctor.add_argument("--seconds", type=float, default=30.0, metavar="S", help="time for measuring (default: 30)")
     doctor.add_argument("--plot", metavar="FILE", help="also draw the stages' speeds into a .png, .svg or .pdf file")
 

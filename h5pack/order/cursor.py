@@ -92,7 +92,7 @@ class EpochCursor:
             ) from error
         for name in {**self.identity, **order}:
             if order.get(name) != self.identity.get(name):
-                hint = "; to change the number of ranks later, give streams=" if name == "streams" else ""
+                hint = "; to change the number of ranks, give streams= from the first run" if name == "streams" else ""
                 parameter = _PARAMETERS.get(name, name)
                 raise StateError(
                     f"the state was saved with {parameter} {order.get(name)!r}, but this order has "
