@@ -243,9 +243,13 @@ class CaseReader:
     def _rows_read(self) -> int:
         return self._rows
 
+    def _bytes_read(self) -> int | None:
+        """Return how many bytes this process has read so far; None if the system does not tell."""
+        return requested_bytes()
+
     def run(self, seconds: float, *, once: bool = False) -> ReadTiming:
         """Read epochs for about `seconds`; if `once` is true, read at most one epoch."""
-        requested, before, begin = requested_bytes(), self._rows_read(), time.perf_counter()
+        requested, before, begin = self._bytes_read(), self._rows_read(), time.perf_counter()
         while True:
             epoch = self._epoch()
             for count, pixels in epoch:
@@ -259,7 +263,7 @@ class CaseReader:
             if once or elapsed >= seconds:
                 break
         # Count the rows again, because only now, when no thread is reading, the rows match the bytes.
-        now, counted = requested_bytes(), self._rows_read() - before
+        now, counted = self._bytes_read(), self._rows_read() - before
         if not self.counts_bytes or requested is None or now is None or not counted:
             return ReadTiming(rows, elapsed, None)
         return ReadTiming(rows, elapsed, (now - requested) / counted)
@@ -338,6 +342,10 @@ class LoaderReader(CaseReader):
 
     def _rows_read(self) -> int:
         return self._dataset.stats().rows
+
+    def _bytes_read(self) -> int | None:
+        # Rows in the page cache are copied without a read call.
+        return self._dataset.stats().bytes_read
 
     def hit_rate(self) -> float | None:
         """Return the fraction of rows whose chunk had already been read for another row; None before any read."""

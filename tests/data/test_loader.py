@@ -326,7 +326,7 @@ def test_prefetch_factor_is_between_a_window_and_what_memory_allows(
 
 
 def fill_up(loader: h5pack.H5Loader, depth: int) -> None:
-    """Wait until so many batches are ready, and check that there are no more."""
+    """Wait until this many batches are ready, and check that there are no more."""
     with iter(loader) as batches:
         end = time.monotonic() + 30
         while batches.waiting < depth:

@@ -268,10 +268,10 @@ def test_the_state_after_an_error_is_that_of_the_last_batch(
     (whole,) = epochs(dataset, 2, 1)
     finish = h5pack.H5Loader._finish
 
-    def failing(self: Any, epoch: int, recipe: Any, batch: int, memory: Any) -> Any:
+    def failing(self: Any, epoch: int, batch: int, memory: Any) -> Any:
         if batch == 5:
             raise OSError("no")
-        return finish(self, epoch, recipe, batch, memory)
+        return finish(self, epoch, batch, memory)
 
     echo, found = EchoLoader(h5_loader(dataset), 2), []
     with monkeypatch.context() as patched:
