@@ -1,0 +1,97 @@
+"""A disk that fails while a loader reads: the rows are named, and no wrong pixel is delivered."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from h5pack.system.files import drop_cache
+from tests.data import packs
+
+SHIM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+static int fails(void) { const char *mark = getenv("DISK_FAILS"); return mark && access(mark, F_OK) == 0; }
+#define READ(name) \
+    ssize_t name(int fd, const struct iovec *v, int n, off_t at) { \
+        ssize_t (*real)(int, const struct iovec *, int, off_t) = dlsym(RTLD_NEXT, #name); \
+        if (fails()) { errno = EIO; return -1; } \
+        return real(fd, v, n, at); \
+    }
+READ(preadv)
+READ(preadv64)
+int madvise(void *at, size_t n, int advice) {
+    int (*real)(void *, size_t, int) = dlsym(RTLD_NEXT, "madvise");
+    if (advice == 22 && fails()) { errno = EIO; return -1; }
+    return real(at, n, advice);
+}
+"""
+
+READER = """
+import json, os, sys
+import h5pack
+import h5pack.read.mapping
+from h5pack.errors import ReadError
+path, mark, fail_at, checked_for = sys.argv[1], os.environ["DISK_FAILS"], int(sys.argv[2]), float(sys.argv[3])
+h5pack.read.mapping.CHECK_SECONDS = checked_for
+found = {"batches": 0, "error": None}
+dataset = h5pack.H5Dataset(path)
+try:
+    with h5pack.H5Loader(dataset, 8, window=2, num_threads=2, seed=1) as loader:
+        for epoch in range(2):
+            for images, labels in loader:
+                for image, label in zip(images, labels.tolist()):
+                    assert (image == label).all()
+                found["batches"] += 1
+                if found["batches"] == fail_at:
+                    open(mark, "w").close()
+except ReadError as error:
+    found["error"] = str(error)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shim")
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler: sudo apt-get install gcc")
+    (folder / "shim.c").write_text(SHIM)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "shim.so", folder / "shim.c", "-ldl"], check=True)
+    return folder / "shim.so"
+
+
+@pytest.mark.parametrize(("cached", "checked_for"), [(True, 60.0), (True, 0.0), (False, 0.0)])
+def test_a_failing_disk_is_an_error_with_the_rows(tmp_path: Path, shim: Path, cached: bool, checked_for: float) -> None:
+    rows = 96
+    images = np.broadcast_to(np.arange(rows, dtype=np.uint8)[:, None, None, None], (rows, 64, 64, 3))
+    path = packs.write(tmp_path / "f.h5", 4, images=images, labels=np.arange(rows))
+    if not cached:
+        drop_cache(path)
+    environment = {**os.environ, "LD_PRELOAD": str(shim), "DISK_FAILS": str(tmp_path / "mark")}
+    ended = subprocess.run(
+        [sys.executable, "-c", READER, path, "5", str(checked_for)],
+        check=False, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    if checked_for:
+        # Pages in memory need no disk.
+        assert found == {"batches": 24, "error": None}
+    else:
+        assert 5 <= found["batches"] < 24
+        assert str(path) in found["error"]
+        assert "'images' row" in found["error"]
