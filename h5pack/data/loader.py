@@ -19,7 +19,7 @@ from h5pack.data.chunk_groups import ROWS
 from h5pack.data.dataset import H5Dataset, batch_fields
 from h5pack.data.gather import HeldRows
 from h5pack.data.iteration import BatchIterator, Closeable
-from h5pack.data.pipeline import Pipeline
+from h5pack.data.pipeline import EpochGroups, Pipeline
 from h5pack.data.samplers import order_text
 from h5pack.data.selection import plan_order, select_draws
 from h5pack.errors import OptionsError
@@ -233,7 +233,7 @@ class H5Loader(Closeable, Resumable):
         return BufferPool(fields, largest, self.pin_memory, keep)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_pool", "_iterators", "_held")
+        own = ("_pool", "_iterators", "_groups", "_held")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -244,6 +244,7 @@ class H5Loader(Closeable, Resumable):
         """Start without memory, threads and held rows: after creation or `close`, and in a forked child process."""
         self._process = os.getpid()
         self._pool = self._new_pool(self.prefetch_factor + 1)
+        self._groups = EpochGroups(self.plan, sum(field.row_bytes for field in self._pool.fields))
         self._held: dict[str, HeldRows] | None = None
         self._iterators: weakref.WeakSet[LoaderIterator] = weakref.WeakSet()
 
@@ -319,7 +320,7 @@ class H5Loader(Closeable, Resumable):
         return Pipeline(
             self._base,
             self.plan,
-            iteration.epoch,
+            self._groups.of(iteration.epoch, iteration.start),
             iteration.start,
             self._pool,
             num_threads=self.num_threads,

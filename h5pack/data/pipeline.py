@@ -23,10 +23,11 @@ so neither `stop` nor anything that it calls may take a lock.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -36,7 +37,7 @@ from h5pack.data.dataset import H5Dataset
 from h5pack.data.gather import HeldRows
 from h5pack.data.iteration import BackgroundThreads
 from h5pack.errors import LoaderError
-from h5pack.order.window import OrderPlan, Span, merge_groups
+from h5pack.order.window import ChunkGroup, OrderPlan, Span, merge_groups
 
 _PLANNED = 2
 """Number of groups to plan ahead of the group that is issued next."""
@@ -46,8 +47,27 @@ _MERGED_BYTES = 16 * 1024 * 1024
 and windows of 16 chunks: 19,800 images/s without merging, 35,000 with it."""
 
 
+class EpochGroups:
+    """The chunk groups of the epochs of an order, merged to a size that is efficient to read."""
+
+    def __init__(self, plan: OrderPlan, row_bytes: int) -> None:
+        self._plan, self._max_rows = plan, max(1, _MERGED_BYTES // max(1, row_bytes))
+        self._begun: tuple[int, Iterator[ChunkGroup]] | None = None
+
+    def of(self, epoch: int, first: int) -> Iterator[ChunkGroup]:
+        """Yield the chunk groups of an epoch from batch `first` on. After the last, compute the next epoch's first."""
+        begun, self._begun = self._begun, None
+        yield from begun[1] if begun is not None and (begun[0], 0) == (epoch, first) else self._merged(epoch, first)
+        following = self._merged(epoch + 1, 0)
+        head = list(itertools.islice(following, 1))
+        self._begun = epoch + 1, itertools.chain(head, following)
+
+    def _merged(self, epoch: int, first: int) -> Iterator[ChunkGroup]:
+        return merge_groups(self._plan.chunk_groups(epoch, first), self._max_rows, self._plan.max_group_batches)
+
+
 class Pipeline(BackgroundThreads):
-    """The threads and batches of one epoch, starting with batch `first`.
+    """The threads and batches of one epoch, starting with batch `first`; `groups` are its chunk groups from there on.
 
     At most `credits` batches are open or done, but not yet delivered. `finish` receives the number and the memory of
     each complete batch, and returns the batch that the consumer gets. `held` has all rows of some small fields.
@@ -58,7 +78,7 @@ class Pipeline(BackgroundThreads):
         self,
         dataset: H5Dataset,
         plan: OrderPlan,
-        epoch: int,
+        groups: Iterator[ChunkGroup],
         first: int,
         pool: BufferPool,
         *,
@@ -70,11 +90,7 @@ class Pipeline(BackgroundThreads):
     ) -> None:
         super().__init__()
         self._plan, self._pool, self._finish = plan, pool, finish
-        self._groups = merge_groups(
-            plan.chunk_groups(epoch, first),
-            max(1, _MERGED_BYTES // max(1, sum(field.row_bytes for field in pool.fields))),
-            plan.max_group_batches,
-        )
+        self._groups = groups
         self._planned: deque[PlannedGroup] = deque()
         self._planning = True
         self._granted, self._opened, self._delivered = 0, first, first

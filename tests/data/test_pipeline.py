@@ -17,7 +17,7 @@ import h5pack
 from h5pack.data.buffers import BatchMemory, BufferPool
 from h5pack.data.chunk_groups import ROWS
 from h5pack.data.gather import HeldRows, MappedRows
-from h5pack.data.pipeline import Pipeline
+from h5pack.data.pipeline import EpochGroups, Pipeline
 from h5pack.data.selection import select_draws
 from h5pack.errors import DamagedRowsError
 from h5pack.order.window import OrderPlan
@@ -50,7 +50,7 @@ def begin(dataset: h5pack.H5Dataset, plan: OrderPlan, threads: int = 2, first: i
     pool = BufferPool([*fields, (ROWS, (), np.dtype("i8"))], plan.batch_size, pinned=False, keep=2)
     usual = {"num_threads": threads, "credits": plan.max_group_batches + 1, "finish": contents}
     settings = {**usual, "held": {}, "max_gathered": 2, **settings}
-    return Pipeline(dataset, plan, 1, first, pool, **settings)
+    return Pipeline(dataset, plan, EpochGroups(plan, 576).of(1, first), first, pool, **settings)
 
 
 def consumed(pipeline: Pipeline, first: int, end: int) -> Iterator[Any]:
@@ -223,3 +223,23 @@ def test_a_join_from_one_of_its_own_threads_does_not_wait(dataset: h5pack.H5Data
 
     begun.append(begin(dataset, plan_of(dataset), 3, finish=finish))
     there.set()
+
+
+def test_the_next_epoch_begins_with_what_was_planned_before(
+    dataset: h5pack.H5Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, begun = plan_of(dataset), []
+    chunk_groups = OrderPlan.chunk_groups
+
+    def noted(self: OrderPlan, epoch: int, first: int = 0) -> Any:
+        begun.append((epoch, first))
+        return chunk_groups(self, epoch, first)
+
+    monkeypatch.setattr(OrderPlan, "chunk_groups", noted)
+    groups = EpochGroups(plan, 576)
+    for epoch, first, computed in ((3, 0, [3, 4]), (4, 0, [5]), (5, 2, [5, 6]), (2, 0, [2, 3]), (3, 0, [4])):
+        found = [group.rows.tolist() for group in groups.of(epoch, first)]
+        assert [number for number, _ in begun] == computed
+        begun.clear()
+        assert found == [group.rows.tolist() for group in EpochGroups(plan, 576).of(epoch, first)]
+        begun.clear()
