@@ -19,6 +19,9 @@ from h5pack.errors import WorkerError
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
+_WAIT_SECONDS = 0.5
+_JOIN_SECONDS = 10.0
+
 # Per thread, because each thread may use a SerialExecutor of its own.
 _local = threading.local()
 
@@ -109,10 +112,9 @@ def run(
                     pending[executor.submit(function, task)] = task
             if not pending:
                 return
-            first = next(iter(pending))
-            done, _ = concurrent.futures.wait(
-                [first] if ordered else pending, return_when=concurrent.futures.FIRST_COMPLETED
-            )
+            awaited = [next(iter(pending))] if ordered else list(pending)
+            # A signal that arrives just before a thread begins to wait is handled only when the wait ends.
+            done, _ = concurrent.futures.wait(awaited, _WAIT_SECONDS, concurrent.futures.FIRST_COMPLETED)
             for future in done:
                 result = future.result()
                 del pending[future]
@@ -146,9 +148,10 @@ def _die_with_parent() -> None:
 def _kill(executor: concurrent.futures.ProcessPoolExecutor) -> None:
     """Kill the workers. This is safe because rows that they are still writing have not been journaled.
 
-    Private API: ``_processes`` and ``_result_queue``, because an executor has no public way to kill its workers before
-    Python 3.14.
+    Private API: ``_processes``, ``_result_queue`` and ``_executor_manager_thread``, because an executor has no public
+    way to kill its workers before Python 3.14.
     """
+    manager = getattr(executor, "_executor_manager_thread", None)
     processes = list((getattr(executor, "_processes", None) or {}).values())
     results = getattr(executor, "_result_queue", None)
     executor.shutdown(wait=False, cancel_futures=True)
@@ -161,3 +164,6 @@ def _kill(executor: concurrent.futures.ProcessPoolExecutor) -> None:
         # waits for the rest, and the interpreter waits for that thread at exit.
         with contextlib.suppress(OSError):
             results._writer.close()
+    if manager is not None:
+        # Seen with Python 3.11: if that thread ends while the interpreter exits, a traceback may be printed.
+        manager.join(_JOIN_SECONDS)

@@ -162,7 +162,9 @@ def test_a_signal_stops_all_processes_and_the_conversion_resumes(
     _, errors = process.communicate(timeout=90)
     assert process.returncode == 128 + number, errors
     last = errors.splitlines()[-1]
-    assert (f"{tmp_path}/o.h5.partial" in last, "--resume" in last, "Traceback" in errors) == (True, True, False)
+    assert (f"{tmp_path}/o.h5.partial" in last, "--resume" in last, "Traceback" in errors) == (True, True, False), (
+        errors
+    )
     assert all(gone(each) for each in waiting)
     require_resumed_bytes(tmp_path, arguments, compression)
 
