@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
@@ -217,3 +218,20 @@ def test_stopping_amid_large_results_does_not_hang(tmp_path: Path) -> None:
         "            pass\n"
     )
     subprocess.run([sys.executable, str(script)], check=True, timeout=300)
+
+
+def wait_long(mark: str) -> None:
+    time.sleep(30)
+    Path(mark).touch()
+
+
+def test_a_signal_that_does_not_wake_the_main_thread_is_handled_soon(tmp_path: Path) -> None:
+    """One that another thread receives, or that arrives just before the main thread begins to wait."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), open_executor(2, "fork", None) as executor:
+            threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
+            list(run(executor, wait_long, [str(tmp_path / name) for name in "ab"], 2, str))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert os.listdir(tmp_path) == [], "the tasks did not end"
