@@ -228,10 +228,15 @@ def wait_long(mark: str) -> None:
 def test_a_signal_that_does_not_wake_the_main_thread_is_handled_soon(tmp_path: Path) -> None:
     """One that another thread receives, or that arrives just before the main thread begins to wait."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt), open_executor(2, "fork", None) as executor:
+
+    def work() -> None:
+        with open_executor(2, "fork", None) as executor:
             threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
             list(run(executor, wait_long, [str(tmp_path / name) for name in "ab"], 2, str))
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            work()
     finally:
         signal.signal(signal.SIGINT, before)
     assert os.listdir(tmp_path) == [], "the tasks did not end"
