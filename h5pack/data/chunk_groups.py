@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from h5pack.data.buffers import BatchField, BatchMemory
 from h5pack.data.dataset import H5Dataset
-from h5pack.data.gather import HeldRows, MappedRows, RowGatherer
+from h5pack.data.gather import HeldRows, CachedRows, RowGatherer
 from h5pack.order.window import ChunkGroup, Span
 from h5pack.read.engine import SCATTER_BYTES
 from h5pack.read.read_plan import ScatterPlan
@@ -123,14 +123,14 @@ class GroupReader:
         self._gatherers: dict[str, RowGatherer] = {**held, **self._mapped}
         self._can_gather = len(self._gatherers) == len(dataset.names)
 
-    def _map(self, field: BatchField) -> MappedRows | None:
+    def _map(self, field: BatchField) -> CachedRows | None:
         """Return a field's rows in the page cache, or None if they cannot be copied to batches as they are stored."""
         if field.name == ROWS or field.name in self._held:
             return None
         index = self._engine.indexes[field.name]
         as_stored = index.dtype.isnative or self._engine.keeps_byte_order(index)
         mapped = self._engine.mapped(field.name) if as_stored and field.dtype == index.native_dtype else None
-        return None if mapped is None else MappedRows(mapped)
+        return None if mapped is None else CachedRows(mapped)
 
     def plan(self, group: ChunkGroup) -> PlannedGroup:
         """Plan the reads of a group's rows, and make the kernel start reading those that are not in the page cache."""

@@ -49,7 +49,7 @@ class HeldRows:
             out[...] = self._values[positions]
 
 
-class MappedRows:
+class CachedRows:
     """Rows of a dataset in the page cache, copied from a mapping of the file in stored byte order.
 
     One call copies all rows of a batch without the GIL. Speeds on a 2-core machine with one thread, as multiples of the

@@ -13,7 +13,7 @@ import torch
 
 import h5pack
 from h5pack.data import gather
-from h5pack.data.gather import HeldRows, MappedRows
+from h5pack.data.gather import HeldRows, CachedRows
 from h5pack.errors import DamagedRowsError
 from h5pack.system.files import make_hot
 from tests.data import packs
@@ -65,7 +65,7 @@ def test_mapped_rows_are_those_of_the_file(
     assert mapped is not None
     everything = np.arange(packs.ROWS)
     assert mapped.ready(everything, everything)
-    found = MappedRows(mapped)
+    found = CachedRows(mapped)
     if mapped.array is None:
         assert unit % found._unit == 0, "chunks may begin at any multiple of 8 bytes"
     for wanted in (everything, everything[::-1], np.random.default_rng(0).choice(everything, 70), everything[:0]):
@@ -89,7 +89,7 @@ def test_gathering_leaves_the_number_of_threads_alone(tmp_path: Path) -> None:
         before = torch.get_num_threads()
         with gather._serial_torch:
             seen.append(torch.get_num_threads())
-        MappedRows(mapped).gather(np.arange(5), np.empty((5, 577), np.uint8))
+        CachedRows(mapped).gather(np.arange(5), np.empty((5, 577), np.uint8))
         seen.append(torch.get_num_threads() == before)
 
     whole = torch.get_num_threads()

@@ -16,7 +16,7 @@ import pytest
 import h5pack
 from h5pack.data.buffers import BatchMemory, BufferPool
 from h5pack.data.chunk_groups import ROWS
-from h5pack.data.gather import HeldRows, MappedRows
+from h5pack.data.gather import HeldRows, CachedRows
 from h5pack.data.pipeline import EpochGroups, Pipeline
 from h5pack.data.selection import select_draws
 from h5pack.errors import DamagedRowsError
@@ -158,7 +158,7 @@ def test_an_error_reaches_the_consumer_and_ends_all_threads(
     dataset: h5pack.H5Dataset, way: str, where: str, count: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, settings = plan_of(dataset, window=1), {}
-    owners: dict[str, Any] = {"allocate": BufferPool, "ready": MappedDataset, "gather": MappedRows}
+    owners: dict[str, Any] = {"allocate": BufferPool, "ready": MappedDataset, "gather": CachedRows}
     if where == "finish":
         settings["finish"] = raises_at(count, contents)
     else:
