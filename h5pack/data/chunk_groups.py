@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from h5pack.data.buffers import BatchField, BatchMemory
 from h5pack.data.dataset import H5Dataset
-from h5pack.data.gather import HeldRows, CachedRows, RowGatherer
+from h5pack.data.gather import CachedRows, HeldRows, RowGatherer
 from h5pack.order.window import ChunkGroup, Span
 from h5pack.read.engine import SCATTER_BYTES
 from h5pack.read.read_plan import ScatterPlan

@@ -13,7 +13,7 @@ import torch
 
 import h5pack
 from h5pack.data import gather
-from h5pack.data.gather import HeldRows, CachedRows
+from h5pack.data.gather import CachedRows, HeldRows
 from h5pack.errors import DamagedRowsError
 from h5pack.system.files import make_hot
 from tests.data import packs

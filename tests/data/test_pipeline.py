@@ -16,7 +16,7 @@ import pytest
 import h5pack
 from h5pack.data.buffers import BatchMemory, BufferPool
 from h5pack.data.chunk_groups import ROWS
-from h5pack.data.gather import HeldRows, CachedRows
+from h5pack.data.gather import CachedRows, HeldRows
 from h5pack.data.pipeline import EpochGroups, Pipeline
 from h5pack.data.selection import select_draws
 from h5pack.errors import DamagedRowsError
