@@ -89,6 +89,7 @@ class _Structure:
     checksums: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
     chunk_rows: int = 0
     chunk_bytes: int = 0
+    stored_checksums: npt.NDArray[np.uint32] | None = None  # (chunks,): see `ChunkIndex`
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class _DecodeTask:
     path: str
     start: int
     checksums: npt.NDArray[np.uint32]
+    stored_checksums: npt.NDArray[np.uint32] | None  # of these chunks
 
     def __str__(self) -> str:
         """Describe the rows for the error message if a worker process dies."""
@@ -168,10 +170,16 @@ def _check_images(path: str, structure: _Structure, executor: Executor, in_fligh
         tasks = check_tasks(path, structure.offsets, rows, structure.checksums, _TASK_BYTES)
         done = run(executor, check_rows_counted, tasks, in_flight, describe_check)
     elif structure.chunk_rows:
-        step = structure.chunk_rows * max(1, _TASK_BYTES // structure.chunk_bytes)
+        chunks = max(1, _TASK_BYTES // structure.chunk_bytes)
+        step, stored = structure.chunk_rows * chunks, structure.stored_checksums
         decode_tasks = (
-            _DecodeTask(path, start, structure.checksums[start : start + step])
-            for start in range(0, structure.rows, step)
+            _DecodeTask(
+                path,
+                number * step,
+                structure.checksums[number * step : (number + 1) * step],
+                None if stored is None else stored[number * chunks : (number + 1) * chunks],
+            )
+            for number in range(-(-structure.rows // step))
         )
         done = run(executor, _decode_counted, decode_tasks, in_flight, str)
     wrong: list[int] = []
@@ -222,6 +230,7 @@ def _inspect_pack(path: str, file: h5py.File) -> _Structure:
         found.problems.append(f"images: {len(absent)} chunks have no storage, the first is chunk {int(absent[0])}")
     elif index.library_reason is not None or is_filtered(images):
         found.chunk_rows, found.chunk_bytes = images.chunks[0], int(np.prod(images.chunks))
+        found.stored_checksums = index.stored_checksums
     else:
         found.offsets = RowOffsets(index.addresses, index.chunk_rows, index.row_bytes)
     return found
@@ -268,13 +277,12 @@ def _decode_counted(task: _DecodeTask) -> tuple[int, list[int]]:
         images = reopen_tuned(
             images, plan_cache(images.shape, images.chunks, 1, filtered=is_filtered(images), window=1)
         )
-        stored = index_dataset(file, images, schema.IMAGES).stored_checksums
         wrong: list[int] = []
-        for first in range(0, len(task.checksums), images.chunks[0]):
+        for number, first in enumerate(range(0, len(task.checksums), images.chunks[0])):
             start, expected = task.start + first, task.checksums[first : first + images.chunks[0]]
             try:
                 # A filter may crash on damaged data, so do not let HDF5 decode it.
-                if not _is_stored_chunk(images, stored, start // images.chunks[0]):
+                if task.stored_checksums is not None and not _is_stored(images, start, task.stored_checksums[number]):
                     raise OSError("the chunk is damaged")
                 differs = row_checksums(images[start : start + len(expected)]) != expected
             except (OSError, RuntimeError):
@@ -283,11 +291,10 @@ def _decode_counted(task: _DecodeTask) -> tuple[int, list[int]]:
     return len(task.checksums), wrong
 
 
-def _is_stored_chunk(images: h5py.Dataset, checksums: npt.NDArray[np.uint32] | None, chunk: int) -> bool:
-    if checksums is None:
-        return True
-    _, data = images.id.read_direct_chunk((chunk * images.chunks[0], 0, 0, 0))
-    return crc32(data) == int(checksums[chunk])
+def _is_stored(images: h5py.Dataset, first: int, checksum: int) -> bool:
+    """Return whether the chunk that starts at row `first` has this checksum, as it is stored."""
+    _, data = images.id.read_direct_chunk((first, 0, 0, 0))
+    return crc32(data) == int(checksum)
 
 
 def _filenames(path: str, rows: list[int]) -> dict[int, str]:
