@@ -72,7 +72,7 @@ class Engine:
         self.reader = H5Reader(path, identity)
         self.chunks = ChunkDecoder(self.storage, self.reader)
         self.files = SourceFiles(self.chunks)
-        self._mappings: dict[str, FileMapping] = {}
+        self._mapped: dict[str, MappedDataset] = {}
         self.stats = ReadStats()
         self._main = next(iter(indexes), "")
         # A lock that another thread holds during a fork stays locked in the child, so each process makes its own.
@@ -87,14 +87,14 @@ class Engine:
         return f"Engine({self.path!r}, datasets={list(self.indexes)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "_mappings": {}, "stats": ReadStats()}
+        return {**self.__dict__, "_lock": None, "_mapped": {}, "stats": ReadStats()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=(os.getpid(), threading.Lock()))
 
     def close(self) -> None:
         """Close all files in this process; the next read opens them again."""
-        self._mappings = {}
+        self._mapped = {}
         self.files.close()
 
     def mapped(self, name: str) -> MappedDataset | None:
@@ -105,11 +105,14 @@ class Engine:
         index = self.indexes[name]
         if not MappedDataset.is_supported(index):
             return None
-        mapping = self._mappings.get("file")
-        if mapping is None and (opened := FileMapping.open(self.storage)) is not None:
+        found = self._mapped.get(name)
+        if found is None:
+            # All datasets share one mapping of the file.
+            others = list(self._mapped.values())
+            mapping = others[0].mapping if others else FileMapping.open(self.storage)
             # `dict.setdefault` is atomic, so one of two racing threads wins.
-            mapping = self._mappings.setdefault("file", opened)
-        return None if mapping is None else MappedDataset(index, mapping)
+            found = None if mapping is None else self._mapped.setdefault(name, MappedDataset(index, mapping))
+        return found
 
     def count_mapped(self, name: str, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> None:
         """Count rows that are copied from the mapping in the statistics; arguments as of `MappedDataset.ready`."""
