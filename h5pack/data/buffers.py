@@ -63,21 +63,30 @@ class BatchField:
 
 
 class BatchMemory:
-    """The memory of a batch that is being filled.
+    """The memory of a batch that is being filled: the slots `start` to ``start + rows - 1`` of a buffer.
 
-    `address` is that of the first byte; `arrays` has an array (rows, ...) for each field.
+    `address` is that of the buffer's first byte; `arrays` has an array (rows, ...) for each field.
     """
 
     def __init__(
-        self, base: npt.NDArray[np.uint8], pinned: torch.Tensor | None, fields: list[BatchField], rows: int
+        self,
+        base: npt.NDArray[np.uint8],
+        pinned: torch.Tensor | None,
+        fields: list[BatchField],
+        rows: int,
+        start: int = 0,
     ) -> None:
         self.address = base.__array_interface__["data"][0]
-        self._pinned = pinned
-        self._fields = fields
+        self._base, self._pinned, self._fields, self._start = base, pinned, fields, start
         # The arrays keep `base` alive, and `base` keeps the memory alive.
         self.arrays = {
-            field.name: np.ndarray((rows, *field.row_shape), field.dtype, base, field.offset) for field in fields
+            field.name: np.ndarray((rows, *field.row_shape), field.dtype, base, field.offset + start * field.row_bytes)
+            for field in fields
         }
+
+    def part(self, start: int, rows: int) -> BatchMemory:
+        """Return some of the slots as the memory of a smaller batch."""
+        return BatchMemory(self._base, self._pinned, self._fields, rows, start)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a field as a tensor that shares this memory and keeps it allocated, as does any view of it."""
@@ -85,7 +94,8 @@ class BatchMemory:
         if self._pinned is None:
             return torch.from_numpy(array)
         field = next(field for field in self._fields if field.name == name)
-        part = self._pinned[field.offset : field.offset + array.nbytes]
+        offset = field.offset + self._start * field.row_bytes
+        part = self._pinned[offset : offset + array.nbytes]
         return part.view(torch.from_numpy(array[:0]).dtype).view(array.shape)
 
 
@@ -93,13 +103,15 @@ class BufferPool:
     """Allocator of memory for batches of up to `batch_rows` rows. It reuses memory after a batch's tensors are freed.
 
     `fields` are the (name, row shape, dtype) of a batch's tensors. When a batch is freed, its buffer is kept for reuse
-    unless the pool would then have more than `keep` buffers, counting those in use.
+    unless the pool would then have more than `keep` buffers, counting those in use. `blocks`, if not None, allocates
+    memory for several batches at once.
     """
 
     def __init__(
         self, fields: list[tuple[str, tuple[int, ...], np.dtype[Any]]], batch_rows: int, pinned: bool, keep: int
     ) -> None:
-        self.keep = keep
+        self.keep, self.batch_rows = keep, batch_rows
+        self.blocks: BufferPool | None = None
         offsets, size = lay_out([((batch_rows, *row_shape), dtype) for _, row_shape, dtype in fields])
         self.fields = [
             BatchField(name, row_shape, dtype, math.prod(row_shape) * dtype.itemsize, offset)
@@ -116,7 +128,7 @@ class BufferPool:
     def allocate(self, rows: int) -> BatchMemory:
         """Return memory for a batch of `rows` rows."""
         if self._pinned:
-            pinned = torch.empty(self.bytes, dtype=torch.uint8, pin_memory=True)
+            pinned = torch.empty(self.bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             return BatchMemory(pinned.numpy(), pinned, self.fields, rows)
         self._forget_dead()
         try:

@@ -40,17 +40,50 @@ Task = Callable[[], None]
 OnArrival = Callable[[list[Span]], None]
 
 
+@dataclass(frozen=True)
+class Block:
+    """A span of a batch, or several whole batches with adjacent memory, and the rows, int64 (n,), of a cached group.
+
+    `checked` is the monotonic time at which the rows were known to be in memory.
+    """
+
+    spans: list[Span]
+    rows: npt.NDArray[np.int64]
+    checked: float
+
+    @property
+    def last(self) -> int:
+        """Number of the last batch."""
+        return self.spans[-1][0]
+
+
 class OpenBatches:
     """The batches that have memory, but are not complete: some of their rows have not been written yet."""
 
     def __init__(self) -> None:
         self._memory: dict[int, BatchMemory] = {}
+        self._blocks: dict[int, BatchMemory] = {}
         self._missing: dict[int, int] = {}
         self._lock = threading.Lock()
 
     def open(self, batch: int, memory: BatchMemory, rows: int) -> None:
         """Register a batch of `rows` rows, none of which is written yet."""
         self._memory[batch], self._missing[batch] = memory, rows
+
+    def open_block(self, block: Block, memory: BatchMemory) -> None:
+        """Register the whole batches of a block, whose memory is one after the other in `memory`."""
+        self._blocks[block.spans[0][0]] = memory
+        start = 0
+        for batch, _, rows in block.spans:
+            self.open(batch, memory.part(start, rows), rows)
+            start += rows
+
+    def arrays_of(self, block: Block) -> dict[str, npt.NDArray[Any]]:
+        """Return the memory of each field that a block's rows go to, in the order of the rows."""
+        batch, slot, count = block.spans[0]
+        if len(block.spans) > 1:
+            return self._blocks.pop(batch).arrays
+        return {name: array[slot : slot + count] for name, array in self._memory[batch].arrays.items()}
 
     def memory(self, batch: int) -> BatchMemory:
         """Return the memory of an open batch."""
@@ -172,32 +205,54 @@ class GroupReader:
         countdown.tasks = len(tasks)
         return tasks
 
-    def gather(self, planned: PlannedGroup, on_arrival: OnArrival) -> list[tuple[int, Task]]:
-        """Return a task for each span of a cached group, with the span's batch.
+    def blocks(self, planned: PlannedGroup, batch_rows: int, max_rows: int) -> list[Block]:
+        """Divide a cached group into blocks of up to `max_rows` rows: parts of a span, or whole batches.
 
-        The task copies the span's rows from memory to the batch, then calls `on_arrival` with the span.
+        A whole batch has `batch_rows` rows; 0 means that batches are not combined.
         """
         assert planned.runs is not None
         for name in self._mapped:
             self._engine.count_mapped(name, *planned.runs)
-        spans = planned.group.split_by_batch(planned.group.rows)
-        return [(span[0], partial(self._gather, span, rows, planned.checked, on_arrival)) for span, rows in spans]
+        rows = np.empty_like(planned.group.rows)
+        rows[planned.group.positions] = planned.group.rows
+        blocks: list[Block] = []
+        whole: list[Span] = []  # whole batches that are not in a block yet
+        start = 0
 
-    def _gather(self, span: Span, rows: npt.NDArray[np.int64], checked: float, on_arrival: OnArrival) -> None:
-        batch, slot, count = span
-        # Memory may have become scarce since the group was planned. Waiting for pages one by one would be slow.
-        in_memory = time.monotonic() - checked < CHECK_SECONDS or self._ready(rows, rows)
-        for name, array in self._batches.memory(batch).arrays.items():
-            part = array[slot : slot + count]
-            if name == ROWS:
-                part[...] = rows
-            elif in_memory or name in self._held:
-                self._gatherers[name].gather(rows, part)
+        def add(spans: list[Span]) -> None:
+            nonlocal start
+            stop = start + sum(count for _, _, count in spans)
+            blocks.append(Block(spans, rows[start:stop], planned.checked))
+            start = stop
+
+        for batch, slot, count in planned.group.spans:
+            if whole and (count < batch_rows or (len(whole) + 1) * batch_rows > max_rows):
+                add(whole)
+                whole = []
+            if count == batch_rows and 2 * count <= max_rows:
+                whole.append((batch, slot, count))
             else:
-                self._engine.read(name, rows, part)
+                parts = -(-count // max_rows)
+                edges = [slot + count * number // parts for number in range(parts + 1)]
+                for first, last in itertools.pairwise(edges):
+                    add([(batch, first, last - first)])
+        if whole:
+            add(whole)
+        return blocks
+
+    def fill(self, block: Block) -> None:
+        """Copy a block's rows from memory to its batches."""
+        # Memory may have become scarce since the group was planned. Waiting for pages one by one would be slow.
+        in_memory = time.monotonic() - block.checked < CHECK_SECONDS or self._ready(block.rows, block.rows)
+        for name, part in self._batches.arrays_of(block).items():
+            if name == ROWS:
+                part[...] = block.rows
+            elif in_memory or name in self._held:
+                self._gatherers[name].gather(block.rows, part)
+            else:
+                self._engine.read(name, block.rows, part)
                 if not self._engine.indexes[name].dtype.isnative:
                     part.byteswap(inplace=True)
-        on_arrival([span])
 
     def _ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
         return all(rows.mapped.ready(first, last) for rows in self._mapped.values())

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import atexit
 import os
+import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from h5pack.errors import LoaderError
 
 C = TypeVar("C", bound="Closeable")
+
+IDLE = "h5pack-idle"
+"""Name of a thread that waits for the next epoch."""
 
 
 class Closeable:
@@ -79,6 +84,70 @@ class BatchIterator(Closeable, Iterator[Any]):
         """Move the state to the start of the next epoch. Called after the last batch; does nothing by default."""
 
 
+class ReusableThread(threading.Thread):
+    """A daemon thread that runs one function after the other. In between it waits in `idle`."""
+
+    def __init__(self, idle: IdleThreads) -> None:
+        super().__init__(name=IDLE, daemon=True)
+        self._idle = idle
+        self._calls: queue.SimpleQueue[tuple[Callable[[], object], threading.Event] | None] = queue.SimpleQueue()
+        self.start()
+
+    def begin(self, name: str, target: Callable[[], object]) -> threading.Event:
+        """Start to run a function, and name the thread after it. The returned event is set when the function ends."""
+        self.name, ended = name, threading.Event()
+        self._calls.put((target, ended))
+        return ended
+
+    def end(self) -> None:
+        """Make the thread end after its current function, without a lock, as the garbage collector may call this."""
+        self._calls.put(None)
+
+    def run(self) -> None:
+        """Run functions until the thread is told to end."""
+        while (call := self._calls.get()) is not None:
+            target, ended = call
+            try:
+                target()
+                # The function references the batches. Drop it before the thread waits.
+                del target, call
+                self.name = IDLE
+                self._idle.add(self)
+            finally:
+                ended.set()
+
+
+class IdleThreads:
+    """Threads that wait for the next epoch of a loader, because to start threads takes longer than a small batch."""
+
+    def __init__(self) -> None:
+        self._threads: deque[ReusableThread] = deque()
+        self._closed = False
+        _idle.add(self)
+
+    def take(self) -> ReusableThread:
+        """Return an idle thread, or a new one."""
+        try:
+            return self._threads.pop()
+        except IndexError:
+            return ReusableThread(self)
+
+    def add(self, thread: ReusableThread) -> None:
+        """Keep a thread whose function has ended. After `close`, end it instead."""
+        self._threads.append(thread)
+        if self._closed:
+            self.close()
+
+    def close(self) -> None:
+        """End the idle threads now, and the others when their functions end. The garbage collector may call this."""
+        self._closed = True
+        while self._threads:
+            try:
+                self._threads.pop().end()
+            except IndexError:
+                break
+
+
 class BackgroundThreads:
     """Base class of groups of threads that prefetch batches. They are stopped before the interpreter exits.
 
@@ -88,16 +157,21 @@ class BackgroundThreads:
     def __init__(self) -> None:
         self.process = os.getpid()
         self.threads: list[threading.Thread] = []
+        self._ended: list[threading.Event] = []
 
-    def start(self, **targets: Callable[[], object]) -> None:
-        """Start a daemon thread for each keyword argument: ``read_0=f`` calls `f` in a thread named "h5pack-read-0"."""
-        self.threads = [
-            threading.Thread(target=target, name=f"h5pack-{name.replace('_', '-')}", daemon=True)
-            for name, target in targets.items()
-        ]
+    def start(self, idle: IdleThreads | None = None, **targets: Callable[[], object]) -> None:
+        """Run each keyword argument in a thread: ``read_0=f`` calls `f` in a thread named "h5pack-read-0".
+
+        The threads come from `idle` and return there; None: they are new ones, and end.
+        """
         _live.add(self)
-        for thread in self.threads:
-            thread.start()
+        source = IdleThreads() if idle is None else idle
+        for name, target in targets.items():
+            thread = source.take()
+            self.threads.append(thread)
+            self._ended.append(thread.begin(f"h5pack-{name.replace('_', '-')}", target))
+        if idle is None:
+            source.close()
 
     def stop(self) -> None:
         """Make the threads end after their current task, without a lock, as the garbage collector may call this."""
@@ -108,10 +182,8 @@ class BackgroundThreads:
         # The garbage collector may run this in one of the threads. Joining the others there could deadlock, because
         # they may wait for a lock that this thread holds.
         if self.process == os.getpid() and threading.current_thread() not in self.threads:
-            for thread in self.threads:
-                # `ident` is None if a KeyboardInterrupt occurred before this thread was started.
-                if thread.ident is not None:
-                    thread.join(seconds)
+            for ended in self._ended:
+                ended.wait(seconds)
 
     def stop_with(self, owner: object) -> weakref.finalize[..., object]:
         """Stop the threads when `owner` is garbage-collected. They must not reference `owner`, or it never is."""
@@ -129,6 +201,7 @@ class BackgroundThreads:
 
 
 _live: weakref.WeakSet[BackgroundThreads] = weakref.WeakSet()
+_idle: weakref.WeakSet[IdleThreads] = weakref.WeakSet()
 
 
 @atexit.register
@@ -137,5 +210,10 @@ def _stop_all() -> None:
     own = [threads for threads in list(_live) if threads.process == os.getpid()]
     for threads in own:
         threads.stop()
+    for idle in list(_idle):
+        idle.close()
     for threads in own:
         threads.join(5.0)
+    for thread in threading.enumerate():
+        if isinstance(thread, ReusableThread):
+            thread.join(5.0)

@@ -15,7 +15,8 @@ the largest group is enough to avoid a deadlock.
 
 A planning thread computes the order a few groups ahead, and makes the kernel start reading data that is not in the page
 cache. A reading thread runs the next task. If there is none, it issues the next group. If that is not possible, it
-sleeps until a token in `_wake` signals a change.
+sleeps until a token in `_wake` signals a change. The rows of a group that is in the page cache are copied block by
+block: a part of a large batch, or several small batches. The consumer, while it waits, copies blocks, too.
 
 `stop` sets a flag and puts tokens into queues. The garbage collector may call it in any thread while any lock is held,
 so neither `stop` nor anything that it calls may take a lock.
@@ -31,11 +32,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
+
 from h5pack.data.buffers import BatchMemory, BufferPool
-from h5pack.data.chunk_groups import GroupReader, OpenBatches, PlannedGroup, Task
+from h5pack.data.chunk_groups import Block, GroupReader, OpenBatches, PlannedGroup, Task
 from h5pack.data.dataset import H5Dataset
 from h5pack.data.gather import HeldRows
-from h5pack.data.iteration import BackgroundThreads
+from h5pack.data.iteration import BackgroundThreads, IdleThreads
 from h5pack.errors import LoaderError
 from h5pack.order.window import ChunkGroup, OrderPlan, Span, merge_groups
 
@@ -71,7 +74,9 @@ class Pipeline(BackgroundThreads):
 
     At most `credits` batches are open or done, but not yet delivered. `finish` receives the number and the memory of
     each complete batch, and returns the batch that the consumer gets. `held` has all rows of some small fields.
-    While rows are in memory, at most `max_gathered` batches are open or done.
+    While rows are in memory, at most `max_gathered` batches are open or done, and a task copies up to `block_rows`
+    rows. If `can_help`, the consumer's thread runs such tasks, too, while it waits; then at most `cpus` threads do.
+    The threads come from `idle`, as in `BackgroundThreads.start`.
     """
 
     def __init__(
@@ -87,6 +92,10 @@ class Pipeline(BackgroundThreads):
         finish: Callable[[int, BatchMemory], Any],
         held: dict[str, HeldRows],
         max_gathered: int,
+        block_rows: int,
+        cpus: int,
+        can_help: bool,
+        idle: IdleThreads | None,
     ) -> None:
         super().__init__()
         self._plan, self._pool, self._finish = plan, pool, finish
@@ -100,7 +109,10 @@ class Pipeline(BackgroundThreads):
         # cache. With several streams, a batch has rows of several groups, so whole groups are processed at once.
         self._batchwise = plan.step_streams * plan.lanes == 1
         self._max_gathered = max_gathered
-        self._spans: deque[tuple[int, Task]] = deque()  # of a cached group: the tasks and their batches
+        self._blocks: deque[Block] = deque()  # of a cached group
+        self._block_rows = block_rows
+        self._can_help, self._helping = can_help, False
+        self._awake, self._cpus = num_threads, cpus
         self._tasks: deque[Task] = deque()
         self._stopping = False
         self._lock = threading.Lock()
@@ -113,8 +125,9 @@ class Pipeline(BackgroundThreads):
         for _ in range(_PLANNED):
             self._plan_slots.put(None)
         self._readers = num_threads
+        self._guarded(self._plan_first)
         readers = {f"read_{number}": partial(self._guarded, self._work) for number in range(num_threads)}
-        self.start(plan=partial(self._guarded, self._plan_ahead), **readers)
+        self.start(idle, **readers, plan=partial(self._guarded, self._plan_ahead))
 
     # Methods that the consumer's thread calls.
 
@@ -123,7 +136,7 @@ class Pipeline(BackgroundThreads):
 
         Batches may come in any order.
         """
-        item = self._done.get()
+        item = self._next_done()
         if isinstance(item, StopIteration):
             # Raising the StopIteration itself would look like the regular end of the epoch.
             raise LoaderError("a transform raised StopIteration; raise another error, or return a batch") from item
@@ -135,6 +148,31 @@ class Pipeline(BackgroundThreads):
                 del item
         return item
 
+    def _next_done(self) -> tuple[int, Any] | BaseException:
+        """Return the next item of `_done`. Until there is one, copy cached rows, too, instead of sleeping."""
+        helping = False
+        while self._can_help:
+            try:
+                item = self._done.get_nowait()
+                self._helping = helping
+                return item
+            except queue.Empty:
+                pass
+            try:
+                with self._lock:
+                    task = None if self._stopping else self._take(helping=True)
+                    self._helping = helping = task is not None
+                if task is None:
+                    break
+                # Tensors that are created in the caller's inference mode could not be used outside of it.
+                with torch.inference_mode(False):
+                    task()
+                del task
+            except BaseException as error:
+                self.stop()
+                return error
+        return self._done.get()
+
     @property
     def waiting(self) -> int:
         """Number of batches that are done but not fetched."""
@@ -144,7 +182,8 @@ class Pipeline(BackgroundThreads):
         """Allow one more batch to be opened, because one was delivered to the consumer."""
         self._delivered += 1
         self._credits.put(None)
-        self._wake_one()
+        with self._lock:
+            self._wake_one()
 
     def stop(self) -> None:
         """Make the threads end after their current task. The garbage collector may call this."""
@@ -166,7 +205,12 @@ class Pipeline(BackgroundThreads):
             # Tasks reference the pipeline. Drop them, so that its memory is freed when the threads end.
             with self._lock:
                 self._tasks.clear()
-                self._spans.clear()
+                self._blocks.clear()
+
+    def _plan_first(self) -> None:
+        for group in itertools.islice(self._groups, 1):
+            self._plan_slots.get()
+            self._planned.append(self._reader.plan(group))
 
     def _plan_ahead(self) -> None:
         for group in self._groups:
@@ -174,10 +218,12 @@ class Pipeline(BackgroundThreads):
             self._plan_slots.get()
             if self._stopping:
                 return
-            self._planned.append(planned)
-            self._wake_one()
-        self._planning = False
-        self._wake_one()
+            with self._lock:
+                self._planned.append(planned)
+                self._wake_one()
+        with self._lock:
+            self._planning = False
+            self._wake.put(None)
 
     def _work(self) -> None:
         while (task := self._next_task()) is not None:
@@ -189,62 +235,93 @@ class Pipeline(BackgroundThreads):
         while not self._stopping:
             with self._lock:
                 # Test `_planning` before `_planned`: `_planning` is cleared after the last group is queued.
-                over = not self._planning and not self._planned and not self._spans
-                if not self._tasks and (self._planned or self._spans) and self._issue():
-                    for _ in range(len(self._tasks) - 1):
-                        self._wake_one()
-                if self._tasks:
-                    return self._tasks.popleft()
-                if over:
+                over = not self._planning and not self._planned and not self._blocks
+                task = self._take(helping=False)
+                if task is not None:
+                    return task
+                if over and not self._tasks:
                     break
+                self._awake -= 1
             self._wake.get()
+            with self._lock:
+                self._awake += 1
         # Pass the token on, so that all other reading threads wake up and end, too.
         self._wake.put(None)
         return None
 
+    def _take(self, *, helping: bool) -> Task | None:
+        """Return a task that can be run now, if there is any. The caller must hold the lock."""
+        if not self._tasks and not self._blocks and self._planned:
+            self._issue()
+        task = None
+        if self._tasks:
+            task = None if helping else self._tasks.popleft()
+        elif self._blocks and (helping or self._awake <= self._useful):
+            block = self._blocks[0]
+            if block.last - self._delivered < self._max_gathered and self._open_block(block):
+                task = partial(self._fill, self._blocks.popleft())
+        if (task is not None or helping) and (self._tasks or self._blocks or self._planned):
+            self._wake_one()
+        return task
+
+    @property
+    def _useful(self) -> int:
+        """Number of reading threads that may be awake. More threads than CPUs would only slow down the copying."""
+        return self._readers if self._tasks else max(1, min(self._readers, self._cpus - self._helping))
+
+    def _fill(self, block: Block) -> None:
+        self._reader.fill(block)
+        self._arrive(block.spans)
+
     def _wake_one(self) -> None:
-        # As many tokens as reading threads are enough: each of them will then check for work again.
-        if self._wake.qsize() < self._readers:
+        """Wake a reading thread, unless as many are awake as are useful. The caller must hold the lock."""
+        if self._awake < self._useful and not self._wake.qsize():
             self._wake.put(None)
 
-    def _issue(self) -> bool:
-        """Issue the next group, or its next spans, if there are enough credits; return whether anything was issued."""
-        if self._spans:
-            return self._issue_spans()
+    def _issue(self) -> None:
+        """Issue the next group, if there are enough credits."""
         planned = self._planned[0]
         batchwise = planned.runs is not None and self._batchwise
         if not batchwise and not self._open(planned.group.last):
-            return False
+            return
         self._planned.popleft()
         self._plan_slots.put(None)
         if planned.runs is None:
             self._tasks.extend(self._reader.read(planned, self._arrive))
-            return True
-        gathers = self._reader.gather(planned, self._arrive)
-        if not batchwise:
-            self._tasks.extend(task for _, task in gathers)
-            return True
-        self._spans.extend(gathers)
-        return self._issue_spans()
+            return
+        combines = batchwise and self._pool.blocks is not None
+        blocks = self._reader.blocks(planned, self._pool.batch_rows if combines else 0, self._block_rows)
+        if batchwise:
+            self._blocks.extend(blocks)
+        else:
+            self._tasks.extend(partial(self._fill, block) for block in blocks)
 
-    def _issue_spans(self) -> bool:
-        """Queue a task for each of the next spans: up to one per reading thread, as far as the credits suffice."""
-        while self._spans and len(self._tasks) < self._readers:
-            batch, task = self._spans[0]
-            if batch - self._delivered >= self._max_gathered or not self._open(batch):
-                break
-            self._spans.popleft()
-            self._tasks.append(task)
-        return bool(self._tasks)
-
-    def _open(self, last: int) -> bool:
-        """Open all batches up to number `last` and return True, or return False if there are not enough credits."""
+    def _take_credits(self, last: int) -> bool:
+        """Take the credits for all batches up to number `last`, or return False if there are not enough."""
         while self._granted < last + 1 - self._opened:
             try:
                 self._credits.get_nowait()
             except queue.Empty:
                 return False
             self._granted += 1
+        return True
+
+    def _open_block(self, block: Block) -> bool:
+        """Open the batches of a block, as `_open` does."""
+        if len(block.spans) == 1:
+            return self._open(block.last)
+        if not self._take_credits(block.last):
+            return False
+        assert self._pool.blocks is not None
+        self._batches.open_block(block, self._pool.blocks.allocate(len(block.rows)))
+        self._granted -= len(block.spans)
+        self._opened = block.last + 1
+        return True
+
+    def _open(self, last: int) -> bool:
+        """Open all batches up to number `last` and return True, or return False if there are not enough credits."""
+        if not self._take_credits(last):
+            return False
         for batch in range(self._opened, last + 1):
             rows = self._plan.batch_rows(batch)
             self._batches.open(batch, self._pool.allocate(rows), rows)

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Subset
 
 import h5pack
 from h5pack.data.dataset import H5Dataset
+from h5pack.data.iteration import IDLE
 from h5pack.read.mapping import MappedDataset
 from h5pack.system.files import make_hot
 from tests.makers import quick, split_folders
@@ -119,7 +120,9 @@ def all_same(batches: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def loader_threads() -> list[str]:
     """Names of the loader threads of this process."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("h5pack-")]
+    return [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("h5pack-") and thread.name != IDLE
+    ]
 
 
 def threads_end(seconds: float = 20.0) -> bool:

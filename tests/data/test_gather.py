@@ -133,6 +133,7 @@ def test_rows_that_left_the_page_cache_before_they_are_copied_are_read(
     expected = packs.reference(h5pack.H5Dataset(path), 1, 8, window=2)[0]
     make_hot(path)
     monkeypatch.setattr("h5pack.data.chunk_groups.CHECK_SECONDS", -1.0)
+    monkeypatch.setattr("h5pack.data.loader._SMALL_BLOCK_BYTES", 1)
     asked: list[int] = []
 
     def ready(self: Any, first: npt.NDArray[np.int64], last: Any) -> bool:

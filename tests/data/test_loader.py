@@ -26,7 +26,10 @@ import torch
 from torch.utils.data import Subset, TensorDataset, random_split
 
 import h5pack
+from h5pack.data.chunk_groups import Block, GroupReader
+from h5pack.data.iteration import IDLE
 from h5pack.errors import DamagedRowsError, H5PackError, LoaderError, OptionsError, PackChangedError, StateError
+from h5pack.system.files import make_hot
 from h5pack.system.machine import huge_page_memory
 from tests.data import packs
 from tests.data.packs import all_same, loader_threads, reference, same, threads_end
@@ -259,7 +262,8 @@ def test_batches_in_torchs_own_memory(tmp_path: Path, kind: str, way: str, monke
     monkeypatch.setattr(torch, "empty", pageable)
     loader = loader_of(dataset, pin_memory=True)
     assert all_same([batch for _ in expected for batch in loader], list(itertools.chain(*expected)))
-    assert asked.count(True) == 27
+    # Small batches that are in the page cache are allocated several at a time.
+    assert 27 // 3 <= asked.count(True) <= 27
 
 
 @pytest.mark.gpu
@@ -309,7 +313,7 @@ def test_lengths_and_attributes(dataset: h5pack.H5Dataset) -> None:
 
 @pytest.mark.parametrize("wanted", [1, 9, 12, 1_000])
 def test_prefetch_factor_is_between_a_window_and_what_memory_allows(
-    dataset: h5pack.H5Dataset, wanted: int, way: str
+    dataset: h5pack.H5Dataset, wanted: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     minimum = loader_of(dataset, prefetch_factor=1).prefetch_factor
     loader = loader_of(dataset, num_threads=2, prefetch_factor=wanted, memory_bytes=10**6)
@@ -321,8 +325,10 @@ def test_prefetch_factor_is_between_a_window_and_what_memory_allows(
     if wanted == 9:
         fill_up(loader, 9)
     if way == "mapped":
-        # Two batches for each thread and two more are enough.
-        fill_up(loader_of(dataset, num_threads=2, window=50), 6)
+        # A batch for each thread and one more are enough, or as many blocks of small ones.
+        for block_bytes, depth in ((1, 3), (2 * loader._new_pool(0).bytes, 6)):
+            monkeypatch.setattr("h5pack.data.loader._SMALL_BLOCK_BYTES", block_bytes)
+            fill_up(loader_of(dataset, num_threads=2, window=50), depth)
 
 
 def fill_up(loader: h5pack.H5Loader, depth: int) -> None:
@@ -348,6 +354,63 @@ def test_transforms_are_given_whole_batches(dataset: h5pack.H5Dataset, way: str)
     settings = {"transform": scaled, "target_transform": lambda labels: labels.mul_(2)}
     require_epochs(loader_of(dataset, **settings), expected)
     assert all(name.startswith("h5pack-read-") for name in names)
+
+
+def test_the_consumer_helps_to_copy_cached_rows(dataset: h5pack.H5Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its own thread, but not in its inference mode, and without transforms, which could depend on such modes."""
+    make_hot(Path(dataset.path))
+    # The reading threads wait until the consumer has copied something.
+    copied, names, fill = threading.Event(), set(), GroupReader.fill
+
+    def noted(self: GroupReader, block: Block) -> None:
+        if threading.current_thread() is threading.main_thread():
+            copied.set()
+        assert copied.wait(30)
+        names.add(threading.current_thread().name)
+        fill(self, block)
+
+    monkeypatch.setattr(GroupReader, "fill", noted)
+    monkeypatch.setattr("h5pack.data.loader._SMALL_BLOCK_BYTES", 1)
+    with torch.inference_mode():
+        batches = list(loader_of(dataset, num_threads=1))
+    assert threading.main_thread().name in names
+    assert all_same(batches, expected_of(dataset, 1)[0])
+    assert not any(part.is_inference() for batch in batches for part in batch)
+    names.clear()
+    assert len(list(loader_of(dataset, num_threads=1, transform=lambda images: images))) == len(batches)
+    assert names == {"h5pack-read-0"}
+
+
+def test_the_threads_of_an_epoch_are_those_of_the_one_before(dataset: h5pack.H5Dataset, way: str) -> None:
+    gc.collect()
+    before = idle_threads()
+    loader = loader_of(dataset, num_threads=2)
+    first = list(loader)
+    threads = idle_threads() - before
+    assert len(threads) == 3, "two that read, and one that plans"
+    assert all_same([*first, *loader, *loader], list(itertools.chain(*expected_of(dataset, 3))))
+    assert idle_threads() - before == threads
+    assert sum(1 for _ in zip(loader, loader, strict=True)) == len(first)
+    assert 3 <= len(idle_threads() - before) <= 6, "those of the first may have ended before the second began"
+    loader.close()
+    assert require_end(idle_threads() - before)
+    assert len(list(loader)) == len(first)
+    assert len(idle_threads() - before) == 3
+    del loader
+    gc.collect()
+    assert require_end(idle_threads() - before)
+
+
+def require_end(threads: set[threading.Thread]) -> bool:
+    """Whether all these threads end soon."""
+    for thread in threads:
+        thread.join(30)
+    return not any(thread.is_alive() for thread in threads)
+
+
+def idle_threads() -> set[threading.Thread]:
+    """The threads that wait for an epoch."""
+    return {thread for thread in threading.enumerate() if thread.name == IDLE}
 
 
 class Noise(torch.nn.Module):

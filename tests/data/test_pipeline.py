@@ -44,13 +44,16 @@ def contents(_: int, memory: BatchMemory) -> dict[str, Any]:
 
 
 def begin(dataset: h5pack.H5Dataset, plan: OrderPlan, threads: int = 2, first: int = 0, **settings: Any) -> Pipeline:
-    """An epoch with as few credits as there may be."""
+    """An epoch with as few credits as there may be. Two batches are copied together, if they are cached."""
     indexes = dataset.engine.indexes
     fields = [(name, indexes[name].row_shape, indexes[name].native_dtype) for name in dataset.names]
-    pool = BufferPool([*fields, (ROWS, (), np.dtype("i8"))], plan.batch_size, pinned=False, keep=2)
+    fields.append((ROWS, (), np.dtype("i8")))
+    pool = BufferPool(fields, plan.batch_size, pinned=False, keep=2)
+    pool.blocks = BufferPool(fields, 2 * plan.batch_size, pinned=False, keep=2)
     usual = {"num_threads": threads, "credits": plan.max_group_batches + 1, "finish": contents}
-    settings = {**usual, "held": {}, "max_gathered": 2, **settings}
-    return Pipeline(dataset, plan, EpochGroups(plan, 576).of(1, first), first, pool, **settings)
+    settings = {"block_rows": pool.blocks.batch_rows, "cpus": 2, "can_help": True, **usual, **settings}
+    groups = EpochGroups(plan, 576).of(1, first)
+    return Pipeline(dataset, plan, groups, first, pool, **{"held": {}, "max_gathered": 2, "idle": None, **settings})
 
 
 def consumed(pipeline: Pipeline, first: int, end: int) -> Iterator[Any]:
@@ -113,7 +116,10 @@ def test_the_fewest_credits_are_enough(
                 expected[batch][slot : slot + count] = dealt[at : at + count].tolist()
                 at += count
         for first in (number % max(plan.num_batches, 1), 0):
-            batches = epoch_of(dataset, plan, first, threads=threads, held=held)
+            # All of two batches, one batch, or a part of one.
+            rows = (2 * plan.batch_size, plan.batch_size, 5)[number // 4 % 3]
+            settings: dict[str, Any] = {"block_rows": rows, "cpus": 1 + number % 3, "can_help": number % 5 > 0}
+            batches = epoch_of(dataset, plan, first, threads=threads, held=held, **settings)
             assert [batch[ROWS].tolist() for batch in batches] == expected[first:]
             for batch in batches:
                 assert np.array_equal(batch["images"], data[batch[ROWS]])
@@ -198,7 +204,6 @@ def test_a_stop_takes_no_lock(dataset: h5pack.H5Dataset, way: str, held: bool) -
     cycle: Any = type("Cycle", (), {})()
     cycle.cycle = cycle
     weakref.finalize(cycle, pipeline.stop)
-    weakref.finalize(cycle, pipeline.return_credit)
     del cycle
 
     def collect() -> bool:

@@ -94,12 +94,33 @@ def test_a_block_is_checked_again_after_a_second(tmp_path: Path, monkeypatch: py
     assert not found.ready(np.array([0]), np.array([0]))
 
 
+def test_pages_are_loaded_into_the_page_table_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, found = mapped_file(tmp_path / "f.h5")
+    loaded: list[int] = []
+    madvise = mapping._madvise
+    monkeypatch.setattr(mapping, "_madvise", lambda *call: loaded.append(call[1]) or madvise(*call))
+    monkeypatch.setattr(mapping, "CHECK_SECONDS", -1.0)
+    make_hot(tmp_path / "f.h5")
+    rows = np.arange(ROWS)
+    for _ in range(3):
+        assert found.ready(rows, rows)
+    assert sum(loaded) == found.mapping._size
+    # A block that lost a page is loaded again, and so is any if the system does not say what is in the page cache.
+    shares = iter([0.99] * 8)
+    monkeypatch.setattr(found.mapping, "_cached_share", lambda *_: next(shares))
+    assert found.ready(rows[:1], rows[:1])
+    found.mapping._sees_cache = False
+    monkeypatch.setattr(found.mapping, "_cached_share", lambda *_: 1.0)
+    assert found.ready(rows[:1], rows[:1])
+    assert sum(loaded) == found.mapping._size + 2 * mapping._BLOCK
+
+
 def test_blocks_between_wanted_ones_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapping, "_BLOCK", 65_536)
     path = tmp_path / "f.h5"
     _, found = mapped_file(path)
     spans: list[tuple[int, int]] = []
-    monkeypatch.setattr(found.mapping, "_load", lambda *span: spans.append(span) or True)
+    monkeypatch.setattr(found.mapping, "_load", lambda *span: spans.append(span[:2]) or True)
     rows = np.array([3, 150, 4])
     assert found.ready(rows, rows)
     ends = found.offsets(rows) + found.index.row_bytes
