@@ -57,15 +57,14 @@ def survey(
         advance(count)
         return result
     labels: list[npt.NDArray[Any] | None] = [None] * count if catalog.reader.has_labels else []
-    for start, images, reasons in run(executor, _survey, _tasks(catalog, max_pixels), max_in_flight, _describe):
-        rows = slice(start, start + len(images))
-        headers = [(image.header.height, image.header.width, image.header.decode_path) for image in images]
-        result.heights[rows], result.widths[rows], result.decode_paths[rows] = np.array(headers, np.int32).T
-        result.fingerprints[rows] = [image.fingerprint for image in images]
-        result.reasons.update(reasons)
+    for start, part, found in run(executor, _survey, _tasks(catalog, max_pixels), max_in_flight, _describe):
+        rows = slice(start, start + len(part.heights))
+        for name in ("heights", "widths", "decode_paths", "fingerprints"):
+            getattr(result, name)[rows] = getattr(part, name)
+        result.reasons.update(part.reasons)
         if labels:
-            labels[rows] = [image.label for image in images]
-        advance(len(images))
+            labels[rows] = found
+        advance(len(part.heights))
     if labels:
         result.labels = _joined_labels(labels, result.reasons)
     return result
@@ -92,8 +91,8 @@ def _describe(task: _Task) -> str:
     return f"the header of {task.names[0]!r}, or of one of the {len(task.names) - 1} images after it"
 
 
-def _survey(task: _Task) -> tuple[int, list[SurveyedImage], dict[int, str]]:
-    """Return a task's first catalog index, its images' headers, and the reasons of the rejected ones by index."""
+def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
+    """Return a task's first catalog index, the survey of its images, and their labels, if the reader has any."""
     reader: SourceReader = shared()
     images: list[SurveyedImage] = []
     reasons: dict[int, str] = {}
@@ -104,7 +103,12 @@ def _survey(task: _Task) -> tuple[int, list[SurveyedImage], dict[int, str]]:
             except RejectedImageError as error:
                 reasons[index] = str(error)
                 images.append(_REJECTED)
-    return task.start, images, reasons
+    # Arrays, because sending an object for each image would take as long as reading its header.
+    headers = [(image.header.height, image.header.width, image.header.decode_path) for image in images]
+    heights, widths, decode_paths = np.array(headers, np.int32).T
+    fingerprints = np.array([image.fingerprint for image in images], np.uint64)
+    labels = [image.label for image in images] if reader.has_labels else []
+    return task.start, Survey(heights, widths, decode_paths.astype(np.uint8), fingerprints, reasons), labels
 
 
 def _joined_labels(labels: list[npt.NDArray[Any] | None], reasons: dict[int, str]) -> npt.NDArray[Any] | None:

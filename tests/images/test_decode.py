@@ -180,9 +180,32 @@ def test_the_fast_decoder_is_proven_for_every_kind() -> None:
     assert _proven_paths(1) == {DecodePath.JPEG_GRAY}
 
 
-@simplejpeg_only
+@pytest.fixture(params=[pytest.param("simplejpeg", marks=simplejpeg_only), "pillow"])
+def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What decodes plain JPEGs: simplejpeg, or Pillow's decoder without its parser of headers."""
+    if request.param == "pillow":
+        monkeypatch.setattr(decode, "_proven_paths", lambda channels: frozenset())
+    return request.param
+
+
+def test_pillows_decoder_is_called_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for images of other sizes and modes in turn; none has pixels of the one before."""
+    files = [encoded(Image.fromarray(pixels(seed, (23, 17 + seed % 2))), "JPEG") for seed in range(6)]
+    files.insert(3, FILES["gray jpeg"])
+    expected = [fitted(data, (12, 9)) for data in files]
+    monkeypatch.setattr(decode, "_proven_paths", lambda channels: frozenset())
+    monkeypatch.setattr(Image, "open", None)
+    decoder = Decoder(options(12, 9, resize=True))
+    for data, pixels_of_file in zip(files, expected, strict=True):
+        out = np.empty((12, 9, 3), np.uint8)
+        with pytest.raises(RejectedImageError):
+            decoder.decode(data[: len(data) // 2], header_of(data).decode_path, out)
+        decoder.decode(data, header_of(data).decode_path, out)
+        assert np.array_equal(out, pixels_of_file)
+
+
 @pytest.mark.parametrize("seed", range(2))
-def test_the_fast_decoder_gives_pillows_pixels(seed: int) -> None:
+def test_the_fast_decoder_gives_pillows_pixels(seed: int, fast: str) -> None:
     drawn = random.Random(seed)
     files = [drawn_jpeg(drawn, number) for number in range(150)]
     assert sum(header_of(data).decode_path != DecodePath.PILLOW for data in files) > 100
@@ -193,9 +216,8 @@ def test_the_fast_decoder_gives_pillows_pixels(seed: int) -> None:
         assert np.array_equal(decoded(data, resize=True, size=small), fitted(data, small))
 
 
-@simplejpeg_only
 @pytest.mark.parametrize("subsampling", [0, 1, 2])
-def test_progressive_images_without_their_last_scans(subsampling: int) -> None:
+def test_progressive_images_without_their_last_scans(subsampling: int, fast: str) -> None:
     data = encoded(Image.fromarray(pixels(2, (61, 45))), "JPEG", progressive=True, subsampling=subsampling)
     for scan in [*re.finditer(rb"\xff\xda", data)][1:]:
         first_scans = data[: scan.start()] + b"\xff\xd9"
@@ -226,9 +248,8 @@ JPEGS = {
 }
 
 
-@simplejpeg_only
 @pytest.mark.parametrize("settings", [pytest.param(value, id=name) for name, value in JPEGS.items()])
-def test_cut_and_damaged_jpegs_have_the_same_outcome_with_either_decoder(settings: dict[str, Any]) -> None:
+def test_cut_and_damaged_jpegs_have_the_same_outcome_with_either_decoder(settings: dict[str, Any], fast: str) -> None:
     data = encoded(Image.fromarray(pixels(4, (41, 30))), "JPEG", **settings)
     outcomes = [same_with_and_without(data[:keep]) for keep in [*range(1, len(data), 11), len(data) - 1, len(data)]]
     assert outcomes.count("truncated") > len(outcomes) / 3
