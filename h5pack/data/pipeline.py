@@ -125,7 +125,14 @@ class Pipeline(BackgroundThreads):
         for _ in range(_PLANNED):
             self._plan_slots.put(None)
         self._readers = num_threads
-        self._guarded(self._plan_first)
+        try:
+            # The next epoch's first group was computed before, so copying can begin at once.
+            for group in itertools.islice(self._groups, 1):
+                self._plan_slots.get()
+                self._planned.append(self._reader.plan(group))
+        except Exception as error:
+            self._done.put(error)
+            self.stop()
         readers = {f"read_{number}": partial(self._guarded, self._work) for number in range(num_threads)}
         self.start(idle, **readers, plan=partial(self._guarded, self._plan_ahead))
 
@@ -206,11 +213,6 @@ class Pipeline(BackgroundThreads):
             with self._lock:
                 self._tasks.clear()
                 self._blocks.clear()
-
-    def _plan_first(self) -> None:
-        for group in itertools.islice(self._groups, 1):
-            self._plan_slots.get()
-            self._planned.append(self._reader.plan(group))
 
     def _plan_ahead(self) -> None:
         for group in self._groups:
