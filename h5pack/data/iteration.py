@@ -104,7 +104,7 @@ class ReusableThread(threading.Thread):
         self._calls.put(None)
 
     def run(self) -> None:
-        """Run functions until the thread is told to end."""
+        """Run functions until `end` is called."""
         while (call := self._calls.get()) is not None:
             target, ended = call
             try:
