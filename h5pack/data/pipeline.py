@@ -269,7 +269,10 @@ class Pipeline(BackgroundThreads):
     @property
     def _useful(self) -> int:
         """Number of reading threads that may be awake. More threads than CPUs would only slow down the copying."""
-        return self._readers if self._tasks else max(1, min(self._readers, self._cpus - self._helping))
+        # Reading from a disk waits, and transforms may wait, too, so then more threads are useful.
+        if self._tasks or not self._can_help:
+            return self._readers
+        return max(1, min(self._readers, self._cpus - self._helping))
 
     def _fill(self, block: Block) -> None:
         self._reader.fill(block)

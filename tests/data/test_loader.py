@@ -381,6 +381,22 @@ def test_the_consumer_helps_to_copy_cached_rows(dataset: h5pack.H5Dataset, monke
     assert names == {"h5pack-read-0"}
 
 
+def test_transforms_run_in_all_threads_however_few_cpus_there_are(
+    dataset: h5pack.H5Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_hot(Path(dataset.path))
+    monkeypatch.setattr("h5pack.data.loader.available_cpus", lambda: 1)
+    monkeypatch.setattr("h5pack.data.loader._SMALL_BLOCK_BYTES", 1)
+    together = threading.Barrier(3)
+
+    def waits_for_others(images: torch.Tensor) -> torch.Tensor:
+        together.wait(30)
+        return images
+
+    loader = loader_of(dataset, num_threads=3, prefetch_factor=9, transform=waits_for_others)
+    assert len(list(loader)) == 9, "a multiple of the threads"
+
+
 def test_the_threads_of_an_epoch_are_those_of_the_one_before(dataset: h5pack.H5Dataset, way: str) -> None:
     gc.collect()
     before = idle_threads()
