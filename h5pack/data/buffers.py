@@ -85,8 +85,8 @@ class BatchMemory:
         }
 
     def part(self, start: int, rows: int) -> BatchMemory:
-        """Return some of the slots as the memory of a smaller batch."""
-        return BatchMemory(self._base, self._pinned, self._fields, rows, start)
+        """Return the memory of `rows` slots of the same buffer, from `start` on, which counts from this one's first."""
+        return BatchMemory(self._base, self._pinned, self._fields, rows, self._start + start)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a field as a tensor that shares this memory and keeps it allocated, as does any view of it."""

@@ -62,7 +62,6 @@ class OpenBatches:
 
     def __init__(self) -> None:
         self._memory: dict[int, BatchMemory] = {}
-        self._blocks: dict[int, BatchMemory] = {}
         self._missing: dict[int, int] = {}
         self._lock = threading.Lock()
 
@@ -72,7 +71,6 @@ class OpenBatches:
 
     def open_block(self, block: Block, memory: BatchMemory) -> None:
         """Register the whole batches of a block, whose memory is one after the other in `memory`."""
-        self._blocks[block.spans[0][0]] = memory
         start = 0
         for batch, _, rows in block.spans:
             self.open(batch, memory.part(start, rows), rows)
@@ -80,10 +78,9 @@ class OpenBatches:
 
     def arrays_of(self, block: Block) -> dict[str, npt.NDArray[Any]]:
         """Return the memory of each field that a block's rows go to, in the order of the rows."""
-        batch, slot, count = block.spans[0]
-        if len(block.spans) > 1:
-            return self._blocks.pop(batch).arrays
-        return {name: array[slot : slot + count] for name, array in self._memory[batch].arrays.items()}
+        batch, slot, _ = block.spans[0]
+        # The memory of the other batches follows that of the first.
+        return self._memory[batch].part(slot, len(block.rows)).arrays
 
     def memory(self, batch: int) -> BatchMemory:
         """Return the memory of an open batch."""
@@ -213,32 +210,22 @@ class GroupReader:
         assert planned.runs is not None
         for name in self._mapped:
             self._engine.count_mapped(name, *planned.runs)
-        rows = np.empty_like(planned.group.rows)
-        rows[planned.group.positions] = planned.group.rows
-        blocks: list[Block] = []
-        whole: list[Span] = []  # whole batches that are not in a block yet
-        start = 0
-
-        def add(spans: list[Span]) -> None:
-            nonlocal start
-            stop = start + sum(count for _, _, count in spans)
-            blocks.append(Block(spans, rows[start:stop], planned.checked))
-            start = stop
-
+        most = max_rows // batch_rows if batch_rows else 0
+        parts: list[list[Span]] = []
+        whole: list[Span] = []  # the part that the next whole batch may join
         for batch, slot, count in planned.group.spans:
-            if whole and (count < batch_rows or (len(whole) + 1) * batch_rows > max_rows):
-                add(whole)
-                whole = []
-            if count == batch_rows and 2 * count <= max_rows:
+            if count == batch_rows and most > 1:
+                if len(whole) in (0, most):
+                    whole = []
+                    parts.append(whole)
                 whole.append((batch, slot, count))
             else:
-                parts = -(-count // max_rows)
-                edges = [slot + count * number // parts for number in range(parts + 1)]
-                for first, last in itertools.pairwise(edges):
-                    add([(batch, first, last - first)])
-        if whole:
-            add(whole)
-        return blocks
+                whole, pieces = [], -(-count // max_rows)
+                edges = [slot + count * number // pieces for number in range(pieces + 1)]
+                parts += [[(batch, first, last - first)] for first, last in itertools.pairwise(edges)]
+        ends = np.cumsum([sum(count for _, _, count in part) for part in parts])
+        rows = np.split(planned.group.in_slot_order(planned.group.rows), ends[:-1])
+        return [Block(spans, some, planned.checked) for spans, some in zip(parts, rows, strict=True)]
 
     def fill(self, block: Block) -> None:
         """Copy a block's rows from memory to its batches."""

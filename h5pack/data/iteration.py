@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import queue
 import threading
@@ -141,11 +142,9 @@ class IdleThreads:
     def close(self) -> None:
         """End the idle threads now, and the others when their functions end. The garbage collector may call this."""
         self._closed = True
-        while self._threads:
-            try:
+        with contextlib.suppress(IndexError):
+            while True:
                 self._threads.pop().end()
-            except IndexError:
-                break
 
 
 class BackgroundThreads:
@@ -207,13 +206,11 @@ _idle: weakref.WeakSet[IdleThreads] = weakref.WeakSet()
 @atexit.register
 def _stop_all() -> None:
     """Stop all threads before the interpreter exits, because a thread that still reads then could crash it."""
-    own = [threads for threads in list(_live) if threads.process == os.getpid()]
-    for threads in own:
-        threads.stop()
+    for threads in list(_live):
+        if threads.process == os.getpid():
+            threads.stop()
     for idle in list(_idle):
         idle.close()
-    for threads in own:
-        threads.join(5.0)
     for thread in threading.enumerate():
         if isinstance(thread, ReusableThread):
             thread.join(5.0)

@@ -240,15 +240,14 @@ class H5Loader(Closeable, Resumable):
         few = max(2, batches * -(-workers // parts)) if wanted is None else max(wanted, batches)
         self._max_gathered = min(few, self.prefetch_factor)
 
-    def _new_pool(self, keep: int) -> BufferPool:
+    def _new_pool(self, keep: int, rows: int | None = None) -> BufferPool:
+        """Return a pool of buffers for `rows` rows; None: for a batch."""
         fields = batch_fields(self._base)
         if self._with_rows or self._check:
             fields.append((ROWS, (), np.dtype(np.int64)))
-        largest = self.plan.batch_rows(0) if self.plan.num_batches else 0
-        pool = BufferPool(fields, largest, self.pin_memory, keep)
-        if keep and self._block_rows >= 2 * largest:
-            pool.blocks = BufferPool(fields, self._block_rows, self.pin_memory, self.num_threads + 2)
-        return pool
+        if rows is None:
+            rows = self.plan.batch_rows(0) if self.plan.num_batches else 0
+        return BufferPool(fields, rows, self.pin_memory, keep)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_pool", "_iterators", "_groups", "_held", "_idle", "_end_idle_threads")
@@ -262,6 +261,8 @@ class H5Loader(Closeable, Resumable):
         """Start without memory, threads and held rows: after creation or `close`, and in a forked child process."""
         self._process = os.getpid()
         self._pool = self._new_pool(self.prefetch_factor + 1)
+        if self._block_rows >= 2 * self._pool.batch_rows:
+            self._pool.blocks = self._new_pool(self.num_threads + 2, self._block_rows)
         self._groups = EpochGroups(self.plan, sum(field.row_bytes for field in self._pool.fields))
         self._held: dict[str, HeldRows] | None = None
         self._iterators: weakref.WeakSet[LoaderIterator] = weakref.WeakSet()

@@ -301,38 +301,36 @@ class Pipeline(BackgroundThreads):
         else:
             self._tasks.extend(partial(self._fill, block) for block in blocks)
 
-    def _take_credits(self, last: int) -> bool:
-        """Take the credits for all batches up to number `last`, or return False if there are not enough."""
-        while self._granted < last + 1 - self._opened:
+    def _take_credits(self, last: int) -> range | None:
+        """Return the batches up to number `last` that are to be opened now, or None if there are not enough credits."""
+        batches = range(self._opened, last + 1)
+        while self._granted < len(batches):
             try:
                 self._credits.get_nowait()
             except queue.Empty:
-                return False
+                return None
             self._granted += 1
-        return True
+        self._granted -= len(batches)
+        self._opened += len(batches)
+        return batches
 
     def _open_block(self, block: Block) -> bool:
         """Open the batches of a block, as `_open` does."""
         if len(block.spans) == 1:
             return self._open(block.last)
-        if not self._take_credits(block.last):
+        if self._take_credits(block.last) is None:
             return False
         assert self._pool.blocks is not None
         self._batches.open_block(block, self._pool.blocks.allocate(len(block.rows)))
-        self._granted -= len(block.spans)
-        self._opened = block.last + 1
         return True
 
     def _open(self, last: int) -> bool:
         """Open all batches up to number `last` and return True, or return False if there are not enough credits."""
-        if not self._take_credits(last):
-            return False
-        for batch in range(self._opened, last + 1):
+        batches = self._take_credits(last)
+        for batch in batches or ():
             rows = self._plan.batch_rows(batch)
             self._batches.open(batch, self._pool.allocate(rows), rows)
-            self._granted -= 1
-        self._opened = max(self._opened, last + 1)
-        return True
+        return batches is not None
 
     def _arrive(self, spans: list[Span]) -> None:
         """Record that the rows of `spans` are written, and queue the batches that are now complete for the consumer."""

@@ -58,12 +58,17 @@ class ChunkGroup:
 
     def split_by_batch(self, values: npt.NDArray[Any]) -> Iterator[tuple[Span, npt.NDArray[Any]]]:
         """Yield each span with its values. `values`, (n, ...), has one for each row, in the order of `rows`."""
-        ordered = np.empty_like(values)
-        ordered[self.positions] = values
+        ordered = self.in_slot_order(values)
         start = 0
         for span in self.spans:
             yield span, ordered[start : start + span[2]]
             start += span[2]
+
+    def in_slot_order(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return values, (n, ...), that are in the order of `rows`, in the order of the slots that they go to."""
+        ordered = np.empty_like(values)
+        ordered[self.positions] = values
+        return ordered
 
     def slots(self, positions: Rows) -> tuple[Rows, Rows]:
         """Return, for each position, the index of its span and the slot in that span's batch; both int64, (n,)."""
