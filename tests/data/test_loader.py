@@ -264,6 +264,11 @@ def test_batches_in_torchs_own_memory(tmp_path: Path, kind: str, way: str, monke
     assert all_same([batch for _ in expected for batch in loader], list(itertools.chain(*expected)))
     # Small batches that are in the page cache are allocated several at a time.
     assert 27 // 3 <= asked.count(True) <= 27
+    asked.clear()
+    monkeypatch.setattr("h5pack.data.loader._SMALL_BLOCK_BYTES", 1)
+    loader = loader_of(dataset, pin_memory=True)
+    assert all_same([batch for _ in expected for batch in loader], list(itertools.chain(*expected)))
+    assert asked.count(True) == 27
 
 
 @pytest.mark.gpu
