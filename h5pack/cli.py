@@ -6,6 +6,7 @@ The commands import heavy modules such as torch only when they need them, so tha
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import os
 import signal
@@ -13,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from h5pack.commands import bench, convert, doctor, export, inspect
 from h5pack.commands.arguments import error_text
@@ -33,10 +34,33 @@ h5pack doctor out.h5                      find the slowest stage of feeding a tr
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that rejects abbreviated options, because options added later could make an abbreviation ambiguous."""
+    """A parser whose errors are one line, with the nearest valid name for a mistyped one.
+
+    It rejects abbreviated options, because options added later could make an abbreviation ambiguous.
+    """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the arguments, and exit with status 2 if some are invalid."""
+        arguments, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            command: _Parser = arguments.parser
+            # Private API: argparse has no public list of a parser's options.
+            known = [option for action in command._actions for option in action.option_strings]
+            command.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest(unknown[0].partition('=')[0], known)}")
+        return arguments
+
+    def error(self, message: str) -> NoReturn:
+        """Print a message, and exit with status 2."""
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    """Return a question about a known name that begins like `name` or is similar; "" if there is none."""
+    found = [one for one in known if one.startswith(name)] or difflib.get_close_matches(name, known, 1)
+    return f" (did you mean {found[0]}?)" if found else ""
 
 
 class _Terminated(KeyboardInterrupt):

@@ -57,7 +57,7 @@ def split_folders(root: Path, counts: dict[str, dict[str, int]], size: tuple[int
     return root
 
 
-def colour_folders(root: Path, counts: dict[str, int], brightness: int) -> Path:
+def color_folders(root: Path, counts: dict[str, int], brightness: int) -> Path:
     """One folder a split, in each one folders of 3 classes: noise whose class is the colour that is brightest."""
     for split, count in counts.items():
         for number in range(count):

@@ -64,6 +64,7 @@ def test_json_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     code, out, _ = run(capsys, "info", tmp_path / "o.h5", "--json", "--stats")
     assert code == 0
     assert json.loads(out)["pack"]["complete"] is True
+    assert json.loads(out)["pack"]["options"]["order"] == "shuffled"
     code, out, _ = run(capsys, "verify", tmp_path / "o.h5", "--json")
     assert code == 0
     assert json.loads(out)["ok"] is True
@@ -82,6 +83,10 @@ def test_json_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["info", "{in}"], 1, "a folder, not an HDF5 file"),
         (["verify", "{text}"], 1, "not an HDF5 file"),
         (["verify", "{text}", "--workers", "-3"], 2, "workers is -3"),
+        (["convert", "s3://bucket/in", "{out}"], 2, "s3://bucket/in: a URL"),
+        (["convert", "{in}", "s3://bucket/o.h5"], 2, "s3://bucket/o.h5: a URL"),
+        (["info", "https://host/o.h5"], 2, "https://host/o.h5: a URL"),
+        (["convert", "{in}", "{out}/"], 2, "names a folder"),
     ],
 )
 def test_errors_are_one_line(
@@ -114,6 +119,25 @@ def test_misuse_and_abbreviated_options_exit_with_2() -> None:
         with pytest.raises(SystemExit) as stop:
             cli.main(arguments)
         assert stop.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [
+        (["convert", "a", "b", "--sise", "32"], "--size"),
+        (["convert", "a", "b", "--split", "train"], "--split-column"),
+        (["convert", "a", "b", "--overwrit"], "--overwrite"),
+        (["info", "a", "--jsno"], "--json"),
+        (["info", "a", "--zzzz"], None),
+    ],
+)
+def test_a_mistyped_option_is_answered_with_the_nearest(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], nearest: str | None
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), f"did you mean {nearest}?" in err) == ("", 1, nearest is not None)
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from h5pack.commands.arguments import add_hdf5, add_workers, comma_parts
+from h5pack.commands.arguments import add_hdf5, add_workers, comma_parts, option_text
 from h5pack.system.parameters import invalid
 from h5pack.system.text import counted
 
@@ -129,7 +129,7 @@ def _print_plan(conversion: Any, plan: Any, arguments: argparse.Namespace) -> No
     if arguments.json:
         print(json.dumps({**plan.to_json(), "estimated_seconds": round(seconds, 3)}, indent=1))
     elif not arguments.quiet:
-        print(plan.to_text())
+        print(plan.to_text(lambda note: option_text(note.text, note.parameters, arguments.parser)))
         workers = counted(conversion.num_workers, "worker")
         print(f"time     about {max(1, round(seconds))} s on {workers}", flush=True)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -39,6 +40,9 @@ _LONG_HEAD_BYTES = 65_536
 _ENCODER_SLACK_BYTES = 1_024
 _SIDEWAYS = (5, 6, 7, 8)
 _16_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
+_TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_LIBTIFF = b"tempfile.tif: "
+"""How messages of libtiff begin: with the name that Pillow gives to every file."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +114,13 @@ def _pillow_header(stream: BinaryIO) -> ImageHeader:
 
 
 class Decoder:
-    """A decoder of images into rows. Each worker has its own."""
+    """A decoder of images into rows. Each worker has its own.
 
-    def __init__(self, options: PixelOptions) -> None:
-        self._options = options
+    `quiet`: keep messages of libtiff from standard error, which concerns the whole process while it decodes.
+    """
+
+    def __init__(self, options: PixelOptions, quiet: bool = False) -> None:
+        self._options, self._quiet = options, quiet
         self._fast = _proven_paths(options.channels) if not options.draft else frozenset()
         if self._fast:
             import simplejpeg
@@ -142,7 +149,8 @@ class Decoder:
                 self._place(image_of(source), pixels)
         elif not (plain and self._decode_plain(source, decode_path, pixels)):
             _refuse_programs(source)
-            with _rejecting(), Image.open(io.BytesIO(source)) as image:
+            messages = _libtiff_messages() if self._quiet and source[:4] in _TIFF_STARTS else contextlib.nullcontext()
+            with _rejecting(), messages, Image.open(io.BytesIO(source)) as image:
                 refuse_bomb(image.height, image.width, self._options.max_pixels)
                 self._place(self._upright(image), pixels)
         if pixels is not out:
@@ -304,6 +312,41 @@ def _rejecting() -> Iterator[None]:
     except Exception as error:
         # Malformed bytes can make decoders raise any type of exception, so all others mean that the image is damaged.
         raise _rejected(error) from error
+
+
+@contextlib.contextmanager
+def _libtiff_messages() -> Iterator[None]:
+    """Keep libtiff, which decodes TIFF files, from writing its messages to standard error.
+
+    If decoding fails, the first message becomes the reason, as it says more than Pillow's error. Anything else that is
+    written to standard error meanwhile is written at the end.
+    """
+    error: Exception | None = None
+    try:
+        original, messages = os.dup(2), os.memfd_create("messages")
+    except (OSError, AttributeError):
+        # A daemon may have closed its standard error, and not every system has memory files.
+        yield
+        return
+    os.dup2(messages, 2)
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    finally:
+        os.dup2(original, 2)
+        os.close(original)
+        lines = os.pread(messages, os.fstat(messages).st_size, 0).splitlines(keepends=True)
+        os.close(messages)
+    found = [line for line in lines if line.startswith(_LIBTIFF)]
+    if len(found) < len(lines):
+        os.write(2, b"".join(line for line in lines if line not in found))
+    if error is None:
+        return
+    if found and not isinstance(error, (RejectedImageError, MemoryError)):
+        text = found[0].removeprefix(_LIBTIFF).decode(errors="replace").strip()
+        raise RejectedImageError(f"cannot be decoded: libtiff: {text}") from error
+    raise error
 
 
 def _rejected(error: Exception) -> RejectedImageError:

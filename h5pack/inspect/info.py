@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import shlex
@@ -336,12 +337,20 @@ def _fix(dataset: h5py.Dataset) -> tuple[str, ...]:
     return ("h5repack", "-f", f"{name}:NONE", "-l", f"{name}:CHUNK={chunk}", path, "repacked.h5")
 
 
+def _options(stored: str) -> Any:
+    """Return the options of a conversion, which are stored as JSON; the text itself if it is damaged."""
+    try:
+        return json.loads(stored)
+    except ValueError:
+        return stored
+
+
 def _describe_pack(file: h5py.File) -> dict[str, Any]:
     described: dict[str, Any] = {
         "format": int(file.attrs[schema.FORMAT]),
         "version": text(file.attrs.get(schema.VERSION, b"")),
         "complete": bool(file.attrs.get(schema.COMPLETE, 0)),
-        "options": text(file.attrs.get(schema.OPTIONS, b"")),
+        "options": _options(text(file.attrs.get(schema.OPTIONS, b""))),
     }
     if not described["complete"]:
         return described

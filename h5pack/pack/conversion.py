@@ -37,6 +37,7 @@ from h5pack.sources.detect import open_source
 from h5pack.sources.map_style import MapStyleDataset
 from h5pack.system.files import reporting_full_disk
 from h5pack.system.machine import available_cpus
+from h5pack.system.parameters import require_local
 from h5pack.system.processes import open_executor, run
 
 _CHECK_BYTES = 8 * 1024 * 1024
@@ -212,6 +213,11 @@ class Conversion:
         self.options = ConvertOptions.from_keywords(keywords)
         if self.options.filter is not None:
             require_filter(self.options.filter)
+        for given in (source, out):
+            if isinstance(given, (str, os.PathLike)):
+                require_local(given)
+        if os.fspath(out).endswith(os.sep):
+            raise OptionsError(f"{os.fspath(out)}: names a folder; give the name of the file to create", path=out)
         self.output = Output(Path(os.path.abspath(out)))
         path = source if isinstance(source, (str, os.PathLike)) else ""
         if os.path.isfile(path) and os.path.exists(out) and os.path.samefile(path, out):
@@ -288,7 +294,7 @@ class Conversion:
             numbers = np.unique(groups)
             untimed, picked = (origins[groups == number][:_MAX_TIMED_IMAGES] for number in (numbers[0], numbers[-1]))
         rows = np.zeros((len(picked), *plan.row_shape), np.uint8)
-        decoder = Decoder(plan.pixels)
+        decoder = Decoder(plan.pixels, quiet=True)
         self._decode(decoder, untimed, rows)
         begin = time.perf_counter()
         self._decode(decoder, picked, rows)

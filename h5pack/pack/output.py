@@ -18,6 +18,7 @@ class Output:
     def __init__(self, final: Path) -> None:
         self.final = final
         self.partial = self._beside(".partial")  # the file under construction
+        self.new = self._beside(".partial.new")  # becomes `partial` when it is locked
         self.journal = self._beside(".partial.journal")  # a folder; see `h5pack.pack.journal`
         # A sparse file with the pack's final HDF5 metadata, which is then copied into `partial`.
         # The compressed copy of `partial`. It replaces `partial` when the copy is complete.
@@ -73,10 +74,11 @@ class Output:
         return status.st_dev, status.st_ino
 
     def remove_leftovers(self) -> None:
-        """Remove the temporary files `journal`, `structure` and `compressed`; keep `partial`."""
+        """Remove the temporary files `journal`, `structure`, `compressed` and `new`; keep `partial`."""
         shutil.rmtree(self.journal, ignore_errors=True)
         self.structure.unlink(missing_ok=True)
         self.compressed.unlink(missing_ok=True)
+        self.new.unlink(missing_ok=True)
 
 
 class OutputLock:
@@ -86,7 +88,7 @@ class OutputLock:
     """
 
     def __init__(self, output: Output) -> None:
-        self._path = output.partial
+        self._path, self._new = output.partial, output.new
         self.descriptor = open_locked(output.partial, _busy(output))
 
     def renew(self) -> None:
@@ -94,11 +96,10 @@ class OutputLock:
 
         A hanging worker of an earlier conversion may still have the old file open; it cannot write into the new one.
         """
-        os.unlink(self._path)
-        fresh = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        lock(fresh)
-        os.close(self.descriptor)
-        self.descriptor = fresh
+        # The new file is locked before it gets the name, so another conversion cannot lock it first.
+        self._new.unlink(missing_ok=True)
+        os.close(os.open(self._new, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        self.replace(self._new)
 
     def replace(self, path: Path) -> None:
         """Rename the file at `path` to ``OUT.partial``, and lock it instead of the old one.

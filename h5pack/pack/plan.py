@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from h5pack.images.decode import PixelOptions
 from h5pack.pack.compression import max_compressed_bytes
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.survey import Survey
-from h5pack.sources.catalog import Catalog, Reject
+from h5pack.sources.catalog import Catalog, Note, Reject
 from h5pack.system.arrays import SPLITMIX64_GAMMA, hash_sequence, splitmix64
 from h5pack.system.text import format_bytes
 
@@ -208,11 +209,12 @@ class ConvertPlan:
             "needed_bytes": self.needed_bytes,
             "rejects": len(self.rejects),
             "ignored": self.catalog.ignored,
+            "notes": [note.text for note in self.catalog.notes],
             "options": self.options.content(),
         }
 
-    def to_text(self) -> str:
-        """Return the plan as a few lines of text."""
+    def to_text(self, note_text: Callable[[Note], str] = attrgetter("text")) -> str:
+        """Return the plan as a few lines of text. `note_text` returns the text of a note."""
         options, chunks = self.options, self.chunks
         sizes = f"{self.height}x{self.width} {options.mode}"
         if options.size is not None:
@@ -233,6 +235,7 @@ class ConvertPlan:
         if self.catalog.ignored:
             ignored = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.catalog.ignored.items()))
             lines.append(f"ignored  {ignored}")
+        lines += [f"note     {note_text(note)}" for note in self.catalog.notes]
         if self.rejects:
             first = self.rejects[0]
             lines.append(f"rejects  {len(self.rejects):,} so far ({first.name}: {first.reason})")

@@ -134,7 +134,7 @@ class _Worker:
         self.job = job
         # Open the journal before the output, because a resumed conversion waits for processes with an open journal.
         self.journal = JournalWriter(job.journal)
-        self.decoder = Decoder(job.pixels)
+        self.decoder = Decoder(job.pixels, quiet=True)
         self.file = RowFile(job.path, job.io)
         if os.fstat(self.file.descriptor).st_ino != job.inode:
             raise OutputBusyError(

@@ -26,6 +26,7 @@ from h5pack.read.hdf5 import (
 )
 from h5pack.read.storage import FileIdentity
 from h5pack.read.virtual import index_rows, require_sources
+from h5pack.system.parameters import require_local
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ def describe_file(
     exist, the result has no labels. Checksums without labels mean that the labels were lost. If `sized` is false, the
     size of encoded images is not determined, which suffices for reading their bytes.
     """
+    require_local(path)
     absolute = os.path.abspath(path)
     with open_file(absolute) as file:
         # Identify the file by its open descriptor, because the path may lead to a replacement by now.

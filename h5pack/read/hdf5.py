@@ -20,10 +20,12 @@ from h5pack.errors import IncompletePackError, PackFormatError, ReadError
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan, plan_cache
 from h5pack.system.arrays import consecutive_runs
+from h5pack.system.parameters import require_local
 
 
 def open_file(path: str | os.PathLike[str]) -> h5py.File:
     """Open an HDF5 file for reading; raise PackFormatError if it is missing, not HDF5, truncated, or being written."""
+    require_local(path)
     name = os.fspath(path)
     try:
         return h5py.File(name, "r")

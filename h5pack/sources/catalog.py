@@ -33,6 +33,9 @@ IMAGE_SUFFIXES = frozenset(
 )
 """Files with these suffixes are treated as images. Their format is later detected from the content."""
 
+_MAX_NAMED = 8
+"""How many columns or datasets a note names."""
+
 
 @dataclass(frozen=True)
 class NameFilter:
@@ -267,6 +270,13 @@ class Reject:
     reason: str
 
 
+class Note(NamedTuple):
+    """A remark about what a conversion does with a source, for its plan."""
+
+    text: str
+    parameters: tuple[str, ...] = ()  # that the text names
+
+
 @dataclass(frozen=True)
 class Catalog:
     """The images of a source, in source order. M is the number of images."""
@@ -281,6 +291,7 @@ class Catalog:
     fields: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # by field name, (M, ...)
     rejects: tuple[Reject, ...] = ()  # due to the source's tables, e.g. an image without a label
     ignored: dict[str, int] = field(default_factory=dict)  # number of skipped files by category (`NameFilter.refusal`)
+    notes: tuple[Note, ...] = ()
     about: str = ""  # names the datasets in use if the source is an HDF5 file
 
     def __len__(self) -> int:
@@ -326,6 +337,16 @@ class Catalog:
         if len(self) <= limit:
             return self
         return self.take(np.arange(limit, dtype=np.int64) * len(self) // limit)
+
+
+def unused_note(kind: str, names: Sequence[str], advice: str, *parameters: str) -> tuple[Note, ...]:
+    """Return a note that names what a conversion leaves out, such as columns; nothing if `names` is empty."""
+    if not names:
+        return ()
+    shown = ", ".join(map(repr, names[:_MAX_NAMED])) + (
+        f" and {len(names) - _MAX_NAMED:,} more" if len(names) > _MAX_NAMED else ""
+    )
+    return (Note(f"not packed: {kind} {shown}; {advice}", parameters),)
 
 
 def one_split(count: int, name: str = "all") -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:

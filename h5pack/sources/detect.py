@@ -89,6 +89,8 @@ def _open_folder(path: Path, kind: str, names: NameFilter) -> Catalog:
         return folders.flat(root, found)
     named = [folder for folder in filled if folders.is_split_name(folder)]
     if kind == "splits" or (kind == "folder" and len(named) == len(filled)):
+        for split in named if kind == "folder" else ():
+            folders.refuse_pairs(root, found, [f"{split}/{name}" for name in child_folders(os.path.join(root, split))])
         return folders.splits(root, found, children)
     if kind == "folder" and named:
         other = next(folder for folder in filled if folder not in named)
@@ -98,6 +100,8 @@ def _open_folder(path: Path, kind: str, names: NameFilter) -> Catalog:
             path=path,
             parameters=("source_kind='splits'", "source_kind='classes'", "exclude"),
         )
+    if kind == "folder":
+        folders.refuse_pairs(root, found, filled)
     return folders.classes(root, found, children)
 
 

@@ -167,6 +167,38 @@ def classes(root: str, found: Walk, folders: list[str]) -> Catalog:
     )
 
 
+# Names of folders, without "_" and "-", that hold images, and of folders that hold what a model is to predict for them.
+_IMAGE_FOLDERS = frozenset(("images", "image", "imgs", "img", "inputs", "input", "photos", "jpegimages", "rgb"))
+_TARGET_FOLDERS = frozenset((
+    "masks", "mask", "labels", "label", "annotations", "annotation", "segmentations", "segmentation", "targets",
+    "segmentationclass", "segmentationobject", "groundtruth", "gt", "gtfine", "trimaps", "depth", "edges", "mattes",
+))  # fmt: skip
+
+
+def refuse_pairs(root: str, found: Walk, folders: list[str]) -> None:
+    """Raise SourceError if one folder has images and another has their masks, under the same names.
+
+    `folders` are paths relative to `root`.
+    """
+    plain = {folder: os.path.basename(folder).lower().replace("_", "").replace("-", "") for folder in folders}
+    images = next((folder for folder in folders if plain[folder] in _IMAGE_FOLDERS), None)
+    targets = next((folder for folder in folders if plain[folder] in _TARGET_FOLDERS), None)
+    if images is None or targets is None:
+        return
+    stems = [
+        {os.path.splitext(name[len(folder) + 1 :])[0] for name in found.below(folder)} for folder in (images, targets)
+    ]
+    kind = "source_kind='splits'" if "/" in images else "source_kind='classes'"
+    fewest = min(map(len, stems))
+    if fewest and 2 * len(stems[0] & stems[1]) >= fewest:
+        raise SourceError(
+            f"{root}: {images!r} and {targets!r} hold files of the same names, so they are probably images and their "
+            f"masks, not classes; pack {os.path.join(root, images)} alone, or both as classes with {kind}",
+            path=root,
+            parameters=(kind,),
+        )
+
+
 def splits(root: str, found: Walk, folders: list[str]) -> Catalog:
     """Return a catalog with one split per folder, each of class folders or of images without labels (label -1)."""
     split_names = split_order(folder for folder in folders if any(found.below(folder)))

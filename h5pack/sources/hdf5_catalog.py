@@ -22,7 +22,7 @@ from h5pack.read.encoded import is_encoded
 from h5pack.read.engine import Engine
 from h5pack.read.hdf5 import attribute_names, dataset_names, open_file, require_dataset, text
 from h5pack.read.virtual import require_sources
-from h5pack.sources.catalog import Catalog, NameFilter, NameTable, class_ids, one_split
+from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Note, class_ids, one_split, unused_note
 from h5pack.sources.hdf5_rows import CHANNEL_AXES, HDF5RowReader, PixelForm
 from h5pack.sources.manifest import is_field_name
 from h5pack.system.machine import available_memory
@@ -123,8 +123,31 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
         labels=values,
         label_names=names,
         fields=dict(zip(field_names, columns.values(), strict=True)),
+        notes=_unused(file, images, {images, labels, *fields}),
         about=f"images {images!r}" + ("" if labels is None else f", labels {labels!r}"),
     )
+
+
+def _unused(file: h5py.File, images: str, used: set[str | None]) -> tuple[Note, ...]:
+    """Return notes that name the datasets that are not packed, without those that every pack has."""
+    own = schema.RESERVED if schema.FORMAT in file.attrs else ()
+    rows, names = len(file[images]), [name for name in dataset_names(file) if name not in used]
+    names = [name for name in names if name.partition("/")[0] not in own]
+    # A dataset that is not packed may be damaged.
+    fitting = [name for name in names if _has_rows(file, name, rows)]
+    others = [name for name in names if name not in fitting]
+    advice = "those of numbers can be packed with fields"
+    return (
+        *unused_note("datasets", fitting, advice, "fields"),
+        *unused_note("datasets", others, f"they do not have {rows:,} rows, as {images!r} has"),
+    )
+
+
+def _has_rows(file: h5py.File, name: str, rows: int) -> bool:
+    try:
+        return bool(file[name].shape) and len(file[name]) == rows
+    except Exception:
+        return False
 
 
 def _find_images(file: h5py.File) -> str:

@@ -13,12 +13,23 @@ import numpy.typing as npt
 
 from h5pack.errors import OptionsError, SourceError
 from h5pack.format import schema
-from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, class_ids, one_split
+from h5pack.sources.catalog import (
+    Catalog,
+    FileReader,
+    NameFilter,
+    NameTable,
+    Note,
+    class_ids,
+    one_split,
+    unused_note,
+)
 from h5pack.sources.folders import split_order
 
 _PATHS = ("path", "file", "filename", "file_name", "filepath", "image", "image_path", "image_id")
 LABEL_COLUMNS = ("label", "class", "target", "category")
 _SPLITS = ("split", "partition", "subset", "set")
+_MANY = 10
+"""From this number of images on, as many class names as images are worth a note."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +63,27 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
                 f"{path}: {name!r} cannot be the name of a field, as the format uses or forbids it; rename the column",
                 path=path,
             )
-    labels, label_names = _labels(table, columns)
+    usual = _usual(table, LABEL_COLUMNS)
+    label_columns = columns.labels or ((usual,) if usual is not None else ())
+    split_column = columns.split or _usual(table, _SPLITS)
+    labels, label_names = _labels(table, label_columns)
+    used = {path_column, split_column, *label_columns, *columns.fields}
+    notes = unused_note(
+        "columns", [name for name in table.header if name not in used],
+        "columns of numbers can be packed with field_columns", "field_columns",
+    )  # fmt: skip
+    if label_names is not None and len(label_columns) == 1 and len(table.rows) == len(label_names) >= _MANY:
+        text = f"each image has a class of its own in column {label_columns[0]!r}; name another one with label_columns"
+        notes += (Note(text, ("label_columns",)),)
     catalog = Catalog(
         "manifest",
         FileReader(columns.root or str(path.parent)),
         NameTable.of(names),
-        *_splits(table, columns),
+        *_splits(table, split_column),
         labels=labels,
         label_names=label_names,
         fields={name: numbers(table, name) for name in columns.fields},
+        notes=notes,
     )
     return catalog.filtered(wanted)
 
@@ -76,12 +99,12 @@ def _usual(table: TextTable, names: tuple[str, ...]) -> str | None:
     return next((lowered[name] for name in names if name in lowered), None)
 
 
-def _labels(table: TextTable, columns: ManifestColumns) -> tuple[npt.NDArray[Any] | None, tuple[str, ...] | None]:
-    if len(columns.labels) > 1:
-        return binary_table(table, columns.labels), columns.labels
-    column = columns.labels[0] if columns.labels else _usual(table, LABEL_COLUMNS)
-    if column is None:
+def _labels(table: TextTable, columns: tuple[str, ...]) -> tuple[npt.NDArray[Any] | None, tuple[str, ...] | None]:
+    if len(columns) > 1:
+        return binary_table(table, columns), columns
+    if not columns:
         return None, None
+    (column,) = columns
     cells = table.column(column)
     known = [row for row, cell in enumerate(cells) if cell]
     labels = np.full(len(cells), schema.NO_LABEL, np.int64)
@@ -101,8 +124,7 @@ def _labels(table: TextTable, columns: ManifestColumns) -> tuple[npt.NDArray[Any
     return labels, names
 
 
-def _splits(table: TextTable, columns: ManifestColumns) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-    column = columns.split or _usual(table, _SPLITS)
+def _splits(table: TextTable, column: str | None) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
     if column is None:
         return one_split(len(table.rows))
     cells = [cell or "all" for cell in table.column(column)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import os
+import re
 from typing import Any
 
 from h5pack.errors import OptionsError
@@ -12,6 +14,22 @@ def invalid(name: str, value: object, problem: str) -> OptionsError:
     """Return an error about a parameter's value; `problem` continues the message after the name and the value."""
     fragment = f"{name}={value!r}"
     return OptionsError(f"{fragment}{problem}", parameters=(fragment,))
+
+
+def require_local(path: str | os.PathLike[str]) -> None:
+    """Raise OptionsError if a path is a URL, such as ``s3://bucket/pack.h5``."""
+    name = os.fspath(path)
+    if isinstance(name, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", name):
+        raise OptionsError(
+            f"{name}: a URL; h5pack reads and writes files only, so mount or download the data, and give its path",
+            path=name,
+        )
+
+
+def require_callable(name: str, value: Any) -> None:
+    """Raise OptionsError unless a parameter's value is None or callable."""
+    if value is not None and not callable(value):
+        raise OptionsError(f"{name} is {value!r}; give a callable", parameters=(name,))
 
 
 def whole_number(name: str, value: Any, minimum: int | None) -> int:

@@ -46,9 +46,10 @@ def header_of(data: bytes, max_pixels: int = MAX_PIXELS) -> ImageHeader:
 def decoded(data: bytes, channels: int = 3, kind: DecodePath | None = None, **changes: Any) -> Pixels:
     """Survey the file with h5pack, then decode it at the surveyed size or at `size`."""
     header = header_of(data)
-    height, width = changes.pop("size", (header.height, header.width))
+    (height, width), quiet = changes.pop("size", (header.height, header.width)), changes.pop("quiet", False)
     out = np.full((height, width, channels), 77, np.uint8)
-    Decoder(options(height, width, channels, **changes)).decode(data, header.decode_path if kind is None else kind, out)
+    decoder = Decoder(options(height, width, channels, **changes), quiet)
+    decoder.decode(data, header.decode_path if kind is None else kind, out)
     return out
 
 
@@ -325,6 +326,22 @@ def test_bombs_are_refused_by_the_survey_and_by_the_decoder(name: str) -> None:
     with pytest.raises(RejectedImageError, match="bomb"):
         Decoder(options(4, 4, resize=True)).decode(bomb, DecodePath.PILLOW, np.zeros((4, 4, 3), np.uint8))
     assert header_of(bomb, 4 * 10**8).width == 20_000
+
+
+def test_messages_of_libtiff_become_the_reason(capfd: pytest.CaptureFixture[str]) -> None:
+    """libtiff would write them to the terminal, in between the progress of a conversion."""
+    noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    data = encoded(Image.fromarray(noise), "TIFF", compression="tiff_lzw")
+    damaged = data[:60] + b"\xff" * 1940 + data[2000:]
+    for _ in range(2):
+        with pytest.raises(RejectedImageError, match=r"libtiff: [A-Z]"):
+            decoded(damaged, quiet=True)
+        assert np.array_equal(decoded(data, quiet=True), noise)
+    assert capfd.readouterr() == ("", "")
+    # A loader's threads do not redirect the standard error of the process.
+    with pytest.raises(RejectedImageError, match="OSError"):
+        decoded(damaged)
+    assert capfd.readouterr().err.startswith("tempfile.tif: ")
 
 
 def test_pillows_settings_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from h5pack.errors import (
 from h5pack.images.decode import Decoder
 from h5pack.pack import finish
 from h5pack.pack.output import Output, OutputLock
+from h5pack.system.files import open_locked
 from tests.crashing import leftovers, wait_for
 from tests.makers import class_folders, expected, flat_folder, pixels, quick, save, split_folders, truncate
 
@@ -312,6 +314,41 @@ def test_of_two_conversions_to_one_output_exactly_one_succeeds(tmp_path: Path, m
         process.join()
     assert sorted(process.exitcode or 0 for process in processes) == [0, 3]
     assert h5pack.verify(tmp_path / "o.h5").ok
+
+
+def test_no_other_conversion_can_lock_a_file_while_it_is_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("h5pack.system.files._LOCK_WAIT_SECONDS", 0.0)
+    output, others = Output(tmp_path / "o.h5"), []
+    lock = OutputLock(output)
+    before = lock.inode
+
+    def then_try_to_lock(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **settings: Any) -> Any:
+            result = call(*arguments, **settings)
+            with monkeypatch.context() as patch:
+                for name, original in originals.items():
+                    patch.setattr(os, name, original)
+                try:
+                    os.close(open_locked(output.partial, "busy"))
+                    others.append("locked")
+                except OutputBusyError:
+                    others.append("busy")
+            return result
+
+        return wrapped
+
+    originals = {name: getattr(os, name) for name in ("open", "unlink", "replace", "close")}
+    for name, original in originals.items():
+        monkeypatch.setattr(os, name, then_try_to_lock(original))
+    lock.renew()
+    monkeypatch.undo()
+    assert len(others) >= 4
+    assert set(others) == {"busy"}
+    assert lock.inode != before
+    lock.release()
+    assert os.listdir(tmp_path) == []
 
 
 def test_conversions_in_threads_do_not_mix(tmp_path: Path) -> None:

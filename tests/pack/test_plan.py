@@ -13,7 +13,7 @@ from h5pack.images.decode import PixelOptions
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.plan import ConvertPlan, make_plan, order_rows
 from h5pack.pack.survey import Survey
-from h5pack.sources.catalog import Catalog, FileReader, NameTable, Reject
+from h5pack.sources.catalog import Catalog, FileReader, NameTable, Note, Reject, unused_note
 
 COUNT = 20
 
@@ -116,7 +116,11 @@ def test_labels_that_only_the_survey_knows() -> None:
 
 
 def test_the_plan_for_programs() -> None:
-    of = catalog(fields={"identity": np.arange(COUNT, dtype=np.int64)}, ignored={".txt files": 2})
+    of = catalog(
+        fields={"identity": np.arange(COUNT, dtype=np.int64)},
+        ignored={".txt files": 2},
+        notes=unused_note("columns", ["a"], "give them"),
+    )
     made = plan(of, survey(reasons={3: "truncated"}), size=(64, 32), chunk_rows=6)
     found = json.loads(json.dumps(made.to_json()))
     size, options = found.pop("bytes"), found.pop("options")
@@ -126,11 +130,23 @@ def test_the_plan_for_programs() -> None:
         "source": "in", "kind": "splits", "images": 19, "shape": [19, 64, 32, 3], "labels": "3 classes",
         "classes": ["x", "y", "z"], "fields": ["identity"], "splits": {"train": [0, 15], "test": [15, 19]},
         "chunk_rows": 6, "chunk_bytes": 6 * 64 * 32 * 3, "chunks": 4, "rejects": 1, "ignored": {".txt files": 2},
+        "notes": ["not packed: columns 'a'; give them"],
     }  # fmt: skip
 
 
 def test_the_plan_as_text() -> None:
-    of = catalog(fields={"identity": np.arange(COUNT)}, ignored={".txt files": 2_000})
+    of = catalog(
+        fields={"identity": np.arange(COUNT)}, ignored={".txt files": 2_000}, notes=(Note("left out", ("fields",)),)
+    )
     text = plan(of, survey(reasons={3: "truncated"}), size=(64, 32), fit="pad").to_text()
-    for words in ("19 of 64x32", "pad", "3 classes", "identity", "train 15, test 4", "2,000 .txt files", "03.jpg"):
+    for words in (
+        "left out",
+        "19 of 64x32",
+        "pad",
+        "3 classes",
+        "identity",
+        "train 15, test 4",
+        "2,000 .txt files",
+        "03.jpg",
+    ):
         assert words in text

@@ -56,6 +56,39 @@ def test_a_mixture_of_splits_and_classes_is_an_error_that_names_both(tmp_path: P
     assert kind_of(tmp_path, names=NameFilter(exclude=("train/*",))) == "classes"
 
 
+@pytest.mark.parametrize(
+    ("names", "pair"),
+    [
+        (["images/1.jpg", "images/2.jpg", "masks/1.png", "masks/2.png"], "images"),
+        (["Images/a/1.jpg", "ground_truth/a/1.png", "notes/x.jpg"], "Images"),
+        (["train/JPEGImages/1.jpg", "train/SegmentationClass/1.png", "val/x/2.jpg"], "train/JPEGImages"),
+        (["images/1.jpg", "images/2.jpg", "images/3.jpg", "masks/4.png", "masks/5.png", "masks/1.png"], None),
+        (["cat/1.jpg", "dog/1.jpg"], None),
+        (["images/1.jpg", "drawings/1.jpg"], None),
+        (["image/1.jpg"], None),
+        (["images/1.jpg", "labels/1.txt"], None),
+    ],
+)
+def test_images_beside_their_masks_are_not_classes(tmp_path: Path, names: list[str], pair: str | None) -> None:
+    root = touch(tmp_path, *names)
+    if pair is None:
+        assert kind_of(root) == "classes"
+        return
+    with pytest.raises(SourceError) as caught:
+        kind_of(root)
+    kind = "splits" if "/" in pair else "classes"
+    assert caught.value.parameters == (f"source_kind={kind!r}",)
+    assert repr(pair) in str(caught.value)
+    assert kind_of(root, kind=kind) == kind
+    assert kind_of(root / pair) in ("flat", "classes")
+
+
+def test_folders_without_images_are_not_masks(tmp_path: Path) -> None:
+    """As in the folders of YOLO, whose labels are text."""
+    names = [f"{split}/{name}" for split in ("train", "val") for name in ("images/1.jpg", "labels/1.txt")]
+    assert kind_of(touch(tmp_path, *names)) == "splits"
+
+
 def test_a_given_kind_overrules_the_detected_one(tmp_path: Path) -> None:
     touch(tmp_path, "train/cat/1.jpg", "test/cat/1.jpg")
     assert list(open_source(tmp_path, SourceOptions("flat")).names) == ["test/cat/1.jpg", "train/cat/1.jpg"]

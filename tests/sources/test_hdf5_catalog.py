@@ -130,6 +130,18 @@ def test_values_that_cannot_be_labels_are_refused_with_advice(tmp_path: Path, st
     assert catalog(path, labels="").labels is None
 
 
+def test_datasets_that_are_not_packed_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "f.h5", images=IMAGES, labels=LABELS, boxes=np.zeros((ROWS, 4)), meta__x=np.zeros(9), n=1)
+    fitting, others = catalog(path).notes
+    assert "'boxes';" in fitting.text
+    assert fitting.parameters == ("fields",)
+    assert ("'meta/x', 'n';" in others.text, others.parameters) == (True, ())
+    assert len(catalog(path, fields=("boxes",)).notes) == 1
+    assert "'labels'" in catalog(path, labels="boxes").notes[0].text
+    h5pack.convert(path, tmp_path / "o.h5", **quick(fields=("boxes",)))
+    assert catalog(tmp_path / "o.h5").notes == ()
+
+
 def test_fields_are_rows_of_numbers(tmp_path: Path) -> None:
     age = np.arange(ROWS, dtype=">f4")
     path = write(tmp_path / "f.h5", x=IMAGES, meta__age=age, name=np.array([b"a"] * ROWS), labels2=age[:3], images=1)

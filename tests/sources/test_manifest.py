@@ -213,6 +213,23 @@ def test_numbers_that_are_not_integers_are_not_labels(tmp_path: Path, cells: lis
     assert (caught.value.path, caught.value.parameters) == (str(tmp_path / "m.csv"), ("field_columns",))
 
 
+def test_columns_that_are_not_packed_are_named(tmp_path: Path) -> None:
+    (note,) = read(tmp_path / "m.csv", "path,label,age,split,caption,b", "1.jpg,2,3,train,x,4", fields=("b",)).notes
+    assert "'age', 'caption';" in note.text
+    assert note.parameters == ("field_columns",)
+    assert read(tmp_path / "m.csv", "path,label,split", "1.jpg,2,train").notes == ()
+    columns = [f"c{number}" for number in range(20)]
+    (note,) = read(tmp_path / "m.csv", ",".join(["path", *columns]), ",".join(["1.jpg"] * 21)).notes
+    assert ("'c7' and 12 more" in note.text, "'c8'" in note.text) == (True, False)
+
+
+@pytest.mark.parametrize(("images", "classes", "noted"), [(10, 10, True), (10, 9, False), (9, 9, False)])
+def test_a_class_for_each_image_is_worth_a_note(tmp_path: Path, images: int, classes: int, noted: bool) -> None:
+    lines = [f"{number}.jpg,name {number % classes}" for number in range(images)]
+    notes = read(tmp_path / "m.csv", "path,label", *lines).notes
+    assert [note.parameters for note in notes] == [("label_columns",)] * noted
+
+
 def test_fields_and_several_labels_are_columns_of_numbers(tmp_path: Path) -> None:
     catalog = read(tmp_path / "m.csv", "path,age,weight", "1.jpg,30,0.5", "2.jpg,-4,2", fields=("weight", "age"))
     assert list(catalog.fields) == ["weight", "age"]
