@@ -14,16 +14,17 @@ BATCH, WORKERS = 64, 2
 
 
 def read(name: str, dataset: h5pack.H5Dataset, batches: Iterable[Any]) -> None:
-    """Read one epoch, and print its speed and its last batch."""
-    begin, count, labels_seen = time.perf_counter(), 0, set()
-    for batch in batches:
-        images, labels = batch if isinstance(batch, list) else (batch, None)
-        count += len(images)
-        if labels is not None and labels.ndim == 1:
-            labels_seen.update(labels.tolist())
-    seconds = time.perf_counter() - begin
+    """Read two epochs, and print the speed and the last batch of the second one."""
+    for _ in range(2):
+        begin, count, labels_seen = time.perf_counter(), 0, set()
+        for batch in batches:
+            count += len(batch.images)
+            if "labels" in batch._fields and batch.labels.ndim == 1:
+                labels_seen.update(batch.labels.tolist())
+        seconds = time.perf_counter() - begin
     print(f"{name}: {count:,} images in {seconds:.2f} s, {count / seconds:,.0f} images/s")
-    print(f"  last batch {tuple(images.shape)} {images.dtype}, mean {images.to(torch.float32).mean() / 255:.3f}")
+    mean = batch.images.to(torch.float32).mean() / 255
+    print(f"  last batch {tuple(batch.images.shape)} {batch.images.dtype}, mean {mean:.3f}")
     if dataset.classes:
         print(f"  labels of {len(labels_seen)} of {len(dataset.classes)} classes: {', '.join(dataset.classes[:8])}")
 
@@ -31,11 +32,12 @@ def read(name: str, dataset: h5pack.H5Dataset, batches: Iterable[Any]) -> None:
 def main() -> None:
     dataset = h5pack.H5Dataset(sys.argv[1])
     print(dataset)
-    print("one epoch each, start-up included; the first may read from the disk, the second from memory")
-    read("H5Loader", dataset, h5pack.H5Loader(dataset, BATCH))
+    print("the second epoch of each, when the file is in memory and workers have started")
+    with h5pack.H5Loader(dataset, BATCH) as loader:
+        read("H5Loader", dataset, loader)
     sampler = h5pack.ChunkBatchSampler(dataset, BATCH)
-    loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate, num_workers=WORKERS)
-    read(f"DataLoader with {WORKERS} workers", dataset, loader)
+    settings = {"num_workers": WORKERS, "persistent_workers": True}
+    read(f"DataLoader with {WORKERS} workers", dataset, DataLoader(dataset, batch_sampler=sampler, **settings))
 
 
 if __name__ == "__main__":

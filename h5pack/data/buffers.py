@@ -17,6 +17,7 @@ batch that h5pack's returned, the batch is sent as ordinary tensors, which torch
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import mmap
@@ -24,18 +25,20 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.utils.deterministic
 from torch.utils.data import get_worker_info
 
 from h5pack.errors import LoaderError
 from h5pack.system.machine import huge_page_memory
 
+_deterministic: Any = torch.utils.deterministic  # mypy does not see its property.
 _ALIGNMENT = 64
 _PAGE = 4096
 
@@ -60,6 +63,40 @@ class BatchField:
     dtype: np.dtype[Any]
     row_bytes: int
     offset: int
+
+
+@contextlib.contextmanager
+def unfilled_memory() -> Iterator[None]:
+    """Let new tensors keep what is in their memory, for tensors that are then overwritten completely.
+
+    ``torch.use_deterministic_algorithms`` fills every new tensor otherwise, which takes as long as copying it. The
+    setting belongs to the process, so the last of several threads restores it.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    with _filling.lock:
+        if not _filling.users:
+            _filling.before = _deterministic.fill_uninitialized_memory
+        _filling.users += 1
+        _deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        with _filling.lock:
+            _filling.users -= 1
+            if not _filling.users:
+                _deterministic.fill_uninitialized_memory = _filling.before
+
+
+class _Filling:
+    """How many threads are in `unfilled_memory`, and what the setting was before the first of them."""
+
+    def __init__(self) -> None:
+        self.lock, self.users, self.before = threading.Lock(), 0, True
+
+
+_filling = _Filling()
 
 
 class BatchMemory:
@@ -128,7 +165,7 @@ class BufferPool:
     def allocate(self, rows: int) -> BatchMemory:
         """Return memory for a batch of `rows` rows."""
         if self._pinned:
-            pinned = torch.empty(self.bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            pinned = self._new_pinned()
             return BatchMemory(pinned.numpy(), pinned, self.fields, rows)
         self._forget_dead()
         try:
@@ -147,15 +184,24 @@ class BufferPool:
         self._watched[number] = weakref.ref(base, give_back)
         return BatchMemory(base, None, self.fields, rows)
 
-    def prepare(self) -> None:
-        """Allocate the buffers that the pool may keep, and write to each page, so that later batches are fast."""
+    def prepare(self, buffers: int | None = None) -> None:
+        """Allocate the buffers that the pool may keep, and write to each page, so that later batches are fast.
+
+        `buffers`, if given, is how many of them to allocate. torch's allocator keeps pinned ones.
+        """
         if self._pinned:
+            held = [self._new_pinned() for _ in range(self.keep if buffers is None else buffers)]
+            del held
             return
         self._forget_dead()
         for _ in range(self.keep - len(self._free) - len(self._watched)):
             memory = huge_page_memory(self.bytes)
             np.frombuffer(memory, np.uint8)[::_PAGE] = 0
             self._free.append(memory)
+
+    def _new_pinned(self) -> torch.Tensor:
+        with unfilled_memory():
+            return torch.empty(self.bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def _forget_dead(self) -> None:
         """Drop the weak references to freed arrays. Several threads may call this at the same time."""
@@ -230,7 +276,8 @@ class SharedMemory:
         """Return new tensors to fill, in shared memory if `share` is true, this is a worker and it is supported."""
         if share and get_worker_info() is not None and can_share():
             return self.shared_batch(shapes)
-        return [torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype) for shape, dtype in shapes]
+        with unfilled_memory():
+            return [torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype) for shape, dtype in shapes]
 
     def shared_batch(self, shapes: Sequence[Shape]) -> SharedBatch:
         """Return tensors to fill, in a free segment of shared memory."""
@@ -250,75 +297,27 @@ class SharedMemory:
 
 
 class SharedBatch(list[torch.Tensor]):
-    """The tensors of one batch, in a segment. The main process receives a list, or a tensor if `single()` was sent."""
+    """The tensors of one batch, in a segment. The main process receives a list."""
 
     def __init__(self, segment: SharedSegment, shapes: Sequence[Shape]) -> None:
         self._segment, self._shapes = segment, shapes
         super().__init__(_tensors(segment.fill(), shapes))
         self._signatures = [_signature(tensor) for tensor in self]
 
-    def __reduce__(self) -> Any:
-        return self.reduced(list(self), single=False) or (list, (list(self),))
-
-    def __copy__(self) -> list[torch.Tensor]:
-        return list(self)
-
-    def __deepcopy__(self, memo: Any) -> list[torch.Tensor]:
-        return [tensor.clone() for tensor in self]
-
-    def reduced(self, tensors: list[torch.Tensor], *, single: bool) -> Any:
-        """Return what ``__reduce__`` must return so that unpickling maps the segment in the main process.
+    def reduced(self, tensors: list[torch.Tensor]) -> Any:
+        """Return the function and the arguments with which the main process maps the segment: it gets the tensors.
 
         Return None if the tensors are no longer those in the segment, or if the segment was sent before.
         """
         if self._segment.sent or [_signature(tensor) for tensor in tensors] != self._signatures:
             return None
         self._segment.send()
-        return _receive, (os.getpid(), self._segment.descriptor, self._shapes, single)
-
-    def single(self) -> torch.Tensor:
-        """Return the batch's only tensor, marked so that the segment is sent instead of a copy."""
-        tensor = self[0].as_subclass(_SingleTensor)
-        tensor.batch = self
-        return tensor
+        return _receive, (os.getpid(), self._segment.descriptor, self._shapes)
 
 
 def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return a value that changes if the tensor's memory, dtype, shape or strides change."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-class MarkedTensor(torch.Tensor):
-    """A tensor with a type of its own. Copies of it and results of operations on it are ordinary tensors."""
-
-    # Private API: torch documents `torch._C._disabled_torch_function_impl` for subclasses, but gives it no public name.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def plain(self) -> torch.Tensor:
-        """Return an ordinary tensor that shares the memory."""
-        return self.as_subclass(torch.Tensor)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _same, (self.plain(),)
-
-    def __copy__(self) -> torch.Tensor:
-        return self.plain()
-
-    def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return self.plain().clone()
-
-
-class _SingleTensor(MarkedTensor):
-    """The only tensor of a batch. Pickling it for the main process sends the segment instead of a copy."""
-
-    batch: SharedBatch
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.batch.reduced([self], single=True) or super().__reduce_ex__(protocol)
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def can_share() -> bool:
@@ -334,7 +333,7 @@ def _tensors(base: npt.NDArray[np.uint8], shapes: Sequence[Shape]) -> list[torch
     ]
 
 
-def _receive(process: int, descriptor: int, shapes: Sequence[Shape], single: bool) -> Any:
+def _receive(process: int, descriptor: int, shapes: Sequence[Shape]) -> list[torch.Tensor]:
     """Map a worker's segment in the main process, and return the tensors of the batch."""
     path = f"/proc/{process}/fd/{descriptor}"
     try:
@@ -360,5 +359,4 @@ def _receive(process: int, descriptor: int, shapes: Sequence[Shape], single: boo
         _watched.pop(number, None)
 
     _watched[number] = weakref.ref(base, release)
-    tensors = _tensors(base, shapes)
-    return tensors[0] if single else tensors
+    return _tensors(base, shapes)

@@ -1,30 +1,32 @@
 """Collating a DataLoader's batches without copies: `SampleBatch`, whose samples are read on first access.
 
 torch's ``default_collate`` chooses a collate function by the type of the first sample (``default_collate_fn_map``).
-The first sample of a `SampleBatch` therefore has a special type, whose collate function returns the tensors that the
-rows were read into, instead of stacking copies of the samples.
+That of `Sample` returns the tensors that the rows of a `SampleBatch` were read into, instead of stacking samples.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, default_collate
 from torch.utils.data._utils import collate as torch_collate
 
-from h5pack.data.buffers import MarkedTensor, SharedBatch
 from h5pack.data.iteration import Closeable
+from h5pack.data.samples import Sample, new_batch
 from h5pack.errors import SizesDifferError
 
 
 class BatchSource(Closeable, Dataset[Any]):
-    """Base class of datasets that can read whole batches."""
+    """Base class of datasets that can read whole batches.
+
+    `field_names` are the names of a batch's fields.
+    """
+
+    field_names: tuple[str, ...]
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """Collate samples as torch's ``default_collate`` does, but read the rows directly into the batch.
@@ -36,9 +38,9 @@ class BatchSource(Closeable, Dataset[Any]):
 
         Returns
         -------
-        list of Tensor, or Tensor
-            The images of the stored shape and dtype, (n, ...); the labels, int64 (n,) if integers, else of the stored
-            dtype; the fields; the row numbers in the files, int64 (n,). A single tensor if there are only images.
+        named tuple of Tensor
+            `images` of the stored shape and dtype, (n, ...); `labels`, int64 (n,) if integers, else of the stored
+            dtype; the fields, by their names; `rows`, the row numbers in the files, int64 (n,).
         """
         if isinstance(samples, SampleBatch) and samples.comes_from(self):
             return samples.collate()
@@ -51,20 +53,6 @@ class BatchSource(Closeable, Dataset[Any]):
     def split_batch(self, batch: list[torch.Tensor], rows: npt.NDArray[np.int64]) -> list[Any]:
         """Return the first ``len(rows)`` samples of a batch; their tensors share the batch's memory."""
         raise NotImplementedError
-
-
-class FirstSample(tuple[Any, ...]):
-    """The type of a batch's first sample if samples are tuples. A copied or unpickled one is an ordinary tuple."""
-
-    def __reduce__(self) -> Any:
-        return tuple, (list(self),)
-
-    def __copy__(self) -> tuple[Any, ...]:
-        return tuple(self)
-
-
-class FirstTensor(MarkedTensor):
-    """The type of a batch's first sample if each sample is a single tensor."""
 
 
 class SampleBatch(Sequence[Any]):
@@ -97,14 +85,12 @@ class SampleBatch(Sequence[Any]):
         """Whether no sample other than the first has been accessed."""
         return self._samples is None
 
-    def collate(self) -> list[torch.Tensor] | torch.Tensor:
-        """Return the tensors of the batch, or its only tensor. The caller owns them, so a second call reads again."""
+    def collate(self) -> Any:
+        """Return the batch. The caller owns its tensors, so a second call reads again."""
         batch, self._batch = self._batch, None
         if batch is None or self._samples is not None:
             batch = self._source.read_batch(self.rows)
-        if len(batch) > 1:
-            return batch
-        return batch.single() if isinstance(batch, SharedBatch) else batch[0]
+        return new_batch(self._source.field_names, batch)
 
     def samples(self) -> list[Any]:
         """Return the samples, which are read on the first call only."""
@@ -135,9 +121,7 @@ class SampleBatch(Sequence[Any]):
         if index != 0 or not len(self):
             return self.samples()[index]
         if self._first is None:
-            first = (self._samples or self._load_samples(self.rows[:1]))[0]
-            alone = isinstance(first, torch.Tensor)
-            self._first = first.as_subclass(FirstTensor) if alone else FirstSample(first)
+            self._first = (self._samples or self._load_samples(self.rows[:1]))[0]
         return self._first
 
     def __iter__(self) -> Iterator[Any]:
@@ -145,22 +129,14 @@ class SampleBatch(Sequence[Any]):
 
 
 def _collate(batch: Sequence[Any], *, collate_fn_map: dict[Any, Any] | None = None) -> Any:
-    """Collate a batch whose first sample is a `FirstSample` or `FirstTensor`.
-
-    `batch` is a `SampleBatch`, or a list of the samples of a `SampleBatch`.
-    """
+    """Collate samples: a `SampleBatch`, or a list."""
     usual = collate_fn_map is not None and collate_fn_map.get(torch.Tensor) is torch_collate.collate_tensor_fn
     if usual and isinstance(batch, SampleBatch) and batch.untouched:
         return batch.collate()
-    first = batch[0]
-    first = first.plain() if isinstance(first, FirstTensor) else tuple(first)
-    return torch_collate.collate([first, *batch[1:]], collate_fn_map=collate_fn_map)
+    columns = zip(*batch, strict=True)
+    collated = [torch_collate.collate(column, collate_fn_map=collate_fn_map) for column in columns]
+    return new_batch(batch[0]._batch_fields, collated)
 
 
 # Private API: torch documents default_collate_fn_map, but exports it only from torch.utils.data._utils.collate.
-torch_collate.default_collate_fn_map.update({FirstSample: _collate, FirstTensor: _collate})
-
-with contextlib.suppress(AttributeError, ValueError):
-    # torchvision's transforms use torch's pytrees, so they would not find the tensors in an unregistered type.
-    # Private API: torch.utils._pytree has no public counterpart for registering a container.
-    pytree.register_pytree_node(FirstSample, lambda sample: (list(sample), None), lambda parts, _: tuple(parts))
+torch_collate.default_collate_fn_map[Sample] = _collate

@@ -48,6 +48,7 @@ class ConcatPack(BatchSource):
                 )
             _check_same_fields(self.datasets[0], dataset)
         self.offsets: Rows = np.cumsum([0, *map(len, self.datasets)])
+        self.field_names = self.datasets[0].field_names
         self._shared = SharedMemory()
         self._plain = all(one.transform is None and one.target_transform is None for one in self.datasets)
 

@@ -13,15 +13,21 @@ import torch
 
 from h5pack.data.buffers import SharedMemory
 from h5pack.data.collate import BatchSource, SampleBatch
+from h5pack.data.samples import name_fields, sample_type
 from h5pack.errors import OptionsError, PackFormatError
 from h5pack.format import schema
+from h5pack.images.decode import image_of
 from h5pack.read.description import checksums_of, describe_file
 from h5pack.read.engine import Engine, ReadStats
 from h5pack.read.hdf5 import open_file, text
+from h5pack.system.parameters import require_callable
 
 
 class H5Dataset(BatchSource):
-    """Samples of an HDF5 file: ``(image, label, *fields, row)``, without those that do not exist or are not requested.
+    """Samples of an HDF5 file: named tuples ``(image, label, *fields, row)``.
+
+    Parts that the file does not have, or that are not requested, are left out. So without labels, a sample has one
+    element: ``sample.image``. The names of `fields` are the last parts of their paths.
 
     The dataset works with fork, spawn and forkserver workers, because the file is opened on first use in each process
     and the dataset owns no thread. The rows of a batch are read together (``__getitems__``): directly from the file if
@@ -37,8 +43,8 @@ class H5Dataset(BatchSource):
     split : str, optional
         Name of one of the file's splits; None: all rows.
     transform : callable, optional
-        Called with each image in a form that torchvision's transforms accept: a uint8 ndarray (H, W, C) if channels
-        are stored last (for ``ToTensor`` and ``v2.ToImage``), a tensor (C, H, W) if they are stored first.
+        Called with each image as a Pillow image, as torchvision's ``ImageFolder`` does. Images that are not uint8, gray
+        or RGB are tensors, as in samples without `transform`.
     target_transform : callable, optional
         Called with each label.
     images : str
@@ -63,6 +69,8 @@ class H5Dataset(BatchSource):
         Column names, if the labels are a table (rows, K).
     mean, std : ndarray or None
         float64, (C,): mean and standard deviation of each channel, stored in the pack, for pixels scaled to 0..1.
+    field_names : tuple of str
+        Names of the parts of a batch: "images", "labels", the fields, "rows".
     names : tuple of str
         Paths of the datasets that a sample consists of: images, labels, fields.
     label_name : str or None
@@ -103,6 +111,10 @@ class H5Dataset(BatchSource):
     ) -> None:
         if isinstance(fields, str):
             raise OptionsError(f"fields is the text {fields!r}; give a list of dataset names", parameters=("fields",))
+        if split is not None and not isinstance(split, str):
+            raise OptionsError(f"split is {split!r}; give the name of one split", parameters=("split",))
+        require_callable("transform", transform)
+        require_callable("target_transform", target_transform)
         pack = describe_file(path, images, labels, fields)
         self.path, self.split = pack.path, split
         self.transform, self.target_transform = transform, target_transform
@@ -112,6 +124,7 @@ class H5Dataset(BatchSource):
         self.with_rows, self.check = with_rows, check
         self.names = tuple(name for name in pack.indexes if not name.startswith(f"{schema.CHECKSUMS}/"))
         self.label_name = pack.labels
+        self.field_names = name_fields(self.names, self.label_name, with_rows)
         self._channels_first = pack.layout == "nchw"
         if check and checksums_of(self.names[0]) not in pack.indexes:
             raise OptionsError(
@@ -178,10 +191,10 @@ class H5Dataset(BatchSource):
         if not -self._length <= number < self._length:
             raise _out_of_range(index, self._length, f"{self.path}: ")
         row = self.first_row + number % self._length
-        sample = [self._convert(name, self.engine.read_one(name, row)) for name in self.names]
+        values = [self._convert(name, self.engine.read_one(name, row)) for name in self.names]
         if self.with_rows:
-            sample.append(row)
-        return sample[0] if len(sample) == 1 else tuple(sample)
+            values.append(row)
+        return sample_type(self.field_names)(*values)
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
         """Return the samples of many indices, read together. torch's DataLoader calls this for each batch.
@@ -218,11 +231,10 @@ class H5Dataset(BatchSource):
         """Return samples made of `columns`, the values of each dataset of `names`, and of the row numbers."""
         if self.with_rows:
             columns.append(rows.tolist())
-        samples = []
+        samples, new = [], sample_type(self.field_names)
         for values in zip(*columns, strict=True):
-            sample = [self._convert(name, value) for name, value in zip(self.names, values, strict=False)]
-            sample += values[len(self.names) :]
-            samples.append(sample[0] if len(sample) == 1 else tuple(sample))
+            converted = [self._convert(name, value) for name, value in zip(self.names, values, strict=False)]
+            samples.append(new(*converted, *values[len(self.names) :]))
         return samples
 
     def read_rows(
@@ -284,12 +296,20 @@ class H5Dataset(BatchSource):
         if name == self.names[0]:
             if self.transform is None:
                 return torch.from_numpy(np.asarray(value))
-            return self.transform(torch.from_numpy(value) if self._channels_first else value)
+            return self.transform(self._transformable(value))
         if name != self.label_name:
             return torch.from_numpy(np.asarray(value))
         whole = np.ndim(value) == 0 and value.dtype.kind in "biu"
         label = value.item() if whole else torch.from_numpy(np.asarray(value))
         return label if self.target_transform is None else self.target_transform(label)
+
+    def _transformable(self, value: npt.NDArray[Any]) -> Any:
+        """Return an image in a form that all of torchvision's transforms take."""
+        pixels = value[..., None] if value.ndim == 2 else value
+        if self._channels_first and pixels.ndim == 3:
+            pixels = pixels.transpose(1, 2, 0)
+        is_picture = value.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] in (1, 3)
+        return image_of(pixels) if is_picture else torch.from_numpy(np.asarray(value))
 
 
 def positions_of(indices: Sequence[int], count: int, where: str = "") -> npt.NDArray[np.int64]:

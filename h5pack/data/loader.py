@@ -21,6 +21,7 @@ from h5pack.data.gather import HeldRows
 from h5pack.data.iteration import BatchIterator, Closeable, IdleThreads
 from h5pack.data.pipeline import EpochGroups, Pipeline
 from h5pack.data.samplers import order_text
+from h5pack.data.samples import new_batch
 from h5pack.data.selection import plan_order, select_draws
 from h5pack.errors import OptionsError
 from h5pack.order.cursor import EpochCursor, IterationState, Resumable
@@ -28,7 +29,7 @@ from h5pack.order.permutation import derive_key
 from h5pack.order.window import DEFAULT_WINDOW
 from h5pack.read.engine import SCATTER_BYTES, ReadStats
 from h5pack.system.machine import available_cpus, available_memory
-from h5pack.system.parameters import whole_number
+from h5pack.system.parameters import require_callable, whole_number
 
 
 class LoaderIterator(BatchIterator):
@@ -138,6 +139,8 @@ class H5Loader(Closeable, Resumable):
         epoch, batch, rank), so that its random numbers are the same in every run.
     target_transform : callable, optional
         Called with the labels of each batch, in the same way as `transform`.
+    num_workers : None
+        Not supported. An error recommends `num_threads` instead of DataLoader's worker processes.
 
     Raises
     ------
@@ -146,9 +149,8 @@ class H5Loader(Closeable, Resumable):
 
     Notes
     -----
-    A batch is what ``H5Dataset.collate`` returns: a list ``[images, labels, *fields, rows]`` without the parts that the
-    dataset does not have, or a single tensor if there are only images. Each iteration is the next epoch, unless
-    `set_epoch` chose another one.
+    A batch is what ``H5Dataset.collate`` returns: a named tuple ``(images, labels, *fields, rows)`` without the parts
+    that the dataset does not have. Each iteration is the next epoch, unless `set_epoch` chose another one.
     """
 
     def __init__(
@@ -173,8 +175,16 @@ class H5Loader(Closeable, Resumable):
         pin_memory: bool = False,
         transform: Callable[..., Any] | None = None,
         target_transform: Callable[..., Any] | None = None,
+        num_workers: None = None,
     ) -> None:
         self.dataset = dataset
+        if num_workers is not None:
+            raise OptionsError(
+                "H5Loader reads in threads, not in worker processes; give num_threads instead of num_workers",
+                parameters=("num_threads", "num_workers"),
+            )
+        require_callable("transform", transform)
+        require_callable("target_transform", target_transform)
         self._base, rows = select_draws(dataset, indices, weights, num_samples)
         _require_no_transform(self._base)
         ranks = rank, num_replicas
@@ -293,6 +303,10 @@ class H5Loader(Closeable, Resumable):
         if self._held is None:
             rows = self.plan.rows.unique_rows() if self._held_names else range(0)
             self._held = {name: HeldRows(self._base, name, rows) for name in self._held_names}
+            if self.pin_memory:
+                # Pinning takes long, and may fail while a CUDA graph is captured. So do it before the first batch.
+                pool = self._pool.blocks or self._pool
+                pool.prepare(min(self._max_gathered + 2, pool.keep))
         iterator = LoaderIterator(self._cursor, len(self), self._start)
         self._iterators.add(iterator)
         return iterator
@@ -374,7 +388,7 @@ class H5Loader(Closeable, Resumable):
             tensors.append(self._transformed(name, memory.tensor(name), epoch, batch))
         if self._with_rows:
             tensors.append(memory.tensor(ROWS))
-        return tensors[0] if len(tensors) == 1 else tensors
+        return new_batch(self._base.field_names, tensors)
 
     def _transformed(self, name: str, tensor: torch.Tensor, epoch: int, batch: int) -> Any:
         """Apply the transform of a field, if any, to its tensor. The result is pinned if the loader pins batches."""

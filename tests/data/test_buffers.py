@@ -22,7 +22,8 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 import h5pack
-from h5pack.data.buffers import BatchMemory, BufferPool, SharedBatch, SharedMemory, SharedSegment
+from h5pack.data.buffers import BatchMemory, BufferPool, SharedMemory, SharedSegment
+from h5pack.data.samples import new_batch
 from h5pack.errors import LoaderError
 from h5pack.system.machine import huge_page_memory
 from tests.data.packs import all_same
@@ -222,9 +223,13 @@ def send(batch: Any) -> Any:
     return pickle.loads(buffer.getvalue())
 
 
-def shared(memory: SharedMemory, value: int) -> SharedBatch:
+def new(memory: SharedMemory) -> Any:
+    return new_batch(("images", "labels"), memory.shared_batch(SHAPES))
+
+
+def shared(memory: SharedMemory, value: int) -> Any:
     """A batch filled with a value."""
-    batch = memory.shared_batch(SHAPES)
+    batch = new(memory)
     for tensor in batch:
         tensor.fill_(value)
     return batch
@@ -240,7 +245,7 @@ def test_memory_is_used_again_once_no_view_of_it_lives() -> None:
     for value in range(10):
         batch = shared(memory, value)
         images, labels = received = send(batch)
-        assert isinstance(received, list)
+        assert type(received) is type(batch)
         assert [tensor.shape for tensor in received] == [(4, 5, 3), (4,)]
         # A view of either tensor keeps both.
         if value < 5:
@@ -263,44 +268,34 @@ def test_memory_is_not_used_while_the_worker_looks_at_it() -> None:
     assert (kept == 1).all()
 
 
-CHANGES: dict[str, Callable[[SharedBatch], Any]] = {
-    "another dtype": lambda batch: batch.__setitem__(0, batch[0].float() / 2),
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "another tensor": lambda batch: batch._replace(images=batch.images / 2),
     "another shape": lambda batch: batch[0].unsqueeze_(1),
     "other memory": lambda batch: setattr(batch[0], "data", batch[0].clone()),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_changed_batch_is_sent_as_ordinary_tensors(change: Callable[[SharedBatch], Any]) -> None:
+def test_a_changed_batch_is_sent_as_ordinary_tensors(change: Callable[[Any], Any]) -> None:
     batch = shared(SharedMemory(), 3)
-    change(batch)
-    rebuild, (tensors,) = batch.__reduce__()
-    assert rebuild is list
+    changed = change(batch)
+    batch = changed if isinstance(changed, tuple) else batch
+    rebuild, (fields, tensors) = batch.__reduce_ex__(4)
+    assert (rebuild, fields) == (new_batch, ("images", "labels"))
     assert torch.equal(tensors[0], batch[0])
-    single = SharedMemory().shared_batch(SHAPES[:1]).single()
-    single.unsqueeze_(0)
-    assert single.__reduce_ex__(4)[1][0].shape == (1, 4, 5, 3)
 
 
 def test_copies_in_the_worker_leave_the_batch_alone() -> None:
     memory = SharedMemory()
     batch = shared(memory, 4)
     deep, shallow = copy.deepcopy(batch), copy.copy(batch)
-    assert (type(deep), type(shallow)) == (list, list)
+    assert type(deep) is type(shallow) is type(batch)
     received = send(batch)
-    assert batch.__reduce__()[0] is list, "it is on its way already"
+    assert batch.__reduce_ex__(4)[0] is new_batch, "it is on its way already"
+    assert shallow.__reduce_ex__(4)[0] is new_batch
     del deep, shallow, batch
     shared(memory, 5)
     assert (received[0] == 4).all()
-
-
-def test_one_tensor_alone() -> None:
-    tensor = SharedMemory().shared_batch(SHAPES[:1]).single()
-    tensor.fill_(9)
-    received = send(tensor)
-    assert (received == 9).all()
-    for plain in (received, tensor + 1, copy.deepcopy(tensor), copy.copy(tensor)):
-        assert type(plain) is torch.Tensor
 
 
 def test_a_forked_child_gives_nothing_back() -> None:
@@ -319,7 +314,7 @@ def test_a_forked_child_gives_nothing_back() -> None:
 
 def test_many_that_were_held_are_not_kept_for_ever() -> None:
     memory = SharedMemory()
-    held = [send(memory.shared_batch(SHAPES)) for _ in range(20)]
+    held = [send(new(memory)) for _ in range(20)]
     assert len(memory._segments) == 20
     del held
     memory.shared_batch(SHAPES)
@@ -351,9 +346,9 @@ def test_neither_a_pickle_nor_a_fork_takes_segments_along() -> None:
 
 def test_a_worker_that_died_is_named() -> None:
     batch = SharedMemory().shared_batch(SHAPES)
-    rebuild, (_, descriptor, shapes, single) = batch.__reduce__()
+    rebuild, (_, descriptor, shapes) = batch.reduced(list(batch))
     with pytest.raises(LoaderError, match="/proc/999999999/fd"):
-        rebuild(999_999_999, descriptor, shapes, single)
+        rebuild(999_999_999, descriptor, shapes)
 
 
 def test_a_segment_is_free_when_neither_process_uses_it() -> None:

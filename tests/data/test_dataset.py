@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from PIL import Image
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
@@ -111,15 +112,25 @@ def test_items_are_the_stored_rows(pack: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_transforms_get_what_torchvision_expects(pack: Path, tmp_path: Path) -> None:
-    def described(image: Any) -> Any:
-        return type(image), tuple(image.shape), image.dtype
-
-    image, label = h5pack.H5Dataset(pack, transform=described, target_transform=lambda label: label + 10)[0]
-    assert image == (np.ndarray, (20, 14, 3), np.uint8)
+    """All of them take Pillow images; those of v2 leave an ndarray as it is."""
+    image, label = h5pack.H5Dataset(pack, transform=lambda image: image, target_transform=lambda label: label + 10)[0]
+    assert (type(image), image.mode) == (Image.Image, "RGB")
+    assert np.array_equal(image, h5pack.H5Dataset(pack)[0].image)
     assert label in (10, 11)
-    h5pack.convert(class_folders(tmp_path / "in", {"a": 4}), tmp_path / "o.h5", **quick(layout="nchw"))
-    assert h5pack.H5Dataset(tmp_path / "o.h5", transform=described)[0][0] == (torch.Tensor, (3, 20, 14), torch.uint8)
-    assert h5pack.H5Dataset(tmp_path / "o.h5")[0][0].shape == (3, 20, 14)
+    for mode, layout in (("rgb", "nchw"), ("gray", "nchw"), ("gray", "nhwc")):
+        settings = quick(layout=layout, mode=mode, overwrite=True)
+        h5pack.convert(class_folders(tmp_path / "in", {"a": 4}), tmp_path / "o.h5", **settings)
+        image = h5pack.H5Dataset(tmp_path / "o.h5", transform=lambda image: image)[0].image
+        stored = h5pack.H5Dataset(tmp_path / "o.h5")[0].image
+        assert image.mode == {"rgb": "RGB", "gray": "L"}[mode]
+        pixels = stored.permute(1, 2, 0) if layout == "nchw" else stored
+        assert np.array_equal(np.asarray(image).reshape(pixels.shape), pixels)
+    for shape, dtype in (((8, 9, 5), "u1"), ((8, 9, 3), "f4"), ((3, 8, 9), "u1")):
+        path = packs.write(tmp_path / "f.h5", 3, images=packs.values(4, shape, dtype))
+        image = h5pack.H5Dataset(path, transform=lambda image: image)[0].image
+        assert torch.equal(image, h5pack.H5Dataset(path)[0].image)
+    gray = packs.write(tmp_path / "f.h5", 3, images=packs.values(4, (8, 9)))
+    assert h5pack.H5Dataset(gray, transform=lambda image: image.size)[0].image == (9, 8)
 
 
 def test_pickled_and_forked_while_open(pack: Path) -> None:
@@ -134,7 +145,8 @@ def test_tables_of_labels_and_no_labels(tmp_path: Path) -> None:
     for number in range(5):
         save(tmp_path / "in" / f"{number}.jpg", number)
     h5pack.convert(tmp_path / "in", tmp_path / "flat.h5", **quick())
-    assert h5pack.H5Dataset(tmp_path / "flat.h5")[2].shape == (20, 14, 3)
+    (image,) = h5pack.H5Dataset(tmp_path / "flat.h5")[2]
+    assert image.shape == (20, 14, 3)
     (tmp_path / "m.csv").write_text("path,a,b\n" + "".join(f"in/{n}.jpg,{n % 2},1\n" for n in range(5)))
     h5pack.convert(tmp_path / "m.csv", tmp_path / "t.h5", **quick(label_columns=("a", "b"), order="sorted"))
     dataset = h5pack.H5Dataset(tmp_path / "t.h5")
@@ -173,12 +185,12 @@ def test_any_hdf5_file_of_numbers(tmp_path: Path, dtype: str, shape: tuple[int, 
 
 def test_samples_end_with_fields_and_rows(rich_file: Path) -> None:
     fields = ["boxes", "/masks"]
-    dataset = h5pack.H5Dataset(rich_file, fields=fields, with_rows=True, transform=lambda image: image.shape)
+    dataset = h5pack.H5Dataset(rich_file, fields=fields, with_rows=True, transform=lambda image: image.size)
     assert dataset.names == ("images", "labels", "boxes", "masks")
     with h5py.File(rich_file) as file:
         boxes, masks = torch.from_numpy(file["boxes"][()]), torch.from_numpy(file["masks"][()])
     for (*sample, box, mask, row), expected in zip(dataset[-3:], (100, 101, 102), strict=True):
-        assert (sample, type(row), row) == ([packs.SHAPE, expected], int, expected)
+        assert (sample, type(row), row) == ([packs.SHAPE[1::-1], expected], int, expected)
         assert same([box, mask], [boxes[row], masks[row]])
     image, weight = h5pack.H5Dataset(rich_file, labels=None, fields=["weight"])[51]
     assert (image.shape, weight.shape, weight.dtype, float(weight)) == (packs.SHAPE, (), torch.float64, 0.5)
@@ -205,6 +217,7 @@ def test_splits_classes_targets_and_filenames(pack: Path, tmp_path: Path) -> Non
     [
         *(({"split": "val"}, PackFormatError, ("split",)), ({"fields": "boxes"}, OptionsError, ("fields",))),
         *(({"fields": ["depth"]}, PackFormatError, ()), ({"check": True}, OptionsError, ("check",))),
+        *(({"split": ["val"]}, OptionsError, ("split",)), ({"transform": "flip"}, OptionsError, ("transform",))),
         ({"path": "cut.h5"}, PackFormatError, ()),
     ],
     ids=str,
@@ -245,7 +258,7 @@ def test_a_batch_is_read_once_on_first_access(pack: Path) -> None:
     assert dataset.stats().rows == 3
     assert [key(*sample) for sample in batch] == [key(*other[index]) for index in (5, 3, 4)]
     assert batch[0] is first
-    assert type(next(iter(batch))) is tuple
+    assert type(next(iter(batch))) is type(first) is type(other[0])
     assert [label for _, label in batch[1:]] == [other[3][1], other[4][1]]
     assert dataset.stats().rows == 3
     for rows, collate_samples in ((5, dataset.collate), (7, default_collate)):
@@ -268,7 +281,7 @@ def test_collate_is_default_collate(tmp_path: Path, labels: str, with_rows: bool
     if with_rows:
         assert fast[-1].tolist() == list(range(103))
     with h5py.File(path) as file:
-        for name, part in zip(dataset.names, [fast] if isinstance(fast, torch.Tensor) else fast, strict=False):
+        for name, part in zip(dataset.names, fast, strict=False):
             assert np.array_equal(part.numpy(), file[name][()])
 
 
@@ -293,7 +306,7 @@ def test_a_first_sample_is_a_sample(rich_file: Path, labels: str | None) -> None
     plain = [dataset[index] for index in (4, 5, 6)]
     batch = dataset.__getitems__([4, 5, 6])
     first = batch[0]
-    image, expected = (first, plain[0]) if labels is None else (first[0], plain[0][0])
+    image, expected = first.image, plain[0].image
     assert isinstance(first, type(plain[0]))
     assert torch.equal(image, expected)
     assert type(image.float() / 255) is torch.Tensor
@@ -304,7 +317,7 @@ def test_a_first_sample_is_a_sample(rich_file: Path, labels: str | None) -> None
     copy.deepcopy(image).zero_()
     assert image.any()
     halved = pytree.tree_map(lambda part: part / 2, first)
-    assert torch.equal(halved if labels is None else halved[0], expected / 2), "torch's trees go into it"
+    assert torch.equal(halved.image, expected / 2), "torch's trees go into it"
 
 
 def test_a_changed_sample_stays_changed(rich_file: Path) -> None:
@@ -340,7 +353,7 @@ def test_a_users_way_to_collate_tensors_is_kept(rich_file: Path, monkeypatch: py
 
 @pytest.mark.parametrize(("labels", "workers"), [(None, FORK), ("labels", {}), ("labels", FORK)])
 def test_a_dataloader_without_collate_fn(rich_file: Path, labels: str | None, workers: dict[str, Any]) -> None:
-    for transform in (None, torch.from_numpy, lambda image: image.astype("f4")):
+    for transform in (None, np.array, lambda image: np.asarray(image, "f4")):
         dataset = h5pack.H5Dataset(rich_file, labels=labels, transform=transform)
         expected = [default_collate([dataset[i] for i in range(at, min(at + 8, 45))]) for at in range(3, 45, 8)]
         assert all_same(list(DataLoader(Subset(dataset, range(3, 45)), batch_size=8, **workers)), expected)
@@ -367,7 +380,7 @@ def test_collate_leaves_transforms_to_the_samples(rich_file: Path) -> None:
         return dataset.collate(dataset.__getitems__([3, 9]))
 
     images, labels = collated()
-    both = collated(transform=lambda image: torch.from_numpy(image) + 1, target_transform=lambda label: -label)
+    both = collated(transform=lambda image: torch.tensor(np.array(image)) + 1, target_transform=lambda label: -label)
     assert same(both, [images + 1, -labels])
     assert same(collated(target_transform=float), [images, labels.double()])
 
@@ -377,7 +390,7 @@ def test_collate_of_another_dataset_gives_the_samples_own_rows(rich_file: Path, 
     packs.write(tmp_path / "b.h5", images=packs.values()[::-1], labels=np.arange(103) + 500)
     other = h5pack.H5Dataset(tmp_path / "b.h5")
     assert same(one.collate(other.__getitems__([1, 2])), default_collate([other[1], other[2]]))
-    halved = h5pack.H5Dataset(rich_file, transform=lambda image: image // 2)
+    halved = h5pack.H5Dataset(rich_file, transform=lambda image: np.asarray(image) // 2)
     assert torch.equal(one.collate(halved.__getitems__([4]))[0][0], one[4][0] // 2)
 
 

@@ -162,6 +162,6 @@ def test_rows_in_the_page_cache_take_no_private_memory(tmp_path: Path) -> None:
             pass
         before = private()
         for _ in range(3):
-            for images in loader:
+            for (images,) in loader:
                 assert images[0, 0, 0, 0] == 1
         assert private() - before < rows * int(np.prod(shape)) / 4

@@ -43,7 +43,7 @@ def pairs(rows: Any) -> list[tuple[int, int]]:
 
 def expected(dataset: Any, indices: Any) -> list[tuple[int, int]]:
     """What the dataset itself gives for these indices."""
-    return sorted(((int(dataset[int(index)]), int(index)) for index in indices), key=lambda pair: pair[1])
+    return sorted(((int(dataset[int(index)].image), int(index)) for index in indices), key=lambda pair: pair[1])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,111 @@
+"""Samples and batches are named tuples, everywhere."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Subset
+
+import h5pack
+from h5pack.data.samples import name_fields, new_batch, sample_type
+from tests.data import packs
+from tests.data.packs import same
+
+
+@pytest.mark.parametrize(
+    ("names", "label", "rows", "expected"),
+    [
+        (("images",), None, False, ("images",)),
+        (("x", "y"), "y", True, ("images", "labels", "rows")),
+        (("x", "y", "z"), None, True, ("images", "y", "z", "rows")),
+        (("images", "labels", "a/masks", "b/masks"), "labels", False, ("images", "labels", "masks", "masks_")),
+        (("images", "labels"), None, False, ("images", "labels_")),
+        (("images", "in/rows", "2d", "a-b", "_x", "class"), None, True,
+         ("images", "rows_", "field_2d", "a_b", "field__x", "class_", "rows")),
+        (("images", "count", "repeats"), None, False, ("images", "count_", "repeats_")),
+        (("images", "y", "image", "label", "row", "a\u00b2"), "y", True,
+         ("images", "labels", "image_", "label_", "row_", "a_", "rows")),
+    ],
+)  # fmt: skip
+def test_names_of_fields(names: tuple[str, ...], label: str | None, rows: bool, expected: tuple[str, ...]) -> None:
+    assert name_fields(names, label, rows) == expected
+    assert len(sample_type(expected)._fields) == len(expected)
+
+
+def test_unlabelled_images_cannot_be_unpacked_as_images_and_labels(tmp_path: Path) -> None:
+    """Two images would else be taken for images and labels."""
+    dataset = h5pack.H5Dataset(packs.write(tmp_path / "f.h5", 3, images=packs.values(6)))
+    for loader in (h5pack.H5Loader(dataset, 2, num_threads=1), DataLoader(dataset, 2), DataLoader(list(dataset), 2)):
+        for batch in loader:
+            assert batch._fields == ("images",)
+            with pytest.raises(ValueError, match="unpack"):
+                _, _ = batch
+    assert dataset[0]._fields == ("image",)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> h5pack.H5Dataset:
+    masks = packs.values(24, (16, 12))
+    path = packs.write(tmp_path / "f.h5", 5, images=packs.values(24), labels=np.arange(24) % 3, **{"in/masks": masks})
+    return h5pack.H5Dataset(path, fields=["in/masks"], with_rows=True)
+
+
+def test_samples_and_batches_have_the_same_names_on_every_way(dataset: h5pack.H5Dataset) -> None:
+    assert dataset.field_names == ("images", "labels", "masks", "rows")
+    sample = dataset[7]
+    assert sample._fields == ("image", "label", "masks", "row")
+    assert (sample.label, sample.row, sample.masks.shape) == (1, 7, (16, 12))
+    assert repr(sample).startswith("Sample(image=")
+    half = h5pack.H5Dataset(
+        dataset.path,
+        fields=["in/masks"],
+        with_rows=True,
+        transform=lambda image: np.array(image) // 2,
+    )
+    concatenated = h5pack.ConcatPack([dataset, dataset])
+    loaders: list[Any] = [h5pack.H5Loader(dataset, 4, shuffle=False), h5pack.DeviceFeed(DataLoader(dataset, 4), "cpu")]
+    for source in (dataset, half, concatenated, Subset(dataset, range(12)), Subset(half, range(12))):
+        loaders += [DataLoader(source, 4, num_workers=workers) for workers in (0, 1)]
+    for loader in loaders:
+        batch = next(iter(loader))
+        assert batch._fields == ("images", "labels", "masks", "rows")
+        assert batch.rows.tolist() == [0, 1, 2, 3]
+        assert batch.images.shape == (4, 16, 12, 3)
+        images, labels, masks, rows = batch
+        assert (images is batch.images, labels is batch[1], masks is batch.masks, rows is batch[-1]) == (True,) * 4
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_named_tuples_go_between_processes(dataset: h5pack.H5Dataset, context: str) -> None:
+    batches = list(DataLoader(dataset, 8, num_workers=1, multiprocessing_context=context))
+    assert [batch._fields for batch in batches] == [dataset.field_names] * 3
+    assert all(map(same, batches, DataLoader(dataset, 8)))
+
+
+def test_copies_and_pickles_have_the_same_type_and_attributes(dataset: h5pack.H5Dataset) -> None:
+    for value in (dataset[3], new_batch(("images", "rows"), [torch.ones(2), torch.zeros(2)])):
+        for copied in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
+            assert type(copied) is type(value)
+            assert same(*([torch.as_tensor(part) for part in parts] for parts in (copied, value)))
+    echoed = list(h5pack.EchoLoader(DataLoader(dataset, 24), 2))[1]
+    assert (echoed.repeats, copy.copy(echoed).repeats, pickle.loads(pickle.dumps(echoed)).repeats) == (1, 1, 1)
+    assert echoed.masks.shape == (24, 16, 12)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_the_example_reads_labelled_and_unlabelled_images(tmp_path: Path, labelled: bool) -> None:
+    labels = {"labels": np.arange(12) % 3} if labelled else {}
+    path = packs.write(tmp_path / "f.h5", 3, images=packs.values(12), **labels)
+    example = Path(__file__).parents[2] / "examples" / "read_pack.py"
+    environment = {**os.environ, "PYTHONPATH": str(example.parents[1])}
+    done = subprocess.run([sys.executable, example, path], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.count(": 12 images in ")) == (0, 2), done.stderr
