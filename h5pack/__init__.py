@@ -25,9 +25,13 @@ if TYPE_CHECKING:
     from h5pack.data.mixture import MixtureSampler as MixtureSampler
     from h5pack.data.samplers import ChunkBatchSampler as ChunkBatchSampler
     from h5pack.data.samplers import ChunkSampler as ChunkSampler
+    from h5pack.device.crops import CenterCrop as CenterCrop
+    from h5pack.device.crops import RandomCrop as RandomCrop
+    from h5pack.device.crops import RandomResizedCrop as RandomResizedCrop
     from h5pack.device.echo import EchoLoader as EchoLoader
     from h5pack.device.feed import DeviceFeed as DeviceFeed
     from h5pack.device.normalize import Normalize as Normalize
+    from h5pack.device.transforms import Views as Views
     from h5pack.doctor.diagnose import diagnose as diagnose
     from h5pack.errors import DamagedRowsError as DamagedRowsError
     from h5pack.errors import H5PackError as H5PackError
@@ -61,9 +65,11 @@ _NAMES_OF_MODULES = {
     "h5pack.data.loader": "H5Loader",
     "h5pack.data.mixture": "MixtureSampler",
     "h5pack.data.samplers": "ChunkBatchSampler ChunkSampler",
+    "h5pack.device.crops": "CenterCrop RandomCrop RandomResizedCrop",
     "h5pack.device.echo": "EchoLoader",
     "h5pack.device.feed": "DeviceFeed",
     "h5pack.device.normalize": "Normalize",
+    "h5pack.device.transforms": "Views",
     "h5pack.doctor.diagnose": "diagnose",
     "h5pack.errors": "DamagedRowsError H5PackError IncompletePackError LoaderError NoImagesError NoSpaceError "
     "OptionsError OutputBusyError OutputExistsError PackChangedError PackFormatError ReadError RejectedImageError "

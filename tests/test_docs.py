@@ -211,6 +211,7 @@ def test_everything_in_a_real_pack_is_described(tmp_path: Path) -> None:
 
 SECTIONS = {name: [name] for name in ("H5Dataset", "H5Loader", "DeviceFeed", "Normalize", "EchoLoader", "FeedMonitor")}
 SECTIONS["Samplers"] = ["ChunkBatchSampler", "ChunkSampler"]
+SECTIONS["Crops"] = ["RandomCrop", "CenterCrop", "RandomResizedCrop"]
 SECTIONS["ConcatPack and MixtureSampler"] = ["MixtureSampler"]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import h5pack
 from h5pack.data.samplers import ChunkBatchSampler
-from tests.makers import colour_folders, quick
+from tests.makers import color_folders, quick
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EPOCHS, STEPS, SAVES, BATCH = 4, 4, 6, 32
@@ -56,7 +56,7 @@ print(json.dumps(logs))
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows to train with are 4 batches and some."""
     folder = tmp_path_factory.mktemp("colours")
-    source = colour_folders(folder / "in", {"train": STEPS * BATCH + 5, "val": 33}, 80)
+    source = color_folders(folder / "in", {"train": STEPS * BATCH + 5, "val": 33}, 80)
     h5pack.convert(source, folder / "colours.h5", **quick(chunk_rows=8))
     return folder / "colours.h5"
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import h5pack
-from tests.makers import colour_folders, quick
+from tests.makers import color_folders, quick
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPT = str(EXAMPLES / "train.py")
@@ -78,7 +78,7 @@ def train() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("colours")
-    source = colour_folders(folder / "in", {"train": TRAIN, "val": VAL}, 40)
+    source = color_folders(folder / "in", {"train": TRAIN, "val": VAL}, 40)
     h5pack.convert(source, folder / "colours.h5", **quick(chunk_rows=8))
     return folder / "colours.h5"
 

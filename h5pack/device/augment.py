@@ -1,19 +1,22 @@
-"""Random flips, padded crops and erased boxes (random erasing), drawn separately for each sample of a batch.
+"""Random flips, crops, colors and erased boxes (random erasing), drawn separately for each sample of a batch.
 
 A draw is one pseudo-random number: a hash of (seed, epoch, row, repeat, number of the draw), computed in 64-bit integer
 arithmetic, which is exact on every device. A sample therefore gets the same augmentation on every device, for every
 batch size and number of ranks, and after a resume. The hash is splitmix64: a draw equals
-``derive_key(seed, epoch, row, 64 * repeat + number)`` from `h5pack.order.permutation`.
+``derive_key(seed, epoch, row, 64 * repeat + number)`` from `h5pack.order.permutation`. Further views of a batch and
+further streams of draws hash (seed, epoch, stream, view, row, ...) instead.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from h5pack.device.crops import CenterCrop, RandomCrop, RandomResizedCrop, ResizedCrop, check_image_size
 from h5pack.errors import OptionsError
 from h5pack.order.permutation import derive_key
 from h5pack.system.arrays import SPLITMIX64_FACTORS, SPLITMIX64_GAMMA
@@ -26,11 +29,80 @@ DRAWS = 64
 """How many draw numbers are reserved for each repeat of a row."""
 TRIES = 10
 """Number of boxes to try per image. If none fits, nothing is erased, as in torchvision's RandomErasing."""
-_FLIP, _TOP, _LEFT, _ERASE, _BOX = 0, 1, 2, 3, 4
-_STEPS = 4096
+CROP_STREAM = 1
+"""The stream of draws (see `random_words`) from which resized crops are drawn."""
+FLIP, TOP, LEFT, ERASE, BOX, VERTICAL_FLIP = 0, 1, 2, 3, 4, 44
+"""Numbers of the draws in stream 0; boxes take four for each try."""
+COLOR_STREAM = 2
+STEPS = 4096
+"""How many values a table has."""
 _UNIT_BITS = 20
 _UNIT = 1 << _UNIT_BITS
-_cached_tables: dict[tuple[object, ...], list[torch.Tensor]] = {}
+_GREY = (19595, 38470, 7471)
+"""Weights of red, green and blue in grey, in units of 2^-16, as in Pillow and ITU-R BT.601."""
+_QUARTER_TURN = (11225, 21145, -32370, -21774, 2601, 19173, 82681, -68855, -13826)
+"""The matrix that rotates by a quarter turn from I to Q, in units of 2^-16.
+
+It is inverse(T) R T, where T maps a color to YIQ (FCC NTSC 1953, as in Python's colorsys: I = 0.74 (red - Y) - 0.27
+(blue - Y), Q = 0.48 (red - Y) + 0.41 (blue - Y)) and R maps (Y, I, Q) to (0, -Q, I).
+"""
+_cached_tables: dict[tuple[object, ...], torch.Tensor] = {}
+
+
+@dataclass(frozen=True)
+class ColorJitter:
+    """Random brightness, contrast, saturation and hue, like torchvision's ``ColorJitter`` and ``RandomGrayscale``.
+
+    All of it is one matrix a sample, with which each pixel is multiplied once, in this order, before it is rounded and
+    clamped to 0..255. For b, c and s from 1 - x to 1 + x (x: the parameter) and an angle h from -hue to hue, drawn
+    uniformly, a pixel p = (red, green, blue) becomes::
+
+        grey   = 0.299 red + 0.587 green + 0.114 blue
+        p      = grey + s * (rotation of p - grey by h in the plane of I and Q of the YIQ colors)
+        result = b * (c * p + (1 - c) * level)
+
+    Parameters
+    ----------
+    brightness, contrast, saturation : float
+        How far the factors go from 1, from 0 to 1.
+    hue : float
+        The largest rotation, as a fraction of a full turn, from 0 to 0.5.
+    grayscale : float
+        The probability that s is 0, which makes all channels equal.
+
+    Raises
+    ------
+    OptionsError
+        If a value is out of range.
+
+    Notes
+    -----
+    torchvision applies the four changes in random order, and clamps and rounds after each. Its contrast keeps the mean
+    of each image, where `level` here is 255 times the grey of the mean that `Normalize` was given (127.5 without one).
+    It rotates hue in HSV, which is not linear.
+    """
+
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0
+    grayscale: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            largest = 0.5 if name == "hue" else 1
+            if not 0 <= value <= largest:
+                raise OptionsError(f"{name} is {value}; give a number from 0 to {largest}", parameters=(name,))
+
+
+class Changes(NamedTuple):
+    """Which kinds of changes the draws of a batch may make to its images."""
+
+    moves: bool  # Pixels are flipped, or come from a window.
+    pads: bool  # The window may exceed the image.
+    erases: bool
+    colors: bool
+    resize: ResizedCrop | None = None  # How windows are resized.
 
 
 @dataclass(frozen=True)
@@ -38,10 +110,14 @@ class Augmentation:
     """The random changes to make to images, as described in `Normalize`. Raises OptionsError for invalid values."""
 
     flip: float = 0.0  # Probability of a horizontal flip.
-    crop: int = 0  # Pixels of padding on each side before a random window is cut out.
+    # An int: padding on each side before a window of the same size is cut out.
+    crop: int | RandomCrop | ResizedCrop = 0
     erase: float = 0.0  # Probability that a box is erased.
     erase_scale: tuple[float, float] = (0.02, 0.33)  # Range of the box's area / the image's area; drawn uniformly.
     erase_ratio: tuple[float, float] = (0.3, 3.3)  # Range of the box's height / width; drawn log-uniformly.
+    vertical_flip: float = 0.0  # Probability of a vertical flip.
+    color: ColorJitter | None = None
+    level: float = 127.5  # The grey level that contrast keeps.
 
     def __post_init__(self) -> None:
         # These values are converted to tuples of floats because they are part of the key of `_cached_tables`.
@@ -51,12 +127,16 @@ class Augmentation:
                 raise OptionsError(f"{name} has {len(values)} numbers; give two in ascending order", parameters=(name,))
             object.__setattr__(self, name, values)
         (low_area, high_area), (low_ratio, high_ratio) = self.erase_scale, self.erase_ratio
-        is_whole = 0 <= self.crop < 1 << 20 and self.crop == int(self.crop)
+        is_crop = isinstance(self.crop, (RandomCrop, CenterCrop, RandomResizedCrop))
+        if isinstance(self.crop, (int, float)):
+            is_crop = 0 <= self.crop < 1 << 20 and self.crop == int(self.crop)
         is_scale, is_ratio = 0 < low_area <= high_area <= 1, 1 / 1024 <= low_ratio <= high_ratio <= 1024
         for name, is_valid, wanted in (
             ("flip", 0 <= self.flip <= 1, "a probability from 0 to 1"),
+            ("vertical_flip", 0 <= self.vertical_flip <= 1, "a probability from 0 to 1"),
             ("erase", 0 <= self.erase <= 1, "a probability from 0 to 1"),
-            ("crop", is_whole, "the padding in pixels, an integer of at least 0"),
+            ("crop", is_crop, "the padding in pixels (an integer of at least 0) or a crop such as RandomCrop(224)"),
+            ("color", self.color is None or isinstance(self.color, ColorJitter), "ColorJitter(...)"),
             ("erase_scale", is_scale, "two fractions of the area in ascending order, above 0 and at most 1"),
             ("erase_ratio", is_ratio, "two ratios in ascending order, from 1/1024 to 1024"),
         ):
@@ -64,21 +144,64 @@ class Augmentation:
                 raise OptionsError(f"{name} is {getattr(self, name)}; give {wanted}", parameters=(name,))
 
     @property
-    def moves_pixels(self) -> bool:
-        """True if a flip or a crop can move pixels."""
-        return self.flip > 0 or self.crop > 0
+    def is_random(self) -> bool:
+        """True if any random change is enabled."""
+        crops = self.crop != 0 and not isinstance(self.crop, CenterCrop)
+        return crops or max(self.flip, self.vertical_flip, self.erase) > 0 or self.color is not None
 
     @property
-    def enabled(self) -> bool:
-        """True if any random change is enabled."""
-        return self.moves_pixels or self.erase > 0
+    def resize(self) -> ResizedCrop | None:
+        """The crop, if it resizes its window."""
+        is_resized = isinstance(self.crop, RandomResizedCrop) or getattr(self.crop, "resize", None) is not None
+        return self.crop if is_resized and isinstance(self.crop, ResizedCrop) else None
+
+    def output_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return height and width of the result for images of this size, in pixels.
+
+        Raises OptionsError if images of this size cannot be resized.
+        """
+        if self.resize is not None:
+            check_image_size(self.resize, height, width)
+        return (height, width) if isinstance(self.crop, (int, float)) else self.crop.output_size
+
+    def windows(self, height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the smallest first row of a window and the number of first rows to choose from; so for columns.
+
+        Raises OptionsError if the window does not fit in an image of this size with its padding.
+        """
+        if isinstance(self.crop, RandomResizedCrop) or self.resize is not None:
+            return (0, 1), (0, 1)  # A CenterCrop resizes the whole image. Other windows have draws of their own.
+        if isinstance(self.crop, CenterCrop):
+            top, left = self.crop.window(height, width)
+            return (top, 1), (left, 1)
+        padding = self.crop.padding if isinstance(self.crop, RandomCrop) else int(self.crop)
+        sizes = zip((height, width), self.output_size(height, width), strict=True)
+        rows, columns = (size + 2 * padding - window + 1 for size, window in sizes)
+        if min(rows, columns) < 1:
+            raise OptionsError(
+                f"images of {height} x {width} pixels are too small for {self.crop}; give a smaller size or padding",
+                parameters=("crop",),
+            )
+        return (-padding, rows), (-padding, columns)
+
+    def window_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return height and width of the windows, in pixels of the image, unless they are drawn."""
+        return self.output_size(height, width) if self.resize is None else (height, width)
+
+    def changes(self, height: int, width: int) -> Changes:
+        """Return which kinds of changes are made to images of this size."""
+        moves = self.crop != 0 or max(self.flip, self.vertical_flip) > 0
+        axes = zip(self.windows(height, width), self.output_size(height, width), (height, width), strict=True)
+        pads = any(first < 0 or first + count - 1 + window > size for (first, count), window, size in axes)
+        return Changes(moves, pads, self.erase > 0, self.color is not None, self.resize)
 
 
 @dataclass(frozen=True)
 class AugmentationDraws:
     """The random augmentation of each sample of a batch. Each tensor is int32, (N,), on the images' device."""
 
-    flip: torch.Tensor  # 1 for an image to flip, else 0. The flip is applied after the crop.
+    flip: torch.Tensor  # 1 for an image to flip horizontally, else 0. Flips are applied after the crop.
+    vertical_flip: torch.Tensor
     # The first row and column of the crop window, in pixels of the image; negative if it begins in the padding.
     top: torch.Tensor
     left: torch.Tensor
@@ -87,36 +210,130 @@ class AugmentationDraws:
     box_left: torch.Tensor
     box_height: torch.Tensor
     box_width: torch.Tensor
+    # The size of the window, in pixels of the image: that of the result, unless the window is resized. The window of
+    # ``CenterCrop(resize=...)`` is the whole image; the middle is cut out after resizing.
+    crop_height: torch.Tensor
+    crop_width: torch.Tensor
+    # The 3 x 4 matrix of each sample, row by row, in units of 2^-16: int32, (12, N). The last column is added.
+    color: torch.Tensor | None = None
+
+    def block(self) -> torch.Tensor:
+        """Return a tensor in whose memory the tensors of the geometry follow each other, without a copy if they do."""
+        parts = [getattr(self, name) for name in GEOMETRY]
+        first, size = parts[0].data_ptr(), parts[0].nbytes
+        if all(part.is_contiguous() and part.data_ptr() == first + number * size for number, part in enumerate(parts)):
+            return self.flip
+        return torch.stack(parts)
+
+    def check(self, pixels: torch.Tensor) -> None:
+        """Raise OptionsError if these are not draws of the images `pixels`, (N, H, W, C)."""
+        color = [] if self.color is None else [self.color]
+        kinds = {(part.shape, part.dtype, part.device) for part in (getattr(self, name) for name in GEOMETRY)}
+        kinds_of_color = {(part.shape, part.dtype, part.device) for part in color}
+        count, channels = len(pixels), pixels.shape[3]
+        if kinds != {((count,), torch.int32, pixels.device)} or kinds_of_color - {
+            ((12, count), torch.int32, pixels.device)
+        }:
+            raise OptionsError(
+                f"the draws are not of these {count} images on {pixels.device}; give what draw returned for them",
+                parameters=("draws",),
+            )
+        if color and channels != 3:
+            raise OptionsError(
+                f"the draws have colors, but the images have {channels} channels; give images with 3",
+                parameters=("draws",),
+            )
+
+    @staticmethod
+    def of_block(block: torch.Tensor) -> AugmentationDraws:
+        """Return draws that share the memory of `block`, int32: (10, N), or (22, N) with colors."""
+        color = block[len(GEOMETRY) :] if len(block) > len(GEOMETRY) else None
+        return AugmentationDraws(**dict(zip(GEOMETRY, block[: len(GEOMETRY)].unbind(), strict=True)), color=color)
+
+
+GEOMETRY = tuple(field.name for field in fields(AugmentationDraws) if field.name != "color")
+
+
+def fixed_draws(images: torch.Tensor, top: int, left: int, size: tuple[int, int]) -> AugmentationDraws:
+    """Return draws that take the same window of all images and change nothing else."""
+    block = torch.zeros((len(GEOMETRY), len(images)), dtype=torch.int32, device=images.device)
+    draws = AugmentationDraws.of_block(block)
+    draws.top.fill_(top)
+    draws.left.fill_(left)
+    draws.crop_height.fill_(size[0])
+    draws.crop_width.fill_(size[1])
+    return draws
 
 
 def draw_augmentation(
     key: BatchKey, seed: int, augmentation: Augmentation, height: int, width: int
 ) -> AugmentationDraws:
-    """Draw the augmentation of each sample. The tensors are on the device of ``key.rows``; devices do not differ."""
-    count = _BOX + 4 * TRIES if augmentation.erase else _ERASE
-    words = random_words(key, seed, count)
-    flip = _chance(words[:, _FLIP], augmentation.flip)
-    top = _below(words[:, _TOP], 2 * augmentation.crop + 1) - augmentation.crop
-    left = _below(words[:, _LEFT], 2 * augmentation.crop + 1) - augmentation.crop
-    boxes = _boxes(words, augmentation, height, width) if augmentation.erase else [torch.zeros_like(top)] * 4
-    return AugmentationDraws(*(part.to(torch.int32) for part in (flip, top, left, *boxes)))
+    """Draw the augmentation of each sample, of images of this size, on the device of ``key.rows``.
+
+    Devices do not differ, and neither does the kernel that does the same (`kernels.draw`).
+    """
+    (top, rows), (left, columns) = augmentation.windows(height, width)
+    counts = (FLIP + 1, LEFT + 1 if rows * columns > 1 else 0, BOX + 4 * TRIES if augmentation.erase else 0)
+    words = random_words(key, seed, max(*counts, VERTICAL_FLIP + 1 if augmentation.vertical_flip else 0))
+    none = torch.zeros_like(words[:, FLIP])
+    boxes = [none] * 4
+    if augmentation.erase:
+        boxes = _boxes(words, augmentation, *augmentation.output_size(height, width))
+    flips = (
+        _chance(words[:, FLIP], augmentation.flip),
+        _chance(words[:, VERTICAL_FLIP], augmentation.vertical_flip) if augmentation.vertical_flip else none,
+    )
+    if isinstance(augmentation.crop, RandomResizedCrop):
+        window = crop_windows(key, seed, augmentation.crop, height, width)
+    else:
+        window = [
+            _below(words[:, TOP], rows) + top if rows > 1 else none + top,
+            _below(words[:, LEFT], columns) + left if columns > 1 else none + left,
+            *(none + size for size in augmentation.window_size(height, width)),
+        ]
+    color = None
+    if augmentation.color is not None:
+        color = _color_matrices(random_words(key, seed, 5, COLOR_STREAM), augmentation)
+    geometry = torch.stack([*flips, *window[:2], *boxes, *window[2:]]).to(torch.int32).unbind()
+    return AugmentationDraws(**dict(zip(GEOMETRY, geometry, strict=True)), color=color)
 
 
-def random_words(key: BatchKey, seed: int, count: int) -> torch.Tensor:
-    """Return the first `count` random 64-bit words of each sample: int64, (N, count)."""
+def random_words(key: BatchKey, seed: int, count: int, stream: int = 0) -> torch.Tensor:
+    """Return the first `count` random 64-bit words of each sample: int64, (N, count).
+
+    `stream` separates kinds of draws, so that one kind may take more numbers without changing another. `Normalize`
+    draws flips, crops and boxes from stream 0, resized crops from stream 1 and colors from stream 2. Stream 3 is for
+    other transforms. While torch.compile traces a call, `seed` must fit 64 bits.
+    """
     rows = key.rows.to(torch.int64)
-    of_row = _mix((rows ^ _signed(derive_key(seed, key.epoch))) + _signed(SPLITMIX64_GAMMA))
+    of_row = _mix((rows ^ key_base(key, seed, stream)) + signed(SPLITMIX64_GAMMA))
     numbers = torch.arange(count, device=rows.device)
     if isinstance(key.repeats, torch.Tensor):
         numbers = key.repeats.to(rows.device, torch.int64)[:, None] * DRAWS + numbers
     else:
         numbers = numbers + int(key.repeats) * DRAWS
-    return _mix((of_row[:, None] ^ numbers) + _signed(SPLITMIX64_GAMMA))
+    return _mix((of_row[:, None] ^ numbers) + signed(SPLITMIX64_GAMMA))
 
 
-def _signed(value: int) -> int:
-    """Reinterpret an unsigned 64-bit integer as a signed one with the same bits, as torch.int64 requires."""
-    return value - (1 << 64) if value >> 63 else value
+def key_base(key: BatchKey, seed: int, stream: int = 0) -> int | torch.Tensor:
+    """Return what all samples of a batch share of their hash, as a signed 64-bit integer.
+
+    It is ``derive_key(seed, epoch)`` in view 0 of stream 0, else ``derive_key(seed, epoch, stream, view)``. While
+    torch.compile traces a call it is an int64 tensor (), because Dynamo makes integers symbolic that change between
+    calls, such as the epoch, and cannot multiply those to more than 64 bits.
+    """
+    parts = (seed, key.epoch, stream, key.view) if stream or key.view else (seed, key.epoch)
+    if not torch.compiler.is_compiling():
+        return signed(derive_key(*parts))
+    state = torch.zeros((), dtype=torch.int64, device=key.rows.device)
+    for part in parts:
+        state = _mix((state ^ torch.full_like(state, part)) + signed(SPLITMIX64_GAMMA))
+    return state
+
+
+def signed(value: int) -> int:
+    """Return the signed 64-bit integer with the same lower 64 bits, as torch.int64 requires."""
+    return ((value + (1 << 63)) & ((1 << 64) - 1)) - (1 << 63)
 
 
 def _mix(values: torch.Tensor) -> torch.Tensor:
@@ -124,8 +341,8 @@ def _mix(values: torch.Tensor) -> torch.Tensor:
 
     int64 products wrap around like uint64 products. ``>>`` on int64 copies the sign bit, so masks clear the copies.
     """
-    values = (values ^ ((values >> 30) & ((1 << 34) - 1))) * _signed(SPLITMIX64_FACTORS[0])
-    values = (values ^ ((values >> 27) & ((1 << 37) - 1))) * _signed(SPLITMIX64_FACTORS[1])
+    values = (values ^ ((values >> 30) & ((1 << 34) - 1))) * signed(SPLITMIX64_FACTORS[0])
+    values = (values ^ ((values >> 27) & ((1 << 37) - 1))) * signed(SPLITMIX64_FACTORS[1])
     return values ^ ((values >> 31) & ((1 << 33) - 1))
 
 
@@ -140,25 +357,13 @@ def _chance(words: torch.Tensor, probability: float) -> torch.Tensor:
 
 
 def _boxes(words: torch.Tensor, augmentation: Augmentation, height: int, width: int) -> list[torch.Tensor]:
-    """Return top, left, height and width of each sample's box, each int64, (N,). All are 0 if nothing is erased.
-
-    The sides are ``sqrt(area * ratio)`` and ``sqrt(area / ratio)``, as in torchvision. The square roots are fixed-point
-    integers from tables, because ``exp`` rounds differently on different devices.
-    """
-    tries = words[:, _BOX : _BOX + 4 * TRIES].reshape(-1, TRIES, 4)
-    shares, ratios, inverses = _tables(augmentation, words.device)
-    steps = _below(tries[..., :2], _STEPS)
-    whole = math.isqrt(height * width << (2 * _UNIT_BITS))
-    side = (shares[steps[..., 0]] * whole + (_UNIT >> 1)) >> _UNIT_BITS
-    heights = (side * ratios[steps[..., 1]] + (_UNIT * _UNIT >> 1)) >> (2 * _UNIT_BITS)
-    widths = (side * inverses[steps[..., 1]] + (_UNIT * _UNIT >> 1)) >> (2 * _UNIT_BITS)
-    fits = (heights < height) & (widths < width)
-    # argmax returns the first box that fits. If none fits it returns 0, and the size of that box is set to 0 below.
-    first = fits.to(torch.int32).argmax(1, keepdim=True)
-    erased = _chance(words[:, _ERASE], augmentation.erase) & fits.any(1)
-    box_height, box_width, word_top, word_left = (
-        part.gather(1, first)[:, 0] for part in (heights, widths, tries[..., 2], tries[..., 3])
+    """Return top, left, height and width of each sample's box, each int64, (N,). All are 0 if nothing is erased."""
+    tries = words[:, BOX : BOX + 4 * TRIES]
+    # As in torchvision, a box is less high and less wide than the image.
+    fits, box_height, box_width, word_top, word_left = _first_that_fits(
+        tries, augmentation.erase_scale, augmentation.erase_ratio, height, width, smallest=0
     )
+    erased = _chance(words[:, ERASE], augmentation.erase) & fits
     box_height, box_width = box_height * erased, box_width * erased
     return [
         _below(word_top, height - box_height + 1) * erased,
@@ -168,76 +373,120 @@ def _boxes(words: torch.Tensor, augmentation: Augmentation, height: int, width: 
     ]
 
 
-def _tables(augmentation: Augmentation, device: torch.device) -> list[torch.Tensor]:
-    """Return square roots of area fractions, of ratios and of inverse ratios, in units of 2^-20: int64, (4096,) each.
+def crop_windows(key: BatchKey, seed: int, crop: RandomResizedCrop, height: int, width: int) -> list[torch.Tensor]:
+    """Return top, left, height and width of each sample's window in pixels of the image, each int64, (N,)."""
+    words = random_words(key, seed, 4 * TRIES, stream=CROP_STREAM)
+    # The ratio is width / height here, and height / width in boxes to erase. A window may be the whole image.
+    fits, window_width, window_height, word_top, word_left = _first_that_fits(
+        words, crop.scale, crop.ratio, width, height, smallest=1
+    )
+    top, left = _below(word_top, height - window_height + 1), _below(word_left, width - window_width + 1)
+    drawn = zip((top, left, window_height, window_width), crop.fallback(height, width), strict=True)
+    return [torch.where(fits, part, other) for part, other in drawn]
+
+
+def _first_that_fits(
+    words: torch.Tensor, scale: tuple[float, float], ratio: tuple[float, float], height: int, width: int, smallest: int
+) -> list[torch.Tensor]:
+    """Choose the first of each sample's ten rectangles whose sides are from `smallest` to the image's - 1 + `smallest`.
+
+    Return whether one fits (bool), its height, its width, and the random words for its place (int64); each (N,).
+    `words` is int64, (N, 4 * TRIES). The sides are ``sqrt(area * ratio)`` and ``sqrt(area / ratio)``, as in
+    torchvision. The square roots are fixed-point integers from tables, because ``exp`` rounds differently on different
+    devices.
+    """
+    tries = words.reshape(-1, TRIES, 4)
+    shares, ratios, inverses = side_tables(scale, ratio, words.device)
+    steps = _below(tries[..., :2], STEPS)
+    whole = fixed_root(height * width)
+    side = (shares[steps[..., 0]] * whole + (_UNIT >> 1)) >> _UNIT_BITS
+    heights = (side * ratios[steps[..., 1]] + (_UNIT * _UNIT >> 1)) >> (2 * _UNIT_BITS)
+    widths = (side * inverses[steps[..., 1]] + (_UNIT * _UNIT >> 1)) >> (2 * _UNIT_BITS)
+    fits = (heights < height + smallest) & (widths < width + smallest) & (heights >= smallest) & (widths >= smallest)
+    # argmax returns the first rectangle that fits, and 0 if none fits.
+    first = fits.to(torch.int32).argmax(1, keepdim=True)
+    parts = (heights, widths, tries[..., 2], tries[..., 3])
+    return [fits.any(1), *(part.gather(1, first)[:, 0] for part in parts)]
+
+
+def fixed_root(value: int) -> int:
+    """Return the square root in units of 2^-20, rounded down."""
+    return math.isqrt(value << (2 * _UNIT_BITS))
+
+
+def side_tables(scale: tuple[float, float], ratio: tuple[float, float], device: torch.device) -> torch.Tensor:
+    """Return square roots of area fractions, of ratios and of inverse ratios, in units of 2^-20: int64, (3, 4096).
 
     The range of the area and the range of the ratio's logarithm are divided into 4096 equal steps. Each entry is the
     value at the middle of a step.
     """
-    name = (augmentation.erase_scale, augmentation.erase_ratio, str(device))
-    # While torch.compile traces this call, tensors are symbolic. They must not be mixed with tensors of the cache.
-    if name in _cached_tables and not torch.compiler.is_compiling():
-        return _cached_tables[name]
-    middles = (torch.arange(_STEPS, dtype=torch.float64, device="cpu") + 0.5) / _STEPS
-    low, high = augmentation.erase_scale
-    shares = (low + (high - low) * middles).sqrt()
-    low, high = (math.log(ratio) / 2 for ratio in augmentation.erase_ratio)
-    logs = low + (high - low) * middles
-    tables = [(table * _UNIT).round().to(torch.int64).to(device) for table in (shares, logs.exp(), (-logs).exp())]
-    if not torch.compiler.is_compiling():
-        _cached_tables[name] = tables
-    return tables
+
+    def make() -> torch.Tensor:
+        middles = (torch.arange(STEPS, dtype=torch.float64, device="cpu") + 0.5) / STEPS
+        shares = (scale[0] + (scale[1] - scale[0]) * middles).sqrt()
+        low, high = (math.log(bound) / 2 for bound in ratio)
+        logs = low + (high - low) * middles
+        return torch.stack([(table * _UNIT).round().to(torch.int64) for table in (shares, logs.exp(), (-logs).exp())])
+
+    return cached_table((scale, ratio), device, make)
 
 
-def crop_and_flip(pixels: torch.Tensor, draws: AugmentationDraws) -> torch.Tensor:
-    """Return cropped and flipped images, uint8 (N, H, W, C) like `pixels`. It works inside ``torch.compile``."""
-    count, height, width, _ = pixels.shape
-    rows = torch.arange(height, device=pixels.device) + draws.top[:, None]
-    columns = torch.arange(width, device=pixels.device).expand(count, width)
-    columns = torch.where(draws.flip[:, None] != 0, width - 1 - columns, columns) + draws.left[:, None]
-    inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
-    images = torch.arange(count, device=pixels.device)[:, None, None]
-    found = pixels[images, rows.clamp(0, height - 1)[:, :, None], columns.clamp(0, width - 1)[:, None, :]]
-    return found * inside[..., None]
+def color_table(device: torch.device) -> torch.Tensor:
+    """Return int64, (2 * 4096 + 18,), in units of 2^-16: cosines and sines of a full turn, and two 3 x 3 matrices.
 
-
-def crop_and_flip_on_cpu(pixels: torch.Tensor, draws: AugmentationDraws, planar: bool) -> torch.Tensor:
-    """Do the same as `crop_and_flip`, by one copy per image. The result is contiguous; (N, C, H, W) if `planar`.
-
-    On a CPU, this is twice as fast for images of 32 x 32 pixels, and 20 times as fast for images of 218 x 178.
+    The first matrix maps colors to grey, the second rotates by a quarter turn in the plane of I and Q, which is
+    orthogonal to grey.
     """
-    count, height, width, channels = pixels.shape
-    shape = (count, channels, height, width) if planar else (count, height, width, channels)
-    result = torch.zeros(shape, dtype=torch.uint8)
-    targets = result.permute(0, 2, 3, 1) if planar else result
-    for number, (flip, top, left) in enumerate(
-        zip(draws.flip.tolist(), draws.top.tolist(), draws.left.tolist(), strict=True)
-    ):
-        # These are the window's rows and columns that lie inside the image. The rest of the result stays black.
-        upper, lower = max(0, -top), min(height, height - top)
-        start, stop = max(0, -left), min(width, width - left)
-        if upper >= lower or start >= stop:
-            continue
-        source = pixels[number, upper + top : lower + top, start + left : stop + left]
-        if flip:
-            source = source.flip(1)
-            start, stop = width - stop, width - start
-        targets[number, upper:lower, start:stop] = source
-    return result
+
+    def make() -> torch.Tensor:
+        angles = torch.arange(STEPS, dtype=torch.float64, device="cpu") * (2 * math.pi / STEPS)
+        cosines, sines = ((part * 65536).round().to(torch.int64) for part in (angles.cos(), angles.sin()))
+        return torch.cat([cosines, sines, torch.tensor(_GREY * 3 + _QUARTER_TURN, device="cpu")])
+
+    return cached_table(("color",), device, make)
 
 
-def erase_mask(draws: AugmentationDraws, height: int, width: int) -> torch.Tensor:
-    """Return a mask that is True inside the erased boxes: bool, (N, H, W)."""
-    rows = torch.arange(height, device=draws.box_top.device) - draws.box_top[:, None]
-    columns = torch.arange(width, device=draws.box_top.device) - draws.box_left[:, None]
-    inside_rows = (rows >= 0) & (rows < draws.box_height[:, None])
-    inside_columns = (columns >= 0) & (columns < draws.box_width[:, None])
-    return inside_rows[:, :, None] & inside_columns[:, None, :]
+def cached_table(name: tuple[object, ...], device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return the table on a device; make it if it is not cached."""
+    # While torch.compile traces this call, tensors are symbolic. They must not be mixed with tensors of the cache.
+    if torch.compiler.is_compiling():
+        return make().to(device)
+    name = (*name, str(device))
+    if name not in _cached_tables:
+        _cached_tables[name] = make().to(device)
+    return _cached_tables[name]
 
 
-def erase_on_cpu(result: torch.Tensor, draws: AugmentationDraws) -> None:
-    """Set the erased boxes of `result`, shape (N, C, H, W), to 0 in place."""
-    boxes = (draws.box_top, draws.box_left, draws.box_height, draws.box_width)
-    for number, (top, left, height, width) in enumerate(zip(*(part.tolist() for part in boxes), strict=True)):
-        if height:
-            result[number, :, top : top + height, left : left + width] = 0
+def color_ranges(augmentation: Augmentation) -> tuple[tuple[int, int], ...]:
+    """Return least and number of values of brightness, contrast, saturation (2^-16) and hue (turn / 4096)."""
+    jitter = augmentation.color
+    assert jitter is not None
+    factors = (jitter.brightness, jitter.contrast, jitter.saturation)
+    bounds = [(round((1 - factor) * 65536), round((1 + factor) * 65536)) for factor in factors]
+    turn = round(jitter.hue * STEPS)
+    return tuple((low, high - low + 1) for low, high in (*bounds, (-turn, turn)))
+
+
+def _color_matrices(words: torch.Tensor, augmentation: Augmentation) -> torch.Tensor:
+    """Return the matrix of each sample as in `AugmentationDraws`, of its five words. All products are rounded."""
+    ranges = color_ranges(augmentation)
+    brightness, contrast, saturation, hue = (
+        _below(words[:, number], count) + low for number, (low, count) in enumerate(ranges)
+    )
+    assert augmentation.color is not None
+    saturation = saturation * ~_chance(words[:, 4], augmentation.color.grayscale)
+    table = color_table(words.device)
+    grey, turned = table[2 * STEPS :].view(2, 9, 1)
+    one = torch.eye(3, dtype=torch.int64, device=words.device).view(9, 1) << 16
+    straight = _rounded(saturation * table[hue & (STEPS - 1)])
+    sideways = _rounded(saturation * table[STEPS + (hue & (STEPS - 1))])
+    linear = _rounded((grey << 16) + straight * (one - grey) + sideways * turned)
+    linear = _rounded(_rounded(brightness * contrast) * linear)
+    offset = _rounded(brightness * _rounded((65536 - contrast) * round(augmentation.level * 65536)))
+    matrix = torch.cat([linear.view(3, 3, -1), offset.expand(3, 1, -1)], 1)
+    return matrix.view(12, -1).to(torch.int32)
+
+
+def _rounded(products: torch.Tensor) -> torch.Tensor:
+    """Divide by 2^16 and round to the nearest integer."""
+    return (products + (1 << 15)) >> 16

@@ -5,36 +5,31 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import Subset
 
-from h5pack.data.concat import ConcatPack
-from h5pack.data.dataset import H5Dataset
-from h5pack.device.profiling import profiler_range
 from h5pack.errors import OptionsError
 
 _IMAGES = ("images", "image")
 _ROWS = "rows"
 _REPEATS = "repeats"
-_ADVICE = "open the dataset with H5Dataset(..., with_rows=True)"
 
 
 @dataclass(frozen=True)
 class BatchKey:
     """The identity of each sample of a batch, from which a transform derives its random numbers.
 
-    The random numbers are then a pure function of (seed, epoch, row, repeat): the same on every device, for every batch
-    size and number of ranks, and in a resumed run.
+    The random numbers are then a pure function of (seed, epoch, row, repeat, view): the same on every device, for every
+    batch size and number of ranks, and in a resumed run.
     """
 
     rows: torch.Tensor  # The index of each sample in the file's datasets: int64, (N,), on the images' device.
     epoch: int
     repeats: int | torch.Tensor = 0  # How often each row was delivered before in this epoch: an int, or int64, (N,).
+    view: int = 0  # Which of several augmented views of the same images: 0, 1, ...
 
 
 class EchoedBatch(list[Any]):
@@ -184,26 +179,46 @@ def with_images(batch: Any, image_key: Hashable | None, images: Any) -> Any:
         return EchoedBatch.mark(with_images(EchoedBatch.unmark(batch), image_key, images), repeats_of(batch))
     if isinstance(batch, torch.Tensor):
         return images
-    key = _resolve_key(batch, image_key)
+    return with_elements(batch, {_resolve_key(batch, image_key): images})
+
+
+def with_elements(batch: Any, elements: Mapping[Any, Any]) -> Any:
+    """Return a copy of the batch with `elements`, given by key of a mapping or index of a list, in place of its own."""
+    if is_echoed(batch):
+        return EchoedBatch.mark(with_elements(EchoedBatch.unmark(batch), elements), repeats_of(batch))
     if isinstance(batch, Mapping):
-        return _with_values(batch, {key: images})
-    elements = list(batch)
-    elements[key] = images
-    return _with_elements(batch, elements)
+        return _with_values(batch, dict(elements))
+    changed = list(batch)
+    for index, element in elements.items():
+        changed[index] = element
+    return _with_elements(batch, changed)
+
+
+def named_elements(batch: Any) -> dict[Hashable, tuple[Any, Any]]:
+    """Return the key (or index) and the value of each element of a batch by its name.
+
+    The name is the key of a mapping, the field name of a named tuple, and else the index.
+    """
+    if isinstance(batch, Mapping):
+        return {key: (key, element) for key, element in batch.items()}
+    if not isinstance(batch, (list, tuple)):
+        return {}
+    names = getattr(batch, "_fields", range(len(batch)))
+    return {name: (index, element) for index, (name, element) in enumerate(zip(names, batch, strict=True))}
 
 
 def rows_of(batch: Any) -> torch.Tensor | None:
     """Return the row numbers of a batch, int64, (N,), or None if it has none.
 
-    Row numbers are the value of "rows" in a mapping or named tuple. In any other list or tuple with at least two
-    elements they are the last element.
+    Row numbers are the value of "rows" in a mapping or named tuple. In a plain list or tuple with at least two elements
+    they are the last element.
     """
     rows: Any = None
     if isinstance(batch, Mapping):
         rows = batch.get(_ROWS)
     elif isinstance(batch, (list, tuple)):
-        if _ROWS in getattr(batch, "_fields", ()):
-            rows = batch.rows  # type: ignore[union-attr]
+        if hasattr(batch, "_fields"):
+            rows = getattr(batch, _ROWS, None)
         elif len(batch) > 1:
             rows = batch[-1]
     is_rows = isinstance(rows, torch.Tensor) and rows.dtype == torch.int64 and rows.ndim == 1
@@ -249,61 +264,3 @@ def _with_values(batch: Any, values: dict[Any, Any]) -> Any:
     for key, value in values.items():
         changed[key] = value
     return changed
-
-
-class ImageTransform:
-    """A wrapper that applies a transform to the images of a batch, with a `BatchKey` if the transform is `keyed`.
-
-    `seconds` is the total time spent in calls of the transform. `dataset` is the loader's dataset, None if unknown.
-    Raises OptionsError if the transform needs row numbers but the dataset does not provide them.
-    """
-
-    def __init__(self, transform: Callable[..., Any], image_key: Hashable | None, dataset: Any = None) -> None:
-        self.transform = transform
-        self.keyed = bool(getattr(transform, "keyed", False))
-        self.seconds = 0.0
-        self._name = getattr(transform, "__name__", type(transform).__name__)
-        self._image_key = image_key
-        self._gives_rows = _gives_rows(dataset)
-        if self.keyed and self._gives_rows is False:
-            raise OptionsError(
-                f"the transform {self._name} needs row numbers, but the dataset's batches have none; {_ADVICE}"
-            )
-
-    def __call__(self, batch: Any, epoch: int) -> Any:
-        """Return the batch with its images transformed; raise OptionsError if images or row numbers are missing."""
-        images = images_of(batch, self._image_key)
-        with profiler_range("transform"):
-            keys = (self._key(batch, images, epoch),) if self.keyed else ()
-            begin = time.perf_counter()
-            changed = self.transform(images, *keys)
-            self.seconds += time.perf_counter() - begin
-        return with_images(batch, self._image_key, changed)
-
-    def _key(self, batch: Any, images: torch.Tensor, epoch: int) -> BatchKey:
-        rows = rows_of(batch)
-        if rows is None or rows is images or len(rows) != len(images):
-            raise OptionsError(
-                f"the transform {self._name} needs {len(images)} int64 row numbers under the batch's key 'rows' or as "
-                f"its last element; {_ADVICE}"
-            )
-        is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2 and not hasattr(batch, "_fields")
-        if is_pair and not self._gives_rows:
-            # Integer labels look like row numbers. Used as such, they would augment a class's images all alike.
-            raise OptionsError(
-                f"the transform {self._name} needs row numbers, but the second of the batch's two elements may be "
-                f"labels; {_ADVICE}, or make the batches dicts with the key 'rows'"
-            )
-        repeats = repeats_of(batch)
-        if isinstance(repeats, torch.Tensor):
-            repeats = repeats.to(images.device, non_blocking=True)
-        return BatchKey(rows.to(images.device, non_blocking=True), epoch, repeats)
-
-
-def _gives_rows(dataset: Any) -> bool | None:
-    """Return whether the last element of a dataset's batches holds row numbers; None if unknown."""
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    if isinstance(dataset, ConcatPack):
-        dataset = dataset.datasets[0]
-    return dataset.with_rows if isinstance(dataset, H5Dataset) else None

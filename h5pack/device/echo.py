@@ -16,7 +16,14 @@ import torch
 
 from h5pack.data.iteration import BatchIterator
 from h5pack.device.batch import EchoedBatch, repeats_of
-from h5pack.device.loader_wrapper import BatchFetcher, DeliveryCursor, FetchedBatch, LoaderWrapper
+from h5pack.device.loader_wrapper import (
+    BatchFetcher,
+    DeliveryCursor,
+    FetchedBatch,
+    LoaderWrapper,
+    first_attribute,
+    layers_of,
+)
 from h5pack.device.prefetch import EndOfBatches, PrefetchThread
 from h5pack.errors import OptionsError, StateError
 from h5pack.system.parameters import whole_number
@@ -177,6 +184,11 @@ class EchoLoader(LoaderWrapper):
         super().load_state_dict(loader)
         self._loaded = loaded
 
+    def _first_number(self, _: dict[str, Any] | None) -> int:
+        state = self._state
+        factor = self.factor if isinstance(self.factor, Fraction) else self.max_factor
+        return math.floor(state.batch * factor) + state.showing
+
     def _settings(self) -> dict[str, Any]:
         """Return the settings that a saved state must have in common with this loader."""
         fixed = isinstance(self.factor, Fraction)
@@ -264,7 +276,7 @@ class _AdaptiveEcho(_EchoIterator):
 
     def __init__(self, loader: EchoLoader, fetcher: BatchFetcher, cursor: DeliveryCursor, max_showings: int) -> None:
         super().__init__(loader, fetcher, cursor, max_showings)
-        self._clock = _FetchClock()
+        self._clock = _FetchClock(first_attribute(layers_of(loader), "device"))
         self.thread = PrefetchThread(fetcher, self._clock.enter, self._clock.prepare, 1)
         self.thread.stop_with(self)
         self._delivered_at = 0.0
@@ -295,9 +307,10 @@ class _AdaptiveEcho(_EchoIterator):
         """
         tolerance = _WAIT_SHARE * self._step_seconds
         soon = 0.0 < self._clock.begun + self._clock.seconds - time.monotonic() <= tolerance
-        item = self.thread.get(seconds=None if wait else tolerance if soon else 0.0)
+        item: FetchedBatch | EndOfBatches | None = self.thread.get(seconds=None if wait else tolerance if soon else 0.0)
         if item is None:
             return None
+        self.thread.release()
         if isinstance(item, EndOfBatches):
             try:
                 raise item.error
@@ -315,20 +328,26 @@ class _AdaptiveEcho(_EchoIterator):
 
 
 class _FetchClock:
-    """A clock that measures how long a prefetch thread takes for a batch, to predict when the next one is ready."""
+    """A clock that measures how long a prefetch thread takes for a batch, to predict when the next one is ready.
 
-    def __init__(self) -> None:
+    `device` is the one to which the wrapped loader copies batches, if it does.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
         # When the thread began its current batch, and how many seconds a batch takes on average.
         self.begun, self.seconds = time.monotonic(), 0.0
         # Each thread has its own current CUDA stream. If the wrapped loader is a DeviceFeed, it delivers batches in the
         # prefetch thread, and must make them ready for the stream of the consumer's thread.
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._stream = torch.cuda.current_stream() if in_use else None
+        # Each device has its own current stream, and the feed's device need not be the consumer's current one.
+        devices = [device, None] if device is not None and device.type == "cuda" else [None]
+        self._streams = [torch.cuda.current_stream(one) for one in devices] if in_use else []
 
     def enter(self) -> None:
-        """Make the consumer's CUDA stream the current stream. The prefetch thread calls this first."""
-        if self._stream is not None:
-            torch.cuda.set_stream(self._stream)
+        """Make the consumer's CUDA streams and device the current ones. The prefetch thread calls this first."""
+        for stream in self._streams:
+            # This also makes the stream's device the current one.
+            torch.cuda.set_stream(stream)
 
     def prepare(self, batch: Any) -> Any:
         """Record that a batch is ready, and return the batch unchanged."""

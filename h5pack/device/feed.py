@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from h5pack.data.iteration import BatchIterator
-from h5pack.device.batch import ImageTransform, map_tensors
-from h5pack.device.loader_wrapper import BatchFetcher, DeliveryCursor, FetchedBatch, LoaderWrapper
-from h5pack.device.prefetch import CudaCopier, DevicePrefetcher, PrefetchThread
+from h5pack.device.batch import map_tensors
+from h5pack.device.copier import CudaOperations, DeviceCopier, apply_transform, outside_inference_mode
+from h5pack.device.echo import EchoLoader
+from h5pack.device.loader_wrapper import BatchFetcher, DeliveryCursor, FetchedBatch, LoaderWrapper, layers_of
+from h5pack.device.prefetch import DevicePrefetcher, PrefetchThread
 from h5pack.device.profiling import profiler_range
+from h5pack.device.transforms import ImageTransform
 from h5pack.errors import OptionsError
 from h5pack.system.parameters import invalid, whole_number
 from h5pack.system.text import counted
@@ -22,9 +25,9 @@ from h5pack.system.text import counted
 class DeviceFeed(LoaderWrapper):
     """A loader that delivers the batches of another loader on a device.
 
-    On CUDA, a thread fetches batches from the loader. While the training step runs, the batches are copied from pinned
-    memory and transformed on a separate CUDA stream. On the CPU, each batch is fetched and transformed in the caller's
-    thread when it is requested. Both deliver the same batches.
+    On CUDA, a thread fetches batches from the loader and copies them from pinned memory. While the training step runs,
+    they are copied and transformed on CUDA streams of their own. On the CPU, each batch is fetched and transformed in
+    the caller's thread when it is requested. Both deliver the same batches, if the transform gives the same results.
 
     Parameters
     ----------
@@ -35,11 +38,15 @@ class DeviceFeed(LoaderWrapper):
     device : torch.device or str, optional
         Default: the CUDA device whose index is in torchrun's environment variable LOCAL_RANK, else the current CUDA
         device. Without CUDA, the CPU.
-    transform : callable, optional
-        Called with a batch's images on the device. If `transform.keyed` is true, also called with a `BatchKey`.
+    transform : callable or sequence of callable, optional
+        Called with a batch's images on the device, or with the batch itself if `transform.whole_batch` is true, and
+        returns what takes their place. If `transform.keyed` is true, a `BatchKey` is the second argument. For other
+        transforms, torch's generators of the CPU and of CUDA are seeded from `torch.initial_seed()`, the epoch, the
+        batch's number in the epoch, and the rank. Transforms in a sequence are applied in its order.
     prefetch_factor : int
-        Maximum number of batches that are copied to the device before the step requests them. The same number may also
-        wait in host memory. Batches are prefetched only for CUDA devices.
+        Maximum number of batches that are copied to the device before the step requests them. With the batch of the
+        step, and that of the step before if the device has not finished it, ``prefetch_factor + 2`` batches are on the
+        device. Batches are prefetched only for CUDA devices.
     image_key : int or str, optional
         Where the images are in a batch: an index, a key, or the field name of a named tuple. Default: the tensor itself
         if the batch is a tensor, the key "images" or "image" of a mapping, and the first element of a list or tuple.
@@ -56,6 +63,12 @@ class DeviceFeed(LoaderWrapper):
 
     A batch is ready for use on the CUDA stream that was current when the batch was requested. To use it on another
     stream, synchronize as for any tensor (``wait_stream``, ``record_stream``).
+
+    Threads of the loader and the feed allocate memory while the training step runs. To capture a CUDA graph meanwhile,
+    give ``torch.cuda.graph`` the argument ``capture_error_mode="thread_local"``, as with any loader with threads.
+
+    The results of a transform that was compiled with ``mode="reduce-overhead"`` are copied, because the next call
+    overwrites them. Inside another transform, such a function cannot be recognized: clone its results there.
     """
 
     def __init__(
@@ -63,7 +76,7 @@ class DeviceFeed(LoaderWrapper):
         loader: Any,
         device: torch.device | str | int | None = None,
         *,
-        transform: Callable[..., Any] | None = None,
+        transform: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
         prefetch_factor: int = 2,
         image_key: Hashable | None = None,
     ) -> None:
@@ -72,12 +85,11 @@ class DeviceFeed(LoaderWrapper):
         self.prefetch_factor = whole_number("prefetch_factor", prefetch_factor, 1)
         dataset = getattr(loader, "dataset", None)
         self._transform = None if transform is None else ImageTransform(transform, image_key, dataset)
-        self._copier: CudaCopier | None = None
         self._threads: weakref.WeakSet[PrefetchThread] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Streams and threads belong to this process and cannot be pickled.
-        return {**self.__dict__, "_cursor": None, "_copier": None, "_threads": None}
+        # Threads belong to this process and cannot be pickled.
+        return {**self.__dict__, "_cursor": None, "_threads": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -117,13 +129,16 @@ class DeviceFeed(LoaderWrapper):
             thread.stop()
             thread.join()
 
-    def _begin_copying(self) -> CudaCopier | None:
-        if self.device.type != "cuda":
+    def _begin_copying(self) -> DeviceCopier | None:
+        operations = self._operations()
+        if operations is None:
             return None
-        if self._copier is None:
-            self._copier = CudaCopier(self.device, self._transform)
-        self._copier.begin()
-        return self._copier
+        echoes = any(isinstance(layer, EchoLoader) for layer in layers_of(self.loader))
+        return DeviceCopier(operations, self._transform, keep_images=echoes)
+
+    def _operations(self) -> CudaOperations | None:
+        """Return the operations by which batches are prefetched; None if they are not."""
+        return CudaOperations(self.device) if self.device.type == "cuda" else None
 
 
 class _FeedIterator(BatchIterator):
@@ -160,13 +175,14 @@ class _DirectFetcher(Iterator[FetchedBatch]):
         self._fetcher, self._device, self._transform = fetcher, device, transform
 
     def __next__(self) -> FetchedBatch:
-        with profiler_range("read"):
+        # Tensors that are made in inference mode could not be changed by the transform, or be used outside of it.
+        with outside_inference_mode(), profiler_range("read"):
             fetched = self._fetcher.fetch()
         if self._device.type != "cpu":
             with profiler_range("copy"):
                 fetched.batch = map_tensors(fetched.batch, lambda tensor: tensor.to(self._device))
         if self._transform is not None:
-            fetched.batch = self._transform(fetched.batch, fetched.epoch)
+            fetched.batch = apply_transform(self._transform, fetched, self._device)
         return fetched
 
     def close(self) -> None:
@@ -203,7 +219,7 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
 
 
 def _add_memory_advice(error: BaseException, feed: DeviceFeed) -> None:
-    batches = feed.prefetch_factor + 1 if feed.device.type == "cuda" else 1
+    batches = feed.prefetch_factor + 2 if feed.device.type == "cuda" else 1
     note = (
         f"h5pack: DeviceFeed holds up to {batches} batches on {feed.device} at a time; lower the batch size or "
         "prefetch_factor"

@@ -19,6 +19,7 @@ class FetchedBatch:
 
     batch: Any
     epoch: int
+    number: int  # The index of the batch in its epoch, from 0; in the iteration, if no state is kept or recorded.
     count: int  # How many batches have been fetched in this iteration, including this one.
     state: dict[str, Any] | None  # The loader's state when this batch had been fetched; None if not recorded.
 
@@ -147,8 +148,27 @@ class LoaderWrapper:
         self._seen_epoch = sampler_epoch
         iterator = iter(self.loader)
         self._iteration, self._next_iteration = self._next_iteration, self._next_iteration + 1
-        self._cursor = DeliveryCursor(self._iteration, 0, self._loader_state() if record else None)
-        return self._cursor, BatchFetcher(self, iterator, self._iteration, record)
+        state = self._loader_state() if record else None
+        self._cursor = DeliveryCursor(self._iteration, 0, state)
+        # Only wrappers that record states use the numbers of batches.
+        first = self._first_number(state) if record else 0
+        return self._cursor, BatchFetcher(self, iterator, self._iteration, record, first)
+
+    def _first_number(self, state: dict[str, Any] | None) -> int:
+        """Return the index in its epoch of the first batch of the iteration that was just begun; 0 if unknown.
+
+        `state` is the loader's state at the beginning of the iteration.
+        """
+        if isinstance(self.loader, LoaderWrapper):
+            return self.loader._first_number(self.loader._loader_state())
+        state = state or {}
+        if "rows" not in state and "batches" not in state:
+            samplers = (one for one in with_samplers(self.loader) if isinstance(one, (BatchOrder, ChunkSampler)))
+            state = next((sampler.state_dict(0) for sampler in samplers), {})
+        if "rows" in state:
+            return int(state["rows"]) // (getattr(self.loader, "batch_size", None) or 1)
+        number = state.get("batches", 0)
+        return number if isinstance(number, int) else 0
 
     def _finish(self, cursor: DeliveryCursor) -> None:
         """Move the state to the beginning of the next epoch. Called when an iteration has no more batches."""
@@ -195,9 +215,11 @@ class LoaderWrapper:
 class BatchFetcher:
     """A fetcher of the batches of one iteration of a wrapped loader. Only one thread at a time may use it."""
 
-    def __init__(self, wrapper: LoaderWrapper, iterator: Iterator[Any], iteration: int, record: bool) -> None:
+    def __init__(
+        self, wrapper: LoaderWrapper, iterator: Iterator[Any], iteration: int, record: bool, first: int
+    ) -> None:
         self._wrapper, self._iterator, self._iteration, self._record = wrapper, iterator, iteration, record
-        self._count = 0
+        self._first, self._count = first, 0
         self._epoch: int | None = None
 
     def fetch(self) -> FetchedBatch:
@@ -209,7 +231,7 @@ class BatchFetcher:
             # Keep the epoch of the first batch: a new iteration may change the loader's epoch before this one ends.
             known = _epoch_of(self._wrapper.loader, counted=True)
             self._epoch = self._iteration if known is None else known
-        return FetchedBatch(batch, self._epoch, self._count, state)
+        return FetchedBatch(batch, self._epoch, self._first + self._count - 1, self._count, state)
 
     def close(self) -> None:
         """Drop the loader's iterator, and call its `close` if it has one, so that its threads end."""

@@ -18,27 +18,44 @@ before it is rounded to at most 11 significant bits.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from h5pack.data.buffers import BufferPool
+from h5pack.data.buffers import BufferPool, unfilled_memory
 from h5pack.device.augment import (
     Augmentation,
     AugmentationDraws,
-    crop_and_flip,
-    crop_and_flip_on_cpu,
+    Changes,
+    ColorJitter,
     draw_augmentation,
-    erase_mask,
-    erase_on_cpu,
+    fixed_draws,
+    signed,
 )
 from h5pack.device.batch import BatchKey
+from h5pack.device.crops import CenterCrop, RandomCrop, ResizedCrop
 from h5pack.device.loader_wrapper import base_datasets
+from h5pack.device.operations import (
+    apply_color,
+    apply_color_on_cpu,
+    checked_statistics,
+    crop_and_flip,
+    crop_and_flip_on_cpu,
+    erase_mask,
+    erase_on_cpu,
+    fixed_window,
+    scale_constants,
+    scale_into,
+    scale_whole,
+    stored_statistics,
+)
+from h5pack.device.resize import find_taps, resize, resize_on_cpu
+from h5pack.device.targets import checked_fields
 from h5pack.errors import OptionsError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -50,19 +67,16 @@ _BACKENDS = ("auto", "torch", "triton")
 _POOLED = 2
 """For how many CPU results memory is kept for reuse. Allocating new memory would take longer than the arithmetic."""
 _MIN_POOLED_BYTES = 1 << 20
-_BITS = 16
-_BLOCK_VALUES = 1 << 16
-"""How many values each thread processes at a time. Their temporaries (512 KiB) then stay in the CPU's cache."""
-_ROW_VALUES = 1 << 12
-"""Each constant is repeated up to this length, so that operations run over long rows. All four take 64 KiB then."""
+_GREY = (0.299, 0.587, 0.114)
 _log = logging.getLogger(__name__)
 
 
 class Normalize:
     """A transform of uint8 images to ``(image / 255 - mean) / std`` in one pass, accurate to one rounding step.
 
-    Flips, crops and erased boxes are applied in the same pass. They depend only on the seed and on each sample's epoch,
-    row, and number of earlier deliveries of the row (see `BatchKey`).
+    Crops, flips, colors and erased boxes are applied in the same pass, in this order; boxes after normalizing. They
+    depend only on the seed and on each sample's epoch, row, view, and number of earlier deliveries of the row (see
+    `BatchKey`).
 
     Parameters
     ----------
@@ -78,15 +92,23 @@ class Normalize:
         length, calls raise `OptionsError`.
     flip : float or bool
         The probability of a horizontal flip. True: 0.5.
-    crop : int
-        Pixels of black padding added on each side before a window of the image's size is cut out at random, like
-        torchvision's ``RandomCrop(size, padding=crop)``. The crop is applied before the flip.
+    crop : int, RandomCrop, CenterCrop or RandomResizedCrop, optional
+        An int: pixels of black padding added on each side before a window of the image's size is cut out at random,
+        like torchvision's ``RandomCrop(size, padding=crop)``. The classes cut out windows of other sizes, and resize
+        them.
     erase : float
         The probability that a box is set to 0 (the mean) after normalizing, like torchvision's ``RandomErasing``.
     erase_scale : tuple of float
         Smallest and largest target area of the box, as a fraction of the image's area.
     erase_ratio : tuple of float
         Smallest and largest height-to-width ratio of the box.
+    vertical_flip : float or bool
+        The probability of a vertical flip. True: 0.5.
+    color : ColorJitter, optional
+        Random brightness, contrast, saturation, hue and grayscale, of images with three channels.
+    fields : dict, optional
+        What moves with the images in a `DeviceFeed`: "mask", "boxes" or "keypoints" (see `h5pack.device.targets`), or
+        None for what stays, by the name, key or index of an element of the batch.
     seed : int
         Seed of the random augmentation.
     backend : {"auto", "torch", "triton"}
@@ -96,7 +118,7 @@ class Normalize:
     Attributes
     ----------
     keyed : bool
-        Whether calls need a `BatchKey`. True if flip, crop or erase is enabled.
+        Whether calls need a `BatchKey`. True if any change is random.
 
     Raises
     ------
@@ -114,14 +136,17 @@ class Normalize:
         layout: str = "channels_last",
         channels: str | None = None,
         flip: float | bool = False,
-        crop: int | None = None,
+        crop: int | RandomCrop | ResizedCrop | None = None,
         erase: float = 0.0,
         erase_scale: tuple[float, float] = (0.02, 0.33),
         erase_ratio: tuple[float, float] = (0.3, 3.3),
+        vertical_flip: float | bool = False,
+        color: ColorJitter | None = None,
+        fields: Mapping[Hashable, str | None] | None = None,
         seed: int = 0,
         backend: str = "auto",
     ) -> None:
-        self.mean, self.std = _checked_statistics(mean, std)
+        self.mean, self.std = checked_statistics(mean, std)
         self._any_channels = mean is None and std is None
         for name, value, known in (
             ("dtype", dtype, _DTYPES),
@@ -143,10 +168,15 @@ class Normalize:
         self.dtype = dtype
         self.layout = layout
         self.channels = channels
-        probability = 0.5 if flip is True else float(flip)
-        self.augmentation = Augmentation(probability, crop or 0, float(erase), erase_scale, erase_ratio)
-        self.keyed = self.augmentation.enabled
+        across, down = (0.5 if chance is True else float(chance) for chance in (flip, vertical_flip))
+        level = 127.5
+        if not self._any_channels and len(self.mean) == 3:
+            level = 255 * sum(weight * value for weight, value in zip(_GREY, self.mean, strict=True))
+        self.augmentation = Augmentation(across, crop or 0, float(erase), erase_scale, erase_ratio, down, color, level)
+        self.keyed = self.augmentation.is_random
+        self.fields = checked_fields(fields)
         self.seed = int(seed)
+        self._seed = signed(self.seed)
         self.backend = backend
         self._scale = scale_constants(self.mean, self.std)
         self._constants: dict[tuple[str, int], torch.Tensor] = {}
@@ -168,7 +198,7 @@ class Normalize:
         OptionsError
             If the dataset has no statistics, or the datasets of a ConcatPack have different ones.
         """
-        found = {_statistics_of(part) for part in base_datasets(dataset)}
+        found = {stored_statistics(part) for part in base_datasets(dataset)}
         if len(found) != 1:
             raise OptionsError("the statistics of the concatenated datasets differ; give Normalize mean and std")
         return cls(*found.pop(), **options)
@@ -181,8 +211,9 @@ class Normalize:
     def __repr__(self) -> str:
         mean, std = (tuple(float(f"{value:.4g}") for value in values) for values in (self.mean, self.std))
         options = {"mean": mean, "std": std, "dtype": self.dtype, "layout": self.layout, "channels": self.channels}
-        if self.keyed:
+        if self.augmentation != Augmentation(level=self.augmentation.level):
             options |= {**vars(self.augmentation), "seed": self.seed}
+            del options["level"]
         options["backend"] = self.backend
         return f"Normalize({', '.join(f'{name}={value!r}' for name, value in options.items())})"
 
@@ -190,7 +221,14 @@ class Normalize:
         # Device tensors and pooled memory are not pickled. They are created again when they are needed.
         return {**self.__dict__, "_constants": {}, "_pool": None, "_kernels_fail": False}
 
-    def __call__(self, images: torch.Tensor, key: BatchKey | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        images: torch.Tensor,
+        key: BatchKey | None = None,
+        *,
+        draws: AugmentationDraws | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return normalized and augmented images.
 
         Parameters
@@ -198,39 +236,119 @@ class Normalize:
         images : Tensor
             uint8, (N, H, W, C) or (N, C, H, W), with any strides, on any device.
         key : BatchKey, optional
-            The identity of each sample. Required if `keyed` is true.
+            The identity of each sample. Required if `keyed` is true, unless `draws` are given.
+        draws : AugmentationDraws, optional
+            What `draw` returned, to be applied instead of new draws.
+        out : Tensor, optional
+            Memory for the result, such as the input of a CUDA graph: of the result's shape, dtype, memory format and
+            device.
 
         Returns
         -------
         Tensor
-            The images as (N, C, H, W), of type `dtype`, on the same device.
+            The images as (N, C, *output_size), of type `dtype`, on the same device; `out` if that is given.
         """
         pixels = self._pixels(images)
-        _, height, width, channels = pixels.shape
-        draws = None
-        if self.keyed:
-            draws = draw_augmentation(self._checked_key(key, pixels), self.seed, self.augmentation, height, width)
+        count, height, width, channels = pixels.shape
+        size = self.augmentation.output_size(height, width)
+        if out is not None:
+            self._check_out(out, (count, channels, *size), images.device)
+        changes = Changes(False, False, False, False, self.augmentation.resize)
+        if draws is not None:
+            draws.check(pixels)
+            # These draws may be of any Normalize, so any window must be expected.
+            changes = Changes(True, True, True, draws.color is not None, changes.resize)
+        elif self.keyed:
+            draws = self._draw(key, pixels)
+            changes = self.augmentation.changes(height, width)
+        elif size != (height, width) and changes.resize is None:
+            (top, _), (left, _) = self.augmentation.windows(height, width)
+            pixels = fixed_window(pixels, top, left, size)
         if torch.compiler.is_compiling():
             # torch.compile fuses these operations into one kernel. Its tensors are symbolic and must not be cached.
-            return self._by_operations(pixels, self._constant_tensor(images.device, channels), draws)
+            return self._by_operations(
+                pixels, self._constant_tensor(images.device, channels), draws, changes, size, out
+            )
         name = (str(images.device), channels)
         if name not in self._constants:
             self._constants[name] = self._constant_tensor(images.device, channels)
         constants = self._constants[name]
-        planar = self.layout == "contiguous"
         if self._by_triton(images.device):
-            result = self._empty(pixels)
-            if self._launched(result, pixels, constants, draws):
-                return result
+            target = self._empty(pixels, size) if out is None else out
+            args = (target, pixels, constants, draws, changes)
+            kernel = "normalize" if changes.resize is None else "resize"
+            if self._launched(images.device, kernel, *args) is not None:
+                return target
         if images.device.type != "cpu" or not pixels.numel():
-            return self._by_operations(pixels, constants, draws)
-        result = self._empty(pixels)
+            return self._by_operations(pixels, constants, draws, changes, size, out)
+        return self._on_cpu(pixels, constants, draws, changes, self._empty(pixels, size) if out is None else out)
+
+    def draw(self, images: torch.Tensor, key: BatchKey | None = None) -> AugmentationDraws | None:
+        """Return what a call with these arguments would draw, to give it to calls as `draws` or to move masks with it.
+
+        Parameters
+        ----------
+        images : Tensor
+            As in calls. Only their shape and device are used.
+        key : BatchKey, optional
+            The identity of each sample. Required if `keyed` is true.
+
+        Returns
+        -------
+        AugmentationDraws or None
+            None if no pixel is moved or changed.
+        """
+        pixels = self._pixels(images)
+        _, height, width, _ = pixels.shape
+        if self.keyed:
+            return self._draw(key, pixels)
+        if not isinstance(self.augmentation.crop, CenterCrop):
+            return None
+        (top, _), (left, _) = self.augmentation.windows(height, width)
+        return fixed_draws(pixels, top, left, self.augmentation.window_size(height, width))
+
+    def image_size(self, images: torch.Tensor) -> tuple[int, int]:
+        """Return height and width of images, which have the shape that calls require."""
+        _, height, width, _ = self._pixels(images).shape
+        return height, width
+
+    def output_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return height and width of the result for images of this size, in pixels."""
+        return self.augmentation.output_size(height, width)
+
+    def _draw(self, key: BatchKey | None, pixels: torch.Tensor) -> AugmentationDraws:
+        key = self._checked_key(key, pixels)
+        args = (key, self._seed, self.augmentation, *pixels.shape[1:3])
+        if self._by_triton(pixels.device) and not torch.compiler.is_compiling():
+            draws: AugmentationDraws | None = self._launched(pixels.device, "draw", *args)
+            if draws is not None:
+                return draws
+        return draw_augmentation(*args)
+
+    def _on_cpu(
+        self,
+        pixels: torch.Tensor,
+        constants: torch.Tensor,
+        draws: AugmentationDraws | None,
+        changes: Changes,
+        result: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute the result by operations that are fast on a CPU, and return it."""
+        planar = self.layout == "contiguous"
         memory = result if planar else result.permute(0, 2, 3, 1)
         source = pixels.permute(0, 3, 1, 2) if planar else pixels
-        if draws is not None and self.augmentation.moves_pixels:
-            source = crop_and_flip_on_cpu(pixels, draws, planar)
+        if changes.resize is not None:
+            source = resize_on_cpu(pixels, draws, changes.resize, planar)
+        elif draws is not None and changes.moves:
+            height, width = result.shape[2:]
+            source = crop_and_flip_on_cpu(pixels, draws, (height, width), planar)
+        if draws is not None and changes.colors:
+            assert draws.color is not None
+            moved = source.permute(0, 2, 3, 1) if planar else source
+            moved = apply_color_on_cpu(moved, draws.color)
+            source = moved.permute(0, 3, 1, 2) if planar else moved
         scale_into(memory, source.contiguous(), constants, planar)
-        if draws is not None and self.augmentation.erase:
+        if draws is not None and changes.erases:
             erase_on_cpu(result, draws)
         return result
 
@@ -260,13 +378,28 @@ class Normalize:
                 "and std for each channel, or set channels to 'last' or 'first'",
                 parameters=("channels", "mean", "std"),
             )
+        if self.augmentation.color is not None and found != 3:
+            raise OptionsError(
+                f"images of shape {shape} have {found} channels; give color only for images with 3",
+                parameters=("color",),
+            )
         return images if channels == "last" else images.permute(0, 2, 3, 1)
+
+    def _check_out(self, out: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+        memory_format = torch.contiguous_format if self.layout == "contiguous" else torch.channels_last
+        found = (tuple(out.shape), out.dtype, out.device, out.is_contiguous(memory_format=memory_format))
+        if found != (shape, self.dtype, device, True):
+            raise OptionsError(
+                f"out has shape {tuple(out.shape)}, {out.dtype} and strides {out.stride()}, on {out.device}; give a "
+                f"tensor of shape {shape}, {self.dtype}, on {device}, in the memory format {self.layout}",
+                parameters=("out",),
+            )
 
     def _checked_key(self, key: BatchKey | None, pixels: torch.Tensor) -> BatchKey:
         if key is None:
             raise OptionsError(
-                "flip, crop and erase derive their random numbers from each sample's row number; either pass a "
-                "BatchKey as key, or open the dataset with with_rows=True and wrap the loader in DeviceFeed"
+                "random changes derive their numbers from each sample's row number; either pass a BatchKey "
+                "as key, or open the dataset with with_rows=True and wrap the loader in DeviceFeed"
             )
         shapes = [tuple(part.shape) for part in (key.rows, key.repeats) if isinstance(part, torch.Tensor)]
         if any(shape != (len(pixels),) for shape in shapes):
@@ -275,23 +408,24 @@ class Normalize:
             )
         if key.rows.device == pixels.device:
             return key
-        return BatchKey(key.rows.to(pixels.device), key.epoch, key.repeats)
+        return dataclasses.replace(key, rows=key.rows.to(pixels.device))
 
     def _constant_tensor(self, device: torch.device, channels: int) -> torch.Tensor:
         """Return centre, coarse, fine and bias as float32, (4, channels). Single numbers are repeated per channel."""
         values = [row if len(row) > 1 else row * channels for row in self._scale]
         return torch.tensor(values, dtype=torch.float32, device=device)
 
-    def _empty(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialised result of shape (N, C, H, W) in the memory format `self.layout`."""
+    def _empty(self, pixels: torch.Tensor, output_size: tuple[int, int]) -> torch.Tensor:
+        """Return an uninitialised result of shape (N, C, *output_size) in the memory format `self.layout`."""
         planar = self.layout == "contiguous"
-        count, height, width, channels = pixels.shape
+        (count, *_, channels), (height, width) = pixels.shape, output_size
         shape = (count, channels, height, width) if planar else (count, height, width, channels)
         size = self.dtype.itemsize * math.prod(shape)
-        if pixels.device.type == "cpu" and size >= _MIN_POOLED_BYTES:
-            result = self._pooled(count, size // count).view(self.dtype).view(shape)
-        else:
-            result = torch.empty(shape, dtype=self.dtype, device=pixels.device)
+        with unfilled_memory():
+            if pixels.device.type == "cpu" and size >= _MIN_POOLED_BYTES:
+                result = self._pooled(count, size // count).view(self.dtype).view(shape)
+            else:
+                result = torch.empty(shape, dtype=self.dtype, device=pixels.device)
         return result if planar else result.permute(0, 3, 1, 2)
 
     def _pooled(self, count: int, row_bytes: int) -> torch.Tensor:
@@ -306,15 +440,14 @@ class Normalize:
             return device.type == "cuda" and not self._kernels_fail
         return self.backend == "triton"
 
-    def _launched(
-        self, result: torch.Tensor, pixels: torch.Tensor, constants: torch.Tensor, draws: AugmentationDraws | None
-    ) -> bool:
-        """Fill `result` with the Triton kernel and return True. With "auto", return False if Triton fails.
+    def _launched(self, device: torch.device, name: str, *args: Any) -> Any:
+        """Launch "draw", "normalize" or "resize" and return its result. With "auto", return None if Triton fails.
 
-        After a failure with "auto", later calls do not try Triton again.
+        After a failure with "auto", later calls do not try Triton again. Only errors of compiling and loading count:
+        errors of a launch may be caused by earlier kernels, so they are raised in any case.
         """
         try:
-            from h5pack.device import kernels
+            from h5pack.device.kernels import draw, launch, normalize, resize
         except ImportError as error:
             if self.backend == "triton":
                 raise OptionsError(
@@ -322,145 +455,45 @@ class Normalize:
                     parameters=("backend='triton'", "backend='auto'"),
                 ) from error
             self._kernels_fail = True
-            return False
-        if self.backend == "triton" and pixels.device.type != "cuda" and not kernels.interpreted():
+            return None
+        if self.backend == "triton" and device.type != "cuda" and not launch.interpreted():
             raise OptionsError(
-                f"backend='triton' needs CUDA tensors, not {pixels.device.type}; give backend='auto'",
+                f"backend='triton' needs CUDA tensors, not {device.type}; give backend='auto'",
                 parameters=("backend='triton'", "backend='auto'"),
             )
         try:
-            kernels.normalize(result, pixels, constants, draws, self.augmentation)
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except Exception as error:
-            # Triton compiles the kernel at the first call, which fails without a C compiler or with too old a driver.
-            # An AcceleratorError (torch 2.8 or newer) was caused by an earlier kernel, so it is raised in any case.
-            if self.backend == "triton" or isinstance(error, getattr(torch, "AcceleratorError", ())):
+            launch.load(device)
+            function: Any = {"draw": draw.draw, "resize": resize.resize}.get(name, normalize.normalize)
+            return function(*args)
+        except launch.UnusableError as error:
+            if self.backend == "triton":
                 raise
-            _log.warning("the Triton kernel failed, so torch operations are used instead: %s", error)
+            _log.warning("Triton cannot be used, so torch operations are: %s", error)
             self._kernels_fail = True
-            return False
-        return True
+            return None
 
     def _by_operations(
-        self, pixels: torch.Tensor, constants: torch.Tensor, draws: AugmentationDraws | None
+        self,
+        pixels: torch.Tensor,
+        constants: torch.Tensor,
+        draws: AugmentationDraws | None,
+        changes: Changes,
+        size: tuple[int, int],
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
         """Compute the result with torch operations, which run on any device and inside ``torch.compile``."""
-        if draws is not None and self.augmentation.moves_pixels:
-            pixels = crop_and_flip(pixels, draws)
+        if changes.resize is not None:
+            pixels = resize(pixels, *find_taps(draws, changes.resize, pixels))
+        elif draws is not None and changes.moves:
+            pixels = crop_and_flip(pixels, draws, size)
+        if draws is not None and draws.color is not None:
+            pixels = apply_color(pixels, draws.color)
         result = scale_whole(pixels, constants, self.dtype)
-        if draws is not None and self.augmentation.erase:
-            result = result.masked_fill(erase_mask(draws, *pixels.shape[1:3])[..., None], 0.0)
+        if draws is not None and changes.erases:
+            result = result.masked_fill(erase_mask(draws, *size)[..., None], 0.0)
         result = result.permute(0, 3, 1, 2)
+        if out is not None:
+            return out.copy_(result)
         if self.layout == "contiguous":
             return result.contiguous()
         return result.contiguous(memory_format=torch.channels_last)
-
-
-def _checked_statistics(
-    mean: Sequence[float] | None, std: Sequence[float] | None
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Check mean and std, and return them as tuples of equal length. If both are None, the length is 1."""
-    try:
-        means = None if mean is None else tuple(map(float, mean))
-        deviations = None if std is None else tuple(map(float, std))
-    except TypeError as error:
-        raise OptionsError(
-            f"mean is {mean!r} and std is {std!r}; give sequences of one number per channel", parameters=("mean", "std")
-        ) from error
-    if means is None:
-        means = (0.0,) * len(deviations or (1.0,))
-    if deviations is None:
-        deviations = (1.0,) * len(means)
-    if len(means) != len(deviations) or not means:
-        raise OptionsError(
-            f"mean has {len(means)} channels and std has {len(deviations)}; give one number per channel for both",
-            parameters=("mean", "std"),
-        )
-    in_range = {"mean": all(0 <= x <= 1 for x in means), "std": all(0 < x < math.inf for x in deviations)}
-    for name, is_valid in in_range.items():
-        if not is_valid:
-            raise OptionsError(
-                f"mean is {means} and std is {deviations}; give means from 0 to 1 and positive standard deviations, "
-                "for pixels scaled to 0..1 (if they are for pixels in 0..255, divide them by 255)",
-                parameters=(name,),
-            )
-    return means, deviations
-
-
-def _statistics_of(dataset: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and standard deviation that are stored in the file of a dataset."""
-    mean, std = getattr(dataset, "mean", None), getattr(dataset, "std", None)
-    if mean is None or std is None:
-        where = getattr(dataset, "path", f"a {type(dataset).__name__}")
-        raise OptionsError(
-            f"{where}: the dataset has no mean and std; give them to Normalize, or use Normalize.imagenet()",
-            path=getattr(dataset, "path", None),
-        )
-    return tuple(map(float, mean)), tuple(map(float, std))
-
-
-def scale_constants(mean: Sequence[float], std: Sequence[float]) -> list[list[float]]:
-    """Return centre, coarse, fine and bias of each channel, exact in float32, for means in 0..1 and positive `std`."""
-    means, deviations = np.asarray(mean, np.float64), np.asarray(std, np.float64)
-    centre = np.rint(255 * means)
-    scale = 1 / (255 * deviations)
-    coarse = _leading_bits(scale)
-    bias = ((centre / 255 - means) / deviations).astype(np.float32)
-    return [part.tolist() for part in (centre, coarse, _leading_bits(scale - coarse), bias)]
-
-
-def _leading_bits(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Round each value to 16 significant bits."""
-    fraction, exponent = np.frexp(values)
-    rounded: npt.NDArray[np.float64] = np.ldexp(np.rint(np.ldexp(fraction, _BITS)), exponent - _BITS)
-    return rounded
-
-
-def scale_whole(pixels: torch.Tensor, constants: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the uint8 `pixels`, (N, H, W, C), scaled to `dtype` by operations that ``torch.compile`` can fuse.
-
-    `constants` are centre, coarse, fine and bias, float32, (4, C).
-    """
-    centre, coarse, fine, bias = constants
-    steps = pixels - centre
-    small = torch.addcmul(bias, steps, fine) if dtype == torch.float32 else bias
-    return torch.addcmul(small, steps, coarse).to(dtype)
-
-
-def scale_into(out: torch.Tensor, pixels: torch.Tensor, constants: torch.Tensor, planar: bool) -> None:
-    """Write scaled pixels into `out`, block by block, so that temporaries stay in the CPU's cache.
-
-    `out` (floats) and `pixels` (uint8) are contiguous and have the same shape: (N, H, W, C), or (N, C, H, W) if
-    `planar`. `constants` are centre, coarse, fine and bias, float32, (4, C).
-    """
-    count, height, width, channels = out.shape if not planar else [out.shape[axis] for axis in (0, 2, 3, 1)]
-    planes, row = (channels, width) if planar else (1, width * channels)
-    together = _divisor(height, _ROW_VALUES // (planes * row))
-    shape = (count, planes, height // together, together * row)
-    tiled = constants[:, :, None].expand(4, planes, together * row) if planar else constants.repeat(1, together * width)
-    centre, coarse, fine, bias = (part.reshape(planes, 1, together * row).contiguous() for part in tiled)
-    out, pixels = out.view(shape), pixels.view(shape)
-
-    limit = _BLOCK_VALUES * torch.get_num_threads()
-    images = max(1, limit // max(1, out[0].numel()))
-    rows = max(1, limit // (planes * shape[3])) if images == 1 else shape[2]
-    sizes = (2, min(images, count), planes, min(rows, shape[2]), shape[3])
-    work = torch.empty(sizes, dtype=torch.float32, device=out.device)
-    for first in range(0, count, images):
-        for top in range(0, shape[2], rows):
-            block = (slice(first, first + images), slice(None), slice(top, top + rows))
-            target, source = out[block], pixels[block]
-            steps, small = (part[: target.shape[0], :, : target.shape[2]] for part in work)
-            torch.sub(source, centre, out=steps)
-            if out.dtype == torch.float32:
-                torch.addcmul(bias, steps, fine, out=small)
-                torch.addcmul(small, steps, coarse, out=target)
-            else:
-                torch.addcmul(bias, steps, coarse, out=small)
-                target.copy_(small)
-
-
-def _divisor(number: int, limit: int) -> int:
-    """Return the largest divisor of `number` that is at most `limit`; 1 if `limit` is below 1."""
-    return next(found for found in range(max(1, min(number, limit)), 0, -1) if number % found == 0)

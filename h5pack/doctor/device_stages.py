@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import math
 import os
 import warnings
@@ -20,9 +21,10 @@ from torch.nn import functional as F
 
 from h5pack.data.dataset import H5Dataset
 from h5pack.device.batch import images_of, map_tensors, tensors_of
+from h5pack.device.copier import CudaOperations, DeviceCopier
 from h5pack.device.feed import DeviceFeed
+from h5pack.device.loader_wrapper import FetchedBatch
 from h5pack.device.normalize import Normalize
-from h5pack.device.prefetch import CudaCopier
 from h5pack.doctor.measure import Meter, Repeat, measure_calls, measure_epochs
 from h5pack.errors import H5PackError, OptionsError
 from h5pack.monitor.monitor import FeedMonitor
@@ -31,8 +33,14 @@ from h5pack.monitor.probes import GpuProbe
 Transform = Callable[[torch.Tensor], torch.Tensor]
 Loss = Callable[[Any, Any], torch.Tensor]
 Step = Callable[[torch.Tensor, "torch.Tensor | None"], Any]
-# Maximum number of calls between synchronisations with a GPU, enough to hide the time that launching them takes.
-_MAX_QUEUED_CALLS = 8
+# Maximum number of calls between synchronisations with a GPU. After each, the GPU is idle for about 20 us, which is as
+# long as a short call takes, and calls are launched into an empty queue.
+_MAX_QUEUED_CALLS = 256
+# Fewer copies, because each that is queued holds device memory until the GPU has made it.
+_MAX_QUEUED_COPIES = 8
+# Maximum number of copies of the batch that are normalized in turns. Even a tiny batch needs no more: the time of its
+# calls is that of launching them.
+_MAX_COPIES = 16
 _PREFETCH_FACTOR = 2
 # Number of batches that a `DeviceFeed` prefetches for a GPU, including those that wait in host memory.
 PREFETCHED_ON_GPU = 2 * _PREFETCH_FACTOR
@@ -75,27 +83,28 @@ class DeviceStages:
         self._batch = batch
         self._normalize = normalize
         self._meter = Meter(device)
-        self._copier: CudaCopier | None = None
         self._count = len(images_of(batch))
         on_device = map_tensors(batch, lambda tensor: tensor.to(device))
-        self._raw = raw = images_of(on_device)
+        raw = images_of(on_device)
         self.images = raw if normalize is None else normalize(raw)
         self.labels = labels_of(on_device)
+        self._turns = itertools.cycle(copies_beyond_cache(raw, cache_bytes_of(device)))
 
     def copy(self, seconds: float) -> Repeat:
         """Measure copying the batch to a CUDA device as `DeviceFeed` does, through pinned memory."""
-        # All repeats share one copier. Each copier has a CUDA stream, for which the allocator keeps extra memory.
-        self._copier = copier = self._copier or CudaCopier(self._device, None)
-        copier.begin()
+        copier = DeviceCopier(CudaOperations(self._device), None)
         return self._measure(
-            lambda: copier.receive(copier.launch(copier.prepare(self._batch), 0)), seconds, self._count
+            lambda: copier.deliver(copier.copy(FetchedBatch(self._batch, 0, 0, 1, None))),
+            seconds,
+            self._count,
+            _MAX_QUEUED_COPIES,
         )
 
     def normalize(self, seconds: float) -> Repeat:
         """Measure the conversion of the batch to floats on the device."""
         transform = self._normalize
         assert transform is not None
-        return self._measure(lambda: transform(self._raw), seconds, self._count)
+        return self._measure(lambda: transform(next(self._turns)), seconds, self._count)
 
     def step(self, step: Step, seconds: float, fraction: float = 1.0) -> Repeat:
         """Measure the step on the first images of the batch: on this fraction of them, above 0 to 1."""
@@ -103,8 +112,11 @@ class DeviceStages:
         images, labels = self.images[:count], None if self.labels is None else self.labels[:count]
         return self._measure(lambda: step(images, labels), seconds, count)
 
-    def _measure(self, call: Callable[[], Any], seconds: float, images: int) -> Repeat:
-        return measure_calls(call, images, seconds, self._meter, _MAX_QUEUED_CALLS)
+    def _measure(
+        self, call: Callable[[], Any], seconds: float, images: int, max_queued_calls: int = _MAX_QUEUED_CALLS
+    ) -> Repeat:
+        on_gpu = self._device.type == "cuda"
+        return measure_calls(call, images, seconds, self._meter, max_queued_calls, warm_up=on_gpu)
 
     def try_step(self, step: Step) -> None:
         """Run the step once, and wait until the device has finished it, so that its errors are raised here."""
@@ -149,6 +161,24 @@ class DeviceStages:
             return iter(outer)
 
         return partial(measure_epochs, begin, consume, prefetched=prefetched, meter=meter, ready_images=ready_images)
+
+
+def cache_bytes_of(device: torch.device) -> int:
+    """Return the size of a GPU's L2 cache, and 0 for other devices."""
+    if device.type != "cuda":
+        return 0
+    # torch 2.4 does not know the size.
+    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
+
+
+def copies_beyond_cache(images: torch.Tensor, cache_bytes: int) -> list[torch.Tensor]:
+    """Return a batch and copies of it that are together twice as large as the device's cache, at most 16 in all.
+
+    In training, the images come from a copy to the device. A single batch, used again and again, would come from the
+    cache.
+    """
+    count = min(_MAX_COPIES, max(1, math.ceil(2 * cache_bytes / max(1, images.nbytes))))
+    return [images, *(images.clone() for _ in range(count - 1))]
 
 
 def labels_of(batch: Any) -> torch.Tensor | None:

@@ -216,14 +216,24 @@ def measure_epochs(
 
 
 def measure_calls(
-    call: Callable[[], Any], images: int, seconds: float, meter: Meter | None = None, max_queued_calls: int = 1
+    call: Callable[[], Any],
+    images: int,
+    seconds: float,
+    meter: Meter | None = None,
+    max_queued_calls: int = 1,
+    warm_up: bool = False,
 ) -> Repeat:
     """Measure a function that processes `images` images; call it for `seconds`, and at least once.
 
     The device is synchronized after the first call, and then only after every few calls, because a device that is
     synchronized after every call is idle while the next one is launched. The longer calls take, the fewer are queued.
+    With `warm_up`, the first third of the time is not counted, because an idle GPU lowers its clock and takes some
+    work to raise it.
     """
     meter = meter or Meter()
+    if warm_up:
+        measure_calls(call, images, seconds / 3, meter, max_queued_calls)
+        seconds -= seconds / 3
     start, calls, queued, passed = _Mark.begin(0, meter), 0, 1, 0.0
     while not calls or passed < seconds:
         for _ in range(queued):

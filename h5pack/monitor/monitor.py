@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -53,6 +54,7 @@ class MonitoredIterator(BatchIterator):
         super().__init__("monitor")
         self._fetcher, self._cursor, self._finish_epoch = fetcher, cursor, finish
         self._recorder, self._labels = recorder, labels
+        self._thread = threading.get_ident()
 
     def __next__(self) -> Any:
         self._labels.end()
@@ -64,6 +66,10 @@ class MonitoredIterator(BatchIterator):
 
     def _next_batch(self) -> Any:
         recorder = self._recorder
+        if threading.get_ident() != self._thread:
+            # A DeviceFeed around this monitor requests batches in a thread. The step does not wait for that thread, and
+            # runs on another stream.
+            recorder.device_wait = None
         self._labels.begin("h5pack: wait")
         if recorder.device_wait is not None:
             recorder.device_wait.begin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,8 +12,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import h5pack
-from h5pack.device.batch import BatchKey, ImageTransform, map_tensors
+from h5pack.device.batch import BatchKey
+from h5pack.device.copier import DeviceCopier, QueuedBatch
 from h5pack.device.feed import DeviceFeed
+from h5pack.device.loader_wrapper import FetchedBatch, layers_of
 from tests.crashing import wait_for
 
 BATCH = 12
@@ -23,42 +26,74 @@ def needs_gpu(test: Any) -> Any:
     return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")(test))
 
 
-class FakeCopier:
-    """Does on the CPU at once what `CudaCopier` queues on a device."""
+class HostOperations:
+    """Does on the CPU at once what `CudaOperations` queues on a device, and counts it."""
 
-    def __init__(self, transform: ImageTransform | None) -> None:
-        self.transform = transform
-        self.launched = self.received = 0
-        self.ahead: list[int] = []
+    # Not equal to the device of tensors in host memory, which has no index.
+    device = torch.device("cpu", 0)
 
-    def begin(self) -> None:
-        pass
+    def __init__(self) -> None:
+        self.copy_stream = self.transform_stream = self
 
     def enter(self) -> None:
         assert threading.current_thread().name == "h5pack-feed"
 
-    def prepare(self, batch: Any) -> Any:
-        return batch
+    def current_stream(self) -> HostOperations:
+        return self
 
-    def launch(self, batch: Any, epoch: int) -> Any:
+    def on(self, stream: Any) -> Any:
+        return contextlib.nullcontext()
+
+    def event(self, stream: Any) -> HostOperations:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert threading.current_thread().name == "h5pack-feed"
+        return tensor.clone()
+
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        raise AssertionError("the tensor is on no device")
+
+
+class CountingCopier(DeviceCopier):
+    """Counts batches."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.copied = 0
+
+    def copy(self, fetched: FetchedBatch) -> QueuedBatch:
+        self.copied += 1
+        return super().copy(fetched)
+
+    def transform(self, queued: QueuedBatch) -> QueuedBatch:
         assert threading.current_thread() is threading.main_thread()
-        self.launched += 1
-        batch = map_tensors(batch, torch.clone)
-        return batch if self.transform is None else self.transform(batch, epoch)
-
-    def receive(self, launched: Any) -> Any:
-        self.received += 1
-        self.ahead.append(self.launched - self.received)
-        return launched
+        return super().transform(queued)
 
 
 class PrefetchingFeed(DeviceFeed):
     """A feed that prefetches on the CPU."""
 
-    copier: FakeCopier
+    copier: CountingCopier
+
+    def _operations(self) -> Any:
+        return HostOperations()
 
     def _begin_copying(self) -> Any:
-        self.copier = FakeCopier(self._transform)
+        echoes = any(isinstance(layer, h5pack.EchoLoader) for layer in layers_of(self.loader))
+        self.copier = CountingCopier(self._operations(), self._transform, keep_images=echoes)
         return self.copier
 
 

@@ -4,39 +4,57 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
-from h5pack.device.augment import DRAWS, TRIES, Augmentation, AugmentationDraws, draw_augmentation, random_words
+from h5pack.device.augment import (
+    DRAWS,
+    GEOMETRY,
+    TRIES,
+    Augmentation,
+    AugmentationDraws,
+    ColorJitter,
+    draw_augmentation,
+    random_words,
+)
 from h5pack.device.batch import BatchKey
+from h5pack.device.crops import CenterCrop, RandomCrop
 from h5pack.errors import OptionsError
 from h5pack.order.permutation import derive_key
 from tests.device.feeds import needs_gpu
 
-ALL = Augmentation(flip=0.5, crop=4, erase=0.5)
-FIELDS = tuple(AugmentationDraws.__dataclass_fields__)
+ALL = Augmentation(flip=0.5, crop=4, erase=0.5, vertical_flip=0.3)
+COLORS = ColorJitter(brightness=0.4, contrast=0.5, saturation=0.6, hue=0.2, grayscale=0.3)
 
 
 def stacked(draws: AugmentationDraws) -> torch.Tensor:
-    """int32, (N, 7)."""
-    return torch.stack([getattr(draws, name) for name in FIELDS], 1)
+    """int32, (N, 8): all but the size of the window."""
+    return torch.stack([getattr(draws, name) for name in GEOMETRY if not name.startswith("crop")], 1)
 
 
 def words_of(seed: int, epoch: int, row: int, repeat: int) -> list[int]:
-    return [derive_key(seed, epoch, row, DRAWS * repeat + number) for number in range(4 + 4 * TRIES)]
+    return [derive_key(seed, epoch, row, DRAWS * repeat + number) for number in range(5 + 4 * TRIES)]
+
+
+def below(word: int, bound: int) -> int:
+    return ((word >> 33) * bound) >> 31
 
 
 def slow_draw(words: list[int], options: Augmentation, height: int, width: int) -> tuple[int, ...]:
     """The draws of one sample out of its 64-bit words; the box as torchvision's RandomErasing chooses it."""
-
-    def below(word: int, bound: int) -> int:
-        return ((word >> 33) * bound) >> 31
-
-    flip = int(words[0] >> 32 < options.flip * 2**32)
-    top, left = (below(word, 2 * options.crop + 1) - options.crop for word in words[1:3])
+    *words, last = words
+    padding = options.crop.padding if isinstance(options.crop, RandomCrop) else int(options.crop)
+    size = options.crop.output_size if isinstance(options.crop, RandomCrop) else (height, width)
+    top = below(words[1], height + 2 * padding - size[0] + 1) - padding
+    left = below(words[2], width + 2 * padding - size[1] + 1) - padding
+    height, width = size
+    flip = tuple(int(word >> 32 < p * 2**32) for word, p in ((words[0], options.flip), (last, options.vertical_flip)))
+    flip += (top, left)
     if words[3] >> 32 < options.erase * 2**32:
         for first in range(4, len(words), 4):
             share, ratio = ((below(word, 4096) + 0.5) / 4096 for word in words[first : first + 2])
@@ -47,26 +65,102 @@ def slow_draw(words: list[int], options: Augmentation, height: int, width: int) 
             if box_height < height and box_width < width:
                 box_top = below(words[first + 2], height - box_height + 1)
                 box_left = below(words[first + 3], width - box_width + 1)
-                return flip, top, left, box_top, box_left, box_height, box_width
-    return flip, top, left, 0, 0, 0, 0
+                return (*flip, box_top, box_left, box_height, box_width)
+    return (*flip, 0, 0, 0, 0)
 
 
 def test_the_words_are_those_of_the_key() -> None:
     rows = [0, 1, 7, 2**31, 2**40 + 3]
-    found = random_words(BatchKey(torch.tensor(rows), 3, 2), 11, 4 + 4 * TRIES)
+    found = random_words(BatchKey(torch.tensor(rows), 3, 2), 11, 5 + 4 * TRIES)
     expected = np.array([words_of(11, 3, row, 2) for row in rows], np.uint64).view(np.int64)
     np.testing.assert_array_equal(found.numpy(), expected)
+
+
+def test_views_and_streams_have_words_of_their_own() -> None:
+    rows, repeats = torch.tensor([5, 2**40 + 3]), torch.tensor([0, 3])
+    found = []
+    for view, stream in ((0, 0), (1, 0), (0, 1), (2, 3), (3, 2)):
+        words = random_words(BatchKey(rows, 4, repeats, view), -7, 5, stream)
+        parts = (stream, view) if stream or view else ()
+        expected = [
+            [derive_key(-7, 4, *parts, row, DRAWS * repeat + number) for number in range(5)]
+            for row, repeat in zip(rows.tolist(), repeats.tolist(), strict=True)
+        ]
+        np.testing.assert_array_equal(words.numpy(), np.array(expected, np.uint64).view(np.int64))
+        found += words.flatten().tolist()
+    assert len(set(found)) == len(found)
 
 
 @pytest.mark.parametrize("size", [(32, 32), (218, 178), (5, 64)])
 def test_draws_equal_the_slow_twin(size: tuple[int, int]) -> None:
     rows = torch.arange(100) * 37
-    found = stacked(draw_augmentation(BatchKey(rows, 5, 1), 42, ALL, *size)).tolist()
-    expected = [slow_draw(words_of(42, 5, row, 1), ALL, *size) for row in rows.tolist()]
-    assert [tuple(line[:3]) for line in found] == [line[:3] for line in expected]
-    # Sides are computed in steps of 2^-20, so one that is that close to a half may round the other way.
-    assert sum(tuple(line) == other for line, other in zip(found, expected, strict=True)) >= 99
-    assert sum(line[5] > 0 for line in found) > 30
+    for options in (ALL, replace(ALL, crop=RandomCrop((5, 30), padding=2), vertical_flip=0.0)):
+        found = stacked(draw_augmentation(BatchKey(rows, 5, 1), 42, options, *size)).tolist()
+        expected = [slow_draw(words_of(42, 5, row, 1), options, *size) for row in rows.tolist()]
+        assert [tuple(line[:4]) for line in found] == [line[:4] for line in expected]
+        # Sides are computed in steps of 2^-20, so one that is that close to a half may round the other way.
+        assert sum(tuple(line) == other for line, other in zip(found, expected, strict=True)) >= 99
+        assert sum(line[6] > 0 for line in found) > 20
+
+
+def slow_matrix(words: list[int], jitter: ColorJitter, level: float) -> npt.NDArray[np.float64]:
+    """The 3 x 4 matrix of one sample in float64, by the formulas of `ColorJitter`, with the matrix of colorsys."""
+
+    def factor(word: int, spread: float) -> float:
+        low, high = round((1 - spread) * 65536), round((1 + spread) * 65536)
+        return (low + below(word, high - low + 1)) / 65536
+
+    b, c, s = (
+        factor(word, spread)
+        for word, spread in zip(words, (jitter.brightness, jitter.contrast, jitter.saturation), strict=False)
+    )
+    turns = round(jitter.hue * 4096)
+    angle = 2 * math.pi * (below(words[3], 2 * turns + 1) - turns) / 4096
+    if words[4] >> 32 < jitter.grayscale * 2**32:
+        s = 0
+    grey = np.array([0.299, 0.587, 0.114])
+    red, _, blue = np.eye(3)
+    yiq = np.stack([grey, 0.74 * (red - grey) - 0.27 * (blue - grey), 0.48 * (red - grey) + 0.41 * (blue - grey)])
+    cosine, sine = math.cos(angle), math.sin(angle)
+    turned = np.linalg.inv(yiq) @ np.array([[0, 0, 0], [0, cosine, -sine], [0, sine, cosine]]) @ yiq
+    linear = b * c * (np.ones((3, 1)) * grey + s * turned)
+    return np.hstack([linear, np.full((3, 1), b * (1 - c) * level)])
+
+
+def test_color_matrices_follow_the_formulas() -> None:
+    rows = torch.arange(200) * 13
+    for jitter in (COLORS, ColorJitter(hue=0.5), ColorJitter(1, 1, 1, 0.5, 0)):
+        options = Augmentation(color=jitter, level=100.25)
+        found = draw_augmentation(BatchKey(rows, 5, 1, 2), 42, options, 8, 8).color
+        assert found is not None
+        assert (found.shape, found.dtype) == ((12, 200), torch.int32)
+        for row, matrix in zip(rows.tolist(), found.T.numpy() / 65536, strict=True):
+            words = [derive_key(42, 5, 2, 2, row, DRAWS + number) for number in range(5)]
+            # Products are rounded to 2^-16, and a brightness of up to 2 multiplies the contrast's rounding.
+            np.testing.assert_allclose(matrix.reshape(3, 4), slow_matrix(words, jitter, 100.25), atol=20 / 65536)
+    plain = draw_augmentation(BatchKey(rows, 0), 0, Augmentation(color=ColorJitter()), 8, 8).color
+    assert plain is not None
+    assert torch.equal(plain.T, (torch.eye(3, 4, dtype=torch.int32) << 16).flatten().expand(200, 12))
+
+
+def test_grays_stay_gray_and_jitter_is_spread_evenly() -> None:
+    options = Augmentation(color=COLORS)
+    color = draw_augmentation(BatchKey(torch.arange(20_000), 0), 0, options, 8, 8).color
+    assert color is not None
+    matrix = color.double().T.reshape(-1, 3, 4) / 65536
+    sums = matrix[..., :3].sum(2)
+    assert (sums - sums.mean(1, keepdim=True)).abs().max() < 1e-4
+    # The product of brightness and contrast, whose means are 1.
+    assert abs(sums.mean() - 1) < 0.01
+    is_gray = (matrix - matrix.mean(1, keepdim=True)).abs().amax((1, 2)) < 1e-3
+    assert abs(is_gray.double().mean() - 0.3) < 5 * math.sqrt(0.3 * 0.7 / 20_000)
+
+
+def test_draws_of_one_kind_do_not_change_those_of_another() -> None:
+    key = BatchKey(torch.arange(50) * 7, 3, 1)
+    alone = draw_augmentation(key, 5, Augmentation(flip=0.5), 32, 32).flip
+    both = Augmentation(flip=0.5, crop=RandomCrop(20), erase=0.5, vertical_flip=0.5, color=COLORS)
+    assert torch.equal(draw_augmentation(key, 5, both, 32, 32).flip, alone)
 
 
 def test_repeats_may_differ_within_a_batch() -> None:
@@ -79,6 +173,8 @@ def test_repeats_may_differ_within_a_batch() -> None:
 def test_what_is_off_is_never_drawn_and_what_is_sure_always() -> None:
     key = BatchKey(torch.arange(1000), 0, 0)
     assert not stacked(draw_augmentation(key, 0, Augmentation(), 16, 16)).any()
+    middle = draw_augmentation(key, 0, Augmentation(crop=CenterCrop((10, 20))), 16, 17)
+    assert [set(part.tolist()) for part in (middle.top, middle.left)] == [{3}, {-1}]
     sure = draw_augmentation(key, 0, Augmentation(flip=1.0, erase=1.0), 64, 64)
     assert all(map(torch.all, (sure.flip == 1, sure.box_height > 0, sure.box_width > 0)))
 
@@ -119,12 +215,31 @@ def test_boxes_lie_in_the_image() -> None:
         *(("flip", -0.1), ("flip", float("nan")), ("erase", 1.5), ("crop", -1), ("crop", 1.5)),
         *(("erase_scale", value) for value in ((0.5, 0.2), (0.0, 0.2), (0.1,))),
         ("erase_ratio", (0.0, 1.0)),
+        *(("crop", "8"), ("vertical_flip", 2), ("color", 0.5)),
     ],
 )
 def test_invalid_options_are_refused(name: str, value: Any) -> None:
     with pytest.raises(OptionsError) as caught:
         Augmentation(**{name: value})
     assert caught.value.parameters == (name,)
+
+
+@pytest.mark.parametrize(("name", "value"), [("brightness", 1.5), ("hue", 0.6), ("grayscale", -0.1)])
+def test_invalid_colors_are_refused(name: str, value: float) -> None:
+    with pytest.raises(OptionsError) as caught:
+        ColorJitter(**{name: value})
+    assert caught.value.parameters == (name,)
+
+
+def test_windows_larger_than_the_image_are_refused() -> None:
+    for padding, fits in ((1, False), (2, True)):
+        options = Augmentation(crop=RandomCrop((36, 10), padding))
+        if fits:
+            assert options.windows(32, 32) == ((-2, 1), (-2, 27))
+        else:
+            with pytest.raises(OptionsError) as caught:
+                options.windows(32, 32)
+            assert caught.value.parameters == ("crop",)
 
 
 @needs_gpu

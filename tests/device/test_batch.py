@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 import h5pack
 from h5pack.device.batch import EchoedBatch, images_of, is_echoed, repeats_of
@@ -177,5 +177,10 @@ def test_keyed_transforms_need_rows(dataset: h5pack.H5Dataset, feed_of: Any) -> 
     # As an ImageFolder's batches: labels must not be used as rows.
     with pytest.raises(OptionsError):
         list(feed_of(DataLoader(TensorDataset(images, labels), 3), transform=Keyed()))
+    # So are those of h5pack, where the loader does not tell the dataset.
+    plain = h5pack.H5Dataset(dataset.path)
+    for loader in (DataLoader(ConcatDataset([plain]), 12), list(h5_loader(plain)), iter(h5_loader(plain))):
+        with pytest.raises(OptionsError):
+            list(feed_of(loader, transform=Keyed()))
     without = h5pack.H5Dataset(dataset.path, labels=None, with_rows=True)
     assert len(list(feed_of(h5_loader(without), transform=Keyed()))) == 9

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 import h5pack
 from h5pack.data import iteration
 from h5pack.device.batch import repeats_of
-from h5pack.device.echo import EchoLoader
+from h5pack.device.echo import EchoLoader, _FetchClock
 from h5pack.device.feed import DeviceFeed
 from h5pack.errors import LoaderError, OptionsError, StateError
 from tests.crashing import wait_for
@@ -455,3 +455,14 @@ def test_around_a_device_feed_on_cuda(dataset: h5pack.H5Dataset, factor: Any) ->
                 assert torch.equal(pixels, images[rows].float() * 2)
                 seen.update(rows.tolist())
             assert seen == set(range(packs.ROWS))
+
+
+def test_the_thread_uses_the_consumers_stream_of_the_feeds_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The feed copies to cuda:1 while cuda:0 is the current device."""
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "set_stream", calls.append)
+    clock = _FetchClock(torch.device("cuda", 1))
+    clock.enter()
+    assert calls == ["stream of cuda:1", "stream of None"]

@@ -197,6 +197,7 @@ def test_many_tiny_batches_on_several_streams() -> None:
                     break
                 # Long work, so that the batch is still in use when its memory is freed.
                 images = batch[0]
+                torch.cuda._sleep(200_000)
                 for _ in range(4):
                     images = images @ weight
                 sums.append((images.sum(), batch[1].sum()))
@@ -206,6 +207,20 @@ def test_many_tiny_batches_on_several_streams() -> None:
         del sums
         allocated.append(torch.cuda.memory_allocated())
     assert len(set(allocated[1:])) == 1, allocated
+
+
+@needs_gpu
+@pytest.mark.parametrize("prefetch_factor", [1, 3])
+def test_memory_is_bounded_when_the_host_runs_ahead_of_the_gpu(prefetch_factor: int) -> None:
+    size = 1 << 22
+    feed = DeviceFeed([torch.zeros(size, dtype=torch.uint8)] * 300, "cuda", prefetch_factor=prefetch_factor)
+    torch.cuda.synchronize()
+    before, most = torch.cuda.memory_allocated(), 0
+    for batch in feed:
+        torch.cuda._sleep(2_000_000)
+        batch.add_(1)
+        most = max(most, torch.cuda.memory_allocated() - before)
+    assert most <= (prefetch_factor + 4) * size
 
 
 @needs_gpu

@@ -2,41 +2,57 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import importlib.util
+import itertools
 import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from h5pack.device.augment import Augmentation, ColorJitter, draw_augmentation
+from h5pack.device.batch import BatchKey
+from h5pack.device.crops import CenterCrop, RandomCrop, RandomResizedCrop
 from h5pack.device.normalize import Normalize
 from h5pack.errors import OptionsError
 from tests.device.feeds import needs_gpu
+from tests.device.machine_code import main_loop
 from tests.device.test_normalize import AUGMENTATIONS, DTYPES, LAYOUTS, assert_near, batch, key_of, reference
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="pip install triton")
 not_interpreted = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="kernels are interpreted")
 ROOT = Path(__file__).parents[2]
-SIZES = [(2, 5, 7), (1, 1, 1, 1), (2, 23, 31, 4), (1, 11, 300)]
-"""Batches of one to four channels; some fill one program of a kernel, others need several."""
+SIZES = [(2, 5, 7), (1, 1, 1, 1), (2, 23, 31, 4), (1, 11, 300), (2, 40, 16)]
+"""Batches of one to four channels. Some fill one program of a kernel, others need several, or several turns of one.
+Lines begin at multiples of 16 bytes only in the last.
+"""
 
 
-def assert_kernel_is_right(device: str, settings: dict[str, Any], sizes: list[tuple[int, ...]]) -> None:
+def assert_kernel_is_right(
+    device: str, settings: dict[str, Any], sizes: list[tuple[int, ...]], view: int | None = None
+) -> None:
     """That the kernel's results are those of torch operations, bit by bit, and within one rounding step of the truth.
 
     Triton's interpreter rounds to bfloat16 towards zero, which is within one step but not the same bits.
     """
     for size in sizes:
         images, key = batch(*size), key_of(size[0])
+        if "color" in settings and images.shape[3] != 3:
+            continue
         mean, std = (0.485, 0.456, 0.406, 0.5)[: images.shape[3]], (0.229, 0.224, 0.225, 0.25)[: images.shape[3]]
         first = images.permute(0, 3, 1, 2).contiguous().to(device)
         views = [(images.to(device), "last"), (first, "first"), (images.to(device).flip(3)[:, :, ::2], "last")]
-        for stored, channels in views:
+        for stored, channels in views if view is None else views[view : view + 1]:
             norm = Normalize(mean, std, channels=channels, backend="triton", **settings)
             plain = Normalize(mean, std, channels=channels, backend="torch", **settings)
             result, host = norm(stored, key), stored.cpu()
@@ -47,56 +63,277 @@ def assert_kernel_is_right(device: str, settings: dict[str, Any], sizes: list[tu
 
 
 def interpret() -> None:
-    """Compare both kernels: each layout with each dtype, augmentation and size; views of batches; an empty batch."""
+    """What has to run in a process with Triton's interpreter."""
     assert "triton" not in sys.modules, "importing Normalize imports Triton"
-    for number in range(12):
-        settings = {"dtype": DTYPES[number % 3], "layout": list(LAYOUTS)[number % 2]}
-        settings |= ({}, *AUGMENTATIONS)[number % 5]
-        assert_kernel_is_right("cpu", settings, [SIZES[number // 2 % 4]])
-    for dtype in DTYPES:
-        assert_kernel_is_right("cpu", {"dtype": dtype}, SIZES[2:])
-    assert Normalize.imagenet(backend="triton")(batch()[:0]).shape == (0, 3, 13, 11)
+    check_kernels()
+    check_draws()
+    check_wide_strides()
+    check_launches()
+
+
+def check_kernels() -> None:
+    """Compare both kernels: each layout with each dtype, augmentation and size; views of batches; an empty batch."""
+    from h5pack.device.kernels import normalize
+
+    settings = ({}, *AUGMENTATIONS)
+    for number in range(21):
+        options = {"dtype": DTYPES[number % 3], "layout": list(LAYOUTS)[number % 2], **settings[number % len(settings)]}
+        size = SIZES[(0, 3, 4)[number // 7] if "color" in options else (number // 2 + number // 10) % 5]
+        assert_kernel_is_right("cpu", options, [size], (number + number // 3) % 3)
+    # The flat kernel, with programs that take several steps.
+    with patch.object(normalize, "_FLAT_PROGRAMS", 2):
+        for dtype in DTYPES:
+            assert_kernel_is_right("cpu", {"dtype": dtype}, SIZES[2:4], 0)
+    for options in ({}, AUGMENTATIONS[-1]):
+        empty = Normalize.imagenet(backend="triton", **options)
+        assert empty(batch()[:0], key_of(0)).shape == (0, 3, *empty.output_size(13, 11))
     images = batch(4)[1:3]
     assert torch.equal(Normalize.imagenet(backend="triton")(images), Normalize.imagenet()(images))
+    # Draws of another transform, and memory that is given.
+    norm = Normalize.imagenet(backend="triton", layout="contiguous")
+    draws = Normalize.imagenet(**AUGMENTATIONS[3]).draw(images, key_of(2))
+    assert draws is not None
+    draws = replace(draws, top=draws.top + 50, left=draws.left - 3)
+    out = torch.full((2, 3, 13, 11), 7.0)
+    assert norm(images, draws=draws, out=out) is out
+    assert torch.equal(out, Normalize.imagenet(layout="contiguous", backend="torch")(images, draws=draws))
 
 
-@needs_triton
-def test_interpreted_kernels_equal_the_slow_twin(tmp_path: Path) -> None:
-    # Triton reads TRITON_INTERPRET when it is imported, so this needs a process of its own.
-    code = "from tests.device import test_kernels; test_kernels.interpret()"
-    variables = {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+def check_draws(device: str = "cpu") -> None:
+    """The kernel of draws against the torch operations, for augmentations of each kind and keys of each kind."""
+    from h5pack.device.kernels import draw
+
+    rows = torch.arange(130) * 7919 + 2**40
+    colors = ColorJitter(0.8, 0.7, 0.9, 0.3, 0.3)
+    for number, options in enumerate(
+        (
+            Augmentation(flip=0.5, crop=3),
+            Augmentation(erase=0.8, crop=RandomCrop((5, 7), 1), vertical_flip=0.4),
+            Augmentation(color=colors, crop=CenterCrop(9), flip=1.0, erase=1.0, erase_scale=(0.3, 0.9)),
+        )
+    ):
+        for repeats, view in ((2, number), (torch.arange(130) % 5, 0)):
+            expected = draw_augmentation(BatchKey(rows, 3, repeats, view), -5, options, 13, 11)
+            found = draw.draw(BatchKey(rows.to(device), 3, repeats, view), -5, options, 13, 11)
+            for name, part in vars(expected).items():
+                other = getattr(found, name)
+                assert torch.equal(other.cpu(), part) if part is not None else other is None, name
+        assert found.block() is found.flip, "the images' kernel needs no copy of these draws"
+    none = draw.draw(BatchKey(rows[:0], 0), 0, options, 13, 11).color
+    assert none is not None
+    assert none.shape == (12, 0)
+
+
+def check_wide_strides() -> None:
+    """Offsets in the source beyond 2^31. The memory between the pixels is never touched, so it takes none."""
+    far = 3 << 28
+    memory = torch.empty(4 * far + 64, dtype=torch.uint8)
+    images = memory.as_strided((1, 5, 4, 3), (5 * far // 4 // 5 * 4, far, 3, 1))[:, :4]
+    images.copy_(batch(1, 4, 4))
+    key = key_of(1)
+    for options in ({}, {"flip": 1.0, "vertical_flip": 1.0, "crop": 1}):
+        for layout in LAYOUTS:
+            norm, plain = (Normalize.imagenet(backend=one, layout=layout, **options) for one in ("triton", "torch"))
+            assert torch.equal(norm(images, key), plain(images.contiguous(), key))
+
+
+def check_launches() -> None:
+    """A keyed batch takes two launches: one for all draws and one for the images. torch computes nothing."""
+    from h5pack.device.kernels import draw, launch, normalize
+
+    launched: list[str] = []
+
+    class Counted:
+        """A kernel that is not run, because Triton's interpreter calls torch."""
+
+        def __init__(self, module: Any, name: str) -> None:
+            self.name = name
+            setattr(module, name, self)
+
+        def __getitem__(self, grid: Any) -> Any:
+            launched.append(self.name)
+            return lambda *args, **options: None
+
+    for module, name in ((draw, "_draw_kernel"), (normalize, "_flat_kernel"), (normalize, "image_kernel")):
+        Counted(module, name)
+    launch.interpreted = lambda: True
+    images, key = batch(4), key_of(4, repeats=torch.arange(4))
+    for options in ({}, *AUGMENTATIONS):
+        norm = Normalize.imagenet(backend="triton", **options)
+        norm(images, key)  # Makes the tables and constants.
+        launched.clear()
+        with Dispatched() as dispatched:
+            norm(images, key)
+        assert launched == (["_draw_kernel", "image_kernel"] if options else ["_flat_kernel"])
+        assert dispatched.names <= VIEWS, dispatched.names - VIEWS
+
+
+VIEWS = {"empty", "permute", "unbind", "slice"}
+"""Operations that launch nothing."""
+
+
+class Dispatched(TorchDispatchMode):
+    """Names of the operations that torch dispatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(function.overloadpacket.__name__)
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def run_in_a_process(function: str, tmp_path: Path, **variables: str) -> None:
+    """Call a function of this module, which changes Triton, in a process of its own."""
+    code = f"from tests.device import test_kernels; test_kernels.{function}()"
+    variables |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "ignore", "-c", code]
     result = subprocess.run(command, env={**os.environ, **variables}, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
 
 
 @needs_triton
-@not_interpreted
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_compiled_kernel_moves_whole_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    """Compile the flat kernel for a GPU that is not here, and check how it loads and stores its values."""
-    triton = pytest.importorskip("triton", minversion="3.3", reason="its compiler expects the arguments of 3.3")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+def test_interpreted_kernels_equal_the_slow_twin(tmp_path: Path) -> None:
+    # Triton reads TRITON_INTERPRET when it is imported.
+    run_in_a_process("interpret", tmp_path, TRITON_INTERPRET="1")
 
-    from h5pack.device import kernels
+
+CROP = {"MOVES": True, "PADDED": True}
+ALL = {**CROP, "ERASES": True}
+COLORS = {**ALL, "COLORS": True}
+
+
+@needs_triton
+@not_interpreted
+@pytest.mark.parametrize(
+    ("capability", "dtype", "planes", "changes", "budget"),
+    [
+        # Interleaved channels (0), three planes together (3), planes alone (1).
+        (75, "fp16", 0, CROP, 12),
+        (75, "bf16", 3, CROP, 14),  # GPUs before sm_80 convert to bfloat16 by five instructions.
+        (80, "bf16", 0, CROP, 12),
+        (80, "fp32", 3, ALL, 13),
+        (80, "fp16", 1, ALL | {"WHOLE": False}, 16),
+        (90, "bf16", 0, CROP | {"WHOLE": False}, 12),
+        (90, "fp16", 3, CROP, 12),
+        (90, "fp32", 0, {"MOVES": True}, 13),
+        (90, "bf16", 0, COLORS, 29),
+        (90, "fp16", 0, CROP | {"unaligned": True}, 20),
+        (100, "bf16", 0, CROP, 12),
+        (100, "fp32", 1, {}, 13),
+        (100, "bf16", 3, COLORS, 20),
+    ],
+)
+def test_the_machine_code_of_the_image_kernel_stays_short(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: int,
+    dtype: str,
+    planes: int,
+    changes: dict[str, bool],
+    budget: float,
+) -> None:
+    """Compile for GPUs that are not here: instructions for each value in the loop over lines, 16 bytes in a store."""
+    from h5pack.device.kernels import image
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    values = 512 if dtype == "fp32" else 1024
-    constants = {"CHANNELS": 3, "FINE": dtype == "fp32", "VALUES": values}
-    signature = {"pixels": "*u8", "result": f"*{dtype}", "constants": "*fp32", "total": "i32", "stride": "i32"}
-    signature |= dict.fromkeys(constants, "constexpr")
-    names = list(signature)
-    # As of tensors, whose memory is aligned, and any number of values.
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("pixels", "result", "constants", "stride")}
-    places = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernels._flat_kernel, signature=signature, constexprs=places, attrs=aligned)
-    options = {"num_warps": 4, "enable_fp_fusion": True}
-    ptx = triton.compile(source, target=GPUTarget("cuda", 80, 32), options=options).asm["ptx"]
-    assert "st.global.v4.b32" in ptx, "stores are of 16 bytes"
-    assert ("ld.global.v2.b32" in ptx) == (dtype != "fp32"), "loads are of 8 bytes, of 4 for float32"
-    assert "fma.rn.f32" in ptx
-    assert "ld.shared" not in ptx, "threads exchange no values"
+    values = 4 if dtype == "fp32" else 8
+    is_unaligned = changes.get("unaligned", False)  # The memory that was given begins at another address.
+    changes = {name: value for name, value in changes.items() if name != "unaligned"}
+    constants = dict.fromkeys(("MOVES", "PADDED", "ERASES", "COLORS", "WIDE"), False) | {"WHOLE": True, **changes}
+    constants |= {"CHANNELS": 3, "PLANES": planes, "FINE": dtype == "fp32", "VECTORS": 512 // values, "VALUES": values}
+    aligned = ("constants",) if is_unaligned else ("constants", "result")
+    kernel = image.image_kernel
+    loop = main_loop(kernel, capability, dtype, constants, aligned=aligned, ones=("stride_channel",))
+    assert loop.instructions_per_value <= budget
+    assert (loop.store_bytes, loop.exchanges, loop.spills) == (2 if is_unaligned else 16, False, False)
+
+
+@needs_triton
+@not_interpreted
+@pytest.mark.parametrize(
+    ("capability", "dtype", "aligned", "load_bytes", "budget"),
+    [(75, "fp16", True, 8, 12), (80, "fp32", True, 4, 12), (90, "bf16", False, 1, 12), (100, "bf16", True, 8, 12)],
+)
+def test_the_machine_code_of_the_flat_kernel_stays_short(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: int,
+    dtype: str,
+    aligned: bool,
+    load_bytes: int,
+    budget: float,
+) -> None:
+    """As above; of images whose first pixel is at a multiple of 16 bytes, or not."""
+    from h5pack.device.kernels import normalize
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    fine = dtype == "fp32"
+    constants = {"CHANNELS": 3, "FINE": fine, "VALUES": 512 if fine else 1024}
+    pointers = ("result", "constants", "stride", *(("pixels",) if aligned else ()))
+    loop = main_loop(normalize._flat_kernel, capability, dtype, constants, warps=4, aligned=pointers)
+    assert loop.instructions_per_value <= budget
+    assert (loop.store_bytes, loop.load_bytes, loop.exchanges, loop.spills) == (16, load_bytes, False, False)
+
+
+def compile_batches() -> None:
+    """Launch all kernels as on a GPU, but stop when they are compiled: of full, odd and single batches, at any address.
+
+    Triton compiles again if an argument becomes 1, or divisible by 16 or not, except those that the decorator lists.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from h5pack.device.kernels import draw, image, launch, normalize, resize
+
+    target = GPUTarget("cuda", 80, 32)
+    stub = {"get_current_device": lambda: 0, "get_current_stream": lambda device: 0}
+    driver.set_active(SimpleNamespace(**stub, get_current_target=lambda: target))
+    run = JITFunction.run
+    JITFunction.run = lambda self, *args, grid, warmup, **options: run(self, *args, grid=grid, warmup=True, **options)
+    launch.interpreted = lambda: True
+    made = (normalize._flat_kernel, image.image_kernel, draw._draw_kernel)
+    made += (resize._tap_kernel, resize._resize_kernel)
+    resized = {"crop": RandomResizedCrop(24), "flip": 0.5}
+    for settings, layout in zip(
+        ({}, {}, AUGMENTATIONS[3], AUGMENTATIONS[-1], resized), list(LAYOUTS) * 3, strict=False
+    ):
+        norm = Normalize.imagenet(backend="triton", layout=layout, dtype=torch.bfloat16, **settings)
+        counts = []
+        for number, size in enumerate((64, 64, 63, 1, 17, 16)):
+            memory = torch.empty(size * 32 * 32 * 3 + number % 2, dtype=torch.uint8)
+            rows = torch.arange(size + number % 2)[number % 2 :]
+            norm(memory[number % 2 :].view(size, 32, 32, 3), BatchKey(rows, number, torch.zeros_like(rows)))
+            counts.append([len(kernel.device_caches[0][0]) for kernel in made])
+        # The flat kernel loads 8 bytes at a time from addresses divisible by 8, so it exists twice.
+        assert counts[1:] == [counts[1]] * 5, counts
+    assert counts[-1] == [2, 3, 3, 1, 1], counts[-1]
+
+
+@needs_triton
+@not_interpreted
+def test_an_odd_last_batch_compiles_nothing_again(tmp_path: Path) -> None:
+    pytest.importorskip("triton", minversion="3.3")
+    run_in_a_process("compile_batches", tmp_path)
+
+
+@needs_triton
+@not_interpreted
+def test_the_plan_of_lines_covers_an_image() -> None:
+    from h5pack.device.kernels.normalize import plan_lines
+
+    for lines, length, values in itertools.product((1, 5, 32, 224, 1000), (1, 7, 93, 96, 534, 672), (4, 8)):
+        period, blocks = plan_lines(lines, length, values, 64)
+        # In lines that are a period apart, columns are at the same distance from multiples of 16 bytes.
+        assert period * length % values == 0
+        assert blocks * 64 >= period * (length // values)
+        assert lines / period <= 16
+    # Of 224 x 224 x 3 values, no thread is idle.
+    assert plan_lines(224, 672, 8, 64) == (16, 21)
 
 
 # Which backend is used.
@@ -111,7 +348,8 @@ def test_kernels_need_a_gpu() -> None:
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "h5pack.device.kernels", raising=False)
+    for name in [name for name in sys.modules if name.startswith("h5pack.device.kernels")]:
+        monkeypatch.delitem(sys.modules, name)
     import h5pack.device
 
     monkeypatch.delattr(h5pack.device, "kernels", raising=False)
@@ -125,22 +363,79 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_triton
-def test_a_failing_kernel_is_replaced_with_a_warning(
+def test_a_kernel_that_cannot_be_compiled_or_loaded_is_replaced_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from h5pack.device import kernels
+    from triton.compiler.errors import CompilationError
 
-    fail = Mock(side_effect=RuntimeError("no C compiler"))
-    monkeypatch.setattr(kernels, "normalize", fail)
-    monkeypatch.setattr(kernels, "interpreted", lambda: True)
+    from h5pack.device.kernels import draw, launch, normalize
+
+    images, key = batch(), key_of(6)
+    expected = Normalize.imagenet(flip=0.5)(images, key)
+
+    def fail_to_compile(*args: Any) -> None:
+        with launch.Launching(torch.device("cpu")):
+            raise CompilationError(None, ast.parse("x"), "too new")
+
+    unusable = Mock(side_effect=launch.UnusableError("no C compiler"))
+    for module, fail, text in ((launch, unusable, "no C compiler"), (normalize, fail_to_compile, "too new")):
+        norm = Normalize.imagenet(flip=0.5)
+        monkeypatch.setattr(norm, "_by_triton", lambda device, norm=norm: not norm._kernels_fail)
+        with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+            patched.setattr(launch, "interpreted", lambda: True)
+            patched.setattr(draw, "draw", draw_augmentation)
+            patched.setattr(module, "load" if module is launch else "normalize", fail)
+            for _ in range(3):
+                assert torch.equal(norm(images, key), expected)
+            assert caplog.text.count(text) == 1
+            with pytest.raises(launch.UnusableError, match=text):
+                Normalize.imagenet(backend="triton")(images)
+
+
+@needs_triton
+def test_errors_of_a_launch_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be errors of an earlier kernel, after which nothing works on this device."""
+    from h5pack.device.kernels import launch, normalize
+
+    fail = Mock(side_effect=RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
+    monkeypatch.setattr(normalize, "normalize", fail)
+    monkeypatch.setattr(launch, "interpreted", lambda: True)
     norm = Normalize.imagenet()
     monkeypatch.setattr(norm, "_by_triton", lambda device: not norm._kernels_fail)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            assert torch.equal(norm(batch()), Normalize.imagenet()(batch()))
-    assert fail.call_count == caplog.text.count("no C compiler") == 1
-    with pytest.raises(RuntimeError, match="no C compiler"):
-        Normalize.imagenet(backend="triton")(batch())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            norm(batch())
+    assert not norm._kernels_fail
+
+
+@needs_triton
+@not_interpreted
+def test_loading_tells_earlier_errors_from_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from h5pack.device.kernels import launch
+
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(launch._empty_kernel, "warmup", Mock(side_effect=RuntimeError("no kernel image")))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with pytest.raises(launch.UnusableError, match="no kernel image"):
+        launch.load(device)
+    monkeypatch.setattr(torch.cuda, "synchronize", Mock(side_effect=RuntimeError("illegal memory access")))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        launch.load(device)
+    monkeypatch.setattr(launch._empty_kernel, "warmup", Mock())
+    launch.load(device)
+    launch.load.cache_clear()
+
+
+def test_operations_draw_with_few_launches() -> None:
+    """Without Triton each operation is a launch, so what is not enabled is not computed."""
+    counts = []
+    for options in (Augmentation(flip=0.5), Augmentation(flip=0.5, crop=4), Augmentation(flip=0.5, erase=0.5)):
+        with Dispatched() as dispatched:
+            draw_augmentation(key_of(4), 0, options, 32, 32)
+        counts.append(dispatched.count)
+    # With views, which launch nothing.
+    assert all(count <= budget for count, budget in zip(counts, (45, 55, 130), strict=True)), counts
 
 
 # On a GPU.
@@ -154,6 +449,30 @@ def test_a_failing_kernel_is_replaced_with_a_warning(
 def test_on_a_gpu(settings: dict[str, Any], dtype: torch.dtype, layout: str) -> None:
     sizes = [*SIZES, (8, 218, 178), (64, 32, 32)]
     assert_kernel_is_right("cuda", {"dtype": dtype, "layout": layout, **settings}, sizes)
+
+
+@needs_gpu
+@needs_triton
+def test_draws_of_the_kernel_on_a_gpu() -> None:
+    check_draws("cuda")
+
+
+@needs_gpu
+@needs_triton
+def test_results_in_memory_at_any_address_on_a_gpu() -> None:
+    """Also results beyond 2^31 values."""
+    images, key = batch(9, 40, 30), key_of(9)
+    norm = Normalize.imagenet(flip=0.5, crop=3, layout="contiguous", dtype=torch.float16)
+    expected = norm(images, key)
+    memory = torch.empty(expected.numel() + 1, dtype=torch.float16, device="cuda")
+    out = memory[1:].view(expected.shape)
+    assert norm(images.cuda(), key, out=out) is out
+    assert torch.equal(out.cpu(), expected)
+    many = images[:1].cuda().expand(600_000, -1, -1, -1)
+    keys = BatchKey(torch.arange(600_000, device="cuda") % 7, 0)
+    found = norm(many, keys)
+    assert found.numel() > 1 << 31
+    assert torch.equal(found[-7:].cpu(), norm(images[:1].expand(7, -1, -1, -1), BatchKey(keys.rows[-7:].cpu(), 0)))
 
 
 @needs_gpu

@@ -159,7 +159,7 @@ def test_a_batch_whose_transform_fails_is_not_counted(dataset: h5pack.H5Dataset)
     """The step has not received it, so it is given again."""
     for wrapped in (lambda loader: loader, lambda loader: h5pack.EchoLoader(loader, 2)):
         expected = rest_of(wrapped(h5_loader(dataset)))
-        failing = Mock(side_effect=[*range(3), KeyboardInterrupt], keyed=False)
+        failing = Mock(spec=[], side_effect=[*range(3), KeyboardInterrupt])
         feed = DeviceFeed(wrapped(h5_loader(dataset)), "cpu", transform=failing)
         received = []
         with contextlib.suppress(KeyboardInterrupt):

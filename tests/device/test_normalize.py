@@ -12,12 +12,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Subset
 
 import h5pack
+from h5pack.data.buffers import unfilled_memory
 from h5pack.data.concat import ConcatPack
-from h5pack.device.augment import AugmentationDraws, draw_augmentation
+from h5pack.device.augment import AugmentationDraws, ColorJitter, draw_augmentation
 from h5pack.device.batch import BatchKey
+from h5pack.device.crops import CenterCrop, RandomCrop
 from h5pack.device.normalize import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from h5pack.errors import OptionsError
 from tests.data import packs
@@ -25,7 +28,9 @@ from tests.data import packs
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAYOUTS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 AUGMENTATIONS: tuple[dict[str, Any], ...] = ({"flip": 0.5}, {"crop": 3}, {"erase": 0.7})
-AUGMENTATIONS += ({"flip": True, "crop": 20, "erase": 0.7},)
+AUGMENTATIONS += ({"flip": True, "crop": 20, "erase": 0.7, "vertical_flip": 0.5},)
+AUGMENTATIONS += ({"crop": RandomCrop((9, 12), padding=6), "vertical_flip": True},)
+AUGMENTATIONS += ({"crop": CenterCrop((15, 6)), "flip": 0.5, "color": ColorJitter(0.4, 0.5, 0.6, 0.2, 0.3)},)
 
 
 def batch(count: int = 6, height: int = 13, width: int = 11, channels: int = 3) -> torch.Tensor:
@@ -55,14 +60,18 @@ def reference(norm: Normalize, images: torch.Tensor, key: BatchKey | None = None
     """float64, (N, C, H, W), image by image with numpy; of uint8 images (N, H, W, C)."""
     found = []
     draws = draws_of(norm, key, *images.shape[1:3])
-    pad = norm.augmentation.crop
+    height, width = norm.output_size(*images.shape[1:3])
+    pad = 30
     for number, image in enumerate(images.numpy()):
-        height, width, _ = image.shape
         if draws is not None:
             padded = np.pad(image, ((pad, pad), (pad, pad), (0, 0)))
             top, left = int(draws.top[number]) + pad, int(draws.left[number]) + pad
             image = padded[top : top + height, left : left + width]
             image = image[:, ::-1] if draws.flip[number] else image
+            image = image[::-1] if draws.vertical_flip[number] else image
+            if draws.color is not None:
+                matrix = draws.color[:, number].double().reshape(3, 4).numpy() / 65536
+                image = np.floor(image @ matrix[:, :3].T + matrix[:, 3] + 0.5).clip(0, 255)
         values = (image / 255 - np.array(norm.mean)) / np.array(norm.std)
         if draws is not None:
             top, left = int(draws.box_top[number]), int(draws.box_left[number])
@@ -181,7 +190,9 @@ def test_operations_for_any_device_give_the_same_bits(settings: dict[str, Any]) 
     images, key = batch(9, 30, 21), key_of(9)
     for dtype, layout in itertools.product(DTYPES, LAYOUTS):
         norm = Normalize.imagenet(dtype=dtype, layout=layout, **settings)
-        slow = norm._by_operations(images, norm._constant_tensor(images.device, 3), draws_of(norm, key, 30, 21))
+        changes, size = norm.augmentation.changes(30, 21), norm.output_size(30, 21)
+        constants = norm._constant_tensor(images.device, 3)
+        slow = norm._by_operations(images, constants, draws_of(norm, key, 30, 21), changes, size, None)
         fast = norm(images, key)
         assert torch.equal(slow, fast)
         assert slow.stride() == fast.stride()
@@ -212,6 +223,86 @@ def test_keys_are_asked_for_only_where_something_is_drawn() -> None:
                 norm(images, key)
 
 
+@pytest.mark.parametrize("size", [(9, 8), (20, 5), (13, 30), (31, 31)])
+def test_center_crops_need_no_key(size: tuple[int, int]) -> None:
+    """The window of torchvision's CenterCrop, by whose formulas it is cut out here."""
+    images, norm = batch(3, 14, 17), Normalize.imagenet(crop=CenterCrop(size))
+    assert not norm.keyed
+    assert norm.output_size(14, 17) == size
+    above, before = max(0, size[0] - 14), max(0, size[1] - 17)
+    pads = ((0, 0), (above // 2, (above + 1) // 2), (before // 2, (before + 1) // 2), (0, 0))
+    padded = np.pad(images.numpy(), pads)
+    top, left = (round((have - want) / 2) for have, want in zip(padded.shape[1:3], size, strict=True))
+    window = torch.from_numpy(padded[:, top : top + size[0], left : left + size[1]].copy())
+    assert_near(norm, norm(images), reference(Normalize.imagenet(), window))
+    draws = norm.draw(images)
+    assert draws is not None
+    assert torch.equal(norm(images, draws=draws), norm(images))
+    assert (draws.top[0] - top + above // 2, draws.left[0] - left + before // 2) == (0, 0)
+    # With random changes, the window is part of the draws.
+    assert_right(Normalize.imagenet(crop=CenterCrop(size), flip=0.5), images, key_of(3))
+
+
+def test_given_draws_are_applied() -> None:
+    images, key = batch(9, 30, 21), key_of(9)
+    for settings in AUGMENTATIONS:
+        norm = Normalize.imagenet(**settings)
+        draws = norm.draw(images, key)
+        assert draws is not None
+        assert torch.equal(norm(images, draws=draws), norm(images, key))
+    assert Normalize.imagenet().draw(images) is None
+    # A window outside the image is black.
+    far = AugmentationDraws(**{**vars(draws), "top": draws.top + 100, "color": None})
+    norm = Normalize(crop=RandomCrop(8))
+    assert not norm(images, draws=far).any()
+    with pytest.raises(OptionsError):
+        norm.draw(images)
+    gray = Normalize((0.5,), (0.5,), channels="last", crop=2)
+    for wrong, stored in ((draws, images[:8]), (draws, batch(9, channels=1)), (far, images.to("meta"))):
+        with pytest.raises(OptionsError) as caught:
+            (gray if stored.shape[3] == 1 else norm)(stored, draws=wrong)
+        assert caught.value.parameters == ("draws",)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_results_go_into_given_memory(layout: str) -> None:
+    images, key = batch(9, 30, 21), key_of(9)
+    for settings in ({}, *AUGMENTATIONS):
+        norm = Normalize.imagenet(layout=layout, dtype=torch.float16, **settings)
+        expected = norm(images, key)
+        out = torch.full_like(expected, 7)
+        assert out.stride() == expected.stride()
+        assert norm(images, key, out=out) is out
+        assert torch.equal(out, expected)
+        slow = norm._by_operations(
+            images,
+            norm._constant_tensor(images.device, 3),
+            draws_of(norm, key, 30, 21),
+            norm.augmentation.changes(30, 21),
+            norm.output_size(30, 21),
+            out.zero_(),
+        )
+        assert slow is out
+        assert torch.equal(out, expected)
+    norm = Normalize.imagenet(layout=layout)
+    right = norm(images)
+    other = torch.channels_last if layout == "contiguous" else torch.contiguous_format
+    for wrong in (right[:8], right.half(), right.contiguous(memory_format=other), right.to("meta"), right[..., ::2]):
+        with pytest.raises(OptionsError) as caught:
+            norm(images, out=wrong)
+        assert caught.value.parameters == ("out",)
+
+
+def test_colors_need_three_channels() -> None:
+    norm = Normalize((0.5,), (0.5,), color=ColorJitter(0.5))
+    with pytest.raises(OptionsError) as caught:
+        norm(batch(channels=1), key_of(6))
+    assert caught.value.parameters == ("color",)
+    # Contrast keeps the grey of the mean.
+    assert Normalize.imagenet().augmentation.level == pytest.approx(255 * 0.458971)
+    assert Normalize().augmentation.level == 127.5
+
+
 # Under torch's modes.
 
 
@@ -231,6 +322,71 @@ def test_compiled_callers() -> None:
             torch.testing.assert_close(compiled(images, key.rows), expected)
         # Tracing left nothing in the caches that breaks later calls.
         torch.testing.assert_close(step(images, key.rows), expected)
+
+
+def test_compiled_callers_take_any_epoch_and_view() -> None:
+    """Dynamo makes integers symbolic that change between calls."""
+    images, rows = batch(4), key_of(4).rows
+    options = {**AUGMENTATIONS[3], "color": ColorJitter(0.4, 0.5, 0.6, 0.2, 0.3)}
+    norm = Normalize.imagenet(seed=2**63 + 5, **options)
+
+    def transform(images: torch.Tensor, key: BatchKey, norm: Normalize = norm) -> torch.Tensor:
+        return norm(images, key)
+
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(transform, backend=backend, fullgraph=True)
+    keys = [BatchKey(rows, epoch, repeats=epoch % 3) for epoch in range(10)]
+    for key in (*keys, *(BatchKey(rows, epoch, 1, view) for epoch in (4, 11) for view in range(1, 5))):
+        assert torch.equal(compiled(images, key), norm(images, key))
+    # Once for the first epoch, once for each integer that becomes symbolic, and for each that is 0 or 1.
+    compilations = len(graphs)
+    assert compilations <= 8
+    for epoch in range(12, 20):
+        key = BatchKey(rows, epoch, 2, 3)
+        assert torch.equal(compiled(images, key), norm(images, key))
+    assert len(graphs) == compilations
+    for seed in (3, 4, 5):
+        other = Normalize.imagenet(seed=seed, **options)
+        assert torch.equal(compiled(images, keys[5], other), other(images, keys[5]))
+
+
+def test_memory_is_not_filled_first() -> None:
+    """``use_deterministic_algorithms`` fills new tensors with NaN, which costs as much as copying them."""
+    norm, images = Normalize.imagenet(color=ColorJitter(0.5)), batch(4, 200, 200)
+    draws = norm.draw(images, key_of(4))
+    with FilledMemory() as mode:
+        norm(images, draws=draws)
+        assert not any(mode.filled)
+        assert mode.filled
+        torch.empty(3)
+        assert mode.filled[-1]
+        with unfilled_memory(), unfilled_memory():
+            pass
+        assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+class FilledMemory(TorchDispatchMode):
+    """Deterministic algorithms, and whether new tensors are filled."""
+
+    def __enter__(self) -> Any:
+        torch.use_deterministic_algorithms(True)
+        self.filled: list[bool] = []
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.use_deterministic_algorithms(False)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.empty.memory_format and args[0] != [0]:
+            self.filled.append(torch.utils.deterministic.fill_uninitialized_memory)
+        return function(*args, **(kwargs or {}))
 
 
 def test_modes() -> None:
@@ -304,7 +460,7 @@ def test_datasets_without_statistics_or_with_different_ones_are_refused(tmp_path
         *(({"std": (value,)}, ("std",)) for value in (0.0, -1.0, float("nan"))),
         ({"std": (1e-5,), "dtype": torch.float16}, ("std",)),
         *(({name: "other"}, (name,)) for name in ("dtype", "layout", "channels", "backend")),
-        *(({name: value}, (name,)) for name, value in (("flip", 2), ("erase", -1), ("crop", -4))),
+        *(({name: value}, (name,)) for name, value in (("flip", 2), ("erase", -1), ("crop", -4), ("color", 1))),
     ],
 )
 def test_invalid_options_are_refused(options: dict[str, Any], parameters: tuple[str, ...]) -> None:

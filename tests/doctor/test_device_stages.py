@@ -14,6 +14,7 @@ import h5pack
 from h5pack.doctor import device_stages
 from h5pack.doctor.device_stages import (
     DeviceStages,
+    copies_beyond_cache,
     default_loss,
     error_line,
     idle_gpus,
@@ -77,6 +78,14 @@ def test_stages_on_the_cpu(dataset: h5pack.H5Dataset) -> None:
     alone = DeviceStages(CPU, images, None)
     assert alone.labels is labels_of((1, "words")) is None
     assert torch.equal(alone.images, images)
+
+
+def test_images_to_normalize_in_turns_exceed_the_cache() -> None:
+    images = uint8(2, 8, 8, 3)
+    for cache_bytes, count in ((0, 1), (images.nbytes // 2, 1), (images.nbytes, 2), (1000, 6), (1 << 20, 16)):
+        copies = copies_beyond_cache(images, cache_bytes)
+        assert len({copy.data_ptr() for copy in copies}) == len(copies) == count
+        assert all(torch.equal(copy, images) for copy in copies)
 
 
 def test_the_loop_passes_all_images_and_counts_waiting(dataset: h5pack.H5Dataset, machine: Machine) -> None:

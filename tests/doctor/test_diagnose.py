@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -84,7 +85,7 @@ def test_a_slow_transform_is_named(path: Path, machine: Machine, waits: bool) ->
 
     def transform(image: Any) -> torch.Tensor:
         spend(0.01)
-        return torch.from_numpy(image)
+        return torch.from_numpy(np.array(image))
 
     report = diagnose(path, num_workers=0, transform=transform)
     assert report.verdict.bottlenecks == (Bottleneck.TRANSFORM,)

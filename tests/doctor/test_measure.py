@@ -187,6 +187,25 @@ def test_calls_are_repeated_until_the_time_is_up_and_quick_ones_are_queued(
     assert measure_calls(call, 7, 0.0).images == 7
 
 
+def test_the_first_third_of_the_time_warms_a_device_up(clock: FakeClock) -> None:
+    took: list[float] = []
+
+    def call() -> None:
+        # Four times as slow until the clock of the device has risen.
+        took.append(0.25 if clock.now < 1.0 else 0.0625)
+        clock.now += took[-1]
+
+    start = clock.now = 0.0
+    meter = Counting()
+    found = measure_calls(call, 8, 3.0, meter, max_queued_calls=8, warm_up=True)
+    assert (found.seconds, found.images, found.rate) == (2.0, 8 * 32, 128)
+    assert (clock.now - start, took[:4], took[4]) == (3.0, [0.25] * 4, 0.0625)
+    # At least one call of each kind.
+    took.clear()
+    assert measure_calls(call, 8, 0.0, warm_up=True).images == 8
+    assert len(took) == 2
+
+
 def test_cpu_seconds_are_those_of_the_repeat() -> None:
     def burn() -> None:
         end = time.thread_time() + 0.05

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -23,7 +24,7 @@ def to_float(images: torch.Tensor) -> torch.Tensor:
 
 
 def of_one_image(image: Any) -> torch.Tensor:
-    return torch.from_numpy(image).permute(2, 0, 1).float() / 255
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
 
 
 def failing_transform(images: torch.Tensor) -> torch.Tensor:

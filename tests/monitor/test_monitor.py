@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
+import threading
 import time
 import warnings
 import weakref
@@ -24,11 +25,13 @@ from h5pack.device.echo import EchoLoader
 from h5pack.device.feed import DeviceFeed
 from h5pack.device.loader_wrapper import base_datasets, layers_of
 from h5pack.errors import LoaderError, OptionsError, StateError
+from h5pack.monitor import monitor as monitor_module
 from h5pack.monitor.bottleneck import Encoding, Evidence
 from h5pack.monitor.monitor import FeedMonitor, interval_evidence, stall_text
-from h5pack.monitor.probes import GpuStatus
+from h5pack.monitor.probes import DeviceWait, GpuStatus
 from h5pack.monitor.report import FeedReport
 from tests.data import packs
+from tests.device.feeds import Numbers, prefetching_feed
 from tests.monitor.fake_clock import FakeClock, SlowLoader, run
 
 BATCH = 8
@@ -286,6 +289,31 @@ def test_on_a_gpu() -> None:
     report = monitor.report()
     assert report.stall_fraction > 0.4
     assert report.gpu is None or report.gpu.name is not None
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside the feed", "around the feed"])
+def test_a_feed_around_a_monitor_does_not_count_the_step(monkeypatch: pytest.MonkeyPatch, inside: bool) -> None:
+    """The feed's thread requests the batches: what the device does meanwhile is the step."""
+    requests: list[str] = []
+
+    class Wait:
+        seconds = 0.0
+
+        def begin(self) -> None:
+            requests.append(threading.current_thread().name)
+
+        def end(self, host_seconds: float) -> None:
+            self.seconds += 1.0
+
+    monkeypatch.setattr(monitor_module, "_device_of", lambda layers: torch.device("cuda", 0))
+    monkeypatch.setattr(DeviceWait, "on", lambda device: Wait())
+    settings: dict[str, Any] = {"warn_stall": None, "profiler_ranges": False}
+    monitor = FeedMonitor(Numbers(5) if inside else prefetching_feed(Numbers(5)), **settings)
+    assert len(list(prefetching_feed(monitor) if inside else monitor)) == 5
+    assert requests == ([] if inside else ["MainThread"] * 6)
+    # The device's seconds are limited to the duration of the epoch.
+    report = monitor.report()
+    assert (report.stall_seconds == report.seconds) is (not inside)
 
 
 def test_workers_are_children() -> None:

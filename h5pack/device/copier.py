@@ -1,0 +1,221 @@
+"""Copying batches to a CUDA device and transforming them there, on CUDA streams of their own.
+
+Each batch passes through three streams. The *copy stream* copies it from pinned memory. The *transform stream* waits
+for the copy and transforms it. The *consumer's stream* (the one that is current when the batch is requested) waits for
+both, and then runs the training step.
+
+torch's allocator keeps the memory of each stream apart, and reuses freed memory as soon as it is allocated again on the
+same stream. So `record_stream` must be called for each other stream on which a tensor is used: its memory is then
+reused only when that stream has finished the work that was queued when the tensor was freed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed
+
+from h5pack.device.batch import images_of, map_tensors, tensors_of
+from h5pack.device.loader_wrapper import FetchedBatch
+from h5pack.device.profiling import profiler_range
+from h5pack.device.transforms import ImageTransform
+from h5pack.order.permutation import derive_key
+
+
+class CudaOperations:
+    """The CUDA operations of a `DeviceCopier`. Tests replace them by a simulation. `device` must have an index."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.copy_stream, self.transform_stream = _streams(device)
+
+    def enter(self) -> None:
+        """Make the device the current one in this thread."""
+        torch.cuda.set_device(self.device)
+
+    def current_stream(self) -> Any:
+        """Return the current stream of this thread."""
+        return torch.cuda.current_stream(self.device)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make a stream, and its device, current in the context."""
+        return torch.cuda.stream(stream)
+
+    def event(self, stream: Any) -> Any:
+        """Record an event on a stream. A thread that synchronizes with it sleeps, instead of using a CPU."""
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in pageable memory, or one with gaps or overlaps, as a dense tensor in pinned memory."""
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return tensor
+        if not _is_dense(tensor):
+            # The copy of such a tensor to the device would first make it dense, in pageable memory.
+            tensor = tensor.contiguous()
+        return tensor if tensor.is_pinned() else tensor.pin_memory()
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Queue the copy of a tensor to the device on the current stream."""
+        return tensor.to(self.device, non_blocking=True)
+
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Prevent the allocator from reusing the tensor's memory before the stream's work on it is done."""
+        tensor.record_stream(stream)
+
+
+@functools.cache
+def _streams(device: torch.device) -> tuple[Any, Any]:
+    """Return the copy stream and the transform stream of a device.
+
+    They are shared by all feeds of the process, because the allocator keeps memory for each stream that was ever used.
+    The transforms have priority over the training step, which would otherwise delay the next batch.
+    """
+    stream: Any = torch.cuda.Stream
+    return stream(device), stream(device, priority=-1)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor's values fill its memory without gaps or overlaps, in one of torch's memory formats."""
+    if tensor.is_contiguous():
+        return True
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return tensor.dim() in formats and tensor.is_contiguous(memory_format=formats[tensor.dim()])
+
+
+@dataclass
+class QueuedBatch:
+    """A batch whose copy or transform is queued on the device, and the event after that work."""
+
+    fetched: FetchedBatch
+    done: Any
+
+
+class DeviceCopier:
+    """Moves the batches of one iteration to a device and transforms them there.
+
+    The prefetch thread calls `enter` and `copy`, the consumer's thread the other methods. If `keep_images`, a batch
+    whose images are the very tensor of the batch before, as `EchoLoader` delivers it, is not copied again if the first
+    transform is a `Normalize`, which leaves the images unchanged.
+    """
+
+    def __init__(self, operations: CudaOperations, transform: ImageTransform | None, keep_images: bool = False) -> None:
+        self._operations, self._transform = operations, transform
+        self.enter = operations.enter
+        self._keeps_images = keep_images and transform is not None and transform.replaces_images
+        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
+        # The transform may use tensors that the consumer's stream has not finished yet.
+        operations.transform_stream.wait_stream(operations.current_stream())
+        self.join_streams()
+
+    def copy(self, fetched: FetchedBatch) -> QueuedBatch:
+        """Queue the copies of a batch's tensors. Tensors in pageable memory are first copied to pinned memory."""
+        operations, stream = self._operations, self._operations.copy_stream
+        if any(self._is_here(tensor) for tensor in tensors_of(fetched.batch)):
+            # The loader made tensors on the device, and the device may not have finished them.
+            stream.wait_event(operations.event(operations.current_stream()))
+        images = images_of(fetched.batch, self._transform.image_key) if self._keeps_images and self._transform else None
+        with operations.on(stream), profiler_range("copy"):
+            fetched.batch = map_tensors(fetched.batch, functools.partial(self._copied, images))
+            return QueuedBatch(fetched, operations.event(stream))
+
+    def transform(self, queued: QueuedBatch) -> QueuedBatch:
+        """Queue the transform of a batch."""
+        if self._transform is None:
+            return queued
+        operations, stream, fetched = self._operations, self._operations.transform_stream, queued.fetched
+        with operations.on(stream):
+            stream.wait_event(queued.done)
+            for tensor in self._tensors_here(fetched.batch):
+                operations.record_stream(tensor, stream)
+            fetched.batch = apply_transform(self._transform, fetched, operations.device)
+            return QueuedBatch(fetched, operations.event(stream))
+
+    def deliver(self, queued: QueuedBatch) -> FetchedBatch:
+        """Return the batch, after making the consumer's current stream wait for its copy and transform."""
+        operations, fetched = self._operations, queued.fetched
+        stream = operations.current_stream()
+        stream.wait_event(queued.done)
+        for tensor in self._tensors_here(fetched.batch):
+            operations.record_stream(tensor, stream)
+        if not all(_is_strided(tensor) for tensor in tensors_of(fetched.batch)):
+            fetched.batch = map_tensors(fetched.batch, self._copied_late)
+        return fetched
+
+    def consumed(self) -> Any:
+        """Return an event after the work that the consumer has queued so far."""
+        return self._operations.event(self._operations.current_stream())
+
+    def join_streams(self) -> None:
+        """Make the consumer's current stream wait for all transforms.
+
+        They use tensors that the transform was created with. The consumer may free these when the iteration has ended.
+        """
+        self._operations.current_stream().wait_stream(self._operations.transform_stream)
+
+    def _copied(self, images: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
+        if self._is_here(tensor) or not _is_strided(tensor):
+            return tensor
+        if tensor is not images:
+            return self._operations.copy(self._operations.pin(tensor))
+        if self._kept is None or self._kept[0] is not tensor:
+            self._kept = tensor, self._operations.copy(self._operations.pin(tensor))
+        return self._kept[1]
+
+    def _copied_late(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Sparse tensors consist of several tensors, for which the allocator has no `record_stream`.
+        return tensor if _is_strided(tensor) else tensor.to(self._operations.device)
+
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self._operations.device
+
+    def _tensors_here(self, batch: Any) -> Iterator[torch.Tensor]:
+        return (tensor for tensor in tensors_of(batch) if self._is_here(tensor) and _is_strided(tensor))
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def apply_transform(transform: ImageTransform, fetched: FetchedBatch, device: torch.device) -> Any:
+    """Return the transformed batch. The result does not depend on when the batch was requested.
+
+    A batch may be prefetched while the consumer is in inference mode, and used outside of it. Transforms without a key
+    draw from torch's generators, which the training step uses, too. So while they run, the generators have states that
+    depend only on torch's seed, the epoch, the batch's number and the rank.
+    """
+    seeded = _seeded(device, fetched.epoch, fetched.number) if transform.draws else contextlib.nullcontext()
+    with outside_inference_mode(), seeded:
+        return transform(fetched.batch, fetched.epoch)
+
+
+@contextlib.contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Leave the inference mode, if it is on, without recording gradients."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def _seeded(device: torch.device, epoch: int, number: int) -> Iterator[None]:
+    """Seed torch's generators of the CPU and of `device` in the context, and restore their states afterwards."""
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if is_distributed else 0
+    seed = derive_key(torch.initial_seed(), epoch, number, rank) >> 1
+    on_cuda = device.type == "cuda"
+    with torch.random.fork_rng([device] if on_cuda else []):
+        torch.default_generator.manual_seed(seed)
+        if on_cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield

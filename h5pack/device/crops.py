@@ -1,0 +1,203 @@
+"""Options of crops: what `Normalize(crop=...)` cuts out of each image, and to which size.
+
+They are values without behaviour on pixels, so this module imports neither torch nor Triton.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from h5pack.errors import OptionsError
+
+MAX_SIZE = 1 << 14
+"""Largest height and width of a crop, in pixels. The resizing arithmetic multiplies two sizes in 32-bit integers."""
+_MAX_RATIO = 1024
+_MAX_PRODUCT = 1 << 29
+"""Largest product of an image's side and its resized side, so that four times as much fits into 32 bits."""
+
+
+class _Crop:
+    """What all crops share: `size`, which is an int or a pair when it is given, and a pair afterwards."""
+
+    size: int | Sequence[int]
+
+    def __post_init__(self) -> None:
+        """Replace `size` with a tuple of two ints."""
+        pair = tuple(self.size) if isinstance(self.size, Sequence) else (self.size, self.size)
+        if len(pair) != 2 or not all(_is_whole(side, 1, MAX_SIZE) for side in pair):
+            raise OptionsError(
+                f"size is {self.size!r}; give pixels from 1 to {MAX_SIZE}, as an int or as (height, width)",
+                parameters=("size",),
+            )
+        object.__setattr__(self, "size", tuple(map(operator.index, pair)))
+
+    @property
+    def output_size(self) -> tuple[int, int]:
+        """Height and width of the result, in pixels."""
+        height, width = self.size  # type: ignore[misc]
+        return height, width
+
+
+@dataclass(frozen=True)
+class RandomCrop(_Crop):
+    """A window at a random place, not resized, like torchvision's ``RandomCrop(size, padding=padding)``.
+
+    Parameters
+    ----------
+    size : int or (int, int)
+        Height and width of the window, in pixels. An int: a square.
+    padding : int
+        Pixels of black padding added on each side of the image first.
+
+    Raises
+    ------
+    OptionsError
+        If a value is invalid.
+    """
+
+    size: int | Sequence[int]
+    padding: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "padding", _checked_int("padding", self.padding, 0))
+
+
+@dataclass(frozen=True)
+class CenterCrop(_Crop):
+    """The window in the middle of the image, like torchvision's ``Resize(resize)`` and ``CenterCrop(size)``.
+
+    Parameters
+    ----------
+    size : int or (int, int)
+        Height and width of the window, in pixels. An int: a square.
+    resize : int, optional
+        Length of the image's shorter side after resizing (bilinear, antialiased), in pixels, before the window is cut
+        out. Default: the image is not resized.
+
+    Raises
+    ------
+    OptionsError
+        If a value is invalid.
+
+    Notes
+    -----
+    The image is padded with black where the window is larger.
+    """
+
+    size: int | Sequence[int]
+    resize: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.resize is not None:
+            object.__setattr__(self, "resize", _checked_int("resize", self.resize, 1))
+
+    def resized_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return height and width of an image of this size after resizing, in pixels, as torchvision rounds them."""
+        if self.resize is None:
+            return height, width
+        longer = int(self.resize * max(height, width) / min(height, width))
+        return (longer, self.resize) if width <= height else (self.resize, longer)
+
+    def window(self, height: int, width: int) -> tuple[int, int]:
+        """Return the window's first row and column in the resized image; negative if the window is larger.
+
+        `height` and `width` are those of the image before resizing, in pixels.
+        """
+        sides = zip(self.resized_size(height, width), self.output_size, strict=True)
+        top, left = (round((side - size) / 2) if side >= size else -((size - side) // 2) for side, size in sides)
+        return top, left
+
+
+@dataclass(frozen=True)
+class RandomResizedCrop(_Crop):
+    """A window of random place, area and shape, resized to one size, like torchvision's ``RandomResizedCrop``.
+
+    Parameters
+    ----------
+    size : int or (int, int)
+        Height and width of the result, in pixels. An int: a square. Resizing is bilinear and antialiased.
+    scale : tuple of float
+        Smallest and largest area of the window, as a fraction of the image's area; drawn uniformly.
+    ratio : tuple of float
+        Smallest and largest width / height of the window; drawn log-uniformly.
+
+    Raises
+    ------
+    OptionsError
+        If a value is invalid.
+    """
+
+    size: int | Sequence[int]
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, low, high in (("scale", 0.0, 1.0), ("ratio", 1 / _MAX_RATIO, float(_MAX_RATIO))):
+            object.__setattr__(self, name, _checked_range(name, getattr(self, name), low, high))
+
+    def resized_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return height and width of a resized window, in pixels."""
+        return self.output_size
+
+    def window(self, height: int, width: int) -> tuple[int, int]:
+        """Return the first row and column of the result in the resized window, which are 0."""
+        return 0, 0
+
+    def fallback(self, height: int, width: int) -> tuple[int, int, int, int]:
+        """Return top, left, height and width of the window if no drawn one fits, in pixels of the image.
+
+        As in torchvision, it is the middle of the image with the nearest allowed ratio.
+        """
+        window_height, window_width = height, width
+        if width / height < self.ratio[0]:
+            window_height = max(1, round(width / self.ratio[0]))
+        elif width / height > self.ratio[1]:
+            window_width = max(1, round(height * self.ratio[1]))
+        return (height - window_height) // 2, (width - window_width) // 2, window_height, window_width
+
+
+ResizedCrop = CenterCrop | RandomResizedCrop
+"""Crops that may change the scale of an image."""
+
+
+def check_image_size(crop: ResizedCrop, height: int, width: int) -> None:
+    """Raise OptionsError if images of this size cannot be resized with 32-bit arithmetic, or have no pixels."""
+    resized = crop.resized_size(height, width) if height and width else (0, 0)
+    if not min(resized) or max(height * resized[0], width * resized[1]) > _MAX_PRODUCT:
+        raise OptionsError(
+            f"images of {height} x {width} pixels cannot be resized to {resized[0]} x {resized[1]}; give another size",
+            parameters=("crop",),
+        )
+
+
+def _checked_range(name: str, value: Any, low: float, high: float) -> tuple[float, float]:
+    """Return two ascending positive numbers from `low` to `high` as floats; raise OptionsError for anything else."""
+    try:
+        first, last = map(float, value)
+    except (TypeError, ValueError):
+        first = last = math.nan
+    if not (low <= first <= last <= high and first > 0):
+        raise OptionsError(
+            f"{name} is {value!r}; give two positive numbers in ascending order, from {low:.4g} to {high:.4g}",
+            parameters=(name,),
+        )
+    return first, last
+
+
+def _checked_int(name: str, value: Any, minimum: int) -> int:
+    if not _is_whole(value, minimum, MAX_SIZE):
+        raise OptionsError(
+            f"{name} is {value!r}; give pixels, an integer from {minimum} to {MAX_SIZE}", parameters=(name,)
+        )
+    return operator.index(value)
+
+
+def _is_whole(value: Any, minimum: int, maximum: int) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool) and minimum <= value <= maximum

@@ -1,0 +1,282 @@
+"""The Triton kernel that draws the random changes of a batch. Importing this module requires Triton.
+
+It computes the same as `augment.draw_augmentation`, in 64-bit integers, with one launch instead of dozens.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from h5pack.data.buffers import unfilled_memory
+from h5pack.device.augment import (
+    BOX,
+    COLOR_STREAM,
+    CROP_STREAM,
+    DRAWS,
+    ERASE,
+    FLIP,
+    GEOMETRY,
+    LEFT,
+    STEPS,
+    TOP,
+    TRIES,
+    VERTICAL_FLIP,
+    Augmentation,
+    AugmentationDraws,
+    cached_table,
+    color_ranges,
+    color_table,
+    fixed_root,
+    key_base,
+    side_tables,
+    signed,
+)
+from h5pack.device.batch import BatchKey
+from h5pack.device.crops import RandomResizedCrop
+from h5pack.device.kernels.launch import FUSION, Launching
+from h5pack.system.arrays import SPLITMIX64_FACTORS, SPLITMIX64_GAMMA
+
+_SAMPLES = 64
+"""Samples that a program draws for."""
+_GAMMA = tl.constexpr(signed(SPLITMIX64_GAMMA))
+_FACTOR = tl.constexpr(signed(SPLITMIX64_FACTORS[0]))
+_OTHER_FACTOR = tl.constexpr(signed(SPLITMIX64_FACTORS[1]))
+_FLIP, _TOP, _LEFT = tl.constexpr(FLIP), tl.constexpr(TOP), tl.constexpr(LEFT)
+_ERASE, _BOX, _VERTICAL_FLIP = tl.constexpr(ERASE), tl.constexpr(BOX), tl.constexpr(VERTICAL_FLIP)
+_DRAWS, _TRIES, _STEPS = tl.constexpr(DRAWS), tl.constexpr(TRIES), tl.constexpr(STEPS)
+
+
+def draw(key: BatchKey, seed: int, augmentation: Augmentation, height: int, width: int) -> AugmentationDraws:
+    """Draw the same as `augment.draw_augmentation` with one kernel launch."""
+    rows = key.rows.to(torch.int64).contiguous()
+    count, device, is_colored = len(rows), rows.device, augmentation.color is not None
+    with unfilled_memory():
+        block = torch.empty((len(GEOMETRY) + 12 * is_colored, count), dtype=torch.int32, device=device)
+    draws = AugmentationDraws.of_block(block)
+    if not count:
+        return draws
+    crop = augmentation.crop if isinstance(augmentation.crop, RandomResizedCrop) else None
+    repeats, repeat = rows, key.repeats
+    if isinstance(repeat, torch.Tensor):
+        repeats, repeat = repeat.to(device, torch.int64).contiguous(), 0
+    with Launching(device):
+        _draw_kernel[(triton.cdiv(count, _SAMPLES),)](
+            block,
+            rows,
+            repeats,
+            cached_table((augmentation, height, width), device, lambda: _settings(augmentation, height, width)),
+            side_tables(augmentation.erase_scale, augmentation.erase_ratio, device) if augmentation.erase else rows,
+            rows if crop is None else _window_table(crop, height, width, device),
+            color_table(device) if is_colored else rows,
+            count,
+            key_base(key, seed),
+            0 if crop is None else key_base(key, seed, CROP_STREAM),
+            key_base(key, seed, COLOR_STREAM) if is_colored else 0,
+            int(repeat),
+            REPEATED=repeats is not rows,
+            RESIZES=crop is not None,
+            ERASES=augmentation.erase > 0,
+            COLORS=is_colored,
+            SAMPLES=_SAMPLES,
+            num_warps=_SAMPLES // 32,
+            enable_fp_fusion=FUSION,
+        )
+    return draws
+
+
+def _settings(augmentation: Augmentation, height: int, width: int) -> torch.Tensor:
+    """Return what the kernel needs to know of the augmentation of images of this size: int64, in its order."""
+    windows = augmentation.windows(height, width)
+    size = augmentation.output_size(height, width)
+    jitter = augmentation.color
+    chances = [augmentation.flip, augmentation.vertical_flip, augmentation.erase, jitter.grayscale if jitter else 0.0]
+    ranges = color_ranges(augmentation) if jitter else ()
+    return torch.tensor([
+        *(round(chance * (1 << 32)) for chance in chances),
+        *(number for pair in windows for number in pair),
+        *size,
+        fixed_root(size[0] * size[1]),
+        round(augmentation.level * 65536),
+        *augmentation.window_size(height, width),
+        *(number for pair in ranges for number in pair),
+    ])  # fmt: skip
+
+
+def _window_table(crop: RandomResizedCrop, height: int, width: int, device: torch.device) -> torch.Tensor:
+    """Return the image's size, its root, the window if none fits, and the tables of sides: int64, (7 + 3 * 4096,)."""
+
+    def make() -> torch.Tensor:
+        numbers = torch.tensor([height, width, fixed_root(height * width), *crop.fallback(height, width)])
+        return torch.cat([numbers, side_tables(crop.scale, crop.ratio, numbers.device).flatten()])
+
+    return cached_table((crop, height, width), device, make)
+
+
+@triton.jit
+def _mixed(values):  # type: ignore[no-untyped-def]
+    """Apply splitmix64's mixing function to int64 values, as `augment._mix` does."""
+    values = (values ^ ((values >> 30) & ((1 << 34) - 1))) * _FACTOR
+    values = (values ^ ((values >> 27) & ((1 << 37) - 1))) * _OTHER_FACTOR
+    return values ^ ((values >> 31) & ((1 << 33) - 1))
+
+
+@triton.jit
+def _word(state, number):  # type: ignore[no-untyped-def]
+    return _mixed((state ^ number) + _GAMMA)
+
+
+@triton.jit
+def _below(words, bound):  # type: ignore[no-untyped-def]
+    return (((words >> 33) & 0x7FFFFFFF) * bound) >> 31
+
+
+@triton.jit
+def _chance(words, threshold):  # type: ignore[no-untyped-def]
+    return ((words >> 32) & 0xFFFFFFFF) < threshold
+
+
+@triton.jit
+def _rounded(products):  # type: ignore[no-untyped-def]
+    return (products + 32768) >> 16
+
+
+@triton.jit
+def _first_that_fits(state, number, table, root, height, width, smallest):  # type: ignore[no-untyped-def]
+    """Return which rectangle of each sample is the first that fits (-1: none) and its sides, as in `augment`."""
+    chosen, tall, wide = tl.zeros_like(state) - 1, tl.zeros_like(state), tl.zeros_like(state)
+    for attempt in range(_TRIES):
+        first = number + 4 * attempt
+        share = tl.load(table + _below(_word(state, first), _STEPS))
+        shape = table + _STEPS + _below(_word(state, first + 1), _STEPS)
+        side = (share * root + (1 << 19)) >> 20
+        by_ratio = (side * tl.load(shape) + (1 << 39)) >> 40
+        by_inverse = (side * tl.load(shape + _STEPS) + (1 << 39)) >> 40
+        fits = (chosen < 0) & (by_ratio >= smallest) & (by_inverse >= smallest)
+        fits = fits & (by_ratio < height + smallest) & (by_inverse < width + smallest)
+        chosen = tl.where(fits, attempt, chosen)
+        tall, wide = tl.where(fits, by_ratio, tall), tl.where(fits, by_inverse, wide)
+    return chosen, tall, wide
+
+
+@triton.jit
+def _draw_boxes(line, here, samples, state, number, settings, boxes):  # type: ignore[no-untyped-def]
+    """Store the first box that fits of each sample, as `augment._boxes` does."""
+    height, width, root = tl.load(settings + 8), tl.load(settings + 9), tl.load(settings + 10)
+    chosen, tall, wide = _first_that_fits(state, number + _BOX, boxes, root, height, width, 0)
+    erased = (chosen >= 0) & _chance(_word(state, number + _ERASE), tl.load(settings + 2))
+    place = number + _BOX + 4 * chosen
+    top, left = _below(_word(state, place + 2), height - tall + 1), _below(_word(state, place + 3), width - wide + 1)
+    tl.store(line, tl.where(erased, top, 0).to(tl.int32), mask=here)
+    tl.store(line + samples, tl.where(erased, left, 0).to(tl.int32), mask=here)
+    tl.store(line + 2 * samples, tl.where(erased, tall, 0).to(tl.int32), mask=here)
+    tl.store(line + 3 * samples, tl.where(erased, wide, 0).to(tl.int32), mask=here)
+
+
+@triton.jit
+def _draw_windows(line, here, samples, state, number, table):  # type: ignore[no-untyped-def]
+    """Store the first window that fits of each sample, as `augment.crop_windows` does."""
+    height, width, root = tl.load(table), tl.load(table + 1), tl.load(table + 2)
+    chosen, wide, tall = _first_that_fits(state, number, table + 7, root, width, height, 1)
+    fits, place = chosen >= 0, number + 4 * chosen
+    top, left = _below(_word(state, place + 2), height - tall + 1), _below(_word(state, place + 3), width - wide + 1)
+    tl.store(line + 2 * samples, tl.where(fits, top, tl.load(table + 3)).to(tl.int32), mask=here)
+    tl.store(line + 3 * samples, tl.where(fits, left, tl.load(table + 4)).to(tl.int32), mask=here)
+    tl.store(line + 8 * samples, tl.where(fits, tall, tl.load(table + 5)).to(tl.int32), mask=here)
+    tl.store(line + 9 * samples, tl.where(fits, wide, tl.load(table + 6)).to(tl.int32), mask=here)
+
+
+@triton.jit
+def _draw_colors(  # type: ignore[no-untyped-def]
+    line, here, samples, state, number, settings, table
+):
+    """Store the matrix of each sample, as `augment._color_matrices` makes it."""
+    brightness = tl.load(settings + 14) + _below(_word(state, number), tl.load(settings + 15))
+    contrast = tl.load(settings + 16) + _below(_word(state, number + 1), tl.load(settings + 17))
+    saturation = tl.load(settings + 18) + _below(_word(state, number + 2), tl.load(settings + 19))
+    turn = (tl.load(settings + 20) + _below(_word(state, number + 3), tl.load(settings + 21))) & (_STEPS - 1)
+    saturation = tl.where(_chance(_word(state, number + 4), tl.load(settings + 3)), 0, saturation)
+    level = tl.load(settings + 11)
+    straight = _rounded(saturation * tl.load(table + turn))
+    sideways = _rounded(saturation * tl.load(table + _STEPS + turn))
+    factor = _rounded(brightness * contrast)
+    offset = _rounded(brightness * _rounded((65536 - contrast) * level)).to(tl.int32)
+    for entry in tl.static_range(9):
+        grey = tl.load(table + 2 * _STEPS + entry)
+        turned = tl.load(table + 2 * _STEPS + 9 + entry)
+        one = 65536 if entry % 4 == 0 else 0
+        linear = _rounded((grey << 16) + straight * (one - grey) + sideways * turned)
+        target = line + (entry // 3 * 4 + entry % 3) * samples
+        tl.store(target, _rounded(factor * linear).to(tl.int32), mask=here)
+    for entry in tl.static_range(3):
+        tl.store(line + (3 + 4 * entry) * samples, offset, mask=here)
+
+
+# Of these arguments, changes between batches and their alignment must not compile the kernel again.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        "block",
+        "rows",
+        "repeats",
+        "settings",
+        "boxes",
+        "windows",
+        "table",
+        "samples",
+        "base",
+        "crop_base",
+        "color_base",
+        "repeat",
+    ]
+)
+def _draw_kernel(  # type: ignore[no-untyped-def]
+    block,
+    rows,
+    repeats,
+    settings,
+    boxes,
+    windows,
+    table,
+    samples,
+    base,
+    crop_base,
+    color_base,
+    repeat,
+    REPEATED: tl.constexpr,
+    RESIZES: tl.constexpr,
+    ERASES: tl.constexpr,
+    COLORS: tl.constexpr,
+    SAMPLES: tl.constexpr,
+):
+    sample = tl.program_id(0) * SAMPLES + tl.arange(0, SAMPLES)
+    here = sample < samples
+    row = tl.load(rows + sample, mask=here, other=0)
+    number = tl.zeros_like(row) + repeat
+    if REPEATED:
+        number = tl.load(repeats + sample, mask=here, other=0)
+    number = number * _DRAWS
+    state = _mixed((row ^ base.to(tl.int64)) + _GAMMA)
+    line = block + sample
+    flips = _chance(_word(state, number + _FLIP), tl.load(settings))
+    vertical_flips = _chance(_word(state, number + _VERTICAL_FLIP), tl.load(settings + 1))
+    tl.store(line, flips.to(tl.int32), mask=here)
+    tl.store(line + samples, vertical_flips.to(tl.int32), mask=here)
+    if RESIZES:
+        _draw_windows(line, here, samples, _mixed((row ^ crop_base.to(tl.int64)) + _GAMMA), number, windows)
+    else:
+        top = tl.load(settings + 4) + _below(_word(state, number + _TOP), tl.load(settings + 5))
+        left = tl.load(settings + 6) + _below(_word(state, number + _LEFT), tl.load(settings + 7))
+        tl.store(line + 2 * samples, top.to(tl.int32), mask=here)
+        tl.store(line + 3 * samples, left.to(tl.int32), mask=here)
+        for part in tl.static_range(2):
+            size = tl.zeros_like(sample) + tl.load(settings + 12 + part).to(tl.int32)
+            tl.store(line + (8 + part) * samples, size, mask=here)
+    if ERASES:
+        _draw_boxes(line + 4 * samples, here, samples, state, number, settings, boxes)
+    else:
+        for part in tl.static_range(4, 8):
+            tl.store(line + part * samples, tl.zeros_like(sample), mask=here)
+    if COLORS:
+        state = _mixed((row ^ color_base.to(tl.int64)) + _GAMMA)
+        _draw_colors(line + 10 * samples, here, samples, state, number, settings, table)

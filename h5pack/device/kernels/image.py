@@ -1,0 +1,275 @@
+"""The Triton kernel that writes images moved, colored, normalized and erased. Importing this module requires Triton.
+
+A thread computes 16 bytes of the result at a time, always the same columns of every n-th line of an image, so all that
+depends on columns is computed once: offsets in the source, constants of the channels, the columns of the box. What
+depends on the line is the same for all values of a vector. Lines that do not begin and end at multiples of 16 bytes
+leave a few values at their ends, which programs of their own compute one by one.
+
+Flips and windows only change the offsets from which pixels are loaded.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_constants(constants, CHANNELS: tl.constexpr, FINE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return centre, coarse, fine and bias of the channels to which `constants` points."""
+    bias = tl.load(constants + 3 * CHANNELS)
+    fine = bias
+    if FINE:
+        fine = tl.load(constants + 2 * CHANNELS)
+    return tl.load(constants), tl.load(constants + CHANNELS), fine, bias
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scaled(raw, centre, coarse, fine, bias, FINE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return (raw / 255 - mean) / std in float32, of int32 `raw`, as described in `h5pack.device.normalize`."""
+    # 2^23 + raw has the bits of raw behind those of 2^23, and the difference below is exact. A conversion of integers
+    # takes four times as long as other instructions.
+    steps = (raw | 0x4B000000).to(tl.float32, bitcast=True) - (centre + 8388608.0)
+    small = bias
+    if FINE:
+        small = steps * fine + bias
+    return steps * coarse + small
+
+
+@triton.jit
+def _load_row(colors, samples):  # type: ignore[no-untyped-def]
+    """Return a row of color matrices; the last number has half a unit added, for rounding."""
+    added = tl.load(colors + 3 * samples) + 32768
+    return tl.load(colors), tl.load(colors + samples), tl.load(colors + 2 * samples), added
+
+
+@triton.jit
+def _outside(positions, size):  # type: ignore[no-untyped-def]
+    """Return -1 (all bits set) for positions outside 0..size-1, else 0.
+
+    As bits rather than booleans they stay in registers during a loop, and one instruction applies two of them.
+    """
+    return (positions | (size - 1 - positions)) >> 31
+
+
+@triton.jit
+def _moved(x, y, advance, draws, samples, lines, width):  # type: ignore[no-untyped-def]
+    """Return from where in the image pixels of the result come, and how far the rows of a thread are apart there."""
+    is_upside_down = tl.load(draws + samples) != 0
+    step = tl.where(is_upside_down, -advance, advance)
+    row = tl.where(is_upside_down, lines - 1 - y, y) + tl.load(draws + 2 * samples)
+    return tl.where(tl.load(draws) != 0, width - 1 - x, x) + tl.load(draws + 3 * samples), row, step
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _place(  # type: ignore[no-untyped-def]
+    x, y, advance, draws, samples, width, lines, width_out, stride_y, stride_x,
+    MOVES: tl.constexpr, PADDED: tl.constexpr, ERASES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Return what `_copy_rows` needs to know of its pixels: offset, row and step of rows in the source, bits to keep of
+    the pixels; row in the erased box, its height, bits to keep of the values there.
+    """
+    box_row, box_height, box_bits = y, lines, x
+    if ERASES:
+        box_row = y - tl.load(draws + 4 * samples)
+        box_height = tl.load(draws + 6 * samples)
+        box_bits = _outside(x - tl.load(draws + 5 * samples), tl.load(draws + 7 * samples))
+    row, step = y, advance
+    if MOVES:
+        x, row, step = _moved(x, y, advance, draws, samples, lines, width_out)
+    # Outside the image, pixels are 0, which is the black padding of the crop.
+    pixel_bits = 255
+    if PADDED:
+        pixel_bits = 255 & ~_outside(x, width)
+        x = tl.minimum(tl.maximum(x, 0), width - 1)
+    wide_row, wide_x = row, x
+    if WIDE:
+        wide_row, wide_x = row.to(tl.int64), x.to(tl.int64)
+    return wide_row * stride_y + wide_x * stride_x, row, step, pixel_bits, box_row, box_height, box_bits
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy_rows(  # type: ignore[no-untyped-def]
+    y,
+    column,
+    places,
+    known,
+    advance,
+    part,
+    pixels,
+    result,
+    constants,
+    draws,
+    colors,
+    samples,
+    height,
+    width,
+    lines,
+    length,
+    stride_image,
+    stride_y,
+    stride_x,
+    stride_channel,
+    CHANNELS: tl.constexpr,
+    PLANES: tl.constexpr,
+    MOVES: tl.constexpr,
+    PADDED: tl.constexpr,
+    ERASES: tl.constexpr,
+    COLORS: tl.constexpr,
+    FINE: tl.constexpr,
+    WIDE: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    """Compute the values of the lines y, y + advance, ... (A, 1) in some columns (A, B) of one image.
+
+    `places` are their distances from the last multiple of VALUES before the image's first value.
+    """
+    image = part
+    plane = 0
+    if PLANES == 1:
+        image = part // CHANNELS
+        plane = (part - image * CHANNELS).to(tl.int32)
+    x, channel = column, plane
+    if PLANES == 0:
+        x = column // CHANNELS
+        channel = column - x * CHANNELS
+    offset, row, step, pixel_bits, box_row, box_height, box_bits = _place(
+        x, y, advance, draws + image, samples, width, lines, length // CHANNELS if PLANES == 0 else length, stride_y,
+        stride_x, MOVES, PADDED, ERASES, WIDE,
+    )  # fmt: skip
+    line = pixels + image * stride_image
+    size = lines * length
+    line_step = step * stride_y
+    if WIDE:
+        size = lines.to(tl.int64) * length
+        line_step = step.to(tl.int64) * stride_y
+    centre, coarse, fine, bias = _load_constants(constants + channel, CHANNELS, FINE)
+    of_image = colors + image
+    if COLORS:
+        of_red, of_green, of_blue, added = _load_row(of_image + 4 * channel * samples, samples)
+    else:
+        offset += channel * stride_channel
+    start = part * size * (PLANES if PLANES > 1 else 1)
+    start -= start % VALUES
+    turn = advance.to(tl.int64) * length
+    for number in range(tl.cdiv(lines, advance)):
+        # The hint lets a thread store 16 bytes with one instruction.
+        line_start = tl.multiple_of(start + number * turn, VALUES)
+        whole = known & (y < lines)
+        here = whole
+        if PADDED:
+            here = whole & (row.to(tl.uint32, bitcast=True) < height.to(tl.uint32, bitcast=True))
+        source = line + offset
+        if COLORS:
+            red = tl.load(source, mask=here, other=0).to(tl.int32) & pixel_bits
+            green = tl.load(source + stride_channel, mask=here, other=0).to(tl.int32) & pixel_bits
+            blue = tl.load(source + 2 * stride_channel, mask=here, other=0).to(tl.int32) & pixel_bits
+        for other in tl.static_range(1 if PLANES <= 1 else PLANES):
+            if PLANES > 1:
+                centre, coarse, fine, bias = _load_constants(constants + other, CHANNELS, FINE)
+            if COLORS:
+                if PLANES > 1:
+                    of_red, of_green, of_blue, added = _load_row(of_image + 4 * other * samples, samples)
+                mixed = (of_red * red + of_green * green + of_blue * blue + added) >> 16
+                raw = tl.minimum(tl.maximum(mixed, 0), 255)
+            else:
+                raw = tl.load(source + other * stride_channel, mask=here, other=0).to(tl.int32) & pixel_bits
+            values = _scaled(raw, centre, coarse, fine, bias, FINE)
+            if ERASES:
+                in_box = box_row.to(tl.uint32, bitcast=True) < box_height.to(tl.uint32, bitcast=True)
+                erased = (values.to(tl.int32, bitcast=True) & box_bits).to(tl.float32, bitcast=True)
+                values = tl.where(in_box, erased, values)
+            here_start = tl.multiple_of(line_start + other * size, VALUES) if other else line_start
+            tl.store(result + here_start + places, values.to(result.dtype.element_ty), mask=whole)
+        y += advance
+        row += step
+        box_row += advance
+        line += line_step
+
+
+# Of these arguments, changes between batches and their alignment must not compile the kernel again.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        "pixels",
+        "draws",
+        "colors",
+        "samples",
+        "height",
+        "width",
+        "lines",
+        "length",
+        "blocks",
+        "period",
+    ]
+)
+def image_kernel(  # type: ignore[no-untyped-def]
+    pixels,
+    result,
+    constants,
+    draws,
+    colors,
+    samples,
+    height,
+    width,
+    lines,
+    length,
+    stride_image,
+    stride_y,
+    stride_x,
+    stride_channel,
+    blocks,
+    period,
+    CHANNELS: tl.constexpr,
+    PLANES: tl.constexpr,
+    MOVES: tl.constexpr,
+    PADDED: tl.constexpr,
+    ERASES: tl.constexpr,
+    COLORS: tl.constexpr,
+    FINE: tl.constexpr,
+    WIDE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    VECTORS: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    """Write some vectors of a part of the result, which has lines 0, 1, ...
+
+    PLANES is 0 if a line holds all channels of its pixels; a part is an image then. Otherwise a line belongs to one
+    plane; a part is an image, all planes of which a program computes, or, if PLANES is 1, a single plane.
+    """
+    program = tl.program_id(0)
+    programs = blocks if WHOLE else blocks + 1
+    block = program % programs
+    part = (program // programs).to(tl.int64)
+    # How far the part begins after a multiple of 16 bytes of the result.
+    shift = 0
+    if not WHOLE:
+        size = lines.to(tl.int64) * length
+        shift = ((part * size) % VALUES).to(tl.int32)
+    if WHOLE or block < blocks:
+        # Whole vectors. In the lines of a thread, a period apart, the same columns are at multiples of 16 bytes.
+        vector = block * VECTORS + tl.arange(0, VECTORS)
+        per_line = tl.maximum(length // VALUES, 1)
+        y = vector // per_line
+        first = (y * length + shift + VALUES - 1) // VALUES + (vector - y * per_line)
+        places = first[:, None] * VALUES + tl.arange(0, VALUES)[None, :]
+        column = places - (y * length + shift)[:, None]
+        known = (y < period) & ((first + 1) * VALUES - y * length - shift <= length)
+        _copy_rows(
+            y[:, None], column, places, known[:, None], period, part, pixels, result, constants, draws, colors,
+            samples, height, width, lines, length, stride_image, stride_y, stride_x, stride_channel, CHANNELS, PLANES,
+            MOVES, PADDED, ERASES, COLORS, FINE, WIDE, VALUES,
+        )  # fmt: skip
+    else:
+        # What is left of each line: fewer than VALUES values at its beginning and at its end.
+        ROWS: tl.constexpr = VECTORS // 2
+        rows = tl.arange(0, ROWS)[:, None]
+        spot = tl.arange(0, 2 * VALUES)[None, :]
+        head = tl.minimum((VALUES - (rows * length + shift) % VALUES) % VALUES, length)
+        edge = tl.where(spot < VALUES, spot, length - 1 - (spot - VALUES))
+        is_edge = tl.where(spot < VALUES, spot < head, spot - VALUES < (length - head) % VALUES)
+        edge = tl.where(is_edge, edge, 0)
+        _copy_rows(
+            rows, edge, rows * length + shift + edge, is_edge, tl.full((), ROWS, tl.int32), part, pixels, result,
+            constants, draws, colors, samples, height, width, lines, length, stride_image, stride_y, stride_x,
+            stride_channel, CHANNELS, PLANES, MOVES, PADDED, ERASES, COLORS, FINE, WIDE, VALUES,
+        )  # fmt: skip

@@ -1,0 +1,67 @@
+"""What all launches of Triton kernels need: whether Triton works here, and which errors mean that it does not."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import torch
+import triton
+from triton.compiler.errors import CompilationError
+from triton.runtime import errors as runtime_errors
+
+FUSION = True
+"""Allow fused multiply-add. Results are bit-identical either way, but Triton warns if the option is not set."""
+_COMPILE_ERRORS = (
+    CompilationError,
+    runtime_errors.OutOfResources,
+    getattr(runtime_errors, "PTXASError", CompilationError),  # Triton 3.2 or newer.
+)
+
+
+class UnusableError(Exception):
+    """Triton cannot compile a kernel, or cannot load it on this device."""
+
+
+def interpreted() -> bool:
+    """Return whether Triton runs kernels in its interpreter, which accepts CPU tensors."""
+    return not isinstance(_empty_kernel, triton.runtime.JITFunction)
+
+
+@functools.cache
+def load(device: torch.device) -> None:
+    """Compile the smallest kernel and load it on a device; raise UnusableError if that fails.
+
+    It needs what all kernels need: a C compiler, ptxas, and a driver that knows its output.
+    """
+    if interpreted():
+        return
+    try:
+        with torch.cuda.device(device):
+            # Private API: Triton loads a kernel when this attribute is first read, and has no public function for it.
+            _ = _empty_kernel.warmup(0, grid=(1,)).run
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as error:
+        torch.cuda.synchronize(device)  # Raises what an earlier kernel caused and loading only reported.
+        raise UnusableError(str(error)) from error
+
+
+class Launching(contextlib.AbstractContextManager[None]):
+    """Make a device current, and turn errors of compiling a kernel into UnusableError."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._context = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self._context.__exit__(None, None, None)
+        if isinstance(error, _COMPILE_ERRORS):
+            raise UnusableError(str(error)) from error
+
+
+@triton.jit
+def _empty_kernel(number):  # type: ignore[no-untyped-def]
+    pass

@@ -1,0 +1,192 @@
+"""The launches of the two Triton kernels of `Normalize` that write images. Importing this module requires Triton.
+
+Both use the arithmetic described in `h5pack.device.normalize`, so their results equal those of the torch operations bit
+for bit.
+
+`_flat_kernel` handles contiguous (N, H, W, C) images without augmentation if the result is channels_last, too. It
+treats all values as one flat array, in which the channel of a value is its index modulo C. Each program moves through
+the array in steps of a multiple of C, so it loads the constants of its channels only once and keeps them in registers.
+
+`image_kernel` handles everything else: any strides, a contiguous result, windows, flips, colors and erased boxes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from h5pack.device.augment import AugmentationDraws, Changes
+from h5pack.device.kernels.image import image_kernel
+from h5pack.device.kernels.launch import FUSION, Launching
+
+_WARPS = 4
+_STORE_BYTES = 16
+"""How many bytes a thread stores with one instruction."""
+_FLAT_PROGRAMS = 32
+"""Programs of the flat kernel per multiprocessor: several times the number that run at once, to balance the load."""
+_IMAGE_WARPS = 2
+"""Few, so that a program has many lines to compute with what it has prepared, and yet there are many programs."""
+_IMAGE_VALUES = 512
+"""Values that a program of the image kernel computes at a time: 8 for each thread."""
+_MAX_TURNS = 16
+"""How often a program of the image kernel does so at most, if the image is high enough: enough to hide the preparation,
+which takes about three times as long as one turn."""
+
+
+def normalize(
+    result: torch.Tensor,
+    pixels: torch.Tensor,
+    constants: torch.Tensor,
+    draws: AugmentationDraws | None,
+    changes: Changes,
+) -> torch.Tensor:
+    """Write the normalized and augmented images into `result` with one kernel launch, and return it.
+
+    `result` is float, (N, C, H, W), dense in channels_last or contiguous order; `pixels` is uint8, (N, H, W, C), with
+    any strides; `constants` are centre, coarse, fine and bias, float32, (4, C). `changes` says which `draws` to apply.
+    """
+    if not result.numel():
+        return result
+    is_flat = draws is None and pixels.is_contiguous() and result.permute(0, 2, 3, 1).is_contiguous()
+    with Launching(result.device):
+        if is_flat:
+            _launch_flat(result, pixels, constants)
+        else:
+            _launch_image(result, pixels, constants, draws, changes)
+    return result
+
+
+def _launch_flat(result: torch.Tensor, pixels: torch.Tensor, constants: torch.Tensor) -> None:
+    channels = pixels.shape[3]
+    values = 32 * _WARPS * _STORE_BYTES // result.element_size()
+    processors = 1
+    if result.is_cuda:
+        processors = torch.cuda.get_device_properties(result.device).multi_processor_count
+    programs = min(triton.cdiv(result.numel(), values), processors * _FLAT_PROGRAMS)
+    # The step by which a program moves through the array must be a multiple of C.
+    programs = triton.cdiv(programs, channels) * channels
+    _flat_kernel[(programs,)](
+        pixels,
+        result,
+        constants,
+        result.numel(),
+        programs * values,
+        CHANNELS=channels,
+        FINE=result.dtype == torch.float32,
+        VALUES=values,
+        num_warps=_WARPS,
+        enable_fp_fusion=FUSION,
+    )
+
+
+def _launch_image(
+    result: torch.Tensor,
+    pixels: torch.Tensor,
+    constants: torch.Tensor,
+    draws: AugmentationDraws | None,
+    changes: Changes,
+) -> None:
+    count, channels, lines, width = result.shape
+    values = _STORE_BYTES // result.element_size()
+    vectors = _IMAGE_VALUES // values
+    planes, length = 0, width * channels
+    if not result.permute(0, 2, 3, 1).is_contiguous():
+        # Planes whose first values are at different distances from multiples of 16 bytes are computed one by one.
+        planes, length = (channels if lines * width % values == 0 else 1), width
+    parts = count * channels if planes == 1 else count
+    period, blocks = plan_lines(lines, length, values, vectors)
+    is_whole = length % values == 0
+    sizes = [abs(size * stride) for size, stride in zip(pixels.shape[1:], pixels.stride()[1:], strict=True)]
+    # Without draws, the kernel does not read these arguments, so any tensor can be passed.
+    drawn = constants if draws is None else draws.block()
+    color = constants if draws is None or draws.color is None else draws.color.contiguous()
+    image_kernel[(parts * (blocks if is_whole else blocks + 1),)](
+        pixels,
+        result,
+        constants,
+        drawn,
+        color,
+        count,
+        *pixels.shape[1:3],
+        lines,
+        length,
+        *pixels.stride(),
+        blocks,
+        period,
+        CHANNELS=channels,
+        PLANES=planes,
+        MOVES=changes.moves,
+        PADDED=changes.pads,
+        ERASES=changes.erases,
+        COLORS=changes.colors,
+        FINE=result.dtype == torch.float32,
+        # A thread may prepare offsets of lines and columns that it never reads.
+        WIDE=2 * sum(sizes) + 2 * lines * length >= 1 << 31,
+        WHOLE=is_whole,
+        VECTORS=vectors,
+        VALUES=values,
+        num_warps=_IMAGE_WARPS,
+        enable_fp_fusion=FUSION,
+    )
+
+
+@functools.lru_cache(256)
+def plan_lines(lines: int, length: int, values: int, vectors: int) -> tuple[int, int]:
+    """Return how far apart the lines of a thread are, and in how many programs their vectors are divided.
+
+    A line has `length` values and a program `vectors` vectors of `values` values. In lines that are a period apart, the
+    same columns are at multiples of 16 bytes. Of the periods that leave a program at most 16 turns, the one is chosen
+    in which the fewest threads are idle, weighed against the turns and the preparation.
+    """
+    least = values // math.gcd(length, values)
+    per_line = max(1, length // values)
+
+    def programs(period: int) -> int:
+        return -(-period * per_line // vectors)
+
+    first = triton.cdiv(triton.cdiv(lines, _MAX_TURNS), least) * least
+    periods = range(first, max(first, lines) + 1, least)
+    period = min(periods, key=lambda each: programs(each) * (3 + triton.cdiv(lines, each)))
+    return period, programs(period)
+
+
+# The number of values changes with an odd last batch, for which nothing should be compiled again.
+@triton.jit(do_not_specialize=["total"])  # type: ignore[untyped-decorator]
+def _flat_kernel(  # type: ignore[no-untyped-def]
+    pixels,
+    result,
+    constants,
+    total,
+    stride,
+    CHANNELS: tl.constexpr,
+    FINE: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    offsets = tl.arange(0, VALUES)
+    first = tl.program_id(0).to(tl.int64) * VALUES
+    channel = ((first % CHANNELS).to(tl.int32) + offsets) % CHANNELS
+    centre = tl.load(constants + channel)
+    coarse = tl.load(constants + CHANNELS + channel)
+    bias = tl.load(constants + 3 * CHANNELS + channel)
+    if FINE:
+        fine = tl.load(constants + 2 * CHANNELS + channel)
+    for start in range(first, total, stride):
+        start = tl.multiple_of(start, VALUES)
+        if start + VALUES <= total:
+            # Accesses without a mask are vectorized to 16 bytes, whatever `total` is.
+            steps = tl.load(pixels + start + offsets).to(tl.float32) - centre
+            small = bias
+            if FINE:
+                small = steps * fine + bias
+            tl.store(result + start + offsets, (steps * coarse + small).to(result.dtype.element_ty))
+        else:
+            here = start + offsets < total
+            steps = tl.load(pixels + start + offsets, mask=here, other=0).to(tl.float32) - centre
+            small = bias
+            if FINE:
+                small = steps * fine + bias
+            tl.store(result + start + offsets, (steps * coarse + small).to(result.dtype.element_ty), mask=here)

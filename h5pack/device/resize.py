@@ -1,0 +1,136 @@
+"""Resized crops: antialiased bilinear resizing of uint8 images, in integers, so that devices do not differ.
+
+The filter is that of torch's ``interpolate(mode="bilinear", antialias=True)`` and of Pillow. Rows and columns are
+resized separately. If n pixels of the image become m pixels, k is the larger of n and m, and pixel p contributes to
+pixel i of the result with the weight ::
+
+    max(0, 2 k - |(2 p + 1) m - (2 i + 1) n|)        divided by the sum of these weights over all p
+
+The weights are rounded to multiples of 2^-16. The result of the first axis keeps 6 bits after the point, so the final
+level, from 0 to 255, differs from the exact one by rounding only. A pixel p with a weight is called a tap.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from h5pack.device.augment import AugmentationDraws
+from h5pack.device.crops import RandomResizedCrop, ResizedCrop
+
+WEIGHT_BITS = 16
+KEPT_BITS = 6
+"""Bits after the point of pixels that are resized along one axis. 8 + 6 + 16 bits fit into a signed 32-bit integer."""
+
+
+def max_taps(crop: ResizedCrop, height: int, width: int) -> tuple[int, int]:
+    """Return the largest number of rows, and of columns, that contribute to a pixel of the result."""
+    sides = zip((height, width), crop.resized_size(height, width), strict=True)
+    rows, columns = (-(-2 * max(side, resized) // resized) for side, resized in sides)
+    return rows, columns
+
+
+def find_taps(
+    draws: AugmentationDraws | None, crop: ResizedCrop, pixels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the taps of each row and of each column of the results, with crops and flips applied.
+
+    Each tensor is int32, (N, 1 + taps, size): the first tap, in pixels of the image, then the weights of this and the
+    following ones, in units of 2^-16. In the padding, all weights are 0. N is 1 if all images have the same taps.
+    """
+    _, height, width, _ = pixels.shape
+    found = []
+    for axis, (side, size, resized, offset, taps) in enumerate(
+        zip(
+            (height, width),
+            crop.output_size,
+            crop.resized_size(height, width),
+            crop.window(height, width),
+            max_taps(crop, height, width),
+            strict=True,
+        )
+    ):
+        output = torch.arange(size, device=pixels.device)
+        begin, extent = output.new_zeros(1, 1), output.new_full((1, 1), side)
+        if draws is not None:
+            flip = (draws.vertical_flip, draws.flip)[axis]
+            output = torch.where(flip[:, None] != 0, size - 1 - output, output)
+            if isinstance(crop, RandomResizedCrop):
+                begin = (draws.top, draws.left)[axis].long()[:, None]
+                extent = (draws.crop_height, draws.crop_width)[axis].long()[:, None]
+        found.append(_taps(begin, extent, output.reshape(-1, size) + offset, resized, taps))
+    return found[0], found[1]
+
+
+def _taps(begin: torch.Tensor, extent: torch.Tensor, output: torch.Tensor, resized: int, taps: int) -> torch.Tensor:
+    """Return the taps along one axis. `begin` and `extent` of the window are (N, 1); `output` is (N, size)."""
+    reach = 2 * extent.clamp(min=resized)
+    centre = (2 * output + 1) * extent
+    first = torch.div(centre - reach + resized, 2 * resized, rounding_mode="floor").clamp(min=0)
+    pixel = first[:, None] + torch.arange(taps, device=output.device)[:, None]
+    weights = (reach[:, None] - ((2 * pixel + 1) * resized - centre[:, None]).abs()).clamp(min=0)
+    weights = weights * ((pixel < extent[:, None]) & ((output >= 0) & (output < resized))[:, None])
+    total = weights.sum(1, keepdim=True).clamp(min=1)
+    weights = torch.div((weights << (WEIGHT_BITS + 1)) + total, 2 * total, rounding_mode="floor")
+    return torch.cat(((begin + first).clamp(min=0)[:, None], weights), 1).to(torch.int32)
+
+
+def resize(pixels: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return resized images, uint8 (N, height, width, C), of `pixels`, uint8 (N, H, W, C), by their taps.
+
+    It works on any device and inside ``torch.compile``.
+    """
+    count, height, width, channels = pixels.shape
+    images = torch.arange(count, device=pixels.device)[:, None]
+    lines = torch.arange(rows.shape[2], device=pixels.device)[:, None]
+    shape = (count, rows.shape[2], width, channels)
+    total = torch.full(shape, 1 << (WEIGHT_BITS - KEPT_BITS - 1), dtype=torch.int32, device=pixels.device)
+    for tap in range(rows.shape[1] - 1):
+        found = pixels[images, (rows[:, 0].long() + tap).clamp(0, height - 1)]
+        total = total + found * rows[:, 1 + tap, :, None, None]
+    partly = total >> (WEIGHT_BITS - KEPT_BITS)
+    shape = (count, rows.shape[2], columns.shape[2], channels)
+    total = torch.full(shape, 1 << (WEIGHT_BITS + KEPT_BITS - 1), dtype=torch.int32, device=pixels.device)
+    for tap in range(columns.shape[1] - 1):
+        found = partly[images[..., None], lines, (columns[:, :1].long() + tap).clamp(0, width - 1)]
+        total = total + found * columns[:, 1 + tap, None, :, None]
+    return (total >> (WEIGHT_BITS + KEPT_BITS)).clamp(max=255).to(torch.uint8)
+
+
+def resize_on_cpu(
+    pixels: torch.Tensor, draws: AugmentationDraws | None, crop: ResizedCrop, planar: bool
+) -> torch.Tensor:
+    """Do the same as `resize`, by torch's ``interpolate``, whose levels differ by 1 at most.
+
+    The result is contiguous, (N, C, height, width) if `planar`, else (N, height, width, C).
+    """
+    count, height, width, channels = pixels.shape
+    size, resized, offset = crop.output_size, crop.resized_size(height, width), crop.window(height, width)
+    result = torch.zeros((count, channels, *size) if planar else (count, *size, channels), dtype=torch.uint8)
+    targets = result if planar else result.permute(0, 3, 1, 2)
+    sources = pixels.permute(0, 3, 1, 2)
+    windows = [(0, 0, height, width)] * count
+    if draws is not None and isinstance(crop, RandomResizedCrop):
+        parts = (draws.top, draws.left, draws.crop_height, draws.crop_width)
+        windows = list(zip(*(part.tolist() for part in parts), strict=True))
+        if any(
+            min(top, left, rows - 1, columns - 1, height - top - rows, width - left - columns) < 0
+            for top, left, rows, columns in windows
+        ):
+            # Draws of another Normalize may exceed the image; `resize` defines the result.
+            result = resize(pixels, *find_taps(draws, crop, pixels))
+            return result.permute(0, 3, 1, 2).contiguous() if planar else result
+    flips = torch.zeros(2, count) if draws is None else torch.stack((draws.vertical_flip, draws.flip))
+    for number, ((top, left, rows, columns), flip) in enumerate(zip(windows, flips.T.tolist(), strict=True)):
+        window = sources[number : number + 1, :, top : top + rows, left : left + columns]
+        # `interpolate` copies a window in any case, unless a flip has copied it.
+        window = window.flip([2 + axis for axis in (0, 1) if flip[axis]]) if any(flip) else window
+        found, target = F.interpolate(window, resized, mode="bilinear", antialias=True)[0], targets[number]
+        for axis in (0, 1):
+            # What lies outside of the resized image stays black.
+            first = resized[axis] - size[axis] - offset[axis] if flip[axis] else offset[axis]
+            begin, end = max(0, first), min(resized[axis], first + size[axis])
+            found = found.narrow(1 + axis, begin, end - begin)
+            target = target.narrow(1 + axis, begin - first, end - begin)
+        target.copy_(found)
+    return result

@@ -1,0 +1,269 @@
+"""Masks, boxes and keypoints, moved by the same random draws as the images to which they belong.
+
+Coordinates are in pixels, from the upper left corner of the image: x to the right, y down. The first pixel's area is
+from 0 to 1, and its centre is at 0.5; add 0.5 to keypoints that are given as indices of pixels. All functions work on
+whole batches, on any device. Erased boxes (`erase` of `Normalize`) do not change targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from h5pack.device.augment import AugmentationDraws
+from h5pack.device.crops import CenterCrop, RandomResizedCrop
+from h5pack.errors import OptionsError
+
+Size = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class AxisMap:
+    """How rows or columns of images become those of the output.
+
+    A window of each image is resized; a part of the result is the output, which is flipped in some images. A coordinate
+    x becomes ``(x - begin) * resized / extent - offset``, and in a flipped image ``size`` minus that.
+    """
+
+    begin: torch.Tensor  # The window's first pixel, and
+    extent: torch.Tensor  # its number of pixels: int64, (N,).
+    resized: int  # The number of pixels to which the window is resized,
+    offset: int  # and the first of them that is in the output.
+    size: int  # Pixels of the output,
+    input: int  # and of the image.
+    flip: torch.Tensor  # bool, (N,).
+
+    def source(self) -> torch.Tensor:
+        """Return the pixel of the image that is nearest to each pixel of the output: int64, (N, size).
+
+        It is the one under the output pixel's centre, as in torch's ``interpolate(mode="nearest-exact")``. It is
+        negative, or not less than `input`, where there is none.
+        """
+        # Twice the centres of the output's pixels in the resized window: integers are exact on every device.
+        first, last = 2 * self.offset + 1, 2 * (self.offset + self.size) - 1
+        centres = torch.arange(first, last + 1, 2, device=self.begin.device)
+        centres = torch.where(self.flip[:, None], centres.flip(0), centres)
+        return self.begin[:, None] + centres * self.extent[:, None] // (2 * self.resized)
+
+    def move(self, values: torch.Tensor) -> torch.Tensor:
+        """Return coordinates of the image, (N, ...), as coordinates of the output."""
+        begin, extent, flip = (_aligned(part, values) for part in (self.begin, self.extent, self.flip))
+        moved = (values - begin) * (self.resized / extent.to(values.dtype)) - self.offset
+        return torch.where(flip, self.size - moved, moved)
+
+    def at(self, images: torch.Tensor) -> AxisMap:
+        """Return the map of some of the images, which may repeat; their numbers are int64, (n,)."""
+        parts = {name: getattr(self, name)[images] for name in ("begin", "extent", "flip")}
+        return replace(self, **parts)
+
+
+Axes = tuple[AxisMap, AxisMap]
+"""The maps of rows and of columns."""
+
+
+def axes_of(
+    images: torch.Tensor, draws: AugmentationDraws | None, crop: Any, input_size: Size, output_size: Size
+) -> Axes:
+    """Return how `Normalize` moves images.
+
+    Parameters
+    ----------
+    images : Tensor
+        The batch, of which only the length and the device matter.
+    draws : AugmentationDraws or None
+        What `Normalize.draw` returned.
+    crop : int, RandomCrop, CenterCrop or RandomResizedCrop
+        The option of `Normalize`.
+    input_size, output_size : tuple of int
+        Height and width of the images before and after.
+    """
+    none = torch.zeros(len(images), dtype=torch.int64, device=images.device)
+    flips = (none, none) if draws is None else (draws.vertical_flip, draws.flip)
+    begins, resized, offsets = (none, none), input_size, (0, 0)
+    extents = tuple(torch.full_like(none, length) for length in input_size)
+    if isinstance(crop, CenterCrop):
+        resized, offsets = crop.resized_size(*input_size), crop.window(*input_size)
+    elif draws is not None:
+        begins = draws.top.long(), draws.left.long()
+        if isinstance(crop, RandomResizedCrop):
+            extents, resized = (draws.crop_height.long(), draws.crop_width.long()), crop.output_size
+    rows, columns = (
+        AxisMap(begin, extent, length, offset, size, old, flip != 0)
+        for begin, extent, length, offset, size, old, flip in zip(
+            begins, extents, resized, offsets, output_size, input_size, flips, strict=True
+        )
+    )
+    return rows, columns
+
+
+def move_field(kind: str, field: Any, axes: Axes) -> Any:
+    """Move a field of a batch like its images.
+
+    Parameters
+    ----------
+    kind : {"mask", "boxes", "keypoints"}
+    field : Tensor or list of Tensor
+        See `move_masks`, `move_boxes` and `move_keypoints`.
+    axes : tuple of AxisMap
+        What `axes_of` returned.
+
+    Raises
+    ------
+    OptionsError
+        If the field does not have the shape of its kind, or does not have as many entries as there are images.
+    """
+    count, size = len(axes[0].flip), (axes[0].input, axes[1].input)
+    if kind == "boxes" and isinstance(field, (list, tuple)):
+        valid = all(isinstance(one, torch.Tensor) and one.ndim == 2 and one.shape[1] == 4 for one in field)
+    else:
+        valid = isinstance(field, torch.Tensor) and _SHAPES[kind](tuple(field.shape), size)
+    if not valid or len(field) != count:
+        found = tuple(field.shape) if isinstance(field, torch.Tensor) else type(field).__name__
+        raise OptionsError(
+            f"a field of kind {kind!r} is {found}, but there are {count} images of {size}; give {_WANTED[kind]}",
+            parameters=("fields",),
+        )
+    return _MOVERS[kind](field, axes)
+
+
+def move_masks(masks: torch.Tensor, axes: Axes) -> torch.Tensor:
+    """Return masks moved like their images; each pixel is a copy of the nearest one.
+
+    Parameters
+    ----------
+    masks : Tensor
+        Any dtype, (N, H, W), (N, H, W, C) or (N, C, H, W).
+    axes : tuple of AxisMap
+
+    Returns
+    -------
+    Tensor
+        Of the same dtype, and with the height and width of the output. Pixels from outside of the image are 0.
+    """
+    height, width = (axis.input for axis in axes)
+    channels_first = tuple(masks.shape[1:3]) != (height, width)
+    source = masks.movedim(1, -1) if channels_first else masks
+    rows, columns = (axis.source() for axis in axes)
+    known_rows, known_columns = rows.clamp(0, height - 1), columns.clamp(0, width - 1)
+    outside = (known_rows != rows)[:, :, None] | (known_columns != columns)[:, None, :]
+    images = torch.arange(len(masks), device=masks.device)[:, None, None]
+    moved = source[images, known_rows[:, :, None], known_columns[:, None, :]]
+    moved.masked_fill_(outside.reshape(outside.shape + (1,) * (moved.ndim - 3)), 0)
+    return moved.movedim(-1, 1) if channels_first else moved
+
+
+def move_boxes(boxes: torch.Tensor | Sequence[torch.Tensor], axes: Axes) -> torch.Tensor | list[torch.Tensor]:
+    """Return boxes moved like their images, clipped to the output.
+
+    A box that is completely outside of the output remains as a box without area, so that boxes keep their order and
+    their labels. Rows of padding without area remain without. ``(boxes[..., 2:] > boxes[..., :2]).all(-1)`` selects the
+    other boxes.
+
+    Parameters
+    ----------
+    boxes : Tensor or list of Tensor
+        Left, top, right and bottom of each box: (N, ..., 4), or a list of N tensors (n, 4).
+    axes : tuple of AxisMap
+
+    Returns
+    -------
+    Tensor or list of Tensor
+        float32, or float64 if `boxes` are, of the same shapes.
+    """
+    if not isinstance(boxes, torch.Tensor):
+        return _move_in_one(boxes, axes)
+    corners = _floats(boxes).reshape(*boxes.shape[:-1], 2, 2)
+    sides = []
+    for axis, values in zip(axes, (corners[..., 1], corners[..., 0]), strict=True):
+        moved = axis.move(values)
+        # A flip exchanges the first and the last side.
+        sides.append(torch.where(_aligned(axis.flip, moved), moved.flip(-1), moved).clamp(0, axis.size))
+    return torch.stack(sides[::-1], -1).flatten(-2)
+
+
+def _move_in_one(boxes: Sequence[torch.Tensor], axes: Axes) -> list[torch.Tensor]:
+    """Move the boxes of all images in one call, so that the number of kernels does not depend on that of images."""
+    counts = [len(one) for one in boxes]
+    device = axes[0].flip.device
+    # Without the size of its result, repeat_interleave makes the host wait for the device.
+    images = torch.arange(len(boxes), device=device).repeat_interleave(_on(device, counts), output_size=sum(counts))
+    moved = move_boxes(torch.cat(list(boxes)), (axes[0].at(images), axes[1].at(images)))
+    assert isinstance(moved, torch.Tensor)
+    return list(torch.split(moved, counts))
+
+
+def move_keypoints(points: torch.Tensor, axes: Axes) -> torch.Tensor:
+    """Return keypoints moved like their images. They are not clipped.
+
+    A flip mirrors the points, but does not exchange them: if the first point is the left eye of a face, it remains the
+    first point of the mirrored face.
+
+    Parameters
+    ----------
+    points : Tensor
+        x and y of each point, (N, ..., 2), or with the visibility as a third number, (N, ..., 3).
+    axes : tuple of AxisMap
+
+    Returns
+    -------
+    Tensor
+        float32, or float64 if `points` are, of the same shape. The visibility of a point outside of the output is 0.
+    """
+    points = _floats(points)
+    rows, columns = axes
+    y, x = rows.move(points[..., 1]), columns.move(points[..., 0])
+    if points.shape[-1] == 2:
+        return torch.stack((x, y), -1)
+    inside = (x >= 0) & (x <= columns.size) & (y >= 0) & (y <= rows.size)
+    return torch.stack((x, y, points[..., 2] * inside), -1)
+
+
+def _aligned(parts: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Give numbers of samples, (N,), the number of axes of `values`, (N, ...)."""
+    return parts.reshape(-1, *[1] * (values.ndim - 1))
+
+
+def _floats(values: torch.Tensor) -> torch.Tensor:
+    return values if values.dtype == torch.float64 else values.to(torch.float32)
+
+
+_SHAPES: dict[str, Callable[[tuple[int, ...], Size], bool]] = {
+    "mask": lambda shape, size: len(shape) in (3, 4) and size in (shape[1:3], shape[-2:]),
+    "boxes": lambda shape, size: len(shape) > 1 and shape[-1] == 4,
+    "keypoints": lambda shape, size: len(shape) > 1 and shape[-1] in (2, 3),
+}
+_WANTED = {
+    "mask": "a tensor (N, H, W), (N, H, W, C) or (N, C, H, W)",
+    "boxes": "a tensor (N, ..., 4) or a list of N tensors (n, 4)",
+    "keypoints": "a tensor (N, ..., 2) or (N, ..., 3)",
+}
+_MOVERS: dict[str, Callable[[Any, Axes], Any]] = {
+    "mask": move_masks,
+    "boxes": move_boxes,
+    "keypoints": move_keypoints,
+}
+
+
+def checked_fields(fields: Mapping[Hashable, str | None] | None) -> dict[Hashable, str | None]:
+    """Return the option `fields` of `Normalize` as a dict; raise OptionsError if it is not a mapping to known kinds."""
+    if fields is None:
+        return {}
+    known = (*_WANTED, None)
+    for name, kind in fields.items() if isinstance(fields, Mapping) else [(None, fields)]:
+        if kind not in known:
+            raise OptionsError(
+                f"fields gives {name!r} the kind {kind!r}; give a dict with one of {', '.join(map(repr, known))} for "
+                "each field of the batch",
+                parameters=("fields",),
+            )
+    return dict(fields)
+
+
+def _on(device: torch.device, numbers: list[int]) -> torch.Tensor:
+    """Return integers as int64, (n,), on a device, for whose queued work a copy from pageable memory would wait."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, device=device)
+    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)

@@ -1,0 +1,290 @@
+"""How transforms are applied to a batch in a `DeviceFeed`; several views; random numbers for keyed transforms."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import Subset
+
+from h5pack.data.concat import ConcatPack
+from h5pack.data.dataset import H5Dataset
+from h5pack.device.augment import DRAWS, random_words
+from h5pack.device.batch import (
+    BatchKey,
+    EchoedBatch,
+    images_of,
+    is_echoed,
+    map_tensors,
+    named_elements,
+    repeats_of,
+    rows_of,
+    tensors_of,
+    with_elements,
+    with_images,
+)
+from h5pack.device.normalize import Normalize
+from h5pack.device.profiling import profiler_range
+from h5pack.device.targets import axes_of, move_field
+from h5pack.errors import OptionsError
+
+_STREAM = 3
+"""The stream of random words for transforms other than `Normalize` (see `random_words`)."""
+_ADVICE = "open the dataset with H5Dataset(..., with_rows=True)"
+
+
+class Views:
+    """A transform that makes several views of the same images, as contrastive learning needs (such as SimCLR).
+
+    In a `DeviceFeed`, the images of the batch become a tuple of tensors, one for each view, and so do the fields that a
+    `Normalize` in it moves with the images. The random numbers of one view are independent of those of another, even if
+    both views have the same transform and seed.
+
+    Parameters
+    ----------
+    *transforms : callable
+        The transform of each view, called with the images, and with a `BatchKey` if it is `keyed`. The key's `view` is
+        the number of the view, from 0. The same transform may be given several times.
+
+    Attributes
+    ----------
+    keyed : bool
+        Whether calls need a `BatchKey`. True if one of the transforms is keyed.
+
+    Raises
+    ------
+    OptionsError
+        If there are no transforms, or if one of them is not called with images alone.
+    """
+
+    def __init__(self, *transforms: Callable[..., Any]) -> None:
+        if not transforms:
+            raise OptionsError("Views has no transforms; give one for each view", parameters=("transforms",))
+        for transform in transforms:
+            if not callable(transform) or isinstance(transform, Views) or _takes_batches(transform):
+                raise OptionsError(
+                    f"{_name_of(transform)} cannot make a view; give callables that take images and return a tensor",
+                    parameters=("transforms",),
+                )
+        self.transforms = transforms
+        self.keyed = any(map(_is_keyed, transforms))
+
+    def __repr__(self) -> str:
+        return f"Views({', '.join(map(repr, self.transforms))})"
+
+    def __call__(self, images: torch.Tensor, key: BatchKey | None = None) -> tuple[Any, ...]:
+        """Return the images of each view."""
+        return tuple(_call(transform, images, _view(key, number)) for number, transform in enumerate(self.transforms))
+
+
+def uniform(key: BatchKey, seed: int, count: int) -> torch.Tensor:
+    """Return random numbers for a keyed transform, at least 0 and below 1: float32, (N, count).
+
+    They are the same on every device, and independent for different seeds. `Normalize` uses none of them.
+
+    Parameters
+    ----------
+    key : BatchKey
+        What the transform was called with.
+    seed : int
+    count : int
+        How many numbers each sample needs, at most 64.
+
+    Raises
+    ------
+    OptionsError
+        If `count` is not from 1 to 64.
+    """
+    if not 1 <= count <= DRAWS:
+        raise OptionsError(f"count is {count}; give a number from 1 to {DRAWS}", parameters=("count",))
+    words = random_words(key, seed, count, stream=_STREAM)
+    # The upper 24 bits are exact in float32.
+    return ((words >> 40) & ((1 << 24) - 1)).to(torch.float32) * 2.0**-24
+
+
+class ImageTransform:
+    """A wrapper that applies the transform of a `DeviceFeed`, or a sequence of them, to a batch.
+
+    `seconds` is the total time spent in calls of the transforms. `dataset` is the loader's dataset, None if unknown.
+    Raises OptionsError if a transform needs row numbers but the dataset does not provide them.
+    """
+
+    def __init__(self, transform: Any, image_key: Hashable | None, dataset: Any = None) -> None:
+        self.transforms = tuple(transform) if isinstance(transform, (list, tuple)) else (transform,)
+        for one in self.transforms:
+            if not callable(one):
+                raise OptionsError(
+                    f"the transform {_name_of(one)} is not callable; give a callable or a sequence of them",
+                    parameters=("transform",),
+                )
+        keyed = [one for one in self.transforms if _is_keyed(one)]
+        self.keyed = bool(keyed)
+        called = [one for each in self.transforms for one in (each.transforms if isinstance(each, Views) else (each,))]
+        for one in called:
+            if getattr(one, "fields", None) and not isinstance(one, Normalize):
+                raise OptionsError(
+                    f"{_name_of(one)} has fields, but is not a Normalize, which moves them; do not compile it",
+                    parameters=("fields",),
+                )
+        self._overwriting = [one for one in called if overwrites_results(one)]
+        # Whether torch's generators may be used, and whether the first transform leaves the loaded images alone.
+        self.draws = any(not _is_keyed(one) and not isinstance(one, Normalize) for one in called)
+        first = self.transforms[0] if self.transforms else None
+        views = first.transforms if isinstance(first, Views) else (first,)
+        self.replaces_images = all(isinstance(one, Normalize) for one in views)
+        self.seconds = 0.0
+        self._name = _name_of(keyed[0]) if keyed else ""
+        self.image_key = image_key
+        pack = _pack_of(dataset)
+        self._gives_rows = None if pack is None else pack.with_rows
+        if self.keyed and self._gives_rows is False:
+            raise OptionsError(
+                f"the transform {self._name} needs row numbers, but the dataset's batches have none; {_ADVICE}"
+            )
+
+    def __call__(self, batch: Any, epoch: int) -> Any:
+        """Return the transformed batch; raise OptionsError if images, row numbers or fields are missing."""
+        with profiler_range("transform"):
+            # The key belongs to the samples as they were loaded: a transform of whole batches may drop the row numbers.
+            key = self._key(batch, images_of(batch, self.image_key), epoch) if self.keyed else None
+            begin = time.perf_counter()
+            for transform in self.transforms:
+                apply = self._apply_to_batch if _takes_batches(transform) else self._apply_to_images
+                batch = apply(transform, batch, key)
+            self.seconds += time.perf_counter() - begin
+        return batch
+
+    def _apply_to_batch(self, transform: Callable[..., Any], batch: Any, key: BatchKey | None) -> Any:
+        changed = self._call(transform, EchoedBatch.unmark(batch), key)
+        if changed is None:
+            raise OptionsError(f"the transform {_name_of(transform)} returned None; return the batch")
+        return EchoedBatch.mark(changed, repeats_of(batch)) if is_echoed(batch) else changed
+
+    def _apply_to_images(self, transform: Callable[..., Any], batch: Any, key: BatchKey | None) -> Any:
+        images = images_of(batch, self.image_key)
+        if not isinstance(transform, Views):
+            changed, moved = self._view(transform, batch, images, key)
+        else:
+            views = [
+                self._view(one, batch, images, _view(key, number)) for number, one in enumerate(transform.transforms)
+            ]
+            changed = tuple(view for view, _ in views)
+            # A field that one view moves and another leaves appears unmoved in the other.
+            moved = {
+                index: tuple(fields.get(index, batch[index]) for _, fields in views)
+                for index in dict.fromkeys(index for _, fields in views for index in fields)
+            }
+        batch = with_images(batch, self.image_key, changed)
+        return with_elements(batch, moved) if moved else batch
+
+    def _view(
+        self, transform: Callable[..., Any], batch: Any, images: torch.Tensor, key: BatchKey | None
+    ) -> tuple[Any, dict[Any, Any]]:
+        """Return the transformed images, and the fields that a `Normalize` moves with them, by key or index."""
+        if not isinstance(transform, Normalize):
+            return self._call(transform, images, key), {}
+        size = transform.image_size(images)
+        moves = transform.augmentation.changes(*size).moves
+        kinds = self._kinds(transform, batch, images, size) if moves else {}
+        if not kinds:
+            return _call(transform, images, key), {}
+        draws = transform.draw(images, key)
+        changed = transform(images, key, draws=draws)
+        axes = axes_of(images, draws, transform.augmentation.crop, size, transform.output_size(*size))
+        return changed, {index: move_field(kind, batch[index], axes) for index, kind in kinds.items()}
+
+    def _call(self, transform: Callable[..., Any], argument: Any, key: BatchKey | None) -> Any:
+        result = _call(transform, argument, key)
+        return map_tensors(result, torch.clone) if any(transform is one for one in self._overwriting) else result
+
+    def _kinds(self, transform: Normalize, batch: Any, images: torch.Tensor, size: tuple[int, int]) -> dict[Any, str]:
+        """Return the kind of each field that moves, by key or index. Raise OptionsError if a field is not named."""
+        elements = named_elements(batch)
+        kinds = {}
+        for name, kind in transform.fields.items():
+            # An index is valid, too, if the element has a name.
+            found = name if name in elements else next((n for n, (index, _) in elements.items() if index == name), None)
+            if found is None:
+                raise OptionsError(
+                    f"fields names {name!r}, but the batch has the elements {', '.join(map(repr, elements))}; name one "
+                    "of them",
+                    parameters=("fields",),
+                )
+            index, _ = elements.pop(found)
+            if kind is not None:
+                kinds[index] = kind
+        for name, (_, element) in elements.items():
+            for tensor in tensors_of(element):
+                if tensor is not images and _is_spatial(tensor, len(images), size):
+                    raise OptionsError(
+                        f"the transform moves the pixels of the images, but not {name!r} of shape "
+                        f"{tuple(tensor.shape)}, which has their height and width; give Normalize "
+                        f'fields={{{name!r}: "mask"}}, or None instead of "mask" to leave it unmoved',
+                        parameters=("fields",),
+                    )
+        return kinds
+
+    def _key(self, batch: Any, images: torch.Tensor, epoch: int) -> BatchKey:
+        rows = rows_of(batch)
+        if rows is None or rows is images or len(rows) != len(images):
+            raise OptionsError(
+                f"the transform {self._name} needs {len(images)} int64 row numbers under the batch's key 'rows' or as "
+                f"its last element; {_ADVICE}"
+            )
+        is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2 and not hasattr(batch, "_fields")
+        if is_pair and not self._gives_rows:
+            # Integer labels look like row numbers. Used as such, they would augment a class's images all alike.
+            raise OptionsError(
+                f"the transform {self._name} needs row numbers, but the second of the batch's two elements may be "
+                f"labels; {_ADVICE}, or make the batches dicts with the key 'rows'"
+            )
+        repeats = repeats_of(batch)
+        if isinstance(repeats, torch.Tensor):
+            repeats = repeats.to(images.device, non_blocking=True)
+        return BatchKey(rows.to(images.device, non_blocking=True), epoch, repeats)
+
+
+def _call(transform: Callable[..., Any], argument: Any, key: BatchKey | None) -> Any:
+    return transform(argument, key) if _is_keyed(transform) else transform(argument)
+
+
+def _view(key: BatchKey | None, number: int) -> BatchKey | None:
+    return None if key is None else replace(key, view=number)
+
+
+def _is_keyed(transform: Any) -> bool:
+    return bool(getattr(transform, "keyed", False))
+
+
+def overwrites_results(transform: Any) -> bool:
+    """Return whether a transform was compiled to replay CUDA graphs, which overwrite the results of earlier calls."""
+    # Private API: torch has no public function for this; `torch.compile` gives its result this attribute.
+    config = getattr(transform, "get_compiler_config", None)
+    return callable(config) and bool((config() or {}).get("triton.cudagraphs"))
+
+
+def _takes_batches(transform: Any) -> bool:
+    """Return whether a transform is called with whole batches instead of images."""
+    return bool(getattr(transform, "whole_batch", False))
+
+
+def _name_of(transform: Any) -> str:
+    return getattr(transform, "__name__", type(transform).__name__)
+
+
+def _is_spatial(tensor: torch.Tensor, count: int, size: tuple[int, int]) -> bool:
+    """Return whether a tensor looks like (N, H, W), (N, H, W, C) or (N, C, H, W) with the images' N, H and W."""
+    shape = tuple(tensor.shape)
+    return len(shape) in (3, 4) and shape[0] == count and size in (shape[1:3], shape[-2:])
+
+
+def _pack_of(dataset: Any) -> H5Dataset | None:
+    """Return the `H5Dataset` whose samples a dataset has, the first one of a `ConcatPack`; None if there is none."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    if isinstance(dataset, ConcatPack):
+        dataset = dataset.datasets[0]
+    return dataset if isinstance(dataset, H5Dataset) else None

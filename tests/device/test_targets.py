@@ -1,0 +1,319 @@
+"""Masks, boxes and keypoints move as their images do, compared pixel by pixel with exact fractions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from h5pack.device.augment import AugmentationDraws
+from h5pack.device.batch import BatchKey
+from h5pack.device.crops import CenterCrop, RandomCrop, RandomResizedCrop
+from h5pack.device.feed import DeviceFeed
+from h5pack.device.normalize import Normalize
+from h5pack.device.targets import Axes, axes_of, move_boxes, move_field, move_keypoints, move_masks
+from h5pack.errors import OptionsError
+from tests.device.feeds import needs_gpu
+
+INPUT = (11, 13)
+COUNT = 24
+CROPS = {
+    "none": None,
+    "random": RandomCrop((6, 5), padding=4),
+    "larger": RandomCrop((15, 16), padding=4),
+    "centre": CenterCrop((6, 5)),
+    "padded centre": CenterCrop((14, 16)),
+    "resized centre": CenterCrop((6, 5), resize=7),
+    "random resized": RandomResizedCrop((6, 5)),
+    "random enlarged": RandomResizedCrop((14, 15)),
+}
+every_crop = pytest.mark.parametrize("name", CROPS)
+Line = tuple[Fraction, Fraction, int, int]
+"""How a coordinate moves: ``x * scale + shift``, and if the last number is 1, the size minus that."""
+
+
+def below(bound: torch.Tensor | int, random: torch.Generator) -> torch.Tensor:
+    return (torch.rand(COUNT, generator=random) * bound).to(torch.int32)
+
+
+def axes_and_lines(name: str, seed: int) -> tuple[Axes, list[tuple[Line, Line]]]:
+    """The maps of random draws, and for each sample how y and x move."""
+    crop: Any = CROPS[name]
+    output = INPUT if crop is None else crop.output_size
+    random = torch.Generator().manual_seed(seed)
+    flips = below(2, random), below(2, random)
+    assert flips[0].unique().tolist() == flips[1].unique().tolist() == [0, 1]
+    begins, extents, lines = [], [], []
+    for axis, (old, new, flip) in enumerate(zip(INPUT, output, flips, strict=True)):
+        if isinstance(crop, CenterCrop):
+            extents.append(torch.full((COUNT,), new))
+            begins.append(torch.full((COUNT,), crop.window(*INPUT)[axis]))
+            scale, shift = Fraction(crop.resized_size(*INPUT)[axis], old), Fraction(-crop.window(*INPUT)[axis])
+            lines.append([(scale, shift, new, flipped) for flipped in flip.tolist()])
+            continue
+        if isinstance(crop, RandomResizedCrop):
+            extents.append(1 + below(old, random))
+            begins.append(below(old - extents[-1] + 1, random))
+            scales = [Fraction(new, extent) for extent in extents[-1].tolist()]
+        else:
+            extents.append(torch.full((COUNT,), new))
+            begins.append(below(old + 8 - new + 1, random) - 4)
+            scales = [Fraction(1)] * COUNT
+        lines.append(
+            [
+                (scale, -begin * scale, new, flipped)
+                for scale, begin, flipped in zip(scales, begins[-1].tolist(), flip.tolist(), strict=True)
+            ]
+        )
+    nothing = torch.zeros(COUNT, dtype=torch.int32)
+    draws = AugmentationDraws(
+        **dict(zip(("vertical_flip", "flip"), flips, strict=True)),
+        **dict(zip(("top", "left"), begins, strict=True)),
+        **dict(zip(("crop_height", "crop_width"), extents, strict=True)),
+        **{f"box_{part}": nothing for part in ("top", "left", "height", "width")},
+    )
+    return axes_of(nothing, draws, crop, INPUT, output), list(zip(*lines, strict=True))
+
+
+def exact(value: Fraction, line: Line) -> Fraction:
+    """Where a coordinate of the input is in the output."""
+    scale, shift, size, flipped = line
+    moved = value * scale + shift
+    return size - moved if flipped else moved
+
+
+def slow_masks(masks: torch.Tensor, lines: list[tuple[Line, Line]]) -> torch.Tensor:
+    """Find the input pixel under the centre of each output pixel, in exact arithmetic."""
+    sizes = [line[2] for line in lines[0]]
+    result = torch.zeros(COUNT, *sizes, dtype=masks.dtype)
+    for n, y, x in itertools.product(range(COUNT), *map(range, sizes)):
+        where = []
+        for place, (scale, shift, size, flipped) in zip((y, x), lines[n], strict=True):
+            centre = size - place - Fraction(1, 2) if flipped else place + Fraction(1, 2)
+            where.append(math.floor((centre - shift) / scale))
+        if all(0 <= place < length for place, length in zip(where, INPUT, strict=True)):
+            result[n, y, x] = masks[n, where[0], where[1]]
+    return result
+
+
+@every_crop
+def test_masks_take_the_pixel_under_the_centre(name: str) -> None:
+    axes, lines = axes_and_lines(name, 1)
+    masks = torch.arange(1, COUNT * INPUT[0] * INPUT[1] + 1).reshape(COUNT, *INPUT)
+    expected = slow_masks(masks, lines)
+    assert torch.equal(move_masks(masks, axes), expected)
+    # With channels, last or first, and of other dtypes.
+    two = torch.stack([masks, -masks], -1).float()
+    moved = move_masks(two, axes)
+    assert torch.equal(moved, torch.stack([expected, -expected], -1).float())
+    assert torch.equal(move_masks(two.movedim(-1, 1), axes), moved.movedim(-1, 1))
+    assert torch.equal(move_masks(masks % 2 == 1, axes), expected % 2 == 1)
+
+
+@every_crop
+def test_boxes_and_keypoints_move_by_exact_coordinates(name: str) -> None:
+    axes, lines = axes_and_lines(name, 2)
+    random = torch.Generator().manual_seed(5)
+    low = torch.randint(0, 40, (COUNT, 6, 2), generator=random)
+    high = low + torch.randint(0, 14, (COUNT, 6, 2), generator=random)
+    quarters = torch.cat([low, high], -1)
+    visible = torch.randint(0, 3, (COUNT, 6, 1), generator=random)
+    boxes, points = move_boxes(quarters / 4, axes), move_keypoints(torch.cat([low / 4, visible], -1), axes)
+    assert isinstance(boxes, torch.Tensor)
+    assert (boxes.dtype, points.dtype) == (torch.float32, torch.float32)
+    expected_boxes, expected_points = [], []
+    for n, (y, x) in enumerate(lines):
+        for box, seen in zip(quarters[n].tolist(), visible[n, :, 0].tolist(), strict=True):
+            left, top, right, bottom = (exact(Fraction(v, 4), line) for v, line in zip(box, (x, y, x, y), strict=True))
+            inside = 0 <= left <= x[2] and 0 <= top <= y[2]
+            expected_points.append([left, top, seen if inside else 0])
+            sides = (min(left, right), x), (min(top, bottom), y), (max(left, right), x), (max(top, bottom), y)
+            expected_boxes.append([min(max(side, 0), line[2]) for side, line in sides])
+    torch.testing.assert_close(boxes.flatten(0, 1), _tensor(expected_boxes), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(points.flatten(0, 1), _tensor(expected_points), rtol=1e-5, atol=1e-5)
+    # Boxes of any other container, number of axes and precision are the same boxes.
+    double, nested = move_boxes(quarters.double() / 4, axes), quarters.reshape(COUNT, 3, 2, 4) / 4
+    assert isinstance(double, torch.Tensor)
+    assert double.dtype == torch.float64
+    torch.testing.assert_close(double.float(), boxes)
+    assert torch.equal(move_boxes(nested, axes), boxes.reshape(COUNT, 3, 2, 4))  # type: ignore[arg-type]
+    assert torch.equal(move_keypoints(low / 4, axes), points[..., :2])
+    counts = [n % 4 for n in range(COUNT)]
+    ragged = move_boxes([quarters[n, :count] / 4 for n, count in enumerate(counts)], axes)
+    assert isinstance(ragged, list)
+    assert [len(one) for one in ragged] == counts
+    assert all(torch.equal(one, boxes[n, : len(one)]) for n, one in enumerate(ragged))
+
+
+def _tensor(rows: list[list[Any]]) -> torch.Tensor:
+    return torch.tensor([[float(value) for value in row] for row in rows])
+
+
+@every_crop
+def test_a_painted_keypoint_stays_in_its_box_and_on_its_pixel(name: str) -> None:
+    axes, _ = axes_and_lines(name, 3)
+    random = torch.Generator().manual_seed(7)
+    y, x = (torch.randint(0, length, (COUNT,), generator=random) for length in INPUT)
+    painted = torch.zeros(COUNT, *INPUT, dtype=torch.uint8)
+    painted[torch.arange(COUNT), y, x] = 1
+    boxes = move_boxes(torch.stack([x, y, x + 1, y + 1], -1)[:, None], axes)
+    points = move_keypoints(torch.stack([x + 0.5, y + 0.5, torch.ones(COUNT)], -1)[:, None], axes)
+    moved = move_masks(painted, axes)
+    rows, columns = (torch.arange(axis.size) + 0.5 for axis in axes)
+    found = 0
+    for n in range(COUNT):
+        left, top, right, bottom = boxes[n, 0].tolist()
+        px, py, visible = points[n, 0].tolist()
+        if visible:
+            assert left <= px <= right
+            assert top <= py <= bottom
+        # Painted are the pixels with their centre inside of the box, and of those with it on an edge the half.
+        inside = ((rows > top) & (rows < bottom))[:, None] & ((columns > left) & (columns < right))
+        near = ((rows >= top) & (rows <= bottom))[:, None] & ((columns >= left) & (columns <= right))
+        assert (moved[n] >= inside).all(), n
+        assert (moved[n] <= near).all(), n
+        found += int(moved[n].sum())
+    assert found > 0
+
+
+SQUARES = {
+    "none": None,
+    "padded": 9,
+    "random": RandomCrop((32, 30), padding=5),
+    "centre": CenterCrop((34, 38)),
+    "reduced centre": CenterCrop((28, 34), resize=32),
+    "enlarged centre": CenterCrop(60, resize=64),
+    "random resized": RandomResizedCrop((32, 40), scale=(0.5, 1)),
+}
+
+
+@pytest.mark.parametrize("name", SQUARES)
+def test_images_show_squares_where_their_masks_boxes_and_centres_are(name: str) -> None:
+    crop, count, size = SQUARES[name], 300, (48, 44)
+    random = torch.Generator().manual_seed(8)
+    top, left = (torch.randint(4, length - 13, (count,), generator=random) for length in size)
+    rows, columns = (torch.arange(length) - begin[:, None] for length, begin in zip(size, (top, left), strict=True))
+    squares = ((rows >= 0) & (rows < 9))[:, :, None] & ((columns >= 0) & (columns < 9))[:, None]
+    images = squares[..., None].to(torch.uint8).mul(255).expand(-1, -1, -1, 3)
+    normalize = Normalize(crop=crop, flip=0.5, vertical_flip=0.5)
+    key = BatchKey(torch.arange(count), 1)
+    draws = normalize.draw(images, key)
+    axes = axes_of(images, draws, crop, size, normalize.output_size(*size))
+    shown = normalize(images, key, draws=draws)[:, 0]
+    masks = move_masks(squares, axes)
+    assert masks.shape == shown.shape
+    boxes = move_boxes(torch.stack([left, top, left + 9, top + 9], 1)[:, None], axes)
+    centres = move_keypoints(torch.stack([left + 4.5, top + 4.5], 1)[:, None], axes)[:, 0]
+    assert isinstance(boxes, torch.Tensor)
+    # Half of the brightness is the edge, which resizing may move by a rounding of half a pixel.
+    resized = getattr(crop, "resize", None) is not None or isinstance(crop, RandomResizedCrop)
+    assert ((shown > 0.5) == masks).float().mean() > (0.99 if resized else 0.9999999)
+    whole, (x, y) = masks.sum((1, 2)), (torch.arange(axes[axis].size) + 0.5 for axis in (1, 0))
+    inside = 0
+    for image, box, centre, pixels in zip(shown, boxes[:, 0].tolist(), centres.tolist(), whole.tolist(), strict=True):
+        margins = box[0], box[1], axes[1].size - box[2], axes[0].size - box[3]
+        if min(margins) < 2 or not pixels:
+            continue
+        inside += 1
+        weight = image.sum()
+        area = (box[2] - box[0]) * (box[3] - box[1])
+        assert weight.item() == pytest.approx(area, rel=0.02)
+        found = (image.sum(0) @ x / weight).item(), (image.sum(1) @ y / weight).item()
+        assert found == pytest.approx(tuple(centre), abs=0.1)
+    assert inside > 20
+
+
+def test_boxes_outside_of_the_window_and_padding_remain_without_area() -> None:
+    axes, _ = axes_and_lines("random", 4)
+    outside = torch.tensor([[-40.0, 2, -30, 6], [2, 90, 6, 99], [-1, -1, -1, -1], [0, 0, 0, 0]]).expand(COUNT, 4, 4)
+    moved = move_boxes(outside, axes)
+    assert isinstance(moved, torch.Tensor)
+    assert moved.shape == outside.shape
+    assert not (moved[..., 2:] > moved[..., :2]).all(-1).any()
+    assert moved[..., 0::2].max() <= 5
+    assert moved.min() >= 0
+
+
+def test_a_field_of_another_shape_is_refused() -> None:
+    axes, _ = axes_and_lines("random", 5)
+    wrong: list[tuple[str, Any]] = [
+        ("mask", torch.zeros(COUNT, 10, 13)),
+        ("mask", torch.zeros(COUNT - 1, *INPUT)),
+        ("mask", torch.zeros(COUNT, *INPUT, 1, 1)),
+        ("mask", "text"),
+        ("boxes", torch.zeros(COUNT, 5)),
+        ("boxes", [torch.zeros(1, 4)] * (COUNT - 1)),
+        ("boxes", [torch.zeros(4)] * COUNT),
+        ("keypoints", torch.zeros(COUNT, 4)),
+        ("keypoints", [torch.zeros(4, 2)] * COUNT),
+    ]
+    for kind, field in wrong:
+        with pytest.raises(OptionsError) as caught:
+            move_field(kind, field, axes)
+        assert caught.value.parameters == ("fields",)
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that would launch a kernel."""
+
+    views = {"permute", "select", "slice", "split_with_sizes", "unsqueeze", "view"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function.overloadpacket.__name__ not in self.views
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("count", [3, 50])
+def test_the_number_of_launches_does_not_depend_on_that_of_images(count: int) -> None:
+    images = torch.zeros(count, *INPUT, 3, dtype=torch.uint8)
+    normalize = Normalize(crop=CROPS["random resized"], flip=0.5, vertical_flip=0.5)
+    draws = normalize.draw(images, BatchKey(torch.arange(count), 0))
+    with Launches() as launches:
+        axes = axes_of(images, draws, CROPS["random resized"], INPUT, (6, 5))
+    found = {"axes": launches.count}
+    fields = {"mask": images[..., 0], "boxes": [torch.zeros(n % 3, 4) for n in range(count)]}
+    fields["keypoints"] = torch.zeros(count, 7, 3)
+    for kind, field in fields.items():
+        with Launches() as launches:
+            move_field(kind, field, axes)
+        found[kind] = launches.count
+    # 9, 20, 32 and 23 with torch 2.13.
+    assert found["axes"] <= 10
+    assert found["mask"] <= 22
+    assert max(found["boxes"], found["keypoints"]) <= 34
+
+
+@needs_gpu
+@every_crop
+def test_targets_on_a_gpu_equal_those_on_the_cpu(name: str) -> None:
+    axes, _ = axes_and_lines(name, 6)
+    there: Any = tuple(
+        replace(axis, **{part: getattr(axis, part).cuda() for part in ("begin", "extent", "flip")}) for axis in axes
+    )
+    random = torch.Generator().manual_seed(9)
+    masks = torch.randint(0, 9, (COUNT, *INPUT), generator=random)
+    assert torch.equal(move_masks(masks.cuda(), there).cpu(), move_masks(masks, axes))
+    corners = 13 * torch.rand(COUNT, 5, 4, generator=random)
+    for move, values in ((move_boxes, corners), (move_keypoints, corners[..., :3])):
+        torch.testing.assert_close(move(values.cuda(), there).cpu(), move(values, axes))
+    ragged = list(corners[:, :2])
+    found = move_boxes([one.cuda() for one in ragged], there)
+    torch.testing.assert_close([one.cpu() for one in found], move_boxes(ragged, axes))
+
+
+def test_a_compiled_normalize_with_fields_is_refused() -> None:
+    """It would leave the fields unmoved."""
+    compiled = torch.compile(Normalize(flip=1.0, fields={"masks": "mask"}), backend="eager")
+    with pytest.raises(OptionsError) as caught:
+        DeviceFeed([], "cpu", transform=compiled)
+    assert caught.value.parameters == ("fields",)

@@ -1,0 +1,138 @@
+"""The examples of transforms on the device: MixUp, CutMix, two views and segmentation. Each learns something."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import h5pack
+from h5pack.device.batch import BatchKey
+from h5pack.device.transforms import uniform
+from tests.makers import color_folders, quick
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def path_and_one_thread(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Examples import each other as scripts do. One thread is quickest for networks of this size."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    for name in ("mixup", "two_views", "segment", "networks"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def pack(tmp_path: Path) -> Path:
+    h5pack.convert(color_folders(tmp_path / "in", {"train": 192}, 80), tmp_path / "o.h5", **quick(chunk_rows=8))
+    return tmp_path / "o.h5"
+
+
+@pytest.mark.parametrize("kind", ["mixup", "cutmix"])
+def test_mixed_batches_teach(pack: Path, kind: str) -> None:
+    import mixup
+
+    losses = mixup.train(str(pack), kind, epochs=3)
+    # Without learning, the loss of three classes is log(3).
+    assert losses[-1] < losses[0]
+    assert losses[-1] < 0.95 * math.log(3)
+
+
+Batch = namedtuple("Batch", "images labels rows")
+
+
+def batch_of(rows: torch.Tensor) -> Batch:
+    """Images in which each pixel is the number of the row."""
+    return Batch(rows.float().reshape(-1, 1, 1, 1).expand(len(rows), 3, 40, 30).clone(), rows % 4, rows)
+
+
+def test_mixup_blends_images_and_labels_alike() -> None:
+    import mixup
+
+    mix = mixup.MixUp(4, alpha=0.4, seed=3)
+    rows = torch.arange(1, 4001)
+    labels = rows % 4
+    mixed, soft, same = mix(batch_of(rows), BatchKey(rows, 2))
+    share = mix.shares(uniform(BatchKey(rows, 2), 3, 1)[:, 0])
+    torch.testing.assert_close(mixed[:, 0, 0, 0], share * rows + (1 - share) * rows.roll(1))
+    expected = torch.zeros(len(rows), 4)
+    expected[torch.arange(len(rows)), labels] += share
+    expected[torch.arange(len(rows)), labels.roll(1)] += 1 - share
+    torch.testing.assert_close(soft, expected)
+    assert torch.equal(same, rows)
+    # The share belongs to the sample: it is the same in another batch.
+    part = mix.shares(uniform(BatchKey(rows[100:103], 2), 3, 1)[:, 0])
+    assert torch.equal(part, share[100:103])
+    assert not torch.equal(mix.shares(uniform(BatchKey(rows, 3), 3, 1)[:, 0]), share)
+
+
+@pytest.mark.parametrize("alpha", [0.2, 0.4, 1.0, 2.0])
+def test_shares_are_beta_distributed(alpha: float) -> None:
+    import mixup
+
+    quantiles = mixup.beta_quantiles(alpha).double()
+    assert len(quantiles) == 4096
+    # The distribution function of Beta(alpha, alpha), by quadrature in the middle, away from its poles.
+    grid = torch.linspace(0.05, 0.95, 200_001, dtype=torch.float64)
+    density = torch.exp((alpha - 1) * (grid.log() + (1 - grid).log()) + math.lgamma(2 * alpha) - 2 * math.lgamma(alpha))
+    within = torch.trapezoid(density, grid).item()
+    assert ((quantiles > 0.05) & (quantiles < 0.95)).double().mean().item() == pytest.approx(within, abs=1e-3)
+    assert quantiles.mean().item() == pytest.approx(0.5, abs=1e-6)
+    assert quantiles.var(correction=0).item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=2e-3)
+
+
+def test_cutmix_replaces_a_box_and_as_much_of_the_label() -> None:
+    import mixup
+
+    cut = mixup.CutMix(4, alpha=1.0, seed=3)
+    rows = torch.arange(1, 301)
+    labels = rows % 4
+    mixed, soft, _ = cut(batch_of(rows), BatchKey(rows, 2))
+    own = (mixed[:, 0] == rows[:, None, None]).float()
+    assert torch.equal(1 - own, (mixed[:, 0] == rows.roll(1)[:, None, None]).float())
+    share = own.mean((1, 2))
+    assert 0.3 < share.mean() < 0.7
+    for box in 1 - own:
+        height, width = box.any(1).sum(), box.any(0).sum()
+        assert box.sum() == height * width
+    different = labels != labels.roll(1)
+    torch.testing.assert_close(soft[torch.arange(300), labels][different], share[different])
+    torch.testing.assert_close(soft.sum(1), torch.ones(300))
+
+
+def test_two_views_teach_without_labels(pack: Path) -> None:
+    import two_views
+
+    losses = two_views.train(str(pack), epochs=4)
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_the_contrastive_loss_is_that_of_its_formula() -> None:
+    import two_views
+
+    random = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(5, 7, generator=random, dtype=torch.float64) for _ in range(2))
+    features = [one / one.norm() for one in (*first, *second)]
+    total = 0.0
+    for i, one in enumerate(features):
+        others = [math.exp(float(one @ other) / 0.5) for k, other in enumerate(features) if k != i]
+        total -= math.log(math.exp(float(one @ features[(i + 5) % 10]) / 0.5) / sum(others))
+    assert two_views.contrastive_loss(first, second).item() == pytest.approx(total / 10)
+
+
+def test_masks_teach(tmp_path: Path) -> None:
+    import segment
+
+    segment.draw_discs(tmp_path / "discs.h5", count=128)
+    losses = segment.train(tmp_path / "discs.h5", epochs=6)
+    # It is 0.147, and 0.256 if the masks are left unmoved.
+    assert losses[-1] < 0.18
