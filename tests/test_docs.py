@@ -36,7 +36,13 @@ from tests.makers import split_folders
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.M | re.S)
+BLOCK = re.compile(r"^```(python|bash|console)\n(.*?)^```$", re.M | re.S)
+ELSEWHERE = re.compile(
+    r"(\./scripts/|\.venv/|python -m venv|\. |pip )"  # what installs and tests h5pack: CI runs these commands themselves
+    r"|h5pack (bench|doctor) "  # a minute each
+    r"|(torchrun|sbatch|python examples/train\.py|h5pack convert cifar10) "  # several GPUs, a cluster, a downloaded dataset
+)
+"""Commands of `console` blocks that the tests of the pages do not run."""
 
 
 def page(name: str) -> str:
@@ -243,17 +249,21 @@ def test_what_was_read_is_listed() -> None:
 
 
 def script_of(path: Path) -> str:
-    """The Python and bash blocks of a page, in order, as one script; empty without a block of Python.
+    """The blocks of a page that a reader can type, in order, as one script; empty if there are none.
 
-    Blocks in ``console`` or ``text`` are not run.
+    Commands of ``console`` blocks must print the lines that follow them.
     """
-    blocks = BLOCK.findall(path.read_text(encoding="utf-8"))
-    if not any(language == "python" for language, _ in blocks):
-        return ""
-    lines = ["import subprocess"]
-    for language, code in blocks:
-        lines.append(code if language == "python" else f"subprocess.run(['bash', '-euc', {code!r}], check=True)")
-    return "\n".join(lines)
+    lines = []
+    for language, code in BLOCK.findall(path.read_text(encoding="utf-8")):
+        if language == "python":
+            lines.append(code)
+        elif language == "bash":
+            lines.append(f"shell({code!r})")
+        else:
+            for command, *printed in (text.splitlines() for text in re.split(r"^\$ ", code, flags=re.M)[1:]):
+                if not ELSEWHERE.match(command):
+                    lines.append(f"shell({command!r}, {printed!r})")
+    return "\n".join(["from tests.pages import shell", *lines]) if lines else ""
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if script_of(path)], ids=lambda path: path.name)
