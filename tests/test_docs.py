@@ -38,9 +38,10 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 BLOCK = re.compile(r"^```(python|bash|console)\n(.*?)^```$", re.M | re.S)
 ELSEWHERE = re.compile(
-    r"(\./scripts/|\.venv/|python -m venv|\. |pip )"  # what installs and tests h5pack: CI runs these commands themselves
-    r"|h5pack (bench|doctor) "  # a minute each
-    r"|(torchrun|sbatch|python examples/train\.py|h5pack convert cifar10) "  # several GPUs, a cluster, a downloaded dataset
+    # They install and test h5pack, which CI does; take a minute each; need several GPUs, a cluster, a download.
+    r"(\./scripts/|\.venv/|python -m venv|\. |pip )"
+    r"|h5pack (bench|doctor) "
+    r"|(torchrun|sbatch|python examples/train\.py|h5pack convert cifar10) "
 )
 """Commands of `console` blocks that the tests of the pages do not run."""
 
