@@ -32,7 +32,7 @@ from h5pack.pack.plan import ConvertPlan, make_plan, refuse_reject
 from h5pack.pack.plan import ConvertReport as ConvertReport
 from h5pack.pack.resume import UnfinishedPack, verify_existing
 from h5pack.pack.survey import survey
-from h5pack.sources.catalog import Catalog, Reject
+from h5pack.sources.catalog import Catalog
 from h5pack.sources.detect import open_source
 from h5pack.sources.map_style import MapStyleDataset
 from h5pack.system.files import reporting_full_disk
@@ -97,7 +97,7 @@ def convert(
     ----------
     source : path or map-style dataset
         A folder (of images, of class folders, of split folders, or CelebA), a CSV or TSV manifest, any HDF5 file with a
-        dataset of images, or a map-style dataset of (uint8 image, label).
+        dataset of images, or a map-style dataset of uint8 images, or of (image, label), as tuples or dicts.
     out : path
         The file to create.
     source_kind : str, optional
@@ -449,7 +449,7 @@ def _compression_seconds(rows: npt.NDArray[np.uint8], chunk_rows: int, compressi
 
 def _refuse_rejects(plan: ConvertPlan, record: RowRecord) -> None:
     for row, reason in record.reasons.items():
-        refuse_reject(plan.source, Reject(plan.name(row), reason), begun=True)
+        refuse_reject(plan.source, plan.reject(row, reason), begun=True)
 
 
 def _source_name(source: str | os.PathLike[str] | MapStyleDataset) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -19,6 +19,7 @@ from h5pack.pack.compression import max_compressed_bytes
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.survey import Survey
 from h5pack.sources.catalog import Catalog, Note, Reject
+from h5pack.sources.map_style import with_labels
 from h5pack.system.arrays import SPLITMIX64_GAMMA, hash_sequence, splitmix64
 from h5pack.system.text import format_bytes
 
@@ -172,9 +173,13 @@ class ConvertPlan:
         """Return the name of the image in a row."""
         return self.catalog.names[int(self.row_order.origins[row])]
 
+    def reject(self, row: int, reason: str) -> Reject:
+        """Return the image of a row as a reject."""
+        return self.catalog.reject(int(self.row_order.origins[row]), reason)
+
     def all_rejects(self, reasons: Mapping[int, str]) -> list[Reject]:
         """Return, sorted, the planned rejects and those found while decoding; `reasons` gives the latter by row."""
-        rejects = [*self.rejects, *(Reject(self.name(row), reason) for row, reason in reasons.items())]
+        rejects = [*self.rejects, *(self.reject(row, reason) for row, reason in reasons.items())]
         return sorted(rejects, key=lambda reject: (reject.name, reject.reason))
 
     def split_rows(self) -> dict[str, tuple[int, int]]:
@@ -238,28 +243,26 @@ class ConvertPlan:
         lines += [f"note     {note_text(note)}" for note in self.catalog.notes]
         if self.rejects:
             first = self.rejects[0]
-            lines.append(f"rejects  {len(self.rejects):,} so far ({first.name}: {first.reason})")
+            lines.append(f"rejects  {len(self.rejects):,} so far ({first.shown}: {first.reason})")
         return "\n".join(lines)
 
 
 def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> ConvertPlan:
     """Return the plan, which determines the size of a row, the splits, the order of rows and the chunks."""
     rejects = [*catalog.rejects]
-    rejects += [Reject(catalog.names[index], reason) for index, reason in sorted(survey.reasons.items())]
+    rejects += [catalog.reject(index, reason) for index, reason in sorted(survey.reasons.items())]
     if options.strict and rejects:
         refuse_reject(source, rejects[0], begun=False)
     usable = np.setdiff1d(np.arange(len(catalog), dtype=np.int64), np.array([*survey.reasons], np.int64))
     if not len(usable):
         raise NoImagesError(
-            f"{source}: none of its {len(catalog):,} files can be read as an image ({rejects[0].name}: "
-            f"{rejects[0].reason}); check the path",
+            f"{source}: none of its {len(catalog):,} {catalog.noun}s can be read as an image ({rejects[0].shown}: "
+            f"{rejects[0].reason}); check the source",
             path=source,
         )
     height, width = options.size or _common_size(source, catalog, survey, usable)
-    if survey.labels is not None:
-        columns = range(survey.labels.shape[1]) if survey.labels.ndim == 2 else None
-        names = None if columns is None else tuple(f"label_{column}" for column in columns)
-        catalog = replace(catalog, labels=survey.labels, label_names=names)
+    if survey.labels is not None or catalog.reader.has_labels:
+        catalog = with_labels(catalog, survey.labels, survey.unused)
     seed = options.seed if options.order == "shuffled" else None
     return ConvertPlan(
         source=source,
@@ -300,7 +303,7 @@ def _common_size(source: str, catalog: Catalog, survey: Survey, usable: npt.NDAr
         which = np.argsort(-counts, kind="stable")[:2].tolist()
         common = [f"{sizes[number] >> 32}x{sizes[number] & 0xFFFFFFFF}" for number in which]
         first, second = (
-            f"{size} ({counts[number]:,}, such as {catalog.names[int(usable[firsts[number]])]})"
+            f"{size} ({counts[number]:,}, such as {catalog.shown(int(usable[firsts[number]]))})"
             for size, number in zip(common, which, strict=True)
         )
         raise SizesDifferError(
@@ -318,7 +321,7 @@ def refuse_reject(source: str, reject: Reject, *, begun: bool) -> None:
     if begun:
         advice = "and start over with overwrite=True, or continue with resume=True and without strict=True"
     raise RejectedImageError(
-        f"{source}: {reject.name}: {reject.reason}; repair or remove it, {advice}",
+        f"{source}: {reject.shown}: {reject.reason}; repair or remove it, {advice}",
         path=source,
         parameters=("overwrite=True", "resume=True", "strict=True") if begun else ("strict=True",),
     )

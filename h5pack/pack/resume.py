@@ -20,6 +20,7 @@ from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.writer import WriteJob
 from h5pack.read.hdf5 import open_file, require_complete, text, utf8
 from h5pack.sources.catalog import Catalog
+from h5pack.system.text import counted
 from h5pack.version import __version__
 
 
@@ -91,10 +92,11 @@ class UnfinishedPack:
                 )
         prints, old_prints = self.plan.fingerprints, self.journal.fingerprints()
         if len(prints) != len(old_prints):
-            raise self._refused(f"was begun with {len(old_prints):,} files, but {source} now has {len(prints):,}")
+            counts = counted(len(old_prints), self.plan.catalog.noun)
+            raise self._refused(f"was begun with {counts}, but {source} now has {len(prints):,}")
         changed = np.flatnonzero(prints != old_prints)
         if len(changed) or before["tables"] != now["tables"] or before["shape"] != now["shape"]:
-            name = self.plan.catalog.names[int(changed[0])] if len(changed) else "a label or a split"
+            name = self.plan.catalog.shown(int(changed[0])) if len(changed) else "a label or a split"
             raise self._refused(f"{source} has changed since the conversion began (first change: {name})")
 
     def _refused(self, difference: str, *parameters: str) -> ResumeError:
