@@ -204,17 +204,12 @@ class Decoder:
         if options.draft:
             size = (options.width, options.height)
             image.draft(None, size[::-1] if _orientation(image) in _SIDEWAYS else size)
-        _refuse_deep(image)
-        image.load()
+        flat = eight_bits(image)
         # Read the orientation after loading, because Pillow turns a TIFF upright while loading and removes the tag.
         orientation = _orientation(image)
-        if image.mode in _16_BIT or image.mode == "I":
-            high = (np.asarray(image).astype(np.int64) >> 8).astype(np.uint8)
-            flat: Image.Image = Image.fromarray(high)
-        else:
-            mode = "L" if options.channels == 1 else "RGB"
-            # Skip a needless conversion, because Pillow would copy the image.
-            flat = image if image.mode == mode else image.convert(mode)
+        mode = "L" if options.channels == 1 else "RGB"
+        # Skip a needless conversion, because Pillow would copy the image.
+        flat = flat if flat.mode in (mode, "L") else flat.convert(mode)
         return flat.transpose(_TURNS[orientation]) if orientation in _TURNS else flat
 
     def _place(self, image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
@@ -235,6 +230,15 @@ class Decoder:
             else:
                 image = image.resize(size, self._resample)
         _copy_pixels(image, out)
+
+
+def eight_bits(image: Image.Image) -> Image.Image:
+    """Load an image and return it with 8 bits a channel, of 16 bits the high byte; reject an image of 32 bits."""
+    _refuse_deep(image)
+    image.load()
+    if image.mode in _16_BIT or image.mode == "I":
+        return Image.fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8))
+    return image
 
 
 def image_of(pixels: npt.NDArray[Any]) -> Image.Image:

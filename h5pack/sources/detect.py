@@ -37,17 +37,17 @@ def open_source(source: str | os.PathLike[str] | MapStyleDataset, options: Sourc
         catalog = _open_path(Path(source), options)
         where, path = str(Path(source)), source
     else:
-        catalog = map_style_catalog(source)
+        catalog = _open_dataset(source, options)
         where, path = f"the {type(source).__name__}", None
     if len(catalog) == 0:
         skipped = ", ".join(f"{count} {kind}" for kind, count in sorted(catalog.ignored.items()))
-        advice = (
-            "check include and exclude, and what the file holds ('h5pack info')"
-            if catalog.kind == "hdf5"
-            else "check the path, or select files of other suffixes with include"
-        )
+        advice = {
+            "hdf5": "check include and exclude, and what the file holds ('h5pack info')",
+            "dataset": "check its length, include and exclude",
+        }.get(catalog.kind, "check the path, or select files of other suffixes with include")
+        what = "samples" if catalog.kind == "dataset" else "images"
         raise NoImagesError(
-            f"{where}: no images{skipped and f' (skipped: {skipped})'}; {advice}",
+            f"{where}: no {what}{skipped and f' (skipped: {skipped})'}; {advice}",
             path=path,
             parameters=("include", "exclude"),
         )
@@ -62,6 +62,25 @@ def _open_path(path: Path, options: SourceOptions) -> Catalog:
         parameter = f"source_kind={kind!r}"
         needed = "file, not a folder" if path.is_dir() else "folder, not a file"
         raise SourceError(f"{path}: {parameter} needs a {needed}; check the path", path=path, parameters=(parameter,))
+    _refuse_unused(str(path), kind, options)
+    if kind == "manifest":
+        return manifest(path, options.columns, options.names)
+    if kind == "hdf5":
+        return hdf5_catalog(path, options.datasets, options.names)
+    return celeba(path, options.names) if kind == "celeba" else _open_folder(path, kind, options.names)
+
+
+def _open_dataset(dataset: MapStyleDataset, options: SourceOptions) -> Catalog:
+    where = f"the {type(dataset).__name__}"
+    if options.kind is not None:
+        parameter = f"source_kind={options.kind!r}"
+        raise OptionsError(f"{where}: {parameter} needs a path; leave it out", parameters=(parameter,))
+    _refuse_unused(where, "dataset", options)
+    return map_style_catalog(dataset).filtered(options.names)
+
+
+def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
+    """Raise OptionsError if options are given that the kind of source does not have."""
     columns = ("root", "path_column", "label_columns", "split_column", "field_columns")
     datasets = ("images", "labels", "fields", "channel_axis", "value_range")
     for what, unused, names in (
@@ -69,12 +88,8 @@ def _open_path(path: Path, options: SourceOptions) -> Catalog:
         ("a manifest", kind != "manifest" and options.columns != ManifestColumns(), columns),
     ):
         if unused:
-            raise OptionsError(f"{path}: not {what}; leave out {listed(names)}", path=path, parameters=names)
-    if kind == "manifest":
-        return manifest(path, options.columns, options.names)
-    if kind == "hdf5":
-        return hdf5_catalog(path, options.datasets, options.names)
-    return celeba(path, options.names) if kind == "celeba" else _open_folder(path, kind, options.names)
+            path = None if kind == "dataset" else where
+            raise OptionsError(f"{where}: not {what}; leave out {listed(names)}", path=path, parameters=names)
 
 
 def _open_folder(path: Path, kind: str, names: NameFilter) -> Catalog:
