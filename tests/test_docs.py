@@ -228,6 +228,13 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert {name for name in names if f"`{name}`" not in text} == set()
 
 
+def test_the_docstrings_of_every_public_name_are_on_the_site() -> None:
+    listed = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)$", page("reference.md"), re.M))
+    names = set(h5pack.__all__) - {error.__name__ for error in error_classes()} - {"__version__"}
+    assert {name for name in listed if "." not in name} == names
+    assert errors.__name__ in listed
+
+
 def test_what_a_state_belongs_to_is_listed(tmp_path: Path) -> None:
     h5pack.convert(split_folders(tmp_path / "photos", {"train": {"x": 3}}), tmp_path / "o.h5", num_workers=1)
     dataset = h5pack.H5Dataset(tmp_path / "o.h5")
