@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import unicodedata
 from dataclasses import fields
 from pathlib import Path
@@ -35,7 +36,7 @@ from tests.makers import split_folders
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md"))]
 BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.M | re.S)
 
 
@@ -252,7 +253,7 @@ def test_what_was_read_is_listed() -> None:
 def script_of(path: Path) -> str:
     """The Python and bash blocks of a page, in order, as one script; empty without a block of Python.
 
-    Blocks in ``console`` or ``text`` are not run.
+    Blocks in ``console`` or ``text`` are not run. The script is guarded, because workers import it on Python 3.14.
     """
     blocks = BLOCK.findall(path.read_text(encoding="utf-8"))
     if not any(language == "python" for language, _ in blocks):
@@ -260,7 +261,7 @@ def script_of(path: Path) -> str:
     lines = ["import subprocess"]
     for language, code in blocks:
         lines.append(code if language == "python" else f"subprocess.run(['bash', '-euc', {code!r}], check=True)")
-    return "\n".join(lines)
+    return "if __name__ == '__main__':\n" + textwrap.indent("\n".join(lines), "    ")
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if script_of(path)], ids=lambda path: path.name)
