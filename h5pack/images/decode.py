@@ -226,7 +226,7 @@ class Decoder:
             if options.fit == "crop":
                 image = ImageOps.fit(image, size, self._resample)
             elif options.fit == "pad":
-                image = ImageOps.pad(image, size, self._resample)
+                image = _pad(image, size, self._resample)
             else:
                 image = image.resize(size, self._resample)
         _copy_pixels(image, out)
@@ -239,6 +239,20 @@ def eight_bits(image: Image.Image) -> Image.Image:
     if image.mode in _16_BIT or image.mode == "I":
         return Image.fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8))
     return image
+
+
+def _pad(image: Image.Image, size: tuple[int, int], resample: Image.Resampling) -> Image.Image:
+    """Scale an image to fit into `size`, with black borders; its shorter side gets at least one pixel.
+
+    ``ImageOps.pad`` scales a very thin image to no pixels: before Pillow 13 it raises ValueError, since then it returns
+    black.
+    """
+    width, height = size
+    if round(image.width / image.height * height) == 0:
+        image = image.resize((1, height), resample)
+    elif round(image.height / image.width * width) == 0:
+        image = image.resize((width, 1), resample)
+    return ImageOps.pad(image, size, resample)
 
 
 def image_of(pixels: npt.NDArray[Any]) -> Image.Image:

@@ -43,10 +43,10 @@ class VerifyReport:
     """The result of a verification."""
 
     path: str
-    rows: int  # number of rows of the pack; 0 if it could not be opened
-    problems: tuple[str, ...] = ()  # structural defects, such as missing datasets
-    damaged: dict[str, list[int]] = field(default_factory=dict)  # rows of each dataset that fail the check
-    filenames: dict[int, str] = field(default_factory=dict)  # by row number, for up to 1,000 damaged rows
+    rows: int  #: number of rows of the pack; 0 if it could not be opened
+    problems: tuple[str, ...] = ()  #: structural defects, such as missing datasets
+    damaged: dict[str, list[int]] = field(default_factory=dict)  #: rows of each dataset that fail the check
+    filenames: dict[int, str] = field(default_factory=dict)  #: by row number, for up to 1,000 damaged rows
 
     @property
     def ok(self) -> bool:

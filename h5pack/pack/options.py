@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypeGuard
@@ -84,7 +84,7 @@ class ConvertOptions:
         values = dict(keywords)
         for name in ("include", "exclude", "label_columns", "field_columns", "fields"):
             if name in values:
-                values[name] = (values[name],) if isinstance(values[name], str) else tuple(values[name])
+                values[name] = _texts(name, values[name])
         for name, parse in (("size", parse_size), ("chunk_bytes", parse_bytes), ("value_range", parse_range)):
             if values.get(name) is not None:
                 values[name] = parse(values[name])
@@ -190,6 +190,14 @@ def check_fraction(name: str, value: object) -> None:
     """Raise OptionsError unless `value` is a float above 0 and below 1."""
     if not (isinstance(value, float) and 0 < value < 1):
         raise invalid(name, value, " is not a fraction; it must be above 0 and below 1, such as 0.1")
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    """Return one text or several as a tuple."""
+    texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else ()
+    if (not texts and value not in ((), [])) or not all(isinstance(text, str) for text in texts):
+        raise invalid(name, value, " is neither a text nor several texts")
+    return texts
 
 
 def parse_size(size: int | str | Sequence[int]) -> tuple[int, int]:

@@ -32,15 +32,15 @@ class ConvertReport:
     run), write, compress (only with `compression`), finish (moving rows, tables, fsync, rename).
     """
 
-    path: str  # the output
-    images: int  # rows of the output
-    rejects: int  # images that were not packed; ``OUT.rejects.csv`` and the HDF5 group `/rejects` list them
-    bytes: int  # size of the output
-    num_workers: int  # processes that decoded images
-    resumed_rows: int = 0  # planned rows that an earlier, interrupted run had already written or rejected
-    moved_rows: int = 0  # rows that were moved to close gaps left by images that could not be decoded
+    path: str  #: the output
+    images: int  #: rows of the output
+    rejects: int  #: images that were not packed; ``OUT.rejects.csv`` and the HDF5 group `/rejects` list them
+    bytes: int  #: size of the output
+    num_workers: int  #: processes that decoded images
+    resumed_rows: int = 0  #: planned rows that an earlier, interrupted run had already written or rejected
+    moved_rows: int = 0  #: rows that were moved to close gaps left by images that could not be decoded
     seconds: dict[str, float] = field(default_factory=dict)
-    already_complete: bool = False  # before this call, which is possible with ``resume=True``
+    already_complete: bool = False  #: before this call, which is possible with ``resume=True``
 
     def to_text(self) -> str:
         """Return the report as one or two lines of text."""
@@ -373,7 +373,7 @@ def _common_size(source: str, catalog: Catalog, survey: Survey, usable: npt.NDAr
             f"{source}: its images have {len(sizes):,} sizes, most often {first}, then {second}; give "
             f"size='{common[0]}' or another size to resize them (fit says how: crop, pad or stretch)",
             path=source,
-            parameters=(f"size='{common[0]}'",),
+            parameters=(f"size='{common[0]}'", "fit"),
         )
     return int(sizes[0] >> 32), int(sizes[0] & 0xFFFFFFFF)
 
