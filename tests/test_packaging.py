@@ -38,18 +38,16 @@ def packages(requirements: list[str]) -> set[str]:
 
 EXTRAS = {name: packages(listed("options.extras_require", name)) for name in SETUP["options.extras_require"]}
 VERSIONS = re.findall(r"Python :: (3\.\d+)", SETUP["metadata"]["classifiers"])
-PINNED = packages((ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines())
+PINNED = packages(re.findall(r"^\w.*", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M))
 
 
 def parsed(name: str) -> Any:
     return yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
 
 
-def files_of_the_repository() -> set[str]:
-    """What a commit of everything would contain."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
-    return {name for name in found if (ROOT / name).is_file()}
+def tracked_files() -> set[str]:
+    found = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return {name for name in found.split("\0") if (ROOT / name).is_file()}
 
 
 def build(what: str, source: Path) -> Path:
@@ -65,16 +63,16 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (ROOT / ".git").exists():
         pytest.skip("not a clone of the repository")
     clone = tmp_path_factory.mktemp("sdist") / "clone"
-    for name in files_of_the_repository():
+    for name in tracked_files():
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, clone / name)
     return build("sdist", clone)
 
 
-def test_the_sdist_has_all_files_of_the_repository(sdist: Path) -> None:
+def test_the_sdist_has_all_tracked_files(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert files_of_the_repository() - names == set()
+    assert tracked_files() - names == set()
 
 
 def test_the_wheel_of_the_sdist_is_complete_and_runs(sdist: Path, tmp_path: Path) -> None:
@@ -83,7 +81,7 @@ def test_the_wheel_of_the_sdist_is_complete_and_runs(sdist: Path, tmp_path: Path
     wheel = build("wheel", tmp_path / sdist.name.removesuffix(".tar.gz"))
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert names == {name for name in files_of_the_repository() if name.startswith("h5pack/")}
+    assert names == {name for name in tracked_files() if name.startswith("h5pack/")}
     assert "h5pack/py.typed" in names
     # An empty folder instead of an environment: dependencies come from this one.
     site = tmp_path / "site"
