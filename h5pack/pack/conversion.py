@@ -20,11 +20,12 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from h5pack.errors import NoImagesError, OptionsError, RejectedImageError
+from h5pack.errors import NoImagesError, OptionsError
 from h5pack.format.row_offsets import check_rows_counted, check_tasks, describe_check
-from h5pack.images.decode import MAX_PIXELS, Decoder, strict_pillow
+from h5pack.images.decode import MAX_PIXELS
 from h5pack.pack import finish, writer
-from h5pack.pack.compression import Compression, compress_chunk, require_filter
+from h5pack.pack.compression import require_filter
+from h5pack.pack.estimate import estimate_seconds
 from h5pack.pack.journal import RowRecord, RowResults
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock
@@ -41,12 +42,6 @@ from h5pack.system.parameters import require_local
 from h5pack.system.processes import open_executor, run
 
 _CHECK_BYTES = 8 * 1024 * 1024
-_TIMED_IMAGES = 8
-_MAX_TIMED_IMAGES = 256
-_TIMED_ROW_BYTES = 512 * 1024
-# Measured with rows of 3 KB: checksums, statistics and writing; names, labels and other tables; waiting for the disk.
-_WRITE_SECONDS_PER_ROW, _TABLE_SECONDS_PER_ROW, _FLUSH_SECONDS = 7e-6, 5e-6, 0.1
-_TIMED_CHUNK_BYTES = 1024 * 1024
 
 
 def convert(
@@ -283,42 +278,8 @@ class Conversion:
         return self._plan
 
     def estimate_seconds(self) -> float:
-        """Return an estimate of the time in seconds that `run` will take after the survey.
-
-        To measure the speed, this process decodes a few images, and compresses them if `compression` is given.
-        """
-        plan = self.plan()
-        origins, reader = plan.row_order.origins, plan.catalog.reader
-        # Rows for compression must not repeat within the 32 KiB that gzip looks back.
-        count = min(_MAX_TIMED_IMAGES, max(_TIMED_IMAGES, _TIMED_ROW_BYTES // plan.row_bytes))
-        picked = origins[:: -(-plan.rows // count)]
-        # The first image is decoded without timing it, because that includes what is done once, such as imports.
-        untimed = picked[:1]
-        groups = reader.groups(origins)
-        if groups is not None:
-            # Time a whole group, because reading one of its images costs as much as reading all.
-            numbers = np.unique(groups)
-            untimed, picked = (origins[groups == number][:_MAX_TIMED_IMAGES] for number in (numbers[0], numbers[-1]))
-        rows = np.zeros((len(picked), *plan.row_shape), np.uint8)
-        decoder = Decoder(plan.pixels, quiet=True)
-        self._decode(decoder, untimed, rows)
-        begin = time.perf_counter()
-        self._decode(decoder, picked, rows)
-        seconds: float = (time.perf_counter() - begin) / len(picked)
-        if plan.options.filter is not None:
-            seconds += _compression_seconds(rows, plan.chunks.rows, plan.options.filter)
-        in_workers = (seconds + _WRITE_SECONDS_PER_ROW) / self.num_workers
-        return (in_workers + _TABLE_SECONDS_PER_ROW) * plan.rows + _FLUSH_SECONDS
-
-    def _decode(self, decoder: Decoder, indices: npt.NDArray[np.int64], rows: npt.NDArray[np.uint8]) -> None:
-        """Decode images into as many of `rows` in this process; leave out those that cannot be decoded."""
-        plan = self.plan()
-        reader = plan.catalog.reader
-        reader.begin(indices.tolist())
-        with strict_pillow():
-            for row, index in zip(rows, indices.tolist(), strict=False):
-                with contextlib.suppress(OSError, RejectedImageError):
-                    decoder.decode(reader.read(index, plan.catalog.names[index]), int(plan.decode_paths[index]), row)
+        """Return an estimate of the seconds that `run` will take after the survey; see `h5pack.pack.estimate`."""
+        return estimate_seconds(self.plan(), self._executor, self.num_workers)
 
     def run(self) -> ConvertReport:
         """Run the conversion and return its report."""
@@ -439,18 +400,6 @@ class Conversion:
         else:
             yield lambda count: None
         self._seconds[name] = time.perf_counter() - begin
-
-
-def _compression_seconds(rows: npt.NDArray[np.uint8], chunk_rows: int, compression: Compression) -> float:
-    """Return the seconds that compressing one row takes, measured with a chunk, or a part of one, made of `rows`."""
-    count = min(chunk_rows, max(1, _TIMED_CHUNK_BYTES // rows[0].nbytes))
-    chunk = np.resize(rows, (count, *rows.shape[1:]))
-    # The first call includes what is done once, such as imports.
-    compress_chunk(chunk[:1], compression)
-    begin = time.perf_counter()
-    compress_chunk(chunk, compression)
-    seconds: float = (time.perf_counter() - begin) / count
-    return seconds
 
 
 def _refuse_rejects(plan: ConvertPlan, record: RowRecord) -> None:

@@ -61,6 +61,11 @@ class FileStructure:
         """Size of an unfiltered chunk in bytes."""
         return self.chunk_rows * math.prod(self.row_shape)
 
+    @property
+    def metadata_block_bytes(self) -> int:
+        """Size of the block at the start of the file that holds all metadata, in bytes: a multiple of 1 MiB."""
+        return -(-self.metadata_bytes // _MIB) * _MIB
+
 
 def plan_metadata(chunks: int, structure: FileStructure, names_bytes: int, datasets: int) -> int:
     """Return an upper bound of the bytes of metadata of a file, which is written in one block at its start.
@@ -203,7 +208,7 @@ def _create_file(path: Path, structure: FileStructure) -> h5py.File:
         # HDF5 allocates all metadata in this block until it is full. Otherwise parts of the chunk index would be among
         # the chunks, and the distance between chunks would vary. The axis labels follow the block in 4 KiB of their
         # own, so that the chunks start at a whole MiB.
-        access.set_meta_block_size(-(-structure.metadata_bytes // _MIB) * _MIB - _HEAP_BYTES)
+        access.set_meta_block_size(structure.metadata_block_bytes - _HEAP_BYTES)
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     # The caller already holds an flock on the file, which would conflict with HDF5's own file locking.
     access.set_file_locking(False, False)

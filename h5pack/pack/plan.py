@@ -16,12 +16,15 @@ from h5pack.format import schema
 from h5pack.format.plans import HDF5_MAX_CHUNK_BYTES, ChunkPlan, plan_chunks
 from h5pack.images.decode import PixelOptions
 from h5pack.pack.compression import max_compressed_bytes
+from h5pack.pack.file_structure import FileStructure, options_text, plan_metadata
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.survey import Survey
+from h5pack.read.hdf5 import utf8
 from h5pack.sources.catalog import Catalog, Note, Reject, one_split
 from h5pack.sources.map_style import with_labels
 from h5pack.system.arrays import SPLITMIX64_GAMMA, hash_sequence, splitmix64
 from h5pack.system.text import counted, format_bytes
+from h5pack.version import __version__
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,7 @@ def _divided(catalog: Catalog, usable: Rows, options: ConvertOptions) -> Catalog
 
 
 _METADATA_BYTES = 65_536
+_MANY_TIMES = 3
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,7 @@ class ConvertPlan:
     fingerprints: npt.NDArray[np.uint64]  # (M,): a hash per image, which changes if the image does
     chunks: ChunkPlan  # size and number of the chunks of `/images`
     rejects: tuple[Reject, ...]  # images already known to be unusable from the tables and the image headers
+    source_bytes: int = 0  # size of the image files; 0 if the images are not files
 
     @property
     def rows(self) -> int:
@@ -200,12 +205,26 @@ class ConvertPlan:
         )
 
     @property
+    def structure(self) -> FileStructure:
+        """The structure of the output."""
+        options, catalog = self.options, self.catalog
+        structure = FileStructure(
+            row_shape=self.row_shape,
+            chunk_rows=self.chunks.rows,
+            layout=options.layout,
+            compat=options.compat,
+            attributes={schema.VERSION: __version__, schema.OPTIONS: options_text(options.content())},
+            compression=options.filter,
+        )
+        names = sum(utf8(texts).nbytes for texts in (catalog.label_names or (), catalog.split_names))
+        return replace(
+            structure, metadata_bytes=plan_metadata(self.chunks.count, structure, names, len(catalog.fields) + 1)
+        )
+
+    @property
     def file_bytes(self) -> int:
-        """Upper bound of the output's size in bytes: the chunks plus the tables, as if not gzipped."""
-        size = self.chunks.bytes
-        if self.options.filter is not None:
-            size = max_compressed_bytes(size)
-        return self._chunks_bytes(size) + self._tables_bytes()
+        """Upper bound of the output's size in bytes: metadata, chunks and tables, as if not gzipped."""
+        return self.structure.metadata_block_bytes + self._data_bytes()
 
     @property
     def needed_bytes(self) -> int:
@@ -215,8 +234,15 @@ class ConvertPlan:
         for the uncompressed rows, too, until it is complete.
         """
         if self.options.filter is not None:
-            return self.file_bytes + self._chunks_bytes(self.chunks.bytes) + _METADATA_BYTES
-        return self.file_bytes + self._tables_bytes()
+            return self._data_bytes() + self._chunks_bytes(self.chunks.bytes) + _METADATA_BYTES
+        return self._data_bytes() + self._tables_bytes()
+
+    def _data_bytes(self) -> int:
+        """Upper bound of the disk space of the output, in whose metadata block most bytes are a hole."""
+        size = self.chunks.bytes
+        if self.options.filter is not None:
+            size = max_compressed_bytes(size)
+        return self._chunks_bytes(size) + self._tables_bytes()
 
     def _chunks_bytes(self, size: int) -> int:
         return self.chunks.count * (size + schema.ALIGNMENT_BYTES)
@@ -245,6 +271,13 @@ class ConvertPlan:
         starts = self.row_order.split_starts.tolist()
         return dict(zip(self.catalog.split_names, itertools.pairwise(starts), strict=True))
 
+    def notes(self) -> tuple[Note, ...]:
+        """Return remarks about the source, and about the output's size if that is much larger than the image files."""
+        if self.file_bytes < _MANY_TIMES * self.source_bytes or not self.source_bytes:
+            return self.catalog.notes
+        text = "the file holds pixels, not image files; a smaller size takes less disk, compression only saves a little"
+        return *self.catalog.notes, Note(text, ("size", "compression"))
+
     def label_kind(self) -> str:
         """Return a description of the labels, such as "10 classes"."""
         labels, names = self.catalog.labels, self.catalog.label_names
@@ -270,9 +303,10 @@ class ConvertPlan:
             "chunks": self.chunks.count,
             "bytes": self.file_bytes,
             "needed_bytes": self.needed_bytes,
+            "source_bytes": self.source_bytes,
             "rejects": len(self.rejects),
             "ignored": self.catalog.ignored,
-            "notes": [note.text for note in self.catalog.notes],
+            "notes": [note.text for note in self.notes()],
             "options": self.options.content(),
         }
 
@@ -288,8 +322,12 @@ class ConvertPlan:
             splits += f" ({options.val:g} of {of}, seed {options.seed})"
         file = format_bytes(self.file_bytes)
         if options.filter is not None:
-            needed = format_bytes(self.needed_bytes)
-            file = f"at most {file}, {options.filter.name}; until it is complete, {needed} of disk"
+            file = f"at most {file}, {options.filter.name}"
+        if self.source_bytes:
+            times = self.file_bytes / self.source_bytes
+            file += f", {times:,.{times < 10:d}f} times the {format_bytes(self.source_bytes)} of its image files"
+        if options.filter is not None:
+            file += f"; until it is complete, {format_bytes(self.needed_bytes)} of disk"
         lines = [
             f"source   {self.source} ({self.catalog.kind}{self.catalog.about and ': ' + self.catalog.about})",
             f"images   {self.rows:,} of {sizes}, {options.layout}, {options.order}",
@@ -301,7 +339,7 @@ class ConvertPlan:
         if self.catalog.ignored:
             ignored = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.catalog.ignored.items()))
             lines.append(f"ignored  {ignored}")
-        lines += [f"note     {note_text(note)}" for note in self.catalog.notes]
+        lines += [f"note     {note_text(note)}" for note in self.notes()]
         if self.rejects:
             first = self.rejects[0]
             lines.append(f"rejects  {len(self.rejects):,} so far ({first.shown}: {first.reason})")
@@ -338,6 +376,7 @@ def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
         fingerprints=survey.fingerprints,
         chunks=_plan_chunks(len(usable), height * width * options.channels, options),
         rejects=tuple(rejects),
+        source_bytes=survey.file_bytes,
     )
 
 

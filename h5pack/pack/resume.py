@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,13 @@ import numpy as np
 from h5pack.errors import OutputExistsError, ResumeError
 from h5pack.format import schema
 from h5pack.format.row_offsets import RowOffsets
-from h5pack.pack.file_structure import FileStructure, copy_structure, options_text, plan_metadata, write_structure
+from h5pack.pack.file_structure import copy_structure, options_text, write_structure
 from h5pack.pack.journal import Journal
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock
 from h5pack.pack.plan import VAL_SPLITS, ConvertPlan
 from h5pack.pack.writer import WriteJob
-from h5pack.read.hdf5 import open_file, require_complete, text, utf8
+from h5pack.read.hdf5 import open_file, require_complete, text
 from h5pack.sources.catalog import Catalog
 from h5pack.system.text import counted
 from h5pack.version import __version__
@@ -55,7 +54,7 @@ class UnfinishedPack:
                 path=output.final,
                 parameters=("overwrite=True",),
             )
-        self.structure = _structure(plan)
+        self.structure = plan.structure
         if before is None:
             output.remove_leftovers()
             lock.renew()
@@ -106,25 +105,6 @@ class UnfinishedPack:
             path=self.output.partial,
             parameters=(*parameters, "overwrite=True", "resume=True"),
         )
-
-
-def _structure(plan: ConvertPlan) -> FileStructure:
-    options, catalog = plan.options, plan.catalog
-    structure = FileStructure(
-        row_shape=plan.row_shape,
-        chunk_rows=plan.chunks.rows,
-        layout=options.layout,
-        compat=options.compat,
-        attributes={
-            schema.VERSION: __version__,
-            schema.OPTIONS: options_text(options.content()),
-        },
-        compression=options.filter,
-    )
-    names = [utf8(texts).nbytes for texts in (catalog.label_names or (), catalog.split_names)]
-    return replace(
-        structure, metadata_bytes=plan_metadata(plan.chunks.count, structure, sum(names), len(catalog.fields) + 1)
-    )
 
 
 def verify_existing(path: Path, catalog: Catalog, options: ConvertOptions) -> tuple[int, int]:

@@ -31,6 +31,7 @@ class Survey:
     reasons: dict[int, str]  # why images are rejected, by catalog index
     labels: npt.NDArray[Any] | None = None  # None unless samples come with labels
     unused: set[str] = field(default_factory=set)  # names of further parts of samples
+    file_bytes: int = 0  # size of all accepted image files together; 0 if images are not files
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def survey(
             getattr(result, name)[rows] = getattr(part, name)
         result.reasons.update(part.reasons)
         result.unused |= part.unused
+        result.file_bytes += part.file_bytes
         if labels:
             labels[rows] = found
         advance(len(part.heights))
@@ -112,8 +114,9 @@ def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
     fingerprints = np.array([image.fingerprint for image in images], np.uint64)
     labels = [image.label for image in images] if reader.has_labels else []
     unused = {name for image in images for name in image.unused}
-    found = Survey(heights, widths, decode_paths.astype(np.uint8), fingerprints, reasons, unused=unused)
-    return task.start, found, labels
+    file_bytes = sum(image.file_bytes for image in images)
+    part = Survey(heights, widths, decode_paths.astype(np.uint8), fingerprints, reasons, None, unused, file_bytes)
+    return task.start, part, labels
 
 
 def _joined_labels(

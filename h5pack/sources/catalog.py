@@ -128,6 +128,7 @@ class SurveyedImage(NamedTuple):
     fingerprint: int  # a hash of 64 bits that changes if the image changes
     label: npt.NDArray[Any] | None = None  # None unless reading a sample also yields its label
     unused: tuple[str, ...] = ()  # names of the other parts of a sample, which are not packed
+    file_bytes: int = 0  # size of the image's file; 0 if it has none
 
 
 class SourceReader:
@@ -224,7 +225,7 @@ class FileReader(SourceReader):
                 ) from error
             raise RejectedImageError(reason) from error
         mark = fingerprint(b"%s\0%d\0%d" % (name.encode("utf-8", "surrogateescape"), size, modified))
-        return SurveyedImage(header, mark)
+        return SurveyedImage(header, mark, file_bytes=size)
 
     def head(self, name: str, head_bytes: int = 2_048) -> tuple[bytes, int, int]:
         """Return the first bytes of a file, its size in bytes, and its modification time in nanoseconds."""

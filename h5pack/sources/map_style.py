@@ -260,16 +260,17 @@ def _class_names(dataset: Any) -> tuple[str, ...] | None:
 
 
 def _splits(dataset: Any, count: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]] | None:
-    """Return the splits of an `H5Dataset`, whose rows are those of a file from ``first_row`` on; None for others."""
-    first, ranges = getattr(dataset, "first_row", None), getattr(dataset, "splits", None)
-    if not isinstance(first, int) or not isinstance(ranges, Mapping):
+    """Return the splits of an `H5Dataset`, whose samples are the rows ``dataset.rows`` of a file; None for others."""
+    chosen, ranges = getattr(dataset, "rows", None), getattr(dataset, "splits", None)
+    if not isinstance(chosen, (range, np.ndarray)) or len(chosen) != count or not isinstance(ranges, Mapping):
         return None
     rows = {name: (split.start, split.stop) for name, split in ranges.items()}
+    end = chosen.stop if isinstance(chosen, range) else int(chosen.max(initial=-1)) + 1
     try:
-        names, ids = split_ids(rows, max([first + count, *(stop for _, stop in rows.values())]))
+        names, ids = split_ids(rows, max([end, *(stop for _, stop in rows.values())]))
     except ValueError as error:
         raise SourceError(f"the {type(dataset).__name__}: {error}; correct the file's dataset splits/rows") from error
-    return names, ids[first : first + count]
+    return names, ids[np.asarray(chosen, np.int64)]
 
 
 def _parts(sample: Any) -> tuple[Any, Any, tuple[str, ...]]:

@@ -31,6 +31,7 @@ from h5pack.errors import (
 )
 from h5pack.images.decode import Decoder
 from h5pack.pack import finish
+from h5pack.pack.conversion import Conversion
 from h5pack.pack.output import Output, OutputLock
 from h5pack.system.files import open_locked
 from tests.crashing import leftovers, wait_for
@@ -472,6 +473,17 @@ def test_the_file_does_not_depend_on_the_decoder(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("h5pack.images.decode._proven_paths", lambda channels: frozenset())
     h5pack.convert(source, tmp_path / "slow.h5", **quick())
     assert (tmp_path / "fast.h5").read_bytes() == (tmp_path / "slow.h5").read_bytes()
+
+
+@pytest.mark.parametrize("settings", [{}, {"compat": True}, {"compression": "gzip"}, {"chunk_rows": 1}])
+def test_the_plan_bounds_the_size_of_the_file(tmp_path: Path, settings: dict[str, Any]) -> None:
+    source = class_folders(tmp_path / "in", {"a": 20, "b": 20}, (50, 41))
+    (source / "a" / "zero.jpg").write_bytes(b"")
+    with Conversion(source, tmp_path / "o.h5", **quick(**settings)) as conversion:
+        plan = conversion.plan()
+        report = conversion.run()
+    assert plan.source_bytes == sum(path.stat().st_size for path in source.rglob("*.jpg"))
+    assert report.bytes <= plan.file_bytes < report.bytes + 500_000
 
 
 def test_unicode_and_undecodable_names(tmp_path: Path) -> None:

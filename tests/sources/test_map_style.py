@@ -236,6 +236,7 @@ def test_packs_keep_names_classes_and_splits_through_wrappers(tmp_path: Path) ->
     for number, (dataset, splits) in enumerate((
         (first, {"train": 8, "val": 5}),
         (val, {"val": 5}),
+        (h5pack.H5Dataset(first.path, ["train", "val"]), {"train": 8, "val": 5}),
         (Subset(first, [12, 11, 0]), {"train": 1, "val": 2}),
         (h5pack.ConcatPack([first, second]), {"train": 11, "val": 5, "test": 2}),
         (ConcatDataset([val, train]), {"train": 8, "val": 5}),
