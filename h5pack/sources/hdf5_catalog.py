@@ -211,6 +211,9 @@ def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelFor
 
 def _find_labels(file: h5py.File, images: str) -> str | None:
     """Return the path of a dataset beside the images whose name and length mark it as their labels, or None."""
+    if schema.FORMAT in file.attrs and images == schema.IMAGES:
+        # A field of a pack may be called "label".
+        return schema.LABELS if schema.LABELS in file else None
     folder, _, own = images.rpartition("/")
     prefix = f"{folder}/" if folder else ""
     rows = len(file[images])

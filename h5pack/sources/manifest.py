@@ -29,7 +29,7 @@ _PATHS = ("path", "file", "filename", "file_name", "filepath", "image", "image_p
 LABEL_COLUMNS = ("label", "class", "target", "category")
 _SPLITS = ("split", "partition", "subset", "set")
 _MANY = 10
-"""From this number of images on, as many class names as images are worth a note."""
+"""From this number of images on, more than half as many classes as images are worth a note."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,16 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
                 f"{path}: {name!r} cannot be the name of a field, as the format uses or forbids it; rename the column",
                 path=path,
             )
-    usual = _usual(table, LABEL_COLUMNS)
+    usual = _usual(table, LABEL_COLUMNS, columns.fields)
     label_columns = columns.labels or ((usual,) if usual is not None else ())
-    split_column = columns.split or _usual(table, _SPLITS)
+    split_column = columns.split or _usual(table, _SPLITS, columns.fields)
     labels, label_names = _labels(table, label_columns)
     used = {path_column, split_column, *label_columns, *columns.fields}
     notes = unused_note(
         "columns", [name for name in table.header if name not in used],
         "columns of numbers can be packed with field_columns", "field_columns",
     )  # fmt: skip
-    if label_names is not None and len(label_columns) == 1 and len(table.rows) == len(label_names) >= _MANY:
-        text = f"each image has a class of its own in column {label_columns[0]!r}; name another one with label_columns"
-        notes += (Note(text, ("label_columns",)),)
+    notes += _many_classes_note(label_columns, labels, label_names)
     catalog = Catalog(
         "manifest",
         FileReader(columns.root or str(path.parent)),
@@ -93,15 +91,32 @@ def is_field_name(name: str) -> bool:
     return name not in schema.RESERVED and "/" not in name and not name.startswith(".")
 
 
-def _usual(table: TextTable, names: tuple[str, ...]) -> str | None:
-    """Return the column whose name, ignoring case, is the first of `names` that occurs in the header, or None."""
-    lowered = {column.lower(): column for column in reversed(table.header)}
+def _many_classes_note(
+    columns: Sequence[str], labels: npt.NDArray[Any] | None, names: tuple[str, ...] | None
+) -> tuple[Note, ...]:
+    """Return a note if one column of labels has hardly fewer classes than images, so that it may hold other things."""
+    if labels is None or labels.ndim > 1 or len(labels) < _MANY:
+        return ()
+    count = len(np.unique(labels)) if names is None else len(names)
+    if 2 * count <= len(labels):
+        return ()
+    if names is None:
+        kind, advice = "integers", "numbers that are not classes can be packed with field_columns"
+    else:
+        kind, advice = "class names", "name another column with label_columns if they are not classes"
+    text = f"column {columns[0]!r} has {count:,} different {kind} for {len(labels):,} images; {advice}"
+    return (Note(text, ("field_columns", "label_columns")),)
+
+
+def _usual(table: TextTable, names: tuple[str, ...], others: Sequence[str] = ()) -> str | None:
+    """Return the column whose name, ignoring case, is the first of `names` that occurs, except `others`; or None."""
+    lowered = {column.lower(): column for column in reversed(table.header) if column not in others}
     return next((lowered[name] for name in names if name in lowered), None)
 
 
 def _labels(table: TextTable, columns: tuple[str, ...]) -> tuple[npt.NDArray[Any] | None, tuple[str, ...] | None]:
     if len(columns) > 1:
-        return binary_table(table, columns), columns
+        return binary_table(table, columns, "; numbers that are not labels can be packed with field_columns"), columns
     if not columns:
         return None, None
     (column,) = columns
@@ -117,9 +132,9 @@ def _labels(table: TextTable, columns: tuple[str, ...]) -> tuple[npt.NDArray[Any
         row = next(row for row in known if is_number(cells[row]))
         raise table.error(
             row,
-            f"column {column!r} contains the number {cells[row]!r} among other values; labels are integers only, or "
-            "class names only; pack other numbers as fields with field_columns",
-            "field_columns",
+            f"column {column!r} contains the number {cells[row]!r}; labels are integers only (1, not 1.0), or class "
+            f"names only; pack other numbers as fields with field_columns={column!r}",
+            f"field_columns={column!r}",
         )
     return labels, names
 
@@ -236,12 +251,15 @@ def numbers(table: TextTable, column: str) -> npt.NDArray[np.int64] | npt.NDArra
         return np.array([parse_number(cell, float) for cell in cells], np.float64)
     except ValueError:
         row = next(row for row, cell in enumerate(cells) if not is_number(cell))
-        problem = f"contains {cells[row]!r}, not a number; fields hold numbers (labels may be names)"
-        raise table.error(row, f"column {column!r} {problem}") from None
+        problem = f"contains {cells[row]!r}, not a number; leave it out of field_columns (only labels may be names)"
+        raise table.error(row, f"column {column!r} {problem}", "field_columns") from None
 
 
-def binary_table(table: TextTable, columns: Sequence[str]) -> npt.NDArray[np.uint8]:
-    """Return columns of integers in 0..255 as uint8 (N, K). In a column of -1, 0 and 1, as in CelebA, -1 becomes 0."""
+def binary_table(table: TextTable, columns: Sequence[str], advice: str = "") -> npt.NDArray[np.uint8]:
+    """Return columns of integers in 0..255 as uint8 (N, K). In a column of -1, 0 and 1, as in CelebA, -1 becomes 0.
+
+    The error for another value ends with `advice`, which may name `field_columns`.
+    """
     result = np.empty((len(table.rows), len(columns)), np.uint8)
     for position, column in enumerate(columns):
         cells = table.column(column)
@@ -253,7 +271,8 @@ def binary_table(table: TextTable, columns: Sequence[str]) -> npt.NDArray[np.uin
             raise table.error(
                 row,
                 f"column {column!r} contains {cells[row]!r}; several label columns must hold integers in 0..255 "
-                "(or -1 and 1); correct the column, or give one label column of class names",
+                f"(or -1 and 1){advice or '; correct the column'}",
+                *(("field_columns",) if advice else ()),
             )
         result[:, position] = values
     return result
