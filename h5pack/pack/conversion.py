@@ -88,7 +88,7 @@ def convert(
     resume: bool = False,
     progress: bool = False,
 ) -> ConvertReport:
-    """Pack a folder of images, the images of another HDF5 file, or a map-style dataset, into an HDF5 file.
+    """Pack a folder or archive of images, the images of another HDF5 file, or a map-style dataset, into an HDF5 file.
 
     The file gets the name `out` only once it is complete. If a call is interrupted, even by SIGKILL, another call with
     ``resume=True`` continues it and produces the same bytes as an uninterrupted one.
@@ -96,8 +96,9 @@ def convert(
     Parameters
     ----------
     source : path or map-style dataset
-        A folder (of images, of class folders, of split folders, or CelebA), a CSV or TSV manifest, any HDF5 file with a
-        dataset of images, or a map-style dataset of (uint8 image, label).
+        A folder (of images, of class folders, of split folders, or CelebA), a tar or zip file of images or such
+        folders, a CSV or TSV manifest, any HDF5 file with a dataset of images, or a map-style dataset of (uint8 image,
+        label).
     out : path
         The file to create.
     source_kind : str, optional
@@ -261,7 +262,7 @@ class Conversion:
 
     @functools.cached_property
     def _catalog(self) -> Catalog:
-        return open_source(self._source, self.options.source_options)
+        return open_source(self._source, self.options.source_options, self.output.final.parent)
 
     def plan(self) -> ConvertPlan:
         """List the source, survey its image headers and return the plan; nothing is written."""

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from h5pack.errors import NoImagesError, OptionsError, SourceError
-from h5pack.sources import folders
+from h5pack.errors import H5PackError, NoImagesError, OptionsError, SourceError
+from h5pack.sources.archives import members_catalog
 from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.celeba import celeba, is_celeba
-from h5pack.sources.folders import child_folders, walk
+from h5pack.sources.folders import arranged, walk
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog, is_hdf5
 from h5pack.sources.manifest import ManifestColumns, manifest
 from h5pack.sources.map_style import MapStyleDataset, map_style_catalog
+from h5pack.sources.tar_files import open_tar
+from h5pack.sources.zip_files import open_zip
 from h5pack.system.text import listed
 
 KINDS = ("flat", "classes", "splits", "celeba", "manifest", "hdf5")
 _MANIFEST_SUFFIXES = (".csv", ".tsv", ".tab")
+_FOLDER_KINDS = ("folder", "flat", "classes", "splits")
+_TAR_SUFFIXES = (".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
+_ZIP_STARTS = (b"PK\3\4", b"PK\5\6")
+_TAR_MAGIC, _TAR_MAGIC_OFFSET = b"ustar", 257
 
 
 @dataclass(frozen=True)
@@ -31,10 +38,15 @@ class SourceOptions:
     limit: int | None = None  # maximum number of images, chosen evenly spaced; None for all
 
 
-def open_source(source: str | os.PathLike[str] | MapStyleDataset, options: SourceOptions) -> Catalog:
-    """Return the catalog of a source; raise SourceError if it is missing, ambiguous or malformed, or has no images."""
+def open_source(
+    source: str | os.PathLike[str] | MapStyleDataset, options: SourceOptions, scratch: Path | None = None
+) -> Catalog:
+    """Return the catalog of a source; raise SourceError if it is missing, ambiguous or malformed, or has no images.
+
+    Compressed tar files are decompressed into a file in the folder `scratch`; default: the system's temporary folder.
+    """
     if isinstance(source, (str, os.PathLike)):
-        catalog = _open_path(Path(source), options)
+        catalog = _open_path(Path(source), options, scratch or Path(tempfile.gettempdir()))
         where, path = str(Path(source)), source
     else:
         catalog = map_style_catalog(source)
@@ -54,13 +66,14 @@ def open_source(source: str | os.PathLike[str] | MapStyleDataset, options: Sourc
     return catalog if options.limit is None else catalog.limited(options.limit)
 
 
-def _open_path(path: Path, options: SourceOptions) -> Catalog:
+def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
     if not os.path.exists(path):
         raise SourceError(f"{path}: no such file or folder; check the path", path=path)
     kind = options.kind or _detect(path)
-    if path.is_dir() == (kind in ("manifest", "hdf5")):
+    archive = _archive_format(path) if kind in _FOLDER_KINDS else ""
+    if path.is_dir() == (kind in ("manifest", "hdf5")) and not archive:
         parameter = f"source_kind={kind!r}"
-        needed = "file, not a folder" if path.is_dir() else "folder, not a file"
+        needed = "file, not a folder" if path.is_dir() else "folder or an archive, not another file"
         raise SourceError(f"{path}: {parameter} needs a {needed}; check the path", path=path, parameters=(parameter,))
     columns = ("root", "path_column", "label_columns", "split_column", "field_columns")
     datasets = ("images", "labels", "fields", "channel_axis", "value_range")
@@ -74,45 +87,48 @@ def _open_path(path: Path, options: SourceOptions) -> Catalog:
         return manifest(path, options.columns, options.names)
     if kind == "hdf5":
         return hdf5_catalog(path, options.datasets, options.names)
-    return celeba(path, options.names) if kind == "celeba" else _open_folder(path, kind, options.names)
+    if archive:
+        return _open_archive(path, archive, options.names, kind, scratch)
+    return celeba(path, options.names) if kind == "celeba" else arranged(walk(str(path), options.names), kind)
 
 
-def _open_folder(path: Path, kind: str, names: NameFilter) -> Catalog:
-    """Return the catalog of a folder; `kind` is "flat", "splits", "classes", or "folder" to infer it."""
-    root = str(path)
-    found = walk(root, names)
-    if kind == "flat":
-        return folders.flat(root, found)
-    children = child_folders(root)
-    filled = [folder for folder in children if any(found.below(folder))]
-    if kind == "folder" and not filled:
-        return folders.flat(root, found)
-    named = [folder for folder in filled if folders.is_split_name(folder)]
-    if kind == "splits" or (kind == "folder" and len(named) == len(filled)):
-        for split in named if kind == "folder" else ():
-            folders.refuse_pairs(root, found, [f"{split}/{name}" for name in child_folders(os.path.join(root, split))])
-        return folders.splits(root, found, children)
-    if kind == "folder" and named:
-        other = next(folder for folder in filled if folder not in named)
+def _open_archive(path: Path, archive: str, names: NameFilter, kind: str, scratch: Path) -> Catalog:
+    try:
+        opened = open_zip(path) if archive == "zip" else open_tar(path, scratch)
+        return members_catalog(*opened, names, kind)
+    except H5PackError:
+        raise
+    except OSError as error:
         raise SourceError(
-            f"{path}: {named[0]!r} looks like a split and {other!r} like a class; give source_kind='splits' or "
-            "source_kind='classes', or leave one out with exclude",
-            path=path,
-            parameters=("source_kind='splits'", "source_kind='classes'", "exclude"),
-        )
-    if kind == "folder":
-        folders.refuse_pairs(root, found, filled)
-    return folders.classes(root, found, children)
+            f"{path}: cannot be read ({error}); make it readable, or repair the storage", path=path
+        ) from error
+
+
+def _archive_format(path: Path) -> str:
+    """Return "tar", "zip" or "" by the name of a file, or else by its first bytes."""
+    name = path.name.lower()
+    if not path.is_file() or name.endswith((".zip", *_TAR_SUFFIXES)):
+        return "" if not path.is_file() else "zip" if name.endswith(".zip") else "tar"
+    try:
+        with path.open("rb") as stream:
+            start = stream.read(_TAR_MAGIC_OFFSET + len(_TAR_MAGIC))
+    except OSError:
+        return ""
+    return "zip" if start.startswith(_ZIP_STARTS) else "tar" if start.endswith(_TAR_MAGIC) else ""
 
 
 def _detect(path: Path) -> str:
-    """Return the kind of source at the path, or "folder" for a folder whose kind follows from the names below it."""
+    """Return the kind of source, or "folder" for a folder or archive whose kind follows from the names in it."""
     if path.is_dir():
         return "celeba" if is_celeba(path) else "folder"
     if path.is_file() and path.suffix.lower() in _MANIFEST_SUFFIXES:
         return "manifest"
     if path.is_file() and is_hdf5(path):
         return "hdf5"
+    if _archive_format(path):
+        return "folder"
     raise SourceError(
-        f"{path}: neither a folder, nor a manifest (.csv, .tsv), nor an HDF5 file; give one of these", path=path
+        f"{path}: neither a folder, nor a manifest (.csv, .tsv), an archive (.tar, .zip) or an HDF5 file; give one of "
+        "these",
+        path=path,
     )
