@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
     what = convert.add_argument_group("what to pack")
     what.add_argument(
         "--source", dest="source_kind", metavar="KIND",
-        help="kind of SOURCE: flat, classes, splits, celeba, manifest or hdf5 (default: detected)",
+        help="kind of SOURCE: flat, classes, splits, celeba, manifest, hdf5 or webdataset (default: detected)",
     )  # fmt: skip
     what.add_argument(
         "--include", action="append", default=[], metavar="GLOB",

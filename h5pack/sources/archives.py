@@ -10,6 +10,7 @@ import io
 import os
 import tempfile
 import zlib
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -41,6 +42,7 @@ _MAX_OPEN_FILES = 64
 _MAX_NAME_BYTES = 4_096
 # Deflate shrinks photographs hardly at all, and blank bitmaps up to 1,032 times.
 _BOMB_BYTES, _BOMB_RATIO = 64 * 1024 * 1024, 100
+_COLUMNS = ("offsets", "sizes", "stored_sizes", "checksums", "storings")
 _LOCAL_HEADER, _LOCAL_HEADER_BYTES = b"PK\3\4", 30
 
 
@@ -60,7 +62,7 @@ class Storing(IntEnum):
     REPLACED = 10
 
 
-_REASONS = {
+REASONS = {
     Storing.ZIP_ENCRYPTED: "it is encrypted",
     Storing.ZIP_OTHER: "its compression method is neither stored nor deflate",
     Storing.LINK: "a link that leads to no file of the archive",
@@ -70,8 +72,9 @@ _REASONS = {
     Storing.LONG_NAME: "its name is too long",
     Storing.REPLACED: "a later member of the archive has the same name",
 }
-# These members have no place among the others, so they are rejected before the survey.
-_UNPLACED = (Storing.OUTSIDE, Storing.LONG_NAME, Storing.REPLACED)
+"""Why a member is rejected, if it is for how it is stored."""
+UNPLACED = (Storing.OUTSIDE, Storing.LONG_NAME, Storing.REPLACED)
+"""These members have no place among the others, so they are rejected before the survey."""
 
 
 class ArchiveFile:
@@ -166,12 +169,13 @@ class _Extent(io.RawIOBase):
 class Members:
     """The files among the members of one archive, in its order, and the folders that it names."""
 
+    # The numbers are in arrays, because lists would take several times the memory.
     names: list[str] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)  # in bytes, as declared
-    stored_sizes: list[int] = field(default_factory=list)  # in the archive
-    checksums: list[int] = field(default_factory=list)  # CRC-32 if the format has one
-    storings: list[int] = field(default_factory=list)
+    offsets: array[int] = field(default_factory=lambda: array("q"))
+    sizes: array[int] = field(default_factory=lambda: array("q"))  # in bytes, as declared
+    stored_sizes: array[int] = field(default_factory=lambda: array("q"))  # in the archive
+    checksums: array[int] = field(default_factory=lambda: array("q"))  # CRC-32 if the format has one
+    storings: array[int] = field(default_factory=lambda: array("b"))  # `Storing` of each member
     folders: set[str] = field(default_factory=set)
     notes: tuple[Note, ...] = ()
 
@@ -225,25 +229,27 @@ class ArchiveReader(SourceReader):
         self._opened: list[int] = []
 
     @classmethod
-    def of(cls, archives: Sequence[tuple[ArchiveFile, Members]]) -> ArchiveReader:
-        """Return a reader of all members of the archives."""
-
-        def joined(name: str, dtype: type[np.generic]) -> npt.NDArray[Any]:
-            return np.array([value for _, members in archives for value in getattr(members, name)], dtype)
-
+    def of(cls, file: ArchiveFile, members: Members) -> ArchiveReader:
+        """Return a reader of all members of an archive."""
         return cls(
-            tuple(file for file, _ in archives),
-            np.repeat(np.arange(len(archives), dtype=np.int32), [len(members.names) for _, members in archives]),
-            joined("offsets", np.int64),
-            joined("sizes", np.int64),
-            joined("stored_sizes", np.int64),
-            joined("checksums", np.uint32),
-            joined("storings", np.uint8),
+            (file,),
+            np.zeros(len(members.names), np.int32),
+            np.array(members.offsets, np.int64),
+            np.array(members.sizes, np.int64),
+            np.array(members.stored_sizes, np.int64),
+            np.array(members.checksums, np.uint32),
+            np.array(members.storings, np.uint8),
         )
 
+    @classmethod
+    def joined(cls, readers: Sequence[ArchiveReader]) -> ArchiveReader:
+        """Return a reader of the members of several readers, each of one file."""
+        file_ids = np.repeat(np.arange(len(readers), dtype=np.int32), [len(reader.file_ids) for reader in readers])
+        columns = (np.concatenate([getattr(reader, name) for reader in readers]) for name in _COLUMNS)
+        return cls(tuple(file for reader in readers for file in reader.files), file_ids, *columns)
+
     def take(self, indices: npt.NDArray[np.int64]) -> ArchiveReader:
-        columns = ("file_ids", "offsets", "sizes", "stored_sizes", "checksums", "storings")
-        return replace(self, **{name: getattr(self, name)[indices] for name in columns})
+        return replace(self, **{name: getattr(self, name)[indices] for name in ("file_ids", *_COLUMNS)})
 
     def read(self, index: int, name: str) -> bytes:
         if self.storings[index] == Storing.RAW:
@@ -256,8 +262,8 @@ class ArchiveReader(SourceReader):
 
     def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
         storing = Storing(self.storings[index])
-        if storing in _REASONS:
-            raise RejectedImageError(_REASONS[storing])
+        if storing in REASONS:
+            raise RejectedImageError(REASONS[storing])
         file = self._file(index)
         offset, size = int(self.offsets[index]), int(self.sizes[index])
         try:
@@ -350,17 +356,17 @@ def members_catalog(file: ArchiveFile, members: Members, wanted: NameFilter, kin
     placed = {}
     rejects = []
     for number, (name, storing) in enumerate(zip(members.names, members.storings, strict=True)):
-        if storing not in _UNPLACED:
+        if storing not in UNPLACED:
             placed[name] = number
         elif storing != Storing.REPLACED and wanted.refusal(name) is None:
-            rejects.append(Reject(name, _REASONS[Storing(storing)]))
+            rejects.append(Reject(name, REASONS[Storing(storing)]))
     catalog = arranged(list_names(file.path, placed, members.folders, wanted), kind)
     packed = np.array([placed[name] for name in catalog.names], np.int64)
     found = {members.names[number] for number in packed.tolist()}
     for name, storing in zip(members.names, members.storings, strict=True):
         if storing == Storing.REPLACED and name in found:
-            rejects.append(Reject(name, _REASONS[Storing.REPLACED]))
-    reader = ArchiveReader.of([(file, members)]).take(packed)
+            rejects.append(Reject(name, REASONS[Storing.REPLACED]))
+    reader = ArchiveReader.of(file, members).take(packed)
     return replace(catalog, reader=reader, rejects=tuple(rejects), notes=members.notes)
 
 
@@ -369,7 +375,7 @@ def _strip_only_folder(members: Members, kind: str) -> None:
 
     A folder named like a split stays, and so does one that must be a class or a split because it has no subfolders.
     """
-    paths = [name for name, storing in zip(members.names, members.storings, strict=True) if storing not in _UNPLACED]
+    paths = [name for name, storing in zip(members.names, members.storings, strict=True) if storing not in UNPLACED]
     visible = [path for path in paths if is_visible(path.partition("/")[0])]
     tops = {path.partition("/")[0] if "/" in path else "" for path in visible}
     tops |= {top for top in (path.partition("/")[0] for path in members.folders) if is_visible(top)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,14 +17,16 @@ from h5pack.sources.folders import arranged, walk
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog, is_hdf5
 from h5pack.sources.manifest import ManifestColumns, manifest
 from h5pack.sources.map_style import MapStyleDataset, map_style_catalog
+from h5pack.sources.shards import TAR_SUFFIXES, Shards, find_shards, shards_kind
 from h5pack.sources.tar_files import open_tar
+from h5pack.sources.webdataset import is_webdataset, webdataset
 from h5pack.sources.zip_files import open_zip
 from h5pack.system.text import listed
 
-KINDS = ("flat", "classes", "splits", "celeba", "manifest", "hdf5")
+KINDS = ("flat", "classes", "splits", "celeba", "manifest", "hdf5", "webdataset")
 _MANIFEST_SUFFIXES = (".csv", ".tsv", ".tab")
 _FOLDER_KINDS = ("folder", "flat", "classes", "splits")
-_TAR_SUFFIXES = (".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
+_SHARD_KINDS = ("webdataset",)
 _ZIP_STARTS = (b"PK\3\4", b"PK\5\6")
 _TAR_MAGIC, _TAR_MAGIC_OFFSET = b"ustar", 257
 
@@ -67,35 +71,69 @@ def open_source(
 
 
 def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
+    kind = options.kind or _detect(path, options.names)
+    if kind in _SHARD_KINDS:
+        return _open_shards(path, kind, options, scratch)
     if not os.path.exists(path):
-        raise SourceError(f"{path}: no such file or folder; check the path", path=path)
-    kind = options.kind or _detect(path)
+        raise _missing(path)
     archive = _archive_format(path) if kind in _FOLDER_KINDS else ""
     if path.is_dir() == (kind in ("manifest", "hdf5")) and not archive:
         parameter = f"source_kind={kind!r}"
         needed = "file, not a folder" if path.is_dir() else "folder or an archive, not another file"
         raise SourceError(f"{path}: {parameter} needs a {needed}; check the path", path=path, parameters=(parameter,))
-    columns = ("root", "path_column", "label_columns", "split_column", "field_columns")
-    datasets = ("images", "labels", "fields", "channel_axis", "value_range")
-    for what, unused, names in (
-        ("an HDF5 file", kind != "hdf5" and options.datasets != HDF5Datasets(), datasets),
-        ("a manifest", kind != "manifest" and options.columns != ManifestColumns(), columns),
-    ):
-        if unused:
-            raise OptionsError(f"{path}: not {what}; leave out {listed(names)}", path=path, parameters=names)
+    if archive:
+        return _open_archive(path, archive, options, kind, scratch)
+    _require_usable(path, kind, options)
     if kind == "manifest":
         return manifest(path, options.columns, options.names)
     if kind == "hdf5":
         return hdf5_catalog(path, options.datasets, options.names)
-    if archive:
-        return _open_archive(path, archive, options.names, kind, scratch)
     return celeba(path, options.names) if kind == "celeba" else arranged(walk(str(path), options.names), kind)
 
 
-def _open_archive(path: Path, archive: str, names: NameFilter, kind: str, scratch: Path) -> Catalog:
-    try:
+def _require_usable(path: Path, kind: str, options: SourceOptions) -> None:
+    """Raise OptionsError if options are given that do not apply to sources of this kind."""
+    columns = ("root", "path_column", "label_columns", "split_column", "field_columns")
+    datasets = ("images", "labels", "fields", "channel_axis", "value_range")
+    given = options.columns
+    unused_columns = kind not in ("manifest", *_SHARD_KINDS) and given != ManifestColumns()
+    for what, unused, names in (
+        ("an HDF5 file", kind != "hdf5" and options.datasets != HDF5Datasets(), datasets),
+        ("a manifest", unused_columns, columns),
+        ("a manifest", kind in _SHARD_KINDS and given.root is not None, ("root",)),
+        ("a manifest", kind == "webdataset" and given.path is not None, ("path_column",)),
+    ):
+        if unused:
+            raise OptionsError(f"{path}: not {what}; leave out {listed(names)}", path=path, parameters=names)
+
+
+def _missing(path: Path) -> SourceError:
+    return SourceError(f"{path}: no such file or folder; check the path", path=path)
+
+
+def _open_shards(path: Path, kind: str, options: SourceOptions, scratch: Path) -> Catalog:
+    _require_usable(path, kind, options)
+    shards = find_shards(path, options.names, TAR_SUFFIXES)
+    if not shards.names:
+        raise NoImagesError(f"{path}: no tar files; check the path, include and exclude", path=path)
+    with _reporting_storage(path):
+        return webdataset(shards, (open_tar(one, scratch) for one in shards.paths), options.columns)
+
+
+def _open_archive(path: Path, archive: str, options: SourceOptions, kind: str, scratch: Path) -> Catalog:
+    with _reporting_storage(path):
         opened = open_zip(path) if archive == "zip" else open_tar(path, scratch)
-        return members_catalog(*opened, names, kind)
+        if archive == "tar" and kind == "folder" and is_webdataset(opened[1]):
+            _require_usable(path, "webdataset", options)
+            return webdataset(Shards(path.parent, [path.name], options.names), [opened], options.columns)
+        _require_usable(path, kind, options)
+        return members_catalog(*opened, options.names, kind)
+
+
+@contextlib.contextmanager
+def _reporting_storage(path: Path) -> Iterator[None]:
+    try:
+        yield
     except H5PackError:
         raise
     except OSError as error:
@@ -107,7 +145,7 @@ def _open_archive(path: Path, archive: str, names: NameFilter, kind: str, scratc
 def _archive_format(path: Path) -> str:
     """Return "tar", "zip" or "" by the name of a file, or else by its first bytes."""
     name = path.name.lower()
-    if not path.is_file() or name.endswith((".zip", *_TAR_SUFFIXES)):
+    if not path.is_file() or name.endswith((".zip", *TAR_SUFFIXES)):
         return "" if not path.is_file() else "zip" if name.endswith(".zip") else "tar"
     try:
         with path.open("rb") as stream:
@@ -117,10 +155,15 @@ def _archive_format(path: Path) -> str:
     return "zip" if start.startswith(_ZIP_STARTS) else "tar" if start.endswith(_TAR_MAGIC) else ""
 
 
-def _detect(path: Path) -> str:
+def _detect(path: Path, names: NameFilter) -> str:
     """Return the kind of source, or "folder" for a folder or archive whose kind follows from the names in it."""
-    if path.is_dir():
-        return "celeba" if is_celeba(path) else "folder"
+    if os.path.isdir(path):
+        return "celeba" if is_celeba(path) else shards_kind(path, names) or "folder"
+    if not os.path.exists(path):
+        kind = shards_kind(path, names) if "{" in str(path) else ""
+        if not kind:
+            raise _missing(path)
+        return kind
     if path.is_file() and path.suffix.lower() in _MANIFEST_SUFFIXES:
         return "manifest"
     if path.is_file() and is_hdf5(path):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from h5pack.sources.folders import split_order
 
 _PATHS = ("path", "file", "filename", "file_name", "filepath", "image", "image_path", "image_id")
 LABEL_COLUMNS = ("label", "class", "target", "category")
-_SPLITS = ("split", "partition", "subset", "set")
+SPLIT_COLUMNS = ("split", "partition", "subset", "set")
 _MANY = 10
 """From this number of images on, as many class names as images are worth a note."""
 
@@ -57,35 +57,45 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
     for row, name in enumerate(names):
         if not name or "\0" in name:
             raise table.error(row, f"{name!r} is not a path; correct the line")
+    reader = FileReader(columns.root or str(path.parent))
+    catalog = Catalog("manifest", reader, NameTable.of(names), *one_split(len(names)))
+    return with_columns(catalog, table, columns, {path_column}).filtered(wanted)
+
+
+def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, used: set[str]) -> Catalog:
+    """Return a catalog with the labels, splits and fields of a table that has one row for each of its images.
+
+    `used` are the columns that were taken from the table before. Splits of the catalog stay if the table has none.
+    """
     for name in columns.fields:
         if not is_field_name(name):
             raise OptionsError(
-                f"{path}: {name!r} cannot be the name of a field, as the format uses or forbids it; rename the column",
-                path=path,
+                f"{table.path}: {name!r} cannot be the name of a field, as the format uses or forbids it; rename the "
+                "column",
+                path=table.path,
             )
     usual = _usual(table, LABEL_COLUMNS)
     label_columns = columns.labels or ((usual,) if usual is not None else ())
-    split_column = columns.split or _usual(table, _SPLITS)
+    split_column = columns.split or _usual(table, SPLIT_COLUMNS)
     labels, label_names = _labels(table, label_columns)
-    used = {path_column, split_column, *label_columns, *columns.fields}
+    packed = {*used, split_column, *label_columns, *columns.fields}
     notes = unused_note(
-        "columns", [name for name in table.header if name not in used],
+        "columns", [name for name in table.header if name not in packed],
         "columns of numbers can be packed with field_columns", "field_columns",
     )  # fmt: skip
-    if label_names is not None and len(label_columns) == 1 and len(table.rows) == len(label_names) >= _MANY:
+    if label_names is not None and len(label_columns) == 1 and len(catalog) == len(label_names) >= _MANY:
         text = f"each image has a class of its own in column {label_columns[0]!r}; name another one with label_columns"
         notes += (Note(text, ("label_columns",)),)
-    catalog = Catalog(
-        "manifest",
-        FileReader(columns.root or str(path.parent)),
-        NameTable.of(names),
-        *_splits(table, split_column),
+    splits = (catalog.split_names, catalog.split_ids) if split_column is None else _splits(table, split_column)
+    return replace(
+        catalog,
+        split_names=splits[0],
+        split_ids=splits[1],
         labels=labels,
         label_names=label_names,
         fields={name: numbers(table, name) for name in columns.fields},
-        notes=notes,
+        notes=catalog.notes + notes,
     )
-    return catalog.filtered(wanted)
 
 
 def is_field_name(name: str) -> bool:
@@ -124,9 +134,7 @@ def _labels(table: TextTable, columns: tuple[str, ...]) -> tuple[npt.NDArray[Any
     return labels, names
 
 
-def _splits(table: TextTable, column: str | None) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-    if column is None:
-        return one_split(len(table.rows))
+def _splits(table: TextTable, column: str) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
     cells = [cell or "all" for cell in table.column(column)]
     names = split_order(cells)
     index = {name: number for number, name in enumerate(names)}
@@ -153,6 +161,22 @@ class TextTable:
             raise SourceError(f"{self.path}: no column {name!r}; its columns are {columns}", path=self.path)
         position = self.header.index(name)
         return [row[position] for row in self.rows]
+
+
+@dataclass(frozen=True)
+class ColumnTable(TextTable):
+    """A table of one row for each image, whose columns are read when they are needed."""
+
+    load: Callable[[str], list[str]]  # returns the cells of a column, "" for those without a value
+    row_name: Callable[[int], str]
+
+    def error(self, row: int, message: str, *parameters: str) -> SourceError:
+        return SourceError(f"{self.path}: {self.row_name(row)}: {message}", path=self.path, parameters=parameters)
+
+    def column(self, name: str) -> list[str]:
+        if name in self.header:
+            return self.load(name)
+        return super().column(name)
 
 
 def read_delimited(path: Path) -> TextTable:
@@ -242,7 +266,7 @@ def numbers(table: TextTable, column: str) -> npt.NDArray[np.int64] | npt.NDArra
 
 def binary_table(table: TextTable, columns: Sequence[str]) -> npt.NDArray[np.uint8]:
     """Return columns of integers in 0..255 as uint8 (N, K). In a column of -1, 0 and 1, as in CelebA, -1 becomes 0."""
-    result = np.empty((len(table.rows), len(columns)), np.uint8)
+    result = np.empty((len(table.column(columns[0])), len(columns)), np.uint8)
     for position, column in enumerate(columns):
         cells = table.column(column)
         values = integers(cells)

@@ -90,9 +90,7 @@ def add(archive: tarfile.TarFile, name: str, data: bytes = b"", **attributes: ob
     ],
     ids=["flat", "classes", "splits"],
 )
-def test_an_archive_gives_the_same_file_as_the_folder(
-    make: Callable[[Path], Path], forms: str, tmp_path: Path
-) -> None:
+def test_an_archive_gives_the_same_file_as_the_folder(make: Callable[[Path], Path], forms: str, tmp_path: Path) -> None:
     folder = make(tmp_path / "photos")
     save(folder / next(folder.rglob("*.jpg")).parent.relative_to(folder) / "x.png", 99)
     h5pack.convert(folder, tmp_path / "folder.h5", **quick())
@@ -482,7 +480,7 @@ def test_many_archives_do_not_exhaust_file_descriptors(tmp_path: Path, monkeypat
     ]
     for file, _ in indexed:
         file.close()
-    reader = archives.ArchiveReader.of(indexed)
+    reader = archives.ArchiveReader.joined([archives.ArchiveReader.of(*one) for one in indexed])
     before = len(os.listdir("/proc/self/fd"))
     whole = [reader.read(index, "") for index in range(10)]
     assert len(os.listdir("/proc/self/fd")) <= before + 2
