@@ -22,14 +22,16 @@ def add(commands: Any) -> None:
     )
     convert.set_defaults(run=run)
     convert.add_argument(
-        "source", metavar="SOURCE", help="a folder or archive of images, a CSV or TSV manifest, or any HDF5 file"
+        "source", metavar="SOURCE", help="a folder or archive of images, WebDataset shards, Parquet files, a CSV or TSV manifest, "
+        "or any HDF5 file"
     )
     convert.add_argument("out", metavar="OUT", help="the HDF5 file to create")
 
     what = convert.add_argument_group("what to pack")
     what.add_argument(
         "--source", dest="source_kind", metavar="KIND",
-        help="kind of SOURCE: flat, classes, splits, celeba, manifest, hdf5 or webdataset (default: detected)",
+        help="kind of SOURCE: flat, classes, splits, celeba, manifest, hdf5, webdataset or parquet "
+        "(default: detected)",
     )  # fmt: skip
     what.add_argument(
         "--include", action="append", default=[], metavar="GLOB",

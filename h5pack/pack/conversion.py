@@ -97,12 +97,13 @@ def convert(
     ----------
     source : path or map-style dataset
         A folder (of images, of class folders, of split folders, or CelebA), a tar or zip file of images or such
-        folders, WebDataset shards (a folder of tar files, or a pattern like "shard-{000..010}.tar"), a CSV or TSV
-        manifest, any HDF5 file with a dataset of images, or a map-style dataset of (uint8 image, label).
+        folders, WebDataset shards or Parquet files (one, a folder of them, or a pattern like "shard-{000..010}.tar"), a
+        CSV or TSV manifest, any HDF5 file with a dataset of images, or a map-style dataset of (uint8 image, label).
     out : path
         The file to create.
     source_kind : str, optional
-        flat, classes, splits, celeba, manifest, hdf5 or webdataset. Default: detected from the source's content.
+        flat, classes, splits, celeba, manifest, hdf5, webdataset or parquet. Default: detected from the source's
+        content.
     include, exclude : str or sequence of str
         Shell patterns for paths relative to the source. Only images that match `include` and do not match `exclude`
         are packed.
@@ -116,7 +117,8 @@ def convert(
         The manifest's column that holds the labels, or several columns of 0 and 1 for multi-label data.
     field_columns : str or sequence of str
         The manifest's columns that hold numbers to store as further fields (per-row datasets). Columns can also be
-        keys of the .json members of WebDataset shards.
+        those of Parquet files, where `path_column` is the column of images, or keys of the .json members of WebDataset
+        shards.
     images, labels : str, optional
         An HDF5 file's datasets of images and of labels. Default: detected. ``labels=""`` packs no labels.
     fields : str or sequence of str

@@ -6,7 +6,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from h5pack.errors import H5PackError, NoImagesError, OptionsError, SourceError
@@ -17,16 +17,20 @@ from h5pack.sources.folders import arranged, walk
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog, is_hdf5
 from h5pack.sources.manifest import ManifestColumns, manifest
 from h5pack.sources.map_style import MapStyleDataset, map_style_catalog
-from h5pack.sources.shards import TAR_SUFFIXES, Shards, find_shards, shards_kind
+from h5pack.sources.shards import TABLE_SUFFIXES, TAR_SUFFIXES, Shards, find_shards, shards_kind
+from h5pack.sources.tables import tables
 from h5pack.sources.tar_files import open_tar
 from h5pack.sources.webdataset import is_webdataset, webdataset
 from h5pack.sources.zip_files import open_zip
 from h5pack.system.text import listed
 
-KINDS = ("flat", "classes", "splits", "celeba", "manifest", "hdf5", "webdataset")
+KINDS = ("flat", "classes", "splits", "celeba", "manifest", "hdf5", "webdataset", "parquet")
 _MANIFEST_SUFFIXES = (".csv", ".tsv", ".tab")
 _FOLDER_KINDS = ("folder", "flat", "classes", "splits")
-_SHARD_KINDS = ("webdataset",)
+_SHARD_KINDS = ("webdataset", "parquet")
+# Hugging Face datasets keeps results of transformations beside a dataset.
+_CACHES = ("cache-*.arrow", "tmp*")
+_PARQUET_MAGIC = b"PAR1"
 _ZIP_STARTS = (b"PK\3\4", b"PK\5\6")
 _TAR_MAGIC, _TAR_MAGIC_OFFSET = b"ustar", 257
 
@@ -113,10 +117,16 @@ def _missing(path: Path) -> SourceError:
 
 def _open_shards(path: Path, kind: str, options: SourceOptions, scratch: Path) -> Catalog:
     _require_usable(path, kind, options)
-    shards = find_shards(path, options.names, TAR_SUFFIXES)
+    names = options.names
+    if kind == "parquet":
+        names = replace(names, exclude=(*names.exclude, *_CACHES))
+    shards = find_shards(path, names, TAR_SUFFIXES if kind == "webdataset" else TABLE_SUFFIXES)
     if not shards.names:
-        raise NoImagesError(f"{path}: no tar files; check the path, include and exclude", path=path)
+        what = "tar" if kind == "webdataset" else "Parquet or Arrow"
+        raise NoImagesError(f"{path}: no {what} files; check the path, include and exclude", path=path)
     with _reporting_storage(path):
+        if kind == "parquet":
+            return tables(shards, options.columns)
         return webdataset(shards, (open_tar(one, scratch) for one in shards.paths), options.columns)
 
 
@@ -147,12 +157,17 @@ def _archive_format(path: Path) -> str:
     name = path.name.lower()
     if not path.is_file() or name.endswith((".zip", *TAR_SUFFIXES)):
         return "" if not path.is_file() else "zip" if name.endswith(".zip") else "tar"
+    start = _start(path)
+    return "zip" if start.startswith(_ZIP_STARTS) else "tar" if start.endswith(_TAR_MAGIC) else ""
+
+
+def _start(path: Path) -> bytes:
+    """Return the first bytes of a file, none if it cannot be read."""
     try:
         with path.open("rb") as stream:
-            start = stream.read(_TAR_MAGIC_OFFSET + len(_TAR_MAGIC))
+            return stream.read(_TAR_MAGIC_OFFSET + len(_TAR_MAGIC))
     except OSError:
-        return ""
-    return "zip" if start.startswith(_ZIP_STARTS) else "tar" if start.endswith(_TAR_MAGIC) else ""
+        return b""
 
 
 def _detect(path: Path, names: NameFilter) -> str:
@@ -166,12 +181,14 @@ def _detect(path: Path, names: NameFilter) -> str:
         return kind
     if path.is_file() and path.suffix.lower() in _MANIFEST_SUFFIXES:
         return "manifest"
+    if path.is_file() and (path.suffix.lower() in TABLE_SUFFIXES or _start(path).startswith(_PARQUET_MAGIC)):
+        return "parquet"
     if path.is_file() and is_hdf5(path):
         return "hdf5"
     if _archive_format(path):
         return "folder"
     raise SourceError(
-        f"{path}: neither a folder, nor a manifest (.csv, .tsv), an archive (.tar, .zip) or an HDF5 file; give one of "
-        "these",
+        f"{path}: neither a folder, nor a manifest (.csv, .tsv), an archive (.tar, .zip), a Parquet file or an HDF5 "
+        "file; give one of these",
         path=path,
     )

@@ -36,7 +36,7 @@ _MANY = 10
 class ManifestColumns:
     """The roles of a manifest's columns. By default, columns are found by common names such as "path" and "label"."""
 
-    path: str | None = None  # column of image paths, absolute or relative to `root`
+    path: str | None = None  # column of image paths, absolute or relative to `root`; of images in Parquet files
     labels: tuple[str, ...] = ()  # one column of integers or class names, or several of 0..255
     split: str | None = None  # column of split names
     fields: tuple[str, ...] = ()  # numeric columns, each of which becomes a field of the pack
@@ -46,7 +46,7 @@ class ManifestColumns:
 def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalog:
     """Return the catalog of a manifest, with the images in the order of its lines."""
     table = read_delimited(path)
-    path_column = columns.path or _usual(table, _PATHS)
+    path_column = columns.path or _usual(table.header, _PATHS)
     if path_column is None:
         raise SourceError(
             f"{path}: no column of image paths found among {', '.join(table.header)}; name it with path_column",
@@ -74,17 +74,16 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
                 "column",
                 path=table.path,
             )
-    usual = _usual(table, LABEL_COLUMNS)
-    label_columns = columns.labels or ((usual,) if usual is not None else ())
-    split_column = columns.split or _usual(table, SPLIT_COLUMNS)
-    labels, label_names = _labels(table, label_columns)
-    packed = {*used, split_column, *label_columns, *columns.fields}
+    chosen = label_columns(columns, table.header)
+    split_column = columns.split or _usual(table.header, SPLIT_COLUMNS)
+    labels, label_names = _labels(table, chosen)
+    packed = {*used, split_column, *chosen, *columns.fields}
     notes = unused_note(
         "columns", [name for name in table.header if name not in packed],
         "columns of numbers can be packed with field_columns", "field_columns",
     )  # fmt: skip
-    if label_names is not None and len(label_columns) == 1 and len(catalog) == len(label_names) >= _MANY:
-        text = f"each image has a class of its own in column {label_columns[0]!r}; name another one with label_columns"
+    if label_names is not None and len(chosen) == 1 and len(catalog) == len(label_names) >= _MANY:
+        text = f"each image has a class of its own in column {chosen[0]!r}; name another one with label_columns"
         notes += (Note(text, ("label_columns",)),)
     splits = (catalog.split_names, catalog.split_ids) if split_column is None else _splits(table, split_column)
     return replace(
@@ -103,9 +102,15 @@ def is_field_name(name: str) -> bool:
     return name not in schema.RESERVED and "/" not in name and not name.startswith(".")
 
 
-def _usual(table: TextTable, names: tuple[str, ...]) -> str | None:
+def label_columns(columns: ManifestColumns, header: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the label columns: the given ones, or else the one with a usual name, if any."""
+    usual = _usual(header, LABEL_COLUMNS)
+    return columns.labels or ((usual,) if usual is not None else ())
+
+
+def _usual(header: tuple[str, ...], names: tuple[str, ...]) -> str | None:
     """Return the column whose name, ignoring case, is the first of `names` that occurs in the header, or None."""
-    lowered = {column.lower(): column for column in reversed(table.header)}
+    lowered = {column.lower(): column for column in reversed(header)}
     return next((lowered[name] for name in names if name in lowered), None)
 
 
@@ -224,6 +229,11 @@ def _rectangular(path: Path, header: tuple[str, ...], lines: list[tuple[int, lis
             raise table.error(-1, f"has {len(cells)} cells, but the table has {len(header)} columns; correct the line")
         table.rows.append([cell.strip() for cell in cells])
     return table
+
+
+def cell_text(value: object) -> str:
+    """Return a value as a cell of a table of text: "" for None, 0 and 1 for false and true."""
+    return "" if value is None else str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def parse_number(cell: str, kind: type[int | float]) -> int | float:

@@ -14,7 +14,7 @@ from h5pack.errors import SourceError
 from h5pack.sources.archives import REASONS, UNPLACED, ArchiveFile, ArchiveReader, Members, Storing
 from h5pack.sources.catalog import IMAGE_SUFFIXES, Catalog, NameTable, Note, Reject, unused_note
 from h5pack.sources.folders import is_visible
-from h5pack.sources.manifest import LABEL_COLUMNS, SPLIT_COLUMNS, ColumnTable, ManifestColumns, with_columns
+from h5pack.sources.manifest import LABEL_COLUMNS, SPLIT_COLUMNS, ColumnTable, ManifestColumns, cell_text, with_columns
 from h5pack.sources.shards import Shards
 
 _CLASS, _JSON = "cls", "json"
@@ -166,11 +166,6 @@ def _cells(reader: ArchiveReader, name: str, members: Members, number: int) -> d
     if not isinstance(values, dict):
         raise _unreadable(file, name, "it has no keys")
     return {key: cell_text(value) for key, value in values.items() if isinstance(value, (str, int, float, NoneType))}
-
-
-def cell_text(value: object) -> str:
-    """Return a value as a cell of a table of text: "" for None, 0 and 1 for false and true."""
-    return "" if value is None else str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def _unreadable(file: ArchiveFile, name: str, problem: str) -> SourceError:
