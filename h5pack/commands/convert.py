@@ -22,8 +22,9 @@ def add(commands: Any) -> None:
     )
     convert.set_defaults(run=run)
     convert.add_argument(
-        "source", metavar="SOURCE", help="a folder or archive of images, WebDataset shards, Parquet files, a CSV or TSV manifest, "
-        "or any HDF5 file"
+        "source",
+        metavar="SOURCE",
+        help="a folder or archive of images, WebDataset shards, Parquet files, a CSV or TSV manifest, or any HDF5 file",
     )
     convert.add_argument("out", metavar="OUT", help="the HDF5 file to create")
 

@@ -83,7 +83,8 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
     archive = _archive_format(path) if kind in _FOLDER_KINDS else ""
     if path.is_dir() == (kind in ("manifest", "hdf5")) and not archive:
         parameter = f"source_kind={kind!r}"
-        needed = "file, not a folder" if path.is_dir() else "folder or an archive, not another file"
+        folder = "folder" if kind == "celeba" else "folder or an archive"
+        needed = "file, not a folder" if path.is_dir() else f"{folder}, not another file"
         raise SourceError(f"{path}: {parameter} needs a {needed}; check the path", path=path, parameters=(parameter,))
     if archive:
         return _open_archive(path, archive, options, kind, scratch)

@@ -79,6 +79,9 @@ def shards_kind(path: Path, wanted: NameFilter) -> str:
     found: list[str] = []
     for folder, below, files in os.walk(path):
         below[:] = filter(is_visible, below)
+        if any(os.path.islink(os.path.join(folder, name)) for name in below):
+            # There may be images behind links, and loops of links.
+            return ""
         relative = os.path.relpath(folder, path)
         for name in files:
             is_shard = _kind_of([name]) != ""

@@ -80,6 +80,8 @@ def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], co
     if _CLASS in samples.header and not columns.labels:
         columns = replace(columns, labels=(_CLASS,))
     catalog = with_columns(catalog, table, columns, {_CLASS})
+    if catalog.labels is None:
+        catalog = replace(catalog, notes=(*catalog.notes, Note("there is no .cls, and no label in a .json")))
     others = [f".{ending}" for ending in sorted(samples.others)]
     notes = unused_note("members", others, "only images and labels are packed")
     unlabelled = sum(_CLASS not in cells for cells in samples.cells) if columns.labels == (_CLASS,) else 0
@@ -131,16 +133,21 @@ def _grouped(
     """Yield the key of each sample, and the number of each of its members by the ending of its name."""
     grouped: dict[str, dict[str, int]] = {}
     for number, (name, storing) in enumerate(zip(members.names, members.storings, strict=True)):
-        if storing == Storing.REPLACED:
+        if storing in UNPLACED and storing != Storing.REPLACED:
+            samples.rejects.append(Reject(f"{prefix}{name}", REASONS[Storing(storing)]))
+            continue
+        if not all(map(is_visible, name.split("/"))):
+            samples.ignored["hidden"] += 1
+            continue
+        key, ending = _split_name(name)
+        parts = grouped.setdefault(key, {})
+        if storing == Storing.REPLACED or ending in parts:
             raise SourceError(
-                f"{file.path}: holds two members {name!r}; make the shard again with a key for each sample",
+                f"{file.path}: sample {key!r} has two members .{ending}; make the shard again with a key for each "
+                "sample",
                 path=file.path,
             )
-        if storing in UNPLACED:
-            samples.rejects.append(Reject(f"{prefix}{name}", REASONS[Storing(storing)]))
-        elif all(map(is_visible, name.split("/"))):
-            key, ending = _split_name(name)
-            grouped.setdefault(key, {})[ending] = number
+        parts[ending] = number
     yield from grouped.items()
 
 
