@@ -78,7 +78,7 @@ UNPLACED = (Storing.OUTSIDE, Storing.LONG_NAME, Storing.REPLACED)
 
 
 class ArchiveFile:
-    """An archive that several processes read at offsets. `copy` is the descriptor of a decompressed copy, if any.
+    """An archive that several processes read at offsets, or its decompressed copy.
 
     Raises SourceError once the file at `path` is no longer the one that was indexed, unless there is a copy.
     """
@@ -126,8 +126,10 @@ class ArchiveFile:
 
     def require_unchanged(self) -> None:
         """Raise SourceError if the archive was replaced or rewritten since it was indexed."""
+        known = self.identity
         try:
-            same = FileIdentity.of(self.path) == self.identity
+            status = os.stat(self.path)
+            same = (status.st_ino, status.st_size, status.st_mtime_ns) == (known.inode, known.size, known.modified_ns)
         except FileNotFoundError:
             same = False
         if not same:
@@ -194,11 +196,11 @@ class Members:
                 self.storings[earlier] = Storing.REPLACED
             self.numbers[path] = len(self.names)
         self.names.append(path)
-        for values, value in (
-            (self.offsets, offset), (self.sizes, size), (self.stored_sizes, stored), (self.checksums, checksum),
-            (self.storings, storing),
-        ):  # fmt: skip
-            values.append(value)
+        self.offsets.append(offset)
+        self.sizes.append(size)
+        self.stored_sizes.append(stored)
+        self.checksums.append(checksum)
+        self.storings.append(storing)
 
     def add_folder(self, name: str) -> None:
         """Add a folder that the archive names."""
@@ -209,6 +211,14 @@ class Members:
 
 def member_path(name: str) -> str | None:
     """Return a member's path without empty parts and "."; None for a path that leaves the archive, or has a NUL."""
+    if (
+        "/." not in name
+        and "//" not in name
+        and "\0" not in name
+        and name[:1] not in ("", ".", "/")
+        and name[-1] != "/"
+    ):
+        return name
     parts = [part for part in name.split("/") if part not in ("", ".")]
     return None if name.startswith("/") or ".." in parts or "\0" in name or not parts else "/".join(parts)
 

