@@ -28,7 +28,8 @@ def shell(command: str, printed: Sequence[str] = ()) -> None:
     done = subprocess.run(["bash", "-euc", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert printed or done.returncode == 0, f"$ {command}\n{done.stdout}"
     found = [plain(line) for line in done.stdout.splitlines()]
-    parts = [list(part) for dots, part in itertools.groupby(map(plain, printed), lambda line: line == "...") if not dots]
+    groups = itertools.groupby(map(plain, printed), lambda line: line == "...")
+    parts = [list(part) for dots, part in groups if not dots]
     begin = 0
     for part in parts:
         places = [at for at in range(begin, len(found)) if found[at : at + len(part)] == part]

@@ -44,6 +44,10 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     what.add_argument("--limit", type=int, metavar="N", help="pack at most N images, evenly spaced in SOURCE")
     what.add_argument(
+        "--val", type=float, metavar="FRACTION",
+        help="divide SOURCE into the splits train and val, which gets FRACTION of each class, such as 0.1",
+    )  # fmt: skip
+    what.add_argument(
         "--root", metavar="DIR",
         help="folder that a manifest's relative paths start from (default: the manifest's folder)",
     )  # fmt: skip
@@ -86,7 +90,7 @@ def _add_layout(convert: argparse.ArgumentParser) -> None:
     file.add_argument(
         "--order", metavar="ORDER", help="order of the rows: shuffled (default), or sorted (the order of the source)"
     )
-    file.add_argument("--seed", type=int, metavar="N", help="seed of the shuffled order (default 0)")
+    file.add_argument("--seed", type=int, metavar="N", help="seed of the shuffled order and of --val (default 0)")
     file.add_argument("--chunk-rows", metavar="N", help="number of rows per chunk, or auto (default)")
     file.add_argument("--chunk-bytes", metavar="SIZE", help="maximum size of a chunk, such as 4MiB")
     file.add_argument(

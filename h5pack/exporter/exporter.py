@@ -44,23 +44,23 @@ _MAX_LISTED = 20
 class ExportReport:
     """The result of an export."""
 
-    path: str  # the exported folder
-    source: str  # the HDF5 file and the datasets that were read
-    format: str  # "png" or "jpeg"
-    rows: int  # rows selected for export
-    files: int  # number of images in the folder
-    bytes: int  # total size of these images
-    splits: dict[str, int]  # number of images in each split
-    classes: int  # number of classes with names; 0 if they have none
+    path: str  #: the exported folder
+    source: str  #: the HDF5 file and the datasets that were read
+    format: str  #: "png" or "jpeg"
+    rows: int  #: rows selected for export
+    files: int  #: number of images in the folder
+    bytes: int  #: total size of these images
+    splits: dict[str, int]  #: number of images in each split
+    classes: int  #: number of classes with names; 0 if they have none
     num_workers: int
     seconds: float
-    resumed_files: int  # number of images kept from an interrupted run
-    copied_files: int  # number of rows that are encoded in the export's format already, so that bytes were copied
-    renamed_files: int  # number of images whose stored name could not be kept; the manifest lists stored names
-    damaged: tuple[MissingRow, ...]  # rows that could not be exported
-    again: str  # the `h5pack convert` command that packs the exported folder
-    lost: tuple[str, ...]  # what the command in `again` would not restore, such as the order of classes
-    already_complete: bool = False  # with `resume`, whether the export was complete before this call
+    resumed_files: int  #: number of images kept from an interrupted run
+    copied_files: int  #: number of rows that are encoded in the export's format already, so that bytes were copied
+    renamed_files: int  #: number of images whose stored name could not be kept; the manifest lists stored names
+    damaged: tuple[MissingRow, ...]  #: rows that could not be exported
+    again: str  #: the `h5pack convert` command that packs the exported folder
+    lost: tuple[str, ...]  #: what the command in `again` would not restore, such as the order of classes
+    already_complete: bool = False  #: with `resume`, whether the export was complete before this call
 
     @property
     def ok(self) -> bool:

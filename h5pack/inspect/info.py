@@ -45,17 +45,17 @@ class DatasetReport:
     """
 
     name: str
-    dtype: str  # for rows of variable length, a text such as "variable-length uint8"
+    dtype: str  #: for rows of variable length, a text such as "variable-length uint8"
     shape: tuple[int, ...]
-    layout: str  # "chunked", "contiguous", "compact" or "virtual"
-    chunks: tuple[int, ...] | None  # shape of a chunk; None if the dataset has no chunks
-    index: str | None  # kind of chunk index, such as "B-tree v1"; None if the dataset has no chunks
+    layout: str  #: "chunked", "contiguous", "compact" or "virtual"
+    chunks: tuple[int, ...] | None  #: shape of a chunk; None if the dataset has no chunks
+    index: str | None  #: kind of chunk index, such as "B-tree v1"; None if the dataset has no chunks
     filters: tuple[str, ...]
-    bytes: int  # size of the uncompressed array
-    stored_bytes: int  # size of the dataset in the file
-    cache: CachePlan | None  # recommended chunk cache for reading rows in any order through the HDF5 library
-    faults: tuple[str, ...] = ()  # properties of the storage that make reading single rows slow
-    fix: tuple[str, ...] | None = None  # command that writes a copy without the faults, as a list of arguments
+    bytes: int  #: size of the uncompressed array
+    stored_bytes: int  #: size of the dataset in the file
+    cache: CachePlan | None  #: recommended chunk cache for reading rows in any order through the HDF5 library
+    faults: tuple[str, ...] = ()  #: properties of the storage that make reading single rows slow
+    fix: tuple[str, ...] | None = None  #: command that writes a copy without the faults, as a list of arguments
 
     @property
     def overhead(self) -> float:
@@ -89,14 +89,14 @@ class FileReport:
     """The result of `info`: the datasets of an HDF5 file, and its metadata if it is a pack."""
 
     path: str
-    bytes: int  # size of the file
-    pack: dict[str, Any] | None  # metadata of a pack; None for other files
+    bytes: int  #: size of the file
+    pack: dict[str, Any] | None  #: metadata of a pack; None for other files
     datasets: tuple[DatasetReport, ...]
-    # (start, stop) bytes of the file that a program reads to open it and look up every chunk, where gaps of up to 1 MiB
-    # are read, too: over a network each range is a request.
+    #: (start, stop) bytes of the file that a program reads to open it and look up every chunk, where gaps of up to
+    #: 1 MiB are read, too: over a network each range is a request.
     opening: tuple[tuple[int, int], ...]
-    opening_fix: tuple[str, ...] | None = None  # command that writes a copy that opens with one range
-    stats: dict[str, Any] | None = None  # class counts and channel statistics, if requested
+    opening_fix: tuple[str, ...] | None = None  #: command that writes a copy that opens with one range
+    stats: dict[str, Any] | None = None  #: class counts and channel statistics, if requested
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON-serializable dict. The keys are stable across versions."""

@@ -43,10 +43,10 @@ class VerifyReport:
     """The result of a verification."""
 
     path: str
-    rows: int  # number of rows of the pack; 0 if it could not be opened
-    problems: tuple[str, ...] = ()  # structural defects, such as missing datasets
-    damaged: dict[str, list[int]] = field(default_factory=dict)  # rows of each dataset that fail the check
-    filenames: dict[int, str] = field(default_factory=dict)  # by row number, for up to 1,000 damaged rows
+    rows: int  #: number of rows of the pack; 0 if it could not be opened
+    problems: tuple[str, ...] = ()  #: structural defects, such as missing datasets
+    damaged: dict[str, list[int]] = field(default_factory=dict)  #: rows of each dataset that fail the check
+    filenames: dict[int, str] = field(default_factory=dict)  #: by row number, for up to 1,000 damaged rows
 
     @property
     def ok(self) -> bool:
@@ -137,11 +137,11 @@ def verify(
     PackFormatError
         If the file is not a pack, and therefore has no checksums.
     WorkerError
-        If a worker process dies while it checks rows.
+        If a worker process cannot start, or dies while it checks rows.
     """
     name = os.path.abspath(path)
     count = max(2, available_cpus() if num_workers is None else whole_number("num_workers", num_workers, 1))
-    with open_executor(count, start_method, None) as executor:
+    with open_executor(count, start_method, None, isolated=True) as executor:
         try:
             structure = executor.submit(_inspect, name).result()
         except H5PackError as error:

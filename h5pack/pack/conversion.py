@@ -28,11 +28,11 @@ from h5pack.pack.compression import Compression, compress_chunk, require_filter
 from h5pack.pack.journal import RowRecord, RowResults
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock
-from h5pack.pack.plan import ConvertPlan, make_plan, refuse_reject
+from h5pack.pack.plan import ConvertPlan, make_plan, refuse_reject, require_undivided
 from h5pack.pack.plan import ConvertReport as ConvertReport
 from h5pack.pack.resume import UnfinishedPack, verify_existing
 from h5pack.pack.survey import survey
-from h5pack.sources.catalog import Catalog, Reject
+from h5pack.sources.catalog import Catalog
 from h5pack.sources.detect import open_source
 from h5pack.sources.map_style import MapStyleDataset
 from h5pack.system.files import reporting_full_disk
@@ -75,6 +75,7 @@ def convert(
     layout: str = "nhwc",
     order: str = "shuffled",
     seed: int = 0,
+    val: float | None = None,
     chunk_rows: int | None = None,
     chunk_bytes: int | str | None = None,
     max_pixels: int = MAX_PIXELS,
@@ -98,7 +99,8 @@ def convert(
     source : path or map-style dataset
         A folder (of images, of class folders, of split folders, or CelebA), a tar or zip file of images or such
         folders, WebDataset shards or Parquet files (one, a folder of them, or a pattern like "shard-{000..010}.tar"), a
-        CSV or TSV manifest, any HDF5 file with a dataset of images, or a map-style dataset of (uint8 image, label).
+        CSV or TSV manifest, any HDF5 file with a dataset of images, or a map-style dataset of uint8
+        images, or of (image, label), as tuples or dicts.
     out : path
         The file to create.
     source_kind : str, optional
@@ -147,7 +149,10 @@ def convert(
     order : str
         shuffled (each split is shuffled with `seed`) or sorted (source order).
     seed : int
-        Seed of the shuffled order, 0 to 2**63 - 1.
+        Seed of the shuffled order and of `val`, 0 to 2**63 - 1.
+    val : float, optional
+        Divide a source without splits into "train" and "val", which gets this fraction of each class (of all images,
+        if they have no classes).
     chunk_rows : int, optional
         Rows per chunk.
     chunk_bytes : int or str, optional
@@ -194,7 +199,7 @@ def convert(
         source, out, source_kind=source_kind, include=include, exclude=exclude, limit=limit, root=root,
         path_column=path_column, label_columns=label_columns, split_column=split_column, field_columns=field_columns,
         images=images, labels=labels, fields=fields, channel_axis=channel_axis, value_range=value_range, size=size,
-        fit=fit, resample=resample, draft=draft, mode=mode, layout=layout, order=order, seed=seed,
+        fit=fit, resample=resample, draft=draft, mode=mode, layout=layout, order=order, seed=seed, val=val,
         chunk_rows=chunk_rows, chunk_bytes=chunk_bytes, max_pixels=max_pixels, compression=compression, compat=compat,
         strict=strict, num_workers=num_workers, start_method=start_method, io=io, overwrite=overwrite, resume=resume,
         progress=progress,
@@ -265,7 +270,9 @@ class Conversion:
 
     @functools.cached_property
     def _catalog(self) -> Catalog:
-        return open_source(self._source, self.options.source_options, self.output.final.parent)
+        catalog = open_source(self._source, self.options.source_options, self.output.final.parent)
+        require_undivided(_source_name(self._source), catalog, self.options)
+        return catalog
 
     def plan(self) -> ConvertPlan:
         """List the source, survey its image headers and return the plan; nothing is written."""
@@ -453,7 +460,7 @@ def _compression_seconds(rows: npt.NDArray[np.uint8], chunk_rows: int, compressi
 
 def _refuse_rejects(plan: ConvertPlan, record: RowRecord) -> None:
     for row, reason in record.reasons.items():
-        refuse_reject(plan.source, Reject(plan.name(row), reason), begun=True)
+        refuse_reject(plan.source, plan.reject(row, reason), begun=True)
 
 
 def _source_name(source: str | os.PathLike[str] | MapStyleDataset) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypeGuard
@@ -27,7 +27,7 @@ FITS = ("crop", "pad", "stretch")
 IO = ("auto", "direct", "buffered")
 RESAMPLES = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
 
-_LATER = ("compression", "images", "labels", "fields", "channel_axis", "value_range")
+_LATER = ("compression", "images", "labels", "fields", "channel_axis", "value_range", "val")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,7 @@ class ConvertOptions:
     layout: str = "nhwc"
     order: str = "shuffled"
     seed: int = 0
+    val: float | None = None
     chunk_rows: int | None = None
     chunk_bytes: int | None = None
     max_pixels: int = MAX_PIXELS
@@ -83,7 +84,7 @@ class ConvertOptions:
         values = dict(keywords)
         for name in ("include", "exclude", "label_columns", "field_columns", "fields"):
             if name in values:
-                values[name] = (values[name],) if isinstance(values[name], str) else tuple(values[name])
+                values[name] = _texts(name, values[name])
         for name, parse in (("size", parse_size), ("chunk_bytes", parse_bytes), ("value_range", parse_range)):
             if values.get(name) is not None:
                 values[name] = parse(values[name])
@@ -107,6 +108,8 @@ class ConvertOptions:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
         check_integer("seed", self.seed, 0, 2**63 - 1)
+        if self.val is not None:
+            check_fraction("val", self.val)
         if self.chunk_rows is not None and self.chunk_bytes is not None:
             raise OptionsError(
                 "chunk_rows and chunk_bytes both set the size of a chunk; give only one of them",
@@ -181,6 +184,20 @@ def check_integer(name: str, value: object, minimum: int, maximum: int | None = 
     if value < minimum or (maximum is not None and value > maximum):
         allowed = f"at least {minimum}" if maximum is None else f"{minimum} to {maximum}"
         raise invalid(name, value, f"; it must be {allowed}")
+
+
+def check_fraction(name: str, value: object) -> None:
+    """Raise OptionsError unless `value` is a float above 0 and below 1."""
+    if not (isinstance(value, float) and 0 < value < 1):
+        raise invalid(name, value, " is not a fraction; it must be above 0 and below 1, such as 0.1")
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    """Return one text or several as a tuple."""
+    texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else ()
+    if (not texts and value not in ((), [])) or not all(isinstance(text, str) for text in texts):
+        raise invalid(name, value, " is neither a text nor several texts")
+    return texts
 
 
 def parse_size(size: int | str | Sequence[int]) -> tuple[int, int]:

@@ -18,9 +18,10 @@ from h5pack.images.decode import PixelOptions
 from h5pack.pack.compression import max_compressed_bytes
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.survey import Survey
-from h5pack.sources.catalog import Catalog, Note, Reject
+from h5pack.sources.catalog import Catalog, Note, Reject, one_split
+from h5pack.sources.map_style import with_labels
 from h5pack.system.arrays import SPLITMIX64_GAMMA, hash_sequence, splitmix64
-from h5pack.system.text import format_bytes
+from h5pack.system.text import counted, format_bytes
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,15 @@ class ConvertReport:
     run), write, compress (only with `compression`), finish (moving rows, tables, fsync, rename).
     """
 
-    path: str  # the output
-    images: int  # rows of the output
-    rejects: int  # images that were not packed; ``OUT.rejects.csv`` and the HDF5 group `/rejects` list them
-    bytes: int  # size of the output
-    num_workers: int  # processes that decoded images
-    resumed_rows: int = 0  # planned rows that an earlier, interrupted run had already written or rejected
-    moved_rows: int = 0  # rows that were moved to close gaps left by images that could not be decoded
+    path: str  #: the output
+    images: int  #: rows of the output
+    rejects: int  #: images that were not packed; ``OUT.rejects.csv`` and the HDF5 group `/rejects` list them
+    bytes: int  #: size of the output
+    num_workers: int  #: processes that decoded images
+    resumed_rows: int = 0  #: planned rows that an earlier, interrupted run had already written or rejected
+    moved_rows: int = 0  #: rows that were moved to close gaps left by images that could not be decoded
     seconds: dict[str, float] = field(default_factory=dict)
-    already_complete: bool = False  # before this call, which is possible with ``resume=True``
+    already_complete: bool = False  #: before this call, which is possible with ``resume=True``
 
     def to_text(self) -> str:
         """Return the report as one or two lines of text."""
@@ -89,6 +90,64 @@ def shuffled_split(count: int, seed: int, split: int) -> Rows:
     """
     key = splitmix64((seed * SPLITMIX64_GAMMA + (split + 1) * 0xD1B54A32D192ED03) % 2**64)
     return np.argsort(hash_sequence(count, key), kind="stable").astype(np.int64)
+
+
+VAL_SPLITS = ("train", "val")
+"""The splits of a pack that was made with `val`."""
+
+# Far above the numbers of splits, so that choosing a split and shuffling it are independent.
+_VAL_HASH = 2**32
+
+
+def require_undivided(source: str, catalog: Catalog, options: ConvertOptions) -> None:
+    """Raise OptionsError if `val` is given, although the source has splits; a single split "train" can be divided."""
+    if options.val is not None and catalog.split_names not in (one_split(0)[0], VAL_SPLITS[:1]):
+        parameter = f"val={options.val!r}"
+        names = ", ".join(map(repr, catalog.split_names))
+        raise OptionsError(
+            f"{source}: {parameter} would divide it into 'train' and 'val', but it has the splits {names}; leave out "
+            f"{parameter}, or convert one of the splits alone",
+            path=None if catalog.kind == "dataset" else source,
+            parameters=(parameter,),
+        )
+
+
+def choose_val(labels: npt.NDArray[np.int64] | None, count: int, val: float, seed: int) -> npt.NDArray[np.bool_]:
+    """Return which of `count` images the split "val" gets, bool (count,): the fraction `val` of them, rounded.
+
+    With `labels`, int64 (count,), each class gives this fraction of its images, rounded down, and the classes with the
+    largest remainders give one more. Both images and classes with equal remainders are chosen by a hash.
+    """
+    ids = np.zeros(count, np.int64) if labels is None else np.unique(labels, return_inverse=True)[1]
+    sizes = np.bincount(ids)
+    # Rounding makes remainders equal that are equal but for the precision of floats.
+    shares = np.round(sizes * val, 9)
+    quotas = np.floor(shares).astype(np.int64)
+    by_remainder = np.lexsort((shuffled_split(len(sizes), seed, _VAL_HASH + 1), quotas - shares))
+    quotas[by_remainder[: round(count * val) - int(quotas.sum())]] += 1
+    order = shuffled_split(count, seed, _VAL_HASH)
+    by_class = order[np.argsort(ids[order], kind="stable")]
+    positions = np.arange(count) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    chosen = np.zeros(count, np.bool_)
+    chosen[by_class[positions < np.repeat(quotas, sizes)]] = True
+    return chosen
+
+
+def _divided(catalog: Catalog, usable: Rows, options: ConvertOptions) -> Catalog:
+    """Return the catalog with the splits "train" and "val"."""
+    assert options.val is not None
+    labels = catalog.labels if catalog.labels is not None and catalog.labels.ndim == 1 else None
+    chosen = choose_val(None if labels is None else labels[usable], len(usable), options.val, options.seed)
+    if chosen.all() or not chosen.any():
+        parameter = f"val={options.val!r}"
+        raise OptionsError(
+            f"{parameter} of {counted(len(usable), 'image')} is {int(chosen.sum())}, but each split needs one; give "
+            "another fraction",
+            parameters=(parameter,),
+        )
+    split_ids = np.zeros(len(catalog), np.int32)
+    split_ids[usable[chosen]] = 1
+    return replace(catalog, split_names=VAL_SPLITS, split_ids=split_ids)
 
 
 _METADATA_BYTES = 65_536
@@ -172,9 +231,13 @@ class ConvertPlan:
         """Return the name of the image in a row."""
         return self.catalog.names[int(self.row_order.origins[row])]
 
+    def reject(self, row: int, reason: str) -> Reject:
+        """Return the image of a row as a reject."""
+        return self.catalog.reject(int(self.row_order.origins[row]), reason)
+
     def all_rejects(self, reasons: Mapping[int, str]) -> list[Reject]:
         """Return, sorted, the planned rejects and those found while decoding; `reasons` gives the latter by row."""
-        rejects = [*self.rejects, *(Reject(self.name(row), reason) for row, reason in reasons.items())]
+        rejects = [*self.rejects, *(self.reject(row, reason) for row, reason in reasons.items())]
         return sorted(rejects, key=lambda reject: (reject.name, reject.reason))
 
     def split_rows(self) -> dict[str, tuple[int, int]]:
@@ -220,6 +283,9 @@ class ConvertPlan:
         if options.size is not None:
             sizes += f", by {options.fit} and {options.resample}"
         splits = ", ".join(f"{name} {stop - start:,}" for name, (start, stop) in self.split_rows().items())
+        if options.val is not None:
+            of = "each class" if self.catalog.labels is not None and self.catalog.labels.ndim == 1 else "the images"
+            splits += f" ({options.val:g} of {of}, seed {options.seed})"
         file = format_bytes(self.file_bytes)
         if options.filter is not None:
             needed = format_bytes(self.needed_bytes)
@@ -238,28 +304,28 @@ class ConvertPlan:
         lines += [f"note     {note_text(note)}" for note in self.catalog.notes]
         if self.rejects:
             first = self.rejects[0]
-            lines.append(f"rejects  {len(self.rejects):,} so far ({first.name}: {first.reason})")
+            lines.append(f"rejects  {len(self.rejects):,} so far ({first.shown}: {first.reason})")
         return "\n".join(lines)
 
 
 def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> ConvertPlan:
     """Return the plan, which determines the size of a row, the splits, the order of rows and the chunks."""
     rejects = [*catalog.rejects]
-    rejects += [Reject(catalog.names[index], reason) for index, reason in sorted(survey.reasons.items())]
+    rejects += [catalog.reject(index, reason) for index, reason in sorted(survey.reasons.items())]
     if options.strict and rejects:
         refuse_reject(source, rejects[0], begun=False)
     usable = np.setdiff1d(np.arange(len(catalog), dtype=np.int64), np.array([*survey.reasons], np.int64))
     if not len(usable):
         raise NoImagesError(
-            f"{source}: none of its {len(catalog):,} files can be read as an image ({rejects[0].name}: "
-            f"{rejects[0].reason}); check the path",
+            f"{source}: none of its {len(catalog):,} {catalog.noun}s can be read as an image ({rejects[0].shown}: "
+            f"{rejects[0].reason}); check the source",
             path=source,
         )
     height, width = options.size or _common_size(source, catalog, survey, usable)
-    if survey.labels is not None:
-        columns = range(survey.labels.shape[1]) if survey.labels.ndim == 2 else None
-        names = None if columns is None else tuple(f"label_{column}" for column in columns)
-        catalog = replace(catalog, labels=survey.labels, label_names=names)
+    if survey.labels is not None or catalog.reader.has_labels:
+        catalog = with_labels(catalog, survey.labels, survey.unused)
+    if options.val is not None:
+        catalog = _divided(catalog, usable, options)
     seed = options.seed if options.order == "shuffled" else None
     return ConvertPlan(
         source=source,
@@ -300,14 +366,14 @@ def _common_size(source: str, catalog: Catalog, survey: Survey, usable: npt.NDAr
         which = np.argsort(-counts, kind="stable")[:2].tolist()
         common = [f"{sizes[number] >> 32}x{sizes[number] & 0xFFFFFFFF}" for number in which]
         first, second = (
-            f"{size} ({counts[number]:,}, such as {catalog.names[int(usable[firsts[number]])]})"
+            f"{size} ({counts[number]:,}, such as {catalog.shown(int(usable[firsts[number]]))})"
             for size, number in zip(common, which, strict=True)
         )
         raise SizesDifferError(
             f"{source}: its images have {len(sizes):,} sizes, most often {first}, then {second}; give "
             f"size='{common[0]}' or another size to resize them (fit says how: crop, pad or stretch)",
             path=source,
-            parameters=(f"size='{common[0]}'",),
+            parameters=(f"size='{common[0]}'", "fit"),
         )
     return int(sizes[0] >> 32), int(sizes[0] & 0xFFFFFFFF)
 
@@ -318,7 +384,7 @@ def refuse_reject(source: str, reject: Reject, *, begun: bool) -> None:
     if begun:
         advice = "and start over with overwrite=True, or continue with resume=True and without strict=True"
     raise RejectedImageError(
-        f"{source}: {reject.name}: {reject.reason}; repair or remove it, {advice}",
+        f"{source}: {reject.shown}: {reject.reason}; repair or remove it, {advice}",
         path=source,
         parameters=("overwrite=True", "resume=True", "strict=True") if begun else ("strict=True",),
     )

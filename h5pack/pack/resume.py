@@ -16,10 +16,11 @@ from h5pack.pack.file_structure import FileStructure, copy_structure, options_te
 from h5pack.pack.journal import Journal
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock
-from h5pack.pack.plan import ConvertPlan
+from h5pack.pack.plan import VAL_SPLITS, ConvertPlan
 from h5pack.pack.writer import WriteJob
 from h5pack.read.hdf5 import open_file, require_complete, text, utf8
 from h5pack.sources.catalog import Catalog
+from h5pack.system.text import counted
 from h5pack.version import __version__
 
 
@@ -91,10 +92,11 @@ class UnfinishedPack:
                 )
         prints, old_prints = self.plan.fingerprints, self.journal.fingerprints()
         if len(prints) != len(old_prints):
-            raise self._refused(f"was begun with {len(old_prints):,} files, but {source} now has {len(prints):,}")
+            counts = counted(len(old_prints), self.plan.catalog.noun)
+            raise self._refused(f"was begun with {counts}, but {source} now has {len(prints):,}")
         changed = np.flatnonzero(prints != old_prints)
         if len(changed) or before["tables"] != now["tables"] or before["shape"] != now["shape"]:
-            name = self.plan.catalog.names[int(changed[0])] if len(changed) else "a label or a split"
+            name = self.plan.catalog.shown(int(changed[0])) if len(changed) else "a label or a split"
             raise self._refused(f"{source} has changed since the conversion began (first change: {name})")
 
     def _refused(self, difference: str, *parameters: str) -> ResumeError:
@@ -136,14 +138,17 @@ def verify_existing(path: Path, catalog: Catalog, options: ConvertOptions) -> tu
         require_complete(file)
         if text(file.attrs.get(schema.OPTIONS, b"")) != options_text(options.content()):
             raise _different(path, "was not made with these options")
-        if not _same_source(file, catalog):
+        if not _same_source(file, catalog, divided=options.val is not None):
             raise _different(path, "was not made from this source")
         rejects = len(file[f"{schema.REJECTS}/filenames"]) if schema.REJECTS in file else 0
         return len(file[schema.IMAGES]), rejects
 
 
-def _same_source(file: h5py.File, catalog: Catalog) -> bool:
-    """Return whether the packed and rejected names are those of the source, with the same splits and labels."""
+def _same_source(file: h5py.File, catalog: Catalog, *, divided: bool) -> bool:
+    """Return whether the packed and rejected names are those of the source, with the same splits and labels.
+
+    The splits of a source that was `divided` by `val` follow from its names and labels.
+    """
     packed = file[schema.FILENAMES][()].tolist()
     rejected = file[f"{schema.REJECTS}/filenames"][()].tolist() if schema.REJECTS in file else []
     names = [name.encode("utf-8", "backslashreplace") for name in catalog.names]
@@ -157,7 +162,10 @@ def _same_source(file: h5py.File, catalog: Catalog) -> bool:
     origins = np.array([index[name] for name in packed], np.int64)
     splits = [text(name) for name in file[schema.SPLIT_NAMES][()]]
     stored_splits = np.repeat(np.arange(len(splits)), np.diff(file[schema.SPLIT_ROWS][()], axis=1)[:, 0])
-    if splits != list(catalog.split_names) or not np.array_equal(catalog.split_ids[origins], stored_splits):
+    if divided:
+        if splits != list(VAL_SPLITS):
+            return False
+    elif splits != list(catalog.split_names) or not np.array_equal(catalog.split_ids[origins], stored_splits):
         return False
     if catalog.labels is None:
         return schema.LABELS not in file or catalog.kind == "dataset"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ class Survey:
     fingerprints: npt.NDArray[np.uint64]
     reasons: dict[int, str]  # why images are rejected, by catalog index
     labels: npt.NDArray[Any] | None = None  # None unless samples come with labels
+    unused: set[str] = field(default_factory=set)  # names of further parts of samples
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class _Task:
     start: int
     names: list[str]
     max_pixels: int
+    shown: str  # what messages call the first image
 
 
 def survey(
@@ -62,11 +64,12 @@ def survey(
         for name in ("heights", "widths", "decode_paths", "fingerprints"):
             getattr(result, name)[rows] = getattr(part, name)
         result.reasons.update(part.reasons)
+        result.unused |= part.unused
         if labels:
             labels[rows] = found
         advance(len(part.heights))
     if labels:
-        result.labels = _joined_labels(labels, result.reasons)
+        result.labels = _joined_labels(catalog, labels, result.reasons)
     return result
 
 
@@ -84,11 +87,11 @@ def _tasks(catalog: Catalog, max_pixels: int) -> Iterator[_Task]:
     step = min(_TASK_IMAGES, max(1, len(catalog) // 16))
     for start in range(0, len(catalog), step):
         names = [catalog.names[index] for index in range(start, min(start + step, len(catalog)))]
-        yield _Task(start, names, max_pixels)
+        yield _Task(start, names, max_pixels, catalog.shown(start))
 
 
 def _describe(task: _Task) -> str:
-    return f"the header of {task.names[0]!r}, or of one of the {len(task.names) - 1} images after it"
+    return f"{task.shown}, or one of the {len(task.names) - 1} images after it"
 
 
 def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
@@ -108,10 +111,14 @@ def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
     heights, widths, decode_paths = np.array(headers, np.int32).T
     fingerprints = np.array([image.fingerprint for image in images], np.uint64)
     labels = [image.label for image in images] if reader.has_labels else []
-    return task.start, Survey(heights, widths, decode_paths.astype(np.uint8), fingerprints, reasons), labels
+    unused = {name for image in images for name in image.unused}
+    found = Survey(heights, widths, decode_paths.astype(np.uint8), fingerprints, reasons, unused=unused)
+    return task.start, found, labels
 
 
-def _joined_labels(labels: list[npt.NDArray[Any] | None], reasons: dict[int, str]) -> npt.NDArray[Any] | None:
+def _joined_labels(
+    catalog: Catalog, labels: list[npt.NDArray[Any] | None], reasons: dict[int, str]
+) -> npt.NDArray[Any] | None:
     known = [(index, label) for index, label in enumerate(labels) if index not in reasons]
     first = next((label for _, label in known if label is not None), None)
     if first is None:
@@ -119,9 +126,9 @@ def _joined_labels(labels: list[npt.NDArray[Any] | None], reasons: dict[int, str
     for index, label in known:
         if label is None or label.shape != first.shape:
             raise SourceError(
-                f"sample {index} of the dataset has the label {None if label is None else label.tolist()!r}, but the "
-                f"first label is {first.tolist()!r}; all labels must be integers, or lists of the same length",
-                rows=[index],
+                f"{catalog.shown(index)} of the dataset has the label {None if label is None else label.tolist()!r}, "
+                f"but the first label is {first.tolist()!r}; all labels must be integers, or lists of the same length",
+                rows=[catalog.reader.sample_index(index) or 0],
             )
     joined = np.zeros((len(labels), *first.shape), first.dtype)
     for index, label in known:

@@ -104,7 +104,7 @@ def require_complete(file: h5py.File) -> None:
     if version > schema.FORMAT_VERSION:
         raise PackFormatError(
             f"{file.filename}: has pack format {version}, but this h5pack reads only up to {schema.FORMAT_VERSION}; "
-            "upgrade with 'pip install -U h5pack'",
+            "upgrade h5pack",
             path=file.filename,
         )
     if not int(file.attrs.get(schema.COMPLETE, 0)):
@@ -204,7 +204,7 @@ def require_filters(dataset: h5py.Dataset) -> None:
                 dataset.file.filename,
                 dataset.name.lstrip("/"),
                 f"has chunks that pass through filter {item.number} ({item.name or 'unnamed'}), whose decoder is "
-                "missing; run pip install 'h5pack[compress]'",
+                "missing; run pip install hdf5plugin",
             )
 
 

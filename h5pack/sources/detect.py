@@ -57,17 +57,17 @@ def open_source(
         catalog = _open_path(Path(source), options, scratch or Path(tempfile.gettempdir()))
         where, path = str(Path(source)), source
     else:
-        catalog = map_style_catalog(source)
+        catalog = _open_dataset(source, options)
         where, path = f"the {type(source).__name__}", None
     if len(catalog) == 0:
         skipped = ", ".join(f"{count} {kind}" for kind, count in sorted(catalog.ignored.items()))
-        advice = (
-            "check include and exclude, and what the file holds ('h5pack info')"
-            if catalog.kind == "hdf5"
-            else "check the path, or select files of other suffixes with include"
-        )
+        advice = {
+            "hdf5": "check include and exclude, and what the file holds ('h5pack info')",
+            "dataset": "check its length, include and exclude",
+        }.get(catalog.kind, "check the path, or select files of other suffixes with include")
+        what = "samples" if catalog.kind == "dataset" else "images"
         raise NoImagesError(
-            f"{where}: no images{skipped and f' (skipped: {skipped})'}; {advice}",
+            f"{where}: no {what}{skipped and f' (skipped: {skipped})'}; {advice}",
             path=path,
             parameters=("include", "exclude"),
         )
@@ -88,7 +88,7 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
         raise SourceError(f"{path}: {parameter} needs a {needed}; check the path", path=path, parameters=(parameter,))
     if archive:
         return _open_archive(path, archive, options, kind, scratch)
-    _require_usable(path, kind, options)
+    _refuse_unused(str(path), kind, options)
     if kind == "manifest":
         return manifest(path, options.columns, options.names)
     if kind == "hdf5":
@@ -96,8 +96,17 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
     return celeba(path, options.names) if kind == "celeba" else arranged(walk(str(path), options.names), kind)
 
 
-def _require_usable(path: Path, kind: str, options: SourceOptions) -> None:
-    """Raise OptionsError if options are given that do not apply to sources of this kind."""
+def _open_dataset(dataset: MapStyleDataset, options: SourceOptions) -> Catalog:
+    where = f"the {type(dataset).__name__}"
+    if options.kind is not None:
+        parameter = f"source_kind={options.kind!r}"
+        raise OptionsError(f"{where}: {parameter} needs a path; leave it out", parameters=(parameter,))
+    _refuse_unused(where, "dataset", options)
+    return map_style_catalog(dataset).filtered(options.names)
+
+
+def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
+    """Raise OptionsError if options are given that the kind of source does not have."""
     columns = ("root", "path_column", "label_columns", "split_column", "field_columns")
     datasets = ("images", "labels", "fields", "channel_axis", "value_range")
     given = options.columns
@@ -109,7 +118,8 @@ def _require_usable(path: Path, kind: str, options: SourceOptions) -> None:
         ("a manifest", kind == "webdataset" and given.path is not None, ("path_column",)),
     ):
         if unused:
-            raise OptionsError(f"{path}: not {what}; leave out {listed(names)}", path=path, parameters=names)
+            path = None if kind == "dataset" else where
+            raise OptionsError(f"{where}: not {what}; leave out {listed(names)}", path=path, parameters=names)
 
 
 def _missing(path: Path) -> SourceError:
@@ -117,7 +127,7 @@ def _missing(path: Path) -> SourceError:
 
 
 def _open_shards(path: Path, kind: str, options: SourceOptions, scratch: Path) -> Catalog:
-    _require_usable(path, kind, options)
+    _refuse_unused(str(path), kind, options)
     names = options.names
     if kind == "parquet":
         names = replace(names, exclude=(*names.exclude, *_CACHES))
@@ -135,9 +145,9 @@ def _open_archive(path: Path, archive: str, options: SourceOptions, kind: str, s
     with _reporting_storage(path):
         opened = open_zip(path) if archive == "zip" else open_tar(path, scratch)
         if archive == "tar" and kind == "folder" and is_webdataset(opened[1]):
-            _require_usable(path, "webdataset", options)
+            _refuse_unused(str(path), "webdataset", options)
             return webdataset(Shards(path.parent, [path.name], options.names), [opened], options.columns)
-        _require_usable(path, kind, options)
+        _refuse_unused(str(path), kind, options)
         return members_catalog(*opened, options.names, kind)
 
 

@@ -22,7 +22,7 @@ from h5pack.read.encoded import is_encoded
 from h5pack.read.engine import Engine
 from h5pack.read.hdf5 import attribute_names, dataset_names, open_file, require_dataset, text
 from h5pack.read.virtual import require_sources
-from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Note, class_ids, one_split, unused_note
+from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Note, class_ids, split_ids, unused_note
 from h5pack.sources.hdf5_rows import CHANNEL_AXES, HDF5RowReader, PixelForm
 from h5pack.sources.manifest import is_field_name
 from h5pack.system.machine import available_memory
@@ -32,7 +32,6 @@ from h5pack.system.text import format_bytes
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5")
 _LABELS = ("labels", "label", "targets", "target", "y")
-_REST = "rest"
 # Matches the word for images in a dataset's name, such as "images", "train/images", "train_set_x" or "X".
 _IMAGE_WORD = re.compile(r"(?<![a-z])(?:images?|imgs?|x)(?![a-z])", re.IGNORECASE)
 
@@ -239,15 +238,10 @@ def _own_fields(file: h5py.File) -> Iterator[str]:
 
 
 def _splits(path: Path, pack: FileDescription, rows: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-    if not pack.splits:
-        return one_split(rows)
-    names = (*pack.splits, _REST)
-    ids = np.full(rows, len(pack.splits), np.int32)
-    for number, (start, stop) in enumerate(pack.splits.values()):
-        if (ids[start:stop] != len(pack.splits)).any():
-            raise SourceError(f"{path}: its splits overlap; correct its dataset splits/rows", path=path)
-        ids[start:stop] = number
-    return (names if (ids == len(pack.splits)).any() else names[:-1]), ids
+    try:
+        return split_ids(pack.splits, rows)
+    except ValueError as error:
+        raise SourceError(f"{path}: {error}; correct its dataset splits/rows", path=path) from error
 
 
 def _names(file: h5py.File, images: str, rows: int) -> NameTable:

@@ -158,7 +158,7 @@ def _pyarrow(path: str) -> Any:
         import pyarrow
     except ImportError as error:
         raise SourceError(
-            f"{path}: Parquet and Arrow files need pyarrow; run pip install 'h5pack[tables]'", path=path
+            f"{path}: Parquet and Arrow files need pyarrow; run pip install pyarrow", path=path
         ) from error
     return pyarrow
 

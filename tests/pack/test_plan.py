@@ -70,7 +70,7 @@ def test_sizes_that_differ_are_an_error_that_names_the_most_frequent_one() -> No
     seen = survey({4: (100, 50), 6: (100, 50), 9: (50, 100), 0: (0, 0)}, reasons={0: "truncated"})
     with pytest.raises(SizesDifferError, match=r"218x178 \(16, such as 01.*100x50 \(2, such as 04") as caught:
         plan(seen=seen)
-    assert caught.value.parameters == ("size='218x178'",)
+    assert caught.value.parameters == ("size='218x178'", "fit")
     assert plan(seen=seen, size=(64, 64)).rows == 19
 
 

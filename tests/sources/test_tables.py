@@ -260,7 +260,7 @@ def test_each_row_group_is_read_once_for_the_rows_that_are_announced(
 def test_without_pyarrow_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "x.parquet", table(range(2)))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(SourceError, match=r"h5pack\[tables\]"):
+    with pytest.raises(SourceError, match=r"pip install pyarrow"):
         opened(path)
 
 
