@@ -16,18 +16,23 @@ def add(commands: Any) -> None:
     """Add this command and its arguments to the parser."""
     convert = commands.add_parser(
         "convert",
-        help="pack the images of a folder, or of any HDF5 file, into a new HDF5 file",
-        description="Pack the images of a folder, of a manifest or of any HDF5 file into a new HDF5 file. OUT appears "
-        "only when the file is complete.",
+        help="pack the images of a folder, an archive or any HDF5 file into a new HDF5 file",
+        description="Pack the images of a folder, an archive, a manifest or any HDF5 file into a new HDF5 file. OUT "
+        "appears only when the file is complete.",
     )
     convert.set_defaults(run=run)
-    convert.add_argument("source", metavar="SOURCE", help="a folder of images, a CSV or TSV manifest, or any HDF5 file")
+    convert.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a folder or archive of images, WebDataset shards, Parquet files, a CSV or TSV manifest, or any HDF5 file",
+    )
     convert.add_argument("out", metavar="OUT", help="the HDF5 file to create")
 
     what = convert.add_argument_group("what to pack")
     what.add_argument(
         "--source", dest="source_kind", metavar="KIND",
-        help="kind of SOURCE: flat, classes, splits, celeba, manifest or hdf5 (default: detected)",
+        help="kind of SOURCE: flat, classes, splits, celeba, manifest, hdf5, webdataset or parquet "
+        "(default: detected)",
     )  # fmt: skip
     what.add_argument(
         "--include", action="append", default=[], metavar="GLOB",

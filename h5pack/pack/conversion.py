@@ -84,7 +84,7 @@ def convert(
     resume: bool = False,
     progress: bool = False,
 ) -> ConvertReport:
-    """Pack a folder of images, the images of another HDF5 file, or a map-style dataset, into an HDF5 file.
+    """Pack a folder or archive of images, the images of another HDF5 file, or a map-style dataset, into an HDF5 file.
 
     The file gets the name `out` only once it is complete. If a call is interrupted, even by SIGKILL, another call with
     ``resume=True`` continues it and produces the same bytes as an uninterrupted one.
@@ -92,12 +92,15 @@ def convert(
     Parameters
     ----------
     source : path or map-style dataset
-        A folder (of images, of class folders, of split folders, or CelebA), a CSV or TSV manifest, any HDF5 file with a
-        dataset of images, or a map-style dataset of uint8 images, or of (image, label), as tuples or dicts.
+        A folder (of images, of class folders, of split folders, or CelebA), a tar or zip file of images or such
+        folders, WebDataset shards or Parquet files (one, a folder of them, or a pattern like "shard-{000..010}.tar"), a
+        CSV or TSV manifest, any HDF5 file with a dataset of images, or a map-style dataset of uint8
+        images, or of (image, label), as tuples or dicts.
     out : path
         The file to create.
     source_kind : str, optional
-        flat, classes, splits, celeba, manifest or hdf5. Default: detected from the source's content.
+        flat, classes, splits, celeba, manifest, hdf5, webdataset or parquet. Default: detected from the source's
+        content.
     include, exclude : str or sequence of str
         Shell patterns for paths relative to the source. Only images that match `include` and do not match `exclude`
         are packed.
@@ -110,7 +113,9 @@ def convert(
     label_columns : str or sequence of str
         The manifest's column that holds the labels, or several columns of 0 and 1 for multi-label data.
     field_columns : str or sequence of str
-        The manifest's columns that hold numbers to store as further fields (per-row datasets).
+        The manifest's columns that hold numbers to store as further fields (per-row datasets). Columns can also be
+        those of Parquet files, where `path_column` is the column of images, or keys of the .json members of WebDataset
+        shards.
     images, labels : str, optional
         An HDF5 file's datasets of images and of labels. Default: detected. ``labels=""`` packs no labels.
     fields : str or sequence of str
@@ -260,7 +265,7 @@ class Conversion:
 
     @functools.cached_property
     def _catalog(self) -> Catalog:
-        catalog = open_source(self._source, self.options.source_options)
+        catalog = open_source(self._source, self.options.source_options, self.output.final.parent)
         require_undivided(_source_name(self._source), catalog, self.options)
         return catalog
 
