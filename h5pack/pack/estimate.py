@@ -18,7 +18,7 @@ from h5pack.format.checksums import crc32
 from h5pack.images.decode import Decoder, PixelOptions, strict_pillow
 from h5pack.pack.compression import Compression, compress_chunk
 from h5pack.pack.plan import ConvertPlan
-from h5pack.pack.statistics import channel_sums
+from h5pack.pack.statistics import channel_sums, sampled_rows, statistics_range
 from h5pack.sources.catalog import SourceReader
 from h5pack.system.arrays import equal_runs, shuffled
 from h5pack.system.processes import run, shared
@@ -32,7 +32,7 @@ _MAX_TASK_IMAGES = 256
 _WRITE_SECONDS_PER_ROW, _WRITE_SECONDS_PER_BYTE = 5e-6, 3e-10
 _TABLE_SECONDS_PER_ROW, _FLUSH_SECONDS = 5e-6, 0.1
 # Of compressed chunks, which this process receives from the workers and stores alone.
-_STORE_SECONDS_PER_BYTE = 2e-9
+_STORE_SECONDS_PER_BYTE = 3e-9
 # Of a fast disk: a slower one cannot be measured without writing to it.
 _DISK_BYTES_PER_SECOND = 1e9
 
@@ -43,6 +43,7 @@ class _SampleTask:
     names: list[str]
     decode_paths: list[int]
     pixels: PixelOptions
+    statistics_step: int  # one row in this many counts for the statistics
     compression: Compression | None
 
 
@@ -53,6 +54,7 @@ def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) ->
     all, and compress them if the plan says so. Nothing is written.
     """
     used, end = 0, time.perf_counter() + _SAMPLE_SECONDS
+    step = plan.rows // max(1, len(sampled_rows(*statistics_range(plan, plan.row_order))))
 
     def tasks() -> Iterator[_SampleTask]:
         nonlocal used
@@ -61,7 +63,8 @@ def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) ->
                 return
             used += len(indices)
             names = [plan.catalog.names[index] for index in indices]
-            yield _SampleTask(indices, names, plan.decode_paths[indices].tolist(), plan.pixels, plan.options.filter)
+            decode_paths = plan.decode_paths[indices].tolist()
+            yield _SampleTask(indices, names, decode_paths, plan.pixels, step, plan.options.filter)
 
     samples = list(run(executor, _time_sample, tasks(), 2 * num_workers, _describe))
     # The first task of a worker includes what is done once, such as imports.
@@ -120,6 +123,7 @@ def _time_sample(task: _SampleTask) -> tuple[bool, float]:
             with contextlib.suppress(OSError, RejectedImageError):
                 decoder.decode(reader.read(index, name), decode_path, row)
             crc32(row)
+        for row in rows[:: task.statistics_step]:
             channel_sums(row, task.pixels.layout)
     if task.compression is not None:
         compress_chunk(rows, task.compression)

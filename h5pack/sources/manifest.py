@@ -131,7 +131,8 @@ def _usual(header: tuple[str, ...], names: tuple[str, ...], others: Sequence[str
 
 def _labels(table: TextTable, columns: tuple[str, ...]) -> tuple[npt.NDArray[Any] | None, tuple[str, ...] | None]:
     if len(columns) > 1:
-        return binary_table(table, columns, "; numbers that are not labels can be packed with field_columns"), columns
+        advice = "; give one label column of class names, or pack numbers that are not labels with field_columns"
+        return binary_table(table, columns, advice), columns
     if not columns:
         return None, None
     (column,) = columns

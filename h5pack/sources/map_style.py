@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import RejectedImageError, SourceError
+from h5pack.errors import H5PackError, RejectedImageError, SourceError
 from h5pack.images.decode import eight_bits
 from h5pack.images.headers import DecodePath, ImageHeader
 from h5pack.sources.catalog import (
@@ -171,10 +171,19 @@ def _known(dataset: Any) -> _Known:
     )
 
 
+def _attribute(dataset: Any, name: str) -> Any:
+    """Return an attribute of a dataset, or None if there is none, or if it is a property that fails."""
+    try:
+        return getattr(dataset, name, None)
+    except H5PackError:
+        raise
+    except Exception:
+        return None
+
+
 def _known_of_subset(dataset: Any, count: int) -> _Known | None:
     """Return what torch's ``Subset`` knows from its dataset; None if this is not one."""
-    whole: Any = getattr(dataset, "dataset", None)
-    indices: Any = getattr(dataset, "indices", None)
+    whole, indices = _attribute(dataset, "dataset"), _attribute(dataset, "indices")
     if not hasattr(whole, "__len__") or not hasattr(indices, "__len__") or len(indices) != count:
         return None
     positions = np.asarray(indices)
@@ -194,7 +203,7 @@ def _known_of_subset(dataset: Any, count: int) -> _Known | None:
 
 def _known_of_parts(dataset: Any, count: int) -> _Known | None:
     """Return what torch's ``ConcatDataset``, or a ``ConcatPack``, knows from its datasets; None if this is neither."""
-    datasets = getattr(dataset, "datasets", None)
+    datasets = _attribute(dataset, "datasets")
     if not isinstance(datasets, (list, tuple)) or not all(hasattr(part, "__len__") for part in datasets):
         return None
     parts = [_known(part) for part in datasets]
@@ -218,12 +227,12 @@ def _known_of_parts(dataset: Any, count: int) -> _Known | None:
 def _file_names(dataset: Any, count: int) -> list[str] | None:
     """Return the names of the samples' files: ``filenames`` of `H5Dataset`, ``samples`` or ``imgs`` of torchvision."""
     for attribute in ("filenames", "samples", "imgs"):
-        entries = getattr(dataset, attribute, None)
+        entries = _attribute(dataset, attribute)
         if not isinstance(entries, (list, tuple)) or len(entries) != count:
             continue
         paths = [entry[0] if isinstance(entry, (list, tuple)) and entry else entry for entry in entries]
         if all(isinstance(path, (str, os.PathLike)) for path in paths):
-            return _relative([os.fsdecode(path) for path in paths], getattr(dataset, "root", None))
+            return _relative([os.fsdecode(path) for path in paths], _attribute(dataset, "root"))
     return None
 
 
@@ -242,16 +251,16 @@ def _relative(names: list[str], root: Any) -> list[str]:
 
 def _class_names(dataset: Any) -> tuple[str, ...] | None:
     """Return the names of a dataset's classes, or of the columns of an `H5Dataset`'s labels."""
-    labels = getattr(dataset, "features", None)
-    feature = labels.get(LABEL) if isinstance(labels, Mapping) else None  # of a dataset of Hugging Face
-    columns = dataset.columns if hasattr(dataset, "label_name") else None
-    for names in (getattr(dataset, "classes", None), getattr(feature, "names", None), columns):
+    features = _attribute(dataset, "features")  # of a dataset of Hugging Face
+    label = features.get(LABEL) if isinstance(features, Mapping) else None
+    columns = _attribute(dataset, "columns") if _attribute(dataset, "label_name") else None
+    for names in (_attribute(dataset, "classes"), _attribute(label, "names"), columns):
         if isinstance(names, (list, tuple)) and names:
             # torchvision's ImageNet has several names for each class.
             texts = [", ".join(map(str, name)) if isinstance(name, (list, tuple)) else name for name in names]
             if all(isinstance(name, str) for name in texts):
                 return tuple(texts)
-    indices = getattr(dataset, "class_to_idx", None)
+    indices = _attribute(dataset, "class_to_idx")
     if isinstance(indices, Mapping) and indices and all(isinstance(name, str) for name in indices):
         ordered = sorted(indices, key=lambda name: indices[name])
         if [indices[name] for name in ordered] == list(range(len(ordered))):
@@ -261,7 +270,7 @@ def _class_names(dataset: Any) -> tuple[str, ...] | None:
 
 def _splits(dataset: Any, count: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]] | None:
     """Return the splits of an `H5Dataset`, whose samples are the rows ``dataset.rows`` of a file; None for others."""
-    chosen, ranges = getattr(dataset, "rows", None), getattr(dataset, "splits", None)
+    chosen, ranges = _attribute(dataset, "rows"), _attribute(dataset, "splits")
     if not isinstance(chosen, (range, np.ndarray)) or len(chosen) != count or not isinstance(ranges, Mapping):
         return None
     rows = {name: (split.start, split.stop) for name, split in ranges.items()}

@@ -30,8 +30,8 @@ Result = TypeVar("Result")
 _WAIT_SECONDS = 0.5
 _JOIN_SECONDS = 10.0
 _MAX_DEPTH = 6
-_ALONE = "num_workers=1"
-_OR_ALONE = f", or give {_ALONE}, which needs no other process"
+_ONE_WORKER = "num_workers=1"
+_OR_ONE_WORKER = f", or give {_ONE_WORKER}, which needs no other process"
 
 # Per thread, because each thread may use a SerialExecutor of its own.
 _local = threading.local()
@@ -75,12 +75,14 @@ def open_executor(
     if method == "fork":
         _require_no_open_file(shared_object)
     else:
-        _require_importable_main("" if isolated else _OR_ALONE)
+        _require_importable_main("" if isolated else _OR_ONE_WORKER)
     context = multiprocessing.get_context(method)
-    executor = concurrent.futures.ProcessPoolExecutor(num_workers, context, _start_worker, (_Parcel(shared_object),))
+    executor = concurrent.futures.ProcessPoolExecutor(
+        num_workers, context, _start_worker, (_SharedObject(shared_object),)
+    )
     try:
         if method != "fork":
-            _require_start(executor, num_workers, "" if isolated else _OR_ALONE)
+            _require_start(executor, num_workers, "" if isolated else _OR_ONE_WORKER)
         yield executor
     except BaseException:
         _kill(executor)
@@ -164,8 +166,8 @@ def _require_no_open_file(value: Any) -> None:
         if isinstance(item, io.IOBase) and _is_shared_file(item):
             raise WorkerError(
                 f"the source holds the file {getattr(item, 'name', item)!r} open, and worker processes would move its "
-                f"position for each other; open it in each call{_OR_ALONE}",
-                parameters=(_ALONE,),
+                f"position for each other; open it in each call{_OR_ONE_WORKER}",
+                parameters=(_ONE_WORKER,),
             )
         if isinstance(item, types.FunctionType):
             # Not the globals, from which every imported module can be reached.
@@ -194,7 +196,7 @@ def _require_importable_main(advice: str) -> None:
         raise WorkerError(
             f"{path}: worker processes cannot import the main program, which is not in a file; save it as one{advice}",
             path=path,
-            parameters=(_ALONE,),
+            parameters=(_ONE_WORKER,),
         )
     line = _unguarded_line(main, path)
     if line is not None:
@@ -202,7 +204,7 @@ def _require_importable_main(advice: str) -> None:
             f"{path} line {line}: each worker process would run this line, too; put it under "
             f'if __name__ == "__main__":{advice}',
             path=path,
-            parameters=(_ALONE,),
+            parameters=(_ONE_WORKER,),
         )
 
 
@@ -221,7 +223,7 @@ def _unguarded_line(main: types.ModuleType, path: str) -> int | None:
     return None if line is None or any(first <= line <= last for first, last in conditions) else line
 
 
-class _Parcel:
+class _SharedObject:
     """The shared object on its way to a worker, or the reason why the worker could not unpickle it."""
 
     def __init__(self, value: Any, failure: str = "") -> None:
@@ -234,17 +236,17 @@ class _Parcel:
         except Exception as error:
             raise WorkerError(
                 f"{_unpicklable(self.value)} cannot be sent to worker processes ({_reason(error)}); "
-                f"make it picklable{_OR_ALONE}",
-                parameters=(_ALONE,),
+                f"make it picklable{_OR_ONE_WORKER}",
+                parameters=(_ONE_WORKER,),
             ) from error
-        return _open_parcel, (stream.getvalue(),)
+        return _unpickled, (stream.getvalue(),)
 
 
-def _open_parcel(data: bytes) -> _Parcel:
+def _unpickled(data: bytes) -> _SharedObject:
     try:
-        return _Parcel(pickle.loads(data))
+        return _SharedObject(pickle.loads(data))
     except Exception as error:
-        return _Parcel(None, _reason(error))
+        return _SharedObject(None, _reason(error))
 
 
 def _reason(error: Exception) -> str:
@@ -279,7 +281,7 @@ def _require_start(executor: concurrent.futures.Executor, num_workers: int, advi
         raise WorkerError(
             "a worker process ended while it started; standard error has the reason, which is often that the main "
             f'script cannot be imported: put what it runs under if __name__ == "__main__":{advice}',
-            parameters=(_ALONE,),
+            parameters=(_ONE_WORKER,),
         ) from error
 
 
@@ -287,13 +289,13 @@ def _raise_failure() -> None:
     if _local.failure:
         raise WorkerError(
             f"worker processes cannot load the source ({_local.failure}): its classes must be in modules that can be "
-            f"imported (not in a notebook), and unpickle; move them there{_OR_ALONE}",
-            parameters=(_ALONE,),
+            f"imported (not in a notebook), and unpickle; move them there{_OR_ONE_WORKER}",
+            parameters=(_ONE_WORKER,),
         )
 
 
-def _start_worker(parcel: _Parcel) -> None:
-    _local.shared, _local.failure = parcel.value, parcel.failure
+def _start_worker(received: _SharedObject) -> None:
+    _local.shared, _local.failure = received.value, received.failure
     # Ctrl-C sends SIGINT to the whole process group. Only the parent should handle it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:

@@ -192,6 +192,15 @@ def test_names_of_classes_are_kept(attributes: dict[str, Any], classes: tuple[st
     assert map_style_catalog(Folder(NAMES, **attributes)).label_names == classes
 
 
+def test_a_property_that_fails_is_no_reason_to_refuse_a_dataset() -> None:
+    class Failing(Folder):
+        @property
+        def filenames(self) -> list[str]:
+            raise NotImplementedError
+
+    assert list(map_style_catalog(Failing(NAMES)).names) == NAMES
+
+
 def test_subsets_and_concatenations_keep_names_and_classes() -> None:
     whole = Folder(NAMES)
     some = map_style_catalog(Subset(Subset(whole, [3, -4, 1]), np.array([0, 1])))
