@@ -154,7 +154,8 @@ class H5Dataset(BatchSource):
 
     def __repr__(self) -> str:
         shape = " x ".join(str(size) for size in self.engine.indexes[self.names[0]].row_shape)
-        return f"H5Dataset({self.path!r}, split={self.split!r}): {len(self):,} rows of {shape}"
+        labels = "" if self.label_name is not None else ", no labels"
+        return f"H5Dataset({self.path!r}, split={self.split!r}): {len(self):,} rows of {shape}{labels}"
 
     @property
     def class_to_idx(self) -> dict[str, int] | None:

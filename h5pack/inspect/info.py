@@ -14,12 +14,12 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import PackFormatError, ReadError
+from h5pack.errors import PackFormatError, ReadError, SourceError
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan, plan_cache, plan_chunks
 from h5pack.read.encoded import index_encoded, is_encoded
 from h5pack.read.hdf5 import attribute_names, chunk_grid, dataset_names, filters_of, open_file, reopen_tuned, text
-from h5pack.sources.hdf5_catalog import channel_axes, is_image_array
+from h5pack.sources.hdf5_catalog import channel_axes, find_images, find_labels, further_datasets, is_image_array
 from h5pack.system.text import format_bytes
 
 _DEFAULT_CACHE_BYTES = 1024 * 1024
@@ -109,7 +109,7 @@ class FileReport:
         size = sum(stop - start for start, stop in self.opening)
         lines.append(f"opening  reads {ranges} of the file, {format_bytes(size)} in all")
         if self.opening_fix is not None:
-            lines.append(f"  fix: {shlex.join(self.opening_fix)}")
+            lines.append(f"  fix, if it is opened over a network: {shlex.join(self.opening_fix)}")
         lines += [dataset.to_text(self.path) for dataset in self.datasets]
         stats = self.stats or {}
         if stats.get("labels"):
@@ -322,19 +322,26 @@ def _guessed_chunks(dataset: h5py.Dataset) -> tuple[int, ...]:
 def _fix(dataset: h5py.Dataset) -> tuple[str, ...]:
     """Return a command that writes a copy of decoded images whose chunks hold whole rows."""
     name, path = dataset.name.lstrip("/"), dataset.file.filename
-    convert = ("h5pack", "convert", path, "packed.h5", "--images", name)
     if is_encoded(dataset):
-        return convert
+        return _convert_command(dataset)
     axes = channel_axes(dataset.shape[1:])
     if dataset.dtype == np.uint8 and is_image_array(dataset.shape, dataset.dtype) and len(axes) == 1:
         # The copy keeps layout and channels, so programs that read the file need no change.
         layout = ("--layout", "nchw") if axes == ["first"] else ()
         gray = axes == ["none"] or dataset.shape[3 if axes == ["last"] else 1] < 3
-        return (*convert, *layout, *(("--mode", "gray") if gray else ()))
+        return (*_convert_command(dataset), *layout, *(("--mode", "gray") if gray else ()))
     row_bytes = math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
     rows = plan_chunks(len(dataset), row_bytes, whole_pages=True).rows
     chunk = "x".join(map(str, (min(rows, len(dataset)), *dataset.shape[1:])))
     return ("h5repack", "-f", f"{name}:NONE", "-l", f"{name}:CHUNK={chunk}", path, "repacked.h5")
+
+
+def _convert_command(images: h5py.Dataset) -> tuple[str, ...]:
+    """Return the command that packs a file's images with their labels and all further numbers of each row."""
+    file, name = images.file, images.name.lstrip("/")
+    labels, fields = find_labels(file, name), further_datasets(file, name)
+    chosen = (("--labels", labels) if labels else ()) + (("--fields", ",".join(fields)) if fields else ())
+    return ("h5pack", "convert", file.filename, "packed.h5", "--images", name, *chosen)
 
 
 def _options(stored: str) -> Any:
@@ -375,7 +382,11 @@ def _finite(values: npt.NDArray[np.float64]) -> list[float | None]:
 
 def _stats(file: h5py.File) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    labels = file.get(schema.LABELS)
+    try:
+        images = find_images(file)
+    except SourceError:
+        return result
+    labels = file.get(find_labels(file, images) or "")
     if isinstance(labels, h5py.Dataset) and labels.dtype.kind in "iu":
         result["labels"] = _label_counts(labels)
     if f"{schema.STATISTICS}/mean" in file:
@@ -385,8 +396,8 @@ def _stats(file: h5py.File) -> dict[str, Any]:
             "std": _finite(group["std"][()]),
             "rows": int(group.attrs["rows"]),
         }
-    elif isinstance(file.get(schema.IMAGES), h5py.Dataset):
-        result["channels"] = _measured_channels(reopen_tuned(file[schema.IMAGES]))
+    else:
+        result["channels"] = _measured_channels(reopen_tuned(file[images]))
     return result
 
 

@@ -109,7 +109,7 @@ def require_undivided(source: str, catalog: Catalog, options: ConvertOptions) ->
         names = ", ".join(map(repr, catalog.split_names))
         raise OptionsError(
             f"{source}: {parameter} would divide it into 'train' and 'val', but it has the splits {names}; leave out "
-            f"{parameter}, or convert one of the splits alone",
+            f"{parameter}, or convert one of the splits alone, such as its folder",
             path=None if catalog.kind == "dataset" else source,
             parameters=(parameter,),
         )

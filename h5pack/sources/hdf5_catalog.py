@@ -31,7 +31,7 @@ from h5pack.system.text import format_bytes
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5")
-_LABELS = ("labels", "label", "targets", "target", "y")
+_LABELS = ("labels", "label", "targets", "target", "y", "class", "category")
 # Matches the word for images in a dataset's name, such as "images", "train/images", "train_set_x" or "X".
 _IMAGE_WORD = re.compile(r"(?<![a-z])(?:images?|imgs?|x)(?![a-z])", re.IGNORECASE)
 
@@ -90,10 +90,10 @@ def hdf5_catalog(path: Path, datasets: HDF5Datasets, wanted: NameFilter) -> Cata
 
 
 def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
-    images = (datasets.images or _find_images(file)).strip("/")
+    images = (datasets.images or find_images(file)).strip("/")
     pack = describe_file(path, images, None, sized=False)
     stored = require_dataset(file, images)
-    labels = _find_labels(file, images) if datasets.labels is None else datasets.labels.strip("/") or None
+    labels = find_labels(file, images) if datasets.labels is None else datasets.labels.strip("/") or None
     fields = tuple(name.strip("/") for name in datasets.fields)
     if not fields and datasets.own_fields and schema.FORMAT in file.attrs and images == schema.IMAGES:
         fields = tuple(_own_fields(file))
@@ -149,7 +149,7 @@ def _has_rows(file: h5py.File, name: str, rows: int) -> bool:
         return False
 
 
-def _find_images(file: h5py.File) -> str:
+def find_images(file: h5py.File) -> str:
     """Return the path of the images: the dataset "images", or else the only dataset that looks like images."""
     if isinstance(file.get(schema.IMAGES), h5py.Dataset):
         return schema.IMAGES
@@ -209,7 +209,7 @@ def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelFor
     return PixelForm(asked or allowed[0], datasets.value_range)
 
 
-def _find_labels(file: h5py.File, images: str) -> str | None:
+def find_labels(file: h5py.File, images: str) -> str | None:
     """Return the path of a dataset beside the images whose name and length mark it as their labels, or None."""
     if schema.FORMAT in file.attrs and images == schema.IMAGES:
         # A field of a pack may be called "label".
@@ -231,6 +231,19 @@ def _label_names(images: str) -> Iterator[str]:
             for written in (word, word.upper(), word.title()):
                 yield images[: match.start()] + written + images[match.end() :]
         yield word
+
+
+def further_datasets(file: h5py.File, images: str) -> list[str]:
+    """Return the paths of the datasets beside images and labels that can be packed as fields."""
+    own = schema.RESERVED if schema.FORMAT in file.attrs else ()
+    labels, rows = find_labels(file, images), len(file[images])
+    found: dict[str, str] = {}
+    for name in dataset_names(file):
+        base, is_own = os.path.basename(name), name.partition("/")[0] in own
+        fits = name not in (images, labels) and not is_own and is_field_name(base) and _has_rows(file, name, rows)
+        if fits and file[name].dtype.kind in "biuf":
+            found.setdefault(base, name)
+    return list(found.values())
 
 
 def _own_fields(file: h5py.File) -> Iterator[str]:
