@@ -210,7 +210,7 @@ def test_the_fix_keeps_labels_and_fields_and_statistics_find_the_images(tmp_path
         group = file.create_group("run")
         group.create_dataset("pictures", data=images, chunks=(40, 3, 8, 8))
         group["category"] = np.arange(40) % 7
-        group["temperature"] = np.linspace(0, 1, 40)
+        group["temperature"] = temperatures = np.linspace(0, 1, 40)
         file["names"], file["short"] = [b"x"] * 40, np.arange(5)
     report = h5pack.info(path, stats=True)
     (fix,) = [dataset.fix for dataset in report.datasets if dataset.fix is not None]
@@ -224,4 +224,4 @@ def test_the_fix_keeps_labels_and_fields_and_statistics_find_the_images(tmp_path
     assert main([*fix[1:2], str(path), str(tmp_path / "p.h5"), *fix[4:], "--quiet", "--workers", "1"]) == 0
     packed = h5pack.H5Dataset(tmp_path / "p.h5", fields=["temperature"])
     rows = [int(name.split("/")[-1]) for name in packed.filenames or ()]
-    assert [[sample.label, sample.temperature.item()] for sample in packed] == [[row % 7, row / 39] for row in rows]
+    assert [[sample.label, sample.temperature.item()] for sample in packed] == [[row % 7, temperatures[row]] for row in rows]
