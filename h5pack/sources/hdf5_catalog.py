@@ -122,12 +122,12 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
         labels=values,
         label_names=names,
         fields=dict(zip(field_names, columns.values(), strict=True)),
-        notes=_unused(file, images, {images, labels, *fields}),
+        notes=_unused(file, images, {images, labels, *fields}, labelled=labels is not None),
         about=f"images {images!r}" + ("" if labels is None else f", labels {labels!r}"),
     )
 
 
-def _unused(file: h5py.File, images: str, used: set[str | None]) -> tuple[Note, ...]:
+def _unused(file: h5py.File, images: str, used: set[str | None], *, labelled: bool) -> tuple[Note, ...]:
     """Return notes that name the datasets that are not packed, without those that every pack has."""
     own = schema.RESERVED if schema.FORMAT in file.attrs else ()
     rows, names = len(file[images]), [name for name in dataset_names(file) if name not in used]
@@ -135,9 +135,9 @@ def _unused(file: h5py.File, images: str, used: set[str | None]) -> tuple[Note, 
     # A dataset that is not packed may be damaged.
     fitting = [name for name in names if _has_rows(file, name, rows)]
     others = [name for name in names if name not in fitting]
-    advice = "those of numbers can be packed with fields"
+    advice = "those of numbers can be packed with fields" + ("" if labelled else ", and one of them with labels")
     return (
-        *unused_note("datasets", fitting, advice, "fields"),
+        *unused_note("datasets", fitting, advice, "fields", "labels"),
         *unused_note("datasets", others, f"they do not have {rows:,} rows, as {images!r} has"),
     )
 
