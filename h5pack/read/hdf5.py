@@ -120,7 +120,7 @@ def require_dataset(file: h5py.File, name: str) -> h5py.Dataset:
     item = find_item(file, name)
     if not isinstance(item, h5py.Dataset):
         known = ", ".join(repr(found) for found in dataset_names(file)) or "none"
-        advice = "; name one with images=NAME" if name == schema.IMAGES else ""
+        advice = "; give images=NAME" if name == schema.IMAGES else ""
         raise PackFormatError(
             f"{file.filename}: has no dataset {name!r}; its datasets are {known}{advice}",
             path=file.filename,

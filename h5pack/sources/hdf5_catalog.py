@@ -137,7 +137,7 @@ def _unused(file: h5py.File, images: str, used: set[str | None], *, labelled: bo
     others = [name for name in names if name not in fitting]
     advice = "those of numbers can be packed with fields" + ("" if labelled else ", and one of them with labels")
     return (
-        *unused_note("datasets", fitting, advice, "fields", "labels"),
+        *unused_note("datasets", fitting, advice, "fields", *(() if labelled else ("labels",))),
         *unused_note("datasets", others, f"they do not have {rows:,} rows, as {images!r} has"),
     )
 
