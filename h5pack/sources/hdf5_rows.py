@@ -145,7 +145,11 @@ class HDF5RowReader(SourceReader):
         """Return the bytes of an encoded image; raise RejectedImageError if its row is empty or unreadable."""
         row = self._rows(np.array([index], np.int64))
         try:
-            data = self.engine.reader.read_bytes(self.images, row)[0]
+            data = self.engine.read_bytes(self.images, row)[0]
+            if self._checks:
+                self.engine.check(self.images, checksums_of(self.images), row, row)
+        except DamagedRowsError as error:
+            raise RejectedImageError("its row is damaged: it does not match its checksum") from error
         except PackFormatError as error:
             raise self._row_error() from error
         except ReadError as error:
