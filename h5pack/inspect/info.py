@@ -17,7 +17,7 @@ import numpy.typing as npt
 from h5pack.errors import PackFormatError, ReadError
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan, plan_cache, plan_chunks
-from h5pack.read.encoded import index_encoded, is_encoded
+from h5pack.read.encoded import has_kept_images, index_encoded, index_kept, is_encoded
 from h5pack.read.hdf5 import attribute_names, chunk_grid, dataset_names, filters_of, open_file, reopen_tuned, text
 from h5pack.sources.hdf5_catalog import channel_axes, is_image_array
 from h5pack.system.text import format_bytes
@@ -136,6 +136,10 @@ class FileReport:
             if kind in pack:
                 names = ", ".join(pack[kind][:_MAX_NAMES]) + (", ..." if len(pack[kind]) > _MAX_NAMES else "")
                 lines.append(f"{kind}  {len(pack[kind]):,}: {names}")
+        if "encoded" in pack:
+            kept = pack["encoded"]
+            sides = " to ".join(f"{side:,}" for side in kept["longer_sides"])
+            lines.append(f"encoded  {kept['images']:,} JPEG files, {format_bytes(kept['bytes'])}, longer sides {sides}")
         lines.append(f"mean     {_number_text(pack['mean'])}   std {_number_text(pack['std'])}   (of 0..1)")
         lines.append(f"rejects  {pack['rejects']:,}")
         return lines
@@ -364,8 +368,21 @@ def _describe_pack(file: h5py.File) -> dict[str, Any]:
     for name in ("mean", "std"):
         stored = file.get(f"{schema.STATISTICS}/{name}")
         described[name] = [] if stored is None else _finite(stored[()])
+    if has_kept_images(file, schema.ENCODED):
+        described["encoded"] = _describe_encoded(file)
     described["rejects"] = len(file[f"{schema.REJECTS}/filenames"]) if schema.REJECTS in file else 0
     return described
+
+
+def _describe_encoded(file: h5py.File) -> dict[str, Any]:
+    """Return the number, the bytes and the range of the longer sides of a pack's encoded images."""
+    index = index_kept(file)
+    sides = file[schema.ENCODED_SIZE][()].max(axis=1, initial=0)
+    return {
+        "images": index.rows,
+        "bytes": int(index.offsets[-1]),
+        "longer_sides": [int(sides.min(initial=2**31 - 1)), int(sides.max(initial=0))] if index.rows else [],
+    }
 
 
 def _finite(values: npt.NDArray[np.float64]) -> list[float | None]:
