@@ -69,10 +69,10 @@ STATISTICS_SMALL_ROWS = 4_096
 def statistics_step(train_rows: int, encoded: bool = False) -> int:
     """Return the step between the rows of the train split that `/statistics` uses: 1 for a small split, else 8.
 
-    Of `encoded` rows fewer are used, because decoding takes far longer than copying: 256, or up to 1,024 of many.
+    Of `encoded` rows fewer are used, because decoding takes far longer than copying: 128, or up to 1,024 of many.
     """
     if encoded:
-        return max(1, -(-train_rows // max(256, min(1024, train_rows // 64))))
+        return max(1, -(-train_rows // max(128, min(1024, train_rows // 64))))
     return 1 if train_rows <= STATISTICS_SMALL_ROWS else STATISTICS_STEP
 
 

@@ -163,14 +163,18 @@ def encode_images(
     advance(int(plan.to_encode.sum()) - len(todo))
     options = plan.options
     job = EncodeJob(str(pack.journal.folder), options.max_side, options.quality, options.max_pixels)
-    for written, record in run(executor, encode_task, _tasks(plan, job, todo, num_workers), 2 * num_workers, str):
-        places.add(written, record.images)
-        reasons.update(record.reasons)
-        advance(len(record.images) + len(record.reasons))
-        if options.strict:
-            for index, reason in record.reasons.items():
-                refuse_reject(plan.source, plan.catalog.reject(index, reason), begun=True)
-    release()
+    tasks = _tasks(plan, job, todo, num_workers)
+    try:
+        for written, record in run(executor, encode_task, tasks, 2 * num_workers, str):
+            places.add(written, record.images)
+            reasons.update(record.reasons)
+            advance(len(record.images) + len(record.reasons))
+            if options.strict:
+                for index, reason in record.reasons.items():
+                    refuse_reject(plan.source, plan.catalog.reject(index, reason), begun=True)
+    finally:
+        # With one worker, this process has done the work, and its lock on the journal would keep others from resuming.
+        release()
     return plan.with_encoded(places, reasons)
 
 

@@ -211,8 +211,9 @@ def _create_file(path: Path, structure: FileStructure) -> h5py.File:
     if structure.metadata_bytes:
         # HDF5 allocates all metadata in this block until it is full. Otherwise parts of the chunk index would be among
         # the chunks, and the distance between chunks would vary. The axis labels follow the block in 4 KiB of their
-        # own, so that the chunks start at a whole MiB.
-        access.set_meta_block_size(-(-structure.metadata_bytes // _MIB) * _MIB - _HEAP_BYTES)
+        # own, so that the chunks start at a whole MiB. Encoded images have no axis labels, and few chunks.
+        unit, after = (_MIB, _HEAP_BYTES) if structure.row_shape else (_MIB // 4, 0)
+        access.set_meta_block_size(-(-structure.metadata_bytes // unit) * unit - after)
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     # The caller already holds an flock on the file, which would conflict with HDF5's own file locking.
     access.set_file_locking(False, False)

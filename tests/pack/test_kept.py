@@ -14,11 +14,20 @@ from PIL import Image
 
 import h5pack
 from h5pack import cli
-from h5pack.errors import NoImagesError, OptionsError, OutputExistsError, ResumeError, SourceError
+from h5pack.errors import (
+    NoImagesError,
+    NoSpaceError,
+    OptionsError,
+    OutputExistsError,
+    RejectedImageError,
+    ResumeError,
+    SourceError,
+)
+from h5pack.images.encode import JpegEncoder
 from h5pack.pack import writer
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.kept import plan_data_chunks
-from tests.crashing import convert_in_child, convert_until_held, distinct_steps, gone, leftovers
+from tests.crashing import convert_in_child, convert_until_held, distinct_steps, gone, interrupt, leftovers
 from tests.makers import hdf5_file, pixels, quick, save, truncate
 from tests.read.encoded_files import decoded, encode, write_encoded
 from tests.read.files import flip
@@ -371,6 +380,9 @@ def test_info_verify_preview_and_export(source: Path, whole: bytes, tmp_path: Pa
     assert report.pack["encoded"] == {
         "images": 56, "bytes": sum(map(len, files.values())), "longer_sides": [20, 200],
     }  # fmt: skip
+    assert len(report.opening) == 1
+    with pytest.raises(OptionsError):
+        h5pack.bench(out)
     assert h5pack.preview(out, tmp_path / "sheet.png").images > 0
     exported = h5pack.export(out, tmp_path / "back", num_workers=1)
     assert (exported.format, exported.copied_files, exported.lost) == ("jpeg", 56, ())
@@ -416,3 +428,39 @@ def test_a_repacked_file_can_still_be_verified(whole: bytes, tmp_path: Path) -> 
     with h5py.File(out, "r+") as file:
         file["checksums/encoded"][9] = 1
     assert h5pack.verify(out, num_workers=1).damaged == {"encoded": [9]}
+
+
+def test_an_interruption_while_images_are_encoded_lets_go_of_the_journal(
+    mixed: Path, whole_mixed: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, encode_jpeg, calls = tmp_path / "o.h5", JpegEncoder.encode, itertools.count()
+
+    def interrupted(*arguments: Any) -> Any:
+        return encode_jpeg(*arguments) if next(calls) < 9 else interrupt()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JpegEncoder, "encode", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            h5pack.convert(mixed, out, **options(**MIXED))
+    assert leftovers(tmp_path) == {"o.h5.partial", "o.h5.partial.journal"}
+    h5pack.convert(mixed, out, **options(resume=True, **MIXED))
+    assert out.read_bytes() == whole_mixed
+
+
+def test_strict_stops_at_the_first_image_that_cannot_be_encoded(mixed: Path, tmp_path: Path) -> None:
+    with pytest.raises(RejectedImageError):
+        h5pack.convert(mixed, tmp_path / "o.h5", **options(strict=True, exclude="*10.jpg"))
+    report = h5pack.convert(mixed, tmp_path / "o.h5", **options(resume=True, exclude="*10.jpg"))
+    assert (report.images, report.rejects) == (40, 2)
+
+
+def test_a_full_disk_while_images_are_encoded(mixed: Path, whole_mixed: bytes, small_disk: Path) -> None:
+    out, hog = small_disk / "o.h5", small_disk / "hog"
+    hog.write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096 - 20_000))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("h5pack.pack.output.Output.require_space", lambda *_: None)
+        with pytest.raises(NoSpaceError):
+            h5pack.convert(mixed, out, **options(**MIXED))
+    hog.unlink()
+    h5pack.convert(mixed, out, **options(resume=True, **MIXED))
+    assert out.read_bytes() == whole_mixed
