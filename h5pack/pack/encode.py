@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from h5pack.errors import RejectedImageError
 from h5pack.format.checksums import crc32
-from h5pack.format.row_offsets import CheckTask, check_rows
 from h5pack.images.decode import strict_pillow
 from h5pack.images.encode import JpegEncoder
 from h5pack.pack.journal import JournalWriter
@@ -29,7 +28,7 @@ from h5pack.pack.kept import ENCODED_IMAGE, EncodedPlaces, KeptPlan
 from h5pack.pack.plan import refuse_reject
 from h5pack.pack.resume import UnfinishedPack
 from h5pack.pack.writer import join_groups, read_image
-from h5pack.system.files import write_all
+from h5pack.system.files import read_all, write_all
 from h5pack.system.processes import run, shared
 
 _PREFIX = "encoded"
@@ -156,7 +155,7 @@ def encode_images(
         record = EncodedRecord.decode(payload)
         places.add(_data_path(str(path)), record.images)
         reasons.update(record.reasons)
-    for damaged in run(executor, check_rows, _checks(places), 2 * num_workers, lambda task: task.path):
+    for damaged in run(executor, _damaged, _checks(places), 2 * num_workers, lambda task: task.path):
         places.owners[damaged] = -1
     todo = np.flatnonzero(plan.to_encode & (places.owners < 0))
     todo = np.setdiff1d(todo, np.array([*reasons], np.int64))
@@ -186,10 +185,27 @@ def _tasks(plan: KeptPlan, job: EncodeJob, indices: npt.NDArray[np.int64], num_w
         yield EncodeTask(job, share.tolist(), names, plan.decode_paths[share].tolist(), plan.fits[share].tolist())
 
 
-def _checks(places: EncodedPlaces) -> Iterator[CheckTask]:
-    """Yield tasks that compare encoded images with their checksums; a task's number of a row is a catalog index."""
-    for index in np.flatnonzero(places.owners >= 0).tolist():
-        image = places.images[index]
-        edges = np.array([0, image["bytes"]], np.int64)
-        path = places.paths[places.owners[index]]
-        yield CheckTask(path, index, int(image["offset"]), edges, np.array([image["checksum"]], np.uint32))
+@dataclass(frozen=True)
+class _CheckTask:
+    """Encoded images, (n,) of `ENCODED_IMAGE`, in a temporary file."""
+
+    path: str
+    images: npt.NDArray[Any]
+
+
+def _checks(places: EncodedPlaces) -> Iterator[_CheckTask]:
+    for owner, path in enumerate(places.paths):
+        images = places.images[places.owners == owner]
+        for first in range(0, len(images), _TASK_IMAGES):
+            yield _CheckTask(path, images[first : first + _TASK_IMAGES])
+
+
+def _damaged(task: _CheckTask) -> list[int]:
+    """Return the catalog indices of images whose bytes differ from their checksum."""
+    wrong = []
+    with open(task.path, "rb") as stream:
+        for index, offset, size, checksum, _, _ in task.images.tolist():
+            data = read_all(stream.fileno(), size, offset)
+            if len(data) != size or crc32(data) != checksum:
+                wrong.append(index)
+    return wrong

@@ -51,9 +51,9 @@ class EncodedPlaces:
 
     def add(self, path: str, images: npt.NDArray[Any]) -> None:
         """Add images, (n,) of `ENCODED_IMAGE`, in the temporary file `path`."""
-        if path not in self.paths[-1:]:
+        if path not in self.paths:
             self.paths.append(path)
-        self.owners[images["index"]], self.images[images["index"]] = len(self.paths) - 1, images
+        self.owners[images["index"]], self.images[images["index"]] = self.paths.index(path), images
 
     def file(self, index: int) -> EncodedFile | None:
         """Return where the bytes of an image are, None if it was not encoded."""

@@ -241,7 +241,7 @@ class ConvertPlan:
         return RowOffsets(addresses, self.chunks.rows, self.row_bytes)
 
     def encoded_files(self, indices: Rows) -> list[EncodedFile | None]:
-        """Return where the bytes of images, int64 (n,), are that were encoded before rows are written."""
+        """Return where the bytes of images, int64 (n,), lie that were encoded before rows are written; else None."""
         return [None] * len(indices)
 
     @property

@@ -57,8 +57,10 @@ class RowGroup:
     names: list[str]
     decode_paths: list[int]  # `DecodePath` of each row's image
     sampled: list[int]  # positions in `rows` of the rows that the channel statistics use
-    ends: list[int]  # where each row ends, in bytes after the offset of the first; only used if rows are contiguous
-    encoded: list[EncodedFile | None]  # where an image's bytes are, of images that were encoded
+    # Only of kept files, which are contiguous: where each one ends, in bytes after the offset of the first, and where
+    # the bytes of an image are that was encoded.
+    ends: list[int]
+    encoded: list[EncodedFile | None]
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,8 @@ def write_tasks(
             indices = plan.row_order.origins[rows]
             names = [plan.catalog.names[index] for index in indices.tolist()]
             decode_paths, some = plan.decode_paths[indices].tolist(), np.flatnonzero(sampled[rows]).tolist()
-            ends = row_offsets.edges(int(rows[0]), len(rows))[1:].tolist()
-            encoded = plan.encoded_files(indices)
+            ends = row_offsets.edges(int(rows[0]), len(rows))[1:].tolist() if job.keep else []
+            encoded = plan.encoded_files(indices) if job.keep else []
             offsets = row_offsets.offsets(rows)
             groups.append(RowGroup(rows, offsets, indices.tolist(), names, decode_paths, some, ends, encoded))
             count += len(rows)
@@ -279,7 +281,10 @@ def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: 
                 parameters=("resume=True",),
             )
         return found
-    data = read_image(reader, index, name)
+    try:
+        data = read_image(reader, index, name)
+    except RejectedImageError:
+        data = b""
     if not isinstance(data, bytes) or len(data) != size:
         raise SourceError(
             f"{name}: was {size:,} bytes large and has changed since the conversion began; restore it, then run again "
