@@ -184,6 +184,7 @@ def export(
     for name, value, maximum in (("quality", quality, 100), ("limit", limit, None), ("num_workers", num_workers, None)):
         if value is not None:
             check_integer(name, value, 1, maximum)
+    _check_quality(quality, format or "jpeg")
     fields = (fields,) if isinstance(fields, str) else tuple(fields)
     bounds = None if value_range is None else parse_range(value_range)
     target = ExportFolder(folder)
@@ -191,11 +192,7 @@ def export(
     source = open_rows(file, HDF5Datasets(images, labels, fields, channel_axis, bounds), splits, limit)
     if format is None:
         format = "jpeg" if isinstance(source.reader.index, EncodedIndex) else "png"
-    if quality is not None and format != "jpeg":
-        raise OptionsError(
-            f"quality is given, but the format is {format}; leave out quality, or give format='jpeg'",
-            parameters=("quality", "format='jpeg'"),
-        )
+    _check_quality(quality, format)
     if source.reader.form is not None and format == "png":
         source.reader.form = ExportForm(source.reader.form.channel_axis, source.reader.form.value_range)
     return _Export(
@@ -209,6 +206,14 @@ def export(
         progress=progress,
         begin=begin,
     ).run()
+
+
+def _check_quality(quality: int | None, format: str) -> None:
+    if quality is not None and format != "jpeg":
+        raise OptionsError(
+            f"quality is given, but the format is {format}; leave out quality, or give format='jpeg'",
+            parameters=("quality", "format='jpeg'"),
+        )
 
 
 class ExportFolder:
