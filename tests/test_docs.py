@@ -195,7 +195,9 @@ def test_every_name_of_the_format_is_described() -> None:
     rules: dict[str, object] = {}
     exec(next(block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "statistics_step" in block), rules)
     for rows in (0, 1, schema.STATISTICS_SMALL_ROWS, schema.STATISTICS_SMALL_ROWS + 1, 10**9):
-        assert rules["statistics_step"](rows) == schema.statistics_step(rows)  # type: ignore[operator]
+        for encoded in (False, True):
+            step = schema.statistics_step(rows, encoded)
+            assert rules["statistics_step"](rows, encoded) == step  # type: ignore[operator]
 
 
 def test_everything_in_a_real_pack_is_described(tmp_path: Path) -> None:

@@ -83,6 +83,16 @@ def _add_layout(convert: argparse.ArgumentParser) -> None:
     rows.add_argument("--mode", metavar="MODE", help="channels of packed images: rgb (default) or gray")
     rows.add_argument("--layout", metavar="LAYOUT", help="order of axes: nhwc (default, channels last) or nchw")
     rows.add_argument(
+        "--keep", metavar="FORMAT",
+        help="jpeg: store the bytes of JPEG files, of any size, instead of pixels; encode other images as JPEG once",
+    )  # fmt: skip
+    rows.add_argument(
+        "--max-side", type=int, metavar="N", help="with --keep, shrink images whose longer side exceeds N pixels"
+    )
+    rows.add_argument(
+        "--quality", type=int, metavar="Q", help="with --keep, JPEG quality of images that are encoded (default 90)"
+    )
+    rows.add_argument(
         "--max-pixels", type=int, metavar="N", help="reject images of more than N pixels as decompression bombs"
     )
 

@@ -137,5 +137,8 @@ def _check_same_fields(one: H5Dataset, other: H5Dataset) -> None:
 def _field_texts(dataset: H5Dataset) -> tuple[str, str, str, str]:
     """Return descriptions (shapes and dtypes) of the images, labels, fields and row numbers of a dataset's batches."""
     texts = {name: f"{row_shape} {dtype}" for name, row_shape, dtype in batch_fields(dataset)}
+    if dataset.transform is not None and dataset.engine.indexes[dataset.names[0]].is_encoded:
+        # The shape is only that of row 0, and a transform makes images of several sizes equal.
+        texts[dataset.names[0]] = "encoded images"
     images, labels = texts.pop(dataset.names[0]), texts.pop(dataset.label_name or "", "")
     return images, labels, ", ".join(texts.values()), "with_rows=True" if dataset.with_rows else ""

@@ -39,8 +39,9 @@ class H5Dataset(BatchSource):
     ----------
     path : path
         A pack (a file that h5pack wrote), or any HDF5 file with a dataset that has one sample per entry of axis 0. The
-        samples are arrays of numbers or encoded images. Encoded images are rows of variable-length uint8 that hold the
-        bytes of a JPEG, PNG or other image file, and are decoded to RGB (H, W, 3).
+        samples are arrays of numbers or encoded images. Encoded images are those of a pack that keeps JPEG bytes, or
+        rows of variable-length uint8 that hold the bytes of a JPEG, PNG or other image file. They are decoded to RGB
+        (H, W, 3).
     split : str or sequence of str, optional
         Name of one of the file's splits, or names of several, whose samples follow each other in that order; None: all
         rows.
@@ -50,7 +51,8 @@ class H5Dataset(BatchSource):
     target_transform : callable, optional
         Called with each label.
     images : str
-        Path of the dataset of images in the file.
+        Path of the dataset of images in the file. If the default path does not exist, but the file is a pack that keeps
+        JPEG bytes, its encoded images are read.
     labels : str or None
         Path of the dataset of labels in the file; None: no labels. If the file has no dataset at the default path, the
         samples have no labels.
@@ -59,7 +61,7 @@ class H5Dataset(BatchSource):
     with_rows : bool
         Append the row number in the file, an int, to each sample.
     check : bool
-        Compare each row that is read with its stored checksum.
+        Compare each row that is read (of encoded images, their bytes) with its stored checksum.
 
     Attributes
     ----------

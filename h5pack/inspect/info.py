@@ -17,7 +17,7 @@ import numpy.typing as npt
 from h5pack.errors import PackFormatError, ReadError, SourceError
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan, plan_cache, plan_chunks
-from h5pack.read.encoded import index_encoded, is_encoded
+from h5pack.read.encoded import has_kept_images, index_encoded, index_kept, is_encoded
 from h5pack.read.hdf5 import attribute_names, chunk_grid, dataset_names, filters_of, open_file, reopen_tuned, text
 from h5pack.sources.hdf5_catalog import channel_axes, find_images, find_labels, further_datasets, is_image_array
 from h5pack.system.text import format_bytes
@@ -136,6 +136,10 @@ class FileReport:
             if kind in pack:
                 names = ", ".join(pack[kind][:_MAX_NAMES]) + (", ..." if len(pack[kind]) > _MAX_NAMES else "")
                 lines.append(f"{kind}  {len(pack[kind]):,}: {names}")
+        if "encoded" in pack:
+            kept = pack["encoded"]
+            sides = " to ".join(f"{side:,}" for side in kept["longer_sides"])
+            lines.append(f"encoded  {kept['images']:,} JPEG files, {format_bytes(kept['bytes'])}, longer sides {sides}")
         lines.append(f"mean     {_number_text(pack['mean'])}   std {_number_text(pack['std'])}   (of 0..1)")
         lines.append(f"rejects  {pack['rejects']:,}")
         return lines
@@ -339,7 +343,7 @@ def _fix(dataset: h5py.Dataset) -> tuple[str, ...]:
 def _convert_command(images: h5py.Dataset) -> tuple[str, ...]:
     """Return the command that packs a file's images with their labels and all further numbers of each row."""
     file, name = images.file, images.name.lstrip("/")
-    labels, fields = find_labels(file, name), further_datasets(file, name)
+    labels, fields = find_labels(file, name, len(images)), further_datasets(file, name)
     chosen = (("--labels", labels) if labels else ()) + (("--fields", ",".join(fields)) if fields else ())
     return ("h5pack", "convert", file.filename, "packed.h5", "--images", name, *chosen)
 
@@ -371,8 +375,21 @@ def _describe_pack(file: h5py.File) -> dict[str, Any]:
     for name in ("mean", "std"):
         stored = file.get(f"{schema.STATISTICS}/{name}")
         described[name] = [] if stored is None else _finite(stored[()])
+    if has_kept_images(file, schema.ENCODED):
+        described["encoded"] = _describe_encoded(file)
     described["rejects"] = len(file[f"{schema.REJECTS}/filenames"]) if schema.REJECTS in file else 0
     return described
+
+
+def _describe_encoded(file: h5py.File) -> dict[str, Any]:
+    """Return the number, the bytes and the range of the longer sides of a pack's encoded images."""
+    index = index_kept(file)
+    sides = file[schema.ENCODED_SIZE][()].max(axis=1, initial=0)
+    return {
+        "images": index.rows,
+        "bytes": int(index.offsets[-1]),
+        "longer_sides": [int(sides.min(initial=2**31 - 1)), int(sides.max(initial=0))] if index.rows else [],
+    }
 
 
 def _finite(values: npt.NDArray[np.float64]) -> list[float | None]:
@@ -386,7 +403,8 @@ def _stats(file: h5py.File) -> dict[str, Any]:
         images = find_images(file)
     except SourceError:
         return result
-    labels = file.get(find_labels(file, images) or "")
+    rows = len(file[images]) if isinstance(file[images], h5py.Dataset) else 0
+    labels = file.get(find_labels(file, images, rows) or "")
     if isinstance(labels, h5py.Dataset) and labels.dtype.kind in "iu":
         result["labels"] = _label_counts(labels)
     if f"{schema.STATISTICS}/mean" in file:
@@ -396,7 +414,7 @@ def _stats(file: h5py.File) -> dict[str, Any]:
             "std": _finite(group["std"][()]),
             "rows": int(group.attrs["rows"]),
         }
-    else:
+    elif isinstance(file[images], h5py.Dataset):
         result["channels"] = _measured_channels(reopen_tuned(file[images]))
     return result
 

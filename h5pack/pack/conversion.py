@@ -25,11 +25,13 @@ from h5pack.format.row_offsets import check_rows_counted, check_tasks, describe_
 from h5pack.images.decode import MAX_PIXELS
 from h5pack.pack import finish, writer
 from h5pack.pack.compression import require_filter
-from h5pack.pack.estimate import estimate_seconds
+from h5pack.pack.encode import encode_images
+from h5pack.pack.estimate import estimate_seconds, table_seconds
 from h5pack.pack.journal import RowRecord, RowResults
+from h5pack.pack.kept import KeptPlan, copy_seconds, make_kept_plan
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock
-from h5pack.pack.plan import ConvertPlan, make_plan, refuse_reject, require_undivided
+from h5pack.pack.plan import ConvertPlan, close_holes, make_plan, refuse_reject, require_undivided
 from h5pack.pack.plan import ConvertReport as ConvertReport
 from h5pack.pack.resume import UnfinishedPack, verify_existing
 from h5pack.pack.survey import survey
@@ -68,6 +70,9 @@ def convert(
     draft: bool = False,
     mode: str = "rgb",
     layout: str = "nhwc",
+    keep: str | None = None,
+    max_side: int | None = None,
+    quality: int = 90,
     order: str = "shuffled",
     seed: int = 0,
     val: float | None = None,
@@ -141,6 +146,13 @@ def convert(
         rgb (3 channels) or gray (1).
     layout : str
         Axes of a row: nhwc (H, W, C) or nchw (C, H, W).
+    keep : str, optional
+        "jpeg": store the bytes of JPEG files instead of pixels, whatever their sizes. Images of other formats are
+        encoded as JPEG once.
+    max_side : int, optional
+        With `keep`, shrink images whose longer side has more pixels, which encodes them again.
+    quality : int
+        With `keep`, the quality of images that are encoded, 1 to 100.
     order : str
         shuffled (each split is shuffled with `seed`) or sorted (source order).
     seed : int
@@ -194,10 +206,10 @@ def convert(
         source, out, source_kind=source_kind, include=include, exclude=exclude, limit=limit, root=root,
         path_column=path_column, label_columns=label_columns, split_column=split_column, field_columns=field_columns,
         images=images, labels=labels, fields=fields, channel_axis=channel_axis, value_range=value_range, size=size,
-        fit=fit, resample=resample, draft=draft, mode=mode, layout=layout, order=order, seed=seed, val=val,
-        chunk_rows=chunk_rows, chunk_bytes=chunk_bytes, max_pixels=max_pixels, compression=compression, compat=compat,
-        strict=strict, num_workers=num_workers, start_method=start_method, io=io, overwrite=overwrite, resume=resume,
-        progress=progress,
+        fit=fit, resample=resample, draft=draft, mode=mode, layout=layout, keep=keep, max_side=max_side,
+        quality=quality, order=order, seed=seed, val=val, chunk_rows=chunk_rows, chunk_bytes=chunk_bytes,
+        max_pixels=max_pixels, compression=compression, compat=compat, strict=strict, num_workers=num_workers,
+        start_method=start_method, io=io, overwrite=overwrite, resume=resume, progress=progress,
     )  # fmt: skip
     with conversion:
         return conversion.run()
@@ -277,14 +289,21 @@ class Conversion:
             executor = open_executor(self.num_workers, options.start_method, catalog.reader)
             self._executor = self._stack.enter_context(executor)
             with self._stage("survey", len(catalog)) as advance:
-                surveyed = survey(catalog, self._executor, 2 * self.num_workers, options.max_pixels, advance)
-            self._plan = make_plan(_source_name(self._source), catalog, surveyed, options)
+                surveyed = survey(
+                    catalog, self._executor, 2 * self.num_workers, options.max_pixels, advance,
+                    keep=options.keep is not None,
+                )  # fmt: skip
+            plan = make_plan if options.keep is None else make_kept_plan
+            self._plan = plan(_source_name(self._source), catalog, surveyed, options)
             self._seconds["survey"] = time.perf_counter() - begin
         return self._plan
 
     def estimate_seconds(self) -> float:
         """Return an estimate of the seconds that `run` will take after the survey; see `h5pack.pack.estimate`."""
-        return estimate_seconds(self.plan(), self._executor, self.num_workers)
+        plan = self.plan()
+        if isinstance(plan, KeptPlan):
+            return copy_seconds(plan, self.num_workers) + table_seconds(plan.rows)
+        return estimate_seconds(plan, self._executor, self.num_workers)
 
     def run(self) -> ConvertReport:
         """Run the conversion and return its report."""
@@ -297,7 +316,12 @@ class Conversion:
         lock = OutputLock(output)
         try:
             with reporting_full_disk(output.partial, "make room, then run again with resume=True", "resume=True"):
-                return self._write_and_finish(UnfinishedPack(plan, output, lock))
+                pack = UnfinishedPack(plan, output, lock)
+                if plan.to_encode.any():
+                    with self._stage("encode", int(plan.to_encode.sum())) as advance:
+                        self._plan = encode_images(pack, self._executor, self.num_workers, advance)
+                pack.allocate(self.plan())
+                return self._write_and_finish(pack)
         except BaseException:
             # Stop the workers before the lock is released, so that none of them writes afterwards.
             self._stack.__exit__(*sys.exc_info())
@@ -318,7 +342,7 @@ class Conversion:
         begin, earlier = time.perf_counter(), sum(self._seconds.values())
         if self.options.strict:
             _refuse_rejects(plan, written)
-        final = finish.close_holes(plan.row_order.split_starts, written.packed, plan.options.order == "sorted")
+        final = close_holes(plan.row_order.split_starts, written.packed, plan.options.order == "sorted")
         if not (rows_moved_before and self.options.filter is not None and finish.is_compressed(self.output.partial)):
             if rows_moved_before:
                 wrong = self._wrong_rows(pack, np.arange(len(final.origins)), written.checksums[final.origins])

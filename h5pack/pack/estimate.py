@@ -74,10 +74,15 @@ def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) ->
     # Rows that will be compressed are written, read and written again.
     passes = 1 if plan.options.filter is None else 3
     on_disk = passes * plan.row_bytes / _DISK_BYTES_PER_SECOND
-    alone = _TABLE_SECONDS_PER_ROW
+    alone = 0.0
     if plan.options.filter is not None and num_workers > 1:
-        alone += _STORE_SECONDS_PER_BYTE * plan.row_bytes
-    return (max(in_workers, on_disk) + alone) * plan.rows + _FLUSH_SECONDS
+        alone = _STORE_SECONDS_PER_BYTE * plan.row_bytes
+    return (max(in_workers, on_disk) + alone) * plan.rows + table_seconds(plan.rows)
+
+
+def table_seconds(rows: int) -> float:
+    """Return an estimate of the seconds for the tables of a pack and its last flush."""
+    return _TABLE_SECONDS_PER_ROW * rows + _FLUSH_SECONDS
 
 
 def _samples(plan: ConvertPlan) -> Iterator[list[int]]:

@@ -25,9 +25,14 @@ MODES = ("rgb", "gray")
 ORDERS = ("shuffled", "sorted")
 FITS = ("crop", "pad", "stretch")
 IO = ("auto", "direct", "buffered")
+KEEP = ("jpeg",)
 RESAMPLES = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
 
-_LATER = ("compression", "images", "labels", "fields", "channel_axis", "value_range", "val")
+_LATER = (
+    "compression", "images", "labels", "fields", "channel_axis", "value_range", "val", "keep", "max_side", "quality",
+)  # fmt: skip
+_OF_PIXELS = ("size", "fit", "resample", "draft", "mode", "layout", "chunk_rows", "chunk_bytes", "compression")
+_OF_KEPT = ("max_side", "quality")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +59,9 @@ class ConvertOptions:
     draft: bool = False
     mode: str = "rgb"
     layout: str = "nhwc"
+    keep: str | None = None
+    max_side: int | None = None
+    quality: int = 90
     order: str = "shuffled"
     seed: int = 0
     val: float | None = None
@@ -99,15 +107,18 @@ class ConvertOptions:
             ("resample", RESAMPLES),
             ("mode", MODES),
             ("layout", LAYOUTS),
+            ("keep", (None, *KEEP)),
             ("order", ORDERS),
             ("io", IO),
             ("start_method", (None, "fork", "forkserver", "spawn")),
         ):
             check_choice(name, getattr(self, name), allowed)
-        for name in ("limit", "num_workers", "max_pixels", "chunk_rows", "chunk_bytes"):
+        for name in ("limit", "num_workers", "max_pixels", "max_side", "chunk_rows", "chunk_bytes"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
         check_integer("seed", self.seed, 0, 2**63 - 1)
+        check_integer("quality", self.quality, 1, 100)
+        self._check_keep()
         if self.val is not None:
             check_fraction("val", self.val)
         if self.chunk_rows is not None and self.chunk_bytes is not None:
@@ -122,6 +133,20 @@ class ConvertOptions:
         if self.size is None and unused:
             names = ", ".join(unused)
             raise OptionsError(f"{names} cannot be used without size; give size, too", parameters=(*unused, "size"))
+
+    def _check_keep(self) -> None:
+        """Raise OptionsError for options of packs of pixels together with `keep`, or those of `keep` without it."""
+        names = _OF_KEPT if self.keep is None else _OF_PIXELS
+        given = tuple(name for name in names if getattr(self, name) != getattr(ConvertOptions, name))
+        if not given:
+            return
+        if self.keep is None:
+            problem = "cannot be used without keep='jpeg'; give keep='jpeg', too"
+        else:
+            problem = "cannot be used with keep='jpeg', which stores the bytes of image files; leave out one of them"
+            if "size" in given:
+                problem += ", or limit the size with max_side"
+        raise OptionsError(f"{', '.join(given)} {problem}", parameters=(*given, "keep='jpeg'", "max_side"))
 
     @property
     def channels(self) -> int:

@@ -14,15 +14,17 @@ import numpy.typing as npt
 from h5pack.errors import NoImagesError, OptionsError, RejectedImageError, SizesDifferError
 from h5pack.format import schema
 from h5pack.format.plans import HDF5_MAX_CHUNK_BYTES, ChunkPlan, plan_chunks
+from h5pack.format.row_offsets import RowOffsets
 from h5pack.images.decode import PixelOptions
 from h5pack.pack.compression import max_compressed_bytes
 from h5pack.pack.file_structure import FileStructure, options_text, plan_metadata
+from h5pack.pack.journal import EncodedFile
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.survey import Survey
 from h5pack.read.hdf5 import utf8
 from h5pack.sources.catalog import Catalog, Note, Reject, one_split
 from h5pack.sources.map_style import with_labels
-from h5pack.system.arrays import SPLITMIX64_GAMMA, hash_sequence, splitmix64
+from h5pack.system.arrays import shuffled_split
 from h5pack.system.text import counted, format_bytes
 from h5pack.version import __version__
 
@@ -86,20 +88,32 @@ def order_rows(indices: Rows, split_ids: npt.NDArray[np.int32], num_splits: int,
     return RowOrder.of_splits(members)
 
 
-def shuffled_split(count: int, seed: int, split: int) -> Rows:
-    """Return a permutation of a split's positions, int64 (count,).
+def close_holes(split_starts: npt.NDArray[np.int64], packed: npt.NDArray[np.bool_], keep_order: bool) -> RowOrder:
+    """Return the order of the rows that remain if rejected images are left out. `origins` are planned rows.
 
-    The positions are sorted by a hash of their number, so the permutation is the same in every release.
+    In a sorted pack (`keep_order`), later rows move to lower row numbers. In a shuffled pack, a split's last rows fill
+    its holes in ascending order, which moves no more rows than there are holes; then the following splits move to lower
+    row numbers. No row moves to a higher number. If the moves are made in ascending order of their targets, none of
+    them overwrites a row that has yet to be moved.
+
+    `split_starts`, int64 (S + 1,), are the planned splits; `packed`, bool (N,), says which planned rows have an image.
     """
-    key = splitmix64((seed * SPLITMIX64_GAMMA + (split + 1) * 0xD1B54A32D192ED03) % 2**64)
-    return np.argsort(hash_sequence(count, key), kind="stable").astype(np.int64)
+    members = []
+    for start, stop in itertools.pairwise(split_starts.tolist()):
+        good = np.flatnonzero(packed[start:stop]).astype(np.int64)
+        rows = good
+        if not keep_order:
+            rows = np.arange(len(good), dtype=np.int64)
+            holes = np.flatnonzero(~packed[start : start + len(good)])
+            rows[holes] = good[len(good) - len(holes) :]
+        members.append(rows + start)
+    return RowOrder.of_splits(members)
 
 
 VAL_SPLITS = ("train", "val")
 """The splits of a pack that was made with `val`."""
 
-# Far above the numbers of splits, so that choosing a split and shuffling it are independent.
-_VAL_HASH = 2**32
+_VAL_HASH = 2**32  # far above the numbers of splits, so that choosing a split and shuffling it are independent
 
 
 def require_undivided(source: str, catalog: Catalog, options: ConvertOptions) -> None:
@@ -171,7 +185,7 @@ class ConvertPlan:
     fingerprints: npt.NDArray[np.uint64]  # (M,): a hash per image, which changes if the image does
     chunks: ChunkPlan  # size and number of the chunks of `/images`
     rejects: tuple[Reject, ...]  # images already known to be unusable from the tables and the image headers
-    source_bytes: int = 0  # size of the image files; 0 if the images are not files
+    source_bytes: int  # size of the image files; 0 if the images are not files
 
     @property
     def rows(self) -> int:
@@ -204,12 +218,46 @@ class ConvertPlan:
             layout=options.layout,
         )
 
+    def pixels_of(self, row: int) -> int:
+        """Return the number of pixels of the image in a row."""
+        return self.height * self.width
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of rows that are written and journaled together, at most."""
+        return self.chunks.bytes
+
+    def stored_rows(self, rows: int) -> int:
+        """Return the length of axis 0 of the images dataset that holds the first `rows` rows."""
+        return rows
+
+    def row_offsets(self, addresses: Rows) -> RowOffsets:
+        """Return the byte offsets of the rows, given those of the chunks, int64 (chunks,)."""
+        return RowOffsets(addresses, self.chunks.rows, self.row_bytes)
+
+    def encoded_files(self, indices: Rows) -> list[EncodedFile | None]:
+        """Return where the bytes of images, int64 (n,), lie that were encoded before rows are written; else None."""
+        return [None] * len(indices)
+
+    @property
+    def to_encode(self) -> npt.NDArray[np.bool_]:
+        """Which images must be encoded before rows are written, (M,)."""
+        return np.zeros(len(self.catalog), np.bool_)
+
+    def encoded_tables(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the offsets and sizes of encoded images, by their paths in the file; empty if rows are pixels."""
+        return {}
+
+    def source_groups(self, rows: Rows) -> Rows | None:
+        """Return the group number of the image in each row, as `SourceReader.groups` does."""
+        return self.catalog.reader.groups(self.row_order.origins[rows])
+
     @property
     def structure(self) -> FileStructure:
         """The structure of the output."""
         options, catalog = self.options, self.catalog
         structure = FileStructure(
-            row_shape=self.row_shape,
+            row_shape=self.row_shape if options.keep is None else (),
             chunk_rows=self.chunks.rows,
             layout=options.layout,
             compat=options.compat,
@@ -310,12 +358,18 @@ class ConvertPlan:
             "options": self.options.content(),
         }
 
+    def _images_text(self) -> str:
+        options = self.options
+        how = "" if options.size is None else f", by {options.fit} and {options.resample}"
+        return f"{self.rows:,} of {self.height}x{self.width} {options.mode}{how}, {options.layout}, {options.order}"
+
+    def _chunks_text(self) -> str:
+        chunks = self.chunks
+        return f"{chunks.count:,} of {chunks.rows:,} rows, {format_bytes(chunks.bytes)} each"
+
     def to_text(self, note_text: Callable[[Note], str] = attrgetter("text")) -> str:
         """Return the plan as a few lines of text. `note_text` returns the text of a note."""
-        options, chunks = self.options, self.chunks
-        sizes = f"{self.height}x{self.width} {options.mode}"
-        if options.size is not None:
-            sizes += f", by {options.fit} and {options.resample}"
+        options = self.options
         splits = ", ".join(f"{name} {stop - start:,}" for name, (start, stop) in self.split_rows().items())
         if options.val is not None:
             of = "each class" if self.catalog.labels is not None and self.catalog.labels.ndim == 1 else "the images"
@@ -330,10 +384,10 @@ class ConvertPlan:
             file += f"; until it is complete, {format_bytes(self.needed_bytes)} of disk"
         lines = [
             f"source   {self.source} ({self.catalog.kind}{self.catalog.about and ': ' + self.catalog.about})",
-            f"images   {self.rows:,} of {sizes}, {options.layout}, {options.order}",
+            f"images   {self._images_text()}",
             f"labels   {self.label_kind()}" + "".join(f", field {name}" for name in sorted(self.catalog.fields)),
             f"splits   {splits}",
-            f"chunks   {chunks.count:,} of {chunks.rows:,} rows, {format_bytes(chunks.bytes)} each",
+            f"chunks   {self._chunks_text()}",
             f"file     {file}",
         ]
         if self.catalog.ignored:
@@ -346,8 +400,18 @@ class ConvertPlan:
         return "\n".join(lines)
 
 
-def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> ConvertPlan:
-    """Return the plan, which determines the size of a row, the splits, the order of rows and the chunks."""
+@dataclass(frozen=True)
+class PlannedRows:
+    """The images that become rows, and their order."""
+
+    catalog: Catalog  # with the labels and splits of the pack
+    usable: Rows  # catalog indices, ascending
+    row_order: RowOrder
+    rejects: tuple[Reject, ...]  # see `ConvertPlan`
+
+
+def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> PlannedRows:
+    """Return which images become rows, their splits and their order."""
     rejects = [*catalog.rejects]
     rejects += [catalog.reject(index, reason) for index, reason in sorted(survey.reasons.items())]
     if options.strict and rejects:
@@ -359,23 +423,30 @@ def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
             f"{rejects[0].reason}); check the source",
             path=source,
         )
-    height, width = options.size or _common_size(source, catalog, survey, usable)
     if survey.labels is not None or catalog.reader.has_labels:
         catalog = with_labels(catalog, survey.labels, survey.unused)
     if options.val is not None:
         catalog = _divided(catalog, usable, options)
     seed = options.seed if options.order == "shuffled" else None
+    order = order_rows(usable, catalog.split_ids[usable], len(catalog.split_names), seed)
+    return PlannedRows(catalog, usable, order, tuple(rejects))
+
+
+def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> ConvertPlan:
+    """Return the plan, which determines the size of a row, the splits, the order of rows and the chunks."""
+    rows = plan_rows(source, catalog, survey, options)
+    height, width = options.size or _common_size(source, catalog, survey, rows.usable)
     return ConvertPlan(
         source=source,
-        catalog=catalog,
+        catalog=rows.catalog,
         options=options,
         height=height,
         width=width,
-        row_order=order_rows(usable, catalog.split_ids[usable], len(catalog.split_names), seed),
+        row_order=rows.row_order,
         decode_paths=survey.decode_paths,
         fingerprints=survey.fingerprints,
-        chunks=_plan_chunks(len(usable), height * width * options.channels, options),
-        rejects=tuple(rejects),
+        chunks=_plan_chunks(len(rows.usable), height * width * options.channels, options),
+        rejects=rows.rejects,
         source_bytes=survey.file_bytes,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import numpy as np
 
 from h5pack.errors import OutputExistsError, ResumeError
 from h5pack.format import schema
-from h5pack.format.row_offsets import RowOffsets
 from h5pack.pack.file_structure import copy_structure, options_text, write_structure
 from h5pack.pack.journal import Journal
 from h5pack.pack.options import ConvertOptions
@@ -34,7 +34,7 @@ def identity(plan: ConvertPlan) -> dict[str, Any]:
 
 
 class UnfinishedPack:
-    """The unfinished file of a conversion: continued with `resume` if there is one, else created.
+    """The unfinished file of a conversion: continued with `resume` if there is one, else created. Call `allocate` next.
 
     `overwrite` says whether an existing output may be replaced, according to this run or the interrupted one. Raises
     ResumeError if the file was begun with other options, from another source or by another version of h5pack, and
@@ -55,25 +55,43 @@ class UnfinishedPack:
                 parameters=("overwrite=True",),
             )
         self.structure = plan.structure
+        self._resumes = before is not None
         if before is None:
             output.remove_leftovers()
             lock.renew()
         else:
             self._require_same(before)
+        if plan.to_encode.any():
+            # The journal begins before the file has a size. A file without a size would be removed as unused.
+            if not os.fstat(lock.descriptor).st_size:
+                os.ftruncate(lock.descriptor, schema.ALIGNMENT_BYTES)
+            if before is None:
+                self._start_journal()
+
+    def _start_journal(self) -> None:
+        self.journal.start({**identity(self.plan), "overwrite": self.overwrite}, self.plan.fingerprints)
+
+    def allocate(self, plan: ConvertPlan) -> None:
+        """Give each row of the file its place. `plan` is the plan, with the sizes of images that were encoded."""
+        begun, self.plan, output = self.plan, plan, self.output
+        self.structure = plan.structure
         # Resuming also computes the addresses, because a kill may have damaged the metadata of `partial`.
-        addresses = write_structure(output.structure, self.structure, plan.rows, None)
-        if before is None:
-            copy_structure(output.structure, lock.descriptor, addresses, self.structure.chunk_bytes)
-            self.journal.start({**identity(plan), "overwrite": self.overwrite}, plan.fingerprints)
-        else:
+        self.addresses = write_structure(output.structure, self.structure, plan.stored_rows(plan.rows), None)
+        if self._resumes and not begun.to_encode.any():
             output.structure.unlink()
-        self.row_offsets = RowOffsets(addresses, plan.chunks.rows, plan.row_bytes)
+        else:
+            # An earlier run may have ended before this if it encoded images. Chunks are left as they are.
+            copy_structure(output.structure, self.lock.descriptor, self.addresses, self.structure.chunk_bytes)
+            if not begun.to_encode.any():
+                self._start_journal()
+        self.row_offsets = plan.row_offsets(self.addresses)
         self.job = WriteJob(
             path=str(output.partial),
             journal=str(output.journal),
             pixels=plan.pixels,
             io=plan.options.io,
-            inode=lock.inode,
+            inode=self.lock.inode,
+            keep=plan.options.keep is not None,
         )
 
     def _require_same(self, before: dict[str, Any]) -> None:
@@ -121,7 +139,7 @@ def verify_existing(path: Path, catalog: Catalog, options: ConvertOptions) -> tu
         if not _same_source(file, catalog, divided=options.val is not None):
             raise _different(path, "was not made from this source")
         rejects = len(file[f"{schema.REJECTS}/filenames"]) if schema.REJECTS in file else 0
-        return len(file[schema.IMAGES]), rejects
+        return len(file[schema.FILENAMES]), rejects
 
 
 def _same_source(file: h5py.File, catalog: Catalog, *, divided: bool) -> bool:

@@ -155,6 +155,11 @@ class SourceReader:
         """
         raise NotImplementedError
 
+    def ends(self, index: int, name: str) -> tuple[bytes, bytes, int]:
+        """Return the first 3 and the last 2 bytes of an image's file, and its size in bytes; empty if it is pixels."""
+        data = self.read(index, name)
+        return (data[:3], data[-2:], len(data)) if isinstance(data, bytes) else (b"", b"", 0)
+
     def uniform_size(self) -> tuple[int, int] | None:
         """Return (height, width) if all images are arrays of the same size, so that no survey is needed; else None."""
         return None
@@ -226,6 +231,13 @@ class FileReader(SourceReader):
             raise RejectedImageError(reason) from error
         mark = fingerprint(b"%s\0%d\0%d" % (name.encode("utf-8", "surrogateescape"), size, modified))
         return SurveyedImage(header, mark, file_bytes=size)
+
+    def ends(self, index: int, name: str) -> tuple[bytes, bytes, int]:
+        descriptor, size, _ = self._open(name)
+        try:
+            return os.pread(descriptor, 3, 0), os.pread(descriptor, 2, max(0, size - 2)), size
+        finally:
+            os.close(descriptor)
 
     def head(self, name: str, head_bytes: int = 2_048) -> tuple[bytes, int, int]:
         """Return the first bytes of a file, its size in bytes, and its modification time in nanoseconds."""

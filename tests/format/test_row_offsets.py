@@ -28,7 +28,7 @@ def scattered(chunk_rows: int, chunks: int = 12) -> RowOffsets:
 def test_runs_hold_every_row_once_and_lie_in_one_piece(chunk_rows: int, drawn: set[int], max_rows: int) -> None:
     offsets = scattered(chunk_rows, 108)
     rows = np.array(sorted(drawn), np.int64)
-    runs = list(offsets.runs(rows, max_rows))
+    runs = list(offsets.runs(rows, max_rows * ROW_BYTES))
     assert [row for first, count in runs for row in range(first, first + count)] == rows.tolist()
     for first, count in runs:
         assert 1 <= count <= max_rows
@@ -75,6 +75,8 @@ def test_only_the_rows_that_were_asked_for_are_checked(pack: tuple[Path, RowOffs
 def test_rows_behind_the_end_of_the_file_are_wrong(tmp_path: Path, kept: int) -> None:
     content = np.random.default_rng(0).integers(1, 256, (5, ROW_BYTES), np.uint8)
     (tmp_path / "short").write_bytes(content.tobytes()[:kept])
-    task = row_offsets.CheckTask(str(tmp_path / "short"), 70, 0, ROW_BYTES, row_checksums(content))
+    task = row_offsets.CheckTask(
+        str(tmp_path / "short"), 70, 0, ROW_BYTES * np.arange(len(content) + 1), row_checksums(content)
+    )
     assert check_rows(task) == list(range(70 + kept // ROW_BYTES, 75))
     assert row_offsets.describe_check(task) == f"{tmp_path}/short rows 70-74"

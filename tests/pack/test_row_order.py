@@ -9,8 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from h5pack.pack.finish import close_holes, moved_runs
-from h5pack.pack.plan import choose_val, order_rows, shuffled_split
+from h5pack.pack.finish import moved_runs
+from h5pack.pack.plan import choose_val, close_holes, order_rows
+from h5pack.system.arrays import shuffled_split
 
 # The order of every pack ever made hangs on these; they never change.
 PINNED = {
