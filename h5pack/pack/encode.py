@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import RejectedImageError
+from h5pack.errors import NoImagesError, RejectedImageError
 from h5pack.format.checksums import crc32
 from h5pack.images.decode import strict_pillow
 from h5pack.images.encode import JpegEncoder
@@ -174,7 +174,13 @@ def encode_images(
     finally:
         # With one worker, this process has done the work, and its lock on the journal would keep others from resuming.
         release()
-    return plan.with_encoded(places, reasons)
+    try:
+        return plan.with_encoded(places, reasons)
+    except NoImagesError:
+        # Nothing could be continued.
+        pack.output.remove_leftovers()
+        pack.output.partial.unlink(missing_ok=True)
+        raise
 
 
 def _tasks(plan: KeptPlan, job: EncodeJob, indices: npt.NDArray[np.int64], num_workers: int) -> Iterator[EncodeTask]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from h5pack.format import row_offsets
 from h5pack.format.checksums import row_checksums
-from h5pack.format.row_offsets import RowOffsets, check_rows, check_tasks
+from h5pack.format.row_offsets import EncodedOffsets, RowOffsets, check_rows, check_tasks
 from tests.read.files import flip
 
 ROW_BYTES = 6
@@ -80,3 +80,16 @@ def test_rows_behind_the_end_of_the_file_are_wrong(tmp_path: Path, kept: int) ->
     )
     assert check_rows(task) == list(range(70 + kept // ROW_BYTES, 75))
     assert row_offsets.describe_check(task) == f"{tmp_path}/short rows 70-74"
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(1, 30), st.data())
+def test_rows_of_different_lengths(lengths: list[int], max_bytes: int, data: st.DataObject) -> None:
+    edges = np.cumsum([0, *lengths])
+    offsets = EncodedOffsets.of(100, edges)
+    rows = np.array(sorted(data.draw(st.sets(st.integers(0, len(lengths) - 1)))), np.int64)
+    runs = list(offsets.runs(rows, max_bytes))
+    assert [row for first, count in runs for row in range(first, first + count)] == rows.tolist()
+    for first, count in runs:
+        assert offsets.offset(first) == 100 + edges[first]
+        assert offsets.edges(first, count).tolist() == (edges[first : first + count + 1] - edges[first]).tolist()
+        assert count == 1 or edges[first + count] - edges[first] <= max_bytes

@@ -189,10 +189,12 @@ def test_a_file_with_bytes_after_its_end_marker_is_kept(tmp_path: Path) -> None:
     assert stored(tmp_path / "o.h5")["b.jpg"] == path.read_bytes()
 
 
-def test_a_folder_without_whole_files(tmp_path: Path) -> None:
-    truncate(save(tmp_path / "in" / "a.jpg", 1))
+@pytest.mark.parametrize("name", ["a.jpg", "a.png"])
+def test_a_folder_without_whole_files(tmp_path: Path, name: str) -> None:
+    truncate(save(tmp_path / "in" / name, 1, (60, 50)), 0.8)
     with pytest.raises(NoImagesError):
         h5pack.convert(tmp_path / "in", tmp_path / "o.h5", **options())
+    assert leftovers(tmp_path) == {"in"}
 
 
 def test_a_damaged_image_with_an_end_marker_is_packed_and_left_out_of_the_statistics(tmp_path: Path) -> None:
