@@ -42,7 +42,7 @@ from benchmarks.device_timing import (
     turns,
 )
 from benchmarks.device_training import CLASSES, resnet50, training_figures, wait_for_device
-from h5pack.device.batch import BatchKey
+from h5pack.data.draws import BatchKey
 from h5pack.device.feed import DeviceFeed
 from h5pack.device.normalize import Normalize
 from h5pack.system.machine import machine_facts

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import h5pack
-from h5pack.device.batch import BatchKey
+from h5pack.data.draws import BatchKey
 from h5pack.device.feed import DeviceFeed
 from h5pack.device.normalize import Normalize
 from h5pack.monitor.probes import GpuProbe

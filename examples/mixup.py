@@ -12,7 +12,7 @@ from networks import Network
 from torch.nn import functional as F
 
 import h5pack
-from h5pack.device.batch import BatchKey
+from h5pack.data.draws import BatchKey
 from h5pack.device.transforms import uniform
 
 BATCH, EPOCHS = 64, 5

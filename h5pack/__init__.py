@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from h5pack.data.mixture import MixtureSampler as MixtureSampler
     from h5pack.data.samplers import ChunkBatchSampler as ChunkBatchSampler
     from h5pack.data.samplers import ChunkSampler as ChunkSampler
-    from h5pack.device.crops import CenterCrop as CenterCrop
-    from h5pack.device.crops import RandomCrop as RandomCrop
-    from h5pack.device.crops import RandomResizedCrop as RandomResizedCrop
     from h5pack.device.echo import EchoLoader as EchoLoader
     from h5pack.device.feed import DeviceFeed as DeviceFeed
     from h5pack.device.normalize import Normalize as Normalize
@@ -52,6 +49,10 @@ if TYPE_CHECKING:
     from h5pack.errors import StateError as StateError
     from h5pack.errors import WorkerError as WorkerError
     from h5pack.exporter.exporter import export as export
+    from h5pack.images.crops import CenterCrop as CenterCrop
+    from h5pack.images.crops import RandomCrop as RandomCrop
+    from h5pack.images.crops import RandomResizedCrop as RandomResizedCrop
+    from h5pack.images.crops import Resize as Resize
     from h5pack.inspect.info import info as info
     from h5pack.inspect.preview import preview as preview
     from h5pack.inspect.verify import verify as verify
@@ -65,7 +66,7 @@ _NAMES_OF_MODULES = {
     "h5pack.data.loader": "H5Loader",
     "h5pack.data.mixture": "MixtureSampler",
     "h5pack.data.samplers": "ChunkBatchSampler ChunkSampler",
-    "h5pack.device.crops": "CenterCrop RandomCrop RandomResizedCrop",
+    "h5pack.images.crops": "CenterCrop RandomCrop RandomResizedCrop Resize",
     "h5pack.device.echo": "EchoLoader",
     "h5pack.device.feed": "DeviceFeed",
     "h5pack.device.normalize": "Normalize",

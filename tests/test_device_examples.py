@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import h5pack
-from h5pack.device.batch import BatchKey
+from h5pack.data.draws import BatchKey
 from h5pack.device.transforms import uniform
 from tests.makers import color_folders, quick
 

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 from torch.utils.data._utils import collate as torch_collate
 
+from h5pack.data.decoding import DrawKey
 from h5pack.data.iteration import Closeable
 from h5pack.data.samples import Sample, new_batch
 from h5pack.errors import SizesDifferError
@@ -46,8 +47,11 @@ class BatchSource(Closeable, Dataset[Any]):
             return samples.collate()
         return default_collate(list(samples))
 
-    def read_batch(self, rows: npt.NDArray[np.int64]) -> list[torch.Tensor]:
-        """Return the tensors of a batch, each (n, ...). In a worker they are in shared memory."""
+    def read_batch(self, rows: npt.NDArray[np.int64], key: DrawKey | None = None) -> list[torch.Tensor]:
+        """Return the tensors of a batch, each (n, ...). In a worker they are in shared memory.
+
+        Random crops are drawn from `key`.
+        """
         raise NotImplementedError
 
     def split_batch(self, batch: list[torch.Tensor], rows: npt.NDArray[np.int64]) -> list[Any]:
@@ -59,16 +63,18 @@ class SampleBatch(Sequence[Any]):
     """A sequence of samples that are read together on first access or by `collate`.
 
     `rows`, int64 (n,), are passed to ``source.read_batch``: row numbers in a file, or indices of a `ConcatPack`. If the
-    images differ in size, so that one tensor cannot hold them, the samples are read individually by `load`.
+    images differ in size, so that one tensor cannot hold them, the samples are read individually by `load`. Both get
+    `key`, from which random crops are drawn.
     """
 
     def __init__(
         self,
         rows: npt.NDArray[np.int64],
         source: BatchSource,
-        load: Callable[[npt.NDArray[np.int64]], list[Any]] | None = None,
+        load: Callable[[npt.NDArray[np.int64], DrawKey | None], list[Any]] | None = None,
+        key: DrawKey | None = None,
     ) -> None:
-        self.rows = rows
+        self.rows, self._key = rows, key
         self._source = source
         self._load = load
         self._differ = False
@@ -89,7 +95,7 @@ class SampleBatch(Sequence[Any]):
         """Return the batch. The caller owns its tensors, so a second call reads again."""
         batch, self._batch = self._batch, None
         if batch is None or self._samples is not None:
-            batch = self._source.read_batch(self.rows)
+            batch = self._source.read_batch(self.rows, self._key)
         return new_batch(self._source.field_names, batch)
 
     def samples(self) -> list[Any]:
@@ -107,11 +113,11 @@ class SampleBatch(Sequence[Any]):
                 return self._source.split_batch(self._read(), rows)
             except SizesDifferError:
                 self._differ = True
-        return self._load(rows)
+        return self._load(rows, self._key)
 
     def _read(self) -> list[torch.Tensor]:
         if self._batch is None:
-            self._batch = self._source.read_batch(self.rows)
+            self._batch = self._source.read_batch(self.rows, self._key)
         return self._batch
 
     def __len__(self) -> int:

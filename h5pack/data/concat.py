@@ -12,6 +12,7 @@ import torch
 from h5pack.data.buffers import SharedMemory
 from h5pack.data.collate import BatchSource, SampleBatch
 from h5pack.data.dataset import H5Dataset, batch_fields, positions_of
+from h5pack.data.decoding import DrawKey, key_of
 from h5pack.errors import OptionsError
 
 Rows = npt.NDArray[np.int64]
@@ -78,21 +79,30 @@ class ConcatPack(BatchSource):
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
         """Return the samples of many indices; samples of the same dataset are read together."""
         numbers = positions_of(indices, len(self))
+        key = key_of(indices) if self.is_random else None
         if self._plain:
-            return SampleBatch(numbers, self)
+            return SampleBatch(numbers, self, key=key)
         samples: list[Any] = [None] * len(numbers)
         for dataset, positions, inner in self._by_dataset(numbers):
-            found = dataset.__getitems__(inner.tolist())
+            found = dataset.samples_at(dataset.file_rows(inner), key and key.at(positions))
             for position, sample in zip(positions.tolist(), found, strict=True):
                 samples[position] = sample
         return samples
 
-    def read_batch(self, indices: Rows) -> list[torch.Tensor]:
-        """Return the tensors of a batch of samples, each (n, ...). In a worker they are in shared memory."""
+    @property
+    def is_random(self) -> bool:
+        """Whether crops of images are random."""
+        return any(dataset.is_random for dataset in self.datasets)
+
+    def read_batch(self, indices: Rows, key: DrawKey | None = None) -> list[torch.Tensor]:
+        """Return the tensors of a batch of samples, each (n, ...). In a worker they are in shared memory.
+
+        Random crops are drawn from `key`.
+        """
         batch: list[torch.Tensor] = []
         for dataset, positions, inner in self._by_dataset(indices):
             # These rows are only a part of the batch and are copied into it, so they need no shared memory.
-            parts = dataset.read_batch(dataset.file_rows(inner), share=False)
+            parts = dataset.read_batch(dataset.file_rows(inner), key and key.at(positions), share=False)
             if not batch:
                 shapes = [((len(indices), *part.shape[1:]), part.numpy().dtype.str) for part in parts]
                 batch = self._shared.batch(shapes)

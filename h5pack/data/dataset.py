@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import operator
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,14 @@ import torch
 
 from h5pack.data.buffers import SharedMemory
 from h5pack.data.collate import BatchSource, SampleBatch
+from h5pack.data.decoding import CropDecoder, DrawKey, key_of
 from h5pack.data.samples import name_fields, sample_type
 from h5pack.errors import OptionsError, PackFormatError
 from h5pack.format import schema
+from h5pack.images.crops import DecodeCrop
 from h5pack.images.decode import image_of
 from h5pack.read.description import checksums_of, describe_file
+from h5pack.read.encoded import decoding_row
 from h5pack.read.engine import Engine, ReadStats
 from h5pack.read.hdf5 import open_file, text
 from h5pack.system.parameters import require_callable
@@ -62,6 +67,14 @@ class H5Dataset(BatchSource):
         Append the row number in the file, an int, to each sample.
     check : bool
         Compare each row that is read (of encoded images, their bytes) with its stored checksum.
+    decode : RandomResizedCrop, CenterCrop or Resize, optional
+        For encoded images: decode only the window that this crop needs, and resize it, so that all images are uint8
+        (height, width, 3). Random windows are drawn for (seed, epoch, row) of an h5pack sampler or loader, as
+        `Normalize` draws them; with other samplers, from torch's random generator. None: whole images.
+    exact : bool
+        With `decode`, True: the pixels are those of decoding the whole image, then cropping and resizing it. False: an
+        image whose window is at least twice as large as the result is decoded at a fraction of its size, which is
+        faster.
 
     Attributes
     ----------
@@ -96,8 +109,9 @@ class H5Dataset(BatchSource):
     Notes
     -----
     Without `transform` an image is a uint8 tensor with the stored axes, (H, W, C) or (C, H, W). Encoded images may
-    differ in size, but collating images of several sizes into one batch is an error. An integer label is a Python int.
-    Any other label is a tensor of the stored dtype: of shape () for a single number, (K,) for a row of a table.
+    differ in size, but without `decode`, collating images of several sizes into one batch is an error. An integer label
+    is a Python int. Any other label is a tensor of the stored dtype: of shape () for a single number, (K,) for a row of
+    a table.
     """
 
     def __init__(
@@ -112,6 +126,8 @@ class H5Dataset(BatchSource):
         fields: Sequence[str] = (),
         with_rows: bool = False,
         check: bool = False,
+        decode: DecodeCrop | None = None,
+        exact: bool = True,
     ) -> None:
         if isinstance(fields, str):
             raise OptionsError(f"fields is the text {fields!r}; give a list of dataset names", parameters=("fields",))
@@ -150,14 +166,26 @@ class H5Dataset(BatchSource):
         self._length = len(self.rows)
         self._encoded = tuple(name for name in self.names if pack.indexes[name].is_encoded)
         self.group_rows = index.group_rows
+        self.decoder = self._new_decoder(decode, exact)
 
     def __len__(self) -> int:
         return self._length
 
     def __repr__(self) -> str:
-        shape = " x ".join(str(size) for size in self.engine.indexes[self.names[0]].row_shape)
+        shape = " x ".join(str(size) for size in self.row_shape(self.names[0]))
         labels = "" if self.label_name is not None else ", no labels"
         return f"H5Dataset({self.path!r}, split={self.split!r}): {len(self):,} rows of {shape}{labels}"
+
+    @property
+    def is_random(self) -> bool:
+        """Whether crops of images are random."""
+        return self.decoder is not None and self.decoder.is_random
+
+    def row_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a sample's value of one of the datasets in `names`."""
+        if self.decoder is not None and name == self.names[0]:
+            return self.decoder.row_shape
+        return self.engine.indexes[name].row_shape
 
     @property
     def class_to_idx(self) -> dict[str, int] | None:
@@ -194,9 +222,9 @@ class H5Dataset(BatchSource):
             If `index` is out of range.
         """
         if isinstance(index, slice):
-            return self._load(self._rows(range(*index.indices(len(self)))))
+            return self._load(self._rows(range(*index.indices(len(self)))), DrawKey.random())
         if self.check or self._encoded:
-            return self._load(self._rows([index]))[0]
+            return self._load(self._rows([index]), key_of([index]))[0]
         number = operator.index(index)
         if not -self._length <= number < self._length:
             raise _out_of_range(index, self._length, f"{self.path}: ")
@@ -212,31 +240,60 @@ class H5Dataset(BatchSource):
         Without transforms the result is a `SampleBatch`, which reads on first access. So `collate` can read the whole
         batch at once, without creating individual samples.
         """
-        rows = self._rows(indices)
+        return self.samples_at(self._rows(indices), key_of(indices) if self.is_random else None)
+
+    def samples_at(self, rows: npt.NDArray[np.int64], key: DrawKey | None) -> Sequence[Any]:
+        """Return samples as `__getitems__` does, of rows of the file, int64 (n,). Random crops are drawn from `key`."""
         if self.transform is not None or self.target_transform is not None:
-            return self._load(rows)
-        return SampleBatch(rows, self, self._load if self._encoded else None)
+            return self._load(rows, key)
+        return SampleBatch(rows, self, self._load if self._encoded else None, key)
 
     def file_rows(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the rows of the file, int64 (n,), of samples with indices from 0 to ``len(self) - 1``."""
         rows = self.rows
         return indices + rows.start if isinstance(rows, range) else rows[indices]
 
-    def read_batch(self, rows: npt.NDArray[np.int64], *, share: bool = True) -> list[torch.Tensor]:
-        """Return the tensors of rows of the file, each (n, ...). In a worker, `share` puts them in shared memory."""
+    def read_batch(
+        self, rows: npt.NDArray[np.int64], key: DrawKey | None = None, *, share: bool = True
+    ) -> list[torch.Tensor]:
+        """Return the tensors of rows of the file, each (n, ...). In a worker, `share` puts them in shared memory.
+
+        Random crops are drawn from `key`.
+        """
         shapes = [((len(rows), *row_shape), dtype.str) for _, row_shape, dtype in batch_fields(self)]
         if self.with_rows:
             shapes.append(((len(rows),), "int64"))
         batch = self._shared.batch(shapes, share=share)
         for name, tensor in zip(self.names, batch, strict=False):
             out = tensor.numpy()
-            if out.dtype == self.engine.indexes[name].native_dtype:
+            if self.decoder is not None and name == self.names[0]:
+                self.decode_rows(rows, list(out), key or DrawKey.random())
+            elif out.dtype == self.engine.indexes[name].native_dtype:
                 self.read_rows(name, rows, out)
             else:
                 out[...] = self.read_rows(name, rows)
         if self.with_rows:
             batch[-1].numpy()[...] = rows
         return batch
+
+    def with_decode(self, decode: DecodeCrop | None, exact: bool) -> H5Dataset:
+        """Return a dataset that shares this one's files and differs in how images are decoded."""
+        made = copy.copy(self)
+        made.decoder = made._new_decoder(decode, exact)
+        return made
+
+    def _new_decoder(self, decode: DecodeCrop | None, exact: bool) -> CropDecoder | None:
+        if decode is None:
+            return None
+        if not self.engine.indexes[self.names[0]].is_encoded:
+            raise OptionsError(
+                f"{self.path}: the images are stored as pixels, so decode has no effect; give Normalize(crop=...) the "
+                "crop, or convert with keep='jpeg'",
+                path=self.path,
+                dataset=self.names[0],
+                parameters=("decode", "keep='jpeg'"),
+            )
+        return CropDecoder(decode, exact)
 
     def split_batch(self, batch: list[torch.Tensor], rows: npt.NDArray[np.int64]) -> list[Any]:
         """Return the first ``len(rows)`` samples of a batch; their tensors share the batch's memory."""
@@ -251,6 +308,16 @@ class H5Dataset(BatchSource):
             converted = [self._convert(name, value) for name, value in zip(self.names, values, strict=False)]
             samples.append(new(*converted, *values[len(self.names) :]))
         return samples
+
+    def decode_rows(self, rows: npt.NDArray[np.int64], outs: Sequence[npt.NDArray[np.uint8]], key: DrawKey) -> None:
+        """Decode the crops of encoded images, rows of the file, int64 (n,), into `outs`, each uint8 (height, width, 3).
+
+        Checksums are not verified.
+        """
+        assert self.decoder is not None
+        name = self.names[0]
+        encoded = self.engine.read_encoded(name, rows)
+        self.decoder.decode(rows, encoded, outs, key, partial(decoding_row, self.path, name))
 
     def read_rows(
         self, name: str, rows: npt.NDArray[np.int64], out: npt.NDArray[Any] | None = None
@@ -297,9 +364,9 @@ class H5Dataset(BatchSource):
         """Convert indices into this dataset to row numbers in the file; int64, (n,)."""
         return self.file_rows(positions_of(indices, self._length, f"{self.path}: "))
 
-    def _load(self, rows: npt.NDArray[np.int64]) -> list[Any]:
-        if not self._encoded:
-            return self.split_batch(self.read_batch(rows, share=False), rows)
+    def _load(self, rows: npt.NDArray[np.int64], key: DrawKey | None) -> list[Any]:
+        if not self._encoded or self.decoder is not None:
+            return self.split_batch(self.read_batch(rows, key, share=False), rows)
         columns = []
         for name in self.names:
             # An array of objects can hold images of different sizes.
@@ -373,5 +440,5 @@ def batch_fields(dataset: H5Dataset) -> list[tuple[str, tuple[int, ...], np.dtyp
     for name in dataset.names:
         index = dataset.engine.indexes[name]
         is_class = name == dataset.label_name and is_class_label(index)
-        fields.append((name, index.row_shape, np.dtype(np.int64) if is_class else index.native_dtype))
+        fields.append((name, dataset.row_shape(name), np.dtype(np.int64) if is_class else index.native_dtype))
     return fields

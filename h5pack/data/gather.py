@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from h5pack.data.dataset import H5Dataset
 from h5pack.read.mapping import MappedDataset
 from h5pack.system.libc import libc_function
+
+if TYPE_CHECKING:
+    from h5pack.data.dataset import H5Dataset
 
 _BLOCK_ROWS = 65_536
 """Number of rows that `HeldRows` reads at once. A bound is needed because planning the read of a small row takes many
@@ -71,7 +73,7 @@ class CachedRows:
             np.take(self.mapped.array, rows, axis=0, out=flat, mode="clip")
         else:
             positions = torch.from_numpy(self.mapped.offsets(rows) // self._unit)
-            with _serial_torch:
+            with serial_torch:
                 torch.index_select(self._windows, 0, positions, out=torch.from_numpy(flat).view(self._windows.dtype))
         self.mapped.mapping.require_unchanged()
 
@@ -113,4 +115,4 @@ class _SerialTorch(threading.local):
         self._set(self._before)
 
 
-_serial_torch = _SerialTorch()
+serial_torch = _SerialTorch()

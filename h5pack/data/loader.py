@@ -17,6 +17,7 @@ import torch
 from h5pack.data.buffers import BatchMemory, BufferPool
 from h5pack.data.chunk_groups import ROWS
 from h5pack.data.dataset import H5Dataset, batch_fields
+from h5pack.data.decoding import DrawKey
 from h5pack.data.gather import HeldRows
 from h5pack.data.iteration import BatchIterator, Closeable, IdleThreads
 from h5pack.data.pipeline import EpochGroups, Pipeline
@@ -24,6 +25,7 @@ from h5pack.data.samplers import order_text
 from h5pack.data.samples import new_batch
 from h5pack.data.selection import plan_order, select_draws
 from h5pack.errors import OptionsError
+from h5pack.images.crops import DecodeCrop
 from h5pack.order.cursor import EpochCursor, IterationState, Resumable
 from h5pack.order.permutation import derive_key
 from h5pack.order.window import DEFAULT_WINDOW
@@ -139,6 +141,9 @@ class H5Loader(Closeable, Resumable):
         epoch, batch, rank), so that its random numbers are the same in every run.
     target_transform : callable, optional
         Called with the labels of each batch, in the same way as `transform`.
+    decode, exact
+        For encoded images, as for `H5Dataset`, whose own settings they replace. Crops are drawn for (seed, epoch, row),
+        with `weights` also for the batch: they do not depend on threads, ranks or resumes.
     num_workers : None
         Not supported. An error recommends `num_threads` instead of DataLoader's worker processes.
 
@@ -175,6 +180,8 @@ class H5Loader(Closeable, Resumable):
         pin_memory: bool = False,
         transform: Callable[..., Any] | None = None,
         target_transform: Callable[..., Any] | None = None,
+        decode: DecodeCrop | None = None,
+        exact: bool = True,
         num_workers: None = None,
     ) -> None:
         self.dataset = dataset
@@ -187,6 +194,8 @@ class H5Loader(Closeable, Resumable):
         require_callable("target_transform", target_transform)
         self._base, rows = select_draws(dataset, indices, weights, num_samples)
         _require_no_transform(self._base)
+        if decode is not None:
+            self._base = self._base.with_decode(decode, exact)
         ranks = rank, num_replicas
         self.plan = plan_order(
             rows, batch_size, shuffle, seed, window, drop_last, ranks=ranks, streams=streams, lanes=lanes
@@ -366,6 +375,7 @@ class H5Loader(Closeable, Resumable):
             credits=self.prefetch_factor,
             finish=partial(self._finish, iteration.epoch),
             held=self._held or {},
+            key=DrawKey(self.plan.seed, iteration.epoch, 0),
             max_gathered=self._max_gathered,
             block_rows=self._block_rows,
             cpus=self._cpus,

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.data.concat import ConcatPack
+from h5pack.data.decoding import DrawKey, DrawnIndex
 from h5pack.data.samplers import BatchOrder, batch_indices, order_text
 from h5pack.data.selection import plan_order, select_draws
 from h5pack.errors import OptionsError
@@ -139,7 +140,10 @@ class MixtureSampler(BatchOrder):
                 mine = np.flatnonzero(owners == number)
                 found = np.fromiter(itertools.islice(order, len(mine)), np.int64, len(mine))
                 indices[mine] = found + self.dataset.offsets[number]
-            yield indices[self.rank * self.batch_size : (self.rank + 1) * self.batch_size].tolist()
+            found = indices[self.rank * self.batch_size : (self.rank + 1) * self.batch_size].tolist()
+            # A pack's rows may be repeated in an epoch.
+            key = DrawKey(self.plans[0].seed, iteration.epoch, step)
+            yield DrawnIndex.of(found, key) if self.dataset.is_random else found
 
 
 def _endless_order(plan: OrderPlan, first: int) -> Iterator[int]:

@@ -9,8 +9,12 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
+from h5pack.data.dataset import H5Dataset
+from h5pack.data.decoding import DrawKey, DrawnIndex
 from h5pack.data.selection import plan_order, select_draws
+from h5pack.errors import OptionsError
 from h5pack.order.cursor import EpochCursor, IterationState, Resumable
+from h5pack.order.weights import WeightedRows
 from h5pack.order.window import DEFAULT_WINDOW, OrderPlan
 
 Item = TypeVar("Item")
@@ -128,8 +132,9 @@ class ChunkSampler(Resumable, Sampler[int]):
         weights: npt.ArrayLike | str | None = None,
         num_samples: int | None = None,
     ) -> None:
-        self.dataset = dataset
-        rows, ranks = select_draws(dataset, indices, weights, num_samples)[1], (rank, num_replicas)
+        self.dataset, ranks = dataset, (rank, num_replicas)
+        self._base, rows = select_draws(dataset, indices, weights, num_samples)
+        _require_keys(dataset, self._base)
         self.plan = plan = plan_order(rows, None, shuffle, seed, window, drop_last, ranks=ranks, streams=streams)
         identity = {**plan.identity(), "global_batch": None}
         super().__init__(EpochCursor(identity, "rows", plan.rank_rows, plan.num_replicas))
@@ -149,8 +154,22 @@ class ChunkSampler(Resumable, Sampler[int]):
         for indices in batch_indices(self.plan, iteration.epoch, first) if iteration.start < len(self) else ():
             # Take one row from each stream in turn, so that a step has the same rows for every number of ranks.
             turns = indices.reshape(self.plan.step_streams, -1).T.reshape(-1)
-            yield from turns[skip:].tolist()
+            found = turns[skip:].tolist()
+            if self._base.is_random:
+                turn = (first * self.plan.batch_size + skip) // self.plan.step_streams
+                yield from self._with_keys(found, iteration.epoch, turn)
+            else:
+                yield from found
+            first += 1
             skip = 0
+
+    def _with_keys(self, indices: list[int], epoch: int, first: int) -> Iterator[int]:
+        """Yield indices with the keys of their random crops; `first` is the turn of the streams of the first index."""
+        streams = self.plan.step_streams
+        for start in range(0, len(indices), streams):
+            turn = first + start // streams
+            key = DrawKey(self.plan.seed, epoch, turn if repeats_rows(self.plan) else 0)
+            yield from DrawnIndex.of(indices[start : start + streams], key)
 
     def state_dict(self, rows_consumed: int | None = None) -> dict[str, Any]:
         """Return the state of the running iteration, for `load_state_dict`.
@@ -228,8 +247,9 @@ class ChunkBatchSampler(BatchOrder):
         weights: npt.ArrayLike | str | None = None,
         num_samples: int | None = None,
     ) -> None:
-        self.dataset = dataset
-        rows, ranks = select_draws(dataset, indices, weights, num_samples)[1], (rank, num_replicas)
+        self.dataset, ranks = dataset, (rank, num_replicas)
+        self._base, rows = select_draws(dataset, indices, weights, num_samples)
+        _require_keys(dataset, self._base)
         self.plan = plan_order(
             rows, batch_size, shuffle, seed, window, drop_last, ranks=ranks, streams=streams, lanes=lanes
         )
@@ -245,8 +265,28 @@ class ChunkBatchSampler(BatchOrder):
 
     def _items(self, iteration: IterationState) -> Iterator[list[int]]:
         if iteration.start < len(self):
-            for indices in batch_indices(self.plan, iteration.epoch, iteration.start):
-                yield indices.tolist()
+            batches = batch_indices(self.plan, iteration.epoch, iteration.start)
+            for batch, indices in enumerate(batches, iteration.start):
+                found = indices.tolist()
+                if self._base.is_random:
+                    key = DrawKey(self.plan.seed, iteration.epoch, batch if repeats_rows(self.plan) else 0)
+                    found = DrawnIndex.of(found, key)
+                yield found
+
+
+def repeats_rows(plan: OrderPlan) -> bool:
+    """Return whether an epoch may have several copies of a row, whose random crops must differ."""
+    return isinstance(plan.rows, WeightedRows)
+
+
+def _require_keys(dataset: Any, base: H5Dataset) -> None:
+    """Raise an OptionsError if indices cannot carry the keys of random crops to the dataset."""
+    if base.is_random and dataset is not base:
+        raise OptionsError(
+            "a Subset does not pass on what random crops are drawn from; give the sampler and the DataLoader the "
+            "H5Dataset, and the sampler indices=subset.indices",
+            parameters=("indices=subset.indices",),
+        )
 
 
 def order_text(plan: OrderPlan) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,20 +15,6 @@ from h5pack.errors import OptionsError
 _IMAGES = ("images", "image")
 _ROWS = "rows"
 _REPEATS = "repeats"
-
-
-@dataclass(frozen=True)
-class BatchKey:
-    """The identity of each sample of a batch, from which a transform derives its random numbers.
-
-    The random numbers are then a pure function of (seed, epoch, row, repeat, view): the same on every device, for every
-    batch size and number of ranks, and in a resumed run.
-    """
-
-    rows: torch.Tensor  #: The index of each sample in the file's datasets: int64, (N,), on the images' device.
-    epoch: int
-    repeats: int | torch.Tensor = 0  #: How often each row was delivered before in this epoch: an int, or int64, (N,).
-    view: int = 0  #: Which of several augmented views of the same images: 0, 1, ...
 
 
 class EchoedBatch(list[Any]):

@@ -28,17 +28,8 @@ import numpy as np
 import torch
 
 from h5pack.data.buffers import BufferPool, unfilled_memory
-from h5pack.device.augment import (
-    Augmentation,
-    AugmentationDraws,
-    Changes,
-    ColorJitter,
-    draw_augmentation,
-    fixed_draws,
-    signed,
-)
-from h5pack.device.batch import BatchKey
-from h5pack.device.crops import CenterCrop, RandomCrop, ResizedCrop
+from h5pack.data.draws import BatchKey, signed
+from h5pack.device.augment import Augmentation, AugmentationDraws, Changes, ColorJitter, draw_augmentation, fixed_draws
 from h5pack.device.loader_wrapper import base_datasets
 from h5pack.device.operations import (
     apply_color,
@@ -57,6 +48,7 @@ from h5pack.device.operations import (
 from h5pack.device.resize import find_taps, resize, resize_on_cpu
 from h5pack.device.targets import checked_fields
 from h5pack.errors import OptionsError
+from h5pack.images.crops import CenterCrop, RandomCrop, ResizedCrop
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)

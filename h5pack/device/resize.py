@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from h5pack.device.augment import AugmentationDraws
-from h5pack.device.crops import RandomResizedCrop, ResizedCrop
+from h5pack.images.crops import RandomResizedCrop, ResizedCrop
 
 WEIGHT_BITS = 16
 KEPT_BITS = 6

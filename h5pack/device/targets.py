@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from h5pack.device.augment import AugmentationDraws
-from h5pack.device.crops import CenterCrop, RandomResizedCrop
 from h5pack.errors import OptionsError
+from h5pack.images.crops import CenterCrop, RandomResizedCrop
 
 Size = tuple[int, int]
 

@@ -12,9 +12,8 @@ from torch.utils.data import Subset
 
 from h5pack.data.concat import ConcatPack
 from h5pack.data.dataset import H5Dataset
-from h5pack.device.augment import DRAWS, random_words
+from h5pack.data.draws import DRAWS, BatchKey, random_words
 from h5pack.device.batch import (
-    BatchKey,
     EchoedBatch,
     images_of,
     is_echoed,

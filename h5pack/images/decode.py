@@ -393,7 +393,7 @@ def _proven_paths(channels: int) -> frozenset[DecodePath]:
         # So only gray JPEGs can give the same pixels.
         proven = {DecodePath.JPEG_GRAY}
     for decode_path in tuple(proven):
-        for sample in _sample_jpegs(decode_path):
+        for sample in sample_jpegs(decode_path):
             with Image.open(io.BytesIO(sample)) as image:
                 expected = np.asarray(image.convert(mode))
             found = simplejpeg.decode_jpeg(sample, colorspace, fastdct=False, fastupsample=False)
@@ -402,7 +402,8 @@ def _proven_paths(channels: int) -> frozenset[DecodePath]:
     return frozenset(proven)
 
 
-def _sample_jpegs(decode_path: DecodePath) -> Iterator[bytes]:
+def sample_jpegs(decode_path: DecodePath) -> Iterator[bytes]:
+    """Yield small JPEGs of a kind, of odd sizes, baseline and progressive, of low and high quality."""
     height, width = 37, 53
     y, x = np.mgrid[:height, :width]
     waves = np.stack([np.sin(x * y / 40 + phase) * 90 + 2 * x + y for phase in range(3)], axis=2)

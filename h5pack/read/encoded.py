@@ -9,9 +9,11 @@ threads without the GIL.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import itertools
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +38,7 @@ _READ_BYTES = 8 * 1024 * 1024
 
 
 class RowDecoder(Decoder):
-    """Decodes images to upright RGB without resizing. It is thread-safe.
+    """Decodes images to upright RGB without resizing. Each thread has its own (`row_decoder`).
 
     It changes no process-wide setting of Pillow, such as ``ImageFile.LOAD_TRUNCATED_IMAGES``.
     """
@@ -84,8 +86,18 @@ def is_encoded(dataset: h5py.Dataset) -> bool:
     return dataset.ndim == 1 and isinstance(base, np.dtype) and base in (np.uint8, np.int8)
 
 
-row_decoder = functools.cache(RowDecoder)
-"""Returns this process's decoder, which is thread-safe."""
+class _Decoders(threading.local):
+    decoder: RowDecoder | None = None
+
+
+_decoders = _Decoders()
+
+
+def row_decoder() -> RowDecoder:
+    """Return this thread's decoder. Threads must not share one, because it decodes into memory that it reuses."""
+    if _decoders.decoder is None:
+        _decoders.decoder = RowDecoder()
+    return _decoders.decoder
 
 
 def decode_rows(path: str, name: str, rows: npt.NDArray[np.int64], encoded: list[bytes], out: npt.NDArray[Any]) -> None:
@@ -96,7 +108,7 @@ def decode_rows(path: str, name: str, rows: npt.NDArray[np.int64], encoded: list
     """
     decoder = row_decoder()
     for position, (row, data) in enumerate(zip(rows.tolist(), encoded, strict=True)):
-        try:
+        with decoding_row(path, name, row):
             if out.dtype == object:
                 out[position] = decoder.pixels(data)
                 continue
@@ -105,22 +117,29 @@ def decode_rows(path: str, name: str, rows: npt.NDArray[np.int64], encoded: list
                 height, width = out.shape[1:3]
                 raise SizesDifferError(
                     f"{path}: {name!r} row {row} is {header.height}x{header.width} and row 0 is {height}x{width}, so "
-                    "they cannot be batched; give H5Dataset a transform that resizes, and use a DataLoader, or "
-                    f"pack the file with 'h5pack convert' and size='{height}x{width}'",
+                    "they cannot be batched; give decode=RandomResizedCrop(224) or another crop, or pack the file with "
+                    f"'h5pack convert' and size='{height}x{width}'",
                     path=path,
                     dataset=name,
                     rows=(row,),
-                    parameters=(f"size='{height}x{width}'",),
+                    parameters=("decode=RandomResizedCrop(224)", f"size='{height}x{width}'"),
                 )
             decoder.decode(data, header.decode_path, out[position])
-        except RejectedImageError as error:
-            raise DamagedRowsError(
-                f"{path}: {name!r} row {row} cannot be decoded ({error}); leave it out with a torch Subset, or pack "
-                "the file with 'h5pack convert', which lists such rows",
-                path=path,
-                dataset=name,
-                rows=(row,),
-            ) from error
+
+
+@contextlib.contextmanager
+def decoding_row(path: str, name: str, row: int) -> Iterator[None]:
+    """Name a row that cannot be decoded, in a DamagedRowsError."""
+    try:
+        yield
+    except RejectedImageError as error:
+        raise DamagedRowsError(
+            f"{path}: {name!r} row {row} cannot be decoded ({error}); leave it out with a torch Subset, or pack the "
+            "file with 'h5pack convert', which lists such rows",
+            path=path,
+            dataset=name,
+            rows=(row,),
+        ) from error
 
 
 def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: bool = True) -> ChunkIndex:

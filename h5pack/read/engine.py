@@ -297,6 +297,16 @@ class Engine:
         found = [data for _, encoded, _ in self._encoded_rows(index, rows[order]) for data in encoded]
         return [found[position] for position in np.argsort(order).tolist()]
 
+    def read_encoded(self, name: str, rows: npt.NDArray[np.int64]) -> list[bytes]:
+        """Return the bytes of encoded rows, as `read_bytes` does, and count them. Errors are those of `read`."""
+        index = self.indexes[name]
+        self.storage.open()
+        self.files.check_unchanged_throttled(index)
+        found = self.read_bytes(name, rows)
+        chunks = int(np.count_nonzero(np.diff(np.sort(rows) // index.chunk_rows))) + 1
+        self._count(index, len(rows), chunks, sum(map(len, found)), len(rows))
+        return found
+
     def snapshot(self) -> ReadStats:
         """Return a copy of this process's statistics."""
         with self._own_lock():

@@ -87,7 +87,7 @@ def test_gathering_leaves_the_number_of_threads_alone(tmp_path: Path) -> None:
 
     def work() -> None:
         before = torch.get_num_threads()
-        with gather._serial_torch:
+        with gather.serial_torch:
             seen.append(torch.get_num_threads())
         CachedRows(mapped).gather(np.arange(5), np.empty((5, 577), np.uint8))
         seen.append(torch.get_num_threads() == before)

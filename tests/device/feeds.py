@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import h5pack
-from h5pack.device.batch import BatchKey
+from h5pack.data.draws import BatchKey
 from h5pack.device.copier import DeviceCopier, QueuedBatch
 from h5pack.device.feed import DeviceFeed
 from h5pack.device.loader_wrapper import FetchedBatch, layers_of

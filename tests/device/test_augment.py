@@ -12,19 +12,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from h5pack.device.augment import (
-    DRAWS,
-    GEOMETRY,
-    TRIES,
-    Augmentation,
-    AugmentationDraws,
-    ColorJitter,
-    draw_augmentation,
-    random_words,
-)
-from h5pack.device.batch import BatchKey
-from h5pack.device.crops import CenterCrop, RandomCrop
+from h5pack.data.draws import DRAWS, TRIES, BatchKey, random_words
+from h5pack.device.augment import GEOMETRY, Augmentation, AugmentationDraws, ColorJitter, draw_augmentation
 from h5pack.errors import OptionsError
+from h5pack.images.crops import CenterCrop, RandomCrop
 from h5pack.order.permutation import derive_key
 from tests.device.feeds import needs_gpu
 

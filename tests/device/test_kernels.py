@@ -20,11 +20,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from h5pack.data.draws import BatchKey
 from h5pack.device.augment import Augmentation, ColorJitter, draw_augmentation
-from h5pack.device.batch import BatchKey
-from h5pack.device.crops import CenterCrop, RandomCrop, RandomResizedCrop
 from h5pack.device.normalize import Normalize
 from h5pack.errors import OptionsError
+from h5pack.images.crops import CenterCrop, RandomCrop, RandomResizedCrop
 from tests.device.feeds import needs_gpu
 from tests.device.machine_code import main_loop
 from tests.device.test_normalize import AUGMENTATIONS, DTYPES, LAYOUTS, assert_near, batch, key_of, reference

@@ -18,11 +18,11 @@ from torch.utils.data import Subset
 import h5pack
 from h5pack.data.buffers import unfilled_memory
 from h5pack.data.concat import ConcatPack
+from h5pack.data.draws import BatchKey
 from h5pack.device.augment import AugmentationDraws, ColorJitter, draw_augmentation
-from h5pack.device.batch import BatchKey
-from h5pack.device.crops import CenterCrop, RandomCrop
 from h5pack.device.normalize import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from h5pack.errors import OptionsError
+from h5pack.images.crops import CenterCrop, RandomCrop
 from tests.data import packs
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

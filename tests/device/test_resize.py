@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from h5pack.data.draws import BatchKey
 from h5pack.device.augment import Augmentation, AugmentationDraws, ColorJitter, draw_augmentation
-from h5pack.device.batch import BatchKey
-from h5pack.device.crops import CenterCrop, RandomResizedCrop, ResizedCrop
 from h5pack.device.normalize import Normalize
 from h5pack.device.operations import apply_color, erase_mask, scale_whole
 from h5pack.device.resize import find_taps, max_taps, resize, resize_on_cpu
 from h5pack.errors import OptionsError
+from h5pack.images.crops import CenterCrop, RandomResizedCrop, ResizedCrop
 from tests.device.feeds import needs_gpu
 from tests.device.test_normalize import LAYOUTS
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from h5pack.data.draws import BatchKey
 from h5pack.device.augment import GEOMETRY, ColorJitter, draw_augmentation
-from h5pack.device.batch import BatchKey
-from h5pack.device.crops import RandomCrop, RandomResizedCrop
 from h5pack.device.normalize import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from h5pack.device.operations import apply_color, erase_mask, scale_whole
 from h5pack.device.resize import find_taps, resize
+from h5pack.images.crops import RandomCrop, RandomResizedCrop
 from tests.device.feeds import needs_gpu
 from tests.device.machine_code import disassembled
 from tests.device.test_kernels import ROOT, needs_triton, not_interpreted

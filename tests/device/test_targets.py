@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from h5pack.data.draws import BatchKey
 from h5pack.device.augment import AugmentationDraws
-from h5pack.device.batch import BatchKey
-from h5pack.device.crops import CenterCrop, RandomCrop, RandomResizedCrop
 from h5pack.device.feed import DeviceFeed
 from h5pack.device.normalize import Normalize
 from h5pack.device.targets import Axes, axes_of, move_boxes, move_field, move_keypoints, move_masks
 from h5pack.errors import OptionsError
+from h5pack.images.crops import CenterCrop, RandomCrop, RandomResizedCrop
 from tests.device.feeds import needs_gpu
 
 INPUT = (11, 13)

@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import h5pack
-from h5pack.device.batch import BatchKey, EchoedBatch, repeats_of
+from h5pack.data.draws import BatchKey
+from h5pack.device.batch import EchoedBatch, repeats_of
 from h5pack.device.transforms import ImageTransform, uniform
 from h5pack.errors import OptionsError
 from h5pack.order.permutation import derive_key

@@ -10,32 +10,34 @@ import triton
 import triton.language as tl
 
 from h5pack.data.buffers import unfilled_memory
-from h5pack.device.augment import (
-    BOX,
-    COLOR_STREAM,
+from h5pack.data.draws import (
     CROP_STREAM,
     DRAWS,
-    ERASE,
-    FLIP,
-    GEOMETRY,
-    LEFT,
     STEPS,
-    TOP,
     TRIES,
-    VERTICAL_FLIP,
-    Augmentation,
-    AugmentationDraws,
+    BatchKey,
     cached_table,
-    color_ranges,
-    color_table,
     fixed_root,
     key_base,
     side_tables,
     signed,
 )
-from h5pack.device.batch import BatchKey
-from h5pack.device.crops import RandomResizedCrop
+from h5pack.device.augment import (
+    BOX,
+    COLOR_STREAM,
+    ERASE,
+    FLIP,
+    GEOMETRY,
+    LEFT,
+    TOP,
+    VERTICAL_FLIP,
+    Augmentation,
+    AugmentationDraws,
+    color_ranges,
+    color_table,
+)
 from h5pack.device.kernels.launch import FUSION, Launching
+from h5pack.images.crops import RandomResizedCrop
 from h5pack.system.arrays import SPLITMIX64_FACTORS, SPLITMIX64_GAMMA
 
 _SAMPLES = 64

@@ -16,10 +16,10 @@ import triton.language as tl
 
 from h5pack.data.buffers import unfilled_memory
 from h5pack.device.augment import GEOMETRY, AugmentationDraws, Changes
-from h5pack.device.crops import RandomResizedCrop
 from h5pack.device.kernels.image import _scaled
 from h5pack.device.kernels.launch import FUSION, Launching
 from h5pack.device.resize import KEPT_BITS, WEIGHT_BITS, max_taps
+from h5pack.images.crops import RandomResizedCrop
 
 _TAP_BLOCK = 128
 _ROWS, _COLUMNS, _WARPS = 32, 64, 2

@@ -163,6 +163,33 @@ class RandomResizedCrop(_Crop):
         return (height - window_height) // 2, (width - window_width) // 2, window_height, window_width
 
 
+@dataclass(frozen=True)
+class Resize(_Crop):
+    """The whole image, resized to one size, like torchvision's ``Resize((height, width))``.
+
+    Parameters
+    ----------
+    size : (int, int)
+        Height and width of the result, in pixels. Resizing is bilinear and antialiased.
+
+    Raises
+    ------
+    OptionsError
+        If `size` is not a pair. torchvision resizes the shorter side to an int, so results would differ in size.
+    """
+
+    size: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.size, Sequence):
+            raise OptionsError(
+                f"size is {self.size!r}; give (height, width), or use CenterCrop(size, resize=size) to keep the "
+                "proportions",
+                parameters=("size",),
+            )
+        super().__post_init__()
+
+
 ResizedCrop = CenterCrop | RandomResizedCrop
 """Crops that may change the scale of an image."""
 
@@ -201,3 +228,7 @@ def _checked_int(name: str, value: Any, minimum: int) -> int:
 
 def _is_whole(value: Any, minimum: int, maximum: int) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool) and minimum <= value <= maximum
+
+
+DecodeCrop = CenterCrop | RandomResizedCrop | Resize
+"""What images can be cropped and resized to while they are decoded."""

@@ -12,10 +12,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from h5pack.device.augment import crop_windows
-from h5pack.device.batch import BatchKey
-from h5pack.device.crops import CenterCrop, RandomCrop, RandomResizedCrop, check_image_size
+from h5pack.data.draws import BatchKey, crop_windows
 from h5pack.errors import OptionsError
+from h5pack.images.crops import CenterCrop, RandomCrop, RandomResizedCrop, check_image_size
 from h5pack.order.permutation import derive_key
 from tests.device.feeds import needs_gpu
 

@@ -1,0 +1,223 @@
+"""Crops of encoded images: only the window that a crop needs is decoded, then it is resized into a batch's memory.
+
+By default the pixels are exactly those of decoding the whole image, cutting the window out, and resizing it by torch's
+``interpolate(mode="bilinear", antialias=True)``, which is what torchvision's transforms of tensors do.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from h5pack.data.draws import BatchKey, crop_windows
+from h5pack.data.gather import serial_torch
+from h5pack.errors import OptionsError, RejectedImageError
+from h5pack.images.crops import DecodeCrop, RandomResizedCrop, Resize
+from h5pack.images.decode import MAX_PIXELS
+from h5pack.images.headers import DecodePath, ImageHeader
+from h5pack.images.regions import MAX_SHARE, region_decoder
+from h5pack.read.encoded import row_decoder
+
+Pixels = npt.NDArray[np.uint8]
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class DrawKey:
+    """What the crops of some samples are drawn from, beside their row numbers.
+
+    `repeat` distinguishes the copies of a row that an epoch has more than once: the number of the batch, or 0. It may
+    be an int64 tensor, (n,).
+    """
+
+    seed: int
+    epoch: int
+    repeat: Any = 0
+
+    def at(self, positions: Rows) -> DrawKey:
+        """Return the key of the samples at these positions, int64 (n,)."""
+        return replace(self, repeat=self.repeat[positions]) if isinstance(self.repeat, torch.Tensor) else self
+
+    @staticmethod
+    def random() -> DrawKey:
+        """Return a key from torch's random generator, from which torchvision's transforms draw, too."""
+        return DrawKey(int(torch.empty((), dtype=torch.int64).random_()), 0)
+
+
+class DrawnIndex(int):
+    """An index that a sampler yields, with the key of the sample's crop. It is sent to a DataLoader's workers."""
+
+    key: DrawKey
+
+    @classmethod
+    def of(cls, indices: Iterable[int], key: DrawKey) -> list[int]:
+        """Return indices with a key."""
+        found: list[int] = []
+        for index in indices:
+            made = cls(index)
+            made.key = key
+            found.append(made)
+        return found
+
+
+def key_of(indices: Sequence[Any]) -> DrawKey:
+    """Return the key of samples whose indices come from one iteration of a sampler, or a random one."""
+    keys = [index.key for index in indices if isinstance(index, DrawnIndex)]
+    if not keys or len(keys) < len(indices):
+        return DrawKey.random()
+    repeats = [key.repeat for key in keys]
+    return replace(keys[0], repeat=torch.tensor(repeats) if any(repeats) else 0)
+
+
+class _Steps(NamedTuple):
+    """How an image becomes a crop: decode a window of it, resize that, and cut the result out."""
+
+    window: tuple[int, int, int, int]  # Top, left, height and width, in pixels of the image.
+    resized: tuple[int, int]  # Height and width of the resized window.
+    offset: tuple[int, int]  # First row and column of the result in it; negative if there is black padding.
+
+
+class CropDecoder:
+    """Decodes crops of encoded images. If `exact` is false, they may be decoded at a fraction of their size."""
+
+    def __init__(self, crop: DecodeCrop, exact: bool) -> None:
+        if not isinstance(crop, DecodeCrop):
+            raise OptionsError(
+                f"decode is {crop!r}; give RandomResizedCrop(size), CenterCrop(size, resize=size) or Resize((height, "
+                "width)); other changes are options of Normalize",
+                parameters=("decode",),
+            )
+        self.crop, self.exact = crop, exact
+        self.is_random = isinstance(crop, RandomResizedCrop)
+        self._scratch = threading.local()
+
+    @property
+    def row_shape(self) -> tuple[int, int, int]:
+        """Shape of the results: height, width, 3."""
+        return (*self.crop.output_size, 3)
+
+    def decode(
+        self,
+        rows: Rows,
+        encoded: Sequence[bytes],
+        outs: Sequence[Pixels],
+        key: DrawKey,
+        named: Callable[[int], Any],
+    ) -> None:
+        """Decode rows of encoded bytes into `outs`, each uint8 (height, width, 3).
+
+        ``named(row)`` is a context that names a row in errors.
+        """
+        headers = []
+        for row, data in zip(rows.tolist(), encoded, strict=True):
+            with named(row):
+                headers.append(row_decoder().header(data))
+        plans = self._plan(rows, headers, key)
+        with serial_torch, torch.inference_mode(False):
+            for row, data, header, steps, out in zip(rows.tolist(), encoded, headers, plans, outs, strict=True):
+                with named(row):
+                    self._decode(data, header, steps, out)
+
+    def _plan(self, rows: Rows, headers: list[ImageHeader], key: DrawKey) -> Iterator[_Steps]:
+        crop, size = self.crop, self.crop.output_size
+        if isinstance(crop, RandomResizedCrop):
+            heights, widths = torch.tensor([(one.height, one.width) for one in headers]).reshape(-1, 2).T
+            batch = BatchKey(torch.from_numpy(rows), key.epoch, key.repeat)
+            windows = torch.stack(crop_windows(batch, key.seed, crop, heights, widths), 1)
+            for top, left, height, width in windows.tolist():
+                yield _Steps((top, left, height, width), size, (0, 0))
+            return
+        for header in headers:
+            height, width = header.height, header.width
+            if isinstance(crop, Resize):
+                yield _Steps((0, 0, height, width), size, (0, 0))
+            elif crop.resize is not None:
+                resized = crop.resized_size(height, width)
+                yield _Steps((0, 0, height, width), resized, crop.window(height, width))
+            else:
+                top, left = crop.window(height, width)
+                window = max(0, top), max(0, left), min(size[0], height), min(size[1], width)
+                yield _Steps(window, window[2:], (min(0, top), min(0, left)))
+
+    def _decode(self, data: bytes, header: ImageHeader, steps: _Steps, out: Pixels) -> None:
+        if steps.resized[0] * steps.resized[1] > MAX_PIXELS:
+            raise RejectedImageError(
+                f"{header.height}x{header.width} pixels resized to {steps.resized[0]}x{steps.resized[1]} are too many"
+            )
+        pixels = torch.from_numpy(self._window(data, header, steps))
+        if pixels.shape[:2] != steps.resized:
+            # A view of this form has torch's memory format channels_last, in which resizing is fastest.
+            found = F.interpolate(pixels[None].permute(0, 3, 1, 2), steps.resized, mode="bilinear", antialias=True)
+            pixels = found[0].permute(1, 2, 0)
+        target = torch.from_numpy(out)
+        if pixels.shape != target.shape:
+            # What lies outside of the resized window stays black.
+            target.zero_()
+            for axis, first in enumerate(steps.offset):
+                begin, end = max(0, first), min(pixels.shape[axis], first + target.shape[axis])
+                pixels = pixels.narrow(axis, begin, end - begin)
+                target = target.narrow(axis, begin - first, end - begin)
+        target.copy_(pixels)
+
+    def _window(self, data: bytes, header: ImageHeader, steps: _Steps) -> Pixels:
+        """Return the pixels of a window. The result may be valid until the next call in this thread."""
+        top, left, height, width = steps.window
+        if not self.exact and (smaller := self._scaled(data, header, steps)) is not None:
+            return smaller
+        if height * width <= MAX_SHARE * header.height * header.width:
+            decoder = region_decoder(header.decode_path)
+            found = None if decoder is None else decoder.decode(data, top, left, height, width)
+            if found is not None:
+                return found
+        whole = self._buffer(header.height, header.width)
+        row_decoder().decode(data, header.decode_path, whole)
+        return whole[top : top + height, left : left + width]
+
+    def _scaled(self, data: bytes, header: ImageHeader, steps: _Steps) -> Pixels | None:
+        """Return a window of the image decoded at a fraction of its size.
+
+        Return None if the window would be smaller than its result.
+        """
+        top, left, height, width = steps.window
+        share = max(one / other for one, other in zip(steps.resized, (height, width), strict=True))
+        if share > 0.5 or header.decode_path == DecodePath.PILLOW:
+            return None
+        least = math.ceil(header.height * share), math.ceil(header.width * share)
+        try:
+            import simplejpeg
+
+            small: Pixels = simplejpeg.decode_jpeg(
+                data, "RGB", fastdct=True, fastupsample=True, min_height=least[0], min_width=least[1], min_factor=2
+            )
+        except (ImportError, ValueError):
+            with Image.open(io.BytesIO(data)) as image:
+                image.draft("RGB", least[::-1])
+                small = np.asarray(image.convert("RGB"))
+        scale = [one / other for one, other in zip(small.shape[:2], (header.height, header.width), strict=True)]
+        first = round(top * scale[0]), round(left * scale[1])
+        last = max(first[0] + 1, round((top + height) * scale[0])), max(first[1] + 1, round((left + width) * scale[1]))
+        return small[first[0] : last[0], first[1] : last[1]]
+
+    def _buffer(self, height: int, width: int) -> Pixels:
+        """Return this thread's memory for the pixels of an image. Fresh memory would cost page faults."""
+        size = height * width * 3
+        memory: Pixels | None = getattr(self._scratch, "memory", None)
+        if memory is None or memory.size < size:
+            memory = self._scratch.memory = np.empty(size, np.uint8)
+        return memory[:size].reshape(height, width, 3)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"crop": self.crop, "exact": self.exact, "is_random": self.is_random}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _scratch=threading.local())
