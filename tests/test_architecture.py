@@ -139,7 +139,7 @@ def test_functions_fit_on_a_screen() -> None:
 def test_the_public_names_are_those_of_the_design() -> None:
     raised = {name for name, value in vars(errors).items() if getattr(value, "__module__", "") == errors.__name__}
     classes = """H5Dataset H5Loader ChunkSampler ChunkBatchSampler ConcatPack MixtureSampler DeviceFeed Normalize
-        RandomCrop CenterCrop RandomResizedCrop Views EchoLoader FeedMonitor"""
+        RandomCrop CenterCrop RandomResizedCrop Resize Views EchoLoader FeedMonitor"""
     functions = {"bench", "convert", "info", "verify", "preview", "export", "diagnose"}
     assert set(h5pack.__all__) == {*functions, *classes.split(), *raised, "__version__"}
 

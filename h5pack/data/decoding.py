@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from h5pack.data.draws import BatchKey, crop_windows
-from h5pack.data.gather import serial_torch
+from h5pack.data.iteration import serial_torch
 from h5pack.errors import OptionsError, RejectedImageError
 from h5pack.images.crops import DecodeCrop, RandomResizedCrop, Resize
 from h5pack.images.decode import MAX_PIXELS
@@ -202,7 +202,7 @@ class CropDecoder:
         except (ImportError, ValueError):
             with Image.open(io.BytesIO(data)) as image:
                 image.draft("RGB", least[::-1])
-                small = np.asarray(image.convert("RGB"))
+                small = np.array(image.convert("RGB"))  # Writable, as torch wants it.
         scale = [one / other for one, other in zip(small.shape[:2], (header.height, header.width), strict=True)]
         first = round(top * scale[0]), round(left * scale[1])
         last = max(first[0] + 1, round((top + height) * scale[0])), max(first[1] + 1, round((left + width) * scale[1]))

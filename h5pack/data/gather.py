@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from h5pack.data.dataset import H5Dataset
+from h5pack.data.iteration import serial_torch
 from h5pack.read.mapping import MappedDataset
-from h5pack.system.libc import libc_function
-
-if TYPE_CHECKING:
-    from h5pack.data.dataset import H5Dataset
 
 _BLOCK_ROWS = 65_536
 """Number of rows that `HeldRows` reads at once. A bound is needed because planning the read of a small row takes many
@@ -94,25 +91,3 @@ def _windows(mapped: MappedDataset) -> tuple[int, torch.Tensor]:
 
 
 _DTYPES = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-
-
-class _SerialTorch(threading.local):
-    """Context in which torch's operations run in the calling thread only, if torch uses OpenMP.
-
-    `torch.set_num_threads` would change the number for the whole process.
-    """
-
-    _get = staticmethod(libc_function("omp_get_max_threads", ctypes.c_int) or (lambda: 1))
-    _set = staticmethod(libc_function("omp_set_num_threads", None, ctypes.c_int) or (lambda _: None))
-
-    def __enter__(self) -> None:
-        # torch sets the number when a thread first asks for it.
-        torch.get_num_threads()
-        self._before = self._get()
-        self._set(1)
-
-    def __exit__(self, *_: object) -> None:
-        self._set(self._before)
-
-
-serial_torch = _SerialTorch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import queue
 import threading
@@ -12,7 +13,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import torch
+
 from h5pack.errors import LoaderError
+from h5pack.system.libc import libc_function
 
 C = TypeVar("C", bound="Closeable")
 
@@ -214,3 +218,25 @@ def _stop_all() -> None:
     for thread in threading.enumerate():
         if isinstance(thread, ReusableThread):
             thread.join(5.0)
+
+
+class _SerialTorch(threading.local):
+    """Context in which torch's operations run in the calling thread only, if torch uses OpenMP.
+
+    `torch.set_num_threads` would change the number for the whole process.
+    """
+
+    _get = staticmethod(libc_function("omp_get_max_threads", ctypes.c_int) or (lambda: 1))
+    _set = staticmethod(libc_function("omp_set_num_threads", None, ctypes.c_int) or (lambda _: None))
+
+    def __enter__(self) -> None:
+        # torch sets the number when a thread first asks for it.
+        torch.get_num_threads()
+        self._before = self._get()
+        self._set(1)
+
+    def __exit__(self, *_: object) -> None:
+        self._set(self._before)
+
+
+serial_torch = _SerialTorch()

@@ -1,6 +1,6 @@
-"""Options of crops: what `Normalize(crop=...)` cuts out of each image, and to which size.
+"""Options of crops: what `Normalize(crop=...)` and `H5Loader(decode=...)` cut out of each image, and to which size.
 
-They are values without behaviour on pixels, so this module imports neither torch nor Triton.
+They are values without behaviour on pixels.
 """
 
 from __future__ import annotations

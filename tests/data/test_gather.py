@@ -14,6 +14,7 @@ import torch
 import h5pack
 from h5pack.data import gather
 from h5pack.data.gather import CachedRows, HeldRows
+from h5pack.data.iteration import serial_torch
 from h5pack.errors import DamagedRowsError
 from h5pack.system.files import make_hot
 from tests.data import packs
@@ -87,7 +88,7 @@ def test_gathering_leaves_the_number_of_threads_alone(tmp_path: Path) -> None:
 
     def work() -> None:
         before = torch.get_num_threads()
-        with gather.serial_torch:
+        with serial_torch:
             seen.append(torch.get_num_threads())
         CachedRows(mapped).gather(np.arange(5), np.empty((5, 577), np.uint8))
         seen.append(torch.get_num_threads() == before)

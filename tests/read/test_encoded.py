@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 
 from h5pack.errors import DamagedRowsError, PackFormatError, SizesDifferError
+from h5pack.images import decode
 from h5pack.pack import options
 from h5pack.read import encoded as row_decoder_module
 from h5pack.read.description import describe_file
@@ -294,3 +295,19 @@ def test_unwritten_rows_and_datasets_are_empty(tmp_path: Path) -> None:
     engine = described(write_encoded(tmp_path / "none.h5", []))
     assert engine.read("images", []).shape == engine.indexes["images"].shape == (0, 0, 0, 3)
     assert engine.reader.read_bytes("images", np.empty(0, np.int64)) == []
+
+
+def test_threads_decode_without_simplejpeg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images of one size: Pillow's decoder writes to memory that it uses again for the next image of this size."""
+    monkeypatch.setattr(decode, "_proven_paths", lambda _: frozenset())
+    monkeypatch.setattr(row_decoder_module, "_decoders", row_decoder_module._Decoders())
+    rows = [encode(pixels(number, (200, 200))) for number in range(8)]
+    engine = described(write_encoded(tmp_path / "f.h5", rows))
+    expected = np.stack([decoded(row) for row in rows])
+
+    def work(number: int) -> None:
+        for _ in range(10):
+            order = np.random.default_rng(number).permutation(8)
+            assert np.array_equal(engine.read("images", order), expected[order])
+
+    run_threads(4, work)
