@@ -209,7 +209,7 @@ class GroupReader:
                 index = self._engine.indexes[field.name]
                 work, cuts = partial(self._decode, field, group), equal_runs(index.chunks_of(group.rows)).tolist()
             elif field.name == self._dataset.names[0] and self._dataset.decoder is not None:
-                work, cuts = partial(self._crop, field, group), _cut_rows(group.rows, _CROPS)
+                work, cuts = partial(self._crop, field, group), [*range(0, len(group.rows), _CROPS), len(group.rows)]
             else:
                 max_rows = max(1, TASK_BYTES // field.row_bytes)
                 work, cuts = partial(self._copy, field, group), _cut_rows(group.rows, max_rows)
