@@ -104,7 +104,7 @@ def convert(
     out : path
         The file to create.
     source_kind : str, optional
-        flat, classes, splits, celeba, manifest, hdf5, webdataset or parquet. Default: detected from the source's
+        flat, classes, splits, celeba, manifest, hdf5, webdataset, parquet or mds. Default: detected from the source's
         content.
     include, exclude : str or sequence of str
         Shell patterns for paths relative to the source. Only images that match `include` and do not match `exclude`

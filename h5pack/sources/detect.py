@@ -17,6 +17,7 @@ from h5pack.sources.folders import arranged, walk
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog, is_hdf5
 from h5pack.sources.manifest import ManifestColumns, manifest
 from h5pack.sources.map_style import MapStyleDataset, map_style_catalog
+from h5pack.sources.mds import is_mds, mds
 from h5pack.sources.shards import TABLE_SUFFIXES, TAR_SUFFIXES, Shards, find_shards, shards_kind
 from h5pack.sources.tables import tables
 from h5pack.sources.tar_files import open_tar
@@ -24,10 +25,10 @@ from h5pack.sources.webdataset import is_webdataset, webdataset
 from h5pack.sources.zip_files import open_zip
 from h5pack.system.text import listed
 
-KINDS = ("flat", "classes", "splits", "celeba", "manifest", "hdf5", "webdataset", "parquet")
+KINDS = ("flat", "classes", "splits", "celeba", "manifest", "hdf5", "webdataset", "parquet", "mds")
 _MANIFEST_SUFFIXES = (".csv", ".tsv", ".tab")
 _FOLDER_KINDS = ("folder", "flat", "classes", "splits")
-_SHARD_KINDS = ("webdataset", "parquet")
+_SHARD_KINDS = ("webdataset", "parquet", "mds")
 # Hugging Face datasets keeps results of transformations beside a dataset.
 _CACHES = ("cache-*.arrow", "tmp*")
 _PARQUET_MAGIC = b"PAR1"
@@ -76,6 +77,8 @@ def open_source(
 
 def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
     kind = options.kind or _detect(path, options.names)
+    if kind == "mds":
+        return _open_mds(path, options)
     if kind in _SHARD_KINDS:
         return _open_shards(path, kind, options, scratch)
     if not os.path.exists(path):
@@ -124,6 +127,16 @@ def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
 
 def _missing(path: Path) -> SourceError:
     return SourceError(f"{path}: no such file or folder; check the path", path=path)
+
+
+def _open_mds(path: Path, options: SourceOptions) -> Catalog:
+    _refuse_unused(str(path), "mds", options)
+    if not path.is_dir():
+        parameter = "source_kind='mds'"
+        problem = f"{path}: {parameter} needs the folder of index.json; check the path"
+        raise SourceError(problem, path=path, parameters=(parameter,))
+    with _reporting_storage(path):
+        return mds(path, options.names, options.columns)
 
 
 def _open_shards(path: Path, kind: str, options: SourceOptions, scratch: Path) -> Catalog:
@@ -184,7 +197,9 @@ def _start(path: Path) -> bytes:
 def _detect(path: Path, names: NameFilter) -> str:
     """Return the kind of source, or "folder" for a folder or archive whose kind follows from the names in it."""
     if os.path.isdir(path):
-        return "celeba" if is_celeba(path) else shards_kind(path, names) or "folder"
+        if is_celeba(path):
+            return "celeba"
+        return "mds" if is_mds(path) else shards_kind(path, names) or "folder"
     if not os.path.exists(path):
         kind = shards_kind(path, names) if "{" in str(path) else ""
         if not kind:

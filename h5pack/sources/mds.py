@@ -1,0 +1,212 @@
+"""MosaicML Streaming's shards (MDS) as a source: files of samples, described by an ``index.json`` beside them.
+
+A shard begins with the number of its samples, the offset of each, and the end of the last (uint32). A sample holds the
+sizes of its columns of variable size (uint32), followed by the columns' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.errors import SourceError
+from h5pack.sources.archives import ArchiveFile, ArchiveReader, Members, Storing
+from h5pack.sources.catalog import Catalog, NameFilter, NameTable
+from h5pack.sources.manifest import ColumnTable, ManifestColumns, cell_text, with_columns
+from h5pack.sources.shards import Shards
+
+INDEX = "index.json"
+_IMAGES = ("jpeg", "png", "bytes")
+_USUAL = ("image", "images", "img", "picture", "photo", "jpg", "jpeg", "png", "bytes", "content", "data")
+_NUMBERS = {
+    "int": np.dtype("<i8"),
+    **{name: np.dtype(name).newbyteorder("<") for name in (
+        "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64"
+    )},
+}  # fmt: skip
+_TEXTS = ("str", "str_int", "str_float")
+_MAX_INDEX_BYTES = 1 << 30
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A shard: the place of each column of each sample, and the columns' encodings."""
+
+    file: ArchiveFile
+    encodings: dict[str, str]  # by column
+    begins: Ints  # offset of each sample
+    sizes: Ints  # (samples, columns), in bytes
+
+    def extents(self, column: str) -> tuple[Ints, Ints]:
+        """Return offset and size in bytes of a column of each sample."""
+        number = list(self.encodings).index(column)
+        return self.begins + self.sizes[:, :number].sum(1), self.sizes[:, number]
+
+
+def is_mds(path: Path) -> bool:
+    """Return whether a folder, or each of its visible folders, has an index of MDS shards."""
+    if not path.is_dir():
+        return False
+    folders = [path] if (path / INDEX).is_file() else [one for one in path.iterdir() if not one.name.startswith(".")]
+    return bool(folders) and all(_is_index(folder / INDEX) for folder in folders)
+
+
+def _is_index(path: Path) -> bool:
+    try:
+        with path.open("rb") as stream:
+            return b'"mds"' in stream.read(65_536)
+    except OSError:
+        return False
+
+
+def mds(path: Path, names: NameFilter, columns: ManifestColumns) -> Catalog:
+    """Return the catalog of a folder of MDS shards, or of a folder of such folders, in the order of the samples."""
+    below = (one.name for one in path.iterdir() if (one / INDEX).is_file())
+    folders = [""] if (path / INDEX).is_file() else sorted(below)
+    found = [(name, shard) for folder in folders for name, shard in _read_index(path, folder)]
+    if not found:
+        raise SourceError(f"{path}: has no {INDEX} of MDS shards; check the path", path=path)
+    shards = Shards(path, [name for name, _ in found], names)
+    opened = [shard for _, shard in found]
+    image = columns.path or _find_images(opened[0])
+    images: list[str] = []
+    readers = []
+    for shard, name in zip(opened, shards.names, strict=True):
+        if shard.encodings != opened[0].encodings:
+            raise SourceError(
+                f"{shard.file.path}: has other columns than the first shard; pack them one by one", path=shard.file.path
+            )
+        images += [f"{name.removesuffix('.mds')}/{row:08d}" for row in range(len(shard.begins))]
+        readers.append(_reader(shard, image))
+    counts = [len(shard.begins) for shard in opened]
+    catalog = Catalog(
+        "mds", ArchiveReader.joined(readers), NameTable.of(images), *shards.split_ids(counts), about=f"images {image!r}"
+    )
+    table = ColumnTable(
+        path, tuple(opened[0].encodings), [], [],
+        lambda column: [cell for shard in opened for cell in _cells(shard, column)],
+        lambda row: images[row],
+    )  # fmt: skip
+    return with_columns(catalog, table, columns, {image}).filtered(names)
+
+
+def _read_index(root: Path, folder: str) -> Iterator[tuple[str, _Shard]]:
+    """Yield the name, relative to `root`, and the content of each shard of a folder."""
+    path = root / folder / INDEX
+    try:
+        if path.stat().st_size > _MAX_INDEX_BYTES:
+            raise ValueError("it is too large")
+        described = json.loads(path.read_bytes())["shards"]
+        for one in described:
+            if (one["version"], one["format"]) != (2, "mds"):
+                raise ValueError(f"format {one['format']!r}, version {one['version']!r}")
+            name = os.path.join(folder, str(one["raw_data"]["basename"]))
+            encodings = dict(zip(map(str, one["column_names"]), map(str, one["column_encodings"]), strict=True))
+            sizes = [0 if size is None else int(size) for size in one["column_sizes"]]
+            if len(sizes) != len(encodings) or ".." in name.split("/"):
+                raise ValueError("its shards are described wrongly")
+            if one.get("zip_data") and not (root / name).is_file():
+                problem = f"{root / name}: is compressed; decompress the shards first, such as with 'zstd -d'"
+                raise SourceError(problem, path=root / name)
+            yield name, _read_shard(root / name, encodings, sizes, int(one["samples"]))
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        if isinstance(error, SourceError):
+            raise
+        raise SourceError(f"{path}: is not an index of MDS shards ({error}); write it again", path=path) from error
+
+
+def _read_shard(path: Path, encodings: dict[str, str], fixed: Sequence[int], samples: int) -> _Shard:
+    """Read where samples and their columns lie. `fixed` are the sizes of the columns, 0 for those that vary."""
+    try:
+        file = ArchiveFile(str(path))
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read ({error}); check the folder", path=path) from error
+    head = np.frombuffer(file.read(4 * (samples + 2), 0), "<u4").astype(np.int64)
+    varying = [number for number, size in enumerate(fixed) if not size]
+    begins, ends = head[1:-1], head[2:]
+    wrong = len(head) != samples + 2 or head[0] != samples or (samples and begins[0] < 4 * (samples + 2))
+    if wrong or (ends < begins + 4 * len(varying)).any() or (samples and ends[-1] > file.size):
+        raise file.damaged("is damaged, or cut short")
+    sizes = np.tile(np.array(fixed, np.int64), (samples, 1)).reshape(samples, len(fixed))
+    if varying:
+        heads = b"".join(_values(file, begins, np.full(samples, 4 * len(varying))))
+        sizes[:, varying] = np.frombuffer(heads, "<u4").reshape(samples, len(varying))
+    if (sizes.sum(1) + 4 * len(varying) != ends - begins).any():
+        raise file.damaged("has a sample whose columns do not fit its size")
+    file.close()
+    return _Shard(file, encodings, begins + 4 * len(varying), sizes)
+
+
+def _values(file: ArchiveFile, offsets: Ints, sizes: Ints) -> Iterator[bytes]:
+    """Yield the bytes at some offsets, which are small parts of a large file."""
+    for offset, size in zip(offsets.tolist(), sizes.tolist(), strict=True):
+        yield file.read_unchecked(size, offset)
+    file.require_unchanged()
+
+
+def _find_images(shard: _Shard) -> str:
+    """Return the column of images: the only one with an encoding of images, or of bytes, or with a usual name."""
+    for encodings in (("jpeg", "png"), ("bytes",)):
+        named = [name for name, encoding in shard.encodings.items() if encoding.split(":")[0] in encodings]
+        found = [name for name in named if name.lower() in _USUAL] or named
+        if len(found) == 1:
+            return found[0]
+        if found:
+            break
+    held = ", ".join(f"{name!r} {encoding}" for name, encoding in shard.encodings.items())
+    raise SourceError(
+        f"{shard.file.path}: which column holds the images is unclear (found: {held}); name one of jpeg, png or bytes "
+        "with path_column",
+        path=shard.file.path,
+        parameters=("path_column",),
+    )
+
+
+def _reader(shard: _Shard, image: str) -> ArchiveReader:
+    if shard.encodings.get(image, "").split(":")[0] not in _IMAGES:
+        held = ", ".join(f"{name!r} {encoding}" for name, encoding in shard.encodings.items())
+        raise SourceError(
+            f"{shard.file.path}: {image!r} is no column of image files, which are jpeg, png or bytes (found: {held})",
+            path=shard.file.path,
+        )
+    offsets, sizes = shard.extents(image)
+    none = array("q", bytes(8 * len(offsets)))
+    storings = array("b", [Storing.RAW]) * len(offsets)
+    members = Members([""] * len(offsets), array("q", offsets), array("q", sizes), array("q", sizes), none, storings)
+    return ArchiveReader.of(shard.file, members)
+
+
+def _cells(shard: _Shard, column: str) -> list[str]:
+    """Return the cells of a column of numbers or text."""
+    encoding = shard.encodings[column]
+    kind = _NUMBERS.get(encoding)
+    if kind is None and encoding not in _TEXTS:
+        raise SourceError(
+            f"{shard.file.path}: column {column!r} holds {encoding}, neither numbers nor text", path=shard.file.path
+        )
+    offsets, sizes = shard.extents(column)
+    if kind is not None and (sizes != kind.itemsize).any():
+        raise shard.file.damaged(f"column {column!r} has values that are not {encoding}")
+    found = _values(shard.file, offsets, sizes)
+    if kind is None:
+        cells = [_text(shard, data) for data in found]
+    else:
+        cells = [cell_text(value) for value in np.frombuffer(b"".join(found), kind).tolist()]
+    shard.file.close()
+    return cells
+
+
+def _text(shard: _Shard, data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise shard.file.damaged(f"has text that is not UTF-8 ({error})") from error
