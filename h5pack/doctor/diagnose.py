@@ -38,6 +38,8 @@ _COLD_STAGES = 2
 # At least this many batches are normalized and run through the step: for each of the trial and three repeats, one batch
 # alone and two in the loop, and one batch before that.
 _MIN_BATCHES = 13
+# Measuring is refused if it needs this many times as long as there is time, the first on a busy machine.
+_SLACK_BUSY, _SLACK = 3.0, 1.5
 # The stages that no verdict can do without. Others are left out if time is short.
 _NEEDED = frozenset({Stage.LOADER, Stage.TRANSFORM, Stage.STEP, Stage.NORMALIZE, Stage.COPY, Stage.EVERYTHING})
 
@@ -134,6 +136,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         self._unknown: list[str] = []
         self._evidence: Evidence | None = None
         self._measuring = 0.0  # when the first repeat of a stage began
+        self._batch_seconds = 0.0  # the least time that the device takes for a batch, if that is known
         self._complete = False
         self.target = Target(settings)
 
@@ -154,7 +157,9 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         self._show("making the step")
         target.make_step()
         for at_least, probably in target.batch_seconds():
-            if self._left() < _MIN_BATCHES * at_least:
+            self._batch_seconds = at_least
+            # Nothing is begun that will end too late: at first, a whole batch.
+            if self._is_hopeless(_MIN_BATCHES * at_least) or at_least > self._left():
                 self._refuse(_MIN_BATCHES * probably)
         target.use_whole_batch()
         target.warm(_WARM_FRACTION * self._settings.seconds)
@@ -196,22 +201,29 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
     def _try_out(self, runs: Sequence[StageRun]) -> list[StageRun]:
         """Run each stage briefly to learn its cost, those that a verdict needs first; return those that time allows.
 
-        Raise OptionsError if there is too little time for those that it needs.
+        Raise OptionsError if there is far too little time for those that it needs.
         """
         tried: list[StageRun] = []
         for run in sorted(runs, key=lambda run: not self._is_needed(run.stage)):
             self._runs[run.stage] = run
-            if self._left() > min_total_seconds(one.cost for one in tried):
-                self._show(f"{STAGE_TITLES[run.stage]}, a trial")
-                if not self._guarded(run.stage, run.try_out):
-                    continue
-                tried.append(run)
-                if self._left() > min_total_seconds(one.cost for one in tried):
-                    continue
-                tried.pop()
-            if self._is_needed(run.stage) and not self._measuring:
+            needed = self._is_needed(run.stage)
+            self._show(f"{STAGE_TITLES[run.stage]}, a trial")
+            least = 2 * self._batch_seconds if run.stage is Stage.EVERYTHING else 0.0
+            fits = self._left() > (least if needed else min_total_seconds(one.cost for one in tried))
+            if fits and self._guarded(run.stage, run.try_out):
+                others_fit = self._left() > min_total_seconds(one.cost for one in (*tried, run))
+                tried += [run] if needed or others_fit else []
+            hopeless = not fits or self._is_hopeless(min_total_seconds(one.cost for one in tried))
+            if needed and not self._measuring and hopeless:
                 self._refuse()
         return tried
+
+    def _is_hopeless(self, needed: float) -> bool:
+        """Return whether `needed` seconds are clearly more than are left.
+
+        If they are only a little more, or the machine is busy, which may pass, measuring shows what is possible.
+        """
+        return needed > (_SLACK_BUSY if self._busy_text() else _SLACK) * self._left()
 
     def _is_needed(self, stage: Stage) -> bool:
         """Return whether no verdict is possible without a stage."""

@@ -190,7 +190,7 @@ def _waterfall(report: DoctorReport) -> list[str]:
         bar = "#" * max(1, round(_BAR * min(1.0, size)))
         remark = "" if result.note is None else f"({result.note})"
         if result.late:
-            remark += f"({counted(rates.repeats, 'repeat')})"
+            remark = f"{remark} ({counted(rates.repeats, 'repeat')})".lstrip()
         if result.stage is Stage.EVERYTHING and report.evidence is not None:
             remark = f"the step waits {_stall_text(report.evidence)} of the time"
         lines.append(f"{title}  {rate_text(rates.median):>9}  {span:>19}  {cpus:>4}  {bar}  {remark}".rstrip())
@@ -243,7 +243,7 @@ def _noisy_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> 
 def _fed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> str:
     stall = evidence.stall_fraction or 0.0
     names = _named(verdict.bottlenecks)
-    text = f"{names[0].upper()}{names[1:]} limits the training: the step waits for data only {_stall_text(evidence)}"
+    text = f"{names[0].upper()}{names[1:]} limits the training: the step waits for data {_stall_text(evidence)}"
     if evidence.normalize_fraction is not None and evidence.rates(Stage.NORMALIZE) is not None:
         normalize = 100 * evidence.normalize_fraction
         step = 100 - normalize - 100 * stall

@@ -107,7 +107,7 @@ class Remedy(Enum):
     USE_GPU = "The step runs on the CPU: use the GPU (`device='cuda'`) or a smaller network."
     LESS_ARITHMETIC = (
         "No GPU was found, so the step runs on the CPU: use a smaller network or smaller images ('h5pack convert' with "
-        "a smaller size). A faster loader would not help."
+        "a smaller size)."
     )
     FASTER_STEP = (
         "Make the step itself faster: mixed precision (`dtype='bfloat16'`), torch.compile, channels_last. A faster "

@@ -147,7 +147,7 @@ def test_whatever_was_measured_the_statement_comes_first_and_has_a_share_of_wait
     made = report_of(found)
     first = made.to_text().partition("\n\n")[0].replace("\n", " ")
     assert first == " ".join(made.verdict_text.split())
-    waits = [int(number) for number in re.findall(r"waits(?: for data only)? (\d+) %", first)]
+    waits = [int(number) for number in re.findall(r"waits(?: for data)? (\d+) %", first)]
     if made.verdict.fed is not None:
         assert waits == [round(100 * found.stall_fraction)]
         assert (found.stall_fraction <= MAX_STALL) == made.verdict.fed
