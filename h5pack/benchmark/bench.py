@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from tqdm import tqdm
@@ -32,10 +32,11 @@ from h5pack.benchmark.cases import (
     min_bench_seconds,
     min_seconds,
     plan_cases,
+    usable_seconds,
 )
 from h5pack.benchmark.ceilings import Ceilings
 from h5pack.benchmark.plots import check_plot_file, draw_bench
-from h5pack.benchmark.recommend import Workload, choose, deciding_caches, finalists, missing
+from h5pack.benchmark.recommend import Recommendation, Workload, choose, deciding_caches, finalists, missing
 from h5pack.benchmark.report import BenchReport
 from h5pack.benchmark.sample import BenchInput, BenchSample, ScratchFolder, find_input, make_sample
 from h5pack.benchmark.sweep import Sweep
@@ -46,10 +47,8 @@ from h5pack.system.machine import available_cpus, available_memory, machine_fact
 _MAX_THREADS = 4
 _TRIED = (1, 2, 4, 8, 16)
 """Numbers of threads, and of workers, that are measured by default if there are as many CPUs."""
-_WARM_SHARE, _COMPARE_SHARE, _FINALISTS_SHARE, _SETTINGS_SHARE = 0.1, 0.2, 0.25, 0.2
-"""Fractions of the time that is left after packing."""
-_RESERVE = (0.02, 0.4)
-"""The end of the time that is kept to remove the files and to report: a fraction, and seconds."""
+_WARM_SHARE, _COMPARE_SHARE, _FINALISTS_SHARE, _SETTINGS_SHARE = 0.1, 0.2, 0.3, 0.25
+"""Fractions of the time that is left to warm up, to compare variants, for the run-off, and to try other settings."""
 _LEEWAY = 1.25
 
 
@@ -160,6 +159,62 @@ def make_settings(**keywords: Any) -> BenchSettings:
     return BenchSettings(**keywords)
 
 
+@dataclass(frozen=True)
+class _Comparison:
+    """The measurements that decide the recommendation. They end before `end`, and are added to `report`."""
+
+    report: BenchReport
+    workload: Workload
+    settings: BenchSettings
+    sweep: Sweep
+    ceilings: Ceilings
+    clock: Callable[[], float]
+    end: float  # On the clock.
+
+    def compare(self, cases: Sequence[BenchCase]) -> tuple[str, float]:
+        """Measure the cases that compare variants; return the page-cache state, and how long a repeat of all takes."""
+        turn, cache, left, found = 0.0, "hot", self.end - self.clock(), self.report.measurements
+        for cache in deciding_caches(self.workload, self.settings.caches):
+            chosen = [case for case in cases if case == self.workload.case(case.variant, cache)]
+            turn = self.sweep.measure(chosen, _COMPARE_SHARE * left, found, self.ceilings, end=self.end)
+            if any(one.speeds for one in found):
+                break
+        return cache, turn
+
+    def run_off(self, cache: str) -> None:
+        """Measure the fastest variants again, side by side; then compare windows, numbers of threads and workers."""
+        report, workload, left = self.report, self.workload, self.end - self.clock()
+        if self.missing(cache):
+            return
+        cases = finalists(report.variants, report.measurements, workload, cache)
+        seconds = _FINALISTS_SHARE * left
+        self.sweep.measure(cases, seconds, report.run_off, self.ceilings, reload_each_repeat=True)
+        interim = self.choose(cache)
+        if interim is None:
+            return
+        counts = sorted({count for count in (*_TRIED, workload.cpus) if count <= min(workload.cpus, max(_TRIED))})
+        usual = workload.case(interim.variant, cache)
+        threads = [replace(usual, num_threads=count) for count in self.settings.num_threads or counts]
+        windows = [replace(usual, window=window) for window in self.settings.window]
+        alone = replace(usual, num_threads=1)
+        workers = [replace(alone, num_workers=count) for count in self.settings.num_workers or counts]
+        # The usual settings are measured again beside the others.
+        for others in ([*dict.fromkeys([usual, *threads, *windows])], workers):
+            found: list[Measurement] = []
+            seconds = _SETTINGS_SHARE * (self.end - self.clock())
+            self.sweep.measure(others, seconds, found, self.ceilings, end=self.clock() + seconds)
+            _merge(report.run_off, found)
+
+    def missing(self, cache: str, not_packed: Sequence[str] = ()) -> list[str]:
+        """Return what is missing for a recommendation."""
+        report = self.report
+        return missing(report.variants, report.measurements, report.run_off, self.workload, cache, not_packed)
+
+    def choose(self, cache: str) -> Recommendation | None:
+        """Return the recommendation."""
+        return choose(self.report.variants, self.report.measurements, self.report.run_off, self.workload, cache)
+
+
 class BenchRun:
     """One run of `bench`. `report` is None until packing ends, then the results so far, even after an interruption.
 
@@ -194,8 +249,7 @@ class BenchRun:
     def run(self) -> BenchReport:
         """Measure all cases, and return the report with the recommendation."""
         settings, begin = self._settings, self._begun
-        fraction, seconds = _RESERVE
-        end = begin + (1 - fraction) * settings.seconds - min(seconds, 10 * fraction * settings.seconds)
+        end = begin + usable_seconds(settings.seconds)
         try:
             with ScratchFolder(settings.scratch) as scratch:
                 with self._phase("packing a sample"):
@@ -248,7 +302,8 @@ class BenchRun:
             cpus=available_cpus(),
         )
         every = all_cases(sample.variants, settings, batch_size, workload.num_threads)
-        needed = min_bench_seconds(_decisive(every, workload, deciding_caches(workload, settings.caches)[0]))
+        first = deciding_caches(workload, settings.caches)[0]
+        needed = min_bench_seconds([case for case in every if case == workload.case(case.variant, first)])
         _require_time(end - self._clock(), needed, report.seconds["packing"], settings)
         sweep = Sweep(sample.variants, settings.seed, self._on_progress, self._clock)
         with self._phase("warming up"):
@@ -257,10 +312,20 @@ class BenchRun:
         ceilings = Ceilings(sample.variants, sample.rows, sample.row_bytes, batch_size, min(workload.cpus, most + 1))
         if ceilings.copy is None:
             report.notes.append("Memory is too small to measure the ceiling of warm reads, which is a memory copy.")
+        comparison = _Comparison(report, workload, settings, sweep, ceilings, self._clock, end)
         try:
-            cache = self._compare(report, workload, sweep, ceilings, every, end, sample.not_packed)
+            with self._phase("comparing chunk sizes"):
+                cache, turn = comparison.compare(every)
+            with self._phase("run-off"):
+                comparison.run_off(cache)
         finally:
             report.ceilings += ceilings.results()
+        report.missing = comparison.missing(cache, sample.not_packed)
+        if report.missing:
+            needed = report.seconds["packing"] + report.seconds["warming up"] + (MIN_REPEATS + 1) * turn
+            report.enough_seconds = math.ceil(_LEEWAY * max(needed, settings.seconds))
+        else:
+            report.recommendation = comparison.choose(cache)
         ceilings.copy = None  # Free the memory of its arrays.
         done = {one.case for one in report.measurements}
         cases, left_out = plan_cases([case for case in every if case not in done], end - self._clock())
@@ -274,69 +339,7 @@ class BenchRun:
             sweep.measure(cold, end - self._clock(), report.measurements)
         if not report.missing:
             # Again, because the report also says how slowly the input file is read in other ways.
-            report.recommendation = choose(report.variants, report.measurements, report.run_off, workload, cache)
-
-    def _compare(
-        self,
-        report: BenchReport,
-        workload: Workload,
-        sweep: Sweep,
-        ceilings: Ceilings,
-        every: Sequence[BenchCase],
-        end: float,
-        not_packed: Sequence[str],
-    ) -> str:
-        """Measure what decides the recommendation, and set it, or say what is missing; return the page-cache state."""
-        begin, left, found = self._clock(), end - self._clock(), report.measurements
-        turn, cache = 0.0, "hot"
-        with self._phase("comparing chunk sizes"):
-            for cache in deciding_caches(workload, self._settings.caches):
-                cases = _decisive(every, workload, cache)
-                turn = sweep.measure(cases, _COMPARE_SHARE * left, found, ceilings, end=end)
-                if any(one.speeds for one in found):
-                    break
-        with self._phase("run-off"):
-            if not missing(report.variants, found, (), workload, cache):
-                self._run_off(sweep, report, workload, cache, ceilings, left, end)
-        report.missing = missing(report.variants, found, report.run_off, workload, cache, not_packed)
-        if report.missing:
-            # The shares of the run-off and of the rest are not needed for the comparison alone.
-            needed = begin - self._begun + (MIN_REPEATS + 1) * turn
-            report.enough_seconds = math.ceil(_LEEWAY * max(needed, self._settings.seconds))
-        else:
-            report.recommendation = choose(report.variants, found, report.run_off, workload, cache)
-        return cache
-
-    def _run_off(
-        self,
-        sweep: Sweep,
-        report: BenchReport,
-        workload: Workload,
-        cache: str,
-        ceilings: Ceilings,
-        left: float,
-        end: float,
-    ) -> None:
-        """Measure the fastest variants again, side by side; then compare numbers of threads and workers."""
-        cases = finalists(report.variants, report.measurements, workload, cache)
-        seconds = min(_FINALISTS_SHARE * left, end - self._clock())
-        sweep.measure(cases, seconds, report.run_off, ceilings, reload_each_repeat=True)
-        interim = choose(report.variants, report.measurements, report.run_off, workload, cache)
-        if interim is None:
-            return
-        settings = self._settings
-        counts = sorted({count for count in (*_TRIED, workload.cpus) if count <= min(workload.cpus, max(_TRIED))})
-        usual = workload.case(interim.variant, cache)
-        threads = [replace(usual, num_threads=count) for count in settings.num_threads or counts]
-        windows = [replace(usual, window=window) for window in settings.window]
-        alone = replace(usual, num_threads=1)
-        workers = [replace(alone, num_workers=count) for count in settings.num_workers or counts]
-        for others in (dict.fromkeys([usual, *threads, *windows]), workers):
-            seconds = min(_SETTINGS_SHARE / 2 * left, end - self._clock())
-            found: list[Measurement] = []
-            # The usual settings are measured again beside the others.
-            sweep.measure(list(others), seconds, found, ceilings, end=end)
-            _merge(report.run_off, found)
+            report.recommendation = comparison.choose(cache)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -350,11 +353,6 @@ class BenchRun:
 
     def _on_progress(self, seconds: float) -> None:
         self._bar.update(min(seconds, max(0.0, self._settings.seconds - self._bar.n)))
-
-
-def _decisive(cases: Sequence[BenchCase], workload: Workload, cache: str) -> list[BenchCase]:
-    """Return the cases that compare variants."""
-    return [case for case in cases if case == workload.case(case.variant, cache)]
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from h5pack.benchmark.cases import usable_seconds
 from h5pack.doctor.measure import NotMeasured, StageRun, measure_in_turns, min_total_seconds
 from h5pack.doctor.report import STAGE_TITLES, DoctorReport
 from h5pack.doctor.target import DiagnoseSettings, Target
@@ -24,15 +25,13 @@ from h5pack.system.machine import machine_facts
 from h5pack.system.text import counted
 
 # Fraction of the budget spent on reading rows into the page cache.
-_WARM_FRACTION = 0.08
+_WARM_FRACTION = 0.04
 # Above this load average per CPU, other processes are assumed to disturb the measurement.
 _CROWDED = 0.5
 # If the time budget is too short, the error recommends the estimated minimum multiplied by this factor.
 _LEEWAY = 1.25
 # For how many seconds to measure how busy reads and the transform are; fewer if the time budget is small.
 _QUESTION_SECONDS = 0.05
-# The end of the budget that is kept for the report and the end of the process: a fraction, and seconds.
-_RESERVE = (0.02, 0.3)
 # The number of stages for which the end of the time is kept, after the file was dropped from the page cache.
 _COLD_STAGES = 2
 # At least this many batches are normalized and run through the step: for each of the trial and three repeats, one batch
@@ -129,8 +128,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         self._settings = settings
         self._show: Progress = on_progress or (lambda text: None)
         self._begun = time.perf_counter() - elapsed
-        fraction, seconds = _RESERVE
-        self._end = self._begun + (1 - fraction) * settings.seconds - min(seconds, fraction * 10 * settings.seconds)
+        self._end = self._begun + usable_seconds(settings.seconds)
         self._load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
         self._runs: dict[Stage, StageRun] = {}
         self._unknown: list[str] = []
@@ -322,7 +320,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
             measuring *= 3
         # What was too little is too little, even if an estimate says otherwise.
         before = max(before, self._settings.seconds - measuring)
-        needed = _LEEWAY * (before + measuring) / (1 - _RESERVE[0]) + _RESERVE[1]
+        needed = _LEEWAY * (before + measuring) + 0.5
         return math.ceil(needed) if needed > 3 else math.ceil(10 * needed) / 10
 
     def _refuse(self, min_seconds: float = 0.0) -> None:

@@ -22,7 +22,7 @@ from h5pack.monitor.probes import CpuTime
 # Maximum number of repeats of a stage, if the time budget allows.
 MAX_REPEATS = 5
 # Minimum number of batches in a repeat of a loader. The first batch alone only shows how long the start takes.
-MIN_LOADER_BATCHES = 2
+_MIN_BATCHES = 2
 # Minimum duration of a repeat in seconds. A shorter one would mostly measure the clock and the scheduler.
 MIN_SECONDS = 0.015
 # The loader counts as slower than its consumer if the consumer spends more than this fraction of time waiting.
@@ -203,9 +203,8 @@ def measure_epochs(
     prefetched: int = 0,
     meter: Meter | None = None,
     ready_images: Callable[[], int] = lambda: 0,
-    min_batches: int = MIN_LOADER_BATCHES,
 ) -> Repeat:
-    """Measure a loader for about `seconds`, and for at least `min_batches` or an epoch.
+    """Measure a loader for about `seconds`, and for at least two batches or an epoch.
 
     `begin` starts an epoch and returns its iterator. `consume` processes a batch and returns its number of images. If
     an epoch is shorter than `seconds`, run as many whole epochs as fit, and include the time to start each. If the
@@ -233,7 +232,7 @@ def measure_epochs(
                     filled = _Mark.begin(0, meter, ready_images())
                 images += consume(batch)
                 batches += 1
-                if not longest and batches >= min_batches and time.perf_counter() >= deadline:
+                if not longest and batches >= _MIN_BATCHES and time.perf_counter() >= deadline:
                     end = _Mark.end(images, meter, ready_images())
                     # Leave out the prefetched batches, unless the rest of the time is short. Most images counted in a
                     # short time would be images that were ready at its beginning.

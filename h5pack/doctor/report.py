@@ -36,6 +36,7 @@ STAGE_TITLES = {
     Stage.EVERYTHING: "everything together",
 }
 _SMALL_GAIN = 1.05
+_FEW_BATCHES = 8  # If an epoch has fewer, its beginning, when no batch is ready, takes much of the time.
 _BAR, _WIDTH = 24, 110  # maximum length of a bar in the text, and of a line
 _PLAIN, _BOTTLENECK, _TOGETHER, _MUTED, _INK = "#9db4c8", "#d1495b", "#33658a", "#777777", "#222222"
 
@@ -263,10 +264,14 @@ def _limited_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -
 
 
 def _contention_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> str:
+    what, why = "The loader and the step slow each other down", f"They share {counted(evidence.cpus, 'CPU')}."
+    if evidence.epoch_batches is not None and evidence.epoch_batches < _FEW_BATCHES:
+        what = "Short epochs limit the training"
+        why = f"An epoch has only {counted(evidence.epoch_batches, 'batch')}, and none is ready when it begins."
     return (
-        f"The loader and the step slow each other down: the step waits {_stall_text(evidence)} of the time, although "
-        f"the loader alone reaches {evidence.rates(evidence.feed_stage)}, and the step alone only "
-        f"{evidence.rates(Stage.STEP)}. They share {counted(evidence.cpus, 'CPU')}. {_gain_text(verdict)}"
+        f"{what}: the step waits {_stall_text(evidence)} of the time, although the loader alone reaches "
+        f"{evidence.rates(evidence.feed_stage)}, and the step alone only {evidence.rates(Stage.STEP)}. {why} "
+        f"{_gain_text(verdict)}"
     )
 
 

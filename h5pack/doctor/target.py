@@ -55,7 +55,7 @@ _CACHED_FRACTION = 0.8
 _GOLDEN = 0.618
 # From how many images the time for a batch is estimated.
 _FEW_IMAGES = (8, 64)
-_TRIAL_SECONDS, _MAX_TRIALS = 0.2, 5
+_TRIAL_SECONDS, _MAX_TRIALS = 0.1, 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -386,7 +386,7 @@ class Target:
             note = None if self.on_gpu else "on the CPU"
             runs.append(StageRun(Stage.NORMALIZE, stages.normalize, note=note))
         if step is not None:
-            runs.append(StageRun(Stage.STEP, lambda seconds: stages.step(step, seconds)))
+            runs.append(StageRun(Stage.STEP, partial(stages.step, step)))
         return runs
 
     def _everything(self, rows: int | None, prepare: Callable[[], None] | None) -> list[StageRun]:
@@ -462,6 +462,7 @@ class Target:
             has_transform=self.has_transform,
             gpus=torch.cuda.device_count(),
             idle_gpus=idle_gpus(self.device) if self.on_gpu else None,
+            epoch_batches=-(-rows // self._settings.batch_size),
             world_size=int(os.environ.get("WORLD_SIZE", "1") or 1),
             **measured,
         )
