@@ -27,7 +27,7 @@ def open_rows(pack: str, val_pack: str | None, val_split: str | None, seed: int)
     if train is None:
         # Do not train with rows of a held-out split.
         apart = [val, *(split_of(pack, name) for name in HELD_OUT)]
-        held = [range(part.first_row, part.first_row + len(part)) for part in apart if part and part.path == whole.path]
+        held = [part.rows for part in apart if part and part.path == whole.path]
         train = Subset(whole, [row for row in range(len(whole)) if not any(row in rows for rows in held)])
         train = train if held else whole
     if not len(train):
@@ -58,7 +58,7 @@ def labels_of(rows: Any) -> np.ndarray:
         raise SystemExit(
             f"{base.path}: no labels; convert a folder with a subfolder for each class, or a table of labels"
         )
-    labels = base.read_rows(base.label_name, np.arange(base.first_row, base.first_row + len(base)))
+    labels = base.read_rows(base.label_name, np.asarray(base.rows))
     labels = labels[rows.indices] if isinstance(rows, Subset) else labels
     if labels.ndim > 1 or labels.dtype.kind not in "iu" or not len(labels) or labels.min() < 0:
         raise SystemExit(f"{base.path}: {base.label_name!r} does not give each row a class, a number from 0")

@@ -12,7 +12,7 @@
     ├── OutputBusyError (BlockingIOError)    another conversion is writing this output
     ├── NoSpaceError (OSError)               the output does not fit on its file system
     ├── ResumeError (ValueError)             the interrupted conversion had other options or another source
-    ├── WorkerError (RuntimeError)           a worker process died
+    ├── WorkerError (RuntimeError)           a worker process died, or cannot be used
     ├── PackFormatError (ValueError)         a file is not HDF5, not a pack, or lacks the requested dataset or split
     │   └── IncompletePackError              a pack's conversion did not finish
     ├── PackChangedError (RuntimeError)      the file was replaced or rewritten while it was in use
@@ -118,7 +118,7 @@ class ResumeError(H5PackError, ValueError):
 
 
 class WorkerError(H5PackError, RuntimeError):
-    """A worker process died."""
+    """A worker process died or cannot start, or the source cannot be used in worker processes."""
 
 
 class PackFormatError(H5PackError, ValueError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +105,19 @@ def hdf5_file(path: Path, **datasets: Any) -> Path:
 def quick(**keywords: Any) -> dict[str, Any]:
     """Keywords of `h5pack.convert` for tests: in this process, unless they say otherwise."""
     return {"num_workers": 1, **keywords}
+
+
+def tar_file(path: Path, root: Path, mode: str = "w", **settings: Any) -> Path:
+    """A tar file of all that is in a folder; `mode` is tarfile's."""
+    with tarfile.open(path, mode, **settings) as archive:  # type: ignore[call-overload]
+        for name in sorted(root.rglob("*")):
+            archive.add(name, name.relative_to(root), recursive=False)
+    return path
+
+
+def zip_file(path: Path, root: Path, compression: int = zipfile.ZIP_DEFLATED) -> Path:
+    """A zip file of all that is in a folder."""
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name in sorted(root.rglob("*")):
+            archive.write(name, name.relative_to(root))
+    return path

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import unicodedata
 from dataclasses import fields
 from pathlib import Path
@@ -35,8 +36,15 @@ from tests.makers import split_folders
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.M | re.S)
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md"))]
+BLOCK = re.compile(r"^```(python|bash|console)\n(.*?)^```$", re.M | re.S)
+ELSEWHERE = re.compile(
+    # They install and test h5pack, which CI does; take a minute each; need several GPUs, a cluster, a download.
+    r"(\./scripts/|\.venv/|python -m venv|\. |pip )"
+    r"|h5pack (bench|doctor) "
+    r"|(torchrun|sbatch|python examples/train\.py|h5pack convert cifar10) "
+)
+"""Commands of `console` blocks that the tests of the pages do not run."""
 
 
 def page(name: str) -> str:
@@ -100,7 +108,7 @@ def test_every_option_of_the_training_script_is_on_its_page() -> None:
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_no_page_names_an_option_that_there_is_not(path: Path) -> None:
     known = set().union(*map(options, parsers().values()))
-    if path.name == "training.md":
+    if path.name in ("recipes.md", "training.md"):
         known |= train_options() | {"--nproc_per_node", "--requeue"}
     for line in path.read_text(encoding="utf-8").splitlines():
         others = re.search(r"^#SBATCH|\b(pip|ruff|npm|pytest|h5pack\.benchmark\.synthetic|benchmarks)\b", line)
@@ -187,7 +195,9 @@ def test_every_name_of_the_format_is_described() -> None:
     rules: dict[str, object] = {}
     exec(next(block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "statistics_step" in block), rules)
     for rows in (0, 1, schema.STATISTICS_SMALL_ROWS, schema.STATISTICS_SMALL_ROWS + 1, 10**9):
-        assert rules["statistics_step"](rows) == schema.statistics_step(rows)  # type: ignore[operator]
+        for encoded in (False, True):
+            step = schema.statistics_step(rows, encoded)
+            assert rules["statistics_step"](rows, encoded) == step  # type: ignore[operator]
 
 
 def test_everything_in_a_real_pack_is_described(tmp_path: Path) -> None:
@@ -228,6 +238,13 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert {name for name in names if f"`{name}`" not in text} == set()
 
 
+def test_the_docstrings_of_every_public_name_are_on_the_site() -> None:
+    listed = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)$", page("reference.md"), re.M))
+    names = set(h5pack.__all__) - {error.__name__ for error in error_classes()} - {"__version__"}
+    assert {name for name in listed if "." not in name} == names
+    assert errors.__name__ in listed
+
+
 def test_what_a_state_belongs_to_is_listed(tmp_path: Path) -> None:
     h5pack.convert(split_folders(tmp_path / "photos", {"train": {"x": 3}}), tmp_path / "o.h5", num_workers=1)
     dataset = h5pack.H5Dataset(tmp_path / "o.h5")
@@ -243,17 +260,23 @@ def test_what_was_read_is_listed() -> None:
 
 
 def script_of(path: Path) -> str:
-    """The Python and bash blocks of a page, in order, as one script; empty without a block of Python.
+    """The blocks of a page that a reader can type, in order, as one script; empty if there are none.
 
-    Blocks in ``console`` or ``text`` are not run.
+    Commands of ``console`` blocks must print the lines that follow them. The script is guarded, because workers import
+    it on Python 3.14.
     """
-    blocks = BLOCK.findall(path.read_text(encoding="utf-8"))
-    if not any(language == "python" for language, _ in blocks):
-        return ""
-    lines = ["import subprocess"]
-    for language, code in blocks:
-        lines.append(code if language == "python" else f"subprocess.run(['bash', '-euc', {code!r}], check=True)")
-    return "\n".join(lines)
+    lines = []
+    for language, code in BLOCK.findall(path.read_text(encoding="utf-8")):
+        if language == "python":
+            lines.append(code)
+        elif language == "bash":
+            lines.append(f"shell({code!r})")
+        else:
+            for command, *printed in (text.splitlines() for text in re.split(r"^\$ ", code, flags=re.M)[1:]):
+                if not ELSEWHERE.match(command):
+                    lines.append(f"shell({command!r}, {printed!r})")
+    script = "\n".join(["from tests.pages import shell", *lines])
+    return "if __name__ == '__main__':\n" + textwrap.indent(script, "    ") if lines else ""
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if script_of(path)], ids=lambda path: path.name)

@@ -66,7 +66,7 @@ def check_plot_file(path: str | os.PathLike[str]) -> str:
     if target.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise OptionsError(f"{target}: cannot be written; name a file in an existing, writable folder", path=target)
     if importlib.util.find_spec("matplotlib") is None:
-        raise OptionsError("figures need matplotlib, which is not installed: pip install 'h5pack[plot]'")
+        raise OptionsError("figures need matplotlib, which is not installed: pip install matplotlib")
     return FORMATS[target.suffix.lower()]
 
 

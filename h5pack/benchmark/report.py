@@ -35,9 +35,9 @@ class Ceiling:
 class BenchReport:
     """The results of `bench`. After Ctrl-C, it holds the results so far, and `complete` is False."""
 
-    source: str  # The path, or "generated images".
-    kind: str  # "folder", "file" or "generated".
-    num_images: int  # Number of images in the whole source.
+    source: str  #: The path, or "generated images".
+    kind: str  #: "folder", "file" or "generated".
+    num_images: int  #: Number of images in the whole source.
     row_shape: tuple[int, ...]
     row_bytes: int
     sample_rows: int
@@ -45,16 +45,16 @@ class BenchReport:
     machine: dict[str, Any]
     variants: list[FileVariant] = field(default_factory=list)
     ceilings: list[Ceiling] = field(default_factory=list)
-    measurements: list[Measurement] = field(default_factory=list)  # Results of the sweep.
-    run_off: list[Measurement] = field(default_factory=list)  # Fastest cases again; other numbers of threads, workers.
-    faults: tuple[str, ...] = ()  # Properties of the input file that slow down reading.
-    fix: str | None = None  # A command that fixes the faults; None without faults.
-    notes: list[str] = field(default_factory=list)  # Remarks on what was left out or assumed.
-    recommendation: Recommendation | None = None  # None if too little was measured to recommend anything.
-    missing: list[str] = field(default_factory=list)  # What else must be measured for a recommendation.
-    enough_seconds: int | None = None  # With how many seconds that is likely; None with a recommendation.
-    seconds: dict[str, float] = field(default_factory=dict)  # Duration of each phase; "all" is the total.
-    pack_images_per_s: float | None = None  # Speed of packing; None if nothing was packed.
+    measurements: list[Measurement] = field(default_factory=list)  #: Results of the sweep.
+    run_off: list[Measurement] = field(default_factory=list)  #: Fastest cases again; other numbers of threads, workers.
+    faults: tuple[str, ...] = ()  #: Properties of the input file that slow down reading.
+    fix: str | None = None  #: A command that fixes the faults; None without faults.
+    notes: list[str] = field(default_factory=list)  #: Remarks on what was left out or assumed.
+    recommendation: Recommendation | None = None  #: None if too little was measured to recommend anything.
+    missing: list[str] = field(default_factory=list)  #: What else must be measured for a recommendation.
+    enough_seconds: int | None = None  #: With how many seconds that is likely; None with a recommendation.
+    seconds: dict[str, float] = field(default_factory=dict)  #: Duration of each phase; "all" is the total.
+    pack_images_per_s: float | None = None  #: Speed of packing; None if nothing was packed.
     complete: bool = False
 
     def __repr__(self) -> str:

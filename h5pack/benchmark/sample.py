@@ -27,6 +27,7 @@ from h5pack.inspect.info import DatasetReport, describe_dataset
 from h5pack.pack.conversion import convert
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.plan import ConvertReport
+from h5pack.read.encoded import EncodedIndex
 from h5pack.read.hdf5 import open_file, require_dataset
 from h5pack.sources.detect import open_source
 from h5pack.sources.hdf5_catalog import is_hdf5
@@ -134,6 +135,12 @@ def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
         dataset = H5Dataset(path, images=images)
     except H5PackError as error:
         raise refusal or error from None
+    if isinstance(dataset.engine.indexes[dataset.names[0]], EncodedIndex):
+        raise OptionsError(
+            f"{path}: keeps JPEG files, so there are no chunks of pixels to compare; measure a pack of pixels that is "
+            "made from it, or the folder of its files",
+            path=path,
+        )
     stored = _described(dataset)
     options = {**options, "images": images}
     if dataset.label_name is not None:

@@ -20,7 +20,7 @@ def add(commands: Any) -> None:
     )
     bench.set_defaults(run=run)
     bench.add_argument(
-        "source", nargs="?", metavar="SOURCE", help="a folder, a manifest or an HDF5 file (default: generated images)"
+        "source", nargs="?", metavar="SOURCE", help="a source of 'h5pack convert' (default: generated images)"
     )
     bench.add_argument(
         "--seconds", type=float, default=60.0, metavar="S", help="time for the whole benchmark (default 60)"

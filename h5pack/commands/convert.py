@@ -16,18 +16,23 @@ def add(commands: Any) -> None:
     """Add this command and its arguments to the parser."""
     convert = commands.add_parser(
         "convert",
-        help="pack the images of a folder, or of any HDF5 file, into a new HDF5 file",
-        description="Pack the images of a folder, of a manifest or of any HDF5 file into a new HDF5 file. OUT appears "
-        "only when the file is complete.",
+        help="pack the images of a folder, an archive or any HDF5 file into a new HDF5 file",
+        description="Pack the images of a folder, an archive, a manifest or any HDF5 file into a new HDF5 file. OUT "
+        "appears only when the file is complete.",
     )
     convert.set_defaults(run=run)
-    convert.add_argument("source", metavar="SOURCE", help="a folder of images, a CSV or TSV manifest, or any HDF5 file")
+    convert.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a folder or archive of images, WebDataset shards, Parquet files, a CSV or TSV manifest, or any HDF5 file",
+    )
     convert.add_argument("out", metavar="OUT", help="the HDF5 file to create")
 
     what = convert.add_argument_group("what to pack")
     what.add_argument(
         "--source", dest="source_kind", metavar="KIND",
-        help="kind of SOURCE: flat, classes, splits, celeba, manifest or hdf5 (default: detected)",
+        help="kind of SOURCE: flat, classes, splits, celeba, manifest, hdf5, webdataset or parquet "
+        "(default: detected)",
     )  # fmt: skip
     what.add_argument(
         "--include", action="append", default=[], metavar="GLOB",
@@ -38,6 +43,10 @@ def add(commands: Any) -> None:
         help="do not pack files whose path matches GLOB; repeatable",
     )  # fmt: skip
     what.add_argument("--limit", type=int, metavar="N", help="pack at most N images, evenly spaced in SOURCE")
+    what.add_argument(
+        "--val", type=float, metavar="FRACTION",
+        help="divide SOURCE into the splits train and val, which gets FRACTION of each class, such as 0.1",
+    )  # fmt: skip
     what.add_argument(
         "--root", metavar="DIR",
         help="folder that a manifest's relative paths start from (default: the manifest's folder)",
@@ -74,6 +83,16 @@ def _add_layout(convert: argparse.ArgumentParser) -> None:
     rows.add_argument("--mode", metavar="MODE", help="channels of packed images: rgb (default) or gray")
     rows.add_argument("--layout", metavar="LAYOUT", help="order of axes: nhwc (default, channels last) or nchw")
     rows.add_argument(
+        "--keep", metavar="FORMAT",
+        help="jpeg: store the bytes of JPEG files, of any size, instead of pixels; encode other images as JPEG once",
+    )  # fmt: skip
+    rows.add_argument(
+        "--max-side", type=int, metavar="N", help="with --keep, shrink images whose longer side exceeds N pixels"
+    )
+    rows.add_argument(
+        "--quality", type=int, metavar="Q", help="with --keep, JPEG quality of images that are encoded (default 90)"
+    )
+    rows.add_argument(
         "--max-pixels", type=int, metavar="N", help="reject images of more than N pixels as decompression bombs"
     )
 
@@ -81,7 +100,7 @@ def _add_layout(convert: argparse.ArgumentParser) -> None:
     file.add_argument(
         "--order", metavar="ORDER", help="order of the rows: shuffled (default), or sorted (the order of the source)"
     )
-    file.add_argument("--seed", type=int, metavar="N", help="seed of the shuffled order (default 0)")
+    file.add_argument("--seed", type=int, metavar="N", help="seed of the shuffled order and of --val (default 0)")
     file.add_argument("--chunk-rows", metavar="N", help="number of rows per chunk, or auto (default)")
     file.add_argument("--chunk-bytes", metavar="SIZE", help="maximum size of a chunk, such as 4MiB")
     file.add_argument(

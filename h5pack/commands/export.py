@@ -36,7 +36,10 @@ def add(commands: Any) -> None:
     )  # fmt: skip
 
     how = export.add_argument_group("execution options")
-    how.add_argument("--format", default="png", metavar="FORMAT", help="image format: png (default, lossless) or jpeg")
+    how.add_argument(
+        "--format", metavar="FORMAT",
+        help="image format: png (lossless) or jpeg (default: jpeg for a pack that keeps JPEG files, else png)",
+    )  # fmt: skip
     how.add_argument("--quality", type=int, metavar="N", help="JPEG quality, 1 to 100 (default 95)")
     add_workers(how)
     how.add_argument("--start-method", metavar="METHOD", help="how to start processes: fork, forkserver or spawn")

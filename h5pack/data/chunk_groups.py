@@ -177,6 +177,8 @@ class GroupReader:
                 self._engine.prefetch(plans[name])
             elif self._engine.can_decode(self._engine.indexes[name]):
                 self._engine.prefetch_chunks(name, group.rows)
+            else:
+                self._engine.prefetch_encoded(name, group.rows)
         return PlannedGroup(group, plans)
 
     def read(self, planned: PlannedGroup, on_arrival: OnArrival) -> list[Task]:

@@ -81,8 +81,8 @@ class ConcatPack(BatchSource):
         if self._plain:
             return SampleBatch(numbers, self)
         samples: list[Any] = [None] * len(numbers)
-        for dataset, positions, rows in self._by_dataset(numbers):
-            found = dataset.__getitems__((rows - dataset.first_row).tolist())
+        for dataset, positions, inner in self._by_dataset(numbers):
+            found = dataset.__getitems__(inner.tolist())
             for position, sample in zip(positions.tolist(), found, strict=True):
                 samples[position] = sample
         return samples
@@ -90,9 +90,9 @@ class ConcatPack(BatchSource):
     def read_batch(self, indices: Rows) -> list[torch.Tensor]:
         """Return the tensors of a batch of samples, each (n, ...). In a worker they are in shared memory."""
         batch: list[torch.Tensor] = []
-        for dataset, positions, rows in self._by_dataset(indices):
+        for dataset, positions, inner in self._by_dataset(indices):
             # These rows are only a part of the batch and are copied into it, so they need no shared memory.
-            parts = dataset.read_batch(rows, share=False)
+            parts = dataset.read_batch(dataset.file_rows(inner), share=False)
             if not batch:
                 shapes = [((len(indices), *part.shape[1:]), part.numpy().dtype.str) for part in parts]
                 batch = self._shared.batch(shapes)
@@ -115,12 +115,11 @@ class ConcatPack(BatchSource):
         return np.searchsorted(self.offsets, indices, "right") - 1
 
     def _by_dataset(self, indices: Rows) -> Iterator[tuple[H5Dataset, Rows, Rows]]:
-        """For each dataset with samples in `indices`, yield (dataset, their positions in `indices`, their rows)."""
+        """For each dataset with samples in `indices`, yield it, their positions in `indices`, their indices in it."""
         owners = self._owners(indices)
         for owner in np.unique(owners).tolist():
             positions = np.flatnonzero(owners == owner)
-            dataset = self.datasets[owner]
-            yield dataset, positions, indices[positions] - self.offsets[owner] + dataset.first_row
+            yield self.datasets[owner], positions, indices[positions] - self.offsets[owner]
 
 
 def _check_same_fields(one: H5Dataset, other: H5Dataset) -> None:
@@ -138,5 +137,8 @@ def _check_same_fields(one: H5Dataset, other: H5Dataset) -> None:
 def _field_texts(dataset: H5Dataset) -> tuple[str, str, str, str]:
     """Return descriptions (shapes and dtypes) of the images, labels, fields and row numbers of a dataset's batches."""
     texts = {name: f"{row_shape} {dtype}" for name, row_shape, dtype in batch_fields(dataset)}
+    if dataset.transform is not None and dataset.engine.indexes[dataset.names[0]].is_encoded:
+        # The shape is only that of row 0, and a transform makes images of several sizes equal.
+        texts[dataset.names[0]] = "encoded images"
     images, labels = texts.pop(dataset.names[0]), texts.pop(dataset.label_name or "", "")
     return images, labels, ", ".join(texts.values()), "with_rows=True" if dataset.with_rows else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import os
 from collections.abc import Callable, Sequence
@@ -38,17 +39,20 @@ class H5Dataset(BatchSource):
     ----------
     path : path
         A pack (a file that h5pack wrote), or any HDF5 file with a dataset that has one sample per entry of axis 0. The
-        samples are arrays of numbers or encoded images. Encoded images are rows of variable-length uint8 that hold the
-        bytes of a JPEG, PNG or other image file, and are decoded to RGB (H, W, 3).
-    split : str, optional
-        Name of one of the file's splits; None: all rows.
+        samples are arrays of numbers or encoded images. Encoded images are those of a pack that keeps JPEG bytes, or
+        rows of variable-length uint8 that hold the bytes of a JPEG, PNG or other image file. They are decoded to RGB
+        (H, W, 3).
+    split : str or sequence of str, optional
+        Name of one of the file's splits, or names of several, whose samples follow each other in that order; None: all
+        rows.
     transform : callable, optional
         Called with each image as a Pillow image, as torchvision's ``ImageFolder`` does. Images that are not uint8, gray
         or RGB are tensors, as in samples without `transform`.
     target_transform : callable, optional
         Called with each label.
     images : str
-        Path of the dataset of images in the file.
+        Path of the dataset of images in the file. If the default path does not exist, but the file is a pack that keeps
+        JPEG bytes, its encoded images are read.
     labels : str or None
         Path of the dataset of labels in the file; None: no labels. If the file has no dataset at the default path, the
         samples have no labels.
@@ -57,7 +61,7 @@ class H5Dataset(BatchSource):
     with_rows : bool
         Append the row number in the file, an int, to each sample.
     check : bool
-        Compare each row that is read with its stored checksum.
+        Compare each row that is read (of encoded images, their bytes) with its stored checksum.
 
     Attributes
     ----------
@@ -75,8 +79,8 @@ class H5Dataset(BatchSource):
         Paths of the datasets that a sample consists of: images, labels, fields.
     label_name : str or None
         Path of the dataset of labels.
-    first_row : int
-        Row number in the file of sample 0.
+    rows : range or ndarray
+        Row of the file of each sample; int64 (n,) if `split` names several splits that are not adjacent in the file.
     group_rows : int
         Rows per chunk; a chunk-aware sampler keeps the rows of a chunk together.
 
@@ -99,7 +103,7 @@ class H5Dataset(BatchSource):
     def __init__(
         self,
         path: str | os.PathLike[str],
-        split: str | None = None,
+        split: str | Sequence[str] | None = None,
         *,
         transform: Callable[[Any], Any] | None = None,
         target_transform: Callable[[Any], Any] | None = None,
@@ -111,12 +115,12 @@ class H5Dataset(BatchSource):
     ) -> None:
         if isinstance(fields, str):
             raise OptionsError(f"fields is the text {fields!r}; give a list of dataset names", parameters=("fields",))
-        if split is not None and not isinstance(split, str):
-            raise OptionsError(f"split is {split!r}; give the name of one split", parameters=("split",))
+        chosen = _split_names(split)
         require_callable("transform", transform)
         require_callable("target_transform", target_transform)
         pack = describe_file(path, images, labels, fields)
-        self.path, self.split = pack.path, split
+        self.path = pack.path
+        self.split = split if split is None or isinstance(split, str) else chosen
         self.transform, self.target_transform = transform, target_transform
         self.classes, self.columns = pack.classes, pack.columns
         self.splits = {name: range(*rows) for name, rows in pack.splits.items()}
@@ -135,14 +139,15 @@ class H5Dataset(BatchSource):
             )
         self._shared = SharedMemory()
         self.engine = Engine(pack.path, pack.identity, pack.indexes)
-        if split is not None and split not in pack.splits:
-            known = ", ".join(map(repr, pack.splits)) or "none"
-            raise PackFormatError(
-                f"{pack.path}: no split {split!r}; its splits are {known}", path=pack.path, parameters=("split",)
-            )
+        for name in chosen:
+            if name not in pack.splits:
+                known = ", ".join(map(repr, pack.splits)) or "none"
+                raise PackFormatError(
+                    f"{pack.path}: no split {name!r}; its splits are {known}", path=pack.path, parameters=("split",)
+                )
         index = pack.indexes[self.names[0]]
-        self.first_row, stop = (0, index.rows) if split is None else pack.splits[split]
-        self._length = stop - self.first_row
+        self.rows = _joined([self.splits[name] for name in chosen] if chosen else [range(index.rows)])
+        self._length = len(self.rows)
         self._encoded = tuple(name for name in self.names if pack.indexes[name].is_encoded)
         self.group_rows = index.group_rows
 
@@ -151,7 +156,8 @@ class H5Dataset(BatchSource):
 
     def __repr__(self) -> str:
         shape = " x ".join(str(size) for size in self.engine.indexes[self.names[0]].row_shape)
-        return f"H5Dataset({self.path!r}, split={self.split!r}): {len(self):,} rows of {shape}"
+        labels = "" if self.label_name is not None else ", no labels"
+        return f"H5Dataset({self.path!r}, split={self.split!r}): {len(self):,} rows of {shape}{labels}"
 
     @property
     def class_to_idx(self) -> dict[str, int] | None:
@@ -163,7 +169,7 @@ class H5Dataset(BatchSource):
         """All labels, read from the file: int64 (n,) if integers, else of the stored dtype; None without labels."""
         if self.label_name is None:
             return None
-        labels = self.read_rows(self.label_name, np.arange(self.first_row, self.first_row + len(self)))
+        labels = self.read_rows(self.label_name, np.asarray(self.rows, np.int64))
         index = self.engine.indexes[self.label_name]
         return torch.from_numpy(labels.astype(np.int64) if is_class_label(index) else labels)
 
@@ -173,7 +179,11 @@ class H5Dataset(BatchSource):
         with open_file(self.path) as file:
             if schema.FILENAMES not in file:
                 return None
-            return [text(name) for name in file[schema.FILENAMES][self.first_row : self.first_row + len(self)]]
+            if not len(self):
+                return []
+            low, high = int(min(self.rows)), int(max(self.rows)) + 1
+            names = file[schema.FILENAMES][low:high]
+            return [text(names[row - low]) for row in self.rows]
 
     def __getitem__(self, index: int | slice) -> Any:
         """Return one sample, or for a slice a list of samples. Negative indices count from the end.
@@ -190,7 +200,7 @@ class H5Dataset(BatchSource):
         number = operator.index(index)
         if not -self._length <= number < self._length:
             raise _out_of_range(index, self._length, f"{self.path}: ")
-        row = self.first_row + number % self._length
+        row = int(self.rows[number])
         values = [self._convert(name, self.engine.read_one(name, row)) for name in self.names]
         if self.with_rows:
             values.append(row)
@@ -206,6 +216,11 @@ class H5Dataset(BatchSource):
         if self.transform is not None or self.target_transform is not None:
             return self._load(rows)
         return SampleBatch(rows, self, self._load if self._encoded else None)
+
+    def file_rows(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the rows of the file, int64 (n,), of samples with indices from 0 to ``len(self) - 1``."""
+        rows = self.rows
+        return indices + rows.start if isinstance(rows, range) else rows[indices]
 
     def read_batch(self, rows: npt.NDArray[np.int64], *, share: bool = True) -> list[torch.Tensor]:
         """Return the tensors of rows of the file, each (n, ...). In a worker, `share` puts them in shared memory."""
@@ -280,7 +295,7 @@ class H5Dataset(BatchSource):
 
     def _rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
         """Convert indices into this dataset to row numbers in the file; int64, (n,)."""
-        return positions_of(indices, self._length, f"{self.path}: ") + self.first_row
+        return self.file_rows(positions_of(indices, self._length, f"{self.path}: "))
 
     def _load(self, rows: npt.NDArray[np.int64]) -> list[Any]:
         if not self._encoded:
@@ -310,6 +325,23 @@ class H5Dataset(BatchSource):
             pixels = pixels.transpose(1, 2, 0)
         is_picture = value.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] in (1, 3)
         return image_of(pixels) if is_picture else torch.from_numpy(np.asarray(value))
+
+
+def _split_names(split: Any) -> tuple[str, ...]:
+    """Return the names of the splits that the parameter `split` gives; none for all rows."""
+    if split is None:
+        return ()
+    names = (split,) if isinstance(split, str) else tuple(split) if isinstance(split, Sequence) else ()
+    if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise OptionsError(f"split is {split!r}; give the name of a split, or different names", parameters=("split",))
+    return names
+
+
+def _joined(parts: list[range]) -> range | npt.NDArray[np.int64]:
+    """Return the rows of ranges one after the other: a range if they are adjacent, else int64 (n,)."""
+    if all(one.stop == other.start for one, other in itertools.pairwise(parts)):
+        return range(parts[0].start, parts[-1].stop)
+    return np.concatenate([np.asarray(part, np.int64) for part in parts])
 
 
 def positions_of(indices: Sequence[int], count: int, where: str = "") -> npt.NDArray[np.int64]:

@@ -14,11 +14,10 @@ import numpy.typing as npt
 
 from h5pack.data.concat import ConcatPack
 from h5pack.data.samplers import BatchOrder, batch_indices, order_text
-from h5pack.data.selection import plan_order
+from h5pack.data.selection import plan_order, select_draws
 from h5pack.errors import OptionsError
 from h5pack.order.cursor import EpochCursor, IterationState
 from h5pack.order.permutation import derive_key
-from h5pack.order.row_ranges import RowRange
 from h5pack.order.window import DEFAULT_WINDOW, OrderPlan
 from h5pack.system.parameters import whole_number
 
@@ -86,7 +85,7 @@ class MixtureSampler(BatchOrder):
             raise OptionsError(
                 f"dataset is a {type(dataset).__name__}; give a ConcatPack of the packs", parameters=("dataset",)
             )
-        packs = [RowRange(pack.first_row, pack.first_row + len(pack), pack.group_rows) for pack in dataset.datasets]
+        packs = [select_draws(pack)[1] for pack in dataset.datasets]
         for pack, rows in zip(dataset.datasets, packs, strict=True):
             if not rows.count:
                 raise OptionsError(f"{pack.path}: the pack has no rows; leave it out of the mixture", path=pack.path)

@@ -175,6 +175,12 @@ class Pipeline(BackgroundThreads):
                 with torch.inference_mode(False):
                     task()
                 del task
+            except Exception as error:
+                # Deliver the batches that are done already first, as after an error in another thread.
+                self._done.put(error)
+                self.stop()
+                self._helping = False
+                break
             except BaseException as error:
                 self.stop()
                 return error

@@ -116,7 +116,7 @@ def _select_rows(
 ) -> tuple[H5Dataset, RowSet, npt.NDArray[np.int64] | None]:
     """Return the `H5Dataset`, its rows in the file's order, and the position of each row in `indices` or `dataset`.
 
-    The positions are None if all rows of the `H5Dataset` are selected.
+    The positions are None if all rows of an `H5Dataset` are selected and they are consecutive.
     """
     base, subsets = dataset, []
     while isinstance(base, Subset):
@@ -135,10 +135,13 @@ def _select_rows(
         inner = _check_indices(np.asarray(subset.indices), len(below), "the Subset's indices")
         chosen = inner if chosen is None else inner[chosen]
     if chosen is None:
-        return base, RowRange(base.first_row, base.first_row + len(base), base.group_rows), None
-    order = np.argsort(chosen, kind="stable")
+        if isinstance(base.rows, range):
+            return base, RowRange(base.rows.start, base.rows.stop, base.group_rows), None
+        chosen = np.arange(len(base))
+    rows = base.file_rows(chosen)
+    order = np.argsort(rows, kind="stable")
     yielded = order if given is None else given[order]
-    return base, RowSubset(chosen[order] + base.first_row, yielded, base.group_rows), order
+    return base, RowSubset(rows[order], yielded, base.group_rows), order
 
 
 def _check_indices(indices: npt.NDArray[Any], count: int, what: str) -> npt.NDArray[np.int64]:

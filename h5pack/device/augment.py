@@ -200,21 +200,19 @@ class Augmentation:
 class AugmentationDraws:
     """The random augmentation of each sample of a batch. Each tensor is int32, (N,), on the images' device."""
 
-    flip: torch.Tensor  # 1 for an image to flip horizontally, else 0. Flips are applied after the crop.
-    vertical_flip: torch.Tensor
-    # The first row and column of the crop window, in pixels of the image; negative if it begins in the padding.
-    top: torch.Tensor
-    left: torch.Tensor
-    # The box to erase, in pixels of the result. All four are 0 if nothing is erased.
-    box_top: torch.Tensor
-    box_left: torch.Tensor
-    box_height: torch.Tensor
-    box_width: torch.Tensor
-    # The size of the window, in pixels of the image: that of the result, unless the window is resized. The window of
-    # ``CenterCrop(resize=...)`` is the whole image; the middle is cut out after resizing.
+    flip: torch.Tensor  #: 1 for an image to flip horizontally, else 0. Flips are applied after the crop.
+    vertical_flip: torch.Tensor  #: 1 for an image to flip vertically, else 0.
+    top: torch.Tensor  #: First row of the crop window, in pixels of the image; negative if it is in the padding.
+    left: torch.Tensor  #: First column of the crop window.
+    box_top: torch.Tensor  #: First row of the box to erase, in pixels of the result; 0 if nothing is erased.
+    box_left: torch.Tensor  #: First column of the box.
+    box_height: torch.Tensor  #: Height of the box; 0 if nothing is erased.
+    box_width: torch.Tensor  #: Width of the box.
+    #: Height of the crop window, in pixels of the image: that of the result, unless the window is resized. The window
+    #: of ``CenterCrop(resize=...)`` is the whole image; the middle is cut out after resizing.
     crop_height: torch.Tensor
-    crop_width: torch.Tensor
-    # The 3 x 4 matrix of each sample, row by row, in units of 2^-16: int32, (12, N). The last column is added.
+    crop_width: torch.Tensor  #: Width of the crop window.
+    #: The 3 x 4 matrix of each sample, row by row, in units of 2^-16: int32, (12, N). The last column is added.
     color: torch.Tensor | None = None
 
     def block(self) -> torch.Tensor:

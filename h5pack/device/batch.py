@@ -26,10 +26,10 @@ class BatchKey:
     batch size and number of ranks, and in a resumed run.
     """
 
-    rows: torch.Tensor  # The index of each sample in the file's datasets: int64, (N,), on the images' device.
+    rows: torch.Tensor  #: The index of each sample in the file's datasets: int64, (N,), on the images' device.
     epoch: int
-    repeats: int | torch.Tensor = 0  # How often each row was delivered before in this epoch: an int, or int64, (N,).
-    view: int = 0  # Which of several augmented views of the same images: 0, 1, ...
+    repeats: int | torch.Tensor = 0  #: How often each row was delivered before in this epoch: an int, or int64, (N,).
+    view: int = 0  #: Which of several augmented views of the same images: 0, 1, ...
 
 
 class EchoedBatch(list[Any]):

@@ -246,7 +246,7 @@ class Normalize:
         Returns
         -------
         Tensor
-            The images as (N, C, *output_size), of type `dtype`, on the same device; `out` if that is given.
+            The images as ``(N, C, *output_size)``, of type `dtype`, on the same device; `out` if that is given.
         """
         pixels = self._pixels(images)
         count, height, width, channels = pixels.shape

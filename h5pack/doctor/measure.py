@@ -337,14 +337,14 @@ class ChunkReader:
         return np.empty((self.block_rows, *self._index.row_shape), self._index.native_dtype)
 
     def _read(self, first: int, last: int, out: npt.NDArray[Any]) -> None:
-        rows = np.arange(first, last) + self._dataset.first_row
+        rows = self._dataset.file_rows(np.arange(first, last))
         self._dataset.engine.read(self._dataset.names[0], rows, out[: last - first])
 
     def _blocks(self, first: int, rows: int) -> Iterator[tuple[int, int]]:
         """Yield ranges of the split's rows, from `first` to `last` - 1, each of at most one chunk group."""
-        base, unit = self._dataset.first_row, self._index.group_rows
+        unit = self._index.group_rows
         while first < rows:
-            edge = ((base + first) // unit + 1) * unit - base
+            edge = first + unit - int(self._dataset.rows[first]) % unit
             last = min(rows, edge, first + self.block_rows)
             yield first, last
             first = last

@@ -61,15 +61,15 @@ class DoctorReport:
     """Result of `diagnose`: the speed of every stage, the bottleneck, and the advice."""
 
     target: TargetSummary
-    evidence: Evidence | None  # None if the run was interrupted before all stages were measured
-    stages: tuple[StageResult, ...]  # all stages, in the order in which an image passes through them
-    verdict: Verdict | None  # None if the run was interrupted
+    evidence: Evidence | None  #: None if the run was interrupted before all stages were measured
+    stages: tuple[StageResult, ...]  #: all stages, in the order in which an image passes through them
+    verdict: Verdict | None  #: None if the run was interrupted
     advice: tuple[Advice, ...]
-    unknown: tuple[str, ...]  # what else could not be determined, besides stages, and why
-    failures: tuple[str, ...]  # errors of the user's transform or model, or of reading, one line each
-    enough_seconds: float  # how long a run should take to measure all stages
-    seconds: float  # duration of the run
-    machine: dict[str, Any]  # the result of `machine_facts`
+    unknown: tuple[str, ...]  #: what else could not be determined, besides stages, and why
+    failures: tuple[str, ...]  #: errors of the user's transform or model, or of reading, one line each
+    enough_seconds: float  #: how long a run should take to measure all stages
+    seconds: float  #: duration of the run
+    machine: dict[str, Any]  #: the result of `machine_facts`
 
     @property
     def parameters(self) -> tuple[str, ...]:

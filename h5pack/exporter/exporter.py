@@ -30,6 +30,7 @@ from h5pack.exporter.image_files import (
 from h5pack.exporter.manifest import Manifest, plan_manifest
 from h5pack.exporter.names import MANIFEST, ExportNames, NameRules, name_files
 from h5pack.pack.options import check_choice, check_integer, parse_range
+from h5pack.read.encoded import EncodedIndex
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.system.files import open_locked, reporting_full_disk, require_writable, sync_file_system, sync_path
 from h5pack.system.machine import available_cpus
@@ -44,23 +45,23 @@ _MAX_LISTED = 20
 class ExportReport:
     """The result of an export."""
 
-    path: str  # the exported folder
-    source: str  # the HDF5 file and the datasets that were read
-    format: str  # "png" or "jpeg"
-    rows: int  # rows selected for export
-    files: int  # number of images in the folder
-    bytes: int  # total size of these images
-    splits: dict[str, int]  # number of images in each split
-    classes: int  # number of classes with names; 0 if they have none
+    path: str  #: the exported folder
+    source: str  #: the HDF5 file and the datasets that were read
+    format: str  #: "png" or "jpeg"
+    rows: int  #: rows selected for export
+    files: int  #: number of images in the folder
+    bytes: int  #: total size of these images
+    splits: dict[str, int]  #: number of images in each split
+    classes: int  #: number of classes with names; 0 if they have none
     num_workers: int
     seconds: float
-    resumed_files: int  # number of images kept from an interrupted run
-    copied_files: int  # number of rows that are encoded in the export's format already, so that bytes were copied
-    renamed_files: int  # number of images whose stored name could not be kept; the manifest lists stored names
-    damaged: tuple[MissingRow, ...]  # rows that could not be exported
-    again: str  # the `h5pack convert` command that packs the exported folder
-    lost: tuple[str, ...]  # what the command in `again` would not restore, such as the order of classes
-    already_complete: bool = False  # with `resume`, whether the export was complete before this call
+    resumed_files: int  #: number of images kept from an interrupted run
+    copied_files: int  #: number of rows that are encoded in the export's format already, so that bytes were copied
+    renamed_files: int  #: number of images whose stored name could not be kept; the manifest lists stored names
+    damaged: tuple[MissingRow, ...]  #: rows that could not be exported
+    again: str  #: the `h5pack convert` command that packs the exported folder
+    lost: tuple[str, ...]  #: what the command in `again` would not restore, such as the order of classes
+    already_complete: bool = False  #: with `resume`, whether the export was complete before this call
 
     @property
     def ok(self) -> bool:
@@ -105,7 +106,7 @@ def export(
     file: str | os.PathLike[str],
     folder: str | os.PathLike[str],
     *,
-    format: str = "png",
+    format: str | None = None,
     quality: int | None = None,
     splits: str | Sequence[str] = (),
     limit: int | None = None,
@@ -133,8 +134,9 @@ def export(
         A pack, or any HDF5 file with a dataset of images.
     folder : path
         The folder to create.
-    format : str
-        "png" (lossless) or "jpeg" (smaller files, lossy).
+    format : str, optional
+        "png" (lossless) or "jpeg" (smaller files, lossy). Default: "jpeg" for a pack that keeps JPEG files, whose bytes
+        are then written unchanged, else "png".
     quality : int, optional
         JPEG quality, 1 to 100. Default: 95.
     splits : str or sequence of str
@@ -177,21 +179,20 @@ def export(
         The base class of all errors; see `h5pack.errors` for the others.
     """
     begin = time.perf_counter()
-    check_choice("format", format, tuple(SUFFIXES))
+    check_choice("format", format, (None, *SUFFIXES))
     check_choice("start_method", start_method, (None, "fork", "forkserver", "spawn"))
     for name, value, maximum in (("quality", quality, 100), ("limit", limit, None), ("num_workers", num_workers, None)):
         if value is not None:
             check_integer(name, value, 1, maximum)
-    if quality is not None and format != "jpeg":
-        raise OptionsError(
-            f"quality is given, but the format is {format}; leave out quality, or give format='jpeg'",
-            parameters=("quality", "format='jpeg'"),
-        )
+    _check_quality(quality, format or "jpeg")
     fields = (fields,) if isinstance(fields, str) else tuple(fields)
     bounds = None if value_range is None else parse_range(value_range)
     target = ExportFolder(folder)
     target.check(overwrite, resume)
     source = open_rows(file, HDF5Datasets(images, labels, fields, channel_axis, bounds), splits, limit)
+    if format is None:
+        format = "jpeg" if isinstance(source.reader.index, EncodedIndex) else "png"
+    _check_quality(quality, format)
     if source.reader.form is not None and format == "png":
         source.reader.form = ExportForm(source.reader.form.channel_axis, source.reader.form.value_range)
     return _Export(
@@ -205,6 +206,14 @@ def export(
         progress=progress,
         begin=begin,
     ).run()
+
+
+def _check_quality(quality: int | None, format: str) -> None:
+    if quality is not None and format != "jpeg":
+        raise OptionsError(
+            f"quality is given, but the format is {format}; leave out quality, or give format='jpeg'",
+            parameters=("quality", "format='jpeg'"),
+        )
 
 
 class ExportFolder:

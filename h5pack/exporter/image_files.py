@@ -196,16 +196,19 @@ def export_rows(task: ExportTask) -> ExportResults:
 def _export_row(work: ExportWork, index: int, path: str, decoder: RowDecoder | None, results: ExportResults) -> None:
     """Write the file of a row unless it already holds the row's pixels; raise RejectedImageError for a damaged row.
 
-    If the row is an encoded image of the export's format, its bytes are copied after a test that they can be decoded.
-    Thus a JPEG is not compressed a second time.
+    If the row is an encoded image of the export's format, its bytes are copied, so that a JPEG is not compressed again.
+    This requires that they can be decoded, unless the file has a checksum of them.
     """
-    data = None
+    data: bytes | None = None
+    pixels: Any = None
     if decoder is None:
-        pixels: Any = work.reader.read(index, "")
+        pixels = work.reader.read(index, "")
     else:
         encoded = work.reader.encoded(index)
-        pixels = decoder.pixels(encoded)
-        if encoded.startswith(SIGNATURES[work.format]):
+        is_copied = encoded.startswith(SIGNATURES[work.format])
+        if not (is_copied and work.reader.has_checksums):
+            pixels = decoder.pixels(encoded)
+        if is_copied:
             data = encoded
             results.copied += 1
     if data is None and work.format == "jpeg":

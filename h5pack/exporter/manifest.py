@@ -19,6 +19,7 @@ import numpy.typing as npt
 from h5pack.exporter.image_files import SourceRows
 from h5pack.exporter.names import CONTROL_CHARACTERS, MANIFEST, ExportNames, has_splits
 from h5pack.format import schema
+from h5pack.read.encoded import EncodedIndex
 from h5pack.sources.catalog import Catalog, NameTable
 from h5pack.sources.folders import split_order
 from h5pack.sources.manifest import LABEL_COLUMNS, is_number
@@ -109,6 +110,8 @@ class Manifest:
             words += ["--mode", "gray"]
         if source.reader.pack.layout == "nchw":
             words += ["--layout", "nchw"]
+        if isinstance(source.reader.index, EncodedIndex):
+            words += ["--keep", "jpeg"]
         return shlex.join(words), self.lost if kind is None else ()
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.format.checksums import row_checksums
-from h5pack.system.arrays import run_edges
+from h5pack.format.checksums import crc32
+from h5pack.system.arrays import consecutive_runs, run_edges
 from h5pack.system.files import read_all
 
 
@@ -34,14 +34,55 @@ class RowOffsets:
         chunks = rows // self.chunk_rows
         return self.addresses[chunks] + (rows - chunks * self.chunk_rows) * self.row_bytes
 
-    def runs(self, rows: npt.NDArray[np.int64], max_rows: int) -> Iterator[tuple[int, int]]:
-        """Divide ascending rows into runs, contiguous in the file, of at most `max_rows`; yield (first row, count)."""
+    def edges(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Return where each of `count` rows, contiguous from row `start` on, begins and ends, int64 (count + 1,).
+
+        The values are bytes, counted from the offset of row `start`.
+        """
+        return np.arange(count + 1, dtype=np.int64) * self.row_bytes
+
+    def runs(self, rows: npt.NDArray[np.int64], max_bytes: int) -> Iterator[tuple[int, int]]:
+        """Divide ascending rows into runs that are contiguous in the file; yield the first row and the number of rows.
+
+        A run has at most `max_bytes` bytes, or one row.
+        """
         if not len(rows):
             return
+        max_rows = max(1, max_bytes // self.row_bytes)
         edges = run_edges((np.diff(rows) != 1) | (np.diff(rows // self.chunk_rows) != 0))
         for first, last in itertools.pairwise(edges.tolist()):
             for start in range(first, last, max_rows):
                 yield int(rows[start]), min(max_rows, last - start)
+
+
+@dataclass(frozen=True)
+class EncodedOffsets(RowOffsets):
+    """Byte offsets of rows of different lengths that follow each other in the file, such as encoded images.
+
+    `addresses` are those of the rows, so `chunk_rows` is 1; `row_bytes` is their mean length.
+    """
+
+    ends: npt.NDArray[np.int64]  # (N,): byte offset after each row
+
+    @classmethod
+    def of(cls, base: int, offsets: npt.NDArray[np.int64]) -> EncodedOffsets:
+        """Return the offsets of rows whose `offsets`, int64 (N + 1,), count from byte `base` of the file."""
+        mean = int(offsets[-1] - offsets[0]) // max(1, len(offsets) - 1)
+        return cls(base + offsets[:-1], 1, max(1, mean), base + offsets[1:])
+
+    def edges(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """See `RowOffsets.edges`."""
+        return np.append(0, self.ends[start : start + count] - self.addresses[start])
+
+    def runs(self, rows: npt.NDArray[np.int64], max_bytes: int) -> Iterator[tuple[int, int]]:
+        """See `RowOffsets.runs`."""
+        ends = self.ends[rows]
+        for first, last in itertools.pairwise(consecutive_runs(rows).tolist()):
+            while first < last:
+                stop = int(self.addresses[rows[first]]) + max_bytes
+                count = int(np.searchsorted(ends[first:last], stop, "right")) or 1
+                yield int(rows[first]), count
+                first += count
 
 
 @dataclass(frozen=True)
@@ -51,7 +92,7 @@ class CheckTask:
     path: str
     start: int  # the first row
     offset: int  # byte offset of the first row
-    row_bytes: int
+    edges: npt.NDArray[np.int64]  # where each row begins and ends; see `RowOffsets.edges`
     checksums: npt.NDArray[np.uint32]  # expected CRC-32 of each row
 
 
@@ -59,15 +100,16 @@ def check_tasks(
     path: str, offsets: RowOffsets, rows: npt.NDArray[np.int64], checksums: npt.NDArray[np.uint32], max_bytes: int
 ) -> Iterator[CheckTask]:
     """Yield tasks that check ascending `rows`; `checksums` is indexed by row and covers all of the dataset's rows."""
-    for start, count in offsets.runs(rows, max(1, max_bytes // offsets.row_bytes)):
-        yield CheckTask(path, start, offsets.offset(start), offsets.row_bytes, checksums[start : start + count])
+    for start, count in offsets.runs(rows, max_bytes):
+        edges = offsets.edges(start, count)
+        yield CheckTask(path, start, offsets.offset(start), edges, checksums[start : start + count])
 
 
 def check_rows(task: CheckTask) -> list[int]:
     """Return the rows whose checksum differs or that cannot be read."""
     descriptor = os.open(task.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        data = read_all(descriptor, len(task.checksums) * task.row_bytes, task.offset)
+        data = read_all(descriptor, int(task.edges[-1]), task.offset)
     except OSError as error:
         if error.errno != errno.EIO:
             raise
@@ -77,17 +119,17 @@ def check_rows(task: CheckTask) -> list[int]:
         data = b""
     finally:
         os.close(descriptor)
-    whole = len(data) // task.row_bytes
-    rows = np.frombuffer(data, np.uint8, whole * task.row_bytes).reshape(whole, task.row_bytes)
-    wrong = np.ones(len(task.checksums), np.bool_)
-    wrong[:whole] = row_checksums(rows) != task.checksums[:whole]
-    return [task.start + int(number) for number in np.flatnonzero(wrong)]
+    view, wrong = memoryview(data), []
+    for number, (start, stop) in enumerate(itertools.pairwise(task.edges.tolist())):
+        if stop > len(data) or crc32(view[start:stop]) != task.checksums[number]:
+            wrong.append(task.start + number)
+    return wrong
 
 
 def _single_rows(task: CheckTask) -> Iterator[CheckTask]:
-    for number in range(len(task.checksums)):
-        offset = task.offset + number * task.row_bytes
-        yield CheckTask(task.path, task.start + number, offset, task.row_bytes, task.checksums[number : number + 1])
+    for number, (start, stop) in enumerate(itertools.pairwise(task.edges.tolist())):
+        edges = np.array([0, stop - start])
+        yield CheckTask(task.path, task.start + number, task.offset + start, edges, task.checksums[number : number + 1])
 
 
 def check_rows_counted(task: CheckTask) -> tuple[int, list[int]]:

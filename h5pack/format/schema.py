@@ -14,6 +14,10 @@ OPTIONS = "h5pack_options"
 
 # Datasets and groups.
 IMAGES = "images"
+ENCODED = "encoded"
+ENCODED_DATA = "encoded/data"
+ENCODED_OFFSETS = "encoded/offsets"
+ENCODED_SIZE = "encoded/size"
 LABELS = "labels"
 FILENAMES = "filenames"
 SPLITS = "splits"
@@ -23,7 +27,7 @@ CHECKSUMS = "checksums"
 CHUNK_CHECKSUMS = "checksums/chunks"
 STATISTICS = "statistics"
 REJECTS = "rejects"
-RESERVED = frozenset({IMAGES, LABELS, FILENAMES, SPLITS, CHECKSUMS, STATISTICS, REJECTS, "encoded", "chunks"})
+RESERVED = frozenset({IMAGES, LABELS, FILENAMES, SPLITS, CHECKSUMS, STATISTICS, REJECTS, ENCODED, "chunks"})
 
 # Attributes of datasets.
 CLASSES = "classes"
@@ -62,8 +66,13 @@ STATISTICS_SMALL_ROWS = 4_096
 """If the train split has at most this many rows, the channel statistics use all of them."""
 
 
-def statistics_step(train_rows: int) -> int:
-    """Return the step between the rows of the train split that `/statistics` uses: 1 for a small split, else 8."""
+def statistics_step(train_rows: int, encoded: bool = False) -> int:
+    """Return the step between the rows of the train split that `/statistics` uses: 1 for a small split, else 8.
+
+    Of `encoded` rows fewer are used, because decoding takes far longer than copying: 128, or up to 1,024 of many.
+    """
+    if encoded:
+        return max(1, -(-train_rows // max(128, min(1024, train_rows // 64))))
     return 1 if train_rows <= STATISTICS_SMALL_ROWS else STATISTICS_STEP
 
 

@@ -204,17 +204,12 @@ class Decoder:
         if options.draft:
             size = (options.width, options.height)
             image.draft(None, size[::-1] if _orientation(image) in _SIDEWAYS else size)
-        _refuse_deep(image)
-        image.load()
+        flat = eight_bits(image)
         # Read the orientation after loading, because Pillow turns a TIFF upright while loading and removes the tag.
         orientation = _orientation(image)
-        if image.mode in _16_BIT or image.mode == "I":
-            high = (np.asarray(image).astype(np.int64) >> 8).astype(np.uint8)
-            flat: Image.Image = Image.fromarray(high)
-        else:
-            mode = "L" if options.channels == 1 else "RGB"
-            # Skip a needless conversion, because Pillow would copy the image.
-            flat = image if image.mode == mode else image.convert(mode)
+        mode = "L" if options.channels == 1 else "RGB"
+        # Skip a needless conversion, because Pillow would copy the image.
+        flat = flat if flat.mode in (mode, "L") else flat.convert(mode)
         return flat.transpose(_TURNS[orientation]) if orientation in _TURNS else flat
 
     def _place(self, image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
@@ -231,10 +226,33 @@ class Decoder:
             if options.fit == "crop":
                 image = ImageOps.fit(image, size, self._resample)
             elif options.fit == "pad":
-                image = ImageOps.pad(image, size, self._resample)
+                image = _pad(image, size, self._resample)
             else:
                 image = image.resize(size, self._resample)
         _copy_pixels(image, out)
+
+
+def eight_bits(image: Image.Image) -> Image.Image:
+    """Load an image and return it with 8 bits a channel, of 16 bits the high byte; reject an image of 32 bits."""
+    _refuse_deep(image)
+    image.load()
+    if image.mode in _16_BIT or image.mode == "I":
+        return Image.fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8))
+    return image
+
+
+def _pad(image: Image.Image, size: tuple[int, int], resample: Image.Resampling) -> Image.Image:
+    """Scale an image to fit into `size`, with black borders; its shorter side gets at least one pixel.
+
+    ``ImageOps.pad`` scales a very thin image to no pixels: before Pillow 13 it raises ValueError, since then it returns
+    black.
+    """
+    width, height = size
+    if round(image.width / image.height * height) == 0:
+        image = image.resize((1, height), resample)
+    elif round(image.height / image.width * width) == 0:
+        image = image.resize((width, 1), resample)
+    return ImageOps.pad(image, size, resample)
 
 
 def image_of(pixels: npt.NDArray[Any]) -> Image.Image:

@@ -14,12 +14,12 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import PackFormatError, ReadError
+from h5pack.errors import PackFormatError, ReadError, SourceError
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan, plan_cache, plan_chunks
-from h5pack.read.encoded import index_encoded, is_encoded
+from h5pack.read.encoded import has_kept_images, index_encoded, index_kept, is_encoded
 from h5pack.read.hdf5 import attribute_names, chunk_grid, dataset_names, filters_of, open_file, reopen_tuned, text
-from h5pack.sources.hdf5_catalog import channel_axes, is_image_array
+from h5pack.sources.hdf5_catalog import channel_axes, find_images, find_labels, further_datasets, is_image_array
 from h5pack.system.text import format_bytes
 
 _DEFAULT_CACHE_BYTES = 1024 * 1024
@@ -45,17 +45,17 @@ class DatasetReport:
     """
 
     name: str
-    dtype: str  # for rows of variable length, a text such as "variable-length uint8"
+    dtype: str  #: for rows of variable length, a text such as "variable-length uint8"
     shape: tuple[int, ...]
-    layout: str  # "chunked", "contiguous", "compact" or "virtual"
-    chunks: tuple[int, ...] | None  # shape of a chunk; None if the dataset has no chunks
-    index: str | None  # kind of chunk index, such as "B-tree v1"; None if the dataset has no chunks
+    layout: str  #: "chunked", "contiguous", "compact" or "virtual"
+    chunks: tuple[int, ...] | None  #: shape of a chunk; None if the dataset has no chunks
+    index: str | None  #: kind of chunk index, such as "B-tree v1"; None if the dataset has no chunks
     filters: tuple[str, ...]
-    bytes: int  # size of the uncompressed array
-    stored_bytes: int  # size of the dataset in the file
-    cache: CachePlan | None  # recommended chunk cache for reading rows in any order through the HDF5 library
-    faults: tuple[str, ...] = ()  # properties of the storage that make reading single rows slow
-    fix: tuple[str, ...] | None = None  # command that writes a copy without the faults, as a list of arguments
+    bytes: int  #: size of the uncompressed array
+    stored_bytes: int  #: size of the dataset in the file
+    cache: CachePlan | None  #: recommended chunk cache for reading rows in any order through the HDF5 library
+    faults: tuple[str, ...] = ()  #: properties of the storage that make reading single rows slow
+    fix: tuple[str, ...] | None = None  #: command that writes a copy without the faults, as a list of arguments
 
     @property
     def overhead(self) -> float:
@@ -89,14 +89,14 @@ class FileReport:
     """The result of `info`: the datasets of an HDF5 file, and its metadata if it is a pack."""
 
     path: str
-    bytes: int  # size of the file
-    pack: dict[str, Any] | None  # metadata of a pack; None for other files
+    bytes: int  #: size of the file
+    pack: dict[str, Any] | None  #: metadata of a pack; None for other files
     datasets: tuple[DatasetReport, ...]
-    # (start, stop) bytes of the file that a program reads to open it and look up every chunk, where gaps of up to 1 MiB
-    # are read, too: over a network each range is a request.
+    #: (start, stop) bytes of the file that a program reads to open it and look up every chunk, where gaps of up to
+    #: 1 MiB are read, too: over a network each range is a request.
     opening: tuple[tuple[int, int], ...]
-    opening_fix: tuple[str, ...] | None = None  # command that writes a copy that opens with one range
-    stats: dict[str, Any] | None = None  # class counts and channel statistics, if requested
+    opening_fix: tuple[str, ...] | None = None  #: command that writes a copy that opens with one range
+    stats: dict[str, Any] | None = None  #: class counts and channel statistics, if requested
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON-serializable dict. The keys are stable across versions."""
@@ -109,7 +109,7 @@ class FileReport:
         size = sum(stop - start for start, stop in self.opening)
         lines.append(f"opening  reads {ranges} of the file, {format_bytes(size)} in all")
         if self.opening_fix is not None:
-            lines.append(f"  fix: {shlex.join(self.opening_fix)}")
+            lines.append(f"  fix, if it is opened over a network: {shlex.join(self.opening_fix)}")
         lines += [dataset.to_text(self.path) for dataset in self.datasets]
         stats = self.stats or {}
         if stats.get("labels"):
@@ -136,6 +136,10 @@ class FileReport:
             if kind in pack:
                 names = ", ".join(pack[kind][:_MAX_NAMES]) + (", ..." if len(pack[kind]) > _MAX_NAMES else "")
                 lines.append(f"{kind}  {len(pack[kind]):,}: {names}")
+        if "encoded" in pack:
+            kept = pack["encoded"]
+            sides = " to ".join(f"{side:,}" for side in kept["longer_sides"])
+            lines.append(f"encoded  {kept['images']:,} JPEG files, {format_bytes(kept['bytes'])}, longer sides {sides}")
         lines.append(f"mean     {_number_text(pack['mean'])}   std {_number_text(pack['std'])}   (of 0..1)")
         lines.append(f"rejects  {pack['rejects']:,}")
         return lines
@@ -322,19 +326,26 @@ def _guessed_chunks(dataset: h5py.Dataset) -> tuple[int, ...]:
 def _fix(dataset: h5py.Dataset) -> tuple[str, ...]:
     """Return a command that writes a copy of decoded images whose chunks hold whole rows."""
     name, path = dataset.name.lstrip("/"), dataset.file.filename
-    convert = ("h5pack", "convert", path, "packed.h5", "--images", name)
     if is_encoded(dataset):
-        return convert
+        return _convert_command(dataset)
     axes = channel_axes(dataset.shape[1:])
     if dataset.dtype == np.uint8 and is_image_array(dataset.shape, dataset.dtype) and len(axes) == 1:
         # The copy keeps layout and channels, so programs that read the file need no change.
         layout = ("--layout", "nchw") if axes == ["first"] else ()
         gray = axes == ["none"] or dataset.shape[3 if axes == ["last"] else 1] < 3
-        return (*convert, *layout, *(("--mode", "gray") if gray else ()))
+        return (*_convert_command(dataset), *layout, *(("--mode", "gray") if gray else ()))
     row_bytes = math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
     rows = plan_chunks(len(dataset), row_bytes, whole_pages=True).rows
     chunk = "x".join(map(str, (min(rows, len(dataset)), *dataset.shape[1:])))
     return ("h5repack", "-f", f"{name}:NONE", "-l", f"{name}:CHUNK={chunk}", path, "repacked.h5")
+
+
+def _convert_command(images: h5py.Dataset) -> tuple[str, ...]:
+    """Return the command that packs a file's images with their labels and all further numbers of each row."""
+    file, name = images.file, images.name.lstrip("/")
+    labels, fields = find_labels(file, name, len(images)), further_datasets(file, name)
+    chosen = (("--labels", labels) if labels else ()) + (("--fields", ",".join(fields)) if fields else ())
+    return ("h5pack", "convert", file.filename, "packed.h5", "--images", name, *chosen)
 
 
 def _options(stored: str) -> Any:
@@ -364,8 +375,21 @@ def _describe_pack(file: h5py.File) -> dict[str, Any]:
     for name in ("mean", "std"):
         stored = file.get(f"{schema.STATISTICS}/{name}")
         described[name] = [] if stored is None else _finite(stored[()])
+    if has_kept_images(file, schema.ENCODED):
+        described["encoded"] = _describe_encoded(file)
     described["rejects"] = len(file[f"{schema.REJECTS}/filenames"]) if schema.REJECTS in file else 0
     return described
+
+
+def _describe_encoded(file: h5py.File) -> dict[str, Any]:
+    """Return the number, the bytes and the range of the longer sides of a pack's encoded images."""
+    index = index_kept(file)
+    sides = file[schema.ENCODED_SIZE][()].max(axis=1, initial=0)
+    return {
+        "images": index.rows,
+        "bytes": int(index.offsets[-1]),
+        "longer_sides": [int(sides.min(initial=2**31 - 1)), int(sides.max(initial=0))] if index.rows else [],
+    }
 
 
 def _finite(values: npt.NDArray[np.float64]) -> list[float | None]:
@@ -375,7 +399,12 @@ def _finite(values: npt.NDArray[np.float64]) -> list[float | None]:
 
 def _stats(file: h5py.File) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    labels = file.get(schema.LABELS)
+    try:
+        images = find_images(file)
+    except SourceError:
+        return result
+    rows = len(file[images]) if isinstance(file[images], h5py.Dataset) else 0
+    labels = file.get(find_labels(file, images, rows) or "")
     if isinstance(labels, h5py.Dataset) and labels.dtype.kind in "iu":
         result["labels"] = _label_counts(labels)
     if f"{schema.STATISTICS}/mean" in file:
@@ -385,8 +414,8 @@ def _stats(file: h5py.File) -> dict[str, Any]:
             "std": _finite(group["std"][()]),
             "rows": int(group.attrs["rows"]),
         }
-    elif isinstance(file.get(schema.IMAGES), h5py.Dataset):
-        result["channels"] = _measured_channels(reopen_tuned(file[schema.IMAGES]))
+    elif isinstance(file[images], h5py.Dataset):
+        result["channels"] = _measured_channels(reopen_tuned(file[images]))
     return result
 
 

@@ -63,15 +63,15 @@ class ShownSplit:
 class PreviewReport:
     """A contact sheet and its contents."""
 
-    path: str | None  # path of the written picture; None if `out` was not given
-    source: str  # the HDF5 file and the datasets that were read
-    width: int  # width of the sheet in pixels
-    height: int  # height of the sheet in pixels
-    rows: int  # number of rows in the selected splits
-    images: int  # number of images on the sheet
+    path: str | None  #: path of the written picture; None if `out` was not given
+    source: str  #: the HDF5 file and the datasets that were read
+    width: int  #: width of the sheet in pixels
+    height: int  #: height of the sheet in pixels
+    rows: int  #: number of rows in the selected splits
+    images: int  #: number of images on the sheet
     splits: list[ShownSplit]
-    damaged: tuple[MissingRow, ...]  # selected rows that could not be shown
-    sheet: Image.Image = field(repr=False, compare=False)  # the drawn sheet, RGB; not in `to_json`
+    damaged: tuple[MissingRow, ...]  #: selected rows that could not be shown
+    sheet: Image.Image = field(repr=False, compare=False)  #: the drawn sheet, RGB; not in `to_json`
 
     @property
     def ok(self) -> bool:

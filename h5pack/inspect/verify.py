@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from concurrent.futures import Executor
@@ -18,8 +19,9 @@ from h5pack.errors import H5PackError, PackFormatError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32, row_checksums
 from h5pack.format.plans import plan_cache
-from h5pack.format.row_offsets import RowOffsets, check_rows_counted, check_tasks, describe_check
+from h5pack.format.row_offsets import EncodedOffsets, RowOffsets, check_rows_counted, check_tasks, describe_check
 from h5pack.read.chunk_index import index_dataset
+from h5pack.read.encoded import EncodedIndex, index_kept
 from h5pack.read.hdf5 import (
     dataset_names,
     is_filtered,
@@ -43,10 +45,10 @@ class VerifyReport:
     """The result of a verification."""
 
     path: str
-    rows: int  # number of rows of the pack; 0 if it could not be opened
-    problems: tuple[str, ...] = ()  # structural defects, such as missing datasets
-    damaged: dict[str, list[int]] = field(default_factory=dict)  # rows of each dataset that fail the check
-    filenames: dict[int, str] = field(default_factory=dict)  # by row number, for up to 1,000 damaged rows
+    rows: int  #: number of rows of the pack; 0 if it could not be opened
+    problems: tuple[str, ...] = ()  #: structural defects, such as missing datasets
+    damaged: dict[str, list[int]] = field(default_factory=dict)  #: rows of each dataset that fail the check
+    filenames: dict[int, str] = field(default_factory=dict)  #: by row number, for up to 1,000 damaged rows
 
     @property
     def ok(self) -> bool:
@@ -90,6 +92,7 @@ class _Structure:
     chunk_rows: int = 0
     chunk_bytes: int = 0
     stored_checksums: npt.NDArray[np.uint32] | None = None  # (chunks,): see `ChunkIndex`
+    images: str = schema.IMAGES  # or `schema.ENCODED`
 
 
 @dataclass(frozen=True)
@@ -137,11 +140,11 @@ def verify(
     PackFormatError
         If the file is not a pack, and therefore has no checksums.
     WorkerError
-        If a worker process dies while it checks rows.
+        If a worker process cannot start, or dies while it checks rows.
     """
     name = os.path.abspath(path)
     count = max(2, available_cpus() if num_workers is None else whole_number("num_workers", num_workers, 1))
-    with open_executor(count, start_method, None) as executor:
+    with open_executor(count, start_method, None, isolated=True) as executor:
         try:
             structure = executor.submit(_inspect, name).result()
         except H5PackError as error:
@@ -156,7 +159,7 @@ def verify(
         damaged = structure.damaged
         wrong = _check_images(name, structure, executor, 2 * count, progress=progress)
         if wrong:
-            damaged[schema.IMAGES] = wrong
+            damaged[structure.images] = wrong
         listed = sorted({row for found in damaged.values() for row in found})
         names = executor.submit(_filenames, name, listed).result() if listed else {}
     return VerifyReport(name, structure.rows, tuple(structure.problems), damaged, names)
@@ -209,17 +212,14 @@ def _inspect(path: str) -> _Structure | None:
 
 
 def _inspect_pack(path: str, file: h5py.File) -> _Structure:
+    if schema.IMAGES not in file and schema.ENCODED in file:
+        return _inspect_kept(file)
     images = file.get(schema.IMAGES)
     if not isinstance(images, h5py.Dataset) or images.ndim != 4 or images.dtype != np.uint8 or images.chunks is None:
         raise PackFormatError(f"{path}: no chunked uint8 dataset 'images' with 4 axes; convert again")
     found = _Structure(images.shape[0])
-    _check_tables(file, found.rows, found.problems)
-    _check_other_rows(file, found)
-    checksums = file.get(f"{schema.CHECKSUMS}/{schema.IMAGES}")
-    if not isinstance(checksums, h5py.Dataset) or checksums.shape != (found.rows,):
-        found.problems.append("checksums/images: the dataset is missing, or does not have one checksum per row")
+    if not _check_all_tables(file, found):
         return found
-    found.checksums = checksums[()]
     try:
         index = index_dataset(file, images, schema.IMAGES)
     except PackFormatError as error:
@@ -236,13 +236,55 @@ def _inspect_pack(path: str, file: h5py.File) -> _Structure:
     return found
 
 
+def _inspect_kept(file: h5py.File) -> _Structure:
+    """Check the structure of a pack that keeps JPEG files; raise PackFormatError if offsets do not fit the bytes."""
+    index = index_kept(file)
+    found = _Structure(index.rows, images=schema.ENCODED)
+    if index.offsets[0] != 0 or index.offsets[-1] != index.data.rows:
+        found.problems.append(f"{schema.ENCODED_OFFSETS}: the rows do not cover all bytes of {schema.ENCODED_DATA}")
+    if not _check_all_tables(file, found):
+        return found
+    if index.library_reason is None and index.base is not None:
+        found.offsets = EncodedOffsets.of(index.base, index.offsets)
+    else:
+        found.damaged[schema.ENCODED] = _damaged_kept(file, index, found.checksums)
+    return found
+
+
+def _damaged_kept(file: h5py.File, index: EncodedIndex, checksums: npt.NDArray[np.uint32]) -> list[int]:
+    """Return the rows that differ from their checksums, read through the HDF5 library: another program moved them."""
+    data, wrong = file[schema.ENCODED_DATA], []
+    require_filters(data)
+    for row, (start, stop) in enumerate(itertools.pairwise(index.offsets.tolist())):
+        try:
+            differs = crc32(data[start:stop]) != checksums[row]
+        except (OSError, RuntimeError):
+            differs = True
+        if differs:
+            wrong.append(row)
+    return wrong
+
+
+def _check_all_tables(file: h5py.File, found: _Structure) -> bool:
+    """Check all datasets but the images, and set `checksums`; return whether there are any of the images."""
+    _check_tables(file, found.rows, found.problems)
+    _check_other_rows(file, found)
+    name = f"{schema.CHECKSUMS}/{found.images}"
+    checksums = file.get(name)
+    if not isinstance(checksums, h5py.Dataset) or checksums.shape != (found.rows,):
+        found.problems.append(f"{name}: the dataset is missing, or does not have one checksum per row")
+        return False
+    found.checksums = checksums[()]
+    return True
+
+
 def _check_other_rows(file: h5py.File, found: _Structure) -> None:
     """Compare the rows of every dataset except the images with their checksums."""
     if schema.LABELS in file and f"{schema.CHECKSUMS}/{schema.LABELS}" not in file:
         found.problems.append(f"{schema.CHECKSUMS}/{schema.LABELS}: missing")
     for name in dataset_names(file):
         target = name.removeprefix(f"{schema.CHECKSUMS}/")
-        if target in (name, schema.IMAGES) or name.startswith(f"{schema.CHUNK_CHECKSUMS}/"):
+        if target in (name, found.images) or name.startswith(f"{schema.CHUNK_CHECKSUMS}/"):
             continue
         if target not in file or len(file[target]) != len(file[name]):
             found.problems.append(f"{name}: no dataset {target!r} with the same number of rows")

@@ -26,29 +26,28 @@ class FeedReport:
     now, or until the end of the epoch.
     """
 
-    name: str  # the monitor's name
-    over: str  # the period of the report: "interval" or "epoch"
-    time: float  # Unix time at the end of the period, in seconds
+    name: str  #: the monitor's name
+    over: str  #: the period of the report: "interval" or "epoch"
+    time: float  #: Unix time at the end of the period, in seconds
     epoch: int | None
-    step: int  # batches delivered so far: in all epochs if the loader has a length, else by this monitor
-    batches: int  # number of batches that the step received during the period
-    images: int | None  # number of images in these batches; None if they contain no tensor
-    seconds: float  # length of the period
-    wait_seconds: float  # how long the process waited inside next(loader)
-    # How long the step waited. On a CPU: `wait_seconds`. On a CUDA device: how long the step's stream had no work left,
-    # because the process was still waiting for the batch, or the batch was still being copied.
+    step: int  #: batches delivered so far: in all epochs if the loader has a length, else by this monitor
+    batches: int  #: number of batches that the step received during the period
+    images: int | None  #: number of images in these batches; None if they contain no tensor
+    seconds: float  #: length of the period
+    wait_seconds: float  #: how long the process waited inside next(loader)
+    #: How long the step waited. On a CPU: `wait_seconds`. On a CUDA device: how long the step's stream had no work
+    #: left, because the process was still waiting for the batch, or the batch was still being copied.
     stall_seconds: float
-    stall_fraction: float  # `stall_seconds` divided by `seconds`, 0 to 1
+    stall_fraction: float  #: `stall_seconds` divided by `seconds`, 0 to 1
     images_per_s: float | None
-    bytes_per_s: float | None  # bytes of all tensors of the batches, as the step receives them
-    queue_depth: int | None = None  # batches ready in the loader at the end of the period
-    # CPU use of this process and its child processes (such as a DataLoader's workers) together, and of the child
-    # processes alone. 100 is one CPU.
+    bytes_per_s: float | None  #: bytes of all tensors of the batches, as the step receives them
+    queue_depth: int | None = None  #: batches ready in the loader at the end of the period
+    #: CPU use of this process and its child processes, such as a DataLoader's workers; 100 is one CPU.
     cpu_percent: float | None = None
-    children_cpu_percent: float | None = None
-    freshness: float | None = None  # with an EchoLoader: fraction of the delivered batches that were not repeats
-    gpu: GpuStatus | None = None  # state of the GPU at the end of the period
-    interval: FeedReport | None = None  # in an epoch's report: the report of the last completed interval
+    children_cpu_percent: float | None = None  #: CPU use of the child processes alone
+    freshness: float | None = None  #: with an EchoLoader: fraction of the delivered batches that were not repeats
+    gpu: GpuStatus | None = None  #: state of the GPU at the end of the period
+    interval: FeedReport | None = None  #: in an epoch's report: the report of the last completed interval
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON-serializable dict. The keys are stable across versions."""

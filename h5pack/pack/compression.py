@@ -67,7 +67,7 @@ def require_filter(compression: Compression) -> None:
     """Load a filter's HDF5 plugin into this process; raises OptionsError if it is not installed."""
     if not load_filter(compression.number):
         problem = f" needs HDF5's filter {compression.number}, which is not installed; "
-        raise invalid("compression", compression.name, f"{problem}run pip install 'h5pack[compress]', or choose gzip")
+        raise invalid("compression", compression.name, f"{problem}run pip install hdf5plugin, or choose gzip")
 
 
 def add_filter(properties: h5py.h5p.PropDCID, compression: Compression) -> None:

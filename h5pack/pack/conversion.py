@@ -20,19 +20,22 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from h5pack.errors import NoImagesError, OptionsError, RejectedImageError
+from h5pack.errors import NoImagesError, OptionsError
 from h5pack.format.row_offsets import check_rows_counted, check_tasks, describe_check
-from h5pack.images.decode import MAX_PIXELS, Decoder, strict_pillow
+from h5pack.images.decode import MAX_PIXELS
 from h5pack.pack import finish, writer
-from h5pack.pack.compression import Compression, compress_chunk, require_filter
+from h5pack.pack.compression import require_filter
+from h5pack.pack.encode import encode_images
+from h5pack.pack.estimate import estimate_seconds, table_seconds
 from h5pack.pack.journal import RowRecord, RowResults
+from h5pack.pack.kept import KeptPlan, copy_seconds, make_kept_plan
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock
-from h5pack.pack.plan import ConvertPlan, make_plan, refuse_reject
+from h5pack.pack.plan import ConvertPlan, close_holes, make_plan, refuse_reject, require_undivided
 from h5pack.pack.plan import ConvertReport as ConvertReport
 from h5pack.pack.resume import UnfinishedPack, verify_existing
 from h5pack.pack.survey import survey
-from h5pack.sources.catalog import Catalog, Reject
+from h5pack.sources.catalog import Catalog
 from h5pack.sources.detect import open_source
 from h5pack.sources.map_style import MapStyleDataset
 from h5pack.system.files import reporting_full_disk
@@ -41,12 +44,6 @@ from h5pack.system.parameters import require_local
 from h5pack.system.processes import open_executor, run
 
 _CHECK_BYTES = 8 * 1024 * 1024
-_TIMED_IMAGES = 8
-_MAX_TIMED_IMAGES = 256
-_TIMED_ROW_BYTES = 512 * 1024
-# Measured with rows of 3 KB: checksums, statistics and writing; names, labels and other tables; waiting for the disk.
-_WRITE_SECONDS_PER_ROW, _TABLE_SECONDS_PER_ROW, _FLUSH_SECONDS = 7e-6, 5e-6, 0.1
-_TIMED_CHUNK_BYTES = 1024 * 1024
 
 
 def convert(
@@ -73,8 +70,12 @@ def convert(
     draft: bool = False,
     mode: str = "rgb",
     layout: str = "nhwc",
+    keep: str | None = None,
+    max_side: int | None = None,
+    quality: int = 90,
     order: str = "shuffled",
     seed: int = 0,
+    val: float | None = None,
     chunk_rows: int | None = None,
     chunk_bytes: int | str | None = None,
     max_pixels: int = MAX_PIXELS,
@@ -88,7 +89,7 @@ def convert(
     resume: bool = False,
     progress: bool = False,
 ) -> ConvertReport:
-    """Pack a folder of images, the images of another HDF5 file, or a map-style dataset, into an HDF5 file.
+    """Pack a folder or archive of images, the images of another HDF5 file, or a map-style dataset, into an HDF5 file.
 
     The file gets the name `out` only once it is complete. If a call is interrupted, even by SIGKILL, another call with
     ``resume=True`` continues it and produces the same bytes as an uninterrupted one.
@@ -96,12 +97,15 @@ def convert(
     Parameters
     ----------
     source : path or map-style dataset
-        A folder (of images, of class folders, of split folders, or CelebA), a CSV or TSV manifest, any HDF5 file with a
-        dataset of images, or a map-style dataset of (uint8 image, label).
+        A folder (of images, of class folders, of split folders, or CelebA), a tar or zip file of images or such
+        folders, WebDataset shards or Parquet files (one, a folder of them, or a pattern like "shard-{000..010}.tar"), a
+        CSV or TSV manifest, any HDF5 file with a dataset of images, or a map-style dataset of uint8
+        images, or of (image, label), as tuples or dicts.
     out : path
         The file to create.
     source_kind : str, optional
-        flat, classes, splits, celeba, manifest or hdf5. Default: detected from the source's content.
+        flat, classes, splits, celeba, manifest, hdf5, webdataset or parquet. Default: detected from the source's
+        content.
     include, exclude : str or sequence of str
         Shell patterns for paths relative to the source. Only images that match `include` and do not match `exclude`
         are packed.
@@ -114,7 +118,9 @@ def convert(
     label_columns : str or sequence of str
         The manifest's column that holds the labels, or several columns of 0 and 1 for multi-label data.
     field_columns : str or sequence of str
-        The manifest's columns that hold numbers to store as further fields (per-row datasets).
+        The manifest's columns that hold numbers to store as further fields (per-row datasets). Columns can also be
+        those of Parquet files, where `path_column` is the column of images, or keys of the .json members of WebDataset
+        shards.
     images, labels : str, optional
         An HDF5 file's datasets of images and of labels. Default: detected. ``labels=""`` packs no labels.
     fields : str or sequence of str
@@ -140,10 +146,20 @@ def convert(
         rgb (3 channels) or gray (1).
     layout : str
         Axes of a row: nhwc (H, W, C) or nchw (C, H, W).
+    keep : str, optional
+        "jpeg": store the bytes of JPEG files instead of pixels, whatever their sizes. Images of other formats are
+        encoded as JPEG once.
+    max_side : int, optional
+        With `keep`, shrink images whose longer side has more pixels, which encodes them again.
+    quality : int
+        With `keep`, the quality of images that are encoded, 1 to 100.
     order : str
         shuffled (each split is shuffled with `seed`) or sorted (source order).
     seed : int
-        Seed of the shuffled order, 0 to 2**63 - 1.
+        Seed of the shuffled order and of `val`, 0 to 2**63 - 1.
+    val : float, optional
+        Divide a source without splits into "train" and "val", which gets this fraction of each class (of all images,
+        if they have no classes).
     chunk_rows : int, optional
         Rows per chunk.
     chunk_bytes : int or str, optional
@@ -190,10 +206,10 @@ def convert(
         source, out, source_kind=source_kind, include=include, exclude=exclude, limit=limit, root=root,
         path_column=path_column, label_columns=label_columns, split_column=split_column, field_columns=field_columns,
         images=images, labels=labels, fields=fields, channel_axis=channel_axis, value_range=value_range, size=size,
-        fit=fit, resample=resample, draft=draft, mode=mode, layout=layout, order=order, seed=seed,
-        chunk_rows=chunk_rows, chunk_bytes=chunk_bytes, max_pixels=max_pixels, compression=compression, compat=compat,
-        strict=strict, num_workers=num_workers, start_method=start_method, io=io, overwrite=overwrite, resume=resume,
-        progress=progress,
+        fit=fit, resample=resample, draft=draft, mode=mode, layout=layout, keep=keep, max_side=max_side,
+        quality=quality, order=order, seed=seed, val=val, chunk_rows=chunk_rows, chunk_bytes=chunk_bytes,
+        max_pixels=max_pixels, compression=compression, compat=compat, strict=strict, num_workers=num_workers,
+        start_method=start_method, io=io, overwrite=overwrite, resume=resume, progress=progress,
     )  # fmt: skip
     with conversion:
         return conversion.run()
@@ -261,7 +277,9 @@ class Conversion:
 
     @functools.cached_property
     def _catalog(self) -> Catalog:
-        return open_source(self._source, self.options.source_options)
+        catalog = open_source(self._source, self.options.source_options, self.output.final.parent)
+        require_undivided(_source_name(self._source), catalog, self.options)
+        return catalog
 
     def plan(self) -> ConvertPlan:
         """List the source, survey its image headers and return the plan; nothing is written."""
@@ -271,48 +289,21 @@ class Conversion:
             executor = open_executor(self.num_workers, options.start_method, catalog.reader)
             self._executor = self._stack.enter_context(executor)
             with self._stage("survey", len(catalog)) as advance:
-                surveyed = survey(catalog, self._executor, 2 * self.num_workers, options.max_pixels, advance)
-            self._plan = make_plan(_source_name(self._source), catalog, surveyed, options)
+                surveyed = survey(
+                    catalog, self._executor, 2 * self.num_workers, options.max_pixels, advance,
+                    keep=options.keep is not None,
+                )  # fmt: skip
+            plan = make_plan if options.keep is None else make_kept_plan
+            self._plan = plan(_source_name(self._source), catalog, surveyed, options)
             self._seconds["survey"] = time.perf_counter() - begin
         return self._plan
 
     def estimate_seconds(self) -> float:
-        """Return an estimate of the time in seconds that `run` will take after the survey.
-
-        To measure the speed, this process decodes a few images, and compresses them if `compression` is given.
-        """
+        """Return an estimate of the seconds that `run` will take after the survey; see `h5pack.pack.estimate`."""
         plan = self.plan()
-        origins, reader = plan.row_order.origins, plan.catalog.reader
-        # Rows for compression must not repeat within the 32 KiB that gzip looks back.
-        count = min(_MAX_TIMED_IMAGES, max(_TIMED_IMAGES, _TIMED_ROW_BYTES // plan.row_bytes))
-        picked = origins[:: -(-plan.rows // count)]
-        # The first image is decoded without timing it, because that includes what is done once, such as imports.
-        untimed = picked[:1]
-        groups = reader.groups(origins)
-        if groups is not None:
-            # Time a whole group, because reading one of its images costs as much as reading all.
-            numbers = np.unique(groups)
-            untimed, picked = (origins[groups == number][:_MAX_TIMED_IMAGES] for number in (numbers[0], numbers[-1]))
-        rows = np.zeros((len(picked), *plan.row_shape), np.uint8)
-        decoder = Decoder(plan.pixels, quiet=True)
-        self._decode(decoder, untimed, rows)
-        begin = time.perf_counter()
-        self._decode(decoder, picked, rows)
-        seconds: float = (time.perf_counter() - begin) / len(picked)
-        if plan.options.filter is not None:
-            seconds += _compression_seconds(rows, plan.chunks.rows, plan.options.filter)
-        in_workers = (seconds + _WRITE_SECONDS_PER_ROW) / self.num_workers
-        return (in_workers + _TABLE_SECONDS_PER_ROW) * plan.rows + _FLUSH_SECONDS
-
-    def _decode(self, decoder: Decoder, indices: npt.NDArray[np.int64], rows: npt.NDArray[np.uint8]) -> None:
-        """Decode images into as many of `rows` in this process; leave out those that cannot be decoded."""
-        plan = self.plan()
-        reader = plan.catalog.reader
-        reader.begin(indices.tolist())
-        with strict_pillow():
-            for row, index in zip(rows, indices.tolist(), strict=False):
-                with contextlib.suppress(OSError, RejectedImageError):
-                    decoder.decode(reader.read(index, plan.catalog.names[index]), int(plan.decode_paths[index]), row)
+        if isinstance(plan, KeptPlan):
+            return copy_seconds(plan, self.num_workers) + table_seconds(plan.rows)
+        return estimate_seconds(plan, self._executor, self.num_workers)
 
     def run(self) -> ConvertReport:
         """Run the conversion and return its report."""
@@ -325,7 +316,12 @@ class Conversion:
         lock = OutputLock(output)
         try:
             with reporting_full_disk(output.partial, "make room, then run again with resume=True", "resume=True"):
-                return self._write_and_finish(UnfinishedPack(plan, output, lock))
+                pack = UnfinishedPack(plan, output, lock)
+                if plan.to_encode.any():
+                    with self._stage("encode", int(plan.to_encode.sum())) as advance:
+                        self._plan = encode_images(pack, self._executor, self.num_workers, advance)
+                pack.allocate(self.plan())
+                return self._write_and_finish(pack)
         except BaseException:
             # Stop the workers before the lock is released, so that none of them writes afterwards.
             self._stack.__exit__(*sys.exc_info())
@@ -346,7 +342,7 @@ class Conversion:
         begin, earlier = time.perf_counter(), sum(self._seconds.values())
         if self.options.strict:
             _refuse_rejects(plan, written)
-        final = finish.close_holes(plan.row_order.split_starts, written.packed, plan.options.order == "sorted")
+        final = close_holes(plan.row_order.split_starts, written.packed, plan.options.order == "sorted")
         if not (rows_moved_before and self.options.filter is not None and finish.is_compressed(self.output.partial)):
             if rows_moved_before:
                 wrong = self._wrong_rows(pack, np.arange(len(final.origins)), written.checksums[final.origins])
@@ -435,21 +431,9 @@ class Conversion:
         self._seconds[name] = time.perf_counter() - begin
 
 
-def _compression_seconds(rows: npt.NDArray[np.uint8], chunk_rows: int, compression: Compression) -> float:
-    """Return the seconds that compressing one row takes, measured with a chunk, or a part of one, made of `rows`."""
-    count = min(chunk_rows, max(1, _TIMED_CHUNK_BYTES // rows[0].nbytes))
-    chunk = np.resize(rows, (count, *rows.shape[1:]))
-    # The first call includes what is done once, such as imports.
-    compress_chunk(chunk[:1], compression)
-    begin = time.perf_counter()
-    compress_chunk(chunk, compression)
-    seconds: float = (time.perf_counter() - begin) / count
-    return seconds
-
-
 def _refuse_rejects(plan: ConvertPlan, record: RowRecord) -> None:
     for row, reason in record.reasons.items():
-        refuse_reject(plan.source, Reject(plan.name(row), reason), begun=True)
+        refuse_reject(plan.source, plan.reject(row, reason), begun=True)
 
 
 def _source_name(source: str | os.PathLike[str] | MapStyleDataset) -> str:

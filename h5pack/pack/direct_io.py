@@ -76,6 +76,10 @@ class RowFile:
             return ContiguousRows(self, int(offsets[0]), len(offsets), row_bytes)
         return ScatteredRows(self, offsets, row_bytes)
 
+    def begin_bytes(self, offset: int, size: int) -> RowBuffer:
+        """Return a buffer for `size` bytes at byte `offset`; its `ready` takes a number of bytes."""
+        return ContiguousRows(self, offset, size, 1)
+
     def next_memory(self, size: int) -> mmap.mmap:
         """Return at least `size` bytes of memory that is not being written."""
         self._memory.reverse()

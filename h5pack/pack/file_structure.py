@@ -46,9 +46,12 @@ _HEAP_BYTES = 4_096
 
 @dataclass(frozen=True)
 class FileStructure:
-    """The shape, chunks and attributes of the images dataset and its file."""
+    """The shape, chunks and attributes of the images dataset and its file.
 
-    row_shape: tuple[int, int, int]  # (H, W, C) or (C, H, W)
+    The images dataset of a pack that keeps JPEG files is `/encoded/data`, each of whose rows is one byte.
+    """
+
+    row_shape: tuple[int, ...]  # (H, W, C) or (C, H, W); () of encoded images
     chunk_rows: int
     layout: str  # nhwc or nchw
     compat: bool  # write a file that HDF5 1.8 can read
@@ -57,9 +60,20 @@ class FileStructure:
     metadata_bytes: int = 0  # upper bound, the same in both writings; see `plan_metadata`
 
     @property
+    def dataset(self) -> str:
+        """Path of the images dataset."""
+        return schema.IMAGES if self.row_shape else schema.ENCODED_DATA
+
+    @property
     def chunk_bytes(self) -> int:
         """Size of an unfiltered chunk in bytes."""
         return self.chunk_rows * math.prod(self.row_shape)
+
+    @property
+    def metadata_block_bytes(self) -> int:
+        """Size in bytes of the block at the start of the file that holds all metadata."""
+        unit = _MIB if self.row_shape else _MIB // 4
+        return -(-self.metadata_bytes // unit) * unit
 
 
 def plan_metadata(chunks: int, structure: FileStructure, names_bytes: int, datasets: int) -> int:
@@ -89,6 +103,7 @@ class PackTables:
     checksums: npt.NDArray[np.uint32]  # (N,): CRC-32 of each image row
     statistics: dict[str, Any]  # mean, std: float64 (C,), 0 to 1; rows, step, split: their input
     rejects: list[Reject] = field(default_factory=list)
+    encoded: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # offsets and sizes of encoded images, by path
 
 
 def write_structure(
@@ -125,7 +140,7 @@ def _reserve(path: Path, start: int, count: int) -> None:
 
 def _table_bytes(tables: PackTables) -> int:
     """Return an upper bound of the bytes of all tables that are not in the metadata."""
-    columns = [*tables.fields.values(), *(() if tables.labels is None else (tables.labels,))]
+    columns = [*tables.fields.values(), *tables.encoded.values(), *(() if tables.labels is None else (tables.labels,))]
     rows = sum(int(column.nbytes) for column in columns) + tables.checksums.nbytes * (1 + len(columns))
     names = sum(len(name.encode("utf-8", "backslashreplace")) + 8 for name in tables.filenames)
     rejects = sum(len(reject.name) + len(reject.reason) + 16 for reject in tables.rejects)
@@ -202,8 +217,8 @@ def _create_file(path: Path, structure: FileStructure) -> h5py.File:
     if structure.metadata_bytes:
         # HDF5 allocates all metadata in this block until it is full. Otherwise parts of the chunk index would be among
         # the chunks, and the distance between chunks would vary. The axis labels follow the block in 4 KiB of their
-        # own, so that the chunks start at a whole MiB.
-        access.set_meta_block_size(-(-structure.metadata_bytes // _MIB) * _MIB - _HEAP_BYTES)
+        # own, so that the chunks start at a whole MiB. Encoded images have no axis labels, and few chunks.
+        access.set_meta_block_size(structure.metadata_block_bytes - (_HEAP_BYTES if structure.row_shape else 0))
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     # The caller already holds an flock on the file, which would conflict with HDF5's own file locking.
     access.set_file_locking(False, False)
@@ -227,11 +242,15 @@ def _create_images(
     access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
     access.set_chunk_cache(cache.nslots, cache.nbytes, cache.w0)
     # The dataset is extendable, because HDF5 stores a fixed-size dataset's chunks back to back, not page-aligned.
+    if not structure.row_shape:
+        # Create this group explicitly, because groups that HDF5 creates implicitly would store a time stamp.
+        file.create_group(schema.ENCODED)
     space = h5py.h5s.create_simple((0, *structure.row_shape), (h5py.h5s.UNLIMITED, *structure.row_shape))
     images = h5py.Dataset(
-        h5py.h5d.create(file.id, schema.IMAGES.encode(), h5py.h5t.STD_U8LE, space, create, dapl=access)
+        h5py.h5d.create(file.id, structure.dataset.encode(), h5py.h5t.STD_U8LE, space, create, dapl=access)
     )
-    _describe_images(images, structure)
+    if structure.row_shape:
+        _describe_images(images, structure)
     images.attrs[schema.RDCC_NBYTES] = np.int64(cache.nbytes)
     images.attrs[schema.RDCC_NSLOTS] = np.int64(cache.nslots)
     images.attrs[schema.RDCC_W0] = np.float64(cache.w0)
@@ -272,7 +291,10 @@ def _write_tables(file: h5py.File, tables: PackTables) -> None:
     _create_small(file, schema.SPLIT_NAMES, utf8(tables.splits))
     _create_small(file, schema.SPLIT_ROWS, np.array([*tables.splits.values()], np.int64))
 
-    file.create_dataset(f"{schema.CHECKSUMS}/{schema.IMAGES}", data=tables.checksums)
+    for name, values in tables.encoded.items():
+        file.create_dataset(name, data=values)
+    checked = schema.ENCODED if tables.encoded else schema.IMAGES
+    file.create_dataset(f"{schema.CHECKSUMS}/{checked}", data=tables.checksums)
     for name, values in columns.items():
         file.create_dataset(f"{schema.CHECKSUMS}/{name}", data=row_checksums(values))
 

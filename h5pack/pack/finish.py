@@ -20,14 +20,14 @@ import numpy.typing as npt
 from h5pack.errors import H5PackError, OutputExistsError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32
-from h5pack.format.row_offsets import RowOffsets
 from h5pack.images.decode import Decoder, strict_pillow
 from h5pack.pack.compression import Compression, CompressTask, compress_rows, describe_task, require_filter
 from h5pack.pack.file_structure import PackTables, copy_structure, write_compressed, write_structure
 from h5pack.pack.journal import RowRecord
-from h5pack.pack.plan import RowOrder
+from h5pack.pack.plan import ConvertPlan, RowOrder
 from h5pack.pack.resume import UnfinishedPack
 from h5pack.pack.statistics import pack_statistics
+from h5pack.pack.writer import kept_bytes
 from h5pack.read.hdf5 import chunk_table, reopen_tuned
 from h5pack.sources.catalog import Reject
 from h5pack.system.arrays import consecutive_runs
@@ -35,28 +35,6 @@ from h5pack.system.files import read_all, sync_path, write_all, write_atomically
 from h5pack.system.processes import run
 
 _COPY_BYTES = 8 * 1024 * 1024
-
-
-def close_holes(split_starts: npt.NDArray[np.int64], packed: npt.NDArray[np.bool_], keep_order: bool) -> RowOrder:
-    """Return the order of the rows that remain if rejected images are left out. `origins` are planned rows.
-
-    In a sorted pack (`keep_order`), later rows move to lower row numbers. In a shuffled pack, a split's last rows fill
-    its holes in ascending order, which moves no more rows than there are holes; then the following splits move to lower
-    row numbers. No row moves to a higher number. If the moves are made in ascending order of their targets, none of
-    them overwrites a row that has yet to be moved.
-
-    `split_starts`, int64 (S + 1,), are the planned splits; `packed`, bool (N,), says which planned rows have an image.
-    """
-    members = []
-    for start, stop in itertools.pairwise(split_starts.tolist()):
-        good = np.flatnonzero(packed[start:stop]).astype(np.int64)
-        rows = good
-        if not keep_order:
-            rows = np.arange(len(good), dtype=np.int64)
-            holes = np.flatnonzero(~packed[start : start + len(good)])
-            rows[holes] = good[len(good) - len(holes) :]
-        members.append(rows + start)
-    return RowOrder.of_splits(members)
 
 
 def moved_runs(origins: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
@@ -74,6 +52,7 @@ def move_rows(pack: UnfinishedPack, origins: npt.NDArray[np.int64]) -> None:
     `origins`, int64 (n,), is the planned row that each final row comes from; see `close_holes`.
     """
     descriptor, row_offsets = pack.lock.descriptor, pack.row_offsets
+    # Encoded rows never move, because images that cannot be packed are known before the first row is written.
     max_rows = max(1, _COPY_BYTES // row_offsets.row_bytes)
     for target, origin, count in moved_runs(origins):
         done = 0
@@ -97,18 +76,28 @@ def repair_rows(pack: UnfinishedPack, written: RowRecord, origins: npt.NDArray[n
     """
     plan, row_offsets, descriptor = pack.plan, pack.row_offsets, pack.lock.descriptor
     decoder = Decoder(plan.pixels)
-    pixels = np.empty(plan.row_shape, np.uint8)
     for row in wrong:
         origin = int(origins[row])
-        data = read_all(descriptor, row_offsets.row_bytes, row_offsets.offset(origin))
+        size = int(row_offsets.edges(origin, 1)[-1])
+        data = read_all(descriptor, size, row_offsets.offset(origin))
         if origin == row or crc32(data) != int(written.checksums[origin]):
-            index = int(plan.row_order.origins[origin])
-            with strict_pillow():
-                decoder.decode(
-                    plan.catalog.reader.read(index, plan.name(origin)), int(plan.decode_paths[index]), pixels
-                )
-            data = pixels.tobytes()
+            data = _kept(pack, origin, size) if pack.job.keep else _decoded(plan, decoder, origin)
         write_all(descriptor, data, row_offsets.offset(row))
+
+
+def _decoded(plan: ConvertPlan, decoder: Decoder, row: int) -> bytes:
+    """Decode the image of a planned row again."""
+    pixels, index = np.empty(plan.row_shape, np.uint8), int(plan.row_order.origins[row])
+    with strict_pillow():
+        decoder.decode(plan.catalog.reader.read(index, plan.name(row)), int(plan.decode_paths[index]), pixels)
+    return pixels.tobytes()
+
+
+def _kept(pack: UnfinishedPack, row: int, size: int) -> bytes:
+    """Return the bytes of the image of a planned row again."""
+    plan, index = pack.plan, int(pack.plan.row_order.origins[row])
+    (encoded,) = plan.encoded_files(np.array([index]))
+    return kept_bytes(plan.catalog.reader, index, plan.name(row), size, encoded)
 
 
 def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> PackTables:
@@ -122,6 +111,7 @@ def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> Pa
         filenames=catalog.names.take(origins.tolist()),
         splits=dict(zip(catalog.split_names, itertools.pairwise(final.split_starts.tolist()), strict=True)),
         checksums=written.checksums[final.origins],
+        encoded=plan.encoded_tables(),
         statistics=pack_statistics(plan, written, final, pack.row_offsets, pack.lock.descriptor),
         rejects=plan.all_rejects(written.reasons),
     )
@@ -129,16 +119,17 @@ def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> Pa
 
 def complete(pack: UnfinishedPack, tables: PackTables) -> None:
     """Add the tables to ``OUT.partial`` and flush it to the disk."""
-    output, row_offsets, descriptor = pack.output, pack.row_offsets, pack.lock.descriptor
+    output, descriptor = pack.output, pack.lock.descriptor
     rows = len(tables.checksums)
-    addresses = write_structure(output.structure, pack.structure, rows, tables)
-    if not np.array_equal(addresses, row_offsets.addresses[: len(addresses)]):
+    addresses = write_structure(output.structure, pack.structure, pack.plan.stored_rows(rows), tables)
+    if not np.array_equal(addresses, pack.addresses[: len(addresses)]):
         raise H5PackError(
             f"{output.partial}: HDF5 {h5py.version.hdf5_version} placed the chunks at other addresses than before; "
             "this is an error in h5pack, please report it; existing files are unchanged",
             path=output.partial,
         )
-    _clear_tail(descriptor, row_offsets, rows, len(addresses))
+    last = pack.row_offsets.offset(rows - 1) + int(pack.row_offsets.edges(rows - 1, 1)[-1])
+    _clear(descriptor, last, int(addresses[-1]) + pack.structure.chunk_bytes)
     copy_structure(output.structure, descriptor, addresses, pack.structure.chunk_bytes)
     os.fsync(descriptor)
     _require_sound(pack, is_sound(output.partial, *_expected(pack, tables), addresses))
@@ -182,20 +173,23 @@ def compress(
     pack.lock.replace(path)
 
 
-def _clear_tail(descriptor: int, row_offsets: RowOffsets, rows: int, chunks: int) -> None:
+def _clear(descriptor: int, start: int, stop: int) -> None:
     """Zero the unused rest of the last chunk, which may still contain rows that were moved elsewhere."""
-    for row in range(rows, chunks * row_offsets.chunk_rows):
-        offset = row_offsets.offset(row)
-        data = read_all(descriptor, row_offsets.row_bytes, offset)
+    for offset in range(start, stop, _COPY_BYTES):
+        data = read_all(descriptor, min(_COPY_BYTES, stop - offset), offset)
         if data.count(0) < len(data):
-            write_all(descriptor, bytes(row_offsets.row_bytes), offset)
+            write_all(descriptor, bytes(len(data)), offset)
 
 
-def _expected(pack: UnfinishedPack, tables: PackTables) -> tuple[tuple[int, ...], dict[int, int]]:
-    """Return the shape that the images must have, and the checksums of the first, a middle and the last row."""
-    rows = len(tables.checksums)
-    some = {0, rows // 2, rows - 1}
-    return (rows, *pack.structure.row_shape), {row: int(tables.checksums[row]) for row in sorted(some)}
+def _expected(pack: UnfinishedPack, tables: PackTables) -> tuple[str, tuple[int, ...], dict[tuple[int, int], int]]:
+    """Return the path and shape of the images dataset, and the checksums of the first, a middle and the last row.
+
+    The checksums are by the (start, stop) of the row along axis 0 of the dataset.
+    """
+    rows, plan = len(tables.checksums), pack.plan
+    some = sorted({0, rows // 2, rows - 1})
+    checksums = {(plan.stored_rows(row), plan.stored_rows(row + 1)): int(tables.checksums[row]) for row in some}
+    return pack.structure.dataset, (plan.stored_rows(rows), *pack.structure.row_shape), checksums
 
 
 def _require_sound(pack: UnfinishedPack, sound: bool) -> None:
@@ -210,20 +204,21 @@ def _require_sound(pack: UnfinishedPack, sound: bool) -> None:
 
 def is_sound(
     path: Path,
+    dataset: str,
     shape: tuple[int, ...],
-    checksums: dict[int, int],
+    checksums: dict[tuple[int, int], int],
     addresses: npt.NDArray[np.int64] | None = None,
     compression: Compression | None = None,
 ) -> bool:
-    """Return whether a pack, opened as a reader would, is complete and has the expected `shape` of images.
+    """Return whether a pack, opened as a reader would, is complete and its `dataset` of images has this `shape`.
 
-    `checksums` are the expected checksums of some rows, by row, and `addresses`, int64 (chunks,), the expected byte
-    offsets of the chunks, None if HDF5 was free to choose them.
+    `checksums` are the expected checksums of some rows, by (start, stop) along axis 0, and `addresses`, int64
+    (chunks,), the expected byte offsets of the chunks, None if HDF5 was free to choose them.
     """
     if compression is not None:
         require_filter(compression)
     with h5py.File(path, "r", locking=False) as file:
-        images = reopen_tuned(file[schema.IMAGES])
+        images = reopen_tuned(file[dataset])
         chunks = chunk_table(images)
         return bool(
             int(file.attrs[schema.COMPLETE]) == 1
@@ -231,7 +226,7 @@ def is_sound(
             and (chunks.addresses >= 0).all()
             and not chunks.filter_masks.any()
             and (addresses is None or np.array_equal(chunks.addresses, addresses))
-            and all(crc32(np.ascontiguousarray(images[row])) == wanted for row, wanted in checksums.items())
+            and all(crc32(images[start:stop]) == wanted for (start, stop), wanted in checksums.items())
         )
 
 

@@ -7,6 +7,7 @@ The folder ``OUT.partial.journal/`` contains
 - ``rows-*.log``, one file per worker, to which it appends a record after rows are written. A record consists of a magic
   number, a length, a CRC-32 and a payload. A kill can truncate the last record; a resumed run ignores it and writes its
   rows again;
+- ``encoded-*.bin`` and ``encoded-*.log``, if images are encoded before rows are written (see `h5pack.pack.encode`);
 - ``written.bin``: the checksums and rejects of all rows, saved once every row is written or rejected. From then on,
   rows may be moved.
 
@@ -28,7 +29,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,7 @@ _MAGIC = 0x4B503548
 _PREFIX = struct.Struct("<III")
 _HEAD = struct.Struct("<IIIII")
 _WAIT_SECONDS = 10.0
+_ROWS = "rows"
 
 
 @dataclass
@@ -81,6 +83,14 @@ class RowRecord:
         )
 
 
+class EncodedFile(NamedTuple):
+    """The bytes of an image in a temporary file; see `h5pack.pack.encode`."""
+
+    path: str
+    offset: int
+    checksum: int
+
+
 class RowResults:
     """The results of all planned rows, collected from the records of interrupted runs and of this one."""
 
@@ -113,17 +123,25 @@ class RowResults:
         return RowRecord(np.arange(len(self.packed)), self.packed, self.checksums, sampled, sums, self._reasons)
 
 
-class JournalWriter:
-    """A writer that appends records to a new file in the journal `folder`, and keeps that file locked until closed."""
+class Record(Protocol):
+    """What a journal holds."""
 
-    def __init__(self, folder: str) -> None:
-        name = f"rows-{os.getpid()}-{secrets.token_hex(4)}.log"
-        self._descriptor = os.open(
-            os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666
-        )
+    def encode(self) -> bytes:
+        """Return the record as bytes."""
+
+
+class JournalWriter:
+    """A writer that appends records to a new file in the journal `folder`, and keeps that file locked until closed.
+
+    `prefix` says what kind of records they are: those of rows, or those of `h5pack.pack.encode`.
+    """
+
+    def __init__(self, folder: str, prefix: str = _ROWS) -> None:
+        self.path = os.path.join(folder, f"{prefix}-{os.getpid()}-{secrets.token_hex(4)}.log")
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
         lock(self._descriptor)
 
-    def append(self, record: RowRecord) -> None:
+    def append(self, record: Record) -> None:
         """Append one record with a single write; raises OSError (ENOSPC) if it was written only in part."""
         payload = record.encode()
         data = _PREFIX.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload
@@ -170,8 +188,12 @@ class Journal:
         return np.frombuffer((self.folder / "prints.bin").read_bytes(), np.uint64)
 
     def records(self) -> Iterator[RowRecord]:
-        """Yield the intact records of all writers; raises OutputBusyError if an earlier run still writes."""
-        for path in sorted(self.folder.glob("rows-*.log")):
+        """Yield the intact records of rows; raises OutputBusyError if an earlier run still writes."""
+        return (RowRecord.decode(payload) for _, payload in self.payloads(_ROWS))
+
+    def payloads(self, prefix: str) -> Iterator[tuple[Path, bytes]]:
+        """Yield the intact records of the writers with this `prefix`, and the file that each one is in."""
+        for path in sorted(self.folder.glob(f"{prefix}-*.log")):
             _wait_for_writer(path)
             data = path.read_bytes()
             position = 0
@@ -180,7 +202,7 @@ class Journal:
                 payload = data[position + _PREFIX.size : position + _PREFIX.size + length]
                 if magic != _MAGIC or len(payload) < length or zlib.crc32(payload) != checksum:
                     break
-                yield RowRecord.decode(payload)
+                yield path, payload
                 position += _PREFIX.size + length
 
     def save_written(self, record: RowRecord) -> None:

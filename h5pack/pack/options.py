@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypeGuard
@@ -25,9 +25,14 @@ MODES = ("rgb", "gray")
 ORDERS = ("shuffled", "sorted")
 FITS = ("crop", "pad", "stretch")
 IO = ("auto", "direct", "buffered")
+KEEP = ("jpeg",)
 RESAMPLES = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
 
-_LATER = ("compression", "images", "labels", "fields", "channel_axis", "value_range")
+_LATER = (
+    "compression", "images", "labels", "fields", "channel_axis", "value_range", "val", "keep", "max_side", "quality",
+)  # fmt: skip
+_OF_PIXELS = ("size", "fit", "resample", "draft", "mode", "layout", "chunk_rows", "chunk_bytes", "compression")
+_OF_KEPT = ("max_side", "quality")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +59,12 @@ class ConvertOptions:
     draft: bool = False
     mode: str = "rgb"
     layout: str = "nhwc"
+    keep: str | None = None
+    max_side: int | None = None
+    quality: int = 90
     order: str = "shuffled"
     seed: int = 0
+    val: float | None = None
     chunk_rows: int | None = None
     chunk_bytes: int | None = None
     max_pixels: int = MAX_PIXELS
@@ -83,7 +92,7 @@ class ConvertOptions:
         values = dict(keywords)
         for name in ("include", "exclude", "label_columns", "field_columns", "fields"):
             if name in values:
-                values[name] = (values[name],) if isinstance(values[name], str) else tuple(values[name])
+                values[name] = _texts(name, values[name])
         for name, parse in (("size", parse_size), ("chunk_bytes", parse_bytes), ("value_range", parse_range)):
             if values.get(name) is not None:
                 values[name] = parse(values[name])
@@ -98,15 +107,20 @@ class ConvertOptions:
             ("resample", RESAMPLES),
             ("mode", MODES),
             ("layout", LAYOUTS),
+            ("keep", (None, *KEEP)),
             ("order", ORDERS),
             ("io", IO),
             ("start_method", (None, "fork", "forkserver", "spawn")),
         ):
             check_choice(name, getattr(self, name), allowed)
-        for name in ("limit", "num_workers", "max_pixels", "chunk_rows", "chunk_bytes"):
+        for name in ("limit", "num_workers", "max_pixels", "max_side", "chunk_rows", "chunk_bytes"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
         check_integer("seed", self.seed, 0, 2**63 - 1)
+        check_integer("quality", self.quality, 1, 100)
+        self._check_keep()
+        if self.val is not None:
+            check_fraction("val", self.val)
         if self.chunk_rows is not None and self.chunk_bytes is not None:
             raise OptionsError(
                 "chunk_rows and chunk_bytes both set the size of a chunk; give only one of them",
@@ -119,6 +133,20 @@ class ConvertOptions:
         if self.size is None and unused:
             names = ", ".join(unused)
             raise OptionsError(f"{names} cannot be used without size; give size, too", parameters=(*unused, "size"))
+
+    def _check_keep(self) -> None:
+        """Raise OptionsError for options of packs of pixels together with `keep`, or those of `keep` without it."""
+        names = _OF_KEPT if self.keep is None else _OF_PIXELS
+        given = tuple(name for name in names if getattr(self, name) != getattr(ConvertOptions, name))
+        if not given:
+            return
+        if self.keep is None:
+            problem = "cannot be used without keep='jpeg'; give keep='jpeg', too"
+        else:
+            problem = "cannot be used with keep='jpeg', which stores the bytes of image files; leave out one of them"
+            if "size" in given:
+                problem += ", or limit the size with max_side"
+        raise OptionsError(f"{', '.join(given)} {problem}", parameters=(*given, "keep='jpeg'", "max_side"))
 
     @property
     def channels(self) -> int:
@@ -181,6 +209,20 @@ def check_integer(name: str, value: object, minimum: int, maximum: int | None = 
     if value < minimum or (maximum is not None and value > maximum):
         allowed = f"at least {minimum}" if maximum is None else f"{minimum} to {maximum}"
         raise invalid(name, value, f"; it must be {allowed}")
+
+
+def check_fraction(name: str, value: object) -> None:
+    """Raise OptionsError unless `value` is a float above 0 and below 1."""
+    if not (isinstance(value, float) and 0 < value < 1):
+        raise invalid(name, value, " is not a fraction; it must be above 0 and below 1, such as 0.1")
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    """Return one text or several as a tuple."""
+    texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else ()
+    if (not texts and value not in ((), [])) or not all(isinstance(text, str) for text in texts):
+        raise invalid(name, value, " is neither a text nor several texts")
+    return texts
 
 
 def parse_size(size: int | str | Sequence[int]) -> tuple[int, int]:

@@ -51,9 +51,9 @@ class Output:
             )
 
     def require_space(self, needed: int) -> None:
-        """Raise NoSpaceError if `needed` bytes, minus what `partial` and `compressed` already occupy, are not free."""
+        """Raise NoSpaceError if `needed` bytes, minus what the unfinished files already occupy, are not free."""
         held = 0
-        for path in (self.partial, self.compressed):
+        for path in (self.partial, self.compressed, *self.journal.glob("*.bin")):
             with contextlib.suppress(FileNotFoundError):
                 held += os.stat(path).st_blocks * 512
         free = free_bytes(self.final.parent)

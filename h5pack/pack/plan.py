@@ -14,13 +14,19 @@ import numpy.typing as npt
 from h5pack.errors import NoImagesError, OptionsError, RejectedImageError, SizesDifferError
 from h5pack.format import schema
 from h5pack.format.plans import HDF5_MAX_CHUNK_BYTES, ChunkPlan, plan_chunks
+from h5pack.format.row_offsets import RowOffsets
 from h5pack.images.decode import PixelOptions
 from h5pack.pack.compression import max_compressed_bytes
+from h5pack.pack.file_structure import FileStructure, options_text, plan_metadata
+from h5pack.pack.journal import EncodedFile
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.survey import Survey
-from h5pack.sources.catalog import Catalog, Note, Reject
-from h5pack.system.arrays import SPLITMIX64_GAMMA, hash_sequence, splitmix64
-from h5pack.system.text import format_bytes
+from h5pack.read.hdf5 import utf8
+from h5pack.sources.catalog import Catalog, Note, Reject, one_split
+from h5pack.sources.map_style import with_labels
+from h5pack.system.arrays import shuffled_split
+from h5pack.system.text import counted, format_bytes
+from h5pack.version import __version__
 
 
 @dataclass(frozen=True)
@@ -31,15 +37,15 @@ class ConvertReport:
     run), write, compress (only with `compression`), finish (moving rows, tables, fsync, rename).
     """
 
-    path: str  # the output
-    images: int  # rows of the output
-    rejects: int  # images that were not packed; ``OUT.rejects.csv`` and the HDF5 group `/rejects` list them
-    bytes: int  # size of the output
-    num_workers: int  # processes that decoded images
-    resumed_rows: int = 0  # planned rows that an earlier, interrupted run had already written or rejected
-    moved_rows: int = 0  # rows that were moved to close gaps left by images that could not be decoded
+    path: str  #: the output
+    images: int  #: rows of the output
+    rejects: int  #: images that were not packed; ``OUT.rejects.csv`` and the HDF5 group `/rejects` list them
+    bytes: int  #: size of the output
+    num_workers: int  #: processes that decoded images
+    resumed_rows: int = 0  #: planned rows that an earlier, interrupted run had already written or rejected
+    moved_rows: int = 0  #: rows that were moved to close gaps left by images that could not be decoded
     seconds: dict[str, float] = field(default_factory=dict)
-    already_complete: bool = False  # before this call, which is possible with ``resume=True``
+    already_complete: bool = False  #: before this call, which is possible with ``resume=True``
 
     def to_text(self) -> str:
         """Return the report as one or two lines of text."""
@@ -82,16 +88,87 @@ def order_rows(indices: Rows, split_ids: npt.NDArray[np.int32], num_splits: int,
     return RowOrder.of_splits(members)
 
 
-def shuffled_split(count: int, seed: int, split: int) -> Rows:
-    """Return a permutation of a split's positions, int64 (count,).
+def close_holes(split_starts: npt.NDArray[np.int64], packed: npt.NDArray[np.bool_], keep_order: bool) -> RowOrder:
+    """Return the order of the rows that remain if rejected images are left out. `origins` are planned rows.
 
-    The positions are sorted by a hash of their number, so the permutation is the same in every release.
+    In a sorted pack (`keep_order`), later rows move to lower row numbers. In a shuffled pack, a split's last rows fill
+    its holes in ascending order, which moves no more rows than there are holes; then the following splits move to lower
+    row numbers. No row moves to a higher number. If the moves are made in ascending order of their targets, none of
+    them overwrites a row that has yet to be moved.
+
+    `split_starts`, int64 (S + 1,), are the planned splits; `packed`, bool (N,), says which planned rows have an image.
     """
-    key = splitmix64((seed * SPLITMIX64_GAMMA + (split + 1) * 0xD1B54A32D192ED03) % 2**64)
-    return np.argsort(hash_sequence(count, key), kind="stable").astype(np.int64)
+    members = []
+    for start, stop in itertools.pairwise(split_starts.tolist()):
+        good = np.flatnonzero(packed[start:stop]).astype(np.int64)
+        rows = good
+        if not keep_order:
+            rows = np.arange(len(good), dtype=np.int64)
+            holes = np.flatnonzero(~packed[start : start + len(good)])
+            rows[holes] = good[len(good) - len(holes) :]
+        members.append(rows + start)
+    return RowOrder.of_splits(members)
+
+
+VAL_SPLITS = ("train", "val")
+"""The splits of a pack that was made with `val`."""
+
+_VAL_HASH = 2**32  # far above the numbers of splits, so that choosing a split and shuffling it are independent
+
+
+def require_undivided(source: str, catalog: Catalog, options: ConvertOptions) -> None:
+    """Raise OptionsError if `val` is given, although the source has splits; a single split "train" can be divided."""
+    if options.val is not None and catalog.split_names not in (one_split(0)[0], VAL_SPLITS[:1]):
+        parameter = f"val={options.val!r}"
+        names = ", ".join(map(repr, catalog.split_names))
+        raise OptionsError(
+            f"{source}: {parameter} would divide it into 'train' and 'val', but it has the splits {names}; leave out "
+            f"{parameter}, or convert one of the splits alone, such as its folder",
+            path=None if catalog.kind == "dataset" else source,
+            parameters=(parameter,),
+        )
+
+
+def choose_val(labels: npt.NDArray[np.int64] | None, count: int, val: float, seed: int) -> npt.NDArray[np.bool_]:
+    """Return which of `count` images the split "val" gets, bool (count,): the fraction `val` of them, rounded.
+
+    With `labels`, int64 (count,), each class gives this fraction of its images, rounded down, and the classes with the
+    largest remainders give one more. Both images and classes with equal remainders are chosen by a hash.
+    """
+    ids = np.zeros(count, np.int64) if labels is None else np.unique(labels, return_inverse=True)[1]
+    sizes = np.bincount(ids)
+    # Rounding makes remainders equal that are equal but for the precision of floats.
+    shares = np.round(sizes * val, 9)
+    quotas = np.floor(shares).astype(np.int64)
+    by_remainder = np.lexsort((shuffled_split(len(sizes), seed, _VAL_HASH + 1), quotas - shares))
+    quotas[by_remainder[: round(count * val) - int(quotas.sum())]] += 1
+    order = shuffled_split(count, seed, _VAL_HASH)
+    by_class = order[np.argsort(ids[order], kind="stable")]
+    positions = np.arange(count) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    chosen = np.zeros(count, np.bool_)
+    chosen[by_class[positions < np.repeat(quotas, sizes)]] = True
+    return chosen
+
+
+def _divided(catalog: Catalog, usable: Rows, options: ConvertOptions) -> Catalog:
+    """Return the catalog with the splits "train" and "val"."""
+    assert options.val is not None
+    labels = catalog.labels if catalog.labels is not None and catalog.labels.ndim == 1 else None
+    chosen = choose_val(None if labels is None else labels[usable], len(usable), options.val, options.seed)
+    if chosen.all() or not chosen.any():
+        parameter = f"val={options.val!r}"
+        raise OptionsError(
+            f"{parameter} of {counted(len(usable), 'image')} is {int(chosen.sum())}, but each split needs one; give "
+            "another fraction",
+            parameters=(parameter,),
+        )
+    split_ids = np.zeros(len(catalog), np.int32)
+    split_ids[usable[chosen]] = 1
+    return replace(catalog, split_names=VAL_SPLITS, split_ids=split_ids)
 
 
 _METADATA_BYTES = 65_536
+_MANY_TIMES = 3
 
 
 @dataclass(frozen=True)
@@ -108,6 +185,7 @@ class ConvertPlan:
     fingerprints: npt.NDArray[np.uint64]  # (M,): a hash per image, which changes if the image does
     chunks: ChunkPlan  # size and number of the chunks of `/images`
     rejects: tuple[Reject, ...]  # images already known to be unusable from the tables and the image headers
+    source_bytes: int  # size of the image files; 0 if the images are not files
 
     @property
     def rows(self) -> int:
@@ -140,13 +218,61 @@ class ConvertPlan:
             layout=options.layout,
         )
 
+    def pixels_of(self, row: int) -> int:
+        """Return the number of pixels of the image in a row."""
+        return self.height * self.width
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of rows that are written and journaled together, at most."""
+        return self.chunks.bytes
+
+    def stored_rows(self, rows: int) -> int:
+        """Return the length of axis 0 of the images dataset that holds the first `rows` rows."""
+        return rows
+
+    def row_offsets(self, addresses: Rows) -> RowOffsets:
+        """Return the byte offsets of the rows, given those of the chunks, int64 (chunks,)."""
+        return RowOffsets(addresses, self.chunks.rows, self.row_bytes)
+
+    def encoded_files(self, indices: Rows) -> list[EncodedFile | None]:
+        """Return where the bytes of images, int64 (n,), lie that were encoded before rows are written; else None."""
+        return [None] * len(indices)
+
+    @property
+    def to_encode(self) -> npt.NDArray[np.bool_]:
+        """Which images must be encoded before rows are written, (M,)."""
+        return np.zeros(len(self.catalog), np.bool_)
+
+    def encoded_tables(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the offsets and sizes of encoded images, by their paths in the file; empty if rows are pixels."""
+        return {}
+
+    def source_groups(self, rows: Rows) -> Rows | None:
+        """Return the group number of the image in each row, as `SourceReader.groups` does."""
+        return self.catalog.reader.groups(self.row_order.origins[rows])
+
+    @property
+    def structure(self) -> FileStructure:
+        """The structure of the output."""
+        options, catalog = self.options, self.catalog
+        structure = FileStructure(
+            row_shape=self.row_shape if options.keep is None else (),
+            chunk_rows=self.chunks.rows,
+            layout=options.layout,
+            compat=options.compat,
+            attributes={schema.VERSION: __version__, schema.OPTIONS: options_text(options.content())},
+            compression=options.filter,
+        )
+        names = sum(utf8(texts).nbytes for texts in (catalog.label_names or (), catalog.split_names))
+        return replace(
+            structure, metadata_bytes=plan_metadata(self.chunks.count, structure, names, len(catalog.fields) + 1)
+        )
+
     @property
     def file_bytes(self) -> int:
-        """Upper bound of the output's size in bytes: the chunks plus the tables, as if not gzipped."""
-        size = self.chunks.bytes
-        if self.options.filter is not None:
-            size = max_compressed_bytes(size)
-        return self._chunks_bytes(size) + self._tables_bytes()
+        """Upper bound of the output's size in bytes: metadata, chunks and tables, as if not gzipped."""
+        return self.structure.metadata_block_bytes + self._data_bytes()
 
     @property
     def needed_bytes(self) -> int:
@@ -156,8 +282,15 @@ class ConvertPlan:
         for the uncompressed rows, too, until it is complete.
         """
         if self.options.filter is not None:
-            return self.file_bytes + self._chunks_bytes(self.chunks.bytes) + _METADATA_BYTES
-        return self.file_bytes + self._tables_bytes()
+            return self._data_bytes() + self._chunks_bytes(self.chunks.bytes) + _METADATA_BYTES
+        return self._data_bytes() + self._tables_bytes()
+
+    def _data_bytes(self) -> int:
+        """Upper bound of the disk space of the output, in whose metadata block most bytes are a hole."""
+        size = self.chunks.bytes
+        if self.options.filter is not None:
+            size = max_compressed_bytes(size)
+        return self._chunks_bytes(size) + self._tables_bytes()
 
     def _chunks_bytes(self, size: int) -> int:
         return self.chunks.count * (size + schema.ALIGNMENT_BYTES)
@@ -172,15 +305,26 @@ class ConvertPlan:
         """Return the name of the image in a row."""
         return self.catalog.names[int(self.row_order.origins[row])]
 
+    def reject(self, row: int, reason: str) -> Reject:
+        """Return the image of a row as a reject."""
+        return self.catalog.reject(int(self.row_order.origins[row]), reason)
+
     def all_rejects(self, reasons: Mapping[int, str]) -> list[Reject]:
         """Return, sorted, the planned rejects and those found while decoding; `reasons` gives the latter by row."""
-        rejects = [*self.rejects, *(Reject(self.name(row), reason) for row, reason in reasons.items())]
+        rejects = [*self.rejects, *(self.reject(row, reason) for row, reason in reasons.items())]
         return sorted(rejects, key=lambda reject: (reject.name, reject.reason))
 
     def split_rows(self) -> dict[str, tuple[int, int]]:
         """Return the (start, stop) rows of each split."""
         starts = self.row_order.split_starts.tolist()
         return dict(zip(self.catalog.split_names, itertools.pairwise(starts), strict=True))
+
+    def notes(self) -> tuple[Note, ...]:
+        """Return remarks about the source, and about the output's size if that is much larger than the image files."""
+        if self.file_bytes < _MANY_TIMES * self.source_bytes or not self.source_bytes:
+            return self.catalog.notes
+        text = "the file holds pixels, not image files; a smaller size takes less disk, compression only saves a little"
+        return *self.catalog.notes, Note(text, ("size", "compression"))
 
     def label_kind(self) -> str:
         """Return a description of the labels, such as "10 classes"."""
@@ -207,71 +351,103 @@ class ConvertPlan:
             "chunks": self.chunks.count,
             "bytes": self.file_bytes,
             "needed_bytes": self.needed_bytes,
+            "source_bytes": self.source_bytes,
             "rejects": len(self.rejects),
             "ignored": self.catalog.ignored,
-            "notes": [note.text for note in self.catalog.notes],
+            "notes": [note.text for note in self.notes()],
             "options": self.options.content(),
         }
 
+    def _images_text(self) -> str:
+        options = self.options
+        how = "" if options.size is None else f", by {options.fit} and {options.resample}"
+        return f"{self.rows:,} of {self.height}x{self.width} {options.mode}{how}, {options.layout}, {options.order}"
+
+    def _chunks_text(self) -> str:
+        chunks = self.chunks
+        return f"{chunks.count:,} of {chunks.rows:,} rows, {format_bytes(chunks.bytes)} each"
+
     def to_text(self, note_text: Callable[[Note], str] = attrgetter("text")) -> str:
         """Return the plan as a few lines of text. `note_text` returns the text of a note."""
-        options, chunks = self.options, self.chunks
-        sizes = f"{self.height}x{self.width} {options.mode}"
-        if options.size is not None:
-            sizes += f", by {options.fit} and {options.resample}"
+        options = self.options
         splits = ", ".join(f"{name} {stop - start:,}" for name, (start, stop) in self.split_rows().items())
+        if options.val is not None:
+            of = "each class" if self.catalog.labels is not None and self.catalog.labels.ndim == 1 else "the images"
+            splits += f" ({options.val:g} of {of}, seed {options.seed})"
         file = format_bytes(self.file_bytes)
         if options.filter is not None:
-            needed = format_bytes(self.needed_bytes)
-            file = f"at most {file}, {options.filter.name}; until it is complete, {needed} of disk"
+            file = f"at most {file}, {options.filter.name}"
+        if self.source_bytes:
+            times = self.file_bytes / self.source_bytes
+            file += f", {times:,.{times < 10:d}f} times the {format_bytes(self.source_bytes)} of its image files"
+        if options.filter is not None:
+            file += f"; until it is complete, {format_bytes(self.needed_bytes)} of disk"
         lines = [
             f"source   {self.source} ({self.catalog.kind}{self.catalog.about and ': ' + self.catalog.about})",
-            f"images   {self.rows:,} of {sizes}, {options.layout}, {options.order}",
+            f"images   {self._images_text()}",
             f"labels   {self.label_kind()}" + "".join(f", field {name}" for name in sorted(self.catalog.fields)),
             f"splits   {splits}",
-            f"chunks   {chunks.count:,} of {chunks.rows:,} rows, {format_bytes(chunks.bytes)} each",
+            f"chunks   {self._chunks_text()}",
             f"file     {file}",
         ]
         if self.catalog.ignored:
             ignored = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.catalog.ignored.items()))
             lines.append(f"ignored  {ignored}")
-        lines += [f"note     {note_text(note)}" for note in self.catalog.notes]
+        lines += [f"note     {note_text(note)}" for note in self.notes()]
         if self.rejects:
             first = self.rejects[0]
-            lines.append(f"rejects  {len(self.rejects):,} so far ({first.name}: {first.reason})")
+            lines.append(f"rejects  {len(self.rejects):,} so far ({first.shown}: {first.reason})")
         return "\n".join(lines)
 
 
-def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> ConvertPlan:
-    """Return the plan, which determines the size of a row, the splits, the order of rows and the chunks."""
+@dataclass(frozen=True)
+class PlannedRows:
+    """The images that become rows, and their order."""
+
+    catalog: Catalog  # with the labels and splits of the pack
+    usable: Rows  # catalog indices, ascending
+    row_order: RowOrder
+    rejects: tuple[Reject, ...]  # see `ConvertPlan`
+
+
+def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> PlannedRows:
+    """Return which images become rows, their splits and their order."""
     rejects = [*catalog.rejects]
-    rejects += [Reject(catalog.names[index], reason) for index, reason in sorted(survey.reasons.items())]
+    rejects += [catalog.reject(index, reason) for index, reason in sorted(survey.reasons.items())]
     if options.strict and rejects:
         refuse_reject(source, rejects[0], begun=False)
     usable = np.setdiff1d(np.arange(len(catalog), dtype=np.int64), np.array([*survey.reasons], np.int64))
     if not len(usable):
         raise NoImagesError(
-            f"{source}: none of its {len(catalog):,} files can be read as an image ({rejects[0].name}: "
-            f"{rejects[0].reason}); check the path",
+            f"{source}: none of its {len(catalog):,} {catalog.noun}s can be read as an image ({rejects[0].shown}: "
+            f"{rejects[0].reason}); check the source",
             path=source,
         )
-    height, width = options.size or _common_size(source, catalog, survey, usable)
-    if survey.labels is not None:
-        columns = range(survey.labels.shape[1]) if survey.labels.ndim == 2 else None
-        names = None if columns is None else tuple(f"label_{column}" for column in columns)
-        catalog = replace(catalog, labels=survey.labels, label_names=names)
+    if survey.labels is not None or catalog.reader.has_labels:
+        catalog = with_labels(catalog, survey.labels, survey.unused)
+    if options.val is not None:
+        catalog = _divided(catalog, usable, options)
     seed = options.seed if options.order == "shuffled" else None
+    order = order_rows(usable, catalog.split_ids[usable], len(catalog.split_names), seed)
+    return PlannedRows(catalog, usable, order, tuple(rejects))
+
+
+def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> ConvertPlan:
+    """Return the plan, which determines the size of a row, the splits, the order of rows and the chunks."""
+    rows = plan_rows(source, catalog, survey, options)
+    height, width = options.size or _common_size(source, catalog, survey, rows.usable)
     return ConvertPlan(
         source=source,
-        catalog=catalog,
+        catalog=rows.catalog,
         options=options,
         height=height,
         width=width,
-        row_order=order_rows(usable, catalog.split_ids[usable], len(catalog.split_names), seed),
+        row_order=rows.row_order,
         decode_paths=survey.decode_paths,
         fingerprints=survey.fingerprints,
-        chunks=_plan_chunks(len(usable), height * width * options.channels, options),
-        rejects=tuple(rejects),
+        chunks=_plan_chunks(len(rows.usable), height * width * options.channels, options),
+        rejects=rows.rejects,
+        source_bytes=survey.file_bytes,
     )
 
 
@@ -300,14 +476,14 @@ def _common_size(source: str, catalog: Catalog, survey: Survey, usable: npt.NDAr
         which = np.argsort(-counts, kind="stable")[:2].tolist()
         common = [f"{sizes[number] >> 32}x{sizes[number] & 0xFFFFFFFF}" for number in which]
         first, second = (
-            f"{size} ({counts[number]:,}, such as {catalog.names[int(usable[firsts[number]])]})"
+            f"{size} ({counts[number]:,}, such as {catalog.shown(int(usable[firsts[number]]))})"
             for size, number in zip(common, which, strict=True)
         )
         raise SizesDifferError(
             f"{source}: its images have {len(sizes):,} sizes, most often {first}, then {second}; give "
             f"size='{common[0]}' or another size to resize them (fit says how: crop, pad or stretch)",
             path=source,
-            parameters=(f"size='{common[0]}'",),
+            parameters=(f"size='{common[0]}'", "fit"),
         )
     return int(sizes[0] >> 32), int(sizes[0] & 0xFFFFFFFF)
 
@@ -318,7 +494,7 @@ def refuse_reject(source: str, reject: Reject, *, begun: bool) -> None:
     if begun:
         advice = "and start over with overwrite=True, or continue with resume=True and without strict=True"
     raise RejectedImageError(
-        f"{source}: {reject.name}: {reject.reason}; repair or remove it, {advice}",
+        f"{source}: {reject.shown}: {reject.reason}; repair or remove it, {advice}",
         path=source,
         parameters=("overwrite=True", "resume=True", "strict=True") if begun else ("strict=True",),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,15 @@ import numpy as np
 
 from h5pack.errors import OutputExistsError, ResumeError
 from h5pack.format import schema
-from h5pack.format.row_offsets import RowOffsets
-from h5pack.pack.file_structure import FileStructure, copy_structure, options_text, plan_metadata, write_structure
+from h5pack.pack.file_structure import copy_structure, options_text, write_structure
 from h5pack.pack.journal import Journal
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock
-from h5pack.pack.plan import ConvertPlan
+from h5pack.pack.plan import VAL_SPLITS, ConvertPlan
 from h5pack.pack.writer import WriteJob
-from h5pack.read.hdf5 import open_file, require_complete, text, utf8
+from h5pack.read.hdf5 import open_file, require_complete, text
 from h5pack.sources.catalog import Catalog
+from h5pack.system.text import counted
 from h5pack.version import __version__
 
 
@@ -34,7 +34,7 @@ def identity(plan: ConvertPlan) -> dict[str, Any]:
 
 
 class UnfinishedPack:
-    """The unfinished file of a conversion: continued with `resume` if there is one, else created.
+    """The unfinished file of a conversion: continued with `resume` if there is one, else created. Call `allocate` next.
 
     `overwrite` says whether an existing output may be replaced, according to this run or the interrupted one. Raises
     ResumeError if the file was begun with other options, from another source or by another version of h5pack, and
@@ -54,26 +54,44 @@ class UnfinishedPack:
                 path=output.final,
                 parameters=("overwrite=True",),
             )
-        self.structure = _structure(plan)
+        self.structure = plan.structure
+        self._resumes = before is not None
         if before is None:
             output.remove_leftovers()
             lock.renew()
         else:
             self._require_same(before)
+        if plan.to_encode.any():
+            # The journal begins before the file has a size. A file without a size would be removed as unused.
+            if not os.fstat(lock.descriptor).st_size:
+                os.ftruncate(lock.descriptor, schema.ALIGNMENT_BYTES)
+            if before is None:
+                self._start_journal()
+
+    def _start_journal(self) -> None:
+        self.journal.start({**identity(self.plan), "overwrite": self.overwrite}, self.plan.fingerprints)
+
+    def allocate(self, plan: ConvertPlan) -> None:
+        """Give each row of the file its place. `plan` is the plan, with the sizes of images that were encoded."""
+        begun, self.plan, output = self.plan, plan, self.output
+        self.structure = plan.structure
         # Resuming also computes the addresses, because a kill may have damaged the metadata of `partial`.
-        addresses = write_structure(output.structure, self.structure, plan.rows, None)
-        if before is None:
-            copy_structure(output.structure, lock.descriptor, addresses, self.structure.chunk_bytes)
-            self.journal.start({**identity(plan), "overwrite": self.overwrite}, plan.fingerprints)
-        else:
+        self.addresses = write_structure(output.structure, self.structure, plan.stored_rows(plan.rows), None)
+        if self._resumes and not begun.to_encode.any():
             output.structure.unlink()
-        self.row_offsets = RowOffsets(addresses, plan.chunks.rows, plan.row_bytes)
+        else:
+            # An earlier run may have ended before this if it encoded images. Chunks are left as they are.
+            copy_structure(output.structure, self.lock.descriptor, self.addresses, self.structure.chunk_bytes)
+            if not begun.to_encode.any():
+                self._start_journal()
+        self.row_offsets = plan.row_offsets(self.addresses)
         self.job = WriteJob(
             path=str(output.partial),
             journal=str(output.journal),
             pixels=plan.pixels,
             io=plan.options.io,
-            inode=lock.inode,
+            inode=self.lock.inode,
+            keep=plan.options.keep is not None,
         )
 
     def _require_same(self, before: dict[str, Any]) -> None:
@@ -91,10 +109,11 @@ class UnfinishedPack:
                 )
         prints, old_prints = self.plan.fingerprints, self.journal.fingerprints()
         if len(prints) != len(old_prints):
-            raise self._refused(f"was begun with {len(old_prints):,} files, but {source} now has {len(prints):,}")
+            counts = counted(len(old_prints), self.plan.catalog.noun)
+            raise self._refused(f"was begun with {counts}, but {source} now has {len(prints):,}")
         changed = np.flatnonzero(prints != old_prints)
         if len(changed) or before["tables"] != now["tables"] or before["shape"] != now["shape"]:
-            name = self.plan.catalog.names[int(changed[0])] if len(changed) else "a label or a split"
+            name = self.plan.catalog.shown(int(changed[0])) if len(changed) else "a label or a split"
             raise self._refused(f"{source} has changed since the conversion began (first change: {name})")
 
     def _refused(self, difference: str, *parameters: str) -> ResumeError:
@@ -104,25 +123,6 @@ class UnfinishedPack:
             path=self.output.partial,
             parameters=(*parameters, "overwrite=True", "resume=True"),
         )
-
-
-def _structure(plan: ConvertPlan) -> FileStructure:
-    options, catalog = plan.options, plan.catalog
-    structure = FileStructure(
-        row_shape=plan.row_shape,
-        chunk_rows=plan.chunks.rows,
-        layout=options.layout,
-        compat=options.compat,
-        attributes={
-            schema.VERSION: __version__,
-            schema.OPTIONS: options_text(options.content()),
-        },
-        compression=options.filter,
-    )
-    names = [utf8(texts).nbytes for texts in (catalog.label_names or (), catalog.split_names)]
-    return replace(
-        structure, metadata_bytes=plan_metadata(plan.chunks.count, structure, sum(names), len(catalog.fields) + 1)
-    )
 
 
 def verify_existing(path: Path, catalog: Catalog, options: ConvertOptions) -> tuple[int, int]:
@@ -136,14 +136,17 @@ def verify_existing(path: Path, catalog: Catalog, options: ConvertOptions) -> tu
         require_complete(file)
         if text(file.attrs.get(schema.OPTIONS, b"")) != options_text(options.content()):
             raise _different(path, "was not made with these options")
-        if not _same_source(file, catalog):
+        if not _same_source(file, catalog, divided=options.val is not None):
             raise _different(path, "was not made from this source")
         rejects = len(file[f"{schema.REJECTS}/filenames"]) if schema.REJECTS in file else 0
-        return len(file[schema.IMAGES]), rejects
+        return len(file[schema.FILENAMES]), rejects
 
 
-def _same_source(file: h5py.File, catalog: Catalog) -> bool:
-    """Return whether the packed and rejected names are those of the source, with the same splits and labels."""
+def _same_source(file: h5py.File, catalog: Catalog, *, divided: bool) -> bool:
+    """Return whether the packed and rejected names are those of the source, with the same splits and labels.
+
+    The splits of a source that was `divided` by `val` follow from its names and labels.
+    """
     packed = file[schema.FILENAMES][()].tolist()
     rejected = file[f"{schema.REJECTS}/filenames"][()].tolist() if schema.REJECTS in file else []
     names = [name.encode("utf-8", "backslashreplace") for name in catalog.names]
@@ -157,7 +160,10 @@ def _same_source(file: h5py.File, catalog: Catalog) -> bool:
     origins = np.array([index[name] for name in packed], np.int64)
     splits = [text(name) for name in file[schema.SPLIT_NAMES][()]]
     stored_splits = np.repeat(np.arange(len(splits)), np.diff(file[schema.SPLIT_ROWS][()], axis=1)[:, 0])
-    if splits != list(catalog.split_names) or not np.array_equal(catalog.split_ids[origins], stored_splits):
+    if divided:
+        if splits != list(VAL_SPLITS):
+            return False
+    elif splits != list(catalog.split_names) or not np.array_equal(catalog.split_ids[origins], stored_splits):
         return False
     if catalog.labels is None:
         return schema.LABELS not in file or catalog.kind == "dataset"

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from h5pack.errors import RejectedImageError
 from h5pack.format import schema
 from h5pack.format.row_offsets import RowOffsets
+from h5pack.images.decode import strict_pillow
 from h5pack.pack.journal import RowRecord
 from h5pack.pack.plan import ConvertPlan, RowOrder
+from h5pack.read.encoded import row_decoder
 from h5pack.system.files import read_all
 
 _EXACT_LINES = 256
@@ -23,9 +26,9 @@ def statistics_range(plan: ConvertPlan, row_order: RowOrder) -> tuple[int, int]:
     return int(row_order.split_starts[split]), int(row_order.split_starts[split + 1])
 
 
-def sampled_rows(start: int, stop: int) -> npt.NDArray[np.int64]:
-    """Return the rows that the statistics are computed from: all rows of a small split, every 8th of a larger one."""
-    return np.arange(start, stop, schema.statistics_step(stop - start), dtype=np.int64)
+def sampled_rows(start: int, stop: int, encoded: bool = False) -> npt.NDArray[np.int64]:
+    """Return the rows that the statistics are computed from: see `schema.statistics_step`."""
+    return np.arange(start, stop, schema.statistics_step(stop - start, encoded), dtype=np.int64)
 
 
 def channel_sums(row: npt.NDArray[np.uint8], layout: str) -> npt.NDArray[np.uint64]:
@@ -47,15 +50,11 @@ def channel_sums(row: npt.NDArray[np.uint8], layout: str) -> npt.NDArray[np.uint
     return total
 
 
-def mean_and_std(
-    total: npt.NDArray[np.uint64], rows: int, row_pixels: int
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return mean and population standard deviation on a scale of 0 to 1, each float64 (C,); NaN if `rows` is 0.
+def mean_and_std(total: npt.NDArray[np.uint64], count: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Return mean and population standard deviation on a scale of 0 to 1, each float64 (C,); NaN if `count` is 0.
 
-    `total`, uint64 (2, C), holds each channel's sum of values and sum of squared values over `rows` rows of
-    `row_pixels` pixels each.
+    `total`, uint64 (2, C), holds each channel's sum of values and sum of squared values over `count` pixels.
     """
-    count = rows * row_pixels
     sums, squares = ([int(value) for value in line] for line in total)
     if not count:
         return np.full(len(sums), math.nan), np.full(len(sums), math.nan)
@@ -71,23 +70,42 @@ def pack_statistics(
 ) -> dict[str, Any]:
     """Return the channel statistics of the finished pack, computed from a sample of the rows of one split.
 
-    The sums of some of these rows were computed when they were written (`written`); the others are read back.
+    The sums of some of these rows were computed when they were written (`written`); the others are read back. Encoded
+    rows that cannot be decoded are left out.
     """
     start, stop = statistics_range(plan, final)
-    rows = sampled_rows(start, stop)
+    encoded = plan.options.keep is not None
+    rows = sampled_rows(start, stop, encoded)
     known = dict(zip(written.sampled.tolist(), written.sums, strict=True))
     total = np.zeros((2, plan.options.channels), np.uint64)
+    count = row_pixels = 0
     for row in rows.tolist():
         sums = known.get(int(final.origins[row]))
         if sums is None:
-            data = read_all(descriptor, row_offsets.row_bytes, row_offsets.offset(row))
-            sums = channel_sums(np.frombuffer(data, np.uint8).reshape(plan.row_shape), plan.options.layout)
-        total += sums
-    mean, std = mean_and_std(total, len(rows), plan.height * plan.width)
+            data = read_all(descriptor, int(row_offsets.edges(row, 1)[-1]), row_offsets.offset(row))
+            sums = encoded_sums(data) if encoded else _row_sums(plan, data)
+        if sums is not None:
+            total += sums
+            count += 1
+            row_pixels += plan.pixels_of(int(final.origins[row]))
+    mean, std = mean_and_std(total, row_pixels)
     return {
         "mean": mean,
         "std": std,
-        "rows": len(rows),
-        "step": schema.statistics_step(stop - start),
+        "rows": count,
+        "step": schema.statistics_step(stop - start, encoded),
         "split": plan.catalog.split_names[schema.statistics_split(plan.catalog.split_names)],
     }
+
+
+def _row_sums(plan: ConvertPlan, data: bytes) -> npt.NDArray[np.uint64]:
+    return channel_sums(np.frombuffer(data, np.uint8).reshape(plan.row_shape), plan.options.layout)
+
+
+def encoded_sums(data: bytes) -> npt.NDArray[np.uint64] | None:
+    """Return the `channel_sums` of an encoded image; None if it cannot be decoded."""
+    try:
+        with strict_pillow():
+            return channel_sums(row_decoder().pixels(data), "nhwc")
+    except RejectedImageError:
+        return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,12 @@ import numpy.typing as npt
 from h5pack.errors import RejectedImageError, SourceError
 from h5pack.images.decode import refuse_bomb, strict_pillow
 from h5pack.images.headers import DecodePath, ImageHeader
+from h5pack.read.encoded import row_decoder
 from h5pack.sources.catalog import Catalog, SourceReader, SurveyedImage
 from h5pack.system.processes import run, shared
 
 _TASK_IMAGES = 512
+_JPEG_HEAD, _JPEG_TAIL = b"\xff\xd8\xff", b"\xff\xd9"
 _REJECTED = SurveyedImage(ImageHeader(0, 0, DecodePath.PILLOW), 0)
 
 
@@ -30,6 +32,10 @@ class Survey:
     fingerprints: npt.NDArray[np.uint64]
     reasons: dict[int, str]  # why images are rejected, by catalog index
     labels: npt.NDArray[Any] | None = None  # None unless samples come with labels
+    unused: set[str] = field(default_factory=set)  # names of further parts of samples
+    file_bytes: int = 0  # size of all accepted image files together; 0 if images are not files
+    # Bytes of each JPEG file, int64; 0 for other images. Only surveyed if files are kept.
+    jpeg_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True)
@@ -37,36 +43,48 @@ class _Task:
     start: int
     names: list[str]
     max_pixels: int
+    shown: str  # what messages call the first image
+    keep: bool  # whether JPEG files are kept
 
 
 def survey(
-    catalog: Catalog, executor: Executor, max_in_flight: int, max_pixels: int, advance: Callable[[int], object]
+    catalog: Catalog,
+    executor: Executor,
+    max_in_flight: int,
+    max_pixels: int,
+    advance: Callable[[int], object],
+    *,
+    keep: bool = False,
 ) -> Survey:
     """Read the headers of all images of a catalog in the workers of `executor`, which share its reader.
 
     At most `max_in_flight` tasks run or wait. Images of more than `max_pixels` are rejected. `advance` is called with
-    the number of images after each task. Raises SourceError if storage fails, or if labels differ in shape.
+    the number of images after each task. With `keep`, the sizes of JPEG files are surveyed, and those that were cut
+    short are rejected. Raises SourceError if storage fails, or if labels differ in shape.
     """
     count = len(catalog)
     result = Survey(
-        np.zeros(count, np.int32), np.zeros(count, np.int32), np.zeros(count, np.uint8), np.zeros(count, np.uint64), {}
-    )
+        np.zeros(count, np.int32), np.zeros(count, np.int32), np.zeros(count, np.uint8), np.zeros(count, np.uint64), {},
+        jpeg_bytes=np.zeros(count, np.int64),
+    )  # fmt: skip
     size = catalog.reader.uniform_size()
     if size is not None:
         _survey_uniform(catalog.reader, size, result, max_pixels)
         advance(count)
         return result
     labels: list[npt.NDArray[Any] | None] = [None] * count if catalog.reader.has_labels else []
-    for start, part, found in run(executor, _survey, _tasks(catalog, max_pixels), max_in_flight, _describe):
+    for start, part, found in run(executor, _survey, _tasks(catalog, max_pixels, keep), max_in_flight, _describe):
         rows = slice(start, start + len(part.heights))
-        for name in ("heights", "widths", "decode_paths", "fingerprints"):
+        for name in ("heights", "widths", "decode_paths", "fingerprints", "jpeg_bytes"):
             getattr(result, name)[rows] = getattr(part, name)
         result.reasons.update(part.reasons)
+        result.unused |= part.unused
+        result.file_bytes += part.file_bytes
         if labels:
             labels[rows] = found
         advance(len(part.heights))
     if labels:
-        result.labels = _joined_labels(labels, result.reasons)
+        result.labels = _joined_labels(catalog, labels, result.reasons)
     return result
 
 
@@ -80,15 +98,15 @@ def _survey_uniform(reader: SourceReader, size: tuple[int, int], result: Survey,
     result.fingerprints[:] = reader.fingerprints(np.arange(len(result.heights)))
 
 
-def _tasks(catalog: Catalog, max_pixels: int) -> Iterator[_Task]:
+def _tasks(catalog: Catalog, max_pixels: int, keep: bool) -> Iterator[_Task]:
     step = min(_TASK_IMAGES, max(1, len(catalog) // 16))
     for start in range(0, len(catalog), step):
         names = [catalog.names[index] for index in range(start, min(start + step, len(catalog)))]
-        yield _Task(start, names, max_pixels)
+        yield _Task(start, names, max_pixels, catalog.shown(start), keep)
 
 
 def _describe(task: _Task) -> str:
-    return f"the header of {task.names[0]!r}, or of one of the {len(task.names) - 1} images after it"
+    return f"{task.shown}, or one of the {len(task.names) - 1} images after it"
 
 
 def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
@@ -96,10 +114,14 @@ def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
     reader: SourceReader = shared()
     images: list[SurveyedImage] = []
     reasons: dict[int, str] = {}
+    jpeg_bytes = np.zeros(len(task.names), np.int64)
     with strict_pillow():
         for index, name in enumerate(task.names, task.start):
             try:
-                images.append(reader.survey(index, name, task.max_pixels))
+                image = reader.survey(index, name, task.max_pixels)
+                if task.keep:
+                    jpeg_bytes[index - task.start] = _jpeg_bytes(reader, index, name)
+                images.append(image)
             except RejectedImageError as error:
                 reasons[index] = str(error)
                 images.append(_REJECTED)
@@ -108,10 +130,34 @@ def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
     heights, widths, decode_paths = np.array(headers, np.int32).T
     fingerprints = np.array([image.fingerprint for image in images], np.uint64)
     labels = [image.label for image in images] if reader.has_labels else []
-    return task.start, Survey(heights, widths, decode_paths.astype(np.uint8), fingerprints, reasons), labels
+    unused = {name for image in images for name in image.unused}
+    file_bytes = sum(image.file_bytes for image in images)
+    kinds = decode_paths.astype(np.uint8)
+    found = Survey(heights, widths, kinds, fingerprints, reasons, None, unused, file_bytes, jpeg_bytes)
+    return task.start, found, labels
 
 
-def _joined_labels(labels: list[npt.NDArray[Any] | None], reasons: dict[int, str]) -> npt.NDArray[Any] | None:
+def _jpeg_bytes(reader: SourceReader, index: int, name: str) -> int:
+    """Return the size of a JPEG file in bytes, 0 for another image; raise RejectedImageError if it was cut short.
+
+    A file with an end marker is taken to be whole. Only others are decoded, because some have bytes after the marker.
+    """
+    try:
+        head, tail, size = reader.ends(index, name)
+        if head != _JPEG_HEAD:
+            return 0
+        if tail != _JPEG_TAIL:
+            data = reader.read(index, name)
+            assert isinstance(data, bytes)
+            row_decoder().pixels(data)
+    except OSError as error:
+        raise SourceError(f"{name}: cannot be read ({error}); repair the storage, then try again", path=name) from error
+    return size
+
+
+def _joined_labels(
+    catalog: Catalog, labels: list[npt.NDArray[Any] | None], reasons: dict[int, str]
+) -> npt.NDArray[Any] | None:
     known = [(index, label) for index, label in enumerate(labels) if index not in reasons]
     first = next((label for _, label in known if label is not None), None)
     if first is None:
@@ -119,9 +165,9 @@ def _joined_labels(labels: list[npt.NDArray[Any] | None], reasons: dict[int, str
     for index, label in known:
         if label is None or label.shape != first.shape:
             raise SourceError(
-                f"sample {index} of the dataset has the label {None if label is None else label.tolist()!r}, but the "
-                f"first label is {first.tolist()!r}; all labels must be integers, or lists of the same length",
-                rows=[index],
+                f"{catalog.shown(index)} of the dataset has the label {None if label is None else label.tolist()!r}, "
+                f"but the first label is {first.tolist()!r}; all labels must be integers, or lists of the same length",
+                rows=[catalog.reader.sample_index(index) or 0],
             )
     joined = np.zeros((len(labels), *first.shape), first.dtype)
     for index, label in known:

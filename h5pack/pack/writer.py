@@ -17,14 +17,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import OutputBusyError, RejectedImageError, SourceError
+from h5pack.errors import OutputBusyError, RejectedImageError, ResumeError, SourceError
 from h5pack.format.checksums import crc32
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.images.decode import Decoder, PixelOptions, strict_pillow
 from h5pack.pack.direct_io import RowBuffer, RowFile
-from h5pack.pack.journal import JournalWriter, RowRecord
+from h5pack.pack.journal import EncodedFile, JournalWriter, RowRecord
 from h5pack.pack.plan import ConvertPlan
-from h5pack.pack.statistics import channel_sums, sampled_rows, statistics_range
+from h5pack.pack.statistics import channel_sums, encoded_sums, sampled_rows, statistics_range
+from h5pack.sources.catalog import SourceReader
+from h5pack.system.files import read_all
 from h5pack.system.processes import shared
 
 _TASKS_PER_WORKER = 16
@@ -42,6 +44,7 @@ class WriteJob:
     pixels: PixelOptions
     io: str  # direct, buffered or auto; see `h5pack.pack.direct_io`
     inode: int  # of the file; a file at `path` with another inode belongs to another conversion
+    keep: bool = False  # whether rows are the bytes of image files instead of pixels
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,10 @@ class RowGroup:
     names: list[str]
     decode_paths: list[int]  # `DecodePath` of each row's image
     sampled: list[int]  # positions in `rows` of the rows that the channel statistics use
+    # Only of kept files, which are contiguous: where each one ends, in bytes after the offset of the first, and where
+    # the bytes of an image are that was encoded.
+    ends: list[int]
+    encoded: list[EncodedFile | None]
 
 
 @dataclass(frozen=True)
@@ -69,24 +76,28 @@ def write_tasks(
 ) -> Iterator[WriteTask]:
     """Yield tasks that write the missing rows, int64 ascending; tasks are small enough to keep all workers busy."""
     sampled = np.zeros(plan.rows, np.bool_)
-    sampled[sampled_rows(*statistics_range(plan, plan.row_order))] = True
+    sampled[sampled_rows(*statistics_range(plan, plan.row_order), job.keep)] = True
     # Tasks only need to be large enough for their overhead to be negligible.
     max_rows = max(1, -(-len(missing) // (num_workers * _TASKS_PER_WORKER)))
     max_rows = min(max_rows, max(1, _TASK_BYTES // plan.row_bytes))
-    source_groups = plan.catalog.reader.groups(plan.row_order.origins[missing])
+    source_groups = plan.source_groups(missing)
     scattered = source_groups is not None
     shares = (missing,) if source_groups is None else join_groups(missing, source_groups, max_rows)
     for share in shares:
         groups: list[RowGroup] = []
         count = 0
-        for rows in _written_together(share, row_offsets, min(plan.chunks.rows, max_rows), scattered=scattered):
+        max_bytes = min(plan.group_bytes, max_rows * plan.row_bytes)
+        for rows in _written_together(share, row_offsets, max_bytes, scattered=scattered):
             if not scattered and groups and count + len(rows) > max_rows:
                 yield WriteTask(job, groups)
                 groups, count = [], 0
             indices = plan.row_order.origins[rows]
             names = [plan.catalog.names[index] for index in indices.tolist()]
             decode_paths, some = plan.decode_paths[indices].tolist(), np.flatnonzero(sampled[rows]).tolist()
-            groups.append(RowGroup(rows, row_offsets.offsets(rows), indices.tolist(), names, decode_paths, some))
+            ends = row_offsets.edges(int(rows[0]), len(rows))[1:].tolist() if job.keep else []
+            encoded = plan.encoded_files(indices) if job.keep else []
+            offsets = row_offsets.offsets(rows)
+            groups.append(RowGroup(rows, offsets, indices.tolist(), names, decode_paths, some, ends, encoded))
             count += len(rows)
         if groups:
             yield WriteTask(job, groups)
@@ -111,11 +122,11 @@ def join_groups(
 
 
 def _written_together(
-    rows: npt.NDArray[np.int64], row_offsets: RowOffsets, max_rows: int, *, scattered: bool
+    rows: npt.NDArray[np.int64], row_offsets: RowOffsets, max_bytes: int, *, scattered: bool
 ) -> Iterator[npt.NDArray[np.int64]]:
     """Divide ascending rows into runs contiguous in the file; with `scattered`, join short runs into larger groups."""
     apart: list[npt.NDArray[np.int64]] = []
-    for start, count in row_offsets.runs(rows, max_rows):
+    for start, count in row_offsets.runs(rows, max_bytes):
         found = np.arange(start, start + count)
         if scattered and count * row_offsets.row_bytes < _SCATTERED_BYTES:
             apart.append(found)
@@ -169,16 +180,21 @@ atexit.register(release)
 
 
 def write_rows(task: WriteTask) -> list[RowRecord]:
-    """Decode a task's images, write their rows, journal each group once it is written; return the groups' records."""
+    """Write a task's rows (pixels or kept bytes), journal each group once it is written; return the groups' records."""
     worker = _worker_for(task.job)
     records: list[RowRecord] = []
     previous: RowBuffer | None = None
     row_bytes = math.prod(task.job.pixels.row_shape)
-    shared().begin([index for group in task.groups for index in group.indices])
+    if not task.job.keep:
+        shared().begin([index for group in task.groups for index in group.indices])
     with strict_pillow():
         for group in task.groups:
-            current = worker.file.begin_rows(group.offsets, row_bytes)
-            record = _fill(worker, group, current)
+            if task.job.keep:
+                current = worker.file.begin_bytes(int(group.offsets[0]), group.ends[-1])
+                record = _copy(group, current)
+            else:
+                current = worker.file.begin_rows(group.offsets, row_bytes)
+                record = _fill(worker, group, current)
             # The previous group was being written while this one was decoded.
             if previous is not None:
                 previous.wait()
@@ -204,7 +220,7 @@ def _fill(worker: _Worker, group: RowGroup, buffer: RowBuffer) -> RowRecord:
     ):
         row = buffer.row(position).reshape(pixels.row_shape)
         try:
-            worker.decoder.decode(_read(index, name), decode_path, row)
+            worker.decoder.decode(read_image(shared(), index, name), decode_path, row)
         except RejectedImageError as error:
             packed[position] = False
             reasons[int(group.rows[position])] = str(error)
@@ -225,9 +241,64 @@ def _fill(worker: _Worker, group: RowGroup, buffer: RowBuffer) -> RowRecord:
     )
 
 
-def _read(index: int, name: str) -> bytes | npt.NDArray[np.uint8]:
+def _copy(group: RowGroup, buffer: RowBuffer) -> RowRecord:
+    """Copy the bytes of a group's image files to its buffer, allowing each to be written as soon as it is read."""
+    sums, sampled, start = [], set(group.sampled), 0
+    checksums = np.zeros(len(group.rows), np.uint32)
+    for position, (index, name, end, encoded) in enumerate(
+        zip(group.indices, group.names, group.ends, group.encoded, strict=True)
+    ):
+        data = kept_bytes(shared(), index, name, end - start, encoded)
+        buffer.buffer[start:end] = np.frombuffer(data, np.uint8)
+        checksums[position] = crc32(data)
+        total = encoded_sums(data) if position in sampled else None
+        if total is not None:
+            sums.append((int(group.rows[position]), total))
+        buffer.ready(end)
+        start = end
+    return RowRecord(
+        rows=group.rows,
+        packed=np.ones(len(group.rows), np.bool_),
+        checksums=checksums,
+        sampled=np.array([row for row, _ in sums], np.int64),
+        sums=np.array([total for _, total in sums], np.uint64).reshape(len(sums), 2, 3),
+    )
+
+
+def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: EncodedFile | None) -> bytes:
+    """Return the bytes of an image's file, or those that were `encoded`.
+
+    Raises SourceError if the file does not have the size that the survey found, ResumeError if encoded bytes are lost.
+    """
+    if encoded is not None:
+        with open(encoded.path, "rb") as stream:
+            found = read_all(stream.fileno(), size, encoded.offset)
+        if len(found) != size or crc32(found) != encoded.checksum:
+            raise ResumeError(
+                f"{encoded.path}: does not contain what was written to it; check the disk, then run again with "
+                "resume=True",
+                path=encoded.path,
+                parameters=("resume=True",),
+            )
+        return found
     try:
-        source: bytes | npt.NDArray[np.uint8] = shared().read(index, name)
+        data = read_image(reader, index, name)
+    except RejectedImageError:
+        data = b""
+    if not isinstance(data, bytes) or len(data) != size:
+        raise SourceError(
+            f"{name}: was {size:,} bytes large and has changed since the conversion began; restore it, then run again "
+            "with resume=True, or start over with overwrite=True and without resume=True",
+            path=name,
+            parameters=("resume=True", "overwrite=True"),
+        )
+    return data
+
+
+def read_image(reader: SourceReader, index: int, name: str) -> bytes | npt.NDArray[np.uint8]:
+    """Return an image as `SourceReader.read` does; raise SourceError if the storage fails."""
+    try:
+        source = reader.read(index, name)
     except OSError as error:
         # The survey could read this file, so either the storage has failed or the source was changed since.
         raise SourceError(

@@ -99,7 +99,7 @@ def find_codec(found: tuple[Filter, ...], size: int) -> Codec:
             raise UnsupportedFilterError(f"its chunks pass through filter {item.number} ({item.name or 'unnamed'})")
         if item.number == FilterId.LZF and _imagecodecs() is None:
             raise UnsupportedFilterError(
-                "its chunks pass through lzf, whose decoder is missing: pip install 'h5pack[compress]'"
+                "its chunks pass through lzf, whose decoder is missing: pip install imagecodecs"
             )
     return Codec(found, size)
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from h5pack.errors import H5PackError, PackFormatError
 from h5pack.format import schema
 from h5pack.read.chunk_index import ChunkIndex, index_dataset
-from h5pack.read.encoded import index_encoded, is_encoded
+from h5pack.read.encoded import has_kept_images, index_encoded, index_kept, is_encoded
 from h5pack.read.hdf5 import (
     attribute_names,
     dataset_error,
@@ -60,9 +60,10 @@ def describe_file(
 ) -> FileDescription:
     """Describe a pack, or any HDF5 file with a dataset whose rows are images, as numbers or encoded.
 
-    `images`, `labels` and `fields` are paths in the file. If neither the default labels nor their checksums
-    exist, the result has no labels. Checksums without labels mean that the labels were lost. If `sized` is false, the
-    size of encoded images is not determined, which suffices for reading their bytes.
+    `images`, `labels` and `fields` are paths in the file. If the default images do not exist, the images are those that
+    the pack keeps as JPEG bytes in its group `/encoded`. If neither the default labels nor their checksums exist, the
+    result has no labels. Checksums without labels mean that the labels were lost. If `sized` is false, the size of
+    encoded images is not determined, which suffices for reading their bytes.
     """
     require_local(path)
     absolute = os.path.abspath(path)
@@ -74,6 +75,8 @@ def describe_file(
             if labels == schema.LABELS and labels not in file and checksums_of(labels) not in file:
                 labels = None
             images, labels = images.strip("/"), None if labels is None else labels.strip("/")
+            if images == schema.IMAGES and find_item(file, images) is None and has_kept_images(file, schema.ENCODED):
+                images = schema.ENCODED
             return _describe(file, identity, images, labels, tuple(name.strip("/") for name in fields), sized=sized)
         except H5PackError:
             raise
@@ -94,13 +97,17 @@ def _describe(
     *,
     sized: bool,
 ) -> FileDescription:
-    stored = require_dataset(file, images)
     indexes: dict[str, ChunkIndex] = {}
-    for name in (images, *(() if labels is None else (labels,)), *fields):
-        dataset = stored if name == images else require_dataset(file, name)
+    if has_kept_images(file, images):
+        indexes[images] = index_kept(file, sized=sized)
+        _add_checksums(file, indexes, images)
+    rows = indexes[images].rows if indexes else -1
+    for name in (*(() if indexes else (images,)), *(() if labels is None else (labels,)), *fields):
+        dataset = require_dataset(file, name)
         _require_rows(file, dataset, name == images)
-        if len(dataset) != len(stored):
-            problem = f"has {len(dataset):,} rows, but {images!r} has {len(stored):,}; name datasets of equal length"
+        rows = len(dataset) if rows < 0 else rows
+        if len(dataset) != rows:
+            problem = f"has {len(dataset):,} rows, but {images!r} has {rows:,}; name datasets of equal length"
             raise dataset_error(file.filename, name, problem)
         if is_encoded(dataset):
             # Stored checksums are those of the encoded bytes, so they cannot be compared with decoded pixels.
@@ -108,11 +115,9 @@ def _describe(
             indexes[name] = replace(index_encoded(file, dataset, name, sized=sized), external_files=sources)
             continue
         indexes[name] = index_rows(file, dataset, name)
-        checksums = find_item(file, checksums_of(name))
-        if isinstance(checksums, h5py.Dataset) and checksums.shape == (len(stored),) and checksums.dtype.kind == "u":
-            indexes[checksums_of(name)] = index_dataset(file, checksums, checksums_of(name))
+        _add_checksums(file, indexes, name)
     label = None if labels is None else file[labels]
-    layout = "nhwc" if is_encoded(stored) else stored.attrs.get(schema.LAYOUT)
+    layout = "nhwc" if indexes[images].is_encoded else file[images].attrs.get(schema.LAYOUT)
     return FileDescription(
         path=file.filename,
         identity=identity,
@@ -122,10 +127,17 @@ def _describe(
         fields=fields,
         classes=None if label is None else attribute_names(label, schema.CLASSES),
         columns=None if label is None else attribute_names(label, schema.COLUMNS),
-        splits=_splits(file, stored.shape[0]),
+        splits=_splits(file, rows),
         mean=_statistic(file, "mean"),
         std=_statistic(file, "std"),
     )
+
+
+def _add_checksums(file: h5py.File, indexes: dict[str, ChunkIndex], name: str) -> None:
+    """Add the index of the checksums of the rows of `name`, if the file has one for each row."""
+    checksums = find_item(file, checksums_of(name))
+    if isinstance(checksums, h5py.Dataset) and checksums.shape == (indexes[name].rows,) and checksums.dtype.kind == "u":
+        indexes[checksums_of(name)] = index_dataset(file, checksums, checksums_of(name))
 
 
 def checksums_of(name: str) -> str:

@@ -1,14 +1,19 @@
-"""Datasets of encoded images: each row holds the bytes of a JPEG, PNG or other image file.
+"""Encoded images: each row holds the bytes of a JPEG, PNG or other image file.
 
-Such a dataset is read as if it held pixels: RGB, upright, (H, W, 3), where H and W are the size of row 0. Rows of
-another size can be read one by one, but not batched. The HDF5 library fetches the bytes, one thread at a time.
-`h5pack.images.decode`, which `h5pack convert` uses too, decodes them in any number of threads without the GIL.
+They are read as if they were pixels: RGB, upright, (H, W, 3), where H and W are the size of row 0. Rows of another size
+can be read one by one, but not batched. In a pack they are the group `/encoded`, whose bytes are read directly
+(`EncodedIndex`). In files of other programs they are a dataset of variable-length uint8, whose bytes the HDF5 library
+fetches, one thread at a time. `h5pack.images.decode`, which `h5pack convert` uses too, decodes them in any number of
+threads without the GIL.
 """
 
 from __future__ import annotations
 
 import functools
 import io
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import h5py
@@ -17,10 +22,17 @@ import numpy.typing as npt
 from PIL import Image
 
 from h5pack.errors import DamagedRowsError, RejectedImageError, SizesDifferError
+from h5pack.format import schema
 from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, read_header
 from h5pack.images.headers import ImageHeader
-from h5pack.read.chunk_index import ChunkIndex, contiguous_group_rows
-from h5pack.read.hdf5 import dataset_error, read_rows
+from h5pack.read.chunk_index import ChunkIndex, contiguous_group_rows, index_dataset
+from h5pack.read.hdf5 import dataset_error, find_item, read_rows, require_dataset
+from h5pack.read.read_plan import MAX_GAP_BYTES
+from h5pack.read.storage import Storage
+from h5pack.system.arrays import run_edges
+
+_READ_BYTES = 8 * 1024 * 1024
+"""Bytes of a pack's encoded rows that are read together, unless a single row is larger."""
 
 
 class RowDecoder(Decoder):
@@ -139,4 +151,123 @@ def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: b
         addresses=np.empty(0, np.int64),
         library_reason="its rows are encoded images, decoded as they are read",
         is_encoded=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedIndex(ChunkIndex):
+    """The locations of the encoded images in a pack's group `/encoded`: row i is ``offsets[i]`` to ``offsets[i + 1]``.
+
+    `data` is the index of `/encoded/data`, each of whose rows is one byte.
+    """
+
+    offsets: npt.NDArray[np.int64]  # (N + 1,), ascending, within the data
+    data: ChunkIndex
+
+    @property
+    def raw(self) -> bool:
+        """Always false, because rows must be decoded."""
+        return False
+
+    @functools.cached_property
+    def base(self) -> int | None:
+        """Byte offset of the data in the file if its chunks are adjacent and in order, else None."""
+        starts = self.data.addresses
+        return int(starts[0]) if len(starts) and (np.diff(starts) == self.data.chunk_rows).all() else None
+
+    def reads(self, rows: npt.NDArray[np.int64]) -> Iterator[tuple[slice, int, int]]:
+        """Divide ascending rows, int64 (n,), into reads; yield the positions of a read's rows, and its range of bytes.
+
+        A read may cover small gaps between rows. The range, (start, stop), counts from the start of the data.
+        """
+        if not len(rows):
+            return
+        starts, ends = self.offsets[rows], self.offsets[rows + 1]
+        edges = run_edges(starts[1:] - ends[:-1] > MAX_GAP_BYTES).tolist()
+        for low, high in itertools.pairwise(edges):
+            while low < high:
+                count = int(np.searchsorted(ends[low:high], starts[low] + _READ_BYTES, "right")) or 1
+                yield slice(low, low + count), int(starts[low]), int(ends[low + count - 1])
+                low += count
+
+    def read_into(self, storage: Storage, out: npt.NDArray[np.uint8], start: int, rows: npt.NDArray[np.int64]) -> int:
+        """Fill `out`, uint8 (n,), with bytes of the data from `start` on; return the number of system calls.
+
+        `rows` are named in messages. Errors are those of `Storage.scatter`.
+        """
+        address, base, calls, done = out.__array_interface__["data"][0], self.base, 0, 0
+        while done < len(out):
+            if base is not None:
+                offset, count = base + start, len(out)
+            else:
+                chunk, within = divmod(start + done, self.data.chunk_rows)
+                offset, count = int(self.data.addresses[chunk]) + within, self.data.chunk_rows - within
+            count = min(count, len(out) - done)
+            buffer = np.array([[address + done, count]], np.uint64)
+            calls += storage.scatter(buffer, (0, 1), (offset,), lambda _: self.describe(rows, 0))
+            done += count
+        return calls
+
+
+def split_rows(
+    index: EncodedIndex, rows: npt.NDArray[np.int64], start: int, data: npt.NDArray[np.uint8]
+) -> list[bytes]:
+    """Return the bytes of rows that lie in `data`, which was read from byte `start` of the encoded data on."""
+    firsts, lasts = (index.offsets[rows] - start).tolist(), (index.offsets[rows + 1] - start).tolist()
+    return [data[first:last].tobytes() for first, last in zip(firsts, lasts, strict=True)]
+
+
+def has_kept_images(file: h5py.File, name: str) -> bool:
+    """Return whether `name` is the group of encoded images of a pack that keeps JPEG bytes."""
+    return name == schema.ENCODED and isinstance(find_item(file, name), h5py.Group)
+
+
+def index_kept(file: h5py.File, *, sized: bool = True) -> EncodedIndex:
+    """Return the index of a pack's group `/encoded`; raise PackFormatError if offsets do not fit the data.
+
+    If `sized` is false, the size of the images is given as 0 x 0, which suffices for reading the bytes.
+    """
+    data, table, sizes = (
+        require_dataset(file, name) for name in (schema.ENCODED_DATA, schema.ENCODED_OFFSETS, schema.ENCODED_SIZE)
+    )
+    advice = "run 'h5pack verify' on it, then restore the file or convert again"
+    if data.ndim != 1 or data.dtype != np.uint8:
+        problem = f"is {data.dtype} {data.shape}, but encoded images are uint8 on one axis; {advice}"
+        raise dataset_error(file.filename, schema.ENCODED_DATA, problem)
+    if table.ndim != 1 or not len(table) or table.dtype.kind not in "iu":
+        problem = f"is {table.dtype} {table.shape}, but offsets are int64, one more than rows; {advice}"
+        raise dataset_error(file.filename, schema.ENCODED_OFFSETS, problem)
+    offsets, rows = table[()].astype(np.int64), len(table) - 1
+    if sizes.shape != (rows, 2) or sizes.dtype.kind not in "iu":
+        problem = f"is {sizes.dtype} {sizes.shape}, but there are {rows:,} rows; {advice}"
+        raise dataset_error(file.filename, schema.ENCODED_SIZE, problem)
+    outside = (offsets[:-1] < 0) | (offsets[1:] < offsets[:-1]) | (offsets[1:] > len(data))
+    if outside.any() or not 0 <= offsets[0] <= len(data):
+        row = int(outside.argmax()) if rows else 0
+        problem = f"row {row} lies outside of the {len(data):,} bytes of {schema.ENCODED_DATA!r}; {advice}"
+        raise dataset_error(file.filename, schema.ENCODED_OFFSETS, problem, (row,))
+    height = width = pixel_bytes = 0
+    if rows and sized:
+        pixels = sizes[()].astype(np.int64)
+        height, width = (int(side) for side in pixels[0])
+        if min(height, width) < 1 or height * width > MAX_PIXELS:
+            raise dataset_error(file.filename, schema.ENCODED_SIZE, f"row 0 is {height}x{width}; {advice}", (0,))
+        # The mean size, because row 0 may be unusually small or large.
+        pixel_bytes = int(np.clip(np.prod(np.clip(pixels, 1, 65_535), axis=1), 1, MAX_PIXELS).sum()) * 3 // rows
+    bytes_index = index_dataset(file, data, schema.ENCODED_DATA)
+    reason = bytes_index.library_reason
+    if reason is None and not (bytes_index.raw and bytes_index.complete):
+        reason = "its bytes are compressed"
+    group_rows = contiguous_group_rows(rows, pixel_bytes)
+    return EncodedIndex(
+        name=schema.ENCODED,
+        dtype=np.dtype(np.uint8),
+        shape=(rows, height, width, 3),
+        chunk_rows=group_rows,
+        group_rows=group_rows,
+        addresses=np.empty(0, np.int64),
+        library_reason=reason,
+        is_encoded=True,
+        offsets=offsets,
+        data=bytes_index,
     )

@@ -14,7 +14,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,9 +24,10 @@ import numpy.typing as npt
 
 from h5pack.errors import DamagedRowsError
 from h5pack.format import schema
-from h5pack.format.checksums import row_checksums
+from h5pack.format.checksums import crc32, row_checksums
 from h5pack.read.chunk_decoder import ChunkDecoder, SourceFiles
 from h5pack.read.chunk_index import ChunkIndex
+from h5pack.read.encoded import EncodedIndex, decode_rows, split_rows
 from h5pack.read.hdf5_reader import H5Reader
 from h5pack.read.mapping import FileMapping, MappedDataset
 from h5pack.read.read_plan import ScatterPlan, plan_reads, plan_scatter
@@ -183,7 +184,8 @@ class Engine:
     @staticmethod
     def can_decode(index: ChunkIndex) -> bool:
         """Return whether a dataset's rows should be copied from decoded chunks (`rows_in_chunk`)."""
-        return index.library_reason is None and not index.raw and index.row_bytes >= SCATTER_BYTES
+        direct = index.library_reason is None and not index.raw and not index.is_encoded
+        return direct and index.row_bytes >= SCATTER_BYTES
 
     def keeps_byte_order(self, index: ChunkIndex) -> bool:
         """Return whether rows arrive in stored byte order, because they are scattered or copied from decoded chunks.
@@ -244,11 +246,16 @@ class Engine:
 
     def _stage(self, index: ChunkIndex, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
         """Read ascending rows into consecutive rows of `out` without scattering."""
-        if index.library_reason is not None:
+        if index.library_reason is not None or index.is_encoded:
             self.storage.open()
             self.files.check_unchanged_throttled(index)
             size = len(rows) * index.row_bytes
-            if index.is_encoded:
+            if isinstance(index, EncodedIndex):
+                size = calls = 0
+                for part, encoded, count in self._encoded_rows(index, rows):
+                    decode_rows(self.path, index.name, rows[part], encoded, out[part])
+                    size, calls = size + sum(map(len, encoded)), calls + count
+            elif index.is_encoded:
                 size, calls = self.reader.read_images(index.name, rows, out)
             else:
                 calls = self.reader.read(index.name, rows, out)
@@ -268,6 +275,27 @@ class Engine:
                 np.take(values, positions, axis=0, out=flat[first:last], mode="clip")
         if not index.dtype.isnative:
             out.byteswap(inplace=True)
+
+    def _encoded_rows(
+        self, index: EncodedIndex, rows: npt.NDArray[np.int64]
+    ) -> Iterator[tuple[slice, list[bytes], int]]:
+        """Read ascending rows of encoded bytes; yield positions in `rows`, their bytes, and the number of calls."""
+        for part, start, stop in index.reads(rows):
+            data = np.empty(stop - start, np.uint8)
+            if index.library_reason is None:
+                calls = index.read_into(self.storage, data, start, rows[part])
+            else:
+                calls = self.reader.read(index.data.name, np.arange(start, stop), data) if len(data) else 0
+            yield part, split_rows(index, rows[part], start, data), calls
+
+    def read_bytes(self, name: str, rows: npt.NDArray[np.int64]) -> list[bytes]:
+        """Return the bytes of encoded rows, int64 (n,), in the given order."""
+        index = self.indexes[name]
+        if not isinstance(index, EncodedIndex):
+            return self.reader.read_bytes(name, rows)
+        order = np.argsort(rows, kind="stable")
+        found = [data for _, encoded, _ in self._encoded_rows(index, rows[order]) for data in encoded]
+        return [found[position] for position in np.argsort(order).tolist()]
 
     def snapshot(self) -> ReadStats:
         """Return a copy of this process's statistics."""
@@ -295,10 +323,13 @@ class Engine:
     def check(self, name: str, checksums: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
         """Compare `values`, the rows that were read, with their CRC-32s in the dataset `checksums`.
 
-        Raises DamagedRowsError if a row differs.
+        Of encoded rows the bytes are compared, which are read again. Raises DamagedRowsError if a row differs.
         """
-        stored = values.astype(self.indexes[name].dtype, copy=False)
-        wrong = np.flatnonzero(row_checksums(stored) != self.read(checksums, rows))
+        if self.indexes[name].is_encoded:
+            found = np.array([crc32(data) for data in self.read_bytes(name, rows)], np.uint32)
+        else:
+            found = row_checksums(values.astype(self.indexes[name].dtype, copy=False))
+        wrong = np.flatnonzero(found != self.read(checksums, rows))
         if len(wrong):
             damaged = sorted({int(rows[position]) for position in wrong})
             some = ", ".join(map(str, damaged[:8])) + (", ..." if len(damaged) > 8 else "")
@@ -321,6 +352,13 @@ class Engine:
                     plan.offsets[extents.first : extents.last],
                     ((end - start) * size for start, end in itertools.pairwise(edges)),
                 )
+
+    def prefetch_encoded(self, name: str, rows: npt.NDArray[np.int64]) -> None:
+        """Start reading the bytes of encoded rows, int64 (n,), into the page cache, unless they are cached already."""
+        index = self.indexes[name]
+        if isinstance(index, EncodedIndex) and index.library_reason is None and index.base is not None:
+            ranges = [(start, stop) for _, start, stop in index.reads(np.sort(rows)) if start < stop]
+            self.storage.prefetch([index.base + start for start, _ in ranges], (stop - start for start, stop in ranges))
 
     def prefetch_chunks(self, name: str, rows: npt.NDArray[np.int64]) -> None:
         """Start reading the chunks of rows, int64 (n,), into the page cache, unless they are cached already."""

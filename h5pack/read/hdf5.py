@@ -104,7 +104,7 @@ def require_complete(file: h5py.File) -> None:
     if version > schema.FORMAT_VERSION:
         raise PackFormatError(
             f"{file.filename}: has pack format {version}, but this h5pack reads only up to {schema.FORMAT_VERSION}; "
-            "upgrade with 'pip install -U h5pack'",
+            "upgrade h5pack",
             path=file.filename,
         )
     if not int(file.attrs.get(schema.COMPLETE, 0)):
@@ -120,8 +120,12 @@ def require_dataset(file: h5py.File, name: str) -> h5py.Dataset:
     item = find_item(file, name)
     if not isinstance(item, h5py.Dataset):
         known = ", ".join(repr(found) for found in dataset_names(file)) or "none"
+        advice = "; give images=NAME" if name == schema.IMAGES else ""
         raise PackFormatError(
-            f"{file.filename}: has no dataset {name!r}; its datasets are {known}", path=file.filename, dataset=name
+            f"{file.filename}: has no dataset {name!r}; its datasets are {known}{advice}",
+            path=file.filename,
+            dataset=name,
+            parameters=("images=NAME",) if advice else (),
         )
     return item
 
@@ -204,7 +208,7 @@ def require_filters(dataset: h5py.Dataset) -> None:
                 dataset.file.filename,
                 dataset.name.lstrip("/"),
                 f"has chunks that pass through filter {item.number} ({item.name or 'unnamed'}), whose decoder is "
-                "missing; run pip install 'h5pack[compress]'",
+                "missing; run pip install hdf5plugin",
             )
 
 

@@ -83,7 +83,7 @@ def preadv(descriptor: int, buffers: int, count: int, offset: int) -> int:
     return got
 
 
-class _Descriptor(int):
+class Descriptor(int):
     """A file descriptor that is closed when its last reference is gone, so never while a thread reads from it."""
 
     def __del__(self) -> None:
@@ -96,7 +96,7 @@ class Storage:
     def __init__(self, path: str, identity: FileIdentity) -> None:
         self.path = path
         self.identity = identity
-        self._opened: dict[str, _Descriptor] = {}
+        self._opened: dict[str, Descriptor] = {}
         self._checked = 0.0
 
     def __repr__(self) -> str:
@@ -118,7 +118,7 @@ class Storage:
             return kept
         self.check_unchanged()
         try:
-            descriptor = _Descriptor(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
+            descriptor = Descriptor(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
         except OSError as error:
             raise ReadError(
                 f"{self.path}: cannot be opened ({error.strerror}); check its permissions and its disk",

@@ -10,7 +10,7 @@ import hashlib
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, BinaryIO, NamedTuple
@@ -33,6 +33,7 @@ IMAGE_SUFFIXES = frozenset(
 )
 """Files with these suffixes are treated as images. Their format is later detected from the content."""
 
+_REST = "rest"
 _MAX_NAMED = 8
 """How many columns or datasets a note names."""
 
@@ -126,6 +127,8 @@ class SurveyedImage(NamedTuple):
     header: ImageHeader
     fingerprint: int  # a hash of 64 bits that changes if the image changes
     label: npt.NDArray[Any] | None = None  # None unless reading a sample also yields its label
+    unused: tuple[str, ...] = ()  # names of the other parts of a sample, which are not packed
+    file_bytes: int = 0  # size of the image's file; 0 if it has none
 
 
 class SourceReader:
@@ -152,6 +155,11 @@ class SourceReader:
         """
         raise NotImplementedError
 
+    def ends(self, index: int, name: str) -> tuple[bytes, bytes, int]:
+        """Return the first 3 and the last 2 bytes of an image's file, and its size in bytes; empty if it is pixels."""
+        data = self.read(index, name)
+        return (data[:3], data[-2:], len(data)) if isinstance(data, bytes) else (b"", b"", 0)
+
     def uniform_size(self) -> tuple[int, int] | None:
         """Return (height, width) if all images are arrays of the same size, so that no survey is needed; else None."""
         return None
@@ -173,6 +181,10 @@ class SourceReader:
     def take(self, indices: npt.NDArray[np.int64]) -> SourceReader:
         """Return a reader of only the images at `indices`, which are renumbered from 0."""
         return self
+
+    def sample_index(self, index: int) -> int | None:
+        """Return the index of an image in a map-style dataset, or None for other sources."""
+        return None
 
 
 def fingerprint(data: bytes) -> int:
@@ -218,7 +230,14 @@ class FileReader(SourceReader):
                 ) from error
             raise RejectedImageError(reason) from error
         mark = fingerprint(b"%s\0%d\0%d" % (name.encode("utf-8", "surrogateescape"), size, modified))
-        return SurveyedImage(header, mark)
+        return SurveyedImage(header, mark, file_bytes=size)
+
+    def ends(self, index: int, name: str) -> tuple[bytes, bytes, int]:
+        descriptor, size, _ = self._open(name)
+        try:
+            return os.pread(descriptor, 3, 0), os.pread(descriptor, 2, max(0, size - 2)), size
+        finally:
+            os.close(descriptor)
 
     def head(self, name: str, head_bytes: int = 2_048) -> tuple[bytes, int, int]:
         """Return the first bytes of a file, its size in bytes, and its modification time in nanoseconds."""
@@ -268,6 +287,14 @@ class Reject:
 
     name: str
     reason: str
+    sample: int | None = None  # its index in a map-style dataset; None for other sources
+
+    @property
+    def shown(self) -> str:
+        """What messages call the image: its name, or the index of a sample and the name of its file, if known."""
+        if self.sample is None:
+            return self.name
+        return f"sample {self.sample}" + (f" ({self.name})" if self.name != sample_name(self.sample) else "")
 
 
 class Note(NamedTuple):
@@ -292,10 +319,23 @@ class Catalog:
     rejects: tuple[Reject, ...] = ()  # due to the source's tables, e.g. an image without a label
     ignored: dict[str, int] = field(default_factory=dict)  # number of skipped files by category (`NameFilter.refusal`)
     notes: tuple[Note, ...] = ()
-    about: str = ""  # names the datasets in use if the source is an HDF5 file
+    about: str = ""  # names the datasets in use if the source is an HDF5 file, or the type of a map-style dataset
 
     def __len__(self) -> int:
         return len(self.names)
+
+    @property
+    def noun(self) -> str:
+        """What messages call the images before they are decoded: "file" or "sample"."""
+        return "sample" if self.kind == "dataset" else "file"
+
+    def reject(self, index: int, reason: str) -> Reject:
+        """Return image `index` as a reject."""
+        return Reject(self.names[index], reason, self.reader.sample_index(index))
+
+    def shown(self, index: int) -> str:
+        """Return what messages call image `index`."""
+        return self.reject(index, "").shown
 
     def tables_checksum(self) -> int:
         """Return a CRC-32 of labels, splits and fields, with which a resumed conversion detects changed tables."""
@@ -352,6 +392,27 @@ def unused_note(kind: str, names: Sequence[str], advice: str, *parameters: str) 
 def one_split(count: int, name: str = "all") -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
     """Return the `split_names` and `split_ids` of a source without splits."""
     return (name,), np.zeros(count, np.int32)
+
+
+def split_ids(ranges: Mapping[str, tuple[int, int]], count: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
+    """Return the `split_names` and `split_ids` of `count` rows, given the first and the end row of each split.
+
+    Rows in no split form a split named "rest". Raise ValueError if splits overlap.
+    """
+    if not ranges:
+        return one_split(count)
+    ids = np.full(count, len(ranges), np.int32)
+    for number, (start, stop) in enumerate(ranges.values()):
+        if (ids[start:stop] != len(ranges)).any():
+            raise ValueError("its splits overlap")
+        ids[start:stop] = number
+    names = (*ranges, _REST)
+    return (names if (ids == len(ranges)).any() else names[:-1]), ids
+
+
+def sample_name(index: int) -> str:
+    """Return the name of a sample of a map-style dataset that has no file names."""
+    return f"{index:08d}"
 
 
 def class_ids(values: Sequence[str]) -> tuple[tuple[str, ...], npt.NDArray[np.int64]]:

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from h5pack.errors import NoImagesError, OptionsError, SourceError
-from h5pack.sources import folders
+from h5pack.errors import H5PackError, NoImagesError, OptionsError, SourceError
+from h5pack.sources.archives import members_catalog
 from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.celeba import celeba, is_celeba
-from h5pack.sources.folders import child_folders, walk
+from h5pack.sources.folders import arranged, walk
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog, is_hdf5
 from h5pack.sources.manifest import ManifestColumns, manifest
 from h5pack.sources.map_style import MapStyleDataset, map_style_catalog
+from h5pack.sources.shards import TABLE_SUFFIXES, TAR_SUFFIXES, Shards, find_shards, shards_kind
+from h5pack.sources.tables import tables
+from h5pack.sources.tar_files import open_tar
+from h5pack.sources.webdataset import is_webdataset, webdataset
+from h5pack.sources.zip_files import open_zip
 from h5pack.system.text import listed
 
-KINDS = ("flat", "classes", "splits", "celeba", "manifest", "hdf5")
+KINDS = ("flat", "classes", "splits", "celeba", "manifest", "hdf5", "webdataset", "parquet")
 _MANIFEST_SUFFIXES = (".csv", ".tsv", ".tab")
+_FOLDER_KINDS = ("folder", "flat", "classes", "splits")
+_SHARD_KINDS = ("webdataset", "parquet")
+# Hugging Face datasets keeps results of transformations beside a dataset.
+_CACHES = ("cache-*.arrow", "tmp*")
+_PARQUET_MAGIC = b"PAR1"
+_ZIP_STARTS = (b"PK\3\4", b"PK\5\6")
+_TAR_MAGIC, _TAR_MAGIC_OFFSET = b"ustar", 257
 
 
 @dataclass(frozen=True)
@@ -31,88 +46,160 @@ class SourceOptions:
     limit: int | None = None  # maximum number of images, chosen evenly spaced; None for all
 
 
-def open_source(source: str | os.PathLike[str] | MapStyleDataset, options: SourceOptions) -> Catalog:
-    """Return the catalog of a source; raise SourceError if it is missing, ambiguous or malformed, or has no images."""
+def open_source(
+    source: str | os.PathLike[str] | MapStyleDataset, options: SourceOptions, scratch: Path | None = None
+) -> Catalog:
+    """Return the catalog of a source; raise SourceError if it is missing, ambiguous or malformed, or has no images.
+
+    Compressed tar files are decompressed into a file in the folder `scratch`; default: the system's temporary folder.
+    """
     if isinstance(source, (str, os.PathLike)):
-        catalog = _open_path(Path(source), options)
+        catalog = _open_path(Path(source), options, scratch or Path(tempfile.gettempdir()))
         where, path = str(Path(source)), source
     else:
-        catalog = map_style_catalog(source)
+        catalog = _open_dataset(source, options)
         where, path = f"the {type(source).__name__}", None
     if len(catalog) == 0:
         skipped = ", ".join(f"{count} {kind}" for kind, count in sorted(catalog.ignored.items()))
-        advice = (
-            "check include and exclude, and what the file holds ('h5pack info')"
-            if catalog.kind == "hdf5"
-            else "check the path, or select files of other suffixes with include"
-        )
+        advice = {
+            "hdf5": "check include and exclude, and what the file holds ('h5pack info')",
+            "dataset": "check its length, include and exclude",
+        }.get(catalog.kind, "check the path, or select files of other suffixes with include")
+        what = "samples" if catalog.kind == "dataset" else "images"
         raise NoImagesError(
-            f"{where}: no images{skipped and f' (skipped: {skipped})'}; {advice}",
+            f"{where}: no {what}{skipped and f' (skipped: {skipped})'}; {advice}",
             path=path,
             parameters=("include", "exclude"),
         )
     return catalog if options.limit is None else catalog.limited(options.limit)
 
 
-def _open_path(path: Path, options: SourceOptions) -> Catalog:
+def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
+    kind = options.kind or _detect(path, options.names)
+    if kind in _SHARD_KINDS:
+        return _open_shards(path, kind, options, scratch)
     if not os.path.exists(path):
-        raise SourceError(f"{path}: no such file or folder; check the path", path=path)
-    kind = options.kind or _detect(path)
-    if path.is_dir() == (kind in ("manifest", "hdf5")):
+        raise _missing(path)
+    archive = _archive_format(path) if kind in _FOLDER_KINDS else ""
+    if path.is_dir() == (kind in ("manifest", "hdf5")) and not archive:
         parameter = f"source_kind={kind!r}"
-        needed = "file, not a folder" if path.is_dir() else "folder, not a file"
+        folder = "folder" if kind == "celeba" else "folder or an archive"
+        needed = "file, not a folder" if path.is_dir() else f"{folder}, not another file"
         raise SourceError(f"{path}: {parameter} needs a {needed}; check the path", path=path, parameters=(parameter,))
-    columns = ("root", "path_column", "label_columns", "split_column", "field_columns")
-    datasets = ("images", "labels", "fields", "channel_axis", "value_range")
-    for what, unused, names in (
-        ("an HDF5 file", kind != "hdf5" and options.datasets != HDF5Datasets(), datasets),
-        ("a manifest", kind != "manifest" and options.columns != ManifestColumns(), columns),
-    ):
-        if unused:
-            raise OptionsError(f"{path}: not {what}; leave out {listed(names)}", path=path, parameters=names)
+    if archive:
+        return _open_archive(path, archive, options, kind, scratch)
+    _refuse_unused(str(path), kind, options)
     if kind == "manifest":
         return manifest(path, options.columns, options.names)
     if kind == "hdf5":
         return hdf5_catalog(path, options.datasets, options.names)
-    return celeba(path, options.names) if kind == "celeba" else _open_folder(path, kind, options.names)
+    return celeba(path, options.names) if kind == "celeba" else arranged(walk(str(path), options.names), kind)
 
 
-def _open_folder(path: Path, kind: str, names: NameFilter) -> Catalog:
-    """Return the catalog of a folder; `kind` is "flat", "splits", "classes", or "folder" to infer it."""
-    root = str(path)
-    found = walk(root, names)
-    if kind == "flat":
-        return folders.flat(root, found)
-    children = child_folders(root)
-    filled = [folder for folder in children if any(found.below(folder))]
-    if kind == "folder" and not filled:
-        return folders.flat(root, found)
-    named = [folder for folder in filled if folders.is_split_name(folder)]
-    if kind == "splits" or (kind == "folder" and len(named) == len(filled)):
-        for split in named if kind == "folder" else ():
-            folders.refuse_pairs(root, found, [f"{split}/{name}" for name in child_folders(os.path.join(root, split))])
-        return folders.splits(root, found, children)
-    if kind == "folder" and named:
-        other = next(folder for folder in filled if folder not in named)
+def _open_dataset(dataset: MapStyleDataset, options: SourceOptions) -> Catalog:
+    where = f"the {type(dataset).__name__}"
+    if options.kind is not None:
+        parameter = f"source_kind={options.kind!r}"
+        raise OptionsError(f"{where}: {parameter} needs a path; leave it out", parameters=(parameter,))
+    _refuse_unused(where, "dataset", options)
+    return map_style_catalog(dataset).filtered(options.names)
+
+
+def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
+    """Raise OptionsError if options are given that the kind of source does not have."""
+    columns = ("root", "path_column", "label_columns", "split_column", "field_columns")
+    datasets = ("images", "labels", "fields", "channel_axis", "value_range")
+    given = options.columns
+    unused_columns = kind not in ("manifest", *_SHARD_KINDS) and given != ManifestColumns()
+    for what, unused, names in (
+        ("an HDF5 file", kind != "hdf5" and options.datasets != HDF5Datasets(), datasets),
+        ("a manifest", unused_columns, columns),
+        ("a manifest", kind in _SHARD_KINDS and given.root is not None, ("root",)),
+        ("a manifest", kind == "webdataset" and given.path is not None, ("path_column",)),
+    ):
+        if unused:
+            path = None if kind == "dataset" else where
+            raise OptionsError(f"{where}: not {what}; leave out {listed(names)}", path=path, parameters=names)
+
+
+def _missing(path: Path) -> SourceError:
+    return SourceError(f"{path}: no such file or folder; check the path", path=path)
+
+
+def _open_shards(path: Path, kind: str, options: SourceOptions, scratch: Path) -> Catalog:
+    _refuse_unused(str(path), kind, options)
+    names = options.names
+    if kind == "parquet":
+        names = replace(names, exclude=(*names.exclude, *_CACHES))
+    shards = find_shards(path, names, TAR_SUFFIXES if kind == "webdataset" else TABLE_SUFFIXES)
+    if not shards.names:
+        what = "tar" if kind == "webdataset" else "Parquet or Arrow"
+        raise NoImagesError(f"{path}: no {what} files; check the path, include and exclude", path=path)
+    with _reporting_storage(path):
+        if kind == "parquet":
+            return tables(shards, options.columns)
+        return webdataset(shards, (open_tar(one, scratch) for one in shards.paths), options.columns)
+
+
+def _open_archive(path: Path, archive: str, options: SourceOptions, kind: str, scratch: Path) -> Catalog:
+    with _reporting_storage(path):
+        opened = open_zip(path) if archive == "zip" else open_tar(path, scratch)
+        if archive == "tar" and kind == "folder" and is_webdataset(opened[1]):
+            _refuse_unused(str(path), "webdataset", options)
+            return webdataset(Shards(path.parent, [path.name], options.names), [opened], options.columns)
+        _refuse_unused(str(path), kind, options)
+        return members_catalog(*opened, options.names, kind)
+
+
+@contextlib.contextmanager
+def _reporting_storage(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except H5PackError:
+        raise
+    except OSError as error:
         raise SourceError(
-            f"{path}: {named[0]!r} looks like a split and {other!r} like a class; give source_kind='splits' or "
-            "source_kind='classes', or leave one out with exclude",
-            path=path,
-            parameters=("source_kind='splits'", "source_kind='classes'", "exclude"),
-        )
-    if kind == "folder":
-        folders.refuse_pairs(root, found, filled)
-    return folders.classes(root, found, children)
+            f"{path}: cannot be read ({error}); make it readable, or repair the storage", path=path
+        ) from error
 
 
-def _detect(path: Path) -> str:
-    """Return the kind of source at the path, or "folder" for a folder whose kind follows from the names below it."""
-    if path.is_dir():
-        return "celeba" if is_celeba(path) else "folder"
+def _archive_format(path: Path) -> str:
+    """Return "tar", "zip" or "" by the name of a file, or else by its first bytes."""
+    name = path.name.lower()
+    if not path.is_file() or name.endswith((".zip", *TAR_SUFFIXES)):
+        return "" if not path.is_file() else "zip" if name.endswith(".zip") else "tar"
+    start = _start(path)
+    return "zip" if start.startswith(_ZIP_STARTS) else "tar" if start.endswith(_TAR_MAGIC) else ""
+
+
+def _start(path: Path) -> bytes:
+    """Return the first bytes of a file, none if it cannot be read."""
+    try:
+        with path.open("rb") as stream:
+            return stream.read(_TAR_MAGIC_OFFSET + len(_TAR_MAGIC))
+    except OSError:
+        return b""
+
+
+def _detect(path: Path, names: NameFilter) -> str:
+    """Return the kind of source, or "folder" for a folder or archive whose kind follows from the names in it."""
+    if os.path.isdir(path):
+        return "celeba" if is_celeba(path) else shards_kind(path, names) or "folder"
+    if not os.path.exists(path):
+        kind = shards_kind(path, names) if "{" in str(path) else ""
+        if not kind:
+            raise _missing(path)
+        return kind
     if path.is_file() and path.suffix.lower() in _MANIFEST_SUFFIXES:
         return "manifest"
+    if path.is_file() and (path.suffix.lower() in TABLE_SUFFIXES or _start(path).startswith(_PARQUET_MAGIC)):
+        return "parquet"
     if path.is_file() and is_hdf5(path):
         return "hdf5"
+    if _archive_format(path):
+        return "folder"
     raise SourceError(
-        f"{path}: neither a folder, nor a manifest (.csv, .tsv), nor an HDF5 file; give one of these", path=path
+        f"{path}: neither a folder, nor a manifest (.csv, .tsv), an archive (.tar, .zip), a Parquet file or an HDF5 "
+        "file; give one of these",
+        path=path,
     )

@@ -1,4 +1,8 @@
-"""Folders of images as sources: listing of files, and catalogs for flat folders, class folders and split folders."""
+"""Folders of images as sources: listing of files, and catalogs for flat folders, class folders and split folders.
+
+A `Listing` comes from a folder (`walk`) or from the names of an archive's members (`list_names`); the rules that make a
+catalog of it are the same.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,17 @@ from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, o
 
 
 @dataclass
-class Walk:
-    """The result of `walk`: the folders below a root that contain selected files."""
+class Listing:
+    """The selected files below a root, which is a folder or an archive, and the folders that contain them."""
 
+    root: str  # path of the folder or archive
     # The sorted names of each folder's files; keys are folders relative to the root ("" is the root). The names are
     # joined into one string by NUL, which no name contains, so that a million names are not a million objects.
     folders: dict[str, str] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)  # the sorted folders
     ignored: Counter[str] = field(default_factory=Counter)  # skipped files and folders by category
+    # The sorted names of the visible folders in the root ("") and in each of its folders, whatever these contain.
+    subfolders: dict[str, list[str]] = field(default_factory=lambda: {"": []})
 
     def names(self, folder: str) -> list[str]:
         """Return the sorted names of the selected files in `folder`, without its path."""
@@ -45,13 +52,13 @@ class Walk:
         return ([top] if top in self.folders else []) + self.order[first:last]
 
 
-def walk(root: str, names: NameFilter, top: str = "") -> Walk:
+def walk(root: str, names: NameFilter, top: str = "") -> Listing:
     """Find all files in and below the folder `top` of `root` that the filter `names` selects.
 
     The order does not depend on the file system. Links to files and folders are followed, except loops of links. Raise
     SourceError if a folder cannot be listed, unless the filter excludes everything below that folder.
     """
-    found = Walk()
+    found = Listing(root)
     stack: list[tuple[str, frozenset[tuple[int, int]]]] = [(top, frozenset())]
     while stack:
         folder, above = stack.pop()
@@ -73,10 +80,55 @@ def walk(root: str, names: NameFilter, top: str = "") -> Walk:
                 parameters=("exclude",),
             ) from error
         stack += [(name, above | {identity}) for name in below]
+        if "/" not in folder:
+            found.subfolders[folder] = sorted(map(os.path.basename, below))
         if wanted:
             found.folders[folder] = "\0".join(sorted(wanted))
     found.order = sorted(found.folders)
     return found
+
+
+def list_names(root: str, files: Iterable[str], folders: Iterable[str], names: NameFilter) -> Listing:
+    """Return the listing that `walk` would return for a folder of these files and folders, given by relative paths."""
+    found = Listing(root)
+    wanted: dict[str, list[str]] = {}
+    # For each folder, itself or the folder above it that is hidden, or None.
+    hidden: dict[str, str | None] = {"": None}
+    for file in files:
+        folder, _, name = file.rpartition("/")
+        if _hidden_part(folder, hidden) is not None:
+            continue
+        refusal = names.refusal(file)
+        if refusal is None:
+            wanted.setdefault(folder, []).append(name)
+        else:
+            found.ignored[refusal] += 1
+    for folder in folders:
+        _hidden_part(folder, hidden)
+    found.ignored["hidden folders"] += len({part for part in hidden.values() if part is not None})
+    # A Counter keeps zeros.
+    found.ignored += Counter()
+    for folder in sorted(folder for folder, part in hidden.items() if part is None and folder.count("/") < 2):
+        above, _, name = folder.rpartition("/")
+        if folder:
+            found.subfolders[above].append(name)
+        if not above:
+            found.subfolders[folder] = []
+    found.folders = {folder: "\0".join(sorted(some)) for folder, some in wanted.items()}
+    found.order = sorted(found.folders)
+    return found
+
+
+def _hidden_part(folder: str, known: dict[str, str | None]) -> str | None:
+    """Return the highest of a folder and the folders above it that is hidden, or None; add all of them to `known`."""
+    if folder not in known:
+        part, names = None, folder.split("/")
+        for count, name in enumerate(names, 1):
+            above = "/".join(names[:count])
+            if part is None and not is_visible(name):
+                part = above
+            known[above] = part
+    return known[folder]
 
 
 def _list_folder(path: str, folder: str, names: NameFilter, ignored: Counter[str]) -> tuple[list[str], list[str]]:
@@ -86,7 +138,7 @@ def _list_folder(path: str, folder: str, names: NameFilter, ignored: Counter[str
         for entry in entries:
             relative = f"{folder}/{entry.name}" if folder else entry.name
             if _is_folder(entry):
-                if _is_visible(entry.name):
+                if is_visible(entry.name):
                     below.append(relative)
                 else:
                     ignored["hidden folders"] += 1
@@ -99,13 +151,8 @@ def _list_folder(path: str, folder: str, names: NameFilter, ignored: Counter[str
     return wanted, below
 
 
-def child_folders(root: str) -> list[str]:
-    """Return the sorted names of the visible folders directly below `root`."""
-    with os.scandir(root) as entries:
-        return sorted(entry.name for entry in entries if _is_visible(entry.name) and _is_folder(entry))
-
-
-def _is_visible(name: str) -> bool:
+def is_visible(name: str) -> bool:
+    """Return whether a folder of this name is listed."""
     return not name.startswith(".") and name != "__MACOSX"
 
 
@@ -137,20 +184,21 @@ def split_order(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(names), key=lambda name: (_SPLIT_RANKS.get(name.lower(), 3), name)))
 
 
-def flat(root: str, found: Walk) -> Catalog:
+def flat(found: Listing) -> Catalog:
     """Return a catalog without labels of all images below `root`, at any depth."""
     names = NameTable.of(found.below(""))
-    return Catalog("flat", FileReader(root), names, *one_split(len(names)), ignored=dict(found.ignored))
+    return Catalog("flat", FileReader(found.root), names, *one_split(len(names)), ignored=dict(found.ignored))
 
 
-def classes(root: str, found: Walk, folders: list[str]) -> Catalog:
-    """Return a catalog with one class per folder. As in torchvision's ImageFolder, a class includes its subfolders.
+def classes(found: Listing) -> Catalog:
+    """Return a catalog with one class per folder directly below the root, even for a folder without images.
 
-    `folders` are the sorted folders directly below `root`. Each is a class, even if it has no images.
+    As in torchvision's ImageFolder, a class includes its subfolders.
     """
+    folders = found.subfolders[""]
     if found.folders.get(""):
         advice = "move them into a class, or pack all images without labels with source_kind='flat'"
-        raise _mixed(root, "class", repr(found.names("")[0]), advice, "source_kind='flat'")
+        raise _mixed(found.root, "class", repr(found.names("")[0]), advice, "source_kind='flat'")
     names: list[str] = []
     labels: list[int] = []
     for label, folder in enumerate(folders):
@@ -158,7 +206,7 @@ def classes(root: str, found: Walk, folders: list[str]) -> Catalog:
         labels.extend([label] * (len(names) - len(labels)))
     return Catalog(
         "classes",
-        FileReader(root),
+        FileReader(found.root),
         NameTable.of(names),
         *one_split(len(names)),
         labels=np.array(labels, np.int64),
@@ -175,10 +223,10 @@ _TARGET_FOLDERS = frozenset((
 ))  # fmt: skip
 
 
-def refuse_pairs(root: str, found: Walk, folders: list[str]) -> None:
+def refuse_pairs(found: Listing, folders: list[str]) -> None:
     """Raise SourceError if one folder has images and another has their masks, under the same names.
 
-    `folders` are paths relative to `root`.
+    `folders` are paths relative to the root.
     """
     plain = {folder: os.path.basename(folder).lower().replace("_", "").replace("-", "") for folder in folders}
     images = next((folder for folder in folders if plain[folder] in _IMAGE_FOLDERS), None)
@@ -191,23 +239,25 @@ def refuse_pairs(root: str, found: Walk, folders: list[str]) -> None:
     kind = "source_kind='splits'" if "/" in images else "source_kind='classes'"
     fewest = min(map(len, stems))
     if fewest and 2 * len(stems[0] & stems[1]) >= fewest:
+        alone = os.path.join(found.root, images)
         raise SourceError(
-            f"{root}: {images!r} and {targets!r} hold files of the same names, so they are probably images and their "
-            f"masks, not classes; pack {os.path.join(root, images)} alone, or both as classes with {kind}",
-            path=root,
+            f"{found.root}: {images!r} and {targets!r} hold files of the same names, so they are probably images and "
+            f"their masks, not classes; pack {alone} alone, or both as classes with {kind}",
+            path=found.root,
             parameters=(kind,),
         )
 
 
-def splits(root: str, found: Walk, folders: list[str]) -> Catalog:
+def splits(found: Listing) -> Catalog:
     """Return a catalog with one split per folder, each of class folders or of images without labels (label -1)."""
+    root, folders = found.root, found.subfolders[""]
     split_names = split_order(folder for folder in folders if any(found.below(folder)))
     if not split_names:
         raise NoImagesError(f"{root}: no images in its split folders ({', '.join(folders)}); check the path", path=root)
     if found.folders.get(""):
-        raise _mixed(root, "split", repr(found.names("")[0]), "move them into a split, or skip them with exclude")
-    labelled = [split for split in split_names if _has_classes(root, split, found)]
-    label_names = tuple(sorted({name for split in labelled for name in child_folders(os.path.join(root, split))}))
+        raise _mixed(found.root, "split", repr(found.names("")[0]), "move them into a split, or skip them with exclude")
+    labelled = [split for split in split_names if _has_classes(found, split)]
+    label_names = tuple(sorted({name for split in labelled for name in found.subfolders[split]}))
     index = {name: number for number, name in enumerate(label_names)}
     names: list[str] = []
     labels: list[int] = []
@@ -220,7 +270,7 @@ def splits(root: str, found: Walk, folders: list[str]) -> Catalog:
             split_ids.append(number)
     return Catalog(
         "splits",
-        FileReader(root),
+        FileReader(found.root),
         NameTable.of(names),
         split_names,
         np.array(split_ids, np.int32),
@@ -230,13 +280,13 @@ def splits(root: str, found: Walk, folders: list[str]) -> Catalog:
     )
 
 
-def _has_classes(root: str, split: str, found: Walk) -> bool:
+def _has_classes(found: Listing, split: str) -> bool:
     """Return whether a split's images are in class folders; raise SourceError if some are and others are not."""
     inner = next((name for name in found.below(split) if name.count("/") > 1), None)
     if inner is not None and split in found.folders:
         example = f"{found.names(split)[0]!r} beside {inner.split('/')[1]!r}"
         advice = "move them into a class, or skip them with exclude"
-        raise _mixed(os.path.join(root, split), "class", example, advice)
+        raise _mixed(os.path.join(found.root, split), "class", example, advice)
     return inner is not None
 
 
@@ -244,3 +294,28 @@ def _mixed(folder: str, kind: str, example: str, advice: str, parameter: str = "
     """Return the error for a folder that contains images beside class or split folders."""
     message = f"{folder}: has images beside its {kind} folders, such as {example}; {advice}"
     return SourceError(message, path=folder, parameters=(parameter,))
+
+
+def arranged(found: Listing, kind: str) -> Catalog:
+    """Return the catalog of a listing; `kind` is "flat", "splits", "classes", or "folder" to infer it."""
+    if kind == "flat":
+        return flat(found)
+    filled = [folder for folder in found.subfolders[""] if any(found.below(folder))]
+    if kind == "folder" and not filled:
+        return flat(found)
+    named = [folder for folder in filled if is_split_name(folder)]
+    if kind == "splits" or (kind == "folder" and len(named) == len(filled)):
+        for split in named if kind == "folder" else ():
+            refuse_pairs(found, [f"{split}/{name}" for name in found.subfolders[split]])
+        return splits(found)
+    if kind == "folder" and named:
+        other = next(folder for folder in filled if folder not in named)
+        raise SourceError(
+            f"{found.root}: {named[0]!r} looks like a split and {other!r} like a class; give source_kind='splits' or "
+            "source_kind='classes', or leave one out with exclude",
+            path=found.root,
+            parameters=("source_kind='splits'", "source_kind='classes'", "exclude"),
+        )
+    if kind == "folder":
+        refuse_pairs(found, filled)
+    return classes(found)

@@ -18,11 +18,11 @@ import numpy.typing as npt
 from h5pack.errors import DamagedRowsError, H5PackError, OptionsError, SourceError
 from h5pack.format import schema
 from h5pack.read.description import FileDescription, checksums_of, describe_file
-from h5pack.read.encoded import is_encoded
+from h5pack.read.encoded import has_kept_images, is_encoded
 from h5pack.read.engine import Engine
 from h5pack.read.hdf5 import attribute_names, dataset_names, open_file, require_dataset, text
 from h5pack.read.virtual import require_sources
-from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Note, class_ids, one_split, unused_note
+from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Note, class_ids, split_ids, unused_note
 from h5pack.sources.hdf5_rows import CHANNEL_AXES, HDF5RowReader, PixelForm
 from h5pack.sources.manifest import is_field_name
 from h5pack.system.machine import available_memory
@@ -31,8 +31,7 @@ from h5pack.system.text import format_bytes
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5")
-_LABELS = ("labels", "label", "targets", "target", "y")
-_REST = "rest"
+_LABELS = ("labels", "label", "targets", "target", "y", "class", "category")
 # Matches the word for images in a dataset's name, such as "images", "train/images", "train_set_x" or "X".
 _IMAGE_WORD = re.compile(r"(?<![a-z])(?:images?|imgs?|x)(?![a-z])", re.IGNORECASE)
 
@@ -91,14 +90,14 @@ def hdf5_catalog(path: Path, datasets: HDF5Datasets, wanted: NameFilter) -> Cata
 
 
 def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
-    images = (datasets.images or _find_images(file)).strip("/")
+    images = (datasets.images or find_images(file)).strip("/")
     pack = describe_file(path, images, None, sized=False)
-    stored = require_dataset(file, images)
-    labels = _find_labels(file, images) if datasets.labels is None else datasets.labels.strip("/") or None
+    rows = pack.indexes[images].rows
+    labels = find_labels(file, images, rows) if datasets.labels is None else datasets.labels.strip("/") or None
     fields = tuple(name.strip("/") for name in datasets.fields)
-    if not fields and datasets.own_fields and schema.FORMAT in file.attrs and images == schema.IMAGES:
+    if not fields and datasets.own_fields and schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED):
         fields = tuple(_own_fields(file))
-    form = None if is_encoded(stored) else _form(path, stored, datasets)
+    form = None if pack.indexes[images].is_encoded else _form(path, require_dataset(file, images), datasets)
     if form is None and (datasets.channel_axis or datasets.value_range):
         raise OptionsError(
             f"{path}: {images!r} holds encoded images; leave out channel_axis and value_range, which do not apply to "
@@ -112,33 +111,33 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
     field_names = _field_names(path, fields)
     columns = {field: _read_field(path, require_dataset(file, field), field) for field in fields}
     for name, table in ((labels, values), *columns.items()):
-        if table is not None and len(table) != len(stored):
-            problem = f"has {len(table):,} rows, but {images!r} has {len(stored):,}; name datasets of the same length"
+        if table is not None and len(table) != rows:
+            problem = f"has {len(table):,} rows, but {images!r} has {rows:,}; name datasets of the same length"
             raise _dataset_error(path, str(name), problem)
     return Catalog(
         "hdf5",
         reader,
-        _names(file, images, len(stored)),
-        *_splits(path, pack, len(stored)),
+        _names(file, images, rows),
+        *_splits(path, pack, rows),
         labels=values,
         label_names=names,
         fields=dict(zip(field_names, columns.values(), strict=True)),
-        notes=_unused(file, images, {images, labels, *fields}),
+        notes=_unused(file, images, rows, {images, labels, *fields}, labelled=labels is not None),
         about=f"images {images!r}" + ("" if labels is None else f", labels {labels!r}"),
     )
 
 
-def _unused(file: h5py.File, images: str, used: set[str | None]) -> tuple[Note, ...]:
+def _unused(file: h5py.File, images: str, rows: int, used: set[str | None], *, labelled: bool) -> tuple[Note, ...]:
     """Return notes that name the datasets that are not packed, without those that every pack has."""
     own = schema.RESERVED if schema.FORMAT in file.attrs else ()
-    rows, names = len(file[images]), [name for name in dataset_names(file) if name not in used]
+    names = [name for name in dataset_names(file) if name not in used]
     names = [name for name in names if name.partition("/")[0] not in own]
     # A dataset that is not packed may be damaged.
     fitting = [name for name in names if _has_rows(file, name, rows)]
     others = [name for name in names if name not in fitting]
-    advice = "those of numbers can be packed with fields"
+    advice = "those of numbers can be packed with fields" + ("" if labelled else ", and one of them with labels")
     return (
-        *unused_note("datasets", fitting, advice, "fields"),
+        *unused_note("datasets", fitting, advice, "fields", *(() if labelled else ("labels",))),
         *unused_note("datasets", others, f"they do not have {rows:,} rows, as {images!r} has"),
     )
 
@@ -150,10 +149,12 @@ def _has_rows(file: h5py.File, name: str, rows: int) -> bool:
         return False
 
 
-def _find_images(file: h5py.File) -> str:
-    """Return the path of the images: the dataset "images", or else the only dataset that looks like images."""
+def find_images(file: h5py.File) -> str:
+    """Return the path of the images: "images", a pack's "encoded", or else the only dataset that looks like images."""
     if isinstance(file.get(schema.IMAGES), h5py.Dataset):
         return schema.IMAGES
+    if schema.FORMAT in file.attrs and has_kept_images(file, schema.ENCODED):
+        return schema.ENCODED
     found = [name for name in dataset_names(file) if _looks_like_images(file[name])]
     if len(found) == 1:
         return found[0]
@@ -210,11 +211,13 @@ def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelFor
     return PixelForm(asked or allowed[0], datasets.value_range)
 
 
-def _find_labels(file: h5py.File, images: str) -> str | None:
+def find_labels(file: h5py.File, images: str, rows: int) -> str | None:
     """Return the path of a dataset beside the images whose name and length mark it as their labels, or None."""
+    if schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED):
+        # A field of a pack may be called "label".
+        return schema.LABELS if schema.LABELS in file else None
     folder, _, own = images.rpartition("/")
     prefix = f"{folder}/" if folder else ""
-    rows = len(file[images])
     for name in _label_names(own):
         found = file.get(f"{prefix}{name}")
         if isinstance(found, h5py.Dataset) and found.shape and len(found) == rows and name != own:
@@ -231,6 +234,20 @@ def _label_names(images: str) -> Iterator[str]:
         yield word
 
 
+def further_datasets(file: h5py.File, images: str) -> list[str]:
+    """Return the paths of the datasets beside images and labels that can be packed as fields."""
+    own = schema.RESERVED if schema.FORMAT in file.attrs else ()
+    rows = len(file[images])
+    labels = find_labels(file, images, rows)
+    found: dict[str, str] = {}
+    for name in dataset_names(file):
+        base, is_own = os.path.basename(name), name.partition("/")[0] in own
+        fits = name not in (images, labels) and not is_own and is_field_name(base) and _has_rows(file, name, rows)
+        if fits and file[name].dtype.kind in "biuf":
+            found.setdefault(base, name)
+    return list(found.values())
+
+
 def _own_fields(file: h5py.File) -> Iterator[str]:
     """Yield the names of a pack's fields, which are its further datasets that have checksums."""
     for name, item in file.items():
@@ -239,21 +256,17 @@ def _own_fields(file: h5py.File) -> Iterator[str]:
 
 
 def _splits(path: Path, pack: FileDescription, rows: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-    if not pack.splits:
-        return one_split(rows)
-    names = (*pack.splits, _REST)
-    ids = np.full(rows, len(pack.splits), np.int32)
-    for number, (start, stop) in enumerate(pack.splits.values()):
-        if (ids[start:stop] != len(pack.splits)).any():
-            raise SourceError(f"{path}: its splits overlap; correct its dataset splits/rows", path=path)
-        ids[start:stop] = number
-    return (names if (ids == len(pack.splits)).any() else names[:-1]), ids
+    try:
+        return split_ids(pack.splits, rows)
+    except ValueError as error:
+        raise SourceError(f"{path}: {error}; correct its dataset splits/rows", path=path) from error
 
 
 def _names(file: h5py.File, images: str, rows: int) -> NameTable:
     """Return the file names stored in a pack, or else names made of the dataset's path and the row numbers."""
     stored = file.get(schema.FILENAMES)
-    if images == schema.IMAGES and isinstance(stored, h5py.Dataset) and stored.shape == (rows,):
+    own = images in (schema.IMAGES, schema.ENCODED)
+    if own and isinstance(stored, h5py.Dataset) and stored.shape == (rows,):
         # A file of another program may contain empty names, or names with NULs, which a NameTable cannot store.
         names = (text(name).replace("\0", "\\x00") for name in stored[()].tolist())
         return NameTable.of(name or f"{images}/{row:08d}" for row, name in enumerate(names))

@@ -88,8 +88,8 @@ class HDF5RowReader(SourceReader):
         self.pack, self.form = pack, form
         self.images = next(iter(pack.indexes))
         self.index = pack.indexes[self.images]
-        self._checks = checksums_of(self.images) in pack.indexes
-        names = (self.images, *([checksums_of(self.images)] if self._checks else ()))
+        self.has_checksums = checksums_of(self.images) in pack.indexes
+        names = (self.images, *([checksums_of(self.images)] if self.has_checksums else ()))
         # Do not warn that encoded images are slow to read, because converting them is the remedy.
         self.engine = Engine(
             pack.path, pack.identity, {name: pack.indexes[name] for name in names}, warn=form is not None
@@ -145,7 +145,11 @@ class HDF5RowReader(SourceReader):
         """Return the bytes of an encoded image; raise RejectedImageError if its row is empty or unreadable."""
         row = self._rows(np.array([index], np.int64))
         try:
-            data = self.engine.reader.read_bytes(self.images, row)[0]
+            data = self.engine.read_bytes(self.images, row)[0]
+            if self.has_checksums:
+                self.engine.check(self.images, checksums_of(self.images), row, row)
+        except DamagedRowsError as error:
+            raise RejectedImageError("its row is damaged: it does not match its checksum") from error
         except PackFormatError as error:
             raise self._row_error() from error
         except ReadError as error:
@@ -179,7 +183,7 @@ class HDF5RowReader(SourceReader):
         rows = self._rows(np.array(indices, np.int64))
         try:
             values = self.engine.read(self.images, rows)
-            if self._checks:
+            if self.has_checksums:
                 self.engine.check(self.images, checksums_of(self.images), rows, values)
         except DamagedRowsError as error:
             reason = "its row is damaged: it does not match its checksum or cannot be decoded"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,16 @@ from h5pack.sources.folders import split_order
 
 _PATHS = ("path", "file", "filename", "file_name", "filepath", "image", "image_path", "image_id")
 LABEL_COLUMNS = ("label", "class", "target", "category")
-_SPLITS = ("split", "partition", "subset", "set")
+SPLIT_COLUMNS = ("split", "partition", "subset", "set")
 _MANY = 10
-"""From this number of images on, as many class names as images are worth a note."""
+"""From this number of images on, more than half as many classes as images are worth a note."""
 
 
 @dataclass(frozen=True)
 class ManifestColumns:
     """The roles of a manifest's columns. By default, columns are found by common names such as "path" and "label"."""
 
-    path: str | None = None  # column of image paths, absolute or relative to `root`
+    path: str | None = None  # column of image paths, absolute or relative to `root`; of images in Parquet files
     labels: tuple[str, ...] = ()  # one column of integers or class names, or several of 0..255
     split: str | None = None  # column of split names
     fields: tuple[str, ...] = ()  # numeric columns, each of which becomes a field of the pack
@@ -46,7 +46,7 @@ class ManifestColumns:
 def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalog:
     """Return the catalog of a manifest, with the images in the order of its lines."""
     table = read_delimited(path)
-    path_column = columns.path or _usual(table, _PATHS)
+    path_column = columns.path or _usual(table.header, _PATHS)
     if path_column is None:
         raise SourceError(
             f"{path}: no column of image paths found among {', '.join(table.header)}; name it with path_column",
@@ -57,35 +57,42 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
     for row, name in enumerate(names):
         if not name or "\0" in name:
             raise table.error(row, f"{name!r} is not a path; correct the line")
+    reader = FileReader(columns.root or str(path.parent))
+    catalog = Catalog("manifest", reader, NameTable.of(names), *one_split(len(names)))
+    return with_columns(catalog, table, columns, {path_column}).filtered(wanted)
+
+
+def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, used: set[str]) -> Catalog:
+    """Return a catalog with the labels, splits and fields of a table that has one row for each of its images.
+
+    `used` are the columns that were taken from the table before. Splits of the catalog stay if the table has none.
+    """
     for name in columns.fields:
         if not is_field_name(name):
             raise OptionsError(
-                f"{path}: {name!r} cannot be the name of a field, as the format uses or forbids it; rename the column",
-                path=path,
+                f"{table.path}: {name!r} cannot be the name of a field, as the format uses or forbids it; rename the "
+                "column",
+                path=table.path,
             )
-    usual = _usual(table, LABEL_COLUMNS)
-    label_columns = columns.labels or ((usual,) if usual is not None else ())
-    split_column = columns.split or _usual(table, _SPLITS)
-    labels, label_names = _labels(table, label_columns)
-    used = {path_column, split_column, *label_columns, *columns.fields}
+    chosen = label_columns(columns, table.header)
+    split_column = columns.split or _usual(table.header, SPLIT_COLUMNS, columns.fields)
+    labels, label_names = _labels(table, chosen)
+    packed = {*used, split_column, *chosen, *columns.fields}
     notes = unused_note(
-        "columns", [name for name in table.header if name not in used],
+        "columns", [name for name in table.header if name not in packed],
         "columns of numbers can be packed with field_columns", "field_columns",
     )  # fmt: skip
-    if label_names is not None and len(label_columns) == 1 and len(table.rows) == len(label_names) >= _MANY:
-        text = f"each image has a class of its own in column {label_columns[0]!r}; name another one with label_columns"
-        notes += (Note(text, ("label_columns",)),)
-    catalog = Catalog(
-        "manifest",
-        FileReader(columns.root or str(path.parent)),
-        NameTable.of(names),
-        *_splits(table, split_column),
+    notes += _many_classes_note(chosen, labels, label_names)
+    splits = (catalog.split_names, catalog.split_ids) if split_column is None else _splits(table, split_column)
+    return replace(
+        catalog,
+        split_names=splits[0],
+        split_ids=splits[1],
         labels=labels,
         label_names=label_names,
         fields={name: numbers(table, name) for name in columns.fields},
-        notes=notes,
+        notes=catalog.notes + notes,
     )
-    return catalog.filtered(wanted)
 
 
 def is_field_name(name: str) -> bool:
@@ -93,15 +100,39 @@ def is_field_name(name: str) -> bool:
     return name not in schema.RESERVED and "/" not in name and not name.startswith(".")
 
 
-def _usual(table: TextTable, names: tuple[str, ...]) -> str | None:
-    """Return the column whose name, ignoring case, is the first of `names` that occurs in the header, or None."""
-    lowered = {column.lower(): column for column in reversed(table.header)}
+def _many_classes_note(
+    columns: Sequence[str], labels: npt.NDArray[Any] | None, names: tuple[str, ...] | None
+) -> tuple[Note, ...]:
+    """Return a note if one column of labels has hardly fewer classes than images, so that it may hold other things."""
+    if labels is None or labels.ndim > 1 or len(labels) < _MANY:
+        return ()
+    count = len(np.unique(labels)) if names is None else len(names)
+    if 2 * count <= len(labels):
+        return ()
+    if names is None:
+        kind, advice = "integers", "numbers that are not classes can be packed with field_columns"
+    else:
+        kind, advice = "class names", "name another column with label_columns if they are not classes"
+    text = f"column {columns[0]!r} has {count:,} different {kind} for {len(labels):,} images; {advice}"
+    return (Note(text, ("field_columns", "label_columns")),)
+
+
+def label_columns(columns: ManifestColumns, header: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the label columns: the given ones, or else the one with a usual name, if any."""
+    usual = _usual(header, LABEL_COLUMNS, columns.fields)
+    return columns.labels or ((usual,) if usual is not None else ())
+
+
+def _usual(header: tuple[str, ...], names: tuple[str, ...], others: Sequence[str] = ()) -> str | None:
+    """Return the column whose name, ignoring case, is the first of `names` that occurs, except `others`; or None."""
+    lowered = {column.lower(): column for column in reversed(header) if column not in others}
     return next((lowered[name] for name in names if name in lowered), None)
 
 
 def _labels(table: TextTable, columns: tuple[str, ...]) -> tuple[npt.NDArray[Any] | None, tuple[str, ...] | None]:
     if len(columns) > 1:
-        return binary_table(table, columns), columns
+        advice = "; give one label column of class names, or pack numbers that are not labels with field_columns"
+        return binary_table(table, columns, advice), columns
     if not columns:
         return None, None
     (column,) = columns
@@ -117,16 +148,14 @@ def _labels(table: TextTable, columns: tuple[str, ...]) -> tuple[npt.NDArray[Any
         row = next(row for row in known if is_number(cells[row]))
         raise table.error(
             row,
-            f"column {column!r} contains the number {cells[row]!r} among other values; labels are integers only, or "
-            "class names only; pack other numbers as fields with field_columns",
-            "field_columns",
+            f"column {column!r} contains the number {cells[row]!r}; labels are integers only (1, not 1.0), or class "
+            f"names only; pack other numbers as fields with field_columns={column!r}",
+            f"field_columns={column!r}",
         )
     return labels, names
 
 
-def _splits(table: TextTable, column: str | None) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-    if column is None:
-        return one_split(len(table.rows))
+def _splits(table: TextTable, column: str) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
     cells = [cell or "all" for cell in table.column(column)]
     names = split_order(cells)
     index = {name: number for number, name in enumerate(names)}
@@ -153,6 +182,22 @@ class TextTable:
             raise SourceError(f"{self.path}: no column {name!r}; its columns are {columns}", path=self.path)
         position = self.header.index(name)
         return [row[position] for row in self.rows]
+
+
+@dataclass(frozen=True)
+class ColumnTable(TextTable):
+    """A table of one row for each image, whose columns are read when they are needed."""
+
+    load: Callable[[str], list[str]]  # returns the cells of a column, "" for those without a value
+    row_name: Callable[[int], str]
+
+    def error(self, row: int, message: str, *parameters: str) -> SourceError:
+        return SourceError(f"{self.path}: {self.row_name(row)}: {message}", path=self.path, parameters=parameters)
+
+    def column(self, name: str) -> list[str]:
+        if name in self.header:
+            return self.load(name)
+        return super().column(name)
 
 
 def read_delimited(path: Path) -> TextTable:
@@ -202,6 +247,11 @@ def _rectangular(path: Path, header: tuple[str, ...], lines: list[tuple[int, lis
     return table
 
 
+def cell_text(value: object) -> str:
+    """Return a value as a cell of a table of text: "" for None, 0 and 1 for false and true."""
+    return "" if value is None else str(int(value)) if isinstance(value, bool) else str(value)
+
+
 def parse_number(cell: str, kind: type[int | float]) -> int | float:
     """Return a cell as int or float; raise ValueError if it is not a number. Unlike int(), reject "1_0"."""
     if "_" in cell:
@@ -236,13 +286,16 @@ def numbers(table: TextTable, column: str) -> npt.NDArray[np.int64] | npt.NDArra
         return np.array([parse_number(cell, float) for cell in cells], np.float64)
     except ValueError:
         row = next(row for row, cell in enumerate(cells) if not is_number(cell))
-        problem = f"contains {cells[row]!r}, not a number; fields hold numbers (labels may be names)"
-        raise table.error(row, f"column {column!r} {problem}") from None
+        problem = f"contains {cells[row]!r}, not a number; leave it out of field_columns (only labels may be names)"
+        raise table.error(row, f"column {column!r} {problem}", "field_columns") from None
 
 
-def binary_table(table: TextTable, columns: Sequence[str]) -> npt.NDArray[np.uint8]:
-    """Return columns of integers in 0..255 as uint8 (N, K). In a column of -1, 0 and 1, as in CelebA, -1 becomes 0."""
-    result = np.empty((len(table.rows), len(columns)), np.uint8)
+def binary_table(table: TextTable, columns: Sequence[str], advice: str = "") -> npt.NDArray[np.uint8]:
+    """Return columns of integers in 0..255 as uint8 (N, K). In a column of -1, 0 and 1, as in CelebA, -1 becomes 0.
+
+    The error for another value ends with `advice`, which may name `field_columns`.
+    """
+    result = np.empty((len(table.column(columns[0])), len(columns)), np.uint8)
     for position, column in enumerate(columns):
         cells = table.column(column)
         values = integers(cells)
@@ -253,7 +306,8 @@ def binary_table(table: TextTable, columns: Sequence[str]) -> npt.NDArray[np.uin
             raise table.error(
                 row,
                 f"column {column!r} contains {cells[row]!r}; several label columns must hold integers in 0..255 "
-                "(or -1 and 1); correct the column, or give one label column of class names",
+                f"(or -1 and 1){advice or '; correct the column'}",
+                *(("field_columns",) if advice else ()),
             )
         result[:, position] = values
     return result

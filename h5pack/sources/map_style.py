@@ -1,16 +1,42 @@
-"""A map-style dataset (a Python object) as a source; ``dataset[i]`` returns ``image`` or ``(image, label)``."""
+"""A map-style dataset (a Python object) as a source: its samples, and what it knows about them without reading them.
+
+Datasets are recognized by their attributes, because this package does not import torch.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import RejectedImageError, SourceError
+from h5pack.errors import H5PackError, RejectedImageError, SourceError
+from h5pack.images.decode import eight_bits
 from h5pack.images.headers import DecodePath, ImageHeader
-from h5pack.sources.catalog import Catalog, NameTable, SourceReader, SurveyedImage, fingerprint, one_split
+from h5pack.sources.catalog import (
+    Catalog,
+    NameTable,
+    Note,
+    SourceReader,
+    SurveyedImage,
+    fingerprint,
+    one_split,
+    sample_name,
+    split_ids,
+    unused_note,
+)
+from h5pack.sources.folders import split_order
+from h5pack.sources.hdf5_catalog import channel_axes
+from h5pack.sources.hdf5_rows import PixelForm
+
+IMAGE, LABEL = "image", "label"
+_NOT_UINT8 = (
+    "images must be uint8, from 0 to 255: leave out the transform that made others (ToTensor), or convert them: floats "
+    "in 0..1 with (255 * image).round(), and then to uint8"
+)
 
 
 class MapStyleDataset(Protocol):
@@ -21,25 +47,40 @@ class MapStyleDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+class Sample(NamedTuple):
+    """What is packed of one sample, and the names of its other parts."""
+
+    pixels: npt.NDArray[np.uint8]  # (H, W, 1 or 3)
+    label: npt.NDArray[Any] | None  # int64 () or uint8 (K,)
+    unused: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class MapStyleReader(SourceReader):
-    """Reads images (uint8 arrays (H, W), (H, W, 1 or 3), or Pillow images) and labels of a map-style dataset."""
+    """Reads images and labels of a map-style dataset."""
 
     dataset: MapStyleDataset
+    indices: npt.NDArray[np.int64] | None = None  # the sample of each image; None means that image i is sample i
     has_labels = True
 
     def read(self, index: int, name: str) -> npt.NDArray[np.uint8]:
-        # In a catalog limited to some images, `index` counts only these; `name` is still the dataset's index.
-        return self.sample(int(name))[0]
+        return self.sample(self.sample_index(index)).pixels
 
     def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
-        pixels, label = self.sample(int(name))
+        number = self.sample_index(index)
+        pixels, label, unused = self.sample(number)
         header = ImageHeader(pixels.shape[0], pixels.shape[1], DecodePath.PILLOW)
-        described = f"{name}\0{pixels.shape}\0{None if label is None else label.tolist()}"
-        return SurveyedImage(header, fingerprint(described.encode()), label)
+        described = f"{number}\0{name}\0{pixels.shape}\0{None if label is None else label.tolist()}"
+        return SurveyedImage(header, fingerprint(described.encode("utf-8", "surrogateescape")), label, unused)
 
-    def sample(self, index: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any] | None]:
-        """Return the pixels, uint8 (H, W, 1 or 3), and the label, int64 () or uint8 (K,) or None, of one sample.
+    def take(self, indices: npt.NDArray[np.int64]) -> MapStyleReader:
+        return replace(self, indices=indices if self.indices is None else self.indices[indices])
+
+    def sample_index(self, index: int) -> int:
+        return index if self.indices is None else int(self.indices[index])
+
+    def sample(self, index: int) -> Sample:
+        """Return one sample of the dataset.
 
         Raise RejectedImageError if the dataset raises an exception or returns unsupported values.
         """
@@ -47,13 +88,9 @@ class MapStyleReader(SourceReader):
             sample = self.dataset[index]
         except Exception as error:
             raise RejectedImageError(f"the dataset raised {type(error).__name__}: {error}") from error
-        image, label = sample, None
-        if isinstance(sample, (tuple, list)):
-            if len(sample) < 2:
-                raise RejectedImageError(f"the dataset gave {len(sample)} values; expected an image and a label")
-            image, label = sample[0], sample[1]
+        image, label, unused = _parts(sample)
         try:
-            return _pixels(image), None if label is None else _label(label)
+            return Sample(_pixels(image), None if label is None else _label(label), unused)
         except RejectedImageError:
             raise
         except Exception as error:
@@ -73,25 +110,211 @@ def map_style_catalog(dataset: MapStyleDataset) -> Catalog:
             f"the source is of type {type(dataset).__name__}; give a path, or a map-style dataset with __len__ and "
             "__getitem__"
         )
+    known = _known(dataset)
+    names = known.names or [""] * known.count
+    splits = known.splits
+    if splits is not None:
+        # A subset may have no sample of some splits.
+        used, ids = np.unique(splits[1], return_inverse=True)
+        splits = tuple(splits[0][number] for number in used.tolist()), ids.astype(np.int32)
+    return Catalog(
+        "dataset",
+        MapStyleReader(dataset),
+        NameTable.of(name.replace("\0", "\\x00") or sample_name(index) for index, name in enumerate(names)),
+        *(splits or one_split(known.count)),
+        label_names=known.classes,
+        notes=known.notes,
+        about=type(dataset).__name__,
+    )
+
+
+def with_labels(catalog: Catalog, labels: npt.NDArray[Any] | None, unused: Iterable[str]) -> Catalog:
+    """Return the catalog of a dataset with what the survey found: labels, and parts of samples that are not packed.
+
+    Class names are left out if they do not fit the labels.
+    """
+    names, notes = catalog.label_names, catalog.notes
+    notes += unused_note("parts of samples", sorted(unused), "only images and labels are packed from a dataset")
+    if labels is not None and names is not None:
+        table = labels.ndim == 2
+        held = f"{labels.shape[1]} columns" if table else f"labels from {labels.min()} to {labels.max()}"
+        fits = labels.shape[1] == len(names) if table else bool(-1 <= labels.min() <= labels.max() < len(names))
+        if not fits:
+            notes += (Note(f"not packed: the names of the dataset's {len(names):,} classes; it has {held}"),)
+            names = None
+    if labels is None:
+        names = None
+    elif labels.ndim == 2 and names is None:
+        names = tuple(f"label_{column}" for column in range(labels.shape[1]))
+    return replace(catalog, labels=labels, label_names=names, notes=notes)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What a dataset knows about its samples, without reading them."""
+
+    count: int
+    names: Sequence[str] | None = None  # of their files
+    classes: tuple[str, ...] | None = None  # names of the classes, or of the columns of labels
+    splits: tuple[tuple[str, ...], npt.NDArray[np.int32]] | None = None  # as `split_names` and `split_ids` of a catalog
+    notes: tuple[Note, ...] = ()
+
+
+def _known(dataset: Any) -> _Known:
     count = len(dataset)
-    names = NameTable.of(f"{index:08d}" for index in range(count))
-    return Catalog("dataset", MapStyleReader(dataset), names, *one_split(count))
+    known = _known_of_subset(dataset, count) or _known_of_parts(dataset, count) or _Known(count)
+    return replace(
+        known,
+        names=_file_names(dataset, count) or known.names,
+        classes=_class_names(dataset) or known.classes,
+        splits=_splits(dataset, count) or known.splits,
+    )
+
+
+def _attribute(dataset: Any, name: str) -> Any:
+    """Return an attribute of a dataset, or None if there is none, or if it is a property that fails."""
+    try:
+        return getattr(dataset, name, None)
+    except H5PackError:
+        raise
+    except Exception:
+        return None
+
+
+def _known_of_subset(dataset: Any, count: int) -> _Known | None:
+    """Return what torch's ``Subset`` knows from its dataset; None if this is not one."""
+    whole, indices = _attribute(dataset, "dataset"), _attribute(dataset, "indices")
+    if not hasattr(whole, "__len__") or not hasattr(indices, "__len__") or len(indices) != count:
+        return None
+    positions = np.asarray(indices)
+    known = _known(whole)
+    if positions.ndim != 1 or (count and positions.dtype.kind not in "iu"):
+        return None
+    if count and not -known.count <= positions.min() <= positions.max() < known.count:
+        return None
+    positions = positions.astype(np.int64) % max(1, known.count)
+    return replace(
+        known,
+        count=count,
+        names=None if known.names is None else [known.names[position] for position in positions.tolist()],
+        splits=None if known.splits is None else (known.splits[0], known.splits[1][positions]),
+    )
+
+
+def _known_of_parts(dataset: Any, count: int) -> _Known | None:
+    """Return what torch's ``ConcatDataset``, or a ``ConcatPack``, knows from its datasets; None if this is neither."""
+    datasets = _attribute(dataset, "datasets")
+    if not isinstance(datasets, (list, tuple)) or not all(hasattr(part, "__len__") for part in datasets):
+        return None
+    parts = [_known(part) for part in datasets]
+    if not parts or sum(part.count for part in parts) != count:
+        return None
+    names, splits, classes = None, None, parts[0].classes
+    notes = tuple(dict.fromkeys(note for part in parts for note in part.notes))
+    if any(part.classes != classes for part in parts):
+        notes += (Note("not packed: the names of classes, which differ among the datasets"),)
+        classes = None
+    if any(part.names for part in parts):
+        names = [name for part in parts for name in part.names or [""] * part.count]
+    if any(part.splits for part in parts):
+        of_parts = [part.splits or one_split(part.count) for part in parts]
+        joined = split_order(name for own, _ in of_parts for name in own)
+        ids = [np.array([joined.index(name) for name in own], np.int32)[some] for own, some in of_parts]
+        splits = joined, np.concatenate(ids)
+    return _Known(count, names, classes, splits, notes)
+
+
+def _file_names(dataset: Any, count: int) -> list[str] | None:
+    """Return the names of the samples' files: ``filenames`` of `H5Dataset`, ``samples`` or ``imgs`` of torchvision."""
+    for attribute in ("filenames", "samples", "imgs"):
+        entries = _attribute(dataset, attribute)
+        if not isinstance(entries, (list, tuple)) or len(entries) != count:
+            continue
+        paths = [entry[0] if isinstance(entry, (list, tuple)) and entry else entry for entry in entries]
+        if all(isinstance(path, (str, os.PathLike)) for path in paths):
+            return _relative([os.fsdecode(path) for path in paths], _attribute(dataset, "root"))
+    return None
+
+
+def _relative(names: list[str], root: Any) -> list[str]:
+    """Return paths relative to the folder `root`, or if they are not below it, to the folder that they share."""
+    if isinstance(root, (str, os.PathLike)):
+        folder = os.path.join(os.fsdecode(root), "")
+        if all(name.startswith(folder) for name in names):
+            return [name[len(folder) :] for name in names]
+    if not all(map(os.path.isabs, names)):
+        return names
+    # All names sort between these two, so they share what these share.
+    common = os.path.commonpath([os.path.dirname(min(names)), os.path.dirname(max(names))])
+    return [name[len(common) :].lstrip("/") for name in names]
+
+
+def _class_names(dataset: Any) -> tuple[str, ...] | None:
+    """Return the names of a dataset's classes, or of the columns of an `H5Dataset`'s labels."""
+    features = _attribute(dataset, "features")  # of a dataset of Hugging Face
+    label = features.get(LABEL) if isinstance(features, Mapping) else None
+    columns = _attribute(dataset, "columns") if _attribute(dataset, "label_name") else None
+    for names in (_attribute(dataset, "classes"), _attribute(label, "names"), columns):
+        if isinstance(names, (list, tuple)) and names:
+            # torchvision's ImageNet has several names for each class.
+            texts = [", ".join(map(str, name)) if isinstance(name, (list, tuple)) else name for name in names]
+            if all(isinstance(name, str) for name in texts):
+                return tuple(texts)
+    indices = _attribute(dataset, "class_to_idx")
+    if isinstance(indices, Mapping) and indices and all(isinstance(name, str) for name in indices):
+        ordered = sorted(indices, key=lambda name: indices[name])
+        if [indices[name] for name in ordered] == list(range(len(ordered))):
+            return tuple(ordered)
+    return None
+
+
+def _splits(dataset: Any, count: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]] | None:
+    """Return the splits of an `H5Dataset`, whose samples are the rows ``dataset.rows`` of a file; None for others."""
+    chosen, ranges = _attribute(dataset, "rows"), _attribute(dataset, "splits")
+    if not isinstance(chosen, (range, np.ndarray)) or len(chosen) != count or not isinstance(ranges, Mapping):
+        return None
+    rows = {name: (split.start, split.stop) for name, split in ranges.items()}
+    end = chosen.stop if isinstance(chosen, range) else int(chosen.max(initial=-1)) + 1
+    try:
+        names, ids = split_ids(rows, max([end, *(stop for _, stop in rows.values())]))
+    except ValueError as error:
+        raise SourceError(f"the {type(dataset).__name__}: {error}; correct the file's dataset splits/rows") from error
+    return names, ids[np.asarray(chosen, np.int64)]
+
+
+def _parts(sample: Any) -> tuple[Any, Any, tuple[str, ...]]:
+    """Return image and label of a sample, None without a label, and the names of its other parts."""
+    if isinstance(sample, tuple) and IMAGE in getattr(sample, "_fields", ()):
+        sample = sample._asdict()  # type: ignore[attr-defined]
+    if isinstance(sample, Mapping):
+        if IMAGE not in sample:
+            keys = ", ".join(repr(key) for key in sample) or "none"
+            raise RejectedImageError(f"the dataset gave a sample with the keys {keys}; {IMAGE!r} is needed")
+        unused = tuple(str(key) for key in sample if key not in (IMAGE, LABEL))
+        return sample[IMAGE], sample.get(LABEL), unused
+    if not isinstance(sample, (tuple, list)):
+        return sample, None, ()
+    if not sample:
+        raise RejectedImageError("the dataset gave an empty sample; expected an image, or an image and a label")
+    return sample[0], sample[1] if len(sample) > 1 else None, tuple(f"[{part}]" for part in range(2, len(sample)))
 
 
 def _pixels(image: Any) -> npt.NDArray[np.uint8]:
+    """Return the pixels of a Pillow image, or of a uint8 array or tensor; alpha is dropped, as from files.
+
+    The last axis of three holds the channels if it has 1 to 4 entries, otherwise the first one does.
+    """
     if hasattr(image, "convert") and hasattr(image, "getbands"):
-        if image.mode in ("I", "F") or image.mode.startswith("I;"):
-            raise RejectedImageError(f"the dataset gave an image of mode {image.mode}; images must be of 8 bits")
+        image = eight_bits(image)
         image = image.convert("L" if image.getbands() == ("L",) else "RGB")
     array = np.asarray(image)
     if array.dtype != np.uint8:
-        raise RejectedImageError(f"the dataset gave {array.dtype} pixels; images must be uint8")
-    if array.ndim == 2:
-        array = array[:, :, None]
-    if array.ndim != 3 or array.shape[2] not in (1, 3) or 0 in array.shape:
-        expected = "(H, W), (H, W, 1) or (H, W, 3)"
+        raise RejectedImageError(f"the dataset gave {array.dtype} pixels; {_NOT_UINT8}")
+    axes = channel_axes(array.shape)
+    if not axes or 0 in array.shape:
+        expected = "(H, W), (H, W, C) or (C, H, W), C from 1 to 4"
         raise RejectedImageError(f"the dataset gave an image of shape {array.shape}; expected {expected}")
-    return array
+    return PixelForm(axes[0]).pixels(array)
 
 
 def _label(label: Any) -> npt.NDArray[Any]:

@@ -83,3 +83,12 @@ def shuffled(count: int, key: int) -> npt.NDArray[np.int64]:
     keys &= (np.uint64(1) << bits) - np.uint64(1)
     table: npt.NDArray[np.int64] = keys.view(np.int64)
     return table
+
+
+def shuffled_split(count: int, seed: int, split: int) -> npt.NDArray[np.int64]:
+    """Return the permutation, int64 (count,), by which a pack orders the rows of its split number `split`.
+
+    The positions are sorted by a hash of their number, so the permutation is the same in every release.
+    """
+    key = splitmix64((seed * SPLITMIX64_GAMMA + (split + 1) * 0xD1B54A32D192ED03) % 2**64)
+    return np.argsort(hash_sequence(count, key), kind="stable").astype(np.int64)

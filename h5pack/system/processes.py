@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import concurrent.futures
 import contextlib
+import gc
+import inspect
+import io
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any, TypeVar
 
 from h5pack.errors import WorkerError
@@ -21,6 +29,9 @@ Result = TypeVar("Result")
 
 _WAIT_SECONDS = 0.5
 _JOIN_SECONDS = 10.0
+_MAX_DEPTH = 6
+_ONE_WORKER = "num_workers=1"
+_OR_ONE_WORKER = f", or give {_ONE_WORKER}, which needs no other process"
 
 # Per thread, because each thread may use a SerialExecutor of its own.
 _local = threading.local()
@@ -45,12 +56,13 @@ class SerialExecutor(concurrent.futures.Executor):
 
 @contextlib.contextmanager
 def open_executor(
-    num_workers: int, start_method: str | None, shared_object: Any
+    num_workers: int, start_method: str | None, shared_object: Any, *, isolated: bool = False
 ) -> Iterator[concurrent.futures.Executor]:
     """Open an executor of worker processes, or of this process if `num_workers` is 1.
 
     If `start_method` is None, `choose_start_method` decides. Inside tasks `shared()` returns `shared_object`. Forked
-    workers inherit this object; for others it is pickled once per worker.
+    workers inherit this object; for others it is pickled once per worker. Raises WorkerError if the object cannot be
+    used in a worker, or if workers cannot start; unless `isolated`, the error recommends one worker.
     """
     if num_workers == 1:
         before, _local.shared = shared(), shared_object
@@ -59,9 +71,18 @@ def open_executor(
         finally:
             _local.shared = before
         return
-    context = multiprocessing.get_context(start_method or choose_start_method())
-    executor = concurrent.futures.ProcessPoolExecutor(num_workers, context, _start_worker, (shared_object,))
+    method = start_method or choose_start_method()
+    if method == "fork":
+        _require_no_open_file(shared_object)
+    else:
+        _require_importable_main("" if isolated else _OR_ONE_WORKER)
+    context = multiprocessing.get_context(method)
+    executor = concurrent.futures.ProcessPoolExecutor(
+        num_workers, context, _start_worker, (_SharedObject(shared_object),)
+    )
     try:
+        if method != "fork":
+            _require_start(executor, num_workers, "" if isolated else _OR_ONE_WORKER)
         yield executor
     except BaseException:
         _kill(executor)
@@ -123,13 +144,158 @@ def run(
         busy = "; ".join(describe(task) for task in list(pending.values())[:4])
         raise WorkerError(
             f"a worker process died near {busy}: out of memory, or a decoder crashed. See 'dmesg', lower num_workers, "
-            'and continue with resume=True (in a script, guard the call with if __name__ == "__main__":)',
+            "and continue with resume=True",
             parameters=("num_workers", "resume=True"),
         ) from error
 
 
-def _start_worker(shared_object: Any) -> None:
-    _local.shared = shared_object
+def _require_no_open_file(value: Any) -> None:
+    """Raise WorkerError if an open file can be reached from `value`, which forked workers would inherit.
+
+    Processes share the position of an inherited file: with two workers that called seek and read, up to 10 of 400 rows
+    were wrong.
+    """
+    # Loggers lead to these.
+    seen = {id(stream) for stream in (sys.stdin, sys.stdout, sys.stderr)}
+    rest = [value]
+    while rest:
+        item = rest.pop()
+        if id(item) in seen or not gc.is_tracked(item):
+            continue
+        seen.add(id(item))
+        if isinstance(item, io.IOBase) and _is_shared_file(item):
+            raise WorkerError(
+                f"the source holds the file {getattr(item, 'name', item)!r} open, and worker processes would move its "
+                f"position for each other; open it in each call{_OR_ONE_WORKER}",
+                parameters=(_ONE_WORKER,),
+            )
+        if isinstance(item, types.FunctionType):
+            # Not the globals, from which every imported module can be reached.
+            rest += [item.__closure__, item.__defaults__, item.__kwdefaults__]
+        elif not isinstance(item, (type, types.ModuleType, types.FrameType, types.TracebackType, types.GeneratorType)):
+            rest += gc.get_referents(item)
+
+
+def _is_shared_file(file: io.IOBase) -> bool:
+    """Return whether reading in one process moves the position for other processes that inherited the file."""
+    try:
+        return not file.closed and file.readable() and file.seekable() and file.fileno() >= 0
+    except (OSError, ValueError):
+        return False
+
+
+def _require_importable_main(advice: str) -> None:
+    """Raise WorkerError if workers that are not forked cannot import the main script, or would run this call again."""
+    main = sys.modules["__main__"]
+    name = getattr(getattr(main, "__spec__", None), "name", "")
+    path = getattr(main, "__file__", None)
+    # Workers do not import a package's __main__.py, nor a program that has no file, such as a notebook.
+    if path is None or name.rpartition(".")[2] == "__main__":
+        return
+    if not os.path.exists(path):
+        raise WorkerError(
+            f"{path}: worker processes cannot import the main program, which is not in a file; save it as one{advice}",
+            path=path,
+            parameters=(_ONE_WORKER,),
+        )
+    line = _unguarded_line(main, path)
+    if line is not None:
+        raise WorkerError(
+            f"{path} line {line}: each worker process would run this line, too; put it under "
+            f'if __name__ == "__main__":{advice}',
+            path=path,
+            parameters=(_ONE_WORKER,),
+        )
+
+
+def _unguarded_line(main: types.ModuleType, path: str) -> int | None:
+    """Return the line of the main script that is being executed, or None if it is under a condition or unknown."""
+    line, frame = None, inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals is vars(main) and frame.f_code.co_name == "<module>":
+            line = frame.f_lineno
+        frame = frame.f_back
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    conditions = [(node.lineno, node.end_lineno or 0) for node in ast.walk(tree) if isinstance(node, ast.If)]
+    return None if line is None or any(first <= line <= last for first, last in conditions) else line
+
+
+class _SharedObject:
+    """The shared object on its way to a worker, or the reason why the worker could not unpickle it."""
+
+    def __init__(self, value: Any, failure: str = "") -> None:
+        self.value, self.failure = value, failure
+
+    def __reduce__(self) -> Any:
+        stream = io.BytesIO()
+        try:
+            ForkingPickler(stream).dump(self.value)
+        except Exception as error:
+            raise WorkerError(
+                f"{_unpicklable(self.value)} cannot be sent to worker processes ({_reason(error)}); "
+                f"make it picklable{_OR_ONE_WORKER}",
+                parameters=(_ONE_WORKER,),
+            ) from error
+        return _unpickled, (stream.getvalue(),)
+
+
+def _unpickled(data: bytes) -> _SharedObject:
+    try:
+        return _SharedObject(pickle.loads(data))
+    except Exception as error:
+        return _SharedObject(None, _reason(error))
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _unpicklable(value: Any, name: str = "", depth: int = 0) -> str:
+    """Return the name of the innermost attribute or element of `value` that cannot be pickled."""
+    members: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, (list, tuple)):
+        members = ((f"{name}[{number}]", item) for number, item in enumerate(value))
+    elif isinstance(value, dict):
+        members = ((f"{name}[{key!r}]", item) for key, item in value.items())
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, types.FunctionType)):
+        members = ((f"{name}.{key}".lstrip("."), item) for key, item in vars(value).items())
+    for member, item in members if depth < _MAX_DEPTH else ():
+        try:
+            pickle.dumps(item)
+        except Exception:
+            return _unpicklable(item, member, depth + 1)
+    return name or type(value).__name__
+
+
+def _require_start(executor: concurrent.futures.Executor, num_workers: int, advice: str) -> None:
+    """Start all workers, and wait for the first one. Raise WorkerError if it cannot unpickle the shared object."""
+    try:
+        started = [executor.submit(_raise_failure) for _ in range(num_workers)]
+        while not (done := concurrent.futures.wait(started, _WAIT_SECONDS, concurrent.futures.FIRST_COMPLETED).done):
+            pass
+        done.pop().result()
+    except (BrokenProcessPool, ConnectionError, EOFError) as error:
+        raise WorkerError(
+            "a worker process ended while it started; standard error has the reason, which is often that the main "
+            f'script cannot be imported: put what it runs under if __name__ == "__main__":{advice}',
+            parameters=(_ONE_WORKER,),
+        ) from error
+
+
+def _raise_failure() -> None:
+    if _local.failure:
+        raise WorkerError(
+            f"worker processes cannot load the source ({_local.failure}): its classes must be in modules that can be "
+            f"imported (not in a notebook), and unpickle; move them there{_OR_ONE_WORKER}",
+            parameters=(_ONE_WORKER,),
+        )
+
+
+def _start_worker(received: _SharedObject) -> None:
+    _local.shared, _local.failure = received.value, received.failure
     # Ctrl-C sends SIGINT to the whole process group. Only the parent should handle it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:

@@ -230,8 +230,8 @@ def test_repeated_rows_count_as_often_as_they_come(ordered: H5Dataset) -> None:
 def test_a_split_that_begins_in_the_middle_of_the_file(tmp_path: Path) -> None:
     converted(tmp_path, order="sorted")
     path = tmp_path / "o.h5"
-    dataset = max((H5Dataset(path, split=split) for split in ("train", "test")), key=lambda one: one.first_row)
-    first, stop = dataset.first_row, dataset.first_row + len(dataset)
+    dataset = max((H5Dataset(path, split=split) for split in ("train", "test")), key=lambda one: one.rows.start)
+    first, stop = dataset.rows.start, dataset.rows.stop
     assert first % 7
     with h5py.File(path) as file:
         labels = file["labels"][first:stop]

@@ -212,12 +212,44 @@ def test_splits_classes_targets_and_filenames(pack: Path, tmp_path: Path) -> Non
     assert (other.splits, other.class_to_idx, other.targets, other.filenames) == ({}, None, None, None)
 
 
+@pytest.mark.parametrize("splits", [("b", "a"), ("a", "b", "c"), ["c", "a"], ("b",)], ids=repr)
+def test_several_splits_follow_each_other(tmp_path: Path, splits: Any) -> None:
+    ranges = {"a": (0, 33), "b": (33, 45), "c": (45, packs.ROWS)}
+    images, labels = packs.values(), np.arange(packs.ROWS)
+    path = packs.write(tmp_path / "f.h5", images=images, labels=labels, filenames=labels.astype("S"))
+    with h5py.File(path, "a") as file:
+        file.attrs.update({"h5pack_format": 1, "h5pack_complete": 1})
+        file["splits/name"] = np.array([*ranges], "S")
+        file["splits/rows"] = np.array([*ranges.values()])
+    rows = [row for name in splits for row in range(*ranges[name])]
+    with h5pack.H5Dataset(path, splits, with_rows=True) as dataset:
+        assert (dataset.split, [*dataset.rows]) == (tuple(splits), rows)
+        assert isinstance(dataset.rows, range) == (splits != ("b", "a") and splits != ["c", "a"])
+        assert dataset.targets is not None
+        assert dataset.targets.tolist() == rows == [int(name) for name in dataset.filenames or ()]
+        assert [dataset[index].row for index in (0, -1, 5)] == [rows[0], rows[-1], rows[5]]
+        assert [sample.row for sample in dataset[::4]] == rows[::4]
+        both = h5pack.ConcatPack([dataset, dataset])
+        assert both[len(rows) + 3].row == rows[3]
+        for feed in (h5pack.H5Loader(dataset, 8, seed=3), DataLoader(dataset, 8, shuffle=True), DataLoader(both, 8)):
+            found = Counter[int]()
+            for batch in feed:
+                assert np.array_equal(batch.images, images[batch.rows])
+                assert batch.labels.tolist() == batch.rows.tolist()
+                found.update(batch.rows.tolist())
+            assert found == Counter(rows * (2 if feed.dataset is both else 1))
+        mixture = h5pack.MixtureSampler(h5pack.ConcatPack([dataset, dataset]), 4, num_samples=40)
+        assert sum(len(batch.rows) for batch in DataLoader(both, batch_sampler=mixture)) == 40
+        assert [sample.row for sample in pickle.loads(pickle.dumps(dataset))[:7]] == rows[:7]
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "parameters"),
     [
         *(({"split": "val"}, PackFormatError, ("split",)), ({"fields": "boxes"}, OptionsError, ("fields",))),
         *(({"fields": ["depth"]}, PackFormatError, ()), ({"check": True}, OptionsError, ("check",))),
-        *(({"split": ["val"]}, OptionsError, ("split",)), ({"transform": "flip"}, OptionsError, ("transform",))),
+        *(({"split": wrong}, OptionsError, ("split",)) for wrong in ([], ["a", "a"], ["a", 1], 1, b"a")),
+        *(({"split": ["val"]}, PackFormatError, ("split",)), ({"transform": "flip"}, OptionsError, ("transform",))),
         ({"path": "cut.h5"}, PackFormatError, ()),
     ],
     ids=str,

@@ -94,7 +94,7 @@ def expected(pack: Path, rank: int, epoch: int, **order: Any) -> list[list[list[
     sampler.set_epoch(epoch)
     with h5py.File(pack) as file:
         checksums = [zlib.crc32(image.tobytes()) for image in file["images"][()]]
-    return [[[dataset.first_row + index, checksums[dataset.first_row + index]] for index in batch] for batch in sampler]
+    return [[[dataset.rows[index], checksums[dataset.rows[index]]] for index in batch] for batch in sampler]
 
 
 def test_ranks_resume_exactly_after_a_kill(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections import Counter
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 import h5pack
 from h5pack.errors import DamagedRowsError, OptionsError, SizesDifferError
 from tests.makers import pixels
-from tests.read.encoded_files import SIZE, decoded, encode, jpegs, write_encoded
+from tests.read.encoded_files import SIZE, decoded, encode, jpegs, write_encoded, write_kept
 
 pytestmark = pytest.mark.usefixtures("no_thread_stays")
 
@@ -27,28 +28,33 @@ RAGGED = [(20, 14), (31, 9), (12, 25), (20, 14)]
 FORK = {"num_workers": 1, "multiprocessing_context": "fork"}
 
 
-@pytest.fixture(scope="module")
-def even(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["variable length", "kept"])
+def even(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Images of one size, JPEG and PNG in turn, with labels and a field."""
     rows = jpegs(ROWS)
     rows[1::3] = [encode(pixels(seed, SIZE), "PNG") for seed in range(1, ROWS, 3)]
-    path = write_encoded(tmp_path_factory.mktemp("even") / "f.h5", rows, chunks=(16,))
+    path = tmp_path_factory.mktemp("even") / "f.h5"
+    write_kept(path, rows) if request.param == "kept" else write_encoded(path, rows, chunks=(16,))
     with h5py.File(path, "r+") as file:
         file["weights"] = np.linspace(0, 1, ROWS, dtype="f4")
     return path
 
 
-@pytest.fixture(scope="module")
-def ragged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["variable length", "kept"])
+def ragged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Images of several sizes, with labels."""
     rows = [encode(pixels(seed, RAGGED[seed % 4])) for seed in range(ROWS)]
-    return write_encoded(tmp_path_factory.mktemp("ragged") / "f.h5", rows)
+    path = tmp_path_factory.mktemp("ragged") / "f.h5"
+    return write_kept(path, rows) if request.param == "kept" else write_encoded(path, rows)
 
 
 def stored(path: Path) -> list[npt.NDArray[np.uint8]]:
     """What h5py and Pillow see in a file."""
     with h5py.File(path) as file:
-        return [decoded(data.tobytes()) for data in file["images"][()]]
+        if "images" in file:
+            return [decoded(data.tobytes()) for data in file["images"][()]]
+        data, edges = file["encoded/data"][()].tobytes(), file["encoded/offsets"][()].tolist()
+        return [decoded(data[first:last]) for first, last in itertools.pairwise(edges)]
 
 
 def require_rows(batches: list[Any], path: Path) -> list[int]:
@@ -113,7 +119,7 @@ def test_a_dataloader_yields_each_row_once(even: Path, settings: dict[str, Any],
 def test_counts(even: Path) -> None:
     dataset = h5pack.H5Dataset(even, labels=None)
     with h5py.File(even) as file:
-        size = sum(map(len, file["images"][()]))
+        size = sum(map(len, file["images"][()])) if "images" in file else len(file["encoded/data"])
     loader = h5pack.H5Loader(dataset, 12)
     assert sum(len(batch.images) for batch in loader) == ROWS
     stats, pixel_bytes = loader.stats(), ROWS * 20 * 14 * 3
@@ -224,3 +230,11 @@ def test_a_truncated_row_is_named(tmp_path: Path, way: str) -> None:
     good = [0, 2, 3, 4, 5, 7]
     whole = write_encoded(tmp_path / "good.h5", rows)
     assert Counter(require_rows(list(h5pack.H5Loader(dataset, 4, indices=good)), whole)) == Counter(good)
+
+
+def test_concatenated_packs_whose_first_images_differ_in_size(tmp_path: Path) -> None:
+    paths = [write_kept(tmp_path / f"{side}.h5", [encode(pixels(1, (side, 12)))] * 3) for side in (20, 31)]
+    both = h5pack.ConcatPack([h5pack.H5Dataset(path, transform=RandomCrop()) for path in paths])
+    assert [len(batch.images) for batch in DataLoader(both, 4, collate_fn=both.collate)] == [4, 2]
+    with pytest.raises(OptionsError):
+        h5pack.ConcatPack([h5pack.H5Dataset(path) for path in paths])

@@ -103,7 +103,7 @@ def test_every_row_once_an_epoch_with_its_pixels_and_label(
 def test_samplers_follow_their_plan(dataset: h5pack.H5Dataset, kind: str) -> None:
     """A sampler yields the order of its `OrderPlan`, which is pinned."""
     fed = Fed(kind, dataset, seed=7, window=3)
-    plan = OrderPlan(RowRange(dataset.first_row, dataset.first_row + 57, CHUNK), 57, seed=7, window=3)
+    plan = OrderPlan(RowRange(dataset.rows.start, dataset.rows.stop, CHUNK), 57, seed=7, window=3)
     for epoch in range(3):
         expected = np.empty(57, np.int64)
         for group in plan.chunk_groups(epoch):

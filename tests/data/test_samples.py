@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader, Subset
 
 import h5pack
@@ -52,6 +53,10 @@ def test_unlabelled_images_cannot_be_unpacked_as_images_and_labels(tmp_path: Pat
     assert dataset[0]._fields == ("image",)
 
 
+def halved(image: Image.Image) -> Any:
+    return np.array(image) // 2
+
+
 @pytest.fixture
 def dataset(tmp_path: Path) -> h5pack.H5Dataset:
     masks = packs.values(24, (16, 12))
@@ -65,12 +70,7 @@ def test_samples_and_batches_have_the_same_names_on_every_way(dataset: h5pack.H5
     assert sample._fields == ("image", "label", "masks", "row")
     assert (sample.label, sample.row, sample.masks.shape) == (1, 7, (16, 12))
     assert repr(sample).startswith("Sample(image=")
-    half = h5pack.H5Dataset(
-        dataset.path,
-        fields=["in/masks"],
-        with_rows=True,
-        transform=lambda image: np.array(image) // 2,
-    )
+    half = h5pack.H5Dataset(dataset.path, fields=["in/masks"], with_rows=True, transform=halved)
     concatenated = h5pack.ConcatPack([dataset, dataset])
     loaders: list[Any] = [h5pack.H5Loader(dataset, 4, shuffle=False), h5pack.DeviceFeed(DataLoader(dataset, 4), "cpu")]
     for source in (dataset, half, concatenated, Subset(dataset, range(12)), Subset(half, range(12))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,18 @@ from h5pack.order.row_ranges import RowRange, RowSubset
 FIRST, COUNT, UNIT = 5, 40, 6
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> h5pack.H5Dataset:
-    """Samples are their row's number; sample 0 is row 5, as that of a split would be."""
+@pytest.fixture(scope="module", params=["mine", ("late", "early")])
+def dataset(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> h5pack.H5Dataset:
+    """Samples are their row's number; sample 0 is row 5 or, of two splits with others between them, row 23."""
     path = tmp_path_factory.mktemp("rows") / "f.h5"
     with h5py.File(path, "w") as file:
         file.create_dataset("images", data=np.arange(FIRST + COUNT)[:, None], chunks=(UNIT, 1))
         file.attrs["h5pack_format"] = 1
         file.attrs["h5pack_complete"] = 1
-        file["splits/name"] = np.array([b"other", b"mine"])
-        file["splits/rows"] = np.array([[0, FIRST], [FIRST, FIRST + COUNT]])
-    return h5pack.H5Dataset(path, split="mine")
+        names, edges = ("other mine", [0, 5, 45]) if request.param == "mine" else ("early other late", [0, 18, 23, 45])
+        file["splits/name"] = np.array(names.split(), "S")
+        file["splits/rows"] = list(itertools.pairwise(edges))
+    return h5pack.H5Dataset(path, split=request.param)
 
 
 def pairs(rows: Any) -> list[tuple[int, int]]:
@@ -55,7 +57,7 @@ def test_chosen_indices_of_a_dataset_and_of_a_subset(dataset: h5pack.H5Dataset, 
     numbers = [int(index) for index in (range(COUNT) if indices is None else indices)]
     base, rows = select_draws(dataset, indices)
     assert base is dataset
-    assert isinstance(rows, RowRange if indices is None else RowSubset)
+    assert isinstance(rows, RowRange if indices is None and dataset.split == "mine" else RowSubset)
     assert rows.chunk_rows == UNIT
     assert pairs(rows) == expected(dataset, [index % COUNT for index in numbers])
     # A sampler over a Subset gives the Subset's own indices, which count from 0.

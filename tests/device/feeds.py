@@ -119,7 +119,7 @@ def row_loader(dataset: Any) -> Any:
 
 
 def stateful_loader(dataset: Any) -> Any:
-    module = pytest.importorskip("torchdata.stateful_dataloader", reason="pip install 'h5pack[dev]'")
+    module = pytest.importorskip("torchdata.stateful_dataloader", reason="scripts/install dev")
     sampler = h5pack.ChunkBatchSampler(dataset, BATCH, window=3, seed=7)
     return module.StatefulDataLoader(dataset, batch_sampler=sampler)
 

@@ -115,7 +115,7 @@ def test_setting_the_epoch_or_the_state_during_an_iteration(dataset: h5pack.H5Da
 
 @every_feed
 def test_the_state_holds_the_epoch_if_the_loader_counts_none(feed_of: Any) -> None:
-    module = pytest.importorskip("torchdata.stateful_dataloader", reason="pip install 'h5pack[dev]'")
+    module = pytest.importorskip("torchdata.stateful_dataloader", reason="scripts/install dev")
     keyed = Keyed()
 
     def make() -> Any:

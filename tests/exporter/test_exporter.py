@@ -437,7 +437,7 @@ def test_an_invalid_value_is_refused_with_its_parameter(tmp_path: Path, name: st
 def test_nothing_is_written_without_images(tmp_path: Path) -> None:
     hdf5_file(tmp_path / "f.h5", images=np.zeros((0, 9, 9, 3), np.uint8))
     for source, keywords, error in (
-        ("no.h5", {"quality": 90}, OptionsError),
+        ("no.h5", {"quality": 90, "format": "png"}, OptionsError),
         ("no.h5", {}, PackFormatError),
         (".", {}, PackFormatError),
         ("f.h5", {}, NoImagesError),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from h5pack.format import row_offsets
 from h5pack.format.checksums import row_checksums
-from h5pack.format.row_offsets import RowOffsets, check_rows, check_tasks
+from h5pack.format.row_offsets import EncodedOffsets, RowOffsets, check_rows, check_tasks
 from tests.read.files import flip
 
 ROW_BYTES = 6
@@ -28,7 +28,7 @@ def scattered(chunk_rows: int, chunks: int = 12) -> RowOffsets:
 def test_runs_hold_every_row_once_and_lie_in_one_piece(chunk_rows: int, drawn: set[int], max_rows: int) -> None:
     offsets = scattered(chunk_rows, 108)
     rows = np.array(sorted(drawn), np.int64)
-    runs = list(offsets.runs(rows, max_rows))
+    runs = list(offsets.runs(rows, max_rows * ROW_BYTES))
     assert [row for first, count in runs for row in range(first, first + count)] == rows.tolist()
     for first, count in runs:
         assert 1 <= count <= max_rows
@@ -75,6 +75,21 @@ def test_only_the_rows_that_were_asked_for_are_checked(pack: tuple[Path, RowOffs
 def test_rows_behind_the_end_of_the_file_are_wrong(tmp_path: Path, kept: int) -> None:
     content = np.random.default_rng(0).integers(1, 256, (5, ROW_BYTES), np.uint8)
     (tmp_path / "short").write_bytes(content.tobytes()[:kept])
-    task = row_offsets.CheckTask(str(tmp_path / "short"), 70, 0, ROW_BYTES, row_checksums(content))
+    task = row_offsets.CheckTask(
+        str(tmp_path / "short"), 70, 0, ROW_BYTES * np.arange(len(content) + 1), row_checksums(content)
+    )
     assert check_rows(task) == list(range(70 + kept // ROW_BYTES, 75))
     assert row_offsets.describe_check(task) == f"{tmp_path}/short rows 70-74"
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(1, 30), st.data())
+def test_rows_of_different_lengths(lengths: list[int], max_bytes: int, data: st.DataObject) -> None:
+    edges = np.cumsum([0, *lengths])
+    offsets = EncodedOffsets.of(100, edges)
+    rows = np.array(sorted(data.draw(st.sets(st.integers(0, len(lengths) - 1)))), np.int64)
+    runs = list(offsets.runs(rows, max_bytes))
+    assert [row for first, count in runs for row in range(first, first + count)] == rows.tolist()
+    for first, count in runs:
+        assert offsets.offset(first) == 100 + edges[first]
+        assert offsets.edges(first, count).tolist() == (edges[first : first + count + 1] - edges[first]).tolist()
+        assert count == 1 or edges[first + count] - edges[first] <= max_bytes

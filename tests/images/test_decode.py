@@ -86,7 +86,7 @@ FILES = {
     "rgba png": encoded(ALPHA, "PNG"),
     "rgba webp": encoded(ALPHA, "WEBP", lossless=True),
     "ycbcr jpeg": encoded(RGB, "JPEG"),
-    "ycbcr tiff": encoded(RGB.convert("YCbCr"), "TIFF"),
+    "ycbcr tiff": encoded(RGB.convert("YCbCr"), "TIFF", compression="tiff_lzw"),
     "rgb jpeg": encoded(RGB, "JPEG", keep_rgb=True),
     "cmyk jpeg": encoded(RGB.convert("CMYK"), "JPEG"),
     "cmyk tiff": encoded(RGB.convert("CMYK"), "TIFF"),
@@ -152,12 +152,25 @@ def fitted(
 @pytest.mark.parametrize("fit", ["crop", "pad", "stretch"])
 def test_resizing_is_pillows_own(fit: str, resample: str) -> None:
     names = ("rgb png", "ycbcr jpeg", "gray jpeg", "palette with transparent colours", "cmyk jpeg")
-    lines = [encoded(Image.fromarray(pixels(3, size)), "JPEG") for size in ((1, 40), (40, 1), (1, 1), (2, 3))]
+    thin = ((1, 1), (2, 3)) if fit == "pad" else ((1, 40), (40, 1), (1, 1), (2, 3))
+    lines = [encoded(Image.fromarray(pixels(3, size)), "JPEG") for size in thin]
     for number, data in enumerate([*(FILES[name] for name in names), *lines]):
         for size in ((23, 17), (50, 31), (7, 60), (1, 1)):
             channels = 1 if number % 2 else 3
             found = decoded(data, channels, resize=True, size=size, fit=fit, resample=resample)
             assert np.array_equal(found, fitted(data, size, fit, resample, channels)), (number, size)
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_line_is_padded_on_both_sides(form: str, turned: bool) -> None:
+    image = Image.fromarray(pixels(3, (1, 40)))
+    data = encoded(image.transpose(Image.Transpose.ROTATE_90) if turned else image, form)
+    found = decoded(data, 3, resize=True, size=(6, 10) if turned else (10, 6), fit="pad", resample="box")
+    found = found.transpose(1, 0, 2) if turned else found
+    line = Image.fromarray(slow(data).transpose(1, 0, 2) if turned else slow(data)).resize((6, 1), Image.Resampling.BOX)
+    assert found.any()
+    assert np.array_equal(found[found.any(axis=(1, 2))], np.asarray(line))
 
 
 def drawn_jpeg(drawn: random.Random, number: int) -> bytes:

@@ -201,3 +201,28 @@ def test_files_that_open_with_many_ranges_get_a_command(tmp_path: Path) -> None:
     subprocess.run([*report.opening_fix[:-1], tmp_path / "b.h5"], check=True)
     assert len(h5pack.info(tmp_path / "b.h5").opening) == 1
     assert h5pack.info(tmp_path / "b.h5").opening_fix is None
+
+
+def test_the_fix_keeps_labels_and_fields_and_statistics_find_the_images(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (40, 3, 96, 96), np.uint8)
+    path = tmp_path / "lab.h5"
+    with h5py.File(path, "w") as file:
+        group = file.create_group("run")
+        group.create_dataset("pictures", data=images, chunks=(40, 3, 8, 8))
+        group["category"] = np.arange(40) % 7
+        group["temperature"] = temperatures = np.linspace(0, 1, 40)
+        file["names"], file["short"] = [b"x"] * 40, np.arange(5)
+    report = h5pack.info(path, stats=True)
+    (fix,) = [dataset.fix for dataset in report.datasets if dataset.fix is not None]
+    assert fix[4:] == (
+        *("--images", "run/pictures", "--labels", "run/category", "--fields", "run/temperature"),
+        *("--layout", "nchw"),
+    )
+    assert report.stats is not None
+    assert sum(report.stats["labels"].values()) == 40
+    np.testing.assert_allclose(report.stats["channels"]["mean"], images.mean((0, 2, 3)) / 255)
+    assert main([*fix[1:2], str(path), str(tmp_path / "p.h5"), *fix[4:], "--quiet", "--workers", "1"]) == 0
+    packed = h5pack.H5Dataset(tmp_path / "p.h5", fields=["temperature"])
+    rows = [int(name.split("/")[-1]) for name in packed.filenames or ()]
+    assert [sample.label for sample in packed] == [row % 7 for row in rows]
+    assert [sample.temperature.item() for sample in packed] == temperatures[rows].tolist()

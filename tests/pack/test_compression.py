@@ -477,7 +477,7 @@ def test_a_missing_plugin_is_reported(packs: dict[str, Path], source: Path, tmp_
     verifying = [["verify", "--json", str(packs[name])] for name in names]
     command = [sys.executable, "-c", WITHOUT_PLUGIN, json.dumps([*converting, *verifying])]
     results = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    advice = "pip install 'h5pack[compress]'"
+    advice = "pip install hdf5plugin"
     for (code, out, err), number in zip(results[:2], ("32015", "32008"), strict=True):
         assert (code, out, number in err, advice in err) == (2, "", True, True)
     assert results[2][0] == 0

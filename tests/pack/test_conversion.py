@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ import h5pack
 from h5pack.errors import (
     IncompletePackError,
     NoImagesError,
+    OptionsError,
     OutputBusyError,
     OutputExistsError,
     PackFormatError,
@@ -29,6 +31,7 @@ from h5pack.errors import (
 )
 from h5pack.images.decode import Decoder
 from h5pack.pack import finish
+from h5pack.pack.conversion import Conversion
 from h5pack.pack.output import Output, OutputLock
 from h5pack.system.files import open_locked
 from tests.crashing import leftovers, wait_for
@@ -240,7 +243,7 @@ def test_an_unfinished_output_needs_resume_or_overwrite_and_a_worker_of_it_canno
     assert out.read_bytes() == whole
 
 
-def interrupted(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+def interrupted(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, rows: int, **settings: Any) -> None:
     """Begin a conversion that is interrupted after some rows."""
     calls = 0
     decode = Decoder.decode
@@ -255,7 +258,7 @@ def interrupted(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, rows: 
     with monkeypatch.context() as patch:
         patch.setattr(Decoder, "decode", failing)
         with pytest.raises(KeyboardInterrupt):
-            h5pack.convert(source, out, **quick(chunk_rows=2))
+            h5pack.convert(source, out, **quick(chunk_rows=2, **settings))
     assert not out.exists()
 
 
@@ -397,12 +400,90 @@ def test_a_dataset_of_gray_images_with_tables_of_labels(tmp_path: Path) -> None:
         assert file["labels"][()].tolist() == [[index % 2, 1] for index in range(23)]
 
 
+def splits_of(path: Path) -> dict[str, list[str]]:
+    """The file names of each split."""
+    with h5py.File(path) as file:
+        ranges = zip(file["splits/name"].asstr()[()], file["splits/rows"][()].tolist(), strict=True)
+        return {name: names_of(file)[start:stop] for name, (start, stop) in ranges}
+
+
+def test_a_validation_split_has_its_fraction_of_each_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = class_folders(tmp_path / "in", {"a": 20, "b": 10, "c": 10})
+    (source / "a" / "zero.jpg").write_bytes(b"")
+    out = tmp_path / "o.h5"
+    h5pack.convert(source, tmp_path / "whole.h5", **quick(val=0.2, chunk_rows=2, num_workers=2))
+    whole = splits_of(tmp_path / "whole.h5")
+    assert {name: Counter(name[0] for name in names) for name, names in whole.items()} == {
+        "train": {"a": 16, "b": 8, "c": 8},
+        "val": {"a": 4, "b": 2, "c": 2},
+    }
+    h5pack.convert(source, out, **quick(val=0.2, seed=1))
+    assert set(splits_of(out)["val"]) != set(whole["val"])
+    out.unlink()
+    interrupted(source, out, monkeypatch, rows=9, val=0.2)
+    with pytest.raises(ResumeError) as caught:
+        h5pack.convert(source, out, **quick(val=0.3, chunk_rows=2, resume=True))
+    assert "val=0.2" in caught.value.parameters
+    # Once with an unfinished and once with a finished output.
+    for complete in (False, True):
+        report = h5pack.convert(source, out, **quick(val=0.2, chunk_rows=2, resume=True))
+        assert (report.already_complete, out.read_bytes()) == (complete, (tmp_path / "whole.h5").read_bytes())
+    with pytest.raises(OutputExistsError):
+        h5pack.convert(source, out, **quick(val=0.3, chunk_rows=2, resume=True))
+    truncate(source / whole["val"][0])
+    assert h5pack.convert(source, out, **quick(val=0.2, chunk_rows=2, overwrite=True)).rejects == 2
+    left = splits_of(out)
+    assert (set(left["val"]), set(left["train"])) == ({*whole["val"][1:]}, {*whole["train"]})
+
+
+@pytest.mark.parametrize(
+    ("counts", "refused"),
+    [({"train": {"x": 8, "y": 12}}, False), ({"train": {"x": 8}, "test": {"x": 12}}, True), ({"val": {"x": 9}}, True)],
+)
+def test_a_source_with_splits_has_no_validation_split_cut_off(
+    tmp_path: Path, counts: dict[str, dict[str, int]], refused: bool
+) -> None:
+    source = split_folders(tmp_path / "in", counts)
+    if refused:
+        with pytest.raises(OptionsError, match=", ".join(f"'{name}'" for name in counts)) as caught:
+            h5pack.convert(source, tmp_path / "o.h5", **quick(val=0.25))
+        assert caught.value.parameters == ("val=0.25",)
+    else:
+        h5pack.convert(source, tmp_path / "o.h5", **quick(val=0.25))
+        assert {name: len(rows) for name, rows in splits_of(tmp_path / "o.h5").items()} == {"train": 15, "val": 5}
+    for val in (0.001, 0.999):
+        with pytest.raises(OptionsError):
+            h5pack.convert(source, tmp_path / "p.h5", **quick(val=val))
+
+
+@pytest.mark.parametrize("dataset", [Samples(), Table()])
+def test_a_validation_split_of_a_dataset(tmp_path: Path, dataset: Samples) -> None:
+    h5pack.convert(dataset, tmp_path / "o.h5", **quick(val=0.25, mode="gray"))
+    # One of the samples of integers fails.
+    number = 22 if type(dataset) is Samples else 23
+    val = splits_of(tmp_path / "o.h5")["val"]
+    assert len(val) == round(number * 0.25)
+    report = h5pack.convert(dataset, tmp_path / "o.h5", **quick(val=0.25, mode="gray", resume=True))
+    assert report.already_complete
+
+
 def test_the_file_does_not_depend_on_the_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = class_folders(tmp_path / "in", {"a": 20, "b": 20}, (50, 41))
     h5pack.convert(source, tmp_path / "fast.h5", **quick())
     monkeypatch.setattr("h5pack.images.decode._proven_paths", lambda channels: frozenset())
     h5pack.convert(source, tmp_path / "slow.h5", **quick())
     assert (tmp_path / "fast.h5").read_bytes() == (tmp_path / "slow.h5").read_bytes()
+
+
+@pytest.mark.parametrize("settings", [{}, {"compat": True}, {"compression": "gzip"}, {"chunk_rows": 1}])
+def test_the_plan_bounds_the_size_of_the_file(tmp_path: Path, settings: dict[str, Any]) -> None:
+    source = class_folders(tmp_path / "in", {"a": 20, "b": 20}, (50, 41))
+    (source / "a" / "zero.jpg").write_bytes(b"")
+    with Conversion(source, tmp_path / "o.h5", **quick(**settings)) as conversion:
+        plan = conversion.plan()
+        report = conversion.run()
+    assert plan.source_bytes == sum(path.stat().st_size for path in source.rglob("*.jpg"))
+    assert report.bytes <= plan.file_bytes < report.bytes + 500_000
 
 
 def test_unicode_and_undecodable_names(tmp_path: Path) -> None:

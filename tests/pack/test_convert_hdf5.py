@@ -148,6 +148,17 @@ def test_a_pack_becomes_another_pack(tmp_path: Path) -> None:
         assert other["images"].shape[1:] == (30, 28, 1)
 
 
+def test_a_field_of_a_pack_that_is_named_like_labels_stays_a_field(tmp_path: Path) -> None:
+    flat_folder(tmp_path, 4)
+    (tmp_path / "m.csv").write_text("path,label\n" + "".join(f"{number:05d}.jpg,{number / 2}\n" for number in range(4)))
+    h5pack.convert(tmp_path / "m.csv", tmp_path / "a.h5", **quick(field_columns="label", order="sorted"))
+    h5pack.convert(tmp_path / "a.h5", tmp_path / "b.h5", **quick(order="sorted"))
+    for name in ("a.h5", "b.h5"):
+        with h5py.File(tmp_path / name) as file:
+            assert "labels" not in file
+            assert file["label"][()].tolist() == [0, 0.5, 1, 1.5]
+
+
 def test_encoded_images_of_any_size(tmp_path: Path) -> None:
     """Rows of a variable length are as good as files: sizes, rejects, and --size."""
     folder = flat_folder(tmp_path / "source", 9, (40, 30))

@@ -28,7 +28,9 @@ from h5pack.sources.manifest import ManifestColumns
         *(("io", "mmap"), ("start_method", "thread"), ("source_kind", "zip"), ("limit", 0), ("limit", True)),
         *(("num_workers", -2), ("max_pixels", 0), ("chunk_rows", 0), ("chunk_rows", 2.0), ("chunk_bytes", 0)),
         *(("size", (0, 4)), ("size", (4,)), ("size", (4, 4, 3)), ("size", (4, -1)), ("size", 0), ("size", 4.5)),
+        *(("include", 5), ("fields", [3]), ("label_columns", b"a")),
         *(("seed", -1), ("seed", 2**63), ("value_range", (1, 2, 3))),
+        *(("val", value) for value in (0, 1, 1.0, -0.1, 5, True, "0.1", float("nan"))),
     ],
 )
 def test_an_invalid_value_is_refused_with_its_parameter(name: str, value: object) -> None:
@@ -89,7 +91,7 @@ CONTENT = {
     "chunk_rows": 7, "chunk_bytes": 9, "max_pixels": 99, "compression": "zstd:7", "compat": True, "limit": 5,
     "include": ("*.png",), "exclude": ("x*",), "source_kind": "flat", "path_column": "p", "label_columns": ("a", "b"),
     "split_column": "s", "field_columns": ("f",), "images": "data/x", "labels": "", "fields": ("age",),
-    "channel_axis": "first", "value_range": (-1.0, 1.0),
+    "channel_axis": "first", "value_range": (-1.0, 1.0), "val": 0.25, "keep": "jpeg", "max_side": 7, "quality": 50,
 }  # fmt: skip
 ELSEWHERE = {
     "num_workers": 3, "start_method": "spawn", "io": "buffered", "overwrite": True, "resume": True, "strict": True,
@@ -103,6 +105,7 @@ def test_every_option_either_changes_content_or_does_not() -> None:
     default = ConvertOptions().content()
     for name, value in CONTENT.items():
         sized = {"size": (4, 4)} if name in ("fit", "resample") else {}
+        sized |= {"keep": "jpeg"} if name in ("max_side", "quality") else {}
         content = ConvertOptions(**{name: value, **sized}).content()  # type: ignore[arg-type]
         assert {key for key in content if content[key] != default.get(key)} == {
             "source" if name == "source_kind" else name,
@@ -116,7 +119,8 @@ def test_every_option_either_changes_content_or_does_not() -> None:
 
 
 def test_the_source_gets_its_options() -> None:
-    options = ConvertOptions(**CONTENT | {"chunk_bytes": None, "root": "/data"}).source_options  # type: ignore[arg-type]
+    given = CONTENT | {"chunk_bytes": None, "root": "/data", "keep": None, "max_side": None, "quality": 90}
+    options = ConvertOptions(**given).source_options  # type: ignore[arg-type]
     assert options == SourceOptions(
         "flat",
         NameFilter(("*.png",), ("x*",)),

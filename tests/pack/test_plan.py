@@ -70,7 +70,7 @@ def test_sizes_that_differ_are_an_error_that_names_the_most_frequent_one() -> No
     seen = survey({4: (100, 50), 6: (100, 50), 9: (50, 100), 0: (0, 0)}, reasons={0: "truncated"})
     with pytest.raises(SizesDifferError, match=r"218x178 \(16, such as 01.*100x50 \(2, such as 04") as caught:
         plan(seen=seen)
-    assert caught.value.parameters == ("size='218x178'",)
+    assert caught.value.parameters == ("size='218x178'", "fit")
     assert plan(seen=seen, size=(64, 64)).rows == 19
 
 
@@ -121,17 +121,27 @@ def test_the_plan_for_programs() -> None:
         ignored={".txt files": 2},
         notes=unused_note("columns", ["a"], "give them"),
     )
-    made = plan(of, survey(reasons={3: "truncated"}), size=(64, 32), chunk_rows=6)
+    made = plan(of, survey(reasons={3: "truncated"}, file_bytes=9_000), size=(64, 32), chunk_rows=6)
     found = json.loads(json.dumps(made.to_json()))
-    size, options = found.pop("bytes"), found.pop("options")
-    assert found.pop("needed_bytes") >= size >= 4 * 6 * 64 * 32 * 3
+    size, options, notes = found.pop("bytes"), found.pop("options"), found.pop("notes")
+    assert min(found.pop("needed_bytes"), size) >= 4 * 6 * 64 * 32 * 3
     assert options["size"] == [64, 32]
+    assert notes[0] == "not packed: columns 'a'; give them"
     assert found == {
         "source": "in", "kind": "splits", "images": 19, "shape": [19, 64, 32, 3], "labels": "3 classes",
         "classes": ["x", "y", "z"], "fields": ["identity"], "splits": {"train": [0, 15], "test": [15, 19]},
         "chunk_rows": 6, "chunk_bytes": 6 * 64 * 32 * 3, "chunks": 4, "rejects": 1, "ignored": {".txt files": 2},
-        "notes": ["not packed: columns 'a'; give them"],
+        "source_bytes": 9_000,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("file_bytes", "noted"), [(0, False), (9_000, True), (10**6, False)])
+def test_a_file_much_larger_than_the_image_files_is_worth_a_note(file_bytes: int, noted: bool) -> None:
+    made = plan(seen=survey(file_bytes=file_bytes), size=(64, 32))
+    assert [note.parameters for note in made.notes()] == [("size", "compression")] * noted
+    times = made.file_bytes / file_bytes if file_bytes else 0
+    assert (f" {times:,.0f} times " in made.to_text()) == noted
+    assert (" 1.3 times the 977 KiB " in made.to_text()) == (file_bytes == 10**6)
 
 
 def test_the_plan_as_text() -> None:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from h5pack.pack.finish import close_holes, moved_runs
-from h5pack.pack.plan import order_rows, shuffled_split
+from h5pack.pack.finish import moved_runs
+from h5pack.pack.plan import choose_val, close_holes, order_rows
+from h5pack.system.arrays import shuffled_split
 
 # The order of every pack ever made hangs on these; they never change.
 PINNED = {
@@ -111,3 +112,33 @@ def test_carrying_out_the_moves_yields_the_order(plan: tuple[np.ndarray, np.ndar
     assert sum(rows for _, _, rows in runs) == (order != np.arange(len(order))).sum()
     for (target, origin, rows), (following, source, _) in itertools.pairwise(runs):
         assert (target + rows, origin + rows) != (following, source), "two runs could have been one"
+
+
+def test_the_validation_split_never_changes_between_releases() -> None:
+    labels = np.array([5, 7, 5, 7, 7, -1, 7, 5, 7, 7])
+    assert np.flatnonzero(choose_val(labels, 10, 0.3, 0)).tolist() == [3, 4, 7]
+    assert np.flatnonzero(choose_val(None, 10, 0.3, 0)).tolist() == [2, 4, 7]
+
+
+class_sizes = st.lists(st.integers(1, 30), min_size=1, max_size=12)
+
+
+@given(class_sizes, st.floats(0.001, 0.999), st.integers(0, 2**63 - 1))
+@example([10] * 10, 0.1, 0)
+@example([1] * 60, 0.1, 0)
+@example([3, 3], 0.5, 0)
+def test_each_class_gives_its_fraction_to_the_validation_split(sizes: list[int], val: float, seed: int) -> None:
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes)) * 7 - 1, sizes))
+    chosen = choose_val(labels, len(labels), val, seed)
+    assert chosen.sum() == round(len(labels) * val)
+    for label, size in zip(np.arange(len(sizes)) * 7 - 1, sizes, strict=True):
+        assert abs(chosen[labels == label].sum() - size * val) < 1 + 1e-9
+    assert choose_val(None, len(labels), val, seed).sum() == chosen.sum()
+
+
+def test_what_a_seed_chooses_for_validation_is_even() -> None:
+    labels = np.repeat(np.arange(30), 3)
+    counts = sum(choose_val(labels, 90, 0.1, seed).astype(int) for seed in range(400))
+    # Each image is expected in 40 of them, with a standard deviation of 6.
+    assert min(counts) > 15
+    assert max(counts) < 70

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,18 @@ def write_encoded(path: Path, rows: Sequence[bytes], name: str = "images", dtype
             dataset[row] = np.frombuffer(data, dtype)
         if "labels" not in file:
             file["labels"] = np.arange(len(rows))
+    return path
+
+
+def write_kept(path: Path, rows: Sequence[bytes], chunk: int = 1000, **settings: Any) -> Path:
+    """Write what a pack that keeps JPEG bytes has for its images and labels; `settings` are those of the bytes."""
+    with h5py.File(path, "w") as file:
+        joined = np.frombuffer(b"".join(rows), np.uint8)
+        file.create_dataset("encoded/data", data=joined, chunks=(chunk,), maxshape=(None,), **settings)
+        file["encoded/offsets"] = np.cumsum([0, *map(len, rows)])
+        file["encoded/size"] = np.array([decoded(row).shape[:2] for row in rows], np.int32).reshape(-1, 2)
+        file["checksums/encoded"] = np.array([zlib.crc32(row) for row in rows], np.uint32)
+        file["labels"] = np.arange(len(rows))
     return path
 
 

@@ -70,7 +70,7 @@ def damage_metadata(path: Path, folder: Path, count: int, seed: int) -> list[Pat
 
 def test_flipped_bytes_in_images_are_named(pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The metadata is sound, so `verify` may run in this process, which is faster.
-    monkeypatch.setattr("h5pack.inspect.verify.open_executor", lambda *_: open_executor(1, None, None))
+    monkeypatch.setattr("h5pack.inspect.verify.open_executor", lambda *_, **__: open_executor(1, None, None))
     places, dice = row_places(pack), random.Random(1)
     size = index_of(pack, "images").row_bytes
     with h5py.File(pack) as file:

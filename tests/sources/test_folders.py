@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from h5pack.errors import NoImagesError, SourceError
 from h5pack.sources import folders
 from h5pack.sources.catalog import Catalog, NameFilter
-from h5pack.sources.folders import child_folders, walk
+from h5pack.sources.folders import walk
 
 EVERYTHING = NameFilter()
 
@@ -88,7 +88,7 @@ def test_broken_links_are_found_so_that_they_become_rejects(tmp_path: Path) -> N
     result = walk(str(tmp_path), EVERYTHING)
     assert list(result.below("")) == ["gone.jpg", "self.jpg", os.fsdecode(b"\xff.jpg")]
     assert result.ignored == {"no suffix files": 1}
-    assert child_folders(str(tmp_path)) == []
+    assert result.subfolders == {"": []}
 
 
 def test_loops_of_links_end_and_are_counted(tmp_path: Path) -> None:
@@ -168,11 +168,11 @@ def test_a_folder_that_cannot_be_listed_is_left_out_by_exclude(too_deep: Path, p
 
 
 def classes(root: Path, *exclude: str) -> Catalog:
-    return folders.classes(str(root), walk(str(root), NameFilter(exclude=exclude)), child_folders(str(root)))
+    return folders.classes(walk(str(root), NameFilter(exclude=exclude)))
 
 
 def splits(root: Path, *exclude: str) -> Catalog:
-    return folders.splits(str(root), walk(str(root), NameFilter(exclude=exclude)), child_folders(str(root)))
+    return folders.splits(walk(str(root), NameFilter(exclude=exclude)))
 
 
 def rows(catalog: Catalog) -> list[tuple[str, str, int | None]]:

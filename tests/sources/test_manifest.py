@@ -109,8 +109,9 @@ def test_label_tables_hold_small_integers() -> None:
     [(["0", "256"], 3), (["-1", "2"], 2), (["-2"], 2), (["1", "0.5"], 3), (["1", "0", ""], 4), (["1_0"], 2)],
 )
 def test_a_cell_outside_a_label_table_is_named(cells: list[str], line: int) -> None:
-    with pytest.raises(SourceError, match=rf"line {line}: .*'{cells[line - 2]}'"):
-        binary_table(table(*cells), ["x"])
+    with pytest.raises(SourceError, match=rf"line {line}: .*'{cells[line - 2]}'") as caught:
+        binary_table(table(*cells), ["x"], "; pack them with field_columns")
+    assert caught.value.parameters == ("field_columns",)
 
 
 def read(path: Path, /, *lines: str, wanted: NameFilter | None = None, **columns: object) -> Catalog:
@@ -210,7 +211,7 @@ def test_labels_are_integers_or_names(
 def test_numbers_that_are_not_integers_are_not_labels(tmp_path: Path, cells: list[str], line: int) -> None:
     with pytest.raises(SourceError, match=rf"line {line}: .*'{cells[line - 2]}'") as caught:
         labelled(tmp_path / "m.csv", *cells)
-    assert (caught.value.path, caught.value.parameters) == (str(tmp_path / "m.csv"), ("field_columns",))
+    assert (caught.value.path, caught.value.parameters) == (str(tmp_path / "m.csv"), ("field_columns='label'",))
 
 
 def test_columns_that_are_not_packed_are_named(tmp_path: Path) -> None:
@@ -223,11 +224,23 @@ def test_columns_that_are_not_packed_are_named(tmp_path: Path) -> None:
     assert ("'c7' and 12 more" in note.text, "'c8'" in note.text) == (True, False)
 
 
-@pytest.mark.parametrize(("images", "classes", "noted"), [(10, 10, True), (10, 9, False), (9, 9, False)])
-def test_a_class_for_each_image_is_worth_a_note(tmp_path: Path, images: int, classes: int, noted: bool) -> None:
-    lines = [f"{number}.jpg,name {number % classes}" for number in range(images)]
+@pytest.mark.parametrize("name", ["name {}", "{}"])
+@pytest.mark.parametrize(("images", "classes", "noted"), [(10, 10, True), (10, 6, True), (10, 5, False), (9, 9, False)])
+def test_hardly_fewer_classes_than_images_are_worth_a_note(
+    tmp_path: Path, name: str, images: int, classes: int, noted: bool
+) -> None:
+    lines = [f"{number}.jpg,{name.format(number % classes)}" for number in range(images)]
     notes = read(tmp_path / "m.csv", "path,label", *lines).notes
-    assert [note.parameters for note in notes] == [("label_columns",)] * noted
+    assert [note.parameters for note in notes] == [("field_columns", "label_columns")] * noted
+
+
+def test_a_usual_column_that_is_named_as_a_field_is_only_that(tmp_path: Path) -> None:
+    lines = ["path,label,class,set", "1.jpg,0.5,cat,3", "2.jpg,1.5,dog,4"]
+    catalog = read(tmp_path / "m.csv", *lines, fields=("label", "set"))
+    assert (catalog.label_names, catalog.fields["label"].tolist()) == (("cat", "dog"), [0.5, 1.5])
+    assert (catalog.split_names, catalog.fields["set"].tolist()) == (("all",), [3, 4])
+    both = read(tmp_path / "m.csv", *lines, fields=("set",), labels=("set",), split="set")
+    assert (labels_of(both), both.split_names) == ([3, 4], ("3", "4"))
 
 
 def test_fields_and_several_labels_are_columns_of_numbers(tmp_path: Path) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import collections
 import io
 import pickle
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import ConcatDataset, StackDataset, Subset
 
+import h5pack
 from h5pack.errors import RejectedImageError
-from h5pack.sources.map_style import MapStyleReader, map_style_catalog
-from tests.makers import pixels
+from h5pack.sources.map_style import MapStyleReader, map_style_catalog, with_labels
+from tests.makers import expected, pixels, quick, split_folders
 
 COLOUR = pixels(1)
 GRAY = pixels(2, channels=1)
@@ -22,7 +27,8 @@ GRAY = pixels(2, channels=1)
 
 def sample(value: Any) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any] | None]:
     """What becomes of one sample of a dataset."""
-    return MapStyleReader([value]).sample(0)
+    pixels, label, _ = MapStyleReader([value]).sample(0)
+    return pixels, label
 
 
 @pytest.mark.parametrize(
@@ -32,21 +38,43 @@ def sample(value: Any) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any] | None]:
         (GRAY, GRAY[:, :, None]),
         (GRAY[:, :, None], GRAY[:, :, None]),
         (torch.from_numpy(COLOUR), COLOUR),
+        (torch.from_numpy(COLOUR).permute(2, 0, 1), COLOUR),
+        (GRAY[None], GRAY[:, :, None]),
+        (np.dstack([COLOUR, GRAY]), COLOUR),
+        (np.dstack([COLOUR, GRAY]).transpose(2, 0, 1), COLOUR),
+        (np.dstack([GRAY, GRAY]), GRAY[:, :, None]),
+        # Ambiguous: the last axis is preferred.
+        (COLOUR[:3], COLOUR[:3]),
+        (COLOUR[:, :3].transpose(2, 0, 1), COLOUR[:, :3].transpose(2, 0, 1)),
+        (COLOUR[::-1, ::2], COLOUR[::-1, ::2]),
         (Image.fromarray(COLOUR), COLOUR),
         (Image.fromarray(GRAY), GRAY[:, :, None]),
         (Image.fromarray(COLOUR).convert("RGBA"), COLOUR),
-        (Image.fromarray(GRAY > 99), np.repeat(255 * np.uint8(GRAY > 99)[:, :, None], 3, axis=2)),
-        (COLOUR[::-1, ::2], COLOUR[::-1, ::2]),
+        (Image.fromarray(GRAY.astype(np.uint16) * 256 + 99), GRAY[:, :, None]),
+        *((Image.fromarray(COLOUR).convert(mode), None) for mode in ("1", "LA", "P", "PA", "CMYK", "YCbCr", "HSV")),
     ],
 )
 def test_images_become_uint8_pixels_with_a_channel_axis(image: Any, expected: Any) -> None:
-    for value in (image, (image, None), (image, 3), [image, 3], (image, 3, "more")):
+    if expected is None:
+        expected = np.asarray(image.convert("RGB"))
+    named = collections.namedtuple("named", ["label", "image"])
+    unlabelled = collections.namedtuple("unlabelled", ["image", "mask"])
+    without = [image, (image, None), (image,), {"image": image}, {"image": image, "label": None}, unlabelled(image, 3)]
+    labelled = [(image, 3), [image, 3], (image, 3, "more"), {"label": 3, "id": 7, "image": image}, named(3, image)]
+    for value in (*without, *labelled):
         array, label = sample(value)
         assert array.dtype == np.uint8
         assert np.array_equal(array, expected)
-        labelled = isinstance(value, (tuple, list)) and value[1] == 3
-        assert (None if label is None else label.item()) == (3 if labelled else None)
+        is_labelled = any(value is one for one in labelled)
+        assert (None if label is None else label.item()) == (3 if is_labelled else None)
     assert np.array_equal(MapStyleReader([(image, 3)]).read(0, "00000000"), expected)
+
+
+def test_what_is_left_out_of_samples_is_named() -> None:
+    three = collections.namedtuple("three", ["image", "label", "mask"])
+    values = [(COLOUR, 1), (COLOUR, 1, 2, 3), {"image": COLOUR, "label": 1, "id": 2, "box": 3}, three(COLOUR, 1, 2)]
+    parts = [MapStyleReader(values).sample(index).unused for index in range(4)]
+    assert parts == [(), ("[2]", "[3]"), ("id", "box"), ("mask",)]
 
 
 class Failing:
@@ -65,9 +93,8 @@ def truncated() -> Image.Image:
 
 
 IMAGES: list[Any] = [
-    *(COLOUR.astype(np.float32), COLOUR.astype(np.int64), GRAY > 99, None, {"image": COLOUR}, "x.jpg"),
-    *(COLOUR.transpose(2, 0, 1), COLOUR[:, :, :2], COLOUR[None], COLOUR[:0], np.uint8(3), [[1, 2], [3]]),
-    Image.fromarray(GRAY.astype(np.uint16) * 256),
+    *(COLOUR.astype(np.float32), torch.zeros(3, 9, 9), COLOUR.astype(np.int64), GRAY > 99, None, "x.jpg"),
+    *(COLOUR[:, :9, :1].repeat(5, 2), COLOUR[None], COLOUR[:0], np.uint8(3), [[1, 2], [3]], {"img": COLOUR}, {}),
     *(Image.fromarray(GRAY.astype(np.int32)), Image.fromarray(GRAY.astype(np.float32)), truncated()),
 ]
 LABELS: list[Any] = [
@@ -77,12 +104,19 @@ LABELS: list[Any] = [
 
 @pytest.mark.parametrize(
     "dataset",
-    [*([(image, 3)] for image in IMAGES), *([(COLOUR, label)] for label in LABELS), [()], [(COLOUR,)], Failing()],
+    [
+        *([(image, 3)] for image in IMAGES),
+        *([(COLOUR, label)] for label in LABELS),
+        [()],
+        [{}],
+        [{"img": COLOUR}],
+        Failing(),
+    ],
 )
 def test_other_samples_are_rejected_with_a_reason(dataset: Any) -> None:
     with pytest.raises(RejectedImageError) as caught:
         MapStyleReader(dataset).sample(0)
-    assert str(caught.value).startswith("the dataset")
+    assert str(caught.value).startswith(("the dataset", "I pixels", "F pixels"))
     assert "\n" not in str(caught.value)
 
 
@@ -102,6 +136,134 @@ def test_the_catalog_reads_no_sample() -> None:
     catalog = map_style_catalog(Failing())
     assert (catalog.kind, catalog.labels, catalog.split_names) == ("dataset", None, ("all",))
     assert list(catalog.names) == [f"{index:08d}" for index in range(1_234)]
+
+
+class Folder:
+    """A dataset like torchvision's ImageFolder."""
+
+    root = "/data/photos"
+    classes: Any = ("ant", "bee", "cat")
+
+    def __init__(self, names: list[str], **attributes: Any) -> None:
+        self.samples = [(f"/data/photos/{name}", 0) for name in names]
+        vars(self).update(attributes)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return COLOUR, index % 3
+
+
+NAMES = ["ant/1.jpg", "bee/1.jpg", "cat/1.jpg", "cat/2.jpg"]
+OTHERS = ["/data/ant/1", "/data/ant/2", "/data/bee/1", "/data/bee/2"]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "names"),
+    [
+        ({}, NAMES),
+        ({"samples": None, "imgs": [(Path(f"/data/photos/{name}"), 0) for name in NAMES]}, NAMES),
+        ({"samples": OTHERS}, ["ant/1", "ant/2", "bee/1", "bee/2"]),
+        ({"samples": [OTHERS[0]] * 4}, ["1"] * 4),
+        ({"samples": [*NAMES[:3], OTHERS[0]]}, [*NAMES[:3], OTHERS[0]]),
+        ({"filenames": ["x", "", "y\0", "y"]}, ["x", "00000001", "y\\x00", "y"]),
+        *(({"samples": other}, None) for other in (NAMES[:3], [1, 2, 3, 4], "abcd", [(1, "a")] * 4, [()] * 4)),
+    ],
+)
+def test_names_of_files_are_kept(attributes: dict[str, Any], names: list[str] | None) -> None:
+    found = list(map_style_catalog(Folder(NAMES, **attributes)).names)
+    assert found == (names or [f"{index:08d}" for index in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("attributes", "classes"),
+    [
+        ({}, ("ant", "bee", "cat")),
+        ({"classes": ["x", ("y", "z")]}, ("x", "y, z")),
+        ({"classes": None, "class_to_idx": {"b": 1, "a": 0}}, ("a", "b")),
+        ({"classes": None, "features": {"label": Mock(names=["p", "q"])}}, ("p", "q")),
+        ({"classes": None, "label_name": "labels", "columns": ("k", "l")}, ("k", "l")),
+        *(({"classes": other}, None) for other in (3, [1, 2], [], "abc")),
+        ({"classes": None, "class_to_idx": {"b": 2, "a": 0}, "columns": ("k", "l")}, None),
+    ],
+)
+def test_names_of_classes_are_kept(attributes: dict[str, Any], classes: tuple[str, ...] | None) -> None:
+    assert map_style_catalog(Folder(NAMES, **attributes)).label_names == classes
+
+
+def test_a_property_that_fails_is_no_reason_to_refuse_a_dataset() -> None:
+    class Failing(Folder):
+        @property
+        def filenames(self) -> list[str]:
+            raise NotImplementedError
+
+    assert list(map_style_catalog(Failing(NAMES)).names) == NAMES
+
+
+def test_subsets_and_concatenations_keep_names_and_classes() -> None:
+    whole = Folder(NAMES)
+    some = map_style_catalog(Subset(Subset(whole, [3, -4, 1]), np.array([0, 1])))
+    assert (list(some.names), some.label_names, some.about) == (["cat/2.jpg", "ant/1.jpg"], whole.classes, "Subset")
+    joined = map_style_catalog(ConcatDataset([Subset(whole, [2]), Subset([COLOUR], [0]), whole]))
+    assert list(joined.names) == ["cat/1.jpg", "00000001", *NAMES]
+    assert (joined.label_names, len(joined.notes)) == (None, 1)
+    alike = ConcatDataset([whole, Subset(whole, [1])])
+    assert map_style_catalog(alike).label_names == whole.classes
+    for other in (Subset(whole, [4]), Subset(whole, [0.5]), StackDataset(whole, whole)):  # type: ignore[list-item]
+        assert list(map_style_catalog(other).names) == [f"{index:08d}" for index in range(len(other))]
+    assert len(map_style_catalog(Subset(whole, []))) == 0
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "kept"),
+    [
+        (np.array([0, -1, 2]), ("x", "y", "z"), ("x", "y", "z")),
+        (np.array([0, 3]), ("x", "y", "z"), None),
+        (np.array([-2, 0]), ("x", "y", "z"), None),
+        (np.zeros((2, 3), np.uint8), ("x", "y", "z"), ("x", "y", "z")),
+        (np.zeros((2, 2), np.uint8), ("x", "y", "z"), ("label_0", "label_1")),
+        (None, ("x", "y", "z"), None),
+        (np.array([7]), None, None),
+    ],
+)
+def test_names_of_classes_must_fit_the_labels(labels: Any, classes: Any, kept: tuple[str, ...] | None) -> None:
+    catalog = with_labels(map_style_catalog(Folder(NAMES, classes=classes)), labels, [])
+    assert catalog.label_names == kept
+    assert len(catalog.notes) == (classes is not None and labels is not None and kept != classes)
+
+
+def test_packs_keep_names_classes_and_splits_through_wrappers(tmp_path: Path) -> None:
+    folders = [
+        split_folders(tmp_path / "a", {"val": {"x": 3, "y": 2}, "train": {"x": 4, "y": 4}}),
+        split_folders(tmp_path / "b", {"train": {"x": 2, "y": 1}, "test": {"x": 1, "y": 1}}),
+    ]
+    for folder in folders:
+        h5pack.convert(folder, f"{folder}.h5", **quick())
+    first, second = (h5pack.H5Dataset(f"{folder}.h5") for folder in folders)
+    train, val = (h5pack.H5Dataset(f"{tmp_path}/a.h5", split=split) for split in ("train", "val"))
+    for number, (dataset, splits) in enumerate((
+        (first, {"train": 8, "val": 5}),
+        (val, {"val": 5}),
+        (h5pack.H5Dataset(first.path, ["train", "val"]), {"train": 8, "val": 5}),
+        (Subset(first, [12, 11, 0]), {"train": 1, "val": 2}),
+        (h5pack.ConcatPack([first, second]), {"train": 11, "val": 5, "test": 2}),
+        (ConcatDataset([val, train]), {"train": 8, "val": 5}),
+    )):  # fmt: skip
+        out = tmp_path / f"{number}.h5"
+        h5pack.convert(dataset, out, **quick(order="sorted", num_workers=1 + number % 2))
+        packed = h5pack.H5Dataset(out)
+        assert packed.classes == ("x", "y")
+        assert {name: len(rows) for name, rows in packed.splits.items()} == splits
+        assert packed.filenames is not None
+        for row, name in enumerate(packed.filenames):
+            split, label, _ = name.split("/")
+            assert row in packed.splits[split]
+            image, stored = packed[row]
+            assert packed.classes[stored] == label
+            # Both packs may have a file of this name.
+            sources = [folder / name for folder in folders if (folder / name).exists()]
+            assert any(np.array_equal(image, expected(source)) for source in sources)
 
 
 def test_a_reader_can_be_sent_to_workers() -> None:

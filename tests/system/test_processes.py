@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import io
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import PicklingError
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -111,7 +118,7 @@ def test_a_consumer_that_stops_leaves_no_process() -> None:
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error_not_a_wait() -> None:
-    with pytest.raises(Exception, match="pickle"), open_executor(2, "fork", None) as executor:
+    with pytest.raises((AttributeError, PicklingError)), open_executor(2, "fork", None) as executor:
         list(run(executor, unpicklable, range(3), 2, task_name))
 
 
@@ -128,6 +135,67 @@ def test_fork_is_chosen_only_on_linux_and_if_there_is_one_thread(monkeypatch: py
         monkeypatch.setattr(threading, "active_count", lambda threads=threads: threads)
         chosen.append(choose_start_method())
     assert chosen == ["fork", "forkserver", "forkserver"]
+
+
+class Held:
+    """An object with one attribute."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class FailsToUnpickle:
+    def __reduce__(self) -> Any:
+        return int, ("not a\nnumber",)
+
+
+@pytest.mark.parametrize("kind", ["lambda", "local class", "lock", "nested"])
+def test_what_cannot_be_pickled_is_named_before_a_process_starts(kind: str) -> None:
+    class Local:
+        pass
+
+    values: dict[str, Any] = {"lambda": lambda: 0, "local class": Local(), "lock": threading.Lock()}
+    held = Held(values.get(kind, {"a": [1, {"b": values["lambda"]}]}))
+    with pytest.raises(WorkerError) as caught, open_executor(2, "spawn", held) as executor:
+        raise AssertionError
+    assert str(caught.value).startswith("value['a'][1]['b'] " if kind == "nested" else "value ")
+    assert caught.value.parameters == ("num_workers=1",)
+    with open_executor(1, "spawn", held) as executor:
+        assert list(run(executor, process_of, range(2), 2, task_name)) == [os.getpid()] * 2
+
+
+def test_what_cannot_be_unpickled_is_an_error_with_the_reason() -> None:
+    held = Held(FailsToUnpickle())
+    with pytest.raises(WorkerError, match=r"ValueError: .*not a") as caught, open_executor(2, "spawn", held):
+        pass
+    assert caught.value.parameters == ("num_workers=1",)
+    assert "\n" not in str(caught.value)
+
+
+def test_forked_workers_do_not_share_the_position_of_an_open_file(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a", "b")
+    with path.open("rb") as file, path.open() as lines, zipfile.ZipFile(path) as archive:
+        calls = [functools.partial(len, file), lambda: file, file.read, Held]
+        for shared_object in (file, [Held({"a": lines})], Held(archive), *calls[:-1]):
+            with (
+                pytest.raises(WorkerError, match=re.escape(str(path))) as caught,
+                open_executor(2, "fork", shared_object),
+            ):
+                pass
+            assert caught.value.parameters == ("num_workers=1",)
+            with open_executor(1, "fork", shared_object):
+                pass
+        # The globals of a function lead to everything.
+        globals()["_FILE"] = file
+        with (tmp_path / "log").open("w") as log:
+            for allowed in (calls[-1], process_of, io.BytesIO(b"x"), log, sys.stderr, logging.getLogger(), pytest):
+                with open_executor(2, "fork", Held(allowed)) as executor:
+                    assert len(list(run(executor, process_of, [1], 1, task_name))) == 1
+    del globals()["_FILE"]
+    with open_executor(2, "fork", Held(file)):
+        pass
 
 
 def descendants(process: int) -> list[int]:
@@ -218,6 +286,59 @@ def test_stopping_amid_large_results_does_not_hang(tmp_path: Path) -> None:
         "            pass\n"
     )
     subprocess.run([sys.executable, str(script)], check=True, timeout=300)
+
+
+PROGRAM = """
+import sys
+import threading
+
+import numpy as np
+
+import h5pack
+from h5pack.errors import WorkerError
+
+class Samples:
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return np.full((9, 9, 3), index, np.uint8), index
+
+def convert():
+    for workers in (2, 1):
+        try:
+            report = h5pack.convert(Samples(), sys.argv[1], num_workers=workers, start_method=sys.argv[2])
+            return print(workers, report.images)
+        except WorkerError as error:
+            print(workers, *error.parameters)
+
+"""
+REFUSED, CONVERTED = b"2 num_workers=1\n1 3\n", b"2 3\n"
+
+
+@pytest.mark.parametrize(
+    ("way", "method", "call", "output"),
+    [
+        ("script", "spawn", "convert()", REFUSED),
+        ("script", "forkserver", "if __name__ == '__main__': convert()", CONVERTED),
+        # Not a guard, but this is seen only when a worker starts.
+        ("script", "spawn", "if sys.argv: convert()", REFUSED),
+        ("stdin", "forkserver", "if __name__ == '__main__': convert()", REFUSED),
+        ("notebook", "spawn", "convert()", REFUSED),
+    ],
+)
+def test_a_class_of_the_main_program_is_used_in_workers_or_refused(
+    tmp_path: Path, way: str, method: str, call: str, output: bytes
+) -> None:
+    program, out = PROGRAM + call, str(tmp_path / "o.h5")
+    (tmp_path / "script.py").write_text(program)
+    # The program of -c has no file, as that of a notebook.
+    first = {"script": [str(tmp_path / "script.py")], "stdin": ["-"], "notebook": ["-c", program]}[way]
+    done = subprocess.run(
+        [sys.executable, *first, out, method], input=program.encode(), env=ENVIRONMENT, capture_output=True, check=True
+    )
+    assert done.stdout == output
+    assert (b"Traceback" in done.stderr) == ("sys.argv:" in call)
 
 
 def wait_long(mark: str) -> None:

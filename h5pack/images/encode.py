@@ -1,0 +1,68 @@
+"""Encoding images of any format as JPEG, which shrinks those that are too large."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from h5pack.errors import RejectedImageError
+from h5pack.images.decode import Decoder, PixelOptions
+from h5pack.images.headers import DecodePath
+
+
+def fitted_size(height: int, width: int, max_side: int | None) -> tuple[int, int]:
+    """Return an image's height and width after shrinking its longer side to `max_side`, if that is given and less."""
+    longer = max(height, width)
+    if max_side is None or longer <= max_side:
+        return height, width
+    return max(1, round(height * max_side / longer)), max(1, round(width * max_side / longer))
+
+
+class JpegEncoder(Decoder):
+    """Decodes images, shrinks them to `max_side` pixels if they are larger, and encodes them as JPEG of `quality`.
+
+    The pixels are those of `Decoder`, upright. Gray images stay gray. Chroma is subsampled (4:2:0).
+    """
+
+    def __init__(self, max_side: int | None, quality: int, max_pixels: int) -> None:
+        self._max_side, self._quality = max_side, quality
+        self._image: Image.Image | None = None
+        super().__init__(
+            PixelOptions(
+                height=0,
+                width=0,
+                channels=3,
+                resize=True,
+                fit="stretch",
+                resample="bicubic",
+                draft=False,
+                max_pixels=max_pixels,
+            ),
+            quiet=True,
+        )
+
+    def encode(self, source: bytes | npt.NDArray[np.uint8], decode_path: int) -> tuple[bytes, int, int]:
+        """Return the JPEG file of an image, its height and its width; raise RejectedImageError if this fails."""
+        self.decode(source, decode_path, np.empty((0, 0, 3), np.uint8))
+        image = self._image
+        assert image is not None
+        if decode_path == DecodePath.JPEG_GRAY and image.mode != "L":
+            # simplejpeg repeats gray in three channels, Pillow does not. The file must not depend on that.
+            image = image.getchannel(0)
+        height, width = fitted_size(image.height, image.width, self._max_side)
+        if (height, width) != (image.height, image.width):
+            image = image.resize((width, height), self._resample)
+        # A comment of the source would become one of the file, but only where Pillow has read it.
+        image.info = {}
+        stream = io.BytesIO()
+        try:
+            image.save(stream, "JPEG", quality=self._quality)
+        except (OSError, ValueError) as error:
+            raise RejectedImageError(f"cannot be encoded as JPEG: {error}") from error
+        return stream.getvalue(), height, width
+
+    def _place(self, image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
+        self._image = image

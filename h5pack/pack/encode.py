@@ -1,0 +1,217 @@
+"""Encoding images that are not kept as they are, before rows are written.
+
+Offsets of rows follow from the sizes of all files, so these images are encoded first, into temporary files in the
+journal's folder: each worker appends to an ``encoded-*.bin`` of its own, and its records to an ``encoded-*.log``. Then
+rows are copied from there in their order, so the file is the same for any number of workers. A resumed conversion reads
+the records and compares the bytes with their checksums, as it does for rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.errors import NoImagesError, RejectedImageError
+from h5pack.format.checksums import crc32
+from h5pack.images.decode import strict_pillow
+from h5pack.images.encode import JpegEncoder
+from h5pack.pack.journal import JournalWriter
+from h5pack.pack.kept import ENCODED_IMAGE, EncodedPlaces, KeptPlan
+from h5pack.pack.plan import refuse_reject
+from h5pack.pack.resume import UnfinishedPack
+from h5pack.pack.writer import join_groups, read_image
+from h5pack.system.files import read_all, write_all
+from h5pack.system.processes import run, shared
+
+_PREFIX = "encoded"
+_TASK_IMAGES = 64
+_TASKS_PER_WORKER = 16
+
+
+@dataclass
+class EncodedRecord:
+    """The images that were encoded by a task, and those that could not be."""
+
+    images: npt.NDArray[Any]  # (n,) of `ENCODED_IMAGE`
+    reasons: dict[int, str] = field(default_factory=dict)  # why images were rejected, by catalog index
+
+    def encode(self) -> bytes:
+        """Return the record as bytes, the payload of a journal record."""
+        return len(self.images).to_bytes(8, "little") + self.images.tobytes() + json.dumps(self.reasons).encode()
+
+    @classmethod
+    def decode(cls, payload: bytes) -> EncodedRecord:
+        """Create a record from the bytes that `encode` returned."""
+        end = 8 + int.from_bytes(payload[:8], "little") * ENCODED_IMAGE.itemsize
+        reasons = {int(index): reason for index, reason in json.loads(payload[end:]).items()}
+        return cls(np.frombuffer(payload[8:end], ENCODED_IMAGE), reasons)
+
+
+@dataclass(frozen=True)
+class EncodeJob:
+    """The parameters that all encoding tasks of one conversion share."""
+
+    journal: str
+    max_side: int | None
+    quality: int
+    max_pixels: int
+
+
+@dataclass(frozen=True)
+class EncodeTask:
+    """Images that one worker encodes."""
+
+    job: EncodeJob
+    indices: list[int]  # in the catalog
+    names: list[str]
+    decode_paths: list[int]
+    kept: list[bool]  # whether the bytes of the image's file are kept as they are
+
+    def __str__(self) -> str:
+        """Describe the task's images for the error message if its worker process dies."""
+        return f"{self.names[0]!r} and the {len(self.names) - 1} images after it"
+
+
+class _Worker:
+    """The files and the encoder that one worker process uses for one conversion."""
+
+    def __init__(self, job: EncodeJob) -> None:
+        self.job = job
+        self.journal = JournalWriter(job.journal, _PREFIX)
+        self.path = _data_path(self.journal.path)
+        self.data = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self.size = 0
+        self.encoder = JpegEncoder(job.max_side, job.quality, job.max_pixels)
+
+    def close(self) -> None:
+        os.close(self.data)
+        self.journal.close()
+
+
+def _data_path(journal: str) -> str:
+    return journal.removesuffix(".log") + ".bin"
+
+
+_local = threading.local()
+
+
+def release() -> None:
+    """Close the files that this thread opened to encode images."""
+    worker: _Worker | None = _local.__dict__.pop("worker", None)
+    if worker is not None:
+        worker.close()
+
+
+def encode_task(task: EncodeTask) -> tuple[str, EncodedRecord]:
+    """Encode a task's images, and journal them; return the path of the temporary file, and the record."""
+    worker: _Worker | None = getattr(_local, "worker", None)
+    if worker is None or worker.job != task.job:
+        release()
+        _local.worker = worker = _Worker(task.job)
+    reader = shared()
+    reader.begin(task.indices)
+    rows, reasons, parts = [], {}, []
+    offset = worker.size
+    with strict_pillow():
+        for index, name, decode_path, kept in zip(task.indices, task.names, task.decode_paths, task.kept, strict=True):
+            try:
+                source = read_image(reader, index, name)
+                if kept and isinstance(source, bytes):
+                    data, height, width = source, 0, 0
+                else:
+                    data, height, width = worker.encoder.encode(source, decode_path)
+            except RejectedImageError as error:
+                reasons[index] = str(error)
+                continue
+            parts.append(data)
+            rows.append((index, offset, len(data), crc32(data), height, width))
+            offset += len(data)
+    write_all(worker.data, b"".join(parts), worker.size)
+    worker.size = offset
+    record = EncodedRecord(np.array(rows, ENCODED_IMAGE), reasons)
+    worker.journal.append(record)
+    return worker.path, record
+
+
+def encode_images(
+    pack: UnfinishedPack, executor: Executor, num_workers: int, advance: Callable[[int], object]
+) -> KeptPlan:
+    """Encode all images of a plan that are not kept as they are; return the plan with the sizes of all files.
+
+    Images that an earlier run encoded are not encoded again. `advance` is called with numbers of images.
+    """
+    plan = pack.plan
+    assert isinstance(plan, KeptPlan)
+    places, reasons = EncodedPlaces(len(plan.catalog)), {}
+    for path, payload in pack.journal.payloads(_PREFIX):
+        record = EncodedRecord.decode(payload)
+        places.add(_data_path(str(path)), record.images)
+        reasons.update(record.reasons)
+    for damaged in run(executor, _damaged, _checks(places), 2 * num_workers, lambda task: task.path):
+        places.owners[damaged] = -1
+    todo = np.flatnonzero(plan.to_encode & (places.owners < 0))
+    todo = np.setdiff1d(todo, np.array([*reasons], np.int64))
+    advance(int(plan.to_encode.sum()) - len(todo))
+    options = plan.options
+    job = EncodeJob(str(pack.journal.folder), options.max_side, options.quality, options.max_pixels)
+    tasks = _tasks(plan, job, todo, num_workers)
+    try:
+        for written, record in run(executor, encode_task, tasks, 2 * num_workers, str):
+            places.add(written, record.images)
+            reasons.update(record.reasons)
+            advance(len(record.images) + len(record.reasons))
+            if options.strict:
+                for index, reason in record.reasons.items():
+                    refuse_reject(plan.source, plan.catalog.reject(index, reason), begun=True)
+    finally:
+        # With one worker, this process has done the work, and its lock on the journal would keep others from resuming.
+        release()
+    try:
+        return plan.with_encoded(places, reasons)
+    except NoImagesError:
+        # Nothing could be continued.
+        pack.output.remove_leftovers()
+        pack.output.partial.unlink(missing_ok=True)
+        raise
+
+
+def _tasks(plan: KeptPlan, job: EncodeJob, indices: npt.NDArray[np.int64], num_workers: int) -> Iterator[EncodeTask]:
+    max_images = min(_TASK_IMAGES, max(1, -(-len(indices) // (num_workers * _TASKS_PER_WORKER))))
+    groups = plan.catalog.reader.groups(indices)
+    for share in join_groups(indices, np.arange(len(indices)) if groups is None else groups, max_images):
+        names = [plan.catalog.names[index] for index in share.tolist()]
+        yield EncodeTask(job, share.tolist(), names, plan.decode_paths[share].tolist(), plan.fits[share].tolist())
+
+
+@dataclass(frozen=True)
+class _CheckTask:
+    """Encoded images, (n,) of `ENCODED_IMAGE`, in a temporary file."""
+
+    path: str
+    images: npt.NDArray[Any]
+
+
+def _checks(places: EncodedPlaces) -> Iterator[_CheckTask]:
+    for owner, path in enumerate(places.paths):
+        images = places.images[places.owners == owner]
+        for first in range(0, len(images), _TASK_IMAGES):
+            yield _CheckTask(path, images[first : first + _TASK_IMAGES])
+
+
+def _damaged(task: _CheckTask) -> list[int]:
+    """Return the catalog indices of images whose bytes differ from their checksum."""
+    wrong = []
+    with open(task.path, "rb") as stream:
+        for index, offset, size, checksum, _, _ in task.images.tolist():
+            data = read_all(stream.fileno(), size, offset)
+            if len(data) != size or crc32(data) != checksum:
+                wrong.append(index)
+    return wrong

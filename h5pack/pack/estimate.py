@@ -1,0 +1,135 @@
+"""How long a conversion will take, estimated from a sample of its images, which its workers decode."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.errors import RejectedImageError
+from h5pack.format.checksums import crc32
+from h5pack.images.decode import Decoder, PixelOptions, strict_pillow
+from h5pack.pack.compression import Compression, compress_chunk
+from h5pack.pack.plan import ConvertPlan
+from h5pack.pack.statistics import channel_sums, sampled_rows, statistics_range
+from h5pack.sources.catalog import SourceReader
+from h5pack.system.arrays import equal_runs, shuffled
+from h5pack.system.processes import run, shared
+
+_SAMPLE_SECONDS = 0.3
+_MAX_SAMPLE = 4_096
+_SAMPLE_PART = 8
+_TASK_BYTES = 512 * 1024  # above the 32 KiB that gzip looks back, so that its rows need not repeat
+_MAX_TASK_IMAGES = 256
+# Measured with rows of 3 KB and of 116 KB: writing and its journal; names, labels and other tables; the last flush.
+_WRITE_SECONDS_PER_ROW, _WRITE_SECONDS_PER_BYTE = 5e-6, 3e-10
+_TABLE_SECONDS_PER_ROW, _FLUSH_SECONDS = 5e-6, 0.1
+# Of compressed chunks, which this process receives from the workers and stores alone.
+_STORE_SECONDS_PER_BYTE = 3e-9
+# Of a fast disk: a slower one cannot be measured without writing to it.
+_DISK_BYTES_PER_SECOND = 1e9
+
+
+@dataclass(frozen=True)
+class _SampleTask:
+    indices: list[int]  # of the catalog
+    names: list[str]
+    decode_paths: list[int]
+    pixels: PixelOptions
+    statistics_step: int  # one row in this many counts for the statistics
+    compression: Compression | None
+
+
+def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) -> float:
+    """Return an estimate of the seconds that a conversion takes after the survey.
+
+    The workers of `executor`, which share the plan's reader, decode images for a third of a second, or an eighth of
+    all, and compress them if the plan says so. Nothing is written.
+    """
+    used, end = 0, time.perf_counter() + _SAMPLE_SECONDS
+    step = plan.rows // max(1, len(sampled_rows(*statistics_range(plan, plan.row_order))))
+
+    def tasks() -> Iterator[_SampleTask]:
+        nonlocal used
+        for number, indices in enumerate(_samples(plan)):
+            if number >= 2 * num_workers and (time.perf_counter() > end or used > plan.rows // _SAMPLE_PART):
+                return
+            used += len(indices)
+            names = [plan.catalog.names[index] for index in indices]
+            decode_paths = plan.decode_paths[indices].tolist()
+            yield _SampleTask(indices, names, decode_paths, plan.pixels, step, plan.options.filter)
+
+    samples = list(run(executor, _time_sample, tasks(), 2 * num_workers, _describe))
+    # The first task of a worker includes what is done once, such as imports.
+    timed = [seconds for is_first, seconds in samples if not is_first] or [seconds for _, seconds in samples]
+    written = _WRITE_SECONDS_PER_ROW + _WRITE_SECONDS_PER_BYTE * plan.row_bytes
+    in_workers = (float(np.mean(timed)) + written) / num_workers
+    # Rows that will be compressed are written, read and written again.
+    passes = 1 if plan.options.filter is None else 3
+    on_disk = passes * plan.row_bytes / _DISK_BYTES_PER_SECOND
+    alone = 0.0
+    if plan.options.filter is not None and num_workers > 1:
+        alone = _STORE_SECONDS_PER_BYTE * plan.row_bytes
+    return (max(in_workers, on_disk) + alone) * plan.rows + table_seconds(plan.rows)
+
+
+def table_seconds(rows: int) -> float:
+    """Return an estimate of the seconds for the tables of a pack and its last flush."""
+    return _TABLE_SECONDS_PER_ROW * rows + _FLUSH_SECONDS
+
+
+def _samples(plan: ConvertPlan) -> Iterator[list[int]]:
+    """Yield the catalog indices of the images of each task, in random order.
+
+    A task has whole chunk groups of the source, because reading one of its images costs as much as reading all.
+    """
+    origins = plan.row_order.origins
+    groups = plan.catalog.reader.groups(origins)
+    if groups is not None:
+        order = np.argsort(groups, kind="stable")
+        edges = equal_runs(groups[order])
+        for number in shuffled(len(edges) - 1, 0).tolist():
+            yield origins[order[edges[number] : edges[number + 1]]][:_MAX_TASK_IMAGES].tolist()
+        return
+    spaced = origins[np.linspace(0, len(origins) - 1, min(len(origins), _MAX_SAMPLE)).astype(np.int64)]
+    spaced = spaced[shuffled(len(spaced), 0)]
+    count = max(1, min(_MAX_TASK_IMAGES, _TASK_BYTES // plan.row_bytes))
+    for start in range(0, len(spaced), count):
+        yield spaced[start : start + count].tolist()
+
+
+def _describe(task: _SampleTask) -> str:
+    return f"{task.names[0]!r}, or one of the {len(task.names) - 1} images after it, in the estimate of the time"
+
+
+@functools.lru_cache(maxsize=1)
+def _decoder(pixels: PixelOptions, thread: int) -> Decoder:
+    return Decoder(pixels, quiet=True)
+
+
+def _time_sample(task: _SampleTask) -> tuple[bool, float]:
+    """Decode images as a conversion does; return whether this is the worker's first task, and the seconds per image."""
+    reader: SourceReader = shared()
+    misses = _decoder.cache_info().misses
+    decoder = _decoder(task.pixels, threading.get_ident())
+    is_first = _decoder.cache_info().misses > misses
+    rows: npt.NDArray[np.uint8] = np.zeros((len(task.indices), *task.pixels.row_shape), np.uint8)
+    begin = time.perf_counter()
+    reader.begin(task.indices)
+    with strict_pillow():
+        for row, index, name, decode_path in zip(rows, task.indices, task.names, task.decode_paths, strict=True):
+            with contextlib.suppress(OSError, RejectedImageError):
+                decoder.decode(reader.read(index, name), decode_path, row)
+            crc32(row)
+        for row in rows[:: task.statistics_step]:
+            channel_sums(row, task.pixels.layout)
+    if task.compression is not None:
+        compress_chunk(rows, task.compression)
+    return is_first, (time.perf_counter() - begin) / len(task.indices)

@@ -1,0 +1,245 @@
+"""Packs that keep JPEG files: the plan of a conversion whose rows are bytes of different lengths.
+
+Files are kept as they are, or encoded first where they are no JPEGs or too large (`h5pack.pack.encode`). Before that,
+the plan has estimates of the sizes of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.errors import H5PackError, NoImagesError, RejectedImageError
+from h5pack.format import schema
+from h5pack.format.plans import DEFAULT_CHUNK_BYTES, ChunkPlan
+from h5pack.format.row_offsets import EncodedOffsets, RowOffsets
+from h5pack.images.decode import strict_pillow
+from h5pack.images.encode import JpegEncoder, fitted_size
+from h5pack.pack.journal import EncodedFile
+from h5pack.pack.options import ConvertOptions
+from h5pack.pack.plan import ConvertPlan, RowOrder, Rows, close_holes, plan_rows
+from h5pack.pack.statistics import encoded_sums, sampled_rows, statistics_range
+from h5pack.pack.survey import Survey
+from h5pack.sources.catalog import Catalog
+from h5pack.system.text import format_bytes
+
+_MIN_CHUNKS = 256
+_TIMED_IMAGES = 8
+# Of photos with quality 90; only used for estimates.
+_BYTES_PER_PIXEL, _HEADER_BYTES = 0.25, 700
+
+
+ENCODED_IMAGE = np.dtype(
+    [("index", "<i8"), ("offset", "<i8"), ("bytes", "<i8"), ("checksum", "<u4"), ("height", "<i4"), ("width", "<i4")]
+)
+"""An image that was encoded: catalog index, place in a temporary file, upright size (0: that of the source)."""
+
+
+class EncodedPlaces:
+    """Where the bytes of images lie that were encoded."""
+
+    def __init__(self, images: int) -> None:
+        self.paths: list[str] = []
+        self.owners = np.full(images, -1, np.int32)  # (M,): index in `paths`; -1: not encoded
+        self.images = np.zeros(images, ENCODED_IMAGE)
+
+    def add(self, path: str, images: npt.NDArray[Any]) -> None:
+        """Add images, (n,) of `ENCODED_IMAGE`, in the temporary file `path`."""
+        if path not in self.paths:
+            self.paths.append(path)
+        self.owners[images["index"]], self.images[images["index"]] = self.paths.index(path), images
+
+    def file(self, index: int) -> EncodedFile | None:
+        """Return where the bytes of an image are, None if it was not encoded."""
+        owner, image = self.owners[index], self.images[index]
+        return None if owner < 0 else EncodedFile(self.paths[owner], int(image["offset"]), int(image["checksum"]))
+
+
+@dataclass(frozen=True)
+class KeptPlan(ConvertPlan):
+    """The plan of a conversion that keeps JPEG files. `height` and `width` are 0, because sizes may differ."""
+
+    heights: npt.NDArray[np.int32]  # (M,), of each image in the pack, upright
+    widths: npt.NDArray[np.int32]
+    jpeg_bytes: npt.NDArray[np.int64]  # (M,): size of each image's file in the pack
+    fits: npt.NDArray[np.bool_]  # (M,): whether the file is kept as it is
+    needs_encoding: npt.NDArray[np.bool_]  # (M,): see `to_encode`
+    places: EncodedPlaces | None = None  # None before images are encoded
+
+    @property
+    def to_encode(self) -> npt.NDArray[np.bool_]:
+        """See `ConvertPlan`; with a source that is read by groups, also files that are kept as they are."""
+        return self.needs_encoding
+
+    def encoded_files(self, indices: Rows) -> list[EncodedFile | None]:
+        """See `ConvertPlan`."""
+        return [None if self.places is None else self.places.file(index) for index in indices.tolist()]
+
+    def with_encoded(self, places: EncodedPlaces, reasons: dict[int, str]) -> KeptPlan:
+        """Return the plan with the sizes of images that were encoded, without those that could not be.
+
+        `reasons` says why, by catalog index.
+        """
+        packed = ~np.isin(self.row_order.origins, np.array([*reasons], np.int64))
+        if not packed.any():
+            raise NoImagesError(
+                f"{self.source}: none of its images can be decoded (first reason: {next(iter(reasons.values()))}); "
+                "check the images",
+                path=self.source,
+            )
+        order = close_holes(self.row_order.split_starts, packed, self.options.order == "sorted")
+        origins = self.row_order.origins[order.origins]
+        found, images = places.owners >= 0, places.images
+        heights, widths, sizes = self.heights.copy(), self.widths.copy(), self.jpeg_bytes.copy()
+        sizes[found] = images["bytes"][found]
+        sized = found & (images["height"] > 0)
+        heights[sized], widths[sized] = images["height"][sized], images["width"][sized]
+        rejects = (*self.rejects, *(self.catalog.reject(index, reason) for index, reason in sorted(reasons.items())))
+        return replace(
+            self,
+            row_order=RowOrder(origins, order.split_starts),
+            chunks=plan_data_chunks(int(sizes[origins].sum())),
+            rejects=rejects,
+            heights=heights,
+            widths=widths,
+            jpeg_bytes=sizes,
+            places=places,
+        )
+
+    @cached_property
+    def offsets(self) -> Rows:
+        """Byte at which each row begins in the data, and the end of the last, (N + 1,)."""
+        return np.append(0, np.cumsum(self.jpeg_bytes[self.row_order.origins]))
+
+    @property
+    def row_bytes(self) -> int:
+        """Mean bytes per row."""
+        return max(1, int(self.offsets[-1]) // self.rows)
+
+    def pixels_of(self, row: int) -> int:
+        """See `ConvertPlan`."""
+        index = self.row_order.origins[row]
+        return int(self.heights[index]) * int(self.widths[index])
+
+    @property
+    def group_bytes(self) -> int:
+        """See `ConvertPlan`."""
+        return DEFAULT_CHUNK_BYTES
+
+    def stored_rows(self, rows: int) -> int:
+        """See `ConvertPlan`; axis 0 of `/encoded/data` is the byte."""
+        return int(self.offsets[rows])
+
+    def row_offsets(self, addresses: Rows) -> RowOffsets:
+        """See `ConvertPlan`."""
+        if (np.diff(addresses) != self.chunks.bytes).any():
+            raise H5PackError("HDF5 placed chunks with gaps; this is an error in h5pack, please report it")
+        return EncodedOffsets.of(int(addresses[0]), self.offsets)
+
+    def encoded_tables(self) -> dict[str, npt.NDArray[Any]]:
+        """See `ConvertPlan`."""
+        origins = self.row_order.origins
+        sizes = np.stack([self.heights[origins], self.widths[origins]], axis=1).astype(np.int32)
+        return {schema.ENCODED_OFFSETS: self.offsets, schema.ENCODED_SIZE: sizes}
+
+    def source_groups(self, rows: Rows) -> Rows | None:
+        """See `ConvertPlan`; each file is read by itself."""
+        return None
+
+    @property
+    def needed_bytes(self) -> int:
+        """See `ConvertPlan`; images that are encoded need space twice, and their sizes are estimates."""
+        return super().needed_bytes + int(self.jpeg_bytes[self.to_encode].sum())
+
+    def _tables_bytes(self) -> int:
+        return super()._tables_bytes() + 16 * (self.rows + 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """See `ConvertPlan`; `shape` has only the number of images, and `encoded_bytes` is the size of all files."""
+        own = {"shape": [self.rows], "chunk_rows": None, "encoded_bytes": int(self.offsets[-1])}
+        return {**super().to_json(), **own}
+
+    def _images_text(self) -> str:
+        origins = self.row_order.origins
+        sides = np.maximum(self.heights, self.widths)[origins]
+        sizes = f"longer sides {sides.min():,} to {sides.max():,}"
+        about = "about " if self.to_encode.any() else ""
+        kept = int(self.fits[origins].sum())
+        how = "" if kept == self.rows else f" ({self.rows - kept:,} of them encoded, quality {self.options.quality})"
+        size = format_bytes(int(self.offsets[-1]))
+        return f"{self.rows:,} JPEG files{how}, {about}{size}, {sizes}, {self.options.order}"
+
+    def _chunks_text(self) -> str:
+        return f"{self.chunks.count:,} of {format_bytes(self.chunks.bytes)}"
+
+
+def make_kept_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> KeptPlan:
+    """Return the plan of a conversion with `keep`, like `make_plan`."""
+    rows = plan_rows(source, catalog, survey, options)
+    sides = np.maximum(survey.heights, survey.widths)
+    fits = (survey.jpeg_bytes > 0) & (sides <= (options.max_side or np.iinfo(np.int32).max))
+    usable = np.isin(np.arange(len(catalog)), rows.usable)
+    by_group = catalog.reader.groups(rows.usable) is not None
+    heights, widths = survey.heights.copy(), survey.widths.copy()
+    for index in np.flatnonzero(usable & ~fits).tolist():
+        heights[index], widths[index] = fitted_size(int(heights[index]), int(widths[index]), options.max_side)
+    estimates = (heights.astype(np.int64) * widths * _BYTES_PER_PIXEL).astype(np.int64) + _HEADER_BYTES
+    sizes = np.where(fits, survey.jpeg_bytes, estimates)
+    return KeptPlan(
+        source=source,
+        catalog=rows.catalog,
+        options=options,
+        height=0,
+        width=0,
+        row_order=rows.row_order,
+        decode_paths=survey.decode_paths,
+        fingerprints=survey.fingerprints,
+        chunks=plan_data_chunks(int(sizes[rows.usable].sum())),
+        rejects=rows.rejects,
+        source_bytes=survey.file_bytes,
+        heights=heights,
+        widths=widths,
+        jpeg_bytes=sizes,
+        fits=fits,
+        needs_encoding=usable & (~fits | by_group),
+    )
+
+
+def plan_data_chunks(size: int) -> ChunkPlan:
+    """Return the chunks of `size` encoded bytes: the largest power of two of which there are at least 256.
+
+    So the unused rest of the last chunk is small. A chunk has at least 64 KiB, to be aligned, and at most 4 MiB.
+    """
+    chunk = schema.ALIGNMENT_THRESHOLD_BYTES
+    while chunk < DEFAULT_CHUNK_BYTES and 2 * chunk * _MIN_CHUNKS <= size:
+        chunk *= 2
+    return ChunkPlan(rows=chunk, bytes=chunk, count=-(-size // chunk))
+
+
+def copy_seconds(plan: KeptPlan, num_workers: int) -> float:
+    """Return an estimate of the seconds for copying and encoding files and for the statistics, from a few images."""
+    origins = plan.row_order.origins[:: -(-plan.rows // _TIMED_IMAGES)].tolist()
+    encoder = JpegEncoder(plan.options.max_side, plan.options.quality, plan.options.max_pixels)
+    sampled = len(sampled_rows(*statistics_range(plan, plan.row_order), encoded=True))
+    seconds = 0.0
+    plan.catalog.reader.begin(origins)
+    with strict_pillow(), contextlib.suppress(OSError, RejectedImageError):
+        for index in origins:
+            begin = time.perf_counter()
+            data = plan.catalog.reader.read(index, plan.catalog.names[index])
+            # Writing takes about as long as reading.
+            seconds += 2 * (time.perf_counter() - begin) * plan.rows
+            begin = time.perf_counter()
+            if not plan.fits[index]:
+                data, _, _ = encoder.encode(data, int(plan.decode_paths[index]))
+                seconds += (time.perf_counter() - begin) * plan.rows
+            elif isinstance(data, bytes):
+                encoded_sums(data)
+                seconds += (time.perf_counter() - begin) * sampled
+    return seconds / len(origins) / num_workers

@@ -1,0 +1,401 @@
+"""Archives as sources: images that are read by offset from tar and zip files, which are never unpacked.
+
+An archive is indexed once, by the main process. Workers get the index, a few arrays, and read with ``pread``. Nothing
+is ever written under a member's name.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.errors import RejectedImageError, SourceError
+from h5pack.images.decode import read_header
+from h5pack.read.storage import Descriptor, FileIdentity
+from h5pack.sources.catalog import (
+    Catalog,
+    NameFilter,
+    Note,
+    Reject,
+    SourceReader,
+    SurveyedImage,
+    fingerprint,
+)
+from h5pack.sources.folders import arranged, is_split_name, is_visible, list_names
+from h5pack.system.files import read_all, reporting_full_disk, write_all
+from h5pack.system.text import format_bytes
+
+_HEAD_BYTES = 2_048
+_COPY_BYTES = 1024 * 1024
+_MAX_OPEN_FILES = 64
+_MAX_NAME_BYTES = 4_096
+# Deflate shrinks photographs hardly at all, and blank bitmaps up to 1,032 times.
+_BOMB_BYTES, _BOMB_RATIO = 64 * 1024 * 1024, 100
+_COLUMNS = ("offsets", "sizes", "stored_sizes", "checksums", "storings")
+_LOCAL_HEADER, _LOCAL_HEADER_BYTES = b"PK\3\4", 30
+
+
+class Storing(IntEnum):
+    """How a member's bytes are stored, or why they cannot be read."""
+
+    RAW = 0  # at the offset
+    ZIP_STORED = 1  # behind a local header at the offset
+    ZIP_DEFLATED = 2
+    ZIP_ENCRYPTED = 3
+    ZIP_OTHER = 4
+    LINK = 5
+    SPARSE = 6
+    SPECIAL = 7
+    OUTSIDE = 8
+    LONG_NAME = 9
+    REPLACED = 10
+
+
+REASONS = {
+    Storing.ZIP_ENCRYPTED: "it is encrypted",
+    Storing.ZIP_OTHER: "its compression method is neither stored nor deflate",
+    Storing.LINK: "a link that leads to no file of the archive",
+    Storing.SPARSE: "it is stored as a sparse file",
+    Storing.SPECIAL: "not a regular file",
+    Storing.OUTSIDE: "its path is absolute, or contains '..' or NUL",
+    Storing.LONG_NAME: "its name is too long",
+    Storing.REPLACED: "a later member of the archive has the same name",
+}
+"""Why a member is rejected, if it is for how it is stored."""
+UNPLACED = (Storing.OUTSIDE, Storing.LONG_NAME, Storing.REPLACED)
+"""These members have no place among the others, so they are rejected before the survey."""
+
+
+class ArchiveFile:
+    """An archive that several processes read at offsets, or its decompressed copy.
+
+    Raises SourceError once the file at `path` is no longer the one that was indexed, unless there is a copy.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = os.path.abspath(path)
+        self.identity = FileIdentity.of(self.path)
+        self.size = self.identity.size  # in bytes, decompressed
+        self.descriptor: Descriptor | None = None
+        # The kernel's name of a copy, which has no name of its own, so that it cannot outlive the conversion.
+        self.copy_path: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "descriptor": None}
+
+    def keep_copy(self, descriptor: int) -> None:
+        """Read from this file, a decompressed copy, from now on."""
+        self.require_unchanged()
+        self.descriptor = Descriptor(os.dup(descriptor))
+        self.size = os.fstat(descriptor).st_size
+        self.copy_path = f"/proc/{os.getpid()}/fd/{int(self.descriptor)}"
+
+    def open(self) -> int:
+        """Return the file's descriptor; open it if necessary."""
+        if self.descriptor is None:
+            self.descriptor = Descriptor(os.open(self.copy_path or self.path, os.O_RDONLY | os.O_CLOEXEC))
+        return self.descriptor
+
+    def close(self) -> None:
+        """Close the file, which the next read opens again. A copy stays open in the process that made it."""
+        if self.copy_path is None:
+            self.descriptor = None
+
+    def read(self, count: int, offset: int) -> bytes:
+        """Return `count` bytes at `offset`, or fewer if the file ends there."""
+        data = self.read_unchecked(count, offset)
+        if self.copy_path is None:
+            self.require_unchanged()
+        return data
+
+    def read_unchecked(self, count: int, offset: int) -> bytes:
+        """As `read`, but for a caller that calls `require_unchanged` afterwards."""
+        # A damaged archive may declare more bytes than could be allocated.
+        return read_all(self.open(), max(0, min(count, self.size - offset)), offset)
+
+    def require_unchanged(self) -> None:
+        """Raise SourceError if the archive was replaced or rewritten since it was indexed."""
+        known = self.identity
+        try:
+            status = os.stat(self.path)
+            same = (status.st_ino, status.st_size, status.st_mtime_ns) == (known.inode, known.size, known.modified_ns)
+        except FileNotFoundError:
+            same = False
+        if not same:
+            raise SourceError(
+                f"{self.path}: was replaced or rewritten during the conversion; start over with overwrite=True",
+                path=self.path,
+                parameters=("overwrite=True",),
+            )
+
+    def damaged(self, problem: str) -> SourceError:
+        """Return the error for an archive whose structure is damaged."""
+        return SourceError(f"{self.path}: {problem}; download or make it again", path=self.path)
+
+
+class _Extent(io.RawIOBase):
+    """A part of an archive as a file."""
+
+    def __init__(self, file: ArchiveFile, offset: int, size: int) -> None:
+        self._file, self._offset, self._size, self._position = file, offset, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = max(0, offset + (0, self._position, self._size)[whence])
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read(max(0, min(len(buffer), self._size - self._position)), self._offset + self._position)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
+@dataclass
+class Members:
+    """The files among the members of one archive, in its order, and the folders that it names."""
+
+    # The numbers are in arrays, because lists would take several times the memory.
+    names: list[str] = field(default_factory=list)
+    offsets: array[int] = field(default_factory=lambda: array("q"))
+    sizes: array[int] = field(default_factory=lambda: array("q"))  # in bytes, as declared
+    stored_sizes: array[int] = field(default_factory=lambda: array("q"))  # in the archive
+    checksums: array[int] = field(default_factory=lambda: array("q"))  # CRC-32 if the format has one
+    storings: array[int] = field(default_factory=lambda: array("b"))  # `Storing` of each member
+    folders: set[str] = field(default_factory=set)
+    notes: tuple[Note, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def add(self, name: str, offset: int, size: int, stored: int, checksum: int, storing: int) -> None:
+        """Add a file. It replaces an earlier one of the same name, as it would if the archive were unpacked."""
+        path = member_path(name)
+        if path is None or len(path) > _MAX_NAME_BYTES:
+            storing = Storing.OUTSIDE if path is None else Storing.LONG_NAME
+            path = name[:_MAX_NAME_BYTES].replace("\0", "\\x00")
+        else:
+            earlier = self.numbers.get(path)
+            if earlier is not None:
+                self.storings[earlier] = Storing.REPLACED
+            self.numbers[path] = len(self.names)
+        self.names.append(path)
+        self.offsets.append(offset)
+        self.sizes.append(size)
+        self.stored_sizes.append(stored)
+        self.checksums.append(checksum)
+        self.storings.append(storing)
+
+    def add_folder(self, name: str) -> None:
+        """Add a folder that the archive names."""
+        path = member_path(name)
+        if path is not None and len(path) <= _MAX_NAME_BYTES:
+            self.folders.add(path)
+
+
+def member_path(name: str) -> str | None:
+    """Return a member's path without empty parts and "."; None for a path that leaves the archive, or has a NUL."""
+    if (
+        "/." not in name
+        and "//" not in name
+        and "\0" not in name
+        and name[:1] not in ("", ".", "/")
+        and name[-1] != "/"
+    ):
+        return name
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    return None if name.startswith("/") or ".." in parts or "\0" in name or not parts else "/".join(parts)
+
+
+@dataclass
+class ArchiveReader(SourceReader):
+    """Reads members of archives. All arrays are (M,)."""
+
+    files: tuple[ArchiveFile, ...]
+    file_ids: npt.NDArray[np.int32]  # index into `files`
+    offsets: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    stored_sizes: npt.NDArray[np.int64]
+    checksums: npt.NDArray[np.uint32]
+    storings: npt.NDArray[np.uint8]
+
+    def __post_init__(self) -> None:
+        self._opened: list[int] = []
+
+    @classmethod
+    def of(cls, file: ArchiveFile, members: Members) -> ArchiveReader:
+        """Return a reader of all members of an archive."""
+        return cls(
+            (file,),
+            np.zeros(len(members.names), np.int32),
+            np.array(members.offsets, np.int64),
+            np.array(members.sizes, np.int64),
+            np.array(members.stored_sizes, np.int64),
+            np.array(members.checksums, np.uint32),
+            np.array(members.storings, np.uint8),
+        )
+
+    @classmethod
+    def joined(cls, readers: Sequence[ArchiveReader]) -> ArchiveReader:
+        """Return a reader of the members of several readers, each of one file."""
+        file_ids = np.repeat(np.arange(len(readers), dtype=np.int32), [len(reader.file_ids) for reader in readers])
+        columns = (np.concatenate([getattr(reader, name) for reader in readers]) for name in _COLUMNS)
+        return cls(tuple(file for reader in readers for file in reader.files), file_ids, *columns)
+
+    def take(self, indices: npt.NDArray[np.int64]) -> ArchiveReader:
+        return replace(self, **{name: getattr(self, name)[indices] for name in ("file_ids", *_COLUMNS)})
+
+    def read(self, index: int, name: str) -> bytes:
+        if self.storings[index] == Storing.RAW:
+            size = int(self.sizes[index])
+            data = self._file(index).read(size, int(self.offsets[index]))
+            if len(data) < size:
+                raise RejectedImageError("the archive ends before it does")
+            return data
+        return self._unzipped(index, None)
+
+    def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
+        storing = Storing(self.storings[index])
+        if storing in REASONS:
+            raise RejectedImageError(REASONS[storing])
+        file = self._file(index)
+        offset, size = int(self.offsets[index]), int(self.sizes[index])
+        try:
+            if storing == Storing.RAW:
+                head = file.read(min(size, _HEAD_BYTES), offset)
+                open_file: Callable[[], BinaryIO] = lambda: io.BufferedReader(_Extent(file, offset, size))  # noqa: E731
+            else:
+                head = self._unzipped(index, _HEAD_BYTES)
+                open_file = lambda: io.BytesIO(self._unzipped(index, None))  # noqa: E731
+            header = read_header(head, open_file, max_pixels)
+        except OSError as error:
+            raise SourceError(
+                f"{file.path}: {name} cannot be read ({error}); repair the storage, then try again", path=file.path
+            ) from error
+        parts = (offset, size, int(self.checksums[index]), file.identity.size, file.identity.modified_ns)
+        mark = name.encode("utf-8", "surrogateescape") + b"".join(b"\0%d" % part for part in parts)
+        return SurveyedImage(header, fingerprint(mark))
+
+    def _file(self, index: int) -> ArchiveFile:
+        number = int(self.file_ids[index])
+        file = self.files[number]
+        if file.descriptor is None:
+            self._opened.append(number)
+            if len(self._opened) > _MAX_OPEN_FILES:
+                self.files[self._opened.pop(0)].close()
+        return file
+
+    def _unzipped(self, index: int, count: int | None) -> bytes:
+        """Return the first `count` bytes of a member of a zip file; if None, all, after comparing them with their CRC.
+
+        Never decompresses more than the member's declared size.
+        """
+        size, stored = int(self.sizes[index]), int(self.stored_sizes[index])
+        if size > max(_BOMB_BYTES, _BOMB_RATIO * stored):
+            raise RejectedImageError(
+                f"zip bomb: {format_bytes(stored)} expand to {format_bytes(size)}, over {_BOMB_RATIO} times as much"
+            )
+        wanted = size if count is None else min(size, count)
+        data = self._stored_bytes(index, stored if count is None else min(stored, count))
+        if self.storings[index] == Storing.ZIP_DEFLATED:
+            try:
+                decoder = zlib.decompressobj(-zlib.MAX_WBITS)
+                # One byte more than declared, to notice that there are more. A limit of 0 would mean none.
+                data = decoder.decompress(data, wanted + 1)
+            except zlib.error as error:
+                raise RejectedImageError(f"cannot be decompressed: {error}") from error
+        if count is not None:
+            return data[:wanted]
+        if len(data) != size:
+            raise RejectedImageError("its size differs from the one that the archive declares")
+        if zlib.crc32(data) != int(self.checksums[index]):
+            raise RejectedImageError("it does not match its CRC-32 in the archive")
+        return data
+
+    def _stored_bytes(self, index: int, count: int) -> bytes:
+        """Return the first stored bytes of a member of a zip file, which follow a header of variable length."""
+        file, offset = self._file(index), int(self.offsets[index])
+        # The header usually takes less than this. Then one read is enough.
+        data = file.read(_LOCAL_HEADER_BYTES + 256 + count, offset)
+        if data[:4] != _LOCAL_HEADER or len(data) < _LOCAL_HEADER_BYTES:
+            raise RejectedImageError("its header in the archive is damaged")
+        start = _LOCAL_HEADER_BYTES + int.from_bytes(data[26:28], "little") + int.from_bytes(data[28:30], "little")
+        data = data[start : start + count] if len(data) >= start + count else file.read(count, offset + start)
+        if len(data) < count:
+            raise RejectedImageError("the archive ends before it does")
+        return data
+
+
+def decompress(file: ArchiveFile, stream: BinaryIO, folder: Path) -> None:
+    """Let `file` read a decompressed copy in `folder`, which has no name and so disappears with this process."""
+    position = 0
+    advice = "make room there, or decompress the archive yourself and pack the result"
+    with stream, tempfile.TemporaryFile(dir=folder) as target, reporting_full_disk(folder, advice):
+        while True:
+            try:
+                data = stream.read(_COPY_BYTES)
+            except Exception as error:
+                # Each decompressor has exceptions of its own.
+                raise file.damaged(f"cannot be decompressed ({error})") from error
+            if not data:
+                break
+            write_all(target.fileno(), data, position)
+            position += len(data)
+        file.keep_copy(target.fileno())
+
+
+def members_catalog(file: ArchiveFile, members: Members, wanted: NameFilter, kind: str) -> Catalog:
+    """Return the catalog of the members of an archive, by the rules for folders; `kind` is that of `arranged`."""
+    _strip_only_folder(members, kind)
+    placed = {}
+    rejects = []
+    for number, (name, storing) in enumerate(zip(members.names, members.storings, strict=True)):
+        if storing not in UNPLACED:
+            placed[name] = number
+        elif storing != Storing.REPLACED and wanted.refusal(name) is None:
+            rejects.append(Reject(name, REASONS[Storing(storing)]))
+    catalog = arranged(list_names(file.path, placed, members.folders, wanted), kind)
+    packed = np.array([placed[name] for name in catalog.names], np.int64)
+    found = {members.names[number] for number in packed.tolist()}
+    for name, storing in zip(members.names, members.storings, strict=True):
+        if storing == Storing.REPLACED and name in found:
+            rejects.append(Reject(name, REASONS[Storing.REPLACED]))
+    reader = ArchiveReader.of(file, members).take(packed)
+    return replace(catalog, reader=reader, rejects=tuple(rejects), notes=members.notes)
+
+
+def _strip_only_folder(members: Members, kind: str) -> None:
+    """Make paths relative to the folder that contains all visible members, if there is one.
+
+    A folder named like a split stays, and so does one that must be a class or a split because it has no subfolders.
+    """
+    paths = [name for name, storing in zip(members.names, members.storings, strict=True) if storing not in UNPLACED]
+    visible = [path for path in paths if is_visible(path.partition("/")[0])]
+    tops = {path.partition("/")[0] if "/" in path else "" for path in visible}
+    tops |= {top for top in (path.partition("/")[0] for path in members.folders) if is_visible(top)}
+    if len(tops) != 1 or tops == {""} or is_split_name(*tops):
+        return
+    if kind in ("classes", "splits") and all(path.count("/") < 2 for path in visible):
+        return
+    base = f"{tops.pop()}/"
+    members.names = [
+        name if storing in (Storing.OUTSIDE, Storing.LONG_NAME) else name.removeprefix(base)
+        for name, storing in zip(members.names, members.storings, strict=True)
+    ]
+    members.folders = {path.removeprefix(base) for path in members.folders} - {base[:-1]}

@@ -1,0 +1,141 @@
+"""Sources of several files: which files they are, in which order, and which splits their names mean."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.errors import SourceError
+from h5pack.sources.catalog import NameFilter, one_split
+from h5pack.sources.folders import is_split_name, is_visible, split_order, walk
+
+TAR_SUFFIXES = (".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
+TABLE_SUFFIXES = (".parquet", ".arrow")
+_BRACES = re.compile(r"\{([^{}]*,[^{}]*|\d+\.\.\d+)\}")
+_MAX_FILES = 1_000_000
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The files of a source, sorted within a folder, or in the order of a pattern."""
+
+    root: Path  # the folder that contains them
+    names: list[str]  # relative to `root`
+    wanted: NameFilter  # selects their samples
+
+    @property
+    def paths(self) -> list[Path]:
+        """Paths of the files."""
+        return [self.root / name for name in self.names]
+
+    @property
+    def prefixes(self) -> list[str]:
+        """What the names of each file's samples begin with: its name without the suffix; "" if it is the only file."""
+        if len(self.names) == 1:
+            return [""]
+        ending = "|".join(map(re.escape, sorted((*TAR_SUFFIXES, *TABLE_SUFFIXES), key=len, reverse=True)))
+        return [re.sub(f"({ending})$", "", name, flags=re.IGNORECASE) + "/" for name in self.names]
+
+    def splits(self) -> tuple[tuple[str, ...], list[int]]:
+        """Return the `split_names`, and the split of each file.
+
+        A split is a folder, or a word of a file's name, that is named like one: ``train-00000-of-00002.parquet``. If a
+        file has no such name, or several, all files are in one split.
+        """
+        found = [_split_of(name) for name in self.names]
+        if None in found:
+            return one_split(0)[0], [0] * len(found)
+        names = split_order(str(name) for name in found)
+        return names, [names.index(str(name)) for name in found]
+
+    def split_ids(self, counts: Sequence[int]) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
+        """Return the `split_names` and `split_ids` of a catalog with `counts` samples of each file."""
+        names, ids = self.splits()
+        return names, np.repeat(np.array(ids, np.int32), counts)
+
+
+def _split_of(name: str) -> str | None:
+    folders, _, file = name.rpartition("/")
+    named = [folder for folder in folders.split("/") if is_split_name(folder)]
+    named = named or [word for word in re.split(r"[^A-Za-z]+", file) if is_split_name(word)]
+    return named[0] if len(named) == 1 else None
+
+
+def shards_kind(path: Path, wanted: NameFilter) -> str:
+    """Return "webdataset" or "parquet" if all selected files of a folder, or of a pattern, are of that kind, else "".
+
+    If `wanted` selects no file of a folder, as without `include`, all of its files count.
+    """
+    if not os.path.isdir(path):
+        return _kind_of(itertools.islice(expand_braces(str(path)), _MAX_FILES))
+    found: list[str] = []
+    for folder, below, files in os.walk(path):
+        below[:] = filter(is_visible, below)
+        if any(os.path.islink(os.path.join(folder, name)) for name in below):
+            # There may be images behind links, and loops of links.
+            return ""
+        relative = os.path.relpath(folder, path)
+        for name in files:
+            is_shard = _kind_of([name]) != ""
+            if wanted.refusal(os.path.normpath(f"{relative}/{name}")) is None and not is_shard:
+                return ""
+            found += [name] * is_shard
+    return _kind_of([name for name in found if wanted.include and wanted.allows(name)] or found)
+
+
+def _kind_of(names: Iterable[str]) -> str:
+    endings = {(name.lower().endswith(TAR_SUFFIXES), name.lower().endswith(TABLE_SUFFIXES)) for name in names}
+    return {(True, False): "webdataset", (False, True): "parquet"}.get(endings.pop(), "") if len(endings) == 1 else ""
+
+
+def find_shards(path: Path, wanted: NameFilter, suffixes: Sequence[str]) -> Shards:
+    """Return the files of a source: one file, those that a pattern such as ``shard-{000..010}.tar`` names, or a folder.
+
+    Of a folder, all files with one of the suffixes; patterns of `include` that match one of them select only those,
+    and apply to files instead of samples. There may be none. Raises SourceError if a file that a pattern names is
+    missing.
+    """
+    if os.path.isdir(path):
+        names = list(walk(str(path), NameFilter(tuple(f"*{suffix}" for suffix in suffixes), wanted.exclude)).below(""))
+        files = tuple(pattern for pattern in wanted.include if any(_selects(pattern, name) for name in names))
+        if files:
+            names = [name for name in names if NameFilter(files).allows(name)]
+        samples = tuple(pattern for pattern in wanted.include if pattern not in files)
+        return Shards(path, names, NameFilter(samples, wanted.exclude))
+    paths = [str(path)] if os.path.exists(path) else list(itertools.islice(expand_braces(str(path)), _MAX_FILES))
+    missing = next((one for one in paths if not os.path.isfile(one)), None)
+    if missing is not None:
+        raise SourceError(f"{missing}: no such file; check the pattern", path=missing)
+    root = os.path.commonpath([os.path.dirname(one) for one in paths])
+    return Shards(Path(root), [os.path.relpath(one, root) if root else one for one in paths], wanted)
+
+
+def _selects(pattern: str, name: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(os.path.basename(name), pattern)
+
+
+def expand_braces(pattern: str) -> Iterator[str]:
+    """Yield the names that a shell's brace pattern means: ``{000..010}`` and ``{a,b}``."""
+    match = _BRACES.search(pattern)
+    if match is None:
+        yield pattern
+        return
+    bounds = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
+    choices: Iterable[str] = match[1].split(",")
+    if bounds is not None:
+        first, last = int(bounds[1]), int(bounds[2])
+        # As in a shell, numbers are padded if one of the bounds is.
+        padded = any(bound.startswith("0") and len(bound) > 1 for bound in bounds.groups())
+        width = max(map(len, bounds.groups())) if padded else 0
+        step = 1 if first <= last else -1
+        choices = (f"{number:0{width}d}" for number in range(first, last + step, step))
+    for choice in choices:
+        yield from expand_braces(pattern[: match.start()] + choice + pattern[match.end() :])

@@ -1,0 +1,305 @@
+"""Parquet and Arrow files as sources: a column of encoded images, beside columns of labels and numbers.
+
+Parquet can only be read in whole row groups, so images of one row group are read together.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.errors import H5PackError, RejectedImageError, SourceError
+from h5pack.images.decode import read_header
+from h5pack.sources.archives import ArchiveFile
+from h5pack.sources.catalog import Catalog, NameTable, SourceReader, SurveyedImage, fingerprint
+from h5pack.sources.manifest import ColumnTable, ManifestColumns, cell_text, label_columns, with_columns
+from h5pack.sources.shards import Shards
+from h5pack.system.machine import available_memory
+from h5pack.system.text import format_bytes
+
+_USUAL = ("image", "images", "img", "picture", "photo", "jpg", "jpeg", "png", "bytes", "content", "data")
+_TASK_ROWS = 1_024
+"""Images of larger row groups are shared by several workers, each of which reads the row group."""
+
+
+@dataclass
+class TableReader(SourceReader):
+    """Reads images of a column of Parquet or Arrow files. All arrays are (M,)."""
+
+    files: tuple[ArchiveFile, ...]
+    column: str
+    file_ids: npt.NDArray[np.int32]  # index into `files`
+    row_groups: npt.NDArray[np.int32]  # of the file; an Arrow file counts as one
+    rows: npt.NDArray[np.int64]  # of the row group
+
+    def __post_init__(self) -> None:
+        self._loaded: dict[tuple[int, int], Any] = {}
+        self._kept: set[tuple[int, int]] = set()
+        self._table: tuple[int, _Table] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_loaded": {}, "_kept": set(), "_table": None}
+
+    def take(self, indices: npt.NDArray[np.int64]) -> TableReader:
+        return replace(self, **{name: getattr(self, name)[indices] for name in ("file_ids", "row_groups", "rows")})
+
+    def groups(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        parts = (self.file_ids[indices], self.row_groups[indices], self.rows[indices] // _TASK_ROWS)
+        numbers: npt.NDArray[np.int64] = np.unique(np.stack(parts, axis=1), axis=0, return_inverse=True)[1]
+        return numbers.reshape(-1).astype(np.int64)
+
+    def begin(self, indices: Sequence[int]) -> None:
+        self._kept = {(int(self.file_ids[index]), int(self.row_groups[index])) for index in indices}
+
+    def read(self, index: int, name: str) -> bytes:
+        key = int(self.file_ids[index]), int(self.row_groups[index])
+        if key not in self._loaded:
+            self._loaded = {known: values for known, values in self._loaded.items() if known in self._kept}
+            self._loaded[key] = self._load(*key)
+        value = self._loaded[key][int(self.rows[index])]
+        if not value.is_valid:
+            raise RejectedImageError("its row holds no image (null)")
+        if hasattr(value, "keys"):
+            path, value = value.get("path"), value["bytes"]
+            if not value.is_valid:
+                has_path = path is not None and path.is_valid
+                raise RejectedImageError(f"its row holds no image{', only a path' if has_path else ' (null)'}")
+        data: bytes = value.as_py()
+        return data
+
+    def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
+        file = self.files[self.file_ids[index]]
+        try:
+            data = self.read(index, name)
+        except OSError as error:
+            raise SourceError(
+                f"{file.path}: {name} cannot be read ({error}); repair the storage, then try again", path=file.path
+            ) from error
+        header = read_header(data, partial(io.BytesIO, data), max_pixels)
+        parts = (len(data), file.identity.size, file.identity.modified_ns)
+        return SurveyedImage(header, fingerprint(name.encode() + b"".join(b"\0%d" % part for part in parts)))
+
+    def _load(self, number: int, row_group: int) -> Any:
+        """Return the values of the images in a row group, a ``pyarrow.ChunkedArray``."""
+        file = self.files[number]
+        try:
+            if self._table is None or self._table[0] != number:
+                self._table = number, _open(file)
+            values = self._table[1].column(self.column, row_group)
+        except H5PackError:
+            raise
+        except Exception as error:
+            file.require_unchanged()
+            if isinstance(error, OSError) and error.errno:
+                raise
+            # On damaged files, pyarrow raises several types.
+            raise RejectedImageError(f"its row group cannot be read ({error})") from error
+        file.require_unchanged()
+        return values
+
+
+class _Table:
+    """One Parquet or Arrow file. Nothing is read in threads, so that workers can be forked."""
+
+    def __init__(self, file: ArchiveFile) -> None:
+        pyarrow = _pyarrow(file.path)
+        self._parquet: Any = None
+        if file.path.lower().endswith(".arrow"):
+            self._table = _memory_mapped(pyarrow, file.path)
+            self.schema, self.counts = self._table.schema, [self._table.num_rows]
+            return
+        from pyarrow import parquet
+
+        self._parquet = parquet.ParquetFile(file.path, pre_buffer=False)
+        self.schema, metadata = self._parquet.schema_arrow, self._parquet.metadata
+        self.counts = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+
+    def column(self, name: str, row_group: int | None = None) -> Any:
+        """Return a column of one row group, or of the file, as a ``pyarrow.ChunkedArray``."""
+        if self._parquet is None:
+            return self._table.column(name)
+        if row_group is None:
+            return self._parquet.read(columns=[name], use_threads=False).column(name)
+        return self._parquet.read_row_group(row_group, columns=[name], use_threads=False).column(name)
+
+    def largest_group_bytes(self, name: str) -> int:
+        """Return how many bytes a row group of a column takes at most."""
+        if self._parquet is None:
+            return 0
+        metadata = self._parquet.metadata
+        sizes: dict[int, int] = {}
+        for number in range(metadata.num_row_groups):
+            for position in range(metadata.num_columns):
+                column = metadata.row_group(number).column(position)
+                if column.path_in_schema.split(".")[0] == name:
+                    sizes[number] = sizes.get(number, 0) + column.total_uncompressed_size
+        return max(sizes.values(), default=0)
+
+
+def _memory_mapped(pyarrow: Any, path: str) -> Any:
+    """Return the table of an Arrow file: of the stream format, which Hugging Face datasets uses, or the file format."""
+    source = pyarrow.memory_map(path)
+    try:
+        return pyarrow.ipc.open_stream(source).read_all()
+    except pyarrow.ArrowInvalid:
+        source.seek(0)
+        return pyarrow.ipc.open_file(source).read_all()
+
+
+def _pyarrow(path: str) -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise SourceError(
+            f"{path}: Parquet and Arrow files need pyarrow; run pip install pyarrow", path=path
+        ) from error
+    return pyarrow
+
+
+def _open(file: ArchiveFile) -> _Table:
+    """Open a file; raise SourceError if it is damaged."""
+    try:
+        return _Table(file)
+    except SourceError:
+        raise
+    except Exception as error:
+        # On damaged files, pyarrow raises several types.
+        file.require_unchanged()
+        raise file.damaged(f"is not a Parquet or Arrow file, or damaged ({error})") from error
+
+
+def tables(shards: Shards, columns: ManifestColumns) -> Catalog:
+    """Return the catalog of Parquet or Arrow files, with the images in the order of the rows."""
+    files = tuple(ArchiveFile(str(path)) for path in shards.paths)
+    schema = _open(files[0]).schema
+    image = columns.path or _find_images(files[0], schema)
+    names: list[str] = []
+    counts: list[int] = []
+    file_ids, row_groups, rows = [], [], []
+    for number, (file, prefix) in enumerate(zip(files, shards.prefixes, strict=True)):
+        one = _open(file)
+        _require_columns(file, one, schema, image)
+        names += [f"{prefix}{row:08d}" for row in range(sum(one.counts))]
+        counts.append(sum(one.counts))
+        file_ids.append(np.full(counts[-1], number, np.int32))
+        row_groups.append(np.repeat(np.arange(len(one.counts), dtype=np.int32), one.counts))
+        rows += [np.arange(count, dtype=np.int64) for count in one.counts]
+    reader = TableReader(
+        files,
+        image,
+        np.concatenate(file_ids),
+        np.concatenate(row_groups),
+        np.concatenate([*rows, np.zeros(0, np.int64)]),
+    )
+    catalog = Catalog("parquet", reader, NameTable.of(names), *shards.split_ids(counts), about=f"images {image!r}")
+    table = ColumnTable(
+        shards.root, tuple(schema.names), [], [],
+        lambda name: [cell for file in files for cell in _cells(file, name)],
+        lambda row: names[row],
+    )  # fmt: skip
+    catalog = with_columns(catalog, table, columns, {image})
+    return _with_class_names(catalog, files[0], schema, columns).filtered(shards.wanted)
+
+
+def _features(schema: Any) -> dict[str, dict[str, Any]]:
+    """Return what Hugging Face datasets stored about columns, by name."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        return {name: one for name, one in features.items() if isinstance(one, dict)}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return {}
+
+
+def _find_images(file: ArchiveFile, schema: Any) -> str:
+    """Return the column of images: by Hugging Face's description, or by the types and names of columns."""
+    features = _features(schema)
+    binary = [name for name in schema.names if _is_images(schema.field(name).type)]
+    found = [name for name in binary if features.get(name, {}).get("_type") == "Image"]
+    found = found or [name for name in binary if name.lower() in _USUAL] or binary
+    if len(found) == 1:
+        return str(found[0])
+    problem = f"{', '.join(map(repr, found))} look like images"
+    if not found:
+        held = ", ".join(f"{name!r} {schema.field(name).type}" for name in schema.names)
+        problem = f"has no column of images, which are binary or structs with a field 'bytes' (found: {held})"
+    raise SourceError(f"{file.path}: {problem}; name it with path_column", path=file.path, parameters=("path_column",))
+
+
+def _is_images(kind: Any) -> bool:
+    from pyarrow import types
+
+    if types.is_struct(kind):
+        kind = next(
+            (kind.field(number).type for number in range(kind.num_fields) if kind.field(number).name == "bytes"), None
+        )
+    return kind is not None and (types.is_binary(kind) or types.is_large_binary(kind))
+
+
+def _require_columns(file: ArchiveFile, table: _Table, schema: Any, image: str) -> None:
+    """Raise SourceError unless a file has the columns of the first one, and one of images that fits into memory."""
+    if image not in table.schema.names or not _is_images(table.schema.field(image).type):
+        raise SourceError(
+            f"{file.path}: has no column {image!r} of images; its columns are {', '.join(table.schema.names)}",
+            path=file.path,
+        )
+    if table.schema.names != schema.names:
+        raise SourceError(f"{file.path}: has other columns than the first file; pack them one by one", path=file.path)
+    size = table.largest_group_bytes(image)
+    if size > available_memory() // 2:
+        raise SourceError(
+            f"{file.path}: a row group takes {format_bytes(size)}, over half of the free memory; write the file again "
+            "with smaller row groups",
+            path=file.path,
+        )
+
+
+def _cells(file: ArchiveFile, name: str) -> list[str]:
+    """Return the cells of a column of numbers or text; "" for null."""
+    from pyarrow import types
+
+    table = _open(file)
+    kind = table.schema.field(name).type
+    value = kind.value_type if types.is_dictionary(kind) else kind
+    plain = (
+        types.is_integer,
+        types.is_floating,
+        types.is_boolean,
+        types.is_string,
+        types.is_large_string,
+        types.is_null,
+    )
+    if not any(check(value) for check in plain):
+        raise SourceError(f"{file.path}: column {name!r} holds {kind}, neither numbers nor text", path=file.path)
+    try:
+        values = table.column(name).to_pylist()
+    except Exception as error:
+        file.require_unchanged()
+        raise file.damaged(f"column {name!r} cannot be read ({error})") from error
+    file.require_unchanged()
+    return [cell_text(cell) for cell in values]
+
+
+def _with_class_names(catalog: Catalog, file: ArchiveFile, schema: Any, columns: ManifestColumns) -> Catalog:
+    """Add the names of classes that Hugging Face datasets stored for a label column of integers."""
+    labels = catalog.labels
+    if labels is None or labels.ndim > 1 or catalog.label_names is not None:
+        return catalog
+    (column,) = label_columns(columns, tuple(schema.names))
+    names = _features(schema).get(column, {}).get("names")
+    if not isinstance(names, list) or not names:
+        return catalog
+    if len(labels) and not -1 <= labels.min() <= labels.max() < len(names):
+        raise SourceError(
+            f"{file.path}: column {column!r} has {len(names)} classes, but values from {labels.min()} to "
+            f"{labels.max()}; name another one with label_columns",
+            path=file.path,
+            parameters=("label_columns",),
+        )
+    return replace(catalog, label_names=tuple(map(str, names)))

@@ -1,0 +1,179 @@
+"""WebDataset shards as a source: tar files in which the members of a sample have the same name up to the first dot."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from types import NoneType
+
+import numpy as np
+
+from h5pack.errors import SourceError
+from h5pack.sources.archives import REASONS, UNPLACED, ArchiveFile, ArchiveReader, Members, Storing
+from h5pack.sources.catalog import IMAGE_SUFFIXES, Catalog, NameTable, Note, Reject, unused_note
+from h5pack.sources.folders import is_visible
+from h5pack.sources.manifest import LABEL_COLUMNS, SPLIT_COLUMNS, ColumnTable, ManifestColumns, cell_text, with_columns
+from h5pack.sources.shards import Shards
+
+_CLASS, _JSON = "cls", "json"
+_TABLES = (_CLASS, _JSON, "txt")
+_TABLE_ENDINGS = tuple(f".{ending}" for ending in _TABLES)
+_MAX_TABLE_BYTES = 1024 * 1024
+
+
+@dataclass
+class _Samples:
+    """What was found in the shards so far."""
+
+    kept: frozenset[str]  # keys of ``.json`` members whose values are read, in lower case
+    names: list[str] = field(default_factory=list)  # of the images
+    counts: list[int] = field(default_factory=list)  # images of each shard
+    readers: list[ArchiveReader] = field(default_factory=list)
+    cells: list[dict[str, str]] = field(default_factory=list)  # the values of each image's sample
+    header: dict[str, None] = field(default_factory=dict)  # all keys, in the order in which they were found
+    others: Counter[str] = field(default_factory=Counter)  # endings of the members that are not read
+    ignored: Counter[str] = field(default_factory=Counter)
+    rejects: list[Reject] = field(default_factory=list)
+    notes: tuple[Note, ...] = ()
+
+
+def is_webdataset(members: Members) -> bool:
+    """Return whether a tar file is a shard: an image has a ``.cls``, or a ``.json`` or ``.txt`` without folders."""
+    if not any(name.endswith(_TABLE_ENDINGS) for name in members.names):
+        return False
+    keys: dict[str, set[str]] = {}
+    for name in members.names:
+        key, ending = _split_name(name)
+        if ending in _TABLES or f".{ending}" in IMAGE_SUFFIXES:
+            keys.setdefault(key, set()).add("image" if ending not in _TABLES else ending)
+    flat = not any("/" in name for name in members.names)
+    return any("image" in found and (_CLASS in found or (flat and len(found) > 1)) for found in keys.values())
+
+
+def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], columns: ManifestColumns) -> Catalog:
+    """Return the catalog of WebDataset shards, with the samples in their order. `opened` are the shards with indexes.
+
+    The label is the ``.cls`` member, or else a key of the ``.json`` member, whose keys are like columns of a manifest.
+    """
+    named = [*columns.labels, *columns.fields, *([columns.split] if columns.split else [])]
+    kept = [*named, *LABEL_COLUMNS, *SPLIT_COLUMNS]
+    samples = _Samples(frozenset(name.lower() for name in kept))
+    for (file, members), prefix in zip(opened, shards.prefixes, strict=True):
+        _add_shard(samples, file, members, prefix, shards, bool(named))
+        file.close()
+    catalog = Catalog(
+        "webdataset",
+        ArchiveReader.joined(samples.readers),
+        NameTable.of(samples.names),
+        *shards.split_ids(samples.counts),
+        rejects=tuple(samples.rejects),
+        ignored=dict(samples.ignored),
+        notes=samples.notes,
+    )
+    table = ColumnTable(
+        shards.root, tuple(samples.header), [], [],
+        lambda column: [cells.get(column, "") for cells in samples.cells],
+        lambda row: samples.names[row],
+    )  # fmt: skip
+    if _CLASS in samples.header and not columns.labels:
+        columns = replace(columns, labels=(_CLASS,))
+    catalog = with_columns(catalog, table, columns, {_CLASS})
+    if catalog.labels is None:
+        catalog = replace(catalog, notes=(*catalog.notes, Note("there is no .cls, and no label in a .json")))
+    others = [f".{ending}" for ending in sorted(samples.others)]
+    notes = unused_note("members", others, "only images and labels are packed")
+    unlabelled = sum(_CLASS not in cells for cells in samples.cells) if columns.labels == (_CLASS,) else 0
+    if unlabelled:
+        notes += (Note(f"{unlabelled:,} samples have no .cls: their label is -1"),)
+    return replace(catalog, notes=catalog.notes + notes)
+
+
+def _add_shard(
+    samples: _Samples, file: ArchiveFile, members: Members, prefix: str, shards: Shards, json_too: bool
+) -> None:
+    reader = ArchiveReader.of(file, members)
+    images: list[int] = []
+    for key, parts in _grouped(file, members, samples, prefix):
+        found = {ending: n for ending, n in parts.items() if f".{ending}" in IMAGE_SUFFIXES}
+        allowed = {ending: n for ending, n in found.items() if shards.wanted.allows(f"{prefix}{members.names[n]}")}
+        read = (_CLASS, _JSON) if json_too or _CLASS not in parts else (_CLASS,)
+        samples.others.update(ending for ending in parts if ending not in found and ending not in read)
+        if not allowed:
+            samples.ignored["excluded samples" if found else "samples without an image"] += 1
+            continue
+        if len(allowed) > 1:
+            endings = " and ".join(f".{ending}" for ending in sorted(allowed))
+            example = f"include='*.{min(allowed)}'"
+            raise SourceError(
+                f"{file.path}: sample {key!r} has several images, {endings}; choose one kind, such as with {example}",
+                path=file.path,
+                parameters=(example,),
+            )
+        (number,) = allowed.values()
+        images.append(number)
+        samples.names.append(f"{prefix}{members.names[number]}")
+        cells: dict[str, str] = {}
+        for ending in read:
+            if ending in parts:
+                cells |= _cells(reader, members.names[parts[ending]], members, parts[ending])
+        samples.header |= dict.fromkeys(cells)
+        samples.cells.append(
+            {name: cell for name, cell in cells.items() if name == _CLASS or name.lower() in samples.kept}
+        )
+    samples.counts.append(len(images))
+    samples.readers.append(reader.take(np.array(images, np.int64)))
+    samples.notes += members.notes
+
+
+def _grouped(
+    file: ArchiveFile, members: Members, samples: _Samples, prefix: str
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yield the key of each sample, and the number of each of its members by the ending of its name."""
+    grouped: dict[str, dict[str, int]] = {}
+    for number, (name, storing) in enumerate(zip(members.names, members.storings, strict=True)):
+        if storing in UNPLACED and storing != Storing.REPLACED:
+            samples.rejects.append(Reject(f"{prefix}{name}", REASONS[Storing(storing)]))
+            continue
+        if not all(map(is_visible, name.split("/"))):
+            samples.ignored["hidden"] += 1
+            continue
+        key, ending = _split_name(name)
+        parts = grouped.setdefault(key, {})
+        if storing == Storing.REPLACED or ending in parts:
+            raise SourceError(
+                f"{file.path}: sample {key!r} has two members .{ending}; make the shard again with a key for each "
+                "sample",
+                path=file.path,
+            )
+        parts[ending] = number
+    yield from grouped.items()
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    """Return the key of a member's sample, and the ending of its name in lower case, such as "jpg" or "seg.png"."""
+    start = name.rfind("/") + 1
+    key, _, ending = name[start:].partition(".")
+    return name[:start] + key, ending.lower()
+
+
+def _cells(reader: ArchiveReader, name: str, members: Members, number: int) -> dict[str, str]:
+    """Return the values in a member of a sample: the text of a ``.cls``, or the plain values of a ``.json``."""
+    (file,) = reader.files
+    if members.storings[number] != Storing.RAW or members.sizes[number] > _MAX_TABLE_BYTES:
+        raise _unreadable(file, name, "it is not a small file")
+    data = reader.read(number, name)
+    try:
+        if _split_name(name)[1] == _CLASS:
+            return {_CLASS: data.decode().strip()}
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(file, name, str(error)) from error
+    if not isinstance(values, dict):
+        raise _unreadable(file, name, "it has no keys")
+    return {key: cell_text(value) for key, value in values.items() if isinstance(value, (str, int, float, NoneType))}
+
+
+def _unreadable(file: ArchiveFile, name: str, problem: str) -> SourceError:
+    return SourceError(f"{file.path}: {name!r} cannot be read ({problem}); make the shard again", path=file.path)

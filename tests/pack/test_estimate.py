@@ -1,0 +1,79 @@
+"""The estimate of a conversion's time: what is sampled, and what is made of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from h5pack.pack import estimate
+from h5pack.pack.conversion import Conversion
+from h5pack.pack.estimate import _samples, estimate_seconds
+from tests.makers import flat_folder, hdf5_file, pixels, quick, truncate
+
+
+def test_the_mean_of_all_but_first_tasks_is_divided_among_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = flat_folder(tmp_path / "in", 20)
+    for compression, (first, after) in {"none": (2.5, 1.0), "gzip": (2.5, 1.0)}.items():
+        with Conversion(source, tmp_path / "o.h5", **quick(compression=compression)) as conversion:
+            plan = conversion.plan()
+            for results, mean in (([(True, 9.0), (False, 1.5), (False, 0.5)], after), ([(True, 2.5)], first)):
+                monkeypatch.setattr(estimate, "run", lambda *_, results=results: iter(results))
+                for workers in (1, 4):
+                    seconds = estimate_seconds(plan, None, workers)  # type: ignore[arg-type]
+                    assert seconds == pytest.approx(20 * mean / workers, abs=0.11)
+
+
+@pytest.mark.parametrize(("num_workers", "compression"), [(1, "none"), (2, "gzip")])
+def test_images_are_sampled_in_the_workers_and_nothing_is_written(
+    tmp_path: Path, num_workers: int, compression: str
+) -> None:
+    source = flat_folder(tmp_path / "in", 40, (60, 50))
+    for number in range(0, 40, 3):
+        truncate(source / f"{number:05d}.jpg")
+    settings = quick(num_workers=num_workers, compression=compression, size=32)
+    with Conversion(source, tmp_path / "o.h5", **settings) as conversion:
+        assert 0 < conversion.estimate_seconds() < 1_000
+        assert sorted(index for indices in _samples(conversion.plan()) for index in indices) == list(range(40))
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_rows_that_are_read_with_their_chunk_are_sampled_with_it(tmp_path: Path) -> None:
+    images = np.stack([pixels(number) for number in range(23)])
+    path = hdf5_file(tmp_path / "in.h5")
+    with h5py.File(path, "a") as file:
+        file.create_dataset("images", data=images, chunks=(5, 20, 14, 3), compression="gzip")
+    with Conversion(path, tmp_path / "o.h5", **quick()) as conversion:
+        groups = [sorted(indices) for indices in _samples(conversion.plan())]
+        assert sorted(groups) == [list(range(start, min(start + 5, 23))) for start in range(0, 23, 5)]
+        assert conversion.estimate_seconds() > 0
+
+
+class Large:
+    """A dataset whose samples are counted."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 3_000
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        return np.zeros((9, 9, 3), np.uint8)
+
+
+def test_an_eighth_of_the_images_is_enough(tmp_path: Path) -> None:
+    dataset = Large()
+    with Conversion(dataset, tmp_path / "o.h5", **quick()) as conversion:
+        conversion.plan()
+        dataset.read.clear()
+        conversion.estimate_seconds()
+    assert 0 < len(dataset.read) <= 3_000 // 8 + 2 * 256
+    # Spread over the whole source.
+    assert max(dataset.read) - min(dataset.read) > 2_000

@@ -1,0 +1,494 @@
+"""Archives as sources: the same images, labels and rules as for folders, and damage of every kind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import gzip
+import io
+import os
+import pickle
+import struct
+import tarfile
+import tempfile
+import tracemalloc
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+import h5pack
+from h5pack.errors import H5PackError, NoImagesError, NoSpaceError, RejectedImageError, ResumeError, SourceError
+from h5pack.images.decode import MAX_PIXELS
+from h5pack.sources import archives, tar_files
+from h5pack.sources.archives import member_path
+from h5pack.sources.catalog import Catalog, NameFilter
+from h5pack.sources.detect import SourceOptions, open_source
+from tests.crashing import convert_in_child, small_file_system
+from tests.makers import class_folders, flat_folder, pixels, quick, save, split_folders, tar_file, truncate, zip_file
+from tests.sources.test_folders import touch
+
+FORMS: dict[str, Callable[[Path, Path], Path]] = {
+    "tar": tar_file,
+    "tar.gz": lambda path, root: tar_file(path, root, "w:gz"),
+    "tar.bz2": lambda path, root: tar_file(path, root, "w:bz2"),
+    "tar.xz": lambda path, root: tar_file(path, root, "w:xz"),
+    "zip": zip_file,
+    "stored.zip": lambda path, root: zip_file(path, root, zipfile.ZIP_STORED),
+}
+
+
+def opened(path: Path, kind: str | None = None, **names: tuple[str, ...]) -> Catalog:
+    return open_source(path, SourceOptions(kind, NameFilter(**names)))
+
+
+def described(catalog: Catalog) -> tuple[object, ...]:
+    labels = None if catalog.labels is None else catalog.labels.tolist()
+    splits = (catalog.split_names, catalog.split_ids.tolist())
+    return catalog.kind, list(catalog.names), *splits, labels, catalog.label_names, catalog.ignored
+
+
+def reasons(path: Path) -> dict[str, str]:
+    """The reason of each image that is rejected."""
+    catalog = opened(path, "flat")
+    found = {reject.name: reject.reason for reject in catalog.rejects}
+    for index, name in enumerate(catalog.names):
+        try:
+            catalog.reader.survey(index, name, MAX_PIXELS)
+            catalog.reader.read(index, name)
+        except RejectedImageError as error:
+            found[name] = str(error)
+    return found
+
+
+def jpeg(seed: int = 0) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(pixels(seed)).save(stream, "jpeg")
+    return stream.getvalue()
+
+
+def add(archive: tarfile.TarFile, name: str, data: bytes = b"", **attributes: object) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    for key, value in attributes.items():
+        setattr(member, key, value)
+    archive.addfile(member, io.BytesIO(data))
+
+
+@pytest.mark.parametrize(
+    ("make", "forms"),
+    [
+        (lambda root: flat_folder(root, 2), "tar.gz tar.bz2 tar.xz"),
+        (lambda root: class_folders(root, {"cat": 2, "dog": 1}), "tar zip"),
+        (lambda root: split_folders(root, {"train": {"cat": 3, "dog": 2}, "val": {"dog": 2}}), "tar stored.zip"),
+    ],
+    ids=["flat", "classes", "splits"],
+)
+def test_an_archive_gives_the_same_file_as_the_folder(make: Callable[[Path], Path], forms: str, tmp_path: Path) -> None:
+    folder = make(tmp_path / "photos")
+    save(folder / next(folder.rglob("*.jpg")).parent.relative_to(folder) / "x.png", 99)
+    h5pack.convert(folder, tmp_path / "folder.h5", **quick())
+    for form in forms.split():
+        h5pack.convert(FORMS[form](tmp_path / f"photos.{form}", folder), tmp_path / f"{form}.h5", **quick())
+        assert (tmp_path / f"{form}.h5").read_bytes() == (tmp_path / "folder.h5").read_bytes(), form
+    assert {path.name for path in tmp_path.iterdir() if "partial" in path.name} == set()
+
+
+TREES = [
+    ["1.jpg", "notes.txt", "deep/er/2.png"],
+    ["cat/1.jpg", "cat/more/2.jpg", "dog/1.jpg", "empty/notes.txt", ".cache/3.jpg", ".git/a/4.jpg", "cat/.hidden.jpg"],
+    ["train/cat/1.jpg", "test/cat/1.jpg", "__MACOSX/train/1.jpg", "docs/readme.txt"],
+    ["train/x/.thumbs/1.jpg", "train/x/1.jpg", "val/2.jpg", "a-b/x.dat"],
+    ["a/1.jpg", "a-b/2.jpg", "a0/3.jpg", "é/雪.JPG", "b/c/d/e/5.jpg"],
+    ["images/1.jpg", "images/2.jpg", "masks/1.png", "masks/2.png"],
+    ["train/images/1.jpg", "train/masks/1.png", "val/x/2.jpg"],
+    ["cat/1.jpg", "stray.jpg"],
+    ["train/cat/1.jpg", "cat/1.jpg"],
+    ["notes.txt"],
+]
+
+
+@pytest.mark.parametrize("names", TREES, ids=lambda names: names[0])
+@pytest.mark.parametrize("kind", [None, "flat", "classes", "splits"])
+def test_the_rules_are_those_of_folders(names: list[str], kind: str | None, tmp_path: Path) -> None:
+    root = touch(tmp_path / "in", *names)
+    paths = [tar_file(tmp_path / "x.tar", root), zip_file(tmp_path / "x.zip", root)]
+    for patterns in ({}, {"exclude": ("*2.*", "docs/*")}, {"include": ("*.jpg",)}):
+        try:
+            expected: object = described(opened(root, kind, **patterns))
+        except SourceError as error:
+            expected = type(error), error.parameters
+        for path in paths:
+            try:
+                found: object = described(opened(path, kind, **patterns))
+            except SourceError as error:
+                found = type(error), error.parameters
+            assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "found"),
+    [
+        (["photos/cat/1.jpg", "photos/dog/1.jpg", "photos/readme.txt"], "classes", "cat/1.jpg"),
+        (["./photos/1.jpg", "__MACOSX/photos/._1.jpg", ".DS_Store"], "flat", "1.jpg"),
+        (["photos/train/cat/1.jpg", "photos/val/cat/2.jpg"], "splits", "train/cat/1.jpg"),
+        (["train/cat/1.jpg", "train/dog/1.jpg"], "splits", "train/cat/1.jpg"),
+        (["photos/cat/1.jpg", "readme.txt"], "classes", "photos/cat/1.jpg"),
+    ],
+)
+def test_the_only_folder_of_an_archive_is_its_root(names: list[str], kind: str, found: str, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        for name in names:
+            add(archive, name)
+    catalog = opened(tmp_path / "x.tar")
+    assert (catalog.kind, catalog.names[0]) == (kind, found)
+    assert opened(tmp_path / "x.tar", include=(found,)).names[0] == found
+
+
+def test_an_only_folder_may_be_a_class(tmp_path: Path) -> None:
+    path = tar_file(tmp_path / "x.tar", touch(tmp_path / "in", "cat/1.jpg"))
+    assert opened(path).kind == "flat"
+    assert opened(path, "classes").label_names == ("cat",)
+
+
+def test_archives_are_known_by_their_content_too(tmp_path: Path) -> None:
+    folder = flat_folder(tmp_path / "in", 2)
+    for make in (tar_file, zip_file):
+        assert len(opened(make(tmp_path / "photos", folder))) == 2
+    tar_file(tmp_path / "photos.tar", folder, "w:gz")
+    assert len(opened(tmp_path / "photos.tar")) == 2
+    for kind in ("hdf5", "manifest"):
+        with pytest.raises(H5PackError):
+            opened(tmp_path / "photos.tar", kind)
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_names_of_every_tar_format(form: int, tmp_path: Path) -> None:
+    long = "/".join(["d" * 60] * 3 + ["x.jpg"])
+    names = ["a/1.jpg", long, "b/é雪.jpg", os.fsdecode(b"b/\xff.jpg")]
+    with tarfile.open(tmp_path / "x.tar", "w", format=form, pax_headers={"comment": "all"}) as archive:
+        for name in names:
+            add(archive, name, name.encode("utf-8", "surrogateescape"))
+    catalog = opened(tmp_path / "x.tar", "flat")
+    assert sorted(catalog.names) == sorted(names)
+    for index, name in enumerate(catalog.names):
+        assert catalog.reader.read(index, name) == name.encode("utf-8", "surrogateescape")
+
+
+def test_every_header_is_read_alike_by_the_fast_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tar_file(tmp_path / "x.tar", class_folders(tmp_path / "in", {"a": 3, "b": 2}))
+    fast = opened(path)
+    monkeypatch.setattr(tar_files, "_plain_header", lambda block: None)
+    slow = opened(path)
+    assert described(fast) == described(slow)
+    assert fast.reader.offsets.tolist() == slow.reader.offsets.tolist()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("form", ["tar", "zip"])
+def test_a_truncated_jpeg_is_a_reject(form: str, tmp_path: Path) -> None:
+    folder = flat_folder(tmp_path / "in", 3)
+    truncate(folder / "00001.jpg")
+    (folder / "empty.jpg").touch()
+    report = h5pack.convert(FORMS[form](tmp_path / f"x.{form}", folder), tmp_path / "o.h5", **quick())
+    h5pack.convert(folder, tmp_path / "folder.h5", **quick())
+    assert (report.images, report.rejects) == (2, 2)
+    assert (tmp_path / "o.h5.rejects.csv").read_text() == (tmp_path / "folder.h5.rejects.csv").read_text()
+
+
+def test_a_tar_file_that_was_cut_anywhere_is_an_error(tmp_path: Path) -> None:
+    data = tar_file(tmp_path / "x.tar", touch(tmp_path / "in", "a.jpg", "b.jpg")).read_bytes()
+    with tarfile.open(tmp_path / "x.tar") as archive:
+        end = archive.getmembers()[-1].offset_data
+    (tmp_path / "x.tar").write_bytes(data[: end + 512])
+    assert len(opened(tmp_path / "x.tar")) == 2
+    for cut in (0, 100, 511, 512, 700, end - 512, end, end + 511):
+        (tmp_path / "x.tar").write_bytes(data[:cut])
+        with pytest.raises(SourceError) as caught:
+            opened(tmp_path / "x.tar")
+        assert caught.value.path == str(tmp_path / "x.tar")
+
+
+def test_a_tar_file_that_was_cut_within_data_or_damaged_is_an_error(tmp_path: Path) -> None:
+    path = tar_file(tmp_path / "x.tar", flat_folder(tmp_path / "in", 3))
+    data = path.read_bytes()
+    with tarfile.open(path) as archive:
+        middle = archive.getmembers()[1]
+    for damaged in (data[: middle.offset_data + 10], data[: middle.offset + 7] + b"?" + data[middle.offset + 8 :]):
+        path.write_bytes(damaged)
+        with pytest.raises(SourceError):
+            opened(path)
+    path.write_bytes(data + data)
+    assert len(opened(path)) == 3
+    assert len(opened(path).notes) == 1
+    path.write_bytes(gzip.compress(data)[:-9])
+    with pytest.raises(SourceError):
+        opened(path)
+
+
+def test_of_members_of_one_name_the_last_is_packed(tmp_path: Path) -> None:
+    first, last = jpeg(1), jpeg(2)
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        for data in (first, last):
+            add(archive, "1.jpg", data)
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as zipped:
+        zipped.writestr("1.jpg", first)
+        with pytest.warns(UserWarning, match="Duplicate"):
+            zipped.writestr("1.jpg", last)
+    for path in (tmp_path / "x.tar", tmp_path / "x.zip"):
+        catalog = opened(path)
+        assert list(catalog.names) == ["1.jpg"]
+        assert catalog.reader.read(0, "1.jpg") == last
+        assert [reject.name for reject in catalog.rejects] == ["1.jpg"]
+
+
+OUTSIDE = ["../out.jpg", "a/../../out.jpg", "/tmp/out.jpg", "..", "a/../b.jpg"]
+
+
+def test_members_that_leave_the_archive_are_rejected_and_written_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    with tarfile.open(tmp_path / "work" / "x.tar", "w") as archive:
+        for name in ("1.jpg", *OUTSIDE):
+            add(archive, name, jpeg())
+        add(archive, "d" * 5_000 + ".jpg", jpeg())
+    with zipfile.ZipFile(tmp_path / "work" / "x.zip", "w") as zipped:
+        for name in ("1.jpg", *OUTSIDE):
+            zipped.writestr(zipfile.ZipInfo(name), jpeg())
+    for form in ("tar", "zip"):
+        found = reasons(tmp_path / "work" / f"x.{form}")
+        assert set(found) - {("d" * 5_000)[:4_096]} == set(OUTSIDE) - {".."}
+        pack = tmp_path / "work" / f"{form}.h5"
+        assert h5pack.convert(tmp_path / "work" / f"x.{form}", pack, **quick()).images == 1
+        h5pack.export(pack, tmp_path / "work" / form, num_workers=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"work"}
+    assert not Path("/tmp/out.jpg").exists()
+    assert [member_path(name) for name in ("./a//b", "a/./b", "a\0b", ".", "")] == ["a/b", "a/b", None, None, None]
+
+
+def test_links_are_followed_inside_the_archive_only(tmp_path: Path) -> None:
+    links = {"chain.jpg": "sym.jpg", "sym.jpg": "d/../d/1.jpg", "out.jpg": "../../1.jpg", "abs.jpg": "/etc/passwd"}
+    links |= {"gone.jpg": "nowhere.jpg", "loop.jpg": "loop.jpg"}
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        for name, target in links.items():
+            add(archive, name, type=tarfile.SYMTYPE, linkname=target)
+        add(archive, "d/1.jpg", jpeg())
+        add(archive, "hard.jpg", type=tarfile.LNKTYPE, linkname="./d/1.jpg")
+        add(archive, "early.jpg", type=tarfile.LNKTYPE, linkname="later.jpg")
+        add(archive, "later.jpg", jpeg(1))
+        add(archive, "pipe.jpg", type=tarfile.FIFOTYPE)
+        add(archive, "folder", type=tarfile.SYMTYPE, linkname="d")
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as zipped:
+        entry = zipfile.ZipInfo("link.jpg")
+        entry.external_attr = 0o120777 << 16
+        zipped.writestr(entry, "1.jpg")
+        zipped.writestr("1.jpg", jpeg())
+    assert set(reasons(tmp_path / "x.tar")) == {"out.jpg", "abs.jpg", "gone.jpg", "loop.jpg", "early.jpg", "pipe.jpg"}
+    catalog = opened(tmp_path / "x.tar", "flat", include=("hard.jpg", "chain.jpg"))
+    assert [catalog.reader.read(index, "") for index in range(2)] == [jpeg(), jpeg()]
+    assert set(reasons(tmp_path / "x.zip")) == {"link.jpg"}
+
+
+def test_sparse_members_are_rejected(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        add(archive, "1.jpg", jpeg(), pax_headers={"GNU.sparse.map": "0,9", "GNU.sparse.size": "99"})
+        add(archive, "2.jpg", jpeg())
+    assert set(reasons(tmp_path / "x.tar")) == {"1.jpg"}
+
+
+def test_an_extended_header_cannot_fill_the_memory(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        add(archive, "././@LongLink", bytes(4_000_000), type=tarfile.GNUTYPE_LONGNAME)
+        add(archive, "1.jpg", jpeg())
+    with pytest.raises(SourceError):
+        opened(tmp_path / "x.tar")
+
+
+def zipped(path: Path, *contents: bytes, compression: int = zipfile.ZIP_DEFLATED) -> bytearray:
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for number, data in enumerate(contents):
+            archive.writestr(f"{number}.jpg", data)
+    return bytearray(path.read_bytes())
+
+
+def patched(data: bytearray, number: int, offset: int, form: str, value: int) -> bytearray:
+    """Change a number in the central header of a member."""
+    start = -1
+    for _ in range(number + 1):
+        start = data.index(b"PK\1\2", start + 1)
+    struct.pack_into(form, data, start + offset, value)
+    return data
+
+
+FLAGS, METHOD, CRC, STORED, SIZE, HEADER = (8, "<H"), (10, "<H"), (16, "<I"), (20, "<I"), (24, "<I"), (42, "<I")
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (FLAGS, 1), (METHOD, 99), (CRC, 7), (SIZE, 0xFFFF_0000), (SIZE, 5), (STORED, 0xFFFF_0000), (STORED, 9),
+        (HEADER, 1), (HEADER, 0x7FFF_0000),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_damaged_member_of_a_zip_file_is_a_reject(
+    where: tuple[int, str], value: int, compression: int, tmp_path: Path
+) -> None:
+    data = zipped(tmp_path / "x.zip", jpeg(), jpeg(1), jpeg(2), compression=compression)
+    (tmp_path / "x.zip").write_bytes(patched(data, 1, *where, value))
+    tracemalloc.start()
+    try:
+        assert set(reasons(tmp_path / "x.zip")) == {"1.jpg"}
+        assert tracemalloc.get_traced_memory()[1] < 16_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_zip_bombs_are_rejected_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archives, "_BOMB_BYTES", 4_000_000)
+    bomb = jpeg() + bytes(20_000_000)
+    data = zipped(tmp_path / "x.zip", bomb, jpeg(), bomb)
+    # This one declares less than it expands to.
+    (tmp_path / "x.zip").write_bytes(patched(data, 2, *SIZE, 100_000))
+    del bomb
+    tracemalloc.start()
+    try:
+        assert set(reasons(tmp_path / "x.zip")) == {"0.jpg", "2.jpg"}
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_other_methods_of_zip_files_are_rejects(tmp_path: Path) -> None:
+    zipped(tmp_path / "x.zip", jpeg(), compression=zipfile.ZIP_BZIP2)
+    assert set(reasons(tmp_path / "x.zip")) == {"0.jpg"}
+    with pytest.raises(NoImagesError):
+        h5pack.convert(tmp_path / "x.zip", tmp_path / "o.h5", **quick())
+
+
+def test_a_zip_file_without_its_directory_is_an_error(tmp_path: Path) -> None:
+    data = zipped(tmp_path / "x.zip", jpeg(), jpeg(1))
+    directory = data.index(b"PK\1\2")
+    for damaged in (data[:directory], data[:-10], data[:directory] + b"xxxx" + data[directory + 4 :], b"PK\3\4", b""):
+        (tmp_path / "x.zip").write_bytes(damaged)
+        with pytest.raises(SourceError) as caught:
+            opened(tmp_path / "x.zip")
+        assert caught.value.path == str(tmp_path / "x.zip")
+
+
+def small_archive(form: str) -> bytes:
+    stream = io.BytesIO()
+    if form == "tar":
+        with tarfile.open(fileobj=stream, mode="w") as archive:
+            for number in range(3):
+                add(archive, f"a/{number}.jpg", jpeg(number), pax_headers={"comment": "x" * number})
+    else:
+        with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as zipped:
+            for number in range(3):
+                zipped.writestr(f"a/{number}.jpg", jpeg(number))
+    return stream.getvalue()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["tar", "zip"]), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=4)
+)
+def test_any_damage_is_an_error_or_a_reject(form: str, changes: list[tuple[float, int]]) -> None:
+    data = bytearray(small_archive(form))
+    for share, value in changes:
+        data[int(share * (len(data) - 1))] = value
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"x.{form}"
+        path.write_bytes(data)
+        with contextlib.suppress(H5PackError):
+            reasons(path)
+
+
+def test_a_replaced_archive_is_an_error(tmp_path: Path) -> None:
+    path = tar_file(tmp_path / "x.tar", flat_folder(tmp_path / "in", 3))
+    catalog = opened(path)
+    reader = pickle.loads(pickle.dumps(catalog.reader))
+    assert reader.read(0, "") == catalog.reader.read(0, "")
+    os.replace(tar_file(tmp_path / "y.tar", tmp_path / "in"), path)
+    for each in (catalog.reader, reader, pickle.loads(pickle.dumps(reader))):
+        with pytest.raises(SourceError):
+            each.read(1, "")
+        with pytest.raises(SourceError):
+            each.survey(1, "", MAX_PIXELS)
+    path.unlink()
+    with pytest.raises(SourceError):
+        reader.survey(2, "", MAX_PIXELS)
+
+
+@pytest.mark.parametrize("form", ["tar", "tar.gz"])
+def test_an_interrupted_conversion_of_an_archive_resumes(form: str, tmp_path: Path) -> None:
+    source = FORMS[form](tmp_path / f"x.{form}", class_folders(tmp_path / "in", {"a": 12, "b": 9}))
+    settings = quick(chunk_rows=4)
+    h5pack.convert(source, tmp_path / "whole.h5", **settings)
+    changes = convert_in_child(source, tmp_path / "o.h5", {**settings, "overwrite": True}, None)
+    writes = [number for number, change in enumerate(changes) if "rows.log" in change]
+    (tmp_path / "o.h5").unlink()
+    convert_in_child(source, tmp_path / "o.h5", settings, writes[len(writes) // 2])
+    before = source.stat()
+    os.utime(source, ns=(0, 7))
+    with pytest.raises(ResumeError):
+        h5pack.convert(source, tmp_path / "o.h5", resume=True, **settings)
+    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert h5pack.convert(source, tmp_path / "o.h5", resume=True, **settings).resumed_rows > 0
+    assert (tmp_path / "o.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()
+
+
+def test_workers_read_a_compressed_tar_file_without_unpacking_it(tmp_path: Path) -> None:
+    folder = class_folders(tmp_path / "in", {"a": 20, "b": 20})
+    source = tar_file(tmp_path / "x.tgz", folder, "w:gz")
+    descriptors = len(os.listdir("/proc/self/fd"))
+    h5pack.convert(source, tmp_path / "o.h5", num_workers=2, start_method="fork")
+    h5pack.convert(folder, tmp_path / "folder.h5", **quick())
+    assert (tmp_path / "o.h5").read_bytes() == (tmp_path / "folder.h5").read_bytes()
+    catalog = open_source(source, SourceOptions(), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "x.tgz", "o.h5", "folder.h5"}
+    # Workers that are not forked get a pickled reader.
+    reader = pickle.loads(pickle.dumps(catalog.reader))
+    assert reader.read(3, "") == catalog.reader.read(3, "") == (folder / catalog.names[3]).read_bytes()
+    del catalog, reader
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def test_no_space_for_the_decompressed_copy_is_an_error(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar.gz", "w:gz") as archive:
+        add(archive, "1.jpg", jpeg() + bytes(2_000_000))
+    with small_file_system(tmp_path / "small", "320k") as small, pytest.raises(NoSpaceError):
+        h5pack.convert(tmp_path / "x.tar.gz", small / "o.h5", **quick())
+
+
+def test_zstd_is_refused_where_python_cannot_read_it(tmp_path: Path) -> None:
+    (tmp_path / "x.tar.zst").write_bytes(b"\x28\xb5\x2f\xfd rest")
+    with pytest.raises(SourceError):
+        opened(tmp_path / "x.tar.zst")
+
+
+def test_many_archives_do_not_exhaust_file_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archives, "_MAX_OPEN_FILES", 2)
+    indexed = [
+        tar_files.open_tar(tar_file(tmp_path / f"{n}.tar", flat_folder(tmp_path / f"{n}", 2)), tmp_path)
+        for n in range(5)
+    ]
+    for file, _ in indexed:
+        file.close()
+    reader = archives.ArchiveReader.joined([archives.ArchiveReader.of(*one) for one in indexed])
+    before = len(os.listdir("/proc/self/fd"))
+    whole = [reader.read(index, "") for index in range(10)]
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+    assert [reader.read(index, "") for index in range(10)] == whole
+
+
+def test_labels_of_an_archive_reach_the_pack(tmp_path: Path) -> None:
+    source = zip_file(tmp_path / "x.zip", class_folders(tmp_path / "in", {"a": 2, "b": 3}))
+    h5pack.convert(source, tmp_path / "o.h5", order="sorted", **quick())
+    with h5py.File(tmp_path / "o.h5") as file:
+        np.testing.assert_array_equal(file["labels"], [0, 0, 1, 1, 1])

@@ -1,0 +1,271 @@
+"""Parquet and Arrow files as sources."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+import h5pack
+from h5pack.errors import H5PackError, NoImagesError, RejectedImageError, ResumeError, SourceError
+from h5pack.images.decode import MAX_PIXELS
+from h5pack.sources import tables
+from h5pack.sources.catalog import Catalog, NameFilter
+from h5pack.sources.detect import SourceOptions, open_source
+from h5pack.sources.manifest import ManifestColumns
+from tests.makers import pixels, quick
+
+
+def png(seed: int) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(pixels(seed)).save(stream, "png")
+    return stream.getvalue()
+
+
+def table(numbers: range, features: dict[str, Any] | None = None, **columns: Any) -> pa.Table:
+    """As Hugging Face datasets stores images: structs of bytes and a path."""
+    images = [{"bytes": png(number), "path": f"{number}.png"} for number in numbers]
+    made = pa.table({"image": images, "label": [number % 3 for number in numbers], **columns})
+    if features is not None:
+        made = made.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    return made
+
+
+def write(path: Path, made: pa.Table, row_group_size: int = 4) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(made, path, row_group_size=row_group_size)
+    return path
+
+
+def opened(path: Path, columns: ManifestColumns | None = None, **names: tuple[str, ...]) -> Catalog:
+    return open_source(path, SourceOptions(None, NameFilter(**names), columns or ManifestColumns()))
+
+
+NAMES = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["cat", "dog", "fox"]}}
+
+
+@pytest.mark.parametrize("order", ["sorted", "shuffled"])
+def test_a_parquet_file_becomes_a_pack(order: str, tmp_path: Path) -> None:
+    write(tmp_path / "x.parquet", table(range(14), NAMES))
+    h5pack.convert(tmp_path / "x.parquet", tmp_path / "o.h5", order=order, chunk_rows=2, **quick())
+    with h5py.File(tmp_path / "o.h5") as file:
+        rows = [int(name) for name in file["filenames"][()]]
+        np.testing.assert_array_equal(file["images"][()], [pixels(row) for row in rows])
+        np.testing.assert_array_equal(file["labels"][()], np.array(rows) % 3)
+        assert [name.decode() for name in file["labels"].attrs["classes"]] == ["cat", "dog", "fox"]
+    assert (order == "sorted") == (rows == list(range(14)))
+    h5pack.convert(
+        tmp_path / "x.parquet", tmp_path / "two.h5", order=order, chunk_rows=2, num_workers=2, start_method="fork"
+    )
+    assert (tmp_path / "two.h5").read_bytes() == (tmp_path / "o.h5").read_bytes()
+
+
+def test_the_layout_of_hugging_face_gives_splits(tmp_path: Path) -> None:
+    for split, numbers in (("train", range(5)), ("test", range(5, 7))):
+        write(tmp_path / "data" / f"{split}-00000-of-00001.parquet", table(numbers))
+    (tmp_path / "README.md").touch()
+    catalog = opened(tmp_path)
+    assert (catalog.kind, catalog.split_names) == ("parquet", ("train", "test"))
+    assert catalog.split_ids.tolist() == [1, 1, 0, 0, 0, 0, 0]
+    assert catalog.names[0] == "data/test-00000-of-00001/00000000"
+    assert len(opened(tmp_path, include=("*train*.parquet",))) == 5
+    assert len(opened(tmp_path, include=("*test*1",))) == 1
+    assert len(opened(tmp_path / "data" / "{train,test}-00000-of-00001.parquet")) == 7
+
+
+@pytest.mark.parametrize("form", ["stream", "file"])
+def test_a_dataset_saved_to_disk_is_read(form: str, tmp_path: Path) -> None:
+    made = table(range(6), NAMES)
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        for name in ("data-00000-of-00001.arrow", "cache-1a2b.arrow"):
+            with pa.OSFile(str(tmp_path / split / name), "wb") as sink:
+                writer = (
+                    pa.ipc.new_stream(sink, made.schema) if form == "stream" else pa.ipc.new_file(sink, made.schema)
+                )
+                with writer:
+                    writer.write_table(made, max_chunksize=4)
+        (tmp_path / split / "state.json").touch()
+    catalog = opened(tmp_path)
+    assert (len(catalog), catalog.split_names, catalog.label_names) == (12, ("train", "test"), ("cat", "dog", "fox"))
+    assert [catalog.reader.read(index, "") for index in range(6)] == [png(index) for index in range(6)]
+
+
+def test_columns_have_the_roles_of_a_manifests_columns(tmp_path: Path) -> None:
+    made = table(
+        range(4), w=[0.5, 1.25, -3.0, 4.0], big=[2**53 + 1, 2, 3, 4], kind=["b", "a", None, "b"],
+        split=["val"] * 3 + ["train"], yes=[True, False, True, True], boxes=[[1], [2], [3], [4]],
+    )  # fmt: skip
+    path = write(tmp_path / "x.parquet", made)
+    catalog = opened(path, ManifestColumns(fields=("w", "big")))
+    assert (catalog.fields["w"].tolist(), catalog.fields["big"].tolist()) == (
+        [0.5, 1.25, -3.0, 4.0],
+        [2**53 + 1, 2, 3, 4],
+    )
+    assert (catalog.split_names, catalog.split_ids.tolist()) == (("train", "val"), [1, 1, 1, 0])
+    assert len(catalog.notes) == 1
+    words = opened(path, ManifestColumns(labels=("kind",)))
+    assert words.labels is not None
+    assert (words.labels.tolist(), words.label_names) == ([1, 0, -1, 1], ("a", "b"))
+    several = opened(path, ManifestColumns(labels=("yes", "label")))
+    assert several.labels is not None
+    assert several.labels.tolist() == [[1, 0], [0, 1], [1, 2], [1, 0]]
+    for columns in (
+        ManifestColumns(labels=("boxes",)),
+        ManifestColumns(fields=("kind",)),
+        ManifestColumns(labels=("no",)),
+    ):
+        with pytest.raises(SourceError):
+            opened(path, columns)
+
+
+def test_nulls_are_rejects_and_labels_of_minus_one(tmp_path: Path) -> None:
+    images = [None, {"bytes": None, "path": "x.png"}, {"bytes": None, "path": None}, {"bytes": b"", "path": None}]
+    images += [{"bytes": png(4), "path": None}, {"bytes": png(5)[:200], "path": None}]
+    path = write(tmp_path / "x.parquet", pa.table({"image": images, "label": [0, 1, 2, 3, None, 5]}))
+    report = h5pack.convert(path, tmp_path / "o.h5", **quick())
+    assert (report.images, report.rejects) == (1, 5)
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert file["labels"][()].tolist() == [-1]
+
+
+def test_the_column_of_images_is_found_or_asked_for(tmp_path: Path) -> None:
+    data = [png(0), png(1)]
+    for columns, features, found in (
+        ({"data": data}, None, "data"),
+        ({"x": pa.array(data, pa.large_binary())}, None, "x"),
+        ({"x": data, "image": data}, None, "image"),
+        ({"image": data, "second": data}, {"second": {"_type": "Image"}, "image": {"_type": "Value"}}, "second"),
+        ({"a": data, "b": data}, None, None),
+        ({"a": [1, 2], "text": ["x", "y"]}, None, None),
+    ):
+        made = pa.table(columns)
+        if features is not None:
+            made = made.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+        path = write(tmp_path / "x.parquet", made)
+        if found is not None:
+            assert opened(path).about == f"images {found!r}"
+            continue
+        with pytest.raises(SourceError) as caught:
+            opened(path)
+        assert caught.value.parameters == ("path_column",)
+        for column in ("text", "nothing"):
+            with pytest.raises(SourceError):
+                opened(path, ManifestColumns(path=column))
+    assert (
+        opened(write(tmp_path / "x.parquet", pa.table({"a": data, "b": data})), ManifestColumns(path="b")).about[-2]
+        == "b"
+    )
+
+
+def test_files_that_differ_are_errors(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", table(range(2)))
+    for other in (pa.table({"image": [1]}), table(range(2), more=[1, 2]), pa.table({"x": [png(0)]})):
+        write(tmp_path / "b.parquet", other)
+        with pytest.raises(SourceError) as caught:
+            opened(tmp_path)
+        assert caught.value.path == str(tmp_path / "b.parquet")
+    labels = {"label": {"_type": "ClassLabel", "names": ["one"]}}
+    with pytest.raises(SourceError):
+        opened(write(tmp_path / "c.parquet", table(range(3), labels)))
+
+
+def test_damaged_files_are_errors_or_rejects(tmp_path: Path) -> None:
+    data = write(tmp_path / "x.parquet", table(range(9))).read_bytes()
+    for damaged in (b"", data[:100], data[:-30], b"PAR1" + bytes(100)):
+        (tmp_path / "x.parquet").write_bytes(damaged)
+        with pytest.raises(SourceError):
+            opened(tmp_path / "x.parquet")
+    for start in range(4, len(data), len(data) // 12):
+        (tmp_path / "x.parquet").write_bytes(data[:start] + b"\xff" * 40 + data[start + 40 :])
+        try:
+            catalog = opened(tmp_path / "x.parquet")
+        except H5PackError:
+            continue
+        for index, name in enumerate(catalog.names):
+            with contextlib.suppress(RejectedImageError):
+                catalog.reader.survey(index, name, MAX_PIXELS)
+    (tmp_path / "x.parquet").write_bytes(data)
+    with pytest.raises(NoImagesError):
+        opened(tmp_path / "x.parquet", exclude=("*",))
+
+
+def test_a_replaced_file_is_an_error(tmp_path: Path) -> None:
+    catalog = opened(write(tmp_path / "x.parquet", table(range(9))))
+    reader = pickle.loads(pickle.dumps(catalog.reader))
+    assert reader.read(0, "") == png(0)
+    os.replace(write(tmp_path / "y.parquet", table(range(9))), tmp_path / "x.parquet")
+    for each in (reader, catalog.reader):
+        with pytest.raises(SourceError):
+            each.read(8, "")
+
+
+def test_an_interrupted_conversion_of_a_parquet_file_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "x.parquet", table(range(24)))
+    settings = quick(chunk_rows=2)
+    h5pack.convert(path, tmp_path / "whole.h5", **settings)
+    load, begin = tables.TableReader._load, tables.TableReader.begin
+    calls = 0
+
+    def failing(self: tables.TableReader, indices: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        begin(self, indices)
+
+    monkeypatch.setattr(tables.TableReader, "begin", failing)
+    with pytest.raises(KeyboardInterrupt):
+        h5pack.convert(path, tmp_path / "o.h5", **settings)
+    monkeypatch.undo()
+    assert tables.TableReader._load is load
+    before = path.stat()
+    os.utime(path, ns=(0, 7))
+    with pytest.raises(ResumeError):
+        h5pack.convert(path, tmp_path / "o.h5", resume=True, **settings)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert h5pack.convert(path, tmp_path / "o.h5", resume=True, **settings).resumed_rows > 0
+    assert (tmp_path / "o.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()
+
+
+def test_each_row_group_is_read_once_for_the_rows_that_are_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = opened(write(tmp_path / "x.parquet", table(range(20)), row_group_size=5)).reader
+    assert isinstance(reader, tables.TableReader)
+    assert reader.groups(np.array([0, 4, 5, 19])).tolist() == [0, 0, 1, 2]
+    loads: list[tuple[int, int]] = []
+    load = tables.TableReader._load
+    monkeypatch.setattr(tables.TableReader, "_load", lambda self, *key: loads.append(key) or load(self, *key))
+    announced = [0, 19, 1, 18, 5, 2]
+    reader.begin(announced)
+    assert [reader.read(index, "") for index in announced] == [png(index) for index in announced]
+    assert loads == [(0, 0), (0, 3), (0, 1)]
+    monkeypatch.setattr(tables, "_TASK_ROWS", 2)
+    assert reader.groups(np.arange(5)).tolist() == [0, 0, 1, 1, 2]
+
+
+def test_without_pyarrow_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "x.parquet", table(range(2)))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(SourceError, match=r"pip install pyarrow"):
+        opened(path)
+
+
+def test_a_row_group_that_is_larger_than_memory_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "x.parquet", table(range(4)))
+    monkeypatch.setattr(tables, "available_memory", lambda: 1_000)
+    with pytest.raises(SourceError):
+        opened(path)

@@ -1,0 +1,214 @@
+"""WebDataset shards, and sources of several files."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from PIL import Image
+
+import h5pack
+from h5pack.errors import NoImagesError, OptionsError, SourceError
+from h5pack.sources.catalog import Catalog, NameFilter
+from h5pack.sources.detect import SourceOptions, open_source
+from h5pack.sources.manifest import ManifestColumns
+from h5pack.sources.shards import Shards, expand_braces
+from tests.makers import pixels, quick, save
+
+
+def picture(seed: int = 0) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(pixels(seed)).save(stream, "png")
+    return stream.getvalue()
+
+
+def shard(path: Path, members: Mapping[str, bytes | str | dict[str, object]]) -> Path:
+    """A tar file of these members; text is encoded, and dicts become JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            data = (
+                content if isinstance(content, bytes) else content if isinstance(content, str) else json.dumps(content)
+            )
+            data = data.encode() if isinstance(data, str) else data
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return path
+
+
+def samples(first: int, count: int) -> dict[str, bytes | str]:
+    found: dict[str, bytes | str] = {}
+    for number in range(first, first + count):
+        found |= {f"{number:04d}.png": picture(number), f"{number:04d}.cls": str(number % 3)}
+    return found
+
+
+def opened(
+    path: Path | str, kind: str | None = None, columns: ManifestColumns | None = None, **names: object
+) -> Catalog:
+    return open_source(path, SourceOptions(kind, NameFilter(**names), columns or ManifestColumns()))  # type: ignore[arg-type]
+
+
+def test_shards_become_one_pack(tmp_path: Path) -> None:
+    for number in range(3):
+        shard(tmp_path / "in" / f"shard-{number:03d}.tar", samples(4 * number, 4))
+    whole = opened(tmp_path / "in")
+    assert (whole.kind, len(whole), whole.split_names, whole.label_names) == ("webdataset", 12, ("all",), None)
+    assert whole.names[5] == "shard-001/0005.png"
+    np.testing.assert_array_equal(whole.labels, np.arange(12) % 3)
+    h5pack.convert(tmp_path / "in" / "shard-{000..002}.tar", tmp_path / "o.h5", order="sorted", **quick())
+    with h5py.File(tmp_path / "o.h5") as file:
+        np.testing.assert_array_equal(file["images"][()], [pixels(number) for number in range(12)])
+        np.testing.assert_array_equal(file["labels"][()], np.arange(12) % 3)
+    h5pack.convert(tmp_path / "in", tmp_path / "folder.h5", order="sorted", num_workers=2, start_method="fork")
+    assert (tmp_path / "folder.h5").read_bytes() == (tmp_path / "o.h5").read_bytes()
+
+
+def test_include_and_exclude_select_shards_and_samples(tmp_path: Path) -> None:
+    for number in range(3):
+        shard(tmp_path / f"s{number}.tar", samples(4 * number, 4))
+    for patterns, expected in (
+        ({"include": ("s[02].tar",)}, [0, 1, 2, 3, 8, 9, 10, 11]),
+        ({"include": ("s1.tar", "*5.png", "*6.png")}, [5, 6]),
+        ({"exclude": ("s0.tar", "s1/*")}, [8, 9, 10, 11]),
+        ({"include": ("*3.png",)}, [3]),
+    ):
+        assert [int(name[-8:-4]) for name in opened(tmp_path, **patterns).names] == expected
+    save(tmp_path / "beside.png")
+    assert opened(tmp_path).kind == "flat"
+    assert len(opened(tmp_path, include=("s*.tar",))) == 12
+    assert len(opened(tmp_path, "webdataset")) == 12
+
+
+def test_an_archive_beside_linked_folders_of_images_is_no_shard(tmp_path: Path) -> None:
+    save(tmp_path / "pool" / "1.png")
+    shard(tmp_path / "in" / "cat.tar", samples(0, 2))
+    (tmp_path / "in" / "cat").symlink_to(tmp_path / "pool")
+    assert opened(tmp_path / "in").kind == "classes"
+
+
+def test_a_single_tar_file_is_a_shard_if_images_have_labels_beside_them(tmp_path: Path) -> None:
+    image = picture()
+    for members, kind in (
+        ({"1.png": image, "1.cls": "0"}, "webdataset"),
+        ({"a/1.png": image, "a/1.cls": "0"}, "webdataset"),
+        ({"1.png": image, "1.txt": "text"}, "webdataset"),
+        ({"a/1.png": image, "b/1.png": image, "a/1.txt": "text"}, "classes"),
+        ({"1.png": image, "2.txt": "text"}, "flat"),
+    ):
+        assert opened(shard(tmp_path / "x.tar", members)).kind == kind
+    assert opened(shard(tmp_path / "x.tar", {"1.png": image, "1.cls": "0"}), "flat").labels is None
+    assert list(opened(tmp_path / "x.tar").names) == ["1.png"]
+
+
+def test_labels_are_numbers_or_words_or_a_key_of_json(tmp_path: Path) -> None:
+    def labels(first: object, second: object, ending: str = "cls", **columns: object) -> object:
+        members = {"1.png": picture(), f"1.{ending}": first, "2.png": picture(1), f"2.{ending}": second}
+        path = shard(tmp_path / "x.tar", members)  # type: ignore[arg-type]
+        catalog = opened(path, columns=ManifestColumns(**columns))  # type: ignore[arg-type]
+        return None if catalog.labels is None else catalog.labels.tolist(), catalog.label_names
+
+    assert labels("7\n", " -1") == ([7, -1], None)
+    assert labels("dog", "cat") == ([1, 0], ("cat", "dog"))
+    assert labels({"Label": 3, "w": 1}, {"Label": None}, "json") == ([3, -1], None)
+    assert labels({"x": "b"}, {"x": "a"}, "json", labels=("x",)) == ([1, 0], ("a", "b"))
+    assert labels({"a": 1, "b": True}, {"a": 0, "b": False}, "json", labels=("a", "b")) == (
+        [[1, 1], [0, 0]],
+        ("a", "b"),
+    )
+    assert labels({"text": "b"}, {"text": ["a"]}, "json") == (None, None)
+    for first, second in (("1", "cat"), ("1.5", "2"), (b"\xff", "1"), ("1" * 2_000_000, "1")):
+        with pytest.raises(SourceError):
+            labels(first, second)
+    for content in ("{", "[1]", "[" * 100_000):
+        with pytest.raises(SourceError):
+            labels({"label": 1}, content, "json")
+
+
+def test_fields_and_splits_come_from_json_and_file_names(tmp_path: Path) -> None:
+    for split, count in (("train", 2), ("val", 1)):
+        members: dict[str, bytes | str | dict[str, object]] = {}
+        for number in range(count):
+            members |= {f"{number}.png": picture(), f"{number}.cls": "1", f"{number}.json": {"weight": number / 2}}
+        shard(tmp_path / f"set-{split}-0.tar", members)
+    catalog = opened(tmp_path, columns=ManifestColumns(fields=("weight",)))
+    assert (catalog.split_names, catalog.split_ids.tolist()) == (("train", "val"), [0, 0, 1])
+    assert catalog.fields["weight"].tolist() == [0.0, 0.5, 0.0]
+    assert catalog.labels is not None
+    assert catalog.labels.tolist() == [1, 1, 1]
+    with pytest.raises(SourceError):
+        opened(tmp_path, columns=ManifestColumns(fields=("nothing",)))
+    for columns in (ManifestColumns(root="x"), ManifestColumns(path="x")):
+        with pytest.raises(OptionsError):
+            opened(tmp_path, columns=columns)
+
+
+def test_what_is_not_packed_is_noted(tmp_path: Path) -> None:
+    members = {"1.png": picture(), "1.cls": "1", "1.txt": "a cat", "1.seg.png": picture(), "2.png": picture()}
+    catalog = opened(shard(tmp_path / "x.tar", {**members, "3.cls": "1", ".hidden.png": b"", "../4.png": b""}))
+    assert catalog.labels is not None
+    assert catalog.labels.tolist() == [1, -1]
+    assert (catalog.ignored, len(catalog.rejects)) == ({"samples without an image": 1, "hidden": 1}, 1)
+    assert len(catalog.notes) == 2
+    assert len(opened(shard(tmp_path / "x.tar", {"1.png": picture(), "1.txt": "a cat"})).notes) == 2
+
+
+def test_ambiguous_samples_are_errors_that_name_them(tmp_path: Path) -> None:
+    path = shard(tmp_path / "x.tar", {"a/1.png": picture(), "a/1.cls": "1", "a/1.jpg": picture()})
+    with pytest.raises(SourceError, match="a/1"):
+        opened(path)
+    assert list(opened(path, include=("*.jpg",)).names) == ["a/1.jpg"]
+    for again in ("a/1.cls", "a/1.CLS"):
+        shard(path, {"a/1.png": picture(), "a/1.cls": "1"})
+        with tarfile.open(path, "a") as archive:
+            archive.addfile(tarfile.TarInfo(again))
+        with pytest.raises(SourceError, match="a/1"):
+            opened(path)
+
+
+def test_a_missing_or_damaged_shard_is_an_error_that_names_it(tmp_path: Path) -> None:
+    for number in (0, 2):
+        shard(tmp_path / f"s{number}.tar", samples(0, 2))
+    with pytest.raises(SourceError) as caught:
+        opened(tmp_path / "s{0..2}.tar")
+    assert caught.value.path == str(tmp_path / "s1.tar")
+    os.truncate(tmp_path / "s2.tar", 700)
+    with pytest.raises(SourceError) as caught:
+        opened(tmp_path)
+    assert caught.value.path == str(tmp_path / "s2.tar")
+    with pytest.raises(SourceError):
+        opened(tmp_path / "s{0..2}.bin")
+    with pytest.raises(NoImagesError):
+        opened(tmp_path, "webdataset", exclude=("*.tar",))
+
+
+def test_braces_expand_as_in_a_shell() -> None:
+    for pattern, expected in {
+        "a-{000..002}.tar": "a-000.tar a-001.tar a-002.tar",
+        "{9..11}": "9 10 11",
+        "{2..0}": "2 1 0",
+        "{08..10}": "08 09 10",
+        "{a,b}/{0..1}": "a/0 a/1 b/0 b/1",
+        "{a}": "{a}",
+        "plain": "plain",
+    }.items():
+        assert " ".join(expand_braces(pattern)) == expected
+
+
+def test_splits_of_several_files_come_from_their_names() -> None:
+    def splits(*names: str) -> tuple[tuple[str, ...], list[int]]:
+        return Shards(Path(), list(names), NameFilter()).splits()
+
+    assert splits("data/test-0.parquet", "data/train-0.parquet") == (("train", "test"), [1, 0])
+    assert splits("val/0.tar", "train/0.tar", "train/1.tar") == (("train", "val"), [1, 0, 0])
+    assert splits("train-0.tar", "more-1.tar") == (("all",), [0, 0])
+    assert splits("train-test-0.tar") == (("all",), [0])
+    assert splits("trainer-0.tar") == (("all",), [0])
