@@ -211,7 +211,7 @@ def measure_epochs(
     first epoch is longer, stop it when the time is up. The measurement then leaves out
 
     - the first `prefetched` batches, because the loader read them before they were requested, if they took at most half
-      of the time;
+      of the time, and if the loader read most of the other batches later;
     - otherwise, if the loader is faster than its consumer, the time until the first batch.
 
     `ready_images` returns how many images are ready in the loader; they count as loaded if the consumer mostly waits.
@@ -234,10 +234,11 @@ def measure_epochs(
                 batches += 1
                 if not longest and batches >= _MIN_BATCHES and time.perf_counter() >= deadline:
                     end = _Mark.end(images, meter, ready_images())
-                    # Leave out the prefetched batches, unless the rest of the time is short. Most images counted in a
-                    # short time would be images that were ready at its beginning.
-                    if batches > prefetched > 0 and 2 * (end.time - led.time) >= end.time - start.time:
-                        return led.until(end)
+                    # Leave out the prefetched batches, unless the rest of the time is short, or most of the images in it
+                    # were ready at its beginning, as if the loader's threads hardly ran on a busy machine.
+                    rest, roomy = led.until(end), 2 * (end.time - led.time) >= end.time - start.time
+                    if batches > prefetched > 0 and roomy and 2 * rest.images >= images - led.images:
+                        return rest
                     return (start if start.starves(end) else filled).until(end)
                 if not longest and batches == prefetched:
                     led = _Mark.begin(images, meter, ready_images())

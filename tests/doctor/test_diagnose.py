@@ -108,9 +108,10 @@ def test_a_slow_step_and_too_many_threads_are_named(
     assert remedies(report) == [*([Remedy.LOWER_PARALLELISM] if cpus == 1 else []), last]
 
 
+@hasty
 def test_every_stage_is_measured_or_has_a_reason(path: Path, machine: Machine) -> None:
     shown: list[str] = []
-    report = diagnose(path, num_threads=2, seconds=1.0, on_progress=shown.append)
+    report = diagnose(path, num_threads=2, seconds=2.0, on_progress=shown.append)
     assert [one.stage for one in report.stages] == list(Stage)
     for one in report.stages:
         assert (one.rates is None) == (one.reason is not None), one
@@ -122,7 +123,7 @@ def test_every_stage_is_measured_or_has_a_reason(path: Path, machine: Machine) -
     assert set(medians(report)) - {"storage_cold", "storage_cold_stored_order"} == {
         "storage_hot", "loader", "normalize", "step", "everything"
     }  # fmt: skip
-    assert 0 < report.seconds <= 1.0
+    assert 0 < report.seconds <= 2.0
     assert not any("load average" in text for text in report.unknown)
     assert f"{STAGE_TITLES[Stage.EVERYTHING]}, repeat 1" in shown
     found = report.to_json()

@@ -154,11 +154,15 @@ def test_prefetched_batches_are_left_out(clock: FakeClock) -> None:
     assert measure_epochs(Loader(clock, 1_000, 0.125), int, 0.625, prefetched=5).images == 50
 
 
-def test_images_that_were_ready_before_are_not_subtracted_if_nothing_else_counts(clock: FakeClock) -> None:
-    ready = iter([0, 160, 0])
-    # All batches were read in the first half of the time, and passed on in the second half.
-    found = measure_epochs(Loader(clock, 1_000, 0.125), int, 2.5, prefetched=12, ready_images=lambda: next(ready))
-    assert (found.images, found.seconds) == (200, 2.5)
+@pytest.mark.parametrize(("prefetched", "ready"), [(12, 160), (5, 150)])
+def test_images_that_were_ready_before_are_not_subtracted_if_nothing_else_counts(
+    clock: FakeClock, prefetched: int, ready: int
+) -> None:
+    found = iter([0, ready, 0])
+    # All batches were read at first, and passed on later: in the second half of the time, or in most of it.
+    usual = {"prefetched": prefetched, "ready_images": lambda: next(found)}
+    measured = measure_epochs(Loader(clock, 1_000, 0.125), int, 2.5, **usual)
+    assert (measured.images, measured.seconds) == (200, 2.5)
 
 
 class Starved(Meter):
