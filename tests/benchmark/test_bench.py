@@ -32,9 +32,16 @@ def one_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("h5pack.benchmark.bench.available_cpus", lambda: 1)
 
 
+@pytest.fixture(autouse=True)
+def short_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No repeat lasts longer than a few batches do. How many there are depends on the clock of the test."""
+    for name in ("sweep._MIN_RUN_SECONDS", "sweep._MAX_RUN_SECONDS", "ceilings._MIN_COPY_SECONDS"):
+        monkeypatch.setattr(f"h5pack.benchmark.{name}", 0.002)
+
+
 def bench(source: Path, scratch: Path, **settings: Any) -> BenchReport:
-    """A bench of 8 s on a clock whose every reading takes 40 ms."""
-    made = make_settings(**{"seconds": 8.0, "scratch": os.fspath(scratch), **settings})
+    """A bench of 12 s on a clock whose every reading takes 40 ms, so that each case is measured."""
+    made = make_settings(**{"seconds": 12.0, "scratch": os.fspath(scratch), **settings})
     return BenchRun(source, made, clock=StepClock(step=0.04)).run()
 
 
