@@ -285,8 +285,6 @@ class BenchRun:
     def _measure(self, report: BenchReport, sample: BenchSample, source: BenchInput, end: float) -> None:
         settings = self._settings
         batch_size = min(settings.batch_size[0], max(1, sample.rows // 4))
-        if batch_size < settings.batch_size[0]:
-            report.notes.append(f"Batches have {batch_size} rows, because the sample has only {sample.rows:,} rows.")
         workload = Workload(
             source="" if source.kind == "generated" else source.source,
             options=sample.options,
@@ -300,6 +298,8 @@ class BenchRun:
             window=settings.window[0],
             num_threads=min(_MAX_THREADS, available_cpus()),
             cpus=available_cpus(),
+            asked_batch_size=settings.batch_size[0] if batch_size < settings.batch_size[0] else None,
+            split=source.split,
         )
         every = all_cases(sample.variants, settings, batch_size, workload.num_threads)
         first = deciding_caches(workload, settings.caches)[0]

@@ -36,6 +36,12 @@ class Workload:
     window: int  # Window of the cases that compare file variants, in chunks.
     num_threads: int  # Number of H5Loader threads in the cases that compare file variants.
     cpus: int  # Number of CPUs that this process may use.
+    asked_batch_size: int | None = None  # Batch size that was asked for, if the sample is too small for it.
+    split: str | None = None  # Split that a training reads; None: all rows.
+
+    def is_default(self, variant: FileVariant) -> bool:
+        """Return whether `h5pack.convert` makes these chunks by default."""
+        return variant.chunk_rows == self.default_chunk_rows and variant.compression == "none" and not variant.is_input
 
     def case(self, variant: str, cache: str) -> BenchCase:
         """Return the case that compares a file variant: H5Loader with direct reads and window shuffle."""
@@ -67,6 +73,7 @@ class Recommendation:
     reasons: tuple[str, ...]  # Sentences that explain the recommendation.
     command: str  # Command line that converts to the variant; empty if `convert` is False.
     code: str  # Python code that reads the file with these settings.
+    is_default: bool = False  # Whether `h5pack.convert` makes these chunks by default.
     gain: float | None = None  # Speedup over reading the input file with h5py, one index per call, if measured.
 
 
@@ -166,6 +173,7 @@ def choose(
         ties=tuple(one.case.variant for one in ties),
         doubts=(small,) if small else (),
         reasons=(
+            *_batch_reasons(workload),
             *_comparison(picked, found, ties, by_label, workload),
             *gain_reasons,
             _cache_reason(workload, cache),
@@ -173,7 +181,8 @@ def choose(
             workers_reason,
         ),
         command="" if variant.is_input else _command(variant, workload),
-        code=_code(variant, workload.batch_size, used.case.window, used.case.num_threads),
+        code=_code(variant, used.case, workload.split),
+        is_default=workload.is_default(variant),
         gain=gain,
     )
 
@@ -183,6 +192,14 @@ def _small_sample(workload: Workload) -> str:
     size = workload.sample_rows * workload.row_bytes
     small = workload.sample_rows < MIN_ROWS and size < MIN_BYTES
     return f"the sample has only {counted(workload.sample_rows, 'row')} ({format_bytes(size)})" if small else ""
+
+
+def _batch_reasons(workload: Workload) -> list[str]:
+    """Return a sentence if batches are smaller than was asked for."""
+    if workload.asked_batch_size is None:
+        return []
+    rows = counted(workload.sample_rows, "row")
+    return [f"batch_size={workload.batch_size} instead of {workload.asked_batch_size}: the sample has only {rows}."]
 
 
 def _compared(
@@ -235,8 +252,9 @@ def _comparison(
     texts = [f"Clearly slower: {_by_variant(clearly)}."] if clearly else []
     equal = [one for one in ties if one is not picked]
     if equal:
-        is_input = by_label[picked.case.variant].is_input
-        why = "keeping the file is the least work" if is_input else "this one is nearest to the default"
+        variant = by_label[picked.case.variant]
+        why = "keeping the file is the least work" if variant.is_input else "this one is nearest to the default"
+        why = "so the default is recommended" if workload.is_default(variant) else why
         texts.insert(0, f"Not measurably faster or slower: {_by_variant(equal)}; {why}.")
     return texts
 
@@ -317,7 +335,8 @@ def _gain(
 
 
 def _command(variant: FileVariant, workload: Workload) -> str:
-    options: dict[str, Any] = {"chunk_rows": variant.chunk_rows, "compression": variant.compression, **workload.options}
+    chunk_rows = None if workload.is_default(variant) else variant.chunk_rows
+    options: dict[str, Any] = {"chunk_rows": chunk_rows, "compression": variant.compression, **workload.options}
     defaults = {"compression": "none", "images": "images", "labels": "labels", "layout": "nhwc", "mode": "rgb"}
     words = ["h5pack", "convert", workload.source or "IMAGES", "packed.h5"]
     for name, value in options.items():
@@ -327,13 +346,14 @@ def _command(variant: FileVariant, workload: Workload) -> str:
     return shlex.join(words)
 
 
-def _code(variant: FileVariant, batch_size: int, window: int, num_threads: int) -> str:
-    names = ""
+def _code(variant: FileVariant, case: BenchCase, split: str | None) -> str:
+    names = "" if split is None else f", split={split!r}"
     if variant.is_input:
         names += "" if variant.images == schema.IMAGES else f", images={variant.images!r}"
         names += "" if variant.labels in (None, schema.LABELS) else f", labels={variant.labels!r}"
     path = variant.path if variant.is_input else "packed.h5"
     return (
         f"dataset = h5pack.H5Dataset({path!r}{names})\n"
-        f"loader = h5pack.H5Loader(dataset, batch_size={batch_size}, window={window}, num_threads={num_threads})"
+        f"loader = h5pack.H5Loader(dataset, batch_size={case.batch_size}, window={case.window}, "
+        f"num_threads={case.num_threads})"
     )

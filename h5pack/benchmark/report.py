@@ -14,7 +14,7 @@ from h5pack.benchmark.recommend import Recommendation
 from h5pack.format.plans import CachePlan
 from h5pack.system.text import counted, format_bytes
 
-_WIDTH = 100
+_WIDTH, _MAX_LINES = 100, 12  # Columns of the text, and the maximum number of lines of its reasons.
 _NOISY_RATIO = 1.5
 
 
@@ -106,19 +106,15 @@ class BenchReport:
     @property
     def parameters(self) -> tuple[str, ...]:
         """The parameters that the text mentions, in Python syntax, such as ``seconds=60``."""
-        return (
-            ()
-            if self.enough_seconds is None
-            else (f"seconds={self.enough_seconds}", "orders='window'", "engines='direct'")
-        )
+        if self.enough_seconds is None:
+            return ("full=True",)
+        return f"seconds={self.enough_seconds}", "orders='window'", "engines='direct'", "full=True"
 
     def to_text(self, full: bool = False) -> str:
         """Return the answer in under 25 lines of 100 columns; `full` adds all reasons, tables and notes."""
         blocks = [*_answer(self, full)]
         if full:
             blocks += [_facts(self), *_tables(self), _bullets("not measured", _unmeasured(self))]
-        elif self.notes:
-            blocks.append([f"{counted(len(self.notes), 'note')} and all figures are in the full report."])
         return "\n\n".join("\n".join(block) for block in blocks if block)
 
     def headline(self) -> str:
@@ -132,7 +128,8 @@ class BenchReport:
             )
         variant = next((one for one in self.variants if one.label == chosen.variant), None)
         size = "" if variant is None or variant.chunk_bytes is None else f" ({format_bytes(variant.chunk_bytes)})"
-        what = f"Convert with chunks of {chosen.variant}{size}" if chosen.convert else "Keep the input file as it is"
+        chunks = f"the default chunks of {chosen.variant}" if chosen.is_default else f"chunks of {chosen.variant}"
+        what = f"Convert with {chunks}{size}" if chosen.convert else "Keep the input file as it is"
         low, high = chosen.images_per_s_range
         text = f"{what}: {chosen.images_per_s:,.0f} images/s"
         text += f" ({low:,.0f} to {high:,.0f})" if low < high else ""
@@ -259,13 +256,21 @@ def _answer(report: BenchReport, full: bool) -> list[list[str]]:
     if chosen is None:
         reasons = [f"missing: {printable(text)}" for text in report.missing]
     else:
-        reasons = [f"Uncertain: {text}." for text in chosen.doubts] + [printable(text) for text in chosen.reasons]
+        reasons = [f"Uncertain: {text}." for text in chosen.doubts]
         reasons += [f"Fault of the file: {printable(text)}" for text in report.faults]
+        reasons += [printable(text) for text in chosen.reasons]
     typed = [] if chosen is None else [chosen.command, chosen.code]
     code = [f"    {line}" for text in typed for line in text.splitlines()]
     if not full:
-        lines = [textwrap.shorten(f"- {text}", _WIDTH, placeholder=" ...") for text in reasons[:12]]
-        return [first, code, lines, [textwrap.shorten(about, _WIDTH, placeholder=" ...")]]
+        left_out = [*reasons]
+        lines: list[str] = []
+        while left_out and len(lines) + len(wrapped := _bullets("", left_out[:1])) <= _MAX_LINES:
+            lines += wrapped
+            left_out.pop(0)
+        more = [counted(len(left_out), "more reason")] * bool(left_out)
+        more += [counted(len(report.notes), "note")] * bool(report.notes)
+        last = f"The whole report, with full=True, has {', '.join([*more, 'all figures'])}."
+        return [first, code, lines, _bullets("", [about, last], indent="")]
     if chosen is not None and chosen.chunk_cache is not None:
         cache = chosen.chunk_cache
         settings = f"rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0:g}"

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from h5pack.pack.plan import ConvertReport
 from h5pack.read.encoded import EncodedIndex
 from h5pack.read.hdf5 import open_file, require_dataset
 from h5pack.sources.detect import open_source
+from h5pack.sources.folders import split_rank
 from h5pack.sources.hdf5_catalog import is_hdf5
 from h5pack.sources.hdf5_rows import HDF5RowReader
 from h5pack.system.files import lock, open_locked
@@ -97,6 +98,7 @@ class BenchInput:
     source: str  # Path to convert.
     num_images: int
     options: dict[str, Any]  # Keywords for converting the images with `convert`.
+    split: str | None = None  # The split that a training reads; None without splits.
     variant: FileVariant | None = None  # The input file as it is; None if the input is not an HDF5 file.
     faults: tuple[str, ...] = ()  # Faults of the file's layout, as in the report of `h5pack.info`.
     fix: str | None = None  # The command that fixes the faults; None without faults.
@@ -113,8 +115,9 @@ def find_input(path: str | os.PathLike[str] | None, options: dict[str, Any], scr
     if Path(path).is_file() and is_hdf5(Path(path)):
         found = _hdf5_input(source, options)
     else:
-        num_images = len(open_source(path, ConvertOptions.from_keywords(options).source_options))
-        found = BenchInput(kind="folder", source=source, num_images=num_images, options=options)
+        catalog = open_source(path, ConvertOptions.from_keywords(options).source_options)
+        split = _training_split(catalog.split_names)
+        found = BenchInput(kind="folder", source=source, num_images=len(catalog), options=options, split=split)
     if found.num_images < MIN_IMAGES:
         images = counted(found.num_images, "image")
         raise OptionsError(f"{source}: {images}, too few to measure; at least {MIN_IMAGES} are needed", path=source)
@@ -154,11 +157,17 @@ def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
         source=path,
         num_images=len(dataset),
         options=options,
+        split=_training_split(dataset.splits),
         variant=_variant(dataset, "as it is"),
         faults=stored.faults,
         fix=None if stored.fix is None else shlex.join(stored.fix),
         not_convertible=str(refusal or ""),
     )
+
+
+def _training_split(names: Iterable[str]) -> str | None:
+    """Return the name of the split that a training reads; None if there is none by convention."""
+    return next((name for name in names if split_rank(name) == 0), None)
 
 
 def _described(dataset: H5Dataset) -> DatasetReport:

@@ -152,6 +152,8 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         target = self.target
         self._show("reading the first rows")
         target.load_sample()
+        if self._left() <= 0:
+            self._refuse()
         self._show("making the step")
         target.make_step()
         for at_least, probably in target.batch_seconds():
@@ -168,9 +170,9 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         for_hot = max(needed, left * len(hot) / (len(hot) + _COLD_STAGES))
         self._take_turns(hot, min(self._end, self._measuring + for_hot))
         # Repeats take longer than in the trial if other processes disturb them. A verdict comes before cold stages.
-        while late := [run for run in hot if self._is_needed(run.stage) and self._lacks_repeats(run)]:
-            for run in late:
-                self._repeat(run, run.cost.min_seconds)
+        needed_runs = [run for run in hot if self._is_needed(run.stage)]
+        while late := next((run for run in needed_runs if self._lacks_repeats(run)), None):
+            self._repeat(late, late.cost.min_seconds)
         measured = self._small_measurements()
         self._take_turns(self._try_out(target.cold_runs()), self._end)
         self._complete = True
@@ -231,7 +233,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
 
     def _lacks_repeats(self, run: StageRun) -> bool:
         """Return whether a stage has too few repeats, and there is time for another one."""
-        fits = run.cost.total_seconds <= self._left()
+        fits = _LEEWAY * run.cost.total_seconds <= self._left()
         return fits and len(run.repeats) < MIN_REPEATS and run.stage not in self.target.reasons
 
     def _take_turns(self, runs: Sequence[StageRun], end: float) -> None:

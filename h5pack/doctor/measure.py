@@ -234,8 +234,8 @@ def measure_epochs(
                 batches += 1
                 if not longest and batches >= _MIN_BATCHES and time.perf_counter() >= deadline:
                     end = _Mark.end(images, meter, ready_images())
-                    # Leave out the prefetched batches, unless the rest of the time is short, or most of the images in it
-                    # were ready at its beginning, as if the loader's threads hardly ran on a busy machine.
+                    # Leave out the prefetched batches, unless the rest of the time is short, or most of its images were
+                    # ready at its beginning, which happens if a busy machine lets the loader's threads hardly run.
                     rest, roomy = led.until(end), 2 * (end.time - led.time) >= end.time - start.time
                     if batches > prefetched > 0 and roomy and 2 * rest.images >= images - led.images:
                         return rest

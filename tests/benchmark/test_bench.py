@@ -18,7 +18,7 @@ from h5pack.benchmark.sweep import Sweep
 from h5pack.cli import main
 from h5pack.errors import OptionsError
 from tests.benchmark.files import ROW_BYTES, SIZE, StepClock, write_cut_chunks
-from tests.makers import class_folders, flat_folder, save
+from tests.makers import class_folders, flat_folder, save, split_folders
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +160,9 @@ def test_bad_input_is_one_line_on_the_command_line(
 
 
 def test_the_command_prints_an_answer_that_works(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    folder = split_folders(tmp_path / "in", {"training": {"a": 15, "b": 15}, "test": {"a": 5, "b": 5}}, SIZE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         BenchRun.__init__, "__kwdefaults__", {**BenchRun.__init__.__kwdefaults__, "clock": StepClock(step=0.04)}
@@ -171,13 +172,15 @@ def test_the_command_prints_an_answer_that_works(
     out = capsys.readouterr().out
     assert len(out.splitlines()) < 26
     assert Path("b.png").read_bytes()[:4] == b"\x89PNG"
-    assert os.listdir(tmp_path) == ["b.png"]
+    assert sorted(os.listdir(tmp_path)) == ["b.png", "in"]
+    assert "--full" in out
     (command,) = (line.split() for line in out.splitlines() if line.startswith("    h5pack convert"))
     assert main([*command[1:], "--workers", "1", "--quiet"]) == 0
     code = "".join(line[4:] + "\n" for line in out.splitlines() if "= h5pack." in line)
     found: dict[str, Any] = {"h5pack": h5pack}
     exec(code, found)
-    assert sum(len(batch[0]) for batch in found["loader"]) == 40
+    assert (found["dataset"].split, len(found["dataset"].splits)) == ("training", 2)
+    assert sum(len(batch[0]) for batch in found["loader"]) == 30
 
 
 def test_mixing_is_reported_for_a_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

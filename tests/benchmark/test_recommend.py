@@ -231,6 +231,24 @@ def test_the_chunk_cache_is_planned_for_all_images() -> None:
     assert chosen.command.endswith("--chunk-rows 32 --compression gzip")
 
 
+def test_the_default_chunks_need_no_option_and_training_reads_its_split() -> None:
+    found = [measured("2 rows", 98, 99, 100), measured("32 rows", 97, 98, 99)]
+    chosen = chosen_from(VARIANTS, *found, default_chunk_rows=32, split="train")
+    assert (chosen.variant, chosen.is_default) == ("32 rows", True)
+    assert chosen.command == "h5pack convert './celeb A' packed.h5"
+    assert "H5Dataset('packed.h5', split='train')" in chosen.code
+    assert chosen_from(VARIANTS, *found).is_default is False
+    # Compressed chunks of that size are not the default.
+    gzip = replace(variant(32, "gzip"), label="32 rows gzip")
+    assert chosen_from([gzip], measured("32 rows gzip", 9, 9, 9), default_chunk_rows=32).is_default is False
+
+
+def test_a_batch_size_that_the_sample_is_too_small_for_is_the_first_reason() -> None:
+    chosen = chosen_from(VARIANTS, measured("32 rows", 9, 9, 9), asked_batch_size=1_024)
+    assert all(part in chosen.reasons[0] for part in ("batch_size=256", "1024", "4,000 rows"))
+    assert chosen.batch_size == 256
+
+
 def test_the_command_has_the_options_that_made_the_rows() -> None:
     options = {"size": (64, 48), "images": "x", "labels": "labels", "layout": "nchw", "mode": "gray",
                "source_kind": "hdf5"}  # fmt: skip

@@ -37,6 +37,13 @@ def test_the_answer_says_what_to_type_and_every_doubt() -> None:
     assert chosen is not None
     for part in (*(f"    {line}\n" for line in (chosen.command, *chosen.code.splitlines())), *chosen.doubts):
         assert part in text
+    # No sentence is cut: what there is no room for is counted.
+    reasons = text.partition("\n- ")[2].partition("\n\n")[0].replace("\n  ", " ").split("\n- ")
+    assert all(line.endswith(".") or "Fault" in line for line in reasons)
+    (number,) = re.findall(r"(\d+) more reasons?", text)
+    assert len(reasons) + int(number) == len(chosen.doubts) + len(chosen.reasons) + len(report.faults)
+    assert report.parameters == ("full=True",)
+    assert "full=True" in text
     assert text.startswith("interrupted")
     assert not reports.folder_report().to_text().startswith("interrupted")
 
