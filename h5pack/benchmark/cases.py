@@ -62,8 +62,8 @@ class BenchSettings:
             values = getattr(self, name)
             if not values or not set(values) <= set(allowed):
                 raise _wrong(name, ",".join(values), f"give one or more of {', '.join(allowed)}")
-        for name in ("batch_size", "window", "num_threads", "num_workers", "chunk_rows", "chunk_bytes", "rows"):
-            found, bound = getattr(self, name), int(name != "num_workers")
+        for name in ("batch_size", "window", "num_threads", "num_workers", "chunk_rows", "chunk_bytes", "rows", "seed"):
+            found, bound = getattr(self, name), int(name not in ("num_workers", "seed"))
             values = found if isinstance(found, tuple) else () if found is None else (found,)
             if min(values, default=bound) < bound:
                 raise _wrong(name, min(values), f"it must be at least {bound}")
