@@ -12,8 +12,8 @@ import pytest
 
 from tests import stacks
 
-# Set before torch is imported, here and in child processes: with more threads, those of each process wait for each other
-# by spinning, and the processes of a parallel run have the CPUs busy already.
+# Set before torch is imported, here and in child processes: the threads of a process would wait for each other by
+# spinning, and the processes of a parallel run keep the CPUs busy already.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Each worker of a fork server would otherwise import torch again, for seconds.

@@ -138,10 +138,15 @@ class BenchReport:
         return f"{text}, {ratio}." if ratio else f"{text}."
 
     def ceiling_of(self, cache: str) -> Ceiling | None:
-        """Return the ceiling for a page-cache state, if possible the one that the recommendation is compared with."""
+        """Return the ceiling for a page-cache state, if possible the one that the recommendation is compared with.
+
+        None for the state that did not decide, because its cases had no ceiling measured beside them.
+        """
         measured = [one for one in self.ceilings if one.cache == cache and one.speeds]
         chosen = self.recommendation
-        if chosen is not None and chosen.judged_by == cache and chosen.ceiling_threads:
+        if chosen is not None and chosen.judged_by != cache:
+            return None
+        if chosen is not None and chosen.ceiling_threads:
             measured = [one for one in measured if one.num_threads == chosen.ceiling_threads] or measured
         return max(measured, key=lambda one: statistics.median(one.speeds), default=None)
 
