@@ -274,7 +274,7 @@ def _answer(report: BenchReport, full: bool) -> list[list[str]]:
             left_out.pop(0)
         more = [counted(len(left_out), "more reason")] * bool(left_out)
         more += [counted(len(report.notes), "note")] * bool(report.notes)
-        last = f"The whole report, with full=True, has {', '.join([*more, 'all figures'])}."
+        last = f"The whole report, with full=True, has {', '.join(more)}{' and ' * bool(more)}all figures."
         return [first, code, lines, _bullets("", [about, last], indent="")]
     if chosen is not None and chosen.chunk_cache is not None:
         cache = chosen.chunk_cache
