@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 from typing import Any
 
@@ -10,6 +11,10 @@ import hypothesis
 import pytest
 
 from tests import stacks
+
+# Set before torch is imported, here and in child processes: the threads of a process would wait for each other by
+# spinning, and the processes of a parallel run keep the CPUs busy already.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Each worker of a fork server would otherwise import torch again, for seconds.
 multiprocessing.set_forkserver_preload(["torch", "h5pack.data.dataset"])

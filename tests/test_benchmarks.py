@@ -61,7 +61,9 @@ def test_read_benchmark(tmp_path: Path) -> None:
 
 def test_chunk_size_benchmark_and_its_settings_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A clock of its own, so that the time suffices on a busy machine.
-    monkeypatch.setattr(BenchRun.__init__, "__kwdefaults__", {"progress": False, "clock": StepClock(step=0.05)})
+    monkeypatch.setattr(
+        BenchRun.__init__, "__kwdefaults__", {**BenchRun.__init__.__kwdefaults__, "clock": StepClock(step=0.05)}
+    )
     images = class_folders(tmp_path / "images", {"a": 50, "b": 50}, (64, 48))
     (tmp_path / "scratch").mkdir()
     sizes = f"--images {images} --chunk-rows 4,16 --batch-size 16 --seconds 10"

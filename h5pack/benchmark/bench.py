@@ -1,19 +1,20 @@
 """`bench`: within a time budget, pack a sample with several chunk sizes, time reading it, and recommend one size.
 
-A file variant is the sample with one chunk size and compression. A case is a file variant, an order and a reader. The
-sweep measures all cases; then the run-off measures the fastest ones again, side by side.
+A file variant is the sample with one chunk size and compression. A case is a file variant, an order and a reader. What
+decides the recommendation is measured first: one case for each variant, and in a run-off the fastest of them again and
+then other settings. The rest of the time is for the tables.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from tqdm import tqdm
@@ -21,17 +22,21 @@ from tqdm import tqdm
 from h5pack.benchmark.cases import (
     CACHES,
     ENGINES,
+    MIN_REPEATS,
     ORDERS,
     BenchCase,
     BenchSettings,
+    Measurement,
+    all_cases,
     exceeds_decode_budget,
     min_bench_seconds,
     min_seconds,
     plan_cases,
+    usable_seconds,
 )
 from h5pack.benchmark.ceilings import Ceilings
 from h5pack.benchmark.plots import check_plot_file, draw_bench
-from h5pack.benchmark.recommend import Workload, choose, finalists, pick_cache_state
+from h5pack.benchmark.recommend import Recommendation, Workload, choose, deciding_caches, finalists, missing
 from h5pack.benchmark.report import BenchReport
 from h5pack.benchmark.sample import BenchInput, BenchSample, ScratchFolder, find_input, make_sample
 from h5pack.benchmark.sweep import Sweep
@@ -42,11 +47,9 @@ from h5pack.system.machine import available_cpus, available_memory, machine_fact
 _MAX_THREADS = 4
 _TRIED = (1, 2, 4, 8, 16)
 """Numbers of threads, and of workers, that are measured by default if there are as many CPUs."""
-_RUN_OFF_SHARE = 0.35
-_WARM_SHARE = 0.1
-_FINALISTS_SHARE = 0.65
-"""Fraction of the run-off's time to compare file variants; in the rest, numbers of threads and workers are compared."""
-_RESERVE_SECONDS = 0.5
+_WARM_SHARE, _COMPARE_SHARE, _FINALISTS_SHARE, _SETTINGS_SHARE = 0.1, 0.2, 0.3, 0.25
+"""Fractions of the time that is left to warm up, to compare variants, for the run-off, and to try other settings."""
+_LEEWAY = 1.25
 
 
 def bench(
@@ -85,7 +88,7 @@ def bench(
     source : path, optional
         A folder of images, a manifest or an HDF5 file. None: generate images.
     seconds : float
-        Time budget for everything, including packing.
+        Time budget for everything, including packing. What decides the recommendation is measured first.
     chunk_rows, chunk_bytes : int or sequence of int
         Chunk sizes to compare, in rows or bytes. Default: 64 KiB to 16 MiB.
     contiguous : bool
@@ -156,8 +159,67 @@ def make_settings(**keywords: Any) -> BenchSettings:
     return BenchSettings(**keywords)
 
 
+@dataclass(frozen=True)
+class _Comparison:
+    """The measurements that decide the recommendation. They end before `end`, and are added to `report`."""
+
+    report: BenchReport
+    workload: Workload
+    settings: BenchSettings
+    sweep: Sweep
+    ceilings: Ceilings
+    clock: Callable[[], float]
+    end: float  # On the clock.
+
+    def compare(self, cases: Sequence[BenchCase]) -> tuple[str, float]:
+        """Measure the cases that compare variants; return the page-cache state, and how long a repeat of all takes."""
+        turn, cache, left, found = 0.0, "hot", self.end - self.clock(), self.report.measurements
+        for cache in deciding_caches(self.workload, self.settings.caches):
+            chosen = [case for case in cases if case == self.workload.case(case.variant, cache)]
+            turn = self.sweep.measure(chosen, _COMPARE_SHARE * left, found, self.ceilings, end=self.end)
+            if any(one.speeds for one in found):
+                break
+        return cache, turn
+
+    def run_off(self, cache: str) -> None:
+        """Measure the fastest variants again, side by side; then compare windows, numbers of threads and workers."""
+        report, workload, left = self.report, self.workload, self.end - self.clock()
+        if self.missing(cache):
+            return
+        cases = finalists(report.variants, report.measurements, workload, cache)
+        seconds = _FINALISTS_SHARE * left
+        self.sweep.measure(cases, seconds, report.run_off, self.ceilings, reload_each_repeat=True)
+        interim = self.choose(cache)
+        if interim is None:
+            return
+        counts = sorted({count for count in (*_TRIED, workload.cpus) if count <= min(workload.cpus, max(_TRIED))})
+        usual = workload.case(interim.variant, cache)
+        threads = [replace(usual, num_threads=count) for count in self.settings.num_threads or counts]
+        windows = [replace(usual, window=window) for window in self.settings.window]
+        alone = replace(usual, num_threads=1)
+        workers = [replace(alone, num_workers=count) for count in self.settings.num_workers or counts]
+        # The usual settings are measured again beside the others.
+        for others in ([*dict.fromkeys([usual, *threads, *windows])], workers):
+            found: list[Measurement] = []
+            seconds = _SETTINGS_SHARE * (self.end - self.clock())
+            self.sweep.measure(others, seconds, found, self.ceilings, end=self.clock() + seconds)
+            _merge(report.run_off, found)
+
+    def missing(self, cache: str, not_packed: Sequence[str] = ()) -> list[str]:
+        """Return what is missing for a recommendation."""
+        report = self.report
+        return missing(report.variants, report.measurements, report.run_off, self.workload, cache, not_packed)
+
+    def choose(self, cache: str) -> Recommendation | None:
+        """Return the recommendation."""
+        return choose(self.report.variants, self.report.measurements, self.report.run_off, self.workload, cache)
+
+
 class BenchRun:
-    """One run of `bench`. `report` is None until packing ends, then the results so far, even after an interruption."""
+    """One run of `bench`. `report` is None until packing ends, then the results so far, even after an interruption.
+
+    `elapsed` seconds of the time budget have passed before this object was made.
+    """
 
     def __init__(
         self,
@@ -167,7 +229,9 @@ class BenchRun:
         *,
         progress: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        elapsed: float = 0.0,
     ) -> None:
+        self._begun = clock() - elapsed
         self._source = source
         self._settings = settings
         options: dict[str, Any] = {"size": settings.size, "images": settings.images, "labels": settings.labels}
@@ -184,13 +248,13 @@ class BenchRun:
 
     def run(self) -> BenchReport:
         """Measure all cases, and return the report with the recommendation."""
-        settings = self._settings
-        begin = self._clock()
+        settings, begin = self._settings, self._begun
+        end = begin + usable_seconds(settings.seconds)
         try:
             with ScratchFolder(settings.scratch) as scratch:
                 with self._phase("packing a sample"):
                     source = find_input(self._source, self._options, scratch.path)
-                    sample = make_sample(source, settings, scratch, self._clock)
+                    sample = make_sample(source, settings, scratch, self._clock, end - self._clock())
                 packing = self._clock() - begin
                 self._on_progress(packing)
                 report = self.report = BenchReport(
@@ -210,7 +274,7 @@ class BenchRun:
                     pack_images_per_s=sample.pack_images_per_s,
                 )
                 with _each_warning_once():
-                    self._measure(report, sample, source, begin + settings.seconds)
+                    self._measure(report, sample, source, end)
                 report.complete = True
         finally:
             self._bar.close()
@@ -221,30 +285,6 @@ class BenchRun:
     def _measure(self, report: BenchReport, sample: BenchSample, source: BenchInput, end: float) -> None:
         settings = self._settings
         batch_size = min(settings.batch_size[0], max(1, sample.rows // 4))
-        if batch_size < settings.batch_size[0]:
-            report.notes.append(f"Batches have {batch_size} rows, because the sample has only {sample.rows:,} rows.")
-        num_threads = min(_MAX_THREADS, available_cpus())
-        needed = min_bench_seconds(sample.variants, settings, batch_size, num_threads)
-        _require_time(end - self._clock() - _RESERVE_SECONDS, needed, report.seconds["packing"], settings)
-        sweep = Sweep(sample.variants, settings.seed, self._on_progress, self._clock)
-        with self._phase("warming up"):
-            sweep.warm(_WARM_SHARE * (end - self._clock()))
-        left = (1 - _RUN_OFF_SHARE) * (end - self._clock() - _RESERVE_SECONDS)
-        cases, left_out = plan_cases(sample.variants, settings, batch_size, num_threads, left)
-        _note_left_out(report, left_out, sample, batch_size)
-        ceilings = Ceilings(sample.variants, sample.rows, sample.row_bytes, batch_size, num_threads)
-        if ceilings.copy is None:
-            report.notes.append("Memory is too small to measure the ceiling of warm reads, which is a memory copy.")
-        hot, cold = ([case for case in cases if case.cache == cache] for cache in CACHES)
-        hot_seconds = left * sum(map(min_seconds, hot)) / (sum(map(min_seconds, cases)) or 1.0)
-        try:
-            with self._phase("page cache warm"):
-                sweep.measure(hot, hot_seconds, report.measurements, [ceilings.measure_copy])
-            ceilings.copy = None  # Free the memory of its arrays.
-            with self._phase("page cache cold"):
-                sweep.measure(cold, left - hot_seconds, report.measurements, [ceilings.measure_read])
-        finally:
-            report.ceilings += ceilings.results()
         workload = Workload(
             source="" if source.kind == "generated" else source.source,
             options=sample.options,
@@ -256,32 +296,50 @@ class BenchRun:
             memory_bytes=available_memory(),
             batch_size=batch_size,
             window=settings.window[0],
-            num_threads=num_threads,
+            num_threads=min(_MAX_THREADS, available_cpus()),
             cpus=available_cpus(),
-            copy_speed=statistics.median(copies) if (copies := ceilings.copies[num_threads]) else None,
+            asked_batch_size=settings.batch_size[0] if batch_size < settings.batch_size[0] else None,
+            split=source.split,
         )
-        with self._phase("run-off"):
-            self._run_off(sweep, report, workload, end - _RESERVE_SECONDS)
-        report.recommendation = choose(report.variants, report.measurements, report.run_off, workload)
-
-    def _run_off(self, sweep: Sweep, report: BenchReport, workload: Workload, end: float) -> None:
-        """Measure the fastest variants again, side by side; then compare numbers of threads and workers."""
-        cache, _ = pick_cache_state(workload, report.measurements)
-        cases = finalists(report.variants, report.measurements, workload, cache)
-        if not cases:
-            return
-        seconds = _FINALISTS_SHARE * (end - self._clock())
-        sweep.measure(cases, seconds, report.run_off, reload_each_repeat=True)
-        interim = choose(report.variants, report.measurements, report.run_off, workload)
-        if interim is None:
-            return
-        counts = sorted({count for count in (*_TRIED, workload.cpus) if count <= min(workload.cpus, max(_TRIED))})
-        base = replace(workload.case(interim.variant, cache), num_threads=1)
-        more = [replace(base, num_threads=count) for count in self._settings.num_threads or counts]
-        more += [replace(base, num_workers=count) for count in self._settings.num_workers or counts]
-        # Skip the cases that the run-off has just measured.
-        more = [case for case in dict.fromkeys(more) if case not in cases]
-        sweep.measure(more, end - self._clock(), report.run_off)
+        every = all_cases(sample.variants, settings, batch_size, workload.num_threads)
+        first = deciding_caches(workload, settings.caches)[0]
+        needed = min_bench_seconds([case for case in every if case == workload.case(case.variant, first)])
+        _require_time(end - self._clock(), needed, report.seconds["packing"], settings)
+        sweep = Sweep(sample.variants, settings.seed, self._on_progress, self._clock)
+        with self._phase("warming up"):
+            sweep.warm(_WARM_SHARE * (end - self._clock()))
+        most = max(workload.num_threads, *settings.num_threads, 1)
+        ceilings = Ceilings(sample.variants, sample.rows, sample.row_bytes, batch_size, min(workload.cpus, most + 1))
+        if ceilings.copy is None:
+            report.notes.append("Memory is too small to measure the ceiling of warm reads, which is a memory copy.")
+        comparison = _Comparison(report, workload, settings, sweep, ceilings, self._clock, end)
+        try:
+            with self._phase("comparing chunk sizes"):
+                cache, turn = comparison.compare(every)
+            with self._phase("run-off"):
+                comparison.run_off(cache)
+        finally:
+            report.ceilings += ceilings.results()
+        report.missing = comparison.missing(cache, sample.not_packed)
+        if report.missing:
+            needed = report.seconds["packing"] + report.seconds["warming up"] + (MIN_REPEATS + 1) * turn
+            report.enough_seconds = math.ceil(_LEEWAY * max(needed, settings.seconds))
+        else:
+            report.recommendation = comparison.choose(cache)
+        ceilings.copy = None  # Free the memory of its arrays.
+        done = {one.case for one in report.measurements}
+        cases, left_out = plan_cases([case for case in every if case not in done], end - self._clock())
+        _note_left_out(report, len(left_out), len(every), sample, batch_size)
+        hot, cold = ([case for case in cases if case.cache == cache] for cache in CACHES)
+        left = end - self._clock()
+        hot_seconds = left * sum(map(min_seconds, hot)) / (sum(map(min_seconds, cases)) or 1.0)
+        with self._phase("other cases (warm)"):
+            sweep.measure(hot, hot_seconds, report.measurements)
+        with self._phase("other cases (cold)"):
+            sweep.measure(cold, end - self._clock(), report.measurements)
+        if not report.missing:
+            # Again, because the report also says how slowly the input file is read in other ways.
+            report.recommendation = comparison.choose(cache)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -320,16 +378,27 @@ def _require_time(left: float, needed: float, packing: float, settings: BenchSet
     if left < needed:
         given, enough = f"seconds={settings.seconds:g}", f"seconds={1.5 * (packing + needed) + 1:.0f}"
         raise OptionsError(
-            f"{given} is too short: packing the sample took {packing:.1f} s, and measuring takes at least "
+            f"{given} is too short: it took {packing:.1f} s to pack the sample, and measuring takes at least "
             f"{needed:.1f} s; give {enough}, fewer rows or fewer chunk sizes",
             parameters=(given, enough),
         )
 
 
-def _note_left_out(report: BenchReport, left_out: list[BenchCase], sample: BenchSample, batch_size: int) -> None:
-    if left_out:
-        kinds = dict.fromkeys(f"{one.engine} {one.order} ({one.cache})" for one in left_out)
-        report.notes.append(f"Not measured for lack of time: {', '.join(kinds)}; increase seconds.")
+def _merge(measurements: list[Measurement], more: Sequence[Measurement]) -> None:
+    """Add more measurements, those of a case that was measured before as further repeats of it."""
+    for one in more:
+        slot = next((slot for slot, before in enumerate(measurements) if before.case == one.case), None)
+        if slot is None:
+            measurements.append(one)
+        else:
+            measurements[slot] = measurements[slot].with_repeats_of(one)
+
+
+def _note_left_out(
+    report: BenchReport, num_left_out: int, num_cases: int, sample: BenchSample, batch_size: int
+) -> None:
+    if num_left_out:
+        report.notes.append(f"{num_left_out} of {num_cases} cases were not measured for lack of time.")
     slow = [variant.label for variant in sample.variants if exceeds_decode_budget(variant, batch_size)]
     if slow:
         report.notes.append(

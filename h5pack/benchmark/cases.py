@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import statistics
 from collections.abc import Sequence
@@ -23,6 +24,9 @@ MIN_REPEATS = 3
 """Minimum number of repeats for a reliable median."""
 REPEATS = 4
 """Number of repeats to aim for in each case; slow cases get fewer."""
+TIE = 0.95
+"""Speeds of at least this fraction of the highest count as equal: even on an idle machine, repeats differ as much."""
+NO_TIME = "there was no time for it"
 
 _MIN_CASE_SECONDS = {"hot": 0.14, "cold": 0.2}
 _DECODE_BUDGET_BYTES = 2**30
@@ -58,8 +62,8 @@ class BenchSettings:
             values = getattr(self, name)
             if not values or not set(values) <= set(allowed):
                 raise _wrong(name, ",".join(values), f"give one or more of {', '.join(allowed)}")
-        for name in ("batch_size", "window", "num_threads", "num_workers", "chunk_rows", "chunk_bytes", "rows"):
-            found, bound = getattr(self, name), int(name != "num_workers")
+        for name in ("batch_size", "window", "num_threads", "num_workers", "chunk_rows", "chunk_bytes", "rows", "seed"):
+            found, bound = getattr(self, name), int(name not in ("num_workers", "seed"))
             values = found if isinstance(found, tuple) else () if found is None else (found,)
             if min(values, default=bound) < bound:
                 raise _wrong(name, min(values), f"it must be at least {bound}")
@@ -119,11 +123,31 @@ class Measurement:
     amplification: float | None = None  # Bytes requested from the file per byte of delivered images; None if unknown.
     hit_rate: float | None = None  # Fraction of rows whose chunk was already read for another row, if known.
     reason: str | None = None  # Why the case was not measured; None if it was.
+    # Images/s of the ceiling, measured beside each repeat with as many threads; empty if it was not.
+    ceilings: tuple[float, ...] = ()
 
     @property
     def median(self) -> float:
         """Median speed in images/s; 0 without repeats."""
         return statistics.median(self.speeds) if self.speeds else 0.0
+
+    @property
+    def of_ceiling(self) -> tuple[float, ...]:
+        """The speed of each repeat, divided by that of the ceiling beside it; empty if that is not known."""
+        matched = len(self.ceilings) == len(self.speeds)
+        return tuple(map(operator.truediv, self.speeds, self.ceilings)) if matched else ()
+
+    def is_faster(self, other: Measurement) -> bool:
+        """Return whether this case is clearly faster: by more than 5 %, and in all repeats of both."""
+        if not self.speeds or not other.speeds:
+            return False
+        return other.median < TIE * self.median and max(other.speeds) < min(self.speeds)
+
+    def with_repeats_of(self, other: Measurement) -> Measurement:
+        """Return this measurement with the repeats of another one of the same case added."""
+        matched = bool(self.of_ceiling or not self.speeds) and bool(other.of_ceiling or not other.speeds)
+        ceilings = (*self.ceilings, *other.ceilings) if matched else ()
+        return replace(other if other.speeds else self, speeds=(*self.speeds, *other.speeds), ceilings=ceilings)
 
     def updated_by(self, run_off: Measurement | None) -> Measurement:
         """Return this measurement of the sweep with the speeds replaced by those of the run-off.
@@ -133,14 +157,14 @@ class Measurement:
         """
         if run_off is None or not run_off.speeds:
             return self
-        enough = len(run_off.speeds) >= MIN_REPEATS
-        return replace(run_off, speeds=run_off.speeds if enough else (*self.speeds, *run_off.speeds))
+        return run_off if len(run_off.speeds) >= MIN_REPEATS else self.with_repeats_of(run_off)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-serializable dict, whose keys are stable across versions."""
         return {
             **asdict(self.case),
             "images_per_s": repeats_json(self.speeds),
+            "ceiling_images_per_s": repeats_json(self.ceilings),
             "amplification": None if self.amplification is None else round(self.amplification, 4),
             "hit_rate": None if self.hit_rate is None else round(self.hit_rate, 4),
             "reason": self.reason,
@@ -150,8 +174,19 @@ class Measurement:
     def from_json(cls, found: dict[str, Any]) -> Measurement:
         """Make a measurement from the result of `to_json`, whose numbers are rounded."""
         case = BenchCase(**{field.name: found[field.name] for field in fields(BenchCase)})
-        speeds = () if found["images_per_s"] is None else tuple(found["images_per_s"]["repeats"])
-        return cls(case, speeds, found["amplification"], found["hit_rate"], found["reason"])
+        speeds, ceilings = (
+            tuple((found.get(name) or {"repeats": ()})["repeats"]) for name in ("images_per_s", "ceiling_images_per_s")
+        )
+        return cls(case, speeds, found["amplification"], found["hit_rate"], found["reason"], ceilings)
+
+
+def ceiling_threads(case: BenchCase, cpus: int) -> int:
+    """Return with how many threads to measure the ceiling of a case of H5Loader.
+
+    While the caller of an H5Loader waits for rows in the page cache, it copies some itself, so one thread more than
+    `num_threads` copies; at most as many as there are CPUs.
+    """
+    return min(case.num_threads + 1, cpus) if case.cache == "hot" else case.num_threads
 
 
 def repeats_json(speeds: Sequence[float]) -> dict[str, Any] | None:
@@ -162,12 +197,19 @@ def repeats_json(speeds: Sequence[float]) -> dict[str, Any] | None:
     return {**{name: round(speed, 1) for name, speed in found.items()}, "repeats": [round(one, 1) for one in speeds]}
 
 
-def plan_cases(
-    variants: Sequence[FileVariant], settings: BenchSettings, batch_size: int, num_threads: int, seconds: float
-) -> tuple[list[BenchCase], list[BenchCase]]:
-    """Return the most important cases that fit into `seconds`, those that decide the recommendation first; the rest."""
+def usable_seconds(budget: float) -> float:
+    """Return for how long of a time budget to measure.
+
+    The rest is for the report, for removing temporary files, and for the end of the process, which takes up to 0.7 s
+    after torch was imported.
+    """
+    return 0.97 * budget - min(0.9, 0.2 * budget)
+
+
+def plan_cases(cases: Sequence[BenchCase], seconds: float) -> tuple[list[BenchCase], list[BenchCase]]:
+    """Return the most important cases that fit into `seconds`, and the rest."""
     levels: dict[int, list[BenchCase]] = {}
-    for case in all_cases(variants, settings, batch_size, num_threads):
+    for case in cases:
         levels.setdefault(_level(case), []).append(case)
     taken: list[BenchCase] = []
     left_out: list[BenchCase] = []
@@ -175,7 +217,7 @@ def plan_cases(
     for level in sorted(levels):
         cost = sum(map(min_seconds, levels[level]))
         # Take all cases of a level or none, because variants can only be compared if all of them are measured.
-        if taken and spent + cost > seconds:
+        if spent + cost > seconds:
             left_out += levels[level]
             continue
         spent += cost
@@ -188,13 +230,9 @@ def min_seconds(case: BenchCase) -> float:
     return _MIN_CASE_SECONDS[case.cache] * (4 if _level(case) <= 1 else 1)
 
 
-def min_bench_seconds(
-    variants: Sequence[FileVariant], settings: BenchSettings, batch_size: int, num_threads: int
-) -> float:
-    """Return the shortest useful duration: that of the most important cases, plus half as much for the run-off."""
-    cases = all_cases(variants, settings, batch_size, num_threads)
-    first = min(map(_level, cases), default=0)
-    return 1.5 * sum(min_seconds(case) for case in cases if _level(case) == first)
+def min_bench_seconds(cases: Sequence[BenchCase]) -> float:
+    """Return how long at least the cases that compare variants take, with the minimum number of repeats."""
+    return MIN_REPEATS * sum(_MIN_CASE_SECONDS[case.cache] for case in cases)
 
 
 def exceeds_decode_budget(variant: FileVariant, batch_size: int) -> bool:

@@ -8,13 +8,14 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.benchmark.cases import FileVariant
+from h5pack.benchmark.cases import BenchCase, FileVariant, ceiling_threads
 from h5pack.benchmark.report import Ceiling
 from h5pack.data.dataset import H5Dataset
 from h5pack.system.files import drop_cache
@@ -24,7 +25,7 @@ _T = TypeVar("_T")
 
 _BLOCK_BYTES = 4 * 1024 * 1024
 _COPY_BYTES = 256 * 1024 * 1024
-_SEQUENTIAL_SECONDS = 0.3
+_SEQUENTIAL_SECONDS, _MIN_COPY_SECONDS = 0.3, 0.02
 _BUFFERS_PER_THREAD = 3
 _PROBES = 16
 
@@ -45,19 +46,30 @@ def interleaved(names: Sequence[_T], repeats: int) -> Iterator[_T]:
         yield from names if repeat % 2 == 0 else reversed(names)
 
 
-def sequential(path: Path, flags: int = 0, seconds: float = math.inf) -> float:
-    """Read a file from its start for at most about `seconds`; return bytes/s. `flags` are for `os.open` (O_DIRECT)."""
-    descriptor = os.open(path, os.O_RDONLY | flags)
-    block, done = mmap.mmap(-1, _BLOCK_BYTES), 0
+def sequential(path: Path, flags: int = 0, seconds: float = math.inf, num_threads: int = 1) -> float:
+    """Read a file for at most about `seconds`, each thread an equal part of it in order; return bytes/s.
+
+    `flags` are for `os.open` (O_DIRECT).
+    """
+    size = path.stat().st_size
+    part = -(-size // num_threads // _BLOCK_BYTES) * _BLOCK_BYTES
     begin = time.perf_counter()
-    try:
-        while time.perf_counter() - begin < seconds and (got := os.preadv(descriptor, [block], done)):
-            done += got
-            # Stop at an unaligned end of the file: O_DIRECT cannot read from an unaligned offset.
-            if got % mmap.PAGESIZE:
-                break
-    finally:
-        os.close(descriptor)
+
+    def read(thread: int) -> int:
+        descriptor = os.open(path, os.O_RDONLY | flags)
+        block, at, end = mmap.mmap(-1, _BLOCK_BYTES), thread * part, (thread + 1) * part
+        try:
+            while at < end and time.perf_counter() - begin < seconds and (got := os.preadv(descriptor, [block], at)):
+                at += got
+                # Stop at an unaligned end of the file: O_DIRECT cannot read from an unaligned offset.
+                if got % mmap.PAGESIZE:
+                    break
+        finally:
+            os.close(descriptor)
+        return at - thread * part
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        done = sum(pool.map(read, range(num_threads)))
     return done / (time.perf_counter() - begin)
 
 
@@ -100,42 +112,54 @@ class MemoryCopy:
 
 
 class Ceilings:
-    """The ceilings of a benchmark in images/s: a memory copy on 1 and on `num_threads` threads, and a cold read.
+    """The ceilings of a benchmark: a copy of random rows in memory, and a sequential read of an uncompressed file.
 
-    The copy is left out if there is too little memory. For the cold read, an uncompressed file is dropped from the page
-    cache and then read sequentially.
+    The copy is left out if there is too little memory.
     """
 
-    def __init__(
-        self, variants: Sequence[FileVariant], rows: int, row_bytes: int, batch_size: int, num_threads: int
-    ) -> None:
+    def __init__(self, variants: Sequence[FileVariant], rows: int, row_bytes: int, batch_size: int, cpus: int) -> None:
+        self._cpus = cpus
         rows = max(batch_size, min(rows, _COPY_BYTES // row_bytes))
-        needed = (rows + _BUFFERS_PER_THREAD * num_threads * batch_size) * row_bytes
-        self.copy = MemoryCopy(rows, row_bytes, batch_size, num_threads) if needed <= available_memory() // 4 else None
-        self.copies: dict[int, list[float]] = {count: [] for count in sorted({1, num_threads})}
+        needed = (rows + _BUFFERS_PER_THREAD * cpus * batch_size) * row_bytes
+        self.copy = MemoryCopy(rows, row_bytes, batch_size, cpus) if needed <= available_memory() // 4 else None
         # Skip compressed files, whose bytes/s cannot be converted to images/s.
         plain = [variant.path for variant in variants if variant.compression == "none"]
         self._path = Path(plain[-1]) if plain else None
         self._row_bytes = row_bytes
-        self._reads: list[float] = []
+        self._speeds: dict[tuple[str, int], list[float]] = {}
 
-    def measure_copy(self) -> None:
-        """Measure one repeat of the copy with each number of threads."""
-        if self.copy is not None:
-            for count, speeds in self.copies.items():
-                speeds.append(self.copy(count, len(speeds)))
+    def measure(self, case: BenchCase) -> float | None:
+        """Measure one repeat of the ceiling of a case of H5Loader; return images/s, or None if that is impossible."""
+        threads = ceiling_threads(case, self._cpus)
+        speed = self._measure_copy(threads) if case.cache == "hot" else self._measure_read(threads)
+        if speed is not None:
+            self._speeds.setdefault((case.cache, threads), []).append(speed)
+        return speed
 
-    def measure_read(self) -> None:
-        """Measure one repeat of the cold read; stop measuring if the file cannot be dropped from the page cache."""
-        if self._path is not None and drop_cache(self._path):
+    def _measure_copy(self, num_threads: int) -> float | None:
+        if self.copy is None:
+            return None
+        speeds: list[float] = []
+        begin = time.perf_counter()
+        # An epoch of a small sample is shorter than it takes to start the threads.
+        while not speeds or time.perf_counter() - begin < _MIN_COPY_SECONDS:
+            speeds.append(self.copy(num_threads, len(speeds)))
+        return len(speeds) / sum(1 / speed for speed in speeds)
+
+    def _measure_read(self, num_threads: int) -> float | None:
+        if self._path is None or drop_cache(self._path):
+            # Do not try again if the file cannot be dropped from the page cache.
             self._path = None
-        if self._path is not None:
-            self._reads.append(sequential(self._path, seconds=_SEQUENTIAL_SECONDS) / self._row_bytes)
+            return None
+        return sequential(self._path, seconds=_SEQUENTIAL_SECONDS, num_threads=num_threads) / self._row_bytes
 
     def results(self) -> list[Ceiling]:
         """Return the ceilings that were measured."""
-        found = [Ceiling("memory copy", count, "hot", tuple(speeds)) for count, speeds in self.copies.items()]
-        return [one for one in (*found, Ceiling("sequential read", 1, "cold", tuple(self._reads))) if one.speeds]
+        names = {"hot": "memory copy", "cold": "sequential read"}
+        return [
+            Ceiling(names[cache], num_threads, cache, tuple(speeds))
+            for (cache, num_threads), speeds in sorted(self._speeds.items(), reverse=True)
+        ]
 
 
 class PageState:

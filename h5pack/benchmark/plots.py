@@ -190,8 +190,8 @@ def _draw_panel(panel: Axes, report: BenchReport, table: SweepTable, series: lis
 
 
 def _draw_ceiling(panel: Axes, report: BenchReport, cache: str, top: float) -> float:
-    """Draw the highest ceiling as a line, or only as text if it is far above `top`; return the height it needs."""
-    ceiling = report.highest_ceiling(cache)
+    """Draw the ceiling as a line, or only as text if it is far above `top`; return the height it needs."""
+    ceiling = report.ceiling_of(cache)
     if ceiling is None:
         return 0.0
     speed = statistics.median(ceiling.speeds)

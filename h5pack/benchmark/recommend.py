@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from h5pack.benchmark.cases import MIN_REPEATS, BenchCase, FileVariant, Measurement
+from h5pack.benchmark.cases import MIN_REPEATS, NO_TIME, BenchCase, FileVariant, Measurement, ceiling_threads
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan, plan_cache
 from h5pack.system.text import counted, format_bytes
 
-TIE = 0.95
-"""Speeds of at least this fraction of the highest count as equal: even on an idle machine, repeats differ as much."""
 MIN_ROWS, MIN_BYTES = 256, 16 * 1024 * 1024
 """A sample with fewer rows and fewer bytes than this is too small to trust, because it fits into a CPU's caches."""
 _FINALIST, _MAX_FINALISTS = 0.6, 6
-_MAX_SPREAD = 0.4
+_CACHE_WORDS = {"hot": "warm", "cold": "cold"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,12 @@ class Workload:
     window: int  # Window of the cases that compare file variants, in chunks.
     num_threads: int  # Number of H5Loader threads in the cases that compare file variants.
     cpus: int  # Number of CPUs that this process may use.
-    copy_speed: float | None = None  # Images/s of a memory copy on `num_threads` threads, if measured.
+    asked_batch_size: int | None = None  # Batch size that was asked for, if the sample is too small for it.
+    split: str | None = None  # Split that a training reads; None: all rows.
+
+    def is_default(self, variant: FileVariant) -> bool:
+        """Return whether `h5pack.convert` makes these chunks by default."""
+        return variant.chunk_rows == self.default_chunk_rows and variant.compression == "none" and not variant.is_input
 
     def case(self, variant: str, cache: str) -> BenchCase:
         """Return the case that compares a file variant: H5Loader with direct reads and window shuffle."""
@@ -59,27 +63,63 @@ class Recommendation:
     chunk_cache: CachePlan | None  # Chunk cache for reading the file in window shuffle with h5py.
     judged_by: str  # Page-cache state whose speeds decided: "hot" or "cold".
     images_per_s: float  # Speed measured with these settings.
+    images_per_s_range: tuple[float, float] = (0.0, 0.0)  # Slowest and fastest repeat.
+    # The speed divided by that of the ceiling, measured beside each repeat with `ceiling_threads` threads: the median,
+    # the lowest and the highest. None if no ceiling was measured.
+    of_ceiling: tuple[float, float, float] | None = None
+    ceiling_threads: int = 0
     ties: tuple[str, ...]  # Labels of the variants that count as equally fast as the fastest (see `TIE`).
     doubts: tuple[str, ...]  # Reasons why the recommendation is uncertain; empty if it is certain.
     reasons: tuple[str, ...]  # Sentences that explain the recommendation.
     command: str  # Command line that converts to the variant; empty if `convert` is False.
     code: str  # Python code that reads the file with these settings.
+    is_default: bool = False  # Whether `h5pack.convert` makes these chunks by default.
     gain: float | None = None  # Speedup over reading the input file with h5py, one index per call, if measured.
 
 
-def pick_cache_state(workload: Workload, measurements: Sequence[Measurement]) -> tuple[str, str]:
-    """Return the page-cache state that decides, "hot" or "cold", and a sentence that says why."""
+def deciding_caches(workload: Workload, caches: Sequence[str]) -> list[str]:
+    """Return the page-cache states that may decide, the best first; the others only if that one cannot be measured."""
+    fits = workload.num_images * workload.row_bytes <= workload.memory_bytes // 2
+    return [cache for cache in (("hot", "cold") if fits else ("cold", "hot")) if cache in caches]
+
+
+def _cache_reason(workload: Workload, cache: str) -> str:
     size = workload.num_images * workload.row_bytes
     sizes = f"{workload.num_images:,} images take {format_bytes(size)}; RAM has {format_bytes(workload.memory_bytes)}"
-    measured = {one.case.cache for one in measurements if one.speeds}
-    fits = size <= workload.memory_bytes // 2
-    if fits and "hot" in measured:
-        return "hot", f"Judged with the page cache warm: {sizes}, so the file stays there after an epoch."
-    if not fits and "cold" in measured:
-        return "cold", f"Judged with the page cache cold: {sizes}, so each epoch reads the disk."
-    if not fits:
-        return "hot", f"Judged with the page cache warm, although {sizes}: cold reads were not measured."
-    return "cold", "Judged with the page cache cold: warm reads were not measured."
+    if cache == deciding_caches(workload, ("hot", "cold"))[0]:
+        then = "so the file stays there after an epoch" if cache == "hot" else "so each epoch reads the disk"
+        return f"Judged with the page cache {_CACHE_WORDS[cache]}: {sizes}, {then}."
+    return f"Judged with the page cache {_CACHE_WORDS[cache]}, because the other state was not measured: {sizes}."
+
+
+def missing(
+    variants: Sequence[FileVariant],
+    measurements: Sequence[Measurement],
+    run_off: Sequence[Measurement],
+    workload: Workload,
+    cache: str,
+    not_packed: Sequence[str] = (),
+) -> list[str]:
+    """Return what is missing for a recommendation, one phrase each; empty if enough was measured.
+
+    Every variant needs `MIN_REPEATS` repeats, unless it is much slower than the fastest.
+    """
+    planned = [one for one in variants if one.is_input or one.chunk_rows is not None]
+    found = {one.case: one for one in _compared(variants, measurements, run_off, workload, cache)}
+    failed = {one.case for one in (*measurements, *run_off) if one.reason not in (None, NO_TIME)}
+    best = max((one.median for one in found.values()), default=0.0)
+    phrases = []
+    for variant in planned:
+        case = workload.case(variant.label, cache)
+        repeats = len(found[case].speeds) if case in found else 0
+        slow = case in found and max(found[case].speeds) < _FINALIST * best
+        if repeats < MIN_REPEATS and not slow and case not in failed:
+            phrases.append(f"{variant.label}: {repeats} of {MIN_REPEATS} repeats")
+    if not found and not phrases:
+        phrases.append("H5Loader in window shuffle (orders='window', engines='direct'), by which variants are compared")
+    if len(planned) < 2 and not_packed:
+        phrases.append(f"not packed: {', '.join(not_packed)}")
+    return phrases
 
 
 def finalists(
@@ -95,44 +135,83 @@ def choose(
     measurements: Sequence[Measurement],
     run_off: Sequence[Measurement],
     workload: Workload,
+    cache: str,
 ) -> Recommendation | None:
-    """Choose the recommendation from the measurements of the sweep and of the run-off; None if too little was measured.
+    """Choose the recommendation from the measurements of the sweep and of the run-off; None if nothing was measured.
 
-    Among the variants that are as fast as the fastest (see `TIE`), prefer the input file, then an uncompressed variant,
-    then the chunk size closest to the default. Recommend the smallest numbers of threads and workers that are as fast
-    as the best.
+    Among the variants that are not clearly slower than the fastest (see `Measurement.is_faster`), prefer the input
+    file, then an uncompressed variant, then the chunk size closest to the default. Recommend other settings than the
+    usual ones only if they are clearly faster.
     """
-    cache, why = pick_cache_state(workload, measurements)
     by_label = {one.label: one for one in variants}
-    in_sweep = _comparable(variants, measurements, workload, cache)
-    earlier = {one.case: one for one in in_sweep}
-    # Cases that were not in the run-off were too slow to be recommended.
-    run_off_cases = _comparable(variants, run_off, workload, cache)
-    found = [earlier.get(one.case, Measurement(one.case)).updated_by(one) for one in run_off_cases] or in_sweep
+    found = _compared(variants, measurements, run_off, workload, cache)
     if not found:
         return None
-    best = max(found, key=lambda one: one.median)
-    ties = [one for one in found if one.median >= TIE * best.median]
+    best, small = max(found, key=lambda one: one.median), _small_sample(workload)
+    ties = found if small else [one for one in found if not best.is_faster(one)]
     picked = min(ties, key=lambda one: _effort(by_label[one.case.variant], workload))
     variant = by_label[picked.case.variant]
-    settings, reasons = _pick_settings(variant, [*run_off, *measurements], picked, workload)
-    gain, gain_reasons = _gain(variants, picked, measurements, [*found, *in_sweep])
+    used, settings_reasons = _pick_settings(picked, run_off, workload)
+    num_workers, workers_reason = _pick_workers(picked, run_off, workload)
+    gain, gain_reasons = _gain(variants, picked, measurements, found)
+    ratios = used.of_ceiling
     return Recommendation(
         variant=variant.label,
         convert=not variant.is_input,
         chunk_rows=variant.chunk_rows,
         compression=variant.compression,
         batch_size=workload.batch_size,
-        **settings,
-        chunk_cache=_chunk_cache(variant, settings["window"], workload),
+        window=used.case.window,
+        num_threads=used.case.num_threads,
+        num_workers=num_workers,
+        chunk_cache=_chunk_cache(variant, used.case.window, workload),
         judged_by=cache,
+        images_per_s=round(used.median, 1),
+        images_per_s_range=(round(min(used.speeds), 1), round(max(used.speeds), 1)),
+        of_ceiling=(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None,
+        ceiling_threads=ceiling_threads(used.case, workload.cpus),
         ties=tuple(one.case.variant for one in ties),
-        doubts=tuple(_doubts([best, picked], max(len(found), len(in_sweep)), workload)),
-        reasons=(*_comparison(picked, ties, workload), why, *reasons, *gain_reasons),
+        doubts=(small,) if small else (),
+        reasons=(
+            *_batch_reasons(workload),
+            *_comparison(picked, found, ties, by_label, workload),
+            *gain_reasons,
+            _cache_reason(workload, cache),
+            *settings_reasons,
+            workers_reason,
+        ),
         command="" if variant.is_input else _command(variant, workload),
-        code=_code(variant, workload.batch_size, settings["window"], settings["num_threads"]),
+        code=_code(variant, used.case, workload.split),
+        is_default=workload.is_default(variant),
         gain=gain,
     )
+
+
+def _small_sample(workload: Workload) -> str:
+    """Return why the sample is too small to compare variants; empty if it is not."""
+    size = workload.sample_rows * workload.row_bytes
+    small = workload.sample_rows < MIN_ROWS and size < MIN_BYTES
+    return f"the sample has only {counted(workload.sample_rows, 'row')} ({format_bytes(size)})" if small else ""
+
+
+def _batch_reasons(workload: Workload) -> list[str]:
+    """Return a sentence if batches are smaller than was asked for."""
+    if workload.asked_batch_size is None:
+        return []
+    rows = counted(workload.sample_rows, "row")
+    return [f"batch_size={workload.batch_size} instead of {workload.asked_batch_size}: the sample has only {rows}."]
+
+
+def _compared(
+    variants: Sequence[FileVariant],
+    measurements: Sequence[Measurement],
+    run_off: Sequence[Measurement],
+    workload: Workload,
+    cache: str,
+) -> list[Measurement]:
+    """Return the measurements that compare variants, of the sweep updated by the run-off."""
+    again = {one.case: one for one in run_off}
+    return [one.updated_by(again.get(one.case)) for one in _comparable(variants, measurements, workload, cache)]
 
 
 def _chunk_cache(variant: FileVariant, window: int, workload: Workload) -> CachePlan | None:
@@ -158,72 +237,76 @@ def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
     return 1 + (variant.compression != "none"), abs(math.log(variant.chunk_rows / max(1, workload.default_chunk_rows)))
 
 
-def _comparison(picked: Measurement, ties: Sequence[Measurement], workload: Workload) -> list[str]:
-    speeds = f"{min(picked.speeds):,.0f} to {max(picked.speeds):,.0f}"
-    text = f"{picked.case.variant}: {picked.median:,.0f} images/s, median of {len(picked.speeds)} repeats ({speeds})"
-    if workload.copy_speed and picked.case.cache == "hot":
-        text += f", {picked.median / workload.copy_speed:.2f} of a memory copy"
-    others = ", ".join(one.case.variant for one in ties if one is not picked)
-    return [f"{text}.", *([f"Equally fast, within {100 * (1 - TIE):.0f} %: {others}."] if others else [])]
+def _comparison(
+    picked: Measurement,
+    found: Sequence[Measurement],
+    ties: Sequence[Measurement],
+    by_label: Mapping[str, FileVariant],
+    workload: Workload,
+) -> list[str]:
+    """Return sentences that compare the recommended variant with the others."""
+    others = [one for one in found if one is not picked]
+    if not others:
+        return ["No other variant was measured."]
+    clearly = [one for one in others if one not in ties]
+    texts = [f"Clearly slower: {_by_variant(clearly)}."] if clearly else []
+    equal = [one for one in ties if one is not picked]
+    if equal:
+        variant = by_label[picked.case.variant]
+        why = "keeping the file is the least work" if variant.is_input else "this one is nearest to the default"
+        why = "so the default is recommended" if workload.is_default(variant) else why
+        texts.insert(0, f"Not measurably faster or slower: {_by_variant(equal)}; {why}.")
+    return texts
+
+
+def _by_variant(measurements: Sequence[Measurement]) -> str:
+    return ", ".join(f"{one.case.variant} ({one.median:,.0f})" for one in measurements)
 
 
 def _pick_settings(
-    variant: FileVariant, measurements: Sequence[Measurement], picked: Measurement, workload: Workload
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the window, numbers of threads and workers, and measured speed to recommend for a variant; the reasons.
+    picked: Measurement, run_off: Sequence[Measurement], workload: Workload
+) -> tuple[Measurement, list[str]]:
+    """Return the measurement whose window and number of threads are recommended, and the reasons.
 
-    The window is the workload's, unless another window is clearly faster; the numbers are the smallest that are as fast
-    as the best. If a case was measured twice, its first entry in `measurements` counts.
+    It is that of the usual settings, unless another one with enough repeats is clearly faster.
     """
-    cases: dict[BenchCase, Measurement] = {}
-    for one in measurements:
-        case = one.case
-        plain = (case.engine, case.order, case.batch_size) == ("direct", "window", workload.batch_size)
-        if one.speeds and plain and (case.variant, case.cache) == (variant.label, picked.case.cache):
-            cases.setdefault(case, one)
-    loaders = [one for one in cases.values() if one.case.num_workers is None]
-    threads = {one.case.num_threads: one.median for one in loaders if one.case.window == workload.window}
-    windows = {one.case.window: one.median for one in loaders if one.case.num_threads == workload.num_threads}
-    workers = {one.case.num_workers or 0: one.median for one in cases.values() if one.case.num_workers is not None}
-    num_threads, reasons = workload.num_threads, []
-    if len(threads) > 1:
-        num_threads = _smallest_tie(threads)
-        reasons.append(f"num_threads={num_threads} for H5Loader; images/s by threads: {_by_count(threads)}.")
-    num_workers, why = workload.cpus, "one per CPU, not measured"
-    if workers:
-        num_workers, why = _smallest_tie(workers), f"images/s by workers: {_by_count(workers)}"
-    reasons.append(f"num_workers={num_workers} for a DataLoader instead of H5Loader; {why}.")
-    fastest = max(windows, key=lambda window: windows[window], default=workload.window)
-    window = workload.window
-    if windows and windows.get(window, picked.median) < TIE * windows[fastest]:
-        window = fastest
-    speeds = {(one.case.window, one.case.num_threads): one.median for one in (*loaders, picked)}
-    speed = round(speeds.get((window, num_threads), picked.median), 1)
-    settings = {"window": window, "num_threads": num_threads, "num_workers": num_workers, "images_per_s": speed}
-    return settings, reasons
+    case = picked.case
+    alike = [one for one in run_off if replace(one.case, window=case.window, num_threads=case.num_threads) == case]
+    usual = next((one for one in alike if one.case == case and len(one.speeds) >= MIN_REPEATS), picked)
+    others = [one for one in alike if one.case != case and len(one.speeds) >= MIN_REPEATS]
+    allowed = [one for one in others if one.case.num_threads <= max(workload.cpus, workload.num_threads)]
+    best = max([usual, *(one for one in allowed if one.is_faster(usual))], key=lambda one: one.median)
+    reasons = []
+    for name, label in (("num_threads", "threads"), ("window", "window")):
+        speeds = {getattr(one.case, name): one.median for one in (usual, *others)}
+        if len(speeds) > 1:
+            chosen = getattr(best.case, name)
+            reasons.append(f"{name}={chosen} for H5Loader; images/s by {label}: {_by_count(speeds)}.")
+    return best, reasons
 
 
-def _smallest_tie(speeds: dict[int, float]) -> int:
-    return min(count for count, speed in speeds.items() if speed >= TIE * max(speeds.values()))
+def _pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: Workload) -> tuple[int, str]:
+    """Return the number of workers for a DataLoader, one per CPU unless another is clearly faster; and the reason."""
+    case = replace(picked.case, num_threads=1)
+    found = {
+        one.case.num_workers or 0: one
+        for one in run_off
+        if one.case.num_workers is not None
+        and len(one.speeds) >= MIN_REPEATS
+        and replace(one.case, num_workers=None) == case
+    }
+    usual = found.get(workload.cpus)
+    faster = [one for one in found.values() if usual is not None and one.is_faster(usual)]
+    best = max(faster, key=lambda one: one.median, default=usual)
+    number = workload.cpus if best is None else best.case.num_workers or 0
+    why = "one per CPU"
+    if found:
+        why += f"; images/s by workers: {_by_count({count: one.median for count, one in found.items()})}"
+    return number, f"num_workers={number} for a DataLoader instead of H5Loader; {why}."
 
 
 def _by_count(speeds: dict[int, float]) -> str:
     return ", ".join(f"{count}: {speed:,.0f}" for count, speed in sorted(speeds.items()))
-
-
-def _doubts(deciding: Sequence[Measurement], num_compared: int, workload: Workload) -> list[str]:
-    doubts = []
-    repeats = min(len(one.speeds) for one in deciding)
-    if repeats < MIN_REPEATS:
-        doubts.append(f"the decisive cases have only {counted(repeats, 'repeat')}; increase seconds")
-    elif any(max(one.speeds) - min(one.speeds) > _MAX_SPREAD * one.median for one in deciding):
-        doubts.append(f"repeats differ by more than {100 * _MAX_SPREAD:.0f} %; run it again on an idle machine")
-    size = workload.sample_rows * workload.row_bytes
-    if workload.sample_rows < MIN_ROWS and size < MIN_BYTES:
-        doubts.append(f"the sample has only {workload.sample_rows:,} rows ({format_bytes(size)})")
-    if num_compared < 2:
-        doubts.append("no other variant was measured")
-    return doubts
 
 
 def _gain(
@@ -252,7 +335,8 @@ def _gain(
 
 
 def _command(variant: FileVariant, workload: Workload) -> str:
-    options: dict[str, Any] = {"chunk_rows": variant.chunk_rows, "compression": variant.compression, **workload.options}
+    chunk_rows = None if workload.is_default(variant) else variant.chunk_rows
+    options: dict[str, Any] = {"chunk_rows": chunk_rows, "compression": variant.compression, **workload.options}
     defaults = {"compression": "none", "images": "images", "labels": "labels", "layout": "nhwc", "mode": "rgb"}
     words = ["h5pack", "convert", workload.source or "IMAGES", "packed.h5"]
     for name, value in options.items():
@@ -262,13 +346,14 @@ def _command(variant: FileVariant, workload: Workload) -> str:
     return shlex.join(words)
 
 
-def _code(variant: FileVariant, batch_size: int, window: int, num_threads: int) -> str:
-    names = ""
+def _code(variant: FileVariant, case: BenchCase, split: str | None) -> str:
+    names = "" if split is None else f", split={split!r}"
     if variant.is_input:
         names += "" if variant.images == schema.IMAGES else f", images={variant.images!r}"
         names += "" if variant.labels in (None, schema.LABELS) else f", labels={variant.labels!r}"
     path = variant.path if variant.is_input else "packed.h5"
     return (
         f"dataset = h5pack.H5Dataset({path!r}{names})\n"
-        f"loader = h5pack.H5Loader(dataset, batch_size={batch_size}, window={window}, num_threads={num_threads})"
+        f"loader = h5pack.H5Loader(dataset, batch_size={case.batch_size}, window={case.window}, "
+        f"num_threads={case.num_threads})"
     )

@@ -6,7 +6,7 @@ import statistics
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from h5pack.benchmark.cases import CACHES, ENGINES, ORDERS, BenchCase, FileVariant, Measurement, repeats_json
@@ -14,7 +14,8 @@ from h5pack.benchmark.recommend import Recommendation
 from h5pack.format.plans import CachePlan
 from h5pack.system.text import counted, format_bytes
 
-_WIDTH = 100
+_WIDTH, _MAX_LINES = 100, 12  # Columns of the text, and the maximum number of lines of its reasons.
+_NOISY_RATIO = 1.5
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class BenchReport:
     fix: str | None = None  #: A command that fixes the faults; None without faults.
     notes: list[str] = field(default_factory=list)  #: Remarks on what was left out or assumed.
     recommendation: Recommendation | None = None  #: None if too little was measured to recommend anything.
+    missing: list[str] = field(default_factory=list)  #: What else must be measured for a recommendation.
+    enough_seconds: int | None = None  #: With how many seconds that is likely; None with a recommendation.
     seconds: dict[str, float] = field(default_factory=dict)  #: Duration of each phase; "all" is the total.
     pack_images_per_s: float | None = None  #: Speed of packing; None if nothing was packed.
     complete: bool = False
@@ -83,8 +86,9 @@ class BenchReport:
         chosen = found["recommendation"]
         if chosen is not None:
             cache = None if chosen["chunk_cache"] is None else CachePlan(**chosen["chunk_cache"])
-            tuples = {name: tuple(chosen[name]) for name in ("ties", "doubts", "reasons")}
-            chosen = Recommendation(**{**chosen, **tuples, "chunk_cache": cache})
+            known = {one.name: chosen[one.name] for one in fields(Recommendation) if one.name in chosen}
+            tuples = {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
+            chosen = Recommendation(**{**known, **tuples, "chunk_cache": cache})
         changed = {
             "row_shape": tuple(found["row_shape"]),
             "variants": [FileVariant(path="", **one) for one in found["variants"]],
@@ -97,33 +101,69 @@ class BenchReport:
             "faults": tuple(found["faults"]),
             "recommendation": chosen,
         }
-        return cls(**{**{name: found[name] for name in cls.__dataclass_fields__}, **changed})
+        return cls(**{**{name: found[name] for name in cls.__dataclass_fields__ if name in found}, **changed})
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The parameters that the text mentions, in Python syntax, such as ``seconds=60``."""
+        if self.enough_seconds is None:
+            return ("full=True",)
+        return f"seconds={self.enough_seconds}", "orders='window'", "engines='direct'", "full=True"
 
     def to_text(self, full: bool = False) -> str:
-        """Return the recommendation in under 25 lines of 100 columns; `full` adds all reasons, tables and notes."""
+        """Return the answer in under 25 lines of 100 columns; `full` adds all reasons, tables and notes."""
         blocks = [*_answer(self, full)]
         if full:
             blocks += [_facts(self), *_tables(self), _bullets("not measured", _unmeasured(self))]
-        elif self.notes:
-            blocks.append([f"{counted(len(self.notes), 'note')} and all figures are in the full report."])
         return "\n\n".join("\n".join(block) for block in blocks if block)
 
     def headline(self) -> str:
-        """Return the result in one sentence."""
+        """Return the answer in one sentence, with the speed and the number of threads it was measured with."""
         chosen = self.recommendation
+        if not self.complete and chosen is None:
+            return "Interrupted before anything could be recommended."
         if chosen is None:
-            return "Images/s by chunk size; too little was measured to recommend one"
-        what = f"Chunks of {chosen.variant} are read" if chosen.convert else "The input file is read"
-        text = f"{what} at {speed_text(chosen.images_per_s)} images/s in shuffled batches on this machine"
-        ceiling = self.highest_ceiling(chosen.judged_by)
-        if ceiling is not None:
-            text += f", {chosen.images_per_s / statistics.median(ceiling.speeds):.2f} of a {ceiling}"
-        return text if not chosen.doubts else f"Uncertain: {text[0].lower()}{text[1:]}"
+            return (
+                f"Too little was measured to recommend anything: give more time, seconds={self.enough_seconds} or more."
+            )
+        variant = next((one for one in self.variants if one.label == chosen.variant), None)
+        size = "" if variant is None or variant.chunk_bytes is None else f" ({format_bytes(variant.chunk_bytes)})"
+        chunks = f"the default chunks of {chosen.variant}" if chosen.is_default else f"chunks of {chosen.variant}"
+        what = f"Convert with {chunks}{size}" if chosen.convert else "Keep the input file as it is"
+        low, high = chosen.images_per_s_range
+        text = f"{what}: {chosen.images_per_s:,.0f} images/s"
+        text += f" ({low:,.0f} to {high:,.0f})" if low < high else ""
+        text += f" with num_threads={chosen.num_threads}"
+        ratio = _ratio_text(chosen)
+        return f"{text}, {ratio}." if ratio else f"{text}."
 
-    def highest_ceiling(self, cache: str) -> Ceiling | None:
-        """Return the highest measured ceiling for a page-cache state; None if none was measured."""
+    def ceiling_of(self, cache: str) -> Ceiling | None:
+        """Return the ceiling for a page-cache state, if possible the one that the recommendation is compared with.
+
+        None for the state that did not decide, because its cases had no ceiling measured beside them.
+        """
         measured = [one for one in self.ceilings if one.cache == cache and one.speeds]
+        chosen = self.recommendation
+        if chosen is not None and chosen.judged_by != cache:
+            return None
+        if chosen is not None and chosen.ceiling_threads:
+            measured = [one for one in measured if one.num_threads == chosen.ceiling_threads] or measured
         return max(measured, key=lambda one: statistics.median(one.speeds), default=None)
+
+
+def _ratio_text(chosen: Recommendation) -> str:
+    """Return the recommended speed in relation to that of the ceiling; empty if it was not measured.
+
+    A ratio that varies by more than a factor of 1.5 is a range. One above 1 is no speed, but the ceiling's own noise.
+    """
+    if chosen.of_ceiling is None:
+        return ""
+    median, low, high = chosen.of_ceiling
+    name = "a memory copy" if chosen.judged_by == "hot" else "a sequential read"
+    name += f" with {counted(chosen.ceiling_threads, 'thread')}"
+    if high > _NOISY_RATIO * low:
+        return f"too noisy to compare with {name} ({low:.2f} to {high:.2f} of it)"
+    return f"as fast as {name}, within noise" if median >= 1 else f"{median:.2f} of {name}"
 
 
 class SweepTable:
@@ -211,29 +251,36 @@ def machine_text(machine: dict[str, Any]) -> str:
 
 
 def _answer(report: BenchReport, full: bool) -> list[list[str]]:
-    """Return blocks of lines: the input, the command and code to use, and the doubts and reasons."""
+    """Return blocks of lines: the answer, the command and code to use, the reasons, and what was measured."""
     shape = "x".join(map(str, report.row_shape))
     about = f"{printable(report.source)}: {counted(report.num_images, 'image')}, rows of {shape} "
     about += f"({format_bytes(report.row_bytes)}), sample of {report.sample_rows:,}"
-    first = [] if report.complete else ["interrupted; results so far:"]
-    chosen = report.recommendation
+    chosen, first = report.recommendation, _bullets("", [report.headline()], indent="")
+    if not report.complete and chosen is not None:
+        first.insert(0, "interrupted; results so far:")
     if chosen is None:
-        return [[*first, about], ["No recommendation: too little was measured."]]
-    what = f"Convert with chunks of {chosen.variant}" if chosen.convert else "Keep the input file"
-    if chosen.doubts:
-        what = f"Perhaps {what[0].lower()}{what[1:]}"
-    typed = [f"    {line}" for text in (chosen.command, chosen.code) for line in text.splitlines()]
-    reasons = [f"Uncertain: {text}." for text in chosen.doubts] + [printable(text) for text in chosen.reasons]
-    reasons += [f"Fault of the file: {printable(text)}" for text in report.faults]
+        reasons = [f"missing: {printable(text)}" for text in report.missing]
+    else:
+        reasons = [f"Uncertain: {text}." for text in chosen.doubts]
+        reasons += [f"Fault of the file: {printable(text)}" for text in report.faults]
+        reasons += [printable(text) for text in chosen.reasons]
+    typed = [] if chosen is None else [chosen.command, chosen.code]
+    code = [f"    {line}" for text in typed for line in text.splitlines()]
     if not full:
-        about = textwrap.shorten(about, _WIDTH, placeholder=" ...")
-        lines = [textwrap.shorten(f"- {text}", _WIDTH, placeholder=" ...") for text in reasons[:12]]
-        return [[*first, about], [f"{what}:"], typed, lines]
-    if chosen.chunk_cache is not None:
+        left_out = [*reasons]
+        lines: list[str] = []
+        while left_out and len(lines) + len(wrapped := _bullets("", left_out[:1])) <= _MAX_LINES:
+            lines += wrapped
+            left_out.pop(0)
+        more = [counted(len(left_out), "more reason")] * bool(left_out)
+        more += [counted(len(report.notes), "note")] * bool(report.notes)
+        last = f"The whole report, with full=True, has {', '.join(more)}{' and ' * bool(more)}all figures."
+        return [first, code, lines, _bullets("", [about, last], indent="")]
+    if chosen is not None and chosen.chunk_cache is not None:
         cache = chosen.chunk_cache
         settings = f"rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0:g}"
         reasons.append(f"With h5py: {settings} ({cache.reason}).")
-    return [[*first, about], [f"{what}:"], typed, _bullets("", reasons)]
+    return [first, code, _bullets("", reasons), [about]]
 
 
 def _facts(report: BenchReport) -> list[str]:
@@ -263,7 +310,8 @@ def _tables(report: BenchReport) -> list[list[str]]:
         if rows:
             title = f"images/s, page cache {cache}: median, farthest repeat, and bytes read per byte delivered"
             blocks.append([title, *_aligned(["", "chunk", "engine", *table.orders], rows)])
-    for title, measurements in (("other settings", table.others), ("run-off", report.run_off)):
+    for title, found_cases in (("other settings", table.others), ("run-off", report.run_off)):
+        measurements = [one for one in found_cases if one.speeds]
         if measurements:
             heads = ["", "order", "engine", "cache", "batch", "window", "threads", "workers", "images/s"]
             fastest_first = sorted(measurements, key=lambda one: -one.median)
@@ -310,9 +358,8 @@ def _unmeasured(report: BenchReport) -> list[str]:
     ]
 
 
-def _bullets(title: str, texts: Iterable[str]) -> list[str]:
-    wrapper = textwrap.TextWrapper(
-        _WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
+def _bullets(title: str, texts: Iterable[str], indent: str = "- ") -> list[str]:
+    wrapper = textwrap.TextWrapper(_WIDTH, break_long_words=False, break_on_hyphens=False)
+    wrapper.initial_indent, wrapper.subsequent_indent = indent, " " * len(indent)
     lines = [line for text in texts for line in wrapper.wrap(text)]
     return [title, *lines] if lines and title else lines

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from h5pack.pack.plan import ConvertReport
 from h5pack.read.encoded import EncodedIndex
 from h5pack.read.hdf5 import open_file, require_dataset
 from h5pack.sources.detect import open_source
+from h5pack.sources.folders import split_rank
 from h5pack.sources.hdf5_catalog import is_hdf5
 from h5pack.sources.hdf5_rows import HDF5RowReader
 from h5pack.system.files import lock, open_locked
@@ -97,6 +98,7 @@ class BenchInput:
     source: str  # Path to convert.
     num_images: int
     options: dict[str, Any]  # Keywords for converting the images with `convert`.
+    split: str | None = None  # The split that a training reads; None without splits.
     variant: FileVariant | None = None  # The input file as it is; None if the input is not an HDF5 file.
     faults: tuple[str, ...] = ()  # Faults of the file's layout, as in the report of `h5pack.info`.
     fix: str | None = None  # The command that fixes the faults; None without faults.
@@ -113,8 +115,9 @@ def find_input(path: str | os.PathLike[str] | None, options: dict[str, Any], scr
     if Path(path).is_file() and is_hdf5(Path(path)):
         found = _hdf5_input(source, options)
     else:
-        num_images = len(open_source(path, ConvertOptions.from_keywords(options).source_options))
-        found = BenchInput(kind="folder", source=source, num_images=num_images, options=options)
+        catalog = open_source(path, ConvertOptions.from_keywords(options).source_options)
+        split = _training_split(catalog.split_names)
+        found = BenchInput(kind="folder", source=source, num_images=len(catalog), options=options, split=split)
     if found.num_images < MIN_IMAGES:
         images = counted(found.num_images, "image")
         raise OptionsError(f"{source}: {images}, too few to measure; at least {MIN_IMAGES} are needed", path=source)
@@ -154,11 +157,17 @@ def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
         source=path,
         num_images=len(dataset),
         options=options,
+        split=_training_split(dataset.splits),
         variant=_variant(dataset, "as it is"),
         faults=stored.faults,
         fix=None if stored.fix is None else shlex.join(stored.fix),
         not_convertible=str(refusal or ""),
     )
+
+
+def _training_split(names: Iterable[str]) -> str | None:
+    """Return the name of the split that a training reads; None if there is none by convention."""
+    return next((name for name in names if split_rank(name) == 0), None)
 
 
 def _described(dataset: H5Dataset) -> DatasetReport:
@@ -201,12 +210,21 @@ class BenchSample:
     pack_images_per_s: float | None = None
     default_chunk_rows: int = 0  # Chunk size that `convert` chooses by default for the whole source.
     notes: list[str] = field(default_factory=list)  # Remarks on what was left out, and why.
+    not_packed: list[str] = field(default_factory=list)  # Labels of the variants with chunks that time did not allow.
 
 
 def make_sample(
-    source: BenchInput, settings: BenchSettings, scratch: ScratchFolder, clock: Callable[[], float] = time.monotonic
+    source: BenchInput,
+    settings: BenchSettings,
+    scratch: ScratchFolder,
+    clock: Callable[[], float] = time.monotonic,
+    seconds: float | None = None,
 ) -> BenchSample:
-    """Pack a sample of the images with each chunk size and compression in `settings`."""
+    """Pack a sample of the images with each chunk size and compression in `settings`.
+
+    `seconds` is the time that is left for the whole benchmark; None: all of it.
+    """
+    seconds = settings.seconds if seconds is None else seconds
     if source.not_convertible and source.variant is not None:
         return _input_only(source, source.variant, settings, source.not_convertible)
     begin = clock()
@@ -221,7 +239,7 @@ def make_sample(
     given = {*settings.chunk_rows, *(max(1, size // row_bytes) for size in settings.chunk_bytes)}
     wanted = sorted(given or {default_chunk_rows, *(max(1, size // row_bytes) for size in DEFAULT_CHUNK_BYTES)})
     num_files = len(wanted) * len(settings.compression) + settings.contiguous
-    rows = _sample_rows(source, settings, scratch, row_bytes, num_files, speed)
+    rows = _sample_rows(source, settings, scratch, row_bytes, num_files, int(speed * _PACKING_SHARE * seconds))
     chunk_rows = [count for count in wanted if count == wanted[0] or 2 * count <= rows]
     if len(chunk_rows) < len(wanted):
         left_out = ", ".join(f"{count:,}" for count in wanted if count not in chunk_rows)
@@ -235,9 +253,10 @@ def make_sample(
         packer.notes.append(f"{report.rejects:,} images of the sample cannot be packed; 'h5pack convert' lists them.")
     dataset = H5Dataset(base)
     index = dataset.engine.indexes[dataset.names[0]]
-    end = begin + 2 * _PACKING_SHARE * settings.seconds
+    end = begin + 2 * _PACKING_SHARE * seconds
+    variants, not_packed = _make_variants(packer, base, settings, chunk_rows, lambda: clock() > end)
     sample = BenchSample(
-        variants=_make_variants(packer, base, settings, chunk_rows, lambda: clock() > end),
+        variants=variants,
         rows=report.images,
         row_bytes=index.row_bytes,
         row_shape=index.row_shape,
@@ -246,6 +265,7 @@ def make_sample(
         pack_images_per_s=report.images / max(1e-3, report.seconds["write"]),
         default_chunk_rows=default_chunk_rows,
         notes=packer.notes,
+        not_packed=not_packed,
     )
     if source.variant is not None:
         sample.variants.insert(0, _first_rows(source.variant, rows))
@@ -287,8 +307,8 @@ class _Packer:
 
 def _make_variants(
     packer: _Packer, base: Path, settings: BenchSettings, chunk_rows: list[int], is_late: Callable[[], bool]
-) -> list[FileVariant]:
-    """Convert the rows of `base` to every requested variant, as far as time allows."""
+) -> tuple[list[FileVariant], list[str]]:
+    """Convert the rows of `base` to every requested variant, as far as time allows; return the labels of the others."""
     made: list[FileVariant] = []
     late: list[str] = []
     kept = {name: packer.options[name] for name in ("layout", "mode") if name in packer.options}
@@ -304,27 +324,32 @@ def _make_variants(
             convert(base, path, num_workers=1, order="sorted", chunk_rows=count, compression=compression, **kept)
         made.append(_variant(H5Dataset(path), label, compression))
     made.sort(key=lambda one: (settings.compression.index(one.compression), one.chunk_rows or 0))
-    if settings.contiguous and is_late():
-        late.append("contiguous")
+    left_out = list(late)
+    if settings.contiguous and (late or is_late()):
+        left_out.append("contiguous")
     elif settings.contiguous:
         path = base.parent / "contiguous.h5"
         _write_contiguous(base, path)
         made.append(_variant(H5Dataset(path), "contiguous", "none"))
-    if late:
-        packer.notes.append(f"Not packed for lack of time: {', '.join(late)}; increase seconds.")
-    return made
+    if left_out:
+        packer.notes.append(f"Not packed for lack of time: {', '.join(left_out)}.")
+    return made, late
 
 
 def _sample_rows(
-    source: BenchInput, settings: BenchSettings, scratch: ScratchFolder, row_bytes: int, num_files: int, speed: float
+    source: BenchInput,
+    settings: BenchSettings,
+    scratch: ScratchFolder,
+    row_bytes: int,
+    num_files: int,
+    rows_in_time: int,
 ) -> int:
     """Return the number of sample rows that the time, the disk and the memory for caching all files allow."""
     if settings.rows is not None:
         return max(MIN_IMAGES, min(settings.rows, source.num_images))
     disk_bytes = int(0.8 * free_bytes(scratch.path)) // num_files
     max_bytes = min(MAX_SAMPLE_BYTES, available_memory() // (3 * num_files), disk_bytes)
-    by_time = max(int(speed * _PACKING_SHARE * settings.seconds), _PROBE_IMAGES)
-    return max(MIN_IMAGES, min(source.num_images, max_bytes // row_bytes, by_time))
+    return max(MIN_IMAGES, min(source.num_images, max_bytes // row_bytes, max(rows_in_time, _PROBE_IMAGES)))
 
 
 def _write_contiguous(base: Path, path: Path) -> None:

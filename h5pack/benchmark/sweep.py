@@ -22,8 +22,16 @@ import numpy.typing as npt
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from h5pack.benchmark.cases import MIN_REPEATS, REPEATS, BenchCase, FileVariant, Measurement, min_seconds
-from h5pack.benchmark.ceilings import PageState, images_of, touch
+from h5pack.benchmark.cases import (
+    MIN_REPEATS,
+    NO_TIME,
+    REPEATS,
+    BenchCase,
+    FileVariant,
+    Measurement,
+    min_seconds,
+)
+from h5pack.benchmark.ceilings import Ceilings, PageState, images_of, touch
 from h5pack.data.dataset import H5Dataset
 from h5pack.data.loader import H5Loader
 from h5pack.data.samplers import ChunkBatchSampler
@@ -37,9 +45,9 @@ _MIN_RUN_SECONDS = 0.02
 _MAX_RUN_SECONDS = 0.5
 """Maximum duration of a repeat: more short repeats are more informative than fewer long ones."""
 _MAX_LOAD_SECONDS = 1.0
+_WORKER_SECONDS = 1.5  # How long the first repeat is assumed to take that starts worker processes.
 _WARM_BYTES = 8 * 1024 * 1024
 _PAGES_STAY = "the file stays in the page cache, because the file system does not drop its pages"
-_NO_TIME = "no time was left"
 
 
 @dataclass
@@ -49,9 +57,12 @@ class _CaseState:
     case: BenchCase
     reload: bool  # Whether to load the file into the page cache again before each repeat.
     allowance: float  # Seconds that all repeats may take together.
+    end: float  # When the last repeat must end, on the clock.
+    late_end: float | None = None  # Until when to make `MIN_REPEATS` even beyond the allowance; None: do not.
+    run_seconds: float = 0.0  # Duration of the last repeat, without loading; at first an estimate.
     speeds: list[float] = field(default_factory=list)
+    ceilings: list[float] = field(default_factory=list)  # Beside each repeat; fewer if there is none.
     spent: float = 0.0  # Seconds that the repeats have taken so far.
-    run_seconds: float = 0.0  # Duration of the last repeat, without loading.
     load_seconds: float = 0.0  # Duration of the longest loading.
     bytes_per_row: list[float] = field(default_factory=list)
     hit_rate: float | None = None
@@ -65,9 +76,12 @@ class _CaseState:
         """Return the estimated duration of the next repeat."""
         return self.run_seconds + (self.load_seconds if self.reloads_next() else 0.0)
 
-    def is_due(self) -> bool:
-        """Return whether the case gets another repeat: always a first one, and more within its allowance."""
-        return self.reason is None and (not self.speeds or self.spent + self.next_seconds() <= self.allowance)
+    def is_due(self, now: float) -> bool:
+        """Return whether the case gets another repeat: a first one, and more within its allowance, if they fit."""
+        few = self.late_end is not None and len(self.speeds) < MIN_REPEATS
+        within = few or not self.speeds or self.spent + self.next_seconds() <= self.allowance
+        end = self.late_end if few and self.late_end is not None else self.end
+        return self.reason is None and within and now + self.next_seconds() < end
 
 
 class Sweep:
@@ -94,10 +108,10 @@ class Sweep:
         self._pages_stay: set[str] = set()
 
     def warm(self, seconds: float) -> None:
-        """Load all variants into the page cache, but only as much of the input file as can be read in `seconds`."""
+        """Load all variants into the page cache, but only as much of the input file as `seconds` allow."""
         for label, variant in self._variants.items():
             rows = max(1, min(variant.rows, _WARM_BYTES // variant.row_bytes))
-            self._read_epoch(BenchCase(label, "window", "direct", "hot", rows, 16, 1), seconds)
+            self._read_epoch(BenchCase(label, "window", "direct", "hot", rows, 16, 1), seconds / len(self._variants))
             if not variant.is_input:
                 make_hot(Path(variant.path))
             self._tick()
@@ -107,55 +121,57 @@ class Sweep:
         cases: Sequence[BenchCase],
         seconds: float,
         found: list[Measurement],
-        ceilings: Sequence[Callable[[], None]] = (),
+        ceilings: Ceilings | None = None,
         *,
+        end: float | None = None,
         reload_each_repeat: bool = False,
-    ) -> None:
+    ) -> float:
         """Measure cases for about `seconds`, and append one measurement per case to `found`, even if interrupted.
 
         Each case gets a share of the time in proportion to its `min_seconds`, so slow cases get fewer repeats, maybe
-        none. `ceilings` are called once per turn.
+        none. With `end`, each gets `MIN_REPEATS` even if that takes longer, but until `end` at most. The ceiling is
+        measured beside each repeat that is compared with it. Return about how long a repeat of all cases takes.
 
         If `reload_each_repeat` is true, the file is loaded into the page cache again before each repeat, provided that
         time remains for enough repeats. The reason is that where the cached pages lie in memory changes the speed of
         all epochs by up to a fifth, until the file is loaded again.
         """
         shares = sum(min_seconds(case) for case in cases)
-        states = [_CaseState(case, reload_each_repeat, seconds * min_seconds(case) / shares) for case in cases]
-        end = self._clock() + seconds
+        soft_end = self._clock() + seconds
+        states = [
+            _CaseState(case, reload_each_repeat, seconds * min_seconds(case) / shares, soft_end, end) for case in cases
+        ]
+        for state in states:
+            state.run_seconds = _WORKER_SECONDS if state.case.num_workers else 0.0
         try:
             turn = 0
-            while states and self._take_turn(states, end, ceilings, backwards=turn % 2 == 1):
+            while self._take_turn(states, ceilings, backwards=turn % 2 == 1):
                 turn += 1
         finally:
             found += [self._result(state) for state in states]
+        taken = [state.run_seconds + state.load_seconds for state in states if state.spent]
+        return len(states) * statistics.mean(taken) if taken else 0.0
 
-    def _take_turn(
-        self, states: list[_CaseState], end: float, ceilings: Sequence[Callable[[], None]], *, backwards: bool
-    ) -> bool:
-        """Measure one repeat of each case that is due and fits into the time. Return False if there is none."""
-        left = end - self._clock()
-        due = [state for state in states if state.is_due() and state.next_seconds() < left]
-        if not due:
-            return False
-        for measure_ceiling in ceilings:
-            measure_ceiling()
-            self._tick()
-        for state in reversed(due) if backwards else due:
+    def _take_turn(self, states: list[_CaseState], ceilings: Ceilings | None, *, backwards: bool) -> bool:
+        """Measure one repeat of each case that is due. Return False if there is none."""
+        measured = False
+        for state in reversed(states) if backwards else states:
             begin = self._clock()
-            if begin + state.next_seconds() > end:
+            if not state.is_due(begin):
                 continue
+            measured = True
             if state.reloads_next():
                 self._load(state.case)
             loaded = self._clock()
-            self._run(state, min(_MAX_RUN_SECONDS, max(_MIN_RUN_SECONDS, state.allowance / (2 * REPEATS))))
+            seconds = min(_MAX_RUN_SECONDS, max(_MIN_RUN_SECONDS, state.allowance / (2 * REPEATS)))
+            self._run(state, seconds, ceilings)
             now = self._clock()
             state.load_seconds, state.run_seconds = max(state.load_seconds, loaded - begin), now - loaded
             state.spent += now - begin
             self._tick()
-        return True
+        return measured
 
-    def _run(self, state: _CaseState, seconds: float) -> None:
+    def _run(self, state: _CaseState, seconds: float, ceilings: Ceilings | None) -> None:
         """Measure one repeat of a case, or record the reason why it cannot be measured."""
         variant = self._variants[state.case.variant]
         cold = state.case.cache == "cold"
@@ -181,6 +197,9 @@ class Sweep:
                 state.reason = "no row was read in the available time"
                 return
             state.speeds.append(timing.rows / timing.seconds)
+            if ceilings is not None and isinstance(reader, LoaderReader):
+                speed = ceilings.measure(state.case)
+                state.ceilings += [] if speed is None else [speed]
             if timing.bytes_per_row is not None:
                 state.bytes_per_row.append(timing.bytes_per_row)
             if isinstance(reader, LoaderReader):
@@ -207,8 +226,9 @@ class Sweep:
     def _result(self, state: _CaseState) -> Measurement:
         row_bytes = self._variants[state.case.variant].row_bytes
         amplification = statistics.mean(state.bytes_per_row) / row_bytes if state.bytes_per_row else None
-        reason = state.reason or (None if state.speeds else _NO_TIME)
-        return Measurement(state.case, tuple(state.speeds), amplification, state.hit_rate, reason)
+        reason = state.reason or (None if state.speeds else NO_TIME)
+        ceilings = tuple(state.ceilings) if len(state.ceilings) == len(state.speeds) else ()
+        return Measurement(state.case, tuple(state.speeds), amplification, state.hit_rate, reason, ceilings)
 
     def _tick(self) -> None:
         now = self._clock()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import time
 from typing import Any
 
-from h5pack.commands.arguments import comma_parts, print_report
+from h5pack.commands.arguments import comma_parts, option_text, print_report
 from h5pack.system.parameters import invalid
 
 
@@ -85,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.mixing:
         print_report(_mixing(arguments), arguments)
         return 0
+    begun = time.monotonic()
     from h5pack.benchmark.bench import BenchRun, make_settings
     from h5pack.benchmark.plots import check_plot_file, draw_bench
 
@@ -95,6 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         make_settings(**_settings(arguments)),
         arguments.source_kind,
         progress=not arguments.quiet and not arguments.json,
+        elapsed=time.monotonic() - begun,
     )
     try:
         report = bench.run()
@@ -115,7 +118,7 @@ def _print(report: Any, arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_report(report, arguments)
     else:
-        print(report.to_text(full=arguments.full), flush=True)
+        print(option_text(report.to_text(full=arguments.full), report.parameters, arguments.parser), flush=True)
 
 
 def _mixing(arguments: argparse.Namespace) -> Any:

@@ -45,7 +45,7 @@ def add(commands: Any) -> None:
     what.add_argument("--limit", type=int, metavar="N", help="pack at most N images, evenly spaced in SOURCE")
     what.add_argument(
         "--val", type=float, metavar="FRACTION",
-        help="divide SOURCE into the splits train and val, which gets FRACTION of each class, such as 0.1",
+        help="make a split val of FRACTION of each class of the images for training, such as 0.1",
     )  # fmt: skip
     what.add_argument(
         "--root", metavar="DIR",

@@ -7,10 +7,12 @@ import importlib
 import json
 import os
 import sys
+import time
 from typing import Any
 
 from h5pack.commands.arguments import option_text
 from h5pack.errors import OptionsError
+from h5pack.system.text import error_line
 
 
 def add(commands: Any) -> None:
@@ -58,7 +60,7 @@ def add(commands: Any) -> None:
         "--dtype", default="float32", metavar="NAME",
         help="dtype of the images on the device: float32 (default), bfloat16 or float16",
     )  # fmt: skip
-    doctor.add_argument("--seconds", type=float, default=30.0, metavar="S", help="time for measuring (default: 30)")
+    doctor.add_argument("--seconds", type=float, default=30.0, metavar="S", help="time for everything (default: 30)")
     doctor.add_argument("--plot", metavar="FILE", help="also draw the stages' speeds into a .png, .svg or .pdf file")
 
 
@@ -67,19 +69,22 @@ _NOT_PARAMETERS = ("file", "model", "transform", "plot", "json", "debug", "run",
 
 def run(arguments: argparse.Namespace) -> int:
     """Find the bottleneck of feeding a step and print the report; return the exit status, 1 if there are failures."""
+    begun = time.perf_counter()
+    # Before torch is imported, which takes seconds, find out whether the names can be loaded.
+    named = {name: _named(arguments, name) for name in ("model", "transform")}
     from h5pack.benchmark.plots import check_plot_file
     from h5pack.doctor.diagnose import Diagnosis
     from h5pack.doctor.target import DiagnoseSettings
 
     settings = DiagnoseSettings(
         path=arguments.file,
-        model=_named(arguments, "model"),
-        transform=_named(arguments, "transform"),
+        **named,
         **{name: value for name, value in vars(arguments).items() if name not in _NOT_PARAMETERS},
     )
     if arguments.plot is not None:
         check_plot_file(arguments.plot)
-    with Diagnosis(settings, None if arguments.json or not sys.stderr.isatty() else _show) as diagnosis:
+    show = None if arguments.json or not sys.stderr.isatty() else _show
+    with Diagnosis(settings, show, elapsed=time.perf_counter() - begun) as diagnosis:
         try:
             diagnosis.run()
         except KeyboardInterrupt:
@@ -112,31 +117,17 @@ def _show(text: str) -> None:
 
 
 def _named(arguments: argparse.Namespace, name: str) -> Any:
-    """Return the object that ``--model`` or ``--transform`` names; None if the option was not given.
-
-    If the object cannot be loaded, return a function that raises the error when it is called, so that all other stages
-    are still measured.
-    """
+    """Return the object that ``--model`` or ``--transform`` names; None if the option was not given."""
     text = getattr(arguments, name)
     if text is None:
         return None
     if not all(text.partition(":")):
         raise OptionsError(f"--{name} {text}: give MODULE:NAME, such as mypackage.models:build")
-    try:
-        return load_named(f"--{name}", text)
-    except OptionsError as error:
-        failure = error
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise failure
-
-    return fail
+    return load_named(f"--{name}", text)
 
 
 def load_named(option: str, text: str) -> Any:
     """Return the callable that MODULE:NAME names. Modules in the working directory are found, too."""
-    from h5pack.doctor.device_stages import error_line
-
     module_name, _, name = text.partition(":")
     if os.getcwd() not in sys.path:
         # For an installed command, sys.path begins with the command's folder and lacks the working directory.

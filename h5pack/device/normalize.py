@@ -49,6 +49,7 @@ from h5pack.device.resize import find_taps, resize, resize_on_cpu
 from h5pack.device.targets import checked_fields
 from h5pack.errors import OptionsError
 from h5pack.images.crops import CenterCrop, RandomCrop, ResizedCrop
+from h5pack.system.parameters import whole_number
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -167,7 +168,7 @@ class Normalize:
         self.augmentation = Augmentation(across, crop or 0, float(erase), erase_scale, erase_ratio, down, color, level)
         self.keyed = self.augmentation.is_random
         self.fields = checked_fields(fields)
-        self.seed = int(seed)
+        self.seed = whole_number("seed", seed, 0)
         self._seed = signed(self.seed)
         self.backend = backend
         self._scale = scale_constants(self.mean, self.std)

@@ -29,6 +29,7 @@ from h5pack.doctor.measure import Meter, Repeat, measure_calls, measure_epochs
 from h5pack.errors import H5PackError, OptionsError
 from h5pack.monitor.monitor import FeedMonitor
 from h5pack.monitor.probes import GpuProbe
+from h5pack.system.text import error_line
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -193,18 +194,6 @@ def idle_gpus(device: torch.device) -> int | None:
     found = [GpuProbe(other).sample() for other in others]
     used = [None if status is None else status.utilisation_percent for status in found]
     return None if not used or None in used else sum(percent < _IDLE_PERCENT for percent in used if percent is not None)
-
-
-def error_line(error: BaseException) -> str:
-    """Return an error's type and the line of its message that states the cause; no type if it is h5pack's own error."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    if len(lines) == 1 and isinstance(error, H5PackError):
-        return lines[0]
-    # An error from a DataLoader worker begins with the whole traceback, so the last line states the cause.
-    text = lines[-1] if lines[0].startswith("Caught ") else lines[0]
-    return text if text != lines[0] else f"{type(error).__name__}: {text}"
 
 
 def name_of(function: Any) -> str:

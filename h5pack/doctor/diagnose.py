@@ -6,32 +6,41 @@ import contextlib
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from h5pack.benchmark.ceilings import interleaved
-from h5pack.doctor.measure import NotMeasured, StageCost, StageRun, min_total_seconds, repeats_within, share_budget
+from h5pack.benchmark.cases import usable_seconds
+from h5pack.doctor.measure import NotMeasured, StageRun, measure_in_turns, min_total_seconds
 from h5pack.doctor.report import STAGE_TITLES, DoctorReport
 from h5pack.doctor.target import DiagnoseSettings, Target
 from h5pack.errors import OptionsError
 from h5pack.format import schema
 from h5pack.monitor.advice import advise
-from h5pack.monitor.bottleneck import INTERRUPTED, Evidence, Stage, StageResult, judge
+from h5pack.monitor.bottleneck import INTERRUPTED, MIN_REPEATS, Evidence, Stage, StageResult, judge
 from h5pack.order.window import DEFAULT_WINDOW
 from h5pack.system.machine import machine_facts
 from h5pack.system.text import counted
 
 # Fraction of the budget spent on reading rows into the page cache.
-_WARM_FRACTION = 0.08
+_WARM_FRACTION = 0.04
 # Above this load average per CPU, other processes are assumed to disturb the measurement.
 _CROWDED = 0.5
 # If the time budget is too short, the error recommends the estimated minimum multiplied by this factor.
 _LEEWAY = 1.25
 # For how many seconds to measure how busy reads and the transform are; fewer if the time budget is small.
 _QUESTION_SECONDS = 0.05
+# The number of stages for which the end of the time is kept, after the file was dropped from the page cache.
+_COLD_STAGES = 2
+# At least this many batches are normalized and run through the step: for each of the trial and three repeats, one batch
+# alone and two in the loop, and one batch before that.
+_MIN_BATCHES = 13
+# Measuring is refused if it needs this many times as long as there is time, the first on a busy machine.
+_SLACK_BUSY, _SLACK = 3.0, 1.5
+# The stages that no verdict can do without. Others are left out if time is short.
+_NEEDED = frozenset({Stage.LOADER, Stage.TRANSFORM, Stage.STEP, Stage.NORMALIZE, Stage.COPY, Stage.EVERYTHING})
 
 Progress = Callable[[str], None]
 
@@ -85,7 +94,8 @@ def diagnose(
     pin_memory : bool, optional
         Whether the loader puts batches into pinned memory. None: only if the step runs on a GPU.
     seconds : float
-        Time budget for all measurements together, in seconds. The time to make the model is not counted.
+        Time budget for everything, in seconds: to make the model, and to measure. What explains the bottleneck is left
+        out if there is no time for it.
     on_progress : callable, optional
         Called with a short text before each measurement.
 
@@ -107,17 +117,25 @@ def diagnose(
 
 
 class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
-    """One run of `diagnose`. `report` may be called at any time and returns the results so far."""
+    """One run of `diagnose`. `report` may be called at any time and returns the results so far.
 
-    def __init__(self, settings: DiagnoseSettings, on_progress: Progress | None = None) -> None:
+    `elapsed` seconds of the time budget have passed before this object was made.
+    """
+
+    def __init__(
+        self, settings: DiagnoseSettings, on_progress: Progress | None = None, *, elapsed: float = 0.0
+    ) -> None:
         self._settings = settings
         self._show: Progress = on_progress or (lambda text: None)
-        self._begun = time.perf_counter()
+        self._begun = time.perf_counter() - elapsed
+        self._end = self._begun + usable_seconds(settings.seconds)
         self._load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
         self._runs: dict[Stage, StageRun] = {}
-        self._costs: dict[Stage, StageCost] = {}
         self._unknown: list[str] = []
         self._evidence: Evidence | None = None
+        self._measuring = 0.0  # when the first repeat of a stage began
+        self._batch_seconds = 0.0  # the least time that the device takes for a batch, if that is known
+        self._complete = False
         self.target = Target(settings)
 
     def __exit__(self, *_: object) -> None:
@@ -125,31 +143,39 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
 
     def run(self) -> None:
         """Measure all stages, and determine the bottleneck."""
-        target, seconds = self.target, self._settings.seconds
+        with warnings.catch_warnings():
+            # The report itself says if there are more workers than CPUs.
+            warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+            self._run()
+
+    def _run(self) -> None:
+        target = self.target
         self._show("reading the first rows")
-        self._begun = time.perf_counter()
         target.load_sample()
+        if self._left() <= 0:
+            self._refuse()
         self._show("making the step")
-        making = time.perf_counter()
         target.make_step()
-        # The budget excludes making the model, which may download weights or compile.
-        self._begun += time.perf_counter() - making
-        cold = self._estimate(target.cold_runs())
-        target.warm(_WARM_FRACTION * seconds)
-        hot = self._estimate(target.hot_runs())
-        measured = self._small_measurements()
-        left, needed = self._left(), min_total_seconds(self._costs)
-        if needed > left:
-            self._refuse(seconds - left + needed)
-        repeats = repeats_within(self._costs, left)
-        shares = share_budget(self._costs, left, repeats)
+        for at_least, probably in target.batch_seconds():
+            self._batch_seconds = at_least
+            # Nothing is begun that will end too late: at first, a whole batch.
+            if self._is_hopeless(_MIN_BATCHES * at_least) or at_least > self._left():
+                self._refuse(_MIN_BATCHES * probably)
+        target.use_whole_batch()
+        target.warm(_WARM_FRACTION * self._settings.seconds)
+        hot = self._try_out(target.hot_runs())
+        self._measuring = time.perf_counter()
         # Cold stages drop the file from the page cache. They run last, so that it has to be filled only once.
-        for group in (hot, cold):
-            for stage in interleaved(group, repeats):
-                run = self._runs[stage]
-                if stage not in target.reasons:
-                    self._show(f"{STAGE_TITLES[stage]}, repeat {len(run.repeats) + 1}")
-                    self._guarded(stage, partial(run.repeat, shares[stage]))
+        needed, left = min_total_seconds(run.cost for run in hot), self._left()
+        for_hot = max(needed, left * len(hot) / (len(hot) + _COLD_STAGES))
+        self._take_turns(hot, min(self._end, self._measuring + for_hot))
+        # Repeats take longer than in the trial if other processes disturb them. A verdict comes before cold stages.
+        needed_runs = [run for run in hot if self._is_needed(run.stage)]
+        while late := next((run for run in needed_runs if self._lacks_repeats(run)), None):
+            self._repeat(late, late.cost.min_seconds)
+        measured = self._small_measurements()
+        self._take_turns(self._try_out(target.cold_runs()), self._end)
+        self._complete = True
         self._collect_evidence(measured)
 
     def report(self) -> DoctorReport:
@@ -164,93 +190,148 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
             advice=() if verdict is None or evidence is None else tuple(advise(verdict, evidence)),
             unknown=tuple(self._unknown),
             failures=tuple(dict.fromkeys(target.failures.values())),
+            enough_seconds=self._enough_seconds(),
             seconds=time.perf_counter() - self._begun,
             machine=machine_facts(Path(os.path.dirname(target.dataset.path))),
         )
 
     def _left(self) -> float:
-        return self._settings.seconds - (time.perf_counter() - self._begun)
+        return self._end - time.perf_counter()
 
-    def _estimate(self, runs: Sequence[StageRun]) -> list[Stage]:
-        """Estimate how long a repeat of each stage takes, and return the stages that can be measured."""
-        stages = []
-        for run in runs:
-            self._show(f"{STAGE_TITLES[run.stage]}, an estimate")
+    def _try_out(self, runs: Sequence[StageRun]) -> list[StageRun]:
+        """Run each stage briefly to learn its cost, those that a verdict needs first; return those that time allows.
+
+        Raise OptionsError if there is far too little time for those that it needs.
+        """
+        tried: list[StageRun] = []
+        for run in sorted(runs, key=lambda run: not self._is_needed(run.stage)):
             self._runs[run.stage] = run
-            cost = self._guarded(run.stage, run.estimate)
-            if cost is not None:
-                if run.stage is Stage.EVERYTHING and Stage.STEP in self._costs and run.prepare is None:
-                    # The first iteration was slow. Later ones take at most as long as all stages in sequence.
-                    parts = sum(part.batch_seconds for part in self._costs.values())
-                    cost = replace(cost, batch_seconds=min(cost.batch_seconds, parts))
-                self._costs[run.stage] = cost
-                stages.append(run.stage)
-            if self._left() < 0:
-                self._refuse(self._settings.seconds - self._left() + min_total_seconds(self._costs))
-        return stages
+            needed = self._is_needed(run.stage)
+            self._show(f"{STAGE_TITLES[run.stage]}, a trial")
+            least = 2 * self._batch_seconds if run.stage is Stage.EVERYTHING else 0.0
+            fits = self._left() > (least if needed else min_total_seconds(one.cost for one in tried))
+            if fits and self._guarded(run.stage, run.try_out):
+                others_fit = self._left() > min_total_seconds(one.cost for one in (*tried, run))
+                tried += [run] if needed or others_fit else []
+            hopeless = not fits or self._is_hopeless(min_total_seconds(one.cost for one in tried))
+            if needed and not self._measuring and hopeless:
+                self._refuse()
+        return tried
+
+    def _is_hopeless(self, needed: float) -> bool:
+        """Return whether `needed` seconds are clearly more than are left.
+
+        If they are only a little more, or the machine is busy, which may pass, measuring shows what is possible.
+        """
+        return needed > (_SLACK_BUSY if self._busy_text() else _SLACK) * self._left()
+
+    def _is_needed(self, stage: Stage) -> bool:
+        """Return whether no verdict is possible without a stage."""
+        if not self.target.fits_cache and stage is Stage.COLD:
+            return True
+        return stage in _NEEDED and not (stage is Stage.LOADER and self.target.has_transform)
+
+    def _lacks_repeats(self, run: StageRun) -> bool:
+        """Return whether a stage has too few repeats, and there is time for another one."""
+        fits = _LEEWAY * run.cost.total_seconds <= self._left()
+        return fits and len(run.repeats) < MIN_REPEATS and run.stage not in self.target.reasons
+
+    def _take_turns(self, runs: Sequence[StageRun], end: float) -> None:
+        measure_in_turns(runs, end, self._repeat, time.perf_counter)
+
+    def _repeat(self, run: StageRun, seconds: float) -> bool:
+        """Measure a repeat of a stage; return whether that succeeded."""
+        self._show(f"{STAGE_TITLES[run.stage]}, repeat {len(run.repeats) + 1}")
+        return self._guarded(run.stage, partial(run.repeat, seconds))
 
     def _small_measurements(self) -> dict[str, Any]:
         """Measure the fields of `Evidence` that are not stages; return them by name. The page cache must be filled."""
         target, budget = self.target, self._settings.seconds
         found: dict[str, Any] = {"load": self._load}
         self._show("small measurements")
-        seconds = min(_QUESTION_SECONDS, 0.02 * budget)
-        found["read_busy_fraction"] = target.read_busy_fraction(seconds)
-        busy = self._guarded(Stage.TRANSFORM, lambda: target.transform_busy_fraction(seconds))
-        found["transform_busy_fraction"] = busy
-        step = self._costs.get(Stage.STEP)
-        if step is not None:
-            enough = max(6 * step.batch_seconds, seconds)
-            if enough < 0.1 * budget:
-                found["half_batch_ratio"] = self._guarded(Stage.STEP, lambda: target.half_batch_ratio(enough))
+        seconds = min(_QUESTION_SECONDS, 0.01 * budget)
+
+        def measure(name: str, stage: Stage, call: Callable[[], Any]) -> None:
+            self._guarded(stage, lambda: found.update({name: call()}))
+
+        measure("read_busy_fraction", Stage.HOT, lambda: target.read_busy_fraction(seconds))
+        measure("transform_busy_fraction", Stage.TRANSFORM, lambda: target.transform_busy_fraction(seconds))
+        step = self._runs.get(Stage.STEP)
+        if step is not None and Stage.STEP not in target.reasons:
+            enough = max(6 * step.cost.min_seconds, seconds)
+            if enough < min(0.05 * budget, 0.5 * self._left()):
+                measure("half_batch_ratio", Stage.STEP, lambda: target.half_batch_ratio(enough))
             else:
-                text = "whether the batch is too small: no time to measure half of one; give more seconds"
-                self._unknown.append(text)
+                self._unknown.append("whether the batch is too small: there was no time to measure half of one")
             if target.on_gpu:
                 found["synchronisations"], found["synchronised_at"] = target.synchronisations()
         if not target.on_gpu:
             self._unknown.append("host synchronisation, unpinned memory and idle GPUs: the step runs on the CPU")
         return found
 
-    def _guarded(self, stage: Stage, call: Callable[[], Any]) -> Any:
-        """Return the result of `call`. If it fails, record the error as the stage's reason and return None."""
+    def _guarded(self, stage: Stage, call: Callable[[], Any]) -> bool:
+        """Call `call`. If it fails, record the error as the stage's reason and return False."""
         try:
-            return call()
+            call()
+            return True
         except NotMeasured as error:
             self.target.reasons[stage] = str(error)
         except Exception as error:
             # The user's transform and model may raise any exception, on any batch.
             self.target.record_failure(stage, error, f"'{STAGE_TITLES[stage]}' failed")
-        return None
+        return False
 
     def _results(self) -> dict[Stage, StageResult]:
         """Return the results of all stages, in the order in which an image passes through them."""
         reasons, runs = self.target.reasons, self._runs
         return {
             stage: runs[stage].result()
-            if stage in runs and stage not in reasons
+            if stage in runs and stage not in reasons and (runs[stage].repeats or self._complete)
             else StageResult(stage, reason=reasons.get(stage, INTERRUPTED))
             for stage in Stage
         }
 
     def _collect_evidence(self, measured: dict[str, Any]) -> None:
         everything = self._runs.get(Stage.EVERYTHING)
-        if everything is not None and everything.repeats:
-            stalls = sum(one.stall_seconds for one in everything.repeats)
-            measured["stall_fraction"] = stalls / sum(one.seconds for one in everything.repeats)
+        repeats = [one for one in everything.repeats if one.seconds] if everything is not None else []
+        if repeats:
+            seconds, stalls = sum(one.seconds for one in repeats), [one.stall_seconds / one.seconds for one in repeats]
+            measured["stall_fraction"] = sum(one.stall_seconds for one in repeats) / seconds
+            measured["stall_range"] = (min(stalls), max(stalls))
+            if not self.target.on_gpu:
+                measured["normalize_fraction"] = sum(one.normalize_seconds for one in repeats) / seconds
         self._evidence = self.target.evidence(**measured, stages=self._results())
-        cpus = os.cpu_count() or 1
-        if self._load is not None and self._load > _CROWDED * cpus:
-            load = f"load average {self._load:.1f} on {counted(cpus, 'CPU')}"
-            self._unknown.append(f"the speed on an idle machine, because other processes are using this one ({load})")
+        if busy := self._busy_text():
+            self._unknown.append(f"the speed on an idle machine, because other processes are using this one ({busy})")
 
-    def _refuse(self, seconds: float) -> None:
+    def _busy_text(self) -> str:
+        """Return the load average if other processes used this machine when the diagnosis began; else ""."""
+        cpus = os.cpu_count() or 1
+        busy = self._load is not None and self._load > _CROWDED * cpus
+        return f"load average {self._load:.1f} on {counted(cpus, 'CPU')}" if busy else ""
+
+    def _enough_seconds(self, min_seconds: float = 0.0) -> float:
+        """Return an estimate of how many seconds suffice to measure all stages, with some leeway, rounded up.
+
+        `min_seconds` is how long the measurements take at least, if that is known.
+        """
+        before = (self._measuring or time.perf_counter()) - self._begun
+        measuring = max(min_seconds, min_total_seconds(run.cost for run in self._runs.values()))
+        if not self._measuring and Stage.EVERYTHING not in self._runs:
+            # The loop takes at least as long as all others, for each of two batches.
+            measuring *= 3
+        # What was too little is too little, even if an estimate says otherwise.
+        before = max(before, self._settings.seconds - measuring)
+        needed = _LEEWAY * (before + measuring) + 0.5
+        return math.ceil(needed) if needed > 3 else math.ceil(10 * needed) / 10
+
+    def _refuse(self, min_seconds: float = 0.0) -> None:
         """Raise an OptionsError that recommends a longer time, because the results would be meaningless."""
-        needed = _LEEWAY * seconds / (1 - _WARM_FRACTION)
-        rounded = math.ceil(needed) if needed > 3 else math.ceil(10 * needed) / 10
-        settings = self._settings
+        settings, enough = self._settings, self._enough_seconds(min_seconds)
+        busy = self._busy_text()
         raise OptionsError(
             f"seconds={settings.seconds:g} is too short to measure batches of {settings.batch_size} images on this "
-            f"machine; give at least seconds={rounded:g}, or a smaller batch_size",
-            parameters=(f"seconds={rounded:g}", "batch_size"),
+            f"machine{f', which other processes use ({busy})' if busy else ''}; give at least seconds={enough:g}, or a "
+            "smaller batch_size",
+            parameters=(f"seconds={settings.seconds:g}", f"seconds={enough:g}", "batch_size"),
         )

@@ -1,9 +1,9 @@
-"""Timing of stages: how the budget is shared, and how the speed of reads, loaders and calls is measured."""
+"""Timing of stages: who is measured next, for how long, and how the speed of reads, loaders and calls is measured."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,15 +13,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from h5pack.benchmark.ceilings import interleaved
 from h5pack.data.dataset import H5Dataset
-from h5pack.monitor.bottleneck import INTERRUPTED, Rates, Stage, StageResult
+from h5pack.monitor.bottleneck import MIN_REPEATS, NO_TIME, Rates, Stage, StageResult
 from h5pack.monitor.monitor import FeedMonitor
 from h5pack.monitor.probes import CpuTime
 
-# Numbers of repeats of a stage. With fewer, a median says little. The maximum is used if the time budget allows.
-MIN_REPEATS, MAX_REPEATS = 3, 5
+# Maximum number of repeats of a stage, if the time budget allows.
+MAX_REPEATS = 5
 # Minimum number of batches in a repeat of a loader. The first batch alone only shows how long the start takes.
-MIN_LOADER_BATCHES = 2
+_MIN_BATCHES = 2
 # Minimum duration of a repeat in seconds. A shorter one would mostly measure the clock and the scheduler.
 MIN_SECONDS = 0.015
 # The loader counts as slower than its consumer if the consumer spends more than this fraction of time waiting.
@@ -44,7 +45,8 @@ class Repeat:
     images: int
     seconds: float
     cpu_seconds: float | None = None  # used by this process and its children; None if not known
-    stall_seconds: float = 0.0  # for which the step waited for its batches; 0 if not monitored
+    stall_seconds: float = 0.0  # for which the step waited for data; 0 if not monitored
+    normalize_seconds: float = 0.0  # for which the step's thread normalized; 0 if not monitored, or on a GPU
     total_images: int = 0  # `images` plus those processed before counting began
 
     @property
@@ -55,45 +57,64 @@ class Repeat:
 
 @dataclass(frozen=True)
 class StageCost:
-    """How long a repeat of a stage takes."""
+    """How long the shortest repeat of a stage takes, in seconds."""
 
-    batch_seconds: float  # estimated time for a batch; for a loader, for its first batch
-    overhead_seconds: float = 0.0  # time each repeat takes before and after its measured `Repeat.seconds`
-    min_batches: int = 1  # minimum number of batches in a repeat
-
-    @property
-    def min_seconds(self) -> float:
-        """Minimum duration of a repeat, without the overhead."""
-        return max(self.min_batches * self.batch_seconds, MIN_SECONDS)
+    min_seconds: float = MIN_SECONDS  # measured
+    overhead_seconds: float = 0.0  # before and after that
 
     @property
     def total_seconds(self) -> float:
-        """Minimum duration of a repeat, with the overhead."""
+        """Duration of the shortest repeat, with the overhead."""
         return self.min_seconds + self.overhead_seconds
 
 
-def min_total_seconds(costs: Mapping[Stage, StageCost]) -> float:
+def min_total_seconds(costs: Iterable[StageCost]) -> float:
     """Return how many seconds the minimum number of repeats of all stages takes."""
-    return MIN_REPEATS * sum(cost.total_seconds for cost in costs.values())
+    return MIN_REPEATS * sum(cost.total_seconds for cost in costs)
 
 
-def repeats_within(costs: Mapping[Stage, StageCost], seconds: float) -> int:
+def repeats_within(costs: Sequence[StageCost], seconds: float) -> int:
     """Return the number of repeats of each stage: the maximum if it takes at most half of `seconds`, or the minimum."""
     roomy = seconds >= 2 * MAX_REPEATS / MIN_REPEATS * min_total_seconds(costs)
     return MAX_REPEATS if roomy else MIN_REPEATS
 
 
-def share_budget(costs: Mapping[Stage, StageCost], seconds: float, repeats: int) -> dict[Stage, float]:
-    """Return how long a repeat of each stage may take: its minimum plus an equal share of the rest of `seconds`."""
-    left = max(0.0, seconds - repeats * sum(cost.total_seconds for cost in costs.values()))
-    return {stage: cost.min_seconds + left / len(costs) / repeats for stage, cost in costs.items()}
+def next_seconds(left: float, cost: StageCost, others: Iterable[StageCost]) -> float | None:
+    """Return for how many seconds to measure the next repeat, if `left` seconds are left and `others` come after it.
+
+    Each repeat gets its minimum and an equal share of the rest. The result is None if even the minimum does not fit.
+    """
+    if cost.total_seconds > left:
+        return None
+    following = [other.total_seconds for other in others]
+    return cost.min_seconds + max(0.0, left - cost.total_seconds - sum(following)) / (1 + len(following))
+
+
+def measure_in_turns(
+    runs: Sequence[StageRun], end: float, measure: Callable[[StageRun, float], bool], clock: Callable[[], float]
+) -> None:
+    """Measure all stages in turns, forwards and backwards, so that all end before `end` on `clock`.
+
+    `measure` measures one repeat of a stage for a number of seconds, and returns whether the stage can go on.
+    """
+    failed: set[Stage] = set()
+    order = list(interleaved(runs, repeats_within([run.cost for run in runs], end - clock())))
+    for number, run in enumerate(order):
+        if run.stage in failed:
+            continue
+        others = [other.cost for other in order[number + 1 :] if other.stage not in failed]
+        seconds = next_seconds(end - clock(), run.cost, others)
+        if seconds is not None and not measure(run, seconds):
+            failed.add(run.stage)
 
 
 class Meter:
     """What is read before and after a measurement: the waits that two monitors have measured, in seconds.
 
     `step` monitors the step's batches, and `loader` the loader. Without them, the step does not wait, and the consumer
-    of the loader does nothing but wait. A CUDA `device` is synchronized before each reading.
+    of the loader does nothing but wait. A CUDA `device` is synchronized before each reading. On a CPU, batches are
+    normalized in the step's thread, so what the step waits for the loader is what `loader` has measured, and the
+    difference of the two is the time to normalize.
     """
 
     def __init__(
@@ -101,11 +122,12 @@ class Meter:
     ) -> None:
         self._cuda = device if device is not None and device.type == "cuda" else None
         self._step, self._loader = step, loader
-        self._stalled = self._starved = 0.0  # totals of earlier iterations, because a monitor restarts at 0
+        # Totals of earlier iterations, because a monitor restarts at 0.
+        self._stalled = self._starved = self._normalized = 0.0
 
     def begin(self) -> None:
         """Add the last iteration's waits to the totals. Call this before the monitors begin a new iteration."""
-        self._stalled, self._starved = self.stalled(), self.starved() or 0.0
+        self._stalled, self._starved, self._normalized = self.stalled(), self.starved() or 0.0, self.normalized()
 
     def synchronize(self) -> None:
         """Wait until the device has finished all queued work."""
@@ -114,7 +136,18 @@ class Meter:
 
     def stalled(self) -> float:
         """Return for how many seconds the step has waited for its batches, in all iterations together."""
-        return self._stalled + (0.0 if self._step is None else self._step.report().stall_seconds)
+        if self._step is None or self._loader is None:
+            return self._stalled
+        on_gpu = self._cuda is not None
+        return self._stalled + (self._step.report().stall_seconds if on_gpu else self._loader.report().wait_seconds)
+
+    def normalized(self) -> float:
+        """Return for how many seconds the step's thread has normalized, in all iterations together; 0 on a GPU."""
+        if self._step is None or self._loader is None or self._cuda is not None:
+            return self._normalized
+        # Read the inner monitor first: between the two readings, its wait may only grow.
+        loader, step = self._loader.report().wait_seconds, self._step.report().wait_seconds
+        return self._normalized + max(0.0, step - loader)
 
     def starved(self) -> float | None:
         """Return for how many seconds the loader's consumer has waited, in all iterations; None if it only waits."""
@@ -128,6 +161,7 @@ class _Mark:
     ready: int
     cpu: CpuTime
     stalled: float
+    normalized: float
     starved: float | None
 
     @classmethod
@@ -139,7 +173,9 @@ class _Mark:
     def end(cls, images: int, meter: Meter, ready: int = 0) -> _Mark:
         """Mark the end of a measurement. Read the clock first, so that reading the counters is not measured."""
         meter.synchronize()
-        return cls(time.perf_counter(), images, ready, CpuTime.now(), meter.stalled(), meter.starved())
+        return cls(
+            time.perf_counter(), images, ready, CpuTime.now(), meter.stalled(), meter.normalized(), meter.starved()
+        )
 
     def starves(self, end: _Mark) -> bool:
         """Return whether the consumer waited for the loader most of the time from this mark to `end`."""
@@ -155,7 +191,8 @@ class _Mark:
             # They do not count if the consumer is slower than the loader, because they were only prefetched then.
             images += end.ready - self.ready
         cpu = end.cpu.since(self.cpu).total
-        return Repeat(images, end.time - self.time, cpu, end.stalled - self.stalled, end.images)
+        stalled, normalized = end.stalled - self.stalled, end.normalized - self.normalized
+        return Repeat(images, end.time - self.time, cpu, stalled, normalized, end.images)
 
 
 def measure_epochs(
@@ -167,14 +204,14 @@ def measure_epochs(
     meter: Meter | None = None,
     ready_images: Callable[[], int] = lambda: 0,
 ) -> Repeat:
-    """Measure a loader for about `seconds`, or until its first batch if `seconds` is 0.
+    """Measure a loader for about `seconds`, and for at least two batches or an epoch.
 
     `begin` starts an epoch and returns its iterator. `consume` processes a batch and returns its number of images. If
     an epoch is shorter than `seconds`, run as many whole epochs as fit, and include the time to start each. If the
     first epoch is longer, stop it when the time is up. The measurement then leaves out
 
     - the first `prefetched` batches, because the loader read them before they were requested, if they took at most half
-      of the time;
+      of the time, and if the loader read most of the other batches later;
     - otherwise, if the loader is faster than its consumer, the time until the first batch.
 
     `ready_images` returns how many images are ready in the loader; they count as loaded if the consumer mostly waits.
@@ -195,12 +232,13 @@ def measure_epochs(
                     filled = _Mark.begin(0, meter, ready_images())
                 images += consume(batch)
                 batches += 1
-                if not longest and time.perf_counter() >= deadline:
+                if not longest and batches >= _MIN_BATCHES and time.perf_counter() >= deadline:
                     end = _Mark.end(images, meter, ready_images())
-                    # Leave out the prefetched batches, unless the rest of the time is short. Most images counted in a
-                    # short time would be images that were ready at its beginning.
-                    if batches > prefetched > 0 and 2 * (end.time - led.time) >= end.time - start.time:
-                        return led.until(end)
+                    # Leave out the prefetched batches, unless the rest of the time is short, or most of its images were
+                    # ready at its beginning, which happens if a busy machine lets the loader's threads hardly run.
+                    rest, roomy = led.until(end), 2 * (end.time - led.time) >= end.time - start.time
+                    if batches > prefetched > 0 and roomy and 2 * rest.images >= images - led.images:
+                        return rest
                     return (start if start.starves(end) else filled).until(end)
                 if not longest and batches == prefetched:
                     led = _Mark.begin(images, meter, ready_images())
@@ -340,33 +378,36 @@ class StageRun:
     """A stage to measure, and the repeats measured so far."""
 
     stage: Stage
-    run: Callable[[float], Repeat]  # measures the stage for the given seconds; 0: one batch
+    run: Callable[[float], Repeat]  # measures the stage for the given seconds; 0: for as short as possible
     prepare: Callable[[], None] | None = None  # called before each measurement, not measured
     note: str | None = None  # a remark for the report, such as which rows are measured
-    warm_up: int = 0  # number of measurements that `estimate` makes first and discards
-    min_batches: int = 1  # minimum number of batches in a repeat
     repeats: list[Repeat] = field(default_factory=list)
+    cost: StageCost = StageCost()
 
-    def estimate(self) -> StageCost:
-        """Measure one batch, and return the estimated cost of a repeat of the stage."""
-        batch_seconds = overhead = 0.0
-        for _ in range(self.warm_up + 1):
-            begun = time.perf_counter()
-            self._prepare()
-            batch_seconds = self.run(0.0).seconds
-            # The overhead includes the time to stop an unfinished epoch.
-            overhead = max(0.0, time.perf_counter() - begun - batch_seconds)
-        return StageCost(batch_seconds, overhead, self.min_batches)
+    def try_out(self) -> None:
+        """Measure as briefly as possible, to warm up and to learn the cost of a repeat."""
+        took, measured = self._measure(0.0)
+        self.cost = StageCost(max(MIN_SECONDS, measured.seconds), max(0.0, took - measured.seconds))
 
     def repeat(self, seconds: float) -> None:
-        """Measure one more repeat."""
-        self._prepare()
-        self.repeats.append(self.run(seconds))
+        """Measure one more repeat. By how much it took longer than asked for counts as overhead of the next one."""
+        took, measured = self._measure(seconds)
+        self.repeats.append(measured)
+        self.cost = StageCost(self.cost.min_seconds, max(0.0, took - max(seconds, self.cost.min_seconds)))
+
+    def _measure(self, seconds: float) -> tuple[float, Repeat]:
+        """Prepare and measure; return how long both took, including the time to stop an unfinished epoch."""
+        begun = time.perf_counter()
+        if self.prepare is not None:
+            self.prepare()
+        measured = self.run(seconds)
+        return time.perf_counter() - begun, measured
 
     def result(self) -> StageResult:
         """Return the stage's rates, or the reason why there are none."""
+        late = len(self.repeats) < MIN_REPEATS
         if not self.repeats:
-            return StageResult(self.stage, reason=INTERRUPTED)
+            return StageResult(self.stage, reason=NO_TIME, late=late)
         if not all(one.images for one in self.repeats):
             return StageResult(self.stage, reason="the stage processed no images")
         known = [one.cpu_seconds for one in self.repeats if one.cpu_seconds is not None]
@@ -374,11 +415,8 @@ class StageRun:
         return StageResult(
             self.stage,
             Rates.of([one.rate for one in self.repeats]),
+            late=late,
             cpus_used=sum(known) / seconds if len(known) == len(self.repeats) else None,
             images=sum(one.total_images for one in self.repeats),
             note=self.note,
         )
-
-    def _prepare(self) -> None:
-        if self.prepare is not None:
-            self.prepare()

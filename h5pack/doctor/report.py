@@ -5,12 +5,23 @@ from __future__ import annotations
 import math
 import os
 import textwrap
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from h5pack.benchmark.plots import check_plot_file, save_figure
 from h5pack.monitor.advice import BOTTLENECK_WORDS, Advice
-from h5pack.monitor.bottleneck import INTERRUPTED, Bottleneck, Evidence, Outcome, Stage, StageResult, Verdict, rate_text
+from h5pack.monitor.bottleneck import (
+    INTERRUPTED,
+    MIN_REPEATS,
+    Bottleneck,
+    Evidence,
+    Outcome,
+    Stage,
+    StageResult,
+    Verdict,
+    rate_text,
+)
 from h5pack.system.text import counted
 
 STAGE_TITLES = {
@@ -24,6 +35,8 @@ STAGE_TITLES = {
     Stage.STEP: "step alone",
     Stage.EVERYTHING: "everything together",
 }
+_SMALL_GAIN = 1.05
+_FEW_BATCHES = 8  # If an epoch has fewer, its beginning, when no batch is ready, takes much of the time.
 _BAR, _WIDTH = 24, 110  # maximum length of a bar in the text, and of a line
 _PLAIN, _BOTTLENECK, _TOGETHER, _MUTED, _INK = "#9db4c8", "#d1495b", "#33658a", "#777777", "#222222"
 
@@ -54,18 +67,22 @@ class DoctorReport:
     advice: tuple[Advice, ...]
     unknown: tuple[str, ...]  #: what else could not be determined, besides stages, and why
     failures: tuple[str, ...]  #: errors of the user's transform or model, or of reading, one line each
+    enough_seconds: float  #: how long a run should take to measure all stages
     seconds: float  #: duration of the run
     machine: dict[str, Any]  #: the result of `machine_facts`
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The parameters that the advice mentions, in Python syntax, such as ``num_threads=4``."""
-        return tuple(dict.fromkeys(fragment for one in self.advice for fragment in one.parameters))
+        """The parameters that the text mentions, in Python syntax, such as ``num_threads=4``."""
+        advice = (fragment for one in self.advice for fragment in one.parameters)
+        return tuple(dict.fromkeys((f"seconds={self.enough_seconds:g}", *advice)))
 
     @property
     def verdict_text(self) -> str:
         """The verdict in words; empty if the run was interrupted."""
-        return "" if self.verdict is None or self.evidence is None else _verdict_text(self.verdict, self.evidence)
+        if self.verdict is None or self.evidence is None:
+            return ""
+        return _VERDICT_TEXTS[self.verdict.outcome](self.verdict, self.evidence, self.enough_seconds)
 
     @property
     def first_epoch_text(self) -> str | None:
@@ -89,7 +106,6 @@ class DoctorReport:
             "stages": [_stage_json(stage) for stage in self.stages],
             "bottleneck": [] if verdict is None else [one.value for one in verdict.bottlenecks],
             "fed": None if verdict is None else verdict.fed,
-            "sure": False if verdict is None else verdict.certain,
             "verdict": self.verdict_text or None,
             "first_epoch": self.first_epoch_text,
             "advice": self.advice_texts(moves=True),
@@ -98,6 +114,7 @@ class DoctorReport:
             "unknown": list(self.unknown),
             "failures": list(self.failures),
             "interrupted": verdict is None,
+            "enough_seconds": self.enough_seconds,
             "seconds": round(self.seconds, 2),
             "machine": self.machine,
         }
@@ -120,24 +137,23 @@ class DoctorReport:
         return lines
 
     def to_text(self) -> str:
-        """Return the report as text: a bar per stage, the verdict, and the advice."""
-        lines = [*self.head(), "", *_waterfall(self), ""]
-        if self.verdict is None:
-            return "\n".join([*lines, "Interrupted: no verdict. The table shows what was measured before."])
-        lines += _wrapped(self.verdict_text)
-        lines += _wrapped(self.first_epoch_text or "")
-        for title, items, mark in (
-            (
-                "What would make the training faster (the most usual causes first):",
-                self.advice_texts(moves=True),
-                "{}. ",
-            ),
-            ("Other findings:", self.advice_texts(moves=False), "- "),
-            ("Not determined:", self.unknown, "- "),
-        ):
-            lines += ["", title] if items else []
-            lines += [line for number, item in enumerate(items, 1) for line in _wrapped(item, mark.format(number))]
+        """Return the report as text: what limits the training and what to do about it, then a bar per stage."""
+        interrupted = "Interrupted: no verdict. The table shows what was measured before."
+        lines = _wrapped(self.verdict_text or interrupted)
+        lines += _listed("What would make the training faster, the most usual causes first:", self, moves=True)
+        lines += ["", *self.head(), "", *_waterfall(self)]
+        lines += ["", *_wrapped(self.first_epoch_text)] if self.first_epoch_text is not None else []
+        lines += _listed("Other findings:", self, moves=False)
+        if self.unknown:
+            lines += ["", "Not determined:", *(line for text in self.unknown for line in _wrapped(text, "- "))]
         return "\n".join(lines)
+
+
+def _listed(title: str, report: DoctorReport, *, moves: bool) -> list[str]:
+    """Return the lines of the advice that would relieve the bottleneck, or of all other advice, with a title."""
+    texts = report.advice_texts(moves=moves)
+    lines = [line for number, text in enumerate(texts, 1) for line in _wrapped(text, f"{number}. " if moves else "- ")]
+    return ["", title, *lines] if lines else []
 
 
 def _stage_json(result: StageResult) -> dict[str, Any]:
@@ -164,7 +180,6 @@ def _waterfall(report: DoctorReport) -> list[str]:
     lines = [
         f"{'stage':{width}}  {'images/s':>9}  {'lowest - highest':>19}  {'CPUs':>4}  logarithmic from {rate_text(low)}"
     ]
-    stall = None if report.evidence is None else report.evidence.stall_fraction
     for result in report.stages:
         title, rates = f"{STAGE_TITLES[result.stage]:{width}}", result.rates
         if rates is None:
@@ -175,8 +190,10 @@ def _waterfall(report: DoctorReport) -> list[str]:
         size = math.log(max(rates.median, 1e-9) / low) / math.log(max(high / low, 1.001))
         bar = "#" * max(1, round(_BAR * min(1.0, size)))
         remark = "" if result.note is None else f"({result.note})"
-        if result.stage is Stage.EVERYTHING and stall is not None:
-            remark = f"the step waits {100 * stall:.0f} % of the time"
+        if result.late:
+            remark = f"{remark} ({counted(rates.repeats, 'repeat')})".lstrip()
+        if result.stage is Stage.EVERYTHING and report.evidence is not None:
+            remark = f"the step waits {_stall_text(report.evidence)} of the time"
         lines.append(f"{title}  {rate_text(rates.median):>9}  {span:>19}  {cpus:>4}  {bar}  {remark}".rstrip())
     return lines
 
@@ -187,46 +204,95 @@ def _wrapped(text: str, mark: str = "") -> list[str]:
     return wrapper.wrap(text)
 
 
-def _verdict_text(verdict: Verdict, evidence: Evidence) -> str:
-    together, step, cpus = evidence.rates(Stage.EVERYTHING), evidence.rates(Stage.STEP), counted(evidence.cpus, "CPU")
-    if verdict.outcome is Outcome.NO_LOADER:
-        return f"No verdict: the loader was not measured ({_reason(evidence, evidence.feed_stage)})."
-    if verdict.outcome is Outcome.NO_STEP:
-        reason = _reason(evidence, Stage.STEP)
-        return f"No verdict: the step was not measured ({reason}). The loader alone reaches {verdict.feed}."
-    loop = f"everything together reaches {together}"
-    if evidence.stall_fraction is not None:
-        loop += f", where the step waits {100 * evidence.stall_fraction:.0f} % of the time"
-    if verdict.outcome is Outcome.CONTRADICTION:
-        return (
-            f"No verdict, because the measurements contradict each other: the step alone reaches {step}, the loader "
-            f"alone {verdict.feed}, and {loop}. Either the stages slow each other down (they share {cpus}), or the "
-            "machine's speed changed during the run; measure again with more seconds, and with nothing else running."
-        )
-    if verdict.outcome is Outcome.FED:
-        assert step is not None and verdict.feed is not None  # noqa: PT018
-        scarce = verdict.feed.median < 1.5 * step.median
-        return (
-            f"The loader is fast enough: the step alone reaches {step}, and {loop}. The loader alone reaches "
-            f"{verdict.feed}{', so a faster step would wait for the loader' if scarce else ''}."
-        )
-    names = verdict.bottlenecks
-    text = f"The bottleneck is {' or '.join(BOTTLENECK_WORDS[name] for name in names)}"
-    if len(names) > 1:
-        text += " (the measurements cannot tell them apart)"
-    text += f": {'; '.join(_grounds(name, evidence) for name in names)}."
-    doubt = "Not certain" if not verdict.certain else "Note"
-    if together is None:
-        return f"{text} {doubt}: everything together was not measured ({_reason(evidence, Stage.EVERYTHING)})."
-    if step is not None:
-        percent = 100 * together.median / step.median
-        text += f" Everything together reaches {together}, {percent:.0f} % of the step's own speed."
-    if verdict.slower:
-        text += (
-            f" {doubt}: the loop is slower than the slowest stage alone. The stages share {cpus}, and may wait for "
-            "each other (Python's GIL, memory, synchronisation) or for other processes."
-        )
-    return text
+def _stall_text(evidence: Evidence) -> str:
+    """Return the fraction of the loop's time in which the step waits, with its range, such as "3 % (1 to 7)"."""
+    stall = evidence.stall_fraction or 0.0
+    low, high = (f"{100 * one:.0f}" for one in evidence.stall_range or (stall, stall))
+    return f"{100 * stall:.0f} %" + (f" ({low} to {high})" if low != high else "")
+
+
+def _not_measured_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> str:
+    assert verdict.stage is not None
+    result, feed = evidence.stages.get(verdict.stage), evidence.rates(evidence.feed_stage)
+    reason = (None if result is None else result.reason) or INTERRUPTED
+    text = f"No verdict: '{STAGE_TITLES[verdict.stage]}' was not measured ({reason})."
+    return text if feed is None else f"{text} '{STAGE_TITLES[evidence.feed_stage]}' reaches {feed}."
+
+
+def _too_little_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> str:
+    assert verdict.stage is not None
+    rates = evidence.rates(verdict.stage)
+    times = "never" if rates is None else f"only {counted(rates.repeats, 'time')}"
+    return (
+        f"Too little was measured to say what limits the training: '{STAGE_TITLES[verdict.stage]}' {times}, and "
+        f"{MIN_REPEATS} times are needed. Give at least seconds={enough_seconds:g}."
+    )
+
+
+def _noisy_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> str:
+    low, high = evidence.stall_range or (0.0, 0.0)
+    why = f"in repeats of the same loop, the step waits from {100 * low:.0f} to {100 * high:.0f} % of the time"
+    if verdict.stage is not None:
+        why = f"'{STAGE_TITLES[verdict.stage]}' reaches {evidence.rates(verdict.stage)}"
+        why += f", but the loop, which contains it, {evidence.rates(Stage.EVERYTHING)}"
+    return (
+        f"The measurements are too noisy to say what limits the training: {why}. Measure again when nothing else uses "
+        "the machine, or with more seconds."
+    )
+
+
+def _fed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> str:
+    stall = evidence.stall_fraction or 0.0
+    names = _named(verdict.bottlenecks)
+    text = f"{names[0].upper()}{names[1:]} limits the training: the step waits for data {_stall_text(evidence)}"
+    if evidence.normalize_fraction is not None and evidence.rates(Stage.NORMALIZE) is not None:
+        normalize = 100 * evidence.normalize_fraction
+        step = 100 - normalize - 100 * stall
+        text += f" of the time, normalizing takes {normalize:.0f} %, and the step itself {step:.0f} %"
+    else:
+        text += " of the time"
+    return f"{text}. A faster loader would gain at most {100 * verdict.gain - 100:.0f} %."
+
+
+def _limited_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> str:
+    names = _named(verdict.bottlenecks)
+    text = f"{names[0].upper()}{names[1:]} limits the training: the step waits {_stall_text(evidence)} of the time"
+    if len(verdict.bottlenecks) > 1:
+        text += " (the measurements cannot tell these apart)"
+    grounds = "; ".join(dict.fromkeys(_grounds(name, evidence) for name in verdict.bottlenecks))
+    return f"{text}. {grounds}; the step alone reaches {evidence.rates(Stage.STEP)}. {_gain_text(verdict)}"
+
+
+def _contention_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> str:
+    what, why = "The loader and the step slow each other down", f"They share {counted(evidence.cpus, 'CPU')}."
+    if evidence.epoch_batches is not None and evidence.epoch_batches < _FEW_BATCHES:
+        what = "Short epochs limit the training"
+        why = f"An epoch has only {counted(evidence.epoch_batches, 'batch')}, and none is ready when it begins."
+    return (
+        f"{what}: the step waits {_stall_text(evidence)} of the time, although the loader alone reaches "
+        f"{evidence.rates(evidence.feed_stage)}, and the step alone only {evidence.rates(Stage.STEP)}. {why} "
+        f"{_gain_text(verdict)}"
+    )
+
+
+def _gain_text(verdict: Verdict) -> str:
+    if verdict.gain < _SMALL_GAIN:
+        return "Yet the training is hardly slower than the step alone."
+    return f"Without waiting, the training would be at most {verdict.gain:.3g} times as fast."
+
+
+_VERDICT_TEXTS: dict[Outcome, Callable[[Verdict, Evidence, float], str]] = {
+    Outcome.NOT_MEASURED: _not_measured_text,
+    Outcome.TOO_LITTLE: _too_little_text,
+    Outcome.NOISY: _noisy_text,
+    Outcome.FED: _fed_text,
+    Outcome.LIMITED: _limited_text,
+    Outcome.CONTENTION: _contention_text,
+}
+
+
+def _named(bottlenecks: Sequence[Bottleneck]) -> str:
+    return " or ".join(BOTTLENECK_WORDS[name] for name in bottlenecks)
 
 
 def bottleneck_stage(name: Bottleneck, evidence: Evidence) -> Stage:
@@ -247,11 +313,6 @@ def _grounds(name: Bottleneck, evidence: Evidence) -> str:
         words = "rows are read through the HDF5 library" if evidence.encoding is None else evidence.encoding.value
         why = f", and {words} in every epoch"
     return f"'{STAGE_TITLES[stage]}' reaches {evidence.rates(stage)}{why}"
-
-
-def _reason(evidence: Evidence, stage: Stage) -> str:
-    result = evidence.stages.get(stage)
-    return (None if result is None else result.reason) or INTERRUPTED
 
 
 def draw_stages(report: DoctorReport, path: str | os.PathLike[str]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,20 +18,20 @@ from h5pack.benchmark.ceilings import PageState, touch
 from h5pack.data.dataset import H5Dataset
 from h5pack.data.loader import H5Loader
 from h5pack.data.samplers import ChunkBatchSampler
-from h5pack.device.batch import batch_size_and_bytes, images_of, tensors_of
+from h5pack.device.batch import batch_size_and_bytes, images_of, map_tensors, tensors_of
 from h5pack.device.feed import resolve_device
 from h5pack.doctor.device_stages import (
     PREFETCHED_ON_GPU,
     DeviceStages,
     Step,
-    error_line,
+    Transform,
     idle_gpus,
+    labels_of,
     make_step,
     name_of,
     normalizer_for,
 )
 from h5pack.doctor.measure import (
-    MIN_LOADER_BATCHES,
     ChunkReader,
     NotMeasured,
     Repeat,
@@ -44,6 +45,7 @@ from h5pack.monitor.bottleneck import Encoding, Evidence, Stage
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.system.machine import available_cpus, available_memory
 from h5pack.system.parameters import whole_number
+from h5pack.system.text import error_line
 
 DTYPES = ("float32", "bfloat16", "float16")
 # A file larger than this fraction of the available memory is assumed not to stay in the page cache.
@@ -51,6 +53,9 @@ _CACHED_FRACTION = 0.8
 # Each cold repeat starts to read at a row this fraction of all rows after the start of the previous repeat, so that
 # the starts are spread evenly.
 _GOLDEN = 0.618
+# From how many images the time for a batch is estimated.
+_FEW_IMAGES = (8, 64)
+_TRIAL_SECONDS, _MAX_TRIALS = 0.1, 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +178,12 @@ def touch_batch(batch: Any) -> int:
     return batch_size_and_bytes(batch)[0] or 0
 
 
+def _first_rows(batch: Any, rows: int) -> Any:
+    """Return the first rows of a batch's tensors, as far as these have a row for each image."""
+    count = len(images_of(batch))
+    return map_tensors(batch, lambda tensor: tensor[:rows] if tensor.dim() and len(tensor) == count else tensor)
+
+
 class Target:
     """The file, loaders, device and step of a diagnosis.
 
@@ -207,9 +218,9 @@ class Target:
         self.fits_cache = self._stored_bytes() <= _CACHED_FRACTION * available_memory()
         self._pages = PageState(self.dataset)
         self._step: Step | None = None
+        self._normalize: Transform | None = None
         self._stages: DeviceStages  # set by `make_step`
         self._sample: Any = None
-        self._has_labels = False
         self._step_text = self._normalize_text = "none"
 
     def warm(self, seconds: float) -> None:
@@ -253,27 +264,74 @@ class Target:
             self.loaders.stop(loader)
 
     def make_step(self) -> None:
-        """Make the step and run it once; a failure is recorded in `failures`."""
+        """Make the step, and run it once on a few images; a failure is recorded in `failures`."""
         settings, dataset = self._settings, self.dataset
         images = images_of(self._sample)
         normalize, self._normalize_text = normalizer_for(dataset, images, getattr(torch, settings.dtype))
-        self._stages = stages = DeviceStages(self.device, self._sample, normalize)
-        self._has_labels = stages.labels is not None
         if normalize is None:
             self.reasons[Stage.NORMALIZE] = self._normalize_text
             self._normalize_text = f"not needed, {self._normalize_text}"
+        self._normalize = normalize
+        self._stages = DeviceStages(self.device, _first_rows(self._sample, _FEW_IMAGES[0]), normalize)
         names = dataset.classes or dataset.columns
-        shape, classes = tuple(stages.images.shape[1:]), None if names is None else len(names)
+        shape, classes = tuple(self._stages.images.shape[1:]), None if names is None else len(names)
+
+        def make() -> None:
+            dtype = self._stages.images.dtype
+            self._step, self._step_text = make_step(settings.model, shape, classes, self.device, dtype)
+            self._stages.try_step(self._step)
+
+        self._try(make)
+
+    def batch_seconds(self) -> Iterator[tuple[float, float]]:
+        """Yield how long the device takes for a batch, at least and probably, from more and more images of it.
+
+        So the time for a batch is known before it is spent. Nothing is yielded for a GPU, where the first calls tell
+        little, and few images may take as long as a batch.
+        """
+        whole, earlier = len(images_of(self._sample)), 0.0
+        for count in () if self.on_gpu else (few for few in _FEW_IMAGES if few < whole):
+            if count > len(self._stages.images):
+                self._stages = DeviceStages(self.device, _first_rows(self._sample, count), self._normalize)
+            # The shortest of some calls, because the first is slow, and other processes may disturb any of them.
+            ended, found = time.perf_counter() + _TRIAL_SECONDS, list[float]()
+            while len(found) < 2 or (len(found) < _MAX_TRIALS and time.perf_counter() < ended):
+                if not self._try(lambda: found.append(self._device_seconds())):  # noqa: B023
+                    return
+            seconds = min(found)
+            per_image = (seconds - earlier) / (count - _FEW_IMAGES[0]) if earlier else seconds / count
+            probably = max(seconds, seconds + per_image * (whole - count))
+            yield probably if earlier else seconds, probably
+            earlier = seconds
+
+    def _device_seconds(self) -> float:
+        begun = time.perf_counter()
+        if self._normalize is not None:
+            self._stages.normalize(0.0)
+        if self._step is not None:
+            self._stages.step(self._step, 0.0)
+        return time.perf_counter() - begun
+
+    def use_whole_batch(self) -> None:
+        """Run the step once on a whole batch, and use this batch from now on; a failure is recorded in `failures`."""
+        self._stages = DeviceStages(self.device, self._sample, self._normalize)
+        step = self._step
+        if step is not None:
+            self._try(lambda: self._stages.try_step(step))
+
+    def _try(self, call: Callable[[], None]) -> bool:
+        """Call what makes or runs the step. If that fails, record the failure, use no step, and return False."""
         try:
-            step, self._step_text = make_step(settings.model, shape, classes, self.device, stages.images.dtype)
-            stages.try_step(step)
-            self._step = step
+            call()
+            return True
         except Exception as error:
             # The user's code may raise any exception.
-            size = "x".join(map(str, stages.images.shape))
-            who, name = ("built-in step", "") if settings.model is None else ("model", f" {name_of(settings.model)}")
-            what = f"the {who}{name} failed on a batch of {size} {settings.dtype} on {self.device}"
+            self._step, model = None, self._settings.model
+            size = "x".join(map(str, self._stages.images.shape))
+            who, name = ("built-in step", "") if model is None else ("model", f" {name_of(model)}")
+            what = f"the {who}{name} failed on a batch of {size} {self._settings.dtype} on {self.device}"
             self.record_failure(Stage.STEP, error, what, f"the {who} failed")
+            return False
 
     def hot_runs(self) -> list[StageRun]:
         """Return the stages that are measured with the rows in the page cache; set the `reasons` why others are not."""
@@ -283,7 +341,7 @@ class Target:
         def read(seconds: float) -> Repeat:
             return self._reader.run(seconds, threads, self.hot_rows)
 
-        runs = [StageRun(Stage.HOT, read, note=some, warm_up=1), self._loader_run(Stage.LOADER, note=some)]
+        runs = [StageRun(Stage.HOT, read, note=some), self._loader_run(Stage.LOADER, note=some)]
         if not self.has_transform:
             self.reasons[Stage.TRANSFORM] = "there is no transform"
         elif Stage.TRANSFORM not in self.failures:
@@ -316,20 +374,19 @@ class Target:
         loader = self.loaders.make(None if cold else self.hot_rows, transform=stage is Stage.TRANSFORM)
         prefetched, ready = self.loaders.prefetch_of(loader)
         run = partial(measure_epochs, lambda: iter(loader), touch_batch, prefetched=prefetched, ready_images=ready)
-        warm_up = int(stage is Stage.LOADER)
-        return StageRun(stage, run, self._drop if cold else None, note, warm_up, MIN_LOADER_BATCHES)
+        return StageRun(stage, run, self._drop if cold else None, note)
 
     def _device_runs(self) -> list[StageRun]:
         stages, step, runs = self._stages, self._step, []
         if self.on_gpu:
-            runs.append(StageRun(Stage.COPY, stages.copy, warm_up=1))
+            runs.append(StageRun(Stage.COPY, stages.copy))
         else:
             self.reasons[Stage.COPY] = "the step runs on the CPU" if torch.cuda.device_count() else "there is no GPU"
         if Stage.NORMALIZE not in self.reasons:
             note = None if self.on_gpu else "on the CPU"
-            runs.append(StageRun(Stage.NORMALIZE, stages.normalize, note=note, warm_up=1))
+            runs.append(StageRun(Stage.NORMALIZE, stages.normalize, note=note))
         if step is not None:
-            runs.append(StageRun(Stage.STEP, lambda seconds: stages.step(step, seconds), warm_up=1))
+            runs.append(StageRun(Stage.STEP, partial(stages.step, step)))
         return runs
 
     def _everything(self, rows: int | None, prepare: Callable[[], None] | None) -> list[StageRun]:
@@ -340,7 +397,7 @@ class Target:
         loader = self.loaders.make(rows, transform=self.has_transform)
         prefetched, ready = self.loaders.prefetch_of(loader)
         run = self._stages.everything(loader, step, ready, prefetched + PREFETCHED_ON_GPU * self.on_gpu)
-        return [StageRun(Stage.EVERYTHING, run, prepare, min_batches=MIN_LOADER_BATCHES)]
+        return [StageRun(Stage.EVERYTHING, run, prepare)]
 
     def _drop(self) -> None:
         reason = self._pages.drop()
@@ -368,12 +425,15 @@ class Target:
             return None
 
     def half_batch_ratio(self, seconds: float) -> float | None:
-        """Return the step's images/s with half a batch divided by those with a whole batch; None if unknown."""
+        """Return the step's images/s with half a batch divided by those with a whole batch; None if unknown.
+
+        The result is the highest of three, so that noise does not make half a batch look slow.
+        """
         stages, step = self._stages, self._step
         if step is None or len(stages.images) < 2:
             return None
         pairs = [(stages.step(step, seconds / 6, 0.5).rate, stages.step(step, seconds / 6).rate) for _ in range(3)]
-        return sorted(half / whole for half, whole in pairs)[1]
+        return max(half / whole for half, whole in pairs)
 
     def synchronisations(self) -> tuple[float | None, str | None]:
         """Return how often a step makes the host wait for the GPU, and ``FILE:LINE`` of the first wait."""
@@ -400,7 +460,9 @@ class Target:
             library_reason=None if index.is_encoded else index.library_text,
             fits_cache=self.fits_cache,
             has_transform=self.has_transform,
+            gpus=torch.cuda.device_count(),
             idle_gpus=idle_gpus(self.device) if self.on_gpu else None,
+            epoch_batches=-(-rows // self._settings.batch_size),
             world_size=int(os.environ.get("WORLD_SIZE", "1") or 1),
             **measured,
         )
@@ -416,7 +478,7 @@ class Target:
             hot_rows=self.hot_rows,
             device=f"{self.device} ({torch.cuda.get_device_name(self.device)})" if self.on_gpu else str(self.device),
             step=self._step_text,
-            labels=self._has_labels,
+            labels=labels_of(self._sample) is not None,
             normalize=self._normalize_text,
         )
 

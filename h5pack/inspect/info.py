@@ -113,7 +113,11 @@ class FileReport:
         lines += [dataset.to_text(self.path) for dataset in self.datasets]
         stats = self.stats or {}
         if stats.get("labels"):
-            lines += ["labels", *(f"  {name}: {count:,}" for name, count in stats["labels"].items())]
+            splits = stats.get("split_labels", {}).items()
+            lines.append("labels")
+            for name, count in stats["labels"].items():
+                parts = ", ".join(f"{split} {counts.get(name, 0):,}" for split, counts in splits)
+                lines.append(f"  {name}: {count:,}" + (f" ({parts})" if parts else ""))
         channels = stats.get("channels")
         if channels is not None:
             mean, std = _number_text(channels["mean"]), _number_text(channels["std"])
@@ -175,14 +179,15 @@ def info(path: str | os.PathLike[str], *, stats: bool = False) -> FileReport:
     with open_file(path) as file:
         try:
             opening = opening_ranges(path)
+            pack = _describe_pack(file) if schema.FORMAT in file.attrs else None
             return FileReport(
                 path=os.fspath(path),
                 bytes=os.path.getsize(path),
-                pack=_describe_pack(file) if schema.FORMAT in file.attrs else None,
+                pack=pack,
                 datasets=tuple(describe_dataset(file[name]) for name in dataset_names(file)),
                 opening=opening,
                 opening_fix=_opening_fix(file, opening),
-                stats=_stats(file) if stats else None,
+                stats=_stats(file, (pack or {}).get("splits", {})) if stats else None,
             )
         except (KeyError, ValueError, RuntimeError, OSError) as error:
             raise PackFormatError(
@@ -397,7 +402,7 @@ def _finite(values: npt.NDArray[np.float64]) -> list[float | None]:
     return [float(value) if math.isfinite(value) else None for value in values]
 
 
-def _stats(file: h5py.File) -> dict[str, Any]:
+def _stats(file: h5py.File, splits: dict[str, list[int]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     try:
         images = find_images(file)
@@ -407,6 +412,8 @@ def _stats(file: h5py.File) -> dict[str, Any]:
     labels = file.get(find_labels(file, images, rows) or "")
     if isinstance(labels, h5py.Dataset) and labels.dtype.kind in "iu":
         result["labels"] = _label_counts(labels)
+        if len(splits) > 1:
+            result["split_labels"] = {name: _label_counts(labels, slice(*rows)) for name, rows in splits.items()}
     if f"{schema.STATISTICS}/mean" in file:
         group = file[schema.STATISTICS]
         result["channels"] = {
@@ -419,8 +426,8 @@ def _stats(file: h5py.File) -> dict[str, Any]:
     return result
 
 
-def _label_counts(labels: h5py.Dataset) -> dict[str, int]:
-    values = labels[()]
+def _label_counts(labels: h5py.Dataset, rows: slice = slice(None)) -> dict[str, int]:
+    values = labels[rows]
     if values.ndim == 2:
         columns = attribute_names(labels, schema.COLUMNS) or map(str, range(values.shape[1]))
         return dict(zip(columns, np.count_nonzero(values, axis=0).tolist(), strict=True))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from h5pack.monitor.bottleneck import FEED, Bottleneck, Encoding, Evidence, Stage, Verdict
+from h5pack.monitor.bottleneck import FEED, Bottleneck, Encoding, Evidence, Outcome, Stage, Verdict
 from h5pack.system.text import counted
 
 
@@ -22,7 +22,8 @@ class Remedy(Enum):
     """
 
     TRY_MORE_READS = (
-        "Perhaps too few reads run at once. Try `{parameter}={reads}`: {units} that wait for storage need no CPU."
+        "Perhaps too few reads run at once: {parallel} {units} for the {cpus} that this process may use. Try "
+        "`{parameter}={number}`."
     )
     LARGER_CHUNKS = (
         "The disk loses time with seeks: it reaches {stored} in stored order, but {order} in the loader's order. "
@@ -42,13 +43,13 @@ class Remedy(Enum):
         "is read directly."
     )
     DECODE_ONCE = "{encoding} in every epoch. If the disk has room, decode once ('h5pack convert' without compression)."
-    TRANSFORM_ON_DEVICE = (
-        "Run the transform on the device, for whole batches (DeviceFeed(loader, 'cuda', transform=...)). Do what is "
-        "the same in every epoch only once, before 'h5pack convert'. Or make the transform cheaper."
+    TRANSFORM_ON_DEVICE = "Run the transform on the GPU, for whole batches (DeviceFeed(loader, 'cuda', transform=...))."
+    CHEAPER_TRANSFORM = (
+        "Make the transform cheaper. Do what is the same in every epoch only once, before 'h5pack convert'."
     )
+    TRANSFORM_WAITS = "The transform mostly waits (it runs {busy:.0f} % of its time). Find out what it waits for."
     TRANSFORM_IN_MORE_THREADS = (
-        "The transform mostly waits (it runs {busy:.0f} % of its time). Find out what it waits for. Until then, use "
-        "more {units}, so that more calls wait at the same time (`{parameter}={reads}`)."
+        "Until then, use more {units}, so that more calls wait at the same time (`{parameter}={number}`)."
     )
     TRANSFORM_IN_PARALLEL = (
         "The transform's threads use only one CPU together: Python's GIL or a lock lets one of them run at a time. "
@@ -86,10 +87,13 @@ class Remedy(Enum):
     RAISE_PARALLELISM = (
         "Too few {units}: {parallel} for the {cpus} that this process may use. Raise `{parameter}` to {number}."
     )
-    MORE_CPUS = "The loader's {units} keep all of the {cpus} busy that this process may use. More would help{machine}."
+    MORE_CPUS = (
+        "The loader's {units} keep all of the {cpus} busy that this process may use. The machine has {machine_cpus}: "
+        "check taskset, SLURM and the container's quota."
+    )
     USE_H5LOADER = (
         "Use H5Loader, which reads in threads and passes nothing between processes. Decode the images only once "
-        "('h5pack convert'), and transform whole batches on the device (DeviceFeed)."
+        "('h5pack convert')."
     )
     READ_IN_WORKERS = (
         "Load batches in the workers of a DataLoader, or pack the images ('h5pack convert') and use H5Loader."
@@ -99,8 +103,12 @@ class Remedy(Enum):
         ".cpu(), printing a tensor{where}). Read losses only every few steps."
     )
     USE_IDLE_GPUS = "{others}: train with {gpus} processes, one on each GPU (torchrun)."
-    NORMALIZE_ON_GPU = "Normalizing runs on the CPU. A GPU would do it in one fast kernel."
-    USE_GPU = "The step runs on the CPU: use a GPU (`device='cuda'`) or a smaller network."
+    NORMALIZE_ON_GPU = "Normalizing runs on the CPU. The GPU does it in one fast kernel (`device='cuda'`)."
+    USE_GPU = "The step runs on the CPU: use the GPU (`device='cuda'`) or a smaller network."
+    LESS_ARITHMETIC = (
+        "No GPU was found, so the step runs on the CPU: use a smaller network or smaller images ('h5pack convert' with "
+        "a smaller size)."
+    )
     FASTER_STEP = (
         "Make the step itself faster: mixed precision (`dtype='bfloat16'`), torch.compile, channels_last. A faster "
         "loader would not help."
@@ -151,7 +159,6 @@ _OVERHEAD = 0.75
 _SMALL_BATCH_BYTES = 1 << 20
 # A loader counts as using only one CPU if it uses at least the first and less than the second number of CPUs.
 _ONE_CPU = (0.8, 1.3)
-_READS_FACTOR, _MAX_READS = 4, 32
 
 
 class _Rules:
@@ -160,6 +167,8 @@ class _Rules:
     def __init__(self, verdict: Verdict, evidence: Evidence) -> None:
         self.verdict, self.evidence = verdict, evidence
         self.feed_limits = self.limits(*FEED)
+        # If the number of GPUs is not known, assume that there is one.
+        self.has_gpu = evidence.on_gpu or evidence.gpus != 0
 
     def __iter__(self) -> Iterator[Advice]:
         reads_limit = self.limits(Bottleneck.STORAGE)
@@ -177,17 +186,15 @@ class _Rules:
         evidence = self.evidence
         units = "threads" if evidence.num_workers is None else "workers"
         parallel, cpus = evidence.parallel, evidence.cpus
-        reads = max(parallel, min(_READS_FACTOR * parallel, _MAX_READS))
-        shared = {"units": units, "parameter": f"num_{units}", "parallel": parallel, "number": cpus, "reads": reads}
+        shared = {"units": units, "parameter": f"num_{units}", "parallel": parallel, "number": cpus}
         return Advice(remedy, moves, {**shared, "cpus": counted(cpus, "CPU"), **values})
 
     def _reads(self, limits: bool) -> Iterator[Advice]:
         evidence = self.evidence
-        # If storage limits only the first epoch, more threads than CPUs would slow down all other epochs.
-        if evidence.parallel < _MAX_READS and (limits or evidence.parallel <= evidence.cpus):
+        if evidence.parallel < evidence.cpus:
             yield self.make(Remedy.TRY_MORE_READS, limits)
         stored, order = evidence.rates(Stage.COLD_STORED), evidence.rates(Stage.COLD)
-        if stored is not None and order is not None and stored.median > _SEEKS * order.median:
+        if stored is not None and order is not None and stored.low > _SEEKS * order.high:
             yield self.make(Remedy.LARGER_CHUNKS, limits, stored=stored, order=order)
         if evidence.fits_cache and not limits:
             yield self.make(Remedy.READ_ONCE_BEFORE, False)
@@ -207,10 +214,14 @@ class _Rules:
         evidence = self.evidence
         if not self.limits(Bottleneck.TRANSFORM):
             return
-        yield self.make(Remedy.TRANSFORM_ON_DEVICE)
+        if self.has_gpu:
+            yield self.make(Remedy.TRANSFORM_ON_DEVICE)
+        yield self.make(Remedy.CHEAPER_TRANSFORM)
         used_one = _ONE_CPU[0] <= (evidence.feed_cpus_used or 0.0) < _ONE_CPU[1]
         if evidence.transform_waits:
-            yield self.make(Remedy.TRANSFORM_IN_MORE_THREADS, busy=100 * (evidence.transform_busy_fraction or 0.0))
+            yield self.make(Remedy.TRANSFORM_WAITS, busy=100 * (evidence.transform_busy_fraction or 0.0))
+            if evidence.parallel < evidence.cpus:
+                yield self.make(Remedy.TRANSFORM_IN_MORE_THREADS)
         elif evidence.num_workers is None and min(evidence.parallel, evidence.cpus) > 1 and used_one:
             yield self.make(Remedy.TRANSFORM_IN_PARALLEL)
 
@@ -223,7 +234,7 @@ class _Rules:
             yield self.make(Remedy.LARGER_BATCH_FOR_LOADER, rows=rows, size=size)
         if evidence.stored_float and evidence.loaded_float:
             yield self.make(Remedy.STORE_UINT8, self.limits(Bottleneck.COPY, *FEED - {Bottleneck.DECODING}), size=size)
-        elif evidence.loaded_float:
+        elif evidence.loaded_float and self.has_gpu:
             limits = self.limits(Bottleneck.COPY, Bottleneck.LOADER, Bottleneck.TRANSFORM)
             yield self.make(
                 Remedy.UINT8_BATCHES, limits, size=size, times=size / max(1, evidence.stored_row_bytes or 1)
@@ -258,21 +269,23 @@ class _Rules:
             return
         elif evidence.parallel < evidence.cpus:
             yield self.make(Remedy.RAISE_PARALLELISM)
-        else:
-            more = (evidence.machine_cpus or 0) > evidence.cpus
-            where = f" (the machine has {evidence.machine_cpus}: check taskset, SLURM and the container's quota)"
-            yield self.make(Remedy.MORE_CPUS, machine=where if more else "")
+        elif (evidence.machine_cpus or 0) > evidence.cpus:
+            yield self.make(Remedy.MORE_CPUS, machine_cpus=evidence.machine_cpus)
 
     def _device(self) -> Iterator[Advice]:
         evidence, step_limits = self.evidence, self.limits(Bottleneck.STEP)
         if evidence.synchronisations:
             where = f", first at {evidence.synchronised_at}" if evidence.synchronised_at else ""
-            moves = step_limits or not self.verdict.certain
+            moves = step_limits or self.verdict.outcome is Outcome.CONTENTION
             yield self.make(Remedy.AVOID_SYNCHRONISATION, moves, times=evidence.synchronisations, where=where)
         idle = evidence.idle_gpus
         if idle and evidence.world_size == 1:
             yield self.make(Remedy.USE_IDLE_GPUS, step_limits, others=counted(idle, "idle GPU"), gpus=idle + 1)
-        if self.limits(Bottleneck.NORMALIZE) and not evidence.on_gpu:
-            yield self.make(Remedy.NORMALIZE_ON_GPU)
-        elif step_limits:
-            yield self.make(Remedy.FASTER_STEP if evidence.on_gpu else Remedy.USE_GPU)
+        if not (step_limits or self.limits(Bottleneck.NORMALIZE)):
+            return
+        if evidence.on_gpu:
+            yield self.make(Remedy.FASTER_STEP)
+        elif self.has_gpu:
+            yield self.make(Remedy.USE_GPU if step_limits else Remedy.NORMALIZE_ON_GPU)
+        else:
+            yield self.make(Remedy.LESS_ARITHMETIC)

@@ -1,9 +1,10 @@
 """Rules that find the bottleneck in feeding a training step: they turn measured numbers (`Evidence`) into a `Verdict`.
 
 The numbers are either the counters of one interval of a training loop, from `FeedMonitor`, or the speed of every stage
-measured alone, from `h5pack.diagnose`. `judge` accepts both. The verdict is data without text; recommendations are in
-`h5pack.monitor.advice`. "The feed" is everything on the host that produces a batch: storage, decoding, loader
-and transform. "The loop" and "everything together" both mean the complete training loop: feed, copy and step.
+measured alone and of the whole loop, from `h5pack.diagnose`. `judge` accepts both. The verdict is data without text;
+recommendations are in `h5pack.monitor.advice`. "The feed" is everything on the host that produces a batch: storage,
+decoding, loader and transform. "The loop" and "everything together" both mean the complete training loop: feed, copy
+and step.
 """
 
 from __future__ import annotations
@@ -75,6 +76,9 @@ def rate_text(value: float) -> str:
 
 
 INTERRUPTED = "the measurement was interrupted"
+NO_TIME = "there was no time for it"
+# With fewer repeats, a median says little.
+MIN_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class StageResult:
     stage: Stage
     rates: Rates | None = None
     reason: str | None = None
+    late: bool = False  # whether there was no time for enough repeats
     cpus_used: float | None = None  # CPU seconds that this process and its children used per second
     images: int = 0  # number of images in all repeats together
     note: str | None = None  # a remark, such as which rows were measured
@@ -124,6 +129,7 @@ class Evidence:
     num_workers: int | None = None
     on_gpu: bool | None = None  # whether the step runs on a GPU
     batch_rows: int | None = None  # number of images in a batch
+    epoch_batches: int | None = None  # number of batches in an epoch
     # The size of an image, and whether its values are floats: stored in the file, and loaded by the loader.
     stored_row_bytes: int | None = None
     loaded_row_bytes: int | None = None
@@ -141,9 +147,15 @@ class Evidence:
     half_batch_ratio: float | None = None  # the step's images/s with half a batch, divided by those with a whole one
     synchronisations: float | None = None  # how often a step makes the process wait for the CUDA device
     synchronised_at: str | None = None  # FILE:LINE of the first such wait
+    gpus: int | None = None  # number of GPUs that this process may use
     idle_gpus: int | None = None  # number of idle GPUs besides the one that runs the step
     world_size: int = 1  # number of processes of this training
-    stall_fraction: float | None = None  # fraction of the loop's time in which the step waited for data
+    # The fraction of the loop's time in which the step waited for data: in all repeats together, and the lowest and the
+    # highest of a single repeat.
+    stall_fraction: float | None = None
+    stall_range: tuple[float, float] | None = None
+    # The fraction of the loop's time in which the step's thread normalized; None on a GPU, which overlaps the two.
+    normalize_fraction: float | None = None
     # The process's wait for the loader, divided by the step's wait, which also includes the wait for the copy.
     wait_fraction: float | None = None
     # The fraction of the process's wait for the loader in which a transform ran in the step's thread.
@@ -185,30 +197,36 @@ class Evidence:
         """Return a JSON-serializable dict without the stages and without the fields that only `FeedMonitor` sets."""
         left_out = ("stages", "wait_fraction", "transform_wait_fraction", "cpus_used", "full_shuffle")
         found = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in left_out}
+        found["stall_range"] = None if self.stall_range is None else list(self.stall_range)
         return {**found, "encoding": None if self.encoding is None else self.encoding.value}
 
 
 class Outcome(Enum):
     """The kinds of result that a verdict can have."""
 
-    NO_LOADER = "the loader was not measured"
-    NO_STEP = "the step was not measured"
-    CONTRADICTION = "the loop contradicts the stages measured alone, so no bottleneck is named"
-    FED = "the step does not wait"
-    LIMITED = "a bottleneck slows down the training"
+    NOT_MEASURED = "the loader, the step or the loop could not be measured"
+    TOO_LITTLE = "there was no time for enough repeats"
+    NOISY = "repeats differ by more than what is to be decided, or stages are slower alone than in the loop"
+    FED = "the step hardly waits"
+    LIMITED = "the step waits for a bottleneck"
+    CONTENTION = "the step waits, although the loader and the copy alone are fast enough"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The bottleneck, and how well the numbers support this result."""
+    """The bottleneck, as far as the numbers support one."""
 
     outcome: Outcome
     bottlenecks: tuple[Bottleneck, ...] = ()  # more than one if the measurements cannot tell them apart
-    fed: bool | None = None  # whether the loop runs as fast as the step alone
-    certain: bool = False  # whether the measurements agree with each other
-    slower: bool = False  # whether the loop is clearly slower than its slowest lane alone
-    feed: Rates | None = None  # the speed of the whole feed
+    # The stage that was not measured, or too few times, or that is slower alone than in the loop, which is noise.
+    stage: Stage | None = None
+    gain: float = 1.0  # how many times as fast the training would be at most if the step did not wait
     first_epoch: Rates | None = None  # the disk's speed, if the disk slows down only the first epoch
+
+    @property
+    def fed(self) -> bool | None:
+        """Whether the step hardly waits; None if that is not known."""
+        return {Outcome.FED: True, Outcome.LIMITED: False, Outcome.CONTENTION: False}.get(self.outcome)
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -221,7 +239,8 @@ def _judge_interval(evidence: Evidence) -> Verdict:
     if (evidence.transform_wait_fraction or 0.0) > 0.5:
         found = Bottleneck.TRANSFORM
     elif evidence.wait_fraction is not None and evidence.wait_fraction < 0.5:
-        found = Bottleneck.COPY
+        # Without a GPU nothing is copied, and batches are transformed while the step waits.
+        found = Bottleneck.TRANSFORM if evidence.gpus == 0 else Bottleneck.COPY
     elif evidence.num_workers == 0 or (evidence.num_workers is None and evidence.num_threads is None):
         found = Bottleneck.LOADER
     elif evidence.library_reason is not None or (evidence.full_shuffle and evidence.encoding is Encoding.CHUNKS):
@@ -230,7 +249,7 @@ def _judge_interval(evidence: Evidence) -> Verdict:
         # If the CPU use is unknown, assume that threads wait for the disk. Do not assume this for worker processes,
         # because they may be slow for another reason: passing batches between processes.
         found = _feed_cause(evidence, waits=busy is False or (busy is None and evidence.num_workers is None))
-    return Verdict(Outcome.LIMITED, (found,), fed=False)
+    return Verdict(Outcome.LIMITED, (found,))
 
 
 def _feed_cause(evidence: Evidence, *, waits: bool) -> Bottleneck:
@@ -241,22 +260,22 @@ def _feed_cause(evidence: Evidence, *, waits: bool) -> Bottleneck:
     return Bottleneck.DECODING if decodes else Bottleneck.LOADER
 
 
+# The step counts as waiting if it waits for more than this fraction of the loop's time. `FeedMonitor` warns then, too.
+MAX_STALL = 0.1
+# If some repeats wait more than that and others less, and they differ by more than this, nothing is decided.
+_STALL_NOISE = 0.1
 # Two speeds whose medians differ by at most this factor count as equal, whatever the ranges of their repeats.
 _EQUAL = 1.1
 # Two speeds whose medians differ by more than this factor count as different, even if an outlier makes ranges overlap.
 _APART = 1.5
-# The step counts as fed, meaning that it does not wait, if the loop reaches this fraction of the step's own speed.
-_FED = 0.9
-# If the loop reaches less than this fraction of the speed of its slowest lane (see `_StageRules`), the lanes probably
-# slow each other down.
-_SHORT = 0.75
-# The step mostly waits above the first stall fraction, and hardly waits below the second.
-_MOSTLY, _HARDLY = 0.5, 0.1
-# If the loop is this many times as fast as its slowest lane, the measurement of that lane cannot be right.
+# A feed that is this many times as fast as the step, in the slowest repeat of the one and the fastest of the other, is
+# not what the step waits for.
+_AMPLE = 1.5
+# If the loop is this many times as fast as a part of it alone, the machine's speed has changed in between.
 _FASTER = 1.25
 # An outer stage, such as the loader, contains an inner stage, such as reading. If the outer speed is below the first
 # fraction of the inner speed, the outer stage itself is the cause. From the second fraction on, the inner stage is the
-# cause. In between, both are named.
+# cause. In between, both are named, and also if repeats differ too much to tell.
 _EXPLAINS = (0.5, 0.7)
 
 
@@ -266,10 +285,9 @@ def _alike(one: Rates, other: Rates) -> bool:
 
 
 class _StageRules:
-    """The rules for stages that were measured alone.
+    """The rules for stages that were measured alone, and for the loop.
 
-    Three lanes work at the same time: the feed (storage to transform), the copy, and the device (normalize, step). The
-    slowest lane limits the training, and the part of that lane that takes the most time is the bottleneck.
+    Whether the step waits is measured in the loop. What it waits for is found by comparing the speeds of the stages.
     """
 
     def __init__(self, evidence: Evidence) -> None:
@@ -278,62 +296,63 @@ class _StageRules:
         self.device = {stage: self.rates[stage] for stage in (Stage.NORMALIZE, Stage.STEP) if stage in self.rates}
         # If the file does not fit into memory, every epoch reads from the disk, so the disk's speed counts.
         self.cold = None if evidence.fits_cache else self.rates.get(Stage.COLD)
-        self.together = self.rates.get(Stage.EVERYTHING)
-        self.stall = None if self.together is None else evidence.stall_fraction
 
     def verdict(self) -> Verdict:
         """Find the bottleneck."""
-        lanes = self._lanes()
-        feed = lanes.get(Bottleneck.LOADER)
-        if feed is None:
-            return Verdict(Outcome.NO_LOADER)
-        known: dict[str, Any] = {"feed": feed, "first_epoch": self._first_epoch()}
-        if Stage.STEP not in self.rates:
-            return Verdict(Outcome.NO_STEP, **known)
-        together, slowest = self.together, _slowest(lanes.values())
-        bottlenecks = self._parts([lane for lane in lanes if _alike(lanes[lane], slowest)])
-        fed, step_only = self._is_fed(), bottlenecks == (Bottleneck.STEP,)
-        mostly = self.stall is not None and self.stall > _MOSTLY
-        hardly = self.stall is not None and self.stall < _HARDLY
-        too_fast = together is not None and together.low > _FASTER * slowest.high
-        contradicts = (too_fast or (hardly and Bottleneck.STEP not in bottlenecks)) and not fed
-        if contradicts or (mostly and (fed or step_only)):
-            return Verdict(Outcome.CONTRADICTION, **known)
-        # A step that shares the CPUs with its loader is slower than when measured alone, even if it does not wait.
-        if fed or (step_only and hardly):
-            return Verdict(Outcome.FED, (Bottleneck.STEP,), fed=True, certain=True, **known)
-        slower = together is not None and together.median < _SHORT * slowest.median and not together.overlaps(slowest)
-        # If the feed or the copy is named and the step mostly waits, that confirms the verdict even though the loop is
-        # slower than its slowest lane.
-        confirmed = mostly and bool(set(bottlenecks) - {Bottleneck.NORMALIZE, Bottleneck.STEP})
-        certain = confirmed or (together is not None and not slower)
-        return Verdict(Outcome.LIMITED, bottlenecks, fed, certain=certain, slower=slower, **known)
+        needed = (self.evidence.feed_stage, Stage.STEP, Stage.EVERYTHING)
+        for stage in (*needed, Stage.COPY, Stage.NORMALIZE, *(() if self.evidence.fits_cache else (Stage.COLD,))):
+            result = self.evidence.stages.get(stage)
+            if result is not None and result.late:
+                return Verdict(Outcome.TOO_LITTLE, stage=stage)
+            if stage in needed and stage not in self.rates:
+                return Verdict(Outcome.NOT_MEASURED, stage=stage)
+        stall = self.evidence.stall_fraction or 0.0
+        low, high = self.evidence.stall_range or (stall, stall)
+        if low <= MAX_STALL < high and high - low > _STALL_NOISE:
+            return Verdict(Outcome.NOISY)
+        together, lanes, demand = self.rates[Stage.EVERYTHING], self._lanes(), self._demand()
+        for stage, rates in (lanes | self.device).items():
+            if together.median > _FASTER * rates.median:
+                return Verdict(Outcome.NOISY, stage=stage)
+        # The device's own speed is not exceeded, either, unless it was slower alone than in the loop.
+        gain = min(1 / max(1e-3, 1 - stall), max(1.0, demand.median / together.median))
+        known: dict[str, Any] = {"gain": gain, "first_epoch": self._first_epoch()}
+        if stall <= MAX_STALL:
+            return Verdict(Outcome.FED, self._device_parts(), **known)
+        slowest = _slowest(lanes.values())
+        if slowest.low > _AMPLE * demand.high:
+            return Verdict(Outcome.CONTENTION, **known)
+        names: set[Bottleneck] = set()
+        for stage in (stage for stage, rates in lanes.items() if _alike(rates, slowest)):
+            names.update([Bottleneck.COPY] if stage is Stage.COPY else self._feed_causes())
+        return Verdict(Outcome.LIMITED, tuple(one for one in Bottleneck if one in names), **known)
 
-    def _lanes(self) -> dict[Bottleneck, Rates]:
-        rates, lanes = self.rates, {}
-        feed = rates.get(self.evidence.feed_stage)
-        if feed is not None:
-            lanes[Bottleneck.LOADER] = feed if self.cold is None else _slowest([feed, self.cold])
-        if Stage.COPY in rates:
-            lanes[Bottleneck.COPY] = rates[Stage.COPY]
-        if Stage.STEP in rates:
-            # A GPU may normalize and compute the step at the same time; a CPU does one after the other.
-            lanes[Bottleneck.STEP] = (_slowest if self.evidence.on_gpu else _in_turn)(self.device.values())
-        return lanes
+    def _lanes(self) -> dict[Stage, Rates]:
+        """Return the speeds of the feed and of the copy, which work at the same time as the device."""
+        feed = self.evidence.feed_stage
+        if self.cold is not None and self.cold.median < self.rates[feed].median:
+            feed = Stage.COLD
+        return {stage: self.rates[stage] for stage in (feed, Stage.COPY) if stage in self.rates}
 
-    def _is_fed(self) -> bool | None:
-        if self.together is None:
-            return None
-        together, step = self.together, self.rates[Stage.STEP]
-        close = together.median >= _SHORT * step.median and together.overlaps(step)
-        return close or together.median >= _FED * step.median
+    def _demand(self) -> Rates:
+        """Return the speed of the device: a GPU may normalize and run the step at the same time, a CPU may not."""
+        return (_slowest if self.evidence.on_gpu else _in_turn)(self.device.values())
+
+    def _device_parts(self) -> tuple[Bottleneck, ...]:
+        """Return which of normalizing and the step takes more time: in the loop if known, else alone."""
+        evidence, parts = self.evidence, {stage: 1 / rates.median for stage, rates in self.device.items()}
+        if evidence.normalize_fraction is not None and Stage.NORMALIZE in parts:
+            parts[Stage.NORMALIZE] = evidence.normalize_fraction
+            parts[Stage.STEP] = 1 - evidence.normalize_fraction - (evidence.stall_fraction or 0.0)
+        longest = max(parts.values())
+        return tuple(Bottleneck(stage.value) for stage, part in parts.items() if longest <= _EQUAL * part)
 
     def _feed_causes(self) -> tuple[Bottleneck, ...]:
         hot, cold = self.rates[self.evidence.feed_stage], self.cold
         if cold is None:
             return self._transform_causes()
         if _alike(cold, hot):
-            return tuple(dict.fromkeys([Bottleneck.STORAGE, *self._transform_causes()]))
+            return (Bottleneck.STORAGE, *self._transform_causes())
         return (Bottleneck.STORAGE,) if cold.median < hot.median else self._transform_causes()
 
     def _transform_causes(self) -> tuple[Bottleneck, ...]:
@@ -341,39 +360,31 @@ class _StageRules:
             return self._loader_causes()
         if Stage.LOADER not in self.rates:
             return (Bottleneck.TRANSFORM,)
-        # The fraction of the time per image (of loader and transform together) that the transform takes.
-        added = 1 - self.rates[Stage.TRANSFORM].median / self.rates[Stage.LOADER].median
-        if added >= _EXPLAINS[0]:
-            return (Bottleneck.TRANSFORM,)
-        rest = self._loader_causes()
-        return rest if added < 1 - _EXPLAINS[1] else (*rest, Bottleneck.TRANSFORM)
+        outer, inner = _blamed(self.rates[Stage.TRANSFORM], self.rates[Stage.LOADER])
+        return (*(self._loader_causes() if inner else ()), *((Bottleneck.TRANSFORM,) if outer else ()))
 
     def _loader_causes(self) -> tuple[Bottleneck, ...]:
-        hot = self.rates.get(Stage.HOT)
-        if hot is None:
-            return (Bottleneck.LOADER,)
         busy = self.evidence.read_busy_fraction
         below = _feed_cause(self.evidence, waits=busy is not None and busy < _WAITS)
-        explained = self.rates[Stage.LOADER].median / hot.median
-        if below is Bottleneck.LOADER or explained < _EXPLAINS[0]:
+        if Stage.HOT not in self.rates or below is Bottleneck.LOADER:
             return (Bottleneck.LOADER,)
-        return (below,) if explained >= _EXPLAINS[1] else (below, Bottleneck.LOADER)
-
-    def _parts(self, limits: list[Bottleneck]) -> tuple[Bottleneck, ...]:
-        """Return the bottlenecks within the slowest lanes, in the order in which an image passes through them."""
-        names = set(limits) & {Bottleneck.COPY}
-        if Bottleneck.LOADER in limits:
-            names.update(self._feed_causes())
-        if Bottleneck.STEP in limits:
-            slowest = _slowest(self.device.values())
-            names.update(Bottleneck(stage.value) for stage, rates in self.device.items() if _alike(rates, slowest))
-        return tuple(one for one in Bottleneck if one in names)
+        outer, inner = _blamed(self.rates[Stage.LOADER], self.rates[Stage.HOT])
+        return (*((below,) if inner else ()), *((Bottleneck.LOADER,) if outer else ()))
 
     def _first_epoch(self) -> Rates | None:
-        cold, usual = self.rates.get(Stage.COLD), self.together or self.rates.get(Stage.LOADER)
-        if cold is None or usual is None or not self.evidence.fits_cache:
-            return None
-        return cold if cold.median < usual.median and not _alike(cold, usual) else None
+        cold, together = self.rates.get(Stage.COLD), self.rates[Stage.EVERYTHING]
+        slower = cold is not None and self.evidence.fits_cache and cold.high < together.low
+        return cold if slower and cold is not None and not _alike(cold, together) else None
+
+
+def _blamed(outer: Rates, inner: Rates) -> tuple[bool, bool]:
+    """Return whether an outer stage itself is the cause of its speed, and whether the stage that it contains is."""
+    share = outer.median / inner.median
+    if share < _EXPLAINS[0] and outer.high < _APART * _EXPLAINS[0] * inner.low:
+        return True, False
+    if share >= _EXPLAINS[1] and outer.low >= _EXPLAINS[0] * inner.high:
+        return False, True
+    return True, True
 
 
 def _slowest(speeds: Collection[Rates]) -> Rates:

@@ -419,6 +419,8 @@ def interval_evidence(layers: list[Any], report: FeedReport, transform_seconds: 
                 library_reason = f"{dataset.path}: {index.library_reason}"
     return Evidence(
         cpus=available_cpus(),
+        machine_cpus=os.cpu_count(),
+        gpus=torch.cuda.device_count(),
         num_threads=loader.num_threads if isinstance(loader, H5Loader) else None,
         num_workers=num_workers,
         encoding=encoding,

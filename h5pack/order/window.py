@@ -107,7 +107,7 @@ class OrderPlan:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "window", "num_replicas", "streams", "lanes", "seed", "rank"):
-            minimum = None if name in ("seed", "rank") else 1
+            minimum = {"seed": 0, "rank": None}.get(name, 1)
             # Convert numpy integers, too, because a saved state must contain Python ints only.
             object.__setattr__(self, name, whole_number(name, getattr(self, name), minimum))
         if self.shuffle not in SHUFFLES:

@@ -31,13 +31,14 @@ from h5pack.pack.journal import RowRecord, RowResults
 from h5pack.pack.kept import KeptPlan, copy_seconds, make_kept_plan
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock
-from h5pack.pack.plan import ConvertPlan, close_holes, make_plan, refuse_reject, require_undivided
+from h5pack.pack.plan import ConvertPlan, close_holes, make_plan, refuse_reject
 from h5pack.pack.plan import ConvertReport as ConvertReport
 from h5pack.pack.resume import UnfinishedPack, verify_existing
 from h5pack.pack.survey import survey
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.detect import open_source
 from h5pack.sources.map_style import MapStyleDataset
+from h5pack.sources.validation import training_split
 from h5pack.system.files import reporting_full_disk
 from h5pack.system.machine import available_cpus
 from h5pack.system.parameters import require_local
@@ -158,8 +159,8 @@ def convert(
     seed : int
         Seed of the shuffled order and of `val`, 0 to 2**63 - 1.
     val : float, optional
-        Divide a source without splits into "train" and "val", which gets this fraction of each class (of all images,
-        if they have no classes).
+        Make a split "val" of this fraction of each class (of all images, if they have no classes). It is taken from
+        the split for training, or from all images of a source without splits, whose others become the split "train".
     chunk_rows : int, optional
         Rows per chunk.
     chunk_bytes : int or str, optional
@@ -278,7 +279,8 @@ class Conversion:
     @functools.cached_property
     def _catalog(self) -> Catalog:
         catalog = open_source(self._source, self.options.source_options, self.output.final.parent)
-        require_undivided(_source_name(self._source), catalog, self.options)
+        if self.options.val is not None:
+            training_split(_source_name(self._source), catalog, self.options.val)  # Raises an error at once.
         return catalog
 
     def plan(self) -> ConvertPlan:

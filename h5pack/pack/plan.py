@@ -22,10 +22,11 @@ from h5pack.pack.journal import EncodedFile
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.survey import Survey
 from h5pack.read.hdf5 import utf8
-from h5pack.sources.catalog import Catalog, Note, Reject, one_split
+from h5pack.sources.catalog import Catalog, Note, Reject
 from h5pack.sources.map_style import with_labels
+from h5pack.sources.validation import divide, training_split
 from h5pack.system.arrays import shuffled_split
-from h5pack.system.text import counted, format_bytes
+from h5pack.system.text import format_bytes
 from h5pack.version import __version__
 
 
@@ -108,63 +109,6 @@ def close_holes(split_starts: npt.NDArray[np.int64], packed: npt.NDArray[np.bool
             rows[holes] = good[len(good) - len(holes) :]
         members.append(rows + start)
     return RowOrder.of_splits(members)
-
-
-VAL_SPLITS = ("train", "val")
-"""The splits of a pack that was made with `val`."""
-
-_VAL_HASH = 2**32  # far above the numbers of splits, so that choosing a split and shuffling it are independent
-
-
-def require_undivided(source: str, catalog: Catalog, options: ConvertOptions) -> None:
-    """Raise OptionsError if `val` is given, although the source has splits; a single split "train" can be divided."""
-    if options.val is not None and catalog.split_names not in (one_split(0)[0], VAL_SPLITS[:1]):
-        parameter = f"val={options.val!r}"
-        names = ", ".join(map(repr, catalog.split_names))
-        raise OptionsError(
-            f"{source}: {parameter} would divide it into 'train' and 'val', but it has the splits {names}; leave out "
-            f"{parameter}, or convert one of the splits alone, such as its folder",
-            path=None if catalog.kind == "dataset" else source,
-            parameters=(parameter,),
-        )
-
-
-def choose_val(labels: npt.NDArray[np.int64] | None, count: int, val: float, seed: int) -> npt.NDArray[np.bool_]:
-    """Return which of `count` images the split "val" gets, bool (count,): the fraction `val` of them, rounded.
-
-    With `labels`, int64 (count,), each class gives this fraction of its images, rounded down, and the classes with the
-    largest remainders give one more. Both images and classes with equal remainders are chosen by a hash.
-    """
-    ids = np.zeros(count, np.int64) if labels is None else np.unique(labels, return_inverse=True)[1]
-    sizes = np.bincount(ids)
-    # Rounding makes remainders equal that are equal but for the precision of floats.
-    shares = np.round(sizes * val, 9)
-    quotas = np.floor(shares).astype(np.int64)
-    by_remainder = np.lexsort((shuffled_split(len(sizes), seed, _VAL_HASH + 1), quotas - shares))
-    quotas[by_remainder[: round(count * val) - int(quotas.sum())]] += 1
-    order = shuffled_split(count, seed, _VAL_HASH)
-    by_class = order[np.argsort(ids[order], kind="stable")]
-    positions = np.arange(count) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    chosen = np.zeros(count, np.bool_)
-    chosen[by_class[positions < np.repeat(quotas, sizes)]] = True
-    return chosen
-
-
-def _divided(catalog: Catalog, usable: Rows, options: ConvertOptions) -> Catalog:
-    """Return the catalog with the splits "train" and "val"."""
-    assert options.val is not None
-    labels = catalog.labels if catalog.labels is not None and catalog.labels.ndim == 1 else None
-    chosen = choose_val(None if labels is None else labels[usable], len(usable), options.val, options.seed)
-    if chosen.all() or not chosen.any():
-        parameter = f"val={options.val!r}"
-        raise OptionsError(
-            f"{parameter} of {counted(len(usable), 'image')} is {int(chosen.sum())}, but each split needs one; give "
-            "another fraction",
-            parameters=(parameter,),
-        )
-    split_ids = np.zeros(len(catalog), np.int32)
-    split_ids[usable[chosen]] = 1
-    return replace(catalog, split_names=VAL_SPLITS, split_ids=split_ids)
 
 
 _METADATA_BYTES = 65_536
@@ -373,7 +317,8 @@ class ConvertPlan:
         splits = ", ".join(f"{name} {stop - start:,}" for name, (start, stop) in self.split_rows().items())
         if options.val is not None:
             of = "each class" if self.catalog.labels is not None and self.catalog.labels.ndim == 1 else "the images"
-            splits += f" ({options.val:g} of {of}, seed {options.seed})"
+            others = " for training" if len(self.catalog.split_names) > 2 else ""
+            splits += f" ({options.val:g} of {of}{others}, seed {options.seed})"
         file = format_bytes(self.file_bytes)
         if options.filter is not None:
             file = f"at most {file}, {options.filter.name}"
@@ -426,7 +371,7 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
     if survey.labels is not None or catalog.reader.has_labels:
         catalog = with_labels(catalog, survey.labels, survey.unused)
     if options.val is not None:
-        catalog = _divided(catalog, usable, options)
+        catalog = divide(catalog, training_split(source, catalog, options.val), usable, options.val, options.seed)
     seed = options.seed if options.order == "shuffled" else None
     order = order_rows(usable, catalog.split_ids[usable], len(catalog.split_names), seed)
     return PlannedRows(catalog, usable, order, tuple(rejects))

@@ -15,10 +15,11 @@ from h5pack.pack.file_structure import copy_structure, options_text, write_struc
 from h5pack.pack.journal import Journal
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock
-from h5pack.pack.plan import VAL_SPLITS, ConvertPlan
+from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.writer import WriteJob
 from h5pack.read.hdf5 import open_file, require_complete, text
 from h5pack.sources.catalog import Catalog
+from h5pack.sources.validation import divided_names, training_split
 from h5pack.system.text import counted
 from h5pack.version import __version__
 
@@ -136,16 +137,16 @@ def verify_existing(path: Path, catalog: Catalog, options: ConvertOptions) -> tu
         require_complete(file)
         if text(file.attrs.get(schema.OPTIONS, b"")) != options_text(options.content()):
             raise _different(path, "was not made with these options")
-        if not _same_source(file, catalog, divided=options.val is not None):
+        if not _same_source(file, catalog, options.val):
             raise _different(path, "was not made from this source")
         rejects = len(file[f"{schema.REJECTS}/filenames"]) if schema.REJECTS in file else 0
         return len(file[schema.FILENAMES]), rejects
 
 
-def _same_source(file: h5py.File, catalog: Catalog, *, divided: bool) -> bool:
+def _same_source(file: h5py.File, catalog: Catalog, val: float | None) -> bool:
     """Return whether the packed and rejected names are those of the source, with the same splits and labels.
 
-    The splits of a source that was `divided` by `val` follow from its names and labels.
+    Which images `val` has chosen follows from the names and labels.
     """
     packed = file[schema.FILENAMES][()].tolist()
     rejected = file[f"{schema.REJECTS}/filenames"][()].tolist() if schema.REJECTS in file else []
@@ -160,10 +161,12 @@ def _same_source(file: h5py.File, catalog: Catalog, *, divided: bool) -> bool:
     origins = np.array([index[name] for name in packed], np.int64)
     splits = [text(name) for name in file[schema.SPLIT_NAMES][()]]
     stored_splits = np.repeat(np.arange(len(splits)), np.diff(file[schema.SPLIT_ROWS][()], axis=1)[:, 0])
-    if divided:
-        if splits != list(VAL_SPLITS):
-            return False
-    elif splits != list(catalog.split_names) or not np.array_equal(catalog.split_ids[origins], stored_splits):
+    names_of_splits = catalog.split_names
+    if val is not None:
+        training = training_split(str(file.filename), catalog, val)
+        names_of_splits = divided_names(names_of_splits, training)
+        stored_splits = stored_splits - (stored_splits > training)
+    if splits != list(names_of_splits) or not np.array_equal(catalog.split_ids[origins], stored_splits):
         return False
     if catalog.labels is None:
         return schema.LABELS not in file or catalog.kind == "dataset"

@@ -174,6 +174,11 @@ _SPLIT_RANKS = {
 }  # fmt: skip
 
 
+def split_rank(name: str) -> int:
+    """Return what a split with this name is by convention: 0 for training, 1 validation, 2 test, 3 anything else."""
+    return _SPLIT_RANKS.get(name.lower(), 3)
+
+
 def is_split_name(name: str) -> bool:
     """Return whether a folder with this name is a split by convention: train, val, test or a variant of these."""
     return name.lower() in _SPLIT_RANKS
@@ -181,7 +186,7 @@ def is_split_name(name: str) -> bool:
 
 def split_order(names: Iterable[str]) -> tuple[str, ...]:
     """Return the distinct split names in stored order: train, validation, test, then others by name."""
-    return tuple(sorted(set(names), key=lambda name: (_SPLIT_RANKS.get(name.lower(), 3), name)))
+    return tuple(sorted(set(names), key=lambda name: (split_rank(name), name)))
 
 
 def flat(found: Listing) -> Catalog:

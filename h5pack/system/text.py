@@ -1,8 +1,10 @@
-"""Formatting of numbers, sizes and lists as text."""
+"""Formatting of numbers, sizes, lists and errors as text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from h5pack.errors import H5PackError
 
 
 def counted(number: int, noun: str) -> str:
@@ -22,3 +24,15 @@ def format_bytes(count: float) -> str:
         value /= 1024
         del units[0]
     return f"{value:.2g} {units[0]}" if 0 < value < 1 else f"{value:.3g} {units[0]}"
+
+
+def error_line(error: BaseException) -> str:
+    """Return an error's type and the line of its message that states the cause; no type if it is h5pack's own error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    if len(lines) == 1 and isinstance(error, H5PackError):
+        return lines[0]
+    # An error from a DataLoader worker begins with the whole traceback, so the last line states the cause.
+    text = lines[-1] if lines[0].startswith("Caught ") else lines[0]
+    return text if text != lines[0] else f"{type(error).__name__}: {text}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import h5py
 import pytest
 
 import h5pack
-from h5pack.benchmark.ceilings import Ceilings, PageState
+from h5pack.benchmark.cases import BenchCase
+from h5pack.benchmark.ceilings import Ceilings, PageState, sequential
 from h5pack.system.files import drop_cache, make_hot
+from tests.benchmark.test_cases import variant
 from tests.data.packs import ROWS, SHAPE, labelled
 
 
@@ -59,10 +62,35 @@ def test_pages_that_stay_have_a_reason(
 
 def test_too_little_memory_leaves_the_copy_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("h5pack.benchmark.ceilings.available_memory", lambda: 1_000)
-    ceilings = Ceilings([], rows=100, row_bytes=1_000, batch_size=8, num_threads=1)
-    ceilings.measure_copy()
-    ceilings.measure_read()
+    ceilings = Ceilings([], rows=100, row_bytes=1_000, batch_size=8, cpus=1)
+    case = BenchCase("", "window", "direct", "hot", 8, 2, 1)
+    assert [ceilings.measure(replace(case, cache=cache)) for cache in ("hot", "cold")] == [None, None]
     assert (ceilings.copy, ceilings.results()) == (None, [])
+
+
+def test_ceilings_have_the_threads_of_the_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.bin"
+    path.write_bytes(bytes(9_000_000))
+    monkeypatch.setattr("h5pack.benchmark.ceilings.drop_cache", lambda path: 0)
+    ceilings = Ceilings([variant(2, path=str(path))], rows=64, row_bytes=1_000, batch_size=8, cpus=2)
+    case = BenchCase("", "window", "direct", "hot", 8, 2, 1)
+    for changed in (case, replace(case, num_threads=2), replace(case, cache="cold", num_threads=3)):
+        assert ceilings.measure(changed) > 0
+    assert [(one.name, one.num_threads, len(one.speeds)) for one in ceilings.results()] == [
+        ("memory copy", 2, 2), ("sequential read", 3, 1)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_a_sequential_read_reads_every_byte_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int
+) -> None:
+    path, read = tmp_path / "x.bin", []
+    path.write_bytes(bytes(11_000_001))
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *arguments: (read.append(preadv(*arguments)), read[-1])[1])
+    assert sequential(path, num_threads=num_threads) > 0
+    assert sum(read) == 11_000_001
 
 
 def test_the_files_of_a_virtual_dataset_are_dropped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from random import Random
 from typing import Any
 
 import pytest
 
-from h5pack.benchmark.cases import BenchCase, FileVariant, Measurement
-from h5pack.benchmark.recommend import Recommendation, Workload, choose, finalists
+from h5pack.benchmark.cases import NO_TIME, BenchCase, FileVariant, Measurement, ceiling_threads
+from h5pack.benchmark.recommend import Recommendation, Workload, choose, deciding_caches, finalists, missing
 from tests.benchmark.test_cases import ROW_BYTES, variant
 
 WORKLOAD = Workload(
     source="./celeb A", options={}, num_images=20_000, row_bytes=ROW_BYTES, sample_rows=4_000, row_shape=(100, 100, 10),
     default_chunk_rows=40, memory_bytes=16 * 2**30, batch_size=256, window=16, num_threads=2, cpus=2,
-    copy_speed=100_000.0,
 )  # fmt: skip
 VARIANTS: Sequence[FileVariant] = [variant(2), variant(32), variant(128), variant(None)]
 INPUT = variant(100, is_input=True)
@@ -28,7 +29,7 @@ def measured(label: str, *speeds: float, **changes: object) -> Measurement:
 def chosen_from(variants: Sequence[FileVariant], *found: Measurement, **changes: Any) -> Recommendation:
     """The recommendation after a sweep with these results; `changes` are fields of the workload, or `run_off`."""
     run_off = changes.pop("run_off", ())
-    chosen = choose(variants, found, run_off, replace(WORKLOAD, **changes))
+    chosen = choose(variants, found, run_off, replace(WORKLOAD, **changes), "hot")
     assert chosen is not None
     return chosen
 
@@ -43,6 +44,9 @@ Speeds = dict[str, tuple[float, ...]]
         # Among ties the variant nearest to the default wins.
         ({"2 rows": (98, 99, 100), "32 rows": (97, 98, 99), "128 rows": (100, 101, 102)}, {}, "32 rows",
          {"2 rows", "32 rows", "128 rows"}, 98),
+        # Repeats that differ much decide nothing.
+        ({"2 rows": (10, 11, 12), "32 rows": (40, 60, 90), "128 rows": (80, 100, 130)}, {}, "32 rows",
+         {"32 rows", "128 rows"}, 60),
         # Rows without chunks are never recommended.
         ({"32 rows": (50, 51, 52), "contiguous": (90, 91, 92)}, {}, "32 rows", {"32 rows"}, 51),
         # A run-off with enough repeats replaces the sweep; too few repeats are pooled with those of the sweep.
@@ -51,7 +55,7 @@ Speeds = dict[str, tuple[float, ...]]
         ({"2 rows": (60,), "32 rows": (100,), "128 rows": (30, 31, 32)}, {"2 rows": (50, 62), "32 rows": (90, 91)},
          "32 rows", {"32 rows"}, 91),
     ],
-    ids=["fastest", "ties", "contiguous", "run-off", "pooled"],
+    ids=["fastest", "ties", "noise", "contiguous", "run-off", "pooled"],
 )  # fmt: skip
 def test_the_recommended_variant(sweep: Speeds, run_off: Speeds, variant: str, ties: set[str], speed: float) -> None:
     found, again = ([measured(label, *speeds) for label, speeds in part.items()] for part in (sweep, run_off))
@@ -68,32 +72,48 @@ def test_the_finalists_are_the_fastest_variants_with_chunks() -> None:
 
 @pytest.mark.parametrize(
     ("num_images", "caches", "expected"),
-    [(20_000, ("hot", "cold"), "hot"), (20_000_000, ("hot", "cold"), "cold"), (20_000_000, ("hot",), "hot"),
-     (20_000, ("cold",), "cold")],
+    [(20_000, ("hot", "cold"), ["hot", "cold"]), (20_000_000, ("hot", "cold"), ["cold", "hot"]),
+     (20_000_000, ("hot",), ["hot"]), (20_000, ("cold",), ["cold"])],
 )  # fmt: skip
 def test_memory_decides_which_cache_state_counts(num_images: int, caches: tuple[str, ...], expected: str) -> None:
-    found = [measured("32 rows", 10, 11, 12, cache=cache) for cache in caches]
-    assert chosen_from(VARIANTS, *found, num_images=num_images).judged_by == expected
+    assert deciding_caches(replace(WORKLOAD, num_images=num_images), caches) == expected
 
 
-@pytest.mark.parametrize(
-    ("speeds", "sample_rows"), [((50.0, 51.0), 4_000), ((20.0, 50.0, 90.0), 4_000), ((50.0, 51.0, 52.0), 100)]
-)
-def test_few_repeats_wide_spread_or_small_samples_are_doubts(speeds: tuple[float, ...], sample_rows: int) -> None:
-    slow = measured("2 rows", 1, 2, 3)
-    assert len(chosen_from(VARIANTS, measured("32 rows", *speeds), slow, sample_rows=sample_rows).doubts) == 1
-    assert chosen_from(VARIANTS, measured("32 rows", 50, 51, 52), slow).doubts == ()
+def lacking(*found: Measurement, run_off: Sequence[Measurement] = (), not_packed: Sequence[str] = ()) -> list[str]:
+    variants = VARIANTS if len(found) > 1 else [VARIANTS[1]]
+    return missing(variants, found, run_off, WORKLOAD, "hot", not_packed)
 
 
-def test_a_single_variant_is_a_doubt_and_a_single_finalist_is_not() -> None:
-    sweep = [measured("2 rows", 10, 11, 12), measured("32 rows", 99, 100, 101)]
-    assert chosen_from(VARIANTS, *sweep, run_off=sweep[1:]).doubts == ()
-    assert len(chosen_from(VARIANTS, sweep[1]).doubts) == 1
+def test_every_variant_that_may_win_needs_three_repeats() -> None:
+    slow, fast, other = measured("2 rows", 9), measured("32 rows", 99, 100, 101), measured("128 rows", 80, 81, 82)
+    assert lacking(slow, fast, other) == []
+    assert lacking(measured("2 rows", 90, 95), fast, other) == ["2 rows: 2 of 3 repeats"]
+    # Repeats of the sweep and of the run-off count together.
+    assert lacking(measured("2 rows", 90, 95), fast, other, run_off=[measured("2 rows", 91)]) == []
+    assert lacking(measured("2 rows"), fast, other) == ["2 rows: 0 of 3 repeats"]
+    # Images of several sizes make no batch, so no time would help.
+    failed = replace(measured("2 rows"), reason="images differ in size")
+    assert lacking(failed, fast, other) == []
+    assert lacking(replace(failed, reason=NO_TIME), fast, other) == ["2 rows: 0 of 3 repeats"]
+
+
+def test_a_sample_that_fits_into_caches_decides_nothing() -> None:
+    found = [measured("2 rows", 1, 2, 3), measured("32 rows", 7, 8, 9), measured("128 rows", 50, 51, 52)]
+    chosen = chosen_from(VARIANTS, *found, sample_rows=100)
+    assert (chosen.variant, len(chosen.doubts)) == ("32 rows", 1)
+    chosen = chosen_from(VARIANTS, *found)
+    assert (chosen.variant, chosen.doubts) == ("128 rows", ())
+
+
+def test_without_another_variant_to_compare_the_ones_not_packed_are_missing() -> None:
+    assert lacking(measured("32 rows", 9, 9, 9)) == []
+    assert lacking(measured("32 rows", 9, 9, 9), not_packed=["9 rows", "2 rows"]) == ["not packed: 9 rows, 2 rows"]
 
 
 def test_without_measurements_there_is_no_recommendation() -> None:
     for found in ([], [measured("32 rows")], [measured("32 rows", 5.0, order="full")]):
-        assert choose(VARIANTS, found, (), WORKLOAD) is None
+        assert choose(VARIANTS, found, (), WORKLOAD, "hot") is None
+        assert missing(VARIANTS, found, (), WORKLOAD, "hot")
 
 
 def test_an_input_file_as_fast_as_the_others_is_kept() -> None:
@@ -116,26 +136,88 @@ def test_the_gain_over_the_input_file_is_stated() -> None:
     assert any("9.1 x slower" in reason for reason in chosen.reasons)
 
 
-def test_the_fewest_threads_and_workers_that_are_as_fast_are_recommended() -> None:
+def settings_of(*run_off: Measurement, **changes: Any) -> Recommendation:
+    """The recommendation if one variant won, and other settings were tried with it."""
     found = [measured("32 rows", 99, 100, 101), measured("2 rows", 1, 2, 3)]
-    run_off = [
-        measured("32 rows", 99, 100, 101),
-        measured("32 rows", 97, 98, 99, num_threads=1),
-        measured("32 rows", 60, 61, 62, num_threads=1, num_workers=1),
-        measured("32 rows", 80, 81, 82, num_threads=1, num_workers=2),
-        measured("32 rows", 81, 82, 83, num_threads=1, num_workers=4),
-    ]
+    return chosen_from(VARIANTS, *found, run_off=[found[0], *run_off], **changes)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "picked", "speed"),
+    [
+        # Slower, as fast, faster in most repeats, clearly faster, clearly faster with too few repeats.
+        ((50, 51, 52), (2, 16), 100), ((102, 103, 104), (2, 16), 100), ((90, 120, 130), (2, 16), 100),
+        ((120, 121, 122), None, 121), ((120, 121), (2, 16), 100),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("settings", [{"num_threads": 1}, {"window": 64}])
+def test_other_settings_are_recommended_only_if_clearly_faster(
+    settings: dict[str, int], speeds: tuple[float, ...], picked: tuple[int, int] | None, speed: float
+) -> None:
+    chosen = settings_of(measured("32 rows", *speeds, **settings))
+    expected = picked or (settings.get("num_threads", 2), settings.get("window", 16))
+    assert (chosen.num_threads, chosen.window) == expected
+    # The figure is that of these settings.
+    assert (chosen.images_per_s, chosen.images_per_s_range[1] >= speed) == (speed, True)
+    assert f"batch_size=256, window={expected[1]}, num_threads={expected[0]}" in chosen.code
+
+
+def test_more_threads_than_cpus_are_never_recommended() -> None:
+    faster = [measured("32 rows", 120 * n, 121 * n, 122 * n, num_threads=n) for n in (3, 8)]
+    assert settings_of(*faster).num_threads == 2
+    assert settings_of(*faster, cpus=4).num_threads == 3
+
+
+def test_one_worker_for_each_cpu_unless_another_number_is_clearly_faster() -> None:
+    alone = partial(measured, "32 rows", num_threads=1)
+    assert settings_of().num_workers == 2
+    assert settings_of(alone(60, 61, 62, num_workers=1), alone(59, 60, 80, num_workers=2)).num_workers == 2
+    assert settings_of(alone(60, 61, 62, num_workers=1), alone(30, 31, 32, num_workers=2)).num_workers == 1
+
+
+@pytest.mark.parametrize(
+    ("cache", "num_threads", "cpus", "expected"),
+    [("hot", 1, 2, 2), ("hot", 2, 2, 2), ("hot", 2, 8, 3), ("hot", 1, 1, 1), ("cold", 2, 8, 2)],
+)
+def test_the_ceiling_has_the_threads_that_copy(cache: str, num_threads: int, cpus: int, expected: int) -> None:
+    assert ceiling_threads(measured("", cache=cache, num_threads=num_threads).case, cpus) == expected
+
+
+def test_the_ratio_to_the_ceiling_is_that_of_the_repeats_beside_it() -> None:
+    found = replace(measured("32 rows", 80, 100, 120), ceilings=(100.0, 200.0, 100.0))
+    chosen = chosen_from(VARIANTS, found, measured("2 rows", 1, 2, 3))
+    assert (chosen.of_ceiling, chosen.ceiling_threads) == ((0.8, 0.5, 1.2), 2)
+    assert chosen_from(VARIANTS, measured("32 rows", 1, 1, 1), measured("2 rows", 1, 2, 3)).of_ceiling is None
+    # Repeats of which some have no ceiling have no ratio.
+    assert found.with_repeats_of(found).of_ceiling == 2 * found.of_ceiling
+    assert found.with_repeats_of(measured("32 rows", 9)).of_ceiling == ()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_was_measured_the_recommendation_is_not_clearly_slower_than_any_other(seed: int) -> None:
+    random = Random(seed)
+
+    def some(label: str, **changes: object) -> Measurement:
+        median, noise = random.choice((50, 70, 100)), random.choice((0.01, 0.1, 0.5))
+        speeds = [median * random.uniform(1 - noise, 1 + noise) for _ in range(random.randint(1, 5))]
+        ceilings = tuple(speed * random.uniform(0.7, 2.0) for speed in speeds)
+        return replace(measured(label, *speeds, **changes), ceilings=ceilings)
+
+    found = [some(one.label) for one in VARIANTS]
+    run_off = [some(one.label) for one in VARIANTS if random.random() < 0.5]
+    run_off += [some(one.label, num_threads=count) for one in VARIANTS for count in (1, 4, 16)]
     chosen = chosen_from(VARIANTS, *found, run_off=run_off)
-    assert (chosen.num_threads, chosen.num_workers, chosen.images_per_s) == (1, 2, 98)
-    # Workers that were not measured are one per CPU.
-    assert chosen_from(VARIANTS, *found).num_workers == 2
-    assert "batch_size=256, window=16, num_threads=1" in chosen.code
-
-
-@pytest.mark.parametrize(("speed", "window"), [(102, 16), (202, 64)])
-def test_another_window_is_recommended_only_if_clearly_faster(speed: float, window: int) -> None:
-    found = [measured("32 rows", 99, 100, 101), measured("32 rows", speed, speed, speed, window=64)]
-    assert chosen_from(VARIANTS, *found).window == window
+    compared = {one.case.variant: one for one in found if one.case.variant != "contiguous"}
+    again = {one.case: one for one in run_off}
+    compared = {label: one.updated_by(again.get(one.case)) for label, one in compared.items()}
+    assert not any(one.is_faster(compared[chosen.variant]) for one in compared.values())
+    assert set(chosen.ties) >= {chosen.variant}
+    assert chosen.num_threads <= WORKLOAD.cpus
+    figures = [
+        one for one in (*compared.values(), *run_off)
+        if (one.case.variant, one.case.num_threads) == (chosen.variant, chosen.num_threads)
+    ]  # fmt: skip
+    assert chosen.images_per_s in {round(one.median, 1) for one in figures}
 
 
 def test_the_chunk_cache_is_planned_for_all_images() -> None:
@@ -147,6 +229,24 @@ def test_the_chunk_cache_is_planned_for_all_images() -> None:
     assert chosen.chunk_cache is not None
     assert chosen.chunk_cache.nbytes == 16 * 32 * ROW_BYTES
     assert chosen.command.endswith("--chunk-rows 32 --compression gzip")
+
+
+def test_the_default_chunks_need_no_option_and_training_reads_its_split() -> None:
+    found = [measured("2 rows", 98, 99, 100), measured("32 rows", 97, 98, 99)]
+    chosen = chosen_from(VARIANTS, *found, default_chunk_rows=32, split="train")
+    assert (chosen.variant, chosen.is_default) == ("32 rows", True)
+    assert chosen.command == "h5pack convert './celeb A' packed.h5"
+    assert "H5Dataset('packed.h5', split='train')" in chosen.code
+    assert chosen_from(VARIANTS, *found).is_default is False
+    # Compressed chunks of that size are not the default.
+    gzip = replace(variant(32, "gzip"), label="32 rows gzip")
+    assert chosen_from([gzip], measured("32 rows gzip", 9, 9, 9), default_chunk_rows=32).is_default is False
+
+
+def test_a_batch_size_that_the_sample_is_too_small_for_is_the_first_reason() -> None:
+    chosen = chosen_from(VARIANTS, measured("32 rows", 9, 9, 9), asked_batch_size=1_024)
+    assert all(part in chosen.reasons[0] for part in ("batch_size=256", "1024", "4,000 rows"))
+    assert chosen.batch_size == 256
 
 
 def test_the_command_has_the_options_that_made_the_rows() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 
@@ -35,8 +37,64 @@ def test_the_answer_says_what_to_type_and_every_doubt() -> None:
     assert chosen is not None
     for part in (*(f"    {line}\n" for line in (chosen.command, *chosen.code.splitlines())), *chosen.doubts):
         assert part in text
+    # No sentence is cut: what there is no room for is counted.
+    reasons = text.partition("\n- ")[2].partition("\n\n")[0].replace("\n  ", " ").split("\n- ")
+    assert all(line.endswith(".") or "Fault" in line for line in reasons)
+    (number,) = re.findall(r"(\d+) more reasons?", text)
+    assert len(reasons) + int(number) == len(chosen.doubts) + len(chosen.reasons) + len(report.faults)
+    assert report.parameters == ("full=True",)
+    assert "full=True" in text
     assert text.startswith("interrupted")
     assert not reports.folder_report().to_text().startswith("interrupted")
+
+
+def unfinished() -> BenchReport:
+    """A report of a bench that measured too little."""
+    report = reports.folder_report()
+    report.recommendation, report.enough_seconds = None, 90
+    report.missing = [f"{one.label}: 1 of 3 repeats" for one in report.variants]
+    return report
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_first_lines_are_the_answer_with_its_figure_and_threads(full: bool) -> None:
+    first = reports.folder_report().to_text(full).partition("\n\n")[0]
+    assert all(part in first for part in ("36 rows (4 MiB)", "76,210 images/s", "num_threads=2"))
+    report = unfinished()
+    first, reasons = report.to_text(full).split("\n\n")[:2]
+    assert report.parameters[0] == "seconds=90"
+    assert report.parameters[0] in first
+    assert reasons.splitlines() == [f"- missing: {text}" for text in report.missing]
+
+
+def test_only_measured_cases_are_in_the_table_of_the_run_off() -> None:
+    report = reports.folder_report()
+    report.run_off.append(reports.failed(reports.packed(7), "window", "direct", "hot"))
+    table = report.to_text(full=True).partition("\nrun-off\n")[2].partition("\n\n")[0]
+    assert len(table.splitlines()) == len(report.run_off)
+    assert "7 rows" not in table
+
+
+RATIO = re.compile(r"(\d+\.\d+) of a (memory copy|sequential read) with (\d+) thread")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_figure_is_above_its_ceiling_and_a_noisy_one_is_a_range(seed: int) -> None:
+    random, report = Random(seed), reports.folder_report()
+    ratios = sorted(random.uniform(0.3, random.choice((1.0, 1.3, 3.0))) for _ in range(3))
+    chosen = reports.recommended(reports.packed(36), of_ceiling=(ratios[1], ratios[0], ratios[2]), ceiling_threads=2)
+    report.recommendation = chosen
+    found, text = RATIO.search(report.headline()), report.headline()
+    if ratios[2] > 1.5 * ratios[0]:
+        assert found is None
+        assert f"{ratios[0]:.2f} to {ratios[2]:.2f}" in text
+    elif ratios[1] >= 1:
+        assert found is None
+        assert "2 threads, within noise" in text
+    else:
+        assert found is not None
+        assert (float(found[1]), found[3]) == (pytest.approx(ratios[1], abs=0.006), "2")
+        assert float(found[1]) <= 1
 
 
 def test_the_full_text_has_every_case_and_note() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from h5pack.benchmark import sweep
 from h5pack.benchmark.cases import BenchCase, FileVariant, Measurement
-from h5pack.benchmark.ceilings import PageState
+from h5pack.benchmark.ceilings import Ceilings, PageState
 from h5pack.benchmark.sample import ScratchFolder
 from h5pack.benchmark.sweep import LibraryReader, ReadTiming, SharedDatasets, Sweep, open_reader
 from tests.benchmark.files import ROW_BYTES, SIZE, StepClock, input_of, sample_of, write_cut_chunks
@@ -148,6 +148,31 @@ def test_a_slow_case_gets_fewer_repeats_and_every_case_one(variants: list[FileVa
     # The window shuffle has four sixths of the time, the others one; a repeat takes twice its reader's seconds.
     assert counts == {"full": 1, "sequential": 5, "window": 17}
     assert faked.clock.now <= 3.05
+
+
+def test_cases_that_decide_get_three_repeats_even_late_but_not_too_late(
+    variants: list[FileVariant], faked: Faked
+) -> None:
+    faked.seconds["full"] = 0.4
+    cases = [case_of("4 rows", order) for order in ("full", "window")]
+    counts = {one.case.order: len(one.speeds) for one in measure(variants, cases, 1.0, faked.clock, end=10.0)}
+    # A repeat runs its reader twice.
+    assert counts["full"] == 3
+    assert counts["window"] >= 3
+    begun = faked.clock.now
+    (late,) = measure(variants, cases[:1], 1.0, faked.clock, end=begun + 1.9)
+    assert (len(late.speeds), faked.clock.now <= begun + 1.9) == (2, True)
+
+
+def test_a_ceiling_is_measured_beside_each_repeat(variants: list[FileVariant], monkeypatch: pytest.MonkeyPatch) -> None:
+    ceilings, asked = Ceilings([], 8, 1, 4, 2), list[BenchCase]()
+    monkeypatch.setattr(ceilings, "measure", lambda case: (asked.append(case), float(len(asked)))[1])
+    single = case_of("4 rows", "single")
+    found, other = measure(variants, [WINDOW, single], 1.0, StepClock(step=0.05), ceilings=ceilings)
+    # Only of H5Loader, which is compared with it.
+    assert asked == len(found.speeds) * [WINDOW]
+    assert (found.ceilings, other.ceilings) == (tuple(range(1, len(asked) + 1)), ())
+    assert len(found.of_ceiling) == len(found.speeds) > 0
 
 
 def test_repeats_run_forwards_and_backwards(variants: list[FileVariant], faked: Faked) -> None:

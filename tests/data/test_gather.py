@@ -87,6 +87,7 @@ def test_gathering_leaves_the_number_of_threads_alone(tmp_path: Path) -> None:
     seen: list[Any] = []
 
     def work() -> None:
+        torch.set_num_threads(2)
         before = torch.get_num_threads()
         with serial_torch:
             seen.append(torch.get_num_threads())
@@ -94,11 +95,15 @@ def test_gathering_leaves_the_number_of_threads_alone(tmp_path: Path) -> None:
         seen.append(torch.get_num_threads() == before)
 
     whole = torch.get_num_threads()
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [1, True]
-    assert torch.get_num_threads() == whole
+    torch.set_num_threads(3)
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert seen == [1, True]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(whole)
 
 
 @pytest.mark.parametrize("streams", [1, 2])

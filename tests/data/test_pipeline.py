@@ -106,8 +106,9 @@ def test_the_fewest_credits_are_enough(
     """Also for an epoch that goes on from any batch, and for groups that are mapped and read in turn."""
     data, ready, ways = packs.values(), MappedDataset.ready, itertools.cycle(turns.split())
     monkeypatch.setattr(MappedDataset, "ready", lambda *runs: next(ways) == "mapped" and ready(*runs))
-    # One thread takes every second plan, and four threads the others.
-    for number, plan in enumerate(itertools.islice(plans(dataset), threads % 2, None, 2)):
+    # One thread and four threads, and groups of one kind and of both, take turns with the plans.
+    first_plan = threads % 2 + 2 * (" " in turns)
+    for number, plan in enumerate(itertools.islice(plans(dataset), first_plan, None, 4)):
         held = {"labels": HeldRows(dataset, "labels", plan.rows.unique_rows())} if number // 2 % 2 else {}
         expected: list[list[int]] = [[-1] * plan.batch_rows(batch) for batch in range(plan.num_batches)]
         for group in plan.chunk_groups(1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -101,11 +102,14 @@ def test_copies_and_pickles_have_the_same_type_and_attributes(dataset: h5pack.H5
     assert echoed.masks.shape == (24, 16, 12)
 
 
-@pytest.mark.parametrize("labelled", [True, False])
-def test_the_example_reads_labelled_and_unlabelled_images(tmp_path: Path, labelled: bool) -> None:
-    labels = {"labels": np.arange(12) % 3} if labelled else {}
-    path = packs.write(tmp_path / "f.h5", 3, images=packs.values(12), **labels)
+def test_the_example_reads_labelled_and_unlabelled_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     example = Path(__file__).parents[2] / "examples" / "read_pack.py"
+    path = packs.write(tmp_path / "f.h5", 3, images=packs.values(12), labels=np.arange(12) % 3)
     environment = {**os.environ, "PYTHONPATH": str(example.parents[1])}
     done = subprocess.run([sys.executable, example, path], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout.count(": 12 images in ")) == (0, 2), done.stderr
+    monkeypatch.setattr(sys, "argv", ["", str(packs.write(tmp_path / "u.h5", 3, images=packs.values(12)))])
+    runpy.run_path(str(example))["main"]()
+    assert capsys.readouterr().out.count(": 12 images in ") == 2

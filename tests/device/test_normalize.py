@@ -293,6 +293,13 @@ def test_results_go_into_given_memory(layout: str) -> None:
         assert caught.value.parameters == ("out",)
 
 
+@pytest.mark.parametrize("seed", [-1, 1.5, None])
+def test_a_seed_is_a_whole_number_of_at_least_0(seed: Any) -> None:
+    with pytest.raises(OptionsError) as caught:
+        Normalize.imagenet(flip=True, seed=seed)
+    assert caught.value.parameters == ("seed",)
+
+
 def test_colors_need_three_channels() -> None:
     norm = Normalize((0.5,), (0.5,), color=ColorJitter(0.5))
     with pytest.raises(OptionsError) as caught:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 import h5pack
-from h5pack.doctor import diagnose, measure
-from h5pack.doctor.measure import MIN_REPEATS, StageCost
+from h5pack.doctor import diagnose, measure, target
 from h5pack.monitor import monitor
-from h5pack.monitor.bottleneck import Stage
+from h5pack.monitor.bottleneck import MIN_REPEATS
 from h5pack.monitor.probes import CpuTime
 from tests.data.packs import labelled
 from tests.monitor.fake_clock import FakeClock
@@ -52,7 +50,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     What runs in several threads must take no time of it: a DataLoader without workers runs in the main thread.
     """
     fake = Machine()
-    for module in (diagnose, measure, monitor):
+    for module in (diagnose, measure, monitor, target):
         monkeypatch.setattr(module, "time", fake)
     monkeypatch.setattr(measure, "_ready_seconds", lambda: fake.busy)
     monkeypatch.setattr(CpuTime, "now", lambda *_: CpuTime(fake.busy, 0.0))
@@ -63,9 +61,5 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every repeat takes its minimum, whatever the budget: for tests that are not about numbers."""
-
-    def share_budget(costs: Mapping[Stage, StageCost], seconds: float, repeats: int) -> dict[Stage, float]:
-        return {stage: cost.min_seconds for stage, cost in costs.items()}
-
-    monkeypatch.setattr(diagnose, "share_budget", share_budget)
-    monkeypatch.setattr(diagnose, "repeats_within", lambda costs, seconds: MIN_REPEATS)
+    monkeypatch.setattr(measure, "next_seconds", lambda left, cost, others: cost.min_seconds)
+    monkeypatch.setattr(measure, "repeats_within", lambda costs, seconds: MIN_REPEATS)

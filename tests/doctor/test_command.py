@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -35,11 +36,15 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 def test_text_a_figure_and_json(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    advice = Advice(Remedy.TRY_MORE_READS, True, {"parameter": "num_threads", "reads": 16, "units": "threads"})
+    advice = Advice(
+        Remedy.TRY_MORE_READS,
+        True,
+        {"parameter": "num_threads", "number": 16, "units": "threads", "parallel": 4, "cpus": "16 CPUs"},
+    )
     monkeypatch.setattr("h5pack.doctor.diagnose.advise", lambda verdict, evidence: [advice])
     code, out, err = run(capsys, path, *USUAL, *CHEAP, "--plot", tmp_path / "a.png")
     assert (code, err) == (0, "")
-    assert out.startswith(f"{path}: all rows, 200 images of 16x12x3 uint8\n")
+    assert f"\n{path}: all rows, 200 images of 16x12x3 uint8\n" in out
     assert f"{users.__name__}:cheap" in out
     assert "\neverything together  " in out
     # Parameters are written as options in text, and not in JSON.
@@ -55,12 +60,22 @@ def test_text_a_figure_and_json(
 def test_each_failure_of_the_user_s_code_is_a_line_and_exit_status_1(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = run(capsys, path, *USUAL, "--model", "no_such_module:f", "--transform", "json:nothing")
+    names = ("--model", f"{users.__name__}:failing_factory", "--transform", f"{users.__name__}:failing_transform")
+    code, out, err = run(capsys, path, *USUAL, *names)
     assert code == 1
     transform, model = err.splitlines()
-    assert "--transform json:nothing" in transform
-    assert "--model no_such_module:f" in model
+    assert "no such colour" in transform
+    assert "weights.pt" in model
     assert "\nloader only  " in out
+
+
+@pytest.mark.parametrize("names", [("--model", "no_such_module:f"), ("--transform", "json:nothing")])
+def test_names_are_loaded_before_the_file_is_opened_and_torch_imported(tmp_path: Path, names: tuple[str, ...]) -> None:
+    arguments = ["doctor", str(tmp_path / "missing.h5"), *names]
+    code = f"import sys; from h5pack.cli import main; print(main({arguments}), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "False"]
+    assert " ".join(names) in done.stderr
 
 
 @pytest.mark.parametrize(

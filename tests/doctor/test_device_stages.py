@@ -16,7 +16,6 @@ from h5pack.doctor.device_stages import (
     DeviceStages,
     copies_beyond_cache,
     default_loss,
-    error_line,
     idle_gpus,
     labels_of,
     make_step,
@@ -274,19 +273,3 @@ def test_factories_that_fail_say_why_in_a_line(factory: Any, word: str) -> None:
         made(factory)
     assert "\n" not in str(caught.value)
     assert name_of(factory) in str(caught.value)
-
-
-WORKER = "Caught TypeError in DataLoader worker process 0.\nOriginal Traceback (most ...):\nTypeError: no"
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (ValueError("first\nsecond"), "ValueError: first"),
-        (ValueError(), "ValueError"),
-        (OptionsError("no such thing"), "no such thing"),
-        (TypeError(WORKER), "TypeError: no"),
-    ],
-)
-def test_errors_in_a_line(error: Exception, line: str) -> None:
-    assert error_line(error) == line

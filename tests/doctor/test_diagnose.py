@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def test_slow_storage_is_named(path: Path, machine: Machine, monkeypatch: pytest
     monkeypatch.setattr(engine, "read", slow)
     report = diagnose(path, num_workers=0)
     assert report.verdict.bottlenecks == (Bottleneck.STORAGE,)
-    assert (report.verdict.fed, report.verdict.certain) == (False, True)
+    assert report.verdict.outcome is Outcome.LIMITED
     assert report.evidence.read_busy_fraction == pytest.approx(0.0, abs=0.1)
     assert report.evidence.stall_fraction > 0.9
     assert Remedy.FASTER_DISK in remedies(report)
@@ -89,9 +89,9 @@ def test_a_slow_transform_is_named(path: Path, machine: Machine, waits: bool) ->
 
     report = diagnose(path, num_workers=0, transform=transform)
     assert report.verdict.bottlenecks == (Bottleneck.TRANSFORM,)
-    assert (report.verdict.fed, report.verdict.certain) == (False, True)
-    assert remedies(report)[0] is Remedy.TRANSFORM_ON_DEVICE
-    assert (Remedy.TRANSFORM_IN_MORE_THREADS in remedies(report)) == waits
+    assert report.verdict.outcome is Outcome.LIMITED
+    assert Remedy.CHEAPER_TRANSFORM in remedies(report)
+    assert (Remedy.TRANSFORM_WAITS in remedies(report)) == waits
     assert medians(report)["transform"] == pytest.approx(1 / 0.01, rel=0.1)
 
 
@@ -104,9 +104,11 @@ def test_a_slow_step_and_too_many_threads_are_named(
     report = diagnose(path, num_threads=4, model=step_of(machine.work, 0.01))
     assert (report.verdict.outcome, report.verdict.bottlenecks) == (Outcome.FED, (Bottleneck.STEP,))
     assert medians(report)["step"] == pytest.approx(1 / 0.01, rel=0.1)
-    assert remedies(report) == [*([Remedy.LOWER_PARALLELISM] if cpus == 1 else []), Remedy.USE_GPU]
+    last = Remedy.USE_GPU if torch.cuda.is_available() else Remedy.LESS_ARITHMETIC
+    assert remedies(report) == [*([Remedy.LOWER_PARALLELISM] if cpus == 1 else []), last]
 
 
+@hasty
 def test_every_stage_is_measured_or_has_a_reason(path: Path, machine: Machine) -> None:
     shown: list[str] = []
     report = diagnose(path, num_threads=2, seconds=2.0, on_progress=shown.append)
@@ -115,25 +117,27 @@ def test_every_stage_is_measured_or_has_a_reason(path: Path, machine: Machine) -
         assert (one.rates is None) == (one.reason is not None), one
         if one.rates is not None:
             assert one.rates.low <= one.rates.median <= one.rates.high
-            assert one.rates.repeats >= 3
+            assert (one.rates.repeats < 3) == one.late
+            assert not one.late or one.stage in (Stage.COLD, Stage.COLD_STORED)
             assert one.images > 0
     assert set(medians(report)) - {"storage_cold", "storage_cold_stored_order"} == {
         "storage_hot", "loader", "normalize", "step", "everything"
     }  # fmt: skip
-    assert 0 < report.seconds < 4.0
+    assert 0 < report.seconds <= 2.0
     assert not any("load average" in text for text in report.unknown)
     assert f"{STAGE_TITLES[Stage.EVERYTHING]}, repeat 1" in shown
     found = report.to_json()
     assert set(found) == {
         "path", "split", "images", "rows", "hot_rows", "device", "step", "labels", "normalize", "stages", "bottleneck",
-        "fed", "sure", "verdict", "first_epoch", "advice", "notes", "facts", "unknown", "failures",
-        "interrupted", "seconds", "machine",
+        "fed", "verdict", "first_epoch", "advice", "notes", "facts", "unknown", "failures",
+        "interrupted", "enough_seconds", "seconds", "machine",
     }  # fmt: skip
     assert (found["labels"], found["rows"], found["images"]) == (True, ROWS, "16x12x3 uint8")
     assert (found["facts"]["num_threads"], found["interrupted"]) == (2, False)
     assert json.loads(json.dumps(found)) == found
 
 
+@hasty
 def test_a_budget_that_is_too_small_says_which_is_enough(path: Path, machine: Machine) -> None:
     seconds = [0.01]
     # What is refused before all stages were tried may be refused again.
@@ -142,7 +146,8 @@ def test_a_budget_that_is_too_small_says_which_is_enough(path: Path, machine: Ma
             report = diagnose(path, seconds=seconds[-1], num_workers=0, model=step_of(machine.work, 0.01))
             break
         except OptionsError as error:
-            (parameter, _) = error.parameters
+            (given, parameter, _) = error.parameters
+            assert given == f"seconds={seconds[-1]:g}"
             seconds.append(float(parameter.removeprefix("seconds=")))
     assert 1 < len(seconds) < 10
     assert seconds == sorted(seconds)
@@ -150,23 +155,23 @@ def test_a_budget_that_is_too_small_says_which_is_enough(path: Path, machine: Ma
 
 
 @hasty
-def test_float_images_and_a_busy_machine_are_mentioned(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_machine_is_mentioned(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.os, "getloadavg", lambda: (1_000.0, 0.0, 0.0))
     report = diagnose(path, transform=users.to_float)
     assert "normalize" not in medians(report)
-    assert Remedy.UINT8_BATCHES in {one.remedy for one in report.advice}
+    assert report.evidence.loaded_float
     assert any("load average 1000.0" in text for text in report.unknown)
 
 
 class Failing(nn.Module):
-    """Fails, but not at first."""
+    """Fails after some calls: at the first, in a trial, or in a repeat."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: int) -> None:
         super().__init__()
-        self.calls = itertools.count()
+        self.calls = iter(range(calls))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        if next(self.calls) > 4:
+        if next(self.calls, None) is None:
             raise RuntimeError("out of luck")
         return images.flatten(1)[:, :1]
 
@@ -179,8 +184,8 @@ BOTH = {"transform": users.failing_transform, "model": users.failing_factory}
 @pytest.mark.parametrize(
     ("changes", "failures", "missing"),
     [
-        ({"model": users.failing_step}, ["10x3x16x12 float32 on cpu"], MODEL),
-        ({"model": Failing}, ["out of luck"], MODEL),
+        ({"model": users.failing_step}, ["8x3x16x12 float32 on cpu"], MODEL),
+        *(({"model": partial(Failing, calls)}, ["out of luck"], MODEL) for calls in (0, 1, 3, 6, 8)),
         ({"transform": users.failing_transform}, ["no such colour"], TRANSFORM),
         (BOTH, ["no such colour", "weights.pt is not there"], MODEL | TRANSFORM),
     ],
@@ -193,7 +198,7 @@ def test_a_failure_of_the_user_s_functions_leaves_the_other_stages(
     assert "\n" not in "".join(report.failures)
     measured = {"storage_hot", "loader", "normalize", "step", "everything"}
     assert set(medians(report)) & (measured | missing) == measured - missing
-    assert report.verdict.outcome in (Outcome.NO_LOADER, Outcome.NO_STEP)
+    assert report.verdict.outcome is Outcome.NOT_MEASURED
 
 
 @hasty

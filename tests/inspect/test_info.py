@@ -17,7 +17,7 @@ import h5pack
 from h5pack.cli import main
 from h5pack.errors import PackFormatError
 from h5pack.inspect.info import DatasetReport
-from tests.makers import class_folders, hdf5_file, quick
+from tests.makers import class_folders, hdf5_file, quick, split_folders
 from tests.read.encoded_files import decoded, jpegs, write_encoded
 
 
@@ -31,6 +31,16 @@ def foreign(path: Path, shape: tuple[int, ...], **settings: Any) -> Path:
 
 def report_of(path: Path) -> DatasetReport:
     return next(dataset for dataset in h5pack.info(path).datasets if dataset.name == "images")
+
+
+def test_classes_are_counted_in_each_split(tmp_path: Path) -> None:
+    split_folders(tmp_path / "in", {"train": {"a": 5, "b": 3}, "test": {"a": 4}})
+    h5pack.convert(tmp_path / "in", tmp_path / "o.h5", **quick())
+    report = h5pack.info(tmp_path / "o.h5", stats=True)
+    assert report.stats is not None
+    assert report.stats["labels"] == {"a": 9, "b": 3}
+    assert report.stats["split_labels"] == {"train": {"a": 5, "b": 3}, "test": {"a": 4}}
+    assert all(part in report.to_text() for part in ("a: 9 (train 5, test 4)", "b: 3 (train 3, test 0)"))
 
 
 def test_a_pack_has_no_faults(tmp_path: Path) -> None:

@@ -40,4 +40,8 @@ def evidence(figures: dict[str, Any] | None = None, used: dict[str, float] | Non
         "has_transform": "transform" in (figures or {}),
         "stages": stages(used, **(figures or {})),
     }
+    everything, step = (usual["stages"][stage].rates for stage in (Stage.EVERYTHING, Stage.STEP))
+    if everything is not None and step is not None:
+        # The step waits for the rest of the time.
+        usual["stall_fraction"] = max(0.0, 1 - everything.median / step.median)
     return Evidence(**{**usual, **changes})

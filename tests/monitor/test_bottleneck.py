@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
 
-from h5pack.monitor.bottleneck import Bottleneck, Encoding, Evidence, Outcome, Rates, judge, rate_text
+from h5pack.monitor.bottleneck import (
+    FEED,
+    MAX_STALL,
+    Bottleneck,
+    Encoding,
+    Evidence,
+    Outcome,
+    Rates,
+    Stage,
+    StageResult,
+    judge,
+    rate_text,
+)
 from tests.monitor.figures import evidence, rates
 
 
@@ -43,74 +57,156 @@ ON_CPU = {"on_gpu": False}
         ({}, {"loader": None, "transform": 850, "everything": 840}, ("transform",)),
         ({}, {"copy": 1_000, "everything": 980}, ("copy",)),
         ({}, {"copy": 1_000, "loader": 1_020, "storage_hot": 4_000, "everything": 950}, ("loader", "copy")),
-        ({}, {"normalize": 900, "everything": 880}, ("normalize",)),
-        ({}, {"normalize": None, "loader": 4_000, "everything": 2_600}, ("step",)),
-        # One after the other on a CPU: 1 / (1/3000 + 1/900) = 692.
-        (ON_CPU, {"copy": None, "normalize": 900, "everything": 680}, ("normalize",)),
-        (ON_CPU, {"copy": None, "normalize": 3_100, "everything": 1_500}, ("normalize", "step")),
         # Cold in every epoch, as memory cannot hold the file.
         (TOO_LARGE, {"storage_cold": 700, "everything": 690}, ("storage",)),
         (TOO_LARGE, {"storage_cold": 700, "transform": 720, "everything": 690}, ("storage", "transform")),
         (TOO_LARGE, {"storage_cold": 9_000, "transform": 720, "everything": 690}, ("transform",)),
     ],
 )
-def test_the_slowest_part_of_the_slowest_lane_is_named(
+def test_what_the_step_waits_for_is_named(
     known: dict[str, Any], figures: dict[str, float | None], named: tuple[str, ...]
 ) -> None:
     verdict = judge(evidence(figures, **known))
     assert tuple(one.value for one in verdict.bottlenecks) == named
-    assert (verdict.outcome, verdict.fed, verdict.certain) == (Outcome.LIMITED, False, True)
+    assert (verdict.outcome, verdict.fed) == (Outcome.LIMITED, False)
 
 
 def test_stages_that_repeats_do_not_separate_are_named_together() -> None:
-    figures = {"copy": 1_000, "everything": 800}
-    assert names({**figures, "step": 1_250}) == ("copy",)
-    assert names({**figures, "step": Rates(1_250, 990, 1_300, 5)}) == ("copy", "step")
+    figures = {"copy": 1_000, "storage_hot": 4_000, "everything": 800}
+    assert names({**figures, "loader": 1_250}) == ("copy",)
+    assert names({**figures, "loader": Rates(1_250, 990, 1_300, 5)}) == ("loader", "copy")
     # One odd repeat does not make twice the speed the same.
-    assert names({**figures, "step": Rates(2_500, 990, 2_600, 5)}) == ("copy",)
+    assert names({**figures, "loader": Rates(2_500, 990, 2_600, 5)}) == ("copy",)
+    # Nor is a transform named alone if the loader without it was as slow in some repeats.
+    slow = {"storage_hot": 4_000, "transform": 400, "everything": 390}
+    assert names({**slow, "loader": 900}) == ("transform",)
+    assert names({**slow, "loader": Rates(900, 350, 950, 5)}) == ("loader", "transform")
 
 
-IN_TURN = {"copy": None, "normalize": 90_000, "everything": 2_100}
-ALONE = {"copy": None, "normalize": 9_000, "loader": 4_000}
+ALONE = {"copy": None, "normalize": 9_000}
 SHORT = {"copy": 1_000, "everything": 400}
 
 
 @pytest.mark.parametrize(
-    ("figures", "known", "outcome", "named", "fed", "certain", "slower"),
+    ("figures", "known", "outcome", "named", "stage"),
     [
-        ({}, {"stall_fraction": 0.02}, Outcome.FED, ("step",), True, True, False),
-        # A step that hardly waits is fed, although it is slower than alone.
-        (IN_TURN, {**ON_CPU, "stall_fraction": 0.2}, Outcome.LIMITED, ("step",), False, False, True),
-        (IN_TURN, {**ON_CPU, "stall_fraction": 0.04}, Outcome.FED, ("step",), True, True, False),
-        # The loop is faster than the loader, which is part of it.
-        ({"loader": 800, "storage_hot": 4_000, "everything": 1_600}, {}, Outcome.CONTRADICTION, (), None, False, False),
-        # The loop is as fast as the step, and yet the step waits.
-        ({}, {"stall_fraction": 0.7}, Outcome.CONTRADICTION, (), None, False, False),
-        # The step is the slowest, and yet it waits; the copy is, and yet the step hardly waits for it.
-        ({"everything": 1_000}, {"stall_fraction": 0.8}, Outcome.CONTRADICTION, (), None, False, False),
-        ({**SHORT, "everything": 900}, {"stall_fraction": 0.01}, Outcome.CONTRADICTION, (), None, False, False),
-        # The loop does not support the verdict, unless the step waits for the slow copy.
-        (SHORT, {"stall_fraction": 0.4}, Outcome.LIMITED, ("copy",), False, False, True),
-        (SHORT, {}, Outcome.LIMITED, ("copy",), False, False, True),
-        (SHORT, {"stall_fraction": 0.9}, Outcome.LIMITED, ("copy",), False, True, True),
-        ({**ALONE, "everything": 900}, ON_CPU, Outcome.LIMITED, ("step",), False, False, True),
-        # Without a loop, a fraction of its time means nothing.
-        ({**SHORT, "everything": None}, {"stall_fraction": 0.01}, Outcome.LIMITED, ("copy",), None, False, False),
-        # Without a step only the feed is known, and without a loader nothing.
-        ({**SLOW, "step": None, "everything": None}, WAITS, Outcome.NO_STEP, (), None, False, False),
-        ({"loader": None}, {}, Outcome.NO_LOADER, (), None, False, False),
-        ({"transform": None}, {}, Outcome.NO_LOADER, (), None, False, False),
+        ({}, {"stall_fraction": 0.02}, Outcome.FED, ("step",), None),
+        ({"normalize": 2_500, "everything": 2_400}, {"stall_fraction": 0.02}, Outcome.FED, ("normalize",), None),
+        # A step on the CPU is slower than alone, because it shares the CPUs with its loader. The loop counts.
+        ({**ALONE, "everything": 900}, {**ON_CPU, "stall_fraction": 0.04, "normalize_fraction": 0.3}, Outcome.FED,
+         ("step",), None),
+        ({**ALONE, "everything": 900}, {**ON_CPU, "stall_fraction": 0.04, "normalize_fraction": 0.7}, Outcome.FED,
+         ("normalize",), None),
+        ({**ALONE, "everything": 900}, {**ON_CPU, "stall_fraction": 0.04, "normalize_fraction": 0.47}, Outcome.FED,
+         ("normalize", "step"), None),
+        # It waits, though nothing is slow enough to wait for.
+        ({**ALONE, "everything": 900}, {**ON_CPU, "stall_fraction": 0.4}, Outcome.CONTENTION, (), None),
+        (SHORT, {"stall_fraction": 0.4}, Outcome.LIMITED, ("copy",), None),
+        (SHORT, {"stall_fraction": 0.01}, Outcome.FED, ("step",), None),
+        # Some repeats wait, others do not. Around the threshold, small differences mean little.
+        (SHORT, {"stall_fraction": 0.3, "stall_range": (0.05, 0.6)}, Outcome.NOISY, (), None),
+        ({}, {"stall_fraction": 0.02, "stall_range": (0.0, 0.25)}, Outcome.NOISY, (), None),
+        (SHORT, {"stall_fraction": 0.12, "stall_range": (0.08, 0.15)}, Outcome.LIMITED, ("copy",), None),
+        ({}, {"stall_fraction": 0.09, "stall_range": (0.08, 0.15)}, Outcome.FED, ("step",), None),
+        (SHORT, {"stall_fraction": 0.4, "stall_range": (0.2, 0.6)}, Outcome.LIMITED, ("copy",), None),
+        # The loop is faster than what it contains.
+        ({"loader": 800, "storage_hot": 4_000, "everything": 1_600}, {}, Outcome.NOISY, (), Stage.LOADER),
+        ({"step": 800, "everything": 1_600}, {"stall_fraction": 0.4}, Outcome.NOISY, (), Stage.STEP),
+        ({**ALONE, "normalize": 600, "everything": 900}, {**ON_CPU, "stall_fraction": 0.0}, Outcome.NOISY, (),
+         Stage.NORMALIZE),
+        ({"storage_cold": 500, "everything": 900}, TOO_LARGE, Outcome.NOISY, (), Stage.COLD),
+        # Without one of these, nothing is known.
+        ({**SHORT, "everything": None}, {"stall_fraction": 0.01}, Outcome.NOT_MEASURED, (), Stage.EVERYTHING),
+        ({**SLOW, "step": None, "everything": None}, WAITS, Outcome.NOT_MEASURED, (), Stage.STEP),
+        ({"loader": None}, {}, Outcome.NOT_MEASURED, (), Stage.LOADER),
+        ({"transform": None}, {}, Outcome.NOT_MEASURED, (), Stage.TRANSFORM),
     ],
-)
-def test_a_verdict_is_certain_only_if_the_loop_agrees_with_the_stages(
-    figures: dict[str, Any], known: dict[str, Any], outcome: Outcome, named: tuple[str, ...], fed: bool | None,
-    certain: bool, slower: bool,
-) -> None:  # fmt: skip
+)  # fmt: skip
+def test_the_loop_says_whether_the_step_waits(
+    figures: dict[str, Any], known: dict[str, Any], outcome: Outcome, named: tuple[str, ...], stage: Stage | None
+) -> None:
     verdict = judge(evidence(figures, **known))
     assert tuple(one.value for one in verdict.bottlenecks) == named
-    assert (verdict.outcome, verdict.fed, verdict.certain, verdict.slower) == (outcome, fed, certain, slower)
-    feed = figures.get("loader", 36_000)
-    assert verdict.feed == (None if outcome is Outcome.NO_LOADER else rates(feed))
+    assert (verdict.outcome, verdict.stage) == (outcome, stage)
+    assert verdict.fed == {Outcome.FED: True, Outcome.LIMITED: False, Outcome.CONTENTION: False}.get(outcome)
+
+
+@pytest.mark.parametrize("stage", [Stage.LOADER, Stage.COPY, Stage.NORMALIZE, Stage.STEP, Stage.EVERYTHING])
+def test_too_few_repeats_decide_nothing(stage: Stage) -> None:
+    found = evidence()
+    for rates_of_stage in (found.stages[stage].rates, None):
+        late = {**found.stages, stage: StageResult(stage, rates_of_stage, late=True)}
+        verdict = judge(replace(found, stages=late))
+        assert (verdict.outcome, verdict.stage, verdict.bottlenecks) == (Outcome.TOO_LITTLE, stage, ())
+    # Of the others, fewer repeats are enough.
+    late = {**found.stages, Stage.HOT: StageResult(Stage.HOT, late=True)}
+    assert judge(replace(found, stages=late)).outcome is Outcome.FED
+
+
+def random_evidence(random: Random) -> Evidence:
+    """Measurements of any speeds, on a machine of any noise."""
+    noise = random.choice((1.02, 1.3, 3.0))
+
+    def some() -> Rates:
+        median = 10 ** random.uniform(2, 5)
+        return Rates(median, median / random.uniform(1, noise), median * random.uniform(1, noise), 5)
+
+    on_gpu, transform = random.random() < 0.5, random.random() < 0.5
+    left_out = {stage for stage in Stage if random.random() < 0.1}
+    left_out |= set() if on_gpu else {Stage.COPY}
+    found = {stage: StageResult(stage, some()) for stage in Stage if stage not in left_out}
+    stalls = sorted(random.choice((random.uniform(0, 0.2), random.random())) for _ in range(3))
+    return Evidence(
+        cpus=random.choice((1, 2, 8)),
+        machine_cpus=random.choice((2, 8)),
+        **{random.choice(("num_threads", "num_workers")): random.choice((1, 2, 4, 32))},
+        on_gpu=on_gpu,
+        gpus=1 if on_gpu else random.choice((0, 1)),
+        pinned=random.choice((True, False)),
+        batch_rows=random.choice((8, 256)),
+        stored_row_bytes=3_072,
+        loaded_row_bytes=random.choice((3_072, 12_288)),
+        loaded_float=random.random() < 0.5,
+        encoding=random.choice((None, *Encoding)),
+        fits_cache=random.random() < 0.8,
+        has_transform=transform,
+        read_busy_fraction=random.random(),
+        transform_busy_fraction=random.random(),
+        half_batch_ratio=random.choice((None, 0.5, 0.9)),
+        stall_fraction=stalls[1],
+        stall_range=(stalls[0], stalls[2]),
+        normalize_fraction=None if on_gpu else random.uniform(0, 1 - stalls[1]),
+        stages=found,
+    )
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_whatever_was_measured_the_verdict_agrees_with_the_numbers(seed: int) -> None:
+    known = random_evidence(Random(seed))
+    verdict, stall = judge(known), known.stall_fraction
+    low, high = known.stall_range
+    parts = {stage: known.rates(stage) for stage in (known.feed_stage, Stage.STEP, Stage.EVERYTHING)}
+    if verdict.outcome is Outcome.NOT_MEASURED:
+        assert parts[verdict.stage] is None
+        return
+    together = parts[Stage.EVERYTHING].median
+    if verdict.outcome is Outcome.NOISY:
+        # Noise is claimed only if it is there.
+        wide, wrong = high - low > 0.1, verdict.stage and known.rates(verdict.stage).median < together
+        assert wide or wrong
+        return
+    assert together <= 1.25 * min(rates.median for rates in parts.values())
+    assert (stall <= MAX_STALL) == (verdict.outcome is Outcome.FED)
+    assert 1 <= verdict.gain <= 1 / (1 - stall) + 1e-9
+    assert verdict.gain * together <= max(together, parts[Stage.STEP].median) * (1 + 1e-9)
+    assert not (low <= MAX_STALL < high and high - low > 0.1)
+    names = set(verdict.bottlenecks)
+    assert names <= ({Bottleneck.NORMALIZE, Bottleneck.STEP} if verdict.fed else {*FEED, Bottleneck.COPY})
+    assert bool(names) == (verdict.outcome is not Outcome.CONTENTION)
+    if verdict.outcome is Outcome.CONTENTION:
+        assert parts[known.feed_stage].low > parts[Stage.STEP].high or known.rates(Stage.NORMALIZE) is not None
+    assert (Bottleneck.TRANSFORM not in names) or known.has_transform
+    assert (Bottleneck.COPY not in names) or known.on_gpu
 
 
 def test_the_first_epoch_may_be_slower_than_the_others() -> None:
@@ -135,6 +231,7 @@ WORKERS = {"num_workers": 2, "cpus": 8}
         ({**THREADS, "transform_wait_fraction": 0.4, "cpus_used": 1.8}, Bottleneck.LOADER),
         # The device waits, and the process does not.
         ({**THREADS, "wait_fraction": 0.02}, Bottleneck.COPY),
+        ({**THREADS, "wait_fraction": 0.02, "gpus": 0}, Bottleneck.TRANSFORM),
         ({"cpus": 8}, Bottleneck.LOADER),
         ({"cpus": 8, "num_workers": 0, "cpus_used": 0.1, **ENCODED}, Bottleneck.LOADER),
         ({**THREADS, "library_reason": "its filter is unknown", "cpus_used": 0.1}, Bottleneck.DECODING),

@@ -320,9 +320,9 @@ def test_an_epoch_of_a_billion_rows_starts_in_its_middle() -> None:
     "wrong",
     [
         *({"batch_size": 0}, {"batch_size": 2.0}, {"batch_size": True}, {"window": 0}, {"window": None}),
-        *({"num_replicas": 0}, {"streams": -2}, {"lanes": "2"}, {"seed": 1.5}, {"seed": None}, {"rank": 0.0}),
-        *({"rank": 1}, {"rank": -1}, {"shuffle": "rows"}, {"shuffle": None}, {"num_replicas": 2, "streams": 3}),
-        *({"lanes": 2, "num_replicas": 2, "streams": 6}, {"streams": 3}),
+        *({"num_replicas": 0}, {"streams": -2}, {"lanes": "2"}, {"seed": 1.5}, {"seed": None}),
+        *({"seed": -1}, {"rank": 0.0}, {"rank": 1}, {"rank": -1}, {"shuffle": "rows"}, {"shuffle": None}),
+        *({"num_replicas": 2, "streams": 3}, {"lanes": 2, "num_replicas": 2, "streams": 6}, {"streams": 3}),
     ],
     ids=str,
 )

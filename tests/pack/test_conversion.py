@@ -437,20 +437,33 @@ def test_a_validation_split_has_its_fraction_of_each_class(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    ("counts", "refused"),
-    [({"train": {"x": 8, "y": 12}}, False), ({"train": {"x": 8}, "test": {"x": 12}}, True), ({"val": {"x": 9}}, True)],
+    ("counts", "found"),
+    [
+        ({"train": 20}, {"train": 15, "val": 5}),
+        ({"training": 20, "testing": 3, "test": 9}, {"training": 15, "val": 5, "test": 9, "testing": 3}),
+        ({"train": 8, "valid": 9}, "valid"),
+        ({"Validation": 9}, "Validation"),
+        ({"test": 9, "train": 8, "tr": 7}, "several"),
+        ({"test": 9}, "none"),
+    ],
 )
-def test_a_source_with_splits_has_no_validation_split_cut_off(
-    tmp_path: Path, counts: dict[str, dict[str, int]], refused: bool
+def test_only_the_images_for_training_are_divided(
+    tmp_path: Path, counts: dict[str, int], found: dict[str, int] | str
 ) -> None:
-    source = split_folders(tmp_path / "in", counts)
-    if refused:
-        with pytest.raises(OptionsError, match=", ".join(f"'{name}'" for name in counts)) as caught:
-            h5pack.convert(source, tmp_path / "o.h5", **quick(val=0.25))
+    source = split_folders(tmp_path / "in", {name: {"x": count - 2, "y": 2} for name, count in counts.items()})
+    out = tmp_path / "o.h5"
+    if isinstance(found, str):
+        with pytest.raises(OptionsError, match=found) as caught:
+            h5pack.convert(source, out, **quick(val=0.25))
         assert caught.value.parameters == ("val=0.25",)
     else:
-        h5pack.convert(source, tmp_path / "o.h5", **quick(val=0.25))
-        assert {name: len(rows) for name, rows in splits_of(tmp_path / "o.h5").items()} == {"train": 15, "val": 5}
+        h5pack.convert(source, out, **quick(val=0.25))
+        splits = splits_of(out)
+        assert {name: len(rows) for name, rows in splits.items()} == found
+        # The images of the other splits stay there.
+        assert all(name.startswith(f"{split}/") for split in set(counts) & set(splits) for name in splits[split])
+        assert {name.partition("/")[0] for name in splits["val"]} == {next(iter(counts))}
+        assert h5pack.convert(source, out, **quick(val=0.25, resume=True)).already_complete
     for val in (0.001, 0.999):
         with pytest.raises(OptionsError):
             h5pack.convert(source, tmp_path / "p.h5", **quick(val=val))

@@ -10,7 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from h5pack.pack.finish import moved_runs
-from h5pack.pack.plan import choose_val, close_holes, order_rows
+from h5pack.pack.plan import close_holes, order_rows
+from h5pack.sources.validation import choose_val
 from h5pack.system.arrays import shuffled_split
 
 # The order of every pack ever made hangs on these; they never change.

@@ -1,8 +1,13 @@
-"""Numbers of things, and lists."""
+"""Numbers of things, lists and errors."""
 
 from __future__ import annotations
 
-from h5pack.system.text import counted, format_bytes, listed
+import pytest
+
+from h5pack.errors import OptionsError
+from h5pack.system.text import counted, error_line, format_bytes, listed
+
+WORKER = "Caught TypeError in DataLoader worker process 0.\nOriginal Traceback (most ...):\nTypeError: no"
 
 
 def test_counts_and_lists() -> None:
@@ -15,3 +20,16 @@ def test_a_size_has_a_binary_unit_and_three_digits() -> None:
     sizes = [0, 999, 1023, 116_412, 9 * 116_412, 3 * 2**29, 2**41, 3 * 2**49]
     texts = ["0 B", "999 B", "1 KiB", "114 KiB", "1 MiB", "1.5 GiB", "2 TiB", "1.5 PiB"]
     assert list(map(format_bytes, sizes)) == texts
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("first\nsecond"), "ValueError: first"),
+        (ValueError(), "ValueError"),
+        (OptionsError("no such thing"), "no such thing"),
+        (TypeError(WORKER), "TypeError: no"),
+    ],
+)
+def test_errors_in_a_line(error: Exception, line: str) -> None:
+    assert error_line(error) == line

@@ -1,0 +1,87 @@
+"""The split for validation: some of the images for training, chosen by a hash."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.errors import OptionsError
+from h5pack.sources.catalog import Catalog, one_split
+from h5pack.sources.folders import split_rank
+from h5pack.system.arrays import shuffled_split
+from h5pack.system.text import counted
+
+_NAME = "val"
+_HASH = 2**32  # far above the numbers of splits, so that choosing a split and shuffling it are independent
+
+
+def training_split(source: str, catalog: Catalog, val: float) -> int:
+    """Return the index of the split to divide: the only one if the source has no splits, else the one for training.
+
+    Raise OptionsError if there is not exactly one for training, or if there is one for validation already.
+    """
+    names = catalog.split_names
+    if names == one_split(0)[0]:
+        return 0
+    ranks = [split_rank(name) for name in names]
+    training, validation = ([number for number, one in enumerate(ranks) if one == rank] for rank in (0, 1))
+    if len(training) == 1 and not validation:
+        return training[0]
+    parameter, listed = f"val={val!r}", ", ".join(map(repr, names))
+    problem = f"it has the splits {listed}, of which {'several are' if training else 'none is'} for training"
+    if validation:
+        problem = f"it already has the split {names[validation[0]]!r} for validation"
+    raise OptionsError(
+        f"{source}: {parameter} would divide its images for training, but {problem}; leave out {parameter}, or convert "
+        "one of the splits alone, such as its folder",
+        path=None if catalog.kind == "dataset" else source,
+        parameters=(parameter,),
+    )
+
+
+def divided_names(names: tuple[str, ...], training: int) -> tuple[str, ...]:
+    """Return the names of the splits after the split with the index `training` was divided."""
+    first = "train" if names == one_split(0)[0] else names[training]
+    return (*names[:training], first, _NAME, *names[training + 1 :])
+
+
+def divide(catalog: Catalog, training: int, usable: npt.NDArray[np.int64], val: float, seed: int) -> Catalog:
+    """Return the catalog with the split for validation, after the split with the index `training`.
+
+    It gets the fraction `val` of the `usable` images of that split, catalog indices.
+    """
+    images = usable[catalog.split_ids[usable] == training]
+    labels = catalog.labels if catalog.labels is not None and catalog.labels.ndim == 1 else None
+    chosen = choose_val(None if labels is None else labels[images], len(images), val, seed)
+    if chosen.all() or not chosen.any():
+        raise OptionsError(
+            f"val={val!r} of {counted(len(images), 'image')} is {int(chosen.sum())}, but each split needs one; give "
+            "another fraction",
+            parameters=(f"val={val!r}",),
+        )
+    split_ids = catalog.split_ids + (catalog.split_ids > training).astype(np.int32)
+    split_ids[images[chosen]] = training + 1
+    return replace(catalog, split_names=divided_names(catalog.split_names, training), split_ids=split_ids)
+
+
+def choose_val(labels: npt.NDArray[np.int64] | None, count: int, val: float, seed: int) -> npt.NDArray[np.bool_]:
+    """Return which of `count` images the split for validation gets, bool (count,): the fraction `val`, rounded.
+
+    With `labels`, int64 (count,), each class gives this fraction of its images, rounded down, and the classes with the
+    largest remainders give one more. Both images and classes with equal remainders are chosen by a hash.
+    """
+    ids = np.zeros(count, np.int64) if labels is None else np.unique(labels, return_inverse=True)[1]
+    sizes = np.bincount(ids)
+    # Rounding makes remainders equal that are equal but for the precision of floats.
+    shares = np.round(sizes * val, 9)
+    quotas = np.floor(shares).astype(np.int64)
+    by_remainder = np.lexsort((shuffled_split(len(sizes), seed, _HASH + 1), quotas - shares))
+    quotas[by_remainder[: round(count * val) - int(quotas.sum())]] += 1
+    order = shuffled_split(count, seed, _HASH)
+    by_class = order[np.argsort(ids[order], kind="stable")]
+    positions = np.arange(count) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    chosen = np.zeros(count, np.bool_)
+    chosen[by_class[positions < np.repeat(quotas, sizes)]] = True
+    return chosen
