@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from h5pack.errors import H5PackError, NoImagesError, OptionsError, SourceError
-from h5pack.sources.archives import members_catalog
+from h5pack.sources.archives import members_catalog, open_zip
 from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.celeba import celeba, is_celeba
 from h5pack.sources.folders import arranged, walk
@@ -22,7 +22,6 @@ from h5pack.sources.shards import TABLE_SUFFIXES, TAR_SUFFIXES, Shards, find_sha
 from h5pack.sources.tables import tables
 from h5pack.sources.tar_files import open_tar
 from h5pack.sources.webdataset import is_webdataset, webdataset
-from h5pack.sources.zip_files import open_zip
 from h5pack.system.text import listed
 
 KINDS = ("flat", "classes", "splits", "celeba", "manifest", "hdf5", "webdataset", "parquet", "mds")
