@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import sys
 import time
@@ -30,9 +31,9 @@ from h5pack.pack.estimate import estimate_seconds, table_seconds
 from h5pack.pack.journal import RowRecord, RowResults
 from h5pack.pack.kept import KeptPlan, copy_seconds, make_kept_plan
 from h5pack.pack.options import ConvertOptions
+from h5pack.pack.output import ConvertReport as ConvertReport
 from h5pack.pack.output import Output, OutputLock
-from h5pack.pack.plan import ConvertPlan, close_holes, make_plan, refuse_reject, require_undivided
-from h5pack.pack.plan import ConvertReport as ConvertReport
+from h5pack.pack.plan import ConvertPlan, close_holes, make_plan, refuse_reject, require_suitable
 from h5pack.pack.resume import UnfinishedPack, verify_existing
 from h5pack.pack.survey import survey
 from h5pack.sources.catalog import Catalog
@@ -278,7 +279,7 @@ class Conversion:
     @functools.cached_property
     def _catalog(self) -> Catalog:
         catalog = open_source(self._source, self.options.source_options, self.output.final.parent)
-        require_undivided(_source_name(self._source), catalog, self.options)
+        require_suitable(_source_name(self._source), catalog, self.options)
         return catalog
 
     def plan(self) -> ConvertPlan:
@@ -345,7 +346,8 @@ class Conversion:
         final = close_holes(plan.row_order.split_starts, written.packed, plan.options.order == "sorted")
         if not (rows_moved_before and self.options.filter is not None and finish.is_compressed(self.output.partial)):
             if rows_moved_before:
-                wrong = self._wrong_rows(pack, np.arange(len(final.origins)), written.checksums[final.origins])
+                expected = [some[final.origins] for some in written.all_checksums]
+                wrong = self._wrong_rows(pack, np.arange(len(final.origins)), expected)
                 finish.repair_rows(pack, written, final.origins, wrong)
             else:
                 finish.move_rows(pack, final.origins)
@@ -353,7 +355,7 @@ class Conversion:
             if self.options.filter is None:
                 finish.complete(pack, tables)
             else:
-                with self._stage("compress", len(final.origins)) as advance:
+                with self._stage("compress", len(final.origins) * len(pack.all_offsets)) as advance:
                     finish.compress(pack, tables, self._executor, 2 * self.num_workers, advance)
         rejects = plan.all_rejects(written.reasons)
         finish.publish(pack, rejects)
@@ -371,22 +373,30 @@ class Conversion:
 
     def _earlier_results(self, pack: UnfinishedPack) -> RowResults:
         """Return the results that the journal records and the file's bytes confirm; other rows are written again."""
-        results = RowResults(pack.plan.rows, pack.plan.options.channels)
+        results = RowResults(pack.plan.rows, pack.plan.options.channels, len(pack.field_offsets))
         for record in pack.journal.records():
             results.add(record)
         if results.settled.any():
-            results.discard(self._wrong_rows(pack, np.flatnonzero(results.packed), results.checksums))
+            rows = np.flatnonzero(results.packed)
+            results.discard(self._wrong_rows(pack, rows, results.record().all_checksums))
         return results
 
     def _wrong_rows(
-        self, pack: UnfinishedPack, rows: npt.NDArray[np.int64], checksums: npt.NDArray[np.uint32]
+        self, pack: UnfinishedPack, rows: npt.NDArray[np.int64], checksums: Sequence[npt.NDArray[np.uint32]]
     ) -> list[int]:
-        """Return, ascending, those of `rows` whose bytes do not match `checksums`, which is indexed by row."""
-        wrong: list[int] = []
-        tasks = check_tasks(str(self.output.partial), pack.row_offsets, rows, checksums, _CHECK_BYTES)
-        with self._stage("check", len(rows)) as advance:
+        """Return, ascending, those of `rows` whose bytes do not match the checksums of the images and of each field.
+
+        The checksums are indexed by row.
+        """
+        wrong: set[int] = set()
+        path = str(self.output.partial)
+        tasks = itertools.chain.from_iterable(
+            check_tasks(path, offsets, rows, expected, _CHECK_BYTES)
+            for offsets, expected in zip(pack.all_offsets, checksums, strict=True)
+        )
+        with self._stage("check", len(rows) * len(checksums)) as advance:
             for count, found in run(self._executor, check_rows_counted, tasks, 2 * self.num_workers, describe_check):
-                wrong += found
+                wrong.update(found)
                 advance(count)
         return sorted(wrong)
 
@@ -394,7 +404,7 @@ class Conversion:
         """Write the rows without a result, then record durably that every row is written or rejected."""
         plan = pack.plan
         missing = np.flatnonzero(~results.settled)
-        tasks = writer.write_tasks(plan, pack.job, pack.row_offsets, missing, self.num_workers)
+        tasks = writer.write_tasks(plan, pack.job, pack.all_offsets, missing, self.num_workers)
         with self._stage("write", len(missing)) as advance:
             for records in run(self._executor, writer.write_rows, tasks, 2 * self.num_workers, writer.describe):
                 for record in records:
