@@ -254,7 +254,10 @@ def test_a_split_without_images_is_no_split(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        (["images/b.jpg", "images/a.png", "masks/a.png", "masks/b.gif"], {"masks": {"a.png": "a.png", "b.jpg": "b.gif"}}),
+        (
+            ["images/b.jpg", "images/a.tif", "masks/a.png", "masks/b.gif"],
+            {"masks": {"b.jpg": "b.gif", "a.tif": "a.png"}},
+        ),
         (
             ["JPEGImages/1.jpg", "SegmentationClass/1.png", "SegmentationObject/1.png", "Annotations/1.xml"],
             {"SegmentationClass": {"1.jpg": "1.png"}, "SegmentationObject": {"1.jpg": "1.png"}},
