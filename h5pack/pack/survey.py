@@ -73,6 +73,7 @@ def survey(
     size = catalog.reader.uniform_size()
     if size is not None:
         _survey_uniform(catalog.reader, size, result, max_pixels)
+        result.mask_dtypes = catalog.reader.uniform_mask_dtypes()
         advance(count)
         return result
     labels: list[npt.NDArray[Any] | None] = [None] * count if catalog.reader.has_labels else []

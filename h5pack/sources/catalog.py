@@ -194,6 +194,10 @@ class SourceReader:
         """Return the fingerprints of images, uint64 (n,). Call this only if `uniform_size` returns a size."""
         raise NotImplementedError
 
+    def uniform_mask_dtypes(self) -> list[str]:
+        """Return the dtype of each field of masks, if `uniform_size` returns a size, which is that of masks, too."""
+        return []
+
     def begin(self, indices: Sequence[int]) -> None:
         """Announce the images that will be read next, in this order, so that the reader can read ahead."""
 

@@ -17,7 +17,7 @@ from h5pack.errors import OptionsError, ResumeError
 from h5pack.format.checksums import row_checksums
 from h5pack.pack.conversion import Conversion
 from tests.crashing import convert_in_child, distinct_steps, interrupt, leftovers, lose_pages
-from tests.makers import numbers, pair_folders, pixels, quick, save, truncate
+from tests.makers import hdf5_file, numbers, pair_folders, pixels, quick, save, truncate
 
 SETTINGS = quick(source_kind="pairs", chunk_rows=8)
 
@@ -241,3 +241,27 @@ def test_what_cannot_be_combined_with_masks(tmp_path: Path) -> None:
     with pytest.raises(OptionsError, match="draft"):
         h5pack.convert(tmp_path / "in", tmp_path / "o.h5", **SETTINGS, size=8, draft=True)
     assert leftovers(tmp_path) == {"in"}
+
+
+@pytest.mark.parametrize("fields", [(), "masks", "fields/masks"])
+def test_masks_of_a_pack_are_packed_again(tmp_path: Path, fields: str) -> None:
+    h5pack.convert(pair_folders(tmp_path / "in", 20), tmp_path / "a.h5", **SETTINGS, compression="gzip:1")
+    before = pack_of(tmp_path / "a.h5")
+    h5pack.convert(tmp_path / "a.h5", tmp_path / "b.h5", **quick(fields=fields, seed=3, size=(10, 7), fit="stretch"))
+    after = pack_of(tmp_path / "b.h5")
+    for name, mask in zip(after["names"], after["masks"], strict=True):
+        assert np.array_equal(mask, before["masks"][before["names"].index(name)][1::2, 1::2])
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bool", "uint16", "int32"])
+def test_masks_of_any_hdf5_file(tmp_path: Path, dtype: str) -> None:
+    masks = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 128, (6, 8, 12)).astype(dtype)
+    path = hdf5_file(tmp_path / "a.h5", images=np.zeros((6, 8, 12, 3), np.uint8), seg=masks, wide=masks.astype("int64"))
+    h5pack.convert(path, tmp_path / "b.h5", **quick(fields=["seg", "wide"], order="sorted"))
+    with h5py.File(tmp_path / "b.h5") as file:
+        assert file["fields/seg"].dtype == (np.uint8 if dtype in ("uint8", "bool") else np.int32)
+        assert np.array_equal(file["fields/seg"][()], masks)
+        assert np.array_equal(file["wide"][()], masks)
+    h5pack.convert(path, tmp_path / "c.h5", **quick(fields="seg", order="sorted", size=(8, 6)))
+    with h5py.File(tmp_path / "c.h5") as file:
+        assert np.array_equal(file["fields/seg"][()], masks[:, :, 3:9])
