@@ -60,6 +60,7 @@ def convert(
     label_columns: str | Sequence[str] = (),
     split_column: str | None = None,
     field_columns: str | Sequence[str] = (),
+    mask_columns: str | Sequence[str] = (),
     images: str | None = None,
     labels: str | None = None,
     fields: str | Sequence[str] = (),
@@ -105,8 +106,8 @@ def convert(
     out : path
         The file to create.
     source_kind : str, optional
-        flat, classes, splits, celeba, manifest, hdf5, webdataset or parquet. Default: detected from the source's
-        content.
+        flat, classes, splits, pairs (folders of images and of their masks), celeba, manifest, hdf5, webdataset or
+        parquet. Default: detected from the source's content, except for pairs.
     include, exclude : str or sequence of str
         Shell patterns for paths relative to the source. Only images that match `include` and do not match `exclude`
         are packed.
@@ -122,6 +123,9 @@ def convert(
         The manifest's columns that hold numbers to store as further fields (per-row datasets). Columns can also be
         those of Parquet files, where `path_column` is the column of images, or keys of the .json members of WebDataset
         shards.
+    mask_columns : str or sequence of str
+        The manifest's columns of paths of masks. Each becomes a field: a number for each pixel of the image, which is
+        cropped, padded, resized and turned with it.
     images, labels : str, optional
         An HDF5 file's datasets of images and of labels. Default: detected. ``labels=""`` packs no labels.
     fields : str or sequence of str
@@ -206,11 +210,12 @@ def convert(
     conversion = Conversion(
         source, out, source_kind=source_kind, include=include, exclude=exclude, limit=limit, root=root,
         path_column=path_column, label_columns=label_columns, split_column=split_column, field_columns=field_columns,
-        images=images, labels=labels, fields=fields, channel_axis=channel_axis, value_range=value_range, size=size,
-        fit=fit, resample=resample, draft=draft, mode=mode, layout=layout, keep=keep, max_side=max_side,
-        quality=quality, order=order, seed=seed, val=val, chunk_rows=chunk_rows, chunk_bytes=chunk_bytes,
-        max_pixels=max_pixels, compression=compression, compat=compat, strict=strict, num_workers=num_workers,
-        start_method=start_method, io=io, overwrite=overwrite, resume=resume, progress=progress,
+        mask_columns=mask_columns, images=images, labels=labels, fields=fields, channel_axis=channel_axis,
+        value_range=value_range, size=size, fit=fit, resample=resample, draft=draft, mode=mode, layout=layout,
+        keep=keep, max_side=max_side, quality=quality, order=order, seed=seed, val=val, chunk_rows=chunk_rows,
+        chunk_bytes=chunk_bytes, max_pixels=max_pixels, compression=compression, compat=compat, strict=strict,
+        num_workers=num_workers, start_method=start_method, io=io, overwrite=overwrite, resume=resume,
+        progress=progress,
     )  # fmt: skip
     with conversion:
         return conversion.run()

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image, ImageOps
 
 import h5pack
-from h5pack.errors import OptionsError, ResumeError
+from h5pack.errors import OptionsError, ResumeError, SourceError
 from h5pack.format.checksums import row_checksums
 from h5pack.pack.conversion import Conversion
 from tests.crashing import convert_in_child, distinct_steps, interrupt, leftovers, lose_pages
@@ -265,3 +265,24 @@ def test_masks_of_any_hdf5_file(tmp_path: Path, dtype: str) -> None:
     h5pack.convert(path, tmp_path / "c.h5", **quick(fields="seg", order="sorted", size=(8, 6)))
     with h5py.File(tmp_path / "c.h5") as file:
         assert np.array_equal(file["fields/seg"][()], masks[:, :, 3:9])
+
+
+def test_masks_that_a_manifest_names(tmp_path: Path) -> None:
+    source = pair_folders(tmp_path / "in", 10)
+    lines = ["image,mask,label,other,split"]
+    lines += [f"images/{one:03d}.jpg,masks/{one:03d}.png,{one % 3},masks/{9 - one:03d}.png,train" for one in range(9)]
+    lines += ["images/009.jpg,,1,masks/000.png,val"]
+    (source / "list.csv").write_text("\n".join(lines))
+    settings = quick(mask_columns=["mask", "other"], order="sorted", chunk_rows=4)
+    assert h5pack.convert(source / "list.csv", tmp_path / "o.h5", **settings).images == 9
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert np.array_equal(file["fields/mask"][()], [numbers(one, (20, 14)) for one in range(9)])
+        assert np.array_equal(file["fields/other"][()], [numbers(9 - one, (20, 14)) for one in range(9)])
+        assert file["labels"][()].tolist() == [one % 3 for one in range(9)]
+        assert file["rejects/reasons"][()].tolist() == [b"no path in column 'mask'"]
+    assert h5pack.verify(tmp_path / "o.h5").ok
+    for columns in ({"mask_columns": "nothing"}, {"mask_columns": "mask", "field_columns": "mask"}):
+        with pytest.raises((SourceError, OptionsError)):
+            h5pack.convert(source / "list.csv", tmp_path / "p.h5", **quick(**columns))
+    with pytest.raises(OptionsError):
+        h5pack.convert(source / "images", tmp_path / "p.h5", **quick(mask_columns="mask"))
