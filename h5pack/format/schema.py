@@ -42,7 +42,6 @@ KIND = "kind"
 
 # Values of the attribute `kind` of fields.
 MASK = "mask"
-IMAGE = "image"
 
 NO_LABEL = -1
 """The label that is stored for an unlabelled image, in a pack whose other images have labels."""

@@ -126,10 +126,10 @@ class NameTable:
 
 @dataclass(frozen=True)
 class PixelField:
-    """A field whose values are pixels: a mask, or a further image, of each image of a catalog."""
+    """A field whose values are pixels: a mask of each image of a catalog."""
 
     name: str
-    kind: str  # `schema.MASK` or `schema.IMAGE`
+    kind: str  # `schema.MASK`
     files: NameTable  # (M,): the file of each image's mask, relative to the source
 
 
@@ -168,7 +168,7 @@ class SourceReader:
         raise NotImplementedError
 
     def read_field(self, number: int, index: int, name: str) -> bytes | npt.NDArray[Any]:
-        """Return the mask, or further image, `name` of image `index`, as `read` does; pixels of a mask are (h, w).
+        """Return the mask `name` of image `index`, as `read` does; pixels of a mask are (h, w).
 
         `number` is the position of its field in the catalog.
         """
