@@ -96,6 +96,12 @@ def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> 
             path=source,
             parameters=("draft=True",),
         )
+    if options.keep is not None and catalog.pixel_fields:
+        raise OptionsError(
+            f"{source}: keep={options.keep!r} cannot store masks; leave out keep={options.keep!r}",
+            path=source,
+            parameters=(f"keep={options.keep!r}",),
+        )
     if options.val is not None and catalog.split_names not in (one_split(0)[0], VAL_SPLITS[:1]):
         parameter = f"val={options.val!r}"
         names = ", ".join(map(repr, catalog.split_names))

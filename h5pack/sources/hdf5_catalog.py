@@ -45,7 +45,7 @@ class HDF5Datasets:
     fields: tuple[str, ...] = ()  # further datasets with one row per image
     channel_axis: str | None = None  # one of `CHANNEL_AXES`; default: inferred by `channel_axes`
     value_range: tuple[float, float] | None = None  # the values mapped to 0 and 255; see `PixelForm`
-    own_fields: bool = True  # if `fields` is empty, include all fields of a pack
+    own_fields: bool = True  # if `fields` is empty, include all fields of a pack; if false, only masks
 
     def __post_init__(self) -> None:
         if self.channel_axis is not None and self.channel_axis not in CHANNEL_AXES:
@@ -95,7 +95,7 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
     rows = pack.indexes[images].rows
     labels = find_labels(file, images, rows) if datasets.labels is None else datasets.labels.strip("/") or None
     fields = tuple(field_path(file, name.strip("/")) for name in datasets.fields)
-    if not fields and datasets.own_fields and schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED):
+    if not fields and schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED):
         fields = tuple(_own_fields(file))
     form = None if pack.indexes[images].is_encoded else _form(path, require_dataset(file, images), datasets)
     if form is None and (datasets.channel_axis or datasets.value_range):
@@ -107,6 +107,8 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
             parameters=("channel_axis", "value_range"),
         )
     masks = tuple(name for name in fields if form is not None and _is_mask(file, name, form, images))
+    if not datasets.own_fields:
+        fields = masks
     if masks:
         pack = describe_file(path, images, None, masks, sized=False)
     reader = HDF5RowReader(pack, form, masks)

@@ -240,6 +240,8 @@ def test_what_cannot_be_combined_with_masks(tmp_path: Path) -> None:
     pair_folders(tmp_path / "in", 4)
     with pytest.raises(OptionsError, match="draft"):
         h5pack.convert(tmp_path / "in", tmp_path / "o.h5", **SETTINGS, size=8, draft=True)
+    with pytest.raises(OptionsError, match="keep"):
+        h5pack.convert(tmp_path / "in", tmp_path / "o.h5", **quick(source_kind="pairs", keep="jpeg"))
     assert leftovers(tmp_path) == {"in"}
 
 
