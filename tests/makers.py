@@ -121,3 +121,23 @@ def zip_file(path: Path, root: Path, compression: int = zipfile.ZIP_DEFLATED) ->
         for name in sorted(root.rglob("*")):
             archive.write(name, name.relative_to(root))
     return path
+
+
+def numbers(seed: int, size: tuple[int, int]) -> npt.NDArray[np.uint8]:
+    """A mask of random numbers of classes, 0 to 20."""
+    return np.random.default_rng(seed).integers(0, 21, size, np.uint8)
+
+
+def pair_folders(
+    root: Path, count: int, size: tuple[int, int] = (20, 14), images: str = "images", masks: str = "masks"
+) -> Path:
+    """A folder of JPEGs, and beside it one of their masks, PNG files of the same names; every second has a palette."""
+    for number in range(count):
+        save(root / images / f"{number:03d}.jpg", number, size)
+        path = root / masks / f"{number:03d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        mask = Image.fromarray(numbers(number, size))
+        if number % 2:
+            mask.putpalette([7 * value % 256 for value in range(768)])
+        mask.save(path)
+    return root

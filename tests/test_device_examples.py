@@ -132,7 +132,7 @@ def test_the_contrastive_loss_is_that_of_its_formula() -> None:
 def test_masks_teach(tmp_path: Path) -> None:
     import segment
 
-    segment.draw_discs(tmp_path / "discs.h5", count=128)
-    losses = segment.train(tmp_path / "discs.h5", epochs=6)
-    # It is 0.147, and 0.256 if the masks are left unmoved.
-    assert losses[-1] < 0.18
+    segment.draw_discs(tmp_path / "discs", count=128)
+    losses = segment.train(tmp_path / "discs", epochs=6)
+    # It is 0.037, and 0.363 if the masks are left unmoved.
+    assert losses[-1] < 0.1

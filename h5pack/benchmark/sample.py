@@ -26,7 +26,7 @@ from h5pack.format.plans import plan_chunks
 from h5pack.inspect.info import DatasetReport, describe_dataset
 from h5pack.pack.conversion import convert
 from h5pack.pack.options import ConvertOptions
-from h5pack.pack.plan import ConvertReport
+from h5pack.pack.output import ConvertReport
 from h5pack.read.encoded import EncodedIndex
 from h5pack.read.hdf5 import open_file, require_dataset
 from h5pack.sources.detect import open_source

@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
     what = convert.add_argument_group("what to pack")
     what.add_argument(
         "--source", dest="source_kind", metavar="KIND",
-        help="kind of SOURCE: flat, classes, splits, celeba, manifest, hdf5, webdataset, parquet or mds "
+        help="kind of SOURCE: flat, classes, splits, pairs, celeba, manifest, hdf5, webdataset, parquet or mds "
         "(default: detected)",
     )  # fmt: skip
     what.add_argument(
@@ -59,6 +59,9 @@ def add(commands: Any) -> None:
     what.add_argument("--split-column", metavar="NAME", help="the manifest's column that names each image's split")
     what.add_argument(
         "--field-columns", type=comma_parts, metavar="A,B", help="the manifest's columns of numbers to store as fields"
+    )
+    what.add_argument(
+        "--mask-columns", type=comma_parts, metavar="A,B", help="the manifest's columns of paths of masks, PNG files"
     )
 
     hdf5 = convert.add_argument_group("HDF5 sources")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
 import os
 import shutil
 import time
@@ -284,7 +285,10 @@ class ExportFolder:
                 lines = csv.reader(stream)
                 if next(lines, [""])[0] != "path":
                     raise ValueError
-                known = {MANIFEST, *(line[0].removeprefix("./") for line in lines)}
+                known = {MANIFEST}
+                for line in lines:
+                    masks = (cell for cell in line[1:] if cell.endswith(".png"))
+                    known.update(cell.removeprefix("./") for cell in (line[0], *masks))
         except (OSError, ValueError, IndexError, csv.Error):
             raise OutputExistsError(
                 f"{self.final}: has no {MANIFEST} of an export; {advice}", path=self.final
@@ -320,7 +324,7 @@ class ExportFolder:
 
     def make_folders(self, names: ExportNames) -> None:
         """Create all folders in `partial`, and delete what a run with other options left there."""
-        kept_files, kept_folders = {MANIFEST, *names.paths}, set(names.folders)
+        kept_files, kept_folders = {MANIFEST, *names.paths, *itertools.chain(*names.masks)}, set(names.folders)
         for parent, below, files in os.walk(self.partial, topdown=False):
             for found, kept, remove in ((files, kept_files, os.unlink), (below, kept_folders, os.rmdir)):
                 for path in (os.path.join(parent, name) for name in found):
@@ -403,11 +407,11 @@ class _Export:
             open_executor(self.num_workers, self.start_method, work) as executor,
             tqdm(total=total, desc="export", unit=" images", disable=hidden, smoothing=0.1, leave=False) as bar,
         ):
-            tasks = export_tasks(work.reader, names.paths, self.num_workers)
+            tasks = export_tasks(work.reader, names.paths, names.masks, self.num_workers)
             for done in run(executor, export_rows, tasks, 2 * self.num_workers, str):
                 results.add(done)
                 bar.update(done.rows)
-        return names, plan_manifest(self.source, names.paths), results
+        return names, plan_manifest(self.source, names), results
 
     def _report(
         self, names: ExportNames, manifest: Manifest, results: ExportResults, *, already_complete: bool = False

@@ -17,6 +17,7 @@ from PIL import Image
 
 from h5pack.errors import NoImagesError, OptionsError, RejectedImageError
 from h5pack.images.decode import image_of, strict_pillow
+from h5pack.images.masks import naming_mask
 from h5pack.pack.writer import join_groups
 from h5pack.read.encoded import RowDecoder
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable
@@ -34,6 +35,7 @@ _TASKS_PER_WORKER = 16
 _TASK_BYTES = 32 * 1024 * 1024
 _PNG = {"compress_level": 1, "compress_type": zlib.Z_RLE}
 _PLAIN_CHROMA_QUALITY = 90
+_MAX_16_BITS = 2**16 - 1
 _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 
 
@@ -136,6 +138,7 @@ class ExportTask:
 
     indices: npt.NDArray[np.int64]
     paths: list[str]
+    masks: list[list[str]] = field(default_factory=list)  # for each field of masks, their relative file paths
 
     def __str__(self) -> str:
         """Describe the task's files for the error message if its worker process dies."""
@@ -163,7 +166,9 @@ class ExportResults:
         self.differing += other.differing
 
 
-def export_tasks(reader: HDF5RowReader, paths: NameTable, num_workers: int) -> Iterator[ExportTask]:
+def export_tasks(
+    reader: HDF5RowReader, paths: NameTable, masks: Sequence[NameTable], num_workers: int
+) -> Iterator[ExportTask]:
     """Divide all rows into tasks, in stored order. Rows of the same chunk group stay in one task."""
     count = len(paths)
     everything = np.arange(count, dtype=np.int64)
@@ -171,7 +176,10 @@ def export_tasks(reader: HDF5RowReader, paths: NameTable, num_workers: int) -> I
     max_rows = min(max_rows, max(1, _TASK_BYTES // max(1, reader.index.row_bytes)))
     groups = reader.groups(everything)
     for share in join_groups(everything, everything if groups is None else groups, max_rows):
-        yield ExportTask(share, [paths[index] for index in share.tolist()])
+        indices = share.tolist()
+        yield ExportTask(
+            share, [paths[index] for index in indices], [[one[index] for index in indices] for one in masks]
+        )
 
 
 def export_rows(task: ExportTask) -> ExportResults:
@@ -181,15 +189,20 @@ def export_rows(task: ExportTask) -> ExportResults:
     work.reader.begin(task.indices.tolist())
     with strict_pillow():
         decoder = RowDecoder() if work.reader.form is None else None
-        for index, name in zip(task.indices.tolist(), task.paths, strict=True):
+        for position, (index, name) in enumerate(zip(task.indices.tolist(), task.paths, strict=True)):
             path = f"{work.folder}/{name}"
             try:
+                # If a mask cannot be read, the image is left out, too, so masks come first.
+                for number, masks in enumerate(task.masks):
+                    with naming_mask(masks[position]):
+                        _export_mask(work, number, index, f"{work.folder}/{masks[position]}", results)
                 _export_row(work, index, path, decoder, results)
             except RejectedImageError as error:
                 results.reasons[index] = str(error)
-                if work.keep and not work.check_only:
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(path)
+                if not work.check_only:
+                    for written in (path, *(f"{work.folder}/{masks[position]}" for masks in task.masks)):
+                        with contextlib.suppress(FileNotFoundError):
+                            os.unlink(written)
     return results
 
 
@@ -225,6 +238,27 @@ def _export_row(work: ExportWork, index: int, path: str, decoder: RowDecoder | N
         results.differing += 1
     else:
         data = encode_png(pixels) if data is None else data
+        _write_file(path, data)
+        results.bytes += len(data)
+
+
+def _export_mask(work: ExportWork, number: int, index: int, path: str, results: ExportResults) -> None:
+    """Write a mask as PNG of 8 bits, or 16 if it has more, unless the file already holds it."""
+    mask = work.reader.read_field(number, index, path)
+    if mask.dtype != np.uint8:
+        if mask.min() < 0 or mask.max() > _MAX_16_BITS:
+            raise RejectedImageError(f"its numbers from {mask.min()} to {mask.max()} do not fit into 16 bits")
+        mask = mask.astype(np.uint16)
+    if work.keep:
+        with contextlib.suppress(OSError):
+            existing = Path(path).read_bytes()
+            if _shows(existing, mask[:, :, None]):
+                results.bytes += len(existing)
+                return
+    if work.check_only:
+        results.differing += 1
+    else:
+        data = encode_png(mask[:, :, None])
         _write_file(path, data)
         results.bytes += len(data)
 

@@ -59,12 +59,13 @@ class Manifest:
     split: ManifestColumn
     labels: tuple[ManifestColumn, ...]
     fields: tuple[ManifestColumn, ...]
+    masks: tuple[ManifestColumn, ...]  # paths of masks
     others: tuple[ManifestColumn, ...]  # columns on the origin of rows, which `h5pack convert` ignores
     lost: tuple[str, ...]  # what `h5pack convert` would not restore from the manifest
 
     def lines(self, left_out: Collection[int]) -> Iterator[list[str]]:
         """Yield the cells of the header line, then of each row except those in `left_out`, which have no file."""
-        columns = (self.split, *self.labels, *self.fields, *self.others)
+        columns = (self.split, *self.labels, *self.fields, *self.masks, *self.others)
         yield ["path", *(column.name for column in columns)]
         for start in range(0, len(self.paths), _BLOCK_ROWS):
             stop = min(start + _BLOCK_ROWS, len(self.paths))
@@ -105,6 +106,8 @@ class Manifest:
                 words += ["--label-columns", ",".join(column.name for column in self.labels)]
             if self.fields:
                 words += ["--field-columns", ",".join(column.name for column in self.fields)]
+            if self.masks:
+                words += ["--mask-columns", ",".join(column.name for column in self.masks)]
         form = source.reader.form
         if form is not None and form.channels(source.reader.index.row_shape) in (1, 2):
             words += ["--mode", "gray"]
@@ -115,8 +118,8 @@ class Manifest:
         return shlex.join(words), self.lost if kind is None else ()
 
 
-def plan_manifest(source: SourceRows, paths: NameTable) -> Manifest:
-    """Return the manifest of the rows of `source`, whose image files are `paths`."""
+def plan_manifest(source: SourceRows, names: ExportNames) -> Manifest:
+    """Return the manifest of the rows of `source`, whose files have these `names`."""
     catalog = source.catalog
     name = _ColumnNames("path", "split")
     lost: list[str] = []
@@ -125,11 +128,16 @@ def plan_manifest(source: SourceRows, paths: NameTable) -> Manifest:
     fields: list[ManifestColumn] = []
     for field, values in sorted(catalog.fields.items()):
         fields += _field(field, values, catalog.labels is None, name, lost)
+    masks = []
+    for one, files in zip(catalog.pixel_fields, names.masks, strict=True):
+        masks.append(ManifestColumn(name(one.name), files))
+        if masks[-1].name != one.name:
+            lost.append(f"the name of the field {one.name!r}, which becomes {masks[-1].name!r}")
     others.append(ManifestColumn(name("row"), source.rows))
     if source.has_names:
         others.append(ManifestColumn(name("source"), catalog.names))
     lost += _lost_splits(catalog)
-    return Manifest(paths, split, tuple(labels), tuple(fields), tuple(others), tuple(lost))
+    return Manifest(names.paths, split, tuple(labels), tuple(fields), tuple(masks), tuple(others), tuple(lost))
 
 
 def _folder_kind(catalog: Catalog, names: ExportNames) -> str | None:

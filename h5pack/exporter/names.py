@@ -6,6 +6,8 @@
   component that begins with a dot gets ``_`` in front, because readers of image folders skip hidden files.
 - An image suffix is replaced by that of the export format. After any other suffix, that of the format is appended.
 - If a row has no stored name, or one that is too long for the file system, its file is named after the row number.
+- If there are masks, all images are in the folder ``images``. The masks of each field are in a folder of its name
+  beside it, with the same names.
 - A name that is already used by an earlier row or by a folder gets ``~2``, ``~3``, ... before its suffix.
 """
 
@@ -26,6 +28,7 @@ MANIFEST = "manifest.csv"
 UNLABELLED = "_no_label"
 """Class folder of the rows without a label, in a file whose other rows have labels."""
 
+_IMAGES = "images"
 _MAX_NUMBERED_CLASSES = 1_000
 _MAX_PATH_BYTES = 2_048
 _MAX_FOLDER_BYTES = 200
@@ -59,6 +62,8 @@ class ExportNames:
     folders: tuple[str, ...]  # parents before their subfolders; also folders of classes without rows
     renamed: int  # stored names that had to change by more than their suffix and leading folders
     exact_folders: bool = False  # whether each split and class has a folder with exactly its name
+    # (n,) for each field of masks: the path of each row's mask, a PNG file
+    masks: tuple[NameTable, ...] = ()
 
 
 def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
@@ -67,12 +72,14 @@ def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
     split_names = catalog.split_names if has_splits(catalog) else ()
     split_folders = _folder_names(split_names, rules)
     class_folders, bare_splits, exact = _class_folders(catalog, rules)
+    mask_folders = _folder_names((one.name for one in catalog.pixel_fields), rules, _IMAGES)
+    top = [_IMAGES] if mask_folders else []
     digits = max(_NUMBER_DIGITS, len(str(int(source.rows.max(initial=0)))))
     paths: list[str] = []
     renamed = np.zeros(len(source), np.bool_)
     for index, name in enumerate(catalog.names):
         split = int(catalog.split_ids[index])
-        front = split_folders[split : split + 1]
+        front = top + split_folders[split : split + 1]
         if class_folders and split not in bare_splits:
             assert catalog.labels is not None
             front.append(class_folders[int(catalog.labels[index])])
@@ -91,6 +98,11 @@ def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
     folders = {folder for path in paths for folder in _parents(path)}
     for index in _make_distinct(paths, folders, rules.fold):
         renamed[index] = source.has_names
+    masks = tuple(
+        NameTable.of(f"{folder}/{path[len(_IMAGES) + 1 :].rpartition('.')[0]}.png" for path in paths)
+        for folder in mask_folders
+    )
+    folders |= {folder for one in masks for path in one for folder in _parents(path)}
     parents = [name for split, name in enumerate(split_folders) if split not in bare_splits]
     if class_folders and (parents or not split_folders):
         # Classes without rows get their folders in the first split that has class folders.
@@ -98,9 +110,10 @@ def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
         used = {schema.NO_LABEL, *np.unique(catalog.labels).tolist()}
         for label, folder in class_folders.items():
             if label not in used:
-                folders.update((parents[0], f"{parents[0]}/{folder}") if parents else (folder,))
+                above = "/".join((*top, *parents[:1]))
+                folders.update(filter(None, (*top, above, f"{above}/{folder}" if above else folder)))
     exact = exact and split_folders == [*split_names]
-    return ExportNames(NameTable.of(paths), tuple(sorted(folders)), int(renamed.sum()), exact)
+    return ExportNames(NameTable.of(paths), tuple(sorted(folders)), int(renamed.sum()), exact and not top, masks)
 
 
 def _make_distinct(paths: list[str], folders: Iterable[str], fold: Callable[[str], str]) -> Iterator[int]:

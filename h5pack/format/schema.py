@@ -20,6 +20,7 @@ ENCODED_OFFSETS = "encoded/offsets"
 ENCODED_SIZE = "encoded/size"
 LABELS = "labels"
 FILENAMES = "filenames"
+FIELDS = "fields"
 SPLITS = "splits"
 SPLIT_NAMES = "splits/name"
 SPLIT_ROWS = "splits/rows"
@@ -27,7 +28,7 @@ CHECKSUMS = "checksums"
 CHUNK_CHECKSUMS = "checksums/chunks"
 STATISTICS = "statistics"
 REJECTS = "rejects"
-RESERVED = frozenset({IMAGES, LABELS, FILENAMES, SPLITS, CHECKSUMS, STATISTICS, REJECTS, ENCODED, "chunks"})
+RESERVED = frozenset({IMAGES, LABELS, FILENAMES, SPLITS, CHECKSUMS, STATISTICS, REJECTS, ENCODED, FIELDS, "chunks"})
 
 # Attributes of datasets.
 CLASSES = "classes"
@@ -37,6 +38,10 @@ RDCC_NBYTES = "h5pack_rdcc_nbytes"
 RDCC_NSLOTS = "h5pack_rdcc_nslots"
 RDCC_W0 = "h5pack_rdcc_w0"
 STORED_BYTES = "stored_bytes"
+KIND = "kind"
+
+# Values of the attribute `kind` of fields.
+MASK = "mask"
 
 NO_LABEL = -1
 """The label that is stored for an unlabelled image, in a pack whose other images have labels."""

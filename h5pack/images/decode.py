@@ -21,7 +21,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,14 @@ class PixelOptions:
         return self.height, self.width, self.channels
 
 
+class Upright(NamedTuple):
+    """How an image was decoded: its upright size before it was resized, and the Exif orientation that was applied."""
+
+    height: int
+    width: int
+    orientation: int = 1
+
+
 @contextlib.contextmanager
 def strict_pillow() -> Iterator[None]:
     """Silence Pillow's warnings, disable its limit on pixels (`refuse_bomb` has ours), and reject truncated files."""
@@ -103,13 +111,13 @@ def read_header(head: bytes, open_file: Callable[[], BinaryIO], max_pixels: int)
 def _pillow_header(stream: BinaryIO) -> ImageHeader:
     _refuse_programs(stream.read(4))
     stream.seek(0)
-    with _rejecting(), Image.open(stream) as image:
+    with rejecting(), Image.open(stream) as image:
         _refuse_deep(image)
         # Before a TIFF is loaded, some releases of Pillow report its stored size, others its upright size.
         width, height = image.size
         if isinstance(image, TiffImageFile):
             width, height = image.tag_v2[_TIFF_WIDTH], image.tag_v2[_TIFF_HEIGHT]
-        sideways = _orientation(image) in _SIDEWAYS
+        sideways = orientation_of(image) in _SIDEWAYS
     return ImageHeader(width, height, DecodePath.PILLOW) if sideways else ImageHeader(height, width, DecodePath.PILLOW)
 
 
@@ -129,6 +137,7 @@ class Decoder:
         self._colorspace = "GRAY" if options.channels == 1 else "RGB"
         self._resample = Image.Resampling[options.resample.upper()]
         self._decoded: Image.Image | None = None
+        self.upright = Upright(0, 0)  # of the last image
         shape = (options.height, options.width, options.channels)
         self._channels_last = None if options.layout == "nhwc" else np.empty(shape, np.uint8)
 
@@ -142,6 +151,7 @@ class Decoder:
         pixels = out if self._channels_last is None else self._channels_last
         plain = decode_path != DecodePath.PILLOW and not self._options.draft
         if not isinstance(source, bytes):
+            self.upright = Upright(*source.shape[:2])
             if source.shape[:2] == pixels.shape[:2] and source.shape[2] in (1, pixels.shape[2]):
                 # NumPy's broadcasting repeats gray into all channels, as Pillow does.
                 pixels[...] = source
@@ -150,7 +160,7 @@ class Decoder:
         elif not (plain and self._decode_plain(source, decode_path, pixels)):
             _refuse_programs(source)
             messages = _libtiff_messages() if self._quiet and source[:4] in _TIFF_STARTS else contextlib.nullcontext()
-            with _rejecting(), messages, Image.open(io.BytesIO(source)) as image:
+            with rejecting(), messages, Image.open(io.BytesIO(source)) as image:
                 refuse_bomb(image.height, image.width, self._options.max_pixels)
                 self._place(self._upright(image), pixels)
         if pixels is not out:
@@ -171,10 +181,12 @@ class Decoder:
                 buffer = None if self._options.resize else out
                 pixels = self._decode_jpeg(data, self._colorspace, fastdct=False, fastupsample=False, buffer=buffer)
                 if buffer is not None:
+                    self.upright = Upright(*pixels.shape[:2])
                     return bool(pixels.shape == out.shape)
                 image = image_of(pixels)
         except Exception:
             return False
+        self.upright = Upright(image.height, image.width)
         self._place(image, out)
         return True
 
@@ -203,14 +215,17 @@ class Decoder:
         options = self._options
         if options.draft:
             size = (options.width, options.height)
-            image.draft(None, size[::-1] if _orientation(image) in _SIDEWAYS else size)
+            image.draft(None, size[::-1] if orientation_of(image) in _SIDEWAYS else size)
+        applied = orientation_of(image)
         flat = eight_bits(image)
         # Read the orientation after loading, because Pillow turns a TIFF upright while loading and removes the tag.
-        orientation = _orientation(image)
+        orientation = orientation_of(image)
         mode = "L" if options.channels == 1 else "RGB"
         # Skip a needless conversion, because Pillow would copy the image.
         flat = flat if flat.mode in (mode, "L") else flat.convert(mode)
-        return flat.transpose(_TURNS[orientation]) if orientation in _TURNS else flat
+        flat = flat.transpose(TURNS[orientation]) if orientation in TURNS else flat
+        self.upright = Upright(flat.height, flat.width, applied)
+        return flat
 
     def _place(self, image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
         options = self._options
@@ -226,7 +241,7 @@ class Decoder:
             if options.fit == "crop":
                 image = ImageOps.fit(image, size, self._resample)
             elif options.fit == "pad":
-                image = _pad(image, size, self._resample)
+                image = pad_image(image, size, self._resample)
             else:
                 image = image.resize(size, self._resample)
         _copy_pixels(image, out)
@@ -241,8 +256,8 @@ def eight_bits(image: Image.Image) -> Image.Image:
     return image
 
 
-def _pad(image: Image.Image, size: tuple[int, int], resample: Image.Resampling) -> Image.Image:
-    """Scale an image to fit into `size`, with black borders; its shorter side gets at least one pixel.
+def pad_image(image: Image.Image, size: tuple[int, int], resample: Image.Resampling, border: int = 0) -> Image.Image:
+    """Scale an image to fit into `size`, with borders of the value `border`; its shorter side gets at least one pixel.
 
     ``ImageOps.pad`` scales a very thin image to no pixels: before Pillow 13 it raises ValueError, since then it returns
     black.
@@ -252,7 +267,7 @@ def _pad(image: Image.Image, size: tuple[int, int], resample: Image.Resampling) 
         image = image.resize((1, height), resample)
     elif round(image.height / image.width * width) == 0:
         image = image.resize((width, 1), resample)
-    return ImageOps.pad(image, size, resample)
+    return ImageOps.pad(image, size, resample, border or None)
 
 
 def image_of(pixels: npt.NDArray[Any]) -> Image.Image:
@@ -279,12 +294,13 @@ def _copy_pixels(image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
         out[...] = np.asarray(image).reshape(out.shape)
 
 
-def _orientation(image: Image.Image) -> int:
+def orientation_of(image: Image.Image) -> int:
+    """Return the Exif orientation of an image, 1 if it has none."""
     value = image.getexif().get(_ORIENTATION, 1)
     return value if isinstance(value, int) else 1
 
 
-_TURNS = {
+TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -293,6 +309,7 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+"""How to turn an image upright, by its Exif orientation."""
 
 
 def _refuse_programs(head: bytes) -> None:
@@ -312,7 +329,7 @@ def refuse_bomb(height: int, width: int, max_pixels: int) -> None:
 
 
 @contextlib.contextmanager
-def _rejecting() -> Iterator[None]:
+def rejecting() -> Iterator[None]:
     """Turn any error of a decoder into a RejectedImageError, with a reason that is the same in every run."""
     try:
         yield

@@ -114,7 +114,7 @@ def preview(
 ) -> PreviewReport:
     """Draw a contact sheet: some images of each class in each split, with names, counts and row numbers.
 
-    Only the images that are shown are read.
+    Masks of a pack are drawn beside their images, with a color for each number. Only what is shown is read.
 
     Parameters
     ----------
@@ -148,7 +148,7 @@ def preview(
     H5PackError
         The base class of all errors; see `h5pack.errors` for the others.
     """
-    # Do not load the fields of a pack, which may be as large as its images.
+    # Do not load the fields of a pack but masks, of which only those that are shown are read.
     bounds = None if value_range is None else parse_range(value_range)
     datasets = HDF5Datasets(images, labels, (), channel_axis, bounds, own_fields=False)
     check_integer("tile", tile, 16, 4_096)
@@ -160,7 +160,7 @@ def preview(
     source = open_rows(path, datasets, splits)
     shown = _sample_rows(source, per_class, max_classes, seed)
     rows = sorted(row for split in shown for one in split.classes for row in one.shown)
-    _require_size(len(rows) * tile, tile, file_format="PNG")
+    _require_size(len(rows) * (1 + len(source.catalog.pixel_fields)) * tile, tile, file_format="PNG")
     index_of = dict(zip(rows, np.searchsorted(source.rows, rows).tolist(), strict=True))
     pictures, errors = _read(path, source, index_of, tile)
     lines = [*_title_lines(path, source, seed), *_split_lines(shown)]
@@ -256,7 +256,9 @@ def _read(
         for row, index in index_of.items():
             try:
                 data = reader.read(index, "")
-                pictures[row] = scaled(data if isinstance(data, np.ndarray) else decoder.pixels(data), tile)
+                picture = scaled(data if isinstance(data, np.ndarray) else decoder.pixels(data), tile)
+                masks = [reader.read_field(number, index, "") for number in range(len(reader.masks))]
+                pictures[row] = _beside(picture, masks)
             except RejectedImageError as error:
                 errors[row] = error
     if not pictures:
@@ -280,6 +282,29 @@ def scaled(pixels: npt.NDArray[np.uint8], tile: int) -> Image.Image:
         return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
     size = (max(1, round(image.width * tile / longest)), max(1, round(image.height * tile / longest)))
     return image.resize(size, Image.Resampling.LANCZOS)
+
+
+def _beside(picture: Image.Image, masks: Sequence[npt.NDArray[Any]]) -> Image.Image:
+    """Return a picture with its masks on its right, in the same size, with a color for each number."""
+    joined = Image.new("RGB", (picture.width * (1 + len(masks)), picture.height))
+    joined.paste(picture)
+    for number, mask in enumerate(masks, 1):
+        colored = Image.fromarray(_COLORS[mask & 255])
+        joined.paste(colored.resize(picture.size, Image.Resampling.NEAREST), (number * picture.width, 0))
+    return joined
+
+
+def _mask_colors() -> npt.NDArray[np.uint8]:
+    """Return the colors of the numbers 0 to 255 that Pascal VOC uses for its masks: 0 is black."""
+    colors, numbers = np.zeros((256, 3), np.uint8), np.arange(256)
+    for shift in range(7, -1, -1):
+        for channel in range(3):
+            colors[:, channel] |= ((numbers >> channel & 1) << shift).astype(np.uint8)
+        numbers >>= 3
+    return colors
+
+
+_COLORS = _mask_colors()
 
 
 class _Line(NamedTuple):

@@ -77,22 +77,33 @@ class VerifyReport:
 
 
 @dataclass
-class _Structure:
-    """The results of the structural check, which a worker process carries out with the HDF5 library.
+class _Rows:
+    """The rows of a large dataset, which several workers check.
 
-    `offsets` is None if the images cannot be read without the library, because they are compressed or were repacked by
-    another program. Only then, `chunk_rows` and `chunk_bytes` are the size of a chunk; otherwise they are 0.
+    `offsets` is None if the rows cannot be read without the HDF5 library, because they are compressed or were repacked
+    by another program. Only then, `chunk_rows` and `chunk_bytes` are the size of a chunk; otherwise they are 0.
     """
 
-    rows: int
-    problems: list[str] = field(default_factory=list)
-    damaged: dict[str, list[int]] = field(default_factory=dict)
+    name: str  # of the dataset; the group of encoded images
+    checksums: npt.NDArray[np.uint32]
     offsets: RowOffsets | None = None
-    checksums: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
     chunk_rows: int = 0
     chunk_bytes: int = 0
     stored_checksums: npt.NDArray[np.uint32] | None = None  # (chunks,): see `ChunkIndex`
+
+
+@dataclass
+class _Structure:
+    """The results of the structural check, which a worker process carries out with the HDF5 library.
+
+    `large` are the images, and the fields that are chunked like them.
+    """
+
+    rows: int
     images: str = schema.IMAGES  # or `schema.ENCODED`
+    problems: list[str] = field(default_factory=list)
+    damaged: dict[str, list[int]] = field(default_factory=dict)
+    large: list[_Rows] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -100,6 +111,7 @@ class _DecodeTask:
     """Rows of whole chunks to read through the HDF5 library and compare with their checksums."""
 
     path: str
+    dataset: str
     start: int
     checksums: npt.NDArray[np.uint32]
     stored_checksums: npt.NDArray[np.uint32] | None  # of these chunks
@@ -156,44 +168,48 @@ def verify(
             raise PackFormatError(
                 f"{name}: not an h5pack file, so it has no checksums; describe it with 'h5pack info'", path=name
             )
+        _check_large(name, structure, executor, 2 * count, progress=progress)
         damaged = structure.damaged
-        wrong = _check_images(name, structure, executor, 2 * count, progress=progress)
-        if wrong:
-            damaged[structure.images] = wrong
         listed = sorted({row for found in damaged.values() for row in found})
         names = executor.submit(_filenames, name, listed).result() if listed else {}
     return VerifyReport(name, structure.rows, tuple(structure.problems), damaged, names)
 
 
-def _check_images(path: str, structure: _Structure, executor: Executor, in_flight: int, *, progress: bool) -> list[int]:
-    """Return the rows of the images that do not match their checksums or cannot be read, ascending."""
-    done: Iterator[tuple[int, list[int]]] = iter(())
-    if structure.offsets is not None:
-        rows = np.arange(structure.rows, dtype=np.int64)
-        tasks = check_tasks(path, structure.offsets, rows, structure.checksums, _TASK_BYTES)
-        done = run(executor, check_rows_counted, tasks, in_flight, describe_check)
-    elif structure.chunk_rows:
-        chunks = max(1, _TASK_BYTES // structure.chunk_bytes)
-        step, stored = structure.chunk_rows * chunks, structure.stored_checksums
-        decode_tasks = (
-            _DecodeTask(
-                path,
-                number * step,
-                structure.checksums[number * step : (number + 1) * step],
-                None if stored is None else stored[number * chunks : (number + 1) * chunks],
-            )
-            for number in range(-(-structure.rows // step))
-        )
-        done = run(executor, _decode_counted, decode_tasks, in_flight, str)
-    wrong: list[int] = []
+def _check_large(path: str, structure: _Structure, executor: Executor, in_flight: int, *, progress: bool) -> None:
+    """Add to `damaged` the rows of large datasets that do not match their checksums or cannot be read, ascending."""
     tqdm.monitor_interval = 0
-    with tqdm(
-        total=structure.rows, desc="verify", unit=" rows", disable=None if progress else True, leave=False
-    ) as bar:
-        for checked, found in done:
-            wrong += found
-            bar.update(checked)
-    return sorted(wrong)
+    total = sum(len(one.checksums) for one in structure.large)
+    with tqdm(total=total, desc="verify", unit=" rows", disable=None if progress else True, leave=False) as bar:
+        for one in structure.large:
+            wrong: list[int] = []
+            for checked, found in _checked(path, one, executor, in_flight):
+                wrong += found
+                bar.update(checked)
+            if wrong:
+                structure.damaged[one.name] = sorted(wrong)
+
+
+def _checked(path: str, rows: _Rows, executor: Executor, in_flight: int) -> Iterator[tuple[int, list[int]]]:
+    """Check the rows of a large dataset in tasks; yield the number of rows of each, and the damaged ones."""
+    if rows.offsets is not None:
+        everything = np.arange(len(rows.checksums), dtype=np.int64)
+        tasks = check_tasks(path, rows.offsets, everything, rows.checksums, _TASK_BYTES)
+        return run(executor, check_rows_counted, tasks, in_flight, describe_check)
+    if not rows.chunk_rows:
+        return iter(())
+    chunks = max(1, _TASK_BYTES // rows.chunk_bytes)
+    step, stored = rows.chunk_rows * chunks, rows.stored_checksums
+    decode_tasks = (
+        _DecodeTask(
+            path,
+            rows.name,
+            number * step,
+            rows.checksums[number * step : (number + 1) * step],
+            None if stored is None else stored[number * chunks : (number + 1) * chunks],
+        )
+        for number in range(-(-len(rows.checksums) // step))
+    )
+    return run(executor, _decode_counted, decode_tasks, in_flight, str)
 
 
 def _inspect(path: str) -> _Structure | None:
@@ -218,22 +234,43 @@ def _inspect_pack(path: str, file: h5py.File) -> _Structure:
     if not isinstance(images, h5py.Dataset) or images.ndim != 4 or images.dtype != np.uint8 or images.chunks is None:
         raise PackFormatError(f"{path}: no chunked uint8 dataset 'images' with 4 axes; convert again")
     found = _Structure(images.shape[0])
-    if not _check_all_tables(file, found):
-        return found
+    _check_tables(file, found.rows, found.problems)
+    for name in (schema.IMAGES, *_large_fields(file)):
+        _add_large(file, name, found)
+    _check_other_rows(file, found)
+    return found
+
+
+def _large_fields(file: h5py.File) -> Iterator[str]:
+    """Yield the paths of the fields that are chunked like the images."""
+    group = file.get(schema.FIELDS)
+    for name, item in group.items() if isinstance(group, h5py.Group) else ():
+        if isinstance(item, h5py.Dataset) and item.chunks is not None and item.ndim > 1:
+            yield f"{schema.FIELDS}/{name}"
+
+
+def _add_large(file: h5py.File, name: str, found: _Structure) -> None:
+    """Add a dataset to `large`, or a problem if its rows cannot be checked."""
+    dataset = file[name]
+    checksums = _checksums(file, name, found)
+    if checksums is None:
+        return
     try:
-        index = index_dataset(file, images, schema.IMAGES)
+        index = index_dataset(file, dataset, name)
     except PackFormatError as error:
-        found.problems.append(str(error).removeprefix(f"{path}: "))
-        return found
+        found.problems.append(str(error).removeprefix(f"{file.filename}: "))
+        return
+    rows = _Rows(name, checksums)
     absent = np.flatnonzero(index.addresses < 0)
     if len(absent):
-        found.problems.append(f"images: {len(absent)} chunks have no storage, the first is chunk {int(absent[0])}")
-    elif index.library_reason is not None or is_filtered(images):
-        found.chunk_rows, found.chunk_bytes = images.chunks[0], int(np.prod(images.chunks))
-        found.stored_checksums = index.stored_checksums
+        found.problems.append(f"{name}: {len(absent)} chunks have no storage, the first is chunk {int(absent[0])}")
+        return
+    if index.library_reason is not None or is_filtered(dataset):
+        rows.chunk_rows, rows.chunk_bytes = dataset.chunks[0], int(np.prod(dataset.chunks)) * dataset.dtype.itemsize
+        rows.stored_checksums = index.stored_checksums
     else:
-        found.offsets = RowOffsets(index.addresses, index.chunk_rows, index.row_bytes)
-    return found
+        rows.offsets = RowOffsets(index.addresses, index.chunk_rows, index.row_bytes)
+    found.large.append(rows)
 
 
 def _inspect_kept(file: h5py.File) -> _Structure:
@@ -242,12 +279,16 @@ def _inspect_kept(file: h5py.File) -> _Structure:
     found = _Structure(index.rows, images=schema.ENCODED)
     if index.offsets[0] != 0 or index.offsets[-1] != index.data.rows:
         found.problems.append(f"{schema.ENCODED_OFFSETS}: the rows do not cover all bytes of {schema.ENCODED_DATA}")
-    if not _check_all_tables(file, found):
+    _check_tables(file, found.rows, found.problems)
+    _check_other_rows(file, found)
+    checksums = _checksums(file, schema.ENCODED, found)
+    if checksums is None:
         return found
     if index.library_reason is None and index.base is not None:
-        found.offsets = EncodedOffsets.of(index.base, index.offsets)
+        offsets = EncodedOffsets.of(index.base, index.offsets)
+        found.large.append(_Rows(schema.ENCODED, checksums, offsets))
     else:
-        found.damaged[schema.ENCODED] = _damaged_kept(file, index, found.checksums)
+        found.damaged[schema.ENCODED] = _damaged_kept(file, index, checksums)
     return found
 
 
@@ -265,26 +306,25 @@ def _damaged_kept(file: h5py.File, index: EncodedIndex, checksums: npt.NDArray[n
     return wrong
 
 
-def _check_all_tables(file: h5py.File, found: _Structure) -> bool:
-    """Check all datasets but the images, and set `checksums`; return whether there are any of the images."""
-    _check_tables(file, found.rows, found.problems)
-    _check_other_rows(file, found)
-    name = f"{schema.CHECKSUMS}/{found.images}"
-    checksums = file.get(name)
+def _checksums(file: h5py.File, name: str, found: _Structure) -> npt.NDArray[np.uint32] | None:
+    """Return the checksums of a large dataset; None, and a problem, if there is not one for each row."""
+    checksums = file.get(f"{schema.CHECKSUMS}/{name}")
     if not isinstance(checksums, h5py.Dataset) or checksums.shape != (found.rows,):
-        found.problems.append(f"{name}: the dataset is missing, or does not have one checksum per row")
-        return False
-    found.checksums = checksums[()]
-    return True
+        found.problems.append(
+            f"{schema.CHECKSUMS}/{name}: the dataset is missing, or does not have one checksum per row"
+        )
+        return None
+    return checksums[()]  # type: ignore[no-any-return]
 
 
 def _check_other_rows(file: h5py.File, found: _Structure) -> None:
-    """Compare the rows of every dataset except the images with their checksums."""
+    """Compare the rows of all but the large datasets with their checksums."""
+    large = {found.images, *(one.name for one in found.large)}
     if schema.LABELS in file and f"{schema.CHECKSUMS}/{schema.LABELS}" not in file:
         found.problems.append(f"{schema.CHECKSUMS}/{schema.LABELS}: missing")
     for name in dataset_names(file):
         target = name.removeprefix(f"{schema.CHECKSUMS}/")
-        if target in (name, found.images) or name.startswith(f"{schema.CHUNK_CHECKSUMS}/"):
+        if target == name or target in large or name.startswith(f"{schema.CHUNK_CHECKSUMS}/"):
             continue
         if target not in file or len(file[target]) != len(file[name]):
             found.problems.append(f"{name}: no dataset {target!r} with the same number of rows")
@@ -313,11 +353,12 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
 def _decode_counted(task: _DecodeTask) -> tuple[int, list[int]]:
     """Check a task's rows; return their number, and the rows that differ from their checksums or cannot be read."""
     with open_file(task.path) as file:
-        images = file[schema.IMAGES]
+        images = file[task.dataset]
         require_filters(images)
         # A cache of one chunk suffices, because chunks are read in order.
         images = reopen_tuned(
-            images, plan_cache(images.shape, images.chunks, 1, filtered=is_filtered(images), window=1)
+            images,
+            plan_cache(images.shape, images.chunks, images.dtype.itemsize, filtered=is_filtered(images), window=1),
         )
         wrong: list[int] = []
         for number, first in enumerate(range(0, len(task.checksums), images.chunks[0])):
@@ -335,7 +376,7 @@ def _decode_counted(task: _DecodeTask) -> tuple[int, list[int]]:
 
 def _is_stored(images: h5py.Dataset, first: int, checksum: int) -> bool:
     """Return whether the chunk that starts at row `first` has this checksum, as it is stored."""
-    _, data = images.id.read_direct_chunk((first, 0, 0, 0))
+    _, data = images.id.read_direct_chunk((first, *[0] * (images.ndim - 1)))
     return crc32(data) == int(checksum)
 
 

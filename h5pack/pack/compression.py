@@ -6,6 +6,7 @@ import os
 import re
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import h5py
 import numpy as np
@@ -76,8 +77,8 @@ def add_filter(properties: h5py.h5p.PropDCID, compression: Compression) -> None:
     properties.set_filter(compression.number, h5py.h5z.FLAG_MANDATORY, compression.parameters)
 
 
-def compress_chunk(values: npt.NDArray[np.uint8], compression: Compression) -> bytes:
-    """Return the bytes that HDF5 stores for a chunk, uint8 (rows, ...), by writing it to an HDF5 file in memory."""
+def compress_chunk(values: npt.NDArray[Any], compression: Compression) -> bytes:
+    """Return the bytes that HDF5 stores for a chunk, (rows, ...), by writing it to an HDF5 file in memory."""
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_fapl_core(max(65_536, values.nbytes), False)
     # HDF5 identifies files in memory by name, so each thread needs a name of its own.
@@ -87,7 +88,7 @@ def compress_chunk(values: npt.NDArray[np.uint8], compression: Compression) -> b
         properties.set_chunk(values.shape)
         add_filter(properties, compression)
         space = h5py.h5s.create_simple(values.shape)
-        dataset = h5py.Dataset(h5py.h5d.create(file.id, b"chunk", h5py.h5t.STD_U8LE, space, properties))
+        dataset = h5py.Dataset(h5py.h5d.create(file.id, b"chunk", h5py.h5t.py_create(values.dtype), space, properties))
         dataset.write_direct(values)
         file.flush()
         mask, stored = dataset.id.read_direct_chunk((0,) * values.ndim)
@@ -111,19 +112,20 @@ class CompressTask:
     shape: tuple[int, ...]  # (rows, H, W, C) or (rows, C, H, W)
     checksums: npt.NDArray[np.uint32]  # (n,): CRC-32 of each row; a last chunk of fewer rows ends with zeros
     compression: Compression
+    dtype: str = "|u1"
 
 
 def compress_rows(task: CompressTask) -> tuple[int, bytes]:
     """Read a chunk's rows back, check and compress them; return the number of rows and the compressed bytes."""
     require_filter(task.compression)
-    chunk = np.zeros(task.shape, np.uint8)
+    chunk = np.zeros(task.shape, task.dtype)
     rows = chunk[: len(task.checksums)]
     descriptor = os.open(task.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = read_all(descriptor, rows.nbytes, task.offset)
     finally:
         os.close(descriptor)
-    rows.reshape(-1)[: len(data)] = np.frombuffer(data, np.uint8)
+    rows.reshape(-1).view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
     if not np.array_equal(row_checksums(rows), task.checksums):
         raise H5PackError(
             f"{task.path}: {describe_task(task)} of the file are not what was written; check the disk, then run again "

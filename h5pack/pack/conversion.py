@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import sys
 import time
@@ -30,15 +31,14 @@ from h5pack.pack.estimate import estimate_seconds, table_seconds
 from h5pack.pack.journal import RowRecord, RowResults
 from h5pack.pack.kept import KeptPlan, copy_seconds, make_kept_plan
 from h5pack.pack.options import ConvertOptions
+from h5pack.pack.output import ConvertReport as ConvertReport
 from h5pack.pack.output import Output, OutputLock
-from h5pack.pack.plan import ConvertPlan, close_holes, make_plan, refuse_reject
-from h5pack.pack.plan import ConvertReport as ConvertReport
+from h5pack.pack.plan import ConvertPlan, close_holes, make_plan, refuse_reject, require_suitable
 from h5pack.pack.resume import UnfinishedPack, verify_existing
 from h5pack.pack.survey import survey
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.detect import open_source
 from h5pack.sources.map_style import MapStyleDataset
-from h5pack.sources.validation import training_split
 from h5pack.system.files import reporting_full_disk
 from h5pack.system.machine import available_cpus
 from h5pack.system.parameters import require_local
@@ -60,6 +60,7 @@ def convert(
     label_columns: str | Sequence[str] = (),
     split_column: str | None = None,
     field_columns: str | Sequence[str] = (),
+    mask_columns: str | Sequence[str] = (),
     images: str | None = None,
     labels: str | None = None,
     fields: str | Sequence[str] = (),
@@ -105,8 +106,8 @@ def convert(
     out : path
         The file to create.
     source_kind : str, optional
-        flat, classes, splits, celeba, manifest, hdf5, webdataset, parquet or mds. Default: detected from the source's
-        content.
+        flat, classes, splits, pairs (folders of images and of their masks), celeba, manifest, hdf5, webdataset,
+        parquet or mds. Default: detected from the source's content, except for pairs.
     include, exclude : str or sequence of str
         Shell patterns for paths relative to the source. Only images that match `include` and do not match `exclude`
         are packed.
@@ -122,6 +123,9 @@ def convert(
         The manifest's columns that hold numbers to store as further fields (per-row datasets). Columns can also be
         those of Parquet files, where `path_column` is the column of images, or keys of the .json members of WebDataset
         shards.
+    mask_columns : str or sequence of str
+        The manifest's columns of paths of masks. Each becomes a field: a number for each pixel of the image, which is
+        cropped, padded, resized and turned with it.
     images, labels : str, optional
         An HDF5 file's datasets of images and of labels. Default: detected. ``labels=""`` packs no labels.
     fields : str or sequence of str
@@ -206,11 +210,12 @@ def convert(
     conversion = Conversion(
         source, out, source_kind=source_kind, include=include, exclude=exclude, limit=limit, root=root,
         path_column=path_column, label_columns=label_columns, split_column=split_column, field_columns=field_columns,
-        images=images, labels=labels, fields=fields, channel_axis=channel_axis, value_range=value_range, size=size,
-        fit=fit, resample=resample, draft=draft, mode=mode, layout=layout, keep=keep, max_side=max_side,
-        quality=quality, order=order, seed=seed, val=val, chunk_rows=chunk_rows, chunk_bytes=chunk_bytes,
-        max_pixels=max_pixels, compression=compression, compat=compat, strict=strict, num_workers=num_workers,
-        start_method=start_method, io=io, overwrite=overwrite, resume=resume, progress=progress,
+        mask_columns=mask_columns, images=images, labels=labels, fields=fields, channel_axis=channel_axis,
+        value_range=value_range, size=size, fit=fit, resample=resample, draft=draft, mode=mode, layout=layout,
+        keep=keep, max_side=max_side, quality=quality, order=order, seed=seed, val=val, chunk_rows=chunk_rows,
+        chunk_bytes=chunk_bytes, max_pixels=max_pixels, compression=compression, compat=compat, strict=strict,
+        num_workers=num_workers, start_method=start_method, io=io, overwrite=overwrite, resume=resume,
+        progress=progress,
     )  # fmt: skip
     with conversion:
         return conversion.run()
@@ -279,8 +284,7 @@ class Conversion:
     @functools.cached_property
     def _catalog(self) -> Catalog:
         catalog = open_source(self._source, self.options.source_options, self.output.final.parent)
-        if self.options.val is not None:
-            training_split(_source_name(self._source), catalog, self.options.val)  # Raises an error at once.
+        require_suitable(_source_name(self._source), catalog, self.options)
         return catalog
 
     def plan(self) -> ConvertPlan:
@@ -347,7 +351,8 @@ class Conversion:
         final = close_holes(plan.row_order.split_starts, written.packed, plan.options.order == "sorted")
         if not (rows_moved_before and self.options.filter is not None and finish.is_compressed(self.output.partial)):
             if rows_moved_before:
-                wrong = self._wrong_rows(pack, np.arange(len(final.origins)), written.checksums[final.origins])
+                expected = [some[final.origins] for some in written.all_checksums]
+                wrong = self._wrong_rows(pack, np.arange(len(final.origins)), expected)
                 finish.repair_rows(pack, written, final.origins, wrong)
             else:
                 finish.move_rows(pack, final.origins)
@@ -355,7 +360,7 @@ class Conversion:
             if self.options.filter is None:
                 finish.complete(pack, tables)
             else:
-                with self._stage("compress", len(final.origins)) as advance:
+                with self._stage("compress", len(final.origins) * len(pack.all_offsets)) as advance:
                     finish.compress(pack, tables, self._executor, 2 * self.num_workers, advance)
         rejects = plan.all_rejects(written.reasons)
         finish.publish(pack, rejects)
@@ -373,22 +378,30 @@ class Conversion:
 
     def _earlier_results(self, pack: UnfinishedPack) -> RowResults:
         """Return the results that the journal records and the file's bytes confirm; other rows are written again."""
-        results = RowResults(pack.plan.rows, pack.plan.options.channels)
+        results = RowResults(pack.plan.rows, pack.plan.options.channels, len(pack.field_offsets))
         for record in pack.journal.records():
             results.add(record)
         if results.settled.any():
-            results.discard(self._wrong_rows(pack, np.flatnonzero(results.packed), results.checksums))
+            rows = np.flatnonzero(results.packed)
+            results.discard(self._wrong_rows(pack, rows, results.record().all_checksums))
         return results
 
     def _wrong_rows(
-        self, pack: UnfinishedPack, rows: npt.NDArray[np.int64], checksums: npt.NDArray[np.uint32]
+        self, pack: UnfinishedPack, rows: npt.NDArray[np.int64], checksums: Sequence[npt.NDArray[np.uint32]]
     ) -> list[int]:
-        """Return, ascending, those of `rows` whose bytes do not match `checksums`, which is indexed by row."""
-        wrong: list[int] = []
-        tasks = check_tasks(str(self.output.partial), pack.row_offsets, rows, checksums, _CHECK_BYTES)
-        with self._stage("check", len(rows)) as advance:
+        """Return, ascending, those of `rows` whose bytes do not match the checksums of the images and of each field.
+
+        The checksums are indexed by row.
+        """
+        wrong: set[int] = set()
+        path = str(self.output.partial)
+        tasks = itertools.chain.from_iterable(
+            check_tasks(path, offsets, rows, expected, _CHECK_BYTES)
+            for offsets, expected in zip(pack.all_offsets, checksums, strict=True)
+        )
+        with self._stage("check", len(rows) * len(checksums)) as advance:
             for count, found in run(self._executor, check_rows_counted, tasks, 2 * self.num_workers, describe_check):
-                wrong += found
+                wrong.update(found)
                 advance(count)
         return sorted(wrong)
 
@@ -396,7 +409,7 @@ class Conversion:
         """Write the rows without a result, then record durably that every row is written or rejected."""
         plan = pack.plan
         missing = np.flatnonzero(~results.settled)
-        tasks = writer.write_tasks(plan, pack.job, pack.row_offsets, missing, self.num_workers)
+        tasks = writer.write_tasks(plan, pack.job, pack.all_offsets, missing, self.num_workers)
         with self._stage("write", len(missing)) as advance:
             for records in run(self._executor, writer.write_rows, tasks, 2 * self.num_workers, writer.describe):
                 for record in records:

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import RejectedImageError
+from h5pack.errors import RejectedImageError, SourceError
 from h5pack.format.checksums import crc32
-from h5pack.images.decode import Decoder, PixelOptions, strict_pillow
+from h5pack.images.decode import PixelOptions, strict_pillow
 from h5pack.pack.compression import Compression, compress_chunk
+from h5pack.pack.file_structure import PixelRows
 from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.statistics import channel_sums, sampled_rows, statistics_range
+from h5pack.pack.writer import SampleDecoder
 from h5pack.sources.catalog import SourceReader
 from h5pack.system.arrays import equal_runs, shuffled
 from h5pack.system.processes import run, shared
@@ -43,6 +45,8 @@ class _SampleTask:
     names: list[str]
     decode_paths: list[int]
     pixels: PixelOptions
+    fields: tuple[PixelRows, ...]
+    masks: list[list[str]]  # the names of the images' masks, for each field
     statistics_step: int  # one row in this many counts for the statistics
     compression: Compression | None
 
@@ -63,8 +67,16 @@ def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) ->
                 return
             used += len(indices)
             names = [plan.catalog.names[index] for index in indices]
-            decode_paths = plan.decode_paths[indices].tolist()
-            yield _SampleTask(indices, names, decode_paths, plan.pixels, step, plan.options.filter)
+            yield _SampleTask(
+                indices=indices,
+                names=names,
+                decode_paths=plan.decode_paths[indices].tolist(),
+                pixels=plan.pixels,
+                fields=plan.pixel_rows,
+                masks=[[one.files[index] for index in indices] for one in plan.catalog.pixel_fields],
+                statistics_step=step,
+                compression=plan.options.filter,
+            )
 
     samples = list(run(executor, _time_sample, tasks(), 2 * num_workers, _describe))
     # The first task of a worker includes what is done once, such as imports.
@@ -110,26 +122,33 @@ def _describe(task: _SampleTask) -> str:
 
 
 @functools.lru_cache(maxsize=1)
-def _decoder(pixels: PixelOptions, thread: int) -> Decoder:
-    return Decoder(pixels, quiet=True)
+def _decoder(pixels: PixelOptions, fields: tuple[PixelRows, ...], thread: int) -> SampleDecoder:
+    return SampleDecoder(pixels, fields, quiet=True)
 
 
 def _time_sample(task: _SampleTask) -> tuple[bool, float]:
     """Decode images as a conversion does; return whether this is the worker's first task, and the seconds per image."""
     reader: SourceReader = shared()
     misses = _decoder.cache_info().misses
-    decoder = _decoder(task.pixels, threading.get_ident())
+    decoder = _decoder(task.pixels, task.fields, threading.get_ident())
     is_first = _decoder.cache_info().misses > misses
-    rows: npt.NDArray[np.uint8] = np.zeros((len(task.indices), *task.pixels.row_shape), np.uint8)
+    count = len(task.indices)
+    images: npt.NDArray[np.uint8] = np.zeros((count, *task.pixels.row_shape), np.uint8)
+    fields = [np.zeros((count, *one.row_shape), one.dtype) for one in task.fields]
     begin = time.perf_counter()
     reader.begin(task.indices)
     with strict_pillow():
-        for row, index, name, decode_path in zip(rows, task.indices, task.names, task.decode_paths, strict=True):
-            with contextlib.suppress(OSError, RejectedImageError):
-                decoder.decode(reader.read(index, name), decode_path, row)
-            crc32(row)
-        for row in rows[:: task.statistics_step]:
+        for position, (index, name, decode_path) in enumerate(
+            zip(task.indices, task.names, task.decode_paths, strict=True)
+        ):
+            rows = [some[position] for some in (images, *fields)]
+            with contextlib.suppress(OSError, RejectedImageError, SourceError):
+                decoder.decode(reader, index, name, decode_path, [names[position] for names in task.masks], rows)
+            for row in rows:
+                crc32(row)
+        for row in images[:: task.statistics_step]:
             channel_sums(row, task.pixels.layout)
     if task.compression is not None:
-        compress_chunk(rows, task.compression)
+        for some in (images, *fields):
+            compress_chunk(some, task.compression)
     return is_first, (time.perf_counter() - begin) / len(task.indices)

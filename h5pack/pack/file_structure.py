@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import math
 import os
@@ -45,6 +46,26 @@ _HEAP_BYTES = 4_096
 
 
 @dataclass(frozen=True)
+class PixelRows:
+    """A field whose rows are pixels. Its dataset is chunked like the images, with as many rows per chunk."""
+
+    name: str
+    kind: str  # value of the attribute `kind`
+    row_shape: tuple[int, ...]  # (H, W) of masks; that of the images otherwise
+    dtype: str  # "|u1" or "<i4"
+
+    @property
+    def dataset(self) -> str:
+        """Path of the dataset."""
+        return f"{schema.FIELDS}/{self.name}"
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes per row."""
+        return math.prod(self.row_shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
 class FileStructure:
     """The shape, chunks and attributes of the images dataset and its file.
 
@@ -58,6 +79,7 @@ class FileStructure:
     attributes: dict[str, str]  # text attributes of the root group, known before the first pixel is written
     compression: Compression | None = None  # of the chunks; only used by `write_compressed`
     metadata_bytes: int = 0  # upper bound, the same in both writings; see `plan_metadata`
+    fields: tuple[PixelRows, ...] = ()
 
     @property
     def dataset(self) -> str:
@@ -68,6 +90,11 @@ class FileStructure:
     def chunk_bytes(self) -> int:
         """Size of an unfiltered chunk in bytes."""
         return self.chunk_rows * math.prod(self.row_shape)
+
+    @property
+    def all_chunk_bytes(self) -> tuple[int, ...]:
+        """Size of an unfiltered chunk of the images, and of each field that is chunked like them."""
+        return self.chunk_bytes, *(self.chunk_rows * one.row_bytes for one in self.fields)
 
     @property
     def metadata_block_bytes(self) -> int:
@@ -85,6 +112,7 @@ def plan_metadata(chunks: int, structure: FileStructure, names_bytes: int, datas
     """
     per_chunk = 67 if structure.compat else 20 if structure.compression else 9
     texts = sum(len(value.encode()) for value in structure.attributes.values())
+    chunks *= 1 + len(structure.fields)
     return per_chunk * chunks + 2 * names_bytes + texts + 4_096 * datasets + 131_072
 
 
@@ -104,24 +132,42 @@ class PackTables:
     statistics: dict[str, Any]  # mean, std: float64 (C,), 0 to 1; rows, step, split: their input
     rejects: list[Reject] = field(default_factory=list)
     encoded: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # offsets and sizes of encoded images, by path
+    pixel_checksums: tuple[npt.NDArray[np.uint32], ...] = ()  # (N,) of each of the structure's fields
+
+    @property
+    def all_checksums(self) -> tuple[npt.NDArray[np.uint32], ...]:
+        """Checksums of the rows of the images, and of each field that is chunked like them."""
+        return self.checksums, *self.pixel_checksums
+
+
+Addresses = tuple[npt.NDArray[np.int64], ...]
+"""The byte offsets of the chunks, (chunks,), of the images and of each field that is chunked like them."""
 
 
 def write_structure(
-    path: Path, structure: FileStructure, rows: int, tables: PackTables | None
-) -> npt.NDArray[np.int64]:
-    """Write a file without pixels, and return the byte offset of each chunk, int64 (chunks,).
+    path: Path, structure: FileStructure, rows: int, tables: PackTables | None, planned_rows: int = 0
+) -> Addresses:
+    """Write a file without pixels, and return the byte offset of each chunk.
 
-    Without `tables`, the file is marked as incomplete. Raises OSError if the file cannot be written, with ENOSPC if the
-    disk is full.
+    Without `tables`, the file is marked as incomplete. If there are fields, `planned_rows` are the rows of the first
+    writing: as many are allocated before the datasets are shortened, because the chunks of a dataset follow those of
+    the one before. Raises OSError if the file cannot be written, with ENOSPC if the disk is full.
     """
     path.unlink(missing_ok=True)
     with _system_errors(), _create_file(path, structure) as file:
         # HDF5 2.0.0 may crash if it cannot write metadata when it closes a file. So make sure of the space before.
         _reserve(path, 0, structure.metadata_bytes)
         # Create the images first, because anything allocated before them would shift their chunks.
-        addresses = chunk_table(_create_images(file, structure, rows, None)).addresses
+        planned = max(rows, planned_rows) if structure.fields else rows
+        datasets = [_create_images(file, structure, planned, None)]
+        datasets += [_create_field(file, structure, one, planned, None) for one in structure.fields]
+        for dataset in datasets:
+            if planned > rows:
+                dataset.resize(rows, 0)
+        addresses = tuple(chunk_table(dataset).addresses for dataset in datasets)
         if tables is not None:
-            _reserve(path, int(addresses.max(initial=0)) + structure.chunk_bytes, _table_bytes(tables))
+            end = max(int(some.max(initial=0)) for some in addresses) + max(structure.all_chunk_bytes)
+            _reserve(path, end, _table_bytes(tables))
         _describe_file(file, structure, tables)
     return addresses
 
@@ -147,15 +193,18 @@ def _table_bytes(tables: PackTables) -> int:
     return rows + 2 * (names + 4 * rejects) + 65_536
 
 
-def copy_structure(path: Path, target: int, addresses: npt.NDArray[np.int64], chunk_bytes: int) -> None:
+def copy_structure(path: Path, target: int, addresses: Addresses, structure: FileStructure) -> None:
     """Move a file of `write_structure` into the file `target`: its size, and bytes outside the chunks that differ."""
     source = os.open(path, os.O_RDONLY)
+    sizes = np.repeat(structure.all_chunk_bytes, [len(some) for some in addresses])
+    starts = np.concatenate(addresses)
+    order = np.argsort(starts)
     try:
         size = os.fstat(source).st_size
         position = 0
-        for address in [*np.sort(addresses).tolist(), size]:
-            copy_changed(source, target, position, address)
-            position = address + chunk_bytes
+        for start, length in zip([*starts[order].tolist(), size], [*sizes[order].tolist(), 0], strict=True):
+            copy_changed(source, target, position, start)
+            position = start + length
         os.ftruncate(target, size)
     finally:
         os.close(source)
@@ -168,21 +217,28 @@ def write_compressed(
     """Write a compressed pack from its compressed chunks in file order; raises OSError as `write_structure` does."""
     with _system_errors(), _create_file(path, structure) as file:
         _reserve(path, 0, structure.metadata_bytes)
-        images = _create_images(file, structure, rows, structure.compression)
-        checksums, size = [], 0
-        for number, chunk in enumerate(chunks):
-            store_chunk(images, number, chunk)
-            checksums.append(crc32(chunk))
-            size += len(chunk)
+        datasets = [_create_images(file, structure, rows, structure.compression)]
+        datasets += [_create_field(file, structure, one, rows, structure.compression) for one in structure.fields]
+        stored, remaining = [], iter(chunks)
+        for dataset in datasets:
+            checksums, size = [], 0
+            for number, chunk in enumerate(itertools.islice(remaining, -(-rows // structure.chunk_rows))):
+                store_chunk(dataset, number, chunk)
+                checksums.append(crc32(chunk))
+                size += len(chunk)
+            stored.append((dataset.name.lstrip("/"), np.array(checksums, np.uint32), size))
         _describe_file(file, structure, tables)
         file.create_group(schema.CHUNK_CHECKSUMS)
-        table = file.create_dataset(f"{schema.CHUNK_CHECKSUMS}/{schema.IMAGES}", data=np.array(checksums, np.uint32))
-        table.attrs[schema.STORED_BYTES] = np.int64(size)
+        if structure.fields:
+            file.create_group(f"{schema.CHUNK_CHECKSUMS}/{schema.FIELDS}")
+        for name, values, size in stored:
+            table = file.create_dataset(f"{schema.CHUNK_CHECKSUMS}/{name}", data=values)
+            table.attrs[schema.STORED_BYTES] = np.int64(size)
 
 
 def store_chunk(images: h5py.Dataset, number: int, chunk: bytes) -> None:
     """Store the bytes of one chunk, to which the dataset's filters have already been applied."""
-    images.id.write_direct_chunk((number * images.chunks[0], 0, 0, 0), chunk)
+    images.id.write_direct_chunk((number * images.chunks[0], *[0] * (images.ndim - 1)), chunk)
 
 
 @contextlib.contextmanager
@@ -203,7 +259,7 @@ def _describe_file(file: h5py.File, structure: FileStructure, tables: PackTables
     file.attrs[schema.FORMAT] = np.int64(schema.FORMAT_VERSION)
     file.attrs[schema.COMPLETE] = np.int64(tables is not None)
     if tables is not None:
-        _write_tables(file, tables)
+        _write_tables(file, tables, structure.fields)
 
 
 def _create_file(path: Path, structure: FileStructure) -> h5py.File:
@@ -228,7 +284,28 @@ def _create_file(path: Path, structure: FileStructure) -> h5py.File:
 def _create_images(
     file: h5py.File, structure: FileStructure, rows: int, compression: Compression | None
 ) -> h5py.Dataset:
-    shape, chunks = (rows, *structure.row_shape), (structure.chunk_rows, *structure.row_shape)
+    if not structure.row_shape:
+        # Create this group explicitly, because groups that HDF5 creates implicitly would store a time stamp.
+        file.create_group(schema.ENCODED)
+    images = _create_chunked(file, structure.dataset, (structure.chunk_rows, *structure.row_shape), "|u1", compression)
+    if structure.row_shape:
+        _describe_images(images, structure)
+    return _allocated(images, rows)
+
+
+def _create_field(
+    file: h5py.File, structure: FileStructure, field: PixelRows, rows: int, compression: Compression | None
+) -> h5py.Dataset:
+    file.require_group(schema.FIELDS)
+    dataset = _create_chunked(file, field.dataset, (structure.chunk_rows, *field.row_shape), field.dtype, compression)
+    dataset.attrs[schema.KIND] = np.bytes_(field.kind)
+    return _allocated(dataset, rows)
+
+
+def _create_chunked(
+    file: h5py.File, name: str, chunks: tuple[int, ...], dtype: str, compression: Compression | None
+) -> h5py.Dataset:
+    """Create a dataset of no rows, whose chunks are allocated as soon as it has rows unless they are compressed."""
     create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     create.set_chunk(chunks)
     create.set_obj_track_times(False)
@@ -238,25 +315,25 @@ def _create_images(
         create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     else:
         add_filter(create, compression)
-    cache = plan_cache(shape, chunks, 1, filtered=compression is not None)
+    # No cache: while there are no filters, nothing is read or written here.
     access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
-    access.set_chunk_cache(cache.nslots, cache.nbytes, cache.w0)
+    access.set_chunk_cache(1, 0, 0.0)
     # The dataset is extendable, because HDF5 stores a fixed-size dataset's chunks back to back, not page-aligned.
-    if not structure.row_shape:
-        # Create this group explicitly, because groups that HDF5 creates implicitly would store a time stamp.
-        file.create_group(schema.ENCODED)
-    space = h5py.h5s.create_simple((0, *structure.row_shape), (h5py.h5s.UNLIMITED, *structure.row_shape))
-    images = h5py.Dataset(
-        h5py.h5d.create(file.id, structure.dataset.encode(), h5py.h5t.STD_U8LE, space, create, dapl=access)
-    )
-    if structure.row_shape:
-        _describe_images(images, structure)
-    images.attrs[schema.RDCC_NBYTES] = np.int64(cache.nbytes)
-    images.attrs[schema.RDCC_NSLOTS] = np.int64(cache.nslots)
-    images.attrs[schema.RDCC_W0] = np.float64(cache.w0)
+    space = h5py.h5s.create_simple((0, *chunks[1:]), (h5py.h5s.UNLIMITED, *chunks[1:]))
+    kind = h5py.h5t.py_create(np.dtype(dtype))
+    return h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, create, dapl=access))
+
+
+def _allocated(dataset: h5py.Dataset, rows: int) -> h5py.Dataset:
+    """Give a dataset its rows, and attributes that recommend a chunk cache."""
+    filtered = dataset.id.get_create_plist().get_nfilters() > 0
+    cache = plan_cache((rows, *dataset.shape[1:]), dataset.chunks, dataset.dtype.itemsize, filtered=filtered)
+    dataset.attrs[schema.RDCC_NBYTES] = np.int64(cache.nbytes)
+    dataset.attrs[schema.RDCC_NSLOTS] = np.int64(cache.nslots)
+    dataset.attrs[schema.RDCC_W0] = np.float64(cache.w0)
     # Allocate the chunks after the attributes, because the axis labels take 4 KiB that must not follow the chunks.
-    images.resize(rows, 0)
-    return images
+    dataset.resize(rows, 0)
+    return dataset
 
 
 def _describe_images(images: h5py.Dataset, structure: FileStructure) -> None:
@@ -276,7 +353,7 @@ def _describe_images(images: h5py.Dataset, structure: FileStructure) -> None:
         images.dims[axis].label = label
 
 
-def _write_tables(file: h5py.File, tables: PackTables) -> None:
+def _write_tables(file: h5py.File, tables: PackTables, fields: tuple[PixelRows, ...]) -> None:
     columns = {} if tables.labels is None else {schema.LABELS: tables.labels}
     columns.update(sorted(tables.fields.items()))
     for name, values in columns.items():
@@ -297,6 +374,10 @@ def _write_tables(file: h5py.File, tables: PackTables) -> None:
     file.create_dataset(f"{schema.CHECKSUMS}/{checked}", data=tables.checksums)
     for name, values in columns.items():
         file.create_dataset(f"{schema.CHECKSUMS}/{name}", data=row_checksums(values))
+    if fields:
+        file.create_group(f"{schema.CHECKSUMS}/{schema.FIELDS}")
+    for one, values in zip(fields, tables.pixel_checksums, strict=True):
+        file.create_dataset(f"{schema.CHECKSUMS}/{one.dataset}", data=values)
 
     statistics = file.create_group(schema.STATISTICS)
     for name in ("mean", "std"):

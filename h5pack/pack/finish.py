@@ -20,14 +20,15 @@ import numpy.typing as npt
 from h5pack.errors import H5PackError, OutputExistsError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32
-from h5pack.images.decode import Decoder, strict_pillow
+from h5pack.format.row_offsets import RowOffsets
+from h5pack.images.decode import strict_pillow
 from h5pack.pack.compression import Compression, CompressTask, compress_rows, describe_task, require_filter
-from h5pack.pack.file_structure import PackTables, copy_structure, write_compressed, write_structure
+from h5pack.pack.file_structure import Addresses, PackTables, copy_structure, write_compressed, write_structure
 from h5pack.pack.journal import RowRecord
 from h5pack.pack.plan import ConvertPlan, RowOrder
 from h5pack.pack.resume import UnfinishedPack
 from h5pack.pack.statistics import pack_statistics
-from h5pack.pack.writer import kept_bytes
+from h5pack.pack.writer import SampleDecoder, kept_bytes
 from h5pack.read.hdf5 import chunk_table, reopen_tuned
 from h5pack.sources.catalog import Reject
 from h5pack.system.arrays import consecutive_runs
@@ -51,10 +52,15 @@ def move_rows(pack: UnfinishedPack, origins: npt.NDArray[np.int64]) -> None:
 
     `origins`, int64 (n,), is the planned row that each final row comes from; see `close_holes`.
     """
-    descriptor, row_offsets = pack.lock.descriptor, pack.row_offsets
     # Encoded rows never move, because images that cannot be packed are known before the first row is written.
+    runs = moved_runs(origins)
+    for row_offsets in pack.all_offsets:
+        _move_runs(pack.lock.descriptor, row_offsets, runs)
+
+
+def _move_runs(descriptor: int, row_offsets: RowOffsets, runs: list[tuple[int, int, int]]) -> None:
     max_rows = max(1, _COPY_BYTES // row_offsets.row_bytes)
-    for target, origin, count in moved_runs(origins):
+    for target, origin, count in runs:
         done = 0
         while done < count:
             rows = min(
@@ -74,23 +80,29 @@ def repair_rows(pack: UnfinishedPack, written: RowRecord, origins: npt.NDArray[n
     `wrong` are the final rows, ascending, whose bytes do not match their checksums; all rows before the first of them
     are correct. A row whose bytes no longer exist in the file (for example after a power cut) is decoded again.
     """
-    plan, row_offsets, descriptor = pack.plan, pack.row_offsets, pack.lock.descriptor
-    decoder = Decoder(plan.pixels)
+    plan, descriptor = pack.plan, pack.lock.descriptor
+    decoder = SampleDecoder(plan.pixels, plan.pixel_rows)
     for row in wrong:
         origin = int(origins[row])
-        size = int(row_offsets.edges(origin, 1)[-1])
-        data = read_all(descriptor, size, row_offsets.offset(origin))
-        if origin == row or crc32(data) != int(written.checksums[origin]):
-            data = _kept(pack, origin, size) if pack.job.keep else _decoded(plan, decoder, origin)
-        write_all(descriptor, data, row_offsets.offset(row))
+        again: list[bytes] = []
+        for number, (offsets, checksums) in enumerate(zip(pack.all_offsets, written.all_checksums, strict=True)):
+            size = int(offsets.edges(origin, 1)[-1])
+            data = read_all(descriptor, size, offsets.offset(origin))
+            if origin == row or crc32(data) != int(checksums[origin]):
+                again = again or ([_kept(pack, origin, size)] if pack.job.keep else _decoded(plan, decoder, origin))
+                data = again[number]
+            write_all(descriptor, data, offsets.offset(row))
 
 
-def _decoded(plan: ConvertPlan, decoder: Decoder, row: int) -> bytes:
-    """Decode the image of a planned row again."""
-    pixels, index = np.empty(plan.row_shape, np.uint8), int(plan.row_order.origins[row])
+def _decoded(plan: ConvertPlan, decoder: SampleDecoder, row: int) -> list[bytes]:
+    """Decode the image of a planned row, and its masks, again."""
+    index = int(plan.row_order.origins[row])
+    sizes = (plan.row_bytes, *(one.row_bytes for one in plan.pixel_rows))
+    rows = decoder.rows([np.empty(size, np.uint8) for size in sizes])
+    masks = [one.files[index] for one in plan.catalog.pixel_fields]
     with strict_pillow():
-        decoder.decode(plan.catalog.reader.read(index, plan.name(row)), int(plan.decode_paths[index]), pixels)
-    return pixels.tobytes()
+        decoder.decode(plan.catalog.reader, index, plan.name(row), int(plan.decode_paths[index]), masks, rows)
+    return [part.tobytes() for part in rows]
 
 
 def _kept(pack: UnfinishedPack, row: int, size: int) -> bytes:
@@ -111,6 +123,7 @@ def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> Pa
         filenames=catalog.names.take(origins.tolist()),
         splits=dict(zip(catalog.split_names, itertools.pairwise(final.split_starts.tolist()), strict=True)),
         checksums=written.checksums[final.origins],
+        pixel_checksums=tuple(some[final.origins] for some in written.field_checksums),
         encoded=plan.encoded_tables(),
         statistics=pack_statistics(plan, written, final, pack.row_offsets, pack.lock.descriptor),
         rejects=plan.all_rejects(written.reasons),
@@ -120,19 +133,20 @@ def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> Pa
 def complete(pack: UnfinishedPack, tables: PackTables) -> None:
     """Add the tables to ``OUT.partial`` and flush it to the disk."""
     output, descriptor = pack.output, pack.lock.descriptor
-    rows = len(tables.checksums)
-    addresses = write_structure(output.structure, pack.structure, pack.plan.stored_rows(rows), tables)
-    if not np.array_equal(addresses, pack.addresses[: len(addresses)]):
+    rows, plan = len(tables.checksums), pack.plan
+    addresses = write_structure(output.structure, pack.structure, plan.stored_rows(rows), tables, plan.rows)
+    if not all(np.array_equal(some, old[: len(some)]) for some, old in zip(addresses, pack.addresses, strict=True)):
         raise H5PackError(
             f"{output.partial}: HDF5 {h5py.version.hdf5_version} placed the chunks at other addresses than before; "
             "this is an error in h5pack, please report it; existing files are unchanged",
             path=output.partial,
         )
-    last = pack.row_offsets.offset(rows - 1) + int(pack.row_offsets.edges(rows - 1, 1)[-1])
-    _clear(descriptor, last, int(addresses[-1]) + pack.structure.chunk_bytes)
-    copy_structure(output.structure, descriptor, addresses, pack.structure.chunk_bytes)
+    for offsets, some, size in zip(pack.all_offsets, addresses, pack.structure.all_chunk_bytes, strict=True):
+        last = offsets.offset(rows - 1) + int(offsets.edges(rows - 1, 1)[-1])
+        _clear(descriptor, last, int(some[-1]) + size)
+    copy_structure(output.structure, descriptor, addresses, pack.structure)
     os.fsync(descriptor)
-    _require_sound(pack, is_sound(output.partial, *_expected(pack, tables), addresses))
+    _require_sound(pack, is_sound(output.partial, _expected(pack, tables), addresses))
 
 
 def compress(
@@ -143,14 +157,15 @@ def compress(
     The executor's workers compress; at most `max_in_flight` chunks are being compressed or wait to be stored. `advance`
     is called with the number of rows after each chunk.
     """
-    path, structure, row_offsets = pack.output.compressed, pack.structure, pack.row_offsets
-    compression = structure.compression
+    path, structure, step = pack.output.compressed, pack.structure, pack.structure.chunk_rows
+    compression, partial = structure.compression, str(pack.output.partial)
     assert compression is not None
-
-    step, checksums = row_offsets.chunk_rows, tables.checksums
-    partial, shape = str(pack.output.partial), (step, *structure.row_shape)
+    shapes = [(structure.row_shape, "|u1"), *((one.row_shape, one.dtype) for one in structure.fields)]
     tasks = (
-        CompressTask(partial, start, row_offsets.offset(start), shape, checksums[start : start + step], compression)
+        CompressTask(
+            partial, start, offsets.offset(start), (step, *shape), checksums[start : start + step], compression, dtype
+        )
+        for offsets, checksums, (shape, dtype) in zip(pack.all_offsets, tables.all_checksums, shapes, strict=True)
         for start in range(0, len(checksums), step)
     )
 
@@ -164,7 +179,7 @@ def compress(
     try:
         write_compressed(path, structure, len(tables.checksums), tables, chunks())
         sync_path(path)
-        check = executor.submit(is_sound, path, *_expected(pack, tables), None, compression)
+        check = executor.submit(is_sound, path, _expected(pack, tables), None, compression)
         _require_sound(pack, check.result())
     except BaseException:
         # An incomplete copy cannot be continued, and it may be what filled the disk.
@@ -181,15 +196,22 @@ def _clear(descriptor: int, start: int, stop: int) -> None:
             write_all(descriptor, bytes(len(data)), offset)
 
 
-def _expected(pack: UnfinishedPack, tables: PackTables) -> tuple[str, tuple[int, ...], dict[tuple[int, int], int]]:
-    """Return the path and shape of the images dataset, and the checksums of the first, a middle and the last row.
+Expected = tuple[str, tuple[int, ...], dict[tuple[int, int], int]]
+"""The path and shape of a dataset, and the checksums of its first, a middle and its last row.
 
-    The checksums are by the (start, stop) of the row along axis 0 of the dataset.
-    """
-    rows, plan = len(tables.checksums), pack.plan
-    some = sorted({0, rows // 2, rows - 1})
-    checksums = {(plan.stored_rows(row), plan.stored_rows(row + 1)): int(tables.checksums[row]) for row in some}
-    return pack.structure.dataset, (plan.stored_rows(rows), *pack.structure.row_shape), checksums
+The checksums are by the (start, stop) of the row along axis 0 of the dataset.
+"""
+
+
+def _expected(pack: UnfinishedPack, tables: PackTables) -> list[Expected]:
+    """Return what the images, and each field that is chunked like them, are expected to be."""
+    rows, plan, structure = len(tables.checksums), pack.plan, pack.structure
+    some = [(row, plan.stored_rows(row), plan.stored_rows(row + 1)) for row in sorted({0, rows // 2, rows - 1})]
+    shapes = [(structure.dataset, structure.row_shape), *((one.dataset, one.row_shape) for one in structure.fields)]
+    return [
+        (dataset, (plan.stored_rows(rows), *shape), {(start, stop): int(checksums[row]) for row, start, stop in some})
+        for (dataset, shape), checksums in zip(shapes, tables.all_checksums, strict=True)
+    ]
 
 
 def _require_sound(pack: UnfinishedPack, sound: bool) -> None:
@@ -204,30 +226,34 @@ def _require_sound(pack: UnfinishedPack, sound: bool) -> None:
 
 def is_sound(
     path: Path,
-    dataset: str,
-    shape: tuple[int, ...],
-    checksums: dict[tuple[int, int], int],
-    addresses: npt.NDArray[np.int64] | None = None,
+    expected: Sequence[Expected],
+    addresses: Addresses | None = None,
     compression: Compression | None = None,
 ) -> bool:
-    """Return whether a pack, opened as a reader would, is complete and its `dataset` of images has this `shape`.
+    """Return whether a pack, opened as a reader would, is complete and has the `expected` datasets.
 
-    `checksums` are the expected checksums of some rows, by (start, stop) along axis 0, and `addresses`, int64
-    (chunks,), the expected byte offsets of the chunks, None if HDF5 was free to choose them.
+    `addresses` are the expected byte offsets of their chunks, None if HDF5 was free to choose them.
     """
     if compression is not None:
         require_filter(compression)
     with h5py.File(path, "r", locking=False) as file:
-        images = reopen_tuned(file[dataset])
-        chunks = chunk_table(images)
-        return bool(
-            int(file.attrs[schema.COMPLETE]) == 1
-            and images.shape == shape
-            and (chunks.addresses >= 0).all()
-            and not chunks.filter_masks.any()
-            and (addresses is None or np.array_equal(chunks.addresses, addresses))
-            and all(crc32(images[start:stop]) == wanted for (start, stop), wanted in checksums.items())
+        return int(file.attrs[schema.COMPLETE]) == 1 and all(
+            _is_sound_dataset(file, one, None if addresses is None else addresses[number])
+            for number, one in enumerate(expected)
         )
+
+
+def _is_sound_dataset(file: h5py.File, expected: Expected, addresses: npt.NDArray[np.int64] | None) -> bool:
+    name, shape, checksums = expected
+    dataset = reopen_tuned(file[name])
+    chunks = chunk_table(dataset)
+    return bool(
+        dataset.shape == shape
+        and (chunks.addresses >= 0).all()
+        and not chunks.filter_masks.any()
+        and (addresses is None or np.array_equal(chunks.addresses, addresses))
+        and all(crc32(dataset[start:stop]) == wanted for (start, stop), wanted in checksums.items())
+    )
 
 
 def is_compressed(path: Path) -> bool:

@@ -39,7 +39,7 @@ from h5pack.system.files import is_locked, lock, sync_path, write_atomically
 
 _MAGIC = 0x4B503548
 _PREFIX = struct.Struct("<III")
-_HEAD = struct.Struct("<IIIII")
+_HEAD = struct.Struct("<IIIIII")
 _WAIT_SECONDS = 10.0
 _ROWS = "rows"
 
@@ -54,6 +54,13 @@ class RowRecord:
     sampled: npt.NDArray[np.int64]  # (k,): the planned rows that `sums` describes
     sums: npt.NDArray[np.uint64]  # (k, 2, C): per channel, the sums of a row's values and of their squares
     reasons: dict[int, str] = field(default_factory=dict)  # why images were rejected, by planned row
+    # (F, n): CRC-32 of each row's bytes in the fields that are chunked like the images
+    field_checksums: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros((0, 0), np.uint32))
+
+    @property
+    def all_checksums(self) -> tuple[npt.NDArray[np.uint32], ...]:
+        """Checksums of the rows of the images, and of each field."""
+        return self.checksums, *self.field_checksums
 
     def encode(self) -> bytes:
         """Return the record as bytes, the payload of a journal record."""
@@ -63,23 +70,24 @@ class RowRecord:
         # If the rows are consecutive, only the first one is stored.
         consecutive = count > 0 and int(self.rows[-1] - self.rows[0]) == count - 1
         listed = self.rows[:1] if consecutive else self.rows
-        head = _HEAD.pack(count, len(listed), len(self.sampled), channels, len(reasons))
-        arrays = (listed, self.packed, self.checksums, self.sampled, self.sums)
+        head = _HEAD.pack(count, len(listed), len(self.sampled), channels, len(reasons), len(self.field_checksums))
+        arrays = (listed, self.packed, self.checksums, self.sampled, self.sums, self.field_checksums)
         return b"".join([head, *(array.tobytes() for array in arrays), reasons])
 
     @classmethod
     def decode(cls, payload: bytes) -> RowRecord:
         """Create a record from the bytes that `encode` returned."""
-        count, listed, sampled, channels, reasons = _HEAD.unpack_from(payload)
+        count, listed, sampled, channels, reasons, fields = _HEAD.unpack_from(payload)
         stream = io.BytesIO(payload[_HEAD.size :])
         rows = np.frombuffer(stream.read(8 * listed), np.int64)
         return cls(
-            rows if listed == count else rows[0] + np.arange(count),
-            np.frombuffer(stream.read(count), np.bool_),
-            np.frombuffer(stream.read(4 * count), np.uint32),
-            np.frombuffer(stream.read(8 * sampled), np.int64),
-            np.frombuffer(stream.read(16 * sampled * channels), np.uint64).reshape(sampled, 2, channels),
-            {int(row): reason for row, reason in json.loads(stream.read(reasons)).items()},
+            rows=rows if listed == count else rows[0] + np.arange(count),
+            packed=np.frombuffer(stream.read(count), np.bool_),
+            checksums=np.frombuffer(stream.read(4 * count), np.uint32),
+            sampled=np.frombuffer(stream.read(8 * sampled), np.int64),
+            sums=np.frombuffer(stream.read(16 * sampled * channels), np.uint64).reshape(sampled, 2, channels),
+            field_checksums=np.frombuffer(stream.read(4 * fields * count), np.uint32).reshape(fields, count),
+            reasons={int(row): reason for row, reason in json.loads(stream.read(reasons)).items()},
         )
 
 
@@ -94,10 +102,11 @@ class EncodedFile(NamedTuple):
 class RowResults:
     """The results of all planned rows, collected from the records of interrupted runs and of this one."""
 
-    def __init__(self, rows: int, channels: int) -> None:
+    def __init__(self, rows: int, channels: int, fields: int = 0) -> None:
         self.packed: npt.NDArray[np.bool_] = np.zeros(rows, np.bool_)
         self.settled: npt.NDArray[np.bool_] = np.zeros(rows, np.bool_)
         self.checksums: npt.NDArray[np.uint32] = np.zeros(rows, np.uint32)
+        self._field_checksums: npt.NDArray[np.uint32] = np.zeros((fields, rows), np.uint32)
         self._reasons: dict[int, str] = {}
         self._sums: dict[int, npt.NDArray[np.uint64]] = {}
         self._channels = channels
@@ -108,6 +117,8 @@ class RowResults:
         self.packed[rows] = record.packed
         self.settled[rows] = True
         self.checksums[rows] = record.checksums
+        if len(self._field_checksums):
+            self._field_checksums[:, rows] = record.field_checksums
         self._reasons.update(record.reasons)
         self._sums.update(zip(record.sampled.tolist(), record.sums, strict=True))
 
@@ -120,7 +131,8 @@ class RowResults:
         """Return all results as one record."""
         sampled = np.array(sorted(self._sums), np.int64)
         sums = np.array([self._sums[row] for row in sampled.tolist()], np.uint64).reshape(-1, 2, self._channels)
-        return RowRecord(np.arange(len(self.packed)), self.packed, self.checksums, sampled, sums, self._reasons)
+        rows = np.arange(len(self.packed))
+        return RowRecord(rows, self.packed, self.checksums, sampled, sums, self._reasons, self._field_checksums)
 
 
 class Record(Protocol):

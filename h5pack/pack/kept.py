@@ -203,6 +203,7 @@ def make_kept_plan(source: str, catalog: Catalog, survey: Survey, options: Conve
         chunks=plan_data_chunks(int(sizes[rows.usable].sum())),
         rejects=rows.rejects,
         source_bytes=survey.file_bytes,
+        mask_dtypes=(),
         heights=heights,
         widths=widths,
         jpeg_bytes=sizes,

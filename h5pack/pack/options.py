@@ -30,6 +30,7 @@ RESAMPLES = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
 
 _LATER = (
     "compression", "images", "labels", "fields", "channel_axis", "value_range", "val", "keep", "max_side", "quality",
+    "mask_columns",
 )  # fmt: skip
 _OF_PIXELS = ("size", "fit", "resample", "draft", "mode", "layout", "chunk_rows", "chunk_bytes", "compression")
 _OF_KEPT = ("max_side", "quality")
@@ -48,6 +49,7 @@ class ConvertOptions:
     label_columns: tuple[str, ...] = ()
     split_column: str | None = None
     field_columns: tuple[str, ...] = ()
+    mask_columns: tuple[str, ...] = ()
     images: str | None = None
     labels: str | None = None
     fields: tuple[str, ...] = ()
@@ -90,7 +92,7 @@ class ConvertOptions:
                 advice = f"; did you mean {close[0]!r}?" if close else ""
                 raise TypeError(f"convert() got an unexpected keyword argument {name!r}{advice}")
         values = dict(keywords)
-        for name in ("include", "exclude", "label_columns", "field_columns", "fields"):
+        for name in ("include", "exclude", "label_columns", "field_columns", "mask_columns", "fields"):
             if name in values:
                 values[name] = _texts(name, values[name])
         for name, parse in (("size", parse_size), ("chunk_bytes", parse_bytes), ("value_range", parse_range)):
@@ -165,7 +167,12 @@ class ConvertOptions:
             kind=self.source_kind,
             names=NameFilter(self.include, self.exclude),
             columns=ManifestColumns(
-                self.path_column, self.label_columns, self.split_column, self.field_columns, self.root
+                self.path_column,
+                self.label_columns,
+                self.split_column,
+                self.field_columns,
+                self.root,
+                self.mask_columns,
             ),
             datasets=HDF5Datasets(self.images, self.labels, self.fields, self.channel_axis, self.value_range),
             limit=self.limit,

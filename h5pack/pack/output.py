@@ -1,15 +1,48 @@
-"""The output file: the temporary files beside it, the disk space it needs, the lock that excludes other conversions."""
+"""The output file: the report of its conversion, the temporary files beside it, the disk space it needs, its lock."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from h5pack.errors import NoSpaceError, OutputBusyError, OutputExistsError
 from h5pack.system.files import is_locked, lock, open_locked, require_writable
 from h5pack.system.machine import free_bytes
+from h5pack.system.text import format_bytes
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """The result of a conversion.
+
+    `seconds` is the time of each stage: survey (including listing the source), check (of rows written by an earlier
+    run), write, compress (only with `compression`), finish (moving rows, tables, fsync, rename).
+    """
+
+    path: str  #: the output
+    images: int  #: rows of the output
+    rejects: int  #: images that were not packed; ``OUT.rejects.csv`` and the HDF5 group `/rejects` list them
+    bytes: int  #: size of the output
+    num_workers: int  #: processes that decoded images
+    resumed_rows: int = 0  #: planned rows that an earlier, interrupted run had already written or rejected
+    moved_rows: int = 0  #: rows that were moved to close gaps left by images that could not be decoded
+    seconds: dict[str, float] = field(default_factory=dict)
+    already_complete: bool = False  #: before this call, which is possible with ``resume=True``
+
+    def to_text(self) -> str:
+        """Return the report as one or two lines of text."""
+        if self.already_complete:
+            return f"{self.path}: already complete"
+        total = sum(self.seconds.values())
+        speed = self.images / total if total else 0.0
+        size = format_bytes(self.bytes)
+        text = f"done     {self.path}: {self.images:,} images, {size}, {total:.1f} s ({speed:,.0f} images/s)"
+        if self.rejects:
+            text += f"\nrejects  {self.rejects:,}, listed with reasons in {self.path}.rejects.csv"
+        return text
 
 
 class Output:

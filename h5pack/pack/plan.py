@@ -1,10 +1,10 @@
-"""The plan of a conversion, made before the first pixel is written, and the report of the conversion's result."""
+"""The plan of a conversion, made before the first pixel is written."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -16,8 +16,8 @@ from h5pack.format import schema
 from h5pack.format.plans import HDF5_MAX_CHUNK_BYTES, ChunkPlan, plan_chunks
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.images.decode import PixelOptions
-from h5pack.pack.compression import max_compressed_bytes
-from h5pack.pack.file_structure import FileStructure, options_text, plan_metadata
+from h5pack.pack.compression import Compression, max_compressed_bytes
+from h5pack.pack.file_structure import FileStructure, PixelRows, options_text, plan_metadata
 from h5pack.pack.journal import EncodedFile
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.survey import Survey
@@ -28,38 +28,6 @@ from h5pack.sources.validation import divide, training_split
 from h5pack.system.arrays import shuffled_split
 from h5pack.system.text import format_bytes
 from h5pack.version import __version__
-
-
-@dataclass(frozen=True)
-class ConvertReport:
-    """The result of a conversion.
-
-    `seconds` is the time of each stage: survey (including listing the source), check (of rows written by an earlier
-    run), write, compress (only with `compression`), finish (moving rows, tables, fsync, rename).
-    """
-
-    path: str  #: the output
-    images: int  #: rows of the output
-    rejects: int  #: images that were not packed; ``OUT.rejects.csv`` and the HDF5 group `/rejects` list them
-    bytes: int  #: size of the output
-    num_workers: int  #: processes that decoded images
-    resumed_rows: int = 0  #: planned rows that an earlier, interrupted run had already written or rejected
-    moved_rows: int = 0  #: rows that were moved to close gaps left by images that could not be decoded
-    seconds: dict[str, float] = field(default_factory=dict)
-    already_complete: bool = False  #: before this call, which is possible with ``resume=True``
-
-    def to_text(self) -> str:
-        """Return the report as one or two lines of text."""
-        if self.already_complete:
-            return f"{self.path}: already complete"
-        total = sum(self.seconds.values())
-        speed = self.images / total if total else 0.0
-        size = format_bytes(self.bytes)
-        text = f"done     {self.path}: {self.images:,} images, {size}, {total:.1f} s ({speed:,.0f} images/s)"
-        if self.rejects:
-            text += f"\nrejects  {self.rejects:,}, listed with reasons in {self.path}.rejects.csv"
-        return text
-
 
 Rows = npt.NDArray[np.int64]
 
@@ -111,6 +79,28 @@ def close_holes(split_starts: npt.NDArray[np.int64], packed: npt.NDArray[np.bool
     return RowOrder.of_splits(members)
 
 
+def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> None:
+    """Raise OptionsError for options that the source does not allow.
+
+    These are `val` if no split can be divided, and `draft` if it has masks.
+    """
+    if options.draft and catalog.pixel_fields:
+        raise OptionsError(
+            f"{source}: draft=True would shrink images before they are resized, which cannot be done with their masks; "
+            "leave out draft=True",
+            path=source,
+            parameters=("draft=True",),
+        )
+    if options.keep is not None and catalog.pixel_fields:
+        raise OptionsError(
+            f"{source}: keep={options.keep!r} cannot store masks; leave out keep={options.keep!r}",
+            path=source,
+            parameters=(f"keep={options.keep!r}",),
+        )
+    if options.val is not None:
+        training_split(source, catalog, options.val)  # Raises an error.
+
+
 _METADATA_BYTES = 65_536
 _MANY_TIMES = 3
 
@@ -130,6 +120,7 @@ class ConvertPlan:
     chunks: ChunkPlan  # size and number of the chunks of `/images`
     rejects: tuple[Reject, ...]  # images already known to be unusable from the tables and the image headers
     source_bytes: int  # size of the image files; 0 if the images are not files
+    mask_dtypes: tuple[str, ...]  # of each of the catalog's fields of pixels
 
     @property
     def rows(self) -> int:
@@ -160,6 +151,15 @@ class ConvertPlan:
             draft=options.draft,
             max_pixels=options.max_pixels,
             layout=options.layout,
+        )
+
+    @property
+    def pixel_rows(self) -> tuple[PixelRows, ...]:
+        """The fields whose rows are chunked like the images."""
+        shape = (self.height, self.width)
+        return tuple(
+            PixelRows(one.name, one.kind, shape, dtype)
+            for one, dtype in zip(self.catalog.pixel_fields, self.mask_dtypes, strict=True)
         )
 
     def pixels_of(self, row: int) -> int:
@@ -207,6 +207,7 @@ class ConvertPlan:
             compat=options.compat,
             attributes={schema.VERSION: __version__, schema.OPTIONS: options_text(options.content())},
             compression=options.filter,
+            fields=self.pixel_rows,
         )
         names = sum(utf8(texts).nbytes for texts in (catalog.label_names or (), catalog.split_names))
         return replace(
@@ -226,23 +227,24 @@ class ConvertPlan:
         for the uncompressed rows, too, until it is complete.
         """
         if self.options.filter is not None:
-            return self._data_bytes() + self._chunks_bytes(self.chunks.bytes) + _METADATA_BYTES
+            return self._data_bytes() + self._chunks_bytes(None) + _METADATA_BYTES
         return self._data_bytes() + self._tables_bytes()
 
     def _data_bytes(self) -> int:
         """Upper bound of the disk space of the output, in whose metadata block most bytes are a hole."""
-        size = self.chunks.bytes
-        if self.options.filter is not None:
-            size = max_compressed_bytes(size)
-        return self._chunks_bytes(size) + self._tables_bytes()
+        return self._chunks_bytes(self.options.filter) + self._tables_bytes()
 
-    def _chunks_bytes(self, size: int) -> int:
-        return self.chunks.count * (size + schema.ALIGNMENT_BYTES)
+    def _chunks_bytes(self, compression: Compression | None) -> int:
+        """Return an upper bound of the bytes of all chunks of images and of fields chunked like them."""
+        sizes = (self.chunks.bytes, *(self.chunks.rows * one.row_bytes for one in self.pixel_rows))
+        stored = [size if compression is None else max_compressed_bytes(size) for size in sizes]
+        return self.chunks.count * sum(size + schema.ALIGNMENT_BYTES for size in stored)
 
     def _tables_bytes(self) -> int:
         catalog = self.catalog
         label_bytes = 0 if catalog.labels is None else catalog.labels.nbytes // max(1, len(catalog))
         field_bytes = sum(4 + values.nbytes // max(1, len(catalog)) for values in catalog.fields.values())
+        field_bytes += 4 * len(catalog.pixel_fields)
         return self.rows * (4 + 4 + label_bytes + field_bytes) + catalog.names.nbytes + _METADATA_BYTES
 
     def name(self, row: int) -> str:
@@ -288,7 +290,7 @@ class ConvertPlan:
             "shape": [self.rows, *self.row_shape],
             "labels": self.label_kind(),
             "classes": list(self.catalog.label_names or ()),
-            "fields": sorted(self.catalog.fields),
+            "fields": sorted([*self.catalog.fields, *(one.name for one in self.catalog.pixel_fields)]),
             "splits": {name: list(rows) for name, rows in self.split_rows().items()},
             "chunk_rows": self.chunks.rows,
             "chunk_bytes": self.chunks.bytes,
@@ -331,6 +333,7 @@ class ConvertPlan:
             f"source   {self.source} ({self.catalog.kind}{self.catalog.about and ': ' + self.catalog.about})",
             f"images   {self._images_text()}",
             f"labels   {self.label_kind()}" + "".join(f", field {name}" for name in sorted(self.catalog.fields)),
+            *(f"field    {one.name}: {one.kind}s, {np.dtype(one.dtype)}" for one in self.pixel_rows),
             f"splits   {splits}",
             f"chunks   {self._chunks_text()}",
             f"file     {file}",
@@ -393,6 +396,7 @@ def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
         chunks=_plan_chunks(len(rows.usable), height * width * options.channels, options),
         rejects=rows.rejects,
         source_bytes=survey.file_bytes,
+        mask_dtypes=tuple(survey.mask_dtypes),
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from h5pack.errors import OutputExistsError, ResumeError
 from h5pack.format import schema
+from h5pack.format.row_offsets import RowOffsets
 from h5pack.pack.file_structure import copy_structure, options_text, write_structure
 from h5pack.pack.journal import Journal
 from h5pack.pack.options import ConvertOptions
@@ -29,7 +30,7 @@ def identity(plan: ConvertPlan) -> dict[str, Any]:
     return {
         "h5pack": __version__,
         "options": plan.options.content(),
-        "shape": [plan.rows, *plan.row_shape],
+        "shape": [plan.rows, *plan.row_shape, *(one.dtype for one in plan.pixel_rows)],
         "tables": plan.catalog.tables_checksum(),
     }
 
@@ -82,10 +83,14 @@ class UnfinishedPack:
             output.structure.unlink()
         else:
             # An earlier run may have ended before this if it encoded images. Chunks are left as they are.
-            copy_structure(output.structure, self.lock.descriptor, self.addresses, self.structure.chunk_bytes)
+            copy_structure(output.structure, self.lock.descriptor, self.addresses, self.structure)
             if not begun.to_encode.any():
                 self._start_journal()
-        self.row_offsets = plan.row_offsets(self.addresses)
+        self.row_offsets = plan.row_offsets(self.addresses[0])
+        self.field_offsets = tuple(
+            RowOffsets(some, plan.chunks.rows, one.row_bytes)
+            for one, some in zip(plan.pixel_rows, self.addresses[1:], strict=True)
+        )
         self.job = WriteJob(
             path=str(output.partial),
             journal=str(output.journal),
@@ -93,7 +98,13 @@ class UnfinishedPack:
             io=plan.options.io,
             inode=self.lock.inode,
             keep=plan.options.keep is not None,
+            fields=plan.pixel_rows,
         )
+
+    @property
+    def all_offsets(self) -> tuple[RowOffsets, ...]:
+        """Where the rows are of the images, and of each field that is chunked like them."""
+        return self.row_offsets, *self.field_offsets
 
     def _require_same(self, before: dict[str, Any]) -> None:
         source, now = self.plan.source, identity(self.plan)
@@ -167,6 +178,8 @@ def _same_source(file: h5py.File, catalog: Catalog, val: float | None) -> bool:
         names_of_splits = divided_names(names_of_splits, training)
         stored_splits = stored_splits - (stored_splits > training)
     if splits != list(names_of_splits) or not np.array_equal(catalog.split_ids[origins], stored_splits):
+        return False
+    if any(f"{schema.FIELDS}/{one.name}" not in file for one in catalog.pixel_fields):
         return False
     if catalog.labels is None:
         return schema.LABELS not in file or catalog.kind == "dataset"

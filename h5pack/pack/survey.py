@@ -13,8 +13,9 @@ import numpy.typing as npt
 from h5pack.errors import RejectedImageError, SourceError
 from h5pack.images.decode import refuse_bomb, strict_pillow
 from h5pack.images.headers import DecodePath, ImageHeader
+from h5pack.images.masks import naming_mask, require_size
 from h5pack.read.encoded import row_decoder
-from h5pack.sources.catalog import Catalog, SourceReader, SurveyedImage
+from h5pack.sources.catalog import Catalog, SourceReader, SurveyedImage, fingerprint
 from h5pack.system.processes import run, shared
 
 _TASK_IMAGES = 512
@@ -36,6 +37,7 @@ class Survey:
     file_bytes: int = 0  # size of all accepted image files together; 0 if images are not files
     # Bytes of each JPEG file, int64; 0 for other images. Only surveyed if files are kept.
     jpeg_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    mask_dtypes: list[str] = field(default_factory=list)  # of each field of masks: that of its widest mask
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class _Task:
     names: list[str]
     max_pixels: int
     shown: str  # what messages call the first image
+    masks: list[list[str]]  # the names of the images' masks, for each field
     keep: bool  # whether JPEG files are kept
 
 
@@ -70,6 +73,7 @@ def survey(
     size = catalog.reader.uniform_size()
     if size is not None:
         _survey_uniform(catalog.reader, size, result, max_pixels)
+        result.mask_dtypes = catalog.reader.uniform_mask_dtypes()
         advance(count)
         return result
     labels: list[npt.NDArray[Any] | None] = [None] * count if catalog.reader.has_labels else []
@@ -79,6 +83,7 @@ def survey(
             getattr(result, name)[rows] = getattr(part, name)
         result.reasons.update(part.reasons)
         result.unused |= part.unused
+        result.mask_dtypes = _widest(result.mask_dtypes, part.mask_dtypes)
         result.file_bytes += part.file_bytes
         if labels:
             labels[rows] = found
@@ -101,8 +106,10 @@ def _survey_uniform(reader: SourceReader, size: tuple[int, int], result: Survey,
 def _tasks(catalog: Catalog, max_pixels: int, keep: bool) -> Iterator[_Task]:
     step = min(_TASK_IMAGES, max(1, len(catalog) // 16))
     for start in range(0, len(catalog), step):
-        names = [catalog.names[index] for index in range(start, min(start + step, len(catalog)))]
-        yield _Task(start, names, max_pixels, catalog.shown(start), keep)
+        indices = range(start, min(start + step, len(catalog)))
+        names = [catalog.names[index] for index in indices]
+        masks = [[one.files[index] for index in indices] for one in catalog.pixel_fields]
+        yield _Task(start, names, max_pixels, catalog.shown(start), masks, keep)
 
 
 def _describe(task: _Task) -> str:
@@ -115,10 +122,14 @@ def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
     images: list[SurveyedImage] = []
     reasons: dict[int, str] = {}
     jpeg_bytes = np.zeros(len(task.names), np.int64)
+    widest: list[str] = []
     with strict_pillow():
         for index, name in enumerate(task.names, task.start):
             try:
                 image = reader.survey(index, name, task.max_pixels)
+                if task.masks:
+                    image, dtypes = _with_masks(reader, image, index, task)
+                    widest = _widest(widest, dtypes)
                 if task.keep:
                     jpeg_bytes[index - task.start] = _jpeg_bytes(reader, index, name)
                 images.append(image)
@@ -133,8 +144,34 @@ def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
     unused = {name for image in images for name in image.unused}
     file_bytes = sum(image.file_bytes for image in images)
     kinds = decode_paths.astype(np.uint8)
-    found = Survey(heights, widths, kinds, fingerprints, reasons, None, unused, file_bytes, jpeg_bytes)
+    found = Survey(heights, widths, kinds, fingerprints, reasons, None, unused, file_bytes, jpeg_bytes, widest)
     return task.start, found, labels
+
+
+def _with_masks(reader: SourceReader, image: SurveyedImage, index: int, task: _Task) -> tuple[SurveyedImage, list[str]]:
+    """Return an image with the fingerprint of itself and its masks, and the dtypes of these.
+
+    Raise RejectedImageError if one of them does not have its size. A mask of an image that may have an orientation may
+    be sideways; that is known when both are decoded.
+    """
+    marks, dtypes = [image.fingerprint], []
+    height, width, decode_path = image.header.height, image.header.width, image.header.decode_path
+    for number, masks in enumerate(task.masks):
+        name = masks[index - task.start]
+        with naming_mask(name):
+            header, mark = reader.survey_mask(number, index, name, task.max_pixels)
+            if decode_path != DecodePath.PILLOW or (header.height, header.width) != (width, height):
+                require_size(header.height, header.width, height, width)
+        marks.append(mark)
+        dtypes.append(header.dtype)
+    return image._replace(fingerprint=fingerprint(np.array(marks, np.uint64).tobytes())), dtypes
+
+
+def _widest(dtypes: list[str], others: list[str]) -> list[str]:
+    """Return the wider of the dtypes of each field; an empty list has none yet."""
+    if not dtypes or not others:
+        return dtypes or others
+    return [max(pair, key=lambda name: np.dtype(name).itemsize) for pair in zip(dtypes, others, strict=True)]
 
 
 def _jpeg_bytes(reader: SourceReader, index: int, name: str) -> int:

@@ -11,8 +11,9 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,9 @@ from h5pack.errors import OutputBusyError, RejectedImageError, ResumeError, Sour
 from h5pack.format.checksums import crc32
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.images.decode import Decoder, PixelOptions, strict_pillow
+from h5pack.images.masks import MaskDecoder, naming_mask
 from h5pack.pack.direct_io import RowBuffer, RowFile
+from h5pack.pack.file_structure import PixelRows
 from h5pack.pack.journal import EncodedFile, JournalWriter, RowRecord
 from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.statistics import channel_sums, encoded_sums, sampled_rows, statistics_range
@@ -45,6 +48,7 @@ class WriteJob:
     io: str  # direct, buffered or auto; see `h5pack.pack.direct_io`
     inode: int  # of the file; a file at `path` with another inode belongs to another conversion
     keep: bool = False  # whether rows are the bytes of image files instead of pixels
+    fields: tuple[PixelRows, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,9 @@ class RowGroup:
     names: list[str]
     decode_paths: list[int]  # `DecodePath` of each row's image
     sampled: list[int]  # positions in `rows` of the rows that the channel statistics use
+    # Of each field that is chunked like the images: byte offset of each row, int64 (n,), and name of each row's mask
+    field_offsets: list[npt.NDArray[np.int64]]
+    field_names: list[list[str]]
     # Only of kept files, which are contiguous: where each one ends, in bytes after the offset of the first, and where
     # the bytes of an image are that was encoded.
     ends: list[int]
@@ -72,9 +79,13 @@ class WriteTask:
 
 
 def write_tasks(
-    plan: ConvertPlan, job: WriteJob, row_offsets: RowOffsets, missing: npt.NDArray[np.int64], num_workers: int
+    plan: ConvertPlan, job: WriteJob, offsets: Sequence[RowOffsets], missing: npt.NDArray[np.int64], num_workers: int
 ) -> Iterator[WriteTask]:
-    """Yield tasks that write the missing rows, int64 ascending; tasks are small enough to keep all workers busy."""
+    """Yield tasks that write the missing rows, int64 ascending; tasks are small enough to keep all workers busy.
+
+    `offsets` are those of the images, and of each field that is chunked like them.
+    """
+    row_offsets, *field_offsets = offsets
     sampled = np.zeros(plan.rows, np.bool_)
     sampled[sampled_rows(*statistics_range(plan, plan.row_order), job.keep)] = True
     # Tasks only need to be large enough for their overhead to be negligible.
@@ -96,8 +107,14 @@ def write_tasks(
             decode_paths, some = plan.decode_paths[indices].tolist(), np.flatnonzero(sampled[rows]).tolist()
             ends = row_offsets.edges(int(rows[0]), len(rows))[1:].tolist() if job.keep else []
             encoded = plan.encoded_files(indices) if job.keep else []
-            offsets = row_offsets.offsets(rows)
-            groups.append(RowGroup(rows, offsets, indices.tolist(), names, decode_paths, some, ends, encoded))
+            groups.append(
+                RowGroup(
+                    rows, row_offsets.offsets(rows), indices.tolist(), names, decode_paths, some,
+                    [one.offsets(rows) for one in field_offsets] if job.fields else [],
+                    [[one.files[index] for index in indices.tolist()] for one in plan.catalog.pixel_fields],
+                    ends, encoded,
+                )
+            )  # fmt: skip
             count += len(rows)
         if groups:
             yield WriteTask(job, groups)
@@ -145,15 +162,17 @@ class _Worker:
         self.job = job
         # Open the journal before the output, because a resumed conversion waits for processes with an open journal.
         self.journal = JournalWriter(job.journal)
-        self.decoder = Decoder(job.pixels, quiet=True)
+        self.decoder = SampleDecoder(job.pixels, job.fields, quiet=True)
         self.file = RowFile(job.path, job.io)
+        self.field_files = [RowFile(job.path, job.io) for _ in job.fields]
         if os.fstat(self.file.descriptor).st_ino != job.inode:
             raise OutputBusyError(
                 f"{job.path}: was replaced by another conversion; wait until that has finished", path=job.path
             )
 
     def close(self) -> None:
-        self.file.close()
+        for file in (self.file, *self.field_files):
+            file.close()
         self.journal.close()
 
 
@@ -183,58 +202,92 @@ def write_rows(task: WriteTask) -> list[RowRecord]:
     """Write a task's rows (pixels or kept bytes), journal each group once it is written; return the groups' records."""
     worker = _worker_for(task.job)
     records: list[RowRecord] = []
-    previous: RowBuffer | None = None
+    previous: list[RowBuffer] = []
     row_bytes = math.prod(task.job.pixels.row_shape)
     if not task.job.keep:
         shared().begin([index for group in task.groups for index in group.indices])
     with strict_pillow():
         for group in task.groups:
             if task.job.keep:
-                current = worker.file.begin_bytes(int(group.offsets[0]), group.ends[-1])
-                record = _copy(group, current)
+                current = [worker.file.begin_bytes(int(group.offsets[0]), group.ends[-1])]
+                record = _copy(group, current[0])
             else:
-                current = worker.file.begin_rows(group.offsets, row_bytes)
+                current = [worker.file.begin_rows(group.offsets, row_bytes)]
+                for field, file, offsets in zip(task.job.fields, worker.field_files, group.field_offsets, strict=True):
+                    current.append(file.begin_rows(offsets, field.row_bytes))
                 record = _fill(worker, group, current)
             # The previous group was being written while this one was decoded.
-            if previous is not None:
-                previous.wait()
-                worker.journal.append(records[-1])
+            if previous:
+                _journal(worker, previous, records[-1])
             previous = current
             records.append(record)
-    if previous is not None:
-        previous.wait()
-        worker.journal.append(records[-1])
+    if previous:
+        _journal(worker, previous, records[-1])
     return records
 
 
-def _fill(worker: _Worker, group: RowGroup, buffer: RowBuffer) -> RowRecord:
-    """Decode a group's images into its buffer, allowing each row to be written as soon as it is decoded."""
+def _journal(worker: _Worker, buffers: list[RowBuffer], record: RowRecord) -> None:
+    """Journal a group's record as soon as its rows are written."""
+    for buffer in buffers:
+        buffer.wait()
+    worker.journal.append(record)
+
+
+class SampleDecoder:
+    """Decodes images, and the masks that belong to them, into rows. Each worker has its own; see `Decoder`."""
+
+    def __init__(self, pixels: PixelOptions, fields: Sequence[PixelRows], quiet: bool = False) -> None:
+        self.image = Decoder(pixels, quiet)
+        self._masks = [MaskDecoder(pixels, one.dtype) for one in fields]
+        self._shapes = [(pixels.row_shape, "|u1"), *((one.row_shape, one.dtype) for one in fields)]
+
+    def rows(self, buffers: Sequence[npt.NDArray[np.uint8]]) -> list[npt.NDArray[Any]]:
+        """Return the rows in memory of their sizes, uint8 (bytes,): that of the image, then those of the fields."""
+        return [buffer.view(dtype).reshape(shape) for buffer, (shape, dtype) in zip(buffers, self._shapes, strict=True)]
+
+    def decode(
+        self, reader: SourceReader, index: int, name: str, decode_path: int, masks: Sequence[str],
+        rows: Sequence[npt.NDArray[Any]],
+    ) -> None:  # fmt: skip
+        """Read an image and its masks, and decode them into `rows`; raise as `read_image` and `Decoder.decode` do."""
+        self.image.decode(read_image(reader, index, name), decode_path, rows[0])
+        for number, (mask, decoder, row) in enumerate(zip(masks, self._masks, rows[1:], strict=True)):
+            with naming_mask(mask):
+                decoder.decode(read_image(reader, index, mask, field=number), self.image.upright, row)
+
+
+def _fill(worker: _Worker, group: RowGroup, buffers: list[RowBuffer]) -> RowRecord:
+    """Decode a group's images into its buffers, allowing each row to be written as soon as it is decoded."""
     pixels, count = worker.job.pixels, len(group.indices)
     packed = np.ones(count, np.bool_)
-    checksums = [0] * count
+    checksums = np.zeros((len(buffers), count), np.uint32)
     reasons: dict[int, str] = {}
     sums = []
     sampled = set(group.sampled)
     for position, (index, name, decode_path) in enumerate(
         zip(group.indices, group.names, group.decode_paths, strict=True)
     ):
-        row = buffer.row(position).reshape(pixels.row_shape)
+        rows = worker.decoder.rows([buffer.row(position) for buffer in buffers])
+        masks = [names[position] for names in group.field_names]
         try:
-            worker.decoder.decode(read_image(shared(), index, name), decode_path, row)
+            worker.decoder.decode(shared(), index, name, decode_path, masks, rows)
         except RejectedImageError as error:
             packed[position] = False
             reasons[int(group.rows[position])] = str(error)
-            row[...] = 0
+            for row in rows:
+                row[...] = 0
         else:
-            checksums[position] = crc32(row)
+            checksums[:, position] = [crc32(row) for row in rows]
             if position in sampled:
                 # Sum now, while the row is in the CPU cache.
-                sums.append((int(group.rows[position]), channel_sums(row, pixels.layout)))
-        buffer.ready(position + 1)
+                sums.append((int(group.rows[position]), channel_sums(rows[0], pixels.layout)))
+        for buffer in buffers:
+            buffer.ready(position + 1)
     return RowRecord(
         rows=group.rows,
         packed=packed,
-        checksums=np.array(checksums, np.uint32),
+        checksums=checksums[0],
+        field_checksums=checksums[1:],
         sampled=np.array([row for row, _ in sums], np.int64),
         sums=np.array([total for _, total in sums], np.uint64).reshape(len(sums), 2, pixels.channels),
         reasons=reasons,
@@ -295,10 +348,10 @@ def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: 
     return data
 
 
-def read_image(reader: SourceReader, index: int, name: str) -> bytes | npt.NDArray[np.uint8]:
-    """Return an image as `SourceReader.read` does; raise SourceError if the storage fails."""
+def read_image(reader: SourceReader, index: int, name: str, field: int | None = None) -> bytes | npt.NDArray[np.uint8]:
+    """Return an image as `SourceReader.read` does, or its value of a `field`; raise SourceError if storage fails."""
     try:
-        source = reader.read(index, name)
+        source = reader.read(index, name) if field is None else reader.read_field(field, index, name)
     except OSError as error:
         # The survey could read this file, so either the storage has failed or the source was changed since.
         raise SourceError(

@@ -60,10 +60,11 @@ def describe_file(
 ) -> FileDescription:
     """Describe a pack, or any HDF5 file with a dataset whose rows are images, as numbers or encoded.
 
-    `images`, `labels` and `fields` are paths in the file. If the default images do not exist, the images are those that
-    the pack keeps as JPEG bytes in its group `/encoded`. If neither the default labels nor their checksums exist, the
-    result has no labels. Checksums without labels mean that the labels were lost. If `sized` is false, the size of
-    encoded images is not determined, which suffices for reading their bytes.
+    `images`, `labels` and `fields` are paths in the file; those of a pack's fields may be their names. If the default
+    images do not exist, the images are those that the pack keeps as JPEG bytes in its group `/encoded`. If neither the
+    default labels nor their checksums exist, the result has no labels. Checksums without labels mean that the labels
+    were lost. If `sized` is false, the size of encoded images is not determined, which suffices for reading their
+    bytes.
     """
     require_local(path)
     absolute = os.path.abspath(path)
@@ -77,7 +78,8 @@ def describe_file(
             images, labels = images.strip("/"), None if labels is None else labels.strip("/")
             if images == schema.IMAGES and find_item(file, images) is None and has_kept_images(file, schema.ENCODED):
                 images = schema.ENCODED
-            return _describe(file, identity, images, labels, tuple(name.strip("/") for name in fields), sized=sized)
+            fields = tuple(field_path(file, name.strip("/")) for name in fields)
+            return _describe(file, identity, images, labels, fields, sized=sized)
         except H5PackError:
             raise
         except Exception as error:
@@ -86,6 +88,12 @@ def describe_file(
                 f"{absolute}: its metadata is damaged ({error}); restore the file, or run 'h5pack verify' on it",
                 path=absolute,
             ) from error
+
+
+def field_path(file: h5py.File, name: str) -> str:
+    """Return the path of a field, given that or, in a pack, its name."""
+    path = f"{schema.FIELDS}/{name}"
+    return path if schema.FORMAT in file.attrs and find_item(file, path) is not None else name
 
 
 def _describe(

@@ -5,8 +5,10 @@ Afterwards, the survey reads all image headers to find the images' sizes and to 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
+import io
 import os
 import stat
 from collections import Counter
@@ -22,6 +24,7 @@ from h5pack.errors import RejectedImageError, SourceError
 from h5pack.format.checksums import crc32
 from h5pack.images.decode import read_header
 from h5pack.images.headers import ImageHeader
+from h5pack.images.masks import MaskHeader, read_mask_header
 
 IMAGE_SUFFIXES = frozenset(
     f".{ending}"
@@ -121,6 +124,15 @@ class NameTable:
         return NameTable.of(self[index] for index in indices)
 
 
+@dataclass(frozen=True)
+class PixelField:
+    """A field whose values are pixels: a mask of each image of a catalog."""
+
+    name: str
+    kind: str  # `schema.MASK`
+    files: NameTable  # (M,): the file of each image's mask, relative to the source
+
+
 class SurveyedImage(NamedTuple):
     """The result of the survey for one image."""
 
@@ -155,6 +167,20 @@ class SourceReader:
         """
         raise NotImplementedError
 
+    def read_field(self, number: int, index: int, name: str) -> bytes | npt.NDArray[Any]:
+        """Return the mask `name` of image `index`, as `read` does; pixels of a mask are (h, w).
+
+        `number` is the position of its field in the catalog.
+        """
+        return self.read(index, name)
+
+    def survey_mask(self, number: int, index: int, name: str, max_pixels: int) -> tuple[MaskHeader, int]:
+        """Return the header and the fingerprint of a mask; arguments and errors are as of `read_field` and `survey`."""
+        data = self.read_field(number, index, name)
+        if isinstance(data, bytes):
+            return read_mask_header(lambda: io.BytesIO(data), max_pixels), fingerprint(data)
+        return MaskHeader(data.shape[0], data.shape[1], data.dtype.str), fingerprint(data.tobytes())
+
     def ends(self, index: int, name: str) -> tuple[bytes, bytes, int]:
         """Return the first 3 and the last 2 bytes of an image's file, and its size in bytes; empty if it is pixels."""
         data = self.read(index, name)
@@ -167,6 +193,10 @@ class SourceReader:
     def fingerprints(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """Return the fingerprints of images, uint64 (n,). Call this only if `uniform_size` returns a size."""
         raise NotImplementedError
+
+    def uniform_mask_dtypes(self) -> list[str]:
+        """Return the dtype of each field of masks, if `uniform_size` returns a size, which is that of masks, too."""
+        return []
 
     def begin(self, indices: Sequence[int]) -> None:
         """Announce the images that will be read next, in this order, so that the reader can read ahead."""
@@ -190,6 +220,10 @@ class SourceReader:
 def fingerprint(data: bytes) -> int:
     """Return a 64-bit hash of `data`."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def _file_fingerprint(name: str, size: int, modified_ns: int) -> int:
+    return fingerprint(b"%s\0%d\0%d" % (name.encode("utf-8", "surrogateescape"), size, modified_ns))
 
 
 # Without O_NONBLOCK, opening a named pipe would wait for a writer, possibly forever.
@@ -217,9 +251,21 @@ class FileReader(SourceReader):
             os.close(descriptor)
 
     def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
-        try:
+        with self._rejecting_missing(name):
             head, size, modified = self.head(name)
             header = read_header(head, lambda: self.open(name), max_pixels)
+        return SurveyedImage(header, _file_fingerprint(name, size, modified), file_bytes=size)
+
+    def survey_mask(self, number: int, index: int, name: str, max_pixels: int) -> tuple[MaskHeader, int]:
+        with self._rejecting_missing(name):
+            _, size, modified = self.head(name, 1)
+            return read_mask_header(lambda: self.open(name), max_pixels), _file_fingerprint(name, size, modified)
+
+    @contextlib.contextmanager
+    def _rejecting_missing(self, name: str) -> Iterator[None]:
+        """Turn the error of a file that cannot be read into a RejectedImageError, or a SourceError if storage fails."""
+        try:
+            yield
         except RejectedImageError:
             raise
         except (OSError, ValueError) as error:
@@ -229,8 +275,6 @@ class FileReader(SourceReader):
                     f"{name}: cannot be read ({error}); repair the storage, then try again", path=name
                 ) from error
             raise RejectedImageError(reason) from error
-        mark = fingerprint(b"%s\0%d\0%d" % (name.encode("utf-8", "surrogateescape"), size, modified))
-        return SurveyedImage(header, mark, file_bytes=size)
 
     def ends(self, index: int, name: str) -> tuple[bytes, bytes, int]:
         descriptor, size, _ = self._open(name)
@@ -308,7 +352,7 @@ class Note(NamedTuple):
 class Catalog:
     """The images of a source, in source order. M is the number of images."""
 
-    kind: str  # "flat", "classes", "splits", "celeba", "manifest", "hdf5" or "dataset"
+    kind: str  # "flat", "classes", "splits", "pairs", "celeba", "manifest", "hdf5" or "dataset"
     reader: SourceReader
     names: NameTable  # (M,), relative to the source
     split_names: tuple[str, ...]  # at least one
@@ -316,6 +360,7 @@ class Catalog:
     labels: npt.NDArray[Any] | None = None  # int64 (M,), or uint8 (M, K) with K labels per image
     label_names: tuple[str, ...] | None = None  # names of the classes, or of the K columns
     fields: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # by field name, (M, ...)
+    pixel_fields: tuple[PixelField, ...] = ()
     rejects: tuple[Reject, ...] = ()  # due to the source's tables, e.g. an image without a label
     ignored: dict[str, int] = field(default_factory=dict)  # number of skipped files by category (`NameFilter.refusal`)
     notes: tuple[Note, ...] = ()
@@ -343,6 +388,8 @@ class Catalog:
         for values in (self.split_ids, self.labels, *(self.fields[name] for name in sorted(self.fields))):
             if values is not None:
                 checksum = crc32(np.ascontiguousarray(values), checksum)
+        for one in self.pixel_fields:
+            checksum = crc32(f"{one.name}\0{one.kind}\0".encode() + os.fsencode("\0".join(one.files)), checksum)
         return checksum
 
     def take(self, indices: npt.NDArray[np.int64]) -> Catalog:
@@ -354,6 +401,7 @@ class Catalog:
             split_ids=self.split_ids[indices],
             labels=None if self.labels is None else self.labels[indices],
             fields={name: values[indices] for name, values in self.fields.items()},
+            pixel_fields=tuple(replace(one, files=one.files.take(indices.tolist())) for one in self.pixel_fields),
         )
 
     def filtered(self, wanted: NameFilter) -> Catalog:

@@ -13,7 +13,7 @@ from h5pack.errors import H5PackError, NoImagesError, OptionsError, SourceError
 from h5pack.sources.archives import members_catalog, open_zip
 from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.celeba import celeba, is_celeba
-from h5pack.sources.folders import arranged, walk
+from h5pack.sources.folders import arranged, pairs, walk
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog, is_hdf5
 from h5pack.sources.manifest import ManifestColumns, manifest
 from h5pack.sources.map_style import MapStyleDataset, map_style_catalog
@@ -24,7 +24,7 @@ from h5pack.sources.tar_files import open_tar
 from h5pack.sources.webdataset import is_webdataset, webdataset
 from h5pack.system.text import listed
 
-KINDS = ("flat", "classes", "splits", "celeba", "manifest", "hdf5", "webdataset", "parquet", "mds")
+KINDS = ("flat", "classes", "splits", "pairs", "celeba", "manifest", "hdf5", "webdataset", "parquet", "mds")
 _MANIFEST_SUFFIXES = (".csv", ".tsv", ".tab")
 _FOLDER_KINDS = ("folder", "flat", "classes", "splits")
 _SHARD_KINDS = ("webdataset", "parquet", "mds")
@@ -85,7 +85,7 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
     archive = _archive_format(path) if kind in _FOLDER_KINDS else ""
     if path.is_dir() == (kind in ("manifest", "hdf5")) and not archive:
         parameter = f"source_kind={kind!r}"
-        folder = "folder" if kind == "celeba" else "folder or an archive"
+        folder = "folder" if kind in ("celeba", "pairs") else "folder or an archive"
         needed = "file, not a folder" if path.is_dir() else f"{folder}, not another file"
         raise SourceError(f"{path}: {parameter} needs a {needed}; check the path", path=path, parameters=(parameter,))
     if archive:
@@ -95,6 +95,9 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
         return manifest(path, options.columns, options.names)
     if kind == "hdf5":
         return hdf5_catalog(path, options.datasets, options.names)
+    if kind == "pairs":
+        # Patterns that include select images, and their masks come with them.
+        return pairs(walk(str(path), NameFilter(exclude=options.names.exclude)), options.names)
     return celeba(path, options.names) if kind == "celeba" else arranged(walk(str(path), options.names), kind)
 
 
@@ -109,7 +112,7 @@ def _open_dataset(dataset: MapStyleDataset, options: SourceOptions) -> Catalog:
 
 def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
     """Raise OptionsError if options are given that the kind of source does not have."""
-    columns = ("root", "path_column", "label_columns", "split_column", "field_columns")
+    columns = ("root", "path_column", "label_columns", "split_column", "field_columns", "mask_columns")
     datasets = ("images", "labels", "fields", "channel_axis", "value_range")
     given = options.columns
     unused_columns = kind not in ("manifest", *_SHARD_KINDS) and given != ManifestColumns()
@@ -118,6 +121,7 @@ def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
         ("a manifest", unused_columns, columns),
         ("a manifest", kind in _SHARD_KINDS and given.root is not None, ("root",)),
         ("a manifest", kind == "webdataset" and given.path is not None, ("path_column",)),
+        ("a manifest", kind in _SHARD_KINDS and bool(given.masks), ("mask_columns",)),
     ):
         if unused:
             path = None if kind == "dataset" else where

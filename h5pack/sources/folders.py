@@ -14,10 +14,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from h5pack.errors import NoImagesError, SourceError
 from h5pack.format import schema
-from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, one_split
+from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, PixelField, Reject, one_split
 
 
 @dataclass
@@ -233,9 +234,8 @@ def refuse_pairs(found: Listing, folders: list[str]) -> None:
 
     `folders` are paths relative to the root.
     """
-    plain = {folder: os.path.basename(folder).lower().replace("_", "").replace("-", "") for folder in folders}
-    images = next((folder for folder in folders if plain[folder] in _IMAGE_FOLDERS), None)
-    targets = next((folder for folder in folders if plain[folder] in _TARGET_FOLDERS), None)
+    images = next((folder for folder in folders if _plain(folder) in _IMAGE_FOLDERS), None)
+    targets = next((folder for folder in folders if _plain(folder) in _TARGET_FOLDERS), None)
     if images is None or targets is None:
         return
     stems = [
@@ -244,13 +244,117 @@ def refuse_pairs(found: Listing, folders: list[str]) -> None:
     kind = "source_kind='splits'" if "/" in images else "source_kind='classes'"
     fewest = min(map(len, stems))
     if fewest and 2 * len(stems[0] & stems[1]) >= fewest:
-        alone = os.path.join(found.root, images)
+        pairs = "source_kind='pairs'"
         raise SourceError(
             f"{found.root}: {images!r} and {targets!r} hold files of the same names, so they are probably images and "
-            f"their masks, not classes; pack {alone} alone, or both as classes with {kind}",
+            f"their masks, not classes; pack them as such with {pairs}, or as classes with {kind}",
             path=found.root,
-            parameters=(kind,),
+            parameters=(pairs, kind),
         )
+
+
+def _plain(folder: str) -> str:
+    """Return the name of a folder as it is in `_IMAGE_FOLDERS` and `_TARGET_FOLDERS`."""
+    return os.path.basename(folder).lower().replace("_", "").replace("-", "")
+
+
+def pairs(found: Listing, wanted: NameFilter) -> Catalog:
+    """Return a catalog of images with masks, which have the same paths, but for suffixes, in a folder beside theirs.
+
+    The folders may be in the root, such as `images` and `masks`, or in each split, such as `train/images` and
+    `train/masks`. Several folders of masks become several fields, named like them. `wanted` selects among the images.
+    """
+    filled = [folder for folder in found.subfolders[""] if any(found.below(folder))]
+    by_split = bool(filled) and all(map(is_split_name, filled))
+    roles = sorted({name for split in filled for name in found.subfolders[split]}) if by_split else filled
+    images, targets = _roles(found.root, roles)
+    ignored = Counter(found.ignored)
+    files = _files_by_stem(found, (images, *targets), by_split, ignored)
+    names: list[str] = []
+    masks: list[list[str]] = [[] for _ in targets]
+    splits: list[str] = []
+    rejects = []
+    for name, stem in sorted((name, stem) for stem, some in files[images].items() for name in some):
+        if not wanted.allows(name):
+            ignored[str(wanted.refusal(name))] += 1
+            continue
+        matching = [files[target].get(stem, []) for target in targets]
+        wrong = next((target for target, some in zip(targets, matching, strict=True) if len(some) != 1), None)
+        if wrong is not None:
+            rejects.append(
+                Reject(name, f"{'several files' if files[wrong].get(stem) else 'no file'} of its name in {wrong!r}")
+            )
+            continue
+        names.append(name)
+        splits.append(stem.partition("/")[0] if "/" in stem else "")
+        for column, (mask,) in zip(masks, matching, strict=True):
+            column.append(mask)
+    if not names and rejects:
+        raise SourceError(
+            f"{found.root}: no file in {targets[0]!r} has the name of an image in {images!r}, such as "
+            f"{rejects[0].name!r}; give each mask the name of its image, but for the suffix",
+            path=found.root,
+        )
+    for target in targets:
+        unused = sum(len(some) for stem, some in files[target].items() if stem not in files[images])
+        ignored[f"files of {target!r} without an image"] += unused
+    return Catalog(
+        "pairs",
+        FileReader(found.root),
+        NameTable.of(names),
+        *_splits_by_name(splits),
+        pixel_fields=tuple(
+            PixelField(target, schema.MASK, NameTable.of(column)) for target, column in zip(targets, masks, strict=True)
+        ),
+        rejects=tuple(rejects),
+        ignored=dict(+ignored),
+        about=f"images in {images!r}, masks in {', '.join(map(repr, targets))}",
+    )
+
+
+def _files_by_stem(
+    found: Listing, roles: tuple[str, ...], by_split: bool, ignored: Counter[str]
+) -> dict[str, dict[str, list[str]]]:
+    """Return the files of each role by their paths without suffix and without the folder of the role.
+
+    This folder is in the root, or with `by_split` in each split.
+    """
+    files: dict[str, dict[str, list[str]]] = {role: {} for role in roles}
+    for name in found.below(""):
+        parts = name.split("/")
+        role = parts.pop(by_split) if len(parts) > 1 + by_split else ""
+        if role in files:
+            files[role].setdefault(os.path.splitext("/".join(parts))[0], []).append(name)
+        else:
+            ignored["other images"] += 1
+    return files
+
+
+def _splits_by_name(splits: list[str]) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
+    """Return the `split_names` and `split_ids` of images in folders of these names, if all are names of splits."""
+    if not splits or not all(map(is_split_name, splits)):
+        return one_split(len(splits))
+    names = split_order(splits)
+    numbers = {name: number for number, name in enumerate(names)}
+    return names, np.array([numbers[split] for split in splits], np.int32)
+
+
+def _roles(root: str, folders: list[str]) -> tuple[str, list[str]]:
+    """Return which folder has the images, and which ones have masks; raise SourceError if their names do not tell."""
+    images = [folder for folder in folders if _plain(folder) in _IMAGE_FOLDERS]
+    targets = [folder for folder in folders if _plain(folder) in _TARGET_FOLDERS]
+    others = [folder for folder in folders if folder not in (*images, *targets)]
+    if len(others) == 1 and len(images) + len(targets) == 1:
+        images, targets = images or others, targets or others
+    if len(images) != 1 or not targets:
+        names = ", ".join(map(repr, folders)) or "none"
+        raise SourceError(
+            f"{root}: its folders ({names}) must be one of images and one or several of masks; name them 'images' and "
+            "'masks', or skip others with exclude",
+            path=root,
+            parameters=("exclude",),
+        )
+    return images[0], targets
 
 
 def splits(found: Listing) -> Catalog:

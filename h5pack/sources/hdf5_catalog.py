@@ -17,13 +17,13 @@ import numpy.typing as npt
 
 from h5pack.errors import DamagedRowsError, H5PackError, OptionsError, SourceError
 from h5pack.format import schema
-from h5pack.read.description import FileDescription, checksums_of, describe_file
+from h5pack.read.description import FileDescription, checksums_of, describe_file, field_path
 from h5pack.read.encoded import has_kept_images, is_encoded
 from h5pack.read.engine import Engine
 from h5pack.read.hdf5 import attribute_names, dataset_names, open_file, require_dataset, text
 from h5pack.read.virtual import require_sources
-from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Note, class_ids, split_ids, unused_note
-from h5pack.sources.hdf5_rows import CHANNEL_AXES, HDF5RowReader, PixelForm
+from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Note, PixelField, class_ids, split_ids, unused_note
+from h5pack.sources.hdf5_rows import CHANNEL_AXES, HDF5RowReader, PixelForm, mask_dtype
 from h5pack.sources.manifest import is_field_name
 from h5pack.system.machine import available_memory
 from h5pack.system.parameters import invalid
@@ -45,7 +45,7 @@ class HDF5Datasets:
     fields: tuple[str, ...] = ()  # further datasets with one row per image
     channel_axis: str | None = None  # one of `CHANNEL_AXES`; default: inferred by `channel_axes`
     value_range: tuple[float, float] | None = None  # the values mapped to 0 and 255; see `PixelForm`
-    own_fields: bool = True  # if `fields` is empty, include all fields of a pack
+    own_fields: bool = True  # if `fields` is empty, include all fields of a pack; if false, only masks
 
     def __post_init__(self) -> None:
         if self.channel_axis is not None and self.channel_axis not in CHANNEL_AXES:
@@ -94,8 +94,8 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
     pack = describe_file(path, images, None, sized=False)
     rows = pack.indexes[images].rows
     labels = find_labels(file, images, rows) if datasets.labels is None else datasets.labels.strip("/") or None
-    fields = tuple(name.strip("/") for name in datasets.fields)
-    if not fields and datasets.own_fields and schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED):
+    fields = tuple(field_path(file, name.strip("/")) for name in datasets.fields)
+    if not fields and schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED):
         fields = tuple(_own_fields(file))
     form = None if pack.indexes[images].is_encoded else _form(path, require_dataset(file, images), datasets)
     if form is None and (datasets.channel_axis or datasets.value_range):
@@ -106,22 +106,30 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
             dataset=images,
             parameters=("channel_axis", "value_range"),
         )
-    reader = HDF5RowReader(pack, form)
+    masks = tuple(name for name in fields if form is not None and _is_mask(file, name, form, images))
+    if not datasets.own_fields:
+        fields = masks
+    if masks:
+        pack = describe_file(path, images, None, masks, sized=False)
+    reader = HDF5RowReader(pack, form, masks)
     values, names = (None, None) if labels is None else _read_labels(path, require_dataset(file, labels), labels)
     field_names = _field_names(path, fields)
-    columns = {field: _read_field(path, require_dataset(file, field), field) for field in fields}
+    columns = {field: _read_field(path, require_dataset(file, field), field) for field in fields if field not in masks}
     for name, table in ((labels, values), *columns.items()):
         if table is not None and len(table) != rows:
             problem = f"has {len(table):,} rows, but {images!r} has {rows:,}; name datasets of the same length"
             raise _dataset_error(path, str(name), problem)
+    tables = dict(zip(fields, field_names, strict=True))
+    rows_names = _names(file, images, rows)
     return Catalog(
         "hdf5",
         reader,
-        _names(file, images, rows),
+        rows_names,
         *_splits(path, pack, rows),
         labels=values,
         label_names=names,
-        fields=dict(zip(field_names, columns.values(), strict=True)),
+        fields={tables[name]: column for name, column in columns.items()},
+        pixel_fields=tuple(PixelField(tables[name], schema.MASK, rows_names) for name in masks),
         notes=_unused(file, images, rows, {images, labels, *fields}, labelled=labels is not None),
         about=f"images {images!r}" + ("" if labels is None else f", labels {labels!r}"),
     )
@@ -249,10 +257,19 @@ def further_datasets(file: h5py.File, images: str) -> list[str]:
 
 
 def _own_fields(file: h5py.File) -> Iterator[str]:
-    """Yield the names of a pack's fields, which are its further datasets that have checksums."""
+    """Yield the paths of a pack's fields, which are its further datasets that have checksums."""
     for name, item in file.items():
         if name not in schema.RESERVED and isinstance(item, h5py.Dataset) and checksums_of(name) in file:
             yield name
+    group = file.get(schema.FIELDS)
+    yield from (f"{schema.FIELDS}/{name}" for name in group) if isinstance(group, h5py.Group) else ()
+
+
+def _is_mask(file: h5py.File, name: str, form: PixelForm, images: str) -> bool:
+    """Return whether the rows of a dataset are integers, and have the height and width of the images."""
+    dataset = require_dataset(file, name)
+    shape = file[images].shape
+    return dataset.shape == (shape[0], *form.size(shape[1:])) and mask_dtype(dataset.dtype) is not None
 
 
 def _splits(path: Path, pack: FileDescription, rows: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:

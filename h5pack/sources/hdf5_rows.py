@@ -81,15 +81,27 @@ def default_range(dtype: np.dtype[Any]) -> tuple[float, float] | None:
     return None if dtype.kind == "b" or (dtype.kind == "u" and dtype.itemsize <= 2) else (0.0, 255.0)
 
 
-class HDF5RowReader(SourceReader):
-    """Reads images from the rows of the first dataset of `pack`. If `form` is None, each row is an encoded image."""
+def mask_dtype(dtype: np.dtype[Any]) -> str | None:
+    """Return the dtype of masks made of numbers of `dtype`, None if these may have more than 32 bits or are floats."""
+    if dtype.kind == "b" or dtype == np.uint8:
+        return "|u1"
+    return "<i4" if dtype.kind in "iu" and np.can_cast(dtype, np.int32) else None
 
-    def __init__(self, pack: FileDescription, form: PixelForm | None) -> None:
+
+class HDF5RowReader(SourceReader):
+    """Reads images from the rows of the first dataset of `pack`. If `form` is None, each row is an encoded image.
+
+    `masks` are the paths of datasets of masks, which `pack` describes, too.
+    """
+
+    def __init__(self, pack: FileDescription, form: PixelForm | None, masks: tuple[str, ...] = ()) -> None:
         self.pack, self.form = pack, form
         self.images = next(iter(pack.indexes))
         self.index = pack.indexes[self.images]
         self.has_checksums = checksums_of(self.images) in pack.indexes
-        names = (self.images, *([checksums_of(self.images)] if self.has_checksums else ()))
+        self.masks = masks
+        datasets = [name for one in (self.images, *masks) for name in (one, checksums_of(one))]
+        names = [name for name in datasets if name in pack.indexes]
         # Do not warn that encoded images are slow to read, because converting them is the remedy.
         self.engine = Engine(
             pack.path, pack.identity, {name: pack.indexes[name] for name in names}, warn=form is not None
@@ -124,6 +136,14 @@ class HDF5RowReader(SourceReader):
         if row is None:
             row = self._load(index)
         return self.form.pixels(row)
+
+    def read_field(self, number: int, index: int, name: str) -> npt.NDArray[Any]:
+        """See `SourceReader`; masks of more than 8 bits are int32."""
+        values: npt.NDArray[Any] = self._read_rows([index], self.masks[number])[0]
+        return values.astype(mask_dtype(values.dtype), copy=False)
+
+    def uniform_mask_dtypes(self) -> list[str]:
+        return [str(mask_dtype(self.engine.indexes[name].native_dtype)) for name in self.masks]
 
     def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
         data = self.encoded(index)
@@ -179,12 +199,13 @@ class HDF5RowReader(SourceReader):
         row: npt.NDArray[Any] = self._read_rows([index])[0]
         return row
 
-    def _read_rows(self, indices: Sequence[int]) -> npt.NDArray[Any]:
+    def _read_rows(self, indices: Sequence[int], dataset: str | None = None) -> npt.NDArray[Any]:
         rows = self._rows(np.array(indices, np.int64))
+        name = dataset or self.images
         try:
-            values = self.engine.read(self.images, rows)
-            if self.has_checksums:
-                self.engine.check(self.images, checksums_of(self.images), rows, values)
+            values = self.engine.read(name, rows)
+            if checksums_of(name) in self.engine.indexes:
+                self.engine.check(name, checksums_of(name), rows, values)
         except DamagedRowsError as error:
             reason = "its row is damaged: it does not match its checksum or cannot be decoded"
             raise RejectedImageError(reason) from error

@@ -19,6 +19,7 @@ from h5pack.sources.catalog import (
     NameFilter,
     NameTable,
     Note,
+    PixelField,
     class_ids,
     one_split,
     unused_note,
@@ -41,6 +42,7 @@ class ManifestColumns:
     split: str | None = None  # column of split names
     fields: tuple[str, ...] = ()  # numeric columns, each of which becomes a field of the pack
     root: str | None = None  # folder that relative paths start from; default: the manifest's folder
+    masks: tuple[str, ...] = ()  # columns of paths of masks, each of which becomes a field of the pack
 
 
 def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalog:
@@ -54,12 +56,27 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
             parameters=("path_column",),
         )
     names = table.column(path_column)
-    for row, name in enumerate(names):
-        if not name or "\0" in name:
-            raise table.error(row, f"{name!r} is not a path; correct the line")
+    masks = {column: table.column(column) for column in columns.masks}
+    for cells in (names, *masks.values()):
+        for row, name in enumerate(cells):
+            if "\0" in name or not (name or cells is not names):
+                raise table.error(row, f"{name!r} is not a path; correct the line")
     reader = FileReader(columns.root or str(path.parent))
-    catalog = Catalog("manifest", reader, NameTable.of(names), *one_split(len(names)))
-    return with_columns(catalog, table, columns, {path_column}).filtered(wanted)
+    # Rows without a mask are left out below.
+    fields = (PixelField(name, schema.MASK, NameTable.of(cell or "-" for cell in masks[name])) for name in masks)
+    catalog = Catalog("manifest", reader, NameTable.of(names), *one_split(len(names)), pixel_fields=tuple(fields))
+    catalog = with_columns(catalog, table, columns, {path_column, *masks})
+    return _with_all_masks(catalog, masks).filtered(wanted)
+
+
+def _with_all_masks(catalog: Catalog, masks: dict[str, list[str]]) -> Catalog:
+    """Return the catalog without images that lack a mask, which become rejects; `masks` has the cells by column."""
+    missing = {row: name for name, cells in masks.items() for row, cell in enumerate(cells) if not cell}
+    if not missing:
+        return catalog
+    rejects = [catalog.reject(row, f"no path in column {name!r}") for row, name in sorted(missing.items())]
+    kept = np.setdiff1d(np.arange(len(catalog), dtype=np.int64), np.array([*missing], np.int64))
+    return replace(catalog.take(kept), rejects=(*catalog.rejects, *rejects))
 
 
 def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, used: set[str]) -> Catalog:
@@ -67,7 +84,13 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
 
     `used` are the columns that were taken from the table before. Splits of the catalog stay if the table has none.
     """
-    for name in columns.fields:
+    for name in (*columns.fields, *columns.masks):
+        if name in columns.fields and name in columns.masks:
+            raise OptionsError(
+                f"{table.path}: column {name!r} is in field_columns and in mask_columns; leave it out of one of them",
+                path=table.path,
+                parameters=("field_columns", "mask_columns"),
+            )
         if not is_field_name(name):
             raise OptionsError(
                 f"{table.path}: {name!r} cannot be the name of a field, as the format uses or forbids it; rename the "
@@ -75,13 +98,14 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
                 path=table.path,
             )
     chosen = label_columns(columns, table.header)
-    split_column = columns.split or _usual(table.header, SPLIT_COLUMNS, columns.fields)
+    split_column = columns.split or _usual(table.header, SPLIT_COLUMNS, (*columns.fields, *columns.masks))
     labels, label_names = _labels(table, chosen)
     packed = {*used, split_column, *chosen, *columns.fields}
-    notes = unused_note(
-        "columns", [name for name in table.header if name not in packed],
-        "columns of numbers can be packed with field_columns", "field_columns",
-    )  # fmt: skip
+    others = [name for name in table.header if name not in packed]
+    advice, parameters = "columns of numbers can be packed with field_columns", ["field_columns"]
+    if catalog.kind == "manifest":
+        advice, parameters = f"{advice}, those of paths of masks with mask_columns", [*parameters, "mask_columns"]
+    notes = unused_note("columns", others, advice, *parameters)
     notes += _many_classes_note(chosen, labels, label_names)
     splits = (catalog.split_names, catalog.split_ids) if split_column is None else _splits(table, split_column)
     return replace(
@@ -119,7 +143,7 @@ def _many_classes_note(
 
 def label_columns(columns: ManifestColumns, header: tuple[str, ...]) -> tuple[str, ...]:
     """Return the label columns: the given ones, or else the one with a usual name, if any."""
-    usual = _usual(header, LABEL_COLUMNS, columns.fields)
+    usual = _usual(header, LABEL_COLUMNS, (*columns.fields, *columns.masks))
     return columns.labels or ((usual,) if usual is not None else ())
 
 

@@ -81,7 +81,7 @@ def converted(folder: Path, **settings: Any) -> Path:
 
 def flip(path: Path, row: int, name: str = "images") -> None:
     """Change one byte of a row, and nothing else of the file."""
-    index = H5Dataset(path).engine.indexes[name]
+    index = H5Dataset(path, fields=[name] if name.startswith("fields/") else []).engine.indexes[name]
     chunk, place = divmod(row, index.chunk_rows)
     offset = int(index.addresses[chunk]) + place * index.row_bytes + index.row_bytes // 2
     descriptor = os.open(path, os.O_RDWR)

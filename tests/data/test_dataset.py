@@ -27,7 +27,7 @@ from h5pack.data.collate import SampleBatch
 from h5pack.errors import DamagedRowsError, OptionsError, PackChangedError, PackFormatError
 from tests.data import packs
 from tests.data.packs import all_same, same
-from tests.makers import class_folders, quick, save
+from tests.makers import class_folders, numbers, pair_folders, quick, save
 from tests.read.files import in_child, run_threads
 
 FIELDS = ("boxes", "masks", "weight")
@@ -501,3 +501,29 @@ def test_threads_share_a_dataset(tmp_path: Path, compression: str | None) -> Non
                 pickle.dumps(dataset)
 
     run_threads(8, work)
+
+
+@pytest.mark.parametrize("compression", ["none", "gzip:1"])
+def test_masks_of_a_pack_are_read_with_their_images(tmp_path: Path, compression: str) -> None:
+    source = pair_folders(tmp_path / "in", 24)
+    h5pack.convert(source, tmp_path / "o.h5", **quick(source_kind="pairs", chunk_rows=4, compression=compression))
+    dataset = h5pack.H5Dataset(tmp_path / "o.h5", fields=["masks"], with_rows=True, check=True)
+    assert dataset.names == ("images", "fields/masks")
+    assert dataset.field_names == ("images", "masks", "rows")
+    names = dataset.filenames
+    assert names is not None
+    expected = {row: numbers(int(name[7:10]), (20, 14)) for row, name in enumerate(names)}
+    assert all(np.array_equal(sample.masks, expected[sample.row]) for sample in dataset)
+    with h5pack.H5Loader(dataset, 5, shuffle=True) as loader:
+        batches = [*loader, *DataLoader(dataset, 5, collate_fn=dataset.collate, **FORK)]
+    assert sum(len(batch.rows) for batch in batches) == 48
+    for batch in batches:
+        assert (batch.masks.dtype, batch.masks.shape[1:]) == (torch.uint8, (20, 14))
+        assert all(
+            np.array_equal(mask, expected[row]) for mask, row in zip(batch.masks, batch.rows.tolist(), strict=True)
+        )
+    if compression != "none":
+        return
+    packs.flip(tmp_path / "o.h5", 7, "fields/masks")
+    with pytest.raises(DamagedRowsError):
+        h5pack.H5Dataset(tmp_path / "o.h5", fields=["masks"], check=True)[7]

@@ -25,7 +25,18 @@ from h5pack.read.hdf5 import dataset_names
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from tests.crashing import leftovers
 from tests.exporter.folders import files_of, flip, one, pixels_of, stopped, tree
-from tests.makers import class_folders, expected, flat_folder, hdf5_file, pixels, quick, save, split_folders
+from tests.makers import (
+    class_folders,
+    expected,
+    flat_folder,
+    hdf5_file,
+    numbers,
+    pair_folders,
+    pixels,
+    quick,
+    save,
+    split_folders,
+)
 from tests.pack.test_convert_hdf5 import LABELS, PIXELS, ROWS, STORED, write
 from tests.read.encoded_files import decoded, encode, jpegs, kinds, write_encoded
 
@@ -456,3 +467,49 @@ def test_fields_of_a_pack_are_exported_by_default(tmp_path: Path) -> None:
     lines = (tmp_path / "out" / "manifest.csv").read_text().splitlines()
     rows = (f"{row:05d}.png,all,{seen},{row},{row:05d}.jpg" for row, seen in enumerate((1, 0, 1)))
     assert lines == ["path,split,seen,row,source", *rows]
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+def test_masks_are_exported_beside_their_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wide: bool, split: bool
+) -> None:
+    """Converted again, by the manifest or as pairs, images and masks are equal."""
+    monkeypatch.chdir(tmp_path)
+    for part in ("train", "val") if split else ("",):
+        pair_folders(Path("in"), 6, images=f"images/{part}", masks=f"masks/{part}")
+    if wide:
+        path = Path("in") / "masks" / ("train" if split else "") / "001.png"
+        Image.fromarray(numbers(1, (20, 14)).astype(np.uint16) * 1000).save(path)
+    h5pack.convert("in", "a.h5", **quick(source_kind="pairs"))
+    report = export("a.h5", "out", num_workers=2)
+    files = sorted(str(path.relative_to("out")) for path in Path("out").rglob("*.png"))
+    middle = "val/" if split else ""
+    assert {f"images/{middle}005.png", f"masks/{middle}005.png"} < {*files}
+    assert (len(files), report.lost) == (24 if split else 12, ())
+    assert cli.main(shlex.split(report.again)[1:]) == 0
+    h5pack.convert("out", "pairs.h5", **quick(source_kind="pairs", order="sorted"))
+    with h5py.File("a.h5") as file, h5py.File("again.h5") as again, h5py.File("pairs.h5") as pairs:
+        for name in ("images", "fields/masks", "splits/rows", "splits/name"):
+            assert np.array_equal(file[name][()], again[name][()]), name
+        rows = [pairs["filenames"][()].tolist().index(name) for name in again["filenames"][()]]
+        assert np.array_equal(pairs["fields/masks"][()][rows], file["fields/masks"][()])
+        assert file["fields/masks"].dtype == (np.int32 if wide else np.uint8)
+    before = {path: path.read_bytes() for path in files_of(Path("out")).values()}
+    (Path("out") / "masks" / middle / "003.png").write_bytes(b"damaged")
+    Path("out").rename("out.partial")
+    Path("out.partial.lock").touch()
+    assert export("a.h5", "out", num_workers=1, resume=True).resumed_files == report.files
+    assert {path: path.read_bytes() for path in files_of(Path("out")).values()} == before
+    assert export("a.h5", "out", num_workers=1, resume=True).already_complete
+    export("a.h5", "out", num_workers=1, overwrite=True)
+
+
+def test_a_damaged_mask_leaves_its_image_out(tmp_path: Path) -> None:
+    h5pack.convert(pair_folders(tmp_path / "in", 6), tmp_path / "a.h5", **quick(source_kind="pairs", order="sorted"))
+    with h5py.File(tmp_path / "a.h5", "r+") as file:
+        file["fields/masks"][2, 0, 0] ^= 1
+    report = export(tmp_path / "a.h5", tmp_path / "out")
+    assert [(row.row, row.name) for row in report.damaged] == [(2, "images/002.jpg")]
+    assert not [*(tmp_path / "out").rglob("002.png")]
+    assert len([*(tmp_path / "out").rglob("*.png")]) == 10

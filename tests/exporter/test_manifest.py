@@ -21,7 +21,7 @@ from tests.exporter.test_names import catalog, rows_of
 
 
 def planned(source: Catalog, sources: bool = False) -> Manifest:
-    return plan_manifest(rows_of(source, sources), source.names)
+    return plan_manifest(rows_of(source, sources), ExportNames(source.names, (), 0))
 
 
 def options_of(plan: Manifest) -> list[str]:
@@ -139,5 +139,7 @@ def test_another_table_does_not_equal_it(tmp_path: Path) -> None:
 
 
 def test_names_with_control_characters_are_escaped_in_the_sources(tmp_path: Path) -> None:
-    plan = plan_manifest(rows_of(catalog(["a\r\n\x1b[31m.jpg"]), True, [7]), NameTable.of(["a.png"]))
+    plan = plan_manifest(
+        rows_of(catalog(["a\r\n\x1b[31m.jpg"]), True, [7]), ExportNames(NameTable.of(["a.png"]), (), 0)
+    )
     assert written(plan, tmp_path / "m.csv")[1] == ["a.png", "all", "7", "a\\r\\n\\x1b[31m.jpg"]

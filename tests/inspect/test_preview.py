@@ -22,7 +22,7 @@ from h5pack.exporter.image_files import open_rows
 from h5pack.inspect import preview as module
 from h5pack.inspect.preview import PreviewReport, preview, scaled
 from h5pack.sources.hdf5_catalog import HDF5Datasets
-from tests.makers import flat_folder, hdf5_file, pixels, quick, save, split_folders
+from tests.makers import flat_folder, hdf5_file, pair_folders, pixels, quick, save, split_folders
 from tests.pack.test_convert_hdf5 import LABELS, PIXELS, ROWS, STORED, write
 from tests.read.encoded_files import jpegs, write_encoded
 
@@ -296,3 +296,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         err = capsys.readouterr().err
         assert message in err
         assert err.count("\n") == 1
+
+
+def test_masks_are_drawn_beside_their_images(tmp_path: Path) -> None:
+    source = pair_folders(tmp_path / "in", 3, (40, 40))
+    for number in range(3):
+        mask = np.zeros((40, 40), np.uint8)
+        mask[:, 20:] = 1 + number
+        Image.fromarray(mask).save(source / "masks" / f"{number:03d}.png")
+    h5pack.convert(source, tmp_path / "o.h5", **quick(source_kind="pairs", order="sorted"))
+    sheet = np.asarray(h5pack.preview(tmp_path / "o.h5", tile=40).sheet)
+    for color in ((128, 0, 0), (0, 128, 0), (128, 128, 0)):
+        assert np.count_nonzero((sheet == color).all(2)) >= 800
+    assert np.count_nonzero((sheet == 0).all(2)) >= 3 * 800

@@ -14,7 +14,7 @@ import pytest
 
 import h5pack
 from h5pack.errors import OptionsError, PackFormatError, WorkerError
-from tests.makers import flat_folder, hdf5_file, quick, split_folders
+from tests.makers import flat_folder, hdf5_file, pair_folders, quick, split_folders
 
 
 @pytest.fixture(scope="module")
@@ -156,3 +156,25 @@ def test_a_crash_of_the_hdf5_library_is_damage(pack: Path, monkeypatch: pytest.M
     monkeypatch.setattr("h5pack.inspect.verify.open_file", lambda path: os.kill(os.getpid(), 11))
     report = h5pack.verify(pack, start_method="fork")
     assert (report.ok, report.rows, len(report.problems)) == (False, 0, 1)
+
+
+@pytest.mark.parametrize("compression", ["none", "gzip:1"])
+def test_damaged_masks_are_named_by_row(tmp_path: Path, compression: str) -> None:
+    settings = quick(source_kind="pairs", chunk_rows=4, compression=compression)
+    h5pack.convert(pair_folders(tmp_path / "in", 14), tmp_path / "o.h5", **settings)
+    assert h5pack.verify(tmp_path / "o.h5").ok
+    with h5py.File(tmp_path / "o.h5") as file:
+        offset = file["fields/masks"].id.get_chunk_info(2).byte_offset
+        names = [name.decode() for name in file["filenames"]]
+    data = bytearray((tmp_path / "o.h5").read_bytes())
+    data[offset + 20] ^= 1
+    (tmp_path / "o.h5").write_bytes(data)
+    report = h5pack.verify(tmp_path / "o.h5")
+    rows = [8] if compression == "none" else [8, 9, 10, 11]
+    assert (report.damaged, report.problems) == ({"fields/masks": rows}, ())
+    assert report.filenames == {row: names[row] for row in rows}
+    with h5py.File(tmp_path / "o.h5", "r+") as file:
+        del file["checksums/fields/masks"]
+    assert [problem.partition(":")[0] for problem in h5pack.verify(tmp_path / "o.h5").problems] == [
+        "checksums/fields/masks"
+    ]

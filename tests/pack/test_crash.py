@@ -208,9 +208,9 @@ def test_a_disk_that_fills_up_later(small_disk: Path, tmp_path: Path, when: str)
     def fill(keep: int) -> None:
         (small_disk / "hog").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096 - keep))
 
-    def full(path: Path, structure: FileStructure, rows: int, tables: PackTables | None) -> object:
+    def full(path: Path, structure: FileStructure, rows: int, tables: PackTables | None, planned: int) -> object:
         fill(8192)
-        return write_structure(path, structure, rows, tables)
+        return write_structure(path, structure, rows, tables, planned)
 
     with pytest.MonkeyPatch.context() as patch:
         if when == "workers write":

@@ -49,8 +49,8 @@ def test_fewer_rows_have_the_same_addresses(
     structure = replace(structure, metadata_bytes=plan_metadata(-(-planned // chunk_rows), structure, 100, 2))
     packed = max(1, int(planned * share))
     with tempfile.TemporaryDirectory() as folder:
-        first = write_structure(Path(folder) / "a.h5", structure, planned, None)
-        second = write_structure(Path(folder) / "b.h5", structure, packed, tables(packed))
+        (first,) = write_structure(Path(folder) / "a.h5", structure, planned, None)
+        (second,) = write_structure(Path(folder) / "b.h5", structure, packed, tables(packed))
         size = (Path(folder) / "a.h5").stat().st_size
     assert len(first) == -(-planned // chunk_rows)
     assert np.array_equal(second, first[: len(second)])

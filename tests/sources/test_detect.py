@@ -77,8 +77,9 @@ def test_images_beside_their_masks_are_not_classes(tmp_path: Path, names: list[s
     with pytest.raises(SourceError) as caught:
         kind_of(root)
     kind = "splits" if "/" in pair else "classes"
-    assert caught.value.parameters == (f"source_kind={kind!r}",)
+    assert caught.value.parameters == ("source_kind='pairs'", f"source_kind={kind!r}")
     assert repr(pair) in str(caught.value)
+    assert kind_of(root, kind="pairs") == "pairs"
     assert kind_of(root, kind=kind) == kind
     assert kind_of(root / pair) in ("flat", "classes")
 

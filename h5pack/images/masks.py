@@ -1,0 +1,129 @@
+"""Masks: images whose pixels are numbers, such as the class of each pixel of another image.
+
+A mask is decoded to the numbers that its file holds: the indices of a palette instead of its colors, gray values of 8
+or 16 bits as they are, 0 and 1 of 1 bit. It is moved exactly like its image: turned upright with it, then cropped,
+padded or stretched by the same window. Each pixel is a copy of the nearest one. Pixels of padding are 255, or -1 in
+masks of more than 8 bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps
+
+from h5pack.errors import RejectedImageError
+from h5pack.images.decode import TURNS, PixelOptions, Upright, orientation_of, pad_image, refuse_bomb, rejecting
+
+_MODES = {"1": "|u1", "L": "|u1", "P": "|u1", "I;16": "<i4", "I;16L": "<i4", "I;16B": "<i4", "I;16N": "<i4", "I": "<i4"}
+"""Pillow's modes of masks, and the dtypes of their pixels."""
+
+PADDING = {"|u1": 255, "<i4": -1}
+"""The number of pixels outside of the image, by dtype."""
+
+
+class MaskHeader(NamedTuple):
+    """The size of a mask as it is stored in its file, and the dtype of its pixels."""
+
+    height: int
+    width: int
+    dtype: str
+
+
+@contextlib.contextmanager
+def naming_mask(name: str) -> Iterator[None]:
+    """Let the reason of a RejectedImageError begin with the name of a mask, as it becomes that of its image."""
+    try:
+        yield
+    except RejectedImageError as error:
+        raise RejectedImageError(f"its mask {name}: {error}") from error
+
+
+def read_mask_header(open_file: Callable[[], BinaryIO], max_pixels: int) -> MaskHeader:
+    """Return a mask's header; raise RejectedImageError if the file is not a mask, OSError if the storage fails."""
+    with open_file() as stream, rejecting(), Image.open(stream) as image:
+        dtype = _dtype(image)
+        refuse_bomb(image.height, image.width, max_pixels)
+        return MaskHeader(image.height, image.width, dtype)
+
+
+def _dtype(image: Image.Image) -> str:
+    """Return the dtype of a mask's pixels; raise RejectedImageError if they are not single numbers."""
+    dtype = _MODES.get(image.mode)
+    if dtype is None:
+        raise RejectedImageError(
+            f"{image.mode} pixels are not numbers of classes; save the mask with a palette, as gray or with 16 bits"
+        )
+    return dtype
+
+
+class MaskDecoder:
+    """A decoder of masks into rows of `dtype`, "|u1" or "<i4", (H, W). `options` are those of the images."""
+
+    def __init__(self, options: PixelOptions, dtype: str) -> None:
+        self._options, self._dtype = options, dtype
+
+    def decode(self, source: bytes | npt.NDArray[Any], image: Upright, out: npt.NDArray[Any]) -> None:
+        """Decode a mask, moved like its `image`, into `out`, (H, W); raise RejectedImageError if that is impossible.
+
+        `source` is the bytes of a file, or pixels (h, w).
+        """
+        pixels = self.pixels(source, image)
+        size = (self._options.width, self._options.height)
+        if pixels.shape != out.shape:
+            # Images of other sizes are resized, or were rejected before.
+            found, filling = Image.fromarray(pixels), PADDING[self._dtype]
+            if self._options.fit == "crop":
+                found = ImageOps.fit(found, size, Image.Resampling.NEAREST)
+            elif self._options.fit == "pad":
+                found = pad_image(found, size, Image.Resampling.NEAREST, filling)
+            else:
+                found = found.resize(size, Image.Resampling.NEAREST)
+            pixels = np.asarray(found)
+        out[...] = pixels
+
+    def pixels(self, source: bytes | npt.NDArray[Any], image: Upright) -> npt.NDArray[Any]:
+        """Return a mask of the size of its `image`, upright like that: uint8 or int32, (h, w)."""
+        if not isinstance(source, bytes):
+            pixels = source
+        else:
+            with rejecting(), Image.open(io.BytesIO(source)) as mask:
+                refuse_bomb(mask.height, mask.width, self._options.max_pixels)
+                dtype = _dtype(mask)
+                if np.dtype(dtype).itemsize > np.dtype(self._dtype).itemsize:
+                    raise RejectedImageError(f"{mask.mode} pixels have more bits than those of the other masks")
+                before = orientation_of(mask)
+                pixels = np.asarray(mask).astype(self._dtype, copy=False)
+                pixels = _turned(pixels, orientation_of(mask))
+                pixels = _moved(pixels, image, own=before != 1)
+        height, width = pixels.shape
+        require_size(height, width, image.height, image.width)
+        return pixels
+
+
+def require_size(height: int, width: int, image_height: int, image_width: int) -> None:
+    """Raise RejectedImageError if a mask does not have the size of its image."""
+    if (height, width) != (image_height, image_width):
+        raise RejectedImageError(f"its size is {height}x{width}, but that of its image is {image_height}x{image_width}")
+
+
+def _moved(pixels: npt.NDArray[Any], image: Upright, *, own: bool) -> npt.NDArray[Any]:
+    """Return a mask turned like its image, unless its file has an orientation of its `own` or it is upright already.
+
+    A mask of the pixels as they are stored is turned. One of the upright image is recognized by its size.
+    """
+    if own:
+        return pixels
+    turned = _turned(pixels, image.orientation)
+    return turned if turned.shape == (image.height, image.width) else pixels
+
+
+def _turned(pixels: npt.NDArray[Any], orientation: int) -> npt.NDArray[Any]:
+    if orientation not in TURNS:
+        return pixels
+    return np.asarray(Image.fromarray(pixels).transpose(TURNS[orientation]))

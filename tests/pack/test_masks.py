@@ -1,0 +1,290 @@
+"""Masks are packed beside their images: the same rows, windows, rejects, resumes and bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image, ImageOps
+
+import h5pack
+from h5pack.errors import OptionsError, ResumeError, SourceError
+from h5pack.format.checksums import row_checksums
+from h5pack.pack.conversion import Conversion
+from tests.crashing import convert_in_child, distinct_steps, interrupt, leftovers, lose_pages
+from tests.makers import hdf5_file, numbers, pair_folders, pixels, quick, save, truncate
+
+SETTINGS = quick(source_kind="pairs", chunk_rows=8)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 pairs, of which 4 images and 9 masks cannot be decoded, so that rows move and chunks go."""
+    root = pair_folders(tmp_path_factory.mktemp("source"), 60, (60, 50))
+    for number in (3, 8, 21, 59):
+        truncate(root / "images" / f"{number:03d}.jpg")
+    for number in range(5, 50, 5):
+        truncate(root / "masks" / f"{number:03d}.png")
+    return root
+
+
+def pack_of(path: Path) -> dict[str, Any]:
+    with h5py.File(path) as file:
+        return {
+            "images": file["images"][()],
+            "masks": file["fields/masks"][()],
+            "names": [name.decode() for name in file["filenames"][()]],
+            "checksums": file["checksums/fields/masks"][()],
+        }
+
+
+def expected_mask(path: Path) -> npt.NDArray[Any]:
+    with Image.open(path) as image:
+        return np.asarray(image)
+
+
+@pytest.mark.parametrize("order", ["shuffled", "sorted"])
+@pytest.mark.parametrize("compression", ["none", "gzip:1"])
+def test_every_mask_is_in_the_row_of_its_image(source: Path, tmp_path: Path, order: str, compression: str) -> None:
+    out = tmp_path / "o.h5"
+    report = h5pack.convert(source, out, **SETTINGS, order=order, compression=compression)
+    assert (report.images, report.rejects) == (47, 13)
+    pack = pack_of(out)
+    for row, name in enumerate(pack["names"]):
+        mask = expected_mask(source / name.replace("images", "masks").replace("jpg", "png"))
+        assert np.array_equal(pack["masks"][row], mask), name
+        assert np.array_equal(mask, numbers(int(name[7:10]), (60, 50)))
+        with Image.open(source / name) as image:
+            assert np.array_equal(pack["images"][row], np.asarray(image)), name
+    assert np.array_equal(pack["checksums"], row_checksums(pack["masks"]))
+    with h5py.File(out) as file:
+        assert file["fields/masks"].attrs["kind"] == b"mask"
+        assert file["fields/masks"].chunks[0] == file["images"].chunks[0] == 8
+    assert h5pack.verify(out).ok
+
+
+@pytest.fixture(scope="module", params=["none", "gzip:1"])
+def compression(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_killed_at_every_step(source: Path, tmp_path: Path, compression: str) -> None:
+    """Also when masks move, because images or masks cannot be decoded, and fewer chunks remain."""
+    out, settings = tmp_path / "o.h5", {**SETTINGS, "compression": compression}
+    changes = convert_in_child(source, out, settings, kill_at=None)
+    whole = out.read_bytes()
+    rejects = (tmp_path / "o.h5.rejects.csv").read_bytes()
+    for step in distinct_steps(changes, first=True)[:: 1 if compression == "none" else 3]:
+        out.unlink()
+        convert_in_child(source, out, settings, kill_at=step)
+        assert not out.exists() or out.read_bytes() == whole
+        report = h5pack.convert(source, out, **settings, resume=True)
+        assert (report.images, report.rejects) == (47, 13)
+        assert out.read_bytes() == whole, f"killed at step {step}: {changes[step]}"
+        assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
+        assert (tmp_path / "o.h5.rejects.csv").read_bytes() == rejects
+    assert h5pack.verify(out).ok
+
+
+@pytest.mark.parametrize("settings", [{"num_workers": 3}, {"io": "buffered"}, {"num_workers": 2, "io": "direct"}])
+def test_workers_and_ways_of_writing_give_the_same_bytes(source: Path, tmp_path: Path, settings: Any) -> None:
+    h5pack.convert(source, tmp_path / "a.h5", **SETTINGS)
+    h5pack.convert(source, tmp_path / "b.h5", **{**SETTINGS, **settings})
+    assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
+
+
+@pytest.mark.parametrize("where", ["complete", "move_rows"])
+def test_lost_pages_are_decoded_again(source: Path, tmp_path: Path, where: str) -> None:
+    out = tmp_path / "o.h5"
+    h5pack.convert(source, tmp_path / "whole.h5", **SETTINGS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"h5pack.pack.finish.{where}", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            h5pack.convert(source, out, **SETTINGS)
+    lose_pages(tmp_path / "o.h5.partial")
+    h5pack.convert(source, out, **SETTINGS, resume=True)
+    assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
+
+
+def test_a_damaged_row_of_masks_alone_is_written_again(source: Path, tmp_path: Path) -> None:
+    out, partial = tmp_path / "o.h5", tmp_path / "o.h5.partial"
+    h5pack.convert(source, tmp_path / "whole.h5", **SETTINGS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("h5pack.pack.journal.Journal.save_written", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            h5pack.convert(source, out, **SETTINGS)
+    with h5py.File(tmp_path / "whole.h5") as file:
+        offset = file["fields/masks"].id.get_chunk_info(2).byte_offset
+    with partial.open("r+b") as file:
+        file.seek(offset)
+        file.write(b"\xaa" * 100)
+    report = h5pack.convert(source, out, **SETTINGS, resume=True)
+    assert report.resumed_rows < 60
+    assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
+
+
+def test_a_changed_mask_ends_a_resume(tmp_path: Path) -> None:
+    source, out = pair_folders(tmp_path / "in", 12), tmp_path / "o.h5"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("h5pack.pack.finish.complete", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            h5pack.convert(source, out, **SETTINGS)
+    Image.fromarray(numbers(99, (20, 14))).save(source / "masks" / "004.png")
+    with pytest.raises(ResumeError, match=r"images/004\.jpg"):
+        h5pack.convert(source, out, **SETTINGS, resume=True)
+
+
+@pytest.mark.parametrize("fit", ["crop", "pad", "stretch"])
+@pytest.mark.parametrize("layout", ["nhwc", "nchw"])
+def test_a_point_in_image_and_mask_stays_together(tmp_path: Path, fit: str, layout: str) -> None:
+    """A white square in the image is the class 9 of the mask, whatever the size and the orientation."""
+    for number in range(16):
+        size = (60 + number, 90 - 3 * number)
+        image, mask = np.zeros((*size, 3), np.uint8), np.zeros(size, np.uint8)
+        top, left = 20 + number, 15 + number
+        image[top : top + 8, left : left + 8] = 255
+        mask[top : top + 8, left : left + 8] = 9
+        exif = Image.Exif()
+        exif[0x0112] = 1 + number % 8
+        save(tmp_path / "in" / "images" / f"{number}.png")
+        save(tmp_path / "in" / "masks" / f"{number}.png")
+        Image.fromarray(image).save(tmp_path / "in" / "images" / f"{number}.png", exif=exif)
+        Image.fromarray(mask).save(tmp_path / "in" / "masks" / f"{number}.png")
+    settings = quick(source_kind="pairs", size=(32, 40), fit=fit, resample="nearest", layout=layout, order="sorted")
+    h5pack.convert(tmp_path / "in", tmp_path / "o.h5", **settings)
+    pack = pack_of(tmp_path / "o.h5")
+    images = pack["images"] if layout == "nhwc" else pack["images"].transpose(0, 2, 3, 1)
+    assert np.array_equal(pack["masks"] == 9, images[:, :, :, 0] == 255)
+    assert ((pack["masks"] == 9).sum((1, 2)) > 4).all()
+    assert (fit == "pad") == bool((pack["masks"] == 255).any())
+    assert set(np.unique(pack["masks"]).tolist()) <= {0, 9, 255}
+    with Image.open(tmp_path / "in" / "images" / "5.png") as image:
+        moved = {"crop": ImageOps.fit, "pad": ImageOps.pad, "stretch": Image.Image.resize}[fit]
+        upright = moved(ImageOps.exif_transpose(image), (40, 32), Image.Resampling.NEAREST)
+    assert np.array_equal(images[pack["names"].index("images/5.png")], np.asarray(upright))
+
+
+def test_16_bit_masks_become_int32(tmp_path: Path) -> None:
+    source = pair_folders(tmp_path / "in", 6)
+    wide = np.arange(280, dtype=np.uint16).reshape(20, 14) * 200
+    Image.fromarray(wide).save(source / "masks" / "002.png")
+    for compression in ("none", "gzip:1"):
+        out = tmp_path / f"{compression[:1]}.h5"
+        h5pack.convert(source, out, **SETTINGS, compression=compression, order="sorted")
+        pack = pack_of(out)
+        assert pack["masks"].dtype == np.int32
+        assert np.array_equal(pack["masks"][2], wide)
+        assert np.array_equal(pack["masks"][3], numbers(3, (20, 14)))
+        assert h5pack.verify(out).ok
+
+
+def test_each_bad_pair_has_its_reason(tmp_path: Path) -> None:
+    source = pair_folders(tmp_path / "in", 12)
+    masks = source / "masks"
+    (masks / "000.png").unlink()
+    (masks / "001.png").write_bytes(b"no image")
+    Image.fromarray(numbers(2, (21, 14))).save(masks / "002.png")
+    Image.fromarray(pixels(3)).save(masks / "003.png")
+    save(masks / "004.tif", 4)
+    Image.fromarray(numbers(5, (14, 20))).save(masks / "005.png")
+    (masks / "006.png").unlink()
+    (masks / "006.png").symlink_to("nowhere.png")
+    (masks / "007.png").write_bytes(b"")
+    for name in ("100.png", "101.png"):
+        Image.fromarray(numbers(1, (20, 14))).save(masks / name)
+    out = tmp_path / "o.h5"
+    with Conversion(source, out, **SETTINGS) as conversion:
+        plan = conversion.plan()
+        assert plan.to_json()["ignored"] == {"files of 'masks' without an image": 2}
+        assert plan.to_json()["fields"] == ["masks"]
+        assert len(plan.rejects) == 8, "all are known before anything is written"
+    report = h5pack.convert(source, out, **SETTINGS)
+    assert (report.images, report.rejects) == (4, 8)
+    with h5py.File(out) as file:
+        reasons = dict(zip(file["rejects/filenames"].asstr()[()], file["rejects/reasons"].asstr()[()], strict=True))
+    mask = "its mask masks/00{}.png: {}".format
+    assert reasons == {
+        "images/000.jpg": "no file of its name in 'masks'",
+        "images/001.jpg": mask(1, "not an image, or of an unknown format"),
+        "images/002.jpg": mask(2, "its size is 21x14, but that of its image is 20x14"),
+        "images/003.jpg": mask(
+            3, "RGB pixels are not numbers of classes; save the mask with a palette, as gray or with 16 bits"
+        ),
+        "images/004.jpg": "several files of its name in 'masks'",
+        "images/005.jpg": mask(5, "its size is 14x20, but that of its image is 20x14"),
+        "images/006.jpg": mask(6, "file not found"),
+        "images/007.jpg": mask(7, "not an image, or of an unknown format"),
+    }
+    assert out.stat().st_size <= json.loads(json.dumps(plan.to_json()))["bytes"]
+
+
+def test_splits_and_val(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        pair_folders(tmp_path / "in", 5, images=f"images/{split}", masks=f"masks/{split}")
+    h5pack.convert(tmp_path / "in", tmp_path / "o.h5", **SETTINGS)
+    assert dict(h5pack.H5Dataset(tmp_path / "o.h5").splits) == {"train": range(5), "val": range(5, 10)}
+    pair_folders(tmp_path / "other", 20)
+    h5pack.convert(tmp_path / "other", tmp_path / "p.h5", **SETTINGS, val=0.25, limit=16)
+    pack = pack_of(tmp_path / "p.h5")
+    for name, mask in zip(pack["names"], pack["masks"], strict=True):
+        assert np.array_equal(mask, numbers(int(name[7:10]), (20, 14)))
+    assert dict(h5pack.H5Dataset(tmp_path / "p.h5").splits) == {"train": range(12), "val": range(12, 16)}
+
+
+def test_what_cannot_be_combined_with_masks(tmp_path: Path) -> None:
+    pair_folders(tmp_path / "in", 4)
+    with pytest.raises(OptionsError, match="draft"):
+        h5pack.convert(tmp_path / "in", tmp_path / "o.h5", **SETTINGS, size=8, draft=True)
+    with pytest.raises(OptionsError, match="keep"):
+        h5pack.convert(tmp_path / "in", tmp_path / "o.h5", **quick(source_kind="pairs", keep="jpeg"))
+    assert leftovers(tmp_path) == {"in"}
+
+
+@pytest.mark.parametrize("fields", [(), "masks", "fields/masks"])
+def test_masks_of_a_pack_are_packed_again(tmp_path: Path, fields: str) -> None:
+    h5pack.convert(pair_folders(tmp_path / "in", 20), tmp_path / "a.h5", **SETTINGS, compression="gzip:1")
+    before = pack_of(tmp_path / "a.h5")
+    h5pack.convert(tmp_path / "a.h5", tmp_path / "b.h5", **quick(fields=fields, seed=3, size=(10, 7), fit="stretch"))
+    after = pack_of(tmp_path / "b.h5")
+    for name, mask in zip(after["names"], after["masks"], strict=True):
+        assert np.array_equal(mask, before["masks"][before["names"].index(name)][1::2, 1::2])
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bool", "uint16", "int32"])
+def test_masks_of_any_hdf5_file(tmp_path: Path, dtype: str) -> None:
+    masks = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 128, (6, 8, 12)).astype(dtype)
+    path = hdf5_file(tmp_path / "a.h5", images=np.zeros((6, 8, 12, 3), np.uint8), seg=masks, wide=masks.astype("int64"))
+    h5pack.convert(path, tmp_path / "b.h5", **quick(fields=["seg", "wide"], order="sorted"))
+    with h5py.File(tmp_path / "b.h5") as file:
+        assert file["fields/seg"].dtype == (np.uint8 if dtype in ("uint8", "bool") else np.int32)
+        assert np.array_equal(file["fields/seg"][()], masks)
+        assert np.array_equal(file["wide"][()], masks)
+    h5pack.convert(path, tmp_path / "c.h5", **quick(fields="seg", order="sorted", size=(8, 6)))
+    with h5py.File(tmp_path / "c.h5") as file:
+        assert np.array_equal(file["fields/seg"][()], masks[:, :, 3:9])
+
+
+def test_masks_that_a_manifest_names(tmp_path: Path) -> None:
+    source = pair_folders(tmp_path / "in", 10)
+    lines = ["image,mask,label,other,split"]
+    lines += [f"images/{one:03d}.jpg,masks/{one:03d}.png,{one % 3},masks/{9 - one:03d}.png,train" for one in range(9)]
+    lines += ["images/009.jpg,,1,masks/000.png,val"]
+    (source / "list.csv").write_text("\n".join(lines))
+    settings = quick(mask_columns=["mask", "other"], order="sorted", chunk_rows=4)
+    assert h5pack.convert(source / "list.csv", tmp_path / "o.h5", **settings).images == 9
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert np.array_equal(file["fields/mask"][()], [numbers(one, (20, 14)) for one in range(9)])
+        assert np.array_equal(file["fields/other"][()], [numbers(9 - one, (20, 14)) for one in range(9)])
+        assert file["labels"][()].tolist() == [one % 3 for one in range(9)]
+        assert file["rejects/reasons"][()].tolist() == [b"no path in column 'mask'"]
+    assert h5pack.verify(tmp_path / "o.h5").ok
+    for columns in ({"mask_columns": "nothing"}, {"mask_columns": "mask", "field_columns": "mask"}):
+        with pytest.raises((SourceError, OptionsError)):
+            h5pack.convert(source / "list.csv", tmp_path / "p.h5", **quick(**columns))
+    with pytest.raises(OptionsError):
+        h5pack.convert(source / "images", tmp_path / "p.h5", **quick(mask_columns="mask"))
