@@ -19,6 +19,7 @@ ENCODED_DATA = "encoded/data"
 ENCODED_OFFSETS = "encoded/offsets"
 ENCODED_SIZE = "encoded/size"
 LABELS = "labels"
+FIELDS = "fields"
 FILENAMES = "filenames"
 SPLITS = "splits"
 SPLIT_NAMES = "splits/name"
@@ -27,7 +28,25 @@ CHECKSUMS = "checksums"
 CHUNK_CHECKSUMS = "checksums/chunks"
 STATISTICS = "statistics"
 REJECTS = "rejects"
-RESERVED = frozenset({IMAGES, LABELS, FILENAMES, SPLITS, CHECKSUMS, STATISTICS, REJECTS, ENCODED, "chunks"})
+RESERVED = frozenset({IMAGES, LABELS, FILENAMES, SPLITS, CHECKSUMS, STATISTICS, REJECTS, ENCODED, FIELDS, "chunks"})
+FIELD_DATA = "data"
+FIELD_OFFSETS = "offsets"
+
+# Kinds of fields.
+ARRAY = "array"
+BOXES = "boxes"
+KEYPOINTS = "keypoints"
+RAGGED = "ragged"
+TEXT = "text"
+TEXTS = "texts"
+RAGGED_KINDS = (BOXES, KEYPOINTS, RAGGED, TEXT, TEXTS)
+"""Kinds of fields that are groups of data and offsets."""
+TEXT_KINDS = (TEXT, TEXTS)
+
+# Attributes of fields.
+KIND = "kind"
+BOX_FORMAT = "box_format"
+XYXY = "xyxy"
 
 # Attributes of datasets.
 CLASSES = "classes"
@@ -37,6 +56,12 @@ RDCC_NBYTES = "h5pack_rdcc_nbytes"
 RDCC_NSLOTS = "h5pack_rdcc_nslots"
 RDCC_W0 = "h5pack_rdcc_w0"
 STORED_BYTES = "stored_bytes"
+
+
+def field_path(name: str) -> str:
+    """Return the path of a field in a pack."""
+    return f"{FIELDS}/{name}"
+
 
 NO_LABEL = -1
 """The label that is stored for an unlabelled image, in a pack whose other images have labels."""

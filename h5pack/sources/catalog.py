@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from h5pack.errors import RejectedImageError, SourceError
 from h5pack.format.checksums import crc32
+from h5pack.format.fields import FieldValues, RaggedRows
 from h5pack.images.decode import read_header
 from h5pack.images.headers import ImageHeader
 
@@ -315,7 +316,7 @@ class Catalog:
     split_ids: npt.NDArray[np.int32]  # (M,), index into `split_names`
     labels: npt.NDArray[Any] | None = None  # int64 (M,), or uint8 (M, K) with K labels per image
     label_names: tuple[str, ...] | None = None  # names of the classes, or of the K columns
-    fields: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # by field name, (M, ...)
+    fields: dict[str, FieldValues] = field(default_factory=dict)  # by field name, (M, ...) or M rows
     rejects: tuple[Reject, ...] = ()  # due to the source's tables, e.g. an image without a label
     ignored: dict[str, int] = field(default_factory=dict)  # number of skipped files by category (`NameFilter.refusal`)
     notes: tuple[Note, ...] = ()
@@ -341,8 +342,9 @@ class Catalog:
         """Return a CRC-32 of labels, splits and fields, with which a resumed conversion detects changed tables."""
         checksum = crc32(repr((self.split_names, self.label_names, sorted(self.fields), self.rejects)).encode())
         for values in (self.split_ids, self.labels, *(self.fields[name] for name in sorted(self.fields))):
-            if values is not None:
-                checksum = crc32(np.ascontiguousarray(values), checksum)
+            for array in (values.data, values.offsets) if isinstance(values, RaggedRows) else (values,):
+                if array is not None:
+                    checksum = crc32(np.ascontiguousarray(array), checksum)
         return checksum
 
     def take(self, indices: npt.NDArray[np.int64]) -> Catalog:

@@ -155,7 +155,7 @@ def test_a_field_with_the_name_of_a_label_column_is_renamed(tmp_path: Path, monk
     assert len(report.lost) == 1
     with h5py.File(pack_again(report, tmp_path, monkeypatch)) as file:
         assert "labels" not in file
-        assert file["field_target"][()].tolist() == [0, 1 / 8, 2 / 8, 3 / 8]
+        assert file["fields/field_target"][()].tolist() == [0, 1 / 8, 2 / 8, 3 / 8]
 
 
 def test_the_report_lists_what_a_conversion_would_lose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_the_report_lists_what_a_conversion_would_lose(tmp_path: Path, monkeypat
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["7", "ant", "manifest.csv", "zebra"]
     with h5py.File(pack_again(report, tmp_path, monkeypatch)) as file:
         assert file["labels"][()].tolist() == [0, 1] * 4 + [0]
-        assert np.array_equal(file["vectors.1"][()], vectors[:, 1])
+        assert np.array_equal(file["fields/vectors.1"][()], vectors[:, 1])
         assert np.array_equal(file["images"][()], np.rint(images.astype(np.float64) * 255))
     with h5py.File(tmp_path / "f.h5", "a") as file:
         file["labels"].attrs["classes"] = ["zebra", "ant", "bee"]
@@ -450,8 +450,8 @@ def test_nothing_is_written_without_images(tmp_path: Path) -> None:
 def test_fields_of_a_pack_are_exported_by_default(tmp_path: Path) -> None:
     h5pack.convert(flat_folder(tmp_path / "in", 3), tmp_path / "a.h5", **quick(order="sorted"))
     with h5py.File(tmp_path / "a.h5", "a") as file:
-        file["seen"] = np.array([True, False, True])
-        file["checksums/seen"] = row_checksums(file["seen"][()])
+        file["fields/seen"] = np.array([True, False, True])
+        file["checksums/fields/seen"] = row_checksums(file["fields/seen"][()])
     export(tmp_path / "a.h5", tmp_path / "out", **one())
     lines = (tmp_path / "out" / "manifest.csv").read_text().splitlines()
     rows = (f"{row:05d}.png,all,{seen},{row},{row:05d}.jpg" for row, seen in enumerate((1, 0, 1)))
