@@ -223,7 +223,7 @@ class H5Dataset(BatchSource):
             values.append(row)
         if self.ragged:
             lists = self.read_lists(np.array([row]))
-            values = self.arranged(values, [values[0] for values in lists])
+            values = [*self.arranged(values, [some[0] for some in lists])]
         return sample_type(self.field_names, self._lists)(*values)
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
@@ -266,7 +266,7 @@ class H5Dataset(BatchSource):
         DamagedRowsError
             If rows differ from their checksums and ``check=True``, or if a text is not UTF-8.
         """
-        found = []
+        found: list[list[Any]] = []
         for name, index in self.ragged.items():
             values = read_ragged(self.engine, index, rows, check=self.check)
             if index.kind in schema.TEXT_KINDS:

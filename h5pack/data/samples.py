@@ -150,7 +150,7 @@ def _joined(value: Any) -> Any:
     return _JoinedList(entries.numpy() if entries.nbytes <= _INLINE_BYTES else entries, [len(one) for one in value])
 
 
-def split_list(entries: npt.NDArray[Any] | torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+def split_list(entries: npt.NDArray[Any] | torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
     """Return the rows of entries as tensors that share their memory."""
     joined = entries if isinstance(entries, torch.Tensor) else torch.from_numpy(entries)
     return list(torch.split(joined, lengths))

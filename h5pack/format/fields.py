@@ -71,7 +71,7 @@ class RaggedRows:
     def checksums(self) -> npt.NDArray[np.uint32]:
         """Return the CRC-32 of each row's bytes, uint32 (N,)."""
         entry = self.data.dtype.itemsize * math.prod(self.data.shape[1:])
-        view = memoryview(np.ascontiguousarray(self.data).reshape(-1).view(np.uint8))
+        view = np.ascontiguousarray(self.data).reshape(-1).view(np.uint8)
         edges = (self.offsets * entry).tolist()
         pairs = itertools.pairwise(edges)
         return np.fromiter((crc32(view[start:stop]) for start, stop in pairs), np.uint32, len(self))
@@ -84,3 +84,116 @@ FieldValues = npt.NDArray[Any] | RaggedRows
 def field_kind(values: FieldValues) -> str:
     """Return the kind of a field, one of `schema.RAGGED_KINDS` or "array"."""
     return values.kind if isinstance(values, RaggedRows) else schema.ARRAY
+
+
+BOX_FORMATS = ("xyxy", "xywh", "cxcywh")
+"""Corners; left, top, width and height; centre, width and height."""
+
+
+class FieldValueError(ValueError):
+    """A value that does not fit its field. The text is a phrase that follows the name of the field."""
+
+    def __init__(self, row: int, problem: str) -> None:
+        super().__init__(problem)
+        self.row = row
+
+
+def parse_ragged(values: Sequence[Any], kind: str = schema.RAGGED, box_format: str = schema.XYXY) -> RaggedRows:
+    """Return lists of numbers, or arrays, as rows; None counts as an empty list.
+
+    Ragged integers become int64 and other numbers float64. Boxes become corners, float64, as keypoints are.
+    Raises FieldValueError if a value is no list, or if lists differ in depth or in the shape of their entries.
+    """
+    inner: tuple[int, ...] | None = {schema.BOXES: (4,)}.get(kind)
+    arrays: list[npt.NDArray[Any] | None] = []
+    kinds: set[str] = set()
+    for row, value in enumerate(values):
+        array = _numbers_of(row, value)
+        if array is not None:
+            if inner is None and (kind != schema.KEYPOINTS or array.shape[1:] in ((2,), (3,))):
+                inner = array.shape[1:]
+            if array.shape[1:] != inner:
+                wanted = "2 or 3 numbers" if inner is None else _entries_text(inner)
+                held = _entries_text(array.shape[1:])
+                raise FieldValueError(row, f"has entries of {held}, but they must be {wanted}")
+            kinds.add(array.dtype.kind)
+        arrays.append(array)
+    dtype = np.int64 if kind == schema.RAGGED and kinds and kinds <= set("biu") else np.float64
+    empty = np.zeros((0, *(inner or ((2,) if kind == schema.KEYPOINTS else ()))), dtype)
+    found = RaggedRows.of(kind, [empty if array is None else array for array in arrays], empty)
+    if kind != schema.RAGGED:
+        _require_numbers(found, ~np.isfinite(found.data).all(axis=1), "which is not finite")
+    return _corners(found, box_format) if kind == schema.BOXES else found
+
+
+def _numbers_of(row: int, value: Any) -> npt.NDArray[Any] | None:
+    """Return a list of numbers as an array, None if it has no entries."""
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple, np.ndarray)):
+        raise FieldValueError(row, f"contains {value!r}, which is no list")
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise FieldValueError(row, "contains lists of different lengths or depths") from None
+    if array.ndim and not len(array):
+        return None
+    if not array.size or array.dtype.kind not in "biuf" or (array.dtype == np.uint64 and array.max() >= 2**63):
+        raise FieldValueError(row, f"contains {_short(value)}, which are not all numbers of 64 bits")
+    return array
+
+
+def _entries_text(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) + " numbers" if shape else "one number"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _require_numbers(rows: RaggedRows, wrong: Any, problem: str) -> None:
+    if wrong.any():
+        entry = int(wrong.argmax())
+        row = int(np.searchsorted(rows.offsets, entry, "right")) - 1
+        raise FieldValueError(row, f"contains {rows.data[entry].tolist()}, {problem}")
+
+
+def _corners(boxes: RaggedRows, box_format: str) -> RaggedRows:
+    """Return boxes of one of `BOX_FORMATS` as corners."""
+    first, second = boxes.data[:, :2], boxes.data[:, 2:]
+    if box_format == schema.XYXY:
+        _require_numbers(boxes, (second < first).any(axis=1), "whose right or bottom is less than its left or top")
+        return boxes
+    _require_numbers(boxes, (second < 0).any(axis=1), "whose width or height is negative")
+    if box_format == "cxcywh":
+        first = first - second / 2
+    return RaggedRows(boxes.kind, np.concatenate([first, first + second], axis=1), boxes.offsets)
+
+
+def parse_texts(values: Sequence[Any]) -> RaggedRows:
+    """Return texts as rows, or lists of texts if one of the values is a list; None counts as none.
+
+    Raises FieldValueError for other values, and for a text that UTF-8 or the format cannot hold.
+    """
+    several = any(isinstance(value, (list, tuple)) for value in values)
+    rows: list[Any] = []
+    for row, value in enumerate(values):
+        texts = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+        if several and not isinstance(value, (list, tuple, type(None))):
+            raise FieldValueError(row, f"contains {_short(value)}, which is no list")
+        for text in texts:
+            if not isinstance(text, str):
+                raise FieldValueError(row, f"contains {_short(text)}, which is no text")
+            if "\0" in text or not _is_unicode(text):
+                raise FieldValueError(row, f"contains {_short(text)}, which has a NUL or half a surrogate pair")
+        rows.append(list(texts) if several else (texts[0] if texts else ""))
+    return RaggedRows.of_texts(rows, schema.TEXTS if several else schema.TEXT)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -34,7 +34,7 @@ from h5pack.pack.output import Output, OutputLock
 from h5pack.pack.plan import ConvertPlan, close_holes, make_plan, refuse_reject, require_undivided
 from h5pack.pack.plan import ConvertReport as ConvertReport
 from h5pack.pack.resume import UnfinishedPack, verify_existing
-from h5pack.pack.survey import survey
+from h5pack.pack.survey import survey, with_placed_fields
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.detect import open_source
 from h5pack.sources.map_style import MapStyleDataset
@@ -59,6 +59,10 @@ def convert(
     label_columns: str | Sequence[str] = (),
     split_column: str | None = None,
     field_columns: str | Sequence[str] = (),
+    text_columns: str | Sequence[str] = (),
+    box_columns: str | Sequence[str] = (),
+    keypoint_columns: str | Sequence[str] = (),
+    box_format: str = "xyxy",
     images: str | None = None,
     labels: str | None = None,
     fields: str | Sequence[str] = (),
@@ -99,7 +103,7 @@ def convert(
     source : path or map-style dataset
         A folder (of images, of class folders, of split folders, or CelebA), a tar or zip file of images or such
         folders, WebDataset shards or Parquet files (one, a folder of them, or a pattern like "shard-{000..010}.tar"), a
-        CSV or TSV manifest, any HDF5 file with a dataset of images, or a map-style dataset of uint8
+        CSV, TSV or JSONL manifest, any HDF5 file with a dataset of images, or a map-style dataset of uint8
         images, or of (image, label), as tuples or dicts.
     out : path
         The file to create.
@@ -118,9 +122,18 @@ def convert(
     label_columns : str or sequence of str
         The manifest's column that holds the labels, or several columns of 0 and 1 for multi-label data.
     field_columns : str or sequence of str
-        The manifest's columns that hold numbers to store as further fields (per-row datasets). Columns can also be
-        those of Parquet files, where `path_column` is the column of images, or keys of the .json members of WebDataset
+        The manifest's columns that hold numbers to store as fields, or lists of numbers (in CSV as JSON), whose lengths
+        may differ. Columns can also be those of Parquet files, where `path_column` is the column of images, or keys of
+        the .json members of WebDataset shards.
+    text_columns : str or sequence of str
+        Columns that hold a text, or a list of texts, to store as fields; "txt" for the .txt members of WebDataset
         shards.
+    box_columns, keypoint_columns : str or sequence of str
+        Columns that hold a list of boxes, or of points (x, y) or (x, y, visibility), in pixels of the upright image.
+        They move with the image if it is resized.
+    box_format : str
+        What the numbers of a box are: xyxy (left, top, right, bottom), xywh (left, top, width, height) or cxcywh
+        (centre, width, height). They are stored as xyxy.
     images, labels : str, optional
         An HDF5 file's datasets of images and of labels. Default: detected. ``labels=""`` packs no labels.
     fields : str or sequence of str
@@ -205,6 +218,7 @@ def convert(
     conversion = Conversion(
         source, out, source_kind=source_kind, include=include, exclude=exclude, limit=limit, root=root,
         path_column=path_column, label_columns=label_columns, split_column=split_column, field_columns=field_columns,
+        text_columns=text_columns, box_columns=box_columns, keypoint_columns=keypoint_columns, box_format=box_format,
         images=images, labels=labels, fields=fields, channel_axis=channel_axis, value_range=value_range, size=size,
         fit=fit, resample=resample, draft=draft, mode=mode, layout=layout, keep=keep, max_side=max_side,
         quality=quality, order=order, seed=seed, val=val, chunk_rows=chunk_rows, chunk_bytes=chunk_bytes,
@@ -293,6 +307,7 @@ class Conversion:
                     catalog, self._executor, 2 * self.num_workers, options.max_pixels, advance,
                     keep=options.keep is not None,
                 )  # fmt: skip
+            catalog = with_placed_fields(catalog, surveyed, options)
             plan = make_plan if options.keep is None else make_kept_plan
             self._plan = plan(_source_name(self._source), catalog, surveyed, options)
             self._seconds["survey"] = time.perf_counter() - begin

@@ -300,8 +300,8 @@ def _write_tables(file: h5py.File, tables: PackTables) -> None:
         checksums.create_dataset(schema.LABELS, data=row_checksums(tables.labels))
     if tables.fields:
         checksums.create_group(schema.FIELDS)
-    for name, values in sorted(tables.fields.items()):
-        found = values.checksums() if isinstance(values, RaggedRows) else row_checksums(values)
+    for name, row_values in sorted(tables.fields.items()):
+        found = row_values.checksums() if isinstance(row_values, RaggedRows) else row_checksums(row_values)
         checksums.create_dataset(schema.field_path(name), data=found)
 
     statistics = file.create_group(schema.STATISTICS)

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import RejectedImageError, SourceError
+from h5pack.format import schema
+from h5pack.format.fields import FieldValues, RaggedRows
 from h5pack.images.decode import refuse_bomb, strict_pillow
+from h5pack.images.geometry import Placement
 from h5pack.images.headers import DecodePath, ImageHeader
+from h5pack.pack.options import ConvertOptions
 from h5pack.read.encoded import row_decoder
-from h5pack.sources.catalog import Catalog, SourceReader, SurveyedImage
+from h5pack.sources.catalog import Catalog, Note, SourceReader, SurveyedImage
 from h5pack.system.processes import run, shared
+from h5pack.system.text import counted
 
 _TASK_IMAGES = 512
+# Rounded coordinates may lie outside by less.
+_MAX_OUTSIDE_PIXELS = 0.01
 _JPEG_HEAD, _JPEG_TAIL = b"\xff\xd8\xff", b"\xff\xd9"
 _REJECTED = SurveyedImage(ImageHeader(0, 0, DecodePath.PILLOW), 0)
 
@@ -86,6 +93,37 @@ def survey(
     if labels:
         result.labels = _joined_labels(catalog, labels, result.reasons)
     return result
+
+
+def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions) -> Catalog:
+    """Return the catalog with boxes and keypoints where the resizing of their images moves them, as float32.
+
+    Boxes are clipped to their image first, which a note counts.
+    """
+    placed: dict[str, FieldValues] = {}
+    notes = catalog.notes
+    sizes = np.stack([survey.widths, survey.heights], axis=1).astype(np.float64)
+    for name, rows in catalog.fields.items():
+        if not isinstance(rows, RaggedRows) or rows.kind not in (schema.BOXES, schema.KEYPOINTS):
+            placed[name] = rows
+            continue
+        if options.size is not None:
+            placement = Placement.of(survey.heights, survey.widths, *options.size, options.fit)
+        else:
+            placement = Placement.shrunk(survey.heights, survey.widths, options.max_side)
+        lengths, data = np.diff(rows.offsets), rows.data.astype(np.float64)
+        if rows.kind == schema.BOXES:
+            known = np.repeat(sizes[:, 0] > 0, lengths)
+            clipped = np.clip(data, 0, np.repeat(np.tile(sizes, 2), lengths, axis=0))
+            count = int((np.abs(clipped - data).max(axis=1, initial=0) > _MAX_OUTSIDE_PIXELS)[known].sum())
+            if count:
+                text = f"{counted(count, 'box')} of {name!r} reached outside of their images and were clipped"
+                notes = (*notes, Note(text))
+            data = placement.boxes(clipped, lengths)
+        else:
+            data = placement.points(data, lengths)
+        placed[name] = RaggedRows(rows.kind, data.astype(np.float32), rows.offsets)
+    return replace(catalog, fields=placed, notes=notes)
 
 
 def _survey_uniform(reader: SourceReader, size: tuple[int, int], result: Survey, max_pixels: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import h5py
 import numpy as np
@@ -138,7 +139,7 @@ def _read_edges(
     return [*cuts, len(starts)]
 
 
-def texts_of(path: str, name: str, rows: npt.NDArray[np.int64], found: RaggedRows) -> list[str] | list[list[str]]:
+def texts_of(path: str, name: str, rows: npt.NDArray[np.int64], found: RaggedRows) -> list[Any]:
     """Return the texts of rows; raise DamagedRowsError if one is not UTF-8. `path`, `name`, `rows` are for messages."""
     try:
         return found.values()

@@ -15,7 +15,7 @@ from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.celeba import celeba, is_celeba
 from h5pack.sources.folders import arranged, walk
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog, is_hdf5
-from h5pack.sources.manifest import ManifestColumns, manifest
+from h5pack.sources.manifest import JSON_LINES, ManifestColumns, manifest
 from h5pack.sources.map_style import MapStyleDataset, map_style_catalog
 from h5pack.sources.shards import TABLE_SUFFIXES, TAR_SUFFIXES, Shards, find_shards, shards_kind
 from h5pack.sources.tables import tables
@@ -25,7 +25,7 @@ from h5pack.sources.zip_files import open_zip
 from h5pack.system.text import listed
 
 KINDS = ("flat", "classes", "splits", "celeba", "manifest", "hdf5", "webdataset", "parquet")
-_MANIFEST_SUFFIXES = (".csv", ".tsv", ".tab")
+_MANIFEST_SUFFIXES = (".csv", ".tsv", ".tab", *JSON_LINES)
 _FOLDER_KINDS = ("folder", "flat", "classes", "splits")
 _SHARD_KINDS = ("webdataset", "parquet")
 # Hugging Face datasets keeps results of transformations beside a dataset.
@@ -107,7 +107,10 @@ def _open_dataset(dataset: MapStyleDataset, options: SourceOptions) -> Catalog:
 
 def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
     """Raise OptionsError if options are given that the kind of source does not have."""
-    columns = ("root", "path_column", "label_columns", "split_column", "field_columns")
+    columns = (
+        "root", "path_column", "label_columns", "split_column", "field_columns", "text_columns", "box_columns",
+        "keypoint_columns", "box_format",
+    )  # fmt: skip
     datasets = ("images", "labels", "fields", "channel_axis", "value_range")
     given = options.columns
     unused_columns = kind not in ("manifest", *_SHARD_KINDS) and given != ManifestColumns()
@@ -199,7 +202,7 @@ def _detect(path: Path, names: NameFilter) -> str:
     if _archive_format(path):
         return "folder"
     raise SourceError(
-        f"{path}: neither a folder, nor a manifest (.csv, .tsv), an archive (.tar, .zip), a Parquet file or an HDF5 "
-        "file; give one of these",
+        f"{path}: neither a folder, nor a manifest (.csv, .tsv, .jsonl), an archive (.tar, .zip), a Parquet file or an "
+        "HDF5 file; give one of these",
         path=path,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Callable
@@ -25,7 +26,18 @@ from h5pack.read.hdf5 import dataset_names
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from tests.crashing import leftovers
 from tests.exporter.folders import files_of, flip, one, pixels_of, stopped, tree
-from tests.makers import class_folders, expected, flat_folder, hdf5_file, pixels, quick, save, split_folders
+from tests.makers import (
+    FIELDS,
+    annotated_images,
+    class_folders,
+    expected,
+    flat_folder,
+    hdf5_file,
+    pixels,
+    quick,
+    save,
+    split_folders,
+)
 from tests.pack.test_convert_hdf5 import LABELS, PIXELS, ROWS, STORED, write
 from tests.read.encoded_files import decoded, encode, jpegs, kinds, write_encoded
 
@@ -46,7 +58,7 @@ def content(path: Path) -> dict[str, Any]:
         found: dict[str, Any] = {name: file[name][()].tolist() for name in names}
         if "labels" in file:
             found["classes"] = {key: value.tolist() for key, value in file["labels"].attrs.items()}
-        found["layout"] = file["images"].attrs["h5pack_layout"]
+        found["layout"] = file["images"].attrs["h5pack_layout"] if "images" in file else ""
     found["filenames"] = [name.decode().rpartition(".")[0] for name in found["filenames"]]
     return found
 
@@ -129,6 +141,34 @@ MANIFESTS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "all in one odd split": (["path,label,split", "a.jpg,u,odd", "b.jpg,v,odd"], {}),
     "path parts": (["path,label,split", "../up.jpg,u,train", "x/../b.jpg,v,val", "./.hidden/c.jpg,u,val"], {}),
 }
+
+
+@pytest.mark.parametrize("settings", [{}, {"keep": "jpeg"}], ids=str)
+def test_exported_boxes_texts_and_lists_convert_to_the_same_pack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    records = annotated_images(tmp_path / "in", 9)
+    for record, text in zip(records, ["", "a\rb", 'x, "y"\r\n', " \t ", "[1]", "雪", "#", "'", "\\n"], strict=True):
+        record["caption"] = text
+        record["captions"].append(text)
+    (tmp_path / "in" / "list.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    h5pack.convert(tmp_path / "in" / "list.jsonl", tmp_path / "a.h5", **quick(**FIELDS | settings))
+    report = export(tmp_path / "a.h5", tmp_path / "out", **one())
+    assert report.lost == ()
+    assert export(tmp_path / "a.h5", tmp_path / "out", **one(resume=True)).already_complete
+    before, after = content(tmp_path / "a.h5"), content(pack_again(report, tmp_path, monkeypatch))
+    assert len([name for name in before if name.startswith("fields/")]) == 11
+    np.testing.assert_equal(after, before)
+
+
+def test_what_the_manifest_loses_of_lists_is_reported(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["images"] = PIXELS[:2]
+        file["large/data"], file["large/offsets"] = np.zeros((9, 999)), np.array([0, 4, 9])
+        file["short/data"], file["short/offsets"] = np.arange(3, dtype=np.int16), np.array([0, 1, 3])
+    report = export(tmp_path / "f.h5", tmp_path / "out", **one(fields=("large", "short")))
+    assert [name for line in report.lost for name in ("large", "short") if name in line] == ["large", "short"]
+    assert "[1, 2]" in (tmp_path / "out" / "manifest.csv").read_text()
 
 
 @pytest.mark.parametrize("source", MANIFESTS)
