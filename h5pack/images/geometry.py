@@ -66,8 +66,7 @@ class Placement:
         """
         parts = (np.tile(part, 2) for part in (self.scale, self.offset, self.size))
         scale, offset, size = (np.repeat(part, counts, axis=0) for part in parts)
-        placed: Floats = np.clip(boxes * scale + offset, 0, size)
-        return placed
+        return np.minimum(np.maximum(boxes * scale + offset, 0), size)
 
     def points(self, points: Floats, counts: npt.NDArray[np.int64]) -> Floats:
         """Return points, (n, 2) or with visibility (n, 3), after the images were placed; they are not clipped.
@@ -75,7 +74,7 @@ class Placement:
         The visibility of a point outside of the image becomes 0.
         """
         scale, offset, size = (np.repeat(part, counts, axis=0) for part in (self.scale, self.offset, self.size))
-        placed = points.copy()
+        placed: Floats = points.copy()
         placed[:, :2] = points[:, :2] * scale + offset
         if points.shape[1] == 3:
             placed[:, 2] *= ((placed[:, :2] >= 0) & (placed[:, :2] <= size)).all(axis=1)
