@@ -32,7 +32,7 @@ def add(commands: Any) -> None:
     what = convert.add_argument_group("what to pack")
     what.add_argument(
         "--source", dest="source_kind", metavar="KIND",
-        help="kind of SOURCE: flat, classes, splits, celeba, manifest, hdf5, webdataset or parquet "
+        help="kind of SOURCE: flat, classes, splits, celeba, manifest, coco, hdf5, webdataset or parquet "
         "(default: detected)",
     )  # fmt: skip
     what.add_argument(

@@ -83,6 +83,9 @@ class H5Dataset(BatchSource):
         Path and index of each field whose rows differ in length. In a batch these are lists.
     kinds : dict of str to str
         Kind of each field, by its name in `field_names`: "array", "boxes", "keypoints", "ragged", "text" or "texts".
+    field_classes : dict of str to tuple of str
+        Class names of the fields whose numbers count classes, such as the labels of boxes, by their names in
+        `field_names`.
     label_name : str or None
         Path of the dataset of labels.
     rows : range or ndarray
@@ -142,6 +145,7 @@ class H5Dataset(BatchSource):
         kinds = {**dict.fromkeys(pack.fields, schema.ARRAY), **pack.kinds}
         kinds.update({name: one.kind for name, one in self.ragged.items()})
         self.kinds = {paths[name]: kind for name, kind in kinds.items()}
+        self.field_classes = {paths[name]: one.classes for name, one in self.ragged.items() if one.classes is not None}
         self._lists = tuple(paths[name] for name in self.ragged)
         # Where each value goes that is not in a list, and where those of the lists go.
         places = {name: place for place, name in enumerate(given)}

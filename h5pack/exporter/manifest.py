@@ -226,6 +226,8 @@ def _field(
         plain = values.data.dtype in (np.int64, np.float64) or values.kind != schema.RAGGED
         if not plain:
             lost.append(f"the dtype of the field {field!r}, which is {values.data.dtype}")
+        if values.classes is not None:
+            lost.append(f"the names of the classes of the field {field!r}")
         yield _column_of(field, values, unlabelled, name, lost)
         return
     count = math.prod(values.shape[1:])

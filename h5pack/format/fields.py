@@ -23,6 +23,7 @@ class RaggedRows:
     kind: str  # one of `schema.RAGGED_KINDS`
     data: npt.NDArray[Any]  # (entries, ...); uint8 (bytes,) of text
     offsets: npt.NDArray[np.int64]  # (N + 1,), ascending, the first one 0
+    classes: tuple[str, ...] | None = None  # names of the classes that entries count, if they do
 
     @classmethod
     def of(cls, kind: str, rows: Sequence[npt.NDArray[Any]], empty: npt.NDArray[Any]) -> RaggedRows:
@@ -45,7 +46,8 @@ class RaggedRows:
 
     def __getitem__(self, indices: npt.NDArray[np.int64]) -> RaggedRows:
         starts, lengths = self.offsets[indices], np.diff(self.offsets)[indices]
-        return RaggedRows(self.kind, self.data[range_indices(starts, lengths)], np.append(0, np.cumsum(lengths)))
+        offsets = np.append(0, np.cumsum(lengths))
+        return RaggedRows(self.kind, self.data[range_indices(starts, lengths)], offsets, self.classes)
 
     @property
     def nbytes(self) -> int:

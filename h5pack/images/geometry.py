@@ -79,3 +79,16 @@ class Placement:
         if points.shape[1] == 3:
             placed[:, 2] *= ((placed[:, :2] >= 0) & (placed[:, :2] <= size)).all(axis=1)
         return placed
+
+
+def turned_upright(points: Floats, orientation: int, height: int, width: int) -> Floats:
+    """Return points (n, 2) of an image as it is stored, where an Exif orientation of 5 to 8 moves them.
+
+    `height` and `width` are those of the upright image.
+    """
+    x, y = points[:, 1], points[:, 0]
+    if orientation in (6, 7):
+        x = width - x
+    if orientation in (7, 8):
+        y = height - y
+    return np.stack([x, y], axis=1)

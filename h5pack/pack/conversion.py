@@ -108,7 +108,7 @@ def convert(
     out : path
         The file to create.
     source_kind : str, optional
-        flat, classes, splits, celeba, manifest, hdf5, webdataset or parquet. Default: detected from the source's
+        flat, classes, splits, celeba, manifest, coco, hdf5, webdataset or parquet. Default: detected from the source's
         content.
     include, exclude : str or sequence of str
         Shell patterns for paths relative to the source. Only images that match `include` and do not match `exclude`
@@ -116,7 +116,8 @@ def convert(
     limit : int, optional
         Pack at most this many images, evenly spaced in source order.
     root : path, optional
-        Folder that a manifest's relative paths start from. Default: the folder that contains the manifest.
+        Folder that a manifest's relative paths start from, or those of COCO's images. Default: the folder that contains
+        the manifest; the one that has COCO's first image.
     path_column, split_column : str, optional
         The manifest's columns of image paths and of split names. Default: detected from the column names.
     label_columns : str or sequence of str

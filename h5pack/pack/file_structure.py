@@ -327,6 +327,8 @@ def _write_fields(file: h5py.File, fields: dict[str, FieldValues]) -> None:
             field: h5py.Group | h5py.Dataset = file.create_group(path)
             field.create_dataset(schema.FIELD_DATA, data=values.data)
             field.create_dataset(schema.FIELD_OFFSETS, data=values.offsets)
+            if values.classes is not None:
+                field.attrs[schema.CLASSES] = utf8(values.classes)
         else:
             field = file.create_dataset(path, data=values)
         field.attrs[schema.KIND] = np.bytes_(field_kind(values))

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from h5pack.errors import RejectedImageError, SourceError
 from h5pack.format import schema
 from h5pack.format.fields import FieldValues, RaggedRows
-from h5pack.images.decode import refuse_bomb, strict_pillow
-from h5pack.images.geometry import Placement
+from h5pack.images.decode import SIDEWAYS, refuse_bomb, strict_pillow
+from h5pack.images.geometry import Placement, turned_upright
 from h5pack.images.headers import DecodePath, ImageHeader
 from h5pack.pack.options import ConvertOptions
 from h5pack.read.encoded import row_decoder
@@ -43,6 +43,7 @@ class Survey:
     file_bytes: int = 0  # size of all accepted image files together; 0 if images are not files
     # Bytes of each JPEG file, int64; 0 for other images. Only surveyed if files are kept.
     jpeg_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    orientations: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # Exif's, 1 to 8
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def survey(
     count = len(catalog)
     result = Survey(
         np.zeros(count, np.int32), np.zeros(count, np.int32), np.zeros(count, np.uint8), np.zeros(count, np.uint64), {},
-        jpeg_bytes=np.zeros(count, np.int64),
+        jpeg_bytes=np.zeros(count, np.int64), orientations=np.ones(count, np.uint8),
     )  # fmt: skip
     size = catalog.reader.uniform_size()
     if size is not None:
@@ -82,7 +83,7 @@ def survey(
     labels: list[npt.NDArray[Any] | None] = [None] * count if catalog.reader.has_labels else []
     for start, part, found in run(executor, _survey, _tasks(catalog, max_pixels, keep), max_in_flight, _describe):
         rows = slice(start, start + len(part.heights))
-        for name in ("heights", "widths", "decode_paths", "fingerprints", "jpeg_bytes"):
+        for name in ("heights", "widths", "decode_paths", "fingerprints", "jpeg_bytes", "orientations"):
             getattr(result, name)[rows] = getattr(part, name)
         result.reasons.update(part.reasons)
         result.unused |= part.unused
@@ -98,8 +99,10 @@ def survey(
 def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions) -> Catalog:
     """Return the catalog with boxes and keypoints where the resizing of their images moves them, as float32.
 
-    Boxes are clipped to their image first, which a note counts.
+    Boxes are clipped to their image first, which a note counts. Images of another size than their annotations are
+    added to the survey's rejects.
     """
+    catalog = _turned(catalog, survey)
     placed: dict[str, FieldValues] = {}
     notes = catalog.notes
     sizes = np.stack([survey.widths, survey.heights], axis=1).astype(np.float64)
@@ -124,6 +127,32 @@ def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions
             data = placement.points(data, lengths)
         placed[name] = RaggedRows(rows.kind, data.astype(np.float32), rows.offsets)
     return replace(catalog, fields=placed, notes=notes)
+
+
+def _turned(catalog: Catalog, survey: Survey) -> Catalog:
+    """Return the catalog with all boxes as those of upright images; reject images of another size than they have."""
+    sizes = catalog.annotated_sizes
+    if sizes is None:
+        return catalog
+    own = np.stack([survey.heights, survey.widths], axis=1)
+    differs = (sizes > 0).all(axis=1) & (own > 0).all(axis=1) & (own != sizes).any(axis=1)
+    fields = dict(catalog.fields)
+    for index in np.flatnonzero(differs).tolist():
+        height, width = own[index].tolist()
+        orientation = int(survey.orientations[index])
+        if orientation not in SIDEWAYS or (width, height) != tuple(sizes[index].tolist()):
+            wanted = "x".join(map(str, sizes[index].tolist()))
+            survey.reasons.setdefault(index, f"it is {height}x{width}, but its annotations are for {wanted}")
+            continue
+        for name, rows in fields.items():
+            if isinstance(rows, RaggedRows) and rows.kind == schema.BOXES:
+                corners = rows.row(index).reshape(-1, 2)
+                turned = turned_upright(corners, orientation, height, width).reshape(-1, 4)
+                low, high = np.minimum(turned[:, :2], turned[:, 2:]), np.maximum(turned[:, :2], turned[:, 2:])
+                data = rows.data.copy() if rows is catalog.fields[name] else rows.data
+                data[rows.offsets[index] : rows.offsets[index + 1]] = np.concatenate([low, high], axis=1)
+                fields[name] = RaggedRows(rows.kind, data, rows.offsets)
+    return replace(catalog, fields=fields)
 
 
 def _survey_uniform(reader: SourceReader, size: tuple[int, int], result: Survey, max_pixels: int) -> None:
@@ -164,14 +193,18 @@ def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
                 reasons[index] = str(error)
                 images.append(_REJECTED)
     # Arrays, because sending an object for each image would take as long as reading its header.
-    headers = [(image.header.height, image.header.width, image.header.decode_path) for image in images]
-    heights, widths, decode_paths = np.array(headers, np.int32).T
+    read = (image.header for image in images)
+    headers = [(header.height, header.width, header.decode_path, header.orientation) for header in read]
+    heights, widths, decode_paths, orientations = np.array(headers, np.int32).T
     fingerprints = np.array([image.fingerprint for image in images], np.uint64)
     labels = [image.label for image in images] if reader.has_labels else []
     unused = {name for image in images for name in image.unused}
     file_bytes = sum(image.file_bytes for image in images)
     kinds = decode_paths.astype(np.uint8)
-    found = Survey(heights, widths, kinds, fingerprints, reasons, None, unused, file_bytes, jpeg_bytes)
+    found = Survey(
+        heights, widths, kinds, fingerprints, reasons, None, unused, file_bytes, jpeg_bytes,
+        orientations.astype(np.uint8),
+    )  # fmt: skip
     return task.start, found, labels
 
 

@@ -19,7 +19,7 @@ from h5pack.format import schema
 from h5pack.format.fields import RaggedRows
 from h5pack.read.chunk_index import ChunkIndex, index_dataset
 from h5pack.read.engine import Engine
-from h5pack.read.hdf5 import dataset_error, find_item, require_dataset, text
+from h5pack.read.hdf5 import attribute_names, dataset_error, find_item, require_dataset, text
 from h5pack.read.read_plan import MAX_GAP_BYTES
 from h5pack.system.arrays import run_edges
 
@@ -37,6 +37,7 @@ class RaggedIndex:
     offsets: npt.NDArray[np.int64]  # (N + 1,), ascending, within the data
     data: ChunkIndex  # each of whose rows is one entry
     checksums: str | None = None  # path of the dataset of checksums, if there is one
+    classes: tuple[str, ...] | None = None  # names of the classes that entries count, if the file has them
 
     @property
     def rows(self) -> int:
@@ -85,6 +86,7 @@ def index_ragged(file: h5py.File, name: str) -> RaggedIndex:
         offsets=offsets,
         data=index_dataset(file, data, paths[0]),
         checksums=f"{schema.CHECKSUMS}/{name}" if known and checksums.dtype.kind == "u" else None,
+        classes=attribute_names(file[name], schema.CLASSES),
     )
 
 
@@ -119,7 +121,7 @@ def read_ragged(engine: Engine, index: RaggedIndex, rows: npt.NDArray[np.int64],
             for position in positions.tolist():
                 start = int(starts[position]) - first
                 data[offsets[position] : offsets[position + 1]] = read[start : start + int(lengths[position])]
-    found = RaggedRows(index.kind, data, offsets)
+    found = RaggedRows(index.kind, data, offsets, index.classes)
     if check and index.checksums is not None:
         values = RaggedRows(index.kind, data.astype(index.data.dtype, copy=False), offsets)
         engine.require_checksums(index.name, index.checksums, rows, values.checksums())

@@ -309,7 +309,7 @@ class Note(NamedTuple):
 class Catalog:
     """The images of a source, in source order. M is the number of images."""
 
-    kind: str  # "flat", "classes", "splits", "celeba", "manifest", "hdf5" or "dataset"
+    kind: str  # "flat", "classes", "splits", "celeba", "manifest", "coco", "hdf5" or "dataset"
     reader: SourceReader
     names: NameTable  # (M,), relative to the source
     split_names: tuple[str, ...]  # at least one
@@ -320,6 +320,8 @@ class Catalog:
     rejects: tuple[Reject, ...] = ()  # due to the source's tables, e.g. an image without a label
     ignored: dict[str, int] = field(default_factory=dict)  # number of skipped files by category (`NameFilter.refusal`)
     notes: tuple[Note, ...] = ()
+    # Height and width to which the boxes of each image refer, int32 (M, 2); 0: unknown. None for all unknown.
+    annotated_sizes: npt.NDArray[np.int32] | None = None
     about: str = ""  # names the datasets in use if the source is an HDF5 file, or the type of a map-style dataset
 
     def __len__(self) -> int:
@@ -356,6 +358,7 @@ class Catalog:
             split_ids=self.split_ids[indices],
             labels=None if self.labels is None else self.labels[indices],
             fields={name: values[indices] for name, values in self.fields.items()},
+            annotated_sizes=None if self.annotated_sizes is None else self.annotated_sizes[indices],
         )
 
     def filtered(self, wanted: NameFilter) -> Catalog:

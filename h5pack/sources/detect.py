@@ -13,6 +13,7 @@ from h5pack.errors import H5PackError, NoImagesError, OptionsError, SourceError
 from h5pack.sources.archives import members_catalog
 from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.celeba import celeba, is_celeba
+from h5pack.sources.coco import coco, is_coco
 from h5pack.sources.folders import arranged, walk
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog, is_hdf5
 from h5pack.sources.manifest import JSON_LINES, ManifestColumns, manifest
@@ -24,7 +25,7 @@ from h5pack.sources.webdataset import is_webdataset, webdataset
 from h5pack.sources.zip_files import open_zip
 from h5pack.system.text import listed
 
-KINDS = ("flat", "classes", "splits", "celeba", "manifest", "hdf5", "webdataset", "parquet")
+KINDS = ("flat", "classes", "splits", "celeba", "manifest", "coco", "hdf5", "webdataset", "parquet")
 _MANIFEST_SUFFIXES = (".csv", ".tsv", ".tab", *JSON_LINES)
 _FOLDER_KINDS = ("folder", "flat", "classes", "splits")
 _SHARD_KINDS = ("webdataset", "parquet")
@@ -81,7 +82,7 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
     if not os.path.exists(path):
         raise _missing(path)
     archive = _archive_format(path) if kind in _FOLDER_KINDS else ""
-    if path.is_dir() == (kind in ("manifest", "hdf5")) and not archive:
+    if path.is_dir() == (kind in ("manifest", "hdf5")) and not archive and kind != "coco":
         parameter = f"source_kind={kind!r}"
         folder = "folder" if kind == "celeba" else "folder or an archive"
         needed = "file, not a folder" if path.is_dir() else f"{folder}, not another file"
@@ -91,6 +92,8 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
     _refuse_unused(str(path), kind, options)
     if kind == "manifest":
         return manifest(path, options.columns, options.names)
+    if kind == "coco":
+        return coco(path, options.names, options.columns.root)
     if kind == "hdf5":
         return hdf5_catalog(path, options.datasets, options.names)
     return celeba(path, options.names) if kind == "celeba" else arranged(walk(str(path), options.names), kind)
@@ -113,7 +116,8 @@ def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
     )  # fmt: skip
     datasets = ("images", "labels", "fields", "channel_axis", "value_range")
     given = options.columns
-    unused_columns = kind not in ("manifest", *_SHARD_KINDS) and given != ManifestColumns()
+    plain = ManifestColumns(root=given.root) if kind == "coco" else ManifestColumns()
+    unused_columns = kind not in ("manifest", *_SHARD_KINDS) and given != plain
     for what, unused, names in (
         ("an HDF5 file", kind != "hdf5" and options.datasets != HDF5Datasets(), datasets),
         ("a manifest", unused_columns, columns),
@@ -187,7 +191,7 @@ def _start(path: Path) -> bytes:
 def _detect(path: Path, names: NameFilter) -> str:
     """Return the kind of source, or "folder" for a folder or archive whose kind follows from the names in it."""
     if os.path.isdir(path):
-        return "celeba" if is_celeba(path) else shards_kind(path, names) or "folder"
+        return "celeba" if is_celeba(path) else "coco" if is_coco(path) else shards_kind(path, names) or "folder"
     if not os.path.exists(path):
         kind = shards_kind(path, names) if "{" in str(path) else ""
         if not kind:
@@ -195,6 +199,8 @@ def _detect(path: Path, names: NameFilter) -> str:
         return kind
     if path.is_file() and path.suffix.lower() in _MANIFEST_SUFFIXES:
         return "manifest"
+    if path.is_file() and path.suffix.lower() == ".json":
+        return "coco"
     if path.is_file() and (path.suffix.lower() in TABLE_SUFFIXES or _start(path).startswith(_PARQUET_MAGIC)):
         return "parquet"
     if path.is_file() and is_hdf5(path):
@@ -202,7 +208,7 @@ def _detect(path: Path, names: NameFilter) -> str:
     if _archive_format(path):
         return "folder"
     raise SourceError(
-        f"{path}: neither a folder, nor a manifest (.csv, .tsv, .jsonl), an archive (.tar, .zip), a Parquet file or an "
-        "HDF5 file; give one of these",
+        f"{path}: neither a folder, nor a manifest (.csv, .tsv, .jsonl), COCO (.json), an archive (.tar, .zip), a "
+        "Parquet file or an HDF5 file; give one of these",
         path=path,
     )
