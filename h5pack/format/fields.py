@@ -173,6 +173,41 @@ def _corners(boxes: RaggedRows, box_format: str) -> RaggedRows:
     return RaggedRows(boxes.kind, np.concatenate([first, first + second], axis=1), boxes.offsets)
 
 
+def parse_values(values: Sequence[Any]) -> FieldValues:
+    """Return values of samples as rows: texts, lists of texts, numbers or arrays; None where there is none.
+
+    Arrays that all have one shape become an array of fixed shape, (N, ...), and others of one inner shape ragged rows;
+    both keep their dtype. Raises FieldValueError for other values, and if they do not fit together.
+    """
+    if any(isinstance(value, str) or _is_texts(value) for value in values):
+        return parse_texts(values)
+    given = {row: np.asarray(value) for row, value in enumerate(values) if value is not None}
+    # An empty list says nothing about dtype and inner shape.
+    arrays = {row: array for row, array in given.items() if array.shape != (0,)}
+    first = next(iter(arrays.values()), np.zeros(()))
+    for row, array in arrays.items():
+        if array.dtype.kind not in "biuf":
+            raise FieldValueError(row, f"is {_short(values[row])}, neither numbers nor texts")
+        beside_lists = not array.ndim and len(arrays) < len(given)
+        if beside_lists or array.ndim != first.ndim or array.shape[1:] != first.shape[1:]:
+            raise FieldValueError(row, f"has the shape {array.shape}, but others have {first.shape}")
+    if not arrays and given:
+        first = np.zeros(0)
+    dtype = np.result_type(*{array.dtype for array in arrays.values()}) if arrays else first.dtype
+    dtype = np.dtype(np.uint8) if dtype.kind == "b" else dtype
+    if len({array.shape for array in arrays.values()}) < 2 and len(arrays) == len(given):
+        fixed = np.zeros((len(values), *first.shape), dtype)
+        for row, array in arrays.items():
+            fixed[row] = array
+        return fixed
+    empty = np.zeros((0, *first.shape[1:]), dtype)
+    return RaggedRows.of(schema.RAGGED, [arrays.get(row, empty) for row in range(len(values))], empty)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(text, str) for text in value)
+
+
 def parse_texts(values: Sequence[Any]) -> RaggedRows:
     """Return texts as rows, or lists of texts if one of the values is a list; None counts as none.
 

@@ -130,15 +130,16 @@ def convert(
         Columns that hold a text, or a list of texts, to store as fields; "txt" for the .txt members of WebDataset
         shards.
     box_columns, keypoint_columns : str or sequence of str
-        Columns that hold a list of boxes, or of points (x, y) or (x, y, visibility), in pixels of the upright image.
-        They move with the image if it is resized.
+        Columns, or keys of a map-style dataset's samples, that hold a list of boxes, or of points (x, y) or (x, y,
+        visibility), in pixels of the upright image. They move with the image if it is resized.
     box_format : str
         What the numbers of a box are: xyxy (left, top, right, bottom), xywh (left, top, width, height) or cxcywh
         (centre, width, height). They are stored as xyxy.
     images, labels : str, optional
         An HDF5 file's datasets of images and of labels. Default: detected. ``labels=""`` packs no labels.
     fields : str or sequence of str
-        Further datasets of an HDF5 file with one row per image, to be stored as fields.
+        Further datasets of an HDF5 file with one row per image, to be stored as fields; or keys of the samples of a
+        map-style dataset, whose values are numbers, arrays or texts.
     channel_axis : str, optional
         The position of the channel axis in an HDF5 file's images: last, first or none. Default: detected from the
         shape.

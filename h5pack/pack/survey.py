@@ -19,6 +19,7 @@ from h5pack.images.headers import DecodePath, ImageHeader
 from h5pack.pack.options import ConvertOptions
 from h5pack.read.encoded import row_decoder
 from h5pack.sources.catalog import Catalog, Note, SourceReader, SurveyedImage
+from h5pack.sources.map_style import with_fields
 from h5pack.system.processes import run, shared
 from h5pack.system.text import counted
 
@@ -44,6 +45,7 @@ class Survey:
     # Bytes of each JPEG file, int64; 0 for other images. Only surveyed if files are kept.
     jpeg_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     orientations: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # Exif's, 1 to 8
+    fields: list[dict[str, Any] | None] = field(default_factory=list)  # those of samples; empty if samples have none
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def survey(
         advance(count)
         return result
     labels: list[npt.NDArray[Any] | None] = [None] * count if catalog.reader.has_labels else []
+    result.fields = [None] * count if catalog.reader.has_labels else []
     for start, part, found in run(executor, _survey, _tasks(catalog, max_pixels, keep), max_in_flight, _describe):
         rows = slice(start, start + len(part.heights))
         for name in ("heights", "widths", "decode_paths", "fingerprints", "jpeg_bytes", "orientations"):
@@ -88,6 +91,7 @@ def survey(
         result.reasons.update(part.reasons)
         result.unused |= part.unused
         result.file_bytes += part.file_bytes
+        result.fields[rows] = part.fields
         if labels:
             labels[rows] = found
         advance(len(part.heights))
@@ -102,7 +106,7 @@ def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions
     Boxes are clipped to their image first, which a note counts. Images of another size than their annotations are
     added to the survey's rejects.
     """
-    catalog = _turned(catalog, survey)
+    catalog = _turned(with_fields(catalog, survey.fields), survey)
     placed: dict[str, FieldValues] = {}
     notes = catalog.notes
     sizes = np.stack([survey.widths, survey.heights], axis=1).astype(np.float64)
@@ -203,7 +207,7 @@ def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
     kinds = decode_paths.astype(np.uint8)
     found = Survey(
         heights, widths, kinds, fingerprints, reasons, None, unused, file_bytes, jpeg_bytes,
-        orientations.astype(np.uint8),
+        orientations.astype(np.uint8), [image.fields for image in images] if reader.has_labels else [],
     )  # fmt: skip
     return task.start, found, labels
 

@@ -130,6 +130,7 @@ class SurveyedImage(NamedTuple):
     label: npt.NDArray[Any] | None = None  # None unless reading a sample also yields its label
     unused: tuple[str, ...] = ()  # names of the other parts of a sample, which are not packed
     file_bytes: int = 0  # size of the image's file; 0 if it has none
+    fields: dict[str, Any] | None = None  # further values, if reading a sample also yields these
 
 
 class SourceReader:

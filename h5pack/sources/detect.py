@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from h5pack.errors import H5PackError, NoImagesError, OptionsError, SourceError
+from h5pack.format import schema
 from h5pack.sources.archives import members_catalog
 from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.celeba import celeba, is_celeba
@@ -17,7 +18,7 @@ from h5pack.sources.coco import coco, is_coco
 from h5pack.sources.folders import arranged, walk
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog, is_hdf5
 from h5pack.sources.manifest import JSON_LINES, ManifestColumns, manifest
-from h5pack.sources.map_style import MapStyleDataset, map_style_catalog
+from h5pack.sources.map_style import MapStyleDataset, MapStyleFields, map_style_catalog
 from h5pack.sources.shards import TABLE_SUFFIXES, TAR_SUFFIXES, Shards, find_shards, shards_kind
 from h5pack.sources.tables import tables
 from h5pack.sources.tar_files import open_tar
@@ -104,8 +105,13 @@ def _open_dataset(dataset: MapStyleDataset, options: SourceOptions) -> Catalog:
     if options.kind is not None:
         parameter = f"source_kind={options.kind!r}"
         raise OptionsError(f"{where}: {parameter} needs a path; leave it out", parameters=(parameter,))
-    _refuse_unused(where, "dataset", options)
-    return map_style_catalog(dataset).filtered(options.names)
+    columns = options.columns
+    fields = MapStyleFields(options.datasets.fields, columns.boxes, columns.keypoints, columns.box_format)
+    # Keys of samples are named by the same options.
+    others = replace(columns, boxes=(), keypoints=(), box_format=schema.XYXY)
+    unused = replace(options, columns=others, datasets=replace(options.datasets, fields=()))
+    _refuse_unused(where, "dataset", unused)
+    return map_style_catalog(dataset, fields).filtered(options.names)
 
 
 def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:

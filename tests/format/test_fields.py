@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from h5pack.format.fields import FieldValueError, RaggedRows, parse_ragged, parse_texts
+from h5pack.format.fields import FieldValueError, RaggedRows, parse_ragged, parse_texts, parse_values
 
 TEXTS = ["", "plain", "zwei\nZeilen\r", "雪 é 🙂", ""]
 LISTS = [[], ["one"], ["", "two\n"], ["雪"] * 3, []]
@@ -123,3 +123,39 @@ def test_texts_are_one_or_several() -> None:
     for values in (["a", 1], ["a", ["b"]], [["a", 1]], ["a", "\0"], ["a", "\ud800"], [["a"], ["\udc00"]]):
         with pytest.raises(FieldValueError):
             parse_texts(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "found"),
+    [
+        ([1, None, 3], "array", np.array([1, 0, 3])),
+        ([True, False], "array", np.array([1, 0], np.uint8)),
+        ([np.float32(1), 2.5], "array", np.array([1, 2.5])),
+        ([np.ones((2, 3), np.int8), None], "array", np.stack([np.ones((2, 3), np.int8), np.zeros((2, 3), np.int8)])),
+        ([np.ones((1, 4), np.float32), None, np.zeros((0, 4), np.float32)], "ragged", [[[1] * 4], [], []]),
+        ([[1, 2], [], [3]], "ragged", [[1, 2], [], [3]]),
+        ([[1, 2], []], "ragged", [[1, 2], []]),
+        ([[], []], "ragged", [[], []]),
+        (["a", None], "text", ["a", ""]),
+        ([["a"], [], None], "texts", [["a"], [], []]),
+        ([None], "array", np.zeros(1)),
+    ],
+)
+def test_values_of_samples_become_the_field_that_holds_them(values: list[Any], kind: str, found: Any) -> None:
+    made = parse_values(values)
+    if kind == "array":
+        np.testing.assert_array_equal(made, found, strict=True)
+        return
+    assert isinstance(made, RaggedRows)
+    assert made.kind == kind
+    assert [value if isinstance(value, (str, list)) else value.tolist() for value in made.values()] == found
+    if kind == "ragged":
+        assert made.data.dtype == np.asarray(values[0]).dtype
+
+
+@pytest.mark.parametrize(
+    "values", [[1, [1]], [1, []], [[[1]], [1]], [np.ones((1, 2)), np.ones((1, 3))], [1, "a"], [1j]]
+)
+def test_values_of_samples_that_do_not_fit_together_are_an_error(values: list[Any]) -> None:
+    with pytest.raises(FieldValueError):
+        parse_values(values)

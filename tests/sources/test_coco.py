@@ -81,9 +81,7 @@ def test_a_folder_as_coco_lays_it_out(tmp_path: Path) -> None:
         "train2017/000002.png": ([], [], [], 102, ["two", "a second\none"]),
     }
     assert rows(tmp_path / "o.h5", split="train") == expected
-    assert rows(tmp_path / "o.h5", split="val") == {
-        "val2017/000003.png": ([[1.5, 2.25, 4.5, 6.25]], [1], [0], 103, [])
-    }
+    assert rows(tmp_path / "o.h5", split="val") == {"val2017/000003.png": ([[1.5, 2.25, 4.5, 6.25]], [1], [0], 103, [])}
     dataset = h5pack.H5Dataset(tmp_path / "o.h5", fields=NAMES)
     assert dataset.field_classes == {"box_labels": ("cat", "dog", "car")}
     assert (dataset[0].boxes.dtype, dataset[0].box_labels.dtype) == (torch.float32, torch.int64)
@@ -101,11 +99,13 @@ def test_one_file_of_annotations_finds_its_images(tmp_path: Path, where: str) ->
         with pytest.raises(SourceError) as caught:
             coco(path, NameFilter())
         assert caught.value.parameters == ("root",)
-    catalog = open_source(path, SourceOptions(columns=ManifestColumns(root=root)))
-    assert (catalog.kind, list(catalog.names), catalog.split_names) == ("coco", ["000000.png", "000001.png"], ("train",))
+    rooted = ManifestColumns(root=root)
+    catalog = open_source(path, SourceOptions(columns=rooted))
+    assert (catalog.kind, list(catalog.names)) == ("coco", ["000000.png", "000001.png"])
+    assert catalog.split_names == ("train",)
     assert len(catalog.reader.read(1, catalog.names[1])) > 0  # type: ignore[arg-type]
     assert list(catalog.fields) == ["image_ids", "boxes", "box_labels", "crowd"]
-    assert len(open_source(path, SourceOptions(names=NameFilter(exclude=("*0.png",)), columns=ManifestColumns(root=root)))) == 1
+    assert len(open_source(path, SourceOptions(names=NameFilter(exclude=("*0.png",)), columns=rooted))) == 1
 
 
 def test_boxes_outside_are_clipped_and_those_without_area_left_out(tmp_path: Path) -> None:
@@ -173,7 +173,8 @@ def test_points_are_turned_as_pixels_are() -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"{", b"[1]", b"3", b"null", b"\xff", b"[" * 100_000, b'{"images": []}', b'{"images": {}, "annotations": []}',
+        b"", b"{", b"[1]", b"3", b"null", b"\xff", b"[" * 100_000, b'{"images": []}',
+        b'{"images": {}, "annotations": []}',
         b'{"images": [{"id": 1}], "annotations": []}', b'{"images": [3], "annotations": []}',
         b'{"images": [{"id": 1, "file_name": ""}], "annotations": []}',
         b'{"images": [{"id": 1, "file_name": "a"}, {"id": 1, "file_name": "b"}], "annotations": []}',
