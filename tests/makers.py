@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tarfile
 import zipfile
 from pathlib import Path
@@ -69,6 +70,38 @@ def color_folders(root: Path, counts: dict[str, int], brightness: int) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(noise.astype(np.uint8)).save(path)
     return root
+
+
+def annotated_images(root: Path, count: int, size: tuple[int, int] | None = (24, 20)) -> list[dict[str, Any]]:
+    """JPEGs with up to two white boxes on black, and ``list.jsonl``, whose records are returned; None: of any size."""
+    records, random = [], np.random.default_rng(count)
+    root.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        height, width = size or random.integers(40, 90, 2).tolist()
+        image, boxes = np.zeros((height, width, 3), np.uint8), []
+        for _ in range(number % 3):
+            left, top = (int(random.integers(1, side - 9)) for side in (width, height))
+            image[top : top + 8, left : left + 8] = 255
+            boxes.append([left, top, left + 8, top + 8])
+        Image.fromarray(image).save(root / f"{number:03d}.jpg", quality=95)
+        records.append({
+            "path": f"{number:03d}.jpg",
+            "boxes": boxes,
+            "points": [[left + 4, top + 4, 2] for left, top, _, _ in boxes],
+            "caption": f"{number} white\nboxes \u96ea{'!' * number}",
+            "captions": [f"caption {other}" for other in range(number % 4)],
+            "score": number / 8,
+            "sizes": [[8, number]] * len(boxes),
+        })  # fmt: skip
+    (root / "list.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return records
+
+
+FIELDS = {
+    "field_columns": ("score", "sizes"), "text_columns": ("caption", "captions"), "box_columns": "boxes",
+    "keypoint_columns": "points",
+}  # fmt: skip
+"""The keywords of `h5pack.convert` for all columns of `annotated_images`."""
 
 
 def truncate(path: Path, keep: float = 0.6) -> Path:

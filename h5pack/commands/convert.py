@@ -24,14 +24,15 @@ def add(commands: Any) -> None:
     convert.add_argument(
         "source",
         metavar="SOURCE",
-        help="a folder or archive of images, WebDataset shards, Parquet files, a CSV or TSV manifest, or any HDF5 file",
+        help="a folder or archive of images, WebDataset shards, Parquet files, a manifest (CSV, TSV, JSONL), or any "
+        "HDF5 file",
     )
     convert.add_argument("out", metavar="OUT", help="the HDF5 file to create")
 
     what = convert.add_argument_group("what to pack")
     what.add_argument(
         "--source", dest="source_kind", metavar="KIND",
-        help="kind of SOURCE: flat, classes, splits, pairs, celeba, manifest, hdf5, webdataset, parquet or mds "
+        help="kind of SOURCE: flat, classes, splits, pairs, celeba, manifest, coco, hdf5, webdataset, parquet or mds "
         "(default: detected)",
     )  # fmt: skip
     what.add_argument(
@@ -51,18 +52,7 @@ def add(commands: Any) -> None:
         "--root", metavar="DIR",
         help="folder that a manifest's relative paths start from (default: the manifest's folder)",
     )  # fmt: skip
-    what.add_argument("--path-column", metavar="NAME", help="the manifest's column that holds each image's path")
-    what.add_argument(
-        "--label-columns", type=comma_parts, metavar="A,B",
-        help="the manifest's label column, or several columns of numbers (0 to 255) that become a label table",
-    )  # fmt: skip
-    what.add_argument("--split-column", metavar="NAME", help="the manifest's column that names each image's split")
-    what.add_argument(
-        "--field-columns", type=comma_parts, metavar="A,B", help="the manifest's columns of numbers to store as fields"
-    )
-    what.add_argument(
-        "--mask-columns", type=comma_parts, metavar="A,B", help="the manifest's columns of paths of masks, PNG files"
-    )
+    _add_columns(what)
 
     hdf5 = convert.add_argument_group("HDF5 sources")
     add_hdf5(hdf5)
@@ -71,6 +61,30 @@ def add(commands: Any) -> None:
     )
     _add_layout(convert)
     _add_execution(convert)
+
+
+def _add_columns(what: Any) -> None:
+    what.add_argument("--path-column", metavar="NAME", help="the manifest's column that holds each image's path")
+    what.add_argument(
+        "--label-columns", type=comma_parts, metavar="A,B",
+        help="the manifest's label column, or several columns of numbers (0 to 255) that become a label table",
+    )  # fmt: skip
+    what.add_argument("--split-column", metavar="NAME", help="the manifest's column that names each image's split")
+    what.add_argument(
+        "--field-columns", type=comma_parts, metavar="A,B",
+        help="the manifest's columns of numbers, or of lists of numbers, to store as fields",
+    )  # fmt: skip
+    what.add_argument(
+        "--text-columns", type=comma_parts, metavar="A,B", help="the manifest's columns of text to store as fields"
+    )
+    what.add_argument("--box-columns", type=comma_parts, metavar="A,B", help="columns that hold lists of boxes")
+    what.add_argument(
+        "--keypoint-columns", type=comma_parts, metavar="A,B",
+        help="columns that hold lists of points: x and y, or x, y and visibility",
+    )  # fmt: skip
+    what.add_argument(
+        "--box-format", metavar="FORMAT", help="numbers of a box: xyxy (default), xywh or cxcywh; stored as xyxy"
+    )
 
 
 def _add_layout(convert: argparse.ArgumentParser) -> None:

@@ -32,6 +32,8 @@ class BatchSource(Closeable, Dataset[Any]):
     def collate(self, samples: Sequence[Any]) -> Any:
         """Collate samples as torch's ``default_collate`` does, but read the rows directly into the batch.
 
+        Fields whose rows differ in length become lists: of tensors (n_i, ...), of str, or of lists of str.
+
         In a worker process the batch is in shared memory that is reused once the main process has released it, so
         sending a batch neither copies it nor allocates new memory. A DataLoader without a ``collate_fn`` collates in
         the same way. With `transform` or `target_transform`, or for samples that are not from this dataset, this is the
@@ -54,8 +56,24 @@ class BatchSource(Closeable, Dataset[Any]):
         """
         raise NotImplementedError
 
-    def split_batch(self, batch: list[torch.Tensor], rows: npt.NDArray[np.int64]) -> list[Any]:
-        """Return the first ``len(rows)`` samples of a batch; their tensors share the batch's memory."""
+    def read_lists(self, rows: npt.NDArray[np.int64]) -> list[list[Any]]:
+        """Return the values of rows of each field that is a list in a batch."""
+        raise NotImplementedError
+
+    def arranged(self, values: Sequence[Any], lists: Sequence[Any]) -> Sequence[Any]:
+        """Return the values of a batch or a sample in the order of `field_names`.
+
+        `values` are those of `read_batch`, `lists` those of `read_lists`.
+        """
+        raise NotImplementedError
+
+    def split_batch(
+        self, batch: list[torch.Tensor], rows: npt.NDArray[np.int64], lists: Sequence[list[Any]] = ()
+    ) -> list[Any]:
+        """Return the first ``len(rows)`` samples of a batch; their tensors share the batch's memory.
+
+        `lists` is what `read_lists` returned for these rows.
+        """
         raise NotImplementedError
 
 
@@ -96,7 +114,8 @@ class SampleBatch(Sequence[Any]):
         batch, self._batch = self._batch, None
         if batch is None or self._samples is not None:
             batch = self._source.read_batch(self.rows, self._key)
-        return new_batch(self._source.field_names, batch)
+        values = self._source.arranged(batch, self._source.read_lists(self.rows))
+        return new_batch(self._source.field_names, values, batch)
 
     def samples(self) -> list[Any]:
         """Return the samples, which are read on the first call only."""
@@ -107,10 +126,10 @@ class SampleBatch(Sequence[Any]):
     def _load_samples(self, rows: npt.NDArray[np.int64]) -> list[Any]:
         """Return the samples of `rows`, the first rows of the batch: views of its tensors, or what `load` returns."""
         if self._load is None:
-            return self._source.split_batch(self._read(), rows)
+            return self._source.split_batch(self._read(), rows, self._source.read_lists(rows))
         if not self._differ:
             try:
-                return self._source.split_batch(self._read(), rows)
+                return self._source.split_batch(self._read(), rows, self._source.read_lists(rows))
             except SizesDifferError:
                 self._differ = True
         return self._load(rows, self._key)
@@ -139,9 +158,12 @@ def _collate(batch: Sequence[Any], *, collate_fn_map: dict[Any, Any] | None = No
     usual = collate_fn_map is not None and collate_fn_map.get(torch.Tensor) is torch_collate.collate_tensor_fn
     if usual and isinstance(batch, SampleBatch) and batch.untouched:
         return batch.collate()
-    columns = zip(*batch, strict=True)
-    collated = [torch_collate.collate(column, collate_fn_map=collate_fn_map) for column in columns]
-    return new_batch(batch[0]._batch_fields, collated)
+    fields, lists = batch[0]._batch_fields, batch[0]._lists
+    collated = [
+        list(column) if name in lists else torch_collate.collate(column, collate_fn_map=collate_fn_map)
+        for name, column in zip(fields, zip(*batch, strict=True), strict=True)
+    ]
+    return new_batch(fields, collated)
 
 
 # Private API: torch documents default_collate_fn_map, but exports it only from torch.utils.data._utils.collate.

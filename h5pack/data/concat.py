@@ -110,11 +110,25 @@ class ConcatPack(BatchSource):
                 whole.numpy()[positions] = part.numpy()
         return batch or self.datasets[0].read_batch(indices)
 
-    def split_batch(self, batch: list[torch.Tensor], indices: Rows) -> list[Any]:
-        """Return the first ``len(indices)`` samples of a batch; their tensors share the batch's memory."""
+    def read_lists(self, indices: Rows) -> list[list[Any]]:
+        """Return the values of samples of each field that is a list in a batch."""
+        lists: list[list[Any]] = [[None] * len(indices) for _ in self.datasets[0].ragged]
+        if lists:
+            for dataset, positions, inner in self._by_dataset(indices):
+                for whole, part in zip(lists, dataset.read_lists(dataset.file_rows(inner)), strict=True):
+                    for position, value in zip(positions.tolist(), part, strict=True):
+                        whole[position] = value
+        return lists
+
+    def arranged(self, values: Sequence[Any], lists: Sequence[Any]) -> Sequence[Any]:
+        """Return the values of a batch or a sample in the order of `field_names`, as `H5Dataset.arranged` does."""
+        return self.datasets[0].arranged(values, lists)
+
+    def split_batch(self, batch: list[torch.Tensor], indices: Rows, lists: Sequence[list[Any]] = ()) -> list[Any]:
+        """Return the first ``len(indices)`` samples of a batch, as `H5Dataset.split_batch` does."""
         # Any of the datasets can split the batch, because all have the same dtypes. The last tensor has row numbers.
         rows = batch[-1].numpy()[: len(indices)] if self.datasets[0].with_rows else indices
-        return self.datasets[0].split_batch(batch, rows)
+        return self.datasets[0].split_batch(batch, rows, lists)
 
     def stats(self) -> list[Any]:
         """Return statistics of what this process has read, one `ReadStats` per dataset."""
@@ -147,6 +161,7 @@ def _check_same_fields(one: H5Dataset, other: H5Dataset) -> None:
 def _field_texts(dataset: H5Dataset) -> tuple[str, str, str, str]:
     """Return descriptions (shapes and dtypes) of the images, labels, fields and row numbers of a dataset's batches."""
     texts = {name: f"{row_shape} {dtype}" for name, row_shape, dtype in batch_fields(dataset)}
+    texts |= {name: f"{one.kind} {one.data.row_shape} {one.data.native_dtype}" for name, one in dataset.ragged.items()}
     if dataset.transform is not None and dataset.engine.indexes[dataset.names[0]].is_encoded:
         # The shape is only that of row 0, and a transform makes images of several sizes equal.
         texts[dataset.names[0]] = "encoded images"

@@ -17,7 +17,7 @@ import torch
 from h5pack.data.buffers import SharedMemory
 from h5pack.data.collate import BatchSource, SampleBatch
 from h5pack.data.decoding import CropDecoder, DrawKey, key_of
-from h5pack.data.samples import name_fields, sample_type
+from h5pack.data.samples import name_fields, sample_type, split_list
 from h5pack.errors import OptionsError, PackFormatError
 from h5pack.format import schema
 from h5pack.images.crops import DecodeCrop
@@ -26,6 +26,7 @@ from h5pack.read.description import checksums_of, describe_file
 from h5pack.read.encoded import decoding_row
 from h5pack.read.engine import Engine, ReadStats
 from h5pack.read.hdf5 import open_file, text
+from h5pack.read.ragged import read_ragged, texts_of
 from h5pack.system.parameters import require_callable
 
 
@@ -62,7 +63,8 @@ class H5Dataset(BatchSource):
         Path of the dataset of labels in the file; None: no labels. If the file has no dataset at the default path, the
         samples have no labels.
     fields : sequence of str
-        Paths of further datasets with one row per image, such as masks. Their rows follow the label, as tensors.
+        Names of fields of a pack, or paths of further datasets with one row per image, such as masks. Their rows
+        follow the label: as tensors, as str if they are text, as lists of str if they are several texts.
     with_rows : bool
         Append the row number in the file, an int, to each sample.
     check : bool
@@ -89,7 +91,14 @@ class H5Dataset(BatchSource):
     field_names : tuple of str
         Names of the parts of a batch: "images", "labels", the fields, "rows".
     names : tuple of str
-        Paths of the datasets that a sample consists of: images, labels, fields.
+        Paths of the datasets that a sample consists of: images, labels, fields; without those in `ragged`.
+    ragged : dict of str to RaggedIndex
+        Path and index of each field whose rows differ in length. In a batch these are lists.
+    kinds : dict of str to str
+        Kind of each field, by its name in `field_names`: "array", "boxes", "keypoints", "ragged", "text" or "texts".
+    field_classes : dict of str to tuple of str
+        Class names of the fields whose numbers count classes, such as the labels of boxes, by their names in
+        `field_names`.
     label_name : str or None
         Path of the dataset of labels.
     rows : range or ndarray
@@ -142,9 +151,21 @@ class H5Dataset(BatchSource):
         self.splits = {name: range(*rows) for name, rows in pack.splits.items()}
         self.mean, self.std = pack.mean, pack.std
         self.with_rows, self.check = with_rows, check
-        self.names = tuple(name for name in pack.indexes if not name.startswith(f"{schema.CHECKSUMS}/"))
+        labels_too = () if pack.labels is None else (pack.labels,)
+        given = tuple(dict.fromkeys((next(iter(pack.indexes)), *labels_too, *pack.fields)))
+        self.ragged = pack.ragged
+        self.names = tuple(name for name in given if name not in self.ragged)
         self.label_name = pack.labels
-        self.field_names = name_fields(self.names, self.label_name, with_rows)
+        self.field_names = name_fields(given, self.label_name, with_rows)
+        paths = dict(zip(given, self.field_names, strict=False))
+        kinds = {**dict.fromkeys(pack.fields, schema.ARRAY), **pack.kinds}
+        kinds.update({name: one.kind for name, one in self.ragged.items()})
+        self.kinds = {paths[name]: kind for name, kind in kinds.items()}
+        self.field_classes = {paths[name]: one.classes for name, one in self.ragged.items() if one.classes is not None}
+        self._lists = tuple(paths[name] for name in self.ragged)
+        # Where each value goes that is not in a list, and where those of the lists go.
+        places = {name: place for place, name in enumerate(given)}
+        self._places = [places.pop(name) for name in self.names] + [len(given)] * bool(with_rows), [*places.values()]
         self._channels_first = pack.layout == "nchw"
         if check and checksums_of(self.names[0]) not in pack.indexes:
             raise OptionsError(
@@ -232,7 +253,10 @@ class H5Dataset(BatchSource):
         values = [self._convert(name, self.engine.read_one(name, row)) for name in self.names]
         if self.with_rows:
             values.append(row)
-        return sample_type(self.field_names)(*values)
+        if self.ragged:
+            lists = self.read_lists(np.array([row]))
+            values = [*self.arranged(values, [some[0] for some in lists])]
+        return sample_type(self.field_names, self._lists)(*values)
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
         """Return the samples of many indices, read together. torch's DataLoader calls this for each batch.
@@ -295,18 +319,53 @@ class H5Dataset(BatchSource):
             )
         return CropDecoder(decode, exact)
 
-    def split_batch(self, batch: list[torch.Tensor], rows: npt.NDArray[np.int64]) -> list[Any]:
-        """Return the first ``len(rows)`` samples of a batch; their tensors share the batch's memory."""
-        return self._samples([list(tensor.numpy()[: len(rows)]) for tensor in batch[: len(self.names)]], rows)
+    def read_lists(self, rows: npt.NDArray[np.int64]) -> list[list[Any]]:
+        """Return the values of rows of each field in `ragged`: tensors, str or lists of str.
 
-    def _samples(self, columns: list[list[Any]], rows: npt.NDArray[np.int64]) -> list[Any]:
-        """Return samples made of `columns`, the values of each dataset of `names`, and of the row numbers."""
+        Raises
+        ------
+        DamagedRowsError
+            If rows differ from their checksums and ``check=True``, or if a text is not UTF-8.
+        """
+        found: list[list[Any]] = []
+        for name, index in self.ragged.items():
+            values = read_ragged(self.engine, index, rows, check=self.check)
+            if index.kind in schema.TEXT_KINDS:
+                found.append(texts_of(self.path, name, rows, values))
+            else:
+                found.append(split_list(values.data, np.diff(values.offsets).tolist()))
+        return found
+
+    def arranged(self, values: Sequence[Any], lists: Sequence[Any]) -> Sequence[Any]:
+        """Return the values of a batch or a sample in the order of `field_names`.
+
+        `values` are those of the datasets in `names` and the row numbers, `lists` those of the fields in `ragged`.
+        """
+        if not lists:
+            return values
+        found: list[Any] = [None] * (len(values) + len(lists))
+        for places, some in zip(self._places, (values, lists), strict=True):
+            for place, value in zip(places, some, strict=True):
+                found[place] = value
+        return found
+
+    def split_batch(
+        self, batch: list[torch.Tensor], rows: npt.NDArray[np.int64], lists: Sequence[list[Any]] = ()
+    ) -> list[Any]:
+        """Return the first ``len(rows)`` samples of a batch; their tensors share the batch's memory.
+
+        `lists` is what `read_lists` returned for these rows.
+        """
+        return self._samples([list(tensor.numpy()[: len(rows)]) for tensor in batch[: len(self.names)]], rows, lists)
+
+    def _samples(self, columns: list[list[Any]], rows: npt.NDArray[np.int64], lists: Sequence[list[Any]]) -> list[Any]:
+        """Return samples made of `columns`, the values of each dataset of `names`, and of row numbers and `lists`."""
         if self.with_rows:
             columns.append(rows.tolist())
-        samples, new = [], sample_type(self.field_names)
-        for values in zip(*columns, strict=True):
+        samples, new, last = [], sample_type(self.field_names, self._lists), len(self.names)
+        for number, values in enumerate(zip(*columns, strict=True)):
             converted = [self._convert(name, value) for name, value in zip(self.names, values, strict=False)]
-            samples.append(new(*converted, *values[len(self.names) :]))
+            samples.append(new(*self.arranged([*converted, *values[last:]], [some[number] for some in lists])))
         return samples
 
     def decode_rows(self, rows: npt.NDArray[np.int64], outs: Sequence[npt.NDArray[np.uint8]], key: DrawKey) -> None:
@@ -366,13 +425,13 @@ class H5Dataset(BatchSource):
 
     def _load(self, rows: npt.NDArray[np.int64], key: DrawKey | None) -> list[Any]:
         if not self._encoded or self.decoder is not None:
-            return self.split_batch(self.read_batch(rows, key, share=False), rows)
+            return self.split_batch(self.read_batch(rows, key, share=False), rows, self.read_lists(rows))
         columns = []
         for name in self.names:
             # An array of objects can hold images of different sizes.
             out = np.empty(len(rows), object) if name in self._encoded else None
             columns.append(list(self.read_rows(name, rows, out)))
-        return self._samples(columns, rows)
+        return self._samples(columns, rows, self.read_lists(rows))
 
     def _convert(self, name: str, value: Any) -> Any:
         if name == self.names[0]:

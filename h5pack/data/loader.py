@@ -262,7 +262,7 @@ class H5Loader(Closeable, Resumable):
     def _new_pool(self, keep: int, rows: int | None = None) -> BufferPool:
         """Return a pool of buffers for `rows` rows; None: for a batch."""
         fields = batch_fields(self._base)
-        if self._with_rows or self._check:
+        if self._with_rows or self._check or self._base.ragged:
             fields.append((ROWS, (), np.dtype(np.int64)))
         if rows is None:
             rows = self.plan.batch_rows(0) if self.plan.num_batches else 0
@@ -398,7 +398,8 @@ class H5Loader(Closeable, Resumable):
             tensors.append(self._transformed(name, memory.tensor(name), epoch, batch))
         if self._with_rows:
             tensors.append(memory.tensor(ROWS))
-        return new_batch(self._base.field_names, tensors)
+        lists = self._base.read_lists(memory.arrays[ROWS]) if self._base.ragged else ()
+        return new_batch(self._base.field_names, self._base.arranged(tensors, lists))
 
     def _transformed(self, name: str, tensor: torch.Tensor, epoch: int, batch: int) -> Any:
         """Apply the transform of a field, if any, to its tensor. The result is pinned if the loader pins batches."""

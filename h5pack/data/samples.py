@@ -1,6 +1,7 @@
 """Samples and batches: named tuples ``(image, label, *fields, row)`` and ``(images, labels, *fields, rows)``.
 
-Their types are created for the fields that a dataset has, so that unpacking fails if there are fewer or more.
+Their types are created for the fields that a dataset has, so that unpacking fails if there are fewer or more. In a
+batch, fields whose rows differ in length are lists: of tensors, of texts, or of lists of texts.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ import functools
 import keyword
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch.utils import _pytree as pytree
 
 from h5pack.data.buffers import SharedBatch
 
 IMAGES, LABELS, ROWS = "images", "labels", "rows"
+_INLINE_BYTES = 256 * 1024
+"""Lists of tensors of up to this many bytes are sent from a worker in a pickle, larger ones in shared memory."""
 _SINGULAR = {IMAGES: "image", LABELS: "label", ROWS: "row"}
 
 
@@ -53,7 +58,7 @@ class Sample:
     _fields: tuple[str, ...]
 
     def __reduce__(self: Any) -> Any:
-        return _new_sample, (self._batch_fields, tuple(self))
+        return _new_sample, (self._batch_fields, self._lists, tuple(self))
 
 
 class Batch:
@@ -63,8 +68,13 @@ class Batch:
     _shared: SharedBatch | None = None
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        sent = None if self._shared is None else self._shared.reduced(list(self))
-        return (_received_batch, (self._fields, *sent)) if sent else (new_batch, (self._fields, tuple(self)))
+        tensors = [value for value in self if isinstance(value, torch.Tensor)]
+        sent = None if self._shared is None else self._shared.reduced(tensors)
+        values = [_joined(value) for value in self]
+        if not sent and not any(isinstance(value, _JoinedList) for value in values):
+            return new_batch, (self._fields, tuple(self))
+        others = {n: value for n, value in enumerate(values) if not (sent and isinstance(value, torch.Tensor))}
+        return _received_batch, (self._fields, others, *(sent or (None, ())))
 
     def __copy__(self: Any) -> Any:
         return self._with(self)
@@ -80,10 +90,10 @@ class Batch:
 
 
 @functools.cache
-def sample_type(fields: tuple[str, ...]) -> Any:
-    """Return the type of the samples of batches with these fields."""
+def sample_type(fields: tuple[str, ...], lists: tuple[str, ...] = ()) -> Any:
+    """Return the type of the samples of batches with these fields, of which `lists` become lists in a batch."""
     names = [_SINGULAR.get(name, name) for name in fields]
-    return _named_tuple(Sample, names, {"__slots__": (), "_batch_fields": fields})
+    return _named_tuple(Sample, names, {"__slots__": (), "_batch_fields": fields, "_lists": lists})
 
 
 @functools.cache
@@ -92,11 +102,12 @@ def batch_type(fields: tuple[str, ...]) -> Any:
     return _named_tuple(Batch, fields, {})
 
 
-def new_batch(fields: tuple[str, ...], tensors: Sequence[Any]) -> Any:
-    """Return a batch of tensors."""
-    batch = batch_type(fields)(*tensors)
-    if isinstance(tensors, SharedBatch):
-        batch._shared = tensors
+def new_batch(fields: tuple[str, ...], values: Sequence[Any], shared: Sequence[Any] | None = None) -> Any:
+    """Return a batch of tensors and lists; `shared`, by default `values`, may be the `SharedBatch` of its tensors."""
+    batch = batch_type(fields)(*values)
+    shared = values if shared is None else shared
+    if isinstance(shared, SharedBatch):
+        batch._shared = shared
     return batch
 
 
@@ -110,10 +121,44 @@ def _named_tuple(base: type, names: Sequence[str], members: dict[str, Any]) -> A
     return kind
 
 
-def _new_sample(fields: tuple[str, ...], values: Sequence[Any]) -> Any:
-    return sample_type(fields)(*values)
+def _new_sample(fields: tuple[str, ...], lists: tuple[str, ...], values: Sequence[Any]) -> Any:
+    return sample_type(fields, lists)(*values)
 
 
-def _received_batch(fields: tuple[str, ...], receive: Any, arguments: Any) -> Any:
-    tensors: list[torch.Tensor] = receive(*arguments)
-    return batch_type(fields)(*tensors)
+@dataclass
+class _JoinedList:
+    """A list of tensors (n_i, ...) on its way from a worker, joined: sending each by itself would take 0.1 ms."""
+
+    entries: npt.NDArray[Any] | torch.Tensor
+    lengths: list[int]
+
+
+def _joined(value: Any) -> Any:
+    """Return a list of tensors that fit together in one, and any other value as it is."""
+    first = value[0] if type(value) is list and value else None
+    if not isinstance(first, torch.Tensor) or first.ndim < 1:
+        return value
+    same = all(
+        type(one) is torch.Tensor
+        and (one.dtype, one.device, one.shape[1:]) == (first.dtype, first.device, first.shape[1:])
+        and not one.requires_grad
+        for one in value
+    )
+    if not same or first.device.type != "cpu" or first.dtype == torch.bfloat16:
+        return value
+    entries = torch.cat(value)
+    return _JoinedList(entries.numpy() if entries.nbytes <= _INLINE_BYTES else entries, [len(one) for one in value])
+
+
+def split_list(entries: npt.NDArray[Any] | torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
+    """Return the rows of entries as tensors that share their memory."""
+    joined = entries if isinstance(entries, torch.Tensor) else torch.from_numpy(entries)
+    return list(torch.split(joined, lengths))
+
+
+def _received_batch(fields: tuple[str, ...], others: dict[int, Any], receive: Any, arguments: Any) -> Any:
+    tensors = iter(() if receive is None else receive(*arguments))
+    values = [others[number] if number in others else next(tensors) for number in range(len(fields))]
+    return batch_type(fields)(
+        *(split_list(one.entries, one.lengths) if isinstance(one, _JoinedList) else one for one in values)
+    )

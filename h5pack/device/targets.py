@@ -116,8 +116,10 @@ def move_field(kind: str, field: Any, axes: Axes) -> Any:
         If the field does not have the shape of its kind, or does not have as many entries as there are images.
     """
     count, size = len(axes[0].flip), (axes[0].input, axes[1].input)
-    if kind == "boxes" and isinstance(field, (list, tuple)):
-        valid = all(isinstance(one, torch.Tensor) and one.ndim == 2 and one.shape[1] == 4 for one in field)
+    if kind != "mask" and isinstance(field, (list, tuple)):
+        valid = all(isinstance(one, torch.Tensor) and one.ndim == 2 and one.shape[1] in _NUMBERS[kind] for one in field)
+        # Tensors of several widths could not be moved in one call.
+        valid = valid and len({one.shape[1] for one in field}) < 2
     else:
         valid = isinstance(field, torch.Tensor) and _SHAPES[kind](tuple(field.shape), size)
     if not valid or len(field) != count:
@@ -174,7 +176,7 @@ def move_boxes(boxes: torch.Tensor | Sequence[torch.Tensor], axes: Axes) -> torc
         float32, or float64 if `boxes` are, of the same shapes.
     """
     if not isinstance(boxes, torch.Tensor):
-        return _move_in_one(boxes, axes)
+        return _move_in_one(move_boxes, boxes, axes)
     corners = _floats(boxes).reshape(*boxes.shape[:-1], 2, 2)
     sides = []
     for axis, values in zip(axes, (corners[..., 1], corners[..., 0]), strict=True):
@@ -184,18 +186,19 @@ def move_boxes(boxes: torch.Tensor | Sequence[torch.Tensor], axes: Axes) -> torc
     return torch.stack(sides[::-1], -1).flatten(-2)
 
 
-def _move_in_one(boxes: Sequence[torch.Tensor], axes: Axes) -> list[torch.Tensor]:
-    """Move the boxes of all images in one call, so that the number of kernels does not depend on that of images."""
-    counts = [len(one) for one in boxes]
+def _move_in_one(move: Callable[..., Any], rows: Sequence[torch.Tensor], axes: Axes) -> list[torch.Tensor]:
+    """Move the boxes or points of all images in one call, so that the number of kernels does not grow with images."""
+    counts = [len(one) for one in rows]
+    if not counts:
+        return []
     device = axes[0].flip.device
     # Without the size of its result, repeat_interleave makes the host wait for the device.
-    images = torch.arange(len(boxes), device=device).repeat_interleave(_on(device, counts), output_size=sum(counts))
-    moved = move_boxes(torch.cat(list(boxes)), (axes[0].at(images), axes[1].at(images)))
-    assert isinstance(moved, torch.Tensor)
+    images = torch.arange(len(rows), device=device).repeat_interleave(_on(device, counts), output_size=sum(counts))
+    moved = move(torch.cat(list(rows)), (axes[0].at(images), axes[1].at(images)))
     return list(torch.split(moved, counts))
 
 
-def move_keypoints(points: torch.Tensor, axes: Axes) -> torch.Tensor:
+def move_keypoints(points: torch.Tensor | Sequence[torch.Tensor], axes: Axes) -> torch.Tensor | list[torch.Tensor]:
     """Return keypoints moved like their images. They are not clipped.
 
     A flip mirrors the points, but does not exchange them: if the first point is the left eye of a face, it remains the
@@ -203,15 +206,18 @@ def move_keypoints(points: torch.Tensor, axes: Axes) -> torch.Tensor:
 
     Parameters
     ----------
-    points : Tensor
-        x and y of each point, (N, ..., 2), or with the visibility as a third number, (N, ..., 3).
+    points : Tensor or list of Tensor
+        x and y of each point, (N, ..., 2), or with the visibility as a third number, (N, ..., 3); or a list of N
+        tensors (n, 2) or (n, 3).
     axes : tuple of AxisMap
 
     Returns
     -------
-    Tensor
-        float32, or float64 if `points` are, of the same shape. The visibility of a point outside of the output is 0.
+    Tensor or list of Tensor
+        float32, or float64 if `points` are, of the same shapes. The visibility of a point outside of the output is 0.
     """
+    if not isinstance(points, torch.Tensor):
+        return _move_in_one(move_keypoints, points, axes)
     points = _floats(points)
     rows, columns = axes
     y, x = rows.move(points[..., 1]), columns.move(points[..., 0])
@@ -238,8 +244,9 @@ _SHAPES: dict[str, Callable[[tuple[int, ...], Size], bool]] = {
 _WANTED = {
     "mask": "a tensor (N, H, W), (N, H, W, C) or (N, C, H, W)",
     "boxes": "a tensor (N, ..., 4) or a list of N tensors (n, 4)",
-    "keypoints": "a tensor (N, ..., 2) or (N, ..., 3)",
+    "keypoints": "a tensor (N, ..., 2) or (N, ..., 3), or a list of N tensors (n, 2) or (n, 3)",
 }
+_NUMBERS = {"boxes": (4,), "keypoints": (2, 3)}
 _MOVERS: dict[str, Callable[[Any, Axes], Any]] = {
     "mask": move_masks,
     "boxes": move_boxes,

@@ -29,10 +29,12 @@ from h5pack.device.normalize import Normalize
 from h5pack.device.profiling import profiler_range
 from h5pack.device.targets import axes_of, move_field
 from h5pack.errors import OptionsError
+from h5pack.format import schema
 
 _STREAM = 3
 """The stream of random words for transforms other than `Normalize` (see `random_words`)."""
 _ADVICE = "open the dataset with H5Dataset(..., with_rows=True)"
+_MOVING = (schema.BOXES, schema.KEYPOINTS)
 
 
 class Views:
@@ -139,6 +141,7 @@ class ImageTransform:
         self.image_key = image_key
         pack = _pack_of(dataset)
         self._gives_rows = None if pack is None else pack.with_rows
+        self._moving = {} if pack is None else {name: kind for name, kind in pack.kinds.items() if kind in _MOVING}
         if self.keyed and self._gives_rows is False:
             raise OptionsError(
                 f"the transform {self._name} needs row numbers, but the dataset's batches have none; {_ADVICE}"
@@ -216,6 +219,13 @@ class ImageTransform:
             if kind is not None:
                 kinds[index] = kind
         for name, (_, element) in elements.items():
+            if name in self._moving:
+                raise OptionsError(
+                    f"the transform moves the pixels of the images, but not their {self._moving[name]} in {name!r}; "
+                    f'give Normalize fields={{{name!r}: "{self._moving[name]}"}}, or None instead of '
+                    f'"{self._moving[name]}" to leave them unmoved',
+                    parameters=("fields",),
+                )
             for tensor in tensors_of(element):
                 if tensor is not images and _is_spatial(tensor, len(images), size):
                     raise OptionsError(

@@ -1,11 +1,14 @@
 """The manifest of an export: a CSV table with the split, labels and fields of each row, in stored order.
 
+Lists, such as boxes, are cells in JSON.
+
 ``h5pack convert DIR/manifest.csv`` reads the table and restores splits, labels, label columns, fields and row order.
 """
 
 from __future__ import annotations
 
 import csv
+import json
 import math
 import shlex
 from collections.abc import Collection, Iterator
@@ -19,6 +22,7 @@ import numpy.typing as npt
 from h5pack.exporter.image_files import SourceRows
 from h5pack.exporter.names import CONTROL_CHARACTERS, MANIFEST, ExportNames, has_splits
 from h5pack.format import schema
+from h5pack.format.fields import FieldValues, RaggedRows, field_kind
 from h5pack.read.encoded import EncodedIndex
 from h5pack.sources.catalog import Catalog, NameTable
 from h5pack.sources.folders import split_order
@@ -34,21 +38,41 @@ class ManifestColumn:
     """A column of the manifest. If `words` is given, `values` are indices into it, and -1 makes an empty cell."""
 
     name: str
-    values: npt.NDArray[Any] | NameTable  # (n,), one value per row
+    values: npt.NDArray[Any] | NameTable | RaggedRows  # (n,), one value per row
     words: tuple[str, ...] | None = None
 
     def cells(self, start: int, stop: int) -> list[Any]:
         """Return the cells of rows `start` to `stop`."""
         if isinstance(self.values, NameTable):
             return [printable(self.values[row]) for row in range(start, stop)]
-        values = self.values[start:stop]
+        if isinstance(self.values, RaggedRows):
+            values = self.values[np.arange(start, stop)]
+            if values.kind == schema.TEXT:
+                return values.values()
+            lists = values.values() if values.kind == schema.TEXTS else [row.tolist() for row in values.values()]
+            return [json.dumps(row, ensure_ascii=False) for row in lists]
+        cells = self.values[start:stop]
         if self.words is not None:
             named = (*map(printable, self.words), "")
-            return [named[value] for value in values.tolist()]
-        if values.dtype.kind == "b":
-            values = values.view(np.uint8)
+            return [named[value] for value in cells.tolist()]
+        if cells.dtype.kind == "b":
+            cells = cells.view(np.uint8)
         # str() of a Python number parses back to exactly the same value.
-        return values.tolist()  # type: ignore[no-any-return]
+        return cells.tolist()  # type: ignore[no-any-return]
+
+    @property
+    def option(self) -> str:
+        """The option of `h5pack convert` that makes a field of this column."""
+        kind = field_kind(self.values) if isinstance(self.values, RaggedRows) else schema.ARRAY
+        return _OPTIONS.get(kind, "--field-columns")
+
+
+_OPTIONS = {
+    schema.BOXES: "--box-columns",
+    schema.KEYPOINTS: "--keypoint-columns",
+    schema.TEXT: "--text-columns",
+    schema.TEXTS: "--text-columns",
+}
 
 
 @dataclass(frozen=True)
@@ -81,7 +105,10 @@ class Manifest:
     def write(self, path: Path, left_out: Collection[int]) -> None:
         """Write the manifest without the rows in `left_out`, which have no file."""
         with path.open("w", newline="", encoding="utf-8") as stream:
-            csv.writer(stream, lineterminator="\n").writerows(self.lines(left_out))
+            # Texts may contain carriage returns, which older versions of Python do not quote by themselves.
+            has_texts = any(column.option == "--text-columns" for column in self.fields)
+            quoting: Any = csv.QUOTE_ALL if has_texts else csv.QUOTE_MINIMAL
+            csv.writer(stream, lineterminator="\n", quoting=quoting).writerows(self.lines(left_out))
 
     def equals(self, path: Path, left_out: Collection[int]) -> bool:
         """Return whether the file at `path` already has the contents that `write` would give it."""
@@ -104,8 +131,9 @@ class Manifest:
             words = ["h5pack", "convert", str(folder / MANIFEST), "again.h5", "--order", "sorted"]
             if len(self.labels) > 1:
                 words += ["--label-columns", ",".join(column.name for column in self.labels)]
-            if self.fields:
-                words += ["--field-columns", ",".join(column.name for column in self.fields)]
+            for option in ("--field-columns", *dict.fromkeys(_OPTIONS.values())):
+                named = [column.name for column in self.fields if column.option == option]
+                words += [option, ",".join(named)] if named else []
             if self.masks:
                 words += ["--mask-columns", ",".join(column.name for column in self.masks)]
         form = source.reader.form
@@ -196,8 +224,20 @@ def _labels(catalog: Catalog, name: _ColumnNames, lost: list[str]) -> tuple[list
 
 
 def _field(
-    field: str, values: npt.NDArray[Any], unlabelled: bool, name: _ColumnNames, lost: list[str]
+    field: str, values: FieldValues, unlabelled: bool, name: _ColumnNames, lost: list[str]
 ) -> Iterator[ManifestColumn]:
+    if isinstance(values, RaggedRows):
+        mean = len(values.data) * math.prod(values.data.shape[1:]) // max(1, len(values))
+        if mean > _MAX_FIELD_NUMBERS and values.kind not in schema.TEXT_KINDS:
+            lost.append(f"the field {field!r}, which has {mean:,} numbers per row and is not in the table")
+            return
+        plain = values.data.dtype in (np.int64, np.float64) or values.kind != schema.RAGGED
+        if not plain:
+            lost.append(f"the dtype of the field {field!r}, which is {values.data.dtype}")
+        if values.classes is not None:
+            lost.append(f"the names of the classes of the field {field!r}")
+        yield _column_of(field, values, unlabelled, name, lost)
+        return
     count = math.prod(values.shape[1:])
     if count > _MAX_FIELD_NUMBERS:
         lost.append(f"the field {field!r}, which has {count:,} numbers per row and is not in the table")
@@ -207,11 +247,18 @@ def _field(
         lost.append(f"the shape of the field {field!r}: each of its numbers becomes a column")
         yield from (ManifestColumn(name(f"{field}.{number}"), flat[:, number]) for number in range(count))
         return
+    yield _column_of(field, values, unlabelled, name, lost)
+
+
+def _column_of(
+    field: str, values: FieldValues, unlabelled: bool, name: _ColumnNames, lost: list[str]
+) -> ManifestColumn:
+    """Return the column of a field; append to `lost` if it cannot have the field's name."""
     # In a table without labels, `h5pack convert` would take a column for labels if its name is in LABEL_COLUMNS.
     column = name(f"field_{field}" if unlabelled and field.lower() in LABEL_COLUMNS else field)
     if column != field:
         lost.append(f"the name of the field {field!r}, which becomes {column!r}")
-    yield ManifestColumn(column, values)
+    return ManifestColumn(column, values)
 
 
 def _lost_splits(catalog: Catalog) -> Iterator[str]:

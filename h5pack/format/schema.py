@@ -19,6 +19,7 @@ ENCODED_DATA = "encoded/data"
 ENCODED_OFFSETS = "encoded/offsets"
 ENCODED_SIZE = "encoded/size"
 LABELS = "labels"
+FIELDS = "fields"
 FILENAMES = "filenames"
 FIELDS = "fields"
 SPLITS = "splits"
@@ -29,6 +30,24 @@ CHUNK_CHECKSUMS = "checksums/chunks"
 STATISTICS = "statistics"
 REJECTS = "rejects"
 RESERVED = frozenset({IMAGES, LABELS, FILENAMES, SPLITS, CHECKSUMS, STATISTICS, REJECTS, ENCODED, FIELDS, "chunks"})
+FIELD_DATA = "data"
+FIELD_OFFSETS = "offsets"
+
+# Kinds of fields.
+ARRAY = "array"
+BOXES = "boxes"
+KEYPOINTS = "keypoints"
+RAGGED = "ragged"
+TEXT = "text"
+TEXTS = "texts"
+RAGGED_KINDS = (BOXES, KEYPOINTS, RAGGED, TEXT, TEXTS)
+"""Kinds of fields that are groups of data and offsets."""
+TEXT_KINDS = (TEXT, TEXTS)
+
+# Attributes of fields.
+KIND = "kind"
+BOX_FORMAT = "box_format"
+XYXY = "xyxy"
 
 # Attributes of datasets.
 CLASSES = "classes"
@@ -42,6 +61,12 @@ KIND = "kind"
 
 # Values of the attribute `kind` of fields.
 MASK = "mask"
+
+
+def field_path(name: str) -> str:
+    """Return the path of a field in a pack."""
+    return f"{FIELDS}/{name}"
+
 
 NO_LABEL = -1
 """The label that is stored for an unlabelled image, in a pack whose other images have labels."""

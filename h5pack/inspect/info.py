@@ -18,7 +18,17 @@ from h5pack.errors import PackFormatError, ReadError, SourceError
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan, plan_cache, plan_chunks
 from h5pack.read.encoded import has_kept_images, index_encoded, index_kept, is_encoded
-from h5pack.read.hdf5 import attribute_names, chunk_grid, dataset_names, filters_of, open_file, reopen_tuned, text
+from h5pack.read.hdf5 import (
+    attribute_names,
+    chunk_grid,
+    dataset_names,
+    filters_of,
+    open_file,
+    reopen_tuned,
+    require_dataset,
+    text,
+)
+from h5pack.read.ragged import index_ragged, is_ragged, own_fields
 from h5pack.sources.hdf5_catalog import channel_axes, find_images, find_labels, further_datasets, is_image_array
 from h5pack.system.text import format_bytes
 
@@ -140,6 +150,14 @@ class FileReport:
             if kind in pack:
                 names = ", ".join(pack[kind][:_MAX_NAMES]) + (", ..." if len(pack[kind]) > _MAX_NAMES else "")
                 lines.append(f"{kind}  {len(pack[kind]):,}: {names}")
+        for name, found in pack["fields"].items():
+            if "entries" in found:
+                mean = found["entries"] / max(1, max((stop for _, stop in pack["splits"].values()), default=0))
+                unit = "bytes" if found["kind"] in schema.TEXT_KINDS else "entries"
+                held = f"{found['dtype']}, {mean:,.1f} {unit} per row"
+            else:
+                held = f"{found['dtype']} {_shape_text(tuple(found['shape'])) or 'number'}"
+            lines.append(f"field    {name}: {found['kind']}, {held}")
         if "encoded" in pack:
             kept = pack["encoded"]
             sides = " to ".join(f"{side:,}" for side in kept["longer_sides"])
@@ -380,10 +398,22 @@ def _describe_pack(file: h5py.File) -> dict[str, Any]:
     for name in ("mean", "std"):
         stored = file.get(f"{schema.STATISTICS}/{name}")
         described[name] = [] if stored is None else _finite(stored[()])
+    described["fields"] = {os.path.basename(name): _describe_field(file, name) for name in own_fields(file)}
     if has_kept_images(file, schema.ENCODED):
         described["encoded"] = _describe_encoded(file)
     described["rejects"] = len(file[f"{schema.REJECTS}/filenames"]) if schema.REJECTS in file else 0
     return described
+
+
+def _describe_field(file: h5py.File, name: str) -> dict[str, Any]:
+    """Return the kind, the dtype and the shape of the values of a field; the first axis of ragged values is None."""
+    if is_ragged(file, name):
+        index = index_ragged(file, name)
+        described = {"kind": index.kind, "dtype": str(index.data.dtype), "shape": [None, *index.data.row_shape]}
+        return {**described, "entries": index.data.rows}
+    dataset = require_dataset(file, name)
+    kind = text(dataset.attrs.get(schema.KIND, schema.ARRAY))
+    return {"kind": kind, "dtype": str(dataset.dtype), "shape": list(dataset.shape[1:])}
 
 
 def _describe_encoded(file: h5py.File) -> dict[str, Any]:

@@ -18,11 +18,13 @@ from tqdm import tqdm
 from h5pack.errors import H5PackError, PackFormatError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32, row_checksums
+from h5pack.format.fields import RaggedRows
 from h5pack.format.plans import plan_cache
 from h5pack.format.row_offsets import EncodedOffsets, RowOffsets, check_rows_counted, check_tasks, describe_check
 from h5pack.read.chunk_index import index_dataset
 from h5pack.read.encoded import EncodedIndex, index_kept
 from h5pack.read.hdf5 import (
+    dataset_error,
     dataset_names,
     is_filtered,
     open_file,
@@ -31,6 +33,7 @@ from h5pack.read.hdf5 import (
     require_filters,
     text,
 )
+from h5pack.read.ragged import index_ragged, is_ragged, own_fields
 from h5pack.system.machine import available_cpus
 from h5pack.system.parameters import whole_number
 from h5pack.system.processes import open_executor, run
@@ -320,28 +323,49 @@ def _checksums(file: h5py.File, name: str, found: _Structure) -> npt.NDArray[np.
 def _check_other_rows(file: h5py.File, found: _Structure) -> None:
     """Compare the rows of all but the large datasets with their checksums."""
     large = {found.images, *(one.name for one in found.large)}
-    if schema.LABELS in file and f"{schema.CHECKSUMS}/{schema.LABELS}" not in file:
-        found.problems.append(f"{schema.CHECKSUMS}/{schema.LABELS}: missing")
+    for name in (*(schema.LABELS,) * (schema.LABELS in file), *own_fields(file)):
+        if f"{schema.CHECKSUMS}/{name}" not in file:
+            found.problems.append(f"{schema.CHECKSUMS}/{name}: missing")
     for name in dataset_names(file):
         target = name.removeprefix(f"{schema.CHECKSUMS}/")
         if target == name or target in large or name.startswith(f"{schema.CHUNK_CHECKSUMS}/"):
             continue
-        if target not in file or len(file[target]) != len(file[name]):
+        try:
+            stored = _checksums_of(file, target)
+        except PackFormatError as error:
+            found.problems.append(str(error).removeprefix(f"{file.filename}: "))
+            continue
+        if stored is None or len(stored) != len(file[name]):
             found.problems.append(f"{name}: no dataset {target!r} with the same number of rows")
             continue
-        wrong = np.flatnonzero(row_checksums(file[target][()]) != file[name][()])
+        wrong = np.flatnonzero(stored != file[name][()])
         if len(wrong):
             found.damaged[target] = wrong.tolist()
+
+
+def _checksums_of(file: h5py.File, name: str) -> npt.NDArray[np.uint32] | None:
+    """Return the checksums of the rows of labels or a field; None if there is no such dataset or group."""
+    if name not in file:
+        return None
+    if not is_ragged(file, name):
+        return row_checksums(file[name][()]) if isinstance(file[name], h5py.Dataset) else None
+    index = index_ragged(file, name)
+    if index.offsets[0] != 0 or index.offsets[-1] != index.data.rows:
+        raise dataset_error(file.filename, name, "has entries that belong to no row; restore the file or convert again")
+    return RaggedRows(index.kind, file[index.data.name][()], index.offsets).checksums()
 
 
 def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
     for name in (schema.FILENAMES, schema.SPLIT_NAMES, schema.SPLIT_ROWS, "statistics/mean", "statistics/std"):
         if not isinstance(file.get(name), h5py.Dataset):
             problems.append(f"{name}: missing")
-    for name in (schema.FILENAMES, schema.LABELS):
+    for name in (schema.FILENAMES, schema.LABELS, *own_fields(file)):
         item = file.get(name)
-        if isinstance(item, h5py.Dataset) and len(item) != rows:
-            problems.append(f"{name}: {len(item):,} rows, but images has {rows:,}")
+        length = len(item) if isinstance(item, h5py.Dataset) else rows
+        if name != schema.FILENAMES and is_ragged(file, name):
+            length = len(item[schema.FIELD_OFFSETS]) - 1
+        if length != rows:
+            problems.append(f"{name}: {length:,} rows, but images has {rows:,}")
     splits = file.get(schema.SPLIT_ROWS)
     if isinstance(splits, h5py.Dataset):
         edges = splits[()].reshape(-1, 2)

@@ -35,7 +35,7 @@ from h5pack.pack.output import ConvertReport as ConvertReport
 from h5pack.pack.output import Output, OutputLock
 from h5pack.pack.plan import ConvertPlan, close_holes, make_plan, refuse_reject, require_suitable
 from h5pack.pack.resume import UnfinishedPack, verify_existing
-from h5pack.pack.survey import survey
+from h5pack.pack.survey import survey, with_placed_fields
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.detect import open_source
 from h5pack.sources.map_style import MapStyleDataset
@@ -61,6 +61,10 @@ def convert(
     split_column: str | None = None,
     field_columns: str | Sequence[str] = (),
     mask_columns: str | Sequence[str] = (),
+    text_columns: str | Sequence[str] = (),
+    box_columns: str | Sequence[str] = (),
+    keypoint_columns: str | Sequence[str] = (),
+    box_format: str = "xyxy",
     images: str | None = None,
     labels: str | None = None,
     fields: str | Sequence[str] = (),
@@ -101,12 +105,12 @@ def convert(
     source : path or map-style dataset
         A folder (of images, of class folders, of split folders, or CelebA), a tar or zip file of images or such
         folders, WebDataset shards or Parquet files (one, a folder of them, or a pattern like "shard-{000..010}.tar"), a
-        CSV or TSV manifest, any HDF5 file with a dataset of images, or a map-style dataset of uint8
+        CSV, TSV or JSONL manifest, any HDF5 file with a dataset of images, or a map-style dataset of uint8
         images, or of (image, label), as tuples or dicts.
     out : path
         The file to create.
     source_kind : str, optional
-        flat, classes, splits, pairs (folders of images and of their masks), celeba, manifest, hdf5, webdataset,
+        flat, classes, splits, pairs (folders of images and of their masks), celeba, manifest, coco, hdf5, webdataset,
         parquet or mds. Default: detected from the source's content, except for pairs.
     include, exclude : str or sequence of str
         Shell patterns for paths relative to the source. Only images that match `include` and do not match `exclude`
@@ -114,22 +118,33 @@ def convert(
     limit : int, optional
         Pack at most this many images, evenly spaced in source order.
     root : path, optional
-        Folder that a manifest's relative paths start from. Default: the folder that contains the manifest.
+        Folder that a manifest's relative paths start from, or those of COCO's images. Default: the folder that contains
+        the manifest; the one that has COCO's first image.
     path_column, split_column : str, optional
         The manifest's columns of image paths and of split names. Default: detected from the column names.
     label_columns : str or sequence of str
         The manifest's column that holds the labels, or several columns of 0 and 1 for multi-label data.
     field_columns : str or sequence of str
-        The manifest's columns that hold numbers to store as further fields (per-row datasets). Columns can also be
-        those of Parquet files, where `path_column` is the column of images, or keys of the .json members of WebDataset
+        The manifest's columns that hold numbers to store as fields, or lists of numbers (in CSV as JSON), whose lengths
+        may differ. Columns can also be those of Parquet files, where `path_column` is the column of images, or keys of
+        the .json members of WebDataset shards.
+    text_columns : str or sequence of str
+        Columns that hold a text, or a list of texts, to store as fields; "txt" for the .txt members of WebDataset
         shards.
     mask_columns : str or sequence of str
         The manifest's columns of paths of masks. Each becomes a field: a number for each pixel of the image, which is
         cropped, padded, resized and turned with it.
+    box_columns, keypoint_columns : str or sequence of str
+        Columns, or keys of a map-style dataset's samples, that hold a list of boxes, or of points (x, y) or (x, y,
+        visibility), in pixels of the upright image. They move with the image if it is resized.
+    box_format : str
+        What the numbers of a box are: xyxy (left, top, right, bottom), xywh (left, top, width, height) or cxcywh
+        (centre, width, height). They are stored as xyxy.
     images, labels : str, optional
         An HDF5 file's datasets of images and of labels. Default: detected. ``labels=""`` packs no labels.
     fields : str or sequence of str
-        Further datasets of an HDF5 file with one row per image, to be stored as fields.
+        Further datasets of an HDF5 file with one row per image, to be stored as fields; or keys of the samples of a
+        map-style dataset, whose values are numbers, arrays or texts.
     channel_axis : str, optional
         The position of the channel axis in an HDF5 file's images: last, first or none. Default: detected from the
         shape.
@@ -210,11 +225,12 @@ def convert(
     conversion = Conversion(
         source, out, source_kind=source_kind, include=include, exclude=exclude, limit=limit, root=root,
         path_column=path_column, label_columns=label_columns, split_column=split_column, field_columns=field_columns,
-        mask_columns=mask_columns, images=images, labels=labels, fields=fields, channel_axis=channel_axis,
-        value_range=value_range, size=size, fit=fit, resample=resample, draft=draft, mode=mode, layout=layout,
-        keep=keep, max_side=max_side, quality=quality, order=order, seed=seed, val=val, chunk_rows=chunk_rows,
-        chunk_bytes=chunk_bytes, max_pixels=max_pixels, compression=compression, compat=compat, strict=strict,
-        num_workers=num_workers, start_method=start_method, io=io, overwrite=overwrite, resume=resume,
+        mask_columns=mask_columns, text_columns=text_columns, box_columns=box_columns,
+        keypoint_columns=keypoint_columns, box_format=box_format, images=images, labels=labels, fields=fields,
+        channel_axis=channel_axis, value_range=value_range, size=size, fit=fit, resample=resample, draft=draft,
+        mode=mode, layout=layout, keep=keep, max_side=max_side, quality=quality, order=order, seed=seed, val=val,
+        chunk_rows=chunk_rows, chunk_bytes=chunk_bytes, max_pixels=max_pixels, compression=compression, compat=compat,
+        strict=strict, num_workers=num_workers, start_method=start_method, io=io, overwrite=overwrite, resume=resume,
         progress=progress,
     )  # fmt: skip
     with conversion:
@@ -299,6 +315,7 @@ class Conversion:
                     catalog, self._executor, 2 * self.num_workers, options.max_pixels, advance,
                     keep=options.keep is not None,
                 )  # fmt: skip
+            catalog = with_placed_fields(catalog, surveyed, options)
             plan = make_plan if options.keep is None else make_kept_plan
             self._plan = plan(_source_name(self._source), catalog, surveyed, options)
             self._seconds["survey"] = time.perf_counter() - begin

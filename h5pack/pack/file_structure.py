@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from h5pack.format import schema
 from h5pack.format.checksums import crc32, row_checksums
+from h5pack.format.fields import FieldValues, RaggedRows, field_kind
 from h5pack.format.plans import plan_cache
 from h5pack.pack.compression import Compression, add_filter
 from h5pack.read.hdf5 import chunk_table, utf8
@@ -106,9 +107,9 @@ class FileStructure:
 def plan_metadata(chunks: int, structure: FileStructure, names_bytes: int, datasets: int) -> int:
     """Return an upper bound of the bytes of metadata of a file, which is written in one block at its start.
 
-    `names_bytes` is the size of the names of classes and splits, and `datasets` the number of labels and fields. Per
-    chunk, HDF5 2.0 needs 8.2 bytes in an extensible array, 16.5 if chunks are filtered, and 65 in the B-tree of
-    `compat`.
+    `names_bytes` is the size of the names of classes and splits, and `datasets` the number of labels and fields, of
+    which a ragged field counts twice. Per chunk, HDF5 2.0 needs 8.2 bytes in an extensible array, 16.5 if chunks are
+    filtered, and 65 in the B-tree of `compat`.
     """
     per_chunk = 67 if structure.compat else 20 if structure.compression else 9
     texts = sum(len(value.encode()) for value in structure.attributes.values())
@@ -125,7 +126,7 @@ class PackTables:
 
     labels: npt.NDArray[Any] | None
     label_names: tuple[str, ...] | None
-    fields: dict[str, npt.NDArray[Any]]
+    fields: dict[str, FieldValues]
     filenames: Sequence[str] | NameTable
     splits: dict[str, tuple[int, int]]  # (start, stop) rows of each split
     checksums: npt.NDArray[np.uint32]  # (N,): CRC-32 of each image row
@@ -354,15 +355,15 @@ def _describe_images(images: h5py.Dataset, structure: FileStructure) -> None:
 
 
 def _write_tables(file: h5py.File, tables: PackTables, fields: tuple[PixelRows, ...]) -> None:
-    columns = {} if tables.labels is None else {schema.LABELS: tables.labels}
-    columns.update(sorted(tables.fields.items()))
-    for name, values in columns.items():
-        dataset = file.create_dataset(name, data=values)
-        if name == schema.LABELS and tables.label_names is not None:
-            dataset.attrs[schema.CLASSES if values.ndim == 1 else schema.COLUMNS] = utf8(tables.label_names)
+    if tables.labels is not None:
+        labels = file.create_dataset(schema.LABELS, data=tables.labels)
+        if tables.label_names is not None:
+            name = schema.CLASSES if tables.labels.ndim == 1 else schema.COLUMNS
+            labels.attrs[name] = utf8(tables.label_names)
+    _write_fields(file, tables.fields)
     _create_names(file, schema.FILENAMES, tables.filenames)
 
-    # Create these groups explicitly, because groups that HDF5 creates implicitly would store a time stamp.
+    # Create groups explicitly, because groups that HDF5 creates implicitly would store a time stamp.
     for name in (schema.SPLITS, schema.CHECKSUMS):
         file.create_group(name)
     _create_small(file, schema.SPLIT_NAMES, utf8(tables.splits))
@@ -370,14 +371,17 @@ def _write_tables(file: h5py.File, tables: PackTables, fields: tuple[PixelRows, 
 
     for name, values in tables.encoded.items():
         file.create_dataset(name, data=values)
-    checked = schema.ENCODED if tables.encoded else schema.IMAGES
-    file.create_dataset(f"{schema.CHECKSUMS}/{checked}", data=tables.checksums)
-    for name, values in columns.items():
-        file.create_dataset(f"{schema.CHECKSUMS}/{name}", data=row_checksums(values))
-    if fields:
-        file.create_group(f"{schema.CHECKSUMS}/{schema.FIELDS}")
-    for one, values in zip(fields, tables.pixel_checksums, strict=True):
-        file.create_dataset(f"{schema.CHECKSUMS}/{one.dataset}", data=values)
+    checksums = file[schema.CHECKSUMS]
+    checksums.create_dataset(schema.ENCODED if tables.encoded else schema.IMAGES, data=tables.checksums)
+    if tables.labels is not None:
+        checksums.create_dataset(schema.LABELS, data=row_checksums(tables.labels))
+    if tables.fields or fields:
+        checksums.create_group(schema.FIELDS)
+    for name, row_values in sorted(tables.fields.items()):
+        found = row_values.checksums() if isinstance(row_values, RaggedRows) else row_checksums(row_values)
+        checksums.create_dataset(schema.field_path(name), data=found)
+    for one, found in zip(fields, tables.pixel_checksums, strict=True):
+        checksums.create_dataset(one.dataset, data=found)
 
     statistics = file.create_group(schema.STATISTICS)
     for name in ("mean", "std"):
@@ -391,6 +395,24 @@ def _write_tables(file: h5py.File, tables: PackTables, fields: tuple[PixelRows, 
         file.create_group(schema.REJECTS)
         _create_names(file, f"{schema.REJECTS}/filenames", [reject.name for reject in tables.rejects])
         _create_names(file, f"{schema.REJECTS}/reasons", [reject.reason for reject in tables.rejects])
+
+
+def _write_fields(file: h5py.File, fields: dict[str, FieldValues]) -> None:
+    if fields:
+        file.create_group(schema.FIELDS)
+    for name, values in sorted(fields.items()):
+        path = schema.field_path(name)
+        if isinstance(values, RaggedRows):
+            field: h5py.Group | h5py.Dataset = file.create_group(path)
+            field.create_dataset(schema.FIELD_DATA, data=values.data)
+            field.create_dataset(schema.FIELD_OFFSETS, data=values.offsets)
+            if values.classes is not None:
+                field.attrs[schema.CLASSES] = utf8(values.classes)
+        else:
+            field = file.create_dataset(path, data=values)
+        field.attrs[schema.KIND] = np.bytes_(field_kind(values))
+        if field_kind(values) == schema.BOXES:
+            field.attrs[schema.BOX_FORMAT] = np.bytes_(schema.XYXY)
 
 
 def _create_small(group: h5py.Group, name: str, values: npt.NDArray[Any]) -> None:

@@ -12,6 +12,8 @@ from numbers import Integral
 from typing import Any, TypeGuard
 
 from h5pack.errors import OptionsError
+from h5pack.format import schema
+from h5pack.format.fields import BOX_FORMATS
 from h5pack.images.decode import MAX_PIXELS
 from h5pack.pack.compression import NONE, Compression, parse_compression
 from h5pack.sources.catalog import NameFilter
@@ -30,7 +32,7 @@ RESAMPLES = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
 
 _LATER = (
     "compression", "images", "labels", "fields", "channel_axis", "value_range", "val", "keep", "max_side", "quality",
-    "mask_columns",
+    "mask_columns", "text_columns", "box_columns", "keypoint_columns", "box_format",
 )  # fmt: skip
 _OF_PIXELS = ("size", "fit", "resample", "draft", "mode", "layout", "chunk_rows", "chunk_bytes", "compression")
 _OF_KEPT = ("max_side", "quality")
@@ -50,6 +52,10 @@ class ConvertOptions:
     split_column: str | None = None
     field_columns: tuple[str, ...] = ()
     mask_columns: tuple[str, ...] = ()
+    text_columns: tuple[str, ...] = ()
+    box_columns: tuple[str, ...] = ()
+    keypoint_columns: tuple[str, ...] = ()
+    box_format: str = schema.XYXY
     images: str | None = None
     labels: str | None = None
     fields: tuple[str, ...] = ()
@@ -92,9 +98,9 @@ class ConvertOptions:
                 advice = f"; did you mean {close[0]!r}?" if close else ""
                 raise TypeError(f"convert() got an unexpected keyword argument {name!r}{advice}")
         values = dict(keywords)
-        for name in ("include", "exclude", "label_columns", "field_columns", "mask_columns", "fields"):
-            if name in values:
-                values[name] = _texts(name, values[name])
+        for field in dataclasses.fields(cls):
+            if field.default == () and field.name in values:
+                values[field.name] = _texts(field.name, values[field.name])
         for name, parse in (("size", parse_size), ("chunk_bytes", parse_bytes), ("value_range", parse_range)):
             if values.get(name) is not None:
                 values[name] = parse(values[name])
@@ -111,6 +117,7 @@ class ConvertOptions:
             ("layout", LAYOUTS),
             ("keep", (None, *KEEP)),
             ("order", ORDERS),
+            ("box_format", BOX_FORMATS),
             ("io", IO),
             ("start_method", (None, "fork", "forkserver", "spawn")),
         ):
@@ -172,7 +179,11 @@ class ConvertOptions:
                 self.split_column,
                 self.field_columns,
                 self.root,
-                self.mask_columns,
+                masks=self.mask_columns,
+                texts=self.text_columns,
+                boxes=self.box_columns,
+                keypoints=self.keypoint_columns,
+                box_format=self.box_format,
             ),
             datasets=HDF5Datasets(self.images, self.labels, self.fields, self.channel_axis, self.value_range),
             limit=self.limit,

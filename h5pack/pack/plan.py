@@ -211,7 +211,7 @@ class ConvertPlan:
         )
         names = sum(utf8(texts).nbytes for texts in (catalog.label_names or (), catalog.split_names))
         return replace(
-            structure, metadata_bytes=plan_metadata(self.chunks.count, structure, names, len(catalog.fields) + 1)
+            structure, metadata_bytes=plan_metadata(self.chunks.count, structure, names, 2 * len(catalog.fields) + 1)
         )
 
     @property

@@ -8,9 +8,12 @@ from typing import Any
 
 import h5py
 import numpy as np
+import numpy.typing as npt
 
 from h5pack.errors import OutputExistsError, ResumeError
 from h5pack.format import schema
+from h5pack.format.checksums import row_checksums
+from h5pack.format.fields import FieldValues, RaggedRows
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.pack.file_structure import copy_structure, options_text, write_structure
 from h5pack.pack.journal import Journal
@@ -19,6 +22,7 @@ from h5pack.pack.output import Output, OutputLock
 from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.writer import WriteJob
 from h5pack.read.hdf5 import open_file, require_complete, text
+from h5pack.read.ragged import index_ragged
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.validation import divided_names, training_split
 from h5pack.system.text import counted
@@ -140,7 +144,8 @@ class UnfinishedPack:
 def verify_existing(path: Path, catalog: Catalog, options: ConvertOptions) -> tuple[int, int]:
     """Check that a complete output was made with these options from this source; return the counts (rows, rejects).
 
-    Only file names, labels and splits are compared, because a complete pack has no fingerprints of its source's images.
+    Only file names, labels, splits and fields are compared, because a complete pack has no fingerprints of its source's
+    images.
     """
     with open_file(path) as file:
         if schema.FORMAT not in file.attrs:
@@ -181,9 +186,27 @@ def _same_source(file: h5py.File, catalog: Catalog, val: float | None) -> bool:
         return False
     if any(f"{schema.FIELDS}/{one.name}" not in file for one in catalog.pixel_fields):
         return False
+    if not all(_same_field(file, name, values, origins) for name, values in catalog.fields.items()):
+        return False
     if catalog.labels is None:
         return schema.LABELS not in file or catalog.kind == "dataset"
     return schema.LABELS in file and np.array_equal(file[schema.LABELS][()], catalog.labels[origins])
+
+
+def _same_field(file: h5py.File, name: str, values: FieldValues, origins: npt.NDArray[np.int64]) -> bool:
+    """Return whether a pack has these values of a field; boxes and points are not compared, because they may move."""
+    path = schema.field_path(name)
+    if path not in file:
+        return False
+    if not isinstance(values, RaggedRows):
+        return isinstance(file[path], h5py.Dataset) and row_checksums(file[path][()]).tolist() == (
+            row_checksums(values[origins]).tolist()
+        )
+    if values.kind in (schema.BOXES, schema.KEYPOINTS):
+        return True
+    index, wanted = index_ragged(file, path), values[origins]
+    same = index.kind == wanted.kind and np.array_equal(index.offsets, wanted.offsets)
+    return same and np.array_equal(file[index.data.name][()], wanted.data, equal_nan=wanted.data.dtype.kind == "f")
 
 
 def _different(path: Path, difference: str) -> OutputExistsError:

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import RejectedImageError, SourceError
-from h5pack.images.decode import refuse_bomb, strict_pillow
+from h5pack.format import schema
+from h5pack.format.fields import FieldValues, RaggedRows
+from h5pack.images.decode import SIDEWAYS, refuse_bomb, strict_pillow
+from h5pack.images.geometry import Placement, turned_upright
 from h5pack.images.headers import DecodePath, ImageHeader
 from h5pack.images.masks import naming_mask, require_size
+from h5pack.pack.options import ConvertOptions
 from h5pack.read.encoded import row_decoder
-from h5pack.sources.catalog import Catalog, SourceReader, SurveyedImage, fingerprint
+from h5pack.sources.catalog import Catalog, Note, SourceReader, SurveyedImage, fingerprint
+from h5pack.sources.map_style import with_fields
 from h5pack.system.processes import run, shared
+from h5pack.system.text import counted
 
 _TASK_IMAGES = 512
+# Rounded coordinates may lie outside by less.
+_MAX_OUTSIDE_PIXELS = 0.01
 _JPEG_HEAD, _JPEG_TAIL = b"\xff\xd8\xff", b"\xff\xd9"
 _REJECTED = SurveyedImage(ImageHeader(0, 0, DecodePath.PILLOW), 0)
 
@@ -38,6 +46,8 @@ class Survey:
     # Bytes of each JPEG file, int64; 0 for other images. Only surveyed if files are kept.
     jpeg_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     mask_dtypes: list[str] = field(default_factory=list)  # of each field of masks: that of its widest mask
+    orientations: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # Exif's, 1 to 8
+    fields: list[dict[str, Any] | None] = field(default_factory=list)  # those of samples; empty if samples have none
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,7 @@ def survey(
     count = len(catalog)
     result = Survey(
         np.zeros(count, np.int32), np.zeros(count, np.int32), np.zeros(count, np.uint8), np.zeros(count, np.uint64), {},
-        jpeg_bytes=np.zeros(count, np.int64),
+        jpeg_bytes=np.zeros(count, np.int64), orientations=np.ones(count, np.uint8),
     )  # fmt: skip
     size = catalog.reader.uniform_size()
     if size is not None:
@@ -77,20 +87,81 @@ def survey(
         advance(count)
         return result
     labels: list[npt.NDArray[Any] | None] = [None] * count if catalog.reader.has_labels else []
+    result.fields = [None] * count if catalog.reader.has_labels else []
     for start, part, found in run(executor, _survey, _tasks(catalog, max_pixels, keep), max_in_flight, _describe):
         rows = slice(start, start + len(part.heights))
-        for name in ("heights", "widths", "decode_paths", "fingerprints", "jpeg_bytes"):
+        for name in ("heights", "widths", "decode_paths", "fingerprints", "jpeg_bytes", "orientations"):
             getattr(result, name)[rows] = getattr(part, name)
         result.reasons.update(part.reasons)
         result.unused |= part.unused
         result.mask_dtypes = _widest(result.mask_dtypes, part.mask_dtypes)
         result.file_bytes += part.file_bytes
+        result.fields[rows] = part.fields
         if labels:
             labels[rows] = found
         advance(len(part.heights))
     if labels:
         result.labels = _joined_labels(catalog, labels, result.reasons)
     return result
+
+
+def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions) -> Catalog:
+    """Return the catalog with boxes and keypoints where the resizing of their images moves them, as float32.
+
+    Boxes are clipped to their image first, which a note counts. Images of another size than their annotations are
+    added to the survey's rejects.
+    """
+    catalog = _turned(with_fields(catalog, survey.fields), survey)
+    placed: dict[str, FieldValues] = {}
+    notes = catalog.notes
+    sizes = np.stack([survey.widths, survey.heights], axis=1).astype(np.float64)
+    for name, rows in catalog.fields.items():
+        if not isinstance(rows, RaggedRows) or rows.kind not in (schema.BOXES, schema.KEYPOINTS):
+            placed[name] = rows
+            continue
+        if options.size is not None:
+            placement = Placement.of(survey.heights, survey.widths, *options.size, options.fit)
+        else:
+            placement = Placement.shrunk(survey.heights, survey.widths, options.max_side)
+        lengths, data = np.diff(rows.offsets), rows.data.astype(np.float64)
+        if rows.kind == schema.BOXES:
+            known = np.repeat(sizes[:, 0] > 0, lengths)
+            clipped = np.clip(data, 0, np.repeat(np.tile(sizes, 2), lengths, axis=0))
+            count = int((np.abs(clipped - data).max(axis=1, initial=0) > _MAX_OUTSIDE_PIXELS)[known].sum())
+            if count:
+                text = f"{counted(count, 'box')} of {name!r} reached outside of their images and were clipped"
+                notes = (*notes, Note(text))
+            data = placement.boxes(clipped, lengths)
+        else:
+            data = placement.points(data, lengths)
+        placed[name] = RaggedRows(rows.kind, data.astype(np.float32), rows.offsets)
+    return replace(catalog, fields=placed, notes=notes)
+
+
+def _turned(catalog: Catalog, survey: Survey) -> Catalog:
+    """Return the catalog with all boxes as those of upright images; reject images of another size than they have."""
+    sizes = catalog.annotated_sizes
+    if sizes is None:
+        return catalog
+    own = np.stack([survey.heights, survey.widths], axis=1)
+    differs = (sizes > 0).all(axis=1) & (own > 0).all(axis=1) & (own != sizes).any(axis=1)
+    fields = dict(catalog.fields)
+    for index in np.flatnonzero(differs).tolist():
+        height, width = own[index].tolist()
+        orientation = int(survey.orientations[index])
+        if orientation not in SIDEWAYS or (width, height) != tuple(sizes[index].tolist()):
+            wanted = "x".join(map(str, sizes[index].tolist()))
+            survey.reasons.setdefault(index, f"it is {height}x{width}, but its annotations are for {wanted}")
+            continue
+        for name, rows in fields.items():
+            if isinstance(rows, RaggedRows) and rows.kind == schema.BOXES:
+                corners = rows.row(index).reshape(-1, 2)
+                turned = turned_upright(corners, orientation, height, width).reshape(-1, 4)
+                low, high = np.minimum(turned[:, :2], turned[:, 2:]), np.maximum(turned[:, :2], turned[:, 2:])
+                data = rows.data.copy() if rows is catalog.fields[name] else rows.data
+                data[rows.offsets[index] : rows.offsets[index + 1]] = np.concatenate([low, high], axis=1)
+                fields[name] = RaggedRows(rows.kind, data, rows.offsets)
+    return replace(catalog, fields=fields)
 
 
 def _survey_uniform(reader: SourceReader, size: tuple[int, int], result: Survey, max_pixels: int) -> None:
@@ -137,14 +208,18 @@ def _survey(task: _Task) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
                 reasons[index] = str(error)
                 images.append(_REJECTED)
     # Arrays, because sending an object for each image would take as long as reading its header.
-    headers = [(image.header.height, image.header.width, image.header.decode_path) for image in images]
-    heights, widths, decode_paths = np.array(headers, np.int32).T
+    read = (image.header for image in images)
+    headers = [(header.height, header.width, header.decode_path, header.orientation) for header in read]
+    heights, widths, decode_paths, orientations = np.array(headers, np.int32).T
     fingerprints = np.array([image.fingerprint for image in images], np.uint64)
     labels = [image.label for image in images] if reader.has_labels else []
     unused = {name for image in images for name in image.unused}
     file_bytes = sum(image.file_bytes for image in images)
     kinds = decode_paths.astype(np.uint8)
-    found = Survey(heights, widths, kinds, fingerprints, reasons, None, unused, file_bytes, jpeg_bytes, widest)
+    found = Survey(
+        heights, widths, kinds, fingerprints, reasons, None, unused, file_bytes, jpeg_bytes,
+        widest, orientations.astype(np.uint8), [image.fields for image in images] if reader.has_labels else [],
+    )  # fmt: skip
     return task.start, found, labels
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import h5py
@@ -24,6 +24,7 @@ from h5pack.read.hdf5 import (
     require_dataset,
     text,
 )
+from h5pack.read.ragged import RaggedIndex, find_field, index_ragged, is_ragged
 from h5pack.read.storage import FileIdentity
 from h5pack.read.virtual import index_rows, require_sources
 from h5pack.system.parameters import require_local
@@ -34,7 +35,7 @@ class FileDescription:
     """The contents of an HDF5 file, as needed to read it as a dataset of images.
 
     `indexes` maps each dataset's path in the file to its chunk index: first the images, then labels and fields, each
-    followed by the dataset of its checksums if there is one.
+    followed by the dataset of its checksums if there is one, then the data of ragged fields.
     """
 
     path: str  # absolute
@@ -48,6 +49,9 @@ class FileDescription:
     splits: dict[str, tuple[int, int]]  # first row and end row (exclusive) of each split
     mean: npt.NDArray[np.float64] | None  # (C,), of pixels scaled to 0..1; None if not stored
     std: npt.NDArray[np.float64] | None  # standard deviation, like `mean`
+    # The fields whose rows differ in length. `indexes` has the index of the data of each one.
+    ragged: dict[str, RaggedIndex] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)  # of the fields that state one, by path
 
 
 def describe_file(
@@ -78,8 +82,8 @@ def describe_file(
             images, labels = images.strip("/"), None if labels is None else labels.strip("/")
             if images == schema.IMAGES and find_item(file, images) is None and has_kept_images(file, schema.ENCODED):
                 images = schema.ENCODED
-            fields = tuple(field_path(file, name.strip("/")) for name in fields)
-            return _describe(file, identity, images, labels, fields, sized=sized)
+            paths = tuple(find_field(file, name) for name in fields)
+            return _describe(file, identity, images, labels, paths, sized=sized)
         except H5PackError:
             raise
         except Exception as error:
@@ -110,13 +114,16 @@ def _describe(
         indexes[images] = index_kept(file, sized=sized)
         _add_checksums(file, indexes, images)
     rows = indexes[images].rows if indexes else -1
+    ragged: dict[str, RaggedIndex] = {}
     for name in (*(() if indexes else (images,)), *(() if labels is None else (labels,)), *fields):
+        if rows >= 0 and is_ragged(file, name):
+            ragged[name] = index_ragged(file, name)
+            _require_length(file, name, ragged[name].rows, images, rows)
+            continue
         dataset = require_dataset(file, name)
         _require_rows(file, dataset, name == images)
         rows = len(dataset) if rows < 0 else rows
-        if len(dataset) != rows:
-            problem = f"has {len(dataset):,} rows, but {images!r} has {rows:,}; name datasets of equal length"
-            raise dataset_error(file.filename, name, problem)
+        _require_length(file, name, len(dataset), images, rows)
         if is_encoded(dataset):
             # Stored checksums are those of the encoded bytes, so they cannot be compared with decoded pixels.
             sources = require_sources(dataset) if dataset.is_virtual else frozenset()
@@ -124,6 +131,10 @@ def _describe(
             continue
         indexes[name] = index_rows(file, dataset, name)
         _add_checksums(file, indexes, name)
+    for one in ragged.values():
+        indexes[one.data.name] = one.data
+        if one.checksums is not None:
+            indexes[one.checksums] = index_dataset(file, file[one.checksums], one.checksums)
     label = None if labels is None else file[labels]
     layout = "nhwc" if indexes[images].is_encoded else file[images].attrs.get(schema.LAYOUT)
     return FileDescription(
@@ -138,7 +149,15 @@ def _describe(
         splits=_splits(file, rows),
         mean=_statistic(file, "mean"),
         std=_statistic(file, "std"),
+        ragged=ragged,
+        kinds={name: text(kind) for name in fields if (kind := file[name].attrs.get(schema.KIND)) is not None},
     )
+
+
+def _require_length(file: h5py.File, name: str, length: int, images: str, rows: int) -> None:
+    if length != rows:
+        problem = f"has {length:,} rows, but {images!r} has {rows:,}; name datasets of equal length"
+        raise dataset_error(file.filename, name, problem)
 
 
 def _add_checksums(file: h5py.File, indexes: dict[str, ChunkIndex], name: str) -> None:

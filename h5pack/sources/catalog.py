@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from h5pack.errors import RejectedImageError, SourceError
 from h5pack.format.checksums import crc32
+from h5pack.format.fields import FieldValues, RaggedRows
 from h5pack.images.decode import read_header
 from h5pack.images.headers import ImageHeader
 from h5pack.images.masks import MaskHeader, read_mask_header
@@ -141,6 +142,7 @@ class SurveyedImage(NamedTuple):
     label: npt.NDArray[Any] | None = None  # None unless reading a sample also yields its label
     unused: tuple[str, ...] = ()  # names of the other parts of a sample, which are not packed
     file_bytes: int = 0  # size of the image's file; 0 if it has none
+    fields: dict[str, Any] | None = None  # further values, if reading a sample also yields these
 
 
 class SourceReader:
@@ -352,18 +354,20 @@ class Note(NamedTuple):
 class Catalog:
     """The images of a source, in source order. M is the number of images."""
 
-    kind: str  # "flat", "classes", "splits", "pairs", "celeba", "manifest", "hdf5" or "dataset"
+    kind: str  # "flat", "classes", "splits", "pairs", "celeba", "manifest", "coco", "hdf5" or "dataset"
     reader: SourceReader
     names: NameTable  # (M,), relative to the source
     split_names: tuple[str, ...]  # at least one
     split_ids: npt.NDArray[np.int32]  # (M,), index into `split_names`
     labels: npt.NDArray[Any] | None = None  # int64 (M,), or uint8 (M, K) with K labels per image
     label_names: tuple[str, ...] | None = None  # names of the classes, or of the K columns
-    fields: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # by field name, (M, ...)
+    fields: dict[str, FieldValues] = field(default_factory=dict)  # by field name, (M, ...) or M rows
     pixel_fields: tuple[PixelField, ...] = ()
     rejects: tuple[Reject, ...] = ()  # due to the source's tables, e.g. an image without a label
     ignored: dict[str, int] = field(default_factory=dict)  # number of skipped files by category (`NameFilter.refusal`)
     notes: tuple[Note, ...] = ()
+    # Height and width to which the boxes of each image refer, int32 (M, 2); 0: unknown. None for all unknown.
+    annotated_sizes: npt.NDArray[np.int32] | None = None
     about: str = ""  # names the datasets in use if the source is an HDF5 file, or the type of a map-style dataset
 
     def __len__(self) -> int:
@@ -386,8 +390,9 @@ class Catalog:
         """Return a CRC-32 of labels, splits and fields, with which a resumed conversion detects changed tables."""
         checksum = crc32(repr((self.split_names, self.label_names, sorted(self.fields), self.rejects)).encode())
         for values in (self.split_ids, self.labels, *(self.fields[name] for name in sorted(self.fields))):
-            if values is not None:
-                checksum = crc32(np.ascontiguousarray(values), checksum)
+            for array in (values.data, values.offsets) if isinstance(values, RaggedRows) else (values,):
+                if array is not None:
+                    checksum = crc32(np.ascontiguousarray(array), checksum)
         for one in self.pixel_fields:
             checksum = crc32(f"{one.name}\0{one.kind}\0".encode() + os.fsencode("\0".join(one.files)), checksum)
         return checksum
@@ -402,6 +407,7 @@ class Catalog:
             labels=None if self.labels is None else self.labels[indices],
             fields={name: values[indices] for name, values in self.fields.items()},
             pixel_fields=tuple(replace(one, files=one.files.take(indices.tolist())) for one in self.pixel_fields),
+            annotated_sizes=None if self.annotated_sizes is None else self.annotated_sizes[indices],
         )
 
     def filtered(self, wanted: NameFilter) -> Catalog:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import SourceError
+from h5pack.format.fields import FieldValues
 from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, Reject, one_split
 from h5pack.sources.folders import walk
 from h5pack.sources.manifest import TextTable, binary_table, integers, read_delimited, read_spaced
@@ -55,7 +56,9 @@ def celeba(root: Path, wanted: NameFilter) -> Catalog:
     split_names, split_ids = one_split(len(names))
     if "partition" in tables:
         split_names, split_ids = _PARTITIONS, _partition(tables["partition"])[row_of["partition"]]
-    fields = {"identity": _column(tables["identity"])[row_of["identity"]]} if "identity" in tables else {}
+    fields: dict[str, FieldValues] = {}
+    if "identity" in tables:
+        fields["identity"] = _column(tables["identity"])[row_of["identity"]]
     columns = attributes.header[1:]
     return Catalog(
         "celeba",
@@ -92,11 +95,12 @@ def _join(
 
     A reject is an image without a row, or a row whose image does not exist.
     """
-    indexes = [{row[0]: number for number, row in enumerate(table.rows)} for table in tables]
-    for table, index in zip(tables, indexes, strict=True):
-        if len(index) < len(table.rows):
-            number = next(number for number, row in enumerate(table.rows) if index[row[0]] != number)
-            raise table.error(number, f"{table.rows[number][0]!r} occurs in two rows; {_AGAIN}")
+    keys = [table.column(table.header[0]) for table in tables]
+    indexes = [{key: number for number, key in enumerate(some)} for some in keys]
+    for table, some, index in zip(tables, keys, indexes, strict=True):
+        if len(index) < len(some):
+            number = next(number for number, key in enumerate(some) if index[key] != number)
+            raise table.error(number, f"{some[number]!r} occurs in two rows; {_AGAIN}")
     names, rejects = [], []
     for name in images:
         missing = [table.path.name for table, index in zip(tables, indexes, strict=True) if name not in index]

@@ -10,13 +10,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from h5pack.errors import H5PackError, NoImagesError, OptionsError, SourceError
+from h5pack.format import schema
 from h5pack.sources.archives import members_catalog, open_zip
 from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.celeba import celeba, is_celeba
+from h5pack.sources.coco import coco, is_coco
 from h5pack.sources.folders import arranged, pairs, walk
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog, is_hdf5
-from h5pack.sources.manifest import ManifestColumns, manifest
-from h5pack.sources.map_style import MapStyleDataset, map_style_catalog
+from h5pack.sources.manifest import JSON_LINES, ManifestColumns, manifest
+from h5pack.sources.map_style import MapStyleDataset, MapStyleFields, map_style_catalog
 from h5pack.sources.mds import is_mds, mds
 from h5pack.sources.shards import TABLE_SUFFIXES, TAR_SUFFIXES, Shards, find_shards, shards_kind
 from h5pack.sources.tables import tables
@@ -24,8 +26,10 @@ from h5pack.sources.tar_files import open_tar
 from h5pack.sources.webdataset import is_webdataset, webdataset
 from h5pack.system.text import listed
 
-KINDS = ("flat", "classes", "splits", "pairs", "celeba", "manifest", "hdf5", "webdataset", "parquet", "mds")
-_MANIFEST_SUFFIXES = (".csv", ".tsv", ".tab")
+KINDS = (
+    "flat", "classes", "splits", "pairs", "celeba", "manifest", "coco", "hdf5", "webdataset", "parquet", "mds",
+)  # fmt: skip
+_MANIFEST_SUFFIXES = (".csv", ".tsv", ".tab", *JSON_LINES)
 _FOLDER_KINDS = ("folder", "flat", "classes", "splits")
 _SHARD_KINDS = ("webdataset", "parquet", "mds")
 # Hugging Face datasets keeps results of transformations beside a dataset.
@@ -83,7 +87,7 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
     if not os.path.exists(path):
         raise _missing(path)
     archive = _archive_format(path) if kind in _FOLDER_KINDS else ""
-    if path.is_dir() == (kind in ("manifest", "hdf5")) and not archive:
+    if path.is_dir() == (kind in ("manifest", "hdf5")) and not archive and kind != "coco":
         parameter = f"source_kind={kind!r}"
         folder = "folder" if kind in ("celeba", "pairs") else "folder or an archive"
         needed = "file, not a folder" if path.is_dir() else f"{folder}, not another file"
@@ -93,6 +97,8 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
     _refuse_unused(str(path), kind, options)
     if kind == "manifest":
         return manifest(path, options.columns, options.names)
+    if kind == "coco":
+        return coco(path, options.names, options.columns.root)
     if kind == "hdf5":
         return hdf5_catalog(path, options.datasets, options.names)
     if kind == "pairs":
@@ -106,16 +112,25 @@ def _open_dataset(dataset: MapStyleDataset, options: SourceOptions) -> Catalog:
     if options.kind is not None:
         parameter = f"source_kind={options.kind!r}"
         raise OptionsError(f"{where}: {parameter} needs a path; leave it out", parameters=(parameter,))
-    _refuse_unused(where, "dataset", options)
-    return map_style_catalog(dataset).filtered(options.names)
+    columns = options.columns
+    fields = MapStyleFields(options.datasets.fields, columns.boxes, columns.keypoints, columns.box_format)
+    # Keys of samples are named by the same options.
+    others = replace(columns, boxes=(), keypoints=(), box_format=schema.XYXY)
+    unused = replace(options, columns=others, datasets=replace(options.datasets, fields=()))
+    _refuse_unused(where, "dataset", unused)
+    return map_style_catalog(dataset, fields).filtered(options.names)
 
 
 def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
     """Raise OptionsError if options are given that the kind of source does not have."""
-    columns = ("root", "path_column", "label_columns", "split_column", "field_columns", "mask_columns")
+    columns = (
+        "root", "path_column", "label_columns", "split_column", "field_columns", "mask_columns", "text_columns",
+        "box_columns", "keypoint_columns", "box_format",
+    )  # fmt: skip
     datasets = ("images", "labels", "fields", "channel_axis", "value_range")
     given = options.columns
-    unused_columns = kind not in ("manifest", *_SHARD_KINDS) and given != ManifestColumns()
+    plain = ManifestColumns(root=given.root) if kind == "coco" else ManifestColumns()
+    unused_columns = kind not in ("manifest", *_SHARD_KINDS) and given != plain
     for what, unused, names in (
         ("an HDF5 file", kind != "hdf5" and options.datasets != HDF5Datasets(), datasets),
         ("a manifest", unused_columns, columns),
@@ -200,9 +215,8 @@ def _start(path: Path) -> bytes:
 def _detect(path: Path, names: NameFilter) -> str:
     """Return the kind of source, or "folder" for a folder or archive whose kind follows from the names in it."""
     if os.path.isdir(path):
-        if is_celeba(path):
-            return "celeba"
-        return "mds" if is_mds(path) else shards_kind(path, names) or "folder"
+        named = (("celeba", is_celeba), ("coco", is_coco), ("mds", is_mds))
+        return next((kind for kind, check in named if check(path)), "") or shards_kind(path, names) or "folder"
     if not os.path.exists(path):
         kind = shards_kind(path, names) if "{" in str(path) else ""
         if not kind:
@@ -210,6 +224,8 @@ def _detect(path: Path, names: NameFilter) -> str:
         return kind
     if path.is_file() and path.suffix.lower() in _MANIFEST_SUFFIXES:
         return "manifest"
+    if path.is_file() and path.suffix.lower() == ".json":
+        return "coco"
     if path.is_file() and (path.suffix.lower() in TABLE_SUFFIXES or _start(path).startswith(_PARQUET_MAGIC)):
         return "parquet"
     if path.is_file() and is_hdf5(path):
@@ -217,7 +233,7 @@ def _detect(path: Path, names: NameFilter) -> str:
     if _archive_format(path):
         return "folder"
     raise SourceError(
-        f"{path}: neither a folder, nor a manifest (.csv, .tsv), an archive (.tar, .zip), a Parquet file or an HDF5 "
-        "file; give one of these",
+        f"{path}: neither a folder, nor a manifest (.csv, .tsv, .jsonl), COCO (.json), an archive (.tar, .zip), a "
+        "Parquet file or an HDF5 file; give one of these",
         path=path,
     )

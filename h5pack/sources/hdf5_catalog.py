@@ -17,10 +17,14 @@ import numpy.typing as npt
 
 from h5pack.errors import DamagedRowsError, H5PackError, OptionsError, SourceError
 from h5pack.format import schema
-from h5pack.read.description import FileDescription, checksums_of, describe_file, field_path
+from h5pack.format.fields import FieldValues
+from h5pack.read.chunk_index import ChunkIndex, index_dataset
+from h5pack.read.description import FileDescription, checksums_of, describe_file
 from h5pack.read.encoded import has_kept_images, is_encoded
 from h5pack.read.engine import Engine
 from h5pack.read.hdf5 import attribute_names, dataset_names, open_file, require_dataset, text
+from h5pack.read.ragged import find_field, index_ragged, is_ragged, own_fields, read_ragged
+from h5pack.read.storage import FileIdentity
 from h5pack.read.virtual import require_sources
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Note, PixelField, class_ids, split_ids, unused_note
 from h5pack.sources.hdf5_rows import CHANNEL_AXES, HDF5RowReader, PixelForm, mask_dtype
@@ -94,9 +98,9 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
     pack = describe_file(path, images, None, sized=False)
     rows = pack.indexes[images].rows
     labels = find_labels(file, images, rows) if datasets.labels is None else datasets.labels.strip("/") or None
-    fields = tuple(field_path(file, name.strip("/")) for name in datasets.fields)
-    if not fields and schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED):
-        fields = tuple(_own_fields(file))
+    fields = tuple(find_field(file, name) for name in datasets.fields)
+    if not fields and datasets.own_fields and schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED):
+        fields = tuple(own_fields(file))
     form = None if pack.indexes[images].is_encoded else _form(path, require_dataset(file, images), datasets)
     if form is None and (datasets.channel_axis or datasets.value_range):
         raise OptionsError(
@@ -114,7 +118,7 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
     reader = HDF5RowReader(pack, form, masks)
     values, names = (None, None) if labels is None else _read_labels(path, require_dataset(file, labels), labels)
     field_names = _field_names(path, fields)
-    columns = {field: _read_field(path, require_dataset(file, field), field) for field in fields if field not in masks}
+    columns = {field: _read_field(path, file, field) for field in fields if field not in masks}
     for name, table in ((labels, values), *columns.items()):
         if table is not None and len(table) != rows:
             problem = f"has {len(table):,} rows, but {images!r} has {rows:,}; name datasets of the same length"
@@ -140,6 +144,7 @@ def _unused(file: h5py.File, images: str, rows: int, used: set[str | None], *, l
     own = schema.RESERVED if schema.FORMAT in file.attrs else ()
     names = [name for name in dataset_names(file) if name not in used]
     names = [name for name in names if name.partition("/")[0] not in own]
+    names += [name for name in own_fields(file) if own and name not in used]
     # A dataset that is not packed may be damaged.
     fitting = [name for name in names if _has_rows(file, name, rows)]
     others = [name for name in names if name not in fitting]
@@ -152,6 +157,8 @@ def _unused(file: h5py.File, images: str, rows: int, used: set[str | None], *, l
 
 def _has_rows(file: h5py.File, name: str, rows: int) -> bool:
     try:
+        if is_ragged(file, name):
+            return index_ragged(file, name).rows == rows
         return bool(file[name].shape) and len(file[name]) == rows
     except Exception:
         return False
@@ -256,15 +263,6 @@ def further_datasets(file: h5py.File, images: str) -> list[str]:
     return list(found.values())
 
 
-def _own_fields(file: h5py.File) -> Iterator[str]:
-    """Yield the paths of a pack's fields, which are its further datasets that have checksums."""
-    for name, item in file.items():
-        if name not in schema.RESERVED and isinstance(item, h5py.Dataset) and checksums_of(name) in file:
-            yield name
-    group = file.get(schema.FIELDS)
-    yield from (f"{schema.FIELDS}/{name}" for name in group) if isinstance(group, h5py.Group) else ()
-
-
 def _is_mask(file: h5py.File, name: str, form: PixelForm, images: str) -> bool:
     """Return whether the rows of a dataset are integers, and have the height and width of the images."""
     dataset = require_dataset(file, name)
@@ -332,11 +330,24 @@ def _label_error(path: Path, name: str, found: str, *advice: str) -> SourceError
     return _dataset_error(path, name, f"{found}; give {' or '.join(advice)}", *advice)
 
 
-def _read_field(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
-    """Return the values of a field, (N, ...), in native byte order; raise SourceError if they are not numbers."""
+def _read_field(path: Path, file: h5py.File, name: str) -> FieldValues:
+    """Return the values of a field, in native byte order; raise SourceError if they are not numbers."""
+    if is_ragged(file, name):
+        index = index_ragged(file, name)
+        _require_memory(path, name, index.data.rows * index.data.row_bytes)
+        indexes = {index.data.name: index.data}
+        if index.checksums is not None:
+            indexes[index.checksums] = index_dataset(file, file[index.checksums], index.checksums)
+        with _reporting(path, name), contextlib.closing(_engine(path, indexes)) as engine:
+            return read_ragged(engine, index, np.arange(index.rows), check=True)
+    dataset = require_dataset(file, name)
     if dataset.dtype.kind not in "biuf" or not dataset.shape:
         raise _dataset_error(path, name, f"holds {dataset.dtype}, but a field needs rows of numbers; leave it out")
     return _read_all(path, dataset, name)
+
+
+def _engine(path: Path, indexes: dict[str, ChunkIndex]) -> Engine:
+    return Engine(os.path.abspath(path), FileIdentity.of(os.fspath(path)), indexes, warn=False)
 
 
 def _field_names(path: Path, fields: tuple[str, ...]) -> tuple[str, ...]:
@@ -363,12 +374,15 @@ def _byte_table(path: Path, name: str, values: npt.NDArray[Any]) -> npt.NDArray[
     return values.astype(np.uint8)
 
 
-def _read_all(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
-    """Return all values of a dataset. Numbers are read by the engine and compared with any checksums."""
-    size = math.prod(dataset.shape or ()) * dataset.dtype.itemsize
+def _require_memory(path: Path, name: str, size: int) -> None:
     if size > available_memory() // 2:
         raise _dataset_error(path, name, f"holds {format_bytes(size)}, over half of the free memory; leave it out")
-    try:
+
+
+def _read_all(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
+    """Return all values of a dataset. Numbers are read by the engine and compared with any checksums."""
+    _require_memory(path, name, math.prod(dataset.shape or ()) * dataset.dtype.itemsize)
+    with _reporting(path, name):
         if dataset.dtype.kind in "biuf" and dataset.shape:
             pack, rows = describe_file(path, name, None), np.arange(len(dataset))
             with contextlib.closing(Engine(pack.path, pack.identity, pack.indexes, warn=False)) as engine:
@@ -379,6 +393,13 @@ def _read_all(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
         if dataset.is_virtual:
             require_sources(dataset)
         return np.asarray(dataset[()])
+
+
+@contextlib.contextmanager
+def _reporting(path: Path, name: str) -> Iterator[None]:
+    """Turn any error of reading a dataset into one that says to leave it out."""
+    try:
+        yield
     except DamagedRowsError as error:
         raise SourceError(f"{error}; or leave out that dataset", path=path, dataset=name, rows=error.rows) from error
     except H5PackError:

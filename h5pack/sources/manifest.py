@@ -1,8 +1,12 @@
-"""A manifest as a source: a CSV or TSV table of image paths, labels, splits and fields. It also reads other tables."""
+"""A manifest as a source: a table (CSV, TSV, JSON lines) of image paths, labels, splits and fields.
+
+It also reads the columns of other tables.
+"""
 
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +17,7 @@ import numpy.typing as npt
 
 from h5pack.errors import OptionsError, SourceError
 from h5pack.format import schema
+from h5pack.format.fields import FieldValueError, FieldValues, parse_ragged, parse_texts
 from h5pack.sources.catalog import (
     Catalog,
     FileReader,
@@ -28,6 +33,7 @@ from h5pack.sources.folders import split_order
 
 _PATHS = ("path", "file", "filename", "file_name", "filepath", "image", "image_path", "image_id")
 LABEL_COLUMNS = ("label", "class", "target", "category")
+JSON_LINES = (".jsonl", ".ndjson")
 SPLIT_COLUMNS = ("split", "partition", "subset", "set")
 _MANY = 10
 """From this number of images on, more than half as many classes as images are worth a note."""
@@ -42,12 +48,22 @@ class ManifestColumns:
     split: str | None = None  # column of split names
     fields: tuple[str, ...] = ()  # numeric columns, each of which becomes a field of the pack
     root: str | None = None  # folder that relative paths start from; default: the manifest's folder
+    texts: tuple[str, ...] = ()  # columns of text, each of which becomes a field, as do
+    boxes: tuple[str, ...] = ()  # those of lists of boxes,
+    keypoints: tuple[str, ...] = ()  # and those of lists of points
+    box_format: str = schema.XYXY  # one of `BOX_FORMATS`
+
     masks: tuple[str, ...] = ()  # columns of paths of masks, each of which becomes a field of the pack
+
+    @property
+    def all_fields(self) -> tuple[str, ...]:
+        """All columns that become fields."""
+        return (*self.fields, *self.texts, *self.boxes, *self.keypoints, *self.masks)
 
 
 def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalog:
     """Return the catalog of a manifest, with the images in the order of its lines."""
-    table = read_delimited(path)
+    table = read_json_lines(path) if path.suffix.lower() in JSON_LINES else read_delimited(path)
     path_column = columns.path or _usual(table.header, _PATHS)
     if path_column is None:
         raise SourceError(
@@ -84,28 +100,16 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
 
     `used` are the columns that were taken from the table before. Splits of the catalog stay if the table has none.
     """
-    for name in (*columns.fields, *columns.masks):
-        if name in columns.fields and name in columns.masks:
-            raise OptionsError(
-                f"{table.path}: column {name!r} is in field_columns and in mask_columns; leave it out of one of them",
-                path=table.path,
-                parameters=("field_columns", "mask_columns"),
-            )
-        if not is_field_name(name):
-            raise OptionsError(
-                f"{table.path}: {name!r} cannot be the name of a field, as the format uses or forbids it; rename the "
-                "column",
-                path=table.path,
-            )
+    _require_field_names(table, columns.all_fields)
     chosen = label_columns(columns, table.header)
-    split_column = columns.split or _usual(table.header, SPLIT_COLUMNS, (*columns.fields, *columns.masks))
+    split_column = columns.split or _usual(table.header, SPLIT_COLUMNS, columns.all_fields)
     labels, label_names = _labels(table, chosen)
-    packed = {*used, split_column, *chosen, *columns.fields}
-    others = [name for name in table.header if name not in packed]
-    advice, parameters = "columns of numbers can be packed with field_columns", ["field_columns"]
+    packed = {*used, split_column, *chosen, *columns.all_fields}
+    advice = "columns of numbers can be packed with field_columns, others with text_columns"
+    parameters = ["field_columns", "text_columns"]
     if catalog.kind == "manifest":
         advice, parameters = f"{advice}, those of paths of masks with mask_columns", [*parameters, "mask_columns"]
-    notes = unused_note("columns", others, advice, *parameters)
+    notes = unused_note("columns", [name for name in table.header if name not in packed], advice, *parameters)
     notes += _many_classes_note(chosen, labels, label_names)
     splits = (catalog.split_names, catalog.split_ids) if split_column is None else _splits(table, split_column)
     return replace(
@@ -114,9 +118,67 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
         split_ids=splits[1],
         labels=labels,
         label_names=label_names,
-        fields={name: numbers(table, name) for name in columns.fields},
+        fields={name: _field(table, name, columns) for name in columns.all_fields if name not in columns.masks},
         notes=catalog.notes + notes,
     )
+
+
+def _require_field_names(table: TextTable, names: tuple[str, ...]) -> None:
+    for number, name in enumerate(names):
+        if not is_field_name(name) or name in names[:number]:
+            problem = "as the format uses or forbids it; rename the column"
+            problem = "because another field has it; name each column once" if name in names[:number] else problem
+            raise OptionsError(f"{table.path}: {name!r} cannot be the name of a field, {problem}", path=table.path)
+
+
+def _field(table: TextTable, name: str, columns: ManifestColumns) -> FieldValues:
+    """Return the values of a column that becomes a field."""
+    values = table.values(name)
+    if name in columns.texts:
+        return _parsed(table, name, "text_columns", lambda: parse_texts(_listed_texts(values)))
+    for kind, names in ((schema.BOXES, columns.boxes), (schema.KEYPOINTS, columns.keypoints)):
+        if name in names:
+            lists = _lists(table, name, values)
+            parameter = "box_columns" if kind == schema.BOXES else "keypoint_columns"
+            return _parsed(table, name, parameter, lambda: parse_ragged(lists, kind, columns.box_format))  # noqa: B023
+    if any(_is_list(value) for value in values):
+        lists = _lists(table, name, values)
+        return _parsed(table, name, "field_columns", lambda: parse_ragged(lists))
+    return numbers(table, name)
+
+
+def _parsed(table: TextTable, name: str, parameter: str, parse: Callable[[], FieldValues]) -> FieldValues:
+    try:
+        return parse()
+    except FieldValueError as error:
+        message = f"column {name!r} {error}; correct it, or leave it out of {parameter}"
+        raise table.error(error.row, message, parameter) from None
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("["))
+
+
+def _lists(table: TextTable, name: str, values: list[Any]) -> list[Any]:
+    """Return a column's lists, which cells of text hold as JSON; None for empty cells."""
+    found = []
+    for row, value in enumerate(values):
+        try:
+            found.append((json.loads(value) if value.strip() else None) if isinstance(value, str) else value)
+        except (ValueError, RecursionError) as error:
+            raise table.error(row, f"column {name!r} contains {value!r}, not a list in JSON ({error})") from None
+    return found
+
+
+def _listed_texts(values: list[Any]) -> list[Any]:
+    """Return a column's texts; if every cell of text is a list of texts in JSON, as in an export, these lists."""
+    if not values or not all(isinstance(value, str) and value.startswith("[") for value in values):
+        return [cell_text(value) if isinstance(value, (bool, int, float)) else value for value in values]
+    try:
+        lists = [json.loads(value) for value in values]
+    except (ValueError, RecursionError):
+        return values
+    return lists if all(isinstance(text, str) for texts in lists for text in texts) else values
 
 
 def is_field_name(name: str) -> bool:
@@ -143,7 +205,7 @@ def _many_classes_note(
 
 def label_columns(columns: ManifestColumns, header: tuple[str, ...]) -> tuple[str, ...]:
     """Return the label columns: the given ones, or else the one with a usual name, if any."""
-    usual = _usual(header, LABEL_COLUMNS, (*columns.fields, *columns.masks))
+    usual = _usual(header, LABEL_COLUMNS, columns.all_fields)
     return columns.labels or ((usual,) if usual is not None else ())
 
 
@@ -200,28 +262,73 @@ class TextTable:
         return SourceError(f"{self.path} line {self.lines[row]}: {message}", path=self.path, parameters=parameters)
 
     def column(self, name: str) -> list[str]:
-        """Return the cells of a column; if it does not exist, raise SourceError that lists the columns."""
+        """Return the cells of a column, without surrounding white space, as text; raise SourceError for a list."""
+        return [self._cell(row, name, value).strip() for row, value in enumerate(self.values(name))]
+
+    def values(self, name: str) -> list[Any]:
+        """Return the values of a column; if it does not exist, raise SourceError that lists the columns."""
         if name not in self.header:
             columns = ", ".join(self.header)
             raise SourceError(f"{self.path}: no column {name!r}; its columns are {columns}", path=self.path)
+        return self._values(name)
+
+    def _values(self, name: str) -> list[Any]:
         position = self.header.index(name)
         return [row[position] for row in self.rows]
+
+    def _cell(self, row: int, name: str, value: Any) -> str:
+        if isinstance(value, (list, dict)):
+            problem = f"column {name!r} contains {value!r:.60}, not a number or a text; field_columns can be lists"
+            raise self.error(row, problem, "field_columns")
+        return value if isinstance(value, str) else cell_text(value)
 
 
 @dataclass(frozen=True)
 class ColumnTable(TextTable):
     """A table of one row for each image, whose columns are read when they are needed."""
 
-    load: Callable[[str], list[str]]  # returns the cells of a column, "" for those without a value
+    load: Callable[[str], list[Any]]  # returns the values of a column, None for those without a value
     row_name: Callable[[int], str]
 
     def error(self, row: int, message: str, *parameters: str) -> SourceError:
         return SourceError(f"{self.path}: {self.row_name(row)}: {message}", path=self.path, parameters=parameters)
 
-    def column(self, name: str) -> list[str]:
-        if name in self.header:
-            return self.load(name)
-        return super().column(name)
+    def _values(self, name: str) -> list[Any]:
+        return self.load(name)
+
+
+@dataclass(frozen=True)
+class JsonTable(TextTable):
+    """A table of JSON lines, each of which is an object; its keys are the columns."""
+
+    records: list[dict[str, Any]]
+
+    def _values(self, name: str) -> list[Any]:
+        return [record.get(name) for record in self.records]
+
+
+def read_json_lines(path: Path) -> JsonTable:
+    """Read a table whose lines are JSON objects. Their keys may differ."""
+    records: list[dict[str, Any]] = []
+    lines: list[int] = []
+    try:
+        with path.open(encoding="utf-8-sig") as stream:
+            for number, line in enumerate(stream, 1):
+                if line.strip():
+                    records.append(json.loads(line))
+                    lines.append(number)
+                    if not isinstance(records[-1], dict):
+                        raise ValueError("it is no object")
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{path}: is not UTF-8 ({error}); save it in UTF-8", path=path) from error
+    except (ValueError, RecursionError) as error:
+        raise SourceError(
+            f"{path} line {number}: cannot be read as JSON ({error}); each line must be an object", path=path
+        ) from error
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read ({error}); make it readable", path=path) from error
+    header = tuple(dict.fromkeys(key for record in records for key in record))
+    return JsonTable(path, header, [], lines, records)
 
 
 def read_delimited(path: Path) -> TextTable:
@@ -267,7 +374,7 @@ def _rectangular(path: Path, header: tuple[str, ...], lines: list[tuple[int, lis
         table.lines.append(number)
         if len(cells) != len(header):
             raise table.error(-1, f"has {len(cells)} cells, but the table has {len(header)} columns; correct the line")
-        table.rows.append([cell.strip() for cell in cells])
+        table.rows.append(cells)
     return table
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import H5PackError, RejectedImageError, SourceError
+from h5pack.errors import H5PackError, OptionsError, RejectedImageError, SourceError
+from h5pack.format import schema
+from h5pack.format.fields import FieldValueError, FieldValues, parse_ragged, parse_values
 from h5pack.images.decode import eight_bits
 from h5pack.images.headers import DecodePath, ImageHeader
 from h5pack.sources.catalog import (
@@ -31,6 +33,7 @@ from h5pack.sources.catalog import (
 from h5pack.sources.folders import split_order
 from h5pack.sources.hdf5_catalog import channel_axes
 from h5pack.sources.hdf5_rows import PixelForm
+from h5pack.sources.manifest import is_field_name
 
 IMAGE, LABEL = "image", "label"
 _NOT_UINT8 = (
@@ -47,20 +50,37 @@ class MapStyleDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+@dataclass(frozen=True)
+class MapStyleFields:
+    """The keys of samples that become fields."""
+
+    plain: tuple[str, ...] = ()  # numbers, arrays and texts
+    boxes: tuple[str, ...] = ()
+    keypoints: tuple[str, ...] = ()
+    box_format: str = schema.XYXY  # one of `BOX_FORMATS`
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names."""
+        return (*self.plain, *self.boxes, *self.keypoints)
+
+
 class Sample(NamedTuple):
     """What is packed of one sample, and the names of its other parts."""
 
     pixels: npt.NDArray[np.uint8]  # (H, W, 1 or 3)
     label: npt.NDArray[Any] | None  # int64 () or uint8 (K,)
     unused: tuple[str, ...]
+    fields: dict[str, Any]  # by their names: arrays, texts or lists of texts
 
 
 @dataclass(frozen=True)
 class MapStyleReader(SourceReader):
-    """Reads images and labels of a map-style dataset."""
+    """Reads images, labels and fields of a map-style dataset."""
 
     dataset: MapStyleDataset
     indices: npt.NDArray[np.int64] | None = None  # the sample of each image; None means that image i is sample i
+    fields: MapStyleFields = field(default_factory=MapStyleFields)
     has_labels = True
 
     def read(self, index: int, name: str) -> npt.NDArray[np.uint8]:
@@ -68,10 +88,11 @@ class MapStyleReader(SourceReader):
 
     def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
         number = self.sample_index(index)
-        pixels, label, unused = self.sample(number)
+        pixels, label, unused, fields = self.sample(number)
         header = ImageHeader(pixels.shape[0], pixels.shape[1], DecodePath.PILLOW)
         described = f"{number}\0{name}\0{pixels.shape}\0{None if label is None else label.tolist()}"
-        return SurveyedImage(header, fingerprint(described.encode("utf-8", "surrogateescape")), label, unused)
+        mark = fingerprint(described.encode("utf-8", "surrogateescape"))
+        return SurveyedImage(header, mark, label, unused, fields=fields)
 
     def take(self, indices: npt.NDArray[np.int64]) -> MapStyleReader:
         return replace(self, indices=indices if self.indices is None else self.indices[indices])
@@ -88,9 +109,15 @@ class MapStyleReader(SourceReader):
             sample = self.dataset[index]
         except Exception as error:
             raise RejectedImageError(f"the dataset raised {type(error).__name__}: {error}") from error
-        image, label, unused = _parts(sample)
+        image, label, others = _parts(sample)
+        names = self.fields.names
+        missing = [name for name in names if name not in others]
+        if missing:
+            raise RejectedImageError(f"the dataset gave a sample without {missing[0]!r}")
+        unused = tuple(str(name) for name in others if name not in names)
         try:
-            return Sample(_pixels(image), None if label is None else _label(label), unused)
+            fields = {name: _value(others[name]) for name in names}
+            return Sample(_pixels(image), None if label is None else _label(label), unused, fields)
         except RejectedImageError:
             raise
         except Exception as error:
@@ -100,11 +127,18 @@ class MapStyleReader(SourceReader):
             ) from error
 
 
-def map_style_catalog(dataset: MapStyleDataset) -> Catalog:
-    """Return the catalog of a map-style dataset, without labels.
+def map_style_catalog(dataset: MapStyleDataset, fields: MapStyleFields | None = None) -> Catalog:
+    """Return the catalog of a map-style dataset, without labels and fields.
 
-    The survey adds the labels, because getting them means reading every sample.
+    The survey adds these, because getting them means reading every sample.
     """
+    fields = fields or MapStyleFields()
+    for number, name in enumerate(fields.names):
+        if not is_field_name(name) or name in fields.names[:number]:
+            raise OptionsError(
+                f"the {type(dataset).__name__}: {name!r} cannot be the name of a field, because the format or another "
+                "field uses it; leave it out"
+            )
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise SourceError(
             f"the source is of type {type(dataset).__name__}; give a path, or a map-style dataset with __len__ and "
@@ -119,7 +153,7 @@ def map_style_catalog(dataset: MapStyleDataset) -> Catalog:
         splits = tuple(splits[0][number] for number in used.tolist()), ids.astype(np.int32)
     return Catalog(
         "dataset",
-        MapStyleReader(dataset),
+        MapStyleReader(dataset, fields=fields),
         NameTable.of(name.replace("\0", "\\x00") or sample_name(index) for index, name in enumerate(names)),
         *(splits or one_split(known.count)),
         label_names=known.classes,
@@ -128,13 +162,38 @@ def map_style_catalog(dataset: MapStyleDataset) -> Catalog:
     )
 
 
+def with_fields(catalog: Catalog, samples: Sequence[dict[str, Any] | None]) -> Catalog:
+    """Return the catalog of a dataset with the fields that the survey found in the samples; None for rejected ones."""
+    reader = catalog.reader
+    if not isinstance(reader, MapStyleReader) or not reader.fields.names:
+        return catalog
+    found: dict[str, FieldValues] = {}
+    for name in reader.fields.names:
+        values = [None if sample is None else sample[name] for sample in samples]
+        try:
+            if name in reader.fields.plain:
+                found[name] = parse_values(values)
+            else:
+                kind = schema.BOXES if name in reader.fields.boxes else schema.KEYPOINTS
+                # An empty list of boxes may have any shape.
+                lists = [None if value is None or not len(value) else value for value in values]
+                found[name] = parse_ragged(lists, kind, reader.fields.box_format)
+        except FieldValueError as error:
+            raise SourceError(
+                f"{catalog.shown(error.row)} of the dataset: {name!r} {error}; leave it out of fields",
+                rows=[reader.sample_index(error.row)],
+                parameters=("fields",),
+            ) from None
+    return replace(catalog, fields=found)
+
+
 def with_labels(catalog: Catalog, labels: npt.NDArray[Any] | None, unused: Iterable[str]) -> Catalog:
     """Return the catalog of a dataset with what the survey found: labels, and parts of samples that are not packed.
 
     Class names are left out if they do not fit the labels.
     """
     names, notes = catalog.label_names, catalog.notes
-    notes += unused_note("parts of samples", sorted(unused), "only images and labels are packed from a dataset")
+    notes += unused_note("parts of samples", sorted(unused), "keys of dicts can be packed with fields", "fields")
     if labels is not None and names is not None:
         table = labels.ndim == 2
         held = f"{labels.shape[1]} columns" if table else f"labels from {labels.min()} to {labels.max()}"
@@ -282,21 +341,33 @@ def _splits(dataset: Any, count: int) -> tuple[tuple[str, ...], npt.NDArray[np.i
     return names, ids[np.asarray(chosen, np.int64)]
 
 
-def _parts(sample: Any) -> tuple[Any, Any, tuple[str, ...]]:
-    """Return image and label of a sample, None without a label, and the names of its other parts."""
+def _parts(sample: Any) -> tuple[Any, Any, dict[Any, Any]]:
+    """Return image and label of a sample, None without a label, and its other parts by their names."""
     if isinstance(sample, tuple) and IMAGE in getattr(sample, "_fields", ()):
         sample = sample._asdict()  # type: ignore[attr-defined]
     if isinstance(sample, Mapping):
         if IMAGE not in sample:
             keys = ", ".join(repr(key) for key in sample) or "none"
             raise RejectedImageError(f"the dataset gave a sample with the keys {keys}; {IMAGE!r} is needed")
-        unused = tuple(str(key) for key in sample if key not in (IMAGE, LABEL))
-        return sample[IMAGE], sample.get(LABEL), unused
+        return sample[IMAGE], sample.get(LABEL), {key: sample[key] for key in sample if key not in (IMAGE, LABEL)}
     if not isinstance(sample, (tuple, list)):
-        return sample, None, ()
+        return sample, None, {}
     if not sample:
         raise RejectedImageError("the dataset gave an empty sample; expected an image, or an image and a label")
-    return sample[0], sample[1] if len(sample) > 1 else None, tuple(f"[{part}]" for part in range(2, len(sample)))
+    others = {f"[{number}]": part for number, part in enumerate(sample[2:], 2)}
+    return sample[0], sample[1] if len(sample) > 1 else None, others
+
+
+def _value(value: Any) -> Any:
+    """Return the value of a field: a text, a list of texts, None, or else an array."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value):
+        return [*value]
+    array = np.asarray(value)
+    if array.dtype.kind not in "biuf":
+        raise RejectedImageError(f"the dataset gave the value {value!r:.60} of a field; expected numbers or texts")
+    return array
 
 
 def _pixels(image: Any) -> npt.NDArray[np.uint8]:

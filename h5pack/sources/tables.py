@@ -19,7 +19,7 @@ from h5pack.errors import H5PackError, RejectedImageError, SourceError
 from h5pack.images.decode import read_header
 from h5pack.sources.archives import ArchiveFile
 from h5pack.sources.catalog import Catalog, NameTable, SourceReader, SurveyedImage, fingerprint
-from h5pack.sources.manifest import ColumnTable, ManifestColumns, cell_text, label_columns, with_columns
+from h5pack.sources.manifest import ColumnTable, ManifestColumns, label_columns, with_columns
 from h5pack.sources.shards import Shards
 from h5pack.system.machine import available_memory
 from h5pack.system.text import format_bytes
@@ -201,7 +201,7 @@ def tables(shards: Shards, columns: ManifestColumns) -> Catalog:
     catalog = Catalog("parquet", reader, NameTable.of(names), *shards.split_ids(counts), about=f"images {image!r}")
     table = ColumnTable(
         shards.root, tuple(schema.names), [], [],
-        lambda name: [cell for file in files for cell in _cells(file, name)],
+        lambda name: [value for file in files for value in _values(file, name)],
         lambda row: names[row],
     )  # fmt: skip
     catalog = with_columns(catalog, table, columns, {image})
@@ -260,13 +260,15 @@ def _require_columns(file: ArchiveFile, table: _Table, schema: Any, image: str) 
         )
 
 
-def _cells(file: ArchiveFile, name: str) -> list[str]:
-    """Return the cells of a column of numbers or text; "" for null."""
+def _values(file: ArchiveFile, name: str) -> list[Any]:
+    """Return the values of a column of numbers, text, or lists of these; None for null."""
     from pyarrow import types
 
     table = _open(file)
     kind = table.schema.field(name).type
     value = kind.value_type if types.is_dictionary(kind) else kind
+    while types.is_list(value) or types.is_large_list(value) or types.is_fixed_size_list(value):
+        value = value.value_type
     plain = (
         types.is_integer,
         types.is_floating,
@@ -276,14 +278,15 @@ def _cells(file: ArchiveFile, name: str) -> list[str]:
         types.is_null,
     )
     if not any(check(value) for check in plain):
-        raise SourceError(f"{file.path}: column {name!r} holds {kind}, neither numbers nor text", path=file.path)
+        problem = "neither numbers, text nor lists of these"
+        raise SourceError(f"{file.path}: column {name!r} holds {kind}, {problem}", path=file.path)
     try:
         values = table.column(name).to_pylist()
     except Exception as error:
         file.require_unchanged()
         raise file.damaged(f"column {name!r} cannot be read ({error})") from error
     file.require_unchanged()
-    return [cell_text(cell) for cell in values]
+    return values  # type: ignore[no-any-return]
 
 
 def _with_class_names(catalog: Catalog, file: ArchiveFile, schema: Any, columns: ManifestColumns) -> Catalog:

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from types import NoneType
+from typing import Any
 
 import numpy as np
 
@@ -14,11 +14,11 @@ from h5pack.errors import SourceError
 from h5pack.sources.archives import REASONS, UNPLACED, ArchiveFile, ArchiveReader, Members, Storing
 from h5pack.sources.catalog import IMAGE_SUFFIXES, Catalog, NameTable, Note, Reject, unused_note
 from h5pack.sources.folders import is_visible
-from h5pack.sources.manifest import LABEL_COLUMNS, SPLIT_COLUMNS, ColumnTable, ManifestColumns, cell_text, with_columns
+from h5pack.sources.manifest import LABEL_COLUMNS, SPLIT_COLUMNS, ColumnTable, ManifestColumns, with_columns
 from h5pack.sources.shards import Shards
 
-_CLASS, _JSON = "cls", "json"
-_TABLES = (_CLASS, _JSON, "txt")
+_CLASS, _JSON, _TEXT = "cls", "json", "txt"
+_TABLES = (_CLASS, _JSON, _TEXT)
 _TABLE_ENDINGS = tuple(f".{ending}" for ending in _TABLES)
 _MAX_TABLE_BYTES = 1024 * 1024
 
@@ -31,7 +31,7 @@ class _Samples:
     names: list[str] = field(default_factory=list)  # of the images
     counts: list[int] = field(default_factory=list)  # images of each shard
     readers: list[ArchiveReader] = field(default_factory=list)
-    cells: list[dict[str, str]] = field(default_factory=list)  # the values of each image's sample
+    cells: list[dict[str, Any]] = field(default_factory=list)  # the values of each image's sample
     header: dict[str, None] = field(default_factory=dict)  # all keys, in the order in which they were found
     others: Counter[str] = field(default_factory=Counter)  # endings of the members that are not read
     ignored: Counter[str] = field(default_factory=Counter)
@@ -56,12 +56,13 @@ def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], co
     """Return the catalog of WebDataset shards, with the samples in their order. `opened` are the shards with indexes.
 
     The label is the ``.cls`` member, or else a key of the ``.json`` member, whose keys are like columns of a manifest.
+    A ``.txt`` member is like a column "txt".
     """
-    named = [*columns.labels, *columns.fields, *([columns.split] if columns.split else [])]
+    named = [*columns.labels, *columns.all_fields, *([columns.split] if columns.split else [])]
     kept = [*named, *LABEL_COLUMNS, *SPLIT_COLUMNS]
     samples = _Samples(frozenset(name.lower() for name in kept))
     for (file, members), prefix in zip(opened, shards.prefixes, strict=True):
-        _add_shard(samples, file, members, prefix, shards, bool(named))
+        _add_shard(samples, file, members, prefix, shards, (_JSON,) * bool(named) + (_TEXT,) * (_TEXT in named))
         file.close()
     catalog = Catalog(
         "webdataset",
@@ -74,7 +75,7 @@ def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], co
     )
     table = ColumnTable(
         shards.root, tuple(samples.header), [], [],
-        lambda column: [cells.get(column, "") for cells in samples.cells],
+        lambda column: [cells.get(column) for cells in samples.cells],
         lambda row: samples.names[row],
     )  # fmt: skip
     if _CLASS in samples.header and not columns.labels:
@@ -83,7 +84,7 @@ def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], co
     if catalog.labels is None:
         catalog = replace(catalog, notes=(*catalog.notes, Note("there is no .cls, and no label in a .json")))
     others = [f".{ending}" for ending in sorted(samples.others)]
-    notes = unused_note("members", others, "only images and labels are packed")
+    notes = unused_note("members", others, "a .txt can be packed with text_columns", "text_columns")
     unlabelled = sum(_CLASS not in cells for cells in samples.cells) if columns.labels == (_CLASS,) else 0
     if unlabelled:
         notes += (Note(f"{unlabelled:,} samples have no .cls: their label is -1"),)
@@ -91,14 +92,15 @@ def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], co
 
 
 def _add_shard(
-    samples: _Samples, file: ArchiveFile, members: Members, prefix: str, shards: Shards, json_too: bool
+    samples: _Samples, file: ArchiveFile, members: Members, prefix: str, shards: Shards, wanted: tuple[str, ...]
 ) -> None:
+    """Add the samples of a shard; `wanted` are the endings of the members that hold columns which were named."""
     reader = ArchiveReader.of(file, members)
     images: list[int] = []
     for key, parts in _grouped(file, members, samples, prefix):
         found = {ending: n for ending, n in parts.items() if f".{ending}" in IMAGE_SUFFIXES}
         allowed = {ending: n for ending, n in found.items() if shards.wanted.allows(f"{prefix}{members.names[n]}")}
-        read = (_CLASS, _JSON) if json_too or _CLASS not in parts else (_CLASS,)
+        read = (_CLASS, *wanted) if _JSON in wanted or _CLASS in parts else (_CLASS, _JSON, *wanted)
         samples.others.update(ending for ending in parts if ending not in found and ending not in read)
         if not allowed:
             samples.ignored["excluded samples" if found else "samples without an image"] += 1
@@ -114,13 +116,13 @@ def _add_shard(
         (number,) = allowed.values()
         images.append(number)
         samples.names.append(f"{prefix}{members.names[number]}")
-        cells: dict[str, str] = {}
+        cells: dict[str, Any] = {}
         for ending in read:
             if ending in parts:
                 cells |= _cells(reader, members.names[parts[ending]], members, parts[ending])
         samples.header |= dict.fromkeys(cells)
         samples.cells.append(
-            {name: cell for name, cell in cells.items() if name == _CLASS or name.lower() in samples.kept}
+            {name: cell for name, cell in cells.items() if name in (_CLASS, _TEXT) or name.lower() in samples.kept}
         )
     samples.counts.append(len(images))
     samples.readers.append(reader.take(np.array(images, np.int64)))
@@ -158,8 +160,8 @@ def _split_name(name: str) -> tuple[str, str]:
     return name[:start] + key, ending.lower()
 
 
-def _cells(reader: ArchiveReader, name: str, members: Members, number: int) -> dict[str, str]:
-    """Return the values in a member of a sample: the text of a ``.cls``, or the plain values of a ``.json``."""
+def _cells(reader: ArchiveReader, name: str, members: Members, number: int) -> dict[str, Any]:
+    """Return the values in a member of a sample: the text of a ``.cls`` or ``.txt``, or the values of a ``.json``."""
     (file,) = reader.files
     if members.storings[number] != Storing.RAW or members.sizes[number] > _MAX_TABLE_BYTES:
         raise _unreadable(file, name, "it is not a small file")
@@ -167,12 +169,14 @@ def _cells(reader: ArchiveReader, name: str, members: Members, number: int) -> d
     try:
         if _split_name(name)[1] == _CLASS:
             return {_CLASS: data.decode().strip()}
+        if _split_name(name)[1] == _TEXT:
+            return {_TEXT: data.decode()}
         values = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise _unreadable(file, name, str(error)) from error
     if not isinstance(values, dict):
         raise _unreadable(file, name, "it has no keys")
-    return {key: cell_text(value) for key, value in values.items() if isinstance(value, (str, int, float, NoneType))}
+    return {key: value for key, value in values.items() if not isinstance(value, dict)}
 
 
 def _unreadable(file: ArchiveFile, name: str, problem: str) -> SourceError:

@@ -92,3 +92,9 @@ def shuffled_split(count: int, seed: int, split: int) -> npt.NDArray[np.int64]:
     """
     key = splitmix64((seed * SPLITMIX64_GAMMA + (split + 1) * 0xD1B54A32D192ED03) % 2**64)
     return np.argsort(hash_sequence(count, key), kind="stable").astype(np.int64)
+
+
+def range_indices(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the integers of several ranges one after the other: ``starts[i]`` to ``starts[i] + lengths[i] - 1``."""
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))

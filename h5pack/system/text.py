@@ -9,7 +9,7 @@ from h5pack.errors import H5PackError
 
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun in the singular or plural, such as "1 row", "2,000 rows" or "2 batches"."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith(("ch", "s")) else "s")
+    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith(("ch", "s", "x")) else "s")
 
 
 def listed(names: Sequence[str]) -> str:

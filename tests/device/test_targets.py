@@ -126,6 +126,7 @@ def test_boxes_and_keypoints_move_by_exact_coordinates(name: str) -> None:
     visible = torch.randint(0, 3, (COUNT, 6, 1), generator=random)
     boxes, points = move_boxes(quarters / 4, axes), move_keypoints(torch.cat([low / 4, visible], -1), axes)
     assert isinstance(boxes, torch.Tensor)
+    assert isinstance(points, torch.Tensor)
     assert (boxes.dtype, points.dtype) == (torch.float32, torch.float32)
     expected_boxes, expected_points = [], []
     for n, (y, x) in enumerate(lines):
@@ -149,6 +150,12 @@ def test_boxes_and_keypoints_move_by_exact_coordinates(name: str) -> None:
     assert isinstance(ragged, list)
     assert [len(one) for one in ragged] == counts
     assert all(torch.equal(one, boxes[n, : len(one)]) for n, one in enumerate(ragged))
+    for numbers in (2, 3):
+        given = torch.cat([low / 4, visible], -1)[..., :numbers]
+        some = move_keypoints([given[n, :count] for n, count in enumerate(counts)], axes)
+        assert [len(one) for one in some] == counts
+        assert all(torch.equal(one, points[n, : len(one), :numbers]) for n, one in enumerate(some))
+    assert move_boxes([], axes) == []
 
 
 def _tensor(rows: list[list[Any]]) -> torch.Tensor:
@@ -251,7 +258,9 @@ def test_a_field_of_another_shape_is_refused() -> None:
         ("boxes", [torch.zeros(1, 4)] * (COUNT - 1)),
         ("boxes", [torch.zeros(4)] * COUNT),
         ("keypoints", torch.zeros(COUNT, 4)),
-        ("keypoints", [torch.zeros(4, 2)] * COUNT),
+        ("keypoints", [torch.zeros(2)] * COUNT),
+        ("keypoints", [torch.zeros(1, 4)] * COUNT),
+        ("keypoints", [torch.zeros(1, 2)] * (COUNT - 1) + [torch.zeros(1, 3)]),
     ]
     for kind, field in wrong:
         with pytest.raises(OptionsError) as caught:

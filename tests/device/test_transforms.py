@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from h5pack.errors import OptionsError
 from h5pack.order.permutation import derive_key
 from tests.data import packs
 from tests.device.feeds import Keyed, every_feed, h5_loader
+from tests.makers import FIELDS as PACKED
+from tests.makers import annotated_images, quick
 
 Triple = namedtuple("Triple", "images labels rows")
 
@@ -278,3 +281,27 @@ def test_uniform_draws_belong_to_the_sample_and_are_uniform() -> None:
         with pytest.raises(OptionsError) as caught:
             uniform(BatchKey(rows, 3), 5, count)
         assert caught.value.parameters == ("count",)
+
+
+@every_feed
+def test_boxes_and_points_of_a_pack_move_or_are_refused_by_name(tmp_path: Path, feed_of: Any) -> None:
+    annotated_images(tmp_path / "in", 12)
+    h5pack.convert(tmp_path / "in" / "list.jsonl", tmp_path / "o.h5", **quick(**PACKED))
+    dataset = h5pack.H5Dataset(tmp_path / "o.h5", fields=["boxes", "points", "caption"], with_rows=True)
+    loader = h5pack.H5Loader(dataset, 5, shuffle=False)
+    named: dict[Hashable, str | None] = {"boxes": "boxes", "points": "keypoints"}
+    for name, fields in (("boxes", {"points": "keypoints"}), ("points", {"boxes": "boxes"})):
+        with pytest.raises(OptionsError, match=f"'{name}'"):
+            list(feed_of(loader, transform=h5pack.Normalize(flip=0.5, fields=fields)))
+    plain = list(loader)
+    for batch, before in zip(feed_of(loader, transform=h5pack.Normalize(flip=1.0, fields=named)), plain, strict=True):
+        width = before.images.shape[2]
+        assert batch.caption == before.caption
+        for moved, boxes, points, old in zip(batch.boxes, before.boxes, batch.points, before.points, strict=True):
+            mirrored = torch.stack([width - boxes[:, 2], boxes[:, 1], width - boxes[:, 0], boxes[:, 3]], 1)
+            torch.testing.assert_close(moved.cpu(), mirrored)
+            torch.testing.assert_close(points.cpu(), torch.stack([width - old[:, 0], old[:, 1], old[:, 2]], 1))
+    left = h5pack.Normalize(flip=1.0, fields={"boxes": None, "points": None})
+    for batch, before in zip(feed_of(loader, transform=left), plain, strict=True):
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(batch.boxes, before.boxes, strict=True))
+    assert len(list(feed_of(loader, transform=h5pack.Normalize()))) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Callable
@@ -26,6 +27,8 @@ from h5pack.sources.hdf5_catalog import HDF5Datasets
 from tests.crashing import leftovers
 from tests.exporter.folders import files_of, flip, one, pixels_of, stopped, tree
 from tests.makers import (
+    FIELDS,
+    annotated_images,
     class_folders,
     expected,
     flat_folder,
@@ -57,7 +60,7 @@ def content(path: Path) -> dict[str, Any]:
         found: dict[str, Any] = {name: file[name][()].tolist() for name in names}
         if "labels" in file:
             found["classes"] = {key: value.tolist() for key, value in file["labels"].attrs.items()}
-        found["layout"] = file["images"].attrs["h5pack_layout"]
+        found["layout"] = file["images"].attrs["h5pack_layout"] if "images" in file else ""
     found["filenames"] = [name.decode().rpartition(".")[0] for name in found["filenames"]]
     return found
 
@@ -142,6 +145,34 @@ MANIFESTS: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("settings", [{}, {"keep": "jpeg"}], ids=str)
+def test_exported_boxes_texts_and_lists_convert_to_the_same_pack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    records = annotated_images(tmp_path / "in", 9)
+    for record, text in zip(records, ["", "a\rb", 'x, "y"\r\n', " \t ", "[1]", "雪", "#", "'", "\\n"], strict=True):
+        record["caption"] = text
+        record["captions"].append(text)
+    (tmp_path / "in" / "list.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    h5pack.convert(tmp_path / "in" / "list.jsonl", tmp_path / "a.h5", **quick(**FIELDS | settings))
+    report = export(tmp_path / "a.h5", tmp_path / "out", **one())
+    assert report.lost == ()
+    assert export(tmp_path / "a.h5", tmp_path / "out", **one(resume=True)).already_complete
+    before, after = content(tmp_path / "a.h5"), content(pack_again(report, tmp_path, monkeypatch))
+    assert len([name for name in before if name.startswith("fields/")]) == 11
+    np.testing.assert_equal(after, before)
+
+
+def test_what_the_manifest_loses_of_lists_is_reported(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["images"] = PIXELS[:2]
+        file["large/data"], file["large/offsets"] = np.zeros((9, 999)), np.array([0, 4, 9])
+        file["short/data"], file["short/offsets"] = np.arange(3, dtype=np.int16), np.array([0, 1, 3])
+    report = export(tmp_path / "f.h5", tmp_path / "out", **one(fields=("large", "short")))
+    assert [name for line in report.lost for name in ("large", "short") if name in line] == ["large", "short"]
+    assert "[1, 2]" in (tmp_path / "out" / "manifest.csv").read_text()
+
+
 @pytest.mark.parametrize("source", MANIFESTS)
 def test_an_exported_manifest_converts_to_the_same_pack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
@@ -166,7 +197,7 @@ def test_a_field_with_the_name_of_a_label_column_is_renamed(tmp_path: Path, monk
     assert len(report.lost) == 1
     with h5py.File(pack_again(report, tmp_path, monkeypatch)) as file:
         assert "labels" not in file
-        assert file["field_target"][()].tolist() == [0, 1 / 8, 2 / 8, 3 / 8]
+        assert file["fields/field_target"][()].tolist() == [0, 1 / 8, 2 / 8, 3 / 8]
 
 
 def test_the_report_lists_what_a_conversion_would_lose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +211,7 @@ def test_the_report_lists_what_a_conversion_would_lose(tmp_path: Path, monkeypat
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["7", "ant", "manifest.csv", "zebra"]
     with h5py.File(pack_again(report, tmp_path, monkeypatch)) as file:
         assert file["labels"][()].tolist() == [0, 1] * 4 + [0]
-        assert np.array_equal(file["vectors.1"][()], vectors[:, 1])
+        assert np.array_equal(file["fields/vectors.1"][()], vectors[:, 1])
         assert np.array_equal(file["images"][()], np.rint(images.astype(np.float64) * 255))
     with h5py.File(tmp_path / "f.h5", "a") as file:
         file["labels"].attrs["classes"] = ["zebra", "ant", "bee"]
@@ -461,8 +492,8 @@ def test_nothing_is_written_without_images(tmp_path: Path) -> None:
 def test_fields_of_a_pack_are_exported_by_default(tmp_path: Path) -> None:
     h5pack.convert(flat_folder(tmp_path / "in", 3), tmp_path / "a.h5", **quick(order="sorted"))
     with h5py.File(tmp_path / "a.h5", "a") as file:
-        file["seen"] = np.array([True, False, True])
-        file["checksums/seen"] = row_checksums(file["seen"][()])
+        file["fields/seen"] = np.array([True, False, True])
+        file["checksums/fields/seen"] = row_checksums(file["fields/seen"][()])
     export(tmp_path / "a.h5", tmp_path / "out", **one())
     lines = (tmp_path / "out" / "manifest.csv").read_text().splitlines()
     rows = (f"{row:05d}.png,all,{seen},{row},{row:05d}.jpg" for row, seen in enumerate((1, 0, 1)))

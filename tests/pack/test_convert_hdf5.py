@@ -127,8 +127,8 @@ def test_a_pack_becomes_another_pack(tmp_path: Path) -> None:
     a, b, c, d = (tmp_path / f"{name}.h5" for name in "abcd")
     h5pack.convert(root, a, **quick(compression="gzip"))
     with h5py.File(a, "a") as file:
-        file["weight"] = np.arange(67) / 3
-        file["checksums/weight"] = row_checksums(file["weight"][()])
+        file["fields/weight"] = np.arange(67) / 3
+        file["checksums/fields/weight"] = row_checksums(file["fields/weight"][()])
     settings = quick(layout="nchw", seed=3, chunk_rows=5, size=(15, 14))
     h5pack.convert(a, b, **settings)
     h5pack.convert(a, c, **quick(mode="gray", order="sorted"))
@@ -142,7 +142,8 @@ def test_a_pack_becomes_another_pack(tmp_path: Path) -> None:
             return [*columns, *(file[name][()].tolist() for name in tables), file["labels"].attrs["classes"].tolist()]
 
     assert by_name(b, "images", "labels") == by_name(d, "images", "labels")
-    assert by_name(b, "weight") == by_name(c, "weight") == by_name(a, "weight")
+    weight = "fields/weight"
+    assert by_name(b, weight) == by_name(c, weight) == by_name(a, weight)
     with h5py.File(a) as file, h5py.File(c) as other:
         assert np.array_equal(other["filenames"][()], file["filenames"][()]), "sorted is the source's order"
         assert other["images"].shape[1:] == (30, 28, 1)
@@ -156,7 +157,7 @@ def test_a_field_of_a_pack_that_is_named_like_labels_stays_a_field(tmp_path: Pat
     for name in ("a.h5", "b.h5"):
         with h5py.File(tmp_path / name) as file:
             assert "labels" not in file
-            assert file["label"][()].tolist() == [0, 0.5, 1, 1.5]
+            assert file["fields/label"][()].tolist() == [0, 0.5, 1, 1.5]
 
 
 def test_encoded_images_of_any_size(tmp_path: Path) -> None:

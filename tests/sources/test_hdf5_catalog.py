@@ -180,7 +180,7 @@ def test_labels_without_their_source_are_no_zeros(tmp_path: Path) -> None:
             catalog(path, labels="", fields=(name,))
 
 
-@pytest.mark.parametrize("name", ["labels", "age"])
+@pytest.mark.parametrize("name", ["labels", "fields/age"])
 def test_damaged_labels_and_fields_of_a_pack_are_not_taken(tmp_path: Path, name: str) -> None:
     write(tmp_path / "f.h5", images=IMAGES, labels=np.arange(ROWS), age=np.arange(ROWS) * 3)
     h5pack.convert(tmp_path / "f.h5", tmp_path / "p.h5", **quick(fields=("age",)))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from h5pack.errors import OptionsError, SourceError
 from h5pack.format import schema
+from h5pack.format.fields import FieldValues, RaggedRows, parse_texts
 from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.manifest import (
     ManifestColumns,
@@ -37,7 +42,7 @@ def test_byte_order_marks_line_endings_spaces_and_quotes(tmp_path: Path, ending:
     lines = [lead + "path , label", ' a.jpg,"x, y" ', "", '"b.jpg",z']
     result = read_delimited(written(tmp_path / "t.csv", ending.join(lines)))
     assert result.header == ("path", "label")
-    assert result.rows == [["a.jpg", "x, y"], ["b.jpg", "z"]]
+    assert [result.column(name) for name in result.header] == [["a.jpg", "b.jpg"], ["x, y", "z"]]
     assert result.lines == [2, 4]
 
 
@@ -217,7 +222,7 @@ def test_numbers_that_are_not_integers_are_not_labels(tmp_path: Path, cells: lis
 def test_columns_that_are_not_packed_are_named(tmp_path: Path) -> None:
     (note,) = read(tmp_path / "m.csv", "path,label,age,split,caption,b", "1.jpg,2,3,train,x,4", fields=("b",)).notes
     assert "'age', 'caption';" in note.text
-    assert note.parameters == ("field_columns", "mask_columns")
+    assert note.parameters == ("field_columns", "text_columns", "mask_columns")
     assert read(tmp_path / "m.csv", "path,label,split", "1.jpg,2,train").notes == ()
     columns = [f"c{number}" for number in range(20)]
     (note,) = read(tmp_path / "m.csv", ",".join(["path", *columns]), ",".join(["1.jpg"] * 21)).notes
@@ -276,3 +281,104 @@ def test_filters_keep_rows_together(tmp_path: Path) -> None:
 def test_a_cell_that_is_not_a_path_is_an_error(tmp_path: Path, cell: str) -> None:
     with pytest.raises(SourceError):
         read(tmp_path / "m.csv", "path,label", "1.jpg,1", "", f"{cell},2")
+
+
+def jsonl(path: Path, *records: object) -> Path:
+    return written(path, "".join(f"{json.dumps(record)}\n" for record in records))
+
+
+def rows_of(values: FieldValues) -> tuple[str, list[Any]]:
+    assert isinstance(values, RaggedRows)
+    return values.kind, [row if isinstance(row, (str, list)) else row.tolist() for row in values.values()]
+
+
+COLUMNS = ManifestColumns(
+    fields=("n", "list"), texts=("text", "texts"), boxes=("box",), keypoints=("point",), box_format="xywh"
+)
+
+
+def test_json_lines_have_lists_texts_and_boxes(tmp_path: Path) -> None:
+    path = jsonl(
+        tmp_path / "m.jsonl",
+        {"path": "a.jpg", "n": 1, "list": [[1, 2]], "text": " a\n", "texts": ["x", ""], "box": [[1, 2, 3, 4]],
+         "label": "cat", "split": "val"},
+        {"file": 1, "path": "b.jpg", "n": 2.5, "list": [], "point": [[1, 2]], "texts": [], "label": "ant"},
+        {"path": "c.jpg", "n": 3, "list": None, "text": "雪", "label": None, "split": "train"},
+    )  # fmt: skip
+    catalog = manifest(path, COLUMNS, NameFilter())
+    assert catalog.fields["n"].tolist() == [1, 2.5, 3]  # type: ignore[union-attr]
+    assert {name: rows_of(values) for name, values in catalog.fields.items() if name != "n"} == {
+        "list": ("ragged", [[[1, 2]], [], []]),
+        "text": ("text", [" a\n", "", "雪"]),
+        "texts": ("texts", [["x", ""], [], []]),
+        "box": ("boxes", [[[1, 2, 4, 6]], [], []]),
+        "point": ("keypoints", [[], [[1, 2]], []]),
+    }
+    assert (catalog.label_names, labels_of(catalog)) == (("ant", "cat"), [1, 0, -1])
+    assert (catalog.split_names, catalog.split_ids.tolist()) == (("train", "val", "all"), [1, 2, 0])
+    (note,) = catalog.notes
+    assert "'file'" in note.text
+    taken = catalog.take(np.array([2, 0]))
+    assert rows_of(taken.fields["text"]) == ("text", ["雪", " a\n"])
+    changed = replace(catalog, fields={**catalog.fields, "text": parse_texts([" a\n雪", "", ""])})
+    assert changed.tables_checksum() != catalog.tables_checksum()
+
+
+def test_cells_of_csv_hold_lists_as_json_and_texts_as_they_are(tmp_path: Path) -> None:
+    text = 'path,n,list,text,texts,box,point\na.jpg,1, [1],"x, ""y""\n ","[""a""]","[[1,2,3,4]]",\nb.jpg,2,,,[], ,\n'
+    catalog = manifest(written(tmp_path / "m.csv", text), COLUMNS, NameFilter())
+    assert {name: rows_of(values) for name, values in catalog.fields.items() if name != "n"} == {
+        "list": ("ragged", [[1], []]),
+        "text": ("text", ['x, "y"\n ', ""]),
+        "texts": ("texts", [["a"], []]),
+        "box": ("boxes", [[[1, 2, 4, 6]], []]),
+        "point": ("keypoints", [[], []]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    [
+        ("list", [1, [2]]),
+        ("list", "x"),
+        ("list", {"a": 1}),
+        ("n", None),
+        ("text", {}),
+        ("text", "a\0b"),
+        ("texts", "no list"),
+        ("box", [1, 2, 3, 4]),
+        ("box", 7),
+        ("point", [[1]]),
+        ("label", ["cat"]),
+        ("split", {}),
+    ],
+)
+def test_a_value_that_does_not_fit_its_column_names_the_line(tmp_path: Path, name: str, cell: object) -> None:
+    first = {"path": "a", "n": 1, "list": [1], "text": "a", "texts": ["b"], "box": [[1, 2, 3, 4]], "point": [[1, 2]]}
+    path = jsonl(tmp_path / "m.jsonl", {**first, "label": "x", "split": "all"}, {**first, "path": "b", name: cell})
+    with pytest.raises(SourceError, match=rf"m\.jsonl line 2: .*'{name}'"):
+        manifest(path, COLUMNS, NameFilter())
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b'{"path": "a"}\n[1]\n', " line 2: "),
+        (b'{"path": "a"}\n\n{"path"\n', " line 3: "),
+        (b"[" * 100_000, " line 1: "),
+        (b'{"path": "\xff"}', ""),
+        (b"", ""),
+        (b'{"name": "a"}', ""),
+        (b'{"path": "a"}\n{}\n', " line 2: "),
+    ],
+)
+def test_lines_that_are_no_json_objects_are_errors(tmp_path: Path, content: bytes, line: str) -> None:
+    with pytest.raises(SourceError, match=re.escape(f"m.jsonl{line}")):
+        manifest(written(tmp_path / "m.jsonl", content), ManifestColumns(), NameFilter())
+
+
+def test_lists_in_csv_that_are_no_json_name_the_line(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="line 3: "):
+        read(tmp_path / "m.csv", "path,a", "1.jpg,[1]", '2.jpg,"[1"', fields=("a",))
+    with pytest.raises(OptionsError):
+        read(tmp_path / "m.csv", "path,a", "1.jpg,1", fields=("a",), texts=("a",))

@@ -17,7 +17,8 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, StackDataset, Subset
 
 import h5pack
-from h5pack.errors import RejectedImageError
+from h5pack.errors import NoImagesError, OptionsError, RejectedImageError, SourceError
+from h5pack.pack.conversion import Conversion
 from h5pack.sources.map_style import MapStyleReader, map_style_catalog, with_labels
 from tests.makers import expected, pixels, quick, split_folders
 
@@ -27,7 +28,7 @@ GRAY = pixels(2, channels=1)
 
 def sample(value: Any) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any] | None]:
     """What becomes of one sample of a dataset."""
-    pixels, label, _ = MapStyleReader([value]).sample(0)
+    pixels, label, *_ = MapStyleReader([value]).sample(0)
     return pixels, label
 
 
@@ -269,3 +270,70 @@ def test_packs_keep_names_classes_and_splits_through_wrappers(tmp_path: Path) ->
 def test_a_reader_can_be_sent_to_workers() -> None:
     reader = pickle.loads(pickle.dumps(MapStyleReader([(COLOUR, 1)])))
     assert np.array_equal(reader.read(0, "00000000"), COLOUR)
+
+
+class Described:
+    """A dataset of dicts with further values."""
+
+    def __init__(self, count: int = 12) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 5:
+            raise ValueError("damaged")
+        return {
+            "image": pixels(index, (30, 20)),
+            "label": index % 2,
+            "box": torch.arange(4.0 * (index % 3)).reshape(-1, 4) / 2,
+            "caption": f"number {index}",
+            "words": ["word"] * (index % 3),
+            "weight": index / 2,
+            "vector": np.full(3, index, np.int16),
+            "list": [index] * (index % 4),
+            "other": object(),
+        }
+
+
+PLAIN = ("caption", "words", "weight", "vector", "list")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_keys_of_samples_become_fields(tmp_path: Path, workers: int) -> None:
+    settings = {"fields": PLAIN, "box_columns": "box", "box_format": "xywh", "num_workers": workers}
+    with Conversion(Described(), tmp_path / "o.h5", **settings) as conversion:
+        (note,) = conversion.plan().notes()
+        assert "'other'" in note.text
+        assert conversion.run().rejects == 1
+    names = [*PLAIN, "box"]
+    dataset = h5pack.H5Dataset(tmp_path / "o.h5", fields=names, check=True)
+    assert list(dataset.kinds.values()) == ["text", "texts", "array", "array", "ragged", "boxes"]
+    for name, sample in zip(dataset.filenames or (), dataset[:], strict=True):
+        wanted = Described()[int(name)]
+        assert (sample.caption, sample.words, sample.weight.item()) == tuple(wanted[key] for key in names[:3])
+        assert sample.vector.tolist() == wanted["vector"].tolist()
+        assert (sample.vector.dtype, sample.list.tolist()) == (torch.int16, wanted["list"])
+        corners = wanted["box"].clone()
+        corners[:, 2:] += corners[:, :2]
+        assert sample.box.tolist() == corners.tolist()
+    subset = Subset(dataset, [3, 1, 7])
+    h5pack.convert(subset, tmp_path / "p.h5", **quick(fields=PLAIN, box_columns="box", order="sorted"))
+    again = h5pack.H5Dataset(tmp_path / "p.h5", fields=names)
+    for one, other in zip(again[:], (dataset[index] for index in (3, 1, 7)), strict=True):
+        assert (one.caption, one.words, one.box.tolist()) == (other.caption, other.words, other.box.tolist())
+    assert again.kinds == dataset.kinds
+
+
+def test_fields_of_samples_that_do_not_fit_are_errors_or_rejects(tmp_path: Path) -> None:
+    with pytest.raises(NoImagesError, match="'nothing'"):
+        h5pack.convert(Described(), tmp_path / "o.h5", **quick(fields="nothing"))
+    with pytest.raises(NoImagesError, match="a field"):
+        h5pack.convert(Described(), tmp_path / "o.h5", **quick(fields="other"))
+    with pytest.raises(SourceError) as caught:
+        h5pack.convert(Described(), tmp_path / "o.h5", **quick(box_columns="vector"))
+    assert (caught.value.rows, caught.value.parameters) == ((0,), ("fields",))
+    for settings in ({"fields": ("a/b",)}, {"fields": ("box",), "box_columns": "box"}, {"text_columns": "caption"}):
+        with pytest.raises(OptionsError):
+            h5pack.convert(Described(), tmp_path / "o.h5", **quick(**settings))

@@ -26,6 +26,7 @@ from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
 from h5pack.sources.manifest import ManifestColumns
 from tests.makers import pixels, quick
+from tests.sources.test_manifest import rows_of
 
 
 def png(seed: int) -> bytes:
@@ -119,6 +120,9 @@ def test_columns_have_the_roles_of_a_manifests_columns(tmp_path: Path) -> None:
     words = opened(path, ManifestColumns(labels=("kind",)))
     assert words.labels is not None
     assert (words.labels.tolist(), words.label_names) == ([1, 0, -1, 1], ("a", "b"))
+    lists = opened(path, ManifestColumns(fields=("boxes",), texts=("kind",)))
+    assert rows_of(lists.fields["boxes"]) == ("ragged", [[1], [2], [3], [4]])
+    assert rows_of(lists.fields["kind"]) == ("text", ["b", "a", "", "b"])
     several = opened(path, ManifestColumns(labels=("yes", "label")))
     assert several.labels is not None
     assert several.labels.tolist() == [[1, 0], [0, 1], [1, 2], [1, 0]]

@@ -21,6 +21,7 @@ from h5pack.sources.detect import SourceOptions, open_source
 from h5pack.sources.manifest import ManifestColumns
 from h5pack.sources.shards import Shards, expand_braces
 from tests.makers import pixels, quick, save
+from tests.sources.test_manifest import rows_of
 
 
 def picture(seed: int = 0) -> bytes:
@@ -146,6 +147,12 @@ def test_fields_and_splits_come_from_json_and_file_names(tmp_path: Path) -> None
     assert catalog.labels.tolist() == [1, 1, 1]
     with pytest.raises(SourceError):
         opened(tmp_path, columns=ManifestColumns(fields=("nothing",)))
+    members = {"0.png": picture(), "0.txt": "a cat\n", "1.jpg": picture(), "1.json": {"box": [[1, 2, 3, 4]], "x": {}}}
+    captions = opened(shard(tmp_path / "c.tar", members), columns=ManifestColumns(texts=("txt",), boxes=("box",)))
+    assert [rows_of(captions.fields[name]) for name in ("txt", "box")] == [
+        ("text", ["a cat\n", ""]),
+        ("boxes", [[], [[1, 2, 3, 4]]]),
+    ]
     for columns in (ManifestColumns(root="x"), ManifestColumns(path="x")):
         with pytest.raises(OptionsError):
             opened(tmp_path, columns=columns)

@@ -1,0 +1,236 @@
+"""Values of fields whose rows differ in length: boxes, keypoints, other arrays, texts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.format import schema
+from h5pack.format.checksums import crc32
+from h5pack.system.arrays import range_indices
+
+
+@dataclass(frozen=True)
+class RaggedRows:
+    """Rows of different lengths: row i is ``data[offsets[i]:offsets[i + 1]]``."""
+
+    kind: str  # one of `schema.RAGGED_KINDS`
+    data: npt.NDArray[Any]  # (entries, ...); uint8 (bytes,) of text
+    offsets: npt.NDArray[np.int64]  # (N + 1,), ascending, the first one 0
+    classes: tuple[str, ...] | None = None  # names of the classes that entries count, if they do
+
+    @classmethod
+    def of(cls, kind: str, rows: Sequence[npt.NDArray[Any]], empty: npt.NDArray[Any]) -> RaggedRows:
+        """Return arrays (n_i, ...) as rows; `empty` is one without entries, which determines dtype and inner shape."""
+        lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+        data = np.concatenate([empty, *rows]).astype(empty.dtype, copy=False)
+        return cls(kind, data, np.append(0, np.cumsum(lengths)))
+
+    @classmethod
+    def of_texts(cls, rows: Iterable[str | list[str]], kind: str) -> RaggedRows:
+        """Return texts, or lists of texts of kind `schema.TEXTS`, as rows; they must not contain NUL."""
+        encoded = [
+            (row if isinstance(row, str) else "".join(f"{one}\0" for one in row)).encode("utf-8") for row in rows
+        ]
+        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+        return cls(kind, np.frombuffer(b"".join(encoded), np.uint8), np.append(0, np.cumsum(lengths)))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, indices: npt.NDArray[np.int64]) -> RaggedRows:
+        starts, lengths = self.offsets[indices], np.diff(self.offsets)[indices]
+        offsets = np.append(0, np.cumsum(lengths))
+        return RaggedRows(self.kind, self.data[range_indices(starts, lengths)], offsets, self.classes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data and the offsets."""
+        return int(self.data.nbytes + self.offsets.nbytes)
+
+    def row(self, index: int) -> npt.NDArray[Any]:
+        """Return the entries of a row, (n_i, ...)."""
+        return self.data[self.offsets[index] : self.offsets[index + 1]]
+
+    def values(self) -> list[Any]:
+        """Return the value of each row: an array (n_i, ...), a str or a list of str.
+
+        Raises UnicodeDecodeError if text is not valid UTF-8.
+        """
+        edges = self.offsets.tolist()
+        if self.kind not in schema.TEXT_KINDS:
+            return [self.data[start:stop] for start, stop in itertools.pairwise(edges)]
+        data = self.data.tobytes()
+        texts = [data[start:stop].decode() for start, stop in itertools.pairwise(edges)]
+        return [text.split("\0")[:-1] for text in texts] if self.kind == schema.TEXTS else texts
+
+    def checksums(self) -> npt.NDArray[np.uint32]:
+        """Return the CRC-32 of each row's bytes, uint32 (N,)."""
+        entry = self.data.dtype.itemsize * math.prod(self.data.shape[1:])
+        view = np.ascontiguousarray(self.data).reshape(-1).view(np.uint8)
+        edges = (self.offsets * entry).tolist()
+        pairs = itertools.pairwise(edges)
+        return np.fromiter((crc32(view[start:stop]) for start, stop in pairs), np.uint32, len(self))
+
+
+FieldValues = npt.NDArray[Any] | RaggedRows
+"""The values of a field: an array (N, ...), or rows of different lengths."""
+
+
+def field_kind(values: FieldValues) -> str:
+    """Return the kind of a field, one of `schema.RAGGED_KINDS` or "array"."""
+    return values.kind if isinstance(values, RaggedRows) else schema.ARRAY
+
+
+BOX_FORMATS = ("xyxy", "xywh", "cxcywh")
+"""Corners; left, top, width and height; centre, width and height."""
+
+
+class FieldValueError(ValueError):
+    """A value that does not fit its field. The text is a phrase that follows the name of the field."""
+
+    def __init__(self, row: int, problem: str) -> None:
+        super().__init__(problem)
+        self.row = row
+
+
+def parse_ragged(values: Sequence[Any], kind: str = schema.RAGGED, box_format: str = schema.XYXY) -> RaggedRows:
+    """Return lists of numbers, or arrays, as rows; None counts as an empty list.
+
+    Ragged integers become int64 and other numbers float64. Boxes become corners, float64, as keypoints are.
+    Raises FieldValueError if a value is no list, or if lists differ in depth or in the shape of their entries.
+    """
+    inner: tuple[int, ...] | None = {schema.BOXES: (4,)}.get(kind)
+    arrays: list[npt.NDArray[Any] | None] = []
+    kinds: set[str] = set()
+    for row, value in enumerate(values):
+        array = _numbers_of(row, value)
+        if array is not None:
+            if inner is None and (kind != schema.KEYPOINTS or array.shape[1:] in ((2,), (3,))):
+                inner = array.shape[1:]
+            if array.shape[1:] != inner:
+                wanted = "2 or 3 numbers" if inner is None else _entries_text(inner)
+                held = _entries_text(array.shape[1:])
+                raise FieldValueError(row, f"has entries of {held}, but they must be {wanted}")
+            kinds.add(array.dtype.kind)
+        arrays.append(array)
+    dtype = np.int64 if kind == schema.RAGGED and kinds and kinds <= set("biu") else np.float64
+    empty = np.zeros((0, *(inner or ((2,) if kind == schema.KEYPOINTS else ()))), dtype)
+    found = RaggedRows.of(kind, [empty if array is None else array for array in arrays], empty)
+    if kind != schema.RAGGED:
+        _require_numbers(found, ~np.isfinite(found.data).all(axis=1), "which is not finite")
+    return _corners(found, box_format) if kind == schema.BOXES else found
+
+
+def _numbers_of(row: int, value: Any) -> npt.NDArray[Any] | None:
+    """Return a list of numbers as an array, None if it has no entries."""
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple, np.ndarray)):
+        raise FieldValueError(row, f"contains {value!r}, which is no list")
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise FieldValueError(row, "contains lists of different lengths or depths") from None
+    if array.ndim and not len(array):
+        return None
+    if not array.size or array.dtype.kind not in "biuf" or (array.dtype == np.uint64 and array.max() >= 2**63):
+        raise FieldValueError(row, f"contains {_short(value)}, which are not all numbers of 64 bits")
+    return array
+
+
+def _entries_text(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) + " numbers" if shape else "one number"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _require_numbers(rows: RaggedRows, wrong: Any, problem: str) -> None:
+    if wrong.any():
+        entry = int(wrong.argmax())
+        row = int(np.searchsorted(rows.offsets, entry, "right")) - 1
+        raise FieldValueError(row, f"contains {rows.data[entry].tolist()}, {problem}")
+
+
+def _corners(boxes: RaggedRows, box_format: str) -> RaggedRows:
+    """Return boxes of one of `BOX_FORMATS` as corners."""
+    first, second = boxes.data[:, :2], boxes.data[:, 2:]
+    if box_format == schema.XYXY:
+        _require_numbers(boxes, (second < first).any(axis=1), "whose right or bottom is less than its left or top")
+        return boxes
+    _require_numbers(boxes, (second < 0).any(axis=1), "whose width or height is negative")
+    if box_format == "cxcywh":
+        first = first - second / 2
+    return RaggedRows(boxes.kind, np.concatenate([first, first + second], axis=1), boxes.offsets)
+
+
+def parse_values(values: Sequence[Any]) -> FieldValues:
+    """Return values of samples as rows: texts, lists of texts, numbers or arrays; None where there is none.
+
+    Arrays that all have one shape become an array of fixed shape, (N, ...), and others of one inner shape ragged rows;
+    both keep their dtype. Raises FieldValueError for other values, and if they do not fit together.
+    """
+    if any(isinstance(value, str) or _is_texts(value) for value in values):
+        return parse_texts(values)
+    given = {row: np.asarray(value) for row, value in enumerate(values) if value is not None}
+    # An empty list says nothing about dtype and inner shape.
+    arrays = {row: array for row, array in given.items() if array.shape != (0,)}
+    first = next(iter(arrays.values()), np.zeros(()))
+    for row, array in arrays.items():
+        if array.dtype.kind not in "biuf":
+            raise FieldValueError(row, f"is {_short(values[row])}, neither numbers nor texts")
+        beside_lists = not array.ndim and len(arrays) < len(given)
+        if beside_lists or array.ndim != first.ndim or array.shape[1:] != first.shape[1:]:
+            raise FieldValueError(row, f"has the shape {array.shape}, but others have {first.shape}")
+    if not arrays and given:
+        first = np.zeros(0)
+    dtype = np.result_type(*{array.dtype for array in arrays.values()}) if arrays else first.dtype
+    dtype = np.dtype(np.uint8) if dtype.kind == "b" else dtype
+    if len({array.shape for array in arrays.values()}) < 2 and len(arrays) == len(given):
+        fixed = np.zeros((len(values), *first.shape), dtype)
+        for row, array in arrays.items():
+            fixed[row] = array
+        return fixed
+    empty = np.zeros((0, *first.shape[1:]), dtype)
+    return RaggedRows.of(schema.RAGGED, [arrays.get(row, empty) for row in range(len(values))], empty)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(text, str) for text in value)
+
+
+def parse_texts(values: Sequence[Any]) -> RaggedRows:
+    """Return texts as rows, or lists of texts if one of the values is a list; None counts as none.
+
+    Raises FieldValueError for other values, and for a text that UTF-8 or the format cannot hold.
+    """
+    several = any(isinstance(value, (list, tuple)) for value in values)
+    rows: list[Any] = []
+    for row, value in enumerate(values):
+        texts = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+        if several and not isinstance(value, (list, tuple, type(None))):
+            raise FieldValueError(row, f"contains {_short(value)}, which is no list")
+        for text in texts:
+            if not isinstance(text, str):
+                raise FieldValueError(row, f"contains {_short(text)}, which is no text")
+            if "\0" in text or not _is_unicode(text):
+                raise FieldValueError(row, f"contains {_short(text)}, which has a NUL or half a surrogate pair")
+        rows.append(list(texts) if several else (texts[0] if texts else ""))
+    return RaggedRows.of_texts(rows, schema.TEXTS if several else schema.TEXT)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

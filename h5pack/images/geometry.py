@@ -1,0 +1,94 @@
+"""Where the pixels of an image go when it is resized, so that boxes and points can follow them.
+
+The arithmetic is that of `h5pack.images.decode` and `h5pack.images.encode`, which resize with Pillow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.images.encode import fitted_size
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How images are placed: the point (x, y) of image i becomes ``(x, y) * scale[i] + offset[i]``.
+
+    Coordinates are in pixels from the upper left corner; the first pixel's area is from 0 to 1. All arrays are
+    float64, (M, 2), horizontal before vertical.
+    """
+
+    scale: Floats
+    offset: Floats
+    size: Floats  # width and height of the results
+
+    @classmethod
+    def of(
+        cls, heights: npt.NDArray[np.int32], widths: npt.NDArray[np.int32], height: int, width: int, fit: str
+    ) -> Placement:
+        """Return how images of these sizes, (M,), are resized to `height` and `width` by `fit` of `convert`."""
+        old = np.maximum(np.stack([widths, heights], axis=1), 1).astype(np.float64)
+        new = np.broadcast_to(np.array([width, height], np.float64), old.shape)
+        if fit == "stretch":
+            return cls(new / old, np.zeros_like(old), new)
+        ratio, wanted = old[:, 0] / old[:, 1], width / height
+        wide = ratio >= wanted if fit == "crop" else ratio > wanted
+        if fit == "crop":
+            # As in ImageOps.fit, the crop around the centre need not begin at a whole pixel.
+            crop = old.copy()
+            crop[wide, 0], crop[~wide, 1] = wanted * old[wide, 1], old[~wide, 0] / wanted
+            scale = new / crop
+            return cls(scale, -(old - crop) / 2 * scale, new)
+        # As in ImageOps.pad; both sides get at least one pixel.
+        inner = new.copy()
+        inner[wide, 1] = np.maximum(1, np.rint(old[wide, 1] / old[wide, 0] * width))
+        inner[~wide, 0] = np.maximum(1, np.rint(ratio[~wide] * height))
+        return cls(inner / old, np.rint((new - inner) * 0.5), new)
+
+    @classmethod
+    def shrunk(cls, heights: npt.NDArray[np.int32], widths: npt.NDArray[np.int32], max_side: int | None) -> Placement:
+        """Return how images of these sizes, (M,), are placed if only a side of more than `max_side` is shrunk."""
+        old = np.maximum(np.stack([widths, heights], axis=1), 1)
+        new = old.copy()
+        for index in np.flatnonzero(old.max(axis=1) > (max_side or np.iinfo(np.int32).max)).tolist():
+            new[index] = fitted_size(int(old[index, 1]), int(old[index, 0]), max_side)[::-1]
+        return cls(new / old, np.zeros(old.shape), new.astype(np.float64))
+
+    def boxes(self, boxes: Floats, counts: npt.NDArray[np.int64]) -> Floats:
+        """Return corners, (n, 4), after the images were placed, clipped to them; image i has ``counts[i]`` boxes.
+
+        A box that is completely outside becomes one without area.
+        """
+        parts = (np.tile(part, 2) for part in (self.scale, self.offset, self.size))
+        scale, offset, size = (np.repeat(part, counts, axis=0) for part in parts)
+        return np.minimum(np.maximum(boxes * scale + offset, 0), size)
+
+    def points(self, points: Floats, counts: npt.NDArray[np.int64]) -> Floats:
+        """Return points, (n, 2) or with visibility (n, 3), after the images were placed; they are not clipped.
+
+        The visibility of a point outside of the image becomes 0.
+        """
+        scale, offset, size = (np.repeat(part, counts, axis=0) for part in (self.scale, self.offset, self.size))
+        placed: Floats = points.copy()
+        placed[:, :2] = points[:, :2] * scale + offset
+        if points.shape[1] == 3:
+            placed[:, 2] *= ((placed[:, :2] >= 0) & (placed[:, :2] <= size)).all(axis=1)
+        return placed
+
+
+def turned_upright(points: Floats, orientation: int, height: int, width: int) -> Floats:
+    """Return points (n, 2) of an image as it is stored, where an Exif orientation of 5 to 8 moves them.
+
+    `height` and `width` are those of the upright image.
+    """
+    x, y = points[:, 1], points[:, 0]
+    if orientation in (6, 7):
+        x = width - x
+    if orientation in (7, 8):
+        y = height - y
+    return np.stack([x, y], axis=1)

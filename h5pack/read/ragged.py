@@ -1,0 +1,177 @@
+"""Fields whose rows differ in length: boxes, keypoints, other arrays, texts. In a file each is a group of two datasets.
+
+The offsets are held in memory. The entries of several rows are read together, directly from the file if its layout
+allows it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.errors import DamagedRowsError, PackFormatError
+from h5pack.format import schema
+from h5pack.format.fields import RaggedRows
+from h5pack.read.chunk_index import ChunkIndex, index_dataset
+from h5pack.read.engine import Engine
+from h5pack.read.hdf5 import attribute_names, dataset_error, find_item, require_dataset, text
+from h5pack.read.read_plan import MAX_GAP_BYTES
+from h5pack.system.arrays import run_edges
+
+_READ_BYTES = 8 * 1024 * 1024
+"""Bytes that are read together, unless a single row is larger."""
+_ADVICE = "run 'h5pack verify' on it, then restore the file or convert again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaggedIndex:
+    """The locations of a field's rows: row i is the entries ``offsets[i]`` to ``offsets[i + 1]`` of the data."""
+
+    name: str
+    kind: str  # one of `schema.RAGGED_KINDS`
+    offsets: npt.NDArray[np.int64]  # (N + 1,), ascending, within the data
+    data: ChunkIndex  # each of whose rows is one entry
+    checksums: str | None = None  # path of the dataset of checksums, if there is one
+    classes: tuple[str, ...] | None = None  # names of the classes that entries count, if the file has them
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.offsets) - 1
+
+    @property
+    def mean_bytes(self) -> int:
+        """Mean size of a row in bytes."""
+        return int(self.offsets[-1] - self.offsets[0]) * self.data.row_bytes // max(1, self.rows)
+
+
+def is_ragged(file: h5py.File, name: str) -> bool:
+    """Return whether `name` is a group of data and offsets."""
+    group = find_item(file, name)
+    return isinstance(group, h5py.Group) and {schema.FIELD_DATA, schema.FIELD_OFFSETS} <= set(group)
+
+
+def index_ragged(file: h5py.File, name: str) -> RaggedIndex:
+    """Return the index of a ragged field; raise PackFormatError if its offsets do not fit its data."""
+    kind = text(file[name].attrs.get(schema.KIND, schema.RAGGED))
+    paths = [f"{name}/{part}" for part in (schema.FIELD_DATA, schema.FIELD_OFFSETS)]
+    data, table = (require_dataset(file, path) for path in paths)
+    if kind not in schema.RAGGED_KINDS:
+        raise dataset_error(file.filename, name, f"is of the unknown kind {kind!r}; use a newer version of h5pack")
+    if data.ndim < 1 or data.dtype.kind not in "biuf":
+        raise dataset_error(file.filename, paths[0], f"is {data.dtype} {data.shape}, not rows of numbers; {_ADVICE}")
+    wanted = _WANTED.get(kind)
+    if wanted is not None and not (data.dtype == wanted[0] and data.shape[1:] in wanted[1]):
+        problem = f"is {data.dtype} {data.shape}, which does not fit the kind {kind!r}; {_ADVICE}"
+        raise dataset_error(file.filename, paths[0], problem)
+    if table.ndim != 1 or not len(table) or table.dtype.kind not in "iu":
+        problem = f"is {table.dtype} {table.shape}, but offsets are int64, one more than rows; {_ADVICE}"
+        raise dataset_error(file.filename, paths[1], problem)
+    offsets = table[()].astype(np.int64)
+    outside = (offsets[:-1] < 0) | (offsets[1:] < offsets[:-1]) | (offsets[1:] > len(data))
+    if outside.any() or not 0 <= offsets[0] <= len(data):
+        row = int(outside.argmax()) if len(outside) else 0
+        problem = f"row {row} lies outside of the {len(data):,} entries of {paths[0]!r}; {_ADVICE}"
+        raise dataset_error(file.filename, paths[1], problem, (row,))
+    checksums = find_item(file, f"{schema.CHECKSUMS}/{name}")
+    known = isinstance(checksums, h5py.Dataset) and checksums.shape == (len(offsets) - 1,)
+    return RaggedIndex(
+        name=name,
+        kind=kind,
+        offsets=offsets,
+        data=index_dataset(file, data, paths[0]),
+        checksums=f"{schema.CHECKSUMS}/{name}" if known and checksums.dtype.kind == "u" else None,
+        classes=attribute_names(file[name], schema.CLASSES),
+    )
+
+
+_WANTED: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {
+    schema.BOXES: ("<f4", ((4,),)),
+    schema.KEYPOINTS: ("<f4", ((2,), (3,))),
+    schema.TEXT: ("u1", ((),)),
+    schema.TEXTS: ("u1", ((),)),
+}
+"""The dtype and the shapes of an entry of the data, by kind."""
+
+
+def read_ragged(engine: Engine, index: RaggedIndex, rows: npt.NDArray[np.int64], *, check: bool = False) -> RaggedRows:
+    """Return rows of a field, int64 (n,), in the given order. They may repeat. `engine` must know the data.
+
+    If `check`, the rows are compared with their checksums, if there are any. Errors are those of `Engine.read`, and
+    DamagedRowsError.
+    """
+    starts, stops = index.offsets[rows], index.offsets[rows + 1]
+    lengths = stops - starts
+    offsets = np.append(0, np.cumsum(lengths))
+    data = np.empty((int(offsets[-1]), *index.data.row_shape), index.data.native_dtype)
+    order = np.argsort(starts, kind="stable")
+    order = order[lengths[order] > 0]
+    entry = max(1, index.data.row_bytes)
+    if len(order) and data.nbytes:
+        edges = _read_edges(starts[order], stops[order], MAX_GAP_BYTES // entry, _READ_BYTES // entry)
+        for low, high in itertools.pairwise(edges):
+            positions = order[low:high]
+            first = int(starts[positions[0]])
+            read = engine.read_range(index.data.name, first, int(stops[positions].max()))
+            for position in positions.tolist():
+                start = int(starts[position]) - first
+                data[offsets[position] : offsets[position + 1]] = read[start : start + int(lengths[position])]
+    found = RaggedRows(index.kind, data, offsets, index.classes)
+    if check and index.checksums is not None:
+        values = RaggedRows(index.kind, data.astype(index.data.dtype, copy=False), offsets)
+        engine.require_checksums(index.name, index.checksums, rows, values.checksums())
+    return found
+
+
+def _read_edges(
+    starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], max_gap: int, max_entries: int
+) -> list[int]:
+    """Divide rows, sorted by their start, into those that are read together; return their edges."""
+    edges = run_edges(starts[1:] - np.maximum.accumulate(stops)[:-1] > max_gap).tolist()
+    cuts = []
+    for low, high in itertools.pairwise(edges):
+        while low < high:
+            cuts.append(low)
+            low += int(np.searchsorted(starts[low:high], starts[low] + max_entries, "left")) or 1
+    return [*cuts, len(starts)]
+
+
+def texts_of(path: str, name: str, rows: npt.NDArray[np.int64], found: RaggedRows) -> list[Any]:
+    """Return the texts of rows; raise DamagedRowsError if one is not UTF-8. `path`, `name`, `rows` are for messages."""
+    try:
+        return found.values()
+    except UnicodeDecodeError:
+        row = next(int(rows[number]) for number in range(len(found)) if not _is_utf8(found.row(number).tobytes()))
+        raise DamagedRowsError(
+            f"{path}: {name!r} row {row} is not UTF-8; {_ADVICE}", path=path, dataset=name, rows=(row,)
+        ) from None
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def find_field(file: h5py.File, name: str) -> str:
+    """Return the path of a field by its name: in `/fields` of a pack, else the path itself."""
+    name = name.strip("/")
+    own = schema.field_path(name)
+    return own if schema.FORMAT in file.attrs and find_item(file, own) is not None else name
+
+
+def own_fields(file: h5py.File) -> list[str]:
+    """Return the paths of a pack's fields, by name; raise PackFormatError if `/fields` is no group."""
+    group = find_item(file, schema.FIELDS)
+    if group is None:
+        return []
+    if not isinstance(group, h5py.Group):
+        raise PackFormatError(f"{file.filename}: {schema.FIELDS!r} is not a group; {_ADVICE}", path=file.filename)
+    return [schema.field_path(name) for name in sorted(group)]

@@ -1,0 +1,247 @@
+"""COCO as a source: JSON files of annotations beside folders of images. Boxes and captions become fields."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from h5pack.errors import SourceError
+from h5pack.format import schema
+from h5pack.format.fields import FieldValues, RaggedRows
+from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, Note, unused_note
+from h5pack.sources.folders import is_split_name, split_order
+from h5pack.system.text import counted
+
+_FOLDER = "annotations"
+_INSTANCES, _CAPTIONS = "instances", "captions"
+_NAME = re.compile(rf"({_INSTANCES}|{_CAPTIONS})_(.+)\.json")
+_TAKEN = frozenset(("image_id", "category_id", "bbox", "iscrowd", "caption"))
+
+
+def is_coco(path: str | os.PathLike[str]) -> bool:
+    """Return whether a folder has annotations as COCO names them: ``annotations/instances_*.json`` or captions."""
+    return bool(_annotation_files(Path(path)))
+
+
+def _annotation_files(root: Path) -> dict[str, list[Path]]:
+    """Return the files of annotations of each split."""
+    found: dict[str, list[Path]] = {}
+    folder = root / _FOLDER
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        if match is not None:
+            found.setdefault(match[2], []).append(path)
+    return found
+
+
+@dataclass
+class _Image:
+    """An image with its annotations."""
+
+    name: str  # of its file, relative to the folder of its split
+    split: int
+    image_id: int
+    size: tuple[int, int]  # height and width; 0 if they are not given
+    boxes: list[list[float]] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)  # ids of categories
+    crowd: list[int] = field(default_factory=list)
+    captions: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Annotations:
+    """What was found in the files so far."""
+
+    images: list[_Image] = field(default_factory=list)
+    categories: dict[int, str] = field(default_factory=dict)  # names by id
+    has_boxes: bool = False
+    has_captions: bool = False
+    unused: set[str] = field(default_factory=set)  # names of further values of annotations
+    counts: Counter[str] = field(default_factory=Counter)  # of what was changed or left out
+
+
+def coco(path: Path, wanted: NameFilter, root: str | None = None) -> Catalog:
+    """Return the catalog of a folder as COCO lays it out, or of one file of annotations, with images in its order.
+
+    `root` is the folder that the names of images start from; by default it is searched for beside the annotations.
+    """
+    files = _annotation_files(path) if path.is_dir() else {_split_of(path): [path]}
+    if not files:
+        raise SourceError(f"{path}: has no {_FOLDER}/{_INSTANCES}_*.json; give a file of annotations", path=path)
+    splits = split_order(_short(name) for name in files)
+    top = Path(root) if root is not None else path if path.is_dir() else None
+    found, folders = _Annotations(), []
+    for name, some in sorted(files.items(), key=lambda item: splits.index(_short(item[0]))):
+        images: dict[int, _Image] = {}
+        for one in some:
+            _read(one, found, images, splits.index(_short(name)))
+        folder = _image_folder(some[0], name, next(iter(images.values()), None), top)
+        folders += [os.path.relpath(folder, top) if top is not None else ""] * len(images)
+        found.images += images.values()
+    base = str(top if top is not None else folder)
+    paths = zip(folders, (image.name for image in found.images), strict=True)
+    names = [os.path.normpath(os.path.join(*pair)) for pair in paths]
+    return Catalog(
+        "coco",
+        FileReader(base),
+        NameTable.of(names),
+        splits if len(splits) > 1 or is_split_name(splits[0]) else ("all",),
+        np.array([image.split for image in found.images], np.int32),
+        fields=_fields(found),
+        notes=_notes(found),
+        annotated_sizes=np.array([image.size for image in found.images], np.int32).reshape(-1, 2),
+    ).filtered(wanted)
+
+
+def _split_of(path: Path) -> str:
+    match = _NAME.fullmatch(path.name)
+    return match[2] if match is not None else path.stem
+
+
+def _short(name: str) -> str:
+    """Return the name of a split without a year: "train" for "train2017"."""
+    plain = name.rstrip("0123456789")
+    return plain if is_split_name(plain) else name
+
+
+def _image_folder(file: Path, split: str, image: _Image | None, top: Path | None) -> Path:
+    """Return the folder that has the first image of a split."""
+    parents = (top,) if top is not None else (file.parent.parent, file.parent)
+    inner = ((), (split,), ("images", split), (_short(split),), ("images", _short(split)), ("images",))
+    for folder in (parent.joinpath(*parts) for parts in inner for parent in parents):
+        if image is None or (folder / image.name).is_file():
+            return folder
+    assert image is not None
+    missing = f"{file}: its first image, {image.name!r}, is in none of the usual folders"
+    raise SourceError(f"{missing}; name the folder of the images with root", path=file, parameters=("root",))
+
+
+def _read(path: Path, found: _Annotations, images: dict[int, _Image], split: int) -> None:
+    """Add the images and annotations of a file."""
+    try:
+        content = json.loads(path.read_bytes())
+        entries, annotations = content["images"], content["annotations"]
+        categories = content.get("categories", [])
+        if not all(isinstance(part, list) for part in (entries, annotations, categories)):
+            raise TypeError("its images or annotations are no list")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        problem = f"has no {error} as COCO" if isinstance(error, KeyError) else f"is not COCO's JSON ({error})"
+        raise SourceError(f"{path}: {problem}; give a file of annotations, or another kind", path=path) from error
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read ({error}); make it readable", path=path) from error
+    known: set[int] = set()
+    for number, entry in enumerate(entries):
+        _add_image(path, number, entry, images, split, known)
+    for category in categories:
+        if not isinstance(category, dict) or not isinstance(category.get("id"), int):
+            raise SourceError(f"{path}: the category {category!r:.60} has no id; correct it", path=path)
+        name = str(category.get("name", category["id"]))
+        if found.categories.setdefault(category["id"], name) != name:
+            raise SourceError(f"{path}: category {category['id']} has another name in another file", path=path)
+    for number, annotation in enumerate(annotations):
+        try:
+            _add(found, images, annotation)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise SourceError(f"{path}: annotation {number} is malformed ({error!r}); correct it", path=path) from error
+
+
+def _add_image(path: Path, number: int, entry: Any, images: dict[int, _Image], split: int, known: set[int]) -> None:
+    """Add an image of a file, unless another file of the split has it."""
+    try:
+        image_id, name = int(entry["id"]), entry["file_name"]
+        size = int(entry.get("height") or 0), int(entry.get("width") or 0)
+        if not isinstance(name, str) or not name or "\0" in name:
+            raise ValueError(name)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = f"image {number} has no id or file_name ({error!r}); correct it"
+        raise SourceError(f"{path}: {problem}", path=path) from error
+    if image_id in known or (image_id in images and images[image_id].name != name):
+        raise SourceError(f"{path}: two images have the id {image_id}; correct it", path=path)
+    known.add(image_id)
+    images.setdefault(image_id, _Image(name, split, image_id, size))
+
+
+def _add(found: _Annotations, images: dict[int, _Image], annotation: Any) -> None:
+    """Add an annotation to its image; clip its box to the image, and leave it out if nothing remains."""
+    image = images.get(int(annotation["image_id"]))
+    found.unused.update(annotation.keys() - _TAKEN)
+    if image is None:
+        found.counts["unknown"] += 1
+        return
+    if "caption" in annotation:
+        found.has_captions = True
+        image.captions.append(_text(annotation["caption"]))
+    if "bbox" not in annotation:
+        return
+    found.has_boxes = True
+    left, top, width, height = (float(number) for number in annotation["bbox"])
+    if not math.isfinite(left + top + width + height):
+        raise ValueError(f"bbox {annotation['bbox']}")
+    label = int(annotation["category_id"])
+    if label not in found.categories:
+        raise ValueError(f"there is no category {label}")
+    right, bottom = left + width, top + height
+    if all(image.size):
+        clipped = max(left, 0.0), max(top, 0.0), min(right, image.size[1]), min(bottom, image.size[0])
+        far = max(abs(one - other) for one, other in zip(clipped, (left, top, right, bottom), strict=True))
+        found.counts["clipped"] += far > _MAX_OUTSIDE_PIXELS
+        left, top, right, bottom = clipped
+    if left >= right or top >= bottom:
+        found.counts["empty"] += 1
+        return
+    image.boxes.append([left, top, right, bottom])
+    image.labels.append(label)
+    image.crowd.append(int(bool(annotation.get("iscrowd", 0))))
+
+
+# COCO rounds to hundredths of pixels.
+_MAX_OUTSIDE_PIXELS = 0.1
+
+
+def _text(caption: Any) -> str:
+    if not isinstance(caption, str) or "\0" in caption:
+        raise ValueError(f"caption {caption!r:.60}")
+    caption.encode()
+    return caption
+
+
+def _fields(found: _Annotations) -> dict[str, FieldValues]:
+    fields: dict[str, FieldValues] = {"image_ids": np.array([image.image_id for image in found.images], np.int64)}
+    if found.has_boxes:
+        numbers = {label: number for number, label in enumerate(sorted(found.categories))}
+        boxes = [np.array(image.boxes).reshape(-1, 4) for image in found.images]
+        fields["boxes"] = RaggedRows.of(schema.BOXES, boxes, np.zeros((0, 4)))
+        labels = _ragged([[numbers[label] for label in image.labels] for image in found.images])
+        names = tuple(found.categories[label] for label in sorted(found.categories))
+        fields["box_labels"] = RaggedRows(labels.kind, labels.data, labels.offsets, names)
+        fields["crowd"] = _ragged([image.crowd for image in found.images])
+    if found.has_captions:
+        fields["captions"] = RaggedRows.of_texts([image.captions for image in found.images], schema.TEXTS)
+    return fields
+
+
+def _ragged(rows: Sequence[list[int]]) -> RaggedRows:
+    return RaggedRows.of(schema.RAGGED, [np.array(row, np.int64) for row in rows], np.zeros(0, np.int64))
+
+
+def _notes(found: _Annotations) -> tuple[Note, ...]:
+    notes = unused_note("values of annotations", sorted(found.unused), "boxes, categories and captions are packed")
+    texts = {
+        "clipped": "reached outside of their images and were clipped",
+        "empty": "have no area and were left out",
+        "unknown": "belong to no image and were left out",
+    }
+    for kind, text in texts.items():
+        if found.counts[kind]:
+            noun = "annotation" if kind == "unknown" else "box"
+            notes += (Note(f"{counted(found.counts[kind], noun)} {text}"),)
+    return notes
