@@ -398,7 +398,7 @@ def _write_tables(file: h5py.File, tables: PackTables, fields: tuple[PixelRows, 
 
 
 def _write_fields(file: h5py.File, fields: dict[str, FieldValues]) -> None:
-    if fields:
+    if fields and schema.FIELDS not in file:
         file.create_group(schema.FIELDS)
     for name, values in sorted(fields.items()):
         path = schema.field_path(name)

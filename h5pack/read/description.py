@@ -94,12 +94,6 @@ def describe_file(
             ) from error
 
 
-def field_path(file: h5py.File, name: str) -> str:
-    """Return the path of a field, given that or, in a pack, its name."""
-    path = f"{schema.FIELDS}/{name}"
-    return path if schema.FORMAT in file.attrs and find_item(file, path) is not None else name
-
-
 def _describe(
     file: h5py.File,
     identity: FileIdentity,

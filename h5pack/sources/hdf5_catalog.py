@@ -99,7 +99,7 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
     rows = pack.indexes[images].rows
     labels = find_labels(file, images, rows) if datasets.labels is None else datasets.labels.strip("/") or None
     fields = tuple(find_field(file, name) for name in datasets.fields)
-    if not fields and datasets.own_fields and schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED):
+    if not fields and schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED):
         fields = tuple(own_fields(file))
     form = None if pack.indexes[images].is_encoded else _form(path, require_dataset(file, images), datasets)
     if form is None and (datasets.channel_axis or datasets.value_range):
@@ -265,8 +265,9 @@ def further_datasets(file: h5py.File, images: str) -> list[str]:
 
 def _is_mask(file: h5py.File, name: str, form: PixelForm, images: str) -> bool:
     """Return whether the rows of a dataset are integers, and have the height and width of the images."""
-    dataset = require_dataset(file, name)
-    shape = file[images].shape
+    if is_ragged(file, name):
+        return False
+    dataset, shape = require_dataset(file, name), file[images].shape
     return dataset.shape == (shape[0], *form.size(shape[1:])) and mask_dtype(dataset.dtype) is not None
 
 

@@ -263,7 +263,7 @@ def test_masks_of_any_hdf5_file(tmp_path: Path, dtype: str) -> None:
     with h5py.File(tmp_path / "b.h5") as file:
         assert file["fields/seg"].dtype == (np.uint8 if dtype in ("uint8", "bool") else np.int32)
         assert np.array_equal(file["fields/seg"][()], masks)
-        assert np.array_equal(file["wide"][()], masks)
+        assert np.array_equal(file["fields/wide"][()], masks)
     h5pack.convert(path, tmp_path / "c.h5", **quick(fields="seg", order="sorted", size=(8, 6)))
     with h5py.File(tmp_path / "c.h5") as file:
         assert np.array_equal(file["fields/seg"][()], masks[:, :, 3:9])
