@@ -16,7 +16,7 @@ import torch
 
 from h5pack.data.buffers import SharedMemory
 from h5pack.data.collate import BatchSource, SampleBatch
-from h5pack.data.decoding import CropDecoder, DrawKey, key_of
+from h5pack.data.decoding import DrawKey, crop_decoder, key_of
 from h5pack.data.samples import name_fields, sample_type, split_list
 from h5pack.errors import OptionsError, PackFormatError
 from h5pack.format import schema
@@ -187,7 +187,7 @@ class H5Dataset(BatchSource):
         self._length = len(self.rows)
         self._encoded = tuple(name for name in self.names if pack.indexes[name].is_encoded)
         self.group_rows = index.group_rows
-        self.decoder = self._new_decoder(decode, exact)
+        self.decoder = crop_decoder(self.path, index, decode, exact)
 
     def __len__(self) -> int:
         return self._length
@@ -303,21 +303,8 @@ class H5Dataset(BatchSource):
     def with_decode(self, decode: DecodeCrop | None, exact: bool) -> H5Dataset:
         """Return a dataset that shares this one's files and differs in how images are decoded."""
         made = copy.copy(self)
-        made.decoder = made._new_decoder(decode, exact)
+        made.decoder = crop_decoder(self.path, self.engine.indexes[self.names[0]], decode, exact)
         return made
-
-    def _new_decoder(self, decode: DecodeCrop | None, exact: bool) -> CropDecoder | None:
-        if decode is None:
-            return None
-        if not self.engine.indexes[self.names[0]].is_encoded:
-            raise OptionsError(
-                f"{self.path}: the images are stored as pixels, so decode has no effect; give Normalize(crop=...) the "
-                "crop, or convert with keep='jpeg'",
-                path=self.path,
-                dataset=self.names[0],
-                parameters=("decode", "keep='jpeg'"),
-            )
-        return CropDecoder(decode, exact)
 
     def read_lists(self, rows: npt.NDArray[np.int64]) -> list[list[Any]]:
         """Return the values of rows of each field in `ragged`: tensors, str or lists of str.

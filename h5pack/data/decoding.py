@@ -26,6 +26,7 @@ from h5pack.images.crops import DecodeCrop, RandomResizedCrop, Resize
 from h5pack.images.decode import MAX_PIXELS
 from h5pack.images.headers import DecodePath, ImageHeader
 from h5pack.images.regions import MAX_SHARE, region_decoder
+from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import row_decoder
 
 Pixels = npt.NDArray[np.uint8]
@@ -85,6 +86,21 @@ class _Steps(NamedTuple):
     window: tuple[int, int, int, int]  # Top, left, height and width, in pixels of the image.
     resized: tuple[int, int]  # Height and width of the resized window.
     offset: tuple[int, int]  # First row and column of the result in it; negative if there is black padding.
+
+
+def crop_decoder(path: str, index: ChunkIndex, crop: DecodeCrop | None, exact: bool) -> CropDecoder | None:
+    """Return a decoder of crops of a dataset of images; None if `crop` is None. `path` is named in errors."""
+    if crop is None:
+        return None
+    if not index.is_encoded:
+        raise OptionsError(
+            f"{path}: the images are stored as pixels, so decode has no effect; give Normalize(crop=...) the crop, or "
+            "convert with keep='jpeg'",
+            path=path,
+            dataset=index.name,
+            parameters=("decode", "keep='jpeg'"),
+        )
+    return CropDecoder(crop, exact)
 
 
 class CropDecoder:
