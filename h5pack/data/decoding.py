@@ -25,6 +25,7 @@ from h5pack.errors import OptionsError, RejectedImageError
 from h5pack.images.crops import DecodeCrop, RandomResizedCrop, Resize
 from h5pack.images.decode import MAX_PIXELS
 from h5pack.images.headers import DecodePath, ImageHeader
+from h5pack.images.masks import PADDING
 from h5pack.images.regions import MAX_SHARE, region_decoder
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import row_decoder
@@ -80,12 +81,47 @@ def key_of(indices: Sequence[Any]) -> DrawKey:
     return replace(keys[0], repeat=torch.tensor(repeats) if any(repeats) else 0)
 
 
-class _Steps(NamedTuple):
+class Steps(NamedTuple):
     """How an image becomes a crop: decode a window of it, resize that, and cut the result out."""
 
     window: tuple[int, int, int, int]  # Top, left, height and width, in pixels of the image.
     resized: tuple[int, int]  # Height and width of the resized window.
-    offset: tuple[int, int]  # First row and column of the result in it; negative if there is black padding.
+    offset: tuple[int, int]  # First row and column of the result in it; negative if there is padding.
+    size: tuple[int, int]  # Height and width of the result.
+
+    def move_mask(self, mask: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+        """Write the crop of an image's mask, (h, w), into `out`. Each pixel is a copy of the nearest one.
+
+        It is the one under the pixel's centre, as in torch's ``interpolate(mode="nearest-exact")``. Padding is that of
+        packs: 255, or -1 in int32.
+        """
+        found = []
+        for axis in range(2):
+            pixels = np.arange(self.size[axis]) + self.offset[axis]
+            inside = (pixels >= 0) & (pixels < self.resized[axis])
+            extent = self.window[2 + axis]
+            sources = self.window[axis] + (2 * pixels + 1) * extent // (2 * self.resized[axis])
+            found.append((sources.clip(0, mask.shape[axis] - 1), inside))
+        (rows, inside_rows), (columns, inside_columns) = found
+        out[...] = mask[rows[:, None], columns]
+        out[~(inside_rows[:, None] & inside_columns)] = PADDING[out.dtype.str]
+
+    def move_points(self, points: torch.Tensor) -> torch.Tensor:
+        """Return points (n, 2 or more) of the image, x and y first, in pixels, as points of the crop."""
+        moved = points.clone()
+        for column, axis in ((0, 1), (1, 0)):
+            scale = self.resized[axis] / self.window[2 + axis]
+            moved[:, column] = (points[:, column] - self.window[axis]) * scale - self.offset[axis]
+        return moved
+
+    def move_boxes(self, boxes: torch.Tensor) -> torch.Tensor:
+        """Return boxes (n, 4), left, top, right and bottom, of the image as boxes of the crop, clipped to it.
+
+        A box outside of it remains, without area, so that boxes keep their order and their labels.
+        """
+        corners = self.move_points(boxes.reshape(-1, 2))
+        limits = torch.tensor(self.size[::-1], dtype=corners.dtype)
+        return torch.minimum(corners.clamp(min=0), limits).reshape(-1, 4)
 
 
 def crop_decoder(path: str, index: ChunkIndex, crop: DecodeCrop | None, exact: bool) -> CropDecoder | None:
@@ -138,34 +174,34 @@ class CropDecoder:
         for row, data in zip(rows.tolist(), encoded, strict=True):
             with named(row):
                 headers.append(row_decoder().header(data))
-        plans = self._plan(rows, headers, key)
+        plans = self.plan(rows, [(header.height, header.width) for header in headers], key)
         with serial_torch, torch.inference_mode(False):
             for row, data, header, steps, out in zip(rows.tolist(), encoded, headers, plans, outs, strict=True):
                 with named(row):
                     self._decode(data, header, steps, out)
 
-    def _plan(self, rows: Rows, headers: list[ImageHeader], key: DrawKey) -> Iterator[_Steps]:
+    def plan(self, rows: Rows, sizes: Sequence[tuple[int, int]], key: DrawKey) -> Iterator[Steps]:
+        """Yield how the image of each row is cropped; `sizes` are their heights and widths in pixels."""
         crop, size = self.crop, self.crop.output_size
         if isinstance(crop, RandomResizedCrop):
-            heights, widths = torch.tensor([(one.height, one.width) for one in headers]).reshape(-1, 2).T
+            heights, widths = torch.tensor(sizes, dtype=torch.int64).reshape(-1, 2).T
             batch = BatchKey(torch.from_numpy(rows), key.epoch, key.repeat)
             windows = torch.stack(crop_windows(batch, key.seed, crop, heights, widths), 1)
             for top, left, height, width in windows.tolist():
-                yield _Steps((top, left, height, width), size, (0, 0))
+                yield Steps((top, left, height, width), size, (0, 0), size)
             return
-        for header in headers:
-            height, width = header.height, header.width
+        for height, width in sizes:
             if isinstance(crop, Resize):
-                yield _Steps((0, 0, height, width), size, (0, 0))
+                yield Steps((0, 0, height, width), size, (0, 0), size)
             elif crop.resize is not None:
                 resized = crop.resized_size(height, width)
-                yield _Steps((0, 0, height, width), resized, crop.window(height, width))
+                yield Steps((0, 0, height, width), resized, crop.window(height, width), size)
             else:
                 top, left = crop.window(height, width)
                 window = max(0, top), max(0, left), min(size[0], height), min(size[1], width)
-                yield _Steps(window, window[2:], (min(0, top), min(0, left)))
+                yield Steps(window, window[2:], (min(0, top), min(0, left)), size)
 
-    def _decode(self, data: bytes, header: ImageHeader, steps: _Steps, out: Pixels) -> None:
+    def _decode(self, data: bytes, header: ImageHeader, steps: Steps, out: Pixels) -> None:
         if steps.resized[0] * steps.resized[1] > MAX_PIXELS:
             raise RejectedImageError(
                 f"{header.height}x{header.width} pixels resized to {steps.resized[0]}x{steps.resized[1]} are too many"
@@ -185,7 +221,7 @@ class CropDecoder:
                 target = target.narrow(axis, begin - first, end - begin)
         target.copy_(pixels)
 
-    def _window(self, data: bytes, header: ImageHeader, steps: _Steps) -> Pixels:
+    def _window(self, data: bytes, header: ImageHeader, steps: Steps) -> Pixels:
         """Return the pixels of a window. The result may be valid until the next call in this thread."""
         top, left, height, width = steps.window
         if not self.exact and (smaller := self._scaled(data, header, steps)) is not None:
@@ -199,7 +235,7 @@ class CropDecoder:
         row_decoder().decode(data, header.decode_path, whole)
         return whole[top : top + height, left : left + width]
 
-    def _scaled(self, data: bytes, header: ImageHeader, steps: _Steps) -> Pixels | None:
+    def _scaled(self, data: bytes, header: ImageHeader, steps: Steps) -> Pixels | None:
         """Return a window of the image decoded at a fraction of its size.
 
         Return None if the window would be smaller than its result.
