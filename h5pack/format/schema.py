@@ -39,6 +39,7 @@ RDCC_NSLOTS = "h5pack_rdcc_nslots"
 RDCC_W0 = "h5pack_rdcc_w0"
 STORED_BYTES = "stored_bytes"
 KIND = "kind"
+DTYPE = "dtype"
 
 # Values of the attribute `kind` of fields.
 MASK = "mask"

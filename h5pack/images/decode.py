@@ -38,7 +38,8 @@ _ORIENTATION = 0x0112
 _TIFF_WIDTH, _TIFF_HEIGHT = 0x0100, 0x0101
 _LONG_HEAD_BYTES = 65_536
 _ENCODER_SLACK_BYTES = 1_024
-_SIDEWAYS = (5, 6, 7, 8)
+SIDEWAYS = (5, 6, 7, 8)
+"""The Exif orientations that exchange height and width."""
 _16_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 _TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _LIBTIFF = b"tempfile.tif: "
@@ -117,7 +118,7 @@ def _pillow_header(stream: BinaryIO) -> ImageHeader:
         width, height = image.size
         if isinstance(image, TiffImageFile):
             width, height = image.tag_v2[_TIFF_WIDTH], image.tag_v2[_TIFF_HEIGHT]
-        sideways = orientation_of(image) in _SIDEWAYS
+        sideways = orientation_of(image) in SIDEWAYS
     return ImageHeader(width, height, DecodePath.PILLOW) if sideways else ImageHeader(height, width, DecodePath.PILLOW)
 
 
@@ -215,7 +216,7 @@ class Decoder:
         options = self._options
         if options.draft:
             size = (options.width, options.height)
-            image.draft(None, size[::-1] if orientation_of(image) in _SIDEWAYS else size)
+            image.draft(None, size[::-1] if orientation_of(image) in SIDEWAYS else size)
         applied = orientation_of(image)
         flat = eight_bits(image)
         # Read the orientation after loading, because Pillow turns a TIFF upright while loading and removes the tag.

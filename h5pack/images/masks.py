@@ -18,10 +18,22 @@ import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from h5pack.errors import RejectedImageError
-from h5pack.images.decode import TURNS, PixelOptions, Upright, orientation_of, pad_image, refuse_bomb, rejecting
+from h5pack.images.decode import (
+    MAX_PIXELS,
+    SIDEWAYS,
+    TURNS,
+    PixelOptions,
+    Upright,
+    orientation_of,
+    pad_image,
+    refuse_bomb,
+    rejecting,
+)
 
 _MODES = {"1": "|u1", "L": "|u1", "P": "|u1", "I;16": "<i4", "I;16L": "<i4", "I;16B": "<i4", "I;16N": "<i4", "I": "<i4"}
 """Pillow's modes of masks, and the dtypes of their pixels."""
+
+_MAX_16_BITS = 2**16 - 1
 
 PADDING = {"|u1": 255, "<i4": -1}
 """The number of pixels outside of the image, by dtype."""
@@ -104,6 +116,39 @@ class MaskDecoder:
         height, width = pixels.shape
         require_size(height, width, image.height, image.width)
         return pixels
+
+
+def read_mask(data: bytes, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return the pixels of a PNG file that `encode_mask` made, (h, w); raise RejectedImageError if it is damaged."""
+    with rejecting(), Image.open(io.BytesIO(data), formats=("PNG",)) as image:
+        refuse_bomb(image.height, image.width, MAX_PIXELS)
+        if _dtype(image) == "<i4" and dtype == np.uint8:
+            raise RejectedImageError("it has more bits than the other masks")
+        # A copy, because tensors of memory that cannot be written cause a warning.
+        return np.array(image).astype(dtype, copy=False)
+
+
+def upright_of(data: bytes) -> Upright:
+    """Return the upright size and the orientation of the image in a file."""
+    with rejecting(), Image.open(io.BytesIO(data)) as image:
+        orientation, size = orientation_of(image), (image.height, image.width)
+    return Upright(*(size[::-1] if orientation in SIDEWAYS else size), orientation)
+
+
+def encode_mask(pixels: npt.NDArray[Any], height: int, width: int) -> bytes:
+    """Return a mask, uint8 or int32 (h, w), as a gray PNG file of 8 or 16 bits in another size.
+
+    Each pixel is the nearest one. Raise RejectedImageError if a number does not fit into 16 bits.
+    """
+    if pixels.shape != (height, width):
+        pixels = np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST))
+    if pixels.dtype != np.uint8:
+        if pixels.min() < 0 or pixels.max() > _MAX_16_BITS:
+            raise RejectedImageError(f"its numbers from {pixels.min()} to {pixels.max()} do not fit into 16 bits")
+        pixels = pixels.astype(np.uint16)
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG")
+    return stream.getvalue()
 
 
 def require_size(height: int, width: int, image_height: int, image_width: int) -> None:

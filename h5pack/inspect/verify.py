@@ -21,7 +21,7 @@ from h5pack.format.checksums import crc32, row_checksums
 from h5pack.format.plans import plan_cache
 from h5pack.format.row_offsets import EncodedOffsets, RowOffsets, check_rows_counted, check_tasks, describe_check
 from h5pack.read.chunk_index import index_dataset
-from h5pack.read.encoded import EncodedIndex, index_kept
+from h5pack.read.encoded import EncodedIndex, index_kept, is_mask_group
 from h5pack.read.hdf5 import (
     dataset_names,
     is_filtered,
@@ -280,21 +280,29 @@ def _inspect_kept(file: h5py.File) -> _Structure:
     if index.offsets[0] != 0 or index.offsets[-1] != index.data.rows:
         found.problems.append(f"{schema.ENCODED_OFFSETS}: the rows do not cover all bytes of {schema.ENCODED_DATA}")
     _check_tables(file, found.rows, found.problems)
+    _add_kept(file, index, found)
+    for name in file.get(schema.FIELDS, ()):
+        if is_mask_group(file, f"{schema.FIELDS}/{name}"):
+            _add_kept(file, index_kept(file, f"{schema.FIELDS}/{name}"), found)
     _check_other_rows(file, found)
-    checksums = _checksums(file, schema.ENCODED, found)
-    if checksums is None:
-        return found
-    if index.library_reason is None and index.base is not None:
-        offsets = EncodedOffsets.of(index.base, index.offsets)
-        found.large.append(_Rows(schema.ENCODED, checksums, offsets))
-    else:
-        found.damaged[schema.ENCODED] = _damaged_kept(file, index, checksums)
     return found
+
+
+def _add_kept(file: h5py.File, index: EncodedIndex, found: _Structure) -> None:
+    """Add encoded images or masks to `large`, or their damaged rows if another program moved them."""
+    checksums = _checksums(file, index.name, found)
+    if index.rows != found.rows:
+        found.problems.append(f"{index.name}: {index.rows:,} rows, but {schema.ENCODED} has {found.rows:,}")
+    elif checksums is not None and index.library_reason is None and index.base is not None:
+        offsets = EncodedOffsets.of(index.base, index.offsets)
+        found.large.append(_Rows(index.name, checksums, offsets))
+    elif checksums is not None:
+        found.damaged[index.name] = _damaged_kept(file, index, checksums)
 
 
 def _damaged_kept(file: h5py.File, index: EncodedIndex, checksums: npt.NDArray[np.uint32]) -> list[int]:
     """Return the rows that differ from their checksums, read through the HDF5 library: another program moved them."""
-    data, wrong = file[schema.ENCODED_DATA], []
+    data, wrong = file[index.data.name], []
     require_filters(data)
     for row, (start, stop) in enumerate(itertools.pairwise(index.offsets.tolist())):
         try:
@@ -319,7 +327,7 @@ def _checksums(file: h5py.File, name: str, found: _Structure) -> npt.NDArray[np.
 
 def _check_other_rows(file: h5py.File, found: _Structure) -> None:
     """Compare the rows of all but the large datasets with their checksums."""
-    large = {found.images, *(one.name for one in found.large)}
+    large = {found.images, *(one.name for one in found.large), *found.damaged}
     if schema.LABELS in file and f"{schema.CHECKSUMS}/{schema.LABELS}" not in file:
         found.problems.append(f"{schema.CHECKSUMS}/{schema.LABELS}: missing")
     for name in dataset_names(file):

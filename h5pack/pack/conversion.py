@@ -30,10 +30,10 @@ from h5pack.pack.encode import encode_images
 from h5pack.pack.estimate import estimate_seconds, table_seconds
 from h5pack.pack.journal import RowRecord, RowResults
 from h5pack.pack.kept import KeptPlan, copy_seconds, make_kept_plan
-from h5pack.pack.options import ConvertOptions
+from h5pack.pack.options import ConvertOptions, require_suitable
 from h5pack.pack.output import ConvertReport as ConvertReport
 from h5pack.pack.output import Output, OutputLock
-from h5pack.pack.plan import ConvertPlan, close_holes, make_plan, refuse_reject, require_suitable
+from h5pack.pack.plan import ConvertPlan, close_holes, make_plan, refuse_reject
 from h5pack.pack.resume import UnfinishedPack, verify_existing
 from h5pack.pack.survey import survey
 from h5pack.sources.catalog import Catalog

@@ -125,6 +125,7 @@ def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> Pa
         checksums=written.checksums[final.origins],
         pixel_checksums=tuple(some[final.origins] for some in written.field_checksums),
         encoded=plan.encoded_tables(),
+        encoded_masks=plan.mask_tables(),
         statistics=pack_statistics(plan, written, final, pack.row_offsets, pack.lock.descriptor),
         rejects=plan.all_rejects(written.reasons),
     )

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 from h5pack.errors import OptionsError
 from h5pack.images.decode import MAX_PIXELS
 from h5pack.pack.compression import NONE, Compression, parse_compression
-from h5pack.sources.catalog import NameFilter
+from h5pack.sources.catalog import Catalog, NameFilter, one_split
 from h5pack.sources.detect import KINDS, SourceOptions
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.sources.manifest import ManifestColumns
@@ -26,6 +26,8 @@ ORDERS = ("shuffled", "sorted")
 FITS = ("crop", "pad", "stretch")
 IO = ("auto", "direct", "buffered")
 KEEP = ("jpeg",)
+VAL_SPLITS = ("train", "val")
+"""The splits of a pack that was made with `val`."""
 RESAMPLES = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
 
 _LATER = (
@@ -195,6 +197,29 @@ class ConvertOptions:
             if values[name] == getattr(ConvertOptions, name):
                 del values[name]
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> None:
+    """Raise OptionsError for options that the source does not allow.
+
+    These are `val` if it has splits, but for a single split "train", which can be divided; and `draft` if it has masks.
+    """
+    if options.draft and catalog.pixel_fields:
+        raise OptionsError(
+            f"{source}: draft=True would shrink images before they are resized, which cannot be done with their masks; "
+            "leave out draft=True",
+            path=source,
+            parameters=("draft=True",),
+        )
+    if options.val is not None and catalog.split_names not in (one_split(0)[0], VAL_SPLITS[:1]):
+        parameter = f"val={options.val!r}"
+        names = ", ".join(map(repr, catalog.split_names))
+        raise OptionsError(
+            f"{source}: {parameter} would divide it into 'train' and 'val', but it has the splits {names}; leave out "
+            f"{parameter}, or convert one of the splits alone, such as its folder",
+            path=None if catalog.kind == "dataset" else source,
+            parameters=(parameter,),
+        )
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str | None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -17,12 +17,12 @@ from h5pack.format.plans import HDF5_MAX_CHUNK_BYTES, ChunkPlan, plan_chunks
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.images.decode import PixelOptions
 from h5pack.pack.compression import Compression, max_compressed_bytes
-from h5pack.pack.file_structure import FileStructure, PixelRows, options_text, plan_metadata
+from h5pack.pack.file_structure import EncodedMasks, FileStructure, PixelRows, options_text, plan_metadata
 from h5pack.pack.journal import EncodedFile
-from h5pack.pack.options import ConvertOptions
+from h5pack.pack.options import VAL_SPLITS, ConvertOptions
 from h5pack.pack.survey import Survey
 from h5pack.read.hdf5 import utf8
-from h5pack.sources.catalog import Catalog, Note, Reject, one_split
+from h5pack.sources.catalog import Catalog, Note, Reject
 from h5pack.sources.map_style import with_labels
 from h5pack.system.arrays import shuffled_split
 from h5pack.system.text import counted, format_bytes
@@ -78,39 +78,7 @@ def close_holes(split_starts: npt.NDArray[np.int64], packed: npt.NDArray[np.bool
     return RowOrder.of_splits(members)
 
 
-VAL_SPLITS = ("train", "val")
-"""The splits of a pack that was made with `val`."""
-
 _VAL_HASH = 2**32  # far above the numbers of splits, so that choosing a split and shuffling it are independent
-
-
-def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> None:
-    """Raise OptionsError for options that the source does not allow.
-
-    These are `val` if it has splits, but for a single split "train", which can be divided; and `draft` if it has masks.
-    """
-    if options.draft and catalog.pixel_fields:
-        raise OptionsError(
-            f"{source}: draft=True would shrink images before they are resized, which cannot be done with their masks; "
-            "leave out draft=True",
-            path=source,
-            parameters=("draft=True",),
-        )
-    if options.keep is not None and catalog.pixel_fields:
-        raise OptionsError(
-            f"{source}: keep={options.keep!r} cannot store masks; leave out keep={options.keep!r}",
-            path=source,
-            parameters=(f"keep={options.keep!r}",),
-        )
-    if options.val is not None and catalog.split_names not in (one_split(0)[0], VAL_SPLITS[:1]):
-        parameter = f"val={options.val!r}"
-        names = ", ".join(map(repr, catalog.split_names))
-        raise OptionsError(
-            f"{source}: {parameter} would divide it into 'train' and 'val', but it has the splits {names}; leave out "
-            f"{parameter}, or convert one of the splits alone, such as its folder",
-            path=None if catalog.kind == "dataset" else source,
-            parameters=(parameter,),
-        )
 
 
 def choose_val(labels: npt.NDArray[np.int64] | None, count: int, val: float, seed: int) -> npt.NDArray[np.bool_]:
@@ -242,6 +210,10 @@ class ConvertPlan:
         """Return the offsets and sizes of encoded images, by their paths in the file; empty if rows are pixels."""
         return {}
 
+    def mask_tables(self) -> Sequence[EncodedMasks]:
+        """Return the masks that are stored as PNG files."""
+        return ()
+
     def source_groups(self, rows: Rows) -> Rows | None:
         """Return the group number of the image in each row, as `SourceReader.groups` does."""
         return self.catalog.reader.groups(self.row_order.origins[rows])
@@ -261,7 +233,10 @@ class ConvertPlan:
         )
         names = sum(utf8(texts).nbytes for texts in (catalog.label_names or (), catalog.split_names))
         return replace(
-            structure, metadata_bytes=plan_metadata(self.chunks.count, structure, names, len(catalog.fields) + 1)
+            structure,
+            metadata_bytes=plan_metadata(
+                self.chunks.count, structure, names, len(catalog.fields) + 2 * len(catalog.pixel_fields) + 1
+            ),
         )
 
     @property
@@ -382,7 +357,10 @@ class ConvertPlan:
             f"source   {self.source} ({self.catalog.kind}{self.catalog.about and ': ' + self.catalog.about})",
             f"images   {self._images_text()}",
             f"labels   {self.label_kind()}" + "".join(f", field {name}" for name in sorted(self.catalog.fields)),
-            *(f"field    {one.name}: {one.kind}s, {np.dtype(one.dtype)}" for one in self.pixel_rows),
+            *(
+                f"field    {one.name}: {one.kind}s, {np.dtype(dtype)}"
+                for one, dtype in zip(self.catalog.pixel_fields, self.mask_dtypes, strict=True)
+            ),
             f"splits   {splits}",
             f"chunks   {self._chunks_text()}",
             f"file     {file}",

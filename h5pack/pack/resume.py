@@ -14,9 +14,9 @@ from h5pack.format import schema
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.pack.file_structure import copy_structure, options_text, write_structure
 from h5pack.pack.journal import Journal
-from h5pack.pack.options import ConvertOptions
+from h5pack.pack.options import VAL_SPLITS, ConvertOptions
 from h5pack.pack.output import Output, OutputLock
-from h5pack.pack.plan import VAL_SPLITS, ConvertPlan
+from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.writer import WriteJob
 from h5pack.read.hdf5 import open_file, require_complete, text
 from h5pack.sources.catalog import Catalog
@@ -29,7 +29,7 @@ def identity(plan: ConvertPlan) -> dict[str, Any]:
     return {
         "h5pack": __version__,
         "options": plan.options.content(),
-        "shape": [plan.rows, *plan.row_shape, *(one.dtype for one in plan.pixel_rows)],
+        "shape": [plan.rows, *plan.row_shape, *plan.mask_dtypes],
         "tables": plan.catalog.tables_checksum(),
     }
 

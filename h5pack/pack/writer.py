@@ -18,18 +18,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import OutputBusyError, RejectedImageError, ResumeError, SourceError
+from h5pack.errors import OutputBusyError, RejectedImageError, SourceError
 from h5pack.format.checksums import crc32
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.images.decode import Decoder, PixelOptions, strict_pillow
 from h5pack.images.masks import MaskDecoder, naming_mask
 from h5pack.pack.direct_io import RowBuffer, RowFile
 from h5pack.pack.file_structure import PixelRows
-from h5pack.pack.journal import EncodedFile, JournalWriter, RowRecord
+from h5pack.pack.journal import EncodedFile, JournalWriter, RowRecord, read_encoded
 from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.statistics import channel_sums, encoded_sums, sampled_rows, statistics_range
 from h5pack.sources.catalog import SourceReader
-from h5pack.system.files import read_all
 from h5pack.system.processes import shared
 
 _TASKS_PER_WORKER = 16
@@ -324,16 +323,7 @@ def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: 
     Raises SourceError if the file does not have the size that the survey found, ResumeError if encoded bytes are lost.
     """
     if encoded is not None:
-        with open(encoded.path, "rb") as stream:
-            found = read_all(stream.fileno(), size, encoded.offset)
-        if len(found) != size or crc32(found) != encoded.checksum:
-            raise ResumeError(
-                f"{encoded.path}: does not contain what was written to it; check the disk, then run again with "
-                "resume=True",
-                path=encoded.path,
-                parameters=("resume=True",),
-            )
-        return found
+        return read_encoded(encoded, size)
     try:
         data = read_image(reader, index, name)
     except RejectedImageError:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from h5pack.errors import H5PackError, PackFormatError
 from h5pack.format import schema
 from h5pack.read.chunk_index import ChunkIndex, index_dataset
-from h5pack.read.encoded import has_kept_images, index_encoded, index_kept, is_encoded
+from h5pack.read.encoded import has_kept_images, index_encoded, index_kept, is_encoded, is_mask_group
 from h5pack.read.hdf5 import (
     attribute_names,
     dataset_error,
@@ -111,12 +111,15 @@ def _describe(
         _add_checksums(file, indexes, images)
     rows = indexes[images].rows if indexes else -1
     for name in (*(() if indexes else (images,)), *(() if labels is None else (labels,)), *fields):
+        if is_mask_group(file, name):
+            indexes[name] = index_kept(file, name, sized=sized)
+            _require_length(file, name, indexes[name].rows, images, rows)
+            _add_checksums(file, indexes, name)
+            continue
         dataset = require_dataset(file, name)
         _require_rows(file, dataset, name == images)
         rows = len(dataset) if rows < 0 else rows
-        if len(dataset) != rows:
-            problem = f"has {len(dataset):,} rows, but {images!r} has {rows:,}; name datasets of equal length"
-            raise dataset_error(file.filename, name, problem)
+        _require_length(file, name, len(dataset), images, rows)
         if is_encoded(dataset):
             # Stored checksums are those of the encoded bytes, so they cannot be compared with decoded pixels.
             sources = require_sources(dataset) if dataset.is_virtual else frozenset()
@@ -139,6 +142,12 @@ def _describe(
         mean=_statistic(file, "mean"),
         std=_statistic(file, "std"),
     )
+
+
+def _require_length(file: h5py.File, name: str, length: int, images: str, rows: int) -> None:
+    if length != rows:
+        problem = f"has {length:,} rows, but {images!r} has {rows:,}; name datasets of equal length"
+        raise dataset_error(file.filename, name, problem)
 
 
 def _add_checksums(file: h5py.File, indexes: dict[str, ChunkIndex], name: str) -> None:

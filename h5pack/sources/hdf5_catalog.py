@@ -18,7 +18,7 @@ import numpy.typing as npt
 from h5pack.errors import DamagedRowsError, H5PackError, OptionsError, SourceError
 from h5pack.format import schema
 from h5pack.read.description import FileDescription, checksums_of, describe_file, field_path
-from h5pack.read.encoded import has_kept_images, is_encoded
+from h5pack.read.encoded import has_kept_images, is_encoded, is_mask_group
 from h5pack.read.engine import Engine
 from h5pack.read.hdf5 import attribute_names, dataset_names, open_file, require_dataset, text
 from h5pack.read.virtual import require_sources
@@ -106,7 +106,7 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
             dataset=images,
             parameters=("channel_axis", "value_range"),
         )
-    masks = tuple(name for name in fields if form is not None and _is_mask(file, name, form, images))
+    masks = tuple(name for name in fields if _is_mask(file, name, form, images))
     if not datasets.own_fields:
         fields = masks
     if masks:
@@ -265,10 +265,11 @@ def _own_fields(file: h5py.File) -> Iterator[str]:
     yield from (f"{schema.FIELDS}/{name}" for name in group) if isinstance(group, h5py.Group) else ()
 
 
-def _is_mask(file: h5py.File, name: str, form: PixelForm, images: str) -> bool:
-    """Return whether the rows of a dataset are integers, and have the height and width of the images."""
-    dataset = require_dataset(file, name)
-    shape = file[images].shape
+def _is_mask(file: h5py.File, name: str, form: PixelForm | None, images: str) -> bool:
+    """Return whether a field holds masks: integers with the height and width of the images, or PNG files in a pack."""
+    if form is None:
+        return is_mask_group(file, name)
+    dataset, shape = require_dataset(file, name), file[images].shape
     return dataset.shape == (shape[0], *form.size(shape[1:])) and mask_dtype(dataset.dtype) is not None
 
 

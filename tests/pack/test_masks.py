@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from PIL import Image, ImageOps
+from torch.utils.data import DataLoader
 
 import h5pack
-from h5pack.errors import OptionsError, ResumeError, SourceError
+from h5pack.errors import DamagedRowsError, OptionsError, PackFormatError, ResumeError, SourceError
 from h5pack.format.checksums import row_checksums
 from h5pack.pack.conversion import Conversion
 from tests.crashing import convert_in_child, distinct_steps, interrupt, leftovers, lose_pages
@@ -79,7 +82,7 @@ def test_killed_at_every_step(source: Path, tmp_path: Path, compression: str) ->
     changes = convert_in_child(source, out, settings, kill_at=None)
     whole = out.read_bytes()
     rejects = (tmp_path / "o.h5.rejects.csv").read_bytes()
-    for step in distinct_steps(changes, first=True)[:: 1 if compression == "none" else 3]:
+    for step in distinct_steps(changes, first=True)[:: 1 if compression == "none" else 4]:
         out.unlink()
         convert_in_child(source, out, settings, kill_at=step)
         assert not out.exists() or out.read_bytes() == whole
@@ -240,8 +243,6 @@ def test_what_cannot_be_combined_with_masks(tmp_path: Path) -> None:
     pair_folders(tmp_path / "in", 4)
     with pytest.raises(OptionsError, match="draft"):
         h5pack.convert(tmp_path / "in", tmp_path / "o.h5", **SETTINGS, size=8, draft=True)
-    with pytest.raises(OptionsError, match="keep"):
-        h5pack.convert(tmp_path / "in", tmp_path / "o.h5", **quick(source_kind="pairs", keep="jpeg"))
     assert leftovers(tmp_path) == {"in"}
 
 
@@ -288,3 +289,132 @@ def test_masks_that_a_manifest_names(tmp_path: Path) -> None:
             h5pack.convert(source / "list.csv", tmp_path / "p.h5", **quick(**columns))
     with pytest.raises(OptionsError):
         h5pack.convert(source / "images", tmp_path / "p.h5", **quick(mask_columns="mask"))
+
+
+KEPT = quick(source_kind="pairs", keep="jpeg")
+
+
+def kept_masks(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """The masks of a pack of PNG files, by the names of their images, as a reader who knows only Pillow sees them."""
+    with h5py.File(path) as file:
+        data, offsets = file["fields/masks/data"][()], file["fields/masks/offsets"][()]
+        names = [name.decode() for name in file["filenames"][()]]
+        sizes = file["encoded/size"][()]
+        assert file["fields/masks"].attrs["kind"] == b"mask"
+    found = {}
+    for row, name in enumerate(names):
+        with Image.open(io.BytesIO(data[offsets[row] : offsets[row + 1]].tobytes())) as image:
+            found[name] = np.asarray(image)
+        assert found[name].shape == tuple(sizes[row])
+    return found
+
+
+def test_kept_files_with_masks(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.h5"
+    report = h5pack.convert(source, out, **KEPT)
+    assert (report.images, report.rejects) == (47, 13)
+    with h5py.File(out) as file:
+        data, offsets = file["encoded/data"][()], file["encoded/offsets"][()]
+        for row, name in enumerate(file["filenames"].asstr()[()]):
+            assert data[offsets[row] : offsets[row + 1]].tobytes() == (source / name).read_bytes()
+    for name, mask in kept_masks(out).items():
+        assert np.array_equal(mask, numbers(int(name[7:10]), (60, 50)))
+    assert h5pack.verify(out).ok
+    dataset = h5pack.H5Dataset(out, fields=["masks"], with_rows=True, check=True)
+    names = dataset.filenames
+    assert names is not None
+    for batch in (*h5pack.H5Loader(dataset, 10), *DataLoader(dataset, 10, collate_fn=dataset.collate)):
+        assert (batch.masks.dtype, batch.masks.shape[1:]) == (torch.uint8, (60, 50))
+        for mask, row in zip(batch.masks, batch.rows.tolist(), strict=True):
+            assert np.array_equal(mask, numbers(int(names[row][7:10]), (60, 50)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_side": 20}])
+def test_masks_of_kept_files_follow_orientation_and_size(tmp_path: Path, settings: dict[str, int]) -> None:
+    """A white square in the image is the class 9 of the mask; sizes and orientations differ."""
+    root = tmp_path / "in"
+    for number in range(16):
+        size = (48 + 4 * (number // 8), 64)
+        image, mask = np.zeros((*size, 3), np.uint8), np.zeros(size, np.uint8)
+        image[8:24, 16:40], mask[8:24, 16:40] = 255, 9
+        exif = Image.Exif()
+        exif[0x0112] = 1 + number % 8
+        save(root / "masks" / f"{number}.png")
+        save(root / "images" / f"{number}.jpg")
+        Image.fromarray(image).save(root / "images" / f"{number}.jpg", exif=exif, quality=95)
+        Image.fromarray(mask).save(root / "masks" / f"{number}.png")
+    h5pack.convert(root, tmp_path / "o.h5", **KEPT, **settings)
+    masks = kept_masks(tmp_path / "o.h5")
+    dataset = h5pack.H5Dataset(tmp_path / "o.h5", fields=["masks"], with_rows=True)
+    names = dataset.filenames
+    assert names is not None
+    for sample in dataset:
+        assert np.array_equal(sample.masks, masks[names[sample.row]])
+        assert sample.masks.shape == sample.image.shape[:2]
+        differs = (sample.masks == 9) != (sample.image[:, :, 0] > 127)
+        # JPEG blurs edges, and a smaller image has pixels of both sides.
+        assert differs.float().mean() < (0.07 if settings else 0.01)
+        assert max(sample.masks.shape) == settings.get("max_side", 64)
+        if settings:
+            mask = expected_mask(root / names[sample.row].replace("images", "masks").replace("jpg", "png"))
+            turned = ImageOps.exif_transpose(Image.open(root / names[sample.row]))
+            upright = mask if turned.size == mask.shape[::-1] and int(names[sample.row][7:-4]) % 8 == 0 else None
+            if upright is not None:
+                size = (sample.masks.shape[1], sample.masks.shape[0])
+                slow = Image.fromarray(upright).resize(size, Image.Resampling.NEAREST)
+                assert np.array_equal(sample.masks, np.asarray(slow))
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_side": 40}])
+def test_kept_masks_are_resumed_at_every_step(source: Path, tmp_path: Path, settings: dict[str, int]) -> None:
+    out, keywords = tmp_path / "o.h5", {**KEPT, **settings}
+    changes = convert_in_child(source, out, keywords, kill_at=None)
+    whole = out.read_bytes()
+    for step in distinct_steps(changes, first=True)[:: 4 if settings else 2]:
+        out.unlink()
+        convert_in_child(source, out, keywords, kill_at=step)
+        assert not out.exists() or out.read_bytes() == whole
+        h5pack.convert(source, out, **keywords, resume=True)
+        assert out.read_bytes() == whole, f"killed at step {step}: {changes[step]}"
+        assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
+    h5pack.convert(source, tmp_path / "p.h5", **{**keywords, "num_workers": 3})
+    assert (tmp_path / "p.h5").read_bytes() == whole
+
+
+def test_kept_masks_of_16_bits_and_those_that_do_not_fit(tmp_path: Path) -> None:
+    source = pair_folders(tmp_path / "in", 6)
+    wide = np.arange(280, dtype=np.uint16).reshape(20, 14) * 200
+    Image.fromarray(wide).save(source / "masks" / "002.png")
+    (source / "masks" / "003.png").unlink()
+    Image.fromarray(wide.astype(np.int32) * 2).save(source / "masks" / "003.tif")
+    h5pack.convert(source, tmp_path / "o.h5", **KEPT, order="sorted")
+    dataset = h5pack.H5Dataset(tmp_path / "o.h5", fields=["masks"])
+    assert len(dataset) == 5
+    assert dataset[2].masks.dtype == torch.int32
+    assert np.array_equal(dataset[2].masks, wide)
+    assert np.array_equal(dataset[3].masks, numbers(4, (20, 14)))
+    # Into pixels, and back to files.
+    h5pack.convert(tmp_path / "o.h5", tmp_path / "p.h5", **quick(order="sorted"))
+    with h5py.File(tmp_path / "p.h5") as file:
+        assert np.array_equal(file["fields/masks"][2], wide)
+    h5pack.export(tmp_path / "o.h5", tmp_path / "back", num_workers=1)
+    assert np.array_equal(expected_mask(tmp_path / "back" / "masks" / "002.png"), wide)
+    assert (tmp_path / "back" / "images" / "002.jpg").read_bytes() == (source / "images" / "002.jpg").read_bytes()
+
+
+def test_damaged_kept_masks(tmp_path: Path) -> None:
+    h5pack.convert(pair_folders(tmp_path / "in", 6), tmp_path / "o.h5", **KEPT)
+    with h5py.File(tmp_path / "o.h5", "r+") as file:
+        offsets = file["fields/masks/offsets"][()]
+        file["fields/masks/data"][offsets[4] + 50] ^= 255
+    assert h5pack.verify(tmp_path / "o.h5").damaged == {"fields/masks": [4]}
+    dataset = h5pack.H5Dataset(tmp_path / "o.h5", fields=["masks"])
+    assert dataset[3].masks.shape == (20, 14)
+    with pytest.raises(DamagedRowsError):
+        dataset[4]
+    for wrong in (10**9, -1):
+        with h5py.File(tmp_path / "o.h5", "r+") as file:
+            file["fields/masks/offsets"][3] = wrong
+        with pytest.raises(PackFormatError):
+            h5pack.H5Dataset(tmp_path / "o.h5", fields=["masks"])
+        assert h5pack.verify(tmp_path / "o.h5").problems
