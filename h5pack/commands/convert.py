@@ -63,6 +63,9 @@ def add(commands: Any) -> None:
     what.add_argument(
         "--mask-columns", type=comma_parts, metavar="A,B", help="the manifest's columns of paths of masks, PNG files"
     )
+    what.add_argument(
+        "--image-columns", type=comma_parts, metavar="A,B", help="the manifest's columns of paths of further images"
+    )
 
     hdf5 = convert.add_argument_group("HDF5 sources")
     add_hdf5(hdf5)

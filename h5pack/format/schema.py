@@ -43,6 +43,7 @@ DTYPE = "dtype"
 
 # Values of the attribute `kind` of fields.
 MASK = "mask"
+IMAGE = "image"
 
 NO_LABEL = -1
 """The label that is stored for an unlabelled image, in a pack whose other images have labels."""

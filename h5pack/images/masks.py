@@ -48,12 +48,12 @@ class MaskHeader(NamedTuple):
 
 
 @contextlib.contextmanager
-def naming_mask(name: str) -> Iterator[None]:
+def naming_mask(name: str, kind: str = "mask") -> Iterator[None]:
     """Let the reason of a RejectedImageError begin with the name of a mask, as it becomes that of its image."""
     try:
         yield
     except RejectedImageError as error:
-        raise RejectedImageError(f"its mask {name}: {error}") from error
+        raise RejectedImageError(f"its {kind} {name}: {error}") from error
 
 
 def read_mask_header(open_file: Callable[[], BinaryIO], max_pixels: int) -> MaskHeader:

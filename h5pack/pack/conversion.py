@@ -61,6 +61,7 @@ def convert(
     split_column: str | None = None,
     field_columns: str | Sequence[str] = (),
     mask_columns: str | Sequence[str] = (),
+    image_columns: str | Sequence[str] = (),
     images: str | None = None,
     labels: str | None = None,
     fields: str | Sequence[str] = (),
@@ -126,6 +127,8 @@ def convert(
     mask_columns : str or sequence of str
         The manifest's columns of paths of masks. Each becomes a field: a number for each pixel of the image, which is
         cropped, padded, resized and turned with it.
+    image_columns : str or sequence of str
+        The manifest's columns of paths of further images of a sample. Each becomes a field of images of the same size.
     images, labels : str, optional
         An HDF5 file's datasets of images and of labels. Default: detected. ``labels=""`` packs no labels.
     fields : str or sequence of str
@@ -210,7 +213,8 @@ def convert(
     conversion = Conversion(
         source, out, source_kind=source_kind, include=include, exclude=exclude, limit=limit, root=root,
         path_column=path_column, label_columns=label_columns, split_column=split_column, field_columns=field_columns,
-        mask_columns=mask_columns, images=images, labels=labels, fields=fields, channel_axis=channel_axis,
+        mask_columns=mask_columns, image_columns=image_columns, images=images, labels=labels, fields=fields,
+        channel_axis=channel_axis,
         value_range=value_range, size=size, fit=fit, resample=resample, draft=draft, mode=mode, layout=layout,
         keep=keep, max_side=max_side, quality=quality, order=order, seed=seed, val=val, chunk_rows=chunk_rows,
         chunk_bytes=chunk_bytes, max_pixels=max_pixels, compression=compression, compat=compat, strict=strict,
@@ -297,7 +301,7 @@ class Conversion:
             with self._stage("survey", len(catalog)) as advance:
                 surveyed = survey(
                     catalog, self._executor, 2 * self.num_workers, options.max_pixels, advance,
-                    keep=options.keep is not None,
+                    keep=options.keep is not None, resize=options.size is not None,
                 )  # fmt: skip
             plan = make_plan if options.keep is None else make_kept_plan
             self._plan = plan(_source_name(self._source), catalog, surveyed, options)

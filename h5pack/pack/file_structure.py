@@ -317,6 +317,8 @@ def _create_field(
     file.require_group(schema.FIELDS)
     dataset = _create_chunked(file, field.dataset, (structure.chunk_rows, *field.row_shape), field.dtype, compression)
     dataset.attrs[schema.KIND] = np.bytes_(field.kind)
+    if field.kind == schema.IMAGE:
+        dataset.attrs[schema.LAYOUT] = np.bytes_(structure.layout)
     return _allocated(dataset, rows)
 
 

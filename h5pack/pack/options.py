@@ -12,6 +12,7 @@ from numbers import Integral
 from typing import Any, TypeGuard
 
 from h5pack.errors import OptionsError
+from h5pack.format import schema
 from h5pack.images.decode import MAX_PIXELS
 from h5pack.pack.compression import NONE, Compression, parse_compression
 from h5pack.sources.catalog import Catalog, NameFilter, one_split
@@ -32,7 +33,7 @@ RESAMPLES = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
 
 _LATER = (
     "compression", "images", "labels", "fields", "channel_axis", "value_range", "val", "keep", "max_side", "quality",
-    "mask_columns",
+    "mask_columns", "image_columns",
 )  # fmt: skip
 _OF_PIXELS = ("size", "fit", "resample", "draft", "mode", "layout", "chunk_rows", "chunk_bytes", "compression")
 _OF_KEPT = ("max_side", "quality")
@@ -52,6 +53,7 @@ class ConvertOptions:
     split_column: str | None = None
     field_columns: tuple[str, ...] = ()
     mask_columns: tuple[str, ...] = ()
+    image_columns: tuple[str, ...] = ()
     images: str | None = None
     labels: str | None = None
     fields: tuple[str, ...] = ()
@@ -94,7 +96,7 @@ class ConvertOptions:
                 advice = f"; did you mean {close[0]!r}?" if close else ""
                 raise TypeError(f"convert() got an unexpected keyword argument {name!r}{advice}")
         values = dict(keywords)
-        for name in ("include", "exclude", "label_columns", "field_columns", "mask_columns", "fields"):
+        for name in ("include", "exclude", "label_columns", "field_columns", "mask_columns", "image_columns", "fields"):
             if name in values:
                 values[name] = _texts(name, values[name])
         for name, parse in (("size", parse_size), ("chunk_bytes", parse_bytes), ("value_range", parse_range)):
@@ -175,6 +177,7 @@ class ConvertOptions:
                 self.field_columns,
                 self.root,
                 self.mask_columns,
+                self.image_columns,
             ),
             datasets=HDF5Datasets(self.images, self.labels, self.fields, self.channel_axis, self.value_range),
             limit=self.limit,
@@ -210,6 +213,12 @@ def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> 
             "leave out draft=True",
             path=source,
             parameters=("draft=True",),
+        )
+    if options.keep is not None and any(one.kind == schema.IMAGE for one in catalog.pixel_fields):
+        raise OptionsError(
+            f"{source}: keep={options.keep!r} cannot store further images of a sample; leave out image_columns",
+            path=source,
+            parameters=(f"keep={options.keep!r}", "image_columns"),
         )
     if options.val is not None and catalog.split_names not in (one_split(0)[0], VAL_SPLITS[:1]):
         parameter = f"val={options.val!r}"

@@ -174,9 +174,9 @@ class ConvertPlan:
     @property
     def pixel_rows(self) -> tuple[PixelRows, ...]:
         """The fields whose rows are chunked like the images."""
-        shape = (self.height, self.width)
+        shapes: dict[str, tuple[int, ...]] = {schema.MASK: (self.height, self.width), schema.IMAGE: self.row_shape}
         return tuple(
-            PixelRows(one.name, one.kind, shape, dtype)
+            PixelRows(one.name, one.kind, shapes[one.kind], dtype)
             for one, dtype in zip(self.catalog.pixel_fields, self.mask_dtypes, strict=True)
         )
 

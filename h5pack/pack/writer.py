@@ -19,9 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import OutputBusyError, RejectedImageError, SourceError
+from h5pack.format import schema
 from h5pack.format.checksums import crc32
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.images.decode import Decoder, PixelOptions, strict_pillow
+from h5pack.images.headers import DecodePath, parse_jpeg
 from h5pack.images.masks import MaskDecoder, naming_mask
 from h5pack.pack.direct_io import RowBuffer, RowFile
 from h5pack.pack.file_structure import PixelRows
@@ -233,11 +235,14 @@ def _journal(worker: _Worker, buffers: list[RowBuffer], record: RowRecord) -> No
 
 
 class SampleDecoder:
-    """Decodes images, and the masks that belong to them, into rows. Each worker has its own; see `Decoder`."""
+    """Decodes images, their masks and further images into rows. Each worker has its own; see `Decoder`."""
 
     def __init__(self, pixels: PixelOptions, fields: Sequence[PixelRows], quiet: bool = False) -> None:
         self.image = Decoder(pixels, quiet)
-        self._masks = [MaskDecoder(pixels, one.dtype) for one in fields]
+        self._fields = [
+            (one.kind, Decoder(pixels, quiet) if one.kind == schema.IMAGE else MaskDecoder(pixels, one.dtype))
+            for one in fields
+        ]
         self._shapes = [(pixels.row_shape, "|u1"), *((one.row_shape, one.dtype) for one in fields)]
 
     def rows(self, buffers: Sequence[npt.NDArray[np.uint8]]) -> list[npt.NDArray[Any]]:
@@ -250,9 +255,14 @@ class SampleDecoder:
     ) -> None:  # fmt: skip
         """Read an image and its masks, and decode them into `rows`; raise as `read_image` and `Decoder.decode` do."""
         self.image.decode(read_image(reader, index, name), decode_path, rows[0])
-        for number, (mask, decoder, row) in enumerate(zip(masks, self._masks, rows[1:], strict=True)):
-            with naming_mask(mask):
-                decoder.decode(read_image(reader, index, mask, field=number), self.image.upright, row)
+        for number, (mask, (kind, decoder), row) in enumerate(zip(masks, self._fields, rows[1:], strict=True)):
+            with naming_mask(mask, kind):
+                source = read_image(reader, index, mask, field=number)
+                if isinstance(decoder, MaskDecoder):
+                    decoder.decode(source, self.image.upright, row)
+                else:
+                    header = parse_jpeg(source) if isinstance(source, bytes) else None
+                    decoder.decode(source, DecodePath.PILLOW if header is None else header.decode_path, row)
 
 
 def _fill(worker: _Worker, group: RowGroup, buffers: list[RowBuffer]) -> RowRecord:

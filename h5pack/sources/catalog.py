@@ -126,11 +126,11 @@ class NameTable:
 
 @dataclass(frozen=True)
 class PixelField:
-    """A field whose values are pixels: a mask of each image of a catalog."""
+    """A field whose values are pixels: a mask of each image of a catalog, or a further image of each sample."""
 
     name: str
-    kind: str  # `schema.MASK`
-    files: NameTable  # (M,): the file of each image's mask, relative to the source
+    kind: str  # `schema.MASK` or `schema.IMAGE`
+    files: NameTable  # (M,): the file of each image's mask or further image, relative to the source
 
 
 class SurveyedImage(NamedTuple):
@@ -168,7 +168,7 @@ class SourceReader:
         raise NotImplementedError
 
     def read_field(self, number: int, index: int, name: str) -> bytes | npt.NDArray[Any]:
-        """Return the mask `name` of image `index`, as `read` does; pixels of a mask are (h, w).
+        """Return the mask or further image `name` of image `index`, as `read` does; pixels of a mask are (h, w).
 
         `number` is the position of its field in the catalog.
         """

@@ -110,7 +110,7 @@ def _open_dataset(dataset: MapStyleDataset, options: SourceOptions) -> Catalog:
 
 def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
     """Raise OptionsError if options are given that the kind of source does not have."""
-    columns = ("root", "path_column", "label_columns", "split_column", "field_columns", "mask_columns")
+    columns = ("root", "path_column", "label_columns", "split_column", "field_columns", "mask_columns", "image_columns")
     datasets = ("images", "labels", "fields", "channel_axis", "value_range")
     given = options.columns
     unused_columns = kind not in ("manifest", *_SHARD_KINDS) and given != ManifestColumns()
@@ -120,6 +120,7 @@ def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
         ("a manifest", kind in _SHARD_KINDS and given.root is not None, ("root",)),
         ("a manifest", kind == "webdataset" and given.path is not None, ("path_column",)),
         ("a manifest", kind in _SHARD_KINDS and bool(given.masks), ("mask_columns",)),
+        ("a manifest", kind in _SHARD_KINDS and bool(given.images), ("image_columns",)),
     ):
         if unused:
             path = None if kind == "dataset" else where

@@ -106,7 +106,8 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
             dataset=images,
             parameters=("channel_axis", "value_range"),
         )
-    masks = tuple(name for name in fields if _is_mask(file, name, form, images))
+    kinds = {name: kind for name in fields if (kind := _pixel_kind(file, name, form, images))}
+    masks = tuple(kinds)
     if not datasets.own_fields:
         fields = masks
     if masks:
@@ -129,7 +130,7 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
         labels=values,
         label_names=names,
         fields={tables[name]: column for name, column in columns.items()},
-        pixel_fields=tuple(PixelField(tables[name], schema.MASK, rows_names) for name in masks),
+        pixel_fields=tuple(PixelField(tables[name], kind, rows_names) for name, kind in kinds.items()),
         notes=_unused(file, images, rows, {images, labels, *fields}, labelled=labels is not None),
         about=f"images {images!r}" + ("" if labels is None else f", labels {labels!r}"),
     )
@@ -265,12 +266,18 @@ def _own_fields(file: h5py.File) -> Iterator[str]:
     yield from (f"{schema.FIELDS}/{name}" for name in group) if isinstance(group, h5py.Group) else ()
 
 
-def _is_mask(file: h5py.File, name: str, form: PixelForm | None, images: str) -> bool:
-    """Return whether a field holds masks: integers with the height and width of the images, or PNG files in a pack."""
+def _pixel_kind(file: h5py.File, name: str, form: PixelForm | None, images: str) -> str | None:
+    """Return the kind of a field of pixels, None of other fields.
+
+    Masks are integers with the height and width of the images, or PNG files in a pack.
+    """
     if form is None:
-        return is_mask_group(file, name)
+        return schema.MASK if is_mask_group(file, name) else None
     dataset, shape = require_dataset(file, name), file[images].shape
-    return dataset.shape == (shape[0], *form.size(shape[1:])) and mask_dtype(dataset.dtype) is not None
+    if text(dataset.attrs.get(schema.KIND, b"")) == schema.IMAGE:
+        return schema.IMAGE if dataset.shape == shape and dataset.dtype == file[images].dtype else None
+    fits = dataset.shape == (shape[0], *form.size(shape[1:]))
+    return schema.MASK if fits and mask_dtype(dataset.dtype) is not None else None
 
 
 def _splits(path: Path, pack: FileDescription, rows: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:

@@ -92,7 +92,8 @@ def mask_dtype(dtype: np.dtype[Any]) -> str | None:
 class HDF5RowReader(SourceReader):
     """Reads images from the rows of the first dataset of `pack`. If `form` is None, each row is an encoded image.
 
-    `masks` are the paths of datasets of masks, which `pack` describes, too.
+    `masks` are the paths of datasets of masks, which `pack` describes, too. So are those of further images, whose axes
+    are those of the first.
     """
 
     def __init__(self, pack: FileDescription, form: PixelForm | None, masks: tuple[str, ...] = ()) -> None:
@@ -139,12 +140,14 @@ class HDF5RowReader(SourceReader):
         return self.form.pixels(row)
 
     def read_field(self, number: int, index: int, name: str) -> npt.NDArray[Any]:
-        """See `SourceReader`; masks of more than 8 bits are int32."""
+        """See `SourceReader`; masks of more than 8 bits are int32, and further images are (h, w, c)."""
         dataset = self.masks[number]
         dtype = self.engine.indexes[dataset].native_dtype
         if self.engine.indexes[dataset].is_encoded:
             return read_mask(self.encoded(index, dataset), dtype)
         values: npt.NDArray[Any] = self._read_rows([index], dataset)[0]
+        if values.ndim == 3 and self.form is not None:
+            return self.form.pixels(values)
         return values.astype(mask_dtype(values.dtype), copy=False)
 
     def uniform_mask_dtypes(self) -> list[str]:

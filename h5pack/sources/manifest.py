@@ -43,6 +43,7 @@ class ManifestColumns:
     fields: tuple[str, ...] = ()  # numeric columns, each of which becomes a field of the pack
     root: str | None = None  # folder that relative paths start from; default: the manifest's folder
     masks: tuple[str, ...] = ()  # columns of paths of masks, each of which becomes a field of the pack
+    images: tuple[str, ...] = ()  # columns of paths of further images, likewise
 
 
 def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalog:
@@ -56,22 +57,28 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
             parameters=("path_column",),
         )
     names = table.column(path_column)
-    masks = {column: table.column(column) for column in columns.masks}
-    for cells in (names, *masks.values()):
+    kinds = dict.fromkeys(columns.masks, schema.MASK) | dict.fromkeys(columns.images, schema.IMAGE)
+    further = {column: table.column(column) for column in kinds}
+    for cells in (names, *further.values()):
         for row, name in enumerate(cells):
             if "\0" in name or not (name or cells is not names):
                 raise table.error(row, f"{name!r} is not a path; correct the line")
     reader = FileReader(columns.root or str(path.parent))
     # Rows without a mask are left out below.
-    fields = (PixelField(name, schema.MASK, NameTable.of(cell or "-" for cell in masks[name])) for name in masks)
+    fields = (
+        PixelField(name, kind, NameTable.of(cell or "-" for cell in further[name])) for name, kind in kinds.items()
+    )
     catalog = Catalog("manifest", reader, NameTable.of(names), *one_split(len(names)), pixel_fields=tuple(fields))
-    catalog = with_columns(catalog, table, columns, {path_column, *masks})
-    return _with_all_masks(catalog, masks).filtered(wanted)
+    catalog = with_columns(catalog, table, columns, {path_column, *further})
+    return _complete(catalog, further).filtered(wanted)
 
 
-def _with_all_masks(catalog: Catalog, masks: dict[str, list[str]]) -> Catalog:
-    """Return the catalog without images that lack a mask, which become rejects; `masks` has the cells by column."""
-    missing = {row: name for name, cells in masks.items() for row, cell in enumerate(cells) if not cell}
+def _complete(catalog: Catalog, further: dict[str, list[str]]) -> Catalog:
+    """Return the catalog without images that lack a mask or a further image, and with rejects for them.
+
+    `further` has the paths of these by column.
+    """
+    missing = {row: name for name, cells in further.items() for row, cell in enumerate(cells) if not cell}
     if not missing:
         return catalog
     rejects = [catalog.reject(row, f"no path in column {name!r}") for row, name in sorted(missing.items())]
@@ -84,12 +91,14 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
 
     `used` are the columns that were taken from the table before. Splits of the catalog stay if the table has none.
     """
-    for name in (*columns.fields, *columns.masks):
-        if name in columns.fields and name in columns.masks:
+    several = (*columns.fields, *columns.masks, *columns.images)
+    for name in several:
+        if several.count(name) > 1:
+            options = ("field_columns", "mask_columns", "image_columns")
             raise OptionsError(
-                f"{table.path}: column {name!r} is in field_columns and in mask_columns; leave it out of one of them",
+                f"{table.path}: column {name!r} is named twice in {', '.join(options)}; name it once",
                 path=table.path,
-                parameters=("field_columns", "mask_columns"),
+                parameters=options,
             )
         if not is_field_name(name):
             raise OptionsError(
@@ -98,13 +107,18 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
                 path=table.path,
             )
     chosen = label_columns(columns, table.header)
-    split_column = columns.split or _usual(table.header, SPLIT_COLUMNS, (*columns.fields, *columns.masks))
+    split_column = columns.split or _usual(
+        table.header, SPLIT_COLUMNS, (*columns.fields, *columns.masks, *columns.images)
+    )
     labels, label_names = _labels(table, chosen)
     packed = {*used, split_column, *chosen, *columns.fields}
     others = [name for name in table.header if name not in packed]
     advice, parameters = "columns of numbers can be packed with field_columns", ["field_columns"]
     if catalog.kind == "manifest":
-        advice, parameters = f"{advice}, those of paths of masks with mask_columns", [*parameters, "mask_columns"]
+        advice, parameters = (
+            f"{advice}, those of paths with mask_columns or image_columns",
+            [*parameters, "mask_columns", "image_columns"],
+        )
     notes = unused_note("columns", others, advice, *parameters)
     notes += _many_classes_note(chosen, labels, label_names)
     splits = (catalog.split_names, catalog.split_ids) if split_column is None else _splits(table, split_column)
@@ -143,7 +157,7 @@ def _many_classes_note(
 
 def label_columns(columns: ManifestColumns, header: tuple[str, ...]) -> tuple[str, ...]:
     """Return the label columns: the given ones, or else the one with a usual name, if any."""
-    usual = _usual(header, LABEL_COLUMNS, (*columns.fields, *columns.masks))
+    usual = _usual(header, LABEL_COLUMNS, (*columns.fields, *columns.masks, *columns.images))
     return columns.labels or ((usual,) if usual is not None else ())
 
 

@@ -20,7 +20,7 @@ from h5pack.errors import DamagedRowsError, OptionsError, PackFormatError, Resum
 from h5pack.format.checksums import row_checksums
 from h5pack.pack.conversion import Conversion
 from tests.crashing import convert_in_child, distinct_steps, interrupt, leftovers, lose_pages
-from tests.makers import hdf5_file, numbers, pair_folders, pixels, quick, save, truncate
+from tests.makers import expected, hdf5_file, numbers, pair_folders, pixels, quick, save, truncate
 
 SETTINGS = quick(source_kind="pairs", chunk_rows=8)
 
@@ -418,3 +418,59 @@ def test_damaged_kept_masks(tmp_path: Path) -> None:
         with pytest.raises(PackFormatError):
             h5pack.H5Dataset(tmp_path / "o.h5", fields=["masks"])
         assert h5pack.verify(tmp_path / "o.h5").problems
+
+
+@pytest.mark.parametrize("settings", [{}, {"size": (16, 10), "layout": "nchw"}, {"mode": "gray"}])
+def test_further_images_of_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
+    """A second image, decoded like the first one; packed again and exported."""
+    monkeypatch.chdir(tmp_path)
+    lines = ["image,other,mask"]
+    for number in range(9):
+        size = (24, 18) if settings.get("size") and number % 2 else (20, 14)
+        save(Path("in") / "other" / f"{number}.jpg", 100 + number, size)
+        lines.append(f"images/{number:03d}.jpg,other/{number}.jpg,masks/{number:03d}.png")
+    pair_folders(Path("in"), 9)
+    truncate(Path("in") / "other" / "4.jpg")
+    (Path("in") / "list.csv").write_text("\n".join(lines))
+    keywords = quick(order="sorted", **settings)
+    columns = {"image_columns": "other", "mask_columns": "mask"}
+    report = h5pack.convert("in/list.csv", "a.h5", **keywords, **columns)
+    assert (report.images, report.rejects) == (8, 1)
+    mode = "L" if settings.get("mode") == "gray" else "RGB"
+    with h5py.File("a.h5") as file:
+        assert file["fields/other"].attrs["kind"] == b"image"
+        others = file["fields/other"][()]
+        assert others.shape == file["images"].shape
+        for row, name in enumerate(file["filenames"].asstr()[()]):
+            pixels = others[row] if settings.get("layout") != "nchw" else others[row].transpose(1, 2, 0)
+            source = Path("in") / "other" / f"{int(name[7:10])}.jpg"
+            assert np.array_equal(pixels, expected(source, settings.get("size"), mode))
+    assert h5pack.verify("a.h5").ok
+    sample = h5pack.H5Dataset("a.h5", fields=["other", "mask"])[0]
+    assert sample.other.shape == sample.image.shape
+    h5pack.preview("a.h5")
+    again = {name: settings[name] for name in ("layout", "mode") if name in settings}
+    h5pack.convert("a.h5", "b.h5", **quick(order="sorted", **again))
+    report_of_export = h5pack.export("a.h5", "out", num_workers=1)
+    assert "--image-columns other" in report_of_export.again
+    h5pack.convert("out/manifest.csv", "c.h5", **quick(order="sorted", **again), **columns)
+    for path in ("b.h5", "c.h5"):
+        with h5py.File(path) as file:
+            assert np.array_equal(file["fields/other"][()], others)
+            assert file["fields/mask"].shape[:1] == (8,)
+
+
+def test_further_images_are_of_the_same_size_and_not_kept(tmp_path: Path) -> None:
+    root = pair_folders(tmp_path / "in", 4)
+    save(root / "other.png", 0, (21, 14))
+    lines = ["image,other", "images/000.jpg,images/001.jpg", "images/001.jpg,other.png", "images/002.jpg,nothing.jpg"]
+    (root / "list.csv").write_text("\n".join(lines))
+    report = h5pack.convert(root / "list.csv", tmp_path / "o.h5", **quick(image_columns="other"))
+    assert (report.images, report.rejects) == (1, 2)
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert file["rejects/reasons"].asstr()[()].tolist() == [
+            "its image other.png: its size is 21x14, but that of its image is 20x14",
+            "its image nothing.jpg: file not found",
+        ]
+    with pytest.raises(OptionsError, match="keep"):
+        h5pack.convert(root / "list.csv", tmp_path / "p.h5", **quick(image_columns="other", keep="jpeg"))
