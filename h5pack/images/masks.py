@@ -74,6 +74,12 @@ def _dtype(image: Image.Image) -> str:
     return dtype
 
 
+def mask_numbers(image: Image.Image) -> npt.NDArray[Any]:
+    """Return the numbers of an open mask, uint8 or int32 (h, w); raise RejectedImageError if it has none."""
+    dtype = _dtype(image)
+    return np.asarray(image).astype(dtype, copy=False)
+
+
 class MaskDecoder:
     """A decoder of masks into rows of `dtype`, "|u1" or "<i4", (H, W). `options` are those of the images."""
 

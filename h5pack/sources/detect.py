@@ -26,7 +26,7 @@ from h5pack.system.text import listed
 
 KINDS = ("flat", "classes", "splits", "pairs", "celeba", "manifest", "hdf5", "webdataset", "parquet")
 _MANIFEST_SUFFIXES = (".csv", ".tsv", ".tab")
-_FOLDER_KINDS = ("folder", "flat", "classes", "splits")
+_FOLDER_KINDS = ("folder", "flat", "classes", "splits", "pairs")
 _SHARD_KINDS = ("webdataset", "parquet")
 # Hugging Face datasets keeps results of transformations beside a dataset.
 _CACHES = ("cache-*.arrow", "tmp*")
@@ -83,7 +83,7 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
     archive = _archive_format(path) if kind in _FOLDER_KINDS else ""
     if path.is_dir() == (kind in ("manifest", "hdf5")) and not archive:
         parameter = f"source_kind={kind!r}"
-        folder = "folder" if kind in ("celeba", "pairs") else "folder or an archive"
+        folder = "folder" if kind == "celeba" else "folder or an archive"
         needed = "file, not a folder" if path.is_dir() else f"{folder}, not another file"
         raise SourceError(f"{path}: {parameter} needs a {needed}; check the path", path=path, parameters=(parameter,))
     if archive:

@@ -14,12 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import H5PackError, RejectedImageError, SourceError
+from h5pack.format import schema
 from h5pack.images.decode import eight_bits
 from h5pack.images.headers import DecodePath, ImageHeader
+from h5pack.images.masks import mask_numbers
 from h5pack.sources.catalog import (
     Catalog,
     NameTable,
     Note,
+    PixelField,
     SourceReader,
     SurveyedImage,
     fingerprint,
@@ -33,6 +36,8 @@ from h5pack.sources.hdf5_catalog import channel_axes
 from h5pack.sources.hdf5_rows import PixelForm
 
 IMAGE, LABEL = "image", "label"
+MASKS = ("mask", "masks")
+"""The keys of samples that are packed as masks."""
 _NOT_UINT8 = (
     "images must be uint8, from 0 to 255: leave out the transform that made others (ToTensor), or convert them: floats "
     "in 0..1 with (255 * image).round(), and then to uint8"
@@ -61,7 +66,25 @@ class MapStyleReader(SourceReader):
 
     dataset: MapStyleDataset
     indices: npt.NDArray[np.int64] | None = None  # the sample of each image; None means that image i is sample i
+    masks: tuple[str, ...] = ()  # keys of the masks
     has_labels = True
+
+    def __post_init__(self) -> None:
+        # The index of the last sample, and what the dataset gave, because an image and its masks are read in turn.
+        object.__setattr__(self, "_last", (-1, None))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_last": (-1, None)}
+
+    def read_field(self, number: int, index: int, name: str) -> npt.NDArray[Any]:
+        key = self.masks[number]
+        mask = _parts(self._given(self.sample_index(index)))[2].get(key)
+        try:
+            return _mask(key, mask)
+        except RejectedImageError:
+            raise
+        except Exception as error:
+            raise RejectedImageError(f"{key!r} cannot be converted to numbers ({error})") from error
 
     def read(self, index: int, name: str) -> npt.NDArray[np.uint8]:
         return self.sample(self.sample_index(index)).pixels
@@ -84,11 +107,8 @@ class MapStyleReader(SourceReader):
 
         Raise RejectedImageError if the dataset raises an exception or returns unsupported values.
         """
-        try:
-            sample = self.dataset[index]
-        except Exception as error:
-            raise RejectedImageError(f"the dataset raised {type(error).__name__}: {error}") from error
-        image, label, unused = _parts(sample)
+        image, label, others = _parts(self._given(index))
+        unused = tuple(name for name in others if name not in self.masks)
         try:
             return Sample(_pixels(image), None if label is None else _label(label), unused)
         except RejectedImageError:
@@ -98,6 +118,18 @@ class MapStyleReader(SourceReader):
             raise RejectedImageError(
                 f"the dataset's sample cannot be converted to pixels and a label ({type(error).__name__}: {error})"
             ) from error
+
+    def _given(self, index: int) -> Any:
+        """Return what the dataset gives for a sample; raise RejectedImageError if it raises an exception."""
+        last, given = self.__dict__["_last"]
+        if last != index:
+            try:
+                given = self.dataset[index]
+            except Exception as error:
+                raise RejectedImageError(f"the dataset raised {type(error).__name__}: {error}") from error
+            if self.masks:
+                object.__setattr__(self, "_last", (index, given))
+        return given
 
 
 def map_style_catalog(dataset: MapStyleDataset) -> Catalog:
@@ -117,15 +149,29 @@ def map_style_catalog(dataset: MapStyleDataset) -> Catalog:
         # A subset may have no sample of some splits.
         used, ids = np.unique(splits[1], return_inverse=True)
         splits = tuple(splits[0][number] for number in used.tolist()), ids.astype(np.int32)
+    table = NameTable.of(name.replace("\0", "\\x00") or sample_name(index) for index, name in enumerate(names))
+    masks = _mask_keys(dataset, known.count)
     return Catalog(
         "dataset",
-        MapStyleReader(dataset),
-        NameTable.of(name.replace("\0", "\\x00") or sample_name(index) for index, name in enumerate(names)),
+        MapStyleReader(dataset, masks=masks),
+        table,
         *(splits or one_split(known.count)),
         label_names=known.classes,
+        pixel_fields=tuple(PixelField(name, schema.MASK, table) for name in masks),
         notes=known.notes,
         about=type(dataset).__name__,
     )
+
+
+def _mask_keys(dataset: Any, count: int) -> tuple[str, ...]:
+    """Return which of `MASKS` the first sample has; none if it cannot be read, which is a reject later."""
+    try:
+        others = _parts(dataset[0])[2] if count else {}
+    except H5PackError:
+        return ()
+    except Exception:
+        return ()
+    return tuple(name for name in MASKS if others.get(name) is not None)
 
 
 def with_labels(catalog: Catalog, labels: npt.NDArray[Any] | None, unused: Iterable[str]) -> Catalog:
@@ -134,7 +180,7 @@ def with_labels(catalog: Catalog, labels: npt.NDArray[Any] | None, unused: Itera
     Class names are left out if they do not fit the labels.
     """
     names, notes = catalog.label_names, catalog.notes
-    notes += unused_note("parts of samples", sorted(unused), "only images and labels are packed from a dataset")
+    notes += unused_note("parts of samples", sorted(unused), "only images, labels and masks are packed from a dataset")
     if labels is not None and names is not None:
         table = labels.ndim == 2
         held = f"{labels.shape[1]} columns" if table else f"labels from {labels.min()} to {labels.max()}"
@@ -282,21 +328,22 @@ def _splits(dataset: Any, count: int) -> tuple[tuple[str, ...], npt.NDArray[np.i
     return names, ids[np.asarray(chosen, np.int64)]
 
 
-def _parts(sample: Any) -> tuple[Any, Any, tuple[str, ...]]:
-    """Return image and label of a sample, None without a label, and the names of its other parts."""
+def _parts(sample: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """Return image and label of a sample, None without a label, and its other parts by their names."""
     if isinstance(sample, tuple) and IMAGE in getattr(sample, "_fields", ()):
         sample = sample._asdict()  # type: ignore[attr-defined]
     if isinstance(sample, Mapping):
         if IMAGE not in sample:
             keys = ", ".join(repr(key) for key in sample) or "none"
             raise RejectedImageError(f"the dataset gave a sample with the keys {keys}; {IMAGE!r} is needed")
-        unused = tuple(str(key) for key in sample if key not in (IMAGE, LABEL))
-        return sample[IMAGE], sample.get(LABEL), unused
+        others = {str(key): value for key, value in sample.items() if key not in (IMAGE, LABEL)}
+        return sample[IMAGE], sample.get(LABEL), others
     if not isinstance(sample, (tuple, list)):
-        return sample, None, ()
+        return sample, None, {}
     if not sample:
         raise RejectedImageError("the dataset gave an empty sample; expected an image, or an image and a label")
-    return sample[0], sample[1] if len(sample) > 1 else None, tuple(f"[{part}]" for part in range(2, len(sample)))
+    others = {f"[{part}]": sample[part] for part in range(2, len(sample))}
+    return sample[0], sample[1] if len(sample) > 1 else None, others
 
 
 def _pixels(image: Any) -> npt.NDArray[np.uint8]:
@@ -315,6 +362,25 @@ def _pixels(image: Any) -> npt.NDArray[np.uint8]:
         expected = "(H, W), (H, W, C) or (C, H, W), C from 1 to 4"
         raise RejectedImageError(f"the dataset gave an image of shape {array.shape}; expected {expected}")
     return PixelForm(axes[0]).pixels(array)
+
+
+def _mask(name: str, mask: Any) -> npt.NDArray[Any]:
+    """Return a mask as uint8 or int32 (H, W): of a Pillow image, or of an array or tensor of integers or bools."""
+    if mask is None:
+        raise RejectedImageError(f"the dataset gave a sample without {name!r}, but the first one has it")
+    array = mask_numbers(mask) if hasattr(mask, "convert") and hasattr(mask, "getbands") else np.asarray(mask)
+    if array.ndim == 3 and 1 in (array.shape[0], array.shape[2]):
+        array = array[0] if array.shape[0] == 1 else array[:, :, 0]
+    if array.ndim != 2 or array.dtype.kind not in "biu" or 0 in array.shape:
+        raise RejectedImageError(
+            f"the dataset gave {name!r} as {array.dtype} {array.shape}; expected integers of shape (H, W)"
+        )
+    if array.dtype.kind == "b" or array.dtype == np.uint8:
+        return array.astype(np.uint8)
+    low, high = int(array.min()), int(array.max())
+    if low < -(2**31) or high >= 2**31:
+        raise RejectedImageError(f"the dataset gave {name!r} with numbers from {low} to {high}, which need 64 bits")
+    return array.astype(np.int32)
 
 
 def _label(label: Any) -> npt.NDArray[Any]:

@@ -20,7 +20,7 @@ from h5pack.errors import DamagedRowsError, OptionsError, PackFormatError, Resum
 from h5pack.format.checksums import row_checksums
 from h5pack.pack.conversion import Conversion
 from tests.crashing import convert_in_child, distinct_steps, interrupt, leftovers, lose_pages
-from tests.makers import expected, hdf5_file, numbers, pair_folders, pixels, quick, save, truncate
+from tests.makers import expected, hdf5_file, numbers, pair_folders, pixels, quick, save, tar_file, truncate, zip_file
 
 SETTINGS = quick(source_kind="pairs", chunk_rows=8)
 
@@ -474,3 +474,60 @@ def test_further_images_are_of_the_same_size_and_not_kept(tmp_path: Path) -> Non
         ]
     with pytest.raises(OptionsError, match="keep"):
         h5pack.convert(root / "list.csv", tmp_path / "p.h5", **quick(image_columns="other", keep="jpeg"))
+
+
+class Samples:
+    """A dataset of dicts with masks of many types."""
+
+    def __init__(self, masks: list[Any]) -> None:
+        self.masks = masks
+
+    def __len__(self) -> int:
+        return len(self.masks)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = {"image": pixels(index), "label": index % 3, "note": "x"}
+        return sample if self.masks[index] is None else {**sample, "mask": self.masks[index]}
+
+
+def test_masks_of_a_dataset_in_python(tmp_path: Path) -> None:
+    mask = numbers(0, (20, 14))
+    good = [mask, torch.from_numpy(mask), Image.fromarray(mask), mask[None], mask[:, :, None], mask > 3]
+    bad = [
+        None,
+        mask.astype(float),
+        mask[:, :5],
+        np.stack([mask] * 3, axis=2),
+        [[1, 2], [3]],
+        Image.new("RGB", (14, 20)),
+    ]
+    report = h5pack.convert(Samples(good + bad), tmp_path / "o.h5", **quick(order="sorted"))
+    assert (report.images, report.rejects) == (6, 6)
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert file["fields/mask"].dtype == np.uint8
+        for row, stored in enumerate(file["fields/mask"][()]):
+            assert np.array_equal(stored, mask > 3 if row == 5 else mask)
+            assert np.array_equal(file["images"][row], pixels(row))
+    wide = [torch.from_numpy(mask).long() * 1000, torch.from_numpy(mask).long() << 40]
+    for workers in (1, 2):
+        out = tmp_path / f"{workers}.h5"
+        h5pack.convert(Samples([*wide, mask]), out, **quick(order="sorted", num_workers=workers, size=(10, 7)))
+        with h5py.File(out) as file:
+            assert (file["fields/mask"].dtype, len(file["fields/mask"])) == (np.int32, 2)
+            assert np.array_equal(file["fields/mask"][0], mask[1::2, 1::2].astype(int) * 1000)
+    h5pack.convert(h5pack.H5Dataset(out, fields=["mask"]), tmp_path / "again.h5", **quick(order="sorted"))
+    with h5py.File(out) as file, h5py.File(tmp_path / "again.h5") as again:
+        assert np.array_equal(file["fields/mask"][()], again["fields/mask"][()])
+
+
+@pytest.mark.parametrize("form", ["tar", "zip"])
+def test_pairs_in_an_archive(source: Path, tmp_path: Path, form: str) -> None:
+    archive = {"tar": tar_file, "zip": zip_file}[form](tmp_path / f"a.{form}", source)
+    h5pack.convert(source, tmp_path / "folder.h5", **SETTINGS)
+    for workers in (1, 2):
+        h5pack.convert(archive, tmp_path / "a.h5", **{**SETTINGS, "num_workers": workers}, overwrite=True)
+        assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "folder.h5").read_bytes()
+    with pytest.raises(SourceError, match="pairs"):
+        h5pack.convert(archive, tmp_path / "b.h5", **quick())
+    h5pack.convert(archive, tmp_path / "k.h5", **KEPT)
+    assert len(kept_masks(tmp_path / "k.h5")) == 47
