@@ -107,21 +107,24 @@ class MaskDecoder:
 
     def pixels(self, source: bytes | npt.NDArray[Any], image: Upright) -> npt.NDArray[Any]:
         """Return a mask of the size of its `image`, upright like that: uint8 or int32, (h, w)."""
-        if not isinstance(source, bytes):
-            pixels = source
-        else:
+        if isinstance(source, bytes):
             with rejecting(), Image.open(io.BytesIO(source)) as mask:
                 refuse_bomb(mask.height, mask.width, self._options.max_pixels)
-                dtype = _dtype(mask)
-                if np.dtype(dtype).itemsize > np.dtype(self._dtype).itemsize:
-                    raise RejectedImageError(f"{mask.mode} pixels have more bits than those of the other masks")
+                self._require_bits(_dtype(mask))
                 before = orientation_of(mask)
                 pixels = np.asarray(mask).astype(self._dtype, copy=False)
                 pixels = _turned(pixels, orientation_of(mask))
                 pixels = _moved(pixels, image, own=before != 1)
+        else:
+            self._require_bits(source.dtype.str)
+            pixels = source.astype(self._dtype, copy=False)
         height, width = pixels.shape
         require_size(height, width, image.height, image.width)
         return pixels
+
+    def _require_bits(self, dtype: str) -> None:
+        if np.dtype(dtype).itemsize > np.dtype(self._dtype).itemsize:
+            raise RejectedImageError("its pixels have more bits than those of the other masks")
 
 
 def read_mask(data: bytes, dtype: np.dtype[Any]) -> npt.NDArray[Any]:

@@ -214,11 +214,10 @@ def convert(
         source, out, source_kind=source_kind, include=include, exclude=exclude, limit=limit, root=root,
         path_column=path_column, label_columns=label_columns, split_column=split_column, field_columns=field_columns,
         mask_columns=mask_columns, image_columns=image_columns, images=images, labels=labels, fields=fields,
-        channel_axis=channel_axis,
-        value_range=value_range, size=size, fit=fit, resample=resample, draft=draft, mode=mode, layout=layout,
-        keep=keep, max_side=max_side, quality=quality, order=order, seed=seed, val=val, chunk_rows=chunk_rows,
-        chunk_bytes=chunk_bytes, max_pixels=max_pixels, compression=compression, compat=compat, strict=strict,
-        num_workers=num_workers, start_method=start_method, io=io, overwrite=overwrite, resume=resume,
+        channel_axis=channel_axis, value_range=value_range, size=size, fit=fit, resample=resample, draft=draft,
+        mode=mode, layout=layout, keep=keep, max_side=max_side, quality=quality, order=order, seed=seed, val=val,
+        chunk_rows=chunk_rows, chunk_bytes=chunk_bytes, max_pixels=max_pixels, compression=compression, compat=compat,
+        strict=strict, num_workers=num_workers, start_method=start_method, io=io, overwrite=overwrite, resume=resume,
         progress=progress,
     )  # fmt: skip
     with conversion:

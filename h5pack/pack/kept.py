@@ -190,11 +190,20 @@ class KeptPlan(ConvertPlan):
     def needed_bytes(self) -> int:
         """See `ConvertPlan`; images that are encoded need space twice, and their sizes are estimates."""
         needed = super().needed_bytes + int(self.jpeg_bytes[self.needs_encoding].sum())
-        pixels = self.heights.astype(np.int64)[self.to_encode] * self.widths[self.to_encode]
-        return needed + int(2 * _BYTES_PER_MASK_PIXEL * pixels.sum()) * len(self.catalog.pixel_fields)
+        # Masks are in a temporary file, in the file with the tables, and in the pack, which counts them already.
+        return needed + 2 * self._mask_bytes
+
+    @property
+    def _mask_bytes(self) -> int:
+        """Bytes of all masks, estimated before they are encoded."""
+        if self.places is not None:
+            return sum(int(one.images["bytes"].sum()) for one in self.places.fields)
+        pixels = self.heights.astype(np.int64)[self.row_order.origins] * self.widths[self.row_order.origins]
+        return int(_BYTES_PER_MASK_PIXEL * pixels.sum()) * len(self.catalog.pixel_fields)
 
     def _tables_bytes(self) -> int:
-        return super()._tables_bytes() + 16 * (self.rows + 1)
+        offsets = 8 * (self.rows + 1) * len(self.catalog.pixel_fields)
+        return super()._tables_bytes() + 16 * (self.rows + 1) + offsets + self._mask_bytes
 
     def to_json(self) -> dict[str, Any]:
         """See `ConvertPlan`; `shape` has only the number of images, and `encoded_bytes` is the size of all files."""

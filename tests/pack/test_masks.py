@@ -52,10 +52,12 @@ def expected_mask(path: Path) -> npt.NDArray[Any]:
 
 
 @pytest.mark.parametrize("order", ["shuffled", "sorted"])
-@pytest.mark.parametrize("compression", ["none", "gzip:1"])
-def test_every_mask_is_in_the_row_of_its_image(source: Path, tmp_path: Path, order: str, compression: str) -> None:
+@pytest.mark.parametrize("settings", [{}, {"compression": "gzip:1"}, {"compat": True}])
+def test_every_mask_is_in_the_row_of_its_image(
+    source: Path, tmp_path: Path, order: str, settings: dict[str, Any]
+) -> None:
     out = tmp_path / "o.h5"
-    report = h5pack.convert(source, out, **SETTINGS, order=order, compression=compression)
+    report = h5pack.convert(source, out, **SETTINGS, order=order, **settings)
     assert (report.images, report.rejects) == (47, 13)
     pack = pack_of(out)
     for row, name in enumerate(pack["names"]):
