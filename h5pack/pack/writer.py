@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -243,60 +243,73 @@ class SampleDecoder:
             (one.kind, Decoder(pixels, quiet) if one.kind == schema.IMAGE else MaskDecoder(pixels, one.dtype))
             for one in fields
         ]
-        self._shapes = [(pixels.row_shape, "|u1"), *((one.row_shape, one.dtype) for one in fields)]
+        self._shapes = [(one.row_shape, one.dtype) for one in fields]
 
-    def rows(self, buffers: Sequence[npt.NDArray[np.uint8]]) -> list[npt.NDArray[Any]]:
-        """Return the rows in memory of their sizes, uint8 (bytes,): that of the image, then those of the fields."""
+    def field_rows(self, buffers: Iterable[npt.NDArray[np.uint8]]) -> list[npt.NDArray[Any]]:
+        """Return the rows of the fields in memory of their sizes, uint8 (bytes,)."""
         return [buffer.view(dtype).reshape(shape) for buffer, (shape, dtype) in zip(buffers, self._shapes, strict=True)]
 
     def decode(
-        self, reader: SourceReader, index: int, name: str, decode_path: int, masks: Sequence[str],
-        rows: Sequence[npt.NDArray[Any]],
+        self, reader: SourceReader, index: int, name: str, decode_path: int, row: npt.NDArray[np.uint8],
+        masks: Sequence[str] = (), field_rows: Sequence[npt.NDArray[Any]] = (),
     ) -> None:  # fmt: skip
-        """Read an image and its masks, and decode them into `rows`; raise as `read_image` and `Decoder.decode` do."""
-        self.image.decode(read_image(reader, index, name), decode_path, rows[0])
-        for number, (mask, (kind, decoder), row) in enumerate(zip(masks, self._fields, rows[1:], strict=True)):
+        """Read an image, its masks and further images, and decode them into their rows.
+
+        Raise what `read_image` and `Decoder.decode` raise.
+        """
+        self.image.decode(read_image(reader, index, name), decode_path, row)
+        if not masks:
+            return
+        for number, (mask, (kind, decoder), field_row) in enumerate(zip(masks, self._fields, field_rows, strict=True)):
             with naming_mask(mask, kind):
                 source = read_image(reader, index, mask, field=number)
                 if isinstance(decoder, MaskDecoder):
-                    decoder.decode(source, self.image.upright, row)
+                    decoder.decode(source, self.image.upright, field_row)
                 else:
                     header = parse_jpeg(source) if isinstance(source, bytes) else None
-                    decoder.decode(source, DecodePath.PILLOW if header is None else header.decode_path, row)
+                    decoder.decode(source, DecodePath.PILLOW if header is None else header.decode_path, field_row)
 
 
 def _fill(worker: _Worker, group: RowGroup, buffers: list[RowBuffer]) -> RowRecord:
     """Decode a group's images into its buffers, allowing each row to be written as soon as it is decoded."""
-    pixels, count = worker.job.pixels, len(group.indices)
+    pixels, count, decoder = worker.job.pixels, len(group.indices), worker.decoder
+    images, *others = buffers
     packed = np.ones(count, np.bool_)
-    checksums = np.zeros((len(buffers), count), np.uint32)
+    checksums = [0] * count
+    field_checksums = np.zeros((len(others), count), np.uint32)
     reasons: dict[int, str] = {}
     sums = []
     sampled = set(group.sampled)
+    masks: list[str] = []
+    field_rows: list[npt.NDArray[Any]] = []
     for position, (index, name, decode_path) in enumerate(
         zip(group.indices, group.names, group.decode_paths, strict=True)
     ):
-        rows = worker.decoder.rows([buffer.row(position) for buffer in buffers])
-        masks = [names[position] for names in group.field_names]
+        row = images.row(position).reshape(pixels.row_shape)
+        if others:
+            masks = [names[position] for names in group.field_names]
+            field_rows = decoder.field_rows(buffer.row(position) for buffer in others)
         try:
-            worker.decoder.decode(shared(), index, name, decode_path, masks, rows)
+            decoder.decode(shared(), index, name, decode_path, row, masks, field_rows)
         except RejectedImageError as error:
             packed[position] = False
             reasons[int(group.rows[position])] = str(error)
-            for row in rows:
-                row[...] = 0
+            for part in (row, *field_rows):
+                part[...] = 0
         else:
-            checksums[:, position] = [crc32(row) for row in rows]
+            checksums[position] = crc32(row)
+            if others:
+                field_checksums[:, position] = [crc32(part) for part in field_rows]
             if position in sampled:
                 # Sum now, while the row is in the CPU cache.
-                sums.append((int(group.rows[position]), channel_sums(rows[0], pixels.layout)))
+                sums.append((int(group.rows[position]), channel_sums(row, pixels.layout)))
         for buffer in buffers:
             buffer.ready(position + 1)
     return RowRecord(
         rows=group.rows,
         packed=packed,
-        checksums=checksums[0],
-        field_checksums=checksums[1:],
+        checksums=np.array(checksums, np.uint32),
+        field_checksums=field_checksums,
         sampled=np.array([row for row, _ in sums], np.int64),
         sums=np.array([total for _, total in sums], np.uint64).reshape(len(sums), 2, pixels.channels),
         reasons=reasons,
