@@ -194,7 +194,7 @@ def export_rows(task: ExportTask) -> ExportResults:
             try:
                 # If a mask cannot be read, its image is left out, so masks come first.
                 for number, masks in enumerate(task.masks):
-                    with naming_mask(masks[position]):
+                    with naming_mask(masks[position], "mask or further image"):
                         _export_field(work, number, index, f"{work.folder}/{masks[position]}", results)
                 _export_row(work, index, path, decoder, results)
             except RejectedImageError as error:

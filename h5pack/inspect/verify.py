@@ -104,6 +104,7 @@ class _Structure:
     problems: list[str] = field(default_factory=list)
     damaged: dict[str, list[int]] = field(default_factory=dict)
     large: list[_Rows] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)  # names of large datasets, also of those that cannot be checked
 
 
 @dataclass(frozen=True)
@@ -277,8 +278,6 @@ def _inspect_kept(file: h5py.File) -> _Structure:
     """Check the structure of a pack that keeps JPEG files; raise PackFormatError if offsets do not fit the bytes."""
     index = index_kept(file)
     found = _Structure(index.rows, images=schema.ENCODED)
-    if index.offsets[0] != 0 or index.offsets[-1] != index.data.rows:
-        found.problems.append(f"{schema.ENCODED_OFFSETS}: the rows do not cover all bytes of {schema.ENCODED_DATA}")
     _check_tables(file, found.rows, found.problems)
     _add_kept(file, index, found)
     for name in file.get(schema.FIELDS, ()):
@@ -290,6 +289,8 @@ def _inspect_kept(file: h5py.File) -> _Structure:
 
 def _add_kept(file: h5py.File, index: EncodedIndex, found: _Structure) -> None:
     """Add encoded images or masks to `large`, or their damaged rows if another program moved them."""
+    if index.offsets[0] != 0 or index.offsets[-1] != index.data.rows:
+        found.problems.append(f"{index.name}/offsets: the rows do not cover all bytes of {index.data.name}")
     checksums = _checksums(file, index.name, found)
     if index.rows != found.rows:
         found.problems.append(f"{index.name}: {index.rows:,} rows, but {schema.ENCODED} has {found.rows:,}")
@@ -316,6 +317,7 @@ def _damaged_kept(file: h5py.File, index: EncodedIndex, checksums: npt.NDArray[n
 
 def _checksums(file: h5py.File, name: str, found: _Structure) -> npt.NDArray[np.uint32] | None:
     """Return the checksums of a large dataset; None, and a problem, if there is not one for each row."""
+    found.seen.add(name)
     checksums = file.get(f"{schema.CHECKSUMS}/{name}")
     if not isinstance(checksums, h5py.Dataset) or checksums.shape != (found.rows,):
         found.problems.append(
@@ -327,12 +329,11 @@ def _checksums(file: h5py.File, name: str, found: _Structure) -> npt.NDArray[np.
 
 def _check_other_rows(file: h5py.File, found: _Structure) -> None:
     """Compare the rows of all but the large datasets with their checksums."""
-    large = {found.images, *(one.name for one in found.large), *found.damaged}
     if schema.LABELS in file and f"{schema.CHECKSUMS}/{schema.LABELS}" not in file:
         found.problems.append(f"{schema.CHECKSUMS}/{schema.LABELS}: missing")
     for name in dataset_names(file):
         target = name.removeprefix(f"{schema.CHECKSUMS}/")
-        if target == name or target in large or name.startswith(f"{schema.CHUNK_CHECKSUMS}/"):
+        if target == name or target in found.seen or name.startswith(f"{schema.CHUNK_CHECKSUMS}/"):
             continue
         if target not in file or len(file[target]) != len(file[name]):
             found.problems.append(f"{name}: no dataset {target!r} with the same number of rows")
