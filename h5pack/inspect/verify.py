@@ -100,7 +100,6 @@ class _Structure:
     """
 
     rows: int
-    images: str = schema.IMAGES  # or `schema.ENCODED`
     problems: list[str] = field(default_factory=list)
     damaged: dict[str, list[int]] = field(default_factory=dict)
     large: list[_Rows] = field(default_factory=list)
@@ -277,7 +276,7 @@ def _add_large(file: h5py.File, name: str, found: _Structure) -> None:
 def _inspect_kept(file: h5py.File) -> _Structure:
     """Check the structure of a pack that keeps JPEG files; raise PackFormatError if offsets do not fit the bytes."""
     index = index_kept(file)
-    found = _Structure(index.rows, images=schema.ENCODED)
+    found = _Structure(index.rows)
     _check_tables(file, found.rows, found.problems)
     _add_kept(file, index, found)
     for name in file.get(schema.FIELDS, ()):
