@@ -78,6 +78,9 @@ def _add_columns(what: Any) -> None:
         "--mask-columns", type=comma_parts, metavar="A,B", help="the manifest's columns of paths of masks, PNG files"
     )
     what.add_argument(
+        "--image-columns", type=comma_parts, metavar="A,B", help="the manifest's columns of paths of further images"
+    )
+    what.add_argument(
         "--text-columns", type=comma_parts, metavar="A,B", help="the manifest's columns of text to store as fields"
     )
     what.add_argument("--box-columns", type=comma_parts, metavar="A,B", help="columns that hold lists of boxes")

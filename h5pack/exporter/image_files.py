@@ -192,10 +192,10 @@ def export_rows(task: ExportTask) -> ExportResults:
         for position, (index, name) in enumerate(zip(task.indices.tolist(), task.paths, strict=True)):
             path = f"{work.folder}/{name}"
             try:
-                # If a mask cannot be read, the image is left out, too, so masks come first.
+                # If a mask cannot be read, its image is left out, so masks come first.
                 for number, masks in enumerate(task.masks):
-                    with naming_mask(masks[position]):
-                        _export_mask(work, number, index, f"{work.folder}/{masks[position]}", results)
+                    with naming_mask(masks[position], "mask or further image"):
+                        _export_field(work, number, index, f"{work.folder}/{masks[position]}", results)
                 _export_row(work, index, path, decoder, results)
             except RejectedImageError as error:
                 results.reasons[index] = str(error)
@@ -242,23 +242,26 @@ def _export_row(work: ExportWork, index: int, path: str, decoder: RowDecoder | N
         results.bytes += len(data)
 
 
-def _export_mask(work: ExportWork, number: int, index: int, path: str, results: ExportResults) -> None:
-    """Write a mask as PNG of 8 bits, or 16 if it has more, unless the file already holds it."""
-    mask = work.reader.read_field(number, index, path)
-    if mask.dtype != np.uint8:
-        if mask.min() < 0 or mask.max() > _MAX_16_BITS:
-            raise RejectedImageError(f"its numbers from {mask.min()} to {mask.max()} do not fit into 16 bits")
-        mask = mask.astype(np.uint16)
+def _export_field(work: ExportWork, number: int, index: int, path: str, results: ExportResults) -> None:
+    """Write a mask as PNG of 8 bits, or 16 if it has more, or a further image, unless the file already holds it."""
+    pixels = work.reader.read_field(number, index, path)
+    is_mask = pixels.ndim == 2
+    if is_mask and pixels.dtype != np.uint8:
+        if pixels.min() < 0 or pixels.max() > _MAX_16_BITS:
+            raise RejectedImageError(f"its numbers from {pixels.min()} to {pixels.max()} do not fit into 16 bits")
+        pixels = pixels.astype(np.uint16)
+    pixels = pixels[:, :, None] if is_mask else pixels
+    data = encode_jpeg(pixels, work.quality) if work.format == "jpeg" and not is_mask else None
     if work.keep:
         with contextlib.suppress(OSError):
             existing = Path(path).read_bytes()
-            if _shows(existing, mask[:, :, None]):
+            if existing == data if data is not None else _shows(existing, pixels):
                 results.bytes += len(existing)
                 return
     if work.check_only:
         results.differing += 1
     else:
-        data = encode_png(mask[:, :, None])
+        data = encode_png(pixels) if data is None else data
         _write_file(path, data)
         results.bytes += len(data)
 

@@ -84,12 +84,13 @@ class Manifest:
     labels: tuple[ManifestColumn, ...]
     fields: tuple[ManifestColumn, ...]
     masks: tuple[ManifestColumn, ...]  # paths of masks
+    images: tuple[ManifestColumn, ...]  # paths of further images
     others: tuple[ManifestColumn, ...]  # columns on the origin of rows, which `h5pack convert` ignores
     lost: tuple[str, ...]  # what `h5pack convert` would not restore from the manifest
 
     def lines(self, left_out: Collection[int]) -> Iterator[list[str]]:
         """Yield the cells of the header line, then of each row except those in `left_out`, which have no file."""
-        columns = (self.split, *self.labels, *self.fields, *self.masks, *self.others)
+        columns = (self.split, *self.labels, *self.fields, *self.masks, *self.images, *self.others)
         yield ["path", *(column.name for column in columns)]
         for start in range(0, len(self.paths), _BLOCK_ROWS):
             stop = min(start + _BLOCK_ROWS, len(self.paths))
@@ -134,8 +135,9 @@ class Manifest:
             for option in ("--field-columns", *dict.fromkeys(_OPTIONS.values())):
                 named = [column.name for column in self.fields if column.option == option]
                 words += [option, ",".join(named)] if named else []
-            if self.masks:
-                words += ["--mask-columns", ",".join(column.name for column in self.masks)]
+            for option, columns in (("--mask-columns", self.masks), ("--image-columns", self.images)):
+                if columns:
+                    words += [option, ",".join(column.name for column in columns)]
         form = source.reader.form
         if form is not None and form.channels(source.reader.index.row_shape) in (1, 2):
             words += ["--mode", "gray"]
@@ -156,16 +158,18 @@ def plan_manifest(source: SourceRows, names: ExportNames) -> Manifest:
     fields: list[ManifestColumn] = []
     for field, values in sorted(catalog.fields.items()):
         fields += _field(field, values, catalog.labels is None, name, lost)
-    masks = []
+    further: dict[str, list[ManifestColumn]] = {schema.MASK: [], schema.IMAGE: []}
     for one, files in zip(catalog.pixel_fields, names.masks, strict=True):
-        masks.append(ManifestColumn(name(one.name), files))
-        if masks[-1].name != one.name:
-            lost.append(f"the name of the field {one.name!r}, which becomes {masks[-1].name!r}")
+        column = ManifestColumn(name(one.name), files)
+        further[one.kind].append(column)
+        if column.name != one.name:
+            lost.append(f"the name of the field {one.name!r}, which becomes {column.name!r}")
     others.append(ManifestColumn(name("row"), source.rows))
     if source.has_names:
         others.append(ManifestColumn(name("source"), catalog.names))
     lost += _lost_splits(catalog)
-    return Manifest(names.paths, split, tuple(labels), tuple(fields), tuple(masks), tuple(others), tuple(lost))
+    masks, images = tuple(further[schema.MASK]), tuple(further[schema.IMAGE])
+    return Manifest(names.paths, split, tuple(labels), tuple(fields), masks, images, tuple(others), tuple(lost))
 
 
 def _folder_kind(catalog: Catalog, names: ExportNames) -> str | None:

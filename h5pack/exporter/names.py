@@ -62,7 +62,7 @@ class ExportNames:
     folders: tuple[str, ...]  # parents before their subfolders; also folders of classes without rows
     renamed: int  # stored names that had to change by more than their suffix and leading folders
     exact_folders: bool = False  # whether each split and class has a folder with exactly its name
-    # (n,) for each field of masks: the path of each row's mask, a PNG file
+    # (n,) for each field of pixels: the path of each row's mask, a PNG file, or further image
     masks: tuple[NameTable, ...] = ()
 
 
@@ -98,10 +98,11 @@ def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
     folders = {folder for path in paths for folder in _parents(path)}
     for index in _make_distinct(paths, folders, rules.fold):
         renamed[index] = source.has_names
-    masks = tuple(
-        NameTable.of(f"{folder}/{path[len(_IMAGES) + 1 :].rpartition('.')[0]}.png" for path in paths)
-        for folder in mask_folders
-    )
+    masks = []
+    for one, folder in zip(catalog.pixel_fields, mask_folders, strict=True):
+        suffix = ".png" if one.kind == schema.MASK else rules.suffixes[0]
+        stems = (path[len(_IMAGES) + 1 :].rpartition(".")[0] for path in paths)
+        masks.append(NameTable.of(f"{folder}/{stem}{suffix}" for stem in stems))
     folders |= {folder for one in masks for path in one for folder in _parents(path)}
     parents = [name for split, name in enumerate(split_folders) if split not in bare_splits]
     if class_folders and (parents or not split_folders):
@@ -113,7 +114,7 @@ def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
                 above = "/".join((*top, *parents[:1]))
                 folders.update(filter(None, (*top, above, f"{above}/{folder}" if above else folder)))
     exact = exact and split_folders == [*split_names]
-    return ExportNames(NameTable.of(paths), tuple(sorted(folders)), int(renamed.sum()), exact and not top, masks)
+    return ExportNames(NameTable.of(paths), tuple(sorted(folders)), int(renamed.sum()), exact and not top, tuple(masks))
 
 
 def _make_distinct(paths: list[str], folders: Iterable[str], fold: Callable[[str], str]) -> Iterator[int]:

@@ -58,9 +58,11 @@ RDCC_NSLOTS = "h5pack_rdcc_nslots"
 RDCC_W0 = "h5pack_rdcc_w0"
 STORED_BYTES = "stored_bytes"
 KIND = "kind"
+DTYPE = "dtype"
 
 # Values of the attribute `kind` of fields.
 MASK = "mask"
+IMAGE = "image"
 
 
 def field_path(name: str) -> str:

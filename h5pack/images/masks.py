@@ -18,10 +18,22 @@ import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from h5pack.errors import RejectedImageError
-from h5pack.images.decode import TURNS, PixelOptions, Upright, orientation_of, pad_image, refuse_bomb, rejecting
+from h5pack.images.decode import (
+    MAX_PIXELS,
+    SIDEWAYS,
+    TURNS,
+    PixelOptions,
+    Upright,
+    orientation_of,
+    pad_image,
+    refuse_bomb,
+    rejecting,
+)
 
 _MODES = {"1": "|u1", "L": "|u1", "P": "|u1", "I;16": "<i4", "I;16L": "<i4", "I;16B": "<i4", "I;16N": "<i4", "I": "<i4"}
 """Pillow's modes of masks, and the dtypes of their pixels."""
+
+_MAX_16_BITS = 2**16 - 1
 
 PADDING = {"|u1": 255, "<i4": -1}
 """The number of pixels outside of the image, by dtype."""
@@ -36,12 +48,12 @@ class MaskHeader(NamedTuple):
 
 
 @contextlib.contextmanager
-def naming_mask(name: str) -> Iterator[None]:
+def naming_mask(name: str, kind: str = "mask") -> Iterator[None]:
     """Let the reason of a RejectedImageError begin with the name of a mask, as it becomes that of its image."""
     try:
         yield
     except RejectedImageError as error:
-        raise RejectedImageError(f"its mask {name}: {error}") from error
+        raise RejectedImageError(f"its {kind} {name}: {error}") from error
 
 
 def read_mask_header(open_file: Callable[[], BinaryIO], max_pixels: int) -> MaskHeader:
@@ -60,6 +72,12 @@ def _dtype(image: Image.Image) -> str:
             f"{image.mode} pixels are not numbers of classes; save the mask with a palette, as gray or with 16 bits"
         )
     return dtype
+
+
+def mask_numbers(image: Image.Image) -> npt.NDArray[Any]:
+    """Return the numbers of an open mask, uint8 or int32 (h, w); raise RejectedImageError if it has none."""
+    dtype = _dtype(image)
+    return np.asarray(image).astype(dtype, copy=False)
 
 
 class MaskDecoder:
@@ -89,21 +107,57 @@ class MaskDecoder:
 
     def pixels(self, source: bytes | npt.NDArray[Any], image: Upright) -> npt.NDArray[Any]:
         """Return a mask of the size of its `image`, upright like that: uint8 or int32, (h, w)."""
-        if not isinstance(source, bytes):
-            pixels = source
-        else:
+        if isinstance(source, bytes):
             with rejecting(), Image.open(io.BytesIO(source)) as mask:
                 refuse_bomb(mask.height, mask.width, self._options.max_pixels)
-                dtype = _dtype(mask)
-                if np.dtype(dtype).itemsize > np.dtype(self._dtype).itemsize:
-                    raise RejectedImageError(f"{mask.mode} pixels have more bits than those of the other masks")
+                self._require_bits(_dtype(mask))
                 before = orientation_of(mask)
                 pixels = np.asarray(mask).astype(self._dtype, copy=False)
                 pixels = _turned(pixels, orientation_of(mask))
                 pixels = _moved(pixels, image, own=before != 1)
+        else:
+            self._require_bits(source.dtype.str)
+            pixels = source.astype(self._dtype, copy=False)
         height, width = pixels.shape
         require_size(height, width, image.height, image.width)
         return pixels
+
+    def _require_bits(self, dtype: str) -> None:
+        if np.dtype(dtype).itemsize > np.dtype(self._dtype).itemsize:
+            raise RejectedImageError("its pixels have more bits than those of the other masks")
+
+
+def read_mask(data: bytes, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return the pixels of a PNG file that `encode_mask` made, (h, w); raise RejectedImageError if it is damaged."""
+    with rejecting(), Image.open(io.BytesIO(data), formats=("PNG",)) as image:
+        refuse_bomb(image.height, image.width, MAX_PIXELS)
+        if _dtype(image) == "<i4" and dtype == np.uint8:
+            raise RejectedImageError("it has more bits than the other masks")
+        # A copy, because tensors of memory that cannot be written cause a warning.
+        return np.array(image).astype(dtype, copy=False)
+
+
+def upright_of(data: bytes) -> Upright:
+    """Return the upright size and the orientation of the image in a file."""
+    with rejecting(), Image.open(io.BytesIO(data)) as image:
+        orientation, size = orientation_of(image), (image.height, image.width)
+    return Upright(*(size[::-1] if orientation in SIDEWAYS else size), orientation)
+
+
+def encode_mask(pixels: npt.NDArray[Any], height: int, width: int) -> bytes:
+    """Return a mask, uint8 or int32 (h, w), as a gray PNG file of 8 or 16 bits in another size.
+
+    Each pixel is the nearest one. Raise RejectedImageError if a number does not fit into 16 bits.
+    """
+    if pixels.shape != (height, width):
+        pixels = np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST))
+    if pixels.dtype != np.uint8:
+        if pixels.min() < 0 or pixels.max() > _MAX_16_BITS:
+            raise RejectedImageError(f"its numbers from {pixels.min()} to {pixels.max()} do not fit into 16 bits")
+        pixels = pixels.astype(np.uint16)
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG")
+    return stream.getvalue()
 
 
 def require_size(height: int, width: int, image_height: int, image_width: int) -> None:

@@ -285,11 +285,11 @@ def scaled(pixels: npt.NDArray[np.uint8], tile: int) -> Image.Image:
 
 
 def _beside(picture: Image.Image, masks: Sequence[npt.NDArray[Any]]) -> Image.Image:
-    """Return a picture with its masks on its right, in the same size, with a color for each number."""
+    """Return a picture with its masks, with a color for each number, and further images on its right."""
     joined = Image.new("RGB", (picture.width * (1 + len(masks)), picture.height))
     joined.paste(picture)
     for number, mask in enumerate(masks, 1):
-        colored = Image.fromarray(_COLORS[mask & 255])
+        colored = Image.fromarray(_COLORS[mask & 255]) if mask.ndim == 2 else image_of(mask).convert("RGB")
         joined.paste(colored.resize(picture.size, Image.Resampling.NEAREST), (number * picture.width, 0))
     return joined
 

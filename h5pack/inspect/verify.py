@@ -22,7 +22,7 @@ from h5pack.format.fields import RaggedRows
 from h5pack.format.plans import plan_cache
 from h5pack.format.row_offsets import EncodedOffsets, RowOffsets, check_rows_counted, check_tasks, describe_check
 from h5pack.read.chunk_index import index_dataset
-from h5pack.read.encoded import EncodedIndex, index_kept
+from h5pack.read.encoded import EncodedIndex, index_kept, is_mask_group
 from h5pack.read.hdf5 import (
     dataset_error,
     dataset_names,
@@ -103,10 +103,10 @@ class _Structure:
     """
 
     rows: int
-    images: str = schema.IMAGES  # or `schema.ENCODED`
     problems: list[str] = field(default_factory=list)
     damaged: dict[str, list[int]] = field(default_factory=dict)
     large: list[_Rows] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)  # names of large datasets, also of those that cannot be checked
 
 
 @dataclass(frozen=True)
@@ -279,25 +279,33 @@ def _add_large(file: h5py.File, name: str, found: _Structure) -> None:
 def _inspect_kept(file: h5py.File) -> _Structure:
     """Check the structure of a pack that keeps JPEG files; raise PackFormatError if offsets do not fit the bytes."""
     index = index_kept(file)
-    found = _Structure(index.rows, images=schema.ENCODED)
-    if index.offsets[0] != 0 or index.offsets[-1] != index.data.rows:
-        found.problems.append(f"{schema.ENCODED_OFFSETS}: the rows do not cover all bytes of {schema.ENCODED_DATA}")
+    found = _Structure(index.rows)
     _check_tables(file, found.rows, found.problems)
+    _add_kept(file, index, found)
+    for name in file.get(schema.FIELDS, ()):
+        if is_mask_group(file, f"{schema.FIELDS}/{name}"):
+            _add_kept(file, index_kept(file, f"{schema.FIELDS}/{name}"), found)
     _check_other_rows(file, found)
-    checksums = _checksums(file, schema.ENCODED, found)
-    if checksums is None:
-        return found
-    if index.library_reason is None and index.base is not None:
-        offsets = EncodedOffsets.of(index.base, index.offsets)
-        found.large.append(_Rows(schema.ENCODED, checksums, offsets))
-    else:
-        found.damaged[schema.ENCODED] = _damaged_kept(file, index, checksums)
     return found
+
+
+def _add_kept(file: h5py.File, index: EncodedIndex, found: _Structure) -> None:
+    """Add encoded images or masks to `large`, or their damaged rows if another program moved them."""
+    if index.offsets[0] != 0 or index.offsets[-1] != index.data.rows:
+        found.problems.append(f"{index.name}/offsets: the rows do not cover all bytes of {index.data.name}")
+    checksums = _checksums(file, index.name, found)
+    if index.rows != found.rows:
+        found.problems.append(f"{index.name}: {index.rows:,} rows, but {schema.ENCODED} has {found.rows:,}")
+    elif checksums is not None and index.library_reason is None and index.base is not None:
+        offsets = EncodedOffsets.of(index.base, index.offsets)
+        found.large.append(_Rows(index.name, checksums, offsets))
+    elif checksums is not None:
+        found.damaged[index.name] = _damaged_kept(file, index, checksums)
 
 
 def _damaged_kept(file: h5py.File, index: EncodedIndex, checksums: npt.NDArray[np.uint32]) -> list[int]:
     """Return the rows that differ from their checksums, read through the HDF5 library: another program moved them."""
-    data, wrong = file[schema.ENCODED_DATA], []
+    data, wrong = file[index.data.name], []
     require_filters(data)
     for row, (start, stop) in enumerate(itertools.pairwise(index.offsets.tolist())):
         try:
@@ -311,6 +319,7 @@ def _damaged_kept(file: h5py.File, index: EncodedIndex, checksums: npt.NDArray[n
 
 def _checksums(file: h5py.File, name: str, found: _Structure) -> npt.NDArray[np.uint32] | None:
     """Return the checksums of a large dataset; None, and a problem, if there is not one for each row."""
+    found.seen.add(name)
     checksums = file.get(f"{schema.CHECKSUMS}/{name}")
     if not isinstance(checksums, h5py.Dataset) or checksums.shape != (found.rows,):
         found.problems.append(
@@ -322,14 +331,13 @@ def _checksums(file: h5py.File, name: str, found: _Structure) -> npt.NDArray[np.
 
 def _check_other_rows(file: h5py.File, found: _Structure) -> None:
     """Compare the rows of all but the large datasets with their checksums."""
-    large = {found.images, *(one.name for one in found.large)}
-    small = set(own_fields(file)) - set(_large_fields(file))
-    for name in (*(schema.LABELS,) * (schema.LABELS in file), *sorted(small)):
+    small = sorted(set(own_fields(file)) - found.seen)
+    for name in (*(schema.LABELS,) * (schema.LABELS in file), *small):
         if f"{schema.CHECKSUMS}/{name}" not in file:
             found.problems.append(f"{schema.CHECKSUMS}/{name}: missing")
     for name in dataset_names(file):
         target = name.removeprefix(f"{schema.CHECKSUMS}/")
-        if target == name or target in large or name.startswith(f"{schema.CHUNK_CHECKSUMS}/"):
+        if target == name or target in found.seen or name.startswith(f"{schema.CHUNK_CHECKSUMS}/"):
             continue
         try:
             stored = _checksums_of(file, target)

@@ -30,10 +30,10 @@ from h5pack.pack.encode import encode_images
 from h5pack.pack.estimate import estimate_seconds, table_seconds
 from h5pack.pack.journal import RowRecord, RowResults
 from h5pack.pack.kept import KeptPlan, copy_seconds, make_kept_plan
-from h5pack.pack.options import ConvertOptions
+from h5pack.pack.options import ConvertOptions, require_suitable
 from h5pack.pack.output import ConvertReport as ConvertReport
 from h5pack.pack.output import Output, OutputLock
-from h5pack.pack.plan import ConvertPlan, close_holes, make_plan, refuse_reject, require_suitable
+from h5pack.pack.plan import ConvertPlan, close_holes, make_plan, refuse_reject
 from h5pack.pack.resume import UnfinishedPack, verify_existing
 from h5pack.pack.survey import survey, with_placed_fields
 from h5pack.sources.catalog import Catalog
@@ -65,6 +65,7 @@ def convert(
     box_columns: str | Sequence[str] = (),
     keypoint_columns: str | Sequence[str] = (),
     box_format: str = "xyxy",
+    image_columns: str | Sequence[str] = (),
     images: str | None = None,
     labels: str | None = None,
     fields: str | Sequence[str] = (),
@@ -140,6 +141,8 @@ def convert(
     box_format : str
         What the numbers of a box are: xyxy (left, top, right, bottom), xywh (left, top, width, height) or cxcywh
         (centre, width, height). They are stored as xyxy.
+    image_columns : str or sequence of str
+        The manifest's columns of paths of further images of a sample. Each becomes a field of images of the same size.
     images, labels : str, optional
         An HDF5 file's datasets of images and of labels. Default: detected. ``labels=""`` packs no labels.
     fields : str or sequence of str
@@ -225,7 +228,7 @@ def convert(
     conversion = Conversion(
         source, out, source_kind=source_kind, include=include, exclude=exclude, limit=limit, root=root,
         path_column=path_column, label_columns=label_columns, split_column=split_column, field_columns=field_columns,
-        mask_columns=mask_columns, text_columns=text_columns, box_columns=box_columns,
+        mask_columns=mask_columns, image_columns=image_columns, text_columns=text_columns, box_columns=box_columns,
         keypoint_columns=keypoint_columns, box_format=box_format, images=images, labels=labels, fields=fields,
         channel_axis=channel_axis, value_range=value_range, size=size, fit=fit, resample=resample, draft=draft,
         mode=mode, layout=layout, keep=keep, max_side=max_side, quality=quality, order=order, seed=seed, val=val,
@@ -313,7 +316,7 @@ class Conversion:
             with self._stage("survey", len(catalog)) as advance:
                 surveyed = survey(
                     catalog, self._executor, 2 * self.num_workers, options.max_pixels, advance,
-                    keep=options.keep is not None,
+                    keep=options.keep is not None, resize=options.size is not None,
                 )  # fmt: skip
             catalog = with_placed_fields(catalog, surveyed, options)
             plan = make_plan if options.keep is None else make_kept_plan

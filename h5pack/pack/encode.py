@@ -21,13 +21,16 @@ import numpy.typing as npt
 
 from h5pack.errors import NoImagesError, RejectedImageError
 from h5pack.format.checksums import crc32
-from h5pack.images.decode import strict_pillow
+from h5pack.images.decode import Upright, strict_pillow
 from h5pack.images.encode import JpegEncoder
+from h5pack.images.headers import DecodePath
+from h5pack.images.masks import MaskDecoder, encode_mask, naming_mask, upright_of
 from h5pack.pack.journal import JournalWriter
 from h5pack.pack.kept import ENCODED_IMAGE, EncodedPlaces, KeptPlan
 from h5pack.pack.plan import refuse_reject
 from h5pack.pack.resume import UnfinishedPack
 from h5pack.pack.writer import join_groups, read_image
+from h5pack.sources.catalog import SourceReader
 from h5pack.system.files import read_all, write_all
 from h5pack.system.processes import run, shared
 
@@ -63,6 +66,7 @@ class EncodeJob:
     max_side: int | None
     quality: int
     max_pixels: int
+    mask_dtypes: tuple[str, ...] = ()  # of each field of masks
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,9 @@ class EncodeTask:
     names: list[str]
     decode_paths: list[int]
     kept: list[bool]  # whether the bytes of the image's file are kept as they are
+    read: list[bool]  # whether the image is encoded, or its file is copied because it is read by groups
+    sizes: list[tuple[int, int]]  # height and width of each image in the pack, upright
+    masks: list[list[str]]  # for each field, the names of the images' masks
 
     def __str__(self) -> str:
         """Describe the task's images for the error message if its worker process dies."""
@@ -90,6 +97,7 @@ class _Worker:
         self.data = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self.size = 0
         self.encoder = JpegEncoder(job.max_side, job.quality, job.max_pixels)
+        self.masks = [MaskDecoder(self.encoder.options, dtype) for dtype in job.mask_dtypes]
 
     def close(self) -> None:
         os.close(self.data)
@@ -121,24 +129,51 @@ def encode_task(task: EncodeTask) -> tuple[str, EncodedRecord]:
     rows, reasons, parts = [], {}, []
     offset = worker.size
     with strict_pillow():
-        for index, name, decode_path, kept in zip(task.indices, task.names, task.decode_paths, task.kept, strict=True):
+        for position, index in enumerate(task.indices):
             try:
-                source = read_image(reader, index, name)
-                if kept and isinstance(source, bytes):
-                    data, height, width = source, 0, 0
-                else:
-                    data, height, width = worker.encoder.encode(source, decode_path)
+                encoded = _encode(worker, reader, task, position)
             except RejectedImageError as error:
                 reasons[index] = str(error)
                 continue
-            parts.append(data)
-            rows.append((index, offset, len(data), crc32(data), height, width))
-            offset += len(data)
+            for field, data, height, width in encoded:
+                parts.append(data)
+                rows.append((index, field, offset, len(data), crc32(data), height, width))
+                offset += len(data)
     write_all(worker.data, b"".join(parts), worker.size)
     worker.size = offset
     record = EncodedRecord(np.array(rows, ENCODED_IMAGE), reasons)
     worker.journal.append(record)
     return worker.path, record
+
+
+def _encode(
+    worker: _Worker, reader: SourceReader, task: EncodeTask, position: int
+) -> list[tuple[int, bytes, int, int]]:
+    """Return the file of an image, unless it is copied later, and of its masks: number of field, bytes, height, width.
+
+    Raise RejectedImageError if one of them cannot be decoded or encoded.
+    """
+    index, name, decode_path = task.indices[position], task.names[position], task.decode_paths[position]
+    found: list[tuple[int, bytes, int, int]] = []
+    height, width = task.sizes[position]
+    upright = Upright(height, width)
+    if task.read[position] or decode_path == DecodePath.PILLOW:
+        source = read_image(reader, index, name)
+        if task.kept[position] and isinstance(source, bytes):
+            if task.read[position]:
+                found.append((-1, source, 0, 0))
+            if task.masks:
+                # A kept file may have an orientation, which its mask has to follow.
+                upright = upright_of(source) if decode_path == DecodePath.PILLOW else upright
+        else:
+            data, height, width = worker.encoder.encode(source, decode_path)
+            upright = worker.encoder.upright
+            found.append((-1, data, height, width))
+    for number, (names, decoder) in enumerate(zip(task.masks, worker.masks, strict=True)):
+        with naming_mask(names[position]):
+            pixels = decoder.pixels(read_image(reader, index, names[position], field=number), upright)
+            found.append((number, encode_mask(pixels, height, width), height, width))
+    return found
 
 
 def encode_images(
@@ -150,24 +185,27 @@ def encode_images(
     """
     plan = pack.plan
     assert isinstance(plan, KeptPlan)
-    places, reasons = EncodedPlaces(len(plan.catalog)), {}
+    places, reasons = EncodedPlaces(len(plan.catalog), len(plan.catalog.pixel_fields)), {}
     for path, payload in pack.journal.payloads(_PREFIX):
         record = EncodedRecord.decode(payload)
         places.add(_data_path(str(path)), record.images)
         reasons.update(record.reasons)
-    for damaged in run(executor, _damaged, _checks(places), 2 * num_workers, lambda task: task.path):
-        places.owners[damaged] = -1
-    todo = np.flatnonzero(plan.to_encode & (places.owners < 0))
+    missing = np.zeros(len(plan.catalog), np.bool_)
+    for part, needed in ((places, plan.needs_encoding), *((one, plan.to_encode) for one in places.fields)):
+        for damaged in run(executor, _damaged, _checks(part), 2 * num_workers, lambda task: task.path):
+            part.owners[damaged] = -1
+        missing |= needed & (part.owners < 0)
+    todo = np.flatnonzero(missing)
     todo = np.setdiff1d(todo, np.array([*reasons], np.int64))
     advance(int(plan.to_encode.sum()) - len(todo))
     options = plan.options
-    job = EncodeJob(str(pack.journal.folder), options.max_side, options.quality, options.max_pixels)
+    job = EncodeJob(str(pack.journal.folder), options.max_side, options.quality, options.max_pixels, plan.mask_dtypes)
     tasks = _tasks(plan, job, todo, num_workers)
     try:
         for written, record in run(executor, encode_task, tasks, 2 * num_workers, str):
             places.add(written, record.images)
             reasons.update(record.reasons)
-            advance(len(record.images) + len(record.reasons))
+            advance(len({*record.images["index"].tolist()}) + len(record.reasons))
             if options.strict:
                 for index, reason in record.reasons.items():
                     refuse_reject(plan.source, plan.catalog.reject(index, reason), begun=True)
@@ -187,8 +225,17 @@ def _tasks(plan: KeptPlan, job: EncodeJob, indices: npt.NDArray[np.int64], num_w
     max_images = min(_TASK_IMAGES, max(1, -(-len(indices) // (num_workers * _TASKS_PER_WORKER))))
     groups = plan.catalog.reader.groups(indices)
     for share in join_groups(indices, np.arange(len(indices)) if groups is None else groups, max_images):
-        names = [plan.catalog.names[index] for index in share.tolist()]
-        yield EncodeTask(job, share.tolist(), names, plan.decode_paths[share].tolist(), plan.fits[share].tolist())
+        images: list[int] = share.tolist()
+        yield EncodeTask(
+            job=job,
+            indices=images,
+            names=[plan.catalog.names[index] for index in images],
+            decode_paths=plan.decode_paths[share].tolist(),
+            kept=plan.fits[share].tolist(),
+            read=plan.needs_encoding[share].tolist(),
+            sizes=list(zip(plan.heights[share].tolist(), plan.widths[share].tolist(), strict=True)),
+            masks=[[one.files[index] for index in images] for one in plan.catalog.pixel_fields],
+        )
 
 
 @dataclass(frozen=True)
@@ -210,7 +257,7 @@ def _damaged(task: _CheckTask) -> list[int]:
     """Return the catalog indices of images whose bytes differ from their checksum."""
     wrong = []
     with open(task.path, "rb") as stream:
-        for index, offset, size, checksum, _, _ in task.images.tolist():
+        for index, _, offset, size, checksum, _, _ in task.images.tolist():
             data = read_all(stream.fileno(), size, offset)
             if len(data) != size or crc32(data) != checksum:
                 wrong.append(index)

@@ -141,11 +141,12 @@ def _time_sample(task: _SampleTask) -> tuple[bool, float]:
         for position, (index, name, decode_path) in enumerate(
             zip(task.indices, task.names, task.decode_paths, strict=True)
         ):
-            rows = [some[position] for some in (images, *fields)]
+            row, others = images[position], [some[position] for some in fields]
+            masks = [names[position] for names in task.masks]
             with contextlib.suppress(OSError, RejectedImageError, SourceError):
-                decoder.decode(reader, index, name, decode_path, [names[position] for names in task.masks], rows)
-            for row in rows:
-                crc32(row)
+                decoder.decode(reader, index, name, decode_path, row, masks, others)
+            for part in (row, *others):
+                crc32(part)
         for row in images[:: task.statistics_step]:
             channel_sums(row, task.pixels.layout)
     if task.compression is not None:

@@ -34,6 +34,7 @@ from h5pack.format.checksums import crc32, row_checksums
 from h5pack.format.fields import FieldValues, RaggedRows, field_kind
 from h5pack.format.plans import plan_cache
 from h5pack.pack.compression import Compression, add_filter
+from h5pack.pack.journal import EncodedFile, read_encoded
 from h5pack.read.hdf5 import chunk_table, utf8
 from h5pack.sources.catalog import NameTable, Reject
 from h5pack.system.files import NO_SPACE, copy_changed
@@ -43,6 +44,7 @@ _TABLE_CHUNK_BYTES = 262_144
 _MAX_COMPACT_BYTES = 32_768
 """Maximum size of a table in the compact layout; HDF5's limit is 64 KiB with the rest of the object header."""
 _MIB = 1 << 20
+_MASK_FILES = 256  # that are copied together
 _HEAP_BYTES = 4_096
 
 
@@ -64,6 +66,20 @@ class PixelRows:
     def row_bytes(self) -> int:
         """Bytes per row."""
         return math.prod(self.row_shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class EncodedMasks:
+    """A field of masks that are PNG files, which are in temporary files before they are stored."""
+
+    name: str
+    dtype: str  # of the pixels: "|u1" or "<i4"
+    files: list[tuple[EncodedFile, int]]  # (N,): where each row's file is, and its size in bytes
+
+    @property
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """Byte at which each row begins in the data, and the end of the last, (N + 1,)."""
+        return np.cumsum([0, *(size for _, size in self.files)], dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -133,6 +149,7 @@ class PackTables:
     statistics: dict[str, Any]  # mean, std: float64 (C,), 0 to 1; rows, step, split: their input
     rejects: list[Reject] = field(default_factory=list)
     encoded: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # offsets and sizes of encoded images, by path
+    encoded_masks: Sequence[EncodedMasks] = ()
     pixel_checksums: tuple[npt.NDArray[np.uint32], ...] = ()  # (N,) of each of the structure's fields
 
     @property
@@ -191,7 +208,8 @@ def _table_bytes(tables: PackTables) -> int:
     rows = sum(int(column.nbytes) for column in columns) + tables.checksums.nbytes * (1 + len(columns))
     names = sum(len(name.encode("utf-8", "backslashreplace")) + 8 for name in tables.filenames)
     rejects = sum(len(reject.name) + len(reject.reason) + 16 for reject in tables.rejects)
-    return rows + 2 * (names + 4 * rejects) + 65_536
+    masks = sum(int(one.offsets[-1]) + 12 * len(one.files) for one in tables.encoded_masks)
+    return rows + masks + 2 * (names + 4 * rejects) + 65_536
 
 
 def copy_structure(path: Path, target: int, addresses: Addresses, structure: FileStructure) -> None:
@@ -300,6 +318,8 @@ def _create_field(
     file.require_group(schema.FIELDS)
     dataset = _create_chunked(file, field.dataset, (structure.chunk_rows, *field.row_shape), field.dtype, compression)
     dataset.attrs[schema.KIND] = np.bytes_(field.kind)
+    if field.kind == schema.IMAGE:
+        dataset.attrs[schema.LAYOUT] = np.bytes_(structure.layout)
     return _allocated(dataset, rows)
 
 
@@ -375,13 +395,16 @@ def _write_tables(file: h5py.File, tables: PackTables, fields: tuple[PixelRows, 
     checksums.create_dataset(schema.ENCODED if tables.encoded else schema.IMAGES, data=tables.checksums)
     if tables.labels is not None:
         checksums.create_dataset(schema.LABELS, data=row_checksums(tables.labels))
-    if tables.fields or fields:
+    if tables.fields or fields or tables.encoded_masks:
         checksums.create_group(schema.FIELDS)
     for name, row_values in sorted(tables.fields.items()):
         found = row_values.checksums() if isinstance(row_values, RaggedRows) else row_checksums(row_values)
         checksums.create_dataset(schema.field_path(name), data=found)
     for one, found in zip(fields, tables.pixel_checksums, strict=True):
         checksums.create_dataset(one.dataset, data=found)
+
+    for masks in tables.encoded_masks:
+        _write_masks(file, masks)
 
     statistics = file.create_group(schema.STATISTICS)
     for name in ("mean", "std"):
@@ -413,6 +436,23 @@ def _write_fields(file: h5py.File, fields: dict[str, FieldValues]) -> None:
         field.attrs[schema.KIND] = np.bytes_(field_kind(values))
         if field_kind(values) == schema.BOXES:
             field.attrs[schema.BOX_FORMAT] = np.bytes_(schema.XYXY)
+
+
+def _write_masks(file: h5py.File, masks: EncodedMasks) -> None:
+    """Write a field of PNG files."""
+    group = file.require_group(schema.FIELDS).create_group(masks.name)
+    group.attrs[schema.KIND] = np.bytes_(schema.MASK)
+    group.attrs[schema.DTYPE] = np.bytes_(np.dtype(masks.dtype).name)
+    offsets = masks.offsets
+    group.create_dataset("offsets", data=offsets)
+    data = group.create_dataset("data", (int(offsets[-1]),), np.uint8)
+    start = 0
+    for number in range(0, len(masks.files), _MASK_FILES):
+        block = b"".join(read_encoded(place, size) for place, size in masks.files[number : number + _MASK_FILES])
+        data[start : start + len(block)] = np.frombuffer(block, np.uint8)
+        start += len(block)
+    checksums = np.array([place.checksum for place, _ in masks.files], np.uint32)
+    file.create_dataset(f"{schema.CHECKSUMS}/{schema.FIELDS}/{masks.name}", data=checksums)
 
 
 def _create_small(group: h5py.Group, name: str, values: npt.NDArray[Any]) -> None:

@@ -97,12 +97,13 @@ def repair_rows(pack: UnfinishedPack, written: RowRecord, origins: npt.NDArray[n
 def _decoded(plan: ConvertPlan, decoder: SampleDecoder, row: int) -> list[bytes]:
     """Decode the image of a planned row, and its masks, again."""
     index = int(plan.row_order.origins[row])
-    sizes = (plan.row_bytes, *(one.row_bytes for one in plan.pixel_rows))
-    rows = decoder.rows([np.empty(size, np.uint8) for size in sizes])
+    pixels = np.empty(plan.row_shape, np.uint8)
+    fields = decoder.field_rows(np.empty(one.row_bytes, np.uint8) for one in plan.pixel_rows)
     masks = [one.files[index] for one in plan.catalog.pixel_fields]
     with strict_pillow():
-        decoder.decode(plan.catalog.reader, index, plan.name(row), int(plan.decode_paths[index]), masks, rows)
-    return [part.tobytes() for part in rows]
+        decode_path = int(plan.decode_paths[index])
+        decoder.decode(plan.catalog.reader, index, plan.name(row), decode_path, pixels, masks, fields)
+    return [part.tobytes() for part in (pixels, *fields)]
 
 
 def _kept(pack: UnfinishedPack, row: int, size: int) -> bytes:
@@ -125,6 +126,7 @@ def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> Pa
         checksums=written.checksums[final.origins],
         pixel_checksums=tuple(some[final.origins] for some in written.field_checksums),
         encoded=plan.encoded_tables(),
+        encoded_masks=plan.mask_tables(),
         statistics=pack_statistics(plan, written, final, pack.row_offsets, pack.lock.descriptor),
         rejects=plan.all_rejects(written.reasons),
     )

@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import OutputBusyError, ResumeError
-from h5pack.system.files import is_locked, lock, sync_path, write_atomically
+from h5pack.system.files import is_locked, lock, read_all, sync_path, write_atomically
 
 _MAGIC = 0x4B503548
 _PREFIX = struct.Struct("<III")
@@ -97,6 +97,19 @@ class EncodedFile(NamedTuple):
     path: str
     offset: int
     checksum: int
+
+
+def read_encoded(encoded: EncodedFile, size: int) -> bytes:
+    """Return the bytes of an image that was encoded; raise ResumeError if they are lost."""
+    with open(encoded.path, "rb") as stream:
+        found = read_all(stream.fileno(), size, encoded.offset)
+    if len(found) != size or zlib.crc32(found) != encoded.checksum:
+        raise ResumeError(
+            f"{encoded.path}: does not contain what was written to it; check the disk, then run again with resume=True",
+            path=encoded.path,
+            parameters=("resume=True",),
+        )
+    return found
 
 
 class RowResults:

@@ -21,6 +21,7 @@ from h5pack.format.plans import DEFAULT_CHUNK_BYTES, ChunkPlan
 from h5pack.format.row_offsets import EncodedOffsets, RowOffsets
 from h5pack.images.decode import strict_pillow
 from h5pack.images.encode import JpegEncoder, fitted_size
+from h5pack.pack.file_structure import EncodedMasks, PixelRows
 from h5pack.pack.journal import EncodedFile
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.plan import ConvertPlan, RowOrder, Rows, close_holes, plan_rows
@@ -32,28 +33,38 @@ from h5pack.system.text import format_bytes
 _MIN_CHUNKS = 256
 _TIMED_IMAGES = 8
 # Of photos with quality 90; only used for estimates.
-_BYTES_PER_PIXEL, _HEADER_BYTES = 0.25, 700
+_BYTES_PER_PIXEL, _BYTES_PER_MASK_PIXEL, _HEADER_BYTES = 0.25, 0.03, 700
 
 
 ENCODED_IMAGE = np.dtype(
-    [("index", "<i8"), ("offset", "<i8"), ("bytes", "<i8"), ("checksum", "<u4"), ("height", "<i4"), ("width", "<i4")]
-)
-"""An image that was encoded: catalog index, place in a temporary file, upright size (0: that of the source)."""
+    [
+        ("index", "<i8"), ("field", "<i4"), ("offset", "<i8"), ("bytes", "<i8"), ("checksum", "<u4"), ("height", "<i4"),
+        ("width", "<i4"),
+    ]
+)  # fmt: skip
+"""An image, or its mask, that was encoded: catalog index, number of the field (-1: the image), place in a temporary
+file, upright size (0: that of the source)."""
 
 
 class EncodedPlaces:
-    """Where the bytes of images lie that were encoded."""
+    """Where the bytes of images lie that were encoded, and in `fields` those of their masks."""
 
-    def __init__(self, images: int) -> None:
+    def __init__(self, images: int, fields: int = 0) -> None:
         self.paths: list[str] = []
         self.owners = np.full(images, -1, np.int32)  # (M,): index in `paths`; -1: not encoded
         self.images = np.zeros(images, ENCODED_IMAGE)
+        self.fields = [EncodedPlaces(images) for _ in range(fields)]
 
     def add(self, path: str, images: npt.NDArray[Any]) -> None:
-        """Add images, (n,) of `ENCODED_IMAGE`, in the temporary file `path`."""
+        """Add images and masks, (n,) of `ENCODED_IMAGE`, in the temporary file `path`."""
         if path not in self.paths:
             self.paths.append(path)
-        self.owners[images["index"]], self.images[images["index"]] = self.paths.index(path), images
+        own = images[images["field"] < 0]
+        self.owners[own["index"]], self.images[own["index"]] = self.paths.index(path), own
+        for number, field in enumerate(self.fields):
+            masks = images[images["field"] == number].copy()
+            masks["field"] = -1
+            field.add(path, masks)
 
     def file(self, index: int) -> EncodedFile | None:
         """Return where the bytes of an image are, None if it was not encoded."""
@@ -69,13 +80,36 @@ class KeptPlan(ConvertPlan):
     widths: npt.NDArray[np.int32]
     jpeg_bytes: npt.NDArray[np.int64]  # (M,): size of each image's file in the pack
     fits: npt.NDArray[np.bool_]  # (M,): whether the file is kept as it is
-    needs_encoding: npt.NDArray[np.bool_]  # (M,): see `to_encode`
+    needs_encoding: npt.NDArray[np.bool_]  # (M,): images that are encoded, or read in the order of their groups
     places: EncodedPlaces | None = None  # None before images are encoded
 
     @property
     def to_encode(self) -> npt.NDArray[np.bool_]:
-        """See `ConvertPlan`; with a source that is read by groups, also files that are kept as they are."""
-        return self.needs_encoding
+        """See `ConvertPlan`; with a source that is read by groups, also files that are kept as they are.
+
+        If there are masks, these are all images.
+        """
+        if not self.catalog.pixel_fields:
+            return self.needs_encoding
+        return np.isin(np.arange(len(self.catalog)), self.row_order.origins)
+
+    @property
+    def pixel_rows(self) -> tuple[PixelRows, ...]:
+        """See `ConvertPlan`; masks of images of any size are stored as PNG files."""
+        return ()
+
+    def mask_tables(self) -> list[EncodedMasks]:
+        """Return the encoded masks of each field, in the order of the rows."""
+        if self.places is None:
+            return []
+        return [
+            EncodedMasks(one.name, dtype, self._masks_of(places))
+            for one, dtype, places in zip(self.catalog.pixel_fields, self.mask_dtypes, self.places.fields, strict=True)
+        ]
+
+    def _masks_of(self, places: EncodedPlaces) -> list[tuple[EncodedFile, int]]:
+        found = [(places.file(index), int(places.images[index]["bytes"])) for index in self.row_order.origins.tolist()]
+        return [(file, size) for file, size in found if file is not None]
 
     def encoded_files(self, indices: Rows) -> list[EncodedFile | None]:
         """See `ConvertPlan`."""
@@ -155,10 +189,21 @@ class KeptPlan(ConvertPlan):
     @property
     def needed_bytes(self) -> int:
         """See `ConvertPlan`; images that are encoded need space twice, and their sizes are estimates."""
-        return super().needed_bytes + int(self.jpeg_bytes[self.to_encode].sum())
+        needed = super().needed_bytes + int(self.jpeg_bytes[self.needs_encoding].sum())
+        # Masks are in a temporary file, in the file with the tables, and in the pack, which counts them already.
+        return needed + 2 * self._mask_bytes
+
+    @property
+    def _mask_bytes(self) -> int:
+        """Bytes of all masks, estimated before they are encoded."""
+        if self.places is not None:
+            return sum(int(one.images["bytes"].sum()) for one in self.places.fields)
+        pixels = self.heights.astype(np.int64)[self.row_order.origins] * self.widths[self.row_order.origins]
+        return int(_BYTES_PER_MASK_PIXEL * pixels.sum()) * len(self.catalog.pixel_fields)
 
     def _tables_bytes(self) -> int:
-        return super()._tables_bytes() + 16 * (self.rows + 1)
+        offsets = 8 * (self.rows + 1) * len(self.catalog.pixel_fields)
+        return super()._tables_bytes() + 16 * (self.rows + 1) + offsets + self._mask_bytes
 
     def to_json(self) -> dict[str, Any]:
         """See `ConvertPlan`; `shape` has only the number of images, and `encoded_bytes` is the size of all files."""
@@ -169,7 +214,7 @@ class KeptPlan(ConvertPlan):
         origins = self.row_order.origins
         sides = np.maximum(self.heights, self.widths)[origins]
         sizes = f"longer sides {sides.min():,} to {sides.max():,}"
-        about = "about " if self.to_encode.any() else ""
+        about = "about " if self.needs_encoding.any() else ""
         kept = int(self.fits[origins].sum())
         how = "" if kept == self.rows else f" ({self.rows - kept:,} of them encoded, quality {self.options.quality})"
         size = format_bytes(int(self.offsets[-1]))
@@ -203,7 +248,7 @@ def make_kept_plan(source: str, catalog: Catalog, survey: Survey, options: Conve
         chunks=plan_data_chunks(int(sizes[rows.usable].sum())),
         rejects=rows.rejects,
         source_bytes=survey.file_bytes,
-        mask_dtypes=(),
+        mask_dtypes=tuple(survey.mask_dtypes),
         heights=heights,
         widths=widths,
         jpeg_bytes=sizes,

@@ -16,10 +16,11 @@ from h5pack.format import schema
 from h5pack.format.fields import BOX_FORMATS
 from h5pack.images.decode import MAX_PIXELS
 from h5pack.pack.compression import NONE, Compression, parse_compression
-from h5pack.sources.catalog import NameFilter
+from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.detect import KINDS, SourceOptions
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from h5pack.sources.manifest import ManifestColumns
+from h5pack.sources.validation import training_split
 from h5pack.system.parameters import invalid
 
 LAYOUTS = ("nhwc", "nchw")
@@ -32,7 +33,7 @@ RESAMPLES = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
 
 _LATER = (
     "compression", "images", "labels", "fields", "channel_axis", "value_range", "val", "keep", "max_side", "quality",
-    "mask_columns", "text_columns", "box_columns", "keypoint_columns", "box_format",
+    "mask_columns", "image_columns", "text_columns", "box_columns", "keypoint_columns", "box_format",
 )  # fmt: skip
 _OF_PIXELS = ("size", "fit", "resample", "draft", "mode", "layout", "chunk_rows", "chunk_bytes", "compression")
 _OF_KEPT = ("max_side", "quality")
@@ -56,6 +57,7 @@ class ConvertOptions:
     box_columns: tuple[str, ...] = ()
     keypoint_columns: tuple[str, ...] = ()
     box_format: str = schema.XYXY
+    image_columns: tuple[str, ...] = ()
     images: str | None = None
     labels: str | None = None
     fields: tuple[str, ...] = ()
@@ -180,6 +182,7 @@ class ConvertOptions:
                 self.field_columns,
                 self.root,
                 masks=self.mask_columns,
+                images=self.image_columns,
                 texts=self.text_columns,
                 boxes=self.box_columns,
                 keypoints=self.keypoint_columns,
@@ -206,6 +209,28 @@ class ConvertOptions:
             if values[name] == getattr(ConvertOptions, name):
                 del values[name]
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> None:
+    """Raise OptionsError for options that the source does not allow.
+
+    These are `val` if no split can be divided, and `draft` if it has masks.
+    """
+    if options.draft and catalog.pixel_fields:
+        raise OptionsError(
+            f"{source}: draft=True would shrink images before they are resized, which cannot be done with their masks; "
+            "leave out draft=True",
+            path=source,
+            parameters=("draft=True",),
+        )
+    if options.keep is not None and any(one.kind == schema.IMAGE for one in catalog.pixel_fields):
+        raise OptionsError(
+            f"{source}: keep={options.keep!r} cannot store further images of a sample; leave out image_columns",
+            path=source,
+            parameters=(f"keep={options.keep!r}", "image_columns"),
+        )
+    if options.val is not None:
+        training_split(source, catalog, options.val)  # Raises an error.
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str | None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -17,7 +17,7 @@ from h5pack.format.plans import HDF5_MAX_CHUNK_BYTES, ChunkPlan, plan_chunks
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.images.decode import PixelOptions
 from h5pack.pack.compression import Compression, max_compressed_bytes
-from h5pack.pack.file_structure import FileStructure, PixelRows, options_text, plan_metadata
+from h5pack.pack.file_structure import EncodedMasks, FileStructure, PixelRows, options_text, plan_metadata
 from h5pack.pack.journal import EncodedFile
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.survey import Survey
@@ -79,28 +79,6 @@ def close_holes(split_starts: npt.NDArray[np.int64], packed: npt.NDArray[np.bool
     return RowOrder.of_splits(members)
 
 
-def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> None:
-    """Raise OptionsError for options that the source does not allow.
-
-    These are `val` if no split can be divided, and `draft` if it has masks.
-    """
-    if options.draft and catalog.pixel_fields:
-        raise OptionsError(
-            f"{source}: draft=True would shrink images before they are resized, which cannot be done with their masks; "
-            "leave out draft=True",
-            path=source,
-            parameters=("draft=True",),
-        )
-    if options.keep is not None and catalog.pixel_fields:
-        raise OptionsError(
-            f"{source}: keep={options.keep!r} cannot store masks; leave out keep={options.keep!r}",
-            path=source,
-            parameters=(f"keep={options.keep!r}",),
-        )
-    if options.val is not None:
-        training_split(source, catalog, options.val)  # Raises an error.
-
-
 _METADATA_BYTES = 65_536
 _MANY_TIMES = 3
 
@@ -156,9 +134,9 @@ class ConvertPlan:
     @property
     def pixel_rows(self) -> tuple[PixelRows, ...]:
         """The fields whose rows are chunked like the images."""
-        shape = (self.height, self.width)
+        shapes: dict[str, tuple[int, ...]] = {schema.MASK: (self.height, self.width), schema.IMAGE: self.row_shape}
         return tuple(
-            PixelRows(one.name, one.kind, shape, dtype)
+            PixelRows(one.name, one.kind, shapes[one.kind], dtype)
             for one, dtype in zip(self.catalog.pixel_fields, self.mask_dtypes, strict=True)
         )
 
@@ -192,6 +170,10 @@ class ConvertPlan:
         """Return the offsets and sizes of encoded images, by their paths in the file; empty if rows are pixels."""
         return {}
 
+    def mask_tables(self) -> Sequence[EncodedMasks]:
+        """Return the masks that are stored as PNG files."""
+        return ()
+
     def source_groups(self, rows: Rows) -> Rows | None:
         """Return the group number of the image in each row, as `SourceReader.groups` does."""
         return self.catalog.reader.groups(self.row_order.origins[rows])
@@ -211,7 +193,10 @@ class ConvertPlan:
         )
         names = sum(utf8(texts).nbytes for texts in (catalog.label_names or (), catalog.split_names))
         return replace(
-            structure, metadata_bytes=plan_metadata(self.chunks.count, structure, names, 2 * len(catalog.fields) + 1)
+            structure,
+            metadata_bytes=plan_metadata(
+                self.chunks.count, structure, names, 2 * (len(catalog.fields) + len(catalog.pixel_fields)) + 1
+            ),
         )
 
     @property
@@ -333,7 +318,10 @@ class ConvertPlan:
             f"source   {self.source} ({self.catalog.kind}{self.catalog.about and ': ' + self.catalog.about})",
             f"images   {self._images_text()}",
             f"labels   {self.label_kind()}" + "".join(f", field {name}" for name in sorted(self.catalog.fields)),
-            *(f"field    {one.name}: {one.kind}s, {np.dtype(one.dtype)}" for one in self.pixel_rows),
+            *(
+                f"field    {one.name}: {one.kind}s, {np.dtype(dtype)}"
+                for one, dtype in zip(self.catalog.pixel_fields, self.mask_dtypes, strict=True)
+            ),
             f"splits   {splits}",
             f"chunks   {self._chunks_text()}",
             f"file     {file}",

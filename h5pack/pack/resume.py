@@ -34,7 +34,7 @@ def identity(plan: ConvertPlan) -> dict[str, Any]:
     return {
         "h5pack": __version__,
         "options": plan.options.content(),
-        "shape": [plan.rows, *plan.row_shape, *(one.dtype for one in plan.pixel_rows)],
+        "shape": [plan.rows, *plan.row_shape, *plan.mask_dtypes],
         "tables": plan.catalog.tables_checksum(),
     }
 

@@ -56,7 +56,8 @@ class _Task:
     names: list[str]
     max_pixels: int
     shown: str  # what messages call the first image
-    masks: list[list[str]]  # the names of the images' masks, for each field
+    masks: list[tuple[str, list[str]]]  # the kind, and the names of the images' masks, of each field of pixels
+    resize: bool  # whether further images may have another size
     keep: bool  # whether JPEG files are kept
 
 
@@ -68,12 +69,14 @@ def survey(
     advance: Callable[[int], object],
     *,
     keep: bool = False,
+    resize: bool = False,
 ) -> Survey:
     """Read the headers of all images of a catalog in the workers of `executor`, which share its reader.
 
     At most `max_in_flight` tasks run or wait. Images of more than `max_pixels` are rejected. `advance` is called with
     the number of images after each task. With `keep`, the sizes of JPEG files are surveyed, and those that were cut
-    short are rejected. Raises SourceError if storage fails, or if labels differ in shape.
+    short are rejected. With `resize`, further images of a sample may have other sizes. Raises SourceError if storage
+    fails, or if labels differ in shape.
     """
     count = len(catalog)
     result = Survey(
@@ -88,7 +91,9 @@ def survey(
         return result
     labels: list[npt.NDArray[Any] | None] = [None] * count if catalog.reader.has_labels else []
     result.fields = [None] * count if catalog.reader.has_labels else []
-    for start, part, found in run(executor, _survey, _tasks(catalog, max_pixels, keep), max_in_flight, _describe):
+    for start, part, found in run(
+        executor, _survey, _tasks(catalog, max_pixels, resize, keep), max_in_flight, _describe
+    ):
         rows = slice(start, start + len(part.heights))
         for name in ("heights", "widths", "decode_paths", "fingerprints", "jpeg_bytes", "orientations"):
             getattr(result, name)[rows] = getattr(part, name)
@@ -174,13 +179,13 @@ def _survey_uniform(reader: SourceReader, size: tuple[int, int], result: Survey,
     result.fingerprints[:] = reader.fingerprints(np.arange(len(result.heights)))
 
 
-def _tasks(catalog: Catalog, max_pixels: int, keep: bool) -> Iterator[_Task]:
+def _tasks(catalog: Catalog, max_pixels: int, resize: bool, keep: bool) -> Iterator[_Task]:
     step = min(_TASK_IMAGES, max(1, len(catalog) // 16))
     for start in range(0, len(catalog), step):
         indices = range(start, min(start + step, len(catalog)))
         names = [catalog.names[index] for index in indices]
-        masks = [[one.files[index] for index in indices] for one in catalog.pixel_fields]
-        yield _Task(start, names, max_pixels, catalog.shown(start), masks, keep)
+        masks = [(one.kind, [one.files[index] for index in indices]) for one in catalog.pixel_fields]
+        yield _Task(start, names, max_pixels, catalog.shown(start), masks, resize, keep)
 
 
 def _describe(task: _Task) -> str:
@@ -231,14 +236,21 @@ def _with_masks(reader: SourceReader, image: SurveyedImage, index: int, task: _T
     """
     marks, dtypes = [image.fingerprint], []
     height, width, decode_path = image.header.height, image.header.width, image.header.decode_path
-    for number, masks in enumerate(task.masks):
+    for number, (kind, masks) in enumerate(task.masks):
         name = masks[index - task.start]
-        with naming_mask(name):
+        with naming_mask(name, kind):
+            if kind == schema.IMAGE:
+                further = reader.survey(index, name, task.max_pixels)
+                if not task.resize:
+                    require_size(further.header.height, further.header.width, height, width)
+                marks.append(further.fingerprint)
+                dtypes.append("|u1")
+                continue
             header, mark = reader.survey_mask(number, index, name, task.max_pixels)
             if decode_path != DecodePath.PILLOW or (header.height, header.width) != (width, height):
                 require_size(header.height, header.width, height, width)
-        marks.append(mark)
-        dtypes.append(header.dtype)
+            marks.append(mark)
+            dtypes.append(header.dtype)
     return image._replace(fingerprint=fingerprint(np.array(marks, np.uint64).tobytes())), dtypes
 
 

@@ -11,25 +11,26 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import OutputBusyError, RejectedImageError, ResumeError, SourceError
+from h5pack.errors import OutputBusyError, RejectedImageError, SourceError
+from h5pack.format import schema
 from h5pack.format.checksums import crc32
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.images.decode import Decoder, PixelOptions, strict_pillow
+from h5pack.images.headers import DecodePath, parse_jpeg
 from h5pack.images.masks import MaskDecoder, naming_mask
 from h5pack.pack.direct_io import RowBuffer, RowFile
 from h5pack.pack.file_structure import PixelRows
-from h5pack.pack.journal import EncodedFile, JournalWriter, RowRecord
+from h5pack.pack.journal import EncodedFile, JournalWriter, RowRecord, read_encoded
 from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.statistics import channel_sums, encoded_sums, sampled_rows, statistics_range
 from h5pack.sources.catalog import SourceReader
-from h5pack.system.files import read_all
 from h5pack.system.processes import shared
 
 _TASKS_PER_WORKER = 16
@@ -234,60 +235,81 @@ def _journal(worker: _Worker, buffers: list[RowBuffer], record: RowRecord) -> No
 
 
 class SampleDecoder:
-    """Decodes images, and the masks that belong to them, into rows. Each worker has its own; see `Decoder`."""
+    """Decodes images, their masks and further images into rows. Each worker has its own; see `Decoder`."""
 
     def __init__(self, pixels: PixelOptions, fields: Sequence[PixelRows], quiet: bool = False) -> None:
         self.image = Decoder(pixels, quiet)
-        self._masks = [MaskDecoder(pixels, one.dtype) for one in fields]
-        self._shapes = [(pixels.row_shape, "|u1"), *((one.row_shape, one.dtype) for one in fields)]
+        self._fields = [
+            (one.kind, Decoder(pixels, quiet) if one.kind == schema.IMAGE else MaskDecoder(pixels, one.dtype))
+            for one in fields
+        ]
+        self._shapes = [(one.row_shape, one.dtype) for one in fields]
 
-    def rows(self, buffers: Sequence[npt.NDArray[np.uint8]]) -> list[npt.NDArray[Any]]:
-        """Return the rows in memory of their sizes, uint8 (bytes,): that of the image, then those of the fields."""
+    def field_rows(self, buffers: Iterable[npt.NDArray[np.uint8]]) -> list[npt.NDArray[Any]]:
+        """Return the rows of the fields in memory of their sizes, uint8 (bytes,)."""
         return [buffer.view(dtype).reshape(shape) for buffer, (shape, dtype) in zip(buffers, self._shapes, strict=True)]
 
     def decode(
-        self, reader: SourceReader, index: int, name: str, decode_path: int, masks: Sequence[str],
-        rows: Sequence[npt.NDArray[Any]],
+        self, reader: SourceReader, index: int, name: str, decode_path: int, row: npt.NDArray[np.uint8],
+        masks: Sequence[str] = (), field_rows: Sequence[npt.NDArray[Any]] = (),
     ) -> None:  # fmt: skip
-        """Read an image and its masks, and decode them into `rows`; raise as `read_image` and `Decoder.decode` do."""
-        self.image.decode(read_image(reader, index, name), decode_path, rows[0])
-        for number, (mask, decoder, row) in enumerate(zip(masks, self._masks, rows[1:], strict=True)):
-            with naming_mask(mask):
-                decoder.decode(read_image(reader, index, mask, field=number), self.image.upright, row)
+        """Read an image, its masks and further images, and decode them into their rows.
+
+        Raise what `read_image` and `Decoder.decode` raise.
+        """
+        self.image.decode(read_image(reader, index, name), decode_path, row)
+        if not masks:
+            return
+        for number, (mask, (kind, decoder), field_row) in enumerate(zip(masks, self._fields, field_rows, strict=True)):
+            with naming_mask(mask, kind):
+                source = read_image(reader, index, mask, field=number)
+                if isinstance(decoder, MaskDecoder):
+                    decoder.decode(source, self.image.upright, field_row)
+                else:
+                    header = parse_jpeg(source) if isinstance(source, bytes) else None
+                    decoder.decode(source, DecodePath.PILLOW if header is None else header.decode_path, field_row)
 
 
 def _fill(worker: _Worker, group: RowGroup, buffers: list[RowBuffer]) -> RowRecord:
     """Decode a group's images into its buffers, allowing each row to be written as soon as it is decoded."""
-    pixels, count = worker.job.pixels, len(group.indices)
+    pixels, count, decoder = worker.job.pixels, len(group.indices), worker.decoder
+    images, *others = buffers
     packed = np.ones(count, np.bool_)
-    checksums = np.zeros((len(buffers), count), np.uint32)
+    checksums = [0] * count
+    field_checksums = np.zeros((len(others), count), np.uint32)
     reasons: dict[int, str] = {}
     sums = []
     sampled = set(group.sampled)
+    masks: list[str] = []
+    field_rows: list[npt.NDArray[Any]] = []
     for position, (index, name, decode_path) in enumerate(
         zip(group.indices, group.names, group.decode_paths, strict=True)
     ):
-        rows = worker.decoder.rows([buffer.row(position) for buffer in buffers])
-        masks = [names[position] for names in group.field_names]
+        row = images.row(position).reshape(pixels.row_shape)
+        if others:
+            masks = [names[position] for names in group.field_names]
+            field_rows = decoder.field_rows(buffer.row(position) for buffer in others)
         try:
-            worker.decoder.decode(shared(), index, name, decode_path, masks, rows)
+            decoder.decode(shared(), index, name, decode_path, row, masks, field_rows)
         except RejectedImageError as error:
             packed[position] = False
             reasons[int(group.rows[position])] = str(error)
-            for row in rows:
-                row[...] = 0
+            for part in (row, *field_rows):
+                part[...] = 0
         else:
-            checksums[:, position] = [crc32(row) for row in rows]
+            checksums[position] = crc32(row)
+            if others:
+                field_checksums[:, position] = [crc32(part) for part in field_rows]
             if position in sampled:
                 # Sum now, while the row is in the CPU cache.
-                sums.append((int(group.rows[position]), channel_sums(rows[0], pixels.layout)))
+                sums.append((int(group.rows[position]), channel_sums(row, pixels.layout)))
         for buffer in buffers:
             buffer.ready(position + 1)
     return RowRecord(
         rows=group.rows,
         packed=packed,
-        checksums=checksums[0],
-        field_checksums=checksums[1:],
+        checksums=np.array(checksums, np.uint32),
+        field_checksums=field_checksums,
         sampled=np.array([row for row, _ in sums], np.int64),
         sums=np.array([total for _, total in sums], np.uint64).reshape(len(sums), 2, pixels.channels),
         reasons=reasons,
@@ -324,16 +346,7 @@ def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: 
     Raises SourceError if the file does not have the size that the survey found, ResumeError if encoded bytes are lost.
     """
     if encoded is not None:
-        with open(encoded.path, "rb") as stream:
-            found = read_all(stream.fileno(), size, encoded.offset)
-        if len(found) != size or crc32(found) != encoded.checksum:
-            raise ResumeError(
-                f"{encoded.path}: does not contain what was written to it; check the disk, then run again with "
-                "resume=True",
-                path=encoded.path,
-                parameters=("resume=True",),
-            )
-        return found
+        return read_encoded(encoded, size)
     try:
         data = read_image(reader, index, name)
     except RejectedImageError:

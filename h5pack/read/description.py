@@ -14,7 +14,7 @@ import numpy.typing as npt
 from h5pack.errors import H5PackError, PackFormatError
 from h5pack.format import schema
 from h5pack.read.chunk_index import ChunkIndex, index_dataset
-from h5pack.read.encoded import has_kept_images, index_encoded, index_kept, is_encoded
+from h5pack.read.encoded import has_kept_images, index_encoded, index_kept, is_encoded, is_mask_group
 from h5pack.read.hdf5 import (
     attribute_names,
     dataset_error,
@@ -110,6 +110,11 @@ def _describe(
     rows = indexes[images].rows if indexes else -1
     ragged: dict[str, RaggedIndex] = {}
     for name in (*(() if indexes else (images,)), *(() if labels is None else (labels,)), *fields):
+        if is_mask_group(file, name):
+            indexes[name] = index_kept(file, name, sized=sized)
+            _require_length(file, name, indexes[name].rows, images, rows)
+            _add_checksums(file, indexes, name)
+            continue
         if rows >= 0 and is_ragged(file, name):
             ragged[name] = index_ragged(file, name)
             _require_length(file, name, ragged[name].rows, images, rows)

@@ -27,8 +27,9 @@ from h5pack.errors import DamagedRowsError, RejectedImageError, SizesDifferError
 from h5pack.format import schema
 from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, read_header
 from h5pack.images.headers import ImageHeader
+from h5pack.images.masks import read_mask
 from h5pack.read.chunk_index import ChunkIndex, contiguous_group_rows, index_dataset
-from h5pack.read.hdf5 import dataset_error, find_item, read_rows, require_dataset
+from h5pack.read.hdf5 import dataset_error, find_item, read_rows, require_dataset, text
 from h5pack.read.read_plan import MAX_GAP_BYTES
 from h5pack.read.storage import Storage
 from h5pack.system.arrays import run_edges
@@ -100,30 +101,34 @@ def row_decoder() -> RowDecoder:
     return _decoders.decoder
 
 
-def decode_rows(path: str, name: str, rows: npt.NDArray[np.int64], encoded: list[bytes], out: npt.NDArray[Any]) -> None:
+def decode_rows(
+    path: str,
+    name: str,
+    rows: npt.NDArray[np.int64],
+    encoded: list[bytes],
+    out: npt.NDArray[Any],
+    mask_dtype: np.dtype[Any] | None = None,
+) -> None:
     """Decode encoded rows into `out`; `path`, `name` and `rows` are used in messages only.
 
     `out` is either uint8 (n, H, W, 3), or an object array (n,) whose elements become uint8 arrays (h, w, 3) of
-    individual sizes. Raises DamagedRowsError if a row cannot be decoded, SizesDifferError if it is not H x W.
+    individual sizes. If `mask_dtype` is given, rows are masks of that dtype, (n, H, W) or (h, w). Raises
+    DamagedRowsError if a row cannot be decoded, SizesDifferError if it is not H x W.
     """
     decoder = row_decoder()
     for position, (row, data) in enumerate(zip(rows.tolist(), encoded, strict=True)):
         with decoding_row(path, name, row):
+            if mask_dtype is not None:
+                mask = read_mask(data, mask_dtype)
+                if out.dtype != object:
+                    _require_size(path, name, row, mask.shape, out.shape[1:3])
+                out[position] = mask
+                continue
             if out.dtype == object:
                 out[position] = decoder.pixels(data)
                 continue
             header = decoder.header(data)
-            if (header.height, header.width) != out.shape[1:3]:
-                height, width = out.shape[1:3]
-                raise SizesDifferError(
-                    f"{path}: {name!r} row {row} is {header.height}x{header.width} and row 0 is {height}x{width}, so "
-                    "they cannot be batched; give decode=RandomResizedCrop(224) or another crop, or pack the file with "
-                    f"'h5pack convert' and size='{height}x{width}'",
-                    path=path,
-                    dataset=name,
-                    rows=(row,),
-                    parameters=("decode=RandomResizedCrop(224)", f"size='{height}x{width}'"),
-                )
+            _require_size(path, name, row, (header.height, header.width), out.shape[1:3])
             decoder.decode(data, header.decode_path, out[position])
 
 
@@ -140,6 +145,21 @@ def decoding_row(path: str, name: str, row: int) -> Iterator[None]:
             dataset=name,
             rows=(row,),
         ) from error
+
+
+def _require_size(path: str, name: str, row: int, size: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    """Raise SizesDifferError if a row has another size than row 0."""
+    if size != wanted:
+        height, width = wanted
+        raise SizesDifferError(
+            f"{path}: {name!r} row {row} is {size[0]}x{size[1]} and row 0 is {height}x{width}, so they cannot be "
+            "batched; give decode=RandomResizedCrop(224) or another crop, or pack the file with 'h5pack convert' and "
+            f"size='{height}x{width}'",
+            path=path,
+            dataset=name,
+            rows=(row,),
+            parameters=("decode=RandomResizedCrop(224)", f"size='{height}x{width}'"),
+        )
 
 
 def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: bool = True) -> ChunkIndex:
@@ -177,11 +197,13 @@ def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: b
 class EncodedIndex(ChunkIndex):
     """The locations of the encoded images in a pack's group `/encoded`: row i is ``offsets[i]`` to ``offsets[i + 1]``.
 
-    `data` is the index of `/encoded/data`, each of whose rows is one byte.
+    `data` is the index of `/encoded/data`, each of whose rows is one byte. Masks, in a group in `/fields`, are stored
+    in the same way.
     """
 
     offsets: npt.NDArray[np.int64]  # (N + 1,), ascending, within the data
     data: ChunkIndex
+    is_mask: bool = False
 
     @property
     def raw(self) -> bool:
@@ -241,21 +263,26 @@ def has_kept_images(file: h5py.File, name: str) -> bool:
     return name == schema.ENCODED and isinstance(find_item(file, name), h5py.Group)
 
 
-def index_kept(file: h5py.File, *, sized: bool = True) -> EncodedIndex:
-    """Return the index of a pack's group `/encoded`; raise PackFormatError if offsets do not fit the data.
+def is_mask_group(file: h5py.File, name: str) -> bool:
+    """Return whether `name` is the group of a field of masks that are PNG files."""
+    group = find_item(file, name)
+    return isinstance(group, h5py.Group) and text(group.attrs.get(schema.KIND, b"")) == schema.MASK
+
+
+def index_kept(file: h5py.File, name: str = schema.ENCODED, *, sized: bool = True) -> EncodedIndex:
+    """Return the index of a pack's group `/encoded`, or of masks; raise PackFormatError if offsets do not fit the data.
 
     If `sized` is false, the size of the images is given as 0 x 0, which suffices for reading the bytes.
     """
-    data, table, sizes = (
-        require_dataset(file, name) for name in (schema.ENCODED_DATA, schema.ENCODED_OFFSETS, schema.ENCODED_SIZE)
-    )
+    data_name, table_name = f"{name}/data", f"{name}/offsets"
+    data, table, sizes = (require_dataset(file, path) for path in (data_name, table_name, schema.ENCODED_SIZE))
     advice = "run 'h5pack verify' on it, then restore the file or convert again"
     if data.ndim != 1 or data.dtype != np.uint8:
         problem = f"is {data.dtype} {data.shape}, but encoded images are uint8 on one axis; {advice}"
-        raise dataset_error(file.filename, schema.ENCODED_DATA, problem)
+        raise dataset_error(file.filename, data_name, problem)
     if table.ndim != 1 or not len(table) or table.dtype.kind not in "iu":
         problem = f"is {table.dtype} {table.shape}, but offsets are int64, one more than rows; {advice}"
-        raise dataset_error(file.filename, schema.ENCODED_OFFSETS, problem)
+        raise dataset_error(file.filename, table_name, problem)
     offsets, rows = table[()].astype(np.int64), len(table) - 1
     if sizes.shape != (rows, 2) or sizes.dtype.kind not in "iu":
         problem = f"is {sizes.dtype} {sizes.shape}, but there are {rows:,} rows; {advice}"
@@ -263,8 +290,8 @@ def index_kept(file: h5py.File, *, sized: bool = True) -> EncodedIndex:
     outside = (offsets[:-1] < 0) | (offsets[1:] < offsets[:-1]) | (offsets[1:] > len(data))
     if outside.any() or not 0 <= offsets[0] <= len(data):
         row = int(outside.argmax()) if rows else 0
-        problem = f"row {row} lies outside of the {len(data):,} bytes of {schema.ENCODED_DATA!r}; {advice}"
-        raise dataset_error(file.filename, schema.ENCODED_OFFSETS, problem, (row,))
+        problem = f"row {row} lies outside of the {len(data):,} bytes of {data_name!r}; {advice}"
+        raise dataset_error(file.filename, table_name, problem, (row,))
     height = width = pixel_bytes = 0
     if rows and sized:
         pixels = sizes[()].astype(np.int64)
@@ -273,15 +300,17 @@ def index_kept(file: h5py.File, *, sized: bool = True) -> EncodedIndex:
             raise dataset_error(file.filename, schema.ENCODED_SIZE, f"row 0 is {height}x{width}; {advice}", (0,))
         # The mean size, because row 0 may be unusually small or large.
         pixel_bytes = int(np.clip(np.prod(np.clip(pixels, 1, 65_535), axis=1), 1, MAX_PIXELS).sum()) * 3 // rows
-    bytes_index = index_dataset(file, data, schema.ENCODED_DATA)
+    bytes_index = index_dataset(file, data, data_name)
     reason = bytes_index.library_reason
     if reason is None and not (bytes_index.raw and bytes_index.complete):
         reason = "its bytes are compressed"
     group_rows = contiguous_group_rows(rows, pixel_bytes)
+    is_mask = name != schema.ENCODED
     return EncodedIndex(
-        name=schema.ENCODED,
-        dtype=np.dtype(np.uint8),
-        shape=(rows, height, width, 3),
+        name=name,
+        dtype=np.dtype(_mask_dtype(file, name) if is_mask else np.uint8),
+        shape=(rows, height, width) if is_mask else (rows, height, width, 3),
+        is_mask=is_mask,
         chunk_rows=group_rows,
         group_rows=group_rows,
         addresses=np.empty(0, np.int64),
@@ -290,3 +319,10 @@ def index_kept(file: h5py.File, *, sized: bool = True) -> EncodedIndex:
         offsets=offsets,
         data=bytes_index,
     )
+
+
+def _mask_dtype(file: h5py.File, name: str) -> str:
+    dtype = text(file[name].attrs.get(schema.DTYPE, b""))
+    if dtype not in ("uint8", "int32"):
+        raise dataset_error(file.filename, name, f"has masks of the dtype {dtype!r}, which must be uint8 or int32")
+    return dtype

@@ -266,7 +266,8 @@ class Engine:
             if isinstance(index, EncodedIndex):
                 size = calls = 0
                 for part, encoded, count in self._encoded_rows(index, rows):
-                    decode_rows(self.path, index.name, rows[part], encoded, out[part])
+                    mask_dtype = index.native_dtype if index.is_mask else None
+                    decode_rows(self.path, index.name, rows[part], encoded, out[part], mask_dtype)
                     size, calls = size + sum(map(len, encoded)), calls + count
             elif index.is_encoded:
                 size, calls = self.reader.read_images(index.name, rows, out)

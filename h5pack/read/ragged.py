@@ -51,9 +51,11 @@ class RaggedIndex:
 
 
 def is_ragged(file: h5py.File, name: str) -> bool:
-    """Return whether `name` is a group of data and offsets."""
+    """Return whether `name` is a group of data and offsets, but not of masks, which are PNG files."""
     group = find_item(file, name)
-    return isinstance(group, h5py.Group) and {schema.FIELD_DATA, schema.FIELD_OFFSETS} <= set(group)
+    if not isinstance(group, h5py.Group) or not {schema.FIELD_DATA, schema.FIELD_OFFSETS} <= set(group):
+        return False
+    return text(group.attrs.get(schema.KIND, schema.RAGGED)) != schema.MASK
 
 
 def index_ragged(file: h5py.File, name: str) -> RaggedIndex:

@@ -34,7 +34,7 @@ from h5pack.sources.catalog import (
     SurveyedImage,
     fingerprint,
 )
-from h5pack.sources.folders import arranged, is_split_name, is_visible, list_names
+from h5pack.sources.folders import arranged, is_split_name, is_visible, list_names, pairs
 from h5pack.system.files import read_all, reporting_full_disk, write_all
 from h5pack.system.text import format_bytes
 
@@ -236,6 +236,7 @@ class ArchiveReader(SourceReader):
     stored_sizes: npt.NDArray[np.int64]
     checksums: npt.NDArray[np.uint32]
     storings: npt.NDArray[np.uint8]
+    masks: tuple[ArchiveReader, ...] = ()  # for each field of masks, a reader of the images' masks
 
     def __post_init__(self) -> None:
         self._opened: list[int] = []
@@ -257,11 +258,17 @@ class ArchiveReader(SourceReader):
     def joined(cls, readers: Sequence[ArchiveReader]) -> ArchiveReader:
         """Return a reader of the members of several readers, each of one file."""
         file_ids = np.repeat(np.arange(len(readers), dtype=np.int32), [len(reader.file_ids) for reader in readers])
-        columns = (np.concatenate([getattr(reader, name) for reader in readers]) for name in _COLUMNS)
-        return cls(tuple(file for reader in readers for file in reader.files), file_ids, *columns)
+        columns: dict[str, Any] = {
+            name: np.concatenate([getattr(reader, name) for reader in readers]) for name in _COLUMNS
+        }
+        return cls(tuple(file for reader in readers for file in reader.files), file_ids, **columns)
 
     def take(self, indices: npt.NDArray[np.int64]) -> ArchiveReader:
-        return replace(self, **{name: getattr(self, name)[indices] for name in ("file_ids", *_COLUMNS)})
+        masks = tuple(one.take(indices) for one in self.masks)
+        return replace(self, masks=masks, **{name: getattr(self, name)[indices] for name in ("file_ids", *_COLUMNS)})
+
+    def read_field(self, number: int, index: int, name: str) -> bytes:
+        return self.masks[number].read(index, name)
 
     def read(self, index: int, name: str) -> bytes:
         if self.storings[index] == Storing.RAW:
@@ -372,13 +379,19 @@ def members_catalog(file: ArchiveFile, members: Members, wanted: NameFilter, kin
             placed[name] = number
         elif storing != Storing.REPLACED and wanted.refusal(name) is None:
             rejects.append(Reject(name, REASONS[Storing(storing)]))
-    catalog = arranged(list_names(file.path, placed, members.folders, wanted), kind)
+    if kind == "pairs":
+        catalog = pairs(list_names(file.path, placed, members.folders, NameFilter(exclude=wanted.exclude)), wanted)
+        rejects += catalog.rejects
+    else:
+        catalog = arranged(list_names(file.path, placed, members.folders, wanted), kind)
     packed = np.array([placed[name] for name in catalog.names], np.int64)
     found = {members.names[number] for number in packed.tolist()}
     for name, storing in zip(members.names, members.storings, strict=True):
         if storing == Storing.REPLACED and name in found:
             rejects.append(Reject(name, REASONS[Storing.REPLACED]))
-    reader = ArchiveReader.of(file, members).take(packed)
+    every = ArchiveReader.of(file, members)
+    masks = (np.array([placed[name] for name in one.files], np.int64) for one in catalog.pixel_fields)
+    reader = replace(every.take(packed), masks=tuple(every.take(some) for some in masks))
     return replace(catalog, reader=reader, rejects=tuple(rejects), notes=members.notes)
 
 

@@ -5,7 +5,6 @@ Afterwards, the survey reads all image headers to find the images' sizes and to 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import io
@@ -20,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import RejectedImageError, SourceError
+from h5pack.errors import H5PackError, RejectedImageError, SourceError
 from h5pack.format.checksums import crc32
 from h5pack.format.fields import FieldValues, RaggedRows
 from h5pack.images.decode import read_header
@@ -127,11 +126,11 @@ class NameTable:
 
 @dataclass(frozen=True)
 class PixelField:
-    """A field whose values are pixels: a mask of each image of a catalog."""
+    """A field whose values are pixels: a mask of each image of a catalog, or a further image of each sample."""
 
     name: str
-    kind: str  # `schema.MASK`
-    files: NameTable  # (M,): the file of each image's mask, relative to the source
+    kind: str  # `schema.MASK` or `schema.IMAGE`
+    files: NameTable  # (M,): the file of each image's mask or further image, relative to the source
 
 
 class SurveyedImage(NamedTuple):
@@ -170,7 +169,7 @@ class SourceReader:
         raise NotImplementedError
 
     def read_field(self, number: int, index: int, name: str) -> bytes | npt.NDArray[Any]:
-        """Return the mask `name` of image `index`, as `read` does; pixels of a mask are (h, w).
+        """Return the mask or further image `name` of image `index`, as `read` does; pixels of a mask are (h, w).
 
         `number` is the position of its field in the catalog.
         """
@@ -224,6 +223,14 @@ def fingerprint(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
+def _survey_error(name: str, error: OSError | ValueError) -> H5PackError:
+    """Return the error of a file that cannot be read: RejectedImageError, or SourceError if the storage fails."""
+    reason = missing_file_reason(error) if isinstance(error, OSError) else "its name cannot be opened"
+    if reason is None:
+        return SourceError(f"{name}: cannot be read ({error}); repair the storage, then try again", path=name)
+    return RejectedImageError(reason)
+
+
 def _file_fingerprint(name: str, size: int, modified_ns: int) -> int:
     return fingerprint(b"%s\0%d\0%d" % (name.encode("utf-8", "surrogateescape"), size, modified_ns))
 
@@ -253,30 +260,23 @@ class FileReader(SourceReader):
             os.close(descriptor)
 
     def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
-        with self._rejecting_missing(name):
+        try:
             head, size, modified = self.head(name)
             header = read_header(head, lambda: self.open(name), max_pixels)
-        return SurveyedImage(header, _file_fingerprint(name, size, modified), file_bytes=size)
-
-    def survey_mask(self, number: int, index: int, name: str, max_pixels: int) -> tuple[MaskHeader, int]:
-        with self._rejecting_missing(name):
-            _, size, modified = self.head(name, 1)
-            return read_mask_header(lambda: self.open(name), max_pixels), _file_fingerprint(name, size, modified)
-
-    @contextlib.contextmanager
-    def _rejecting_missing(self, name: str) -> Iterator[None]:
-        """Turn the error of a file that cannot be read into a RejectedImageError, or a SourceError if storage fails."""
-        try:
-            yield
         except RejectedImageError:
             raise
         except (OSError, ValueError) as error:
-            reason = missing_file_reason(error) if isinstance(error, OSError) else "its name cannot be opened"
-            if reason is None:
-                raise SourceError(
-                    f"{name}: cannot be read ({error}); repair the storage, then try again", path=name
-                ) from error
-            raise RejectedImageError(reason) from error
+            raise _survey_error(name, error) from error
+        return SurveyedImage(header, _file_fingerprint(name, size, modified), file_bytes=size)
+
+    def survey_mask(self, number: int, index: int, name: str, max_pixels: int) -> tuple[MaskHeader, int]:
+        try:
+            _, size, modified = self.head(name, 1)
+            return read_mask_header(lambda: self.open(name), max_pixels), _file_fingerprint(name, size, modified)
+        except RejectedImageError:
+            raise
+        except (OSError, ValueError) as error:
+            raise _survey_error(name, error) from error
 
     def ends(self, index: int, name: str) -> tuple[bytes, bytes, int]:
         descriptor, size, _ = self._open(name)

@@ -30,7 +30,7 @@ KINDS = (
     "flat", "classes", "splits", "pairs", "celeba", "manifest", "coco", "hdf5", "webdataset", "parquet", "mds",
 )  # fmt: skip
 _MANIFEST_SUFFIXES = (".csv", ".tsv", ".tab", *JSON_LINES)
-_FOLDER_KINDS = ("folder", "flat", "classes", "splits")
+_FOLDER_KINDS = ("folder", "flat", "classes", "splits", "pairs")
 _SHARD_KINDS = ("webdataset", "parquet", "mds")
 # Hugging Face datasets keeps results of transformations beside a dataset.
 _CACHES = ("cache-*.arrow", "tmp*")
@@ -89,7 +89,7 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
     archive = _archive_format(path) if kind in _FOLDER_KINDS else ""
     if path.is_dir() == (kind in ("manifest", "hdf5")) and not archive and kind != "coco":
         parameter = f"source_kind={kind!r}"
-        folder = "folder" if kind in ("celeba", "pairs") else "folder or an archive"
+        folder = "folder" if kind == "celeba" else "folder or an archive"
         needed = "file, not a folder" if path.is_dir() else f"{folder}, not another file"
         raise SourceError(f"{path}: {parameter} needs a {needed}; check the path", path=path, parameters=(parameter,))
     if archive:
@@ -124,8 +124,8 @@ def _open_dataset(dataset: MapStyleDataset, options: SourceOptions) -> Catalog:
 def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
     """Raise OptionsError if options are given that the kind of source does not have."""
     columns = (
-        "root", "path_column", "label_columns", "split_column", "field_columns", "mask_columns", "text_columns",
-        "box_columns", "keypoint_columns", "box_format",
+        "root", "path_column", "label_columns", "split_column", "field_columns", "mask_columns", "image_columns",
+        "text_columns", "box_columns", "keypoint_columns", "box_format",
     )  # fmt: skip
     datasets = ("images", "labels", "fields", "channel_axis", "value_range")
     given = options.columns
@@ -137,6 +137,7 @@ def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
         ("a manifest", kind in _SHARD_KINDS and given.root is not None, ("root",)),
         ("a manifest", kind == "webdataset" and given.path is not None, ("path_column",)),
         ("a manifest", kind in _SHARD_KINDS and bool(given.masks), ("mask_columns",)),
+        ("a manifest", kind in _SHARD_KINDS and bool(given.images), ("image_columns",)),
     ):
         if unused:
             path = None if kind == "dataset" else where

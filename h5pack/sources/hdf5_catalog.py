@@ -20,7 +20,7 @@ from h5pack.format import schema
 from h5pack.format.fields import FieldValues
 from h5pack.read.chunk_index import ChunkIndex, index_dataset
 from h5pack.read.description import FileDescription, checksums_of, describe_file
-from h5pack.read.encoded import has_kept_images, is_encoded
+from h5pack.read.encoded import has_kept_images, is_encoded, is_mask_group
 from h5pack.read.engine import Engine
 from h5pack.read.hdf5 import attribute_names, dataset_names, open_file, require_dataset, text
 from h5pack.read.ragged import find_field, index_ragged, is_ragged, own_fields, read_ragged
@@ -110,7 +110,8 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
             dataset=images,
             parameters=("channel_axis", "value_range"),
         )
-    masks = tuple(name for name in fields if form is not None and _is_mask(file, name, form, images))
+    kinds = {name: kind for name in fields if (kind := _pixel_kind(file, name, form, images))}
+    masks = tuple(kinds)
     if not datasets.own_fields:
         fields = masks
     if masks:
@@ -133,7 +134,7 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
         labels=values,
         label_names=names,
         fields={tables[name]: column for name, column in columns.items()},
-        pixel_fields=tuple(PixelField(tables[name], schema.MASK, rows_names) for name in masks),
+        pixel_fields=tuple(PixelField(tables[name], kind, rows_names) for name, kind in kinds.items()),
         notes=_unused(file, images, rows, {images, labels, *fields}, labelled=labels is not None),
         about=f"images {images!r}" + ("" if labels is None else f", labels {labels!r}"),
     )
@@ -263,12 +264,20 @@ def further_datasets(file: h5py.File, images: str) -> list[str]:
     return list(found.values())
 
 
-def _is_mask(file: h5py.File, name: str, form: PixelForm, images: str) -> bool:
-    """Return whether the rows of a dataset are integers, and have the height and width of the images."""
+def _pixel_kind(file: h5py.File, name: str, form: PixelForm | None, images: str) -> str | None:
+    """Return the kind of a field of pixels, None of other fields.
+
+    Masks are integers with the height and width of the images, or PNG files in a pack.
+    """
+    if form is None:
+        return schema.MASK if is_mask_group(file, name) else None
     if is_ragged(file, name):
-        return False
+        return None
     dataset, shape = require_dataset(file, name), file[images].shape
-    return dataset.shape == (shape[0], *form.size(shape[1:])) and mask_dtype(dataset.dtype) is not None
+    if text(dataset.attrs.get(schema.KIND, b"")) == schema.IMAGE:
+        return schema.IMAGE if dataset.shape == shape and dataset.dtype == file[images].dtype else None
+    fits = dataset.shape == (shape[0], *form.size(shape[1:]))
+    return schema.MASK if fits and mask_dtype(dataset.dtype) is not None else None
 
 
 def _splits(path: Path, pack: FileDescription, rows: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from h5pack.errors import DamagedRowsError, H5PackError, PackFormatError, ReadError, RejectedImageError, SourceError
 from h5pack.images.decode import read_header
+from h5pack.images.masks import read_mask
 from h5pack.read.description import FileDescription, checksums_of
 from h5pack.read.engine import Engine
 from h5pack.sources.catalog import SourceReader, SurveyedImage, fingerprint
@@ -91,7 +92,8 @@ def mask_dtype(dtype: np.dtype[Any]) -> str | None:
 class HDF5RowReader(SourceReader):
     """Reads images from the rows of the first dataset of `pack`. If `form` is None, each row is an encoded image.
 
-    `masks` are the paths of datasets of masks, which `pack` describes, too.
+    `masks` are the paths of datasets of masks, which `pack` describes, too. So are those of further images, whose axes
+    are those of the first.
     """
 
     def __init__(self, pack: FileDescription, form: PixelForm | None, masks: tuple[str, ...] = ()) -> None:
@@ -138,8 +140,14 @@ class HDF5RowReader(SourceReader):
         return self.form.pixels(row)
 
     def read_field(self, number: int, index: int, name: str) -> npt.NDArray[Any]:
-        """See `SourceReader`; masks of more than 8 bits are int32."""
-        values: npt.NDArray[Any] = self._read_rows([index], self.masks[number])[0]
+        """See `SourceReader`; masks of more than 8 bits are int32, and further images are (h, w, c)."""
+        dataset = self.masks[number]
+        dtype = self.engine.indexes[dataset].native_dtype
+        if self.engine.indexes[dataset].is_encoded:
+            return read_mask(self.encoded(index, dataset), dtype)
+        values: npt.NDArray[Any] = self._read_rows([index], dataset)[0]
+        if values.ndim == 3 and self.form is not None:
+            return self.form.pixels(values)
         return values.astype(mask_dtype(values.dtype), copy=False)
 
     def uniform_mask_dtypes(self) -> list[str]:
@@ -161,13 +169,14 @@ class HDF5RowReader(SourceReader):
         fingerprints: npt.NDArray[np.uint64] = self._rows(indices).astype(np.uint64) ^ base
         return fingerprints
 
-    def encoded(self, index: int) -> bytes:
-        """Return the bytes of an encoded image; raise RejectedImageError if its row is empty or unreadable."""
+    def encoded(self, index: int, dataset: str | None = None) -> bytes:
+        """Return the bytes of an encoded image or mask; raise RejectedImageError if its row is empty or unreadable."""
         row = self._rows(np.array([index], np.int64))
+        name = dataset or self.images
         try:
-            data = self.engine.read_bytes(self.images, row)[0]
-            if self.has_checksums:
-                self.engine.check(self.images, checksums_of(self.images), row, row)
+            data = self.engine.read_bytes(name, row)[0]
+            if checksums_of(name) in self.engine.indexes:
+                self.engine.check(name, checksums_of(name), row, row)
         except DamagedRowsError as error:
             raise RejectedImageError("its row is damaged: it does not match its checksum") from error
         except PackFormatError as error:

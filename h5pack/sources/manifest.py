@@ -54,11 +54,17 @@ class ManifestColumns:
     box_format: str = schema.XYXY  # one of `BOX_FORMATS`
 
     masks: tuple[str, ...] = ()  # columns of paths of masks, each of which becomes a field of the pack
+    images: tuple[str, ...] = ()  # columns of paths of further images, likewise
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Columns of paths that become fields."""
+        return (*self.masks, *self.images)
 
     @property
     def all_fields(self) -> tuple[str, ...]:
         """All columns that become fields."""
-        return (*self.fields, *self.texts, *self.boxes, *self.keypoints, *self.masks)
+        return (*self.fields, *self.texts, *self.boxes, *self.keypoints, *self.paths)
 
 
 def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalog:
@@ -72,22 +78,28 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
             parameters=("path_column",),
         )
     names = table.column(path_column)
-    masks = {column: table.column(column) for column in columns.masks}
-    for cells in (names, *masks.values()):
+    kinds = dict.fromkeys(columns.masks, schema.MASK) | dict.fromkeys(columns.images, schema.IMAGE)
+    further = {column: table.column(column) for column in kinds}
+    for cells in (names, *further.values()):
         for row, name in enumerate(cells):
             if "\0" in name or not (name or cells is not names):
                 raise table.error(row, f"{name!r} is not a path; correct the line")
     reader = FileReader(columns.root or str(path.parent))
     # Rows without a mask are left out below.
-    fields = (PixelField(name, schema.MASK, NameTable.of(cell or "-" for cell in masks[name])) for name in masks)
+    fields = (
+        PixelField(name, kind, NameTable.of(cell or "-" for cell in further[name])) for name, kind in kinds.items()
+    )
     catalog = Catalog("manifest", reader, NameTable.of(names), *one_split(len(names)), pixel_fields=tuple(fields))
-    catalog = with_columns(catalog, table, columns, {path_column, *masks})
-    return _with_all_masks(catalog, masks).filtered(wanted)
+    catalog = with_columns(catalog, table, columns, {path_column, *further})
+    return _complete(catalog, further).filtered(wanted)
 
 
-def _with_all_masks(catalog: Catalog, masks: dict[str, list[str]]) -> Catalog:
-    """Return the catalog without images that lack a mask, which become rejects; `masks` has the cells by column."""
-    missing = {row: name for name, cells in masks.items() for row, cell in enumerate(cells) if not cell}
+def _complete(catalog: Catalog, further: dict[str, list[str]]) -> Catalog:
+    """Return the catalog without images that lack a mask or a further image, and with rejects for them.
+
+    `further` has the paths of these by column.
+    """
+    missing = {row: name for name, cells in further.items() for row, cell in enumerate(cells) if not cell}
     if not missing:
         return catalog
     rejects = [catalog.reject(row, f"no path in column {name!r}") for row, name in sorted(missing.items())]
@@ -108,7 +120,8 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
     advice = "columns of numbers can be packed with field_columns, others with text_columns"
     parameters = ["field_columns", "text_columns"]
     if catalog.kind == "manifest":
-        advice, parameters = f"{advice}, those of paths of masks with mask_columns", [*parameters, "mask_columns"]
+        advice = f"{advice}, those of paths with mask_columns or image_columns"
+        parameters += ["mask_columns", "image_columns"]
     notes = unused_note("columns", [name for name in table.header if name not in packed], advice, *parameters)
     notes += _many_classes_note(chosen, labels, label_names)
     splits = (catalog.split_names, catalog.split_ids) if split_column is None else _splits(table, split_column)
@@ -118,7 +131,7 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
         split_ids=splits[1],
         labels=labels,
         label_names=label_names,
-        fields={name: _field(table, name, columns) for name in columns.all_fields if name not in columns.masks},
+        fields={name: _field(table, name, columns) for name in columns.all_fields if name not in columns.paths},
         notes=catalog.notes + notes,
     )
 

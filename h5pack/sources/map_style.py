@@ -18,10 +18,12 @@ from h5pack.format import schema
 from h5pack.format.fields import FieldValueError, FieldValues, parse_ragged, parse_values
 from h5pack.images.decode import eight_bits
 from h5pack.images.headers import DecodePath, ImageHeader
+from h5pack.images.masks import mask_numbers
 from h5pack.sources.catalog import (
     Catalog,
     NameTable,
     Note,
+    PixelField,
     SourceReader,
     SurveyedImage,
     fingerprint,
@@ -36,6 +38,8 @@ from h5pack.sources.hdf5_rows import PixelForm
 from h5pack.sources.manifest import is_field_name
 
 IMAGE, LABEL = "image", "label"
+MASKS = ("mask", "masks")
+"""The keys of samples that are packed as masks."""
 _NOT_UINT8 = (
     "images must be uint8, from 0 to 255: leave out the transform that made others (ToTensor), or convert them: floats "
     "in 0..1 with (255 * image).round(), and then to uint8"
@@ -81,7 +85,25 @@ class MapStyleReader(SourceReader):
     dataset: MapStyleDataset
     indices: npt.NDArray[np.int64] | None = None  # the sample of each image; None means that image i is sample i
     fields: MapStyleFields = field(default_factory=MapStyleFields)
+    masks: tuple[str, ...] = ()  # keys of the masks
     has_labels = True
+
+    def __post_init__(self) -> None:
+        # The index of the last sample, and what the dataset gave, because an image and its masks are read in turn.
+        object.__setattr__(self, "_last", (-1, None))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_last": (-1, None)}
+
+    def read_field(self, number: int, index: int, name: str) -> npt.NDArray[Any]:
+        key = self.masks[number]
+        mask = _parts(self._given(self.sample_index(index)))[2].get(key)
+        try:
+            return _mask(key, mask)
+        except RejectedImageError:
+            raise
+        except Exception as error:
+            raise RejectedImageError(f"{key!r} cannot be converted to numbers ({error})") from error
 
     def read(self, index: int, name: str) -> npt.NDArray[np.uint8]:
         return self.sample(self.sample_index(index)).pixels
@@ -105,16 +127,12 @@ class MapStyleReader(SourceReader):
 
         Raise RejectedImageError if the dataset raises an exception or returns unsupported values.
         """
-        try:
-            sample = self.dataset[index]
-        except Exception as error:
-            raise RejectedImageError(f"the dataset raised {type(error).__name__}: {error}") from error
-        image, label, others = _parts(sample)
+        image, label, others = _parts(self._given(index))
         names = self.fields.names
         missing = [name for name in names if name not in others]
         if missing:
             raise RejectedImageError(f"the dataset gave a sample without {missing[0]!r}")
-        unused = tuple(str(name) for name in others if name not in names)
+        unused = tuple(str(name) for name in others if name not in names and name not in self.masks)
         try:
             fields = {name: _value(others[name]) for name in names}
             return Sample(_pixels(image), None if label is None else _label(label), unused, fields)
@@ -125,6 +143,18 @@ class MapStyleReader(SourceReader):
             raise RejectedImageError(
                 f"the dataset's sample cannot be converted to pixels and a label ({type(error).__name__}: {error})"
             ) from error
+
+    def _given(self, index: int) -> Any:
+        """Return what the dataset gives for a sample; raise RejectedImageError if it raises an exception."""
+        last, given = self.__dict__["_last"]
+        if last != index:
+            try:
+                given = self.dataset[index]
+            except Exception as error:
+                raise RejectedImageError(f"the dataset raised {type(error).__name__}: {error}") from error
+            if self.masks:
+                object.__setattr__(self, "_last", (index, given))
+        return given
 
 
 def map_style_catalog(dataset: MapStyleDataset, fields: MapStyleFields | None = None) -> Catalog:
@@ -151,12 +181,15 @@ def map_style_catalog(dataset: MapStyleDataset, fields: MapStyleFields | None = 
         # A subset may have no sample of some splits.
         used, ids = np.unique(splits[1], return_inverse=True)
         splits = tuple(splits[0][number] for number in used.tolist()), ids.astype(np.int32)
+    table = NameTable.of(name.replace("\0", "\\x00") or sample_name(index) for index, name in enumerate(names))
+    masks = _mask_keys(dataset, known.count)
     return Catalog(
         "dataset",
-        MapStyleReader(dataset, fields=fields),
-        NameTable.of(name.replace("\0", "\\x00") or sample_name(index) for index, name in enumerate(names)),
+        MapStyleReader(dataset, fields=fields, masks=masks),
+        table,
         *(splits or one_split(known.count)),
         label_names=known.classes,
+        pixel_fields=tuple(PixelField(name, schema.MASK, table) for name in masks),
         notes=known.notes,
         about=type(dataset).__name__,
     )
@@ -185,6 +218,17 @@ def with_fields(catalog: Catalog, samples: Sequence[dict[str, Any] | None]) -> C
                 parameters=("fields",),
             ) from None
     return replace(catalog, fields=found)
+
+
+def _mask_keys(dataset: Any, count: int) -> tuple[str, ...]:
+    """Return which of `MASKS` the first sample has; none if it cannot be read, which is a reject later."""
+    try:
+        others = _parts(dataset[0])[2] if count else {}
+    except H5PackError:
+        return ()
+    except Exception:
+        return ()
+    return tuple(name for name in MASKS if others.get(name) is not None)
 
 
 def with_labels(catalog: Catalog, labels: npt.NDArray[Any] | None, unused: Iterable[str]) -> Catalog:
@@ -386,6 +430,25 @@ def _pixels(image: Any) -> npt.NDArray[np.uint8]:
         expected = "(H, W), (H, W, C) or (C, H, W), C from 1 to 4"
         raise RejectedImageError(f"the dataset gave an image of shape {array.shape}; expected {expected}")
     return PixelForm(axes[0]).pixels(array)
+
+
+def _mask(name: str, mask: Any) -> npt.NDArray[Any]:
+    """Return a mask as uint8 or int32 (H, W): of a Pillow image, or of an array or tensor of integers or bools."""
+    if mask is None:
+        raise RejectedImageError(f"the dataset gave a sample without {name!r}, but the first one has it")
+    array = mask_numbers(mask) if hasattr(mask, "convert") and hasattr(mask, "getbands") else np.asarray(mask)
+    if array.ndim == 3 and 1 in (array.shape[0], array.shape[2]):
+        array = array[0] if array.shape[0] == 1 else array[:, :, 0]
+    if array.ndim != 2 or array.dtype.kind not in "biu" or 0 in array.shape:
+        raise RejectedImageError(
+            f"the dataset gave {name!r} as {array.dtype} {array.shape}; expected integers of shape (H, W)"
+        )
+    if array.dtype.kind == "b" or array.dtype == np.uint8:
+        return array.astype(np.uint8)
+    low, high = int(array.min()), int(array.max())
+    if low < -(2**31) or high >= 2**31:
+        raise RejectedImageError(f"the dataset gave {name!r} with numbers from {low} to {high}, which need 64 bits")
+    return array.astype(np.int32)
 
 
 def _label(label: Any) -> npt.NDArray[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,16 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from PIL import Image, ImageOps
+from torch.utils.data import DataLoader
 
 import h5pack
-from h5pack.errors import OptionsError, ResumeError, SourceError
+from h5pack.errors import DamagedRowsError, OptionsError, PackFormatError, ResumeError, SourceError
 from h5pack.format.checksums import row_checksums
 from h5pack.pack.conversion import Conversion
 from tests.crashing import convert_in_child, distinct_steps, interrupt, leftovers, lose_pages
-from tests.makers import hdf5_file, numbers, pair_folders, pixels, quick, save, truncate
+from tests.makers import expected, hdf5_file, numbers, pair_folders, pixels, quick, save, tar_file, truncate, zip_file
 
 SETTINGS = quick(source_kind="pairs", chunk_rows=8)
 
@@ -49,10 +52,12 @@ def expected_mask(path: Path) -> npt.NDArray[Any]:
 
 
 @pytest.mark.parametrize("order", ["shuffled", "sorted"])
-@pytest.mark.parametrize("compression", ["none", "gzip:1"])
-def test_every_mask_is_in_the_row_of_its_image(source: Path, tmp_path: Path, order: str, compression: str) -> None:
+@pytest.mark.parametrize("settings", [{}, {"compression": "gzip:1"}, {"compat": True}])
+def test_every_mask_is_in_the_row_of_its_image(
+    source: Path, tmp_path: Path, order: str, settings: dict[str, Any]
+) -> None:
     out = tmp_path / "o.h5"
-    report = h5pack.convert(source, out, **SETTINGS, order=order, compression=compression)
+    report = h5pack.convert(source, out, **SETTINGS, order=order, **settings)
     assert (report.images, report.rejects) == (47, 13)
     pack = pack_of(out)
     for row, name in enumerate(pack["names"]):
@@ -79,7 +84,7 @@ def test_killed_at_every_step(source: Path, tmp_path: Path, compression: str) ->
     changes = convert_in_child(source, out, settings, kill_at=None)
     whole = out.read_bytes()
     rejects = (tmp_path / "o.h5.rejects.csv").read_bytes()
-    for step in distinct_steps(changes, first=True)[:: 1 if compression == "none" else 3]:
+    for step in distinct_steps(changes, first=True)[:: 1 if compression == "none" else 4]:
         out.unlink()
         convert_in_child(source, out, settings, kill_at=step)
         assert not out.exists() or out.read_bytes() == whole
@@ -240,8 +245,6 @@ def test_what_cannot_be_combined_with_masks(tmp_path: Path) -> None:
     pair_folders(tmp_path / "in", 4)
     with pytest.raises(OptionsError, match="draft"):
         h5pack.convert(tmp_path / "in", tmp_path / "o.h5", **SETTINGS, size=8, draft=True)
-    with pytest.raises(OptionsError, match="keep"):
-        h5pack.convert(tmp_path / "in", tmp_path / "o.h5", **quick(source_kind="pairs", keep="jpeg"))
     assert leftovers(tmp_path) == {"in"}
 
 
@@ -288,3 +291,245 @@ def test_masks_that_a_manifest_names(tmp_path: Path) -> None:
             h5pack.convert(source / "list.csv", tmp_path / "p.h5", **quick(**columns))
     with pytest.raises(OptionsError):
         h5pack.convert(source / "images", tmp_path / "p.h5", **quick(mask_columns="mask"))
+
+
+KEPT = quick(source_kind="pairs", keep="jpeg")
+
+
+def kept_masks(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """The masks of a pack of PNG files, by the names of their images, as a reader who knows only Pillow sees them."""
+    with h5py.File(path) as file:
+        data, offsets = file["fields/masks/data"][()], file["fields/masks/offsets"][()]
+        names = [name.decode() for name in file["filenames"][()]]
+        sizes = file["encoded/size"][()]
+        assert file["fields/masks"].attrs["kind"] == b"mask"
+    found = {}
+    for row, name in enumerate(names):
+        with Image.open(io.BytesIO(data[offsets[row] : offsets[row + 1]].tobytes())) as image:
+            found[name] = np.asarray(image)
+        assert found[name].shape == tuple(sizes[row])
+    return found
+
+
+def test_kept_files_with_masks(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.h5"
+    report = h5pack.convert(source, out, **KEPT)
+    assert (report.images, report.rejects) == (47, 13)
+    with h5py.File(out) as file:
+        data, offsets = file["encoded/data"][()], file["encoded/offsets"][()]
+        for row, name in enumerate(file["filenames"].asstr()[()]):
+            assert data[offsets[row] : offsets[row + 1]].tobytes() == (source / name).read_bytes()
+    for name, mask in kept_masks(out).items():
+        assert np.array_equal(mask, numbers(int(name[7:10]), (60, 50)))
+    assert h5pack.verify(out).ok
+    dataset = h5pack.H5Dataset(out, fields=["masks"], with_rows=True, check=True)
+    names = dataset.filenames
+    assert names is not None
+    for batch in (*h5pack.H5Loader(dataset, 10), *DataLoader(dataset, 10, collate_fn=dataset.collate)):
+        assert (batch.masks.dtype, batch.masks.shape[1:]) == (torch.uint8, (60, 50))
+        for mask, row in zip(batch.masks, batch.rows.tolist(), strict=True):
+            assert np.array_equal(mask, numbers(int(names[row][7:10]), (60, 50)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_side": 20}])
+def test_masks_of_kept_files_follow_orientation_and_size(tmp_path: Path, settings: dict[str, int]) -> None:
+    """A white square in the image is the class 9 of the mask; sizes and orientations differ."""
+    root = tmp_path / "in"
+    for number in range(16):
+        size = (48 + 4 * (number // 8), 64)
+        image, mask = np.zeros((*size, 3), np.uint8), np.zeros(size, np.uint8)
+        image[8:24, 16:40], mask[8:24, 16:40] = 255, 9
+        exif = Image.Exif()
+        exif[0x0112] = 1 + number % 8
+        save(root / "masks" / f"{number}.png")
+        save(root / "images" / f"{number}.jpg")
+        Image.fromarray(image).save(root / "images" / f"{number}.jpg", exif=exif, quality=95)
+        Image.fromarray(mask).save(root / "masks" / f"{number}.png")
+    h5pack.convert(root, tmp_path / "o.h5", **KEPT, **settings)
+    masks = kept_masks(tmp_path / "o.h5")
+    dataset = h5pack.H5Dataset(tmp_path / "o.h5", fields=["masks"], with_rows=True)
+    names = dataset.filenames
+    assert names is not None
+    for sample in dataset:
+        assert np.array_equal(sample.masks, masks[names[sample.row]])
+        assert sample.masks.shape == sample.image.shape[:2]
+        differs = (sample.masks == 9) != (sample.image[:, :, 0] > 127)
+        # JPEG blurs edges, and a smaller image has pixels of both sides.
+        assert differs.float().mean() < (0.07 if settings else 0.01)
+        assert max(sample.masks.shape) == settings.get("max_side", 64)
+        if settings:
+            mask = expected_mask(root / names[sample.row].replace("images", "masks").replace("jpg", "png"))
+            turned = ImageOps.exif_transpose(Image.open(root / names[sample.row]))
+            upright = mask if turned.size == mask.shape[::-1] and int(names[sample.row][7:-4]) % 8 == 0 else None
+            if upright is not None:
+                size = (sample.masks.shape[1], sample.masks.shape[0])
+                slow = Image.fromarray(upright).resize(size, Image.Resampling.NEAREST)
+                assert np.array_equal(sample.masks, np.asarray(slow))
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_side": 40}])
+def test_kept_masks_are_resumed_at_every_step(source: Path, tmp_path: Path, settings: dict[str, int]) -> None:
+    out, keywords = tmp_path / "o.h5", {**KEPT, **settings}
+    changes = convert_in_child(source, out, keywords, kill_at=None)
+    whole = out.read_bytes()
+    for step in distinct_steps(changes, first=True)[:: 4 if settings else 2]:
+        out.unlink()
+        convert_in_child(source, out, keywords, kill_at=step)
+        assert not out.exists() or out.read_bytes() == whole
+        h5pack.convert(source, out, **keywords, resume=True)
+        assert out.read_bytes() == whole, f"killed at step {step}: {changes[step]}"
+        assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
+    h5pack.convert(source, tmp_path / "p.h5", **{**keywords, "num_workers": 3})
+    assert (tmp_path / "p.h5").read_bytes() == whole
+
+
+def test_kept_masks_of_16_bits_and_those_that_do_not_fit(tmp_path: Path) -> None:
+    source = pair_folders(tmp_path / "in", 6)
+    wide = np.arange(280, dtype=np.uint16).reshape(20, 14) * 200
+    Image.fromarray(wide).save(source / "masks" / "002.png")
+    (source / "masks" / "003.png").unlink()
+    Image.fromarray(wide.astype(np.int32) * 2).save(source / "masks" / "003.tif")
+    h5pack.convert(source, tmp_path / "o.h5", **KEPT, order="sorted")
+    dataset = h5pack.H5Dataset(tmp_path / "o.h5", fields=["masks"])
+    assert len(dataset) == 5
+    assert dataset[2].masks.dtype == torch.int32
+    assert np.array_equal(dataset[2].masks, wide)
+    assert np.array_equal(dataset[3].masks, numbers(4, (20, 14)))
+    # Into pixels, and back to files.
+    h5pack.convert(tmp_path / "o.h5", tmp_path / "p.h5", **quick(order="sorted"))
+    with h5py.File(tmp_path / "p.h5") as file:
+        assert np.array_equal(file["fields/masks"][2], wide)
+    h5pack.export(tmp_path / "o.h5", tmp_path / "back", num_workers=1)
+    assert np.array_equal(expected_mask(tmp_path / "back" / "masks" / "002.png"), wide)
+    assert (tmp_path / "back" / "images" / "002.jpg").read_bytes() == (source / "images" / "002.jpg").read_bytes()
+
+
+def test_damaged_kept_masks(tmp_path: Path) -> None:
+    h5pack.convert(pair_folders(tmp_path / "in", 6), tmp_path / "o.h5", **KEPT)
+    with h5py.File(tmp_path / "o.h5", "r+") as file:
+        offsets = file["fields/masks/offsets"][()]
+        file["fields/masks/data"][offsets[4] + 50] ^= 255
+    assert h5pack.verify(tmp_path / "o.h5").damaged == {"fields/masks": [4]}
+    dataset = h5pack.H5Dataset(tmp_path / "o.h5", fields=["masks"])
+    assert dataset[3].masks.shape == (20, 14)
+    with pytest.raises(DamagedRowsError):
+        dataset[4]
+    for wrong in (10**9, -1):
+        with h5py.File(tmp_path / "o.h5", "r+") as file:
+            file["fields/masks/offsets"][3] = wrong
+        with pytest.raises(PackFormatError):
+            h5pack.H5Dataset(tmp_path / "o.h5", fields=["masks"])
+        assert h5pack.verify(tmp_path / "o.h5").problems
+
+
+@pytest.mark.parametrize("settings", [{}, {"size": (16, 10), "layout": "nchw"}, {"mode": "gray"}])
+def test_further_images_of_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
+    """A second image, decoded like the first one; packed again and exported."""
+    monkeypatch.chdir(tmp_path)
+    lines = ["image,other,mask"]
+    for number in range(9):
+        size = (24, 18) if settings.get("size") and number % 2 else (20, 14)
+        save(Path("in") / "other" / f"{number}.jpg", 100 + number, size)
+        lines.append(f"images/{number:03d}.jpg,other/{number}.jpg,masks/{number:03d}.png")
+    pair_folders(Path("in"), 9)
+    truncate(Path("in") / "other" / "4.jpg")
+    (Path("in") / "list.csv").write_text("\n".join(lines))
+    keywords = quick(order="sorted", **settings)
+    columns = {"image_columns": "other", "mask_columns": "mask"}
+    report = h5pack.convert("in/list.csv", "a.h5", **keywords, **columns)
+    assert (report.images, report.rejects) == (8, 1)
+    mode = "L" if settings.get("mode") == "gray" else "RGB"
+    with h5py.File("a.h5") as file:
+        assert file["fields/other"].attrs["kind"] == b"image"
+        others = file["fields/other"][()]
+        assert others.shape == file["images"].shape
+        for row, name in enumerate(file["filenames"].asstr()[()]):
+            pixels = others[row] if settings.get("layout") != "nchw" else others[row].transpose(1, 2, 0)
+            source = Path("in") / "other" / f"{int(name[7:10])}.jpg"
+            assert np.array_equal(pixels, expected(source, settings.get("size"), mode))
+    assert h5pack.verify("a.h5").ok
+    sample = h5pack.H5Dataset("a.h5", fields=["other", "mask"])[0]
+    assert sample.other.shape == sample.image.shape
+    h5pack.preview("a.h5")
+    again = {name: settings[name] for name in ("layout", "mode") if name in settings}
+    h5pack.convert("a.h5", "b.h5", **quick(order="sorted", **again))
+    report_of_export = h5pack.export("a.h5", "out", num_workers=1)
+    assert "--image-columns other" in report_of_export.again
+    h5pack.convert("out/manifest.csv", "c.h5", **quick(order="sorted", **again), **columns)
+    for path in ("b.h5", "c.h5"):
+        with h5py.File(path) as file:
+            assert np.array_equal(file["fields/other"][()], others)
+            assert file["fields/mask"].shape[:1] == (8,)
+
+
+def test_further_images_are_of_the_same_size_and_not_kept(tmp_path: Path) -> None:
+    root = pair_folders(tmp_path / "in", 4)
+    save(root / "other.png", 0, (21, 14))
+    lines = ["image,other", "images/000.jpg,images/001.jpg", "images/001.jpg,other.png", "images/002.jpg,nothing.jpg"]
+    (root / "list.csv").write_text("\n".join(lines))
+    report = h5pack.convert(root / "list.csv", tmp_path / "o.h5", **quick(image_columns="other"))
+    assert (report.images, report.rejects) == (1, 2)
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert file["rejects/reasons"].asstr()[()].tolist() == [
+            "its image other.png: its size is 21x14, but that of its image is 20x14",
+            "its image nothing.jpg: file not found",
+        ]
+    with pytest.raises(OptionsError, match="keep"):
+        h5pack.convert(root / "list.csv", tmp_path / "p.h5", **quick(image_columns="other", keep="jpeg"))
+
+
+class Samples:
+    """A dataset of dicts with masks of many types."""
+
+    def __init__(self, masks: list[Any]) -> None:
+        self.masks = masks
+
+    def __len__(self) -> int:
+        return len(self.masks)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = {"image": pixels(index), "label": index % 3, "note": "x"}
+        return sample if self.masks[index] is None else {**sample, "mask": self.masks[index]}
+
+
+def test_masks_of_a_dataset_in_python(tmp_path: Path) -> None:
+    mask = numbers(0, (20, 14))
+    good = [mask, torch.from_numpy(mask), Image.fromarray(mask), mask[None], mask[:, :, None], mask > 3]
+    bad = [
+        None,
+        mask.astype(float),
+        mask[:, :5],
+        np.stack([mask] * 3, axis=2),
+        [[1, 2], [3]],
+        Image.new("RGB", (14, 20)),
+    ]
+    report = h5pack.convert(Samples(good + bad), tmp_path / "o.h5", **quick(order="sorted"))
+    assert (report.images, report.rejects) == (6, 6)
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert file["fields/mask"].dtype == np.uint8
+        for row, stored in enumerate(file["fields/mask"][()]):
+            assert np.array_equal(stored, mask > 3 if row == 5 else mask)
+            assert np.array_equal(file["images"][row], pixels(row))
+    wide = [torch.from_numpy(mask).long() * 1000, torch.from_numpy(mask).long() << 40]
+    for workers in (1, 2):
+        out = tmp_path / f"{workers}.h5"
+        h5pack.convert(Samples([*wide, mask]), out, **quick(order="sorted", num_workers=workers, size=(10, 7)))
+        with h5py.File(out) as file:
+            assert (file["fields/mask"].dtype, len(file["fields/mask"])) == (np.int32, 2)
+            assert np.array_equal(file["fields/mask"][0], mask[1::2, 1::2].astype(int) * 1000)
+    h5pack.convert(h5pack.H5Dataset(out, fields=["mask"]), tmp_path / "again.h5", **quick(order="sorted"))
+    with h5py.File(out) as file, h5py.File(tmp_path / "again.h5") as again:
+        assert np.array_equal(file["fields/mask"][()], again["fields/mask"][()])
+
+
+@pytest.mark.parametrize("form", ["tar", "zip"])
+def test_pairs_in_an_archive(source: Path, tmp_path: Path, form: str) -> None:
+    archive = {"tar": tar_file, "zip": zip_file}[form](tmp_path / f"a.{form}", source)
+    h5pack.convert(source, tmp_path / "folder.h5", **SETTINGS)
+    for workers in (1, 2):
+        h5pack.convert(archive, tmp_path / "a.h5", **{**SETTINGS, "num_workers": workers}, overwrite=True)
+        assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "folder.h5").read_bytes()
+    with pytest.raises(SourceError, match="pairs"):
+        h5pack.convert(archive, tmp_path / "b.h5", **quick())
+    h5pack.convert(archive, tmp_path / "k.h5", **KEPT)
+    assert len(kept_masks(tmp_path / "k.h5")) == 47

@@ -92,8 +92,8 @@ CONTENT = {
     "include": ("*.png",), "exclude": ("x*",), "source_kind": "flat", "path_column": "p", "label_columns": ("a", "b"),
     "split_column": "s", "field_columns": ("f",), "images": "data/x", "labels": "", "fields": ("age",),
     "channel_axis": "first", "value_range": (-1.0, 1.0), "val": 0.25, "keep": "jpeg", "max_side": 7, "quality": 50,
-    "mask_columns": ("m",), "text_columns": ("t",), "box_columns": ("b",), "keypoint_columns": ("k",),
-    "box_format": "xywh",
+    "mask_columns": ("m",), "image_columns": ("i",), "text_columns": ("t",), "box_columns": ("b",),
+    "keypoint_columns": ("k",), "box_format": "xywh",
 }  # fmt: skip
 ELSEWHERE = {
     "num_workers": 3, "start_method": "spawn", "io": "buffered", "overwrite": True, "resume": True, "strict": True,
@@ -126,7 +126,7 @@ def test_the_source_gets_its_options() -> None:
     assert options == SourceOptions(
         "flat",
         NameFilter(("*.png",), ("x*",)),
-        ManifestColumns("p", ("a", "b"), "s", ("f",), "/data", ("t",), ("b",), ("k",), "xywh", ("m",)),
+        ManifestColumns("p", ("a", "b"), "s", ("f",), "/data", ("t",), ("b",), ("k",), "xywh", ("m",), ("i",)),
         HDF5Datasets("data/x", "", ("age",), "first", (-1.0, 1.0)),
         5,
     )

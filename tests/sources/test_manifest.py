@@ -222,7 +222,7 @@ def test_numbers_that_are_not_integers_are_not_labels(tmp_path: Path, cells: lis
 def test_columns_that_are_not_packed_are_named(tmp_path: Path) -> None:
     (note,) = read(tmp_path / "m.csv", "path,label,age,split,caption,b", "1.jpg,2,3,train,x,4", fields=("b",)).notes
     assert "'age', 'caption';" in note.text
-    assert note.parameters == ("field_columns", "text_columns", "mask_columns")
+    assert note.parameters == ("field_columns", "text_columns", "mask_columns", "image_columns")
     assert read(tmp_path / "m.csv", "path,label,split", "1.jpg,2,train").notes == ()
     columns = [f"c{number}" for number in range(20)]
     (note,) = read(tmp_path / "m.csv", ",".join(["path", *columns]), ",".join(["1.jpg"] * 21)).notes
