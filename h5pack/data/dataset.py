@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from h5pack.data.collate import BatchSource, SampleBatch
 from h5pack.data.samples import name_fields, sample_type, split_list
 from h5pack.errors import OptionsError, PackFormatError
 from h5pack.format import schema
+from h5pack.format.fields import RaggedRows
 from h5pack.images.decode import image_of
 from h5pack.read.description import checksums_of, describe_file
 from h5pack.read.engine import Engine, ReadStats
@@ -262,8 +263,14 @@ class H5Dataset(BatchSource):
             batch[-1].numpy()[...] = rows
         return batch
 
-    def read_lists(self, rows: npt.NDArray[np.int64]) -> list[list[Any]]:
+    def read_ragged(self, name: str, rows: npt.NDArray[np.int64]) -> RaggedRows:
+        """Return rows, int64 (n,), of a field in `ragged`, after comparing their checksums if ``check=True``."""
+        return read_ragged(self.engine, self.ragged[name], rows, check=self.check)
+
+    def read_lists(self, rows: npt.NDArray[np.int64], held: Mapping[str, RaggedRows] | None = None) -> list[list[Any]]:
         """Return the values of rows of each field in `ragged`: tensors, str or lists of str.
+
+        `held` are the rows of fields that were read before, by their paths.
 
         Raises
         ------
@@ -272,7 +279,7 @@ class H5Dataset(BatchSource):
         """
         found: list[list[Any]] = []
         for name, index in self.ragged.items():
-            values = read_ragged(self.engine, index, rows, check=self.check)
+            values = held[name] if held and name in held else self.read_ragged(name, rows)
             if index.kind in schema.TEXT_KINDS:
                 found.append(texts_of(self.path, name, rows, values))
             else:
