@@ -69,6 +69,9 @@ def index_ragged(file: h5py.File, name: str) -> RaggedIndex:
     if wanted is not None and not (data.dtype == wanted[0] and data.shape[1:] in wanted[1]):
         problem = f"is {data.dtype} {data.shape}, which does not fit the kind {kind!r}; {_ADVICE}"
         raise dataset_error(file.filename, paths[0], problem)
+    box_format = text(file[name].attrs.get(schema.BOX_FORMAT, schema.XYXY))
+    if box_format != schema.XYXY:
+        raise dataset_error(file.filename, name, f"has boxes of the unknown format {box_format!r}; use a newer h5pack")
     if table.ndim != 1 or not len(table) or table.dtype.kind not in "iu":
         problem = f"is {table.dtype} {table.shape}, but offsets are int64, one more than rows; {_ADVICE}"
         raise dataset_error(file.filename, paths[1], problem)

@@ -130,6 +130,7 @@ DAMAGE: dict[str, Callable[[h5py.Group], None]] = {
     "floats": offsets(lambda values: values.astype(np.float64)),
     "text": offsets(lambda values: np.array([b"x"] * len(values))),
     "an unknown kind": lambda group: group.attrs.__setitem__("kind", np.bytes_(b"song")),
+    "an unknown box format": lambda group: group.attrs.__setitem__("box_format", np.bytes_(b"xywh")),
     "a kind that does not fit": lambda group: group.attrs.__setitem__("kind", np.bytes_(b"text")),
     "boxes of other numbers": lambda group: group.attrs.__setitem__("kind", np.bytes_(b"boxes")),
     "data of names": lambda group: (group.pop("data"), group.__setitem__("data", np.array([b"x"] * 40)))[0],
