@@ -136,8 +136,8 @@ class H5Dataset(BatchSource):
         self.splits = {name: range(*rows) for name, rows in pack.splits.items()}
         self.mean, self.std = pack.mean, pack.std
         self.with_rows, self.check = with_rows, check
-        labels_too = () if pack.labels is None else (pack.labels,)
-        given = tuple(dict.fromkeys((next(iter(pack.indexes)), *labels_too, *pack.fields)))
+        label_paths = () if pack.labels is None else (pack.labels,)
+        given = tuple(dict.fromkeys((next(iter(pack.indexes)), *label_paths, *pack.fields)))
         self.ragged = pack.ragged
         self.names = tuple(name for name in given if name not in self.ragged)
         self.label_name = pack.labels

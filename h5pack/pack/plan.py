@@ -385,7 +385,7 @@ class ConvertPlan:
         lines = [
             f"source   {self.source} ({self.catalog.kind}{self.catalog.about and ': ' + self.catalog.about})",
             f"images   {self._images_text()}",
-            f"labels   {self.label_kind()}" + "".join(f", field {name}" for name in sorted(self.catalog.fields)),
+            f"labels   {', '.join([self.label_kind(), *self.catalog.field_texts()])}",
             f"splits   {splits}",
             f"chunks   {self._chunks_text()}",
             f"file     {file}",

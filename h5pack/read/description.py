@@ -109,7 +109,7 @@ def _describe(
     rows = indexes[images].rows if indexes else -1
     ragged: dict[str, RaggedIndex] = {}
     for name in (*(() if indexes else (images,)), *(() if labels is None else (labels,)), *fields):
-        if rows >= 0 and is_ragged(file, name):
+        if name in fields and name not in (images, labels) and is_ragged(file, name):
             ragged[name] = index_ragged(file, name)
             _require_length(file, name, ragged[name].rows, images, rows)
             continue

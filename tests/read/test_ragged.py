@@ -193,3 +193,14 @@ def test_a_path_of_a_foreign_file_may_be_a_group_of_data_and_offsets(tmp_path: P
     h5pack.convert(tmp_path / "f.h5", tmp_path / "o.h5", **quick(fields=("a/points", "fields/x"), order="sorted"))
     packed = h5pack.H5Dataset(tmp_path / "o.h5", fields=["points", "fields/x"])
     assert [(sample.points.tolist(), sample.x.item()) for sample in packed[:]] == [([0, 1], 0), ([], 1), ([2, 3, 4], 2)]
+
+
+def test_labels_are_no_ragged_field(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["images"] = np.zeros((3, 8, 8, 3), np.uint8)
+        file["labels/data"], file["labels/offsets"] = np.arange(5.0), np.array([0, 2, 2, 5])
+    with pytest.raises(PackFormatError):
+        h5pack.H5Dataset(tmp_path / "f.h5")
+    assert h5pack.H5Dataset(tmp_path / "f.h5", labels=None, fields=["labels"])[2].labels_.tolist() == [2, 3, 4]
+    with pytest.raises(PackFormatError):
+        h5pack.H5Dataset(tmp_path / "f.h5", images="labels", labels=None)
