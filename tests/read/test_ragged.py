@@ -134,6 +134,7 @@ DAMAGE: dict[str, Callable[[h5py.Group], None]] = {
     "a kind that does not fit": lambda group: group.attrs.__setitem__("kind", np.bytes_(b"text")),
     "boxes of other numbers": lambda group: group.attrs.__setitem__("kind", np.bytes_(b"boxes")),
     "data of names": lambda group: (group.pop("data"), group.__setitem__("data", np.array([b"x"] * 40)))[0],
+    "entries without numbers": lambda group: (group.pop("data"), group.__setitem__("data", np.zeros((90, 0))))[0],
     "data that is a number": lambda group: (group.pop("data"), group.__setitem__("data", 3.0))[0],
     "data that is a group": lambda group: (group.pop("data"), group.create_group("data"))[0],
 }
@@ -178,6 +179,13 @@ def test_damaged_rows_are_found(pack: Path) -> None:
         h5pack.H5Dataset(pack, fields=["caption"])[:]
     assert caught.value.rows == (7,), "no UTF-8"
     assert h5pack.H5Dataset(pack, fields=["caption"])[6].caption
+    with h5py.File(pack, "r+") as file:
+        ends = file["fields/captions/offsets"][()]
+        row = int(np.flatnonzero(np.diff(ends))[2])
+        file["fields/captions/data"][int(ends[row + 1]) - 1] = 65
+    with pytest.raises(DamagedRowsError) as caught:
+        h5pack.H5Dataset(pack, fields=["captions"])[:]
+    assert caught.value.rows == (row,), "a text without its NUL"
 
 
 def test_a_path_of_a_foreign_file_may_be_a_group_of_data_and_offsets(tmp_path: Path) -> None:
