@@ -6,7 +6,7 @@ import copy
 import itertools
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from h5pack.data.decoding import DrawKey, crop_decoder, key_of
 from h5pack.data.samples import name_fields, sample_type, split_list
 from h5pack.errors import OptionsError, PackFormatError
 from h5pack.format import schema
+from h5pack.format.fields import RaggedRows
 from h5pack.images.crops import DecodeCrop
 from h5pack.images.decode import image_of
 from h5pack.read.description import checksums_of, describe_file
@@ -151,8 +152,8 @@ class H5Dataset(BatchSource):
         self.splits = {name: range(*rows) for name, rows in pack.splits.items()}
         self.mean, self.std = pack.mean, pack.std
         self.with_rows, self.check = with_rows, check
-        labels_too = () if pack.labels is None else (pack.labels,)
-        given = tuple(dict.fromkeys((next(iter(pack.indexes)), *labels_too, *pack.fields)))
+        label_paths = () if pack.labels is None else (pack.labels,)
+        given = tuple(dict.fromkeys((next(iter(pack.indexes)), *label_paths, *pack.fields)))
         self.ragged = pack.ragged
         self.names = tuple(name for name in given if name not in self.ragged)
         self.label_name = pack.labels
@@ -306,8 +307,14 @@ class H5Dataset(BatchSource):
         made.decoder = crop_decoder(self.path, self.engine.indexes[self.names[0]], decode, exact)
         return made
 
-    def read_lists(self, rows: npt.NDArray[np.int64]) -> list[list[Any]]:
+    def read_ragged(self, name: str, rows: npt.NDArray[np.int64]) -> RaggedRows:
+        """Return rows, int64 (n,), of a field in `ragged`, after comparing their checksums if ``check=True``."""
+        return read_ragged(self.engine, self.ragged[name], rows, check=self.check)
+
+    def read_lists(self, rows: npt.NDArray[np.int64], held: Mapping[str, RaggedRows] | None = None) -> list[list[Any]]:
         """Return the values of rows of each field in `ragged`: tensors, str or lists of str.
+
+        `held` are the rows of fields that were read before, by their paths.
 
         Raises
         ------
@@ -316,7 +323,7 @@ class H5Dataset(BatchSource):
         """
         found: list[list[Any]] = []
         for name, index in self.ragged.items():
-            values = read_ragged(self.engine, index, rows, check=self.check)
+            values = held[name] if held and name in held else self.read_ragged(name, rows)
             if index.kind in schema.TEXT_KINDS:
                 found.append(texts_of(self.path, name, rows, values))
             else:

@@ -11,6 +11,7 @@ import torch
 
 from h5pack.data.dataset import H5Dataset
 from h5pack.data.iteration import serial_torch
+from h5pack.format.fields import RaggedRows
 from h5pack.read.mapping import MappedDataset
 
 _BLOCK_ROWS = 65_536
@@ -46,6 +47,43 @@ class HeldRows:
             np.take(self._values, positions, axis=0, out=out, mode="clip")
         else:
             out[...] = self._values[positions]
+
+
+class HeldLists:
+    """Fields whose rows differ in length, read into private memory at once: from the first to the last of `rows`.
+
+    `sizes` are the bytes that each one takes, smallest first; those that do not fit are read from the file.
+    """
+
+    def __init__(self, dataset: H5Dataset, rows: range | npt.NDArray[np.int64], max_bytes: int) -> None:
+        self._dataset, self._held = dataset, dict[str, RaggedRows]()
+        ends = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
+        self._start, self._stop = ends
+        sizes = {
+            name: int(index.offsets[ends[1]] - index.offsets[ends[0]]) * index.data.row_bytes + index.offsets.nbytes
+            for name, index in dataset.ragged.items()
+        }
+        self.sizes: dict[str, int] = {}
+        for name in sorted(sizes, key=lambda name: sizes[name]):
+            if sum(self.sizes.values()) + sizes[name] <= max_bytes:
+                self.sizes[name] = sizes[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_held": {}}
+
+    def clear(self) -> None:
+        """Free the memory, until `load` is called again."""
+        self._held = {}
+
+    def load(self) -> None:
+        """Read the fields that fit, unless this was done before."""
+        for name in self.sizes:
+            if name not in self._held:
+                self._held[name] = self._dataset.read_ragged(name, np.arange(self._start, self._stop))
+
+    def read(self, rows: npt.NDArray[np.int64]) -> list[list[Any]]:
+        """Return the values of rows of each field in `H5Dataset.ragged`, as `H5Dataset.read_lists` does."""
+        return self._dataset.read_lists(rows, {name: held[rows - self._start] for name, held in self._held.items()})
 
 
 class CachedRows:

@@ -18,7 +18,7 @@ from h5pack.data.buffers import BatchMemory, BufferPool
 from h5pack.data.chunk_groups import ROWS
 from h5pack.data.dataset import H5Dataset, batch_fields
 from h5pack.data.decoding import DrawKey
-from h5pack.data.gather import HeldRows
+from h5pack.data.gather import HeldLists, HeldRows
 from h5pack.data.iteration import BatchIterator, Closeable, IdleThreads
 from h5pack.data.pipeline import EpochGroups, Pipeline
 from h5pack.data.samplers import order_text
@@ -103,6 +103,8 @@ class LoaderIterator(BatchIterator):
 
 _MAX_THREADS = 4
 _MAX_SMALL_BYTES = 16 * 1024 * 1024
+_MAX_LIST_BYTES = 64 * 1024 * 1024
+"""Fields whose rows differ in length are held in memory up to this size; reading a batch of each takes over 1 ms."""
 _SMALL_BLOCK_BYTES = 4 * 1024 * 1024
 _LARGE_BLOCK_BYTES = 16 * 1024 * 1024
 # The first part of the random keys of transforms. Do not change it: the random numbers of a seed would change.
@@ -239,6 +241,9 @@ class H5Loader(Closeable, Resumable):
         hold_small = small_bytes <= min(_MAX_SMALL_BYTES, budget - needed)
         self._held_names = small if hold_small else []
         held = decoding + (small_bytes if hold_small else 0)
+        rows_of_lists = self.plan.rows.unique_rows() if self._base.ragged else range(0)
+        self._lists = HeldLists(self._base, rows_of_lists, min(_MAX_LIST_BYTES, budget - needed - held))
+        held += sum(self._lists.sizes.values())
         self.prefetch_factor = max(minimum, min(wanted, (budget - held) // max(1, batch_bytes) - 1))
         self.memory_bytes = (self.prefetch_factor + 1) * batch_bytes + held
         self._plan_blocks(batch_bytes, prefetch_factor)
@@ -284,6 +289,7 @@ class H5Loader(Closeable, Resumable):
             self._pool.blocks = self._new_pool(self.num_threads + 2, self._block_rows)
         self._groups = EpochGroups(self.plan, sum(field.row_bytes for field in self._pool.fields))
         self._held: dict[str, HeldRows] | None = None
+        self._lists.clear()
         self._iterators: weakref.WeakSet[LoaderIterator] = weakref.WeakSet()
         self._idle = IdleThreads()
         self._end_idle_threads = weakref.finalize(self, self._idle.close)
@@ -309,6 +315,7 @@ class H5Loader(Closeable, Resumable):
             self._reset()
         _require_no_transform(self._base)
         self._base.engine.check_unchanged()
+        self._lists.load()
         if self._held is None:
             rows = self.plan.rows.unique_rows() if self._held_names else range(0)
             self._held = {name: HeldRows(self._base, name, rows) for name in self._held_names}
@@ -398,7 +405,7 @@ class H5Loader(Closeable, Resumable):
             tensors.append(self._transformed(name, memory.tensor(name), epoch, batch))
         if self._with_rows:
             tensors.append(memory.tensor(ROWS))
-        lists = self._base.read_lists(memory.arrays[ROWS]) if self._base.ragged else ()
+        lists = self._lists.read(memory.arrays[ROWS]) if self._base.ragged else ()
         return new_batch(self._base.field_names, self._base.arranged(tensors, lists))
 
     def _transformed(self, name: str, tensor: torch.Tensor, epoch: int, batch: int) -> Any:

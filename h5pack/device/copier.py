@@ -128,8 +128,9 @@ class DeviceCopier:
                 for index, element in named_elements(fetched.batch).values()
                 if _is_joinable(element) and not self._is_here(element[0])
             }
-            fetched.batch = with_elements(fetched.batch, lists) if lists else fetched.batch
-            fetched.batch = map_tensors(fetched.batch, functools.partial(self._copied, images))
+            batch = with_elements(fetched.batch, dict.fromkeys(lists)) if lists else fetched.batch
+            batch = map_tensors(batch, functools.partial(self._copied, images))
+            fetched.batch = with_elements(batch, lists) if lists else batch
             return QueuedBatch(fetched, operations.event(stream))
 
     def transform(self, queued: QueuedBatch) -> QueuedBatch:

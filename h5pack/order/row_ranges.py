@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.system.arrays import equal_runs
+from h5pack.system.arrays import equal_runs, range_indices
 
 Rows = npt.NDArray[np.int64]
 
@@ -62,13 +62,6 @@ class RowSampler(Protocol):
         """Return the values that must be equal to resume from a saved state; numbers and strings only."""
 
 
-def concatenated_ranges(starts: Rows, counts: Rows) -> Rows:
-    """Concatenate the ranges ``starts[i]`` to ``starts[i] + counts[i] - 1``; int64, (n,)."""
-    ends = np.cumsum(counts)
-    numbers: Rows = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
-    return numbers
-
-
 class RowRange:
     """Consecutive rows of the file: a split, or all rows. The object's size does not depend on their number."""
 
@@ -105,7 +98,7 @@ class RowRange:
     def rows_in_chunks(self, chunks: Rows, starts: Rows, stops: Rows) -> tuple[Rows, Rows]:
         """Return rows and dataset indices as `EpochRows.rows_in_chunks` does."""
         heads = np.maximum(self.start, (self._chunk + chunks) * self.chunk_rows)
-        rows = concatenated_ranges(heads + starts, stops - starts)
+        rows = range_indices(heads + starts, stops - starts)
         return rows, rows - self.start
 
     def rows_at(self, positions: Rows) -> tuple[Rows, Rows]:
@@ -156,7 +149,7 @@ class RowSubset:
 
     def rows_in_chunks(self, chunks: Rows, starts: Rows, stops: Rows) -> tuple[Rows, Rows]:
         """Return rows and dataset indices as `EpochRows.rows_in_chunks` does."""
-        return self.rows_at(concatenated_ranges(self._edges[chunks] + starts, stops - starts))
+        return self.rows_at(range_indices(self._edges[chunks] + starts, stops - starts))
 
     def rows_at(self, positions: Rows) -> tuple[Rows, Rows]:
         """Return rows and dataset indices as `EpochRows.rows_at` does."""

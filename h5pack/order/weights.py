@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.order.row_ranges import Rows, RowSet, concatenated_ranges
+from h5pack.order.row_ranges import Rows, RowSet
+from h5pack.system.arrays import range_indices
 
 MAX_SAMPLES = 1 << 48
 """Maximum draws per epoch. Up to this number, the floating-point quotient in `_draws_before` is wrong by less than one,
@@ -107,7 +108,7 @@ class WeightedRows:
         """
         starts = self.rows.chunk_starts(chunks)
         counts = self.rows.chunk_starts(chunks + 1) - starts
-        positions = concatenated_ranges(starts, counts)
+        positions = range_indices(starts, counts)
         units = self._units[positions]
         sums = np.cumsum(units)
         heads = np.cumsum(counts) - counts

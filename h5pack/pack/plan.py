@@ -317,7 +317,7 @@ class ConvertPlan:
         lines = [
             f"source   {self.source} ({self.catalog.kind}{self.catalog.about and ': ' + self.catalog.about})",
             f"images   {self._images_text()}",
-            f"labels   {self.label_kind()}" + "".join(f", field {name}" for name in sorted(self.catalog.fields)),
+            f"labels   {', '.join([self.label_kind(), *self.catalog.field_texts()])}",
             *(
                 f"field    {one.name}: {one.kind}s, {np.dtype(dtype)}"
                 for one, dtype in zip(self.catalog.pixel_fields, self.mask_dtypes, strict=True)

@@ -115,7 +115,7 @@ def _describe(
             _require_length(file, name, indexes[name].rows, images, rows)
             _add_checksums(file, indexes, name)
             continue
-        if rows >= 0 and is_ragged(file, name):
+        if name in fields and name not in (images, labels) and is_ragged(file, name):
             ragged[name] = index_ragged(file, name)
             _require_length(file, name, ragged[name].rows, images, rows)
             continue

@@ -65,12 +65,15 @@ def index_ragged(file: h5py.File, name: str) -> RaggedIndex:
     data, table = (require_dataset(file, path) for path in paths)
     if kind not in schema.RAGGED_KINDS:
         raise dataset_error(file.filename, name, f"is of the unknown kind {kind!r}; use a newer version of h5pack")
-    if data.ndim < 1 or data.dtype.kind not in "biuf":
+    if data.ndim < 1 or data.dtype.kind not in "biuf" or 0 in data.shape[1:]:
         raise dataset_error(file.filename, paths[0], f"is {data.dtype} {data.shape}, not rows of numbers; {_ADVICE}")
     wanted = _WANTED.get(kind)
     if wanted is not None and not (data.dtype == wanted[0] and data.shape[1:] in wanted[1]):
         problem = f"is {data.dtype} {data.shape}, which does not fit the kind {kind!r}; {_ADVICE}"
         raise dataset_error(file.filename, paths[0], problem)
+    box_format = text(file[name].attrs.get(schema.BOX_FORMAT, schema.XYXY))
+    if box_format != schema.XYXY:
+        raise dataset_error(file.filename, name, f"has boxes of the unknown format {box_format!r}; use a newer h5pack")
     if table.ndim != 1 or not len(table) or table.dtype.kind not in "iu":
         problem = f"is {table.dtype} {table.shape}, but offsets are int64, one more than rows; {_ADVICE}"
         raise dataset_error(file.filename, paths[1], problem)
@@ -109,20 +112,21 @@ def read_ragged(engine: Engine, index: RaggedIndex, rows: npt.NDArray[np.int64],
     """
     starts, stops = index.offsets[rows], index.offsets[rows + 1]
     lengths = stops - starts
-    offsets = np.append(0, np.cumsum(lengths))
-    data = np.empty((int(offsets[-1]), *index.data.row_shape), index.data.native_dtype)
+    empty = np.empty((0, *index.data.row_shape), index.data.native_dtype)
+    parts = [empty] * (len(rows) + 1)
+    entry = index.data.row_bytes
     order = np.argsort(starts, kind="stable")
     order = order[lengths[order] > 0]
-    entry = max(1, index.data.row_bytes)
-    if len(order) and data.nbytes:
-        edges = _read_edges(starts[order], stops[order], MAX_GAP_BYTES // entry, _READ_BYTES // entry)
+    first, last = starts[order], stops[order]
+    if len(order):
+        edges = _read_edges(first, last, MAX_GAP_BYTES // entry, max(1, _READ_BYTES // entry))
         for low, high in itertools.pairwise(edges):
-            positions = order[low:high]
-            first = int(starts[positions[0]])
-            read = engine.read_range(index.data.name, first, int(stops[positions].max()))
-            for position in positions.tolist():
-                start = int(starts[position]) - first
-                data[offsets[position] : offsets[position + 1]] = read[start : start + int(lengths[position])]
+            start = int(first[low])
+            read = engine.read_range(index.data.name, start, int(last[low:high].max()))
+            extents = zip(order[low:high].tolist(), first[low:high].tolist(), last[low:high].tolist(), strict=True)
+            for position, begin, end in extents:
+                parts[position] = read[begin - start : end - start]
+    data, offsets = np.concatenate(parts), np.append(0, np.cumsum(lengths))
     found = RaggedRows(index.kind, data, offsets, index.classes)
     if check and index.checksums is not None:
         values = RaggedRows(index.kind, data.astype(index.data.dtype, copy=False), offsets)
@@ -144,14 +148,19 @@ def _read_edges(
 
 
 def texts_of(path: str, name: str, rows: npt.NDArray[np.int64], found: RaggedRows) -> list[Any]:
-    """Return the texts of rows; raise DamagedRowsError if one is not UTF-8. `path`, `name`, `rows` are for messages."""
+    """Return the texts of rows; raise DamagedRowsError if one is malformed. `path`, `name`, `rows` are for messages."""
+    wrong, problem = np.zeros(len(found), np.bool_), "is not UTF-8"
+    if found.kind == schema.TEXTS:
+        filled = np.flatnonzero(np.diff(found.offsets))
+        wrong[filled] = found.data[found.offsets[filled + 1] - 1] != 0
+        problem = "has a text without an end" if wrong.any() else problem
     try:
-        return found.values()
+        if not wrong.any():
+            return found.values()
     except UnicodeDecodeError:
-        row = next(int(rows[number]) for number in range(len(found)) if not _is_utf8(found.row(number).tobytes()))
-        raise DamagedRowsError(
-            f"{path}: {name!r} row {row} is not UTF-8; {_ADVICE}", path=path, dataset=name, rows=(row,)
-        ) from None
+        wrong[:] = [not _is_utf8(found.row(number).tobytes()) for number in range(len(found))]
+    row = int(rows[wrong.argmax()])
+    raise DamagedRowsError(f"{path}: {name!r} row {row} {problem}; {_ADVICE}", path=path, dataset=name, rows=(row,))
 
 
 def _is_utf8(data: bytes) -> bool:

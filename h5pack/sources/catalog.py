@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from h5pack.errors import H5PackError, RejectedImageError, SourceError
 from h5pack.format.checksums import crc32
-from h5pack.format.fields import FieldValues, RaggedRows
+from h5pack.format.fields import FieldValues, RaggedRows, field_kind
+from h5pack.format.schema import ARRAY
 from h5pack.images.decode import read_header
 from h5pack.images.headers import ImageHeader
 from h5pack.images.masks import MaskHeader, read_mask_header
@@ -390,12 +391,19 @@ class Catalog:
         """Return a CRC-32 of labels, splits and fields, with which a resumed conversion detects changed tables."""
         checksum = crc32(repr((self.split_names, self.label_names, sorted(self.fields), self.rejects)).encode())
         for values in (self.split_ids, self.labels, *(self.fields[name] for name in sorted(self.fields))):
+            if isinstance(values, RaggedRows):
+                checksum = crc32(repr((values.kind, values.classes)).encode(), checksum)
             for array in (values.data, values.offsets) if isinstance(values, RaggedRows) else (values,):
                 if array is not None:
                     checksum = crc32(np.ascontiguousarray(array), checksum)
         for one in self.pixel_fields:
             checksum = crc32(f"{one.name}\0{one.kind}\0".encode() + os.fsencode("\0".join(one.files)), checksum)
         return checksum
+
+    def field_texts(self) -> list[str]:
+        """Return a phrase for each field, such as "field boxes (boxes)"."""
+        kinds = {name: field_kind(values) for name, values in sorted(self.fields.items())}
+        return [f"field {name}" + (f" ({kind})" if kind != ARRAY else "") for name, kind in kinds.items()]
 
     def take(self, indices: npt.NDArray[np.int64]) -> Catalog:
         """Return a catalog of only the images at `indices`."""

@@ -35,8 +35,11 @@ def is_coco(path: str | os.PathLike[str]) -> bool:
 def _annotation_files(root: Path) -> dict[str, list[Path]]:
     """Return the files of annotations of each split."""
     found: dict[str, list[Path]] = {}
-    folder = root / _FOLDER
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+    try:
+        paths = sorted((root / _FOLDER).iterdir())
+    except OSError:
+        return found
+    for path in paths:
         match = _NAME.fullmatch(path.name)
         if match is not None:
             found.setdefault(match[2], []).append(path)

@@ -209,7 +209,7 @@ def with_fields(catalog: Catalog, samples: Sequence[dict[str, Any] | None]) -> C
             else:
                 kind = schema.BOXES if name in reader.fields.boxes else schema.KEYPOINTS
                 # An empty list of boxes may have any shape.
-                lists = [None if value is None or not len(value) else value for value in values]
+                lists = [None if value is None or np.size(value) == 0 else value for value in values]
                 found[name] = parse_ragged(lists, kind, reader.fields.box_format)
         except FieldValueError as error:
             raise SourceError(

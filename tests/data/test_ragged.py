@@ -161,3 +161,26 @@ def test_packs_are_concatenated_if_their_fields_agree(
         with pytest.raises(OptionsError):
             h5pack.ConcatPack([dataset, h5pack.H5Dataset(dataset.path, fields=fields, with_rows=True)])
     assert source.exists()
+
+
+@pytest.mark.parametrize("budget", [0, 700, 1 << 20])
+def test_a_loader_holds_lists_that_fit_into_memory(
+    dataset: h5pack.H5Dataset, records: list[dict[str, Any]], budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("h5pack.data.loader._MAX_LIST_BYTES", budget)
+    plain = h5pack.H5Loader(h5pack.H5Dataset(dataset.path, fields=["score"], with_rows=True), 5)
+    loader = h5pack.H5Loader(dataset, 5)
+    held = loader.memory_bytes - plain.memory_bytes
+    assert (held == 0, held < 2000) == {0: (True, True), 700: (False, True), 1 << 20: (False, False)}[budget]
+    require_batches(loader, dataset, records)
+    reads = dataset.stats().reads
+    require_batches(loader, dataset, records)
+    if budget == 1 << 20:
+        assert dataset.stats().reads - reads <= 3 * COUNT
+    require_batches(pickle.loads(pickle.dumps(loader)), dataset, records)
+    assert len(pickle.dumps(loader)) < 60_000
+    loader.close()
+    require_batches(loader, dataset, records)
+    some = Subset(dataset, [20, 3, 9])
+    texts = {text for batch in h5pack.H5Loader(some, 2) for text in batch.caption}
+    assert texts == {dataset[index].caption for index in (20, 3, 9)}

@@ -281,3 +281,24 @@ def test_sparse_parts_of_a_batch_are_copied_when_it_is_delivered() -> None:
     assert queued.fetched.batch[0] is sparse
     found = copier.deliver(queued).batch
     assert (found[0].device.type, found[0].layout, found[1]) == ("meta", torch.sparse_coo, "text")
+
+
+def test_a_list_of_tensors_is_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimulatedDevice(0)
+    copied: list[int] = []
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        copied.append(len(tensor))
+        return tensor.clone()
+
+    monkeypatch.setattr(device, "copy", copy)
+    copier = DeviceCopier(device, None)  # type: ignore[arg-type]
+    boxes = [torch.full((count, 4), float(count)) for count in (2, 0, 5)]
+    mixed = [torch.ones(2), torch.ones(2, dtype=torch.int64)]
+    batch = [torch.zeros(3, 2), boxes, ["a", "b", "c"], mixed, []]
+    found = copier.copy(FetchedBatch(batch, 0, 0, 1, None)).fetched.batch
+    assert copied[0] == 7, "the boxes"
+    assert sorted(copied[1:4]) == [2, 2, 3]
+    assert [one.tolist() for one in found[1]] == [one.tolist() for one in boxes]
+    assert (found[2], [one.dtype for one in found[3]], found[4]) == (["a", "b", "c"], [torch.float32, torch.int64], [])
+    assert boxes[0] is batch[1][0]  # type: ignore[index]

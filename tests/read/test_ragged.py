@@ -130,9 +130,11 @@ DAMAGE: dict[str, Callable[[h5py.Group], None]] = {
     "floats": offsets(lambda values: values.astype(np.float64)),
     "text": offsets(lambda values: np.array([b"x"] * len(values))),
     "an unknown kind": lambda group: group.attrs.__setitem__("kind", np.bytes_(b"song")),
+    "an unknown box format": lambda group: group.attrs.__setitem__("box_format", np.bytes_(b"xywh")),
     "a kind that does not fit": lambda group: group.attrs.__setitem__("kind", np.bytes_(b"text")),
     "boxes of other numbers": lambda group: group.attrs.__setitem__("kind", np.bytes_(b"boxes")),
     "data of names": lambda group: (group.pop("data"), group.__setitem__("data", np.array([b"x"] * 40)))[0],
+    "entries without numbers": lambda group: (group.pop("data"), group.__setitem__("data", np.zeros((90, 0))))[0],
     "data that is a number": lambda group: (group.pop("data"), group.__setitem__("data", 3.0))[0],
     "data that is a group": lambda group: (group.pop("data"), group.create_group("data"))[0],
 }
@@ -177,6 +179,13 @@ def test_damaged_rows_are_found(pack: Path) -> None:
         h5pack.H5Dataset(pack, fields=["caption"])[:]
     assert caught.value.rows == (7,), "no UTF-8"
     assert h5pack.H5Dataset(pack, fields=["caption"])[6].caption
+    with h5py.File(pack, "r+") as file:
+        ends = file["fields/captions/offsets"][()]
+        row = int(np.flatnonzero(np.diff(ends))[2])
+        file["fields/captions/data"][int(ends[row + 1]) - 1] = 65
+    with pytest.raises(DamagedRowsError) as caught:
+        h5pack.H5Dataset(pack, fields=["captions"])[:]
+    assert caught.value.rows == (row,), "a text without its NUL"
 
 
 def test_a_path_of_a_foreign_file_may_be_a_group_of_data_and_offsets(tmp_path: Path) -> None:
@@ -192,3 +201,14 @@ def test_a_path_of_a_foreign_file_may_be_a_group_of_data_and_offsets(tmp_path: P
     h5pack.convert(tmp_path / "f.h5", tmp_path / "o.h5", **quick(fields=("a/points", "fields/x"), order="sorted"))
     packed = h5pack.H5Dataset(tmp_path / "o.h5", fields=["points", "fields/x"])
     assert [(sample.points.tolist(), sample.x.item()) for sample in packed[:]] == [([0, 1], 0), ([], 1), ([2, 3, 4], 2)]
+
+
+def test_labels_are_no_ragged_field(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["images"] = np.zeros((3, 8, 8, 3), np.uint8)
+        file["labels/data"], file["labels/offsets"] = np.arange(5.0), np.array([0, 2, 2, 5])
+    with pytest.raises(PackFormatError):
+        h5pack.H5Dataset(tmp_path / "f.h5")
+    assert h5pack.H5Dataset(tmp_path / "f.h5", labels=None, fields=["labels"])[2].labels_.tolist() == [2, 3, 4]
+    with pytest.raises(PackFormatError):
+        h5pack.H5Dataset(tmp_path / "f.h5", images="labels", labels=None)

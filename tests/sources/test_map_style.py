@@ -331,9 +331,10 @@ def test_fields_of_samples_that_do_not_fit_are_errors_or_rejects(tmp_path: Path)
         h5pack.convert(Described(), tmp_path / "o.h5", **quick(fields="nothing"))
     with pytest.raises(NoImagesError, match="a field"):
         h5pack.convert(Described(), tmp_path / "o.h5", **quick(fields="other"))
-    with pytest.raises(SourceError) as caught:
-        h5pack.convert(Described(), tmp_path / "o.h5", **quick(box_columns="vector"))
-    assert (caught.value.rows, caught.value.parameters) == ((0,), ("fields",))
+    for key in ("vector", "weight", "caption"):
+        with pytest.raises(SourceError) as caught:
+            h5pack.convert(Described(), tmp_path / "o.h5", **quick(box_columns=key))
+        assert (caught.value.rows, caught.value.parameters) == ((0,), ("fields",))
     for settings in ({"fields": ("a/b",)}, {"fields": ("box",), "box_columns": "box"}, {"text_columns": "caption"}):
         with pytest.raises(OptionsError):
             h5pack.convert(Described(), tmp_path / "o.h5", **quick(**settings))
