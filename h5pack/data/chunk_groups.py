@@ -203,13 +203,13 @@ class GroupReader:
             if plan is not None:
                 plan.buffers[:, 0] = self._addresses(group, field)
                 work, cuts = partial(self._engine.execute, plan), _cut_runs(plan.edges, field.row_bytes)
+            elif self._dataset.is_cropped(field.name):
+                work, cuts = partial(self._crop, field, group), [*range(0, len(group.rows), _CROPS), len(group.rows)]
             elif field.name == ROWS or field.row_bytes < SCATTER_BYTES:
                 work, cuts = partial(self._stage, field, group), [0, len(group.rows)]
             elif self._engine.can_decode(self._engine.indexes[field.name]):
                 index = self._engine.indexes[field.name]
                 work, cuts = partial(self._decode, field, group), equal_runs(index.chunks_of(group.rows)).tolist()
-            elif field.name == self._dataset.names[0] and self._dataset.decoder is not None:
-                work, cuts = partial(self._crop, field, group), [*range(0, len(group.rows), _CROPS), len(group.rows)]
             else:
                 max_rows = max(1, TASK_BYTES // field.row_bytes)
                 work, cuts = partial(self._copy, field, group), _cut_rows(group.rows, max_rows)
@@ -309,7 +309,7 @@ class GroupReader:
             self._batches.memory(group.spans[owner][0]).arrays[field.name][slot] = value
 
     def _crop(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
-        """Decode crops of encoded images into their batches."""
+        """Decode crops of encoded images or masks into their batches."""
         owners, slots = group.slots(group.positions[low:high])
         batches = [group.spans[owner][0] for owner in owners.tolist()]
         outs = [
@@ -317,7 +317,7 @@ class GroupReader:
             for batch, slot in zip(batches, slots.tolist(), strict=True)
         ]
         key = replace(self._key, repeat=torch.tensor(batches)) if self._repeats else self._key
-        self._dataset.decode_rows(group.rows[low:high], outs, key)
+        self._dataset.decode_rows(field.name, group.rows[low:high], outs, key)
 
 
 def _cut_rows(rows: npt.NDArray[np.int64], max_rows: int) -> list[int]:

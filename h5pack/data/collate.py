@@ -6,6 +6,7 @@ That of `Sample` returns the tensors that the rows of a `SampleBatch` were read 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -56,8 +57,8 @@ class BatchSource(Closeable, Dataset[Any]):
         """
         raise NotImplementedError
 
-    def read_lists(self, rows: npt.NDArray[np.int64]) -> list[list[Any]]:
-        """Return the values of rows of each field that is a list in a batch."""
+    def read_lists(self, rows: npt.NDArray[np.int64], key: DrawKey | None) -> list[list[Any]]:
+        """Return the values of rows of each field that is a list in a batch. Random crops are drawn from `key`."""
         raise NotImplementedError
 
     def arranged(self, values: Sequence[Any], lists: Sequence[Any]) -> Sequence[Any]:
@@ -75,6 +76,25 @@ class BatchSource(Closeable, Dataset[Any]):
         `lists` is what `read_lists` returned for these rows.
         """
         raise NotImplementedError
+
+
+def positions_of(indices: Sequence[int], count: int, where: str = "") -> npt.NDArray[np.int64]:
+    """Return indices of `count` samples as nonnegative int64, (n,); raise an IndexError if one is out of range."""
+    try:
+        numbers = np.fromiter(map(operator.index, indices), np.int64, len(indices))
+    except OverflowError:
+        numbers = np.array([min(max(operator.index(index), -count - 1), count) for index in indices])
+    wrong = np.flatnonzero((numbers < -count) | (numbers >= count))
+    if len(wrong):
+        raise out_of_range(indices[int(wrong[0])], count, where)
+    numbers[numbers < 0] += count
+    return numbers
+
+
+def out_of_range(index: int, count: int, where: str) -> IndexError:
+    """Return the error for an index of `count` samples; `where` begins its message."""
+    allowed = f"; give {-count} to {count - 1}" if count else ""
+    return IndexError(f"{where}index {index} is out of range for {count} samples{allowed}")
 
 
 class SampleBatch(Sequence[Any]):
@@ -114,7 +134,7 @@ class SampleBatch(Sequence[Any]):
         batch, self._batch = self._batch, None
         if batch is None or self._samples is not None:
             batch = self._source.read_batch(self.rows, self._key)
-        values = self._source.arranged(batch, self._source.read_lists(self.rows))
+        values = self._source.arranged(batch, self._source.read_lists(self.rows, self._key))
         return new_batch(self._source.field_names, values, batch)
 
     def samples(self) -> list[Any]:
@@ -126,10 +146,10 @@ class SampleBatch(Sequence[Any]):
     def _load_samples(self, rows: npt.NDArray[np.int64]) -> list[Any]:
         """Return the samples of `rows`, the first rows of the batch: views of its tensors, or what `load` returns."""
         if self._load is None:
-            return self._source.split_batch(self._read(), rows, self._source.read_lists(rows))
+            return self._source.split_batch(self._read(), rows, self._source.read_lists(rows, self._key))
         if not self._differ:
             try:
-                return self._source.split_batch(self._read(), rows, self._source.read_lists(rows))
+                return self._source.split_batch(self._read(), rows, self._source.read_lists(rows, self._key))
             except SizesDifferError:
                 self._differ = True
         return self._load(rows, self._key)

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from h5pack.data.buffers import SharedMemory
-from h5pack.data.collate import BatchSource, SampleBatch
-from h5pack.data.dataset import H5Dataset, batch_fields, positions_of
+from h5pack.data.collate import BatchSource, SampleBatch, positions_of
+from h5pack.data.dataset import H5Dataset, batch_fields
 from h5pack.data.decoding import DrawKey, key_of
 from h5pack.errors import OptionsError
 
@@ -110,12 +110,13 @@ class ConcatPack(BatchSource):
                 whole.numpy()[positions] = part.numpy()
         return batch or self.datasets[0].read_batch(indices)
 
-    def read_lists(self, indices: Rows) -> list[list[Any]]:
-        """Return the values of samples of each field that is a list in a batch."""
+    def read_lists(self, indices: Rows, key: DrawKey | None) -> list[list[Any]]:
+        """Return the values of samples of each field that is a list in a batch. Random crops are drawn from `key`."""
         lists: list[list[Any]] = [[None] * len(indices) for _ in self.datasets[0].ragged]
         if lists:
             for dataset, positions, inner in self._by_dataset(indices):
-                for whole, part in zip(lists, dataset.read_lists(dataset.file_rows(inner)), strict=True):
+                parts = dataset.read_lists(dataset.file_rows(inner), key and key.at(positions))
+                for whole, part in zip(lists, parts, strict=True):
                     for position, value in zip(positions.tolist(), part, strict=True):
                         whole[position] = value
         return lists

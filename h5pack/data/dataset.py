@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +14,8 @@ import numpy.typing as npt
 import torch
 
 from h5pack.data.buffers import SharedMemory
-from h5pack.data.collate import BatchSource, SampleBatch
-from h5pack.data.decoding import DrawKey, crop_decoder, key_of
+from h5pack.data.collate import BatchSource, SampleBatch, out_of_range, positions_of
+from h5pack.data.decoding import DrawKey, crop_decoder, key_of, moves
 from h5pack.data.samples import name_fields, sample_type, split_list
 from h5pack.errors import OptionsError, PackFormatError
 from h5pack.format import schema
@@ -24,10 +23,11 @@ from h5pack.format.fields import RaggedRows
 from h5pack.images.crops import DecodeCrop
 from h5pack.images.decode import image_of
 from h5pack.read.description import checksums_of, describe_file
-from h5pack.read.encoded import decoding_row
+from h5pack.read.encoded import EncodedIndex, decoding_row
 from h5pack.read.engine import Engine, ReadStats
 from h5pack.read.hdf5 import open_file, text
 from h5pack.read.ragged import read_ragged, texts_of
+from h5pack.system.arrays import joined_ranges
 from h5pack.system.parameters import require_callable
 
 
@@ -161,7 +161,7 @@ class H5Dataset(BatchSource):
         paths = dict(zip(given, self.field_names, strict=False))
         kinds = {**dict.fromkeys(pack.fields, schema.ARRAY), **pack.kinds}
         kinds.update({name: one.kind for name, one in self.ragged.items()})
-        self.kinds = {paths[name]: kind for name, kind in kinds.items()}
+        self.kinds, self._path_kinds = {paths[name]: kind for name, kind in kinds.items()}, kinds
         self.field_classes = {paths[name]: one.classes for name, one in self.ragged.items() if one.classes is not None}
         self._lists = tuple(paths[name] for name in self.ragged)
         # Where each value goes that is not in a list, and where those of the lists go.
@@ -184,11 +184,11 @@ class H5Dataset(BatchSource):
                     f"{pack.path}: no split {name!r}; its splits are {known}", path=pack.path, parameters=("split",)
                 )
         index = pack.indexes[self.names[0]]
-        self.rows = _joined([self.splits[name] for name in chosen] if chosen else [range(index.rows)])
+        self.rows = joined_ranges([self.splits[name] for name in chosen] if chosen else [range(index.rows)])
         self._length = len(self.rows)
         self._encoded = tuple(name for name in self.names if pack.indexes[name].is_encoded)
         self.group_rows = index.group_rows
-        self.decoder = crop_decoder(self.path, index, decode, exact)
+        self._set_decoder(decode, exact)
 
     def __len__(self) -> int:
         return self._length
@@ -205,9 +205,14 @@ class H5Dataset(BatchSource):
 
     def row_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a sample's value of one of the datasets in `names`."""
-        if self.decoder is not None and name == self.names[0]:
-            return self.decoder.row_shape
-        return self.engine.indexes[name].row_shape
+        shape = self.engine.indexes[name].row_shape
+        if self.decoder is None or not self.is_cropped(name):
+            return shape
+        return (*self.decoder.crop.output_size, *shape[2:])
+
+    def is_cropped(self, name: str) -> bool:
+        """Return whether a dataset of `names` holds images or masks that are decoded as crops."""
+        return self.decoder is not None and name in self._encoded
 
     @property
     def class_to_idx(self) -> dict[str, int] | None:
@@ -249,13 +254,13 @@ class H5Dataset(BatchSource):
             return self._load(self._rows([index]), key_of([index]))[0]
         number = operator.index(index)
         if not -self._length <= number < self._length:
-            raise _out_of_range(index, self._length, f"{self.path}: ")
+            raise out_of_range(index, self._length, f"{self.path}: ")
         row = int(self.rows[number])
         values = [self._convert(name, self.engine.read_one(name, row)) for name in self.names]
         if self.with_rows:
             values.append(row)
         if self.ragged:
-            lists = self.read_lists(np.array([row]))
+            lists = self.read_lists(np.array([row]), None)
             values = [*self.arranged(values, [some[0] for some in lists])]
         return sample_type(self.field_names, self._lists)(*values)
 
@@ -291,8 +296,8 @@ class H5Dataset(BatchSource):
         batch = self._shared.batch(shapes, share=share)
         for name, tensor in zip(self.names, batch, strict=False):
             out = tensor.numpy()
-            if self.decoder is not None and name == self.names[0]:
-                self.decode_rows(rows, list(out), key or DrawKey.random())
+            if self.is_cropped(name):
+                self.decode_rows(name, rows, list(out), key or DrawKey.random())
             elif out.dtype == self.engine.indexes[name].native_dtype:
                 self.read_rows(name, rows, out)
             else:
@@ -304,17 +309,31 @@ class H5Dataset(BatchSource):
     def with_decode(self, decode: DecodeCrop | None, exact: bool) -> H5Dataset:
         """Return a dataset that shares this one's files and differs in how images are decoded."""
         made = copy.copy(self)
-        made.decoder = crop_decoder(self.path, self.engine.indexes[self.names[0]], decode, exact)
+        made._set_decoder(decode, exact)
         return made
+
+    def _set_decoder(self, decode: DecodeCrop | None, exact: bool) -> None:
+        images = self.engine.indexes[self.names[0]]
+        self.decoder = None
+        if decode is not None:
+            kinds = self._path_kinds.items()
+            unmoved = [name for name, kind in kinds if not moves(kind, images, name in self._encoded)]
+            self.decoder = crop_decoder(self.path, images, decode, exact, unmoved)
 
     def read_ragged(self, name: str, rows: npt.NDArray[np.int64]) -> RaggedRows:
         """Return rows, int64 (n,), of a field in `ragged`, after comparing their checksums if ``check=True``."""
         return read_ragged(self.engine, self.ragged[name], rows, check=self.check)
 
-    def read_lists(self, rows: npt.NDArray[np.int64], held: Mapping[str, RaggedRows] | None = None) -> list[list[Any]]:
+    def read_lists(
+        self,
+        rows: npt.NDArray[np.int64],
+        key: DrawKey | None = None,
+        held: Mapping[str, RaggedRows] | None = None,
+    ) -> list[list[Any]]:
         """Return the values of rows of each field in `ragged`: tensors, str or lists of str.
 
-        `held` are the rows of fields that were read before, by their paths.
+        Boxes and keypoints move with images that are cropped; random crops are drawn from `key`. `held` are the rows of
+        fields that were read before, by their paths.
 
         Raises
         ------
@@ -328,6 +347,10 @@ class H5Dataset(BatchSource):
                 found.append(texts_of(self.path, name, rows, values))
             else:
                 found.append(split_list(values.data, np.diff(values.offsets).tolist()))
+        if self.decoder is not None:
+            kinds, images = [one.kind for one in self.ragged.values()], self.engine.indexes[self.names[0]]
+            if isinstance(images, EncodedIndex):
+                found = self.decoder.move_lists(kinds, found, rows, images.image_sizes[rows], key or DrawKey.random())
         return found
 
     def arranged(self, values: Sequence[Any], lists: Sequence[Any]) -> Sequence[Any]:
@@ -362,15 +385,17 @@ class H5Dataset(BatchSource):
             samples.append(new(*self.arranged([*converted, *values[last:]], [some[number] for some in lists])))
         return samples
 
-    def decode_rows(self, rows: npt.NDArray[np.int64], outs: Sequence[npt.NDArray[np.uint8]], key: DrawKey) -> None:
-        """Decode the crops of encoded images, rows of the file, int64 (n,), into `outs`, each uint8 (height, width, 3).
+    def decode_rows(
+        self, name: str, rows: npt.NDArray[np.int64], outs: Sequence[npt.NDArray[Any]], key: DrawKey
+    ) -> None:
+        """Decode the crops of rows of the file, int64 (n,), of encoded images or masks into `outs`, one array for each.
 
         Checksums are not verified.
         """
         assert self.decoder is not None
-        name = self.names[0]
-        encoded = self.engine.read_encoded(name, rows)
-        self.decoder.decode(rows, encoded, outs, key, partial(decoding_row, self.path, name))
+        encoded, named = self.engine.read_encoded(name, rows), partial(decoding_row, self.path, name)
+        decode = self.decoder.decode if name == self.names[0] else self.decoder.decode_masks
+        decode(rows, encoded, outs, key, named)
 
     def read_rows(
         self, name: str, rows: npt.NDArray[np.int64], out: npt.NDArray[Any] | None = None
@@ -419,13 +444,13 @@ class H5Dataset(BatchSource):
 
     def _load(self, rows: npt.NDArray[np.int64], key: DrawKey | None) -> list[Any]:
         if not self._encoded or self.decoder is not None:
-            return self.split_batch(self.read_batch(rows, key, share=False), rows, self.read_lists(rows))
+            return self.split_batch(self.read_batch(rows, key, share=False), rows, self.read_lists(rows, key))
         columns = []
         for name in self.names:
             # An array of objects can hold images of different sizes.
             out = np.empty(len(rows), object) if name in self._encoded else None
             columns.append(list(self.read_rows(name, rows, out)))
-        return self._samples(columns, rows, self.read_lists(rows))
+        return self._samples(columns, rows, self.read_lists(rows, key))
 
     def _convert(self, name: str, value: Any) -> Any:
         if name == self.names[0]:
@@ -455,31 +480,6 @@ def _split_names(split: Any) -> tuple[str, ...]:
     if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
         raise OptionsError(f"split is {split!r}; give the name of a split, or different names", parameters=("split",))
     return names
-
-
-def _joined(parts: list[range]) -> range | npt.NDArray[np.int64]:
-    """Return the rows of ranges one after the other: a range if they are adjacent, else int64 (n,)."""
-    if all(one.stop == other.start for one, other in itertools.pairwise(parts)):
-        return range(parts[0].start, parts[-1].stop)
-    return np.concatenate([np.asarray(part, np.int64) for part in parts])
-
-
-def positions_of(indices: Sequence[int], count: int, where: str = "") -> npt.NDArray[np.int64]:
-    """Return indices of `count` samples as nonnegative int64, (n,); raise an IndexError if one is out of range."""
-    try:
-        numbers = np.fromiter(map(operator.index, indices), np.int64, len(indices))
-    except OverflowError:
-        numbers = np.array([min(max(operator.index(index), -count - 1), count) for index in indices])
-    wrong = np.flatnonzero((numbers < -count) | (numbers >= count))
-    if len(wrong):
-        raise _out_of_range(indices[int(wrong[0])], count, where)
-    numbers[numbers < 0] += count
-    return numbers
-
-
-def _out_of_range(index: int, count: int, where: str) -> IndexError:
-    allowed = f"; give {-count} to {count - 1}" if count else ""
-    return IndexError(f"{where}index {index} is out of range for {count} samples{allowed}")
 
 
 def is_class_label(index: Any) -> bool:

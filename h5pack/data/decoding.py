@@ -22,13 +22,14 @@ from PIL import Image
 from h5pack.data.draws import BatchKey, crop_windows
 from h5pack.data.iteration import serial_torch
 from h5pack.errors import OptionsError, RejectedImageError
+from h5pack.format import schema
 from h5pack.images.crops import DecodeCrop, RandomResizedCrop, Resize
 from h5pack.images.decode import MAX_PIXELS
 from h5pack.images.headers import DecodePath, ImageHeader
-from h5pack.images.masks import PADDING
+from h5pack.images.masks import PADDING, read_mask
 from h5pack.images.regions import MAX_SHARE, region_decoder
 from h5pack.read.chunk_index import ChunkIndex
-from h5pack.read.encoded import row_decoder
+from h5pack.read.encoded import EncodedIndex, row_decoder
 
 Pixels = npt.NDArray[np.uint8]
 Rows = npt.NDArray[np.int64]
@@ -106,12 +107,18 @@ class Steps(NamedTuple):
         out[...] = mask[rows[:, None], columns]
         out[~(inside_rows[:, None] & inside_columns)] = PADDING[out.dtype.str]
 
-    def move_points(self, points: torch.Tensor) -> torch.Tensor:
-        """Return points (n, 2 or more) of the image, x and y first, in pixels, as points of the crop."""
+    def move_keypoints(self, points: torch.Tensor) -> torch.Tensor:
+        """Return points (n, 2 or 3), x and y first, in pixels of the image, as points of the crop.
+
+        They are not clipped. The visibility, the third number, of a point outside of the crop is 0.
+        """
         moved = points.clone()
         for column, axis in ((0, 1), (1, 0)):
             scale = self.resized[axis] / self.window[2 + axis]
             moved[:, column] = (points[:, column] - self.window[axis]) * scale - self.offset[axis]
+        if points.shape[1] == 3:
+            limits = torch.tensor(self.size[::-1], dtype=moved.dtype)
+            moved[:, 2] *= ((moved[:, :2] >= 0) & (moved[:, :2] <= limits)).all(1)
         return moved
 
     def move_boxes(self, boxes: torch.Tensor) -> torch.Tensor:
@@ -119,23 +126,35 @@ class Steps(NamedTuple):
 
         A box outside of it remains, without area, so that boxes keep their order and their labels.
         """
-        corners = self.move_points(boxes.reshape(-1, 2))
+        corners = self.move_keypoints(boxes.reshape(-1, 2))
         limits = torch.tensor(self.size[::-1], dtype=corners.dtype)
         return torch.minimum(corners.clamp(min=0), limits).reshape(-1, 4)
 
 
-def crop_decoder(path: str, index: ChunkIndex, crop: DecodeCrop | None, exact: bool) -> CropDecoder | None:
-    """Return a decoder of crops of a dataset of images; None if `crop` is None. `path` is named in errors."""
-    if crop is None:
-        return None
-    if not index.is_encoded:
-        raise OptionsError(
-            f"{path}: the images are stored as pixels, so decode has no effect; give Normalize(crop=...) the crop, or "
-            "convert with keep='jpeg'",
-            path=path,
-            dataset=index.name,
-            parameters=("decode", "keep='jpeg'"),
-        )
+def moves(kind: str, images: ChunkIndex, is_encoded: bool) -> bool:
+    """Return whether a field of this kind can be decoded for crops of `images`; `is_encoded` is about the field."""
+    if kind in schema.PIXEL_KINDS:
+        return is_encoded
+    return kind not in schema.MOVED_KINDS or isinstance(images, EncodedIndex)
+
+
+def crop_decoder(
+    path: str, images: ChunkIndex, crop: DecodeCrop, exact: bool, unmoved: Sequence[str] = ()
+) -> CropDecoder:
+    """Return a decoder of crops of a dataset of images.
+
+    Raise OptionsError if they are not encoded, or for fields that belong to places in the image but cannot move with
+    it, `unmoved`. `path` is named in errors.
+    """
+    problem, parameters = "", ["decode"]
+    if not images.is_encoded:
+        problem = "the images are stored as pixels, so decode has no effect; give Normalize(crop=...) the crop, or "
+        problem, parameters = problem + "convert with keep='jpeg'", ["decode", "keep='jpeg'"]
+    elif unmoved:
+        problem = f"{', '.join(map(repr, unmoved))} cannot move with images that decode crops; leave them out of fields"
+        parameters = ["decode", "fields"]
+    if problem:
+        raise OptionsError(f"{path}: {problem}", path=path, dataset=images.name, parameters=parameters)
     return CropDecoder(crop, exact)
 
 
@@ -179,6 +198,44 @@ class CropDecoder:
             for row, data, header, steps, out in zip(rows.tolist(), encoded, headers, plans, outs, strict=True):
                 with named(row):
                     self._decode(data, header, steps, out)
+
+    def decode_masks(
+        self,
+        rows: Rows,
+        encoded: Sequence[bytes],
+        outs: Sequence[npt.NDArray[Any]],
+        key: DrawKey,
+        named: Callable[[int], Any],
+    ) -> None:
+        """Decode rows of masks, which are PNG files, and write their crops into `outs`, each (height, width)."""
+        masks = []
+        for row, data, out in zip(rows.tolist(), encoded, outs, strict=True):
+            with named(row):
+                masks.append(read_mask(data, out.dtype))
+        plans = self.plan(rows, [mask.shape for mask in masks], key)
+        for mask, steps, out in zip(masks, plans, outs, strict=True):
+            steps.move_mask(mask, out)
+
+    def move_lists(
+        self,
+        kinds: Sequence[str],
+        lists: Sequence[list[Any]],
+        rows: Rows,
+        sizes: npt.NDArray[np.int32],
+        key: DrawKey,
+    ) -> list[list[Any]]:
+        """Return the values of fields of rows, of which boxes and keypoints move with the crops of their images.
+
+        `sizes`, (n, 2), are the heights and widths of the images.
+        """
+        movers = {schema.BOXES: Steps.move_boxes, schema.KEYPOINTS: Steps.move_keypoints}
+        if not set(kinds) & set(movers):
+            return [*lists]
+        steps = list(self.plan(rows, sizes.tolist(), key))
+        return [
+            [movers[kind](one, value) for one, value in zip(steps, values, strict=True)] if kind in movers else values
+            for kind, values in zip(kinds, lists, strict=True)
+        ]
 
     def plan(self, rows: Rows, sizes: Sequence[tuple[int, int]], key: DrawKey) -> Iterator[Steps]:
         """Yield how the image of each row is cropped; `sizes` are their heights and widths in pixels."""

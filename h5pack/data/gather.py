@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from h5pack.data.dataset import H5Dataset
+from h5pack.data.decoding import DrawKey
 from h5pack.data.iteration import serial_torch
 from h5pack.format.fields import RaggedRows
 from h5pack.read.mapping import MappedDataset
@@ -81,9 +82,10 @@ class HeldLists:
             if name not in self._held:
                 self._held[name] = self._dataset.read_ragged(name, np.arange(self._start, self._stop))
 
-    def read(self, rows: npt.NDArray[np.int64]) -> list[list[Any]]:
+    def read(self, rows: npt.NDArray[np.int64], key: DrawKey) -> list[list[Any]]:
         """Return the values of rows of each field in `H5Dataset.ragged`, as `H5Dataset.read_lists` does."""
-        return self._dataset.read_lists(rows, {name: held[rows - self._start] for name, held in self._held.items()})
+        held = {name: values[rows - self._start] for name, values in self._held.items()}
+        return self._dataset.read_lists(rows, key, held)
 
 
 class CachedRows:

@@ -21,7 +21,7 @@ from h5pack.data.decoding import DrawKey
 from h5pack.data.gather import HeldLists, HeldRows
 from h5pack.data.iteration import BatchIterator, Closeable, IdleThreads
 from h5pack.data.pipeline import EpochGroups, Pipeline
-from h5pack.data.samplers import order_text
+from h5pack.data.samplers import order_text, repeats_rows
 from h5pack.data.samples import new_batch
 from h5pack.data.selection import plan_order, select_draws
 from h5pack.errors import OptionsError
@@ -237,6 +237,7 @@ class H5Loader(Closeable, Resumable):
         indexes, rows = self._base.engine.indexes, self.plan.rows.unique_count
         # Hold labels and other small fields in memory if they fit, because reading a few small rows at a time is slow.
         small = [name for name in self._base.names if indexes[name].row_bytes < SCATTER_BYTES]
+        small = [name for name in small if not self._base.is_cropped(name)]
         small_bytes = rows * sum(indexes[name].row_bytes for name in small)
         hold_small = small_bytes <= min(_MAX_SMALL_BYTES, budget - needed)
         self._held_names = small if hold_small else []
@@ -405,7 +406,10 @@ class H5Loader(Closeable, Resumable):
             tensors.append(self._transformed(name, memory.tensor(name), epoch, batch))
         if self._with_rows:
             tensors.append(memory.tensor(ROWS))
-        lists = self._lists.read(memory.arrays[ROWS]) if self._base.ragged else ()
+        lists: Sequence[Any] = ()
+        if self._base.ragged:
+            key = DrawKey(self.plan.seed, epoch, batch if repeats_rows(self.plan) else 0)
+            lists = self._lists.read(memory.arrays[ROWS], key)
         return new_batch(self._base.field_names, self._base.arranged(tensors, lists))
 
     def _transformed(self, name: str, tensor: torch.Tensor, epoch: int, batch: int) -> Any:

@@ -63,6 +63,9 @@ DTYPE = "dtype"
 # Values of the attribute `kind` of fields.
 MASK = "mask"
 IMAGE = "image"
+PIXEL_KINDS = (MASK, IMAGE)
+MOVED_KINDS = (*PIXEL_KINDS, BOXES, KEYPOINTS)
+"""Kinds of fields that belong to places in the image."""
 
 
 def field_path(name: str) -> str:

@@ -203,6 +203,7 @@ class EncodedIndex(ChunkIndex):
 
     offsets: npt.NDArray[np.int64]  # (N + 1,), ascending, within the data
     data: ChunkIndex
+    image_sizes: npt.NDArray[np.int32]  # (N, 2), height and width of each image, in pixels, upright
     is_mask: bool = False
 
     @property
@@ -318,6 +319,7 @@ def index_kept(file: h5py.File, name: str = schema.ENCODED, *, sized: bool = Tru
         is_encoded=True,
         offsets=offsets,
         data=bytes_index,
+        image_sizes=sizes[()].astype(np.int32, copy=False),
     )
 
 

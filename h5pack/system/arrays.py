@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -38,6 +41,13 @@ def consecutive_runs(*columns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     for values in columns[1:]:
         breaks |= np.diff(values) != 1
     return run_edges(breaks)
+
+
+def joined_ranges(parts: Sequence[range]) -> range | npt.NDArray[np.int64]:
+    """Return ranges one after the other: a range if they are adjacent, else int64 (n,)."""
+    if all(one.stop == other.start for one, other in itertools.pairwise(parts)):
+        return range(parts[0].start, parts[-1].stop)
+    return np.concatenate([np.asarray(part, np.int64) for part in parts])
 
 
 def splitmix64(value: int) -> int:

@@ -235,6 +235,14 @@ def test_samples_transforms_and_lists_of_packs(kept: Path, tmp_path: Path) -> No
     assert both[len(both) - 1].image.shape == (16, 16, 3)
 
 
+def test_tiny_images_and_crops(tmp_path: Path) -> None:
+    """Rows of fewer bytes than those that are read directly into batches."""
+    path = write_kept(tmp_path / "k.h5", [encode(pixels(number, (8 + number, 9)), "PNG") for number in range(5)])
+    found = by_row(h5pack.H5Loader(h5pack.H5Dataset(path, with_rows=True), 3, decode=h5pack.Resize((4, 5))))
+    for row, image in found.items():
+        assert torch.equal(image, resized(pixels(row, (8 + row, 9)), (4, 5)))
+
+
 def test_whole_images_of_several_sizes_name_the_way(kept: Path) -> None:
     with pytest.raises(SizesDifferError) as caught:
         list(h5pack.H5Loader(h5pack.H5Dataset(kept), 8))
