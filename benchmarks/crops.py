@@ -1,7 +1,7 @@
 """How fast are random crops of JPEGs, beside decoding alone and beside FFCV?
 
 Run ``python -m benchmarks.crops [FOLDER]``: JPEGs of any sizes, or 1,000 that it makes. They are packed with
-``--keep jpeg --max-side 512 --quality 90``, FFCV writes the packed images with ``write_mode="jpg"``, and each case
+``--keep jpeg --max-side 512 --quality 90`` (``--max-side`` chooses another side), FFCV writes the packed images with ``write_mode="jpg"``, and each case
 gives shuffled batches of 64 crops, uint8 (224, 224, 3), by RandomResizedCrop(224), with 1 and 2 threads:
 
 - h5pack with nvImageCodec's decoder of regions, without it, and with ``exact=False``;
@@ -41,10 +41,10 @@ BATCH, SIZE = 64, 224
 CEILING = "simplejpeg alone"
 
 
-def packed(folder: Path, scratch: Path) -> Path:
+def packed(folder: Path, scratch: Path, max_side: int) -> Path:
     """Pack JPEGs."""
     path = scratch / "kept.h5"
-    h5pack.convert(folder, path, keep="jpeg", max_side=512, quality=90)
+    h5pack.convert(folder, path, keep="jpeg", max_side=max_side, quality=90)
     return path
 
 
@@ -102,7 +102,7 @@ class _Decoded:
             return (image.convert("RGB"),)
 
 
-def ffcv_case(images: Sequence[bytes], scratch: Path) -> Callable[[int], Reader]:
+def ffcv_case(images: Sequence[bytes], scratch: Path, max_side: int) -> Callable[[int], Reader]:
     """FFCV's loader, whose pipeline is compiled by a first epoch."""
     from ffcv.fields import RGBImageField
     from ffcv.fields.rgb_image import RandomResizedCropRGBImageDecoder
@@ -111,7 +111,7 @@ def ffcv_case(images: Sequence[bytes], scratch: Path) -> Callable[[int], Reader]
     from ffcv.writer import DatasetWriter
 
     path = scratch / "images.beton"
-    field = RGBImageField(write_mode="jpg", max_resolution=512, jpeg_quality=90)
+    field = RGBImageField(write_mode="jpg", max_resolution=max_side, jpeg_quality=90)
     DatasetWriter(str(path), {"image": field}, num_workers=available_cpus()).from_indexed_dataset(_Decoded(images))
 
     def make(threads: int) -> Reader:
@@ -149,17 +149,18 @@ def check(path: Path, images: Sequence[bytes]) -> dict[str, Any]:
     return {"crops": len(images), "equal": equal, "inexact_mean_difference": round(difference / len(images), 4)}
 
 
-def measure(folder: Path, scratch: Path, repeats: int) -> dict[str, Any]:
+def measure(folder: Path, scratch: Path, repeats: int, max_side: int) -> dict[str, Any]:
     """Everything about the images in a folder."""
-    path = packed(folder, scratch)
+    path = packed(folder, scratch, max_side)
     images = bytes_of(path)
     skipped: dict[str, str] = {}
     try:
-        ffcv = ffcv_case(images, scratch)
+        ffcv = ffcv_case(images, scratch, max_side)
     except ImportError as error:
         skipped["ffcv"] = f"not installed: {error}"
     found: dict[str, Any] = {
         "images": len(images),
+        "max_side": max_side,
         "image_bytes": round(sum(map(len, images)) / len(images)),
         "checked": check(path, images),
         "skipped": skipped,
@@ -191,6 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, help="JPEGs; default: some that are made")
     parser.add_argument("--count", type=int, default=1_000, help="how many to make")
+    parser.add_argument("--max-side", type=int, default=512, help="of the packed images, in pixels")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--scratch", type=Path)
     parser.add_argument("--json", type=Path, default=RESULTS / "crops.json")
@@ -200,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if folder is None:
             folder = scratch / "images"
             make_folder(folder, options.count, (375, 500), workers=available_cpus())
-        result = {"machine": machine_facts(scratch), **measure(folder, scratch, options.repeats)}
+        result = {"machine": machine_facts(scratch), **measure(folder, scratch, options.repeats, options.max_side)}
     names = ("simplejpeg", "nvidia-nvimgcodec-cu12", "ffcv", "torch", "pillow")
     result["machine"]["packages"] = {name: version(name) for name in names if name not in result["skipped"]}
     write_result(options.json, result)

@@ -240,6 +240,8 @@ def all_tables(found: dict[str, Any]) -> dict[str, str]:
     """The text of every set of figures of the docs by its name, from the results by their names."""
     return {
         "convert": tables.convert_table(found["convert"]),
+        "crops": tables.crops_table(found["crops"]),
+        "crops large": tables.crops_table(found["crops_large"]),
         "hot": tables.hot_table(found["read"], every_batch=True),
         "cold": tables.cold_table(found["read"]),
         "compressed": tables.compressed_table(found["compressed"]),

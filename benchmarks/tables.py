@@ -543,3 +543,35 @@ def peers_table(result: dict[str, Any]) -> str:
             lines += ["", f"In no column is a peer better than H5Loader by more than {_MARGIN:.0%}."]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
+
+
+def crops_table(result: dict[str, Any]) -> str:
+    """Speeds of random crops as a Markdown table."""
+    machine, threads = result["machine"], result["threads"]
+    where = machine["processor"] + (" (a virtual machine)" if machine["virtual"] else "") + f", {machine['cpus']} CPUs"
+    names = [*threads["1"]]
+    repeats = threads["1"][names[0]]["images_per_s"]["repeats"]
+    lines = [
+        f"{result['images']:,} photos of up to {result['max_side']:,} pixels, {result['image_bytes'] / 1000:,.0f} KB "
+        "each, crops of 224x224;",
+        f"{where}; medians of {repeats} interleaved repeats, minimum to maximum in brackets.",
+        "",
+        "| reader | 1 thread, images/s | of decoding alone | 2 threads, images/s | of decoding alone | of FFCV |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in names:
+        cells = []
+        for count in ("1", "2"):
+            case = threads[count][name]
+            speed, share = case["images_per_s"], case["of_ceiling"]
+            cells += [f"{speed['median']:,.0f} ({speed['min']:,.0f} to {speed['max']:,.0f})", f"{share['median']:.2f}"]
+        peer = threads["2"][name]["of_ffcv"]
+        cells.append("-" if peer is None else f"{peer['median']:.2f}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    checked = result["checked"]
+    lines += [
+        "",
+        f"Of {checked['crops']:,} crops of H5Loader {checked['equal']:,} equal the slow way pixel by pixel. Those with",
+        f"`exact=False` differ by {checked['inexact_mean_difference']:.3f} of 255 on average.",
+    ]
+    return "\n".join(lines)
