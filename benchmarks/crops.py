@@ -1,8 +1,9 @@
 """How fast are random crops of JPEGs, beside decoding alone and beside FFCV?
 
 Run ``python -m benchmarks.crops [FOLDER]``: JPEGs of any sizes, or 1,000 that it makes. They are packed with
-``--keep jpeg --max-side 512 --quality 90`` (``--max-side`` chooses another side), FFCV writes the packed images with ``write_mode="jpg"``, and each case
-gives shuffled batches of 64 crops, uint8 (224, 224, 3), by RandomResizedCrop(224), with 1 and 2 threads:
+``--keep jpeg --max-side 512 --quality 90`` (``--max-side`` chooses another side), FFCV writes the packed images with
+``write_mode="jpg"``, and each case gives shuffled batches of 64 crops, uint8 (224, 224, 3), by RandomResizedCrop(224),
+with 1 and 2 threads:
 
 - h5pack with nvImageCodec's decoder of regions, without it, and with ``exact=False``;
 - FFCV's RandomResizedCropRGBImageDecoder, if it is installed (``scripts/install-peers``);

@@ -550,10 +550,9 @@ def crops_table(result: dict[str, Any]) -> str:
     machine, threads = result["machine"], result["threads"]
     where = machine["processor"] + (" (a virtual machine)" if machine["virtual"] else "") + f", {machine['cpus']} CPUs"
     names = [*threads["1"]]
-    repeats = threads["1"][names[0]]["images_per_s"]["repeats"]
+    repeats, kilobytes = threads["1"][names[0]]["images_per_s"]["repeats"], f"{result['image_bytes'] / 1000:,.0f}"
     lines = [
-        f"{result['images']:,} photos of up to {result['max_side']:,} pixels, {result['image_bytes'] / 1000:,.0f} KB "
-        "each, crops of 224x224;",
+        f"{result['images']:,} photos of up to {result['max_side']:,} pixels, {kilobytes} KB each, crops of 224x224;",
         f"{where}; medians of {repeats} interleaved repeats, minimum to maximum in brackets.",
         "",
         "| reader | 1 thread, images/s | of decoding alone | 2 threads, images/s | of decoding alone | of FFCV |",
