@@ -203,9 +203,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if folder is None:
             folder = scratch / "images"
             make_folder(folder, options.count, (375, 500), workers=available_cpus())
-        result = {"machine": machine_facts(scratch), **measure(folder, scratch, options.repeats, options.max_side)}
-    names = ("simplejpeg", "nvidia-nvimgcodec-cu12", "ffcv", "torch", "pillow")
-    result["machine"]["packages"] = {name: version(name) for name in names if name not in result["skipped"]}
+        command = f"python -m benchmarks.crops FOLDER --max-side {options.max_side}"
+        found = measure(folder, scratch, options.repeats, options.max_side)
+        result = {"command": command, "machine": machine_facts(scratch), **found}
+    names = ("simplejpeg", "nvidia-nvimgcodec-cu12", "ffcv")
+    result["machine"]["packages"] |= {name: version(name) for name in names if name not in result["skipped"]}
     write_result(options.json, result)
 
 
