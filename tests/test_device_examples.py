@@ -156,3 +156,13 @@ def test_boxes_teach_and_come_back_from_an_export(tmp_path: Path) -> None:
         assert torch.equal(one.boxes, other.boxes)
         assert (one.captions, one.box_labels.tolist()) == (other.captions, other.box_labels.tolist())
         assert one.image_ids == other.image_ids
+
+
+def test_packs_of_other_formats_train_and_come_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pyarrow", reason="pip install pyarrow")
+    import sources
+
+    sources.main(tmp_path)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "after an epoch" in line]
+    assert [line.partition(":")[0] for line in lines] == list(sources.SOURCES)
+    assert all("; 0 samples differ" in line for line in lines)
