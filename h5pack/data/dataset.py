@@ -15,7 +15,7 @@ import torch
 
 from h5pack.data.buffers import SharedMemory
 from h5pack.data.collate import BatchSource, SampleBatch, out_of_range, positions_of
-from h5pack.data.decoding import DrawKey, crop_decoder, key_of, moves
+from h5pack.data.decoding import NO_KEY, DrawKey, crop_decoder, key_of, moves
 from h5pack.data.samples import name_fields, sample_type, split_list
 from h5pack.errors import OptionsError, PackFormatError
 from h5pack.format import schema
@@ -249,9 +249,9 @@ class H5Dataset(BatchSource):
             If `index` is out of range.
         """
         if isinstance(index, slice):
-            return self._load(self._rows(range(*index.indices(len(self)))), DrawKey.random())
+            return self._load(self._rows(range(*index.indices(len(self)))), self._key_of(()))
         if self.check or self._encoded:
-            return self._load(self._rows([index]), key_of([index]))[0]
+            return self._load(self._rows([index]), self._key_of([index]))[0]
         number = operator.index(index)
         if not -self._length <= number < self._length:
             raise out_of_range(index, self._length, f"{self.path}: ")
@@ -270,7 +270,10 @@ class H5Dataset(BatchSource):
         Without transforms the result is a `SampleBatch`, which reads on first access. So `collate` can read the whole
         batch at once, without creating individual samples.
         """
-        return self.samples_at(self._rows(indices), key_of(indices) if self.is_random else None)
+        return self.samples_at(self._rows(indices), self._key_of(indices))
+
+    def _key_of(self, indices: Sequence[int]) -> DrawKey | None:
+        return key_of(indices) if self.is_random else None
 
     def samples_at(self, rows: npt.NDArray[np.int64], key: DrawKey | None) -> Sequence[Any]:
         """Return samples as `__getitems__` does, of rows of the file, int64 (n,). Random crops are drawn from `key`."""
@@ -297,7 +300,7 @@ class H5Dataset(BatchSource):
         for name, tensor in zip(self.names, batch, strict=False):
             out = tensor.numpy()
             if self.is_cropped(name):
-                self.decode_rows(name, rows, list(out), key or DrawKey.random())
+                self.decode_rows(name, rows, list(out), key or NO_KEY)
             elif out.dtype == self.engine.indexes[name].native_dtype:
                 self.read_rows(name, rows, out)
             else:
@@ -350,7 +353,7 @@ class H5Dataset(BatchSource):
         if self.decoder is not None:
             kinds, images = [one.kind for one in self.ragged.values()], self.engine.indexes[self.names[0]]
             if isinstance(images, EncodedIndex):
-                found = self.decoder.move_lists(kinds, found, rows, images.image_sizes[rows], key or DrawKey.random())
+                found = self.decoder.move_lists(kinds, found, rows, images.image_sizes[rows], key or NO_KEY)
         return found
 
     def arranged(self, values: Sequence[Any], lists: Sequence[Any]) -> Sequence[Any]:

@@ -57,6 +57,10 @@ class DrawKey:
         return DrawKey(int(torch.empty((), dtype=torch.int64).random_()), 0)
 
 
+NO_KEY = DrawKey(0, 0)
+"""The key of crops that are not random."""
+
+
 class DrawnIndex(int):
     """An index that a sampler yields, with the key of the sample's crop. It is sent to a DataLoader's workers."""
 

@@ -213,6 +213,17 @@ def test_other_samplers_draw_from_torchs_generator(kept: Path) -> None:
     assert torch.equal(dataset[1].image, one)
 
 
+def test_crops_that_are_not_random_leave_torchs_generator_alone(kept: Path) -> None:
+    dataset = h5pack.H5Dataset(kept, decode=h5pack.CenterCrop(8))
+    torch.manual_seed(4)
+    expected = torch.rand(3)
+    torch.manual_seed(4)
+    next(iter(h5pack.H5Loader(dataset, 4)))
+    dataset.collate(dataset.__getitems__([0, 3]))
+    assert (dataset[0].image.shape, len(dataset[:2])) == ((8, 8, 3), 2)
+    assert torch.equal(torch.rand(3), expected)
+
+
 def test_samples_transforms_and_lists_of_packs(kept: Path, tmp_path: Path) -> None:
     seen = []
 
