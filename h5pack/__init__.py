@@ -19,6 +19,9 @@ from h5pack.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from h5pack.benchmark.bench import bench as bench
+    from h5pack.combine.append import append as append
+    from h5pack.combine.join import join as join
+    from h5pack.combine.subset import subset as subset
     from h5pack.data.concat import ConcatPack as ConcatPack
     from h5pack.data.dataset import H5Dataset as H5Dataset
     from h5pack.data.loader import H5Loader as H5Loader
@@ -61,6 +64,9 @@ if TYPE_CHECKING:
 
 _NAMES_OF_MODULES = {
     "h5pack.benchmark.bench": "bench",
+    "h5pack.combine.append": "append",
+    "h5pack.combine.join": "join",
+    "h5pack.combine.subset": "subset",
     "h5pack.data.concat": "ConcatPack",
     "h5pack.data.dataset": "H5Dataset",
     "h5pack.data.loader": "H5Loader",

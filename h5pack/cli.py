@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from h5pack.commands import bench, convert, doctor, export, inspect
+from h5pack.commands import bench, combine, convert, doctor, export, inspect
 from h5pack.commands.arguments import error_text
 from h5pack.errors import H5PackError, OptionsError
 from h5pack.version import __version__
@@ -24,6 +24,9 @@ from h5pack.version import __version__
 _EPILOG = """\
 h5pack convert ./celebA out.h5            pack a folder of images
 h5pack convert other.h5 out.h5            repack the images of any HDF5 file
+h5pack append out.h5 ./more               add new images to a pack
+h5pack join a.h5 b.h5 both.h5             make one pack of several
+h5pack subset out.h5 small.h5 --sample 99 make a pack of some rows of another
 h5pack info out.h5                        show what a file contains and how it is stored
 h5pack verify out.h5                      check every row
 h5pack preview out.h5 sheet.png           draw some images of every class
@@ -154,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"h5pack {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
-    for module in (convert, inspect, export, bench, doctor):
+    for module in (convert, combine, inspect, export, bench, doctor):
         module.add(commands)
     for command in commands.choices.values():
         command.set_defaults(parser=command)

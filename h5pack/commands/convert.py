@@ -28,8 +28,14 @@ def add(commands: Any) -> None:
         "HDF5 file",
     )
     convert.add_argument("out", metavar="OUT", help="the HDF5 file to create")
+    add_source(convert)
+    _add_layout(convert)
+    _add_execution(convert)
 
-    what = convert.add_argument_group("what to pack")
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how to read a source."""
+    what = parser.add_argument_group("what to pack")
     what.add_argument(
         "--source", dest="source_kind", metavar="KIND",
         help="kind of SOURCE: flat, classes, splits, pairs, celeba, manifest, coco, hdf5, webdataset, parquet or mds "
@@ -54,13 +60,11 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     _add_columns(what)
 
-    hdf5 = convert.add_argument_group("HDF5 sources")
+    hdf5 = parser.add_argument_group("HDF5 sources")
     add_hdf5(hdf5)
     hdf5.add_argument(
         "--fields", type=comma_parts, metavar="A,B", help="also pack these datasets, which have one row per image"
     )
-    _add_layout(convert)
-    _add_execution(convert)
 
 
 def _add_columns(what: Any) -> None:
@@ -120,10 +124,7 @@ def _add_layout(convert: argparse.ArgumentParser) -> None:
     )
 
     file = convert.add_argument_group("file layout")
-    file.add_argument(
-        "--order", metavar="ORDER", help="order of the rows: shuffled (default), or sorted (the order of the source)"
-    )
-    file.add_argument("--seed", type=int, metavar="N", help="seed of the shuffled order and of --val (default 0)")
+    add_order(file)
     file.add_argument("--chunk-rows", metavar="N", help="number of rows per chunk, or auto (default)")
     file.add_argument("--chunk-bytes", metavar="SIZE", help="maximum size of a chunk, such as 4MiB")
     file.add_argument(
@@ -133,16 +134,29 @@ def _add_layout(convert: argparse.ArgumentParser) -> None:
     file.add_argument("--compat", action="store_true", help="write a file that HDF5 1.8 can read")
 
 
+def add_order(group: Any) -> None:
+    """Add the options that determine the order of the rows."""
+    group.add_argument(
+        "--order", metavar="ORDER", help="order of the rows: shuffled (default), or sorted (the order of the source)"
+    )
+    group.add_argument("--seed", type=int, metavar="N", help="seed of the shuffled order and of --val (default 0)")
+
+
 def _add_execution(convert: argparse.ArgumentParser) -> None:
     how = convert.add_argument_group("execution options")
-    add_workers(how)
-    how.add_argument("--start-method", metavar="METHOD", help="how to start processes: fork, forkserver or spawn")
+    add_processes(how)
     how.add_argument("--io", metavar="HOW", help="how to write OUT: direct (O_DIRECT), buffered or auto (default)")
     how.add_argument("--dry-run", action="store_true", help="print the plan, but write nothing")
     how.add_argument("--overwrite", action="store_true", help="replace OUT when the new file is complete")
     how.add_argument("--resume", action="store_true", help="continue an interrupted conversion")
-    how.add_argument("--strict", action="store_true", help="stop at the first image that cannot be packed")
     how.add_argument("--quiet", action="store_true", help="print no plan, no progress and no summary")
+
+
+def add_processes(group: Any) -> None:
+    """Add the options for worker processes, and the one for images that they cannot pack."""
+    add_workers(group)
+    group.add_argument("--start-method", metavar="METHOD", help="how to start processes: fork, forkserver or spawn")
+    group.add_argument("--strict", action="store_true", help="stop at the first image that cannot be packed")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -178,11 +192,16 @@ def _print_plan(conversion: Any, plan: Any, arguments: argparse.Namespace) -> No
 
 def _keywords(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the given arguments as keywords of `h5pack.convert`."""
+    values = {**given_options(arguments), "chunk_rows": _chunk_rows(arguments.chunk_rows)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments that were given and are options of a conversion, by the names of these."""
     from h5pack.pack.options import ConvertOptions
 
-    values = {field.name: getattr(arguments, field.name) for field in fields(ConvertOptions)}
-    values["chunk_rows"] = _chunk_rows(arguments.chunk_rows)
-    return {name: value for name, value in values.items() if value is not None}
+    found = {field.name: getattr(arguments, field.name, None) for field in fields(ConvertOptions)}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _chunk_rows(text: str | None) -> int | None:

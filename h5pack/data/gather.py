@@ -104,15 +104,16 @@ class CachedRows:
 
     def gather(self, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
         """Copy rows to `out`, as `RowGatherer.gather` does. `ready` must have returned True for them recently."""
-        self.mapped.mapping.require_unchanged()
+        positions, files = self.mapped.locate(rows)
+        self.mapped.mapping.require_unchanged(files)
         flat = out.reshape(-1).view(np.uint8).reshape(len(rows), self.mapped.index.row_bytes)
         if self.mapped.array is not None:
-            np.take(self.mapped.array, rows, axis=0, out=flat, mode="clip")
+            np.take(self.mapped.array, positions, axis=0, out=flat, mode="clip")
         else:
-            positions = torch.from_numpy(self.mapped.offsets(rows) // self._unit)
+            places = torch.from_numpy(self.mapped.offsets(rows) // self._unit)
             with serial_torch:
-                torch.index_select(self._windows, 0, positions, out=torch.from_numpy(flat).view(self._windows.dtype))
-        self.mapped.mapping.require_unchanged()
+                torch.index_select(self._windows, 0, places, out=torch.from_numpy(flat).view(self._windows.dtype))
+        self.mapped.mapping.require_unchanged(files)
 
 
 def _windows(mapped: MappedDataset) -> tuple[int, torch.Tensor]:
@@ -121,7 +122,7 @@ def _windows(mapped: MappedDataset) -> tuple[int, torch.Tensor]:
     The unit, up to 16 bytes, divides the size of a row and the offset of every row.
     """
     data, size = mapped.mapping.bytes, mapped.index.row_bytes
-    common = int(np.gcd.reduce(np.append(mapped.index.addresses, size)))
+    common = int(np.gcd.reduce(np.append(mapped.starts, size)))
     unit = next(unit for unit in _DTYPES if common % unit == 0)
     # A PyTorch tensor of memory that cannot be written causes a warning. Nothing writes through this one.
     memory = (ctypes.c_ubyte * len(data)).from_address(data.__array_interface__["data"][0])

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -141,7 +142,8 @@ class FileReport:
         if not pack["complete"]:
             return [f"an unfinished pack (h5pack {pack['version']}); resume its conversion"]
         newer = " (this h5pack is too old for it)" if pack["format"] > schema.FORMAT_VERSION else ""
-        splits = ", ".join(f"{name} {stop - start:,}" for name, (start, stop) in pack["splits"].items())
+        counts = {name: sum(stop - start for start, stop in parts) for name, parts in pack["splits"].items()}
+        splits = ", ".join(f"{name} {count:,}" for name, count in counts.items())
         lines = [
             f"a pack, format {pack['format']}{newer}, written by h5pack {pack['version']}",
             f"splits   {splits}",
@@ -152,7 +154,7 @@ class FileReport:
                 lines.append(f"{kind}  {len(pack[kind]):,}: {names}")
         for name, found in pack["fields"].items():
             if "entries" in found:
-                mean = found["entries"] / max(1, max((stop for _, stop in pack["splits"].values()), default=0))
+                mean = found["entries"] / max(1, sum(counts.values()))
                 unit = "bytes" if found["kind"] in schema.TEXT_KINDS else "entries"
                 held = f"{found['dtype']}, {mean:,.1f} {unit} per row"
             else:
@@ -390,7 +392,9 @@ def _describe_pack(file: h5py.File) -> dict[str, Any]:
         return described
     names, rows = file.get(schema.SPLIT_NAMES), file.get(schema.SPLIT_ROWS)
     pairs = () if names is None or rows is None else zip(names[()], rows[()], strict=True)
-    described["splits"] = {text(name): [int(start), int(stop)] for name, (start, stop) in pairs}
+    described["splits"] = {}
+    for name, (start, stop) in pairs:
+        described["splits"].setdefault(text(name), []).append([int(start), int(stop)])
     for kind in (schema.CLASSES, schema.COLUMNS):
         found = attribute_names(file[schema.LABELS], kind) if schema.LABELS in file else None
         if found is not None:
@@ -432,7 +436,7 @@ def _finite(values: npt.NDArray[np.float64]) -> list[float | None]:
     return [float(value) if math.isfinite(value) else None for value in values]
 
 
-def _stats(file: h5py.File, splits: dict[str, list[int]]) -> dict[str, Any]:
+def _stats(file: h5py.File, splits: dict[str, list[list[int]]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     try:
         images = find_images(file)
@@ -443,7 +447,7 @@ def _stats(file: h5py.File, splits: dict[str, list[int]]) -> dict[str, Any]:
     if isinstance(labels, h5py.Dataset) and labels.dtype.kind in "iu":
         result["labels"] = _label_counts(labels)
         if len(splits) > 1:
-            result["split_labels"] = {name: _label_counts(labels, slice(*rows)) for name, rows in splits.items()}
+            result["split_labels"] = {name: _label_counts(labels, parts) for name, parts in splits.items()}
     if f"{schema.STATISTICS}/mean" in file:
         group = file[schema.STATISTICS]
         result["channels"] = {
@@ -456,8 +460,8 @@ def _stats(file: h5py.File, splits: dict[str, list[int]]) -> dict[str, Any]:
     return result
 
 
-def _label_counts(labels: h5py.Dataset, rows: slice = slice(None)) -> dict[str, int]:
-    values = labels[rows]
+def _label_counts(labels: h5py.Dataset, parts: Sequence[Sequence[int]] = ()) -> dict[str, int]:
+    values = np.concatenate([labels[start:stop] for start, stop in parts or [(0, len(labels))]])
     if values.ndim == 2:
         columns = attribute_names(labels, schema.COLUMNS) or map(str, range(values.shape[1]))
         return dict(zip(columns, np.count_nonzero(values, axis=0).tolist(), strict=True))

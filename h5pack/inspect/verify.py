@@ -21,7 +21,6 @@ from h5pack.format.checksums import crc32, row_checksums
 from h5pack.format.fields import RaggedRows
 from h5pack.format.plans import plan_cache
 from h5pack.format.row_offsets import EncodedOffsets, RowOffsets, check_rows_counted, check_tasks, describe_check
-from h5pack.read.chunk_index import index_dataset
 from h5pack.read.encoded import EncodedIndex, index_kept, is_mask_group
 from h5pack.read.hdf5 import (
     dataset_error,
@@ -34,6 +33,7 @@ from h5pack.read.hdf5 import (
     text,
 )
 from h5pack.read.ragged import index_ragged, is_ragged, own_fields
+from h5pack.read.virtual import index_rows
 from h5pack.system.machine import available_cpus
 from h5pack.system.parameters import whole_number
 from h5pack.system.processes import open_executor, run
@@ -116,6 +116,7 @@ class _DecodeTask:
     path: str
     dataset: str
     start: int
+    chunk_rows: int
     checksums: npt.NDArray[np.uint32]
     stored_checksums: npt.NDArray[np.uint32] | None  # of these chunks
 
@@ -207,6 +208,7 @@ def _checked(path: str, rows: _Rows, executor: Executor, in_flight: int) -> Iter
             path,
             rows.name,
             number * step,
+            rows.chunk_rows,
             rows.checksums[number * step : (number + 1) * step],
             None if stored is None else stored[number * chunks : (number + 1) * chunks],
         )
@@ -234,7 +236,8 @@ def _inspect_pack(path: str, file: h5py.File) -> _Structure:
     if schema.IMAGES not in file and schema.ENCODED in file:
         return _inspect_kept(file)
     images = file.get(schema.IMAGES)
-    if not isinstance(images, h5py.Dataset) or images.ndim != 4 or images.dtype != np.uint8 or images.chunks is None:
+    fits = isinstance(images, h5py.Dataset) and images.ndim == 4 and images.dtype == np.uint8
+    if not fits or not (images.chunks or images.is_virtual):
         raise PackFormatError(f"{path}: no chunked uint8 dataset 'images' with 4 axes; convert again")
     found = _Structure(images.shape[0])
     _check_tables(file, found.rows, found.problems)
@@ -248,7 +251,7 @@ def _large_fields(file: h5py.File) -> Iterator[str]:
     """Yield the paths of the fields that are chunked like the images."""
     group = file.get(schema.FIELDS)
     for name, item in group.items() if isinstance(group, h5py.Group) else ():
-        if isinstance(item, h5py.Dataset) and item.chunks is not None and item.ndim > 1:
+        if isinstance(item, h5py.Dataset) and (item.chunks or item.is_virtual) and item.ndim > 1:
             yield f"{schema.FIELDS}/{name}"
 
 
@@ -259,11 +262,15 @@ def _add_large(file: h5py.File, name: str, found: _Structure) -> None:
     if checksums is None:
         return
     try:
-        index = index_dataset(file, dataset, name)
+        index = index_rows(file, dataset, name)
     except PackFormatError as error:
         found.problems.append(str(error).removeprefix(f"{file.filename}: "))
         return
     rows = _Rows(name, checksums)
+    if dataset.is_virtual:
+        rows.chunk_rows, rows.chunk_bytes = index.group_rows, index.group_rows * index.row_bytes
+        found.large.append(rows)
+        return
     absent = np.flatnonzero(index.addresses < 0)
     if len(absent):
         found.problems.append(f"{name}: {len(absent)} chunks have no storage, the first is chunk {int(absent[0])}")
@@ -389,13 +396,13 @@ def _decode_counted(task: _DecodeTask) -> tuple[int, list[int]]:
         images = file[task.dataset]
         require_filters(images)
         # A cache of one chunk suffices, because chunks are read in order.
-        images = reopen_tuned(
-            images,
-            plan_cache(images.shape, images.chunks, images.dtype.itemsize, filtered=is_filtered(images), window=1),
-        )
+        if not images.is_virtual:
+            filtered = is_filtered(images)
+            cache = plan_cache(images.shape, images.chunks, images.dtype.itemsize, filtered=filtered, window=1)
+            images = reopen_tuned(images, cache)
         wrong: list[int] = []
-        for number, first in enumerate(range(0, len(task.checksums), images.chunks[0])):
-            start, expected = task.start + first, task.checksums[first : first + images.chunks[0]]
+        for number, first in enumerate(range(0, len(task.checksums), task.chunk_rows)):
+            start, expected = task.start + first, task.checksums[first : first + task.chunk_rows]
             try:
                 # A filter may crash on damaged data, so do not let HDF5 decode it.
                 if task.stored_checksums is not None and not _is_stored(images, start, task.stored_checksums[number]):

@@ -294,14 +294,15 @@ class Conversion:
             return None
         if self.options.overwrite and output.journal_identity() is None:
             return None
-        rows, rejects = verify_existing(output.final, self._catalog, self.options)
+        rows, rejects = verify_existing(output.final, self.catalog, self.options)
         if not output.partial.exists():
             output.remove_leftovers()
         size = output.final.stat().st_size
         return ConvertReport(str(output.final), rows, rejects, size, self.num_workers, already_complete=True)
 
     @functools.cached_property
-    def _catalog(self) -> Catalog:
+    def catalog(self) -> Catalog:
+        """The images that the source lists."""
         catalog = open_source(self._source, self.options.source_options, self.output.final.parent)
         require_suitable(_source_name(self._source), catalog, self.options)
         return catalog
@@ -310,7 +311,7 @@ class Conversion:
         """List the source, survey its image headers and return the plan; nothing is written."""
         if self._plan is None:
             begin = time.perf_counter()
-            options, catalog = self.options, self._catalog
+            options, catalog = self.options, self.catalog
             executor = open_executor(self.num_workers, options.start_method, catalog.reader)
             self._executor = self._stack.enter_context(executor)
             with self._stage("survey", len(catalog)) as advance:
@@ -383,7 +384,7 @@ class Conversion:
                 with self._stage("compress", len(final.origins) * len(pack.all_offsets)) as advance:
                     finish.compress(pack, tables, self._executor, 2 * self.num_workers, advance)
         rejects = plan.all_rejects(written.reasons)
-        finish.publish(pack, rejects)
+        finish.publish(self.output, pack.lock, pack.overwrite, rejects)
         self._seconds["finish"] = time.perf_counter() - begin - (sum(self._seconds.values()) - earlier)
         return ConvertReport(
             path=str(self.output.final),

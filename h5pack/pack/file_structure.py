@@ -144,7 +144,7 @@ class PackTables:
     label_names: tuple[str, ...] | None
     fields: dict[str, FieldValues]
     filenames: Sequence[str] | NameTable
-    splits: dict[str, tuple[int, int]]  # (start, stop) rows of each split
+    splits: Sequence[tuple[str, int, int]]  # name, first row and end row (exclusive) of each split
     checksums: npt.NDArray[np.uint32]  # (N,): CRC-32 of each image row
     statistics: dict[str, Any]  # mean, std: float64 (C,), 0 to 1; rows, step, split: their input
     rejects: list[Reject] = field(default_factory=list)
@@ -172,7 +172,7 @@ def write_structure(
     the one before. Raises OSError if the file cannot be written, with ENOSPC if the disk is full.
     """
     path.unlink(missing_ok=True)
-    with _system_errors(), _create_file(path, structure) as file:
+    with system_errors(), create_file(path, structure) as file:
         # HDF5 2.0.0 may crash if it cannot write metadata when it closes a file. So make sure of the space before.
         _reserve(path, 0, structure.metadata_bytes)
         # Create the images first, because anything allocated before them would shift their chunks.
@@ -186,7 +186,7 @@ def write_structure(
         if tables is not None:
             end = max(int(some.max(initial=0)) for some in addresses) + max(structure.all_chunk_bytes)
             _reserve(path, end, _table_bytes(tables))
-        _describe_file(file, structure, tables)
+        describe_file(file, structure, tables)
     return addresses
 
 
@@ -234,7 +234,7 @@ def write_compressed(
     path: Path, structure: FileStructure, rows: int, tables: PackTables, chunks: Iterable[bytes]
 ) -> None:
     """Write a compressed pack from its compressed chunks in file order; raises OSError as `write_structure` does."""
-    with _system_errors(), _create_file(path, structure) as file:
+    with system_errors(), create_file(path, structure) as file:
         _reserve(path, 0, structure.metadata_bytes)
         datasets = [_create_images(file, structure, rows, structure.compression)]
         datasets += [_create_field(file, structure, one, rows, structure.compression) for one in structure.fields]
@@ -246,7 +246,7 @@ def write_compressed(
                 checksums.append(crc32(chunk))
                 size += len(chunk)
             stored.append((dataset.name.lstrip("/"), np.array(checksums, np.uint32), size))
-        _describe_file(file, structure, tables)
+        describe_file(file, structure, tables)
         file.create_group(schema.CHUNK_CHECKSUMS)
         if structure.fields:
             file.create_group(f"{schema.CHUNK_CHECKSUMS}/{schema.FIELDS}")
@@ -261,7 +261,7 @@ def store_chunk(images: h5py.Dataset, number: int, chunk: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _system_errors() -> Iterator[None]:
+def system_errors() -> Iterator[None]:
     """Turn HDF5's errors into OSErrors with the errno, which HDF5 reports only in the message."""
     try:
         yield
@@ -272,7 +272,8 @@ def _system_errors() -> Iterator[None]:
         raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
-def _describe_file(file: h5py.File, structure: FileStructure, tables: PackTables | None) -> None:
+def describe_file(file: h5py.File, structure: FileStructure, tables: PackTables | None) -> None:
+    """Write the root attributes and the tables; without `tables`, mark the file as incomplete."""
     for name, value in structure.attributes.items():
         file.attrs[name] = np.bytes_(value.encode())
     file.attrs[schema.FORMAT] = np.int64(schema.FORMAT_VERSION)
@@ -281,7 +282,7 @@ def _describe_file(file: h5py.File, structure: FileStructure, tables: PackTables
         _write_tables(file, tables, structure.fields)
 
 
-def _create_file(path: Path, structure: FileStructure) -> h5py.File:
+def create_file(path: Path, structure: FileStructure) -> h5py.File:
     """Create an empty file without time stamps, so that the same content always produces the same bytes."""
     create = h5py.h5p.create(h5py.h5p.FILE_CREATE)
     create.set_obj_track_times(False)
@@ -308,7 +309,7 @@ def _create_images(
         file.create_group(schema.ENCODED)
     images = _create_chunked(file, structure.dataset, (structure.chunk_rows, *structure.row_shape), "|u1", compression)
     if structure.row_shape:
-        _describe_images(images, structure)
+        describe_images(images, structure)
     return _allocated(images, rows)
 
 
@@ -357,7 +358,7 @@ def _allocated(dataset: h5py.Dataset, rows: int) -> h5py.Dataset:
     return dataset
 
 
-def _describe_images(images: h5py.Dataset, structure: FileStructure) -> None:
+def describe_images(images: h5py.Dataset, structure: FileStructure) -> None:
     """Write axis labels and the attributes of the HDF5 Image specification 1.2, by which viewers recognize images."""
     last = structure.layout == "nhwc"
     channels = structure.row_shape[2 if last else 0]
@@ -386,8 +387,8 @@ def _write_tables(file: h5py.File, tables: PackTables, fields: tuple[PixelRows, 
     # Create groups explicitly, because groups that HDF5 creates implicitly would store a time stamp.
     for name in (schema.SPLITS, schema.CHECKSUMS):
         file.create_group(name)
-    _create_small(file, schema.SPLIT_NAMES, utf8(tables.splits))
-    _create_small(file, schema.SPLIT_ROWS, np.array([*tables.splits.values()], np.int64))
+    _create_small(file, schema.SPLIT_NAMES, utf8([name for name, _, _ in tables.splits]))
+    _create_small(file, schema.SPLIT_ROWS, np.array([rows for _, *rows in tables.splits], np.int64))
 
     for name, values in tables.encoded.items():
         file.create_dataset(name, data=values)

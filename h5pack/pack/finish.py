@@ -9,9 +9,10 @@ import csv
 import io
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
+from typing import Protocol
 
 import h5py
 import numpy as np
@@ -23,8 +24,16 @@ from h5pack.format.checksums import crc32
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.images.decode import strict_pillow
 from h5pack.pack.compression import Compression, CompressTask, compress_rows, describe_task, require_filter
-from h5pack.pack.file_structure import Addresses, PackTables, copy_structure, write_compressed, write_structure
+from h5pack.pack.file_structure import (
+    Addresses,
+    FileStructure,
+    PackTables,
+    copy_structure,
+    write_compressed,
+    write_structure,
+)
 from h5pack.pack.journal import RowRecord
+from h5pack.pack.output import Output, OutputLock
 from h5pack.pack.plan import ConvertPlan, RowOrder
 from h5pack.pack.resume import UnfinishedPack
 from h5pack.pack.statistics import pack_statistics
@@ -122,7 +131,12 @@ def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> Pa
         label_names=catalog.label_names,
         fields={name: values[origins] for name, values in catalog.fields.items()},
         filenames=catalog.names.take(origins.tolist()),
-        splits=dict(zip(catalog.split_names, itertools.pairwise(final.split_starts.tolist()), strict=True)),
+        splits=[
+            (name, start, stop)
+            for name, (start, stop) in zip(
+                catalog.split_names, itertools.pairwise(final.split_starts.tolist()), strict=True
+            )
+        ],
         checksums=written.checksums[final.origins],
         pixel_checksums=tuple(some[final.origins] for some in written.field_checksums),
         encoded=plan.encoded_tables(),
@@ -132,7 +146,42 @@ def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> Pa
     )
 
 
-def complete(pack: UnfinishedPack, tables: PackTables) -> None:
+class PlannedRows(Protocol):
+    """The rows of a file, as it was allocated."""
+
+    @property
+    def rows(self) -> int: ...
+
+    def stored_rows(self, rows: int) -> int:
+        """Return the length of axis 0 of the images dataset that holds the first `rows` rows."""
+
+
+class Unfinished(Protocol):
+    """A file whose rows are written and that is to be completed: that of a conversion, or one made of other packs."""
+
+    @property
+    def plan(self) -> PlannedRows: ...
+
+    @property
+    def output(self) -> Output: ...
+
+    @property
+    def lock(self) -> OutputLock: ...
+
+    @property
+    def overwrite(self) -> bool: ...
+
+    @property
+    def structure(self) -> FileStructure: ...
+
+    @property
+    def addresses(self) -> Addresses: ...
+
+    @property
+    def all_offsets(self) -> tuple[RowOffsets, ...]: ...
+
+
+def complete(pack: Unfinished, tables: PackTables) -> None:
     """Add the tables to ``OUT.partial`` and flush it to the disk."""
     output, descriptor = pack.output, pack.lock.descriptor
     rows, plan = len(tables.checksums), pack.plan
@@ -159,7 +208,7 @@ def compress(
     The executor's workers compress; at most `max_in_flight` chunks are being compressed or wait to be stored. `advance`
     is called with the number of rows after each chunk.
     """
-    path, structure, step = pack.output.compressed, pack.structure, pack.structure.chunk_rows
+    structure, step = pack.structure, pack.structure.chunk_rows
     compression, partial = structure.compression, str(pack.output.partial)
     assert compression is not None
     shapes = [(structure.row_shape, "|u1"), *((one.row_shape, one.dtype) for one in structure.fields)]
@@ -176,12 +225,18 @@ def compress(
             yield stored
             advance(rows)
 
+    complete_compressed(pack, tables, chunks(), executor)
+
+
+def complete_compressed(pack: Unfinished, tables: PackTables, chunks: Iterable[bytes], executor: Executor) -> None:
+    """Write a compressed file from its chunks in file order, flush it, and replace ``OUT.partial`` by it."""
+    path = pack.output.compressed
     # Start with a new file, because HDF5 refuses to reopen one that it failed to close, for example on a full disk.
     path.unlink(missing_ok=True)
     try:
-        write_compressed(path, structure, len(tables.checksums), tables, chunks())
+        write_compressed(path, pack.structure, len(tables.checksums), tables, chunks)
         sync_path(path)
-        check = executor.submit(is_sound, path, _expected(pack, tables), None, compression)
+        check = executor.submit(is_sound, path, _expected(pack, tables), None, pack.structure.compression)
         _require_sound(pack, check.result())
     except BaseException:
         # An incomplete copy cannot be continued, and it may be what filled the disk.
@@ -205,7 +260,7 @@ The checksums are by the (start, stop) of the row along axis 0 of the dataset.
 """
 
 
-def _expected(pack: UnfinishedPack, tables: PackTables) -> list[Expected]:
+def _expected(pack: Unfinished, tables: PackTables) -> list[Expected]:
     """Return what the images, and each field that is chunked like them, are expected to be."""
     rows, plan, structure = len(tables.checksums), pack.plan, pack.structure
     some = [(row, plan.stored_rows(row), plan.stored_rows(row + 1)) for row in sorted({0, rows // 2, rows - 1})]
@@ -216,7 +271,7 @@ def _expected(pack: UnfinishedPack, tables: PackTables) -> list[Expected]:
     ]
 
 
-def _require_sound(pack: UnfinishedPack, sound: bool) -> None:
+def _require_sound(pack: Unfinished, sound: bool) -> None:
     if not sound:
         raise H5PackError(
             f"{pack.output.partial}: the file does not contain what was written to it; check the disk, then run again "
@@ -271,12 +326,12 @@ def is_compressed(path: Path) -> bool:
         return False
 
 
-def publish(pack: UnfinishedPack, rejects: Sequence[Reject]) -> None:
+def publish(output: Output, lock: OutputLock, overwrite: bool, rejects: Sequence[Reject]) -> None:
     """Write ``OUT.rejects.csv``, rename ``OUT.partial`` to the output, and remove the journal.
 
-    Without rejects, ``OUT.rejects.csv`` is removed.
+    Without rejects, ``OUT.rejects.csv`` is removed. Raises OutputExistsError if another program has created the output
+    meanwhile, unless `overwrite`.
     """
-    output = pack.output
     if rejects:
         stream = io.StringIO(newline="")
         table = csv.writer(stream, lineterminator="\n")
@@ -286,8 +341,8 @@ def publish(pack: UnfinishedPack, rejects: Sequence[Reject]) -> None:
     else:
         output.rejects.unlink(missing_ok=True)
     journal = output.journal_identity()
-    pack.lock.share()
-    if not pack.overwrite and output.final.exists():
+    lock.share()
+    if not overwrite and output.final.exists():
         raise OutputExistsError(
             f"{output.final}: was created by another program meanwhile; to replace it, run again with resume=True and "
             "overwrite=True",

@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from h5pack.errors import H5PackError, PackFormatError
 from h5pack.format import schema
+from h5pack.format.checksums import crc32
 from h5pack.read.chunk_index import ChunkIndex, index_dataset
-from h5pack.read.encoded import has_kept_images, index_encoded, index_kept, is_encoded, is_mask_group
+from h5pack.read.encoded import EncodedIndex, has_kept_images, index_encoded, index_kept, is_encoded, is_mask_group
 from h5pack.read.hdf5 import (
     attribute_names,
     dataset_error,
@@ -27,6 +28,7 @@ from h5pack.read.hdf5 import (
 from h5pack.read.ragged import RaggedIndex, find_field, index_ragged, is_ragged
 from h5pack.read.storage import FileIdentity
 from h5pack.read.virtual import index_rows, require_sources
+from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.parameters import require_local
 
 
@@ -46,7 +48,7 @@ class FileDescription:
     fields: tuple[str, ...]  # paths of further datasets with one row per image
     classes: tuple[str, ...] | None  # class names of integer labels; None if the file has none
     columns: tuple[str, ...] | None  # column names of a label table; None if the file has none
-    splits: dict[str, tuple[int, int]]  # first row and end row (exclusive) of each split
+    splits: dict[str, tuple[range, ...]]  # the rows of each split, one range or several
     mean: npt.NDArray[np.float64] | None  # (C,), of pixels scaled to 0..1; None if not stored
     std: npt.NDArray[np.float64] | None  # standard deviation, like `mean`
     # The fields whose rows differ in length. `indexes` has the index of the data of each one.
@@ -130,6 +132,7 @@ def _describe(
             continue
         indexes[name] = index_rows(file, dataset, name)
         _add_checksums(file, indexes, name)
+    _require_same_sources(file, indexes, images)
     for one in ragged.values():
         indexes[one.data.name] = one.data
         if one.checksums is not None:
@@ -151,6 +154,33 @@ def _describe(
         ragged=ragged,
         kinds={name: text(kind) for name in fields if (kind := file[name].attrs.get(schema.KIND)) is not None},
     )
+
+
+def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], images: str) -> None:
+    """Raise PackFormatError if a file that a pack's virtual images refer to has other images than it had.
+
+    Two rows of each file are compared with their checksums, which are in the pack.
+    """
+    index, name = indexes[images], images
+    data = index.data if isinstance(index, EncodedIndex) else index
+    if not isinstance(data, VirtualIndex) or checksums_of(images) not in indexes:
+        return
+    stops = np.append(data.starts[1:], data.rows)
+    for number, source in enumerate(data.sources):
+        own = np.flatnonzero(data.source_ids == number)
+        for row in (int(data.starts[own[0]]), int(stops[own[-1]]) - 1):
+            start, stop = row, row + 1
+            if isinstance(index, EncodedIndex):
+                row, name = int(np.searchsorted(index.offsets, row, "right")) - 1, data.name
+                start, stop = int(index.offsets[row]), int(index.offsets[row + 1])
+            if crc32(np.ascontiguousarray(file[name][start:stop])) != int(file[checksums_of(images)][row]):
+                raise PackFormatError(
+                    f"{file.filename}: its row {row} is not what it was in {source.file.path}; restore that file, or "
+                    "join the packs again",
+                    path=source.file.path,
+                    dataset=images,
+                    rows=(row,),
+                )
 
 
 def _require_length(file: h5py.File, name: str, length: int, images: str, rows: int) -> None:
@@ -197,7 +227,7 @@ def _require_rows(file: h5py.File, dataset: h5py.Dataset, images: bool) -> None:
         raise refuse(f"holds {dtype}, not numbers; name another dataset")
 
 
-def _splits(file: h5py.File, rows: int) -> dict[str, tuple[int, int]]:
+def _splits(file: h5py.File, rows: int) -> dict[str, tuple[range, ...]]:
     if schema.SPLIT_ROWS not in file or schema.SPLIT_NAMES not in file:
         return {}
     names = [text(name) for name in file[schema.SPLIT_NAMES][()]]
@@ -206,7 +236,10 @@ def _splits(file: h5py.File, rows: int) -> dict[str, tuple[int, int]]:
         raise PackFormatError(
             f"{file.filename}: its splits do not fit its {rows:,} rows; run 'h5pack verify' on it", path=file.filename
         )
-    return dict(zip(names, ranges, strict=True))
+    found: dict[str, tuple[range, ...]] = {}
+    for name, (start, stop) in zip(names, ranges, strict=True):
+        found[name] = (*found.get(name, ()), range(start, stop))
+    return found
 
 
 def _statistic(file: h5py.File, name: str) -> npt.NDArray[np.float64] | None:

@@ -14,7 +14,7 @@ import functools
 import io
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +28,11 @@ from h5pack.format import schema
 from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, read_header
 from h5pack.images.headers import ImageHeader
 from h5pack.images.masks import read_mask
-from h5pack.read.chunk_index import ChunkIndex, contiguous_group_rows, index_dataset
+from h5pack.read.chunk_index import ChunkIndex, contiguous_group_rows
 from h5pack.read.hdf5 import dataset_error, find_item, read_rows, require_dataset, text
 from h5pack.read.read_plan import MAX_GAP_BYTES
-from h5pack.read.storage import Storage
+from h5pack.read.storage import SourceFile, Storage
+from h5pack.read.virtual import index_rows
 from h5pack.system.arrays import run_edges
 
 _READ_BYTES = 8 * 1024 * 1024
@@ -211,9 +212,15 @@ class EncodedIndex(ChunkIndex):
         """Always false, because rows must be decoded."""
         return False
 
+    @property
+    def files(self) -> frozenset[SourceFile]:
+        return self.data.files
+
     @functools.cached_property
     def base(self) -> int | None:
         """Byte offset of the data in the file if its chunks are adjacent and in order, else None."""
+        if not self.data.in_own_file:
+            return None
         starts = self.data.addresses
         return int(starts[0]) if len(starts) and (np.diff(starts) == self.data.chunk_rows).all() else None
 
@@ -232,22 +239,30 @@ class EncodedIndex(ChunkIndex):
                 yield slice(low, low + count), int(starts[low]), int(ends[low + count - 1])
                 low += count
 
-    def read_into(self, storage: Storage, out: npt.NDArray[np.uint8], start: int, rows: npt.NDArray[np.int64]) -> int:
+    def extents(self, start: int, stop: int) -> Iterator[tuple[int | None, int, int]]:
+        """Yield where bytes of the data are: source (see `source_file`), byte offset in its file, and their number."""
+        if self.base is not None:
+            yield None, self.base + start, stop - start
+            return
+        ranges = self.data.ranges(start, stop)
+        sources = [None] * len(ranges.firsts) if self.data.in_own_file else ranges.source_ids.tolist()
+        sizes = np.diff(np.append(ranges.firsts, stop)).tolist()
+        yield from zip(sources, ranges.addresses.tolist(), sizes, strict=True)
+
+    def read_into(
+        self, storage_of: Callable[[int | None], Storage], out: npt.NDArray[np.uint8], start: int,
+        rows: npt.NDArray[np.int64],
+    ) -> int:  # fmt: skip
         """Fill `out`, uint8 (n,), with bytes of the data from `start` on; return the number of system calls.
 
         `rows` are named in messages. Errors are those of `Storage.scatter`.
         """
-        address, base, calls, done = out.__array_interface__["data"][0], self.base, 0, 0
-        while done < len(out):
-            if base is not None:
-                offset, count = base + start, len(out)
-            else:
-                chunk, within = divmod(start + done, self.data.chunk_rows)
-                offset, count = int(self.data.addresses[chunk]) + within, self.data.chunk_rows - within
-            count = min(count, len(out) - done)
-            buffer = np.array([[address + done, count]], np.uint64)
-            calls += storage.scatter(buffer, (0, 1), (offset,), lambda _: self.describe(rows, 0))
-            done += count
+        address, calls = out.__array_interface__["data"][0], 0
+        for source, offset, count in self.extents(start, start + len(out)):
+            if count:
+                buffer = np.array([[address, count]], np.uint64)
+                calls += storage_of(source).scatter(buffer, (0, 1), (offset,), lambda _: self.describe(rows, 0))
+                address += count
         return calls
 
 
@@ -301,8 +316,8 @@ def index_kept(file: h5py.File, name: str = schema.ENCODED, *, sized: bool = Tru
             raise dataset_error(file.filename, schema.ENCODED_SIZE, f"row 0 is {height}x{width}; {advice}", (0,))
         # The mean size, because row 0 may be unusually small or large.
         pixel_bytes = int(np.clip(np.prod(np.clip(pixels, 1, 65_535), axis=1), 1, MAX_PIXELS).sum()) * 3 // rows
-    bytes_index = index_dataset(file, data, data_name)
-    reason = bytes_index.library_reason
+    bytes_index = index_rows(file, data, data_name)
+    reason = bytes_index.library_text
     if reason is None and not (bytes_index.raw and bytes_index.complete):
         reason = "its bytes are compressed"
     group_rows = contiguous_group_rows(rows, pixel_bytes)

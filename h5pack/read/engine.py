@@ -32,6 +32,7 @@ from h5pack.read.hdf5_reader import H5Reader
 from h5pack.read.mapping import FileMapping, MappedDataset
 from h5pack.read.read_plan import ScatterPlan, plan_reads, plan_scatter
 from h5pack.read.storage import FileIdentity, Storage
+from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.arrays import equal_runs
 
 
@@ -99,7 +100,7 @@ class Engine:
         self.files.close()
 
     def mapped(self, name: str) -> MappedDataset | None:
-        """Return a dataset's rows in a mapping of the file; None if it must be read otherwise.
+        """Return a dataset's rows in a mapping of the files that store them; None if it must be read otherwise.
 
         Before copying rows, `MappedDataset.ready` must have returned True for them.
         """
@@ -108,11 +109,15 @@ class Engine:
             return None
         found = self._mapped.get(name)
         if found is None:
-            # All datasets share one mapping of the file.
-            others = list(self._mapped.values())
-            mapping = others[0].mapping if others else FileMapping.open(self.storage)
+            if isinstance(index, VirtualIndex):
+                found = MappedDataset.of_sources(index, lambda file: self.files.decoder(file).storage)
+            else:
+                # All other datasets share one mapping of the file.
+                others = [one for one in self._mapped.values() if one.index.in_own_file]
+                mapping = others[0].mapping if others else FileMapping.open([self.storage], [0])
+                found = None if mapping is None else MappedDataset(index, mapping, None)
             # `dict.setdefault` is atomic, so one of two racing threads wins.
-            found = None if mapping is None else self._mapped.setdefault(name, MappedDataset(index, mapping))
+            found = None if found is None else self._mapped.setdefault(name, found)
         return found
 
     def count_mapped(self, name: str, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> None:
@@ -297,7 +302,7 @@ class Engine:
         for part, start, stop in index.reads(rows):
             data = np.empty(stop - start, np.uint8)
             if index.library_reason is None:
-                calls = index.read_into(self.storage, data, start, rows[part])
+                calls = index.read_into(partial(self.files.storage, index.data), data, start, rows[part])
             else:
                 calls = self.reader.read(index.data.name, np.arange(start, stop), data) if len(data) else 0
             yield part, split_rows(index, rows[part], start, data), calls
@@ -386,9 +391,14 @@ class Engine:
     def prefetch_encoded(self, name: str, rows: npt.NDArray[np.int64]) -> None:
         """Start reading the bytes of encoded rows, int64 (n,), into the page cache, unless they are cached already."""
         index = self.indexes[name]
-        if isinstance(index, EncodedIndex) and index.library_reason is None and index.base is not None:
-            ranges = [(start, stop) for _, start, stop in index.reads(np.sort(rows)) if start < stop]
-            self.storage.prefetch([index.base + start for start, _ in ranges], (stop - start for start, stop in ranges))
+        if isinstance(index, EncodedIndex) and index.library_reason is None:
+            reads = [index.extents(start, stop) for _, start, stop in index.reads(np.sort(rows)) if start < stop]
+            found: dict[int | None, list[tuple[int, int]]] = {}
+            for source, offset, count in itertools.chain.from_iterable(reads):
+                found.setdefault(source, []).append((offset, count))
+            for source, extents in found.items():
+                offsets, counts = zip(*extents, strict=True)
+                self.files.storage(index.data, source).prefetch(offsets, counts)
 
     def prefetch_chunks(self, name: str, rows: npt.NDArray[np.int64]) -> None:
         """Start reading the chunks of rows, int64 (n,), into the page cache, unless they are cached already."""

@@ -456,18 +456,19 @@ def one_split(count: int, name: str = "all") -> tuple[tuple[str, ...], npt.NDArr
     return (name,), np.zeros(count, np.int32)
 
 
-def split_ids(ranges: Mapping[str, tuple[int, int]], count: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-    """Return the `split_names` and `split_ids` of `count` rows, given the first and the end row of each split.
+def split_ids(ranges: Mapping[str, Sequence[range]], count: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
+    """Return the `split_names` and `split_ids` of `count` rows, given the ranges of rows of each split.
 
     Rows in no split form a split named "rest". Raise ValueError if splits overlap.
     """
     if not ranges:
         return one_split(count)
     ids = np.full(count, len(ranges), np.int32)
-    for number, (start, stop) in enumerate(ranges.values()):
-        if (ids[start:stop] != len(ranges)).any():
-            raise ValueError("its splits overlap")
-        ids[start:stop] = number
+    for number, parts in enumerate(ranges.values()):
+        for part in parts:
+            if (ids[part.start : part.stop] != len(ranges)).any():
+                raise ValueError("its splits overlap")
+            ids[part.start : part.stop] = number
     names = (*ranges, _REST)
     return (names if (ids == len(ranges)).any() else names[:-1]), ids
 

@@ -48,7 +48,7 @@ def test_a_pack_has_no_faults(tmp_path: Path) -> None:
     h5pack.convert(source, tmp_path / "o.h5", **quick())
     report = h5pack.info(tmp_path / "o.h5", stats=True)
     found = report.to_json()
-    assert {"complete": True, "splits": {"all": [0, 15]}, "classes": ["a", "b"]}.items() <= found["pack"].items()
+    assert {"complete": True, "splits": {"all": [[0, 15]]}, "classes": ["a", "b"]}.items() <= found["pack"].items()
     assert (found["stats"]["labels"], found["stats"]["channels"]["rows"]) == ({"a": 9, "b": 6}, 15)
     assert all(dataset.faults == () for dataset in report.datasets)
     images = report_of(tmp_path / "o.h5")

@@ -1,0 +1,212 @@
+"""`h5pack append`: add new images to a pack."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from h5pack.combine.combination import Combination, CombineReport, write_combination
+from h5pack.combine.parts import Part, merge, open_part
+from h5pack.combine.statistics import added_statistics
+from h5pack.errors import OptionsError, OutputExistsError, SizesDifferError, SourceError
+from h5pack.pack.conversion import Conversion
+from h5pack.pack.output import Output
+from h5pack.pack.plan import ConvertPlan
+from h5pack.read.virtual_index import VirtualIndex
+from h5pack.sources.catalog import Catalog, one_split
+from h5pack.sources.map_style import MapStyleDataset
+from h5pack.system.text import listed
+
+_OF_ROWS = (
+    "fit", "resample", "draft", "mode", "layout", "keep", "max_side", "quality", "max_pixels", "compression",
+)  # fmt: skip
+"""Options of a conversion that say how an image becomes a row. They are taken from the pack."""
+
+
+def append(
+    pack: str | os.PathLike[str],
+    source: str | os.PathLike[str] | MapStyleDataset,
+    *,
+    split: str | None = None,
+    only_new: bool = False,
+    overwrite: bool = False,
+    resume: bool = False,
+    progress: bool = False,
+    **options: Any,
+) -> CombineReport:
+    """Add the images of a source to a pack, after its rows.
+
+    The new images are packed as those of the pack were. Then a file with all rows is made beside the pack, and replaces
+    it once it is complete; until then, and if anything fails, the pack is as it was. The rows that are in the pack
+    already share their blocks with the old file if the file system can do that (XFS, Btrfs), and are copied otherwise.
+    Classes keep their numbers, and new ones follow.
+
+    Parameters
+    ----------
+    pack : path
+        The pack that grows.
+    source : path or map-style dataset
+        What `h5pack.convert` takes.
+    split : str, optional
+        Put all new images into this split of the pack, or into a new one. Default: the splits of the source; those of a
+        source without splits go into the pack's only split.
+    only_new : bool
+        Leave out images whose names are in the pack already. Without it, such images are an error.
+    overwrite : bool
+        Discard an interrupted call instead of continuing it.
+    resume : bool
+        Continue an interrupted call with the same parameters. If that had come to its end, do nothing.
+    progress : bool
+        Show progress bars on standard error if it is a terminal.
+    **options
+        Keywords of `h5pack.convert` about the source (such as `source_kind`, `label_columns`, `include`), `order`,
+        `seed`, `val`, `strict`, `num_workers`, `start_method` and `io`.
+
+    Returns
+    -------
+    CombineReport
+
+    Raises
+    ------
+    H5PackError
+        If the new images do not fit to the pack, if names are in the pack already, and for the reasons of
+        `h5pack.convert`.
+
+    Examples
+    --------
+    >>> h5pack.append("photos.h5", "new_photos")  # doctest: +SKIP
+    """
+    path = Path(os.path.abspath(pack))
+    old = open_part(path)
+    _require_options(old, options)
+    new_path = path.with_name(f"{path.name}.new")
+    if not resume and not overwrite:
+        _require_no_leftovers(new_path, Output(new_path).partial, Output(path).partial)
+    if resume and new_path.exists() and _is_appended(old, open_part(new_path)):
+        _remove(new_path)
+        return CombineReport(str(path), len(old), path.stat().st_size, already_complete=True)
+    settings = {**_row_options(old), **options, "overwrite": overwrite, "resume": resume, "progress": progress}
+    with _Addition(source, new_path, old, only_new, **settings) as conversion:
+        if not len(conversion.catalog):
+            return CombineReport(str(path), len(old), path.stat().st_size, already_complete=True)
+        conversion.run()
+    new = _with_split(old, open_part(new_path), split)
+    parts = [old, new]
+    merged = merge(parts)
+    statistics = added_statistics(parts, merged)
+    chunk_rows = None if old.is_encoded else old.index.chunk_rows
+    plan = Combination.of("append", parts, merged, np.arange(len(merged)), statistics, chunk_rows)
+    report = write_combination(plan, path, overwrite=True, resume=resume, progress=progress, added=len(new))
+    _remove(new_path)
+    return report
+
+
+def _require_options(old: Part, options: dict[str, Any]) -> None:
+    given = [name for name in (*_OF_ROWS, "size", "chunk_rows", "chunk_bytes", "compat") if name in options]
+    if given:
+        raise OptionsError(
+            f"{old.path}: {given[0]} is that of the pack, to which images are appended; leave it out",
+            path=old.path,
+            parameters=(given[0],),
+        )
+    if isinstance(old.index, VirtualIndex) or old.index.library_reason is not None:
+        raise OptionsError(
+            f"{old.path}: is a virtual file over other packs; append to one of these, then join them again",
+            path=old.path,
+        )
+
+
+def _require_no_leftovers(*paths: Path) -> None:
+    for path in paths:
+        if path.exists():
+            raise OutputExistsError(
+                f"{path}: is left of an interrupted call; continue that with resume=True, or discard it with "
+                "overwrite=True",
+                path=path,
+                parameters=("resume=True", "overwrite=True"),
+            )
+
+
+def _row_options(old: Part) -> dict[str, Any]:
+    """Return the options by which the pack's images became rows."""
+    found = {name: old.options[name] for name in _OF_ROWS if name in old.options}
+    size = old.options.get("size")
+    return found if size is None else {**found, "size": tuple(size)}
+
+
+def _is_appended(old: Part, new: Part) -> bool:
+    """Return whether the rows of `new` are the last that were appended, so that only cleaning up was left."""
+    made_of = old.options.get("combined", {})
+    return bool(made_of.get("verb") == "append" and made_of["parts"][-1] == new.identity)
+
+
+class _Addition(Conversion):
+    """The conversion of images that are to be appended to a pack."""
+
+    def __init__(
+        self, source: str | os.PathLike[str] | MapStyleDataset, out: Path, old: Part, only_new: bool, **settings: Any
+    ) -> None:
+        super().__init__(source, out, **settings)
+        self._old, self._only_new = old, only_new
+
+    @cached_property
+    def catalog(self) -> Catalog:
+        found, old = super().catalog, self._old
+        known = set(old.catalog.names)
+        new = [index for index, name in enumerate(found.names) if name not in known]
+        if len(new) < len(found) and not self._only_new:
+            first = next(name for name in found.names if name in known)
+            raise SourceError(
+                f"{old.path}: has {len(found) - len(new):,} of the {len(found):,} images already, such as {first}; "
+                "give only_new=True to append the others only",
+                path=old.path,
+                parameters=("only_new=True",),
+            )
+        return found if len(new) == len(found) else found.take(np.array(new, np.int64))
+
+    def plan(self) -> ConvertPlan:
+        plan, old = super().plan(), self._old
+        if not old.is_encoded and plan.row_shape != old.index.row_shape:
+            shapes = ["x".join(map(str, shape)) for shape in (plan.row_shape, old.index.row_shape)]
+            raise SizesDifferError(
+                f"{old.path}: has rows of {shapes[1]}, but the images of {plan.source} have {shapes[0]}; resize them "
+                "first, or make a pack that is resized (size) of all images",
+                path=old.path,
+                parameters=("size",),
+            )
+        fields = [{*one.fields, *(mask.name for mask in one.pixel_fields)} for one in (plan.catalog, old.catalog)]
+        if fields[0] != fields[1]:
+            own, other = (listed(sorted(one)) or "none" for one in fields)
+            raise SourceError(
+                f"{old.path}: has the fields {other}, but {plan.source} has {own}; give the options that name them",
+                path=old.path,
+            )
+        return plan
+
+
+def _with_split(old: Part, new: Part, split: str | None) -> Part:
+    """Return the new images in the split of the pack that they are appended to."""
+    names = new.catalog.split_names
+    if split is None and names == one_split(0)[0] and names[0] not in old.catalog.split_names:
+        if len(old.catalog.split_names) > 1:
+            raise OptionsError(
+                f"{old.path}: has the splits {listed(old.catalog.split_names)}, but the new images have none; name "
+                "theirs with split",
+                path=old.path,
+                parameters=("split",),
+            )
+        split = old.catalog.split_names[0]
+    if split is None:
+        return new
+    return replace(new, catalog=replace(new.catalog, split_names=(split,), split_ids=np.zeros(len(new), np.int32)))
+
+
+def _remove(path: Path) -> None:
+    """Remove the pack of the new images, whose rows the pack has now."""
+    for one in (path, Output(path).rejects):
+        one.unlink(missing_ok=True)

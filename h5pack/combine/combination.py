@@ -1,0 +1,418 @@
+"""Making one pack of the rows of others: its tables and structure, and the steps from an empty file to the output.
+
+The output gets its name once it is complete, and every step can be repeated after a kill: rows are copied again, or
+found to be in the file by their checksums; then the tables are added as at the end of a conversion.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from h5pack.combine.parts import Part, Rows
+from h5pack.combine.row_copies import RowCopier, RowOrigins
+from h5pack.errors import ResumeError, SourceError
+from h5pack.format import schema
+from h5pack.format.checksums import crc32
+from h5pack.format.plans import plan_chunks
+from h5pack.format.row_offsets import EncodedOffsets, RowOffsets
+from h5pack.pack import finish
+from h5pack.pack.compression import compress_chunk, parse_compression, require_filter
+from h5pack.pack.file_structure import (
+    EncodedMasks,
+    FileStructure,
+    PackTables,
+    PixelRows,
+    copy_structure,
+    options_text,
+    plan_metadata,
+    write_structure,
+)
+from h5pack.pack.journal import EncodedFile, Journal
+from h5pack.pack.kept import plan_data_chunks
+from h5pack.pack.output import Output, OutputLock
+from h5pack.read.description import checksums_of
+from h5pack.read.encoded import EncodedIndex
+from h5pack.read.hdf5 import utf8
+from h5pack.sources.catalog import Catalog
+from h5pack.system.arrays import consecutive_runs
+from h5pack.system.files import read_all, reporting_full_disk
+from h5pack.system.machine import available_cpus
+from h5pack.system.processes import open_executor, run, shared
+from h5pack.system.text import format_bytes
+from h5pack.version import __version__
+
+Splits = list[tuple[str, int, int]]
+
+
+@dataclass(frozen=True)
+class CombineReport:
+    """The result of `append`, `join` or `subset`."""
+
+    path: str  #: the output
+    images: int  #: rows of the output
+    bytes: int  #: size of the output
+    copied_bytes: int = 0  #: bytes of rows that were written; fewer than the rows have if blocks are shared
+    rejects: int = 0  #: images that were not packed, listed in ``OUT.rejects.csv``
+    added: int = 0  #: rows that `append` added
+    seconds: dict[str, float] = field(default_factory=dict)
+    already_complete: bool = False  #: before this call, which is possible with ``resume=True``
+
+    def to_text(self) -> str:
+        """Return the report as one or two lines of text."""
+        if self.already_complete:
+            return f"{self.path}: already complete"
+        size, copied, total = format_bytes(self.bytes), format_bytes(self.copied_bytes), sum(self.seconds.values())
+        images = f"{self.images:,} images" + (f" ({self.added:,} new)" if self.added else "")
+        text = f"done     {self.path}: {images}, {size}, {copied} of rows written, {total:.1f} s"
+        if self.rejects:
+            text += f"\nrejects  {self.rejects:,}, listed with reasons in {self.path}.rejects.csv"
+        return text
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A pack to be made of the rows of parts: what it contains, and where each row comes from."""
+
+    verb: str  # append, join or subset; the pack's options name it
+    parts: tuple[Part, ...]
+    catalog: Catalog  # the tables of its rows
+    origins: RowOrigins
+    splits: Splits
+    statistics: dict[str, Any]
+    chunk_rows: int | None = None  # None: as `convert` would choose; not of packs that keep JPEG files
+
+    @classmethod
+    def of(
+        cls, verb: str, parts: Sequence[Part], merged: Catalog, order: Rows, statistics: dict[str, Any],
+        chunk_rows: int | None = None,
+    ) -> Combination:  # fmt: skip
+        """Return the combination of some rows of `merged`, the tables of all rows of the parts, in a given order."""
+        starts = np.cumsum([0, *map(len, parts)])
+        owners = np.searchsorted(starts, order, "right") - 1
+        catalog = merged if np.array_equal(order, np.arange(len(merged))) else _tables_at(merged, order)
+        edges = np.flatnonzero(np.diff(catalog.split_ids)) + 1
+        splits = [
+            (catalog.split_names[int(catalog.split_ids[start])], start, stop)
+            for start, stop in itertools.pairwise([0, *edges.tolist(), len(order)])
+        ]
+        origins = RowOrigins(owners, order - starts[owners])
+        return cls(verb, tuple(parts), catalog, origins, splits, statistics, chunk_rows)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.origins)
+
+    def stored_rows(self, rows: int) -> int:
+        """Return the length of axis 0 of the images dataset that holds the first `rows` rows."""
+        return rows if self.offsets is None else int(self.offsets[rows])
+
+    @cached_property
+    def offsets(self) -> Rows | None:
+        """Byte at which each encoded row begins, and the end of the last, (N + 1,); None of pixels."""
+        if not self.parts[0].is_encoded:
+            return None
+        return np.append(0, np.cumsum(self._gathered(lambda part: np.diff(_encoded(part).offsets))))
+
+    def _gathered(self, values: Callable[[Part], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        """Return a value for each row, given those of all rows of each part."""
+        columns = [values(part) for part in self.parts]
+        out = np.empty((self.rows, *columns[0].shape[1:]), columns[0].dtype)
+        for owner, column in enumerate(columns):
+            mine = self.origins.owners == owner
+            out[mine] = column[self.origins.rows[mine]]
+        return out
+
+    def checksums(self, number: int) -> npt.NDArray[np.uint32]:
+        """Return the checksums of all rows of the dataset at position `number` of `Part.pixel_datasets`."""
+        return self._gathered(lambda part: part.checksums(part.pixel_datasets[number]))
+
+    @cached_property
+    def pixel_rows(self) -> tuple[PixelRows, ...]:
+        """The fields that are chunked like the images."""
+        first = self.parts[0]
+        if first.is_encoded:
+            return ()
+        indexes = [first.engine.indexes[dataset] for dataset in first.reader.masks]
+        return tuple(
+            PixelRows(one.name, one.kind, index.row_shape, index.native_dtype.str)
+            for one, index in zip(first.catalog.pixel_fields, indexes, strict=True)
+        )
+
+    @cached_property
+    def structure(self) -> FileStructure:
+        """The structure of the output."""
+        first, catalog = self.parts[0], self.catalog
+        compression = parse_compression(str(first.options.get("compression", "none")))
+        row_shape = () if first.is_encoded else first.index.row_shape
+        if self.offsets is not None:
+            chunks = plan_data_chunks(int(self.offsets[-1]))
+        else:
+            chunks = plan_chunks(
+                self.rows, math.prod(row_shape), chunk_rows=self.chunk_rows, whole_pages=compression is None
+            )
+        structure = FileStructure(
+            row_shape=row_shape,
+            chunk_rows=chunks.rows,
+            layout=first.layout,
+            compat=bool(first.options.get("compat", False)),
+            attributes={schema.VERSION: __version__, schema.OPTIONS: options_text(self.options())},
+            compression=compression,
+            fields=self.pixel_rows,
+        )
+        names = sum(utf8(texts).nbytes for texts in (catalog.label_names or (), [name for name, _, _ in self.splits]))
+        datasets = 2 * (len(catalog.fields) + len(catalog.pixel_fields)) + 1
+        return replace(structure, metadata_bytes=plan_metadata(chunks.count, structure, names, datasets))
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that the pack stores: those of its first part, and what it was made of."""
+        made_of = {"verb": self.verb, "parts": [part.identity for part in self.parts]}
+        return {**self.parts[0].options, "combined": made_of}
+
+    @cached_property
+    def tables(self) -> PackTables:
+        """The data of all tables."""
+        catalog, sizes = self.catalog, {}
+        if self.offsets is not None:
+            image_sizes = self._gathered(lambda part: _encoded(part).image_sizes)
+            sizes = {schema.ENCODED_OFFSETS: self.offsets, schema.ENCODED_SIZE: image_sizes}
+        return PackTables(
+            labels=catalog.labels,
+            label_names=catalog.label_names,
+            fields=catalog.fields,
+            filenames=catalog.names,
+            splits=self.splits,
+            checksums=self.checksums(0),
+            pixel_checksums=tuple(self.checksums(number + 1) for number in range(len(self.pixel_rows))),
+            encoded=sizes,
+            encoded_masks=[self._masks(number) for number in range(len(catalog.pixel_fields)) if sizes],
+            statistics=self.statistics,
+            rejects=sorted(catalog.rejects, key=lambda reject: (reject.name, reject.reason)),
+        )
+
+    def _masks(self, number: int) -> EncodedMasks:
+        """Return a field of masks of encoded images, whose bytes are in the parts."""
+        files: list[tuple[EncodedFile, int]] = [(EncodedFile("", 0, 0), 0)] * self.rows
+        for owner, part in enumerate(self.parts):
+            dataset = part.pixel_datasets[number + 1]
+            index, checksums = part.engine.indexes[dataset], part.checksums(dataset)
+            base = index.base if isinstance(index, EncodedIndex) and index.library_reason is None else None
+            if base is None or not isinstance(index, EncodedIndex):
+                raise SourceError(
+                    f"{part.path}: its masks {dataset!r} are not stored in one piece; pack it again with "
+                    "'h5pack convert'",
+                    path=part.path,
+                    dataset=dataset,
+                )
+            for position in np.flatnonzero(self.origins.owners == owner).tolist():
+                row = int(self.origins.rows[position])
+                start, stop = int(index.offsets[row]), int(index.offsets[row + 1])
+                files[position] = (EncodedFile(str(part.path), base + start, int(checksums[row])), stop - start)
+        one = self.catalog.pixel_fields[number]
+        dtype = self.parts[0].engine.indexes[self.parts[0].pixel_datasets[number + 1]].native_dtype
+        return EncodedMasks(one.name, dtype.str, files)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Upper bound of the disk space in bytes that the output needs, unless it shares blocks with its parts."""
+        size = self.stored_rows(self.rows) * math.prod(self.structure.row_shape)
+        size += self.rows * sum(one.row_bytes for one in self.pixel_rows)
+        return size + size // 16 + 2 * (self.tables.checksums.nbytes + self.catalog.names.nbytes) + 4_194_304
+
+
+def _tables_at(merged: Catalog, order: Rows) -> Catalog:
+    """Return the tables of some rows; the reader stays that of the first part."""
+    return replace(
+        merged,
+        names=merged.names.take(order.tolist()),
+        split_ids=merged.split_ids[order],
+        labels=None if merged.labels is None else merged.labels[order],
+        fields={name: values[order] for name, values in merged.fields.items()},
+    )
+
+
+def _encoded(part: Part) -> EncodedIndex:
+    assert isinstance(part.index, EncodedIndex)
+    return part.index
+
+
+class _UnfinishedFile:
+    """The file that a combination is written to; see `finish.Unfinished`."""
+
+    def __init__(self, plan: Combination, output: Output, lock: OutputLock, overwrite: bool, resume: bool) -> None:
+        self.plan, self.output, self.lock, self.overwrite = plan, output, lock, overwrite
+        self.structure = plan.structure
+        journal = Journal(output.journal)
+        before, now = journal.plan() if resume else None, self._identity()
+        self.resumes = before is not None
+        if before is None:
+            output.remove_leftovers()
+            lock.renew()
+        elif before != now:
+            raise ResumeError(
+                f"{output.partial}: was begun with other packs, options or another version of h5pack; resume with the "
+                "same ones, or start over with overwrite=True and without resume=True",
+                path=output.partial,
+                parameters=("overwrite=True", "resume=True"),
+            )
+        self.addresses = write_structure(output.structure, self.structure, plan.stored_rows(plan.rows), None)
+        copy_structure(output.structure, lock.descriptor, self.addresses, self.structure)
+        if before is None:
+            journal.start(now, np.empty(0, np.uint64))
+        if plan.offsets is None:
+            images = RowOffsets(self.addresses[0], self.structure.chunk_rows, self.structure_row_bytes)
+        else:
+            images = EncodedOffsets.of(int(self.addresses[0][0]), plan.offsets)
+        fields = [
+            RowOffsets(some, self.structure.chunk_rows, one.row_bytes)
+            for one, some in zip(self.structure.fields, self.addresses[1:], strict=True)
+        ]
+        self.all_offsets = (images, *fields)
+
+    @property
+    def structure_row_bytes(self) -> int:
+        """Bytes per row of pixels."""
+        return math.prod(self.structure.row_shape)
+
+    def _identity(self) -> dict[str, Any]:
+        plan = self.plan
+        origins = crc32(plan.origins.rows, crc32(plan.origins.owners))
+        shape = [plan.rows, self.structure.chunk_rows, *self.structure.row_shape]
+        return {
+            "h5pack": __version__, "options": plan.options(), "shape": shape,
+            "tables": [plan.catalog.tables_checksum(), origins],
+            "overwrite": self.overwrite,
+        }  # fmt: skip
+
+
+class Stages:
+    """Measures the time of each stage of a command, and shows its progress if `progress`."""
+
+    def __init__(self, progress: bool) -> None:
+        self._progress = progress
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str, images: int) -> Iterator[Callable[[int], object]]:
+        begin = time.perf_counter()
+        if self._progress:
+            with tqdm(total=images, desc=name, unit=" images", disable=None, smoothing=0.1, leave=False) as bar:
+                yield bar.update
+        else:
+            yield lambda count: None
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+
+
+def write_combination(
+    plan: Combination, out: Path, *, overwrite: bool, resume: bool, progress: bool, added: int = 0
+) -> CombineReport:
+    """Write the pack. Raises the errors of `h5pack.convert` about the output, and those of reading the parts."""
+    output, stages = Output(out), Stages(progress)
+    output.check(overwrite, resume)
+    lock = OutputLock(output)
+    try:
+        with reporting_full_disk(output.partial, "make room, then run again with resume=True", "resume=True"):
+            pack = _UnfinishedFile(plan, output, lock, overwrite, resume)
+            if plan.structure.compression is None:
+                copied = _copy_rows(pack, stages)
+                with stages("finish", plan.rows):
+                    finish.complete(pack, plan.tables)
+            else:
+                copied = _compress_rows(pack, stages)
+            finish.publish(output, lock, overwrite, plan.tables.rejects)
+        size = os.fstat(lock.descriptor).st_size
+        return CombineReport(
+            str(out), plan.rows, size, copied, len(plan.tables.rejects), added=added, seconds=stages.seconds
+        )
+    finally:
+        lock.release()
+
+
+def _copy_rows(pack: _UnfinishedFile, stages: Stages) -> int:
+    """Copy the rows of all datasets; return the number of bytes that were written."""
+    plan, total, num_threads = pack.plan, 0, available_cpus()
+    with (
+        stages("copy", plan.rows * len(pack.all_offsets)) as advance,
+        ThreadPoolExecutor(num_threads) as threads,
+    ):
+        for number, (offsets, checksums) in enumerate(zip(pack.all_offsets, plan.tables.all_checksums, strict=True)):
+            copier = RowCopier(
+                plan.parts, number, plan.origins, offsets, checksums, pack.lock.descriptor, resumes=pack.resumes
+            )
+            for rows, copied in run(threads, copier.copy, copier.tasks(), 2 * num_threads, str):
+                total += copied
+                advance(rows)
+    return total
+
+
+def _compress_rows(pack: _UnfinishedFile, stages: Stages) -> int:
+    """Write the compressed output; return the number of bytes of its chunks."""
+    plan, step, num_workers, total = pack.plan, pack.structure.chunk_rows, available_cpus(), 0
+    datasets = 1 + len(pack.structure.fields)
+    with (
+        stages("compress", plan.rows * datasets) as advance,
+        open_executor(num_workers, None, plan) as executor,
+    ):
+
+        def chunks() -> Iterator[bytes]:
+            nonlocal total
+            tasks = ((number, start) for number in range(datasets) for start in range(0, plan.rows, step))
+            for data in run(executor, _compressed_chunk, tasks, 2 * num_workers, str, ordered=True):
+                total += len(data)
+                yield data
+                advance(step)
+
+        # Start the workers before HDF5 has a file open, which forked ones would inherit.
+        executor.submit(os.getpid).result()
+        finish.complete_compressed(pack, plan.tables, chunks(), executor)
+    return total
+
+
+def _compressed_chunk(task: tuple[int, int]) -> bytes:
+    """Return a chunk as it is stored, given its dataset and first row: that of a part if it has the same rows."""
+    plan: Combination = shared()
+    number, start = task
+    structure = plan.structure
+    compression = structure.compression
+    assert compression is not None
+    require_filter(compression)
+    one = structure.fields[number - 1] if number else None
+    shape, dtype = (structure.row_shape, "|u1") if one is None else (one.row_shape, one.dtype)
+    stop = min(start + structure.chunk_rows, plan.rows)
+    chunk = np.zeros((structure.chunk_rows, *shape), dtype)
+    for owner, first, last in plan.origins.runs(start, stop):
+        part, rows = plan.parts[owner], plan.origins.rows[first:last]
+        if last - first == len(chunk) and part.options.get("compression") == compression.name:
+            stored = _stored_chunk(part, number, rows)
+            if stored is not None:
+                return stored
+        dataset, engine = part.pixel_datasets[number], part.engine
+        values = engine.read(dataset, rows)
+        engine.check(dataset, checksums_of(dataset), rows, values)
+        chunk[first - start : last - start] = values
+    return compress_chunk(chunk, compression)
+
+
+def _stored_chunk(part: Part, number: int, rows: Rows) -> bytes | None:
+    """Return the bytes of a part's chunk if it has exactly these rows and is as it was stored, else None."""
+    index = part.engine.indexes[part.pixel_datasets[number]]
+    chunk, within = divmod(int(rows[0]), index.chunk_rows)
+    whole = len(rows) == index.chunk_rows and not within and len(consecutive_runs(rows)) == 2
+    if not whole or index.codec is None or index.stored_checksums is None or index.filter_masks[chunk]:
+        return None
+    data = read_all(part.engine.storage.open(), int(index.sizes[chunk]), int(index.addresses[chunk]))
+    return data if crc32(data) == int(index.stored_checksums[chunk]) else None

@@ -1,0 +1,74 @@
+"""`h5pack join`: one pack of the rows of several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from h5pack.combine.combination import Combination, CombineReport, write_combination
+from h5pack.combine.parts import Part, merge, open_part, require_other_output
+from h5pack.combine.statistics import added_statistics
+from h5pack.combine.virtual_file import write_virtual
+from h5pack.errors import OptionsError
+
+
+def join(
+    packs: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    virtual: bool = False,
+    overwrite: bool = False,
+    resume: bool = False,
+    progress: bool = False,
+) -> CombineReport:
+    """Make one pack of several, or with `virtual` a small file that refers to them.
+
+    The rows of each split follow each other, those of the first pack first. Classes keep the numbers that they have in
+    the first pack that has them; classes that only later packs have follow.
+
+    Parameters
+    ----------
+    packs : sequence of path
+        At least two packs with images of one size, or all with JPEG files, the same layout, the same kind of labels,
+        and the same fields.
+    out : path
+        The file to create.
+    virtual : bool
+        Write no pixels: images and masks are HDF5 virtual datasets over the packs, which must stay where they are,
+        relative to `out`. All tables are stored in `out`.
+    overwrite : bool
+        Replace an existing output once the new one is complete.
+    resume : bool
+        Continue an interrupted join of the same packs.
+    progress : bool
+        Show a progress bar on standard error if it is a terminal.
+
+    Returns
+    -------
+    CombineReport
+
+    Raises
+    ------
+    H5PackError
+        If a pack is missing, damaged or does not fit to the first one, if class names differ only in case, and for the
+        reasons of `h5pack.convert`.
+
+    Examples
+    --------
+    >>> h5pack.join(["monday.h5", "tuesday.h5"], "both.h5")  # doctest: +SKIP
+    """
+    if isinstance(packs, (str, os.PathLike)) or len(packs) < 2:
+        raise OptionsError("packs must be a list of at least two packs", parameters=("packs",))
+    paths = [Path(os.path.abspath(path)) for path in packs]
+    target = Path(os.path.abspath(out))
+    require_other_output(target, paths)
+    parts: list[Part] = [open_part(path) for path in paths]
+    merged = merge(parts)
+    order = np.argsort(merged.split_ids, kind="stable")
+    plan = Combination.of("join", parts, merged, order, added_statistics(parts, merged))
+    if virtual:
+        return write_virtual(plan, target, overwrite=overwrite)
+    return write_combination(plan, target, overwrite=overwrite, resume=resume, progress=progress)

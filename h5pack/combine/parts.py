@@ -1,0 +1,242 @@
+"""The packs that another pack is made of: their tables, and whether they fit together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.errors import OptionsError, SourceError
+from h5pack.format import schema
+from h5pack.format.checksums import crc32
+from h5pack.format.fields import FieldValues, RaggedRows, field_kind
+from h5pack.read.chunk_index import ChunkIndex
+from h5pack.read.description import checksums_of
+from h5pack.read.encoded import EncodedIndex
+from h5pack.read.engine import Engine
+from h5pack.read.hdf5 import open_file, require_complete, text
+from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Reject
+from h5pack.sources.folders import split_order
+from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog
+from h5pack.sources.hdf5_rows import HDF5RowReader
+
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A pack whose rows become rows of another pack."""
+
+    path: Path
+    catalog: Catalog
+    layout: str
+    options: dict[str, Any]  # of its conversion
+    rejects: tuple[Reject, ...]
+    statistics: dict[str, Any]  # as of `PackTables`
+
+    def __len__(self) -> int:
+        return len(self.catalog)
+
+    @property
+    def reader(self) -> HDF5RowReader:
+        """The reader of its images, masks and further images."""
+        assert isinstance(self.catalog.reader, HDF5RowReader)
+        return self.catalog.reader
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that reads its rows."""
+        return self.reader.engine
+
+    @property
+    def pixel_datasets(self) -> tuple[str, ...]:
+        """Paths of the datasets of images, masks and further images, in the order of the catalog's fields."""
+        return self.reader.images, *self.reader.masks
+
+    @property
+    def index(self) -> ChunkIndex:
+        """The index of the images."""
+        return self.reader.index
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether the pack keeps JPEG files."""
+        return isinstance(self.index, EncodedIndex)
+
+    def checksums(self, dataset: str) -> npt.NDArray[np.uint32]:
+        """Return the checksums of all rows of a dataset."""
+        return self.engine.read(checksums_of(dataset), np.arange(len(self)))
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What tells this pack from others: the number of rows, and a checksum of those of its images."""
+        checksum = crc32(np.ascontiguousarray(self.checksums(self.reader.images)))
+        return {"rows": len(self), "checksum": f"{checksum:08x}"}
+
+
+def open_part(path: Path) -> Part:
+    """Open a pack; raise SourceError if the file is not a pack, or lacks the checksums of its rows."""
+    with open_file(path) as file:
+        if schema.FORMAT not in file.attrs:
+            raise SourceError(f"{path}: is not a pack; make one of it with 'h5pack convert'", path=path)
+        require_complete(file)
+        options = _options(text(file.attrs.get(schema.OPTIONS, b"")))
+        images = file.get(schema.IMAGES)
+        layout = "nhwc" if images is None else text(images.attrs.get(schema.LAYOUT, b"nhwc"))
+        rejects, statistics = _rejects(file), _statistics(file)
+    catalog = hdf5_catalog(path, HDF5Datasets(), NameFilter())
+    part = Part(path, catalog, layout, options, rejects, statistics)
+    for name in part.pixel_datasets:
+        if checksums_of(name) not in part.engine.indexes:
+            raise SourceError(
+                f"{path}: has no checksums of {name!r}, with which its rows could be checked; pack it again with "
+                "'h5pack convert'",
+                path=path,
+                dataset=name,
+            )
+    return part
+
+
+def _options(stored: str) -> dict[str, Any]:
+    try:
+        options = json.loads(stored)
+    except ValueError:
+        return {}
+    return options if isinstance(options, dict) else {}
+
+
+def _rejects(file: h5py.File) -> tuple[Reject, ...]:
+    if schema.REJECTS not in file:
+        return ()
+    names, reasons = (file[f"{schema.REJECTS}/{one}"][()].tolist() for one in ("filenames", "reasons"))
+    return tuple(Reject(text(name), text(reason)) for name, reason in zip(names, reasons, strict=True))
+
+
+def _statistics(file: h5py.File) -> dict[str, Any]:
+    group = file[schema.STATISTICS]
+    found: dict[str, Any] = {name: group[name][()] for name in ("mean", "std")}
+    return {
+        **found,
+        "rows": int(group.attrs["rows"]),
+        "step": int(group.attrs["step"]),
+        "split": text(group.attrs["split"]),
+    }
+
+
+def require_alike(parts: Sequence[Part]) -> None:
+    """Raise SourceError if packs differ in what they store, which must be equal if they become one."""
+    first = parts[0]
+    for part in parts[1:]:
+        for what, own, other in zip(_KINDS, _content(part), _content(first), strict=True):
+            if own != other:
+                raise SourceError(
+                    f"{part.path}: has {what} {_shown(own)}, but {first.path} has {_shown(other)}; convert it again "
+                    "with the same options",
+                    path=part.path,
+                )
+
+
+_KINDS = ("images of", "the layout", "labels", "the label columns", "the fields")
+
+
+def _content(part: Part) -> tuple[Any, ...]:
+    catalog = part.catalog
+    labels = None if catalog.labels is None else "a table" if catalog.labels.ndim == 2 else "integers"
+    if labels == "integers" and catalog.label_names is not None:
+        labels = "classes"
+    fields = {name: (field_kind(values), *_form(values)) for name, values in catalog.fields.items()}
+    for one, dataset in zip(catalog.pixel_fields, part.reader.masks, strict=True):
+        index = part.engine.indexes[dataset]
+        fields[one.name] = (one.kind, str(index.native_dtype), index.row_shape)
+    images = "JPEG files" if part.is_encoded else part.index.row_shape
+    return images, part.layout, labels, catalog.label_names if labels == "a table" else None, sorted(fields.items())
+
+
+def _form(values: FieldValues) -> tuple[Any, ...]:
+    data = values.data if isinstance(values, RaggedRows) else values
+    return str(data.dtype), data.shape[1:]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple) and all(isinstance(one, int) for one in value):
+        return "x".join(map(str, value))
+    return "none" if value is None or value == [] else str(value)
+
+
+def merge(parts: Sequence[Part]) -> Catalog:
+    """Return the tables of all rows of packs, one pack after the other; the reader is that of the first.
+
+    Classes get the numbers of the first pack that has them, and further ones follow. Raises SourceError if two classes
+    differ only in case.
+    """
+    require_alike(parts)
+    catalogs = [part.catalog for part in parts]
+    names = split_order(name for one in catalogs for name in one.split_names)
+    splits = [np.array([names.index(name) for name in one.split_names], np.int32)[one.split_ids] for one in catalogs]
+    first = catalogs[0]
+    label_names, labels = first.label_names, [one.labels for one in catalogs if one.labels is not None]
+    if labels and labels[0].ndim == 1 and label_names is not None:
+        label_names, maps = _merge_classes((part.path, part.catalog.label_names or ()) for part in parts)
+        # The last entry of each map stands for -1, which means that an image has no label.
+        labels = [numbers[values] for numbers, values in zip(maps, labels, strict=True)]
+    return Catalog(
+        "hdf5",
+        first.reader,
+        first.names if len(parts) == 1 else NameTable.of(name for one in catalogs for name in one.names),
+        names,
+        np.concatenate(splits),
+        labels=np.concatenate(labels) if labels else None,
+        label_names=label_names,
+        fields={name: _merge_field(parts, name) for name in first.fields},
+        pixel_fields=first.pixel_fields,
+        rejects=tuple(reject for part in parts for reject in part.rejects),
+    )
+
+
+def _merge_classes(found: Iterable[tuple[Path, tuple[str, ...]]]) -> tuple[tuple[str, ...], list[Rows]]:
+    """Return all class names, and for each pack the new number of each of its classes, followed by -1."""
+    numbers: dict[str, int] = {}
+    origins: dict[str, tuple[str, Path]] = {}
+    maps = []
+    for path, names in found:
+        for name in names:
+            known, owner = origins.setdefault(name.casefold(), (name, path))
+            if known != name:
+                raise SourceError(
+                    f"{path}: its class {name!r} differs only in case from {known!r} of {owner}; rename one of them "
+                    "in its source, and convert that again",
+                    path=path,
+                )
+            numbers.setdefault(name, len(numbers))
+        maps.append(np.array([*(numbers[name] for name in names), schema.NO_LABEL], np.int64))
+    return tuple(numbers), maps
+
+
+def _merge_field(parts: Sequence[Part], name: str) -> FieldValues:
+    columns = [part.catalog.fields[name] for part in parts]
+    ragged = [one for one in columns if isinstance(one, RaggedRows)]
+    if not ragged:
+        return np.concatenate([np.asarray(one) for one in columns])
+    classes, data = ragged[0].classes, [one.data for one in ragged]
+    if any(one.classes is not None for one in ragged):
+        classes, maps = _merge_classes((part.path, one.classes or ()) for part, one in zip(parts, ragged, strict=True))
+        data = [
+            numbers[values].astype(values.dtype) if one.classes is not None else values
+            for one, numbers, values in zip(ragged, maps, data, strict=True)
+        ]
+    lengths = np.concatenate([np.diff(one.offsets) for one in ragged])
+    return RaggedRows(ragged[0].kind, np.concatenate(data), np.append(0, np.cumsum(lengths)), classes)
+
+
+def require_other_output(out: Path, sources: Sequence[Path]) -> None:
+    """Raise OptionsError if the output is one of the packs that it is made of."""
+    for path in sources:
+        if out == path or (out.exists() and path.exists() and out.samefile(path)):
+            raise OptionsError(f"{out}: is one of the packs to read; give the output another name", path=out)

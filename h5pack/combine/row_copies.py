@@ -1,0 +1,143 @@
+"""Copying rows of packs into the file of another one: blocks are shared with the source where the file system can.
+
+Otherwise rows are read, compared with their checksums, and written. Threads suffice, because all of this runs without
+the GIL but for a few Python steps per group of rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.combine.parts import Part, Rows
+from h5pack.format import schema
+from h5pack.format.checksums import crc32, row_checksums
+from h5pack.format.row_offsets import RowOffsets
+from h5pack.read.description import checksums_of
+from h5pack.read.encoded import EncodedIndex
+from h5pack.system.arrays import consecutive_runs, equal_runs
+from h5pack.system.files import clone_range, read_all, write_all
+
+_TASK_BYTES = 8 * 1024 * 1024
+_BLOCK = schema.ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class RowOrigins:
+    """Where each row of a pack comes from."""
+
+    owners: npt.NDArray[np.int64]  # (N,): position of its part
+    rows: Rows  # (N,): its row in that part
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Divide rows `start` to ``stop - 1`` where their part changes; yield part, first row and end row."""
+        edges = (start + equal_runs(self.owners[start:stop])).tolist()
+        return ((int(self.owners[first]), first, last) for first, last in itertools.pairwise(edges))
+
+
+class RowCopier:
+    """Copies the rows of one dataset to their offsets in an unfinished file, from any number of threads.
+
+    `number` is the position of the dataset in `Part.pixel_datasets`. With `resumes`, rows that the file has already are
+    left as they are.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        number: int,
+        origins: RowOrigins,
+        offsets: RowOffsets,
+        checksums: npt.NDArray[np.uint32],
+        descriptor: int,
+        *,
+        resumes: bool,
+    ) -> None:
+        self._parts, self._number, self._origins = parts, number, origins
+        self._offsets, self._checksums, self._descriptor = offsets, checksums, descriptor
+        self._resumes = resumes
+        self._copied_parts: set[int] = set()  # whose file system cannot share blocks with the file
+
+    def tasks(self) -> Iterator[tuple[int, int]]:
+        """Yield the first and the end row of each task; its rows are contiguous in the file."""
+        for start, count in self._offsets.runs(np.arange(len(self._origins)), _TASK_BYTES):
+            yield start, start + count
+
+    def copy(self, task: tuple[int, int]) -> tuple[int, int]:
+        """Copy the rows of a task; return their number, and the bytes that were written instead of shared.
+
+        Raises DamagedRowsError if rows differ from their checksums, and OSError if writing fails.
+        """
+        copied = 0
+        for owner, start, stop in self._origins.runs(*task):
+            if owner not in self._copied_parts and self._clone(owner, start, stop):
+                continue
+            if self._resumes and self._is_written(start, stop):
+                continue
+            data = self._read(self._parts[owner], self._origins.rows[start:stop])
+            write_all(self._descriptor, data, self._offsets.offset(start))
+            copied += len(data)
+        return task[1] - task[0], copied
+
+    def _clone(self, owner: int, start: int, stop: int) -> bool:
+        """Share the blocks of rows with their part if they are contiguous there; write what is less than a block."""
+        part = self._parts[owner]
+        source = self._source_range(part, start, stop)
+        if source is None:
+            return False
+        first, count = source
+        target = self._offsets.offset(start)
+        head = -first % _BLOCK
+        middle = (count - head) // _BLOCK * _BLOCK
+        if (target - first) % _BLOCK or middle <= 0:
+            return False
+        descriptor = part.engine.storage.open()
+        if not clone_range(descriptor, self._descriptor, first + head, middle, target + head):
+            self._copied_parts.add(owner)
+            return False
+        for begin, end in ((0, head), (head + middle, count)):
+            write_all(self._descriptor, read_all(descriptor, end - begin, first + begin), target + begin)
+        return True
+
+    def _source_range(self, part: Part, start: int, stop: int) -> tuple[int, int] | None:
+        """Return offset and number of the bytes of rows in their part's file; None if they are not contiguous there."""
+        rows = self._origins.rows[start:stop]
+        index = part.engine.indexes[part.pixel_datasets[self._number]]
+        if len(consecutive_runs(rows)) != 2:
+            return None
+        count = int(self._offsets.edges(start, stop - start)[-1])
+        if isinstance(index, EncodedIndex):
+            base = index.base if index.library_reason is None else None
+            return None if base is None else (base + int(index.offsets[rows[0]]), count)
+        first, last = index.offset_of(int(rows[0])), index.offset_of(int(rows[-1]))
+        if first is None or last is None or last - first != count - index.row_bytes:
+            return None
+        return first, count
+
+    def _is_written(self, start: int, stop: int) -> bool:
+        edges = self._offsets.edges(start, stop - start).tolist()
+        data = memoryview(read_all(self._descriptor, edges[-1], self._offsets.offset(start)))
+        wanted = self._checksums[start:stop].tolist()
+        if len(data) < edges[-1]:
+            return False
+        return all(crc32(data[a:b]) == one for (a, b), one in zip(itertools.pairwise(edges), wanted, strict=True))
+
+    def _read(self, part: Part, rows: Rows) -> bytes | memoryview:
+        dataset, engine = part.pixel_datasets[self._number], part.engine
+        if isinstance(engine.indexes[dataset], EncodedIndex):
+            found = engine.read_bytes(dataset, rows)
+            checksums = np.array([crc32(data) for data in found], np.uint32)
+            data: bytes | memoryview = b"".join(found)
+        else:
+            values = engine.read(dataset, rows).astype(engine.indexes[dataset].dtype, copy=False)
+            checksums = row_checksums(values)
+            data = values.reshape(-1).view(np.uint8).data
+        engine.require_checksums(dataset, checksums_of(dataset), rows, checksums)
+        return data

@@ -1,0 +1,97 @@
+"""Channel statistics of a pack that is made of others."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.combine.parts import Part, Rows
+from h5pack.combine.row_copies import RowOrigins
+from h5pack.format import schema
+from h5pack.pack.statistics import channel_sums, encoded_sums, mean_and_std, sampled_rows
+from h5pack.read.encoded import EncodedIndex
+from h5pack.sources.catalog import Catalog
+
+_READ_ROWS = 64
+
+
+def added_statistics(parts: Sequence[Part], merged: Catalog) -> dict[str, Any]:
+    """Return the statistics of all rows that those of the parts were computed from.
+
+    Their sums are integers, which follow from mean and standard deviation. Only parts count whose statistics are of the
+    same split.
+    """
+    split = merged.split_names[schema.statistics_split(merged.split_names)]
+    chosen = [part for part in parts if part.statistics["split"] == split and part.statistics["rows"]] or [parts[0]]
+    counts = [_pixels(part) for part in chosen]
+    total = sum(
+        (_sums(part.statistics, count) for part, count in zip(chosen, counts, strict=True)),
+        start=np.zeros((2, len(chosen[0].statistics["mean"])), np.uint64),
+    )
+    mean, std = mean_and_std(total, sum(counts))
+    return {
+        "mean": mean,
+        "std": std,
+        "rows": sum(part.statistics["rows"] for part in chosen),
+        "step": max(part.statistics["step"] for part in chosen),
+        "split": split,
+    }
+
+
+def _pixels(part: Part) -> int:
+    """Return how many pixels the statistics of a part were computed from."""
+    rows, step = part.statistics["rows"], part.statistics["step"]
+    if not isinstance(part.index, EncodedIndex):
+        return int(rows * math.prod(part.index.row_shape) // len(part.statistics["mean"]))
+    name = part.statistics["split"]
+    own = np.flatnonzero(part.catalog.split_ids == part.catalog.split_names.index(name))[::step]
+    sizes = part.index.image_sizes[own].astype(np.int64).prod(axis=1)
+    # Rows that cannot be decoded do not count; which ones these are is not known.
+    return int(int(sizes.sum()) * rows // max(1, len(own)))
+
+
+def _sums(statistics: dict[str, Any], count: int) -> npt.NDArray[np.uint64]:
+    """Return the exact sums of values and of their squares, as of `channel_sums`."""
+    if not count:
+        return np.zeros((2, len(statistics["mean"])), np.uint64)
+    mean, std = (np.asarray(statistics[name], np.longdouble) for name in ("mean", "std"))
+    sums = np.stack([mean * 255 * count, (std * std + mean * mean) * 255 * 255 * count])
+    exact: npt.NDArray[np.uint64] = np.rint(sums).astype(np.uint64)
+    return exact
+
+
+def measured_statistics(parts: Sequence[Part], merged: Catalog, order: Rows) -> dict[str, Any]:
+    """Return statistics of some rows of `merged` in a given order, by the rule for a conversion."""
+    number = schema.statistics_split(merged.split_names)
+    own = order[merged.split_ids[order] == number]
+    encoded = parts[0].is_encoded
+    chosen = own[sampled_rows(0, len(own), encoded)]
+    starts = np.cumsum([0, *map(len, parts)])
+    owners = np.searchsorted(starts, chosen, "right") - 1
+    origins = RowOrigins(owners, chosen - starts[owners])
+    total = np.zeros((2, len(parts[0].statistics["mean"])), np.uint64)
+    count = pixels = 0
+    edges = [*range(0, len(chosen), _READ_ROWS), len(chosen)]
+    for low, high in itertools.pairwise(edges):
+        for owner, first, last in origins.runs(low, high):
+            for sums, size in _row_sums(parts[owner], origins.rows[first:last]):
+                total, count, pixels = total + sums, count + 1, pixels + size
+    mean, std = mean_and_std(total, pixels)
+    step = schema.statistics_step(len(own), encoded)
+    return {"mean": mean, "std": std, "rows": count, "step": step, "split": merged.split_names[number]}
+
+
+def _row_sums(part: Part, rows: Rows) -> list[tuple[npt.NDArray[np.uint64], int]]:
+    """Return the sums and the number of pixels of each row that can be decoded."""
+    name = part.reader.images
+    if isinstance(part.index, EncodedIndex):
+        sums = [encoded_sums(data) for data in part.engine.read_bytes(name, rows)]
+        sizes = part.index.image_sizes[rows].astype(np.int64).prod(axis=1).tolist()
+        return [(found, size) for found, size in zip(sums, sizes, strict=True) if found is not None]
+    values = part.engine.read(name, rows)
+    return [(channel_sums(row, part.layout), row.size // len(part.statistics["mean"])) for row in values]

@@ -1,0 +1,162 @@
+"""`h5pack subset`: a pack of some rows of another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from h5pack.combine.combination import Combination, CombineReport, write_combination
+from h5pack.combine.parts import Part, Rows, merge, open_part, require_other_output
+from h5pack.combine.statistics import measured_statistics
+from h5pack.errors import NoImagesError, OptionsError
+from h5pack.pack.options import check_integer
+from h5pack.sources.catalog import Catalog
+from h5pack.system.arrays import shuffled
+from h5pack.system.text import listed
+
+
+def subset(
+    pack: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    splits: str | Sequence[str] = (),
+    classes: str | Sequence[str] = (),
+    rows: Sequence[int] | str | None = None,
+    sample: int | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    resume: bool = False,
+    progress: bool = False,
+) -> CombineReport:
+    """Make a pack of some rows of another, in the same order.
+
+    A row is taken if all of `splits`, `classes` and `rows` allow it.
+
+    Parameters
+    ----------
+    pack : path
+    out : path
+        The file to create.
+    splits : str or sequence of str
+        Splits to take. Default: all.
+    classes : str or sequence of str
+        Classes to take; they are numbered in this order. Default: all.
+    rows : sequence of int or str, optional
+        Rows to take: numbers, or text such as "0:1000,5000:6000,7123", whose ranges end before the second number.
+        Default: all.
+    sample : int, optional
+        Take at most this many of the rows, drawn at random without replacement.
+    seed : int
+        Seed of the draw.
+    overwrite : bool
+        Replace an existing output once the new one is complete.
+    resume : bool
+        Continue an interrupted call with the same parameters.
+    progress : bool
+        Show a progress bar on standard error if it is a terminal.
+
+    Returns
+    -------
+    CombineReport
+
+    Raises
+    ------
+    H5PackError
+        If a split, class or row does not exist, if no row is left, and for the reasons of `h5pack.convert`.
+
+    Examples
+    --------
+    >>> h5pack.subset("all.h5", "small.h5", splits="train", sample=1000)  # doctest: +SKIP
+    """
+    path, target = Path(os.path.abspath(pack)), Path(os.path.abspath(out))
+    require_other_output(target, [path])
+    part = open_part(path)
+    merged = merge([part])
+    chosen = np.ones(len(part), np.bool_)
+    if splits:
+        chosen &= _in_splits(part, merged, _names(splits))
+    if classes:
+        chosen &= _of_classes(part, merged, _names(classes))
+        merged = _with_classes(merged, _names(classes))
+    if rows is not None:
+        chosen &= _of_rows(part, rows)
+    order = np.flatnonzero(chosen)
+    if sample is not None:
+        check_integer("sample", sample, 1)
+        check_integer("seed", seed, 0, 2**63 - 1)
+        order = np.sort(order[shuffled(len(order), seed)[:sample]])
+    if not len(order):
+        raise NoImagesError(f"{path}: no row is of the chosen splits, classes and rows; choose others", path=path)
+    merged = _with_used_splits(merged, order)
+    plan = Combination.of("subset", [part], merged, order, measured_statistics([part], merged, order))
+    return write_combination(plan, target, overwrite=overwrite, resume=resume, progress=progress)
+
+
+def _names(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _require_known(part: Part, parameter: str, names: Sequence[str], known: Sequence[str]) -> None:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise OptionsError(
+            f"{part.path}: {parameter}={unknown[0]!r} does not exist; it has {listed(list(known)) or 'none'}",
+            path=part.path,
+            parameters=(f"{parameter}={unknown[0]!r}",),
+        )
+
+
+def _in_splits(part: Part, merged: Catalog, names: Sequence[str]) -> np.ndarray:
+    _require_known(part, "splits", names, merged.split_names)
+    return np.isin(merged.split_ids, [merged.split_names.index(name) for name in names])
+
+
+def _of_classes(part: Part, merged: Catalog, names: Sequence[str]) -> np.ndarray:
+    if merged.labels is None or merged.labels.ndim != 1 or merged.label_names is None:
+        raise OptionsError(f"{part.path}: has no classes; leave out classes", path=part.path, parameters=("classes",))
+    _require_known(part, "classes", names, merged.label_names)
+    return np.isin(merged.labels, [merged.label_names.index(name) for name in names])
+
+
+def _with_classes(merged: Catalog, names: tuple[str, ...]) -> Catalog:
+    """Return tables with only these classes, numbered in this order; the labels of other rows become -1."""
+    assert merged.labels is not None
+    assert merged.label_names is not None
+    numbers = [names.index(name) if name in names else -1 for name in merged.label_names]
+    return replace(merged, label_names=names, labels=np.array([*numbers, -1], np.int64)[merged.labels])
+
+
+def _of_rows(part: Part, rows: Sequence[int] | str) -> np.ndarray:
+    chosen = np.zeros(len(part), np.bool_)
+    found = _parsed(rows) if isinstance(rows, str) else np.asarray(rows)
+    if found.ndim != 1 or found.dtype.kind not in "iu" or (found < 0).any() or (found >= len(part)).any():
+        raise OptionsError(
+            f"{part.path}: rows must be numbers from 0 to {len(part) - 1:,}, or text such as '0:1000,5000:6000'",
+            path=part.path,
+            parameters=("rows",),
+        )
+    chosen[found] = True
+    return chosen
+
+
+def _parsed(rows: str) -> Rows:
+    """Return the row numbers of text such as "0:1000,7123"; an invalid text becomes [-1]."""
+    try:
+        ranges = [[int(number) for number in one.split(":")] for one in rows.split(",")]
+        parts = [np.arange(*one) if len(one) == 2 else np.array(one) for one in ranges]
+        return np.concatenate(parts) if all(len(one) in (1, 2) for one in ranges) else np.array([-1])
+    except ValueError:
+        return np.array([-1])
+
+
+def _with_used_splits(merged: Catalog, order: Rows) -> Catalog:
+    """Return tables without the splits that have none of the rows in `order`."""
+    used = np.unique(merged.split_ids[order])
+    numbers = np.zeros(len(merged.split_names), np.int32)
+    numbers[used] = np.arange(len(used))
+    names = tuple(merged.split_names[number] for number in used.tolist())
+    return replace(merged, split_names=names, split_ids=numbers[merged.split_ids])

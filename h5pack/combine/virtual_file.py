@@ -1,0 +1,121 @@
+"""Virtual files: all tables of several packs, and HDF5 virtual datasets over their images."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from h5pack.combine.combination import Combination, CombineReport
+from h5pack.format import schema
+from h5pack.pack import finish
+from h5pack.pack.file_structure import FileStructure, create_file, describe_file, describe_images, system_errors
+from h5pack.pack.output import Output, OutputLock
+from h5pack.read.encoded import EncodedIndex
+from h5pack.system.arrays import consecutive_runs
+from h5pack.system.files import reporting_full_disk, sync_path
+
+_MAPPING_BYTES = 512
+"""Upper bound of the metadata of a mapping without its file name."""
+
+
+def write_virtual(plan: Combination, out: Path, *, overwrite: bool) -> CombineReport:
+    """Write the virtual file of a combination. Nothing is resumed, because it takes no longer than reading tables."""
+    begin = time.perf_counter()
+    output = Output(out)
+    output.check(overwrite, resume=False)
+    lock = OutputLock(output)
+    try:
+        with reporting_full_disk(output.partial, "make room, then run again"):
+            lock.renew()
+            output.structure.unlink(missing_ok=True)
+            _write(plan, output.structure, out.parent)
+            sync_path(output.structure)
+            lock.replace(output.structure)
+            finish.publish(output, lock, overwrite, plan.tables.rejects)
+        size = os.fstat(lock.descriptor).st_size
+        seconds = {"write": time.perf_counter() - begin}
+        return CombineReport(str(out), plan.rows, size, 0, len(plan.tables.rejects), seconds=seconds)
+    finally:
+        lock.release()
+        output.partial.unlink(missing_ok=True)
+
+
+def _write(plan: Combination, path: Path, folder: Path) -> None:
+    mappings = [list(_mappings(plan, number)) for number in range(1 + len(plan.pixel_rows))]
+    names = sum(len(os.fsencode(part.path)) + _MAPPING_BYTES for part in plan.parts)
+    room = len(mappings) * names * max(1, max(map(len, mappings)) // len(plan.parts)) + plan.structure.metadata_bytes
+    # HDF5 1.8 has no virtual datasets.
+    structure = replace(plan.structure, compat=False, compression=None, metadata_bytes=room)
+    shapes = [(structure.dataset, (plan.stored_rows(plan.rows), *structure.row_shape), "|u1")]
+    shapes += [(one.dataset, (plan.rows, *one.row_shape), one.dtype) for one in structure.fields]
+    with system_errors(), create_file(path, structure) as file:
+        for number, ((name, shape, dtype), found) in enumerate(zip(shapes, mappings, strict=True)):
+            group = os.path.dirname(name)
+            if group and group not in file:
+                file.create_group(group)
+            dataset = _create(file, name, shape, dtype, _sources(plan, number, shape, found, folder))
+            _describe(dataset, structure, number)
+        describe_file(file, structure, plan.tables)
+
+
+def _mappings(plan: Combination, number: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (part, first row, first row in the part, row count) of consecutive rows; of encoded images in bytes."""
+    for owner, start, stop in plan.origins.runs(0, plan.rows):
+        rows = plan.origins.rows[start:stop]
+        edges = consecutive_runs(rows).tolist()
+        for low, high in itertools.pairwise(edges):
+            first, origin, count = start + low, int(rows[low]), high - low
+            index = plan.parts[owner].engine.indexes[plan.parts[owner].pixel_datasets[number]]
+            if isinstance(index, EncodedIndex) and plan.offsets is not None:
+                end = int(plan.offsets[first + count])
+                first, origin = int(plan.offsets[first]), int(index.offsets[origin])
+                count = end - first
+            if count:
+                yield owner, first, origin, count
+
+
+def _sources(
+    plan: Combination, number: int, shape: tuple[int, ...], mappings: list[tuple[int, int, int, int]], folder: Path
+) -> h5py.h5p.PropDCID:
+    create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    create.set_obj_track_times(False)
+    origin = (0,) * (len(shape) - 1)
+    for owner, first, start, count in mappings:
+        part = plan.parts[owner]
+        dataset = part.pixel_datasets[number]
+        index = part.engine.indexes[dataset]
+        if isinstance(index, EncodedIndex):
+            dataset, rows = index.data.name, index.data.rows
+        else:
+            rows = index.rows
+        here, there = h5py.h5s.create_simple(shape), h5py.h5s.create_simple((rows, *shape[1:]))
+        here.select_hyperslab((first, *origin), (count, *shape[1:]))
+        there.select_hyperslab((start, *origin), (count, *shape[1:]))
+        # HDF5 takes %b in a name for a number.
+        name = os.path.relpath(part.path, folder).replace("%", "%%")
+        create.set_virtual(here, os.fsencode(name), dataset.replace("%", "%%").encode(), there)
+    return create
+
+
+def _create(file: h5py.File, name: str, shape: tuple[int, ...], dtype: str, create: h5py.h5p.PropDCID) -> h5py.Dataset:
+    kind, space = h5py.h5t.py_create(np.dtype(dtype)), h5py.h5s.create_simple(shape)
+    return h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, create))
+
+
+def _describe(dataset: h5py.Dataset, structure: FileStructure, number: int) -> None:
+    """Write the attributes that a dataset of a pack has, without those that recommend a chunk cache."""
+    if number:
+        field = structure.fields[number - 1]
+        dataset.attrs[schema.KIND] = np.bytes_(field.kind)
+        if field.kind == schema.IMAGE:
+            dataset.attrs[schema.LAYOUT] = np.bytes_(structure.layout)
+    elif math.prod(structure.row_shape) > 1:
+        describe_images(dataset, structure)
