@@ -88,10 +88,14 @@ def append(
     if not resume and not overwrite:
         _require_no_leftovers(new_path, Output(new_path).partial, Output(path).partial)
     if resume and new_path.exists() and _is_appended(old, open_part(new_path)):
+        if not Output(path).partial.exists():
+            Output(path).remove_leftovers()
         _remove(new_path)
         return CombineReport(str(path), len(old), path.stat().st_size, already_complete=True)
     settings = {**_row_options(old), **options, "overwrite": overwrite, "resume": resume, "progress": progress}
-    with _Addition(source, new_path, old, only_new, **settings) as conversion:
+    # After a call that was interrupted at its very end, all names are in the pack.
+    ended = resume and old.options.get("combined", {}).get("verb") == "append"
+    with _Addition(source, new_path, old, only_new or ended, **settings) as conversion:
         if not len(conversion.catalog):
             return CombineReport(str(path), len(old), path.stat().st_size, already_complete=True)
         conversion.run()
@@ -203,7 +207,8 @@ def _with_split(old: Part, new: Part, split: str | None) -> Part:
         split = old.catalog.split_names[0]
     if split is None:
         return new
-    return replace(new, catalog=replace(new.catalog, split_names=(split,), split_ids=np.zeros(len(new), np.int32)))
+    catalog = replace(new.catalog, split_names=(split,), split_ids=np.zeros(len(new), np.int32))
+    return replace(new, catalog=catalog, statistics={**new.statistics, "split": split})
 
 
 def _remove(path: Path) -> None:

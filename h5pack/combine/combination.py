@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from h5pack.combine.parts import Part, Rows
 from h5pack.combine.row_copies import RowCopier, RowOrigins
-from h5pack.errors import ResumeError, SourceError
+from h5pack.errors import OutputExistsError, ResumeError, SourceError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32
 from h5pack.format.plans import plan_chunks
@@ -46,7 +46,7 @@ from h5pack.pack.kept import plan_data_chunks
 from h5pack.pack.output import Output, OutputLock
 from h5pack.read.description import checksums_of
 from h5pack.read.encoded import EncodedIndex
-from h5pack.read.hdf5 import utf8
+from h5pack.read.hdf5 import open_file, text, utf8
 from h5pack.sources.catalog import Catalog
 from h5pack.system.arrays import consecutive_runs
 from h5pack.system.files import read_all, reporting_full_disk
@@ -323,6 +323,8 @@ def write_combination(
     """Write the pack. Raises the errors of `h5pack.convert` about the output, and those of reading the parts."""
     output, stages = Output(out), Stages(progress)
     output.check(overwrite, resume)
+    if resume and not overwrite and out.exists() and not output.partial.exists():
+        return _existing_report(plan, output)
     lock = OutputLock(output)
     try:
         with reporting_full_disk(output.partial, "make room, then run again with resume=True", "resume=True"):
@@ -340,6 +342,22 @@ def write_combination(
         )
     finally:
         lock.release()
+
+
+def _existing_report(plan: Combination, output: Output) -> CombineReport:
+    """Return the report of an output that was complete before; raise OutputExistsError if it is another file."""
+    with open_file(output.final) as file:
+        same = text(file.attrs.get(schema.OPTIONS, b"")) == options_text(plan.options())
+        same = same and len(file[schema.FILENAMES]) == plan.rows
+    if not same:
+        raise OutputExistsError(
+            f"{output.final}: exists, and is another file; give another name, or overwrite=True without resume=True to "
+            "replace it",
+            path=output.final,
+            parameters=("overwrite=True", "resume=True"),
+        )
+    output.remove_leftovers()
+    return CombineReport(str(output.final), plan.rows, output.final.stat().st_size, already_complete=True)
 
 
 def _copy_rows(pack: _UnfinishedFile, stages: Stages) -> int:

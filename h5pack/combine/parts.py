@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,7 +40,7 @@ class Part:
     layout: str
     options: dict[str, Any]  # of its conversion
     rejects: tuple[Reject, ...]
-    statistics: dict[str, Any]  # as of `PackTables`
+    statistics: dict[str, Any]  # as of `PackTables`, and the number of pixels that they were computed from
 
     def __len__(self) -> int:
         return len(self.catalog)
@@ -76,7 +77,7 @@ class Part:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What tells this pack from others: the number of rows, and a checksum of those of its images."""
+        """What distinguishes this pack from others: the number of rows, and a checksum of those of its images."""
         checksum = crc32(np.ascontiguousarray(self.checksums(self.reader.images)))
         return {"rows": len(self), "checksum": f"{checksum:08x}"}
 
@@ -93,6 +94,7 @@ def open_part(path: Path) -> Part:
         rejects, statistics = _rejects(file), _statistics(file)
     catalog = hdf5_catalog(path, HDF5Datasets(), NameFilter())
     part = Part(path, catalog, layout, options, rejects, statistics)
+    statistics["pixels"] = _measured_pixels(part)
     for name in part.pixel_datasets:
         if checksums_of(name) not in part.engine.indexes:
             raise SourceError(
@@ -130,6 +132,18 @@ def _statistics(file: h5py.File) -> dict[str, Any]:
     }
 
 
+def _measured_pixels(part: Part) -> int:
+    """Return how many pixels the statistics of a pack were computed from."""
+    rows, step, name = (part.statistics[key] for key in ("rows", "step", "split"))
+    names = part.catalog.split_names
+    if not isinstance(part.index, EncodedIndex):
+        return int(rows * math.prod(part.index.row_shape) // len(part.statistics["mean"]))
+    own = np.flatnonzero(part.catalog.split_ids == (names.index(name) if name in names else -1))[::step]
+    sizes = part.index.image_sizes[own].astype(np.int64).prod(axis=1)
+    # Rows that cannot be decoded do not count; which ones these are is not known.
+    return int(int(sizes.sum()) * rows // max(1, len(own)))
+
+
 def require_alike(parts: Sequence[Part]) -> None:
     """Raise SourceError if packs differ in what they store, which must be equal if they become one."""
     first = parts[0]
@@ -143,7 +157,7 @@ def require_alike(parts: Sequence[Part]) -> None:
                 )
 
 
-_KINDS = ("images of", "the layout", "labels", "the label columns", "the fields")
+_KINDS = ("the layout", "images of", "labels", "the label columns", "the fields")
 
 
 def _content(part: Part) -> tuple[Any, ...]:
@@ -156,7 +170,7 @@ def _content(part: Part) -> tuple[Any, ...]:
         index = part.engine.indexes[dataset]
         fields[one.name] = (one.kind, str(index.native_dtype), index.row_shape)
     images = "JPEG files" if part.is_encoded else part.index.row_shape
-    return images, part.layout, labels, catalog.label_names if labels == "a table" else None, sorted(fields.items())
+    return part.layout, images, labels, catalog.label_names if labels == "a table" else None, sorted(fields.items())
 
 
 def _form(values: FieldValues) -> tuple[Any, ...]:

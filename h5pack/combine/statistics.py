@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ def added_statistics(parts: Sequence[Part], merged: Catalog) -> dict[str, Any]:
     """
     split = merged.split_names[schema.statistics_split(merged.split_names)]
     chosen = [part for part in parts if part.statistics["split"] == split and part.statistics["rows"]] or [parts[0]]
-    counts = [_pixels(part) for part in chosen]
+    counts = [part.statistics["pixels"] for part in chosen]
     total = sum(
         (_sums(part.statistics, count) for part, count in zip(chosen, counts, strict=True)),
         start=np.zeros((2, len(chosen[0].statistics["mean"])), np.uint64),
@@ -41,18 +40,6 @@ def added_statistics(parts: Sequence[Part], merged: Catalog) -> dict[str, Any]:
         "step": max(part.statistics["step"] for part in chosen),
         "split": split,
     }
-
-
-def _pixels(part: Part) -> int:
-    """Return how many pixels the statistics of a part were computed from."""
-    rows, step = part.statistics["rows"], part.statistics["step"]
-    if not isinstance(part.index, EncodedIndex):
-        return int(rows * math.prod(part.index.row_shape) // len(part.statistics["mean"]))
-    name = part.statistics["split"]
-    own = np.flatnonzero(part.catalog.split_ids == part.catalog.split_names.index(name))[::step]
-    sizes = part.index.image_sizes[own].astype(np.int64).prod(axis=1)
-    # Rows that cannot be decoded do not count; which ones these are is not known.
-    return int(int(sizes.sum()) * rows // max(1, len(own)))
 
 
 def _sums(statistics: dict[str, Any], count: int) -> npt.NDArray[np.uint64]:

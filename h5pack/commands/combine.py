@@ -92,9 +92,7 @@ def run_append(arguments: argparse.Namespace) -> int:
     from h5pack.combine.append import append
 
     keywords = {**given_options(arguments), **_run_keywords(arguments)}
-    report = append(
-        arguments.out, arguments.source, split=arguments.split, only_new=arguments.only_new, **keywords
-    )
+    report = append(arguments.out, arguments.source, split=arguments.split, only_new=arguments.only_new, **keywords)
     return _print(arguments, report)
 
 

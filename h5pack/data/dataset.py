@@ -82,8 +82,7 @@ class H5Dataset(BatchSource):
     Attributes
     ----------
     splits : dict of str to range or ndarray
-        Name of each split, and its rows in the file; int64 (n,) if they are several ranges, as in a pack to which
-        images were appended.
+        Name of each split, and its rows in the file; int64 (n,) if images were appended to it.
     classes : tuple of str or None
         Class names: label i is of class ``classes[i]``.
     columns : tuple of str or None
@@ -150,7 +149,7 @@ class H5Dataset(BatchSource):
         self.split = split if split is None or isinstance(split, str) else chosen
         self.transform, self.target_transform = transform, target_transform
         self.classes, self.columns = pack.classes, pack.columns
-        self.splits = {name: joined_ranges(parts) for name, parts in pack.splits.items()}
+        self.splits = pack.splits
         self.mean, self.std = pack.mean, pack.std
         self.with_rows, self.check = with_rows, check
         label_paths = () if pack.labels is None else (pack.labels,)
@@ -185,8 +184,7 @@ class H5Dataset(BatchSource):
                     f"{pack.path}: no split {name!r}; its splits are {known}", path=pack.path, parameters=("split",)
                 )
         index = pack.indexes[self.names[0]]
-        parts = [part for name in chosen for part in pack.splits[name]]
-        self.rows = joined_ranges(parts if chosen else [range(index.rows)])
+        self.rows = joined_ranges([self.splits[name] for name in chosen] if chosen else [range(index.rows)])
         self._length = len(self.rows)
         self._encoded = tuple(name for name in self.names if pack.indexes[name].is_encoded)
         self.group_rows = index.group_rows

@@ -29,6 +29,7 @@ from h5pack.read.ragged import RaggedIndex, find_field, index_ragged, is_ragged
 from h5pack.read.storage import FileIdentity
 from h5pack.read.virtual import index_rows, require_sources
 from h5pack.read.virtual_index import VirtualIndex
+from h5pack.system.arrays import RowNumbers, joined_ranges
 from h5pack.system.parameters import require_local
 
 
@@ -48,7 +49,7 @@ class FileDescription:
     fields: tuple[str, ...]  # paths of further datasets with one row per image
     classes: tuple[str, ...] | None  # class names of integer labels; None if the file has none
     columns: tuple[str, ...] | None  # column names of a label table; None if the file has none
-    splits: dict[str, tuple[range, ...]]  # the rows of each split, one range or several
+    splits: dict[str, RowNumbers]  # the rows of each split
     mean: npt.NDArray[np.float64] | None  # (C,), of pixels scaled to 0..1; None if not stored
     std: npt.NDArray[np.float64] | None  # standard deviation, like `mean`
     # The fields whose rows differ in length. `indexes` has the index of the data of each one.
@@ -227,7 +228,7 @@ def _require_rows(file: h5py.File, dataset: h5py.Dataset, images: bool) -> None:
         raise refuse(f"holds {dtype}, not numbers; name another dataset")
 
 
-def _splits(file: h5py.File, rows: int) -> dict[str, tuple[range, ...]]:
+def _splits(file: h5py.File, rows: int) -> dict[str, RowNumbers]:
     if schema.SPLIT_ROWS not in file or schema.SPLIT_NAMES not in file:
         return {}
     names = [text(name) for name in file[schema.SPLIT_NAMES][()]]
@@ -236,10 +237,11 @@ def _splits(file: h5py.File, rows: int) -> dict[str, tuple[range, ...]]:
         raise PackFormatError(
             f"{file.filename}: its splits do not fit its {rows:,} rows; run 'h5pack verify' on it", path=file.filename
         )
-    found: dict[str, tuple[range, ...]] = {}
+    # A split that images were appended to is several ranges.
+    found: dict[str, list[RowNumbers]] = {}
     for name, (start, stop) in zip(names, ranges, strict=True):
-        found[name] = (*found.get(name, ()), range(start, stop))
-    return found
+        found.setdefault(name, []).append(range(start, stop))
+    return {name: joined_ranges(parts) for name, parts in found.items()}
 
 
 def _statistic(file: h5py.File, name: str) -> npt.NDArray[np.float64] | None:

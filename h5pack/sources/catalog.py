@@ -26,6 +26,7 @@ from h5pack.format.schema import ARRAY
 from h5pack.images.decode import read_header
 from h5pack.images.headers import ImageHeader
 from h5pack.images.masks import MaskHeader, read_mask_header
+from h5pack.system.arrays import RowNumbers
 
 IMAGE_SUFFIXES = frozenset(
     f".{ending}"
@@ -456,21 +457,21 @@ def one_split(count: int, name: str = "all") -> tuple[tuple[str, ...], npt.NDArr
     return (name,), np.zeros(count, np.int32)
 
 
-def split_ids(ranges: Mapping[str, Sequence[range]], count: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-    """Return the `split_names` and `split_ids` of `count` rows, given the ranges of rows of each split.
+def split_ids(rows: Mapping[str, RowNumbers], count: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
+    """Return the `split_names` and `split_ids` of `count` rows, given the rows of each split.
 
     Rows in no split form a split named "rest". Raise ValueError if splits overlap.
     """
-    if not ranges:
+    if not rows:
         return one_split(count)
-    ids = np.full(count, len(ranges), np.int32)
-    for number, parts in enumerate(ranges.values()):
-        for part in parts:
-            if (ids[part.start : part.stop] != len(ranges)).any():
-                raise ValueError("its splits overlap")
-            ids[part.start : part.stop] = number
-    names = (*ranges, _REST)
-    return (names if (ids == len(ranges)).any() else names[:-1]), ids
+    ids = np.full(count, len(rows), np.int32)
+    for number, part in enumerate(rows.values()):
+        own = slice(part.start, part.stop) if isinstance(part, range) else part
+        if (ids[own] != len(rows)).any():
+            raise ValueError("its splits overlap")
+        ids[own] = number
+    names = (*rows, _REST)
+    return (names if (ids == len(rows)).any() else names[:-1]), ids
 
 
 def sample_name(index: int) -> str:

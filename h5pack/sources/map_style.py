@@ -376,10 +376,10 @@ def _splits(dataset: Any, count: int) -> tuple[tuple[str, ...], npt.NDArray[np.i
     chosen, ranges = _attribute(dataset, "rows"), _attribute(dataset, "splits")
     if not isinstance(chosen, (range, np.ndarray)) or len(chosen) != count or not isinstance(ranges, Mapping):
         return None
-    rows = {name: (split.start, split.stop) for name, split in ranges.items()}
-    end = chosen.stop if isinstance(chosen, range) else int(chosen.max(initial=-1)) + 1
+    parts = (chosen, *ranges.values())
+    ends = [rows.stop if isinstance(rows, range) else int(rows.max(initial=-1)) + 1 for rows in parts]
     try:
-        names, ids = split_ids(rows, max([end, *(stop for _, stop in rows.values())]))
+        names, ids = split_ids(ranges, max(ends))
     except ValueError as error:
         raise SourceError(f"the {type(dataset).__name__}: {error}; correct the file's dataset splits/rows") from error
     return names, ids[np.asarray(chosen, np.int64)]

@@ -43,10 +43,15 @@ def consecutive_runs(*columns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return run_edges(breaks)
 
 
-def joined_ranges(parts: Sequence[range]) -> range | npt.NDArray[np.int64]:
-    """Return ranges one after the other: a range if they are adjacent, else int64 (n,)."""
-    if all(one.stop == other.start for one, other in itertools.pairwise(parts)):
-        return range(parts[0].start, parts[-1].stop)
+RowNumbers = range | npt.NDArray[np.int64]
+"""Row numbers as a range, or int64 (n,)."""
+
+
+def joined_ranges(parts: Sequence[RowNumbers]) -> RowNumbers:
+    """Return row numbers one after the other: a range if all parts are ranges and adjacent, else int64 (n,)."""
+    ranges = [part for part in parts if isinstance(part, range)]
+    if len(ranges) == len(parts) and all(one.stop == other.start for one, other in itertools.pairwise(ranges)):
+        return range(ranges[0].start, ranges[-1].stop)
     return np.concatenate([np.asarray(part, np.int64) for part in parts])
 
 

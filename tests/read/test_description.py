@@ -53,7 +53,7 @@ def test_a_pack(pack: Path) -> None:
     assert found.indexes["images"].shape == (12, 8, 8, 3)
     assert (found.layout, found.labels, found.fields) == ("nhwc", "labels", ())
     assert (found.classes, found.columns) == (("x", "y"), None)
-    assert found.splits == {"train": (range(9),), "test": (range(9, 12),)}
+    assert found.splits == {"train": range(9), "test": range(9, 12)}
     with h5py.File(pack) as file:
         assert np.array_equal(found.mean, file["statistics/mean"][()])
         assert np.array_equal(found.std, file["statistics/std"][()])

@@ -1,0 +1,186 @@
+"""`append`: a pack grows, or is as it was."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+import h5pack
+from h5pack.combine.row_copies import RowCopier
+from h5pack.errors import H5PackError, NoSpaceError, OptionsError, OutputExistsError, SizesDifferError, SourceError
+from tests.combine.packs import KINDS, SOURCE, contents, pack, source
+from tests.crashing import changes_in_child, distinct_steps, leftovers, small_file_system
+from tests.makers import class_folders, flat_folder, quick, split_folders, truncate
+
+
+def parts(root: Path, kind: str) -> tuple[Path, Path, dict[str, tuple[Any, ...]]]:
+    """A pack, a source of further images, and what both contain; the second has a new class."""
+    first = pack(root, "a", 14, ["cat", "dog"], **KINDS[kind])
+    other = pack(root, "b", 10, ["emu", "cat"], **KINDS[kind])
+    wanted = contents(first, other)
+    other.unlink()
+    return first, root / "b" / "list.jsonl", wanted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pack_grows(tmp_path: Path, kind: str) -> None:
+    path, more, wanted = parts(tmp_path, kind)
+    truncate(source(tmp_path / "c", "c", 5, ["dog"]).with_name("c001.jpg"))
+    old = h5pack.H5Dataset(path)
+    before = [sample.image for sample in old]
+    report = h5pack.append(path, more, **quick(**SOURCE))
+    assert (report.images, report.added, report.rejects) == (24, 10, 0)
+    assert contents(path) == wanted
+    dataset = h5pack.H5Dataset(path)
+    assert dataset.classes == ("cat", "dog", "emu")
+    # The rows that were there are where they were.
+    assert all(np.array_equal(one.image, image) for one, image in zip(dataset, before, strict=False))
+    assert [len(rows) for rows in dataset.splits.values()] == [14, 10]
+    assert h5pack.verify(path, num_workers=1).ok
+    report = h5pack.append(path, tmp_path / "c" / "list.jsonl", split="later", **quick(**SOURCE))
+    assert (report.images, report.added, report.rejects) == (28, 4, 1)
+    again = h5pack.H5Dataset(path, split="later")
+    assert ((again.classes or ())[:3], np.asarray(again.rows).tolist()) == (dataset.classes, [24, 25, 26, 27])
+    assert (tmp_path / "a.h5.rejects.csv").read_text().count("c001.jpg") == 1
+    assert leftovers(tmp_path) == {"a", "b", "c", "a.h5", "a.h5.rejects.csv"}
+
+
+def test_two_appends_have_what_a_join_has(tmp_path: Path) -> None:
+    packs = [pack(tmp_path, name, count, ["x", name]) for name, count in (("a", 9), ("b", 7), ("c", 5))]
+    h5pack.join(packs, tmp_path / "o.h5")
+    for name in "bc":
+        h5pack.append(packs[0], tmp_path / name / "list.jsonl", **quick(**SOURCE))
+    assert contents(packs[0]) == contents(tmp_path / "o.h5")
+    one, other = h5pack.H5Dataset(packs[0]), h5pack.H5Dataset(tmp_path / "o.h5")
+    assert one.classes == other.classes
+    assert (one.mean, one.std) == (pytest.approx(other.mean, abs=0), pytest.approx(other.std, abs=0))
+
+
+@pytest.mark.parametrize("kind", ["pixels", "jpeg"])
+def test_killed_at_every_step(tmp_path: Path, kind: str) -> None:
+    path, more, wanted = parts(tmp_path, kind)
+    old = path.read_bytes()
+
+    def work(**settings: Any) -> Any:
+        return h5pack.append(path, more, **quick(**SOURCE, **settings))
+
+    changes = changes_in_child(work, kill_at=None)
+    whole = path.read_bytes()
+    for step in distinct_steps(changes, first=True)[kind == "jpeg" :: 3]:
+        path.write_bytes(old)
+        changes_in_child(work, kill_at=step)
+        # The pack is whole at every moment: what it was, or what it becomes.
+        assert path.read_bytes() in (old, whole), changes[step]
+        report = work(resume=True)
+        assert (report.images, path.read_bytes() == whole) == (24, True), f"killed at step {step}: {changes[step]}"
+        assert leftovers(tmp_path) == {"a", "b", "a.h5"}
+    assert contents(path) == wanted
+
+
+def test_an_interrupted_append_is_not_forgotten(tmp_path: Path) -> None:
+    path, more, wanted = parts(tmp_path, "pixels")
+    copy = shutil.copy(path, tmp_path / "t.h5")
+    changes = changes_in_child(lambda: h5pack.append(copy, more, **quick(**SOURCE)), None)
+    step = changes.index("replace t.h5.new.partial") + 2
+    changes_in_child(lambda: h5pack.append(path, more, **quick(**SOURCE)), step)
+    assert (tmp_path / "a.h5.new").exists()
+    with pytest.raises(OutputExistsError):
+        h5pack.append(path, more, **quick(**SOURCE))
+    h5pack.append(path, more, overwrite=True, **quick(**SOURCE))
+    assert contents(path) == wanted
+
+
+def test_names_that_the_pack_has(tmp_path: Path) -> None:
+    path, more, wanted = parts(tmp_path, "pixels")
+    h5pack.append(path, more, **quick(**SOURCE))
+    before = path.read_bytes()
+    with pytest.raises(SourceError) as error:
+        h5pack.append(path, more, **quick(**SOURCE))
+    assert error.value.parameters == ("only_new=True",)
+    report = h5pack.append(path, more, only_new=True, **quick(**SOURCE))
+    assert (report.already_complete, report.added, path.read_bytes() == before) == (True, 0, True)
+    (tmp_path / "b" / "b003.jpg").rename(tmp_path / "b" / "new.jpg")
+    text = more.read_text().replace('"b003.jpg"', '"new.jpg"')
+    more.write_text(text)
+    assert h5pack.append(path, more, only_new=True, **quick(**SOURCE)).added == 1
+    assert contents(path).keys() == {*wanted, "new.jpg"}
+
+
+def test_images_that_do_not_fit(tmp_path: Path) -> None:
+    h5pack.convert(class_folders(tmp_path / "in", {"y": 5}), tmp_path / "o.h5", **quick())
+    before = (tmp_path / "o.h5").read_bytes()
+    for other, kind, settings in (
+        (class_folders(tmp_path / "large", {"x": 3}, (30, 30)), SizesDifferError, {}),
+        (flat_folder(tmp_path / "flat", 3), SourceError, {}),
+        (class_folders(tmp_path / "more", {"Y": 3}), SourceError, {}),
+        (tmp_path / "none", SourceError, {}),
+        (tmp_path / "large", OptionsError, {"size": 30}),
+        (tmp_path / "large", OptionsError, {"chunk_rows": 3}),
+    ):
+        with pytest.raises(kind):
+            h5pack.append(tmp_path / "o.h5", other, **quick(**settings))
+        assert (tmp_path / "o.h5").read_bytes() == before
+        for name in leftovers(tmp_path):
+            if name.startswith("o.h5."):
+                (shutil.rmtree if (tmp_path / name).is_dir() else os.unlink)(tmp_path / name)
+    # Images of a source without splits go into the only split.
+    with pytest.raises(OptionsError):
+        h5pack.append(split_pack(tmp_path), flat_folder(tmp_path / "two", 2), **quick())
+
+
+def split_pack(root: Path) -> Path:
+    h5pack.convert(split_folders(root / "splits", {"train": {"": 2}, "val": {"": 2}}), root / "s.h5", **quick())
+    return root / "s.h5"
+
+
+def test_a_full_disk_leaves_the_pack_as_it_was(tmp_path: Path) -> None:
+    with small_file_system(tmp_path / "small", "4m") as disk:
+        h5pack.convert(flat_folder(tmp_path / "a", 20, (100, 120)), disk / "o.h5", **quick())
+        before = contents_of(disk / "o.h5")
+        more = flat_folder(tmp_path / "b", 90, (100, 120))
+        for number, path in enumerate(sorted(more.iterdir())):
+            path.rename(more / f"b{number}.jpg")
+        with pytest.raises(NoSpaceError):
+            h5pack.append(disk / "o.h5", more, **quick())
+        assert contents_of(disk / "o.h5") == before
+
+
+def contents_of(path: Path) -> list[bytes]:
+    with h5py.File(path) as file:
+        return [bytes(row) for row in file["images"]]
+
+
+def test_blocks_are_shared_where_the_file_system_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slow twin of a file system with reflinks: each block that would be shared is copied."""
+    path, more, wanted = parts(tmp_path, "nchw")
+    shared: list[tuple[int, int, int]] = []
+
+    def clone(source: int, target: int, start: int, count: int, offset: int) -> bool:
+        shared.append((start, count, offset))
+        assert not any(number % 4096 for number in shared[-1])
+        os.pwrite(target, os.pread(source, count, start), offset)
+        return True
+
+    monkeypatch.setattr("h5pack.combine.row_copies.clone_range", clone)
+    monkeypatch.setattr("h5pack.combine.row_copies._BLOCK", 4096)
+    reads: list[int] = []
+    read = RowCopier._read
+    monkeypatch.setattr(RowCopier, "_read", lambda self, part, rows: reads.append(len(rows)) or read(self, part, rows))
+    h5pack.append(path, more, **quick(**SOURCE))
+    assert contents(path) == wanted
+    assert shared
+    assert sum(reads) < 24 * 2
+
+
+def test_a_virtual_file_is_refused(tmp_path: Path) -> None:
+    packs = [pack(tmp_path, name, 4, ["x"]) for name in "ab"]
+    h5pack.join(packs, tmp_path / "v.h5", virtual=True)
+    with pytest.raises(H5PackError) as error:
+        h5pack.append(tmp_path / "v.h5", tmp_path / "a" / "list.jsonl", **quick(**SOURCE))
+    assert error.value.path == str(tmp_path / "v.h5")

@@ -1,0 +1,240 @@
+"""`join`: rows of several packs in one file, copied or virtual."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+import h5pack
+from h5pack.combine.parts import open_part
+from h5pack.errors import (
+    H5PackError,
+    OptionsError,
+    OutputExistsError,
+    PackChangedError,
+    PackFormatError,
+    ResumeError,
+    SourceError,
+)
+from tests.combine.packs import KINDS, contents, pack, two_packs
+from tests.crashing import changes_in_child, distinct_steps, leftovers
+from tests.makers import class_folders, flat_folder, quick
+
+
+@pytest.mark.parametrize("virtual", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_join_has_the_rows_of_its_packs(tmp_path: Path, kind: str, virtual: bool) -> None:
+    packs, out = two_packs(tmp_path, kind), tmp_path / "o.h5"
+    report = h5pack.join(packs, out, virtual=virtual)
+    assert (report.images, report.bytes, report.rejects) == (24, out.stat().st_size, 0)
+    assert contents(out) == contents(*packs)
+    dataset = h5pack.H5Dataset(out)
+    assert dataset.classes == ("cat", "dog", "emu")
+    assert dataset.splits == {"train": range(14), "val": range(14, 24)}
+    assert h5pack.verify(out, num_workers=1).ok
+    assert leftovers(tmp_path) == {"a", "b", "a.h5", "b.h5", "o.h5"}
+    with h5py.File(out) as file:
+        images = file.get("images") or file["encoded/data"]
+        assert images.is_virtual == virtual
+        # Any other HDF5 program sees one dataset.
+        held = np.concatenate([h5py.File(path)[images.name][()] for path in packs])
+        assert sorted(map(bytes, held)) == sorted(map(bytes, images[()]))
+
+
+def test_statistics_are_those_of_all_rows(tmp_path: Path) -> None:
+    packs = two_packs(tmp_path, "pixels")
+    h5pack.join(packs, tmp_path / "o.h5")
+    rows = np.concatenate([np.stack([one.image for one in h5pack.H5Dataset(path, "train")]) for path in packs])
+    dataset = h5pack.H5Dataset(tmp_path / "o.h5")
+    np.testing.assert_allclose(dataset.mean, rows.mean((0, 1, 2)) / 255, rtol=1e-12)
+    np.testing.assert_allclose(dataset.std, rows.std((0, 1, 2)) / 255, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["pixels", "jpeg", "gzip"])
+def test_killed_at_every_step_and_resumed(tmp_path: Path, kind: str) -> None:
+    packs, out = two_packs(tmp_path, kind), tmp_path / "o.h5"
+    h5pack.join(packs, tmp_path / "whole.h5")
+    whole = (tmp_path / "whole.h5").read_bytes()
+    changes = changes_in_child(lambda: h5pack.join(packs, out), kill_at=None)
+    assert out.read_bytes() == whole
+    for step in distinct_steps(changes, first=True)[["pixels", "jpeg", "gzip"].index(kind) :: 2]:
+        out.unlink(missing_ok=True)
+        changes_in_child(lambda: h5pack.join(packs, out), kill_at=step)
+        assert not out.exists() or out.read_bytes() == whole
+        h5pack.join(packs, out, resume=True)
+        assert out.read_bytes() == whole, f"killed at step {step}: {changes[step]}"
+        assert leftovers(tmp_path) == {"a", "b", "a.h5", "b.h5", "o.h5", "whole.h5"}
+
+
+def test_another_join_is_not_resumed(tmp_path: Path) -> None:
+    packs, out = two_packs(tmp_path, "pixels"), tmp_path / "o.h5"
+    changes = changes_in_child(lambda: h5pack.join(packs, out), kill_at=None)
+    out.unlink()
+    changes_in_child(lambda: h5pack.join(packs, out), kill_at=changes.index("fsync o.h5.partial"))
+    with pytest.raises(OutputExistsError):
+        h5pack.join(packs, out)
+    with pytest.raises(ResumeError):
+        h5pack.join(packs[::-1], out, resume=True)
+    with pytest.raises(ResumeError):
+        h5pack.convert(tmp_path / "a" / "list.jsonl", out, **quick(resume=True, label_columns="label"))
+    h5pack.join(packs, out, overwrite=True)
+    assert contents(out) == contents(*packs)
+
+
+def damage(path: Path) -> None:
+    part = open_part(path)
+    with path.open("r+b") as stream:
+        stream.seek(part.index.offset_of(5) or 0)
+        stream.write(b"\1\2\3\4")
+
+
+def test_damaged_rows_are_not_copied(tmp_path: Path) -> None:
+    packs, out = two_packs(tmp_path, "pixels"), tmp_path / "o.h5"
+    damage(packs[1])
+    with pytest.raises(H5PackError) as error:
+        h5pack.join(packs, out)
+    assert (error.value.path, error.value.rows) == (str(packs[1]), (5,))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"size": 16}, "16x16"),
+        ({"layout": "nchw"}, "nchw"),
+        ({"mode": "gray"}, "x1"),
+        ({"keep": "jpeg"}, "JPEG"),
+        ({"field_columns": "score"}, "sizes"),
+        ({"label_columns": "number"}, "integers"),
+    ],
+    ids=str,
+)
+def test_packs_that_do_not_fit_together_are_refused(tmp_path: Path, settings: dict[str, Any], named: str) -> None:
+    first, other = pack(tmp_path, "a", 6, ["x"]), pack(tmp_path, "b", 6, ["x"], **settings)
+    with pytest.raises(SourceError) as error:
+        h5pack.join([first, other], tmp_path / "o.h5")
+    assert error.value.path == str(other)
+    assert all(name in str(error.value) for name in (str(first), named))
+    assert leftovers(tmp_path) == {"a", "b", "a.h5", "b.h5"}
+
+
+def test_classes_that_differ_only_in_case_are_refused(tmp_path: Path) -> None:
+    packs = [pack(tmp_path, name, 4, classes) for name, classes in (("a", ["cat"]), ("b", ["dog", "Cat"]))]
+    with pytest.raises(SourceError) as error:
+        h5pack.join(packs, tmp_path / "o.h5")
+    assert all(part in str(error.value) for part in ("'Cat'", "'cat'", str(packs[0]), str(packs[1])))
+
+
+def test_wrong_calls(tmp_path: Path) -> None:
+    first = pack(tmp_path, "a", 4, ["x"])
+    flat = flat_folder(tmp_path / "flat", 3)
+    (tmp_path / "text.h5").write_text("no HDF5")
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["images"] = np.zeros((4, 9, 9, 3), np.uint8)
+    for packs in ([first], first, []):
+        with pytest.raises(OptionsError):
+            h5pack.join(packs, tmp_path / "o.h5")
+    for other, kind in (("text.h5", PackFormatError), ("other.h5", SourceError), ("none.h5", PackFormatError)):
+        with pytest.raises(kind) as error:
+            h5pack.join([first, tmp_path / other], tmp_path / "o.h5")
+        assert error.value.path == str(tmp_path / other)
+    with pytest.raises(OptionsError):
+        h5pack.join([first, first], first, overwrite=True)
+    h5pack.convert(flat, tmp_path / "o.h5", **quick())
+    with pytest.raises(OutputExistsError):
+        h5pack.join([first, first], tmp_path / "o.h5")
+
+
+@pytest.mark.parametrize("kind", ["pixels", "jpeg"])
+def test_a_shard_of_a_virtual_file_that_is_missing_or_another_one_is_noticed(tmp_path: Path, kind: str) -> None:
+    packs, out = two_packs(tmp_path, kind), tmp_path / "v.h5"
+    h5pack.join(packs, out, virtual=True)
+    before = packs[1].read_bytes()
+    loaded = h5pack.H5Dataset(out)
+    packs[1].unlink()
+    with pytest.raises(PackFormatError) as error:
+        h5pack.H5Dataset(out)
+    assert "b.h5" in str(error.value)
+    assert not h5pack.verify(out, num_workers=1).ok
+    other = pack(tmp_path / "other", "b", 10, ["emu", "cat"], seed=5, **KINDS[kind])
+    shutil.copy(other, packs[1])
+    with pytest.raises(PackFormatError) as error:
+        h5pack.H5Dataset(out)
+    assert error.value.path == str(packs[1])
+    with pytest.raises((PackChangedError, PackFormatError)):
+        list(h5pack.H5Loader(loaded, 4, shuffle=False))
+    packs[1].write_bytes(before)
+    assert len(contents(out)) == 24
+
+
+def test_a_virtual_file_moves_with_its_shards(tmp_path: Path) -> None:
+    packs = two_packs(tmp_path, "pixels")
+    (tmp_path / "new").mkdir()
+    h5pack.join(packs, tmp_path / "new" / "v%d.h5", virtual=True)
+    wanted = contents(*packs)
+    shutil.copytree(tmp_path, tmp_path.parent / "moved")
+    for path in packs:
+        path.unlink()
+    assert contents(tmp_path.parent / "moved" / "new" / "v%d.h5") == wanted
+
+
+def test_a_join_of_virtual_files_and_a_copy_of_one(tmp_path: Path) -> None:
+    packs = two_packs(tmp_path, "pixels")
+    third = pack(tmp_path, "c", 5, ["fox"])
+    h5pack.join(packs, tmp_path / "v.h5", virtual=True)
+    h5pack.join([tmp_path / "v.h5", third], tmp_path / "w.h5", virtual=True)
+    h5pack.join([tmp_path / "w.h5", pack(tmp_path, "d", 3, ["gnu"])], tmp_path / "o.h5")
+    assert contents(tmp_path / "o.h5") == contents(*packs, third, tmp_path / "d.h5")
+
+
+@pytest.mark.parametrize("kind", ["pixels", "jpeg"])
+def test_a_loader_reads_a_virtual_file_like_the_copy(tmp_path: Path, kind: str) -> None:
+    packs = [pack(tmp_path, name, 70, ["x", "y"], size=(32, 32)) for name in "abc"] if kind == "pixels" else None
+    packs = packs or [pack(tmp_path, name, 30, ["x", "y"], keep="jpeg") for name in "abc"]
+    h5pack.join(packs, tmp_path / "v.h5", virtual=True)
+    h5pack.join(packs, tmp_path / "o.h5")
+    rows = {}
+    for name in ("v", "o"):
+        dataset = h5pack.H5Dataset(tmp_path / f"{name}.h5", with_rows=True)
+        mapped = dataset.engine.mapped("images") if kind == "pixels" else None
+        assert mapped is None or mapped.array is not None
+        rows[name] = {}
+        for batch in (*h5pack.H5Loader(dataset, 7), *h5pack.H5Loader(dataset, 7)):
+            found = zip(batch.rows.tolist(), batch.images.numpy(), batch.labels.tolist(), strict=True)
+            rows[name].update({row: (image.tobytes(), label) for row, image, label in found})
+        assert dataset.engine.indexes[dataset.names[0]].library_text is None
+    assert rows["v"] == rows["o"]
+    assert len(rows["v"]) == sum(len(h5pack.H5Dataset(path)) for path in packs)
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    """As a user would type them, in a folder of their own."""
+    for name, count in (("one", 5), ("two", 4)):
+        class_folders(tmp_path / name, {"cat": count, f"dog-{name}": count})
+        for path in sorted((tmp_path / name).rglob("*.jpg")):
+            path.rename(path.with_name(f"{name}-{path.name}"))
+    script = """
+        h5pack convert one one.h5 --quiet && h5pack convert two two.h5 --quiet
+        h5pack join one.h5 two.h5 both.h5 --quiet && h5pack join one.h5 two.h5 v.h5 --virtual --json
+        h5pack subset both.h5 cats.h5 --classes cat --sample 3 --quiet
+        h5pack append one.h5 two --quiet
+    """
+    h5pack_command = f'h5pack() {{ {sys.executable} -m h5pack "$@"; }}\nset -e\n'
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    subprocess.run(["bash", "-c", h5pack_command + script], cwd=tmp_path, check=True, env=environment)
+    lengths = {name: len(h5pack.H5Dataset(tmp_path / f"{name}.h5")) for name in ("one", "both", "v", "cats")}
+    assert lengths == {"one": 18, "both": 18, "v": 18, "cats": 3}
+    failed = subprocess.run(
+        ["bash", "-c", h5pack_command + "h5pack append one.h5 two"], cwd=tmp_path, env=environment, text=True,
+        capture_output=True,
+    )  # fmt: skip
+    assert (failed.returncode, failed.stderr.count("\n")) == (1, 1)
+    assert "--only-new" in failed.stderr

@@ -1,0 +1,91 @@
+"""`subset`: chosen rows with all that belongs to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import h5pack
+from h5pack.errors import NoImagesError, OptionsError
+from tests.combine.packs import KINDS, contents, pack
+from tests.crashing import changes_in_child, leftovers
+from tests.makers import flat_folder, quick
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"splits": "val"}, lambda row, one: one[0] == "val"),
+        ({"classes": ["fox", "cat"]}, lambda row, one: one[1] in ("cat", "fox")),
+        ({"rows": "0:5,9,17:19"}, lambda row, one: row in (0, 1, 2, 3, 4, 9, 17, 18)),
+        ({"rows": [3, 19, 4], "splits": ["train", "val"]}, lambda row, one: row in (3, 4, 19)),
+        ({"splits": "train", "classes": "dog"}, lambda row, one: one[:2] == ("train", "dog")),
+    ],
+    ids=["split", "classes", "ranges", "rows", "both"],
+)
+def test_a_subset_has_the_chosen_rows(tmp_path: Path, kind: str, settings: dict[str, Any], wanted: Any) -> None:
+    path, out = pack(tmp_path, "a", 20, ["cat", "dog", "fox"], **KINDS[kind]), tmp_path / "o.h5"
+    whole = contents(path)
+    report = h5pack.subset(path, out, **settings)
+    expected = {name: one for row, (name, one) in enumerate(whole.items()) if wanted(row, one)}
+    assert (report.images, list(contents(out))) == (len(expected), list(expected))
+    assert contents(out) == expected
+    assert h5pack.verify(out, num_workers=1).ok
+    dataset = h5pack.H5Dataset(out)
+    if "classes" in settings:
+        assert dataset.classes == (("dog",) if settings["classes"] == "dog" else ("fox", "cat"))
+    assert set(dataset.splits) == {one[0] for one in expected.values()}
+    if kind != "jpeg":
+        images = np.stack([one.image for one in h5pack.H5Dataset(out, next(iter(dataset.splits)))])
+        axes = (0, 2, 3) if kind == "nchw" else (0, 1, 2)
+        np.testing.assert_allclose(dataset.mean, images.mean(axes) / 255, rtol=1e-12)
+
+
+def test_a_sample_depends_on_its_seed_only(tmp_path: Path) -> None:
+    path = pack(tmp_path, "a", 20, ["cat", "dog"])
+    names = []
+    for number, (sample, seed) in enumerate([(6, 0), (6, 0), (6, 1), (99, 3)]):
+        h5pack.subset(path, tmp_path / f"{number}.h5", sample=sample, seed=seed)
+        names.append([*contents(tmp_path / f"{number}.h5")])
+    assert names[0] == names[1] != names[2]
+    assert [len(one) for one in names] == [6, 6, 6, 20]
+    assert (tmp_path / "0.h5").read_bytes() == (tmp_path / "1.h5").read_bytes()
+
+
+def test_a_subset_is_resumed(tmp_path: Path) -> None:
+    path, out = pack(tmp_path, "a", 20, ["cat", "dog"]), tmp_path / "o.h5"
+    changes = changes_in_child(lambda: h5pack.subset(path, out, sample=9), None)
+    whole = out.read_bytes()
+    out.unlink()
+    changes_in_child(lambda: h5pack.subset(path, out, sample=9), changes.index("fsync o.h5.partial"))
+    h5pack.subset(path, out, sample=9, resume=True)
+    assert (out.read_bytes() == whole, leftovers(tmp_path)) == (True, {"a", "a.h5", "o.h5"})
+
+
+def test_wrong_calls(tmp_path: Path) -> None:
+    path = pack(tmp_path, "a", 6, ["cat", "dog"])
+    h5pack.convert(flat_folder(tmp_path / "flat", 3), tmp_path / "flat.h5", **quick())
+    for settings, kind in (
+        ({"splits": "trian"}, OptionsError),
+        ({"classes": ["cat", "cow"]}, OptionsError),
+        ({"rows": [6]}, OptionsError),
+        ({"rows": [-1]}, OptionsError),
+        ({"rows": "1-5"}, OptionsError),
+        ({"rows": "5:"}, OptionsError),
+        ({"rows": 1.5}, OptionsError),
+        ({"sample": 0}, OptionsError),
+        ({"sample": 3, "seed": -1}, OptionsError),
+        ({"rows": "2:2"}, NoImagesError),
+        ({"splits": "val", "rows": [0]}, NoImagesError),
+    ):
+        with pytest.raises(kind):
+            h5pack.subset(path, tmp_path / "o.h5", **settings)  # type: ignore[arg-type]
+    with pytest.raises(OptionsError):
+        h5pack.subset(tmp_path / "flat.h5", tmp_path / "o.h5", classes="cat")
+    with pytest.raises(OptionsError):
+        h5pack.subset(path, path, overwrite=True)
+    assert leftovers(tmp_path) == {"a", "a.h5", "flat", "flat.h5"}
