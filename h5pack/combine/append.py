@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import replace
 from functools import cached_property
@@ -11,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from h5pack.combine.combination import Combination, CombineReport, write_combination
-from h5pack.combine.parts import Part, merge, open_part
+from h5pack.combine.parts import Part, is_virtual, merge, open_part
 from h5pack.combine.statistics import added_statistics
+from h5pack.combine.virtual_file import write_virtual
 from h5pack.errors import OptionsError, OutputExistsError, SizesDifferError, SourceError
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.output import Output
 from h5pack.pack.plan import ConvertPlan
-from h5pack.read.virtual_index import VirtualIndex
 from h5pack.sources.catalog import Catalog, one_split
 from h5pack.sources.map_style import MapStyleDataset
 from h5pack.system.text import listed
@@ -44,6 +45,7 @@ def append(
     The new images are packed as those of the pack were. Then a file with all rows is made beside the pack, and replaces
     it once it is complete; until then, and if anything fails, the pack is as it was. The rows that are in the pack
     already share their blocks with the old file if the file system can do that (XFS, Btrfs), and are copied otherwise.
+    The new images of a virtual file become a further pack beside it, ``NAME-00000.h5`` or the next number.
     Classes keep their numbers, and new ones follow.
 
     Parameters
@@ -84,10 +86,11 @@ def append(
     path = Path(os.path.abspath(pack))
     old = open_part(path)
     _require_options(old, options)
-    new_path = path.with_name(f"{path.name}.new")
+    virtual = is_virtual(old)
+    new_path = _shard_path(old) if virtual else path.with_name(f"{path.name}.new")
     if not resume and not overwrite:
         _require_no_leftovers(new_path, Output(new_path).partial, Output(path).partial)
-    if resume and new_path.exists() and _is_appended(old, open_part(new_path)):
+    if resume and not virtual and new_path.exists() and _is_appended(old, open_part(new_path)):
         if not Output(path).partial.exists():
             Output(path).remove_leftovers()
         _remove(new_path)
@@ -105,6 +108,8 @@ def append(
     statistics = added_statistics(parts, merged)
     chunk_rows = None if old.is_encoded else old.index.chunk_rows
     plan = Combination.of("append", parts, merged, np.arange(len(merged)), statistics, chunk_rows)
+    if virtual:
+        return write_virtual(plan, path, overwrite=True, added=len(new))
     report = write_combination(plan, path, overwrite=True, resume=resume, progress=progress, added=len(new))
     _remove(new_path)
     return report
@@ -118,11 +123,6 @@ def _require_options(old: Part, options: dict[str, Any]) -> None:
             path=old.path,
             parameters=(given[0],),
         )
-    if isinstance(old.index, VirtualIndex) or old.index.library_reason is not None:
-        raise OptionsError(
-            f"{old.path}: is a virtual file over other packs; append to one of these, then join them again",
-            path=old.path,
-        )
 
 
 def _require_no_leftovers(*paths: Path) -> None:
@@ -134,6 +134,13 @@ def _require_no_leftovers(*paths: Path) -> None:
                 path=path,
                 parameters=("resume=True", "overwrite=True"),
             )
+
+
+def _shard_path(old: Part) -> Path:
+    """Return the name of a new pack of a virtual file: the next number after those that it refers to."""
+    stem, used = old.path.stem, {os.path.basename(file.path) for file in old.files}
+    numbers = (number for number in itertools.count() if f"{stem}-{number:05d}{old.path.suffix}" not in used)
+    return old.path.with_name(f"{stem}-{next(numbers):05d}{old.path.suffix}")
 
 
 def _row_options(old: Part) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from h5pack.read.description import checksums_of
 from h5pack.read.encoded import EncodedIndex
 from h5pack.read.engine import Engine
 from h5pack.read.hdf5 import open_file, require_complete, text
+from h5pack.read.storage import SourceFile
+from h5pack.read.virtual_index import VirtualIndex
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Reject
 from h5pack.sources.folders import split_order
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog
@@ -67,6 +69,12 @@ class Part:
         return self.reader.index
 
     @property
+    def files(self) -> tuple[SourceFile, ...]:
+        """The files of a virtual dataset of images, in the order of its rows; empty if it is not virtual."""
+        data = self.index.data if isinstance(self.index, EncodedIndex) else self.index
+        return tuple(source.file for source in data.sources) if isinstance(data, VirtualIndex) else ()
+
+    @property
     def is_encoded(self) -> bool:
         """Whether the pack keeps JPEG files."""
         return isinstance(self.index, EncodedIndex)
@@ -80,6 +88,11 @@ class Part:
         """What distinguishes this pack from others: the number of rows, and a checksum of those of its images."""
         checksum = crc32(np.ascontiguousarray(self.checksums(self.reader.images)))
         return {"rows": len(self), "checksum": f"{checksum:08x}"}
+
+
+def is_virtual(part: Part) -> bool:
+    """Return whether a pack is a virtual file over others."""
+    return bool(part.files) or part.index.library_reason is not None
 
 
 def open_part(path: Path) -> Part:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import h5py
 import numpy as np
@@ -18,15 +19,17 @@ from h5pack.format import schema
 from h5pack.pack import finish
 from h5pack.pack.file_structure import FileStructure, create_file, describe_file, describe_images, system_errors
 from h5pack.pack.output import Output, OutputLock
+from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex
-from h5pack.system.arrays import consecutive_runs
+from h5pack.read.virtual_index import VirtualIndex
+from h5pack.system.arrays import consecutive_runs, run_edges
 from h5pack.system.files import reporting_full_disk, sync_path
 
 _MAPPING_BYTES = 512
 """Upper bound of the metadata of a mapping without its file name."""
 
 
-def write_virtual(plan: Combination, out: Path, *, overwrite: bool) -> CombineReport:
+def write_virtual(plan: Combination, out: Path, *, overwrite: bool, added: int = 0) -> CombineReport:
     """Write the virtual file of a combination. Nothing is resumed, because it takes no longer than reading tables."""
     begin = time.perf_counter()
     output = Output(out)
@@ -42,7 +45,7 @@ def write_virtual(plan: Combination, out: Path, *, overwrite: bool) -> CombineRe
             finish.publish(output, lock, overwrite, plan.tables.rejects)
         size = os.fstat(lock.descriptor).st_size
         seconds = {"write": time.perf_counter() - begin}
-        return CombineReport(str(out), plan.rows, size, 0, len(plan.tables.rejects), seconds=seconds)
+        return CombineReport(str(out), plan.rows, size, 0, len(plan.tables.rejects), added=added, seconds=seconds)
     finally:
         lock.release()
         output.partial.unlink(missing_ok=True)
@@ -50,8 +53,8 @@ def write_virtual(plan: Combination, out: Path, *, overwrite: bool) -> CombineRe
 
 def _write(plan: Combination, path: Path, folder: Path) -> None:
     mappings = [list(_mappings(plan, number)) for number in range(1 + len(plan.pixel_rows))]
-    names = sum(len(os.fsencode(part.path)) + _MAPPING_BYTES for part in plan.parts)
-    room = len(mappings) * names * max(1, max(map(len, mappings)) // len(plan.parts)) + plan.structure.metadata_bytes
+    room = sum(len(os.fsencode(one.file)) + _MAPPING_BYTES for found in mappings for one in found)
+    room += plan.structure.metadata_bytes
     # HDF5 1.8 has no virtual datasets.
     structure = replace(plan.structure, compat=False, compression=None, metadata_bytes=room)
     shapes = [(structure.dataset, (plan.stored_rows(plan.rows), *structure.row_shape), "|u1")]
@@ -61,47 +64,65 @@ def _write(plan: Combination, path: Path, folder: Path) -> None:
             group = os.path.dirname(name)
             if group and group not in file:
                 file.create_group(group)
-            dataset = _create(file, name, shape, dtype, _sources(plan, number, shape, found, folder))
+            dataset = _create(file, name, shape, dtype, _sources(shape, found, folder))
             _describe(dataset, structure, number)
         describe_file(file, structure, plan.tables)
 
 
-def _mappings(plan: Combination, number: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (part, first row, first row in the part, row count) of consecutive rows; of encoded images in bytes."""
+class _Mapping(NamedTuple):
+    """Rows of a virtual dataset, or bytes of encoded images, and where they are."""
+
+    first: int
+    count: int
+    file: str
+    dataset: str
+    start: int
+    rows: int  # of the source dataset
+
+
+def _mappings(plan: Combination, number: int) -> Iterator[_Mapping]:
+    """Yield mappings of consecutive rows, ascending. Rows of a virtual part are mapped to the files that have them."""
     for owner, start, stop in plan.origins.runs(0, plan.rows):
-        rows = plan.origins.rows[start:stop]
-        edges = consecutive_runs(rows).tolist()
-        for low, high in itertools.pairwise(edges):
-            first, origin, count = start + low, int(rows[low]), high - low
-            index = plan.parts[owner].engine.indexes[plan.parts[owner].pixel_datasets[number]]
+        part, rows = plan.parts[owner], plan.origins.rows[start:stop]
+        index = part.engine.indexes[part.pixel_datasets[number]]
+        for low, high in itertools.pairwise(consecutive_runs(rows).tolist()):
+            first, begin, end = start + low, int(rows[low]), int(rows[high - 1]) + 1
             if isinstance(index, EncodedIndex) and plan.offsets is not None:
-                end = int(plan.offsets[first + count])
-                first, origin = int(plan.offsets[first]), int(index.offsets[origin])
-                count = end - first
-            if count:
-                yield owner, first, origin, count
+                data = index.data
+                first, begin, end = int(plan.offsets[first]), int(index.offsets[begin]), int(index.offsets[end])
+            else:
+                data = index
+            if begin < end:
+                yield from _sources_of(str(part.path), data, first, begin, end)
 
 
-def _sources(
-    plan: Combination, number: int, shape: tuple[int, ...], mappings: list[tuple[int, int, int, int]], folder: Path
-) -> h5py.h5p.PropDCID:
+def _sources_of(path: str, index: ChunkIndex, first: int, begin: int, end: int) -> Iterator[_Mapping]:
+    if not isinstance(index, VirtualIndex):
+        yield _Mapping(first, end - begin, path, index.name, begin, index.rows)
+        return
+    ranges = index.ranges(begin, end)
+    counts = np.diff(np.append(ranges.firsts, end))
+    starts = ranges.firsts + ranges.shifts
+    # A range ends with its chunk, so join those that follow each other in one source.
+    joins = (np.diff(ranges.source_ids) == 0) & (starts[1:] == starts[:-1] + counts[:-1])
+    for low, high in itertools.pairwise(run_edges(~joins).tolist()):
+        source = index.sources[int(ranges.source_ids[low])]
+        count, start = int(counts[low:high].sum()), int(starts[low])
+        here = first + int(ranges.firsts[low]) - begin
+        yield _Mapping(here, count, source.file.path, source.index.name, start, source.index.rows)
+
+
+def _sources(shape: tuple[int, ...], mappings: list[_Mapping], folder: Path) -> h5py.h5p.PropDCID:
     create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     create.set_obj_track_times(False)
     origin = (0,) * (len(shape) - 1)
-    for owner, first, start, count in mappings:
-        part = plan.parts[owner]
-        dataset = part.pixel_datasets[number]
-        index = part.engine.indexes[dataset]
-        if isinstance(index, EncodedIndex):
-            dataset, rows = index.data.name, index.data.rows
-        else:
-            rows = index.rows
-        here, there = h5py.h5s.create_simple(shape), h5py.h5s.create_simple((rows, *shape[1:]))
-        here.select_hyperslab((first, *origin), (count, *shape[1:]))
-        there.select_hyperslab((start, *origin), (count, *shape[1:]))
+    for one in mappings:
+        here, there = h5py.h5s.create_simple(shape), h5py.h5s.create_simple((one.rows, *shape[1:]))
+        here.select_hyperslab((one.first, *origin), (one.count, *shape[1:]))
+        there.select_hyperslab((one.start, *origin), (one.count, *shape[1:]))
         # HDF5 takes %b in a name for a number.
-        name = os.path.relpath(part.path, folder).replace("%", "%%")
-        create.set_virtual(here, os.fsencode(name), dataset.replace("%", "%%").encode(), there)
+        name = os.path.relpath(one.file, folder).replace("%", "%%")
+        create.set_virtual(here, os.fsencode(name), one.dataset.replace("%", "%%").encode(), there)
     return create
 
 

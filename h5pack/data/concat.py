@@ -64,6 +64,24 @@ class ConcatPack(BatchSource):
         for dataset in self.datasets:
             dataset.close()
 
+    def joined(self) -> H5Dataset:
+        """Return one dataset of all samples, in the same order, as `H5Loader` reads them.
+
+        Raises
+        ------
+        OptionsError
+            If a dataset has transforms, which may differ from those of another.
+        PackFormatError
+            If the files have different classes or other metadata.
+        """
+        first, *others = self.datasets
+        if not self._plain:
+            raise OptionsError(
+                "the datasets have transforms; give them to the loader instead",
+                parameters=("transform", "target_transform"),
+            )
+        return first.joined_with(others)
+
     def __getitem__(self, index: int) -> Any:
         """Return one sample; a negative index counts from the end.
 

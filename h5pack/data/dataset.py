@@ -25,8 +25,8 @@ from h5pack.images.decode import image_of
 from h5pack.read.description import checksums_of, describe_file
 from h5pack.read.encoded import EncodedIndex, decoding_row
 from h5pack.read.engine import Engine, ReadStats
-from h5pack.read.hdf5 import open_file, text
 from h5pack.read.ragged import read_ragged, texts_of
+from h5pack.read.several import join_descriptions, list_files, read_filenames
 from h5pack.system.arrays import joined_ranges
 from h5pack.system.parameters import require_callable
 
@@ -44,11 +44,11 @@ class H5Dataset(BatchSource):
 
     Parameters
     ----------
-    path : path
+    path : path or sequence of path
         A pack (a file that h5pack wrote), or any HDF5 file with a dataset that has one sample per entry of axis 0. The
         samples are arrays of numbers or encoded images. Encoded images are those of a pack that keeps JPEG bytes, or
         rows of variable-length uint8 that hold the bytes of a JPEG, PNG or other image file. They are decoded to RGB
-        (H, W, 3).
+        (H, W, 3). A list of files, or a pattern such as "shards/*.h5", is read as one file with the rows of all.
     split : str or sequence of str, optional
         Name of one of the file's splits, or names of several, whose samples follow each other in that order; None: all
         rows.
@@ -100,8 +100,6 @@ class H5Dataset(BatchSource):
     field_classes : dict of str to tuple of str
         Class names of the fields whose numbers count classes, such as the labels of boxes, by their names in
         `field_names`.
-    label_name : str or None
-        Path of the dataset of labels.
     rows : range or ndarray
         Row of the file of each sample; int64 (n,) if `split` names several splits that are not adjacent in the file.
     group_rows : int
@@ -126,7 +124,7 @@ class H5Dataset(BatchSource):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         split: str | Sequence[str] | None = None,
         *,
         transform: Callable[[Any], Any] | None = None,
@@ -144,8 +142,9 @@ class H5Dataset(BatchSource):
         chosen = _split_names(split)
         require_callable("transform", transform)
         require_callable("target_transform", target_transform)
-        pack = describe_file(path, images, labels, fields)
-        self.path = pack.path
+        described = [describe_file(one, images, labels, fields) for one in list_files(path)]
+        pack = described[0] if len(described) == 1 else join_descriptions(described)
+        self.path, self._pack = pack.path, pack
         self.split = split if split is None or isinstance(split, str) else chosen
         self.transform, self.target_transform = transform, target_transform
         self.classes, self.columns = pack.classes, pack.columns
@@ -169,20 +168,15 @@ class H5Dataset(BatchSource):
         self._places = [places.pop(name) for name in self.names] + [len(given)] * bool(with_rows), [*places.values()]
         self._channels_first = pack.layout == "nchw"
         if check and checksums_of(self.names[0]) not in pack.indexes:
-            raise OptionsError(
-                f"{pack.path}: the file has no checksums of {self.names[0]!r}; omit check",
-                path=pack.path,
-                dataset=self.names[0],
-                parameters=("check",),
-            )
+            message = f"{pack.path}: the file has no checksums of {self.names[0]!r}; omit check"
+            raise OptionsError(message, path=pack.path, dataset=self.names[0], parameters=("check",))
         self._shared = SharedMemory()
         self.engine = Engine(pack.path, pack.identity, pack.indexes)
         for name in chosen:
             if name not in pack.splits:
                 known = ", ".join(map(repr, pack.splits)) or "none"
-                raise PackFormatError(
-                    f"{pack.path}: no split {name!r}; its splits are {known}", path=pack.path, parameters=("split",)
-                )
+                message = f"{pack.path}: no split {name!r}; its splits are {known}"
+                raise PackFormatError(message, path=pack.path, parameters=("split",))
         index = pack.indexes[self.names[0]]
         self.rows = joined_ranges([self.splits[name] for name in chosen] if chosen else [range(index.rows)])
         self._length = len(self.rows)
@@ -231,14 +225,7 @@ class H5Dataset(BatchSource):
     @property
     def filenames(self) -> list[str] | None:
         """The source file name of each sample, read from the pack; None if the file does not store them."""
-        with open_file(self.path) as file:
-            if schema.FILENAMES not in file:
-                return None
-            if not len(self):
-                return []
-            low, high = int(min(self.rows)), int(max(self.rows)) + 1
-            names = file[schema.FILENAMES][low:high]
-            return [text(names[row - low]) for row in self.rows]
+        return read_filenames(self._pack, self.rows)
 
     def __getitem__(self, index: int | slice) -> Any:
         """Return one sample, or for a slice a list of samples. Negative indices count from the end.
@@ -308,6 +295,18 @@ class H5Dataset(BatchSource):
         if self.with_rows:
             batch[-1].numpy()[...] = rows
         return batch
+
+    def joined_with(self, others: Sequence[H5Dataset]) -> H5Dataset:
+        """Return one dataset of the samples of this one and of others, which have the same fields."""
+        made, datasets = copy.copy(self), (self, *others)
+        made._pack = join_descriptions([one._pack for one in datasets])
+        starts = np.cumsum([0, *(one.engine.indexes[one.names[0]].rows for one in datasets)])
+        made.rows = np.concatenate([np.asarray(one.rows) + start for one, start in zip(datasets, starts, strict=False)])
+        made._length, made.splits, made.ragged = len(made.rows), made._pack.splits, made._pack.ragged
+        made.split, made.mean, made.std = None, made._pack.mean, made._pack.std
+        made.engine = Engine(made._pack.path, made._pack.identity, made._pack.indexes)
+        made.group_rows = made.engine.indexes[made.names[0]].group_rows
+        return made
 
     def with_decode(self, decode: DecodeCrop | None, exact: bool) -> H5Dataset:
         """Return a dataset that shares this one's files and differs in how images are decoded."""

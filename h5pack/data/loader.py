@@ -119,7 +119,7 @@ class H5Loader(Closeable, Resumable):
 
     Parameters
     ----------
-    dataset : H5Dataset or Subset
+    dataset : H5Dataset, ConcatPack or Subset
         Must have no `transform` or `target_transform`; give them to the loader instead.
     batch_size, shuffle, seed, window, drop_last, rank, num_replicas, streams, lanes, indices, weights, num_samples
         As for `ChunkBatchSampler`, which yields the same order for the same parameters.

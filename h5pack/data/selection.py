@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch.distributed
 from torch.utils.data import Subset
 
+from h5pack.data.concat import ConcatPack
 from h5pack.data.dataset import H5Dataset, is_class_label
 from h5pack.errors import OptionsError
 from h5pack.format.schema import NO_LABEL
@@ -122,9 +123,11 @@ def _select_rows(
     while isinstance(base, Subset):
         subsets.append(base)
         base = base.dataset
+    if isinstance(base, ConcatPack):
+        base = base.joined()
     if not isinstance(base, H5Dataset):
         raise OptionsError(
-            f"dataset is a {type(base).__name__}, which has no chunks; give an H5Dataset, or a torch Subset of one",
+            f"dataset is a {type(base).__name__}, which has no chunks; give an H5Dataset, a ConcatPack, or a torch Subset",
             parameters=("dataset",),
         )
     given = chosen = None

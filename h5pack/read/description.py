@@ -55,6 +55,8 @@ class FileDescription:
     # The fields whose rows differ in length. `indexes` has the index of the data of each one.
     ragged: dict[str, RaggedIndex] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)  # of the fields that state one, by path
+    statistics_rows: int = 0  # number of rows that `mean` and `std` were computed from
+    files: tuple[tuple[str, int], ...] = ()  # path and first row of each file, several if they are read as one
 
 
 def describe_file(
@@ -152,6 +154,8 @@ def _describe(
         splits=_splits(file, rows),
         mean=_statistic(file, "mean"),
         std=_statistic(file, "std"),
+        statistics_rows=int(file[schema.STATISTICS].attrs.get("rows", 0)) if schema.STATISTICS in file else 0,
+        files=((file.filename, 0),),
         ragged=ragged,
         kinds={name: text(kind) for name in fields if (kind := file[name].attrs.get(schema.KIND)) is not None},
     )

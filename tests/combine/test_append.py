@@ -13,7 +13,7 @@ import pytest
 
 import h5pack
 from h5pack.combine.row_copies import RowCopier
-from h5pack.errors import H5PackError, NoSpaceError, OptionsError, OutputExistsError, SizesDifferError, SourceError
+from h5pack.errors import NoSpaceError, OptionsError, OutputExistsError, SizesDifferError, SourceError
 from tests.combine.packs import KINDS, SOURCE, contents, pack, source
 from tests.crashing import changes_in_child, distinct_steps, leftovers, small_file_system
 from tests.makers import class_folders, flat_folder, quick, split_folders, truncate
@@ -178,9 +178,29 @@ def test_blocks_are_shared_where_the_file_system_can(tmp_path: Path, monkeypatch
     assert sum(reads) < 24 * 2
 
 
-def test_a_virtual_file_is_refused(tmp_path: Path) -> None:
-    packs = [pack(tmp_path, name, 4, ["x"]) for name in "ab"]
-    h5pack.join(packs, tmp_path / "v.h5", virtual=True)
-    with pytest.raises(H5PackError) as error:
-        h5pack.append(tmp_path / "v.h5", tmp_path / "a" / "list.jsonl", **quick(**SOURCE))
-    assert error.value.path == str(tmp_path / "v.h5")
+@pytest.mark.parametrize("kind", ["pixels", "jpeg"])
+def test_a_virtual_file_gets_a_further_pack(tmp_path: Path, kind: str) -> None:
+    path, more, wanted = parts(tmp_path, kind)
+    third = pack(tmp_path, "c", 5, ["fox"], **KINDS[kind])
+    out = tmp_path / "v.h5"
+    h5pack.join([path, third], out, virtual=True)
+    wanted |= contents(third)
+    copy = shutil.copy(out, tmp_path / "w.h5")
+    changes = changes_in_child(lambda: h5pack.append(copy, more, **quick(**SOURCE)), None)
+    before = out.read_bytes()
+    changes_in_child(lambda: h5pack.append(out, more, **quick(**SOURCE)), changes.index("replace w.h5.partial") - 1)
+    assert out.read_bytes() == before
+    with pytest.raises(OutputExistsError):
+        h5pack.append(out, more, **quick(**SOURCE))
+    report = h5pack.append(out, more, resume=True, **quick(**SOURCE))
+    assert (report.images, report.added) == (29, 10)
+    assert contents(out) == wanted
+    assert h5pack.append(out, more, resume=True, **quick(**SOURCE)).already_complete
+    assert h5pack.verify(out, num_workers=1).ok
+    # The new file refers to the packs, not to the file that it replaced.
+    with h5py.File(out) as file:
+        images = file.get("images") or file["encoded/data"]
+        assert {source.file_name for source in images.virtual_sources()} == {"a.h5", "c.h5", "v-00000.h5"}
+    h5pack.append(out, source(tmp_path / "d", "d", 3, ["gnu"]), **quick(**SOURCE))
+    assert len(contents(out)) == 32
+    assert {"v-00000.h5", "v-00001.h5"} < leftovers(tmp_path)

@@ -1,0 +1,190 @@
+"""Several HDF5 files that are read as one, without a file that joins them: their rows follow each other in one index."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from h5pack.errors import OptionsError, PackFormatError
+from h5pack.format import schema
+from h5pack.read.chunk_index import ChunkIndex
+from h5pack.read.description import FileDescription
+from h5pack.read.encoded import EncodedIndex
+from h5pack.read.hdf5 import open_file, text
+from h5pack.read.ragged import RaggedIndex
+from h5pack.read.storage import SourceFile
+from h5pack.read.virtual_index import MappedRows, join_rows
+from h5pack.system.arrays import RowNumbers, joined_ranges
+
+
+def list_files(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str | os.PathLike[str]]:
+    """Return the files that a path, a pattern such as "shards/*.h5", or a list of paths stands for, patterns sorted.
+
+    Raises OptionsError for an empty list, and PackFormatError for a pattern that matches nothing.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        if not len(path):
+            raise OptionsError("path is an empty list; give at least one file", parameters=("path",))
+        return [file for one in path for file in list_files(one)]
+    name = os.fspath(path)
+    if not glob.has_magic(name) or os.path.exists(name):
+        return [path]
+    found = sorted(glob.glob(name))
+    if not found:
+        raise PackFormatError(f"{name}: no file matches this pattern; check the path", path=name)
+    return list(found)
+
+
+def join_descriptions(packs: Sequence[FileDescription]) -> FileDescription:
+    """Return the description of files whose rows follow each other; raise PackFormatError if they do not fit.
+
+    Mean and standard deviation are those of all rows from which those of the files were computed.
+    """
+    first = packs[0]
+    for pack in packs[1:]:
+        _require_alike(first, pack)
+    starts = np.cumsum([0, *(_rows(pack) for pack in packs)]).tolist()
+    splits: dict[str, list[RowNumbers]] = {}
+    for pack, start in zip(packs, starts, strict=False):
+        for name, rows in pack.splits.items():
+            moved = range(rows.start + start, rows.stop + start) if isinstance(rows, range) else rows + start
+            splits.setdefault(name, []).append(moved)
+    mean, std = _pooled(packs)
+    return replace(
+        first,
+        indexes={name: _join(packs, lambda pack, name=name: pack.indexes[name]) for name in first.indexes},  # type: ignore[misc]
+        splits={name: joined_ranges(parts) for name, parts in splits.items()},
+        mean=mean,
+        std=std,
+        statistics_rows=sum(pack.statistics_rows for pack in packs),
+        ragged={name: _join_ragged(packs, name) for name in first.ragged},
+        files=tuple((path, start + row) for one, start in zip(packs, starts, strict=False) for path, row in one.files),
+    )
+
+
+def _rows(pack: FileDescription) -> int:
+    return next(iter(pack.indexes.values())).rows
+
+
+def _require_alike(first: FileDescription, other: FileDescription) -> None:
+    for what, one, two in zip(_KINDS, _content(first), _content(other), strict=True):
+        if one != two:
+            raise PackFormatError(
+                f"{other.path}: has {what} {two}, but {first.path} has {one}; files that are read as one must not "
+                "differ in it ('h5pack join' makes one file of packs with different classes)",
+                path=other.path,
+            )
+
+
+_KINDS = ("the datasets", "the layout", "the classes", "the columns", "the kinds of fields", "classes of fields")
+
+
+def _content(pack: FileDescription) -> tuple[Any, ...]:
+    datasets = [
+        (name, str(index.dtype), () if isinstance(index, EncodedIndex) else index.row_shape)
+        for name, index in pack.indexes.items()
+    ]
+    ragged = [(name, index.classes) for name, index in pack.ragged.items()]
+    return datasets, pack.layout, pack.classes, pack.columns, pack.kinds, ragged
+
+
+def _join(packs: Sequence[FileDescription], index_of: Callable[[FileDescription], ChunkIndex]) -> ChunkIndex:
+    """Return the index of the rows of a dataset of all files."""
+    parts = [index_of(pack) for pack in packs]
+    first, rows = parts[0], sum(part.rows for part in parts)
+    encoded = [part for part in parts if isinstance(part, EncodedIndex)]
+    if encoded:
+        ends = np.cumsum([part.data.rows for part in encoded]).tolist()
+        offsets = [part.offsets[:-1] + end - part.data.rows for part, end in zip(encoded, ends, strict=True)]
+        return replace(
+            encoded[0],
+            shape=(rows, *first.row_shape),
+            library_reason=next((part.library_reason for part in encoded if part.library_reason is not None), None),
+            offsets=np.append(np.concatenate(offsets), encoded[-1].offsets[-1] + ends[-1] - encoded[-1].data.rows),
+            data=_join(packs, lambda pack: _data(index_of(pack))),
+            image_sizes=np.concatenate([part.image_sizes for part in encoded]),
+        )
+    if first.is_encoded:
+        raise PackFormatError(
+            f"{packs[0].path}: {first.name!r} holds encoded images of variable length, which are read from one file "
+            "only; pack the files with 'h5pack convert'",
+            path=packs[0].path,
+            dataset=first.name,
+        )
+    mapped, at = [], 0
+    for pack, part in zip(packs, parts, strict=True):
+        if part.rows:
+            mapped.append(MappedRows(at, part.rows, SourceFile(pack.path, pack.identity), part, 0))
+        at += part.rows
+    own = SourceFile(packs[0].path, packs[0].identity)
+    whole = replace(_plain(first), shape=(rows, *first.row_shape))
+    return join_rows(whole, own, b"", mapped)
+
+
+def _plain(index: ChunkIndex) -> ChunkIndex:
+    """Return what `join_rows` needs to know of a dataset."""
+    return ChunkIndex(
+        name=index.name,
+        dtype=index.dtype,
+        shape=index.shape,
+        chunk_rows=index.chunk_rows,
+        group_rows=index.group_rows,
+        addresses=np.empty(0, np.int64),
+    )
+
+
+def _data(index: ChunkIndex) -> ChunkIndex:
+    assert isinstance(index, EncodedIndex)
+    return index.data
+
+
+def _join_ragged(packs: Sequence[FileDescription], name: str) -> RaggedIndex:
+    parts = [pack.ragged[name] for pack in packs]
+    ends = np.cumsum([part.data.rows for part in parts]).tolist()
+    offsets = [part.offsets[:-1] + end - part.data.rows for part, end in zip(parts, ends, strict=True)]
+    last = parts[-1].offsets[-1] + ends[-1] - parts[-1].data.rows
+    data = _join(packs, lambda pack: pack.ragged[name].data)
+    return replace(parts[0], offsets=np.append(np.concatenate(offsets), last), data=data)
+
+
+def _pooled(packs: Sequence[FileDescription]) -> tuple[npt.NDArray[np.float64] | None, npt.NDArray[np.float64] | None]:
+    """Return mean and standard deviation over the rows of several files, None if one of them has none."""
+    total, means, squares = 0, [], []
+    for pack in packs:
+        if pack.mean is None or pack.std is None:
+            return None, None
+        if pack.statistics_rows:
+            total += pack.statistics_rows
+            means.append(pack.statistics_rows * pack.mean)
+            squares.append(pack.statistics_rows * (pack.std**2 + pack.mean**2))
+    if not total:
+        return packs[0].mean, packs[0].std
+    mean: npt.NDArray[np.float64] = np.sum(means, axis=0) / total
+    std: npt.NDArray[np.float64] = np.sqrt(np.maximum(np.sum(squares, axis=0) / total - mean**2, 0))
+    return mean, std
+
+
+def read_filenames(pack: FileDescription, rows: RowNumbers) -> list[str] | None:
+    """Return the source file names of rows; None if one of the files does not store them."""
+    found = [""] * len(rows)
+    numbers = np.asarray(rows, np.int64)
+    starts = [start for _, start in pack.files]
+    owners = np.searchsorted(starts, numbers, "right") - 1
+    for owner, (path, start) in enumerate(pack.files):
+        with open_file(path) as file:
+            if schema.FILENAMES not in file:
+                return None
+            positions = np.flatnonzero(owners == owner)
+            if len(positions):
+                own = numbers[positions] - start
+                low = int(own.min())
+                names = file[schema.FILENAMES][low : int(own.max()) + 1]
+                for position, row in zip(positions.tolist(), (own - low).tolist(), strict=True):
+                    found[position] = text(names[row])
+    return found

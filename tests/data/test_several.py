@@ -1,0 +1,126 @@
+"""Several files read as one: a list, a pattern, a ConcatPack."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Subset
+
+import h5pack
+from h5pack.errors import OptionsError, PackFormatError
+from tests.combine.packs import FIELD_NAMES, KINDS, pack
+from tests.makers import flat_folder, hdf5_file, quick
+
+
+def three(root: Path, kind: str = "pixels", **settings: Any) -> list[Path]:
+    counts = {"a": 14, "b": 10, "c": 5}
+    return [pack(root, name, count, ["cat", "dog"], **KINDS[kind], **settings) for name, count in counts.items()]
+
+
+def samples(dataset: Any) -> dict[str, tuple[Any, ...]]:
+    found = {}
+    for name, sample in zip(dataset.filenames, dataset[:], strict=True):
+        values = [value.tolist() if isinstance(value, (np.ndarray, torch.Tensor)) else value for value in sample]
+        found[name] = tuple(values)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_list_of_files_has_the_samples_of_all(tmp_path: Path, kind: str) -> None:
+    packs = three(tmp_path, kind)
+    h5pack.join(packs, tmp_path / "o.h5")
+    whole = h5pack.H5Dataset(tmp_path / "o.h5", fields=FIELD_NAMES, check=True)
+    dataset = h5pack.H5Dataset(packs, fields=FIELD_NAMES, check=True)
+    assert samples(dataset) == samples(whole)
+    assert (len(dataset), dataset.classes) == (29, ("cat", "dog"))
+    assert dataset.mean == pytest.approx(whole.mean, rel=1e-12)
+    assert dataset.std == pytest.approx(whole.std, rel=1e-9)
+    for split in ("train", "val"):
+        part = h5pack.H5Dataset(str(tmp_path / "[abc].h5"), split, fields=FIELD_NAMES)
+        assert samples(part) == samples(h5pack.H5Dataset(tmp_path / "o.h5", split, fields=FIELD_NAMES))
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert samples(copy) == samples(whole)
+
+
+def batches(loader: Any) -> list[tuple[bytes, list[int], list[int]]]:
+    return [(batch.images.numpy().tobytes(), batch.labels.tolist(), batch.rows.tolist()) for batch in loader]
+
+
+def test_a_loader_reads_each_row_once_and_resumes_in_another_file(tmp_path: Path) -> None:
+    packs = three(tmp_path, size=32)
+    dataset = h5pack.H5Dataset(packs, with_rows=True)
+    loader = h5pack.H5Loader(dataset, 4, seed=3, window=2)
+    whole = batches(loader)
+    assert sorted(row for _, _, rows in whole for row in rows) == list(range(29))
+    for image, labels, rows in whole:
+        values = np.frombuffer(image, np.uint8).reshape(len(rows), 32, 32, 3)
+        for value, label, row in zip(values, labels, rows, strict=True):
+            assert np.array_equal(value, dataset[row].image)
+            assert label == dataset[row].label
+    for stop in (1, 4, 6):
+        first = h5pack.H5Loader(dataset, 4, seed=3, window=2)
+        iterator = iter(first)
+        begun = [next(iterator) for _ in range(stop)]
+        again = h5pack.H5Loader(h5pack.H5Dataset(packs, with_rows=True), 4, seed=3, window=2)
+        again.load_state_dict(first.state_dict())
+        assert len(begun) + len(rest := batches(again)) == len(whole)
+        assert rest == whole[stop:]
+
+
+def test_ranks_of_streams_have_the_rows_of_one(tmp_path: Path) -> None:
+    dataset = h5pack.H5Dataset(three(tmp_path, size=32), "train", with_rows=True)
+    one = h5pack.H5Loader(dataset, 4, streams=2)
+    two = [h5pack.H5Loader(dataset, 2, streams=2, rank=rank, num_replicas=2) for rank in range(2)]
+    wanted = [sorted(batch.rows.tolist()) for batch in one]
+    parts = [[batch.rows.tolist() for batch in loader] for loader in two]
+    assert [sorted(first + second) for first, second in zip(*parts, strict=True)] == wanted
+
+
+def test_a_loader_and_samplers_take_a_concat_pack(tmp_path: Path) -> None:
+    packs = three(tmp_path, size=32)
+    parts = [h5pack.H5Dataset(path, "train", with_rows=True) for path in packs]
+    concat = h5pack.ConcatPack(parts)
+    names = [name for part in parts for name in part.filenames or ()]
+    joined = concat.joined()
+    assert joined.filenames == names
+    assert len(concat) == len(joined)
+    wanted = sorted(batches(h5pack.H5Loader(h5pack.H5Dataset(packs, "train", with_rows=True), 4, shuffle=False)))
+    assert sorted(batches(h5pack.H5Loader(concat, 4, shuffle=False))) == wanted
+    some = [5, 1, 12]
+    rows = [row for batch in h5pack.H5Loader(Subset(concat, some), 2) for row in batch.rows.tolist()]
+    assert sorted(rows) == sorted(int(joined.rows[index]) for index in some)
+    sampler = h5pack.ChunkBatchSampler(concat, 4, seed=1)
+    images = [image.numpy().tobytes() for batch in DataLoader(concat, batch_sampler=sampler) for image in batch.images]
+    assert sorted(images) == sorted(one.image.numpy().tobytes() for part in parts for one in part)
+
+
+def test_any_hdf5_files(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 255, (20, 9, 9, 3), np.uint8)
+    for number in range(4):
+        hdf5_file(tmp_path / f"{number}.h5", x=images[5 * number : 5 * number + 5], y=np.arange(5) + 5 * number)
+    dataset = h5pack.H5Dataset(tmp_path / "*.h5", images="x", labels="y")
+    assert (dataset.splits, dataset.filenames, dataset.mean) == ({}, None, None)
+    for batch in h5pack.H5Loader(dataset, 6):
+        assert np.array_equal(batch.images, images[batch.labels])
+
+
+def test_files_that_do_not_fit(tmp_path: Path) -> None:
+    packs = three(tmp_path)
+    other = pack(tmp_path, "d", 4, ["cat", "emu"])
+    flat = tmp_path / "flat.h5"
+    h5pack.convert(flat_folder(tmp_path / "flat", 3), flat, **quick())
+    for wrong in (other, flat):
+        with pytest.raises(PackFormatError) as error:
+            h5pack.H5Dataset([*packs, wrong])
+        assert error.value.path == str(wrong)
+    with pytest.raises(PackFormatError):
+        h5pack.H5Dataset(tmp_path / "none*.h5")
+    with pytest.raises(OptionsError):
+        h5pack.H5Dataset([])
+    with pytest.raises(OptionsError):
+        h5pack.H5Loader(h5pack.ConcatPack([h5pack.H5Dataset(packs[0], transform=lambda image: image)]), 2)
