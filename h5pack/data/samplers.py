@@ -79,7 +79,7 @@ class ChunkSampler(Resumable, Sampler[int]):
 
     Parameters
     ----------
-    dataset : H5Dataset or Subset
+    dataset : H5Dataset, ConcatPack or Subset
         If it is a torch `Subset`, such as ``random_split`` returns, only the subset's rows are drawn.
     shuffle : {"window", "full", "chunk", False}
         "window": permute the chunks, then shuffle the rows of `window` chunks at a time. "full": permute all rows
@@ -209,7 +209,7 @@ class ChunkBatchSampler(BatchOrder):
 
     Parameters
     ----------
-    dataset : H5Dataset or Subset
+    dataset : H5Dataset, ConcatPack or Subset
     batch_size : int
         Rows per batch of this rank.
     shuffle, seed, window, rank, num_replicas, indices, weights, num_samples

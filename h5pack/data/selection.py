@@ -127,7 +127,8 @@ def _select_rows(
         base = base.joined()
     if not isinstance(base, H5Dataset):
         raise OptionsError(
-            f"dataset is a {type(base).__name__}, which has no chunks; give an H5Dataset, a ConcatPack, or a torch Subset",
+            f"dataset is a {type(base).__name__}, which has no chunks; give an H5Dataset or a ConcatPack, or a torch "
+            "Subset of one",
             parameters=("dataset",),
         )
     given = chosen = None

@@ -119,6 +119,8 @@ def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions
     catalog = _turned(with_fields(catalog, survey.fields), survey)
     placed: dict[str, FieldValues] = {}
     notes = catalog.notes
+    if not catalog.fields:
+        return catalog
     sizes = np.stack([survey.widths, survey.heights], axis=1).astype(np.float64)
     for name, rows in catalog.fields.items():
         if not isinstance(rows, RaggedRows) or rows.kind not in (schema.BOXES, schema.KEYPOINTS):

@@ -1,4 +1,4 @@
-"""Several HDF5 files that are read as one, without a file that joins them: their rows follow each other in one index."""
+"""Several HDF5 files read as one: their rows follow each other in one index, without a file that joins them."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import itertools
 import os
 import stat
 from collections import Counter
@@ -39,6 +40,7 @@ IMAGE_SUFFIXES = frozenset(
 """Files with these suffixes are treated as images. Their format is later detected from the content."""
 
 _REST = "rest"
+_BLOCK_NAMES = 65_536
 _MAX_NAMED = 8
 """How many columns or datasets a note names."""
 
@@ -96,13 +98,15 @@ class NameTable:
     @classmethod
     def of(cls, names: Iterable[str]) -> NameTable:
         """Return a table of `names`, in which surrogate escapes stand for undecodable bytes."""
-        # Names contain no NUL, so all are encoded in one call with NUL as separator.
-        joined = os.fsencode("\0".join(names))
-        if not joined:
-            return cls(b"", np.zeros(1, np.int64))
-        ends = np.flatnonzero(np.frombuffer(joined, np.uint8) == 0)
-        offsets = np.concatenate([[0], ends - np.arange(len(ends)), [len(joined) - len(ends)]]).astype(np.int64)
-        return cls(joined.replace(b"\0", b""), offsets)
+        blobs, lengths, remaining = [], [np.zeros(1, np.int64)], iter(names)
+        # Take them in blocks, because a str takes several times as much memory as its bytes.
+        while block := list(itertools.islice(remaining, _BLOCK_NAMES)):
+            # Names contain no NUL, so all are encoded in one call with NUL as separator.
+            joined = os.fsencode("\0".join([*block, ""]))
+            ends = np.flatnonzero(np.frombuffer(joined, np.uint8) == 0)
+            lengths.append(np.diff(ends, prepend=-1) - 1)
+            blobs.append(joined.replace(b"\0", b""))
+        return cls(b"".join(blobs), np.cumsum(np.concatenate(lengths)))
 
     def __len__(self) -> int:
         return len(self._offsets) - 1

@@ -38,6 +38,10 @@ class Listing:
         """Return the sorted names of the selected files in `folder`, without its path."""
         return self.folders[folder].split("\0")
 
+    def counts(self, top: str) -> dict[str, int]:
+        """Return the number of selected files in each folder in and below `top`, in the order of `below`."""
+        return {folder: self.folders[folder].count("\0") + 1 for folder in self._folders_below(top)}
+
     def below(self, top: str) -> Iterator[str]:
         """Yield the paths, relative to the root, of all selected files in and below the folder `top`."""
         for folder in self._folders_below(top):
@@ -205,17 +209,13 @@ def classes(found: Listing) -> Catalog:
     if found.folders.get(""):
         advice = "move them into a class, or pack all images without labels with source_kind='flat'"
         raise _mixed(found.root, "class", repr(found.names("")[0]), advice, "source_kind='flat'")
-    names: list[str] = []
-    labels: list[int] = []
-    for label, folder in enumerate(folders):
-        names.extend(found.below(folder))
-        labels.extend([label] * (len(names) - len(labels)))
+    counts = [sum(found.counts(folder).values()) for folder in folders]
     return Catalog(
         "classes",
         FileReader(found.root),
-        NameTable.of(names),
-        *one_split(len(names)),
-        labels=np.array(labels, np.int64),
+        NameTable.of(name for folder in folders for name in found.below(folder)),
+        *one_split(sum(counts)),
+        labels=np.repeat(np.arange(len(folders)), counts),
         label_names=tuple(folders),
         ignored=dict(found.ignored),
     )
@@ -368,22 +368,16 @@ def splits(found: Listing) -> Catalog:
     labelled = [split for split in split_names if _has_classes(found, split)]
     label_names = tuple(sorted({name for split in labelled for name in found.subfolders[split]}))
     index = {name: number for number, name in enumerate(label_names)}
-    names: list[str] = []
-    labels: list[int] = []
-    split_ids: list[int] = []
-    for number, split in enumerate(split_names):
-        for name in found.below(split):
-            parts = name.split("/")
-            names.append(name)
-            labels.append(index[parts[1]] if len(parts) > 2 else schema.NO_LABEL)
-            split_ids.append(number)
+    counts = [found.counts(split) for split in split_names]
+    parts = [folder.split("/") for some in counts for folder in some]
+    labels = np.array([index[part[1]] if len(part) > 1 else schema.NO_LABEL for part in parts], np.int64)
     return Catalog(
         "splits",
         FileReader(found.root),
-        NameTable.of(names),
+        NameTable.of(name for split in split_names for name in found.below(split)),
         split_names,
-        np.array(split_ids, np.int32),
-        labels=np.array(labels, np.int64) if label_names else None,
+        np.repeat(np.arange(len(counts), dtype=np.int32), [sum(some.values()) for some in counts]),
+        labels=np.repeat(labels, [count for some in counts for count in some.values()]) if label_names else None,
         label_names=label_names or None,
         ignored=dict(found.ignored),
     )
