@@ -73,7 +73,7 @@ class _Mapping(NamedTuple):
     """Rows of a virtual dataset, or bytes of encoded images, and where they are."""
 
     first: int
-    count: int
+    length: int
     file: str
     dataset: str
     start: int
@@ -118,8 +118,8 @@ def _sources(shape: tuple[int, ...], mappings: list[_Mapping], folder: Path) -> 
     origin = (0,) * (len(shape) - 1)
     for one in mappings:
         here, there = h5py.h5s.create_simple(shape), h5py.h5s.create_simple((one.rows, *shape[1:]))
-        here.select_hyperslab((one.first, *origin), (one.count, *shape[1:]))
-        there.select_hyperslab((one.start, *origin), (one.count, *shape[1:]))
+        here.select_hyperslab((one.first, *origin), (one.length, *shape[1:]))
+        there.select_hyperslab((one.start, *origin), (one.length, *shape[1:]))
         # HDF5 takes %b in a name for a number.
         name = os.path.relpath(one.file, folder).replace("%", "%%")
         create.set_virtual(here, os.fsencode(name), one.dataset.replace("%", "%%").encode(), there)
