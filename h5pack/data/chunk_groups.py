@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -141,8 +141,8 @@ class GroupReader:
     """Factory of the tasks that fill batches with the rows of chunk groups.
 
     `held` has all rows of some small fields by name. If `keep` is true, decoded chunks are cached, because the order
-    reads each chunk several times. Random crops are drawn from `key`; if `repeats`, the copies of a row in several
-    batches differ.
+    reads each chunk several times. ``draw_key(batches)`` is what crops are drawn from, see
+    `h5pack.data.samplers.draw_key`.
     """
 
     def __init__(
@@ -151,14 +151,13 @@ class GroupReader:
         fields: list[BatchField],
         batches: OpenBatches,
         held: dict[str, HeldRows],
-        key: DrawKey,
+        draw_key: Callable[[Any], DrawKey],
         *,
         keep: bool,
-        repeats: bool,
     ) -> None:
         self._dataset, self._engine = dataset, dataset.engine
         self._fields, self._batches, self._held, self._keep = fields, batches, held, keep
-        self._key, self._repeats = key, repeats
+        self._draw_key = draw_key
         self._mapped = {field.name: rows for field in fields if (rows := self._map(field)) is not None}
         self._gatherers: dict[str, RowGatherer] = {**held, **self._mapped}
         self._can_gather = len(self._gatherers) == len(dataset.names)
@@ -304,20 +303,22 @@ class GroupReader:
     def _copy(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
         """Read large rows of a field that only the HDF5 library can read, and copy them to their batches."""
         values = self._engine.read(field.name, group.rows[low:high])
-        owners, slots = group.slots(group.positions[low:high])
-        for value, owner, slot in zip(values, owners.tolist(), slots.tolist(), strict=True):
-            self._batches.memory(group.spans[owner][0]).arrays[field.name][slot] = value
+        for value, out in zip(values, self._targets(field, group, low, high)[1], strict=True):
+            out[...] = value
 
     def _crop(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
         """Decode crops of encoded images or masks into their batches."""
+        batches, outs = self._targets(field, group, low, high)
+        self._dataset.decode_rows(field.name, group.rows[low:high], outs, self._draw_key(torch.tensor(batches)))
+
+    def _targets(
+        self, field: BatchField, group: ChunkGroup, low: int, high: int
+    ) -> tuple[list[int], list[npt.NDArray[Any]]]:
+        """Return the number of the batch of each row, and the memory in it that the row goes to."""
         owners, slots = group.slots(group.positions[low:high])
         batches = [group.spans[owner][0] for owner in owners.tolist()]
-        outs = [
-            self._batches.memory(batch).arrays[field.name][slot]
-            for batch, slot in zip(batches, slots.tolist(), strict=True)
-        ]
-        key = replace(self._key, repeat=torch.tensor(batches)) if self._repeats else self._key
-        self._dataset.decode_rows(field.name, group.rows[low:high], outs, key)
+        arrays = {batch: self._batches.memory(batch).arrays[field.name] for batch in set(batches)}
+        return batches, [arrays[batch][slot] for batch, slot in zip(batches, slots.tolist(), strict=True)]
 
 
 def _cut_rows(rows: npt.NDArray[np.int64], max_rows: int) -> list[int]:
