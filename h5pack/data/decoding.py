@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from h5pack.images.decode import MAX_PIXELS
 from h5pack.images.geometry import Placement
 from h5pack.images.headers import DecodePath, ImageHeader
 from h5pack.images.masks import PADDING, read_mask
-from h5pack.images.regions import MAX_SHARE, region_decoder
+from h5pack.images.regions import MAX_SHARE, decode_top, region_decoder, scratch
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex, row_decoder
 
@@ -138,20 +137,6 @@ def crop_decoder(
     if problem:
         raise OptionsError(f"{path}: {problem}", path=path, dataset=images.name, parameters=parameters)
     return CropDecoder(crop, exact)
-
-
-class _Scratch(threading.local):
-    memory = np.empty(0, np.uint8)
-
-    def pixels(self, height: int, width: int) -> Pixels:
-        """Return this thread's memory for the pixels of an image. Fresh memory would cost page faults."""
-        size = height * width * 3
-        if self.memory.size < size:
-            self.memory = np.empty(size, np.uint8)
-        return self.memory[:size].reshape(height, width, 3)
-
-
-_scratch = _Scratch()
 
 
 class CropDecoder:
@@ -267,12 +252,15 @@ class CropDecoder:
         top, left, height, width = steps.window
         if not self.exact and (smaller := self._scaled(data, header, steps)) is not None:
             return smaller
+        found = None
         if height * width <= MAX_SHARE * header.height * header.width:
             decoder = region_decoder(header.decode_path)
-            found = None if decoder is None else decoder.decode(data, top, left, height, width)
-            if found is not None:
-                return found
-        whole = _scratch.pixels(header.height, header.width)
+            found = None if decoder is None else decoder.decode(data, header, steps.window)
+        if found is None:
+            found = decode_top(data, header, steps.window)
+        if found is not None:
+            return found
+        whole = scratch(header.height, header.width)
         row_decoder().decode(data, header.decode_path, whole)
         return whole[top : top + height, left : left + width]
 

@@ -44,11 +44,13 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_kept(tmp_path_factory.mktemp("kept") / "k.h5", photos())
 
 
-@pytest.fixture(params=["all", "no regions", "Pillow only"])
+@pytest.fixture(params=["all", "no regions", "whole images", "Pillow only"])
 def decoders(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run a test with all decoders, without the one of regions, and without simplejpeg, too."""
+    """Run a test with all decoders, without the one of regions, of upper rows, and without simplejpeg, too."""
     if request.param != "all":
         monkeypatch.setattr(decoding, "region_decoder", lambda _: None)
+    if request.param not in ("all", "no regions"):
+        monkeypatch.setattr(decoding, "decode_top", lambda *_: None)
     if request.param == "Pillow only":
         monkeypatch.setattr(decode, "_proven_paths", lambda _: frozenset())
     monkeypatch.setattr(encoded_rows, "_decoders", encoded_rows._Decoders())
