@@ -93,7 +93,7 @@ def _decode_top(data: bytes, header: ImageHeader, window: Window) -> Pixels | No
 
     top, left, height, width = window
     whole = scratch(min(top + height + _CONTEXT_ROWS, header.height), header.width)
-    # Bytes after the last row are not an error here. But if the data has no end, only Pillow tells whether rows lack.
+    # Bytes after the last row are not an error here. But if the data has no end, rows may be missing, which Pillow reports.
     if not data.endswith(_END):
         return None
     try:
