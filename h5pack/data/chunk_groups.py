@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,8 +31,13 @@ from h5pack.system.arrays import consecutive_runs, equal_runs
 TASK_BYTES = 8 * 1024 * 1024
 """Bytes that one task reads: enough to make the overhead of a task (about 10 us) negligible, and less than a batch."""
 
-_CROPS = 32
-"""Number of encoded images of which one task decodes crops: 20 to 40 ms for photos of 512 pixels."""
+_MIN_CROPS, _MAX_CROPS, _CROPPED_BYTES = 8, 64, 64 * 1024 * 1024
+"""Number of encoded images of which one task decodes crops, and bytes of their pixels that it is chosen for.
+
+64 crops of photos of 512 pixels take 40 ms. CPU time of one with two threads: 628 us in tasks of 32, 596 us in tasks
+of 64, 584 us in tasks of 128, because drawing their windows takes 0.2 to 0.5 ms a task. But larger tasks leave threads
+idle for longer at the end of an epoch.
+"""
 
 _LARGE_BYTES = 8_192
 """Decoded rows of at least this many bytes are copied one by one. Smaller rows are copied together by NumPy's
@@ -141,8 +146,8 @@ class GroupReader:
     """Factory of the tasks that fill batches with the rows of chunk groups.
 
     `held` has all rows of some small fields by name. If `keep` is true, decoded chunks are cached, because the order
-    reads each chunk several times. Random crops are drawn from `key`; if `repeats`, the copies of a row in several
-    batches differ.
+    reads each chunk several times. ``draw_key(batches)`` is what crops are drawn from, see
+    `h5pack.data.samplers.draw_key`.
     """
 
     def __init__(
@@ -151,14 +156,13 @@ class GroupReader:
         fields: list[BatchField],
         batches: OpenBatches,
         held: dict[str, HeldRows],
-        key: DrawKey,
+        draw_key: Callable[[Any], DrawKey],
         *,
         keep: bool,
-        repeats: bool,
     ) -> None:
         self._dataset, self._engine = dataset, dataset.engine
         self._fields, self._batches, self._held, self._keep = fields, batches, held, keep
-        self._key, self._repeats = key, repeats
+        self._draw_key = draw_key
         self._mapped = {field.name: rows for field in fields if (rows := self._map(field)) is not None}
         self._gatherers: dict[str, RowGatherer] = {**held, **self._mapped}
         self._can_gather = len(self._gatherers) == len(dataset.names)
@@ -204,7 +208,9 @@ class GroupReader:
                 plan.buffers[:, 0] = self._addresses(group, field)
                 work, cuts = partial(self._engine.execute, plan), _cut_runs(plan.edges, field.row_bytes)
             elif self._dataset.is_cropped(field.name):
-                work, cuts = partial(self._crop, field, group), [*range(0, len(group.rows), _CROPS), len(group.rows)]
+                size = self._engine.indexes[field.name].row_bytes
+                count = max(_MIN_CROPS, min(_MAX_CROPS, _CROPPED_BYTES // max(1, size)))
+                work, cuts = partial(self._crop, field, group), [*range(0, len(group.rows), count), len(group.rows)]
             elif field.name == ROWS or field.row_bytes < SCATTER_BYTES:
                 work, cuts = partial(self._stage, field, group), [0, len(group.rows)]
             elif self._engine.can_decode(self._engine.indexes[field.name]):
@@ -304,20 +310,22 @@ class GroupReader:
     def _copy(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
         """Read large rows of a field that only the HDF5 library can read, and copy them to their batches."""
         values = self._engine.read(field.name, group.rows[low:high])
-        owners, slots = group.slots(group.positions[low:high])
-        for value, owner, slot in zip(values, owners.tolist(), slots.tolist(), strict=True):
-            self._batches.memory(group.spans[owner][0]).arrays[field.name][slot] = value
+        for value, out in zip(values, self._targets(field, group, low, high)[1], strict=True):
+            out[...] = value
 
     def _crop(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
         """Decode crops of encoded images or masks into their batches."""
+        batches, outs = self._targets(field, group, low, high)
+        self._dataset.decode_rows(field.name, group.rows[low:high], outs, self._draw_key(torch.tensor(batches)))
+
+    def _targets(
+        self, field: BatchField, group: ChunkGroup, low: int, high: int
+    ) -> tuple[list[int], list[npt.NDArray[Any]]]:
+        """Return the number of the batch of each row, and the memory in it that the row goes to."""
         owners, slots = group.slots(group.positions[low:high])
         batches = [group.spans[owner][0] for owner in owners.tolist()]
-        outs = [
-            self._batches.memory(batch).arrays[field.name][slot]
-            for batch, slot in zip(batches, slots.tolist(), strict=True)
-        ]
-        key = replace(self._key, repeat=torch.tensor(batches)) if self._repeats else self._key
-        self._dataset.decode_rows(field.name, group.rows[low:high], outs, key)
+        arrays = {batch: self._batches.memory(batch).arrays[field.name] for batch in set(batches)}
+        return batches, [arrays[batch][slot] for batch, slot in zip(batches, slots.tolist(), strict=True)]
 
 
 def _cut_rows(rows: npt.NDArray[np.int64], max_rows: int) -> list[int]:

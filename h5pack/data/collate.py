@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 from torch.utils.data._utils import collate as torch_collate
 
-from h5pack.data.decoding import DrawKey
+from h5pack.data.decoding import NO_KEY, DrawKey, key_of
 from h5pack.data.iteration import Closeable
 from h5pack.data.samples import Sample, new_batch
 from h5pack.errors import SizesDifferError
@@ -50,14 +50,23 @@ class BatchSource(Closeable, Dataset[Any]):
             return samples.collate()
         return default_collate(list(samples))
 
-    def read_batch(self, rows: npt.NDArray[np.int64], key: DrawKey | None = None) -> list[torch.Tensor]:
+    @property
+    def is_random(self) -> bool:
+        """Whether crops of images are random."""
+        raise NotImplementedError
+
+    def draw_key(self, indices: Sequence[Any]) -> DrawKey:
+        """Return what the crops of samples are drawn from; `indices` are as a sampler or a user gives them."""
+        return key_of(indices) if self.is_random else NO_KEY
+
+    def read_batch(self, rows: npt.NDArray[np.int64], key: DrawKey = NO_KEY) -> list[torch.Tensor]:
         """Return the tensors of a batch, each (n, ...). In a worker they are in shared memory.
 
         Random crops are drawn from `key`.
         """
         raise NotImplementedError
 
-    def read_lists(self, rows: npt.NDArray[np.int64], key: DrawKey | None) -> list[list[Any]]:
+    def read_lists(self, rows: npt.NDArray[np.int64], key: DrawKey = NO_KEY) -> list[list[Any]]:
         """Return the values of rows of each field that is a list in a batch. Random crops are drawn from `key`."""
         raise NotImplementedError
 
@@ -109,8 +118,8 @@ class SampleBatch(Sequence[Any]):
         self,
         rows: npt.NDArray[np.int64],
         source: BatchSource,
-        load: Callable[[npt.NDArray[np.int64], DrawKey | None], list[Any]] | None = None,
-        key: DrawKey | None = None,
+        load: Callable[[npt.NDArray[np.int64], DrawKey], list[Any]] | None = None,
+        key: DrawKey = NO_KEY,
     ) -> None:
         self.rows, self._key = rows, key
         self._source = source

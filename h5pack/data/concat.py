@@ -12,7 +12,7 @@ import torch
 from h5pack.data.buffers import SharedMemory
 from h5pack.data.collate import BatchSource, SampleBatch, positions_of
 from h5pack.data.dataset import H5Dataset, batch_fields
-from h5pack.data.decoding import DrawKey, key_of
+from h5pack.data.decoding import NO_KEY, DrawKey
 from h5pack.errors import OptionsError
 
 Rows = npt.NDArray[np.int64]
@@ -97,12 +97,12 @@ class ConcatPack(BatchSource):
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
         """Return the samples of many indices; samples of the same dataset are read together."""
         numbers = positions_of(indices, len(self))
-        key = key_of(indices) if self.is_random else None
+        key = self.draw_key(indices)
         if self._plain:
             return SampleBatch(numbers, self, key=key)
         samples: list[Any] = [None] * len(numbers)
         for dataset, positions, inner in self._by_dataset(numbers):
-            found = dataset.samples_at(dataset.file_rows(inner), key and key.at(positions))
+            found = dataset.samples_at(dataset.file_rows(inner), key.at(positions))
             for position, sample in zip(positions.tolist(), found, strict=True):
                 samples[position] = sample
         return samples
@@ -112,7 +112,7 @@ class ConcatPack(BatchSource):
         """Whether crops of images are random."""
         return any(dataset.is_random for dataset in self.datasets)
 
-    def read_batch(self, indices: Rows, key: DrawKey | None = None) -> list[torch.Tensor]:
+    def read_batch(self, indices: Rows, key: DrawKey = NO_KEY) -> list[torch.Tensor]:
         """Return the tensors of a batch of samples, each (n, ...). In a worker they are in shared memory.
 
         Random crops are drawn from `key`.
@@ -120,7 +120,7 @@ class ConcatPack(BatchSource):
         batch: list[torch.Tensor] = []
         for dataset, positions, inner in self._by_dataset(indices):
             # These rows are only a part of the batch and are copied into it, so they need no shared memory.
-            parts = dataset.read_batch(dataset.file_rows(inner), key and key.at(positions), share=False)
+            parts = dataset.read_batch(dataset.file_rows(inner), key.at(positions), share=False)
             if not batch:
                 shapes = [((len(indices), *part.shape[1:]), part.numpy().dtype.str) for part in parts]
                 batch = self._shared.batch(shapes)
@@ -128,12 +128,12 @@ class ConcatPack(BatchSource):
                 whole.numpy()[positions] = part.numpy()
         return batch or self.datasets[0].read_batch(indices)
 
-    def read_lists(self, indices: Rows, key: DrawKey | None) -> list[list[Any]]:
+    def read_lists(self, indices: Rows, key: DrawKey = NO_KEY) -> list[list[Any]]:
         """Return the values of samples of each field that is a list in a batch. Random crops are drawn from `key`."""
         lists: list[list[Any]] = [[None] * len(indices) for _ in self.datasets[0].ragged]
         if lists:
             for dataset, positions, inner in self._by_dataset(indices):
-                parts = dataset.read_lists(dataset.file_rows(inner), key and key.at(positions))
+                parts = dataset.read_lists(dataset.file_rows(inner), key.at(positions))
                 for whole, part in zip(lists, parts, strict=True):
                     for position, value in zip(positions.tolist(), part, strict=True):
                         whole[position] = value

@@ -15,7 +15,7 @@ import torch
 
 from h5pack.data.buffers import SharedMemory
 from h5pack.data.collate import BatchSource, SampleBatch, out_of_range, positions_of
-from h5pack.data.decoding import NO_KEY, DrawKey, crop_decoder, key_of, moves
+from h5pack.data.decoding import NO_KEY, DrawKey, crop_decoder, moves
 from h5pack.data.samples import name_fields, sample_type, split_list
 from h5pack.errors import OptionsError, PackFormatError
 from h5pack.format import schema
@@ -236,9 +236,9 @@ class H5Dataset(BatchSource):
             If `index` is out of range.
         """
         if isinstance(index, slice):
-            return self._load(self._rows(range(*index.indices(len(self)))), self._key_of(()))
+            return self._load(self._rows(range(*index.indices(len(self)))), self.draw_key(()))
         if self.check or self._encoded:
-            return self._load(self._rows([index]), self._key_of([index]))[0]
+            return self._load(self._rows([index]), self.draw_key([index]))[0]
         number = operator.index(index)
         if not -self._length <= number < self._length:
             raise out_of_range(index, self._length, f"{self.path}: ")
@@ -247,7 +247,7 @@ class H5Dataset(BatchSource):
         if self.with_rows:
             values.append(row)
         if self.ragged:
-            lists = self.read_lists(np.array([row]), None)
+            lists = self.read_lists(np.array([row]))
             values = [*self.arranged(values, [some[0] for some in lists])]
         return sample_type(self.field_names, self._lists)(*values)
 
@@ -257,12 +257,9 @@ class H5Dataset(BatchSource):
         Without transforms the result is a `SampleBatch`, which reads on first access. So `collate` can read the whole
         batch at once, without creating individual samples.
         """
-        return self.samples_at(self._rows(indices), self._key_of(indices))
+        return self.samples_at(self._rows(indices), self.draw_key(indices))
 
-    def _key_of(self, indices: Sequence[int]) -> DrawKey | None:
-        return key_of(indices) if self.is_random else None
-
-    def samples_at(self, rows: npt.NDArray[np.int64], key: DrawKey | None) -> Sequence[Any]:
+    def samples_at(self, rows: npt.NDArray[np.int64], key: DrawKey) -> Sequence[Any]:
         """Return samples as `__getitems__` does, of rows of the file, int64 (n,). Random crops are drawn from `key`."""
         if self.transform is not None or self.target_transform is not None:
             return self._load(rows, key)
@@ -274,7 +271,7 @@ class H5Dataset(BatchSource):
         return indices + rows.start if isinstance(rows, range) else rows[indices]
 
     def read_batch(
-        self, rows: npt.NDArray[np.int64], key: DrawKey | None = None, *, share: bool = True
+        self, rows: npt.NDArray[np.int64], key: DrawKey = NO_KEY, *, share: bool = True
     ) -> list[torch.Tensor]:
         """Return the tensors of rows of the file, each (n, ...). In a worker, `share` puts them in shared memory.
 
@@ -287,7 +284,7 @@ class H5Dataset(BatchSource):
         for name, tensor in zip(self.names, batch, strict=False):
             out = tensor.numpy()
             if self.is_cropped(name):
-                self.decode_rows(name, rows, list(out), key or NO_KEY)
+                self.decode_rows(name, rows, list(out), key)
             elif out.dtype == self.engine.indexes[name].native_dtype:
                 self.read_rows(name, rows, out)
             else:
@@ -329,7 +326,7 @@ class H5Dataset(BatchSource):
     def read_lists(
         self,
         rows: npt.NDArray[np.int64],
-        key: DrawKey | None = None,
+        key: DrawKey = NO_KEY,
         held: Mapping[str, RaggedRows] | None = None,
     ) -> list[list[Any]]:
         """Return the values of rows of each field in `ragged`: tensors, str or lists of str.
@@ -342,17 +339,18 @@ class H5Dataset(BatchSource):
         DamagedRowsError
             If rows differ from their checksums and ``check=True``, or if a text is not UTF-8.
         """
-        found: list[list[Any]] = []
+        images, found, placement = self.engine.indexes[self.names[0]], list[list[Any]](), None
+        is_moved = any(index.kind in schema.POINT_KINDS for index in self.ragged.values())
+        if is_moved and self.decoder is not None and isinstance(images, EncodedIndex):
+            placement = self.decoder.placement(rows, images.image_sizes[rows], key)
         for name, index in self.ragged.items():
             values = held[name] if held and name in held else self.read_ragged(name, rows)
             if index.kind in schema.TEXT_KINDS:
                 found.append(texts_of(self.path, name, rows, values))
             else:
+                if placement is not None and index.kind in schema.POINT_KINDS:
+                    values = placement.moved(values)
                 found.append(split_list(values.data, np.diff(values.offsets).tolist()))
-        if self.decoder is not None:
-            kinds, images = [one.kind for one in self.ragged.values()], self.engine.indexes[self.names[0]]
-            if isinstance(images, EncodedIndex):
-                found = self.decoder.move_lists(kinds, found, rows, images.image_sizes[rows], key or NO_KEY)
         return found
 
     def arranged(self, values: Sequence[Any], lists: Sequence[Any]) -> Sequence[Any]:
@@ -444,7 +442,7 @@ class H5Dataset(BatchSource):
         """Convert indices into this dataset to row numbers in the file; int64, (n,)."""
         return self.file_rows(positions_of(indices, self._length, f"{self.path}: "))
 
-    def _load(self, rows: npt.NDArray[np.int64], key: DrawKey | None) -> list[Any]:
+    def _load(self, rows: npt.NDArray[np.int64], key: DrawKey) -> list[Any]:
         if not self._encoded or self.decoder is not None:
             return self.split_batch(self.read_batch(rows, key, share=False), rows, self.read_lists(rows, key))
         columns = []

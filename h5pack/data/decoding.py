@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -25,9 +24,10 @@ from h5pack.errors import OptionsError, RejectedImageError
 from h5pack.format import schema
 from h5pack.images.crops import DecodeCrop, RandomResizedCrop, Resize
 from h5pack.images.decode import MAX_PIXELS
+from h5pack.images.geometry import Placement
 from h5pack.images.headers import DecodePath, ImageHeader
 from h5pack.images.masks import PADDING, read_mask
-from h5pack.images.regions import MAX_SHARE, region_decoder
+from h5pack.images.regions import MAX_SHARE, decode_top, region_decoder, scratch
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex, row_decoder
 
@@ -111,29 +111,6 @@ class Steps(NamedTuple):
         out[...] = mask[rows[:, None], columns]
         out[~(inside_rows[:, None] & inside_columns)] = PADDING[out.dtype.str]
 
-    def move_keypoints(self, points: torch.Tensor) -> torch.Tensor:
-        """Return points (n, 2 or 3), x and y first, in pixels of the image, as points of the crop.
-
-        They are not clipped. The visibility, the third number, of a point outside of the crop is 0.
-        """
-        moved = points.clone()
-        for column, axis in ((0, 1), (1, 0)):
-            scale = self.resized[axis] / self.window[2 + axis]
-            moved[:, column] = (points[:, column] - self.window[axis]) * scale - self.offset[axis]
-        if points.shape[1] == 3:
-            limits = torch.tensor(self.size[::-1], dtype=moved.dtype)
-            moved[:, 2] *= ((moved[:, :2] >= 0) & (moved[:, :2] <= limits)).all(1)
-        return moved
-
-    def move_boxes(self, boxes: torch.Tensor) -> torch.Tensor:
-        """Return boxes (n, 4), left, top, right and bottom, of the image as boxes of the crop, clipped to it.
-
-        A box outside of it remains, without area, so that boxes keep their order and their labels.
-        """
-        corners = self.move_keypoints(boxes.reshape(-1, 2))
-        limits = torch.tensor(self.size[::-1], dtype=corners.dtype)
-        return torch.minimum(corners.clamp(min=0), limits).reshape(-1, 4)
-
 
 def moves(kind: str, images: ChunkIndex, is_encoded: bool) -> bool:
     """Return whether a field of this kind can be decoded for crops of `images`; `is_encoded` is about the field."""
@@ -174,7 +151,6 @@ class CropDecoder:
             )
         self.crop, self.exact = crop, exact
         self.is_random = isinstance(crop, RandomResizedCrop)
-        self._scratch = threading.local()
 
     @property
     def row_shape(self) -> tuple[int, int, int]:
@@ -220,26 +196,15 @@ class CropDecoder:
         for mask, steps, out in zip(masks, plans, outs, strict=True):
             steps.move_mask(mask, out)
 
-    def move_lists(
-        self,
-        kinds: Sequence[str],
-        lists: Sequence[list[Any]],
-        rows: Rows,
-        sizes: npt.NDArray[np.int32],
-        key: DrawKey,
-    ) -> list[list[Any]]:
-        """Return the values of fields of rows, of which boxes and keypoints move with the crops of their images.
+    def placement(self, rows: Rows, sizes: npt.NDArray[np.int32], key: DrawKey) -> Placement:
+        """Return where the crops of rows place the points of their images.
 
         `sizes`, (n, 2), are the heights and widths of the images.
         """
-        movers = {schema.BOXES: Steps.move_boxes, schema.KEYPOINTS: Steps.move_keypoints}
-        if not set(kinds) & set(movers):
-            return [*lists]
-        steps = list(self.plan(rows, sizes.tolist(), key))
-        return [
-            [movers[kind](one, value) for one, value in zip(steps, values, strict=True)] if kind in movers else values
-            for kind, values in zip(kinds, lists, strict=True)
-        ]
+        steps = [sum(one, ()) for one in self.plan(rows, sizes.tolist(), key)]
+        corner, extent, resized, offset, size = np.array(steps, np.float64).reshape(-1, 5, 2)[..., ::-1].swapaxes(0, 1)
+        scale = resized / extent
+        return Placement(scale, -corner * scale - offset, size)
 
     def plan(self, rows: Rows, sizes: Sequence[tuple[int, int]], key: DrawKey) -> Iterator[Steps]:
         """Yield how the image of each row is cropped; `sizes` are their heights and widths in pixels."""
@@ -287,12 +252,15 @@ class CropDecoder:
         top, left, height, width = steps.window
         if not self.exact and (smaller := self._scaled(data, header, steps)) is not None:
             return smaller
+        found = None
         if height * width <= MAX_SHARE * header.height * header.width:
             decoder = region_decoder(header.decode_path)
-            found = None if decoder is None else decoder.decode(data, top, left, height, width)
-            if found is not None:
-                return found
-        whole = self._buffer(header.height, header.width)
+            found = None if decoder is None else decoder.decode(data, header, steps.window)
+        if found is None:
+            found = decode_top(data, header, steps.window)
+        if found is not None:
+            return found
+        whole = scratch(header.height, header.width)
         row_decoder().decode(data, header.decode_path, whole)
         return whole[top : top + height, left : left + width]
 
@@ -320,17 +288,3 @@ class CropDecoder:
         first = round(top * scale[0]), round(left * scale[1])
         last = max(first[0] + 1, round((top + height) * scale[0])), max(first[1] + 1, round((left + width) * scale[1]))
         return small[first[0] : last[0], first[1] : last[1]]
-
-    def _buffer(self, height: int, width: int) -> Pixels:
-        """Return this thread's memory for the pixels of an image. Fresh memory would cost page faults."""
-        size = height * width * 3
-        memory: Pixels | None = getattr(self._scratch, "memory", None)
-        if memory is None or memory.size < size:
-            memory = self._scratch.memory = np.empty(size, np.uint8)
-        return memory[:size].reshape(height, width, 3)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"crop": self.crop, "exact": self.exact, "is_random": self.is_random}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _scratch=threading.local())

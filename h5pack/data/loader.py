@@ -17,11 +17,10 @@ import torch
 from h5pack.data.buffers import BatchMemory, BufferPool
 from h5pack.data.chunk_groups import ROWS
 from h5pack.data.dataset import H5Dataset, batch_fields
-from h5pack.data.decoding import DrawKey
 from h5pack.data.gather import HeldLists, HeldRows
 from h5pack.data.iteration import BatchIterator, Closeable, IdleThreads
 from h5pack.data.pipeline import EpochGroups, Pipeline
-from h5pack.data.samplers import order_text, repeats_rows
+from h5pack.data.samplers import draw_key, order_text
 from h5pack.data.samples import new_batch
 from h5pack.data.selection import plan_order, select_draws
 from h5pack.errors import OptionsError
@@ -383,7 +382,7 @@ class H5Loader(Closeable, Resumable):
             credits=self.prefetch_factor,
             finish=partial(self._finish, iteration.epoch),
             held=self._held or {},
-            key=DrawKey(self.plan.seed, iteration.epoch, 0),
+            draw_key=partial(draw_key, self.plan, iteration.epoch),
             max_gathered=self._max_gathered,
             block_rows=self._block_rows,
             cpus=self._cpus,
@@ -408,8 +407,7 @@ class H5Loader(Closeable, Resumable):
             tensors.append(memory.tensor(ROWS))
         lists: Sequence[Any] = ()
         if self._base.ragged:
-            key = DrawKey(self.plan.seed, epoch, batch if repeats_rows(self.plan) else 0)
-            lists = self._lists.read(memory.arrays[ROWS], key)
+            lists = self._lists.read(memory.arrays[ROWS], draw_key(self.plan, epoch, batch))
         return new_batch(self._base.field_names, self._base.arranged(tensors, lists))
 
     def _transformed(self, name: str, tensor: torch.Tensor, epoch: int, batch: int) -> Any:

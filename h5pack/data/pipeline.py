@@ -40,7 +40,6 @@ from h5pack.data.dataset import H5Dataset
 from h5pack.data.decoding import DrawKey
 from h5pack.data.gather import HeldRows
 from h5pack.data.iteration import BackgroundThreads, IdleThreads
-from h5pack.data.samplers import repeats_rows
 from h5pack.errors import LoaderError
 from h5pack.order.window import ChunkGroup, OrderPlan, Span, merge_groups
 
@@ -75,8 +74,8 @@ class Pipeline(BackgroundThreads):
     """The threads and batches of one epoch, starting with batch `first`; `groups` are its chunk groups from there on.
 
     At most `credits` batches are open or done, but not yet delivered. `finish` receives the number and the memory of
-    each complete batch, and returns the batch that the consumer gets. `held` has all rows of some small fields. Random
-    crops are drawn from `key`.
+    each complete batch, and returns the batch that the consumer gets. `held` has all rows of some small fields.
+    ``draw_key(batches)`` is what crops are drawn from, see `h5pack.data.samplers.draw_key`.
     While rows are in memory, at most `max_gathered` batches are open or done, and a task copies up to `block_rows`
     rows. If `can_help`, the consumer's thread runs such tasks, too, while it waits; then at most `cpus` threads do.
     The threads come from `idle`, as in `BackgroundThreads.start`.
@@ -94,7 +93,7 @@ class Pipeline(BackgroundThreads):
         credits: int,
         finish: Callable[[int, BatchMemory], Any],
         held: dict[str, HeldRows],
-        key: DrawKey,
+        draw_key: Callable[[Any], DrawKey],
         max_gathered: int,
         block_rows: int,
         cpus: int,
@@ -108,9 +107,7 @@ class Pipeline(BackgroundThreads):
         self._planning = True
         self._granted, self._opened, self._delivered = 0, first, first
         self._batches = OpenBatches()
-        self._reader = GroupReader(
-            dataset, pool.fields, self._batches, held, key, keep=plan.shuffle == "full", repeats=repeats_rows(plan)
-        )
+        self._reader = GroupReader(dataset, pool.fields, self._batches, held, draw_key, keep=plan.shuffle == "full")
         # Batches of cached rows are filled one after the other, which uses few buffers, so that they stay in the CPU's
         # cache. With several streams, a batch has rows of several groups, so whole groups are processed at once.
         self._batchwise = plan.step_streams * plan.lanes == 1

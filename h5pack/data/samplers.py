@@ -168,8 +168,7 @@ class ChunkSampler(Resumable, Sampler[int]):
         streams = self.plan.step_streams
         for start in range(0, len(indices), streams):
             turn = first + start // streams
-            key = DrawKey(self.plan.seed, epoch, turn if repeats_rows(self.plan) else 0)
-            yield from DrawnIndex.of(indices[start : start + streams], key)
+            yield from DrawnIndex.of(indices[start : start + streams], draw_key(self.plan, epoch, turn))
 
     def state_dict(self, rows_consumed: int | None = None) -> dict[str, Any]:
         """Return the state of the running iteration, for `load_state_dict`.
@@ -269,14 +268,16 @@ class ChunkBatchSampler(BatchOrder):
             for batch, indices in enumerate(batches, iteration.start):
                 found = indices.tolist()
                 if self._base.is_random:
-                    key = DrawKey(self.plan.seed, iteration.epoch, batch if repeats_rows(self.plan) else 0)
-                    found = DrawnIndex.of(found, key)
+                    found = DrawnIndex.of(found, draw_key(self.plan, iteration.epoch, batch))
                 yield found
 
 
-def repeats_rows(plan: OrderPlan) -> bool:
-    """Return whether an epoch may have several copies of a row, whose random crops must differ."""
-    return isinstance(plan.rows, WeightedRows)
+def draw_key(plan: OrderPlan, epoch: int, batches: Any) -> DrawKey:
+    """Return what the crops of rows of a batch are drawn from; `batches`: its number, or that of each row, int64 (n,).
+
+    The number matters only if an epoch may have several copies of a row, whose random crops must differ.
+    """
+    return DrawKey(plan.seed, epoch, batches if isinstance(plan.rows, WeightedRows) else 0)
 
 
 def _require_keys(dataset: Any, base: H5Dataset) -> None:

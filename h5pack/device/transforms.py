@@ -34,7 +34,6 @@ from h5pack.format import schema
 _STREAM = 3
 """The stream of random words for transforms other than `Normalize` (see `random_words`)."""
 _ADVICE = "open the dataset with H5Dataset(..., with_rows=True)"
-_MOVING = (schema.BOXES, schema.KEYPOINTS)
 
 
 class Views:
@@ -141,7 +140,8 @@ class ImageTransform:
         self.image_key = image_key
         pack = _pack_of(dataset)
         self._gives_rows = None if pack is None else pack.with_rows
-        self._moving = {} if pack is None else {name: kind for name, kind in pack.kinds.items() if kind in _MOVING}
+        kinds = {} if pack is None else pack.kinds
+        self._moving = {name: kind for name, kind in kinds.items() if kind in schema.POINT_KINDS}
         if self.keyed and self._gives_rows is False:
             raise OptionsError(
                 f"the transform {self._name} needs row numbers, but the dataset's batches have none; {_ADVICE}"

@@ -19,7 +19,6 @@ ENCODED_DATA = "encoded/data"
 ENCODED_OFFSETS = "encoded/offsets"
 ENCODED_SIZE = "encoded/size"
 LABELS = "labels"
-FIELDS = "fields"
 FILENAMES = "filenames"
 FIELDS = "fields"
 SPLITS = "splits"
@@ -40,12 +39,19 @@ KEYPOINTS = "keypoints"
 RAGGED = "ragged"
 TEXT = "text"
 TEXTS = "texts"
+MASK = "mask"
+IMAGE = "image"
 RAGGED_KINDS = (BOXES, KEYPOINTS, RAGGED, TEXT, TEXTS)
 """Kinds of fields that are groups of data and offsets."""
 TEXT_KINDS = (TEXT, TEXTS)
+POINT_KINDS = (BOXES, KEYPOINTS)
+PIXEL_KINDS = (MASK, IMAGE)
+MOVED_KINDS = (*PIXEL_KINDS, *POINT_KINDS)
+"""Kinds of fields that belong to places in the image."""
 
 # Attributes of fields.
 KIND = "kind"
+DTYPE = "dtype"
 BOX_FORMAT = "box_format"
 XYXY = "xyxy"
 
@@ -57,15 +63,6 @@ RDCC_NBYTES = "h5pack_rdcc_nbytes"
 RDCC_NSLOTS = "h5pack_rdcc_nslots"
 RDCC_W0 = "h5pack_rdcc_w0"
 STORED_BYTES = "stored_bytes"
-KIND = "kind"
-DTYPE = "dtype"
-
-# Values of the attribute `kind` of fields.
-MASK = "mask"
-IMAGE = "image"
-PIXEL_KINDS = (MASK, IMAGE)
-MOVED_KINDS = (*PIXEL_KINDS, BOXES, KEYPOINTS)
-"""Kinds of fields that belong to places in the image."""
 
 
 def field_path(name: str) -> str:

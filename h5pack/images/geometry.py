@@ -1,15 +1,17 @@
-"""Where the pixels of an image go when it is resized, so that boxes and points can follow them.
+"""Where the pixels of an image go when it is resized or cropped, so that boxes and points can follow them.
 
 The arithmetic is that of `h5pack.images.decode` and `h5pack.images.encode`, which resize with Pillow.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from h5pack.format import schema
+from h5pack.format.fields import RaggedRows
 from h5pack.images.encode import fitted_size
 
 Floats = npt.NDArray[np.float64]
@@ -58,6 +60,12 @@ class Placement:
         for index in np.flatnonzero(old.max(axis=1) > (max_side or np.iinfo(np.int32).max)).tolist():
             new[index] = fitted_size(int(old[index, 1]), int(old[index, 0]), max_side)[::-1]
         return cls(new / old, np.zeros(old.shape), new.astype(np.float64))
+
+    def moved(self, rows: RaggedRows) -> RaggedRows:
+        """Return boxes or keypoints, float32, after the images were placed; row i is that of image i."""
+        move = self.boxes if rows.kind == schema.BOXES else self.points
+        data = move(rows.data.astype(np.float64), np.diff(rows.offsets))
+        return replace(rows, data=data.astype(np.float32))
 
     def boxes(self, boxes: Floats, counts: npt.NDArray[np.int64]) -> Floats:
         """Return corners, (n, 4), after the images were placed, clipped to them; image i has ``counts[i]`` boxes.

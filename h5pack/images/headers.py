@@ -110,6 +110,15 @@ def parse_jpeg(head: bytes) -> ImageHeader | None:
     return None
 
 
+def with_height(data: bytes, height: int) -> bytes:
+    """Return a JPEG that `parse_jpeg` parsed with another height in its header: decoders stop after that many rows."""
+    position = 2
+    while data[position + 1] not in _SOF:
+        fill = data[position + 1] == 0xFF
+        position += 1 if fill else 2 + (data[position + 2] << 8) + data[position + 3]
+    return b"".join((data[: position + 5], height.to_bytes(2, "big"), data[position + 7 :]))
+
+
 def _frame(body: bytes, usual_colour: bool) -> ImageHeader | None:
     if len(body) < 6 or body[0] != 8:
         return None

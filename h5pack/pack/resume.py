@@ -202,7 +202,7 @@ def _same_field(file: h5py.File, name: str, values: FieldValues, origins: npt.ND
         return isinstance(file[path], h5py.Dataset) and row_checksums(file[path][()]).tolist() == (
             row_checksums(values[origins]).tolist()
         )
-    if values.kind in (schema.BOXES, schema.KEYPOINTS):
+    if values.kind in schema.POINT_KINDS:
         return True
     index, wanted = index_ragged(file, path), values[origins]
     same = index.kind == wanted.kind and np.array_equal(index.offsets, wanted.offsets)

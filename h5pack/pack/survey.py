@@ -123,25 +123,23 @@ def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions
         return catalog
     sizes = np.stack([survey.widths, survey.heights], axis=1).astype(np.float64)
     for name, rows in catalog.fields.items():
-        if not isinstance(rows, RaggedRows) or rows.kind not in (schema.BOXES, schema.KEYPOINTS):
+        if not isinstance(rows, RaggedRows) or rows.kind not in schema.POINT_KINDS:
             placed[name] = rows
             continue
         if options.size is not None:
             placement = Placement.of(survey.heights, survey.widths, *options.size, options.fit)
         else:
             placement = Placement.shrunk(survey.heights, survey.widths, options.max_side)
-        lengths, data = np.diff(rows.offsets), rows.data.astype(np.float64)
         if rows.kind == schema.BOXES:
+            lengths = np.diff(rows.offsets)
             known = np.repeat(sizes[:, 0] > 0, lengths)
-            clipped = np.clip(data, 0, np.repeat(np.tile(sizes, 2), lengths, axis=0))
-            count = int((np.abs(clipped - data).max(axis=1, initial=0) > _MAX_OUTSIDE_PIXELS)[known].sum())
+            clipped = np.clip(rows.data, 0, np.repeat(np.tile(sizes, 2), lengths, axis=0))
+            count = int((np.abs(clipped - rows.data).max(axis=1, initial=0) > _MAX_OUTSIDE_PIXELS)[known].sum())
             if count:
                 text = f"{counted(count, 'box')} of {name!r} reached outside of their images and were clipped"
                 notes = (*notes, Note(text))
-            data = placement.boxes(clipped, lengths)
-        else:
-            data = placement.points(data, lengths)
-        placed[name] = RaggedRows(rows.kind, data.astype(np.float32), rows.offsets)
+            rows = replace(rows, data=clipped)
+        placed[name] = placement.moved(rows)
     return replace(catalog, fields=placed, notes=notes)
 
 

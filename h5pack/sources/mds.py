@@ -19,12 +19,11 @@ import numpy.typing as npt
 from h5pack.errors import SourceError
 from h5pack.sources.archives import ArchiveFile, ArchiveReader, Members, Storing
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable
-from h5pack.sources.manifest import ColumnTable, ManifestColumns, cell_text, with_columns
+from h5pack.sources.manifest import IMAGE_COLUMNS, ColumnTable, ManifestColumns, cell_text, with_columns
 from h5pack.sources.shards import Shards
 
 INDEX = "index.json"
 _IMAGES = ("jpeg", "png", "bytes")
-_USUAL = ("image", "images", "img", "picture", "photo", "jpg", "jpeg", "png", "bytes", "content", "data")
 _NUMBERS = {
     "int": np.dtype("<i8"),
     **{name: np.dtype(name).newbyteorder("<") for name in (
@@ -157,7 +156,7 @@ def _find_images(shard: _Shard) -> str:
     """Return the column of images: the only one with an encoding of images, or of bytes, or with a usual name."""
     for encodings in (("jpeg", "png"), ("bytes",)):
         named = [name for name, encoding in shard.encodings.items() if encoding.split(":")[0] in encodings]
-        found = [name for name in named if name.lower() in _USUAL] or named
+        found = [name for name in named if name.lower() in IMAGE_COLUMNS] or named
         if len(found) == 1:
             return found[0]
         if found:

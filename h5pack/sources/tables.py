@@ -19,12 +19,11 @@ from h5pack.errors import H5PackError, RejectedImageError, SourceError
 from h5pack.images.decode import read_header
 from h5pack.sources.archives import ArchiveFile
 from h5pack.sources.catalog import Catalog, NameTable, SourceReader, SurveyedImage, fingerprint
-from h5pack.sources.manifest import ColumnTable, ManifestColumns, label_columns, with_columns
+from h5pack.sources.manifest import IMAGE_COLUMNS, ColumnTable, ManifestColumns, label_columns, with_columns
 from h5pack.sources.shards import Shards
 from h5pack.system.machine import available_memory
 from h5pack.system.text import format_bytes
 
-_USUAL = ("image", "images", "img", "picture", "photo", "jpg", "jpeg", "png", "bytes", "content", "data")
 _TASK_ROWS = 1_024
 """Images of larger row groups are shared by several workers, each of which reads the row group."""
 
@@ -222,7 +221,7 @@ def _find_images(file: ArchiveFile, schema: Any) -> str:
     features = _features(schema)
     binary = [name for name in schema.names if _is_images(schema.field(name).type)]
     found = [name for name in binary if features.get(name, {}).get("_type") == "Image"]
-    found = found or [name for name in binary if name.lower() in _USUAL] or binary
+    found = found or [name for name in binary if name.lower() in IMAGE_COLUMNS] or binary
     if len(found) == 1:
         return str(found[0])
     problem = f"{', '.join(map(repr, found))} look like images"

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 import h5pack
-from h5pack.data import decoding
+from h5pack.data import chunk_groups, decoding
 from h5pack.data.draws import BatchKey, crop_windows
 from h5pack.errors import DamagedRowsError, OptionsError, SizesDifferError
 from h5pack.images import decode
@@ -44,11 +44,13 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_kept(tmp_path_factory.mktemp("kept") / "k.h5", photos())
 
 
-@pytest.fixture(params=["all", "no regions", "Pillow only"])
+@pytest.fixture(params=["all", "no regions", "whole images", "Pillow only"])
 def decoders(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run a test with all decoders, without the one of regions, and without simplejpeg, too."""
+    """Run a test with all decoders, without the one of regions, of upper rows, and without simplejpeg, too."""
     if request.param != "all":
         monkeypatch.setattr(decoding, "region_decoder", lambda _: None)
+    if request.param not in ("all", "no regions"):
+        monkeypatch.setattr(decoding, "decode_top", lambda *_: None)
     if request.param == "Pillow only":
         monkeypatch.setattr(decode, "_proven_paths", lambda _: frozenset())
     monkeypatch.setattr(encoded_rows, "_decoders", encoded_rows._Decoders())
@@ -140,7 +142,13 @@ def test_other_crops_are_those_of_torchvision(kept: Path, decoders: str, crop: A
         assert torch.equal(found[row], expected), row
 
 
-def test_crops_do_not_depend_on_threads_workers_batches_or_ranks(kept: Path) -> None:
+@pytest.mark.parametrize("small_tasks", [False, True])
+def test_crops_do_not_depend_on_threads_workers_batches_or_ranks(
+    kept: Path, small_tasks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if small_tasks:
+        monkeypatch.setattr(chunk_groups, "_MIN_CROPS", 2)
+        monkeypatch.setattr(chunk_groups, "_CROPPED_BYTES", 0)
     dataset = h5pack.H5Dataset(kept, decode=CROP, with_rows=True)
     expected = {row: drawn(data, row, 0) for row, data in enumerate(photos())}
     for threads, batch in ((1, 4), (4, 4), (2, 32)):

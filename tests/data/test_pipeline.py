@@ -16,7 +16,7 @@ import pytest
 import h5pack
 from h5pack.data.buffers import BatchMemory, BufferPool
 from h5pack.data.chunk_groups import ROWS
-from h5pack.data.decoding import DrawKey
+from h5pack.data.decoding import NO_KEY
 from h5pack.data.gather import CachedRows, HeldRows
 from h5pack.data.pipeline import EpochGroups, Pipeline
 from h5pack.data.selection import select_draws
@@ -54,7 +54,7 @@ def begin(dataset: h5pack.H5Dataset, plan: OrderPlan, threads: int = 2, first: i
     usual = {"num_threads": threads, "credits": plan.max_group_batches + 1, "finish": contents}
     settings = {"block_rows": pool.blocks.batch_rows, "cpus": 2, "can_help": True, **usual, **settings}
     groups = EpochGroups(plan, 576).of(1, first)
-    settings = {"held": {}, "key": DrawKey(0, 0), "max_gathered": 2, "idle": None, **settings}
+    settings = {"held": {}, "draw_key": lambda _: NO_KEY, "max_gathered": 2, "idle": None, **settings}
     return Pipeline(dataset, plan, groups, first, pool, **settings)
 
 
