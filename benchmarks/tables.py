@@ -574,3 +574,34 @@ def crops_table(result: dict[str, Any]) -> str:
         f"`exact=False` differ by {checked['inexact_mean_difference']:.3f} of 255 on average.",
     ]
     return "\n".join(lines)
+
+
+def several_table(result: dict[str, Any]) -> str:
+    """Speeds of several packs as a Markdown table."""
+    machine = result["machine"]
+    where = machine["processor"] + (" (a virtual machine)" if machine["virtual"] else "") + f", {machine['cpus']} CPUs"
+    first = result["sizes"]["224"]
+    repeats = first["loading"]["1"]["one pack"]["images_per_s"]["repeats"]
+    small = result["sizes"]["32"]["rows"]
+    lines = [
+        f"{result['shards']} packs beside one of the same {first['rows']:,} rows of 150 KB, and {small:,} of 3 KB;",
+        f"{where}; medians of {repeats} interleaved repeats, in images/s and of the one pack.",
+        "",
+        "| H5Loader over | 150 KB, 1 thread | of one | 2 threads | of one | 3 KB, 1 thread | of one | 2 threads | of one |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in first["loading"]["1"]:
+        cells = []
+        for side in ("224", "32"):
+            for threads in ("1", "2"):
+                case = result["sizes"][side]["loading"][threads][name]
+                cells += [f"{case['images_per_s']['median']:,.0f}", f"{case['of_one']['median']:.2f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    copies = first["copying"]
+    lines += [
+        "",
+        f"Copying the one pack with `cp` took {copies['cp']['seconds']['median']:.1f} s, joining the 8 packs",
+        f"{copies['join']['of_cp']['median']:.2f} of that, appending 100 images to the one "
+         f"{copies['append']['of_cp']['median']:.2f}.",
+    ]
+    return "\n".join(lines)
