@@ -349,26 +349,38 @@ def _guessed_chunks(dataset: h5py.Dataset) -> tuple[int, ...]:
 def _fix(dataset: h5py.Dataset) -> tuple[str, ...]:
     """Return a command that writes a copy of decoded images whose chunks hold whole rows."""
     name, path = dataset.name.lstrip("/"), dataset.file.filename
-    if is_encoded(dataset):
-        return _convert_command(dataset)
-    axes = channel_axes(dataset.shape[1:])
-    if dataset.dtype == np.uint8 and is_image_array(dataset.shape, dataset.dtype) and len(axes) == 1:
-        # The copy keeps layout and channels, so programs that read the file need no change.
-        layout = ("--layout", "nchw") if axes == ["first"] else ()
-        gray = axes == ["none"] or dataset.shape[3 if axes == ["last"] else 1] < 3
-        return (*_convert_command(dataset), *layout, *(("--mode", "gray") if gray else ()))
+    is_image = dataset.dtype == np.uint8 and is_image_array(dataset.shape, dataset.dtype)
+    if is_encoded(dataset) or (is_image and len(channel_axes(dataset.shape[1:])) == 1):
+        return convert_command(path, packing_options(dataset.file, name))
     row_bytes = math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
     rows = plan_chunks(len(dataset), row_bytes, whole_pages=True).rows
     chunk = "x".join(map(str, (min(rows, len(dataset)), *dataset.shape[1:])))
     return ("h5repack", "-f", f"{name}:NONE", "-l", f"{name}:CHUNK={chunk}", path, "repacked.h5")
 
 
-def _convert_command(images: h5py.Dataset) -> tuple[str, ...]:
-    """Return the command that packs a file's images with their labels and all further numbers of each row."""
-    file, name = images.file, images.name.lstrip("/")
-    labels, fields = find_labels(file, name, len(images)), further_datasets(file, name)
-    chosen = (("--labels", labels) if labels else ()) + (("--fields", ",".join(fields)) if fields else ())
-    return ("h5pack", "convert", file.filename, "packed.h5", "--images", name, *chosen)
+def packing_options(file: h5py.File, name: str) -> dict[str, Any]:
+    """Return keywords of `convert` with which the images `name` keep their axes, labels and all numbers of each row."""
+    images = file[name]
+    found: dict[str, Any] = {}
+    if schema.FORMAT not in file.attrs:  # A pack keeps its labels and fields anyway.
+        labels, fields = find_labels(file, name, len(images)), further_datasets(file, name)
+        found |= {"images": name} | ({"labels": labels} if labels else {})
+        found |= {"fields": ",".join(fields)} if fields else {}
+    axes = [] if is_encoded(images) else channel_axes(images.shape[1:])
+    if len(axes) == 1:
+        found |= {"layout": "nchw"} if axes == ["first"] else {}
+        gray = axes == ["none"] or images.shape[3 if axes == ["last"] else 1] < 3
+        found |= {"mode": "gray"} if gray else {}
+    return found
+
+
+def convert_command(source: str, options: dict[str, Any]) -> tuple[str, ...]:
+    """Return the command line that converts `source` with these keywords of `convert`, as a list of arguments."""
+    words = ["h5pack", "convert", source, "packed.h5"]
+    for name, value in options.items():
+        text = "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        words += [f"--{'source' if name == 'source_kind' else name.replace('_', '-')}", text]
+    return tuple(words)
 
 
 def _options(stored: str) -> Any:
@@ -458,6 +470,8 @@ def _stats(file: h5py.File, splits: dict[str, list[int]]) -> dict[str, Any]:
 
 def _label_counts(labels: h5py.Dataset, rows: slice = slice(None)) -> dict[str, int]:
     values = labels[rows]
+    if values.ndim == 2 and values.shape[1] == 1 and schema.COLUMNS not in labels.attrs:
+        values = values[:, 0]
     if values.ndim == 2:
         columns = attribute_names(labels, schema.COLUMNS) or map(str, range(values.shape[1]))
         return dict(zip(columns, np.count_nonzero(values, axis=0).tolist(), strict=True))
