@@ -229,10 +229,12 @@ def again_table(result: dict[str, Any]) -> str:
 
 def recommendation_text(result: dict[str, Any]) -> str:
     """What the bench said in the end."""
-    chosen = BenchReport.from_json(result).recommendation
-    if chosen is None:
+    report = BenchReport.from_json(result)
+    if report.recommendation is None:
         return "Nothing was recommended."
-    return "\n".join([*(f"- {reason}" for reason in chosen.reasons), "", "```console", f"$ {chosen.command}", "```"])
+    reasons = (report.headline(), *report.recommendation.reasons)
+    command = f"$ {report.recommendation.command}"
+    return "\n".join([*(f"- {reason}" for reason in reasons), "", "```console", command, "```"])
 
 
 def echoing_table(result: dict[str, Any]) -> str:

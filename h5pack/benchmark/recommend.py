@@ -21,7 +21,7 @@ from h5pack.benchmark.cases import (
 )
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan, plan_cache
-from h5pack.inspect.info import convert_command
+from h5pack.pack.options import convert_command
 from h5pack.system.text import counted, format_bytes
 
 MIN_ROWS, MIN_BYTES = 256, 16 * 1024 * 1024

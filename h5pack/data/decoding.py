@@ -23,7 +23,7 @@ from h5pack.data.draws import BatchKey, crop_windows
 from h5pack.data.iteration import serial_torch
 from h5pack.errors import OptionsError, RejectedImageError
 from h5pack.format import schema
-from h5pack.images.crops import DecodeCrop, RandomResizedCrop, Resize
+from h5pack.images.crops import DecodeCrop, RandomCrop, RandomResizedCrop, Resize
 from h5pack.images.decode import MAX_PIXELS
 from h5pack.images.headers import DecodePath, ImageHeader
 from h5pack.images.masks import PADDING, read_mask
@@ -167,9 +167,11 @@ class CropDecoder:
 
     def __init__(self, crop: DecodeCrop, exact: bool) -> None:
         if not isinstance(crop, DecodeCrop):
+            then = {RandomCrop: "Normalize(crop=RandomCrop(size)) then crops these, which have one size"}
+            advice = then.get(type(crop), "other changes are options of Normalize")
             raise OptionsError(
                 f"decode is {crop!r}; give RandomResizedCrop(size), CenterCrop(size, resize=size) or Resize((height, "
-                "width)); other changes are options of Normalize",
+                f"width)); {advice}",
                 parameters=("decode",),
             )
         self.crop, self.exact = crop, exact

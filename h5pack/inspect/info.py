@@ -17,6 +17,7 @@ import numpy.typing as npt
 from h5pack.errors import PackFormatError, ReadError, SourceError
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan, plan_cache, plan_chunks
+from h5pack.pack.options import convert_command
 from h5pack.read.encoded import has_kept_images, index_encoded, index_kept, is_encoded
 from h5pack.read.hdf5 import (
     attribute_names,
@@ -260,6 +261,13 @@ def _opening_fix(file: h5py.File, opening: tuple[tuple[int, int], ...]) -> tuple
     return ("h5repack", "-M", str(block), file.filename, "repacked.h5")
 
 
+def faults_of(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
+    """Return what makes reading single rows of a dataset slow; nothing if `name` is no dataset, as in kept images."""
+    with open_file(path) as file:
+        found = file.get(name)
+        return describe_dataset(found).faults if isinstance(found, h5py.Dataset) else ()
+
+
 def describe_dataset(dataset: h5py.Dataset) -> DatasetReport:
     """Describe how a dataset is stored, and what makes reading single rows of it slow."""
     layout = _LAYOUTS[dataset.id.get_create_plist().get_layout()]
@@ -372,15 +380,6 @@ def packing_options(file: h5py.File, name: str) -> dict[str, Any]:
         gray = axes == ["none"] or images.shape[3 if axes == ["last"] else 1] < 3
         found |= {"mode": "gray"} if gray else {}
     return found
-
-
-def convert_command(source: str, options: dict[str, Any]) -> tuple[str, ...]:
-    """Return the command line that converts `source` with these keywords of `convert`, as a list of arguments."""
-    words = ["h5pack", "convert", source, "packed.h5"]
-    for name, value in options.items():
-        text = "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        words += [f"--{'source' if name == 'source_kind' else name.replace('_', '-')}", text]
-    return tuple(words)
 
 
 def _options(stored: str) -> Any:

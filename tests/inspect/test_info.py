@@ -17,7 +17,8 @@ import h5pack
 from h5pack.benchmark.sample import find_input
 from h5pack.cli import main
 from h5pack.errors import PackFormatError
-from h5pack.inspect.info import DatasetReport, convert_command
+from h5pack.inspect.info import DatasetReport
+from h5pack.pack.options import convert_command
 from tests.makers import class_folders, hdf5_file, quick, split_folders
 from tests.read.encoded_files import decoded, jpegs, write_encoded
 
