@@ -61,6 +61,9 @@ NO_KEY = DrawKey(0, 0)
 """The key of crops that are not random."""
 
 
+_ADVICE = {RandomCrop: "Normalize(crop=RandomCrop(size)) then crops these, which have one size"}
+
+
 class DrawnIndex(int):
     """An index that a sampler yields, with the key of the sample's crop. It is sent to a DataLoader's workers."""
 
@@ -167,11 +170,9 @@ class CropDecoder:
 
     def __init__(self, crop: DecodeCrop, exact: bool) -> None:
         if not isinstance(crop, DecodeCrop):
-            then = {RandomCrop: "Normalize(crop=RandomCrop(size)) then crops these, which have one size"}
-            advice = then.get(type(crop), "other changes are options of Normalize")
             raise OptionsError(
                 f"decode is {crop!r}; give RandomResizedCrop(size), CenterCrop(size, resize=size) or Resize((height, "
-                f"width)); {advice}",
+                f"width)); {_ADVICE.get(type(crop), 'other changes are options of Normalize')}",
                 parameters=("decode",),
             )
         self.crop, self.exact = crop, exact
