@@ -229,10 +229,12 @@ def again_table(result: dict[str, Any]) -> str:
 
 def recommendation_text(result: dict[str, Any]) -> str:
     """What the bench said in the end."""
-    chosen = BenchReport.from_json(result).recommendation
-    if chosen is None:
+    report = BenchReport.from_json(result)
+    if report.recommendation is None:
         return "Nothing was recommended."
-    return "\n".join([*(f"- {reason}" for reason in chosen.reasons), "", "```console", f"$ {chosen.command}", "```"])
+    reasons = (report.headline(), *report.recommendation.reasons)
+    command = f"$ {report.recommendation.command}"
+    return "\n".join([*(f"- {reason}" for reason in reasons), "", "```console", command, "```"])
 
 
 def echoing_table(result: dict[str, Any]) -> str:
@@ -601,7 +603,7 @@ def several_table(result: dict[str, Any]) -> str:
     lines += [
         "",
         f"Copying the one pack with `cp` took {copies['cp']['seconds']['median']:.1f} s, joining the 8 packs",
-        f"{copies['join']['of_cp']['median']:.2f} of that, appending 100 images to the one "
-         f"{copies['append']['of_cp']['median']:.2f}.",
+        f"{copies['join']['of_cp']['median']:.2f} of that,",
+        f"appending 100 images to the one {copies['append']['of_cp']['median']:.2f}.",
     ]
     return "\n".join(lines)

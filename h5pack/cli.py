@@ -36,6 +36,12 @@ h5pack doctor out.h5                      find the slowest stage of feeding a tr
 """
 
 
+_OTHER_WAYS = {
+    ("convert", "--split"): " (for one split give its folder as SOURCE, or --include 'train/*')",
+}
+"""What to do instead of options that other commands have."""
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, with the nearest valid name for a mistyped one.
 
@@ -52,7 +58,9 @@ class _Parser(argparse.ArgumentParser):
             command: _Parser = arguments.parser
             # Private API: argparse has no public list of a parser's options.
             known = [option for action in command._actions for option in action.option_strings]
-            command.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest(unknown[0].partition('=')[0], known)}")
+            name = unknown[0].partition("=")[0]
+            hint = _OTHER_WAYS.get((command.prog.rpartition(" ")[2], name)) or _nearest(name, known)
+            command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return arguments
 
     def error(self, message: str) -> NoReturn:

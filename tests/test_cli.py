@@ -125,7 +125,8 @@ def test_misuse_and_abbreviated_options_exit_with_2() -> None:
     ("arguments", "nearest"),
     [
         (["convert", "a", "b", "--sise", "32"], "--size"),
-        (["convert", "a", "b", "--split", "train"], "--split-column"),
+        (["convert", "a", "b", "--splitcolumn", "set"], "--split-column"),
+        (["convert", "a", "b", "--split", "train"], None),  # Another way is named instead.
         (["convert", "a", "b", "--overwrit"], "--overwrite"),
         (["info", "a", "--jsno"], "--json"),
         (["info", "a", "--zzzz"], None),

@@ -22,12 +22,14 @@ from tqdm import tqdm
 from h5pack.benchmark.cases import (
     CACHES,
     ENGINES,
+    LEEWAY,
     MIN_REPEATS,
     ORDERS,
     BenchCase,
     BenchSettings,
     Measurement,
     all_cases,
+    enough_seconds,
     exceeds_decode_budget,
     min_bench_seconds,
     min_seconds,
@@ -49,7 +51,6 @@ _TRIED = (1, 2, 4, 8, 16)
 """Numbers of threads, and of workers, that are measured by default if there are as many CPUs."""
 _WARM_SHARE, _COMPARE_SHARE, _FINALISTS_SHARE, _SETTINGS_SHARE = 0.1, 0.2, 0.3, 0.25
 """Fractions of the time that is left to warm up, to compare variants, for the run-off, and to try other settings."""
-_LEEWAY = 1.25
 
 
 def bench(
@@ -323,13 +324,15 @@ class BenchRun:
         report.missing = comparison.missing(cache, sample.not_packed)
         if report.missing:
             needed = report.seconds["packing"] + report.seconds["warming up"] + (MIN_REPEATS + 1) * turn
-            report.enough_seconds = math.ceil(_LEEWAY * max(needed, settings.seconds))
+            report.enough_seconds = math.ceil(LEEWAY * max(needed, settings.seconds))
         else:
             report.recommendation = comparison.choose(cache)
         ceilings.copy = None  # Free the memory of its arrays.
         done = {one.case for one in report.measurements}
-        cases, left_out = plan_cases([case for case in every if case not in done], end - self._clock())
-        _note_left_out(report, len(left_out), len(every), sample, batch_size)
+        others, left = [case for case in every if case not in done], end - self._clock()
+        cases, left_out = plan_cases(others, left)
+        _note_left_out(report, len(left_out), len(every), enough_seconds(settings.seconds, left, others))
+        _note_slow(report, sample, batch_size)
         hot, cold = ([case for case in cases if case.cache == cache] for cache in CACHES)
         left = end - self._clock()
         hot_seconds = left * sum(map(min_seconds, hot)) / (sum(map(min_seconds, cases)) or 1.0)
@@ -394,11 +397,15 @@ def _merge(measurements: list[Measurement], more: Sequence[Measurement]) -> None
             measurements[slot] = measurements[slot].with_repeats_of(one)
 
 
-def _note_left_out(
-    report: BenchReport, num_left_out: int, num_cases: int, sample: BenchSample, batch_size: int
-) -> None:
+def _note_left_out(report: BenchReport, num_left_out: int, num_cases: int, enough: int) -> None:
     if num_left_out:
-        report.notes.append(f"{num_left_out} of {num_cases} cases were not measured for lack of time.")
+        report.notes.append(
+            f"{num_left_out} of {num_cases} cases of the tables were not measured for lack of time; about "
+            f"{enough} seconds are enough for all."
+        )
+
+
+def _note_slow(report: BenchReport, sample: BenchSample, batch_size: int) -> None:
     slow = [variant.label for variant in sample.variants if exceeds_decode_budget(variant, batch_size)]
     if slow:
         report.notes.append(

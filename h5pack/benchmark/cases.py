@@ -25,7 +25,11 @@ MIN_REPEATS = 3
 REPEATS = 4
 """Number of repeats to aim for in each case; slow cases get fewer."""
 TIE = 0.95
-"""Speeds of at least this fraction of the highest count as equal: even on an idle machine, repeats differ as much."""
+"""Speeds of at least this fraction of another count as equal: even on an idle machine, repeats differ as much."""
+HOPELESS = 0.6
+"""A case whose every repeat is below this fraction of another's is slower, however few repeats it has."""
+LEEWAY = 1.25
+"""Factor of an estimated time, because repeats take longer when other programs run."""
 NO_TIME = "there was no time for it"
 
 _MIN_CASE_SECONDS = {"hot": 0.14, "cold": 0.2}
@@ -125,6 +129,7 @@ class Measurement:
     reason: str | None = None  # Why the case was not measured; None if it was.
     # Images/s of the ceiling, measured beside each repeat with as many threads; empty if it was not.
     ceilings: tuple[float, ...] = ()
+    turns: tuple[int, ...] = ()  # The turn in which each repeat was measured: repeats of one turn are compared.
 
     @property
     def median(self) -> float:
@@ -137,17 +142,29 @@ class Measurement:
         matched = len(self.ceilings) == len(self.speeds)
         return tuple(map(operator.truediv, self.speeds, self.ceilings)) if matched else ()
 
+    def ratios(self, other: Measurement) -> tuple[float, ...]:
+        """Return this case's speed divided by the other's in each turn that measured both, ascending.
+
+        A machine is slower in some seconds than in others, which affects both cases of a turn.
+        """
+        others = dict(zip(other.turns, other.speeds, strict=False))
+        both = zip(self.turns, self.speeds, strict=False)
+        return tuple(sorted(speed / others[turn] for turn, speed in both if turn in others))
+
     def is_faster(self, other: Measurement) -> bool:
-        """Return whether this case is clearly faster: by more than 5 %, and in all repeats of both."""
+        """Return whether this case is faster: by more than 5 % in each turn that measured both, at least three."""
         if not self.speeds or not other.speeds:
             return False
-        return other.median < TIE * self.median and max(other.speeds) < min(self.speeds)
+        ratios = self.ratios(other)
+        hopeless = max(other.speeds) < HOPELESS * min(self.speeds)
+        return hopeless or (len(ratios) >= MIN_REPEATS and TIE * ratios[0] > 1)
 
     def with_repeats_of(self, other: Measurement) -> Measurement:
         """Return this measurement with the repeats of another one of the same case added."""
         matched = bool(self.of_ceiling or not self.speeds) and bool(other.of_ceiling or not other.speeds)
         ceilings = (*self.ceilings, *other.ceilings) if matched else ()
-        return replace(other if other.speeds else self, speeds=(*self.speeds, *other.speeds), ceilings=ceilings)
+        speeds, turns = (*self.speeds, *other.speeds), (*self.turns, *other.turns)
+        return replace(other if other.speeds else self, speeds=speeds, ceilings=ceilings, turns=turns)
 
     def updated_by(self, run_off: Measurement | None) -> Measurement:
         """Return this measurement of the sweep with the speeds replaced by those of the run-off.
@@ -165,6 +182,7 @@ class Measurement:
             **asdict(self.case),
             "images_per_s": repeats_json(self.speeds),
             "ceiling_images_per_s": repeats_json(self.ceilings),
+            "turns": list(self.turns),
             "amplification": None if self.amplification is None else round(self.amplification, 4),
             "hit_rate": None if self.hit_rate is None else round(self.hit_rate, 4),
             "reason": self.reason,
@@ -177,7 +195,8 @@ class Measurement:
         speeds, ceilings = (
             tuple((found.get(name) or {"repeats": ()})["repeats"]) for name in ("images_per_s", "ceiling_images_per_s")
         )
-        return cls(case, speeds, found["amplification"], found["hit_rate"], found["reason"], ceilings)
+        turns = tuple(found.get("turns", ()))
+        return cls(case, speeds, found["amplification"], found["hit_rate"], found["reason"], ceilings, turns)
 
 
 def ceiling_threads(case: BenchCase, cpus: int) -> int:
@@ -223,6 +242,12 @@ def plan_cases(cases: Sequence[BenchCase], seconds: float) -> tuple[list[BenchCa
         spent += cost
         taken += levels[level]
     return taken, left_out
+
+
+def enough_seconds(budget: float, left: float, cases: Sequence[BenchCase]) -> int:
+    """Return a time budget that is enough for these cases, too, if `budget` leaves `left` seconds for them."""
+    needed = LEEWAY * sum(map(min_seconds, cases))
+    return math.ceil(max(budget * needed / left if left > 0 else 0.0, budget + needed - left))
 
 
 def min_seconds(case: BenchCase) -> float:

@@ -5,18 +5,28 @@ from __future__ import annotations
 import math
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from h5pack.benchmark.cases import MIN_REPEATS, NO_TIME, BenchCase, FileVariant, Measurement, ceiling_threads
+from h5pack.benchmark.cases import (
+    HOPELESS,
+    MIN_REPEATS,
+    NO_TIME,
+    TIE,
+    BenchCase,
+    FileVariant,
+    Measurement,
+    ceiling_threads,
+)
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan, plan_cache
+from h5pack.pack.options import convert_command
 from h5pack.system.text import counted, format_bytes
 
 MIN_ROWS, MIN_BYTES = 256, 16 * 1024 * 1024
 """A sample with fewer rows and fewer bytes than this is too small to trust, because it fits into a CPU's caches."""
-_FINALIST, _MAX_FINALISTS = 0.6, 6
+_MAX_FINALISTS = 6
 _CACHE_WORDS = {"hot": "warm", "cold": "cold"}
 
 
@@ -60,7 +70,8 @@ class Recommendation:
     window: int  # Number of chunks that H5Loader shuffles together.
     num_threads: int  # Number of threads for H5Loader.
     num_workers: int  # Number of worker processes if a DataLoader is used instead of H5Loader.
-    chunk_cache: CachePlan | None  # Chunk cache for reading the file in window shuffle with h5py.
+    # Chunk cache for reading the file in window shuffle with h5py; None if its default was measured to be faster.
+    chunk_cache: CachePlan | None
     judged_by: str  # Page-cache state whose speeds decided: "hot" or "cold".
     images_per_s: float  # Speed measured with these settings.
     images_per_s_range: tuple[float, float] = (0.0, 0.0)  # Slowest and fastest repeat.
@@ -68,7 +79,7 @@ class Recommendation:
     # the lowest and the highest. None if no ceiling was measured.
     of_ceiling: tuple[float, float, float] | None = None
     ceiling_threads: int = 0
-    ties: tuple[str, ...]  # Labels of the variants that count as equally fast as the fastest (see `TIE`).
+    ties: tuple[str, ...]  # Labels of this variant and of those that are neither faster nor slower than it.
     doubts: tuple[str, ...]  # Reasons why the recommendation is uncertain; empty if it is certain.
     reasons: tuple[str, ...]  # Sentences that explain the recommendation.
     command: str  # Command line that converts to the variant; empty if `convert` is False.
@@ -105,14 +116,14 @@ def missing(
     Every variant needs `MIN_REPEATS` repeats, unless it is much slower than the fastest.
     """
     planned = [one for one in variants if one.is_input or one.chunk_rows is not None]
-    found = {one.case: one for one in _compared(variants, measurements, run_off, workload, cache)}
+    found = {one.stated.case: one.stated for one in _compared(variants, measurements, run_off, workload, cache)}
     failed = {one.case for one in (*measurements, *run_off) if one.reason not in (None, NO_TIME)}
     best = max((one.median for one in found.values()), default=0.0)
     phrases = []
     for variant in planned:
         case = workload.case(variant.label, cache)
         repeats = len(found[case].speeds) if case in found else 0
-        slow = case in found and max(found[case].speeds) < _FINALIST * best
+        slow = case in found and max(found[case].speeds) < HOPELESS * best
         if repeats < MIN_REPEATS and not slow and case not in failed:
             phrases.append(f"{variant.label}: {repeats} of {MIN_REPEATS} repeats")
     if not found and not phrases:
@@ -127,7 +138,7 @@ def finalists(
 ) -> list[BenchCase]:
     """Return the cases to measure again side by side: one per file variant, the fastest first."""
     found = sorted(_comparable(variants, measurements, workload, cache), key=lambda one: -one.median)
-    return [one.case for one in found[:_MAX_FINALISTS] if one.median >= _FINALIST * found[0].median]
+    return [one.case for one in found[:_MAX_FINALISTS] if one.median >= HOPELESS * found[0].median]
 
 
 def choose(
@@ -139,21 +150,20 @@ def choose(
 ) -> Recommendation | None:
     """Choose the recommendation from the measurements of the sweep and of the run-off; None if nothing was measured.
 
-    Among the variants that are not clearly slower than the fastest (see `Measurement.is_faster`), prefer the input
-    file, then an uncompressed variant, then the chunk size closest to the default. Recommend other settings than the
-    usual ones only if they are clearly faster.
+    Recommend the input file, or else the variant closest to the default, unless others are faster than it (see
+    `Measurement.is_faster`). Recommend other settings than the usual ones only if they are faster, too.
     """
-    by_label = {one.label: one for one in variants}
     found = _compared(variants, measurements, run_off, workload, cache)
     if not found:
         return None
-    best, small = max(found, key=lambda one: one.median), _small_sample(workload)
-    ties = found if small else [one for one in found if not best.is_faster(one)]
-    picked = min(ties, key=lambda one: _effort(by_label[one.case.variant], workload))
-    variant = by_label[picked.case.variant]
-    used, settings_reasons = _pick_settings(picked, run_off, workload)
-    num_workers, workers_reason = _pick_workers(picked, run_off, workload)
-    gain, gain_reasons = _gain(variants, picked, measurements, found)
+    small = _small_sample(workload)
+    picked = _pick_variant(found, workload, compare=not small)
+    ties = [one for one in found if small or not (picked.is_faster(one) or one.is_faster(picked))]
+    variant = picked.variant
+    used, settings_reasons = _pick_settings(picked.stated, run_off, workload)
+    num_workers, workers_reason = _pick_workers(picked.stated, run_off, workload)
+    gain, gain_reasons = _gain(variants, picked.stated, measurements, [one.stated for one in found])
+    chunk_cache, cache_reasons = _pick_chunk_cache(variant, used.case.window, measurements, workload)
     ratios = used.of_ceiling
     return Recommendation(
         variant=variant.label,
@@ -164,17 +174,18 @@ def choose(
         window=used.case.window,
         num_threads=used.case.num_threads,
         num_workers=num_workers,
-        chunk_cache=_chunk_cache(variant, used.case.window, workload),
+        chunk_cache=chunk_cache,
         judged_by=cache,
         images_per_s=round(used.median, 1),
         images_per_s_range=(round(min(used.speeds), 1), round(max(used.speeds), 1)),
         of_ceiling=(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None,
         ceiling_threads=ceiling_threads(used.case, workload.cpus),
-        ties=tuple(one.case.variant for one in ties),
+        ties=tuple(one.variant.label for one in ties),
         doubts=(small,) if small else (),
         reasons=(
             *_batch_reasons(workload),
-            *_comparison(picked, found, ties, by_label, workload),
+            *_comparison(picked, found, ties, workload),
+            *cache_reasons,
             *gain_reasons,
             _cache_reason(workload, cache),
             *settings_reasons,
@@ -202,24 +213,91 @@ def _batch_reasons(workload: Workload) -> list[str]:
     return [f"batch_size={workload.batch_size} instead of {workload.asked_batch_size}: the sample has only {rows}."]
 
 
+@dataclass(frozen=True)
+class _Compared:
+    """A file variant, and the measurements that compare it with others."""
+
+    variant: FileVariant
+    stated: Measurement  # Of the run-off, if it has enough repeats; else of the sweep, too.
+    every: Measurement  # Of the sweep and of the run-off.
+
+    def _beside(self, other: _Compared) -> tuple[Measurement, Measurement]:
+        """Return the measurements of both to compare: those of the run-off if they share enough turns."""
+        if len(self.stated.ratios(other.stated)) >= MIN_REPEATS:
+            return self.stated, other.stated
+        return self.every, other.every
+
+    def is_faster(self, other: _Compared) -> bool:
+        """Return whether this variant is faster than the other (see `Measurement.is_faster`)."""
+        mine, others = self._beside(other)
+        return mine.is_faster(others)
+
+    def ratios(self, other: _Compared) -> tuple[float, ...]:
+        """Return this variant's speed divided by the other's in each turn that measured both, ascending."""
+        mine, others = self._beside(other)
+        return mine.ratios(others)
+
+
 def _compared(
     variants: Sequence[FileVariant],
     measurements: Sequence[Measurement],
     run_off: Sequence[Measurement],
     workload: Workload,
     cache: str,
-) -> list[Measurement]:
-    """Return the measurements that compare variants, of the sweep updated by the run-off."""
-    again = {one.case: one for one in run_off}
-    return [one.updated_by(again.get(one.case)) for one in _comparable(variants, measurements, workload, cache)]
+) -> list[_Compared]:
+    """Return the variants with the measurements that compare them."""
+    again, by_label = {one.case: one for one in run_off}, {one.label: one for one in variants}
+    return [
+        _Compared(
+            by_label[one.case.variant],
+            one.updated_by(again.get(one.case)),
+            one.with_repeats_of(again[one.case]) if one.case in again else one,
+        )
+        for one in _comparable(variants, measurements, workload, cache)
+    ]
 
 
-def _chunk_cache(variant: FileVariant, window: int, workload: Workload) -> CachePlan | None:
-    """Return the chunk cache for reading the converted file with h5py; None if the variant is not converted."""
+def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bool) -> _Compared:
+    """Return the variant of least effort, or the fastest of those that are faster, of these again that of least effort.
+
+    Noise thus leads to the default: a variant is only compared with those that were found to be faster.
+    """
+
+    def least_effort(some: Sequence[_Compared]) -> _Compared:
+        return min(some, key=lambda one: _effort(one.variant, workload))
+
+    picked = least_effort(found)
+    for _ in found if compare else ():
+        faster = [one for one in found if one.is_faster(picked)]
+        if not faster:
+            break
+        picked = least_effort([one for one in faster if not any(other.is_faster(one) for other in faster)] or faster)
+    return picked
+
+
+def _pick_chunk_cache(
+    variant: FileVariant, window: int, measurements: Sequence[Measurement], workload: Workload
+) -> tuple[CachePlan | None, list[str]]:
+    """Return the chunk cache for reading the converted file with h5py, and a sentence about it.
+
+    None if the variant is not converted, or if h5py with its default cache was faster.
+    """
     if variant.is_input or variant.chunk_rows is None:
-        return None
+        return None, []
     shape, chunks = (workload.num_images, *workload.row_shape), (variant.chunk_rows, *workload.row_shape)
-    return plan_cache(shape, chunks, 1, filtered=variant.compression != "none", window=window)
+    cache = plan_cache(shape, chunks, 1, filtered=variant.compression != "none", window=window)
+    text = f"rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0:g}"
+    by_engine = {
+        one.case.engine: one
+        for one in measurements
+        if (one.case.variant, one.case.order, one.case.cache) == (variant.label, "window", "hot")
+        and (one.case.batch_size, one.case.window) == (workload.batch_size, workload.window)
+        and one.case.engine != "direct"
+    }
+    if len(by_engine) == 2 and by_engine["default"].is_faster(by_engine["tuned"]):
+        times = _ratio_text(by_engine["default"].ratios(by_engine["tuned"]))
+        return None, [f"With h5py: its default chunk cache, with which it was {times} times as fast as with {text}."]
+    return cache, [f"With h5py: {text} ({cache.reason})."]
 
 
 def _comparable(
@@ -238,29 +316,41 @@ def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
 
 
 def _comparison(
-    picked: Measurement,
-    found: Sequence[Measurement],
-    ties: Sequence[Measurement],
-    by_label: Mapping[str, FileVariant],
-    workload: Workload,
+    picked: _Compared, found: Sequence[_Compared], ties: Sequence[_Compared], workload: Workload
 ) -> list[str]:
-    """Return sentences that compare the recommended variant with the others."""
+    """Return sentences that compare the recommended variant with the others, by their speeds in the same turns."""
     others = [one for one in found if one is not picked]
     if not others:
         return ["No other variant was measured."]
-    clearly = [one for one in others if one not in ties]
-    texts = [f"Clearly slower: {_by_variant(clearly)}."] if clearly else []
-    equal = [one for one in ties if one is not picked]
+    label = "the input file" if picked.variant.is_input else picked.variant.label
+    slower, equal = [one for one in others if one not in ties], [one for one in others if one in ties]
+    texts, how = [], ", in multiples of its speed in the same turns"
     if equal:
-        variant = by_label[picked.case.variant]
-        why = "keeping the file is the least work" if variant.is_input else "this one is nearest to the default"
-        why = "so the default is recommended" if workload.is_default(variant) else why
-        texts.insert(0, f"Not measurably faster or slower: {_by_variant(equal)}; {why}.")
+        spreads = [ratios[-1] / ratios[0] for one in equal if (ratios := one.ratios(picked))]
+        why = "keeping the file is the least work" if picked.variant.is_input else "this one is nearest to the default"
+        why = "the default is recommended" if workload.is_default(picked.variant) else why
+        why = f"runs differ by more than these sizes, so {why}" if TIE * max(spreads, default=1.0) > 1 else why
+        texts.append(f"No clear difference to {label}{how}: {_relative(equal, picked, workload)}; {why}.")
+    if slower:
+        how = ", likewise" if equal else how
+        texts.append(f"Slower than {label}{how}: {_relative(slower, picked, workload)}.")
     return texts
 
 
-def _by_variant(measurements: Sequence[Measurement]) -> str:
-    return ", ".join(f"{one.case.variant} ({one.median:,.0f})" for one in measurements)
+def _relative(some: Sequence[_Compared], picked: _Compared, workload: Workload) -> str:
+    """Return the speeds of variants as multiples of another's, the fastest first."""
+    ratios = {}
+    for one in some:
+        name = one.variant.label + (" (the default)" if workload.is_default(one.variant) else "")
+        ratios[name] = one.ratios(picked) or (one.stated.median / picked.stated.median,)
+    fastest_first = sorted(ratios.items(), key=lambda item: -statistics.median(item[1]))
+    return ", ".join(f"{label} {_ratio_text(found)}" for label, found in fastest_first)
+
+
+def _ratio_text(ratios: Sequence[float]) -> str:
+    """Return the median of ratios, with the lowest and the highest of several."""
+    text = f"{statistics.median(ratios):.2f}"
+    return text if len(ratios) < 2 else f"{text} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def _pick_settings(
@@ -277,16 +367,15 @@ def _pick_settings(
     allowed = [one for one in others if one.case.num_threads <= max(workload.cpus, workload.num_threads)]
     best = max([usual, *(one for one in allowed if one.is_faster(usual))], key=lambda one: one.median)
     reasons = []
-    for name, label in (("num_threads", "threads"), ("window", "window")):
-        speeds = {getattr(one.case, name): one.median for one in (usual, *others)}
-        if len(speeds) > 1:
-            chosen = getattr(best.case, name)
-            reasons.append(f"{name}={chosen} for H5Loader; images/s by {label}: {_by_count(speeds)}.")
+    for name in ("num_threads", "window"):
+        tried = {getattr(one.case, name): one for one in (usual, *others)}
+        if len(tried) > 1:
+            reasons.append(f"{name}={getattr(best.case, name)} for H5Loader; {_by_count(name, tried, best)}.")
     return best, reasons
 
 
 def _pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: Workload) -> tuple[int, str]:
-    """Return the number of workers for a DataLoader, one per CPU unless another is clearly faster; and the reason."""
+    """Return the number of workers for a DataLoader, one per CPU unless another is faster; and the reason."""
     case = replace(picked.case, num_threads=1)
     found = {
         one.case.num_workers or 0: one
@@ -298,15 +387,23 @@ def _pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload:
     usual = found.get(workload.cpus)
     faster = [one for one in found.values() if usual is not None and one.is_faster(usual)]
     best = max(faster, key=lambda one: one.median, default=usual)
-    number = workload.cpus if best is None else best.case.num_workers or 0
-    why = "one per CPU"
-    if found:
-        why += f"; images/s by workers: {_by_count({count: one.median for count, one in found.items()})}"
-    return number, f"num_workers={number} for a DataLoader instead of H5Loader; {why}."
+    if best is None:
+        why = f"one per CPU; {counted(workload.cpus, 'worker')} could not be measured in the time"
+        return workload.cpus, f"num_workers={workload.cpus} for a DataLoader instead of H5Loader: {why}."
+    number = best.case.num_workers or 0
+    why = "one per CPU" if best is usual else f"faster than {workload.cpus}, one per CPU"
+    why += f"; {_by_count('num_workers', found, best)}" if len(found) > 1 else ""
+    return number, f"num_workers={number} for a DataLoader instead of H5Loader: {best.median:,.0f} images/s; {why}."
 
 
-def _by_count(speeds: dict[int, float]) -> str:
-    return ", ".join(f"{count}: {speed:,.0f}" for count, speed in sorted(speeds.items()))
+def _by_count(name: str, tried: dict[int, Measurement], best: Measurement) -> str:
+    """Return the speeds with other values of a setting as multiples of that with the recommended one."""
+    others = [
+        f"{name}={value} gives {_ratio_text(one.ratios(best) or (one.median / best.median,))}"
+        for value, one in sorted(tried.items())
+        if one is not best
+    ]
+    return f"{', '.join(others)} of its speed"
 
 
 def _gain(
@@ -336,14 +433,10 @@ def _gain(
 
 def _command(variant: FileVariant, workload: Workload) -> str:
     chunk_rows = None if workload.is_default(variant) else variant.chunk_rows
-    options: dict[str, Any] = {"chunk_rows": chunk_rows, "compression": variant.compression, **workload.options}
-    defaults = {"compression": "none", "images": "images", "labels": "labels", "layout": "nhwc", "mode": "rgb"}
-    words = ["h5pack", "convert", workload.source or "IMAGES", "packed.h5"]
-    for name, value in options.items():
-        if value not in (None, defaults.get(name)):
-            text = "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            words += [f"--{'source' if name == 'source_kind' else name.replace('_', '-')}", text]
-    return shlex.join(words)
+    options: dict[str, Any] = {**workload.options, "chunk_rows": chunk_rows, "compression": variant.compression}
+    defaults = {"compression": "none", "layout": "nhwc", "mode": "rgb"}
+    given = {name: value for name, value in options.items() if value not in (None, defaults.get(name))}
+    return shlex.join(convert_command(workload.source or "IMAGES", given))
 
 
 def _code(variant: FileVariant, case: BenchCase, split: str | None) -> str:

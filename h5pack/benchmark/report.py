@@ -154,7 +154,8 @@ class BenchReport:
 def _ratio_text(chosen: Recommendation) -> str:
     """Return the recommended speed in relation to that of the ceiling; empty if it was not measured.
 
-    A ratio that varies by more than a factor of 1.5 is a range. One above 1 is no speed, but the ceiling's own noise.
+    A ratio that varies by more than a factor of 1.5 is a range. One above 1 is noise: the copy is measured after the
+    reading, and other programs may slow it.
     """
     if chosen.of_ceiling is None:
         return ""
@@ -162,7 +163,8 @@ def _ratio_text(chosen: Recommendation) -> str:
     name = "a memory copy" if chosen.judged_by == "hot" else "a sequential read"
     name += f" with {counted(chosen.ceiling_threads, 'thread')}"
     if high > _NOISY_RATIO * low:
-        return f"too noisy to compare with {name} ({low:.2f} to {high:.2f} of it)"
+        why = "other programs slow the one or the other"
+        return f"too noisy to compare with {name} ({low:.2f} to {high:.2f} of it: {why})"
     return f"as fast as {name}, within noise" if median >= 1 else f"{median:.2f} of {name}"
 
 
@@ -276,10 +278,6 @@ def _answer(report: BenchReport, full: bool) -> list[list[str]]:
         more += [counted(len(report.notes), "note")] * bool(report.notes)
         last = f"The whole report, with full=True, has {', '.join(more)}{' and ' * bool(more)}all figures."
         return [first, code, lines, _bullets("", [about, last], indent="")]
-    if chosen is not None and chosen.chunk_cache is not None:
-        cache = chosen.chunk_cache
-        settings = f"rdcc_nbytes={cache.nbytes} rdcc_nslots={cache.nslots} rdcc_w0={cache.w0:g}"
-        reasons.append(f"With h5py: {settings} ({cache.reason}).")
     return [first, code, _bullets("", reasons), [about]]
 
 
@@ -310,6 +308,8 @@ def _tables(report: BenchReport) -> list[list[str]]:
         if rows:
             title = f"images/s, page cache {cache}: median, farthest repeat, and bytes read per byte delivered"
             blocks.append([title, *_aligned(["", "chunk", "engine", *table.orders], rows)])
+    if blocks:
+        blocks.append(_legend(report))
     for title, found_cases in (("other settings", table.others), ("run-off", report.run_off)):
         measurements = [one for one in found_cases if one.speeds]
         if measurements:
@@ -321,6 +321,18 @@ def _tables(report: BenchReport) -> list[list[str]]:
             ]
             blocks.append([title, *_aligned(heads, rows)])
     return blocks
+
+
+def _legend(report: BenchReport) -> list[str]:
+    """Return what the marks, engines and orders of the tables mean."""
+    marks = [] if report.recommendation is None else ["> recommended", "= neither faster nor slower than that"]
+    return [
+        *marks,
+        "direct: H5Loader, without the HDF5 library; single: H5Dataset",
+        "tuned: H5Loader through the HDF5 library, with a chunk cache that suits the order; single: h5py",
+        "default: plain h5py, one row after the other, with its default chunk cache",
+        "sequential: as stored; window: window shuffle; full: full shuffle; single: one random index a call",
+    ]
 
 
 def _size(variant: FileVariant) -> str:

@@ -23,7 +23,7 @@ from h5pack.data.dataset import H5Dataset
 from h5pack.errors import H5PackError, NoImagesError, NoSpaceError, OptionsError, SizesDifferError, SourceError
 from h5pack.format import schema
 from h5pack.format.plans import plan_chunks
-from h5pack.inspect.info import DatasetReport, describe_dataset
+from h5pack.inspect.info import DatasetReport, describe_dataset, packing_options
 from h5pack.pack.conversion import convert
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import ConvertReport
@@ -145,9 +145,8 @@ def _hdf5_input(path: str, options: dict[str, Any]) -> BenchInput:
             path=path,
         )
     stored = _described(dataset)
-    options = {**options, "images": images}
-    if dataset.label_name is not None:
-        options.setdefault("labels", dataset.label_name)
+    with open_file(path) as file:
+        options = {"images": images, **packing_options(file, dataset.names[0]), **options}
     if form is not None:
         channel_axis = {"last": -1, "first": -3}.get(form.channel_axis)
         options |= {"layout": "nchw"} if channel_axis == -3 else {}
@@ -298,11 +297,16 @@ class _Packer:
     def convert(self, path: Path, **changes: Any) -> ConvertReport:
         """Convert with the input's options, updated by `changes`."""
         try:
-            return convert(self._source, path, **{**self.options, **changes})
+            return self._convert(path, changes)
         except SizesDifferError:
             self.options = {**self.options, "size": _FALLBACK_SIZE}
             self.notes.append("The images differ in size: they were resized to 224x224 (size=224).")
-            return convert(self._source, path, **{**self.options, **changes})
+            return self._convert(path, changes)
+
+    def _convert(self, path: Path, changes: dict[str, Any]) -> ConvertReport:
+        # The sample has no fields, which would only take time.
+        options = {name: value for name, value in self.options.items() if name != "fields"}
+        return convert(self._source, path, **{**options, **changes})
 
 
 def _make_variants(

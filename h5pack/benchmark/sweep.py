@@ -22,15 +22,7 @@ import numpy.typing as npt
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from h5pack.benchmark.cases import (
-    MIN_REPEATS,
-    NO_TIME,
-    REPEATS,
-    BenchCase,
-    FileVariant,
-    Measurement,
-    min_seconds,
-)
+from h5pack.benchmark.cases import MIN_REPEATS, NO_TIME, REPEATS, BenchCase, FileVariant, Measurement, min_seconds
 from h5pack.benchmark.ceilings import Ceilings, PageState, images_of, touch
 from h5pack.data.dataset import H5Dataset
 from h5pack.data.loader import H5Loader
@@ -61,6 +53,7 @@ class _CaseState:
     late_end: float | None = None  # Until when to make `MIN_REPEATS` even beyond the allowance; None: do not.
     run_seconds: float = 0.0  # Duration of the last repeat, without loading; at first an estimate.
     speeds: list[float] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)  # The turn of each repeat.
     ceilings: list[float] = field(default_factory=list)  # Beside each repeat; fewer if there is none.
     spent: float = 0.0  # Seconds that the repeats have taken so far.
     load_seconds: float = 0.0  # Duration of the longest loading.
@@ -106,6 +99,7 @@ class Sweep:
         self._shared = SharedDatasets()
         self._pages = {variant.label: PageState(self._shared.dataset(variant)) for variant in variants}
         self._pages_stay: set[str] = set()
+        self._turn = 0  # The number of turns so far, of all calls of `measure`.
 
     def warm(self, seconds: float) -> None:
         """Load all variants into the page cache, but only as much of the input file as `seconds` allow."""
@@ -144,9 +138,8 @@ class Sweep:
         for state in states:
             state.run_seconds = _WORKER_SECONDS if state.case.num_workers else 0.0
         try:
-            turn = 0
-            while self._take_turn(states, ceilings, backwards=turn % 2 == 1):
-                turn += 1
+            while self._take_turn(states, ceilings, backwards=self._turn % 2 == 1):
+                self._turn += 1
         finally:
             found += [self._result(state) for state in states]
         taken = [state.run_seconds + state.load_seconds for state in states if state.spent]
@@ -197,6 +190,7 @@ class Sweep:
                 state.reason = "no row was read in the available time"
                 return
             state.speeds.append(timing.rows / timing.seconds)
+            state.turns.append(self._turn)
             if ceilings is not None and isinstance(reader, LoaderReader):
                 speed = ceilings.measure(state.case)
                 state.ceilings += [] if speed is None else [speed]
@@ -228,7 +222,8 @@ class Sweep:
         amplification = statistics.mean(state.bytes_per_row) / row_bytes if state.bytes_per_row else None
         reason = state.reason or (None if state.speeds else NO_TIME)
         ceilings = tuple(state.ceilings) if len(state.ceilings) == len(state.speeds) else ()
-        return Measurement(state.case, tuple(state.speeds), amplification, state.hit_rate, reason, ceilings)
+        turns = tuple(state.turns)
+        return Measurement(state.case, tuple(state.speeds), amplification, state.hit_rate, reason, ceilings, turns)
 
     def _tick(self) -> None:
         now = self._clock()

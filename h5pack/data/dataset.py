@@ -96,7 +96,7 @@ class H5Dataset(BatchSource):
     ragged : dict of str to RaggedIndex
         Path and index of each field whose rows differ in length. In a batch these are lists.
     kinds : dict of str to str
-        Kind of each field, by its name in `field_names`: "array", "boxes", "keypoints", "ragged", "text" or "texts".
+        Kind of each field by its name in `field_names`: array, boxes, image, keypoints, mask, ragged, text or texts.
     field_classes : dict of str to tuple of str
         Class names of the fields whose numbers count classes, such as the labels of boxes, by their names in
         `field_names`.

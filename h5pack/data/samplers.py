@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +22,8 @@ from h5pack.order.weights import WeightedRows
 from h5pack.order.window import DEFAULT_WINDOW, OrderPlan
 
 Item = TypeVar("Item")
+
+_MAX_FRAMES = 10
 
 
 def batch_indices(plan: OrderPlan, epoch: int, first: int) -> Iterator[npt.NDArray[np.int64]]:
@@ -35,6 +41,38 @@ def batch_indices(plan: OrderPlan, epoch: int, first: int) -> Iterator[npt.NDArr
             open_batches[batch][slot : slot + count] = indices
     for batch in range(following, plan.num_batches):
         yield open_batches.pop(batch)
+
+
+def _received_by_loop(iteration: IterationState) -> Callable[[], int | None] | None:
+    """Return a function that returns what the loop has received, if a DataLoader with workers starts the iteration.
+
+    Such a DataLoader requests items ahead of the loop, and only its iterator, which is found on the stack, counts the
+    batches that it yielded. torchdata's StatefulDataLoader has other iterators, and counts by itself.
+    """
+    frame, loader = sys._getframe(2), None
+    for _ in range(_MAX_FRAMES):
+        found = frame.f_locals.get("self")
+        if any(one.__name__ == "_MultiProcessingDataLoaderIter" for one in type(found).__mro__):
+            loader = weakref.ref(found)
+        if loader is not None or frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None if loader is None else partial(_received, loader, iteration)
+
+
+def _received(loader: weakref.ref[Any], iteration: IterationState) -> int | None:
+    found = loader()
+    batches = getattr(found, "_num_yielded", None)
+    if batches is None and not iteration.exhausted:
+        logging.getLogger("h5pack").warning(
+            "state_dict() of a sampler counts batches that DataLoader workers had prefetched when the loop was left; "
+            "give the number of batches that the loop received (batches_consumed=, or rows_consumed=)"
+        )
+    if batches is None:
+        return None
+    index_sampler = getattr(found, "_index_sampler", None)
+    rows = 1 if isinstance(index_sampler, BatchOrder) else getattr(index_sampler, "batch_size", 1)
+    return min(int(batches) * rows, iteration.count)
 
 
 class SamplerIterator(Iterator[Item]):
@@ -55,9 +93,11 @@ class SamplerIterator(Iterator[Item]):
 
     def __next__(self) -> Item:
         iteration = self._iteration or self._begin()
-        item = next(self._remaining)
-        iteration.count += 1
-        return item
+        for item in self._remaining:
+            iteration.count += 1
+            return item
+        iteration.exhausted = True
+        raise StopIteration
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last item of this iteration."""
@@ -70,6 +110,7 @@ class SamplerIterator(Iterator[Item]):
 
     def _begin(self) -> IterationState:
         self._iteration = iteration = self._cursor.begin()
+        iteration.received = _received_by_loop(iteration)
         self._remaining = self._items(iteration)
         return iteration
 
@@ -176,8 +217,8 @@ class ChunkSampler(Resumable, Sampler[int]):
         Parameters
         ----------
         rows_consumed : int, optional
-            Number of rows that the training loop received since the iteration started. None: the rows that this
-            sampler has yielded, which are more than were received if DataLoader workers prefetch.
+            Number of rows that the training loop received since the iteration started. None: what the DataLoader's
+            iterator counted. After a loop that was left early that is lost, and rows that workers prefetched count.
         """
         return self._cursor.state(rows_consumed)
 
@@ -197,8 +238,8 @@ class BatchOrder(Resumable, Sampler[list[int]]):
         Parameters
         ----------
         batches_consumed : int, optional
-            Number of batches that the training loop received since the iteration started. None: the batches that this
-            sampler has yielded, which are more than were received if DataLoader workers prefetch.
+            Number of batches that the training loop received since the iteration started. None: what the DataLoader's
+            iterator counted. After a loop that was left early that is lost, and batches that workers prefetched count.
         """
         return self._cursor.state(batches_consumed)
 

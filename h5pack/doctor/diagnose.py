@@ -8,6 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from h5pack.doctor.report import STAGE_TITLES, DoctorReport
 from h5pack.doctor.target import DiagnoseSettings, Target
 from h5pack.errors import OptionsError
 from h5pack.format import schema
+from h5pack.inspect.info import faults_of
 from h5pack.monitor.advice import advise
 from h5pack.monitor.bottleneck import INTERRUPTED, MIN_REPEATS, Evidence, Stage, StageResult, judge
 from h5pack.order.window import DEFAULT_WINDOW
+from h5pack.sources.hdf5_catalog import detect_names
 from h5pack.system.machine import machine_facts
 from h5pack.system.text import counted
 
@@ -86,7 +89,7 @@ def diagnose(
     split : str, optional
         Read only the rows of this split. None: all rows.
     images, labels : str
-        Names of the HDF5 datasets that hold the images and the labels.
+        Names of the HDF5 datasets that hold the images and the labels. Without the default ones, they are detected.
     window : int
         Number of HDF5 chunks that are shuffled together.
     dtype : {"float32", "bfloat16", "float16"}
@@ -136,7 +139,8 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         self._measuring = 0.0  # when the first repeat of a stage began
         self._batch_seconds = 0.0  # the least time that the device takes for a batch, if that is known
         self._complete = False
-        self.target = Target(settings)
+        images, labels = detect_names(settings.path, settings.images, settings.labels)
+        self.target = Target(replace(settings, images=images, labels=labels))
 
     def __exit__(self, *_: object) -> None:
         self.target.close()
@@ -183,7 +187,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         target, evidence = self.target, self._evidence
         verdict = None if evidence is None else judge(evidence)
         return DoctorReport(
-            target=target.describe(),
+            target=replace(target.describe(), faults=faults_of(target.dataset.path, target.dataset.names[0])),
             evidence=evidence,
             stages=tuple(self._results().values()),
             verdict=verdict,

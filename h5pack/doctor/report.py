@@ -54,6 +54,7 @@ class TargetSummary:
     step: str
     labels: bool  # whether the step received labels
     normalize: str
+    faults: tuple[str, ...] = ()  # properties of the file that slow down reading, as in the report of `h5pack.info`
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,10 @@ class DoctorReport:
     def parameters(self) -> tuple[str, ...]:
         """The parameters that the text mentions, in Python syntax, such as ``num_threads=4``."""
         advice = (fragment for one in self.advice for fragment in one.parameters)
-        return tuple(dict.fromkeys((f"seconds={self.enough_seconds:g}", *advice)))
+        seconds = self.enough_seconds
+        if self.verdict is not None and self.verdict.outcome in (Outcome.NOISY, Outcome.SLOWED):
+            seconds = _more_seconds(seconds)
+        return tuple(dict.fromkeys((f"seconds={seconds:g}", *advice)))
 
     @property
     def verdict_text(self) -> str:
@@ -103,6 +107,7 @@ class DoctorReport:
         verdict = self.verdict
         return {
             **asdict(self.target),
+            "faults": list(self.target.faults),
             "stages": [_stage_json(stage) for stage in self.stages],
             "bottleneck": [] if verdict is None else [one.value for one in verdict.bottlenecks],
             "fed": None if verdict is None else verdict.fed,
@@ -133,6 +138,7 @@ class DoctorReport:
                 f"fed by {feeder} in batches of {evidence.batch_rows:,}{pinned}; "
                 f"{counted(evidence.cpus, 'CPU')}; device {target.device}"
             )
+        lines += [f"fault of the file: {fault}; see 'h5pack info'" for fault in target.faults]
         lines.append(f"step: {target.step}{'' if target.labels else ', without labels'}; normalize: {target.normalize}")
         return lines
 
@@ -237,7 +243,33 @@ def _noisy_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> 
         why += f", but the loop, which contains it, {evidence.rates(Stage.EVERYTHING)}"
     return (
         f"The measurements are too noisy to say what limits the training: {why}. Measure again when nothing else uses "
-        "the machine, or with more seconds."
+        f"the machine, or with more time, seconds={_more_seconds(enough_seconds):g}.{_threads_text(evidence)}"
+    )
+
+
+def _more_seconds(enough_seconds: float) -> float:
+    """Return how many seconds to try after a run whose repeats differed too much."""
+    return max(60.0, 2 * enough_seconds)
+
+
+def _threads_text(evidence: Evidence) -> str:
+    """Return how to quiet a step on the CPU, whose threads compete with those of the loader."""
+    if evidence.on_gpu or evidence.cpus < 2:
+        return ""
+    return (
+        " A step on the CPU competes with the loader for the CPUs, which makes both uneven: torch.set_num_threads(1), "
+        "or OMP_NUM_THREADS=1 before the command, leaves the other CPUs to the loader."
+    )
+
+
+def _slowed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> str:
+    together, step = evidence.rates(Stage.EVERYTHING), evidence.rates(Stage.STEP)
+    return (
+        f"The step is slowed down in the loop, where everything together reaches {together}; alone it reaches {step}. "
+        f"But it waits for data only {_stall_text(evidence)} of the time, so the loader is fast enough. Something else "
+        "takes the CPUs: the loader's own threads, or other programs; then the step's threads wait for each other."
+        f"{_threads_text(evidence)} Measure again with that, or with more time, "
+        f"seconds={_more_seconds(enough_seconds):g}."
     )
 
 
@@ -288,6 +320,7 @@ _VERDICT_TEXTS: dict[Outcome, Callable[[Verdict, Evidence, float], str]] = {
     Outcome.FED: _fed_text,
     Outcome.LIMITED: _limited_text,
     Outcome.CONTENTION: _contention_text,
+    Outcome.SLOWED: _slowed_text,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from h5pack.errors import PackFormatError, ReadError, SourceError
 from h5pack.format import schema
 from h5pack.format.plans import CachePlan, plan_cache, plan_chunks
+from h5pack.pack.options import convert_command
 from h5pack.read.encoded import has_kept_images, index_encoded, index_kept, is_encoded
 from h5pack.read.hdf5 import (
     attribute_names,
@@ -262,6 +264,13 @@ def _opening_fix(file: h5py.File, opening: tuple[tuple[int, int], ...]) -> tuple
     return ("h5repack", "-M", str(block), file.filename, "repacked.h5")
 
 
+def faults_of(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
+    """Return what makes reading single rows of a dataset slow; nothing if `name` is no dataset, as in kept images."""
+    with open_file(path) as file:
+        found = file.get(name)
+        return describe_dataset(found).faults if isinstance(found, h5py.Dataset) else ()
+
+
 def describe_dataset(dataset: h5py.Dataset) -> DatasetReport:
     """Describe how a dataset is stored, and what makes reading single rows of it slow."""
     layout = _LAYOUTS[dataset.id.get_create_plist().get_layout()]
@@ -351,34 +360,36 @@ def _guessed_chunks(dataset: h5py.Dataset) -> tuple[int, ...]:
 def _fix(dataset: h5py.Dataset) -> tuple[str, ...]:
     """Return a command that writes a copy of decoded images whose chunks hold whole rows."""
     name, path = dataset.name.lstrip("/"), dataset.file.filename
-    if is_encoded(dataset):
-        return _convert_command(dataset)
-    axes = channel_axes(dataset.shape[1:])
-    if dataset.dtype == np.uint8 and is_image_array(dataset.shape, dataset.dtype) and len(axes) == 1:
-        # The copy keeps layout and channels, so programs that read the file need no change.
-        layout = ("--layout", "nchw") if axes == ["first"] else ()
-        gray = axes == ["none"] or dataset.shape[3 if axes == ["last"] else 1] < 3
-        return (*_convert_command(dataset), *layout, *(("--mode", "gray") if gray else ()))
+    is_image = dataset.dtype == np.uint8 and is_image_array(dataset.shape, dataset.dtype)
+    if is_encoded(dataset) or (is_image and len(channel_axes(dataset.shape[1:])) == 1):
+        return convert_command(path, packing_options(dataset.file, name))
     row_bytes = math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
     rows = plan_chunks(len(dataset), row_bytes, whole_pages=True).rows
     chunk = "x".join(map(str, (min(rows, len(dataset)), *dataset.shape[1:])))
     return ("h5repack", "-f", f"{name}:NONE", "-l", f"{name}:CHUNK={chunk}", path, "repacked.h5")
 
 
-def _convert_command(images: h5py.Dataset) -> tuple[str, ...]:
-    """Return the command that packs a file's images with their labels and all further numbers of each row."""
-    file, name = images.file, images.name.lstrip("/")
-    labels, fields = find_labels(file, name, len(images)), further_datasets(file, name)
-    chosen = (("--labels", labels) if labels else ()) + (("--fields", ",".join(fields)) if fields else ())
-    return ("h5pack", "convert", file.filename, "packed.h5", "--images", name, *chosen)
+def packing_options(file: h5py.File, name: str) -> dict[str, Any]:
+    """Return keywords of `convert` with which the images `name` keep their axes, labels and all numbers of each row."""
+    images = file[name]
+    found: dict[str, Any] = {}
+    if schema.FORMAT not in file.attrs:  # A pack keeps its labels and fields anyway.
+        labels, fields = find_labels(file, name, len(images)), further_datasets(file, name)
+        found |= {"images": name} | ({"labels": labels} if labels else {})
+        found |= {"fields": ",".join(fields)} if fields else {}
+    axes = [] if is_encoded(images) else channel_axes(images.shape[1:])
+    if len(axes) == 1:
+        found |= {"layout": "nchw"} if axes == ["first"] else {}
+        gray = axes == ["none"] or images.shape[3 if axes == ["last"] else 1] < 3
+        found |= {"mode": "gray"} if gray else {}
+    return found
 
 
 def _options(stored: str) -> Any:
     """Return the options of a conversion, which are stored as JSON; the text itself if it is damaged."""
-    try:
+    with contextlib.suppress(ValueError):
         return json.loads(stored)
-    except ValueError:
-        return stored
+    return stored
 
 
 def _describe_pack(file: h5py.File) -> dict[str, Any]:
@@ -391,10 +402,9 @@ def _describe_pack(file: h5py.File) -> dict[str, Any]:
     if not described["complete"]:
         return described
     names, rows = file.get(schema.SPLIT_NAMES), file.get(schema.SPLIT_ROWS)
-    pairs = () if names is None or rows is None else zip(names[()], rows[()], strict=True)
     described["splits"] = {}
-    for name, (start, stop) in pairs:
-        described["splits"].setdefault(text(name), []).append([int(start), int(stop)])
+    for name, part in () if names is None or rows is None else zip(names[()], rows[()].tolist(), strict=True):
+        described["splits"].setdefault(text(name), []).append(part)
     for kind in (schema.CLASSES, schema.COLUMNS):
         found = attribute_names(file[schema.LABELS], kind) if schema.LABELS in file else None
         if found is not None:
@@ -462,6 +472,8 @@ def _stats(file: h5py.File, splits: dict[str, list[list[int]]]) -> dict[str, Any
 
 def _label_counts(labels: h5py.Dataset, parts: Sequence[Sequence[int]] = ()) -> dict[str, int]:
     values = np.concatenate([labels[start:stop] for start, stop in parts or [(0, len(labels))]])
+    if values.ndim == 2 and values.shape[1] == 1 and schema.COLUMNS not in labels.attrs:
+        values = values[:, 0]
     if values.ndim == 2:
         columns = attribute_names(labels, schema.COLUMNS) or map(str, range(values.shape[1]))
         return dict(zip(columns, np.count_nonzero(values, axis=0).tolist(), strict=True))

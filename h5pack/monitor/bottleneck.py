@@ -210,6 +210,7 @@ class Outcome(Enum):
     FED = "the step hardly waits"
     LIMITED = "the step waits for a bottleneck"
     CONTENTION = "the step waits, although the loader and the copy alone are fast enough"
+    SLOWED = "the step hardly waits, but it is much slower in the loop than alone"
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,8 @@ class Verdict:
     @property
     def fed(self) -> bool | None:
         """Whether the step hardly waits; None if that is not known."""
-        return {Outcome.FED: True, Outcome.LIMITED: False, Outcome.CONTENTION: False}.get(self.outcome)
+        fed = {Outcome.FED: True, Outcome.SLOWED: True, Outcome.LIMITED: False, Outcome.CONTENTION: False}
+        return fed.get(self.outcome)
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -271,6 +273,8 @@ _APART = 1.5
 # A feed that is this many times as fast as the step, in the slowest repeat of the one and the fastest of the other, is
 # not what the step waits for.
 _AMPLE = 1.5
+# If a step on the CPU is this many times as fast alone as in the loop without waiting, something else slows it there.
+_SLOWED = 3.0
 # If the loop is this many times as fast as a part of it alone, the machine's speed has changed in between.
 _FASTER = 1.25
 # An outer stage, such as the loader, contains an inner stage, such as reading. If the outer speed is below the first
@@ -317,6 +321,8 @@ class _StageRules:
         # The device's own speed is not exceeded, either, unless it was slower alone than in the loop.
         gain = min(1 / max(1e-3, 1 - stall), max(1.0, demand.median / together.median))
         known: dict[str, Any] = {"gain": gain, "first_epoch": self._first_epoch()}
+        if stall <= MAX_STALL and not self.evidence.on_gpu and demand.low > _SLOWED * together.high:
+            return Verdict(Outcome.SLOWED, **known)
         if stall <= MAX_STALL:
             return Verdict(Outcome.FED, self._device_parts(), **known)
         slowest = _slowest(lanes.values())

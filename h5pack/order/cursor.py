@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,15 @@ from h5pack.errors import OptionsError, StateError
 
 # Parameters whose names differ from their keys in saved states.
 _PARAMETERS = {"samples": "num_samples", "trim": "drop_last"}
+_OF_SPLIT = ("start", "rows")
+
+
+def _rows_text(order: dict[str, Any]) -> str:
+    """Return which rows an order is for, of which a subset only has the number."""
+    start, rows = order.get("start"), order.get("rows")
+    if isinstance(start, int) and isinstance(rows, int):
+        return f"rows {start} to {start + rows - 1}"
+    return f"{rows} rows"
 
 
 @dataclass
@@ -19,6 +29,8 @@ class IterationState:
     epoch: int = 0
     start: int = 0  # the batch or row at which this iteration started: above 0 if it resumed from a saved state
     count: int = 0  # batches or rows delivered since `start`
+    exhausted: bool = False  # whether all have been requested
+    received: Callable[[], int | None] | None = None  # how many of them a training loop has; None: all of `count`
 
 
 class EpochCursor:
@@ -69,6 +81,9 @@ class EpochCursor:
 
     def state(self, count: int | None = None) -> dict[str, Any]:
         """Return the state after `count` batches or rows of the running iteration; None: after those counted so far."""
+        received = self.iteration.received
+        if count is None and received is not None and self._running:
+            count = received()
         return self.state_of(self.iteration if self._running else None, count)
 
     def state_of(self, iteration: IterationState | None, count: int | None = None) -> dict[str, Any]:
@@ -94,11 +109,13 @@ class EpochCursor:
             if order.get(name) != self.identity.get(name):
                 hint = "; to change the number of ranks, give streams= from the first run" if name == "streams" else ""
                 parameter = _PARAMETERS.get(name, name)
-                raise StateError(
-                    f"the state was saved with {parameter} {order.get(name)!r}, but this order has "
-                    f"{self.identity.get(name)!r}; resume with the same value{hint}",
-                    parameters=(parameter,),
-                )
+                if name in _OF_SPLIT:
+                    saved, ours = _rows_text(order), _rows_text(self.identity)
+                    problem = f"for {saved} of its file, but this order is for {ours}; resume with the same split"
+                else:
+                    problem = f"with {parameter} {order.get(name)!r}, but this order has {self.identity.get(name)!r}"
+                    problem += "; resume with the same value"
+                raise StateError(f"the state was saved {problem}{hint}", parameters=(parameter,))
         if self._num_replicas is not None and saved_ranks is not None and saved_ranks != self._num_replicas:
             done = self._for_our_ranks(done, saved_ranks, self._num_replicas)
         if not 0 <= done <= self._length:

@@ -304,3 +304,12 @@ def parse_bytes(size: int | str) -> int:
         raise invalid("chunk_bytes", size, " is not a number of bytes, such as 4MiB")
     base = 1024 if match[3] or not text.endswith("b") else 1000
     return int(float(match[1]) * base ** " kmg".index(match[2] or " "))
+
+
+def convert_command(source: str, options: dict[str, Any]) -> tuple[str, ...]:
+    """Return the command line that converts `source` with these keywords of `convert`, as a list of arguments."""
+    words = ["h5pack", "convert", source, "packed.h5"]
+    for name, value in options.items():
+        text = "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        words += [f"--{'source' if name == 'source_kind' else name.replace('_', '-')}", text]
+    return tuple(words)

@@ -252,10 +252,14 @@ class ConvertPlan:
 
     def notes(self) -> tuple[Note, ...]:
         """Return remarks about the source, and about the output's size if that is much larger than the image files."""
-        if self.file_bytes < _MANY_TIMES * self.source_bytes or not self.source_bytes:
-            return self.catalog.notes
-        text = "the file holds pixels, not image files; a smaller size takes less disk, compression only saves a little"
-        return *self.catalog.notes, Note(text, ("size", "compression"))
+        notes = list(self.catalog.notes)
+        if self.options.chunk_rows is not None and self.options.chunk_rows > self.rows:
+            text = f"chunk_rows is more than the {self.rows:,} images: they are one chunk, which takes the space of "
+            notes.append(Note(f"{text}{self.options.chunk_rows:,}", ("chunk_rows",)))
+        if self.source_bytes and self.file_bytes >= _MANY_TIMES * self.source_bytes:
+            text = "the file holds pixels, not image files; a smaller size takes less disk, compression only saves a "
+            notes.append(Note(text + "little", ("size", "compression")))
+        return tuple(notes)
 
     def label_kind(self) -> str:
         """Return a description of the labels, such as "10 classes"."""

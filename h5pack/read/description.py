@@ -133,7 +133,8 @@ def _describe(
             sources = require_sources(dataset) if dataset.is_virtual else frozenset()
             indexes[name] = replace(index_encoded(file, dataset, name, sized=sized), external_files=sources)
             continue
-        indexes[name] = index_rows(file, dataset, name)
+        index = index_rows(file, dataset, name)
+        indexes[name] = _single_labels(dataset, index) if name == labels else index
         _add_checksums(file, indexes, name)
     _require_same_sources(file, indexes, images)
     for one in ragged.values():
@@ -186,6 +187,13 @@ def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], image
                     dataset=images,
                     rows=(row,),
                 )
+
+
+def _single_labels(dataset: h5py.Dataset, index: ChunkIndex) -> ChunkIndex:
+    """Return the index of labels (N, 1), integers without names of columns, as one of labels (N,), which they mean."""
+    whole_rows = type(index) is ChunkIndex and index.chunk_shape is None
+    single = index.row_shape == (1,) and index.dtype.kind in "iu" and schema.COLUMNS not in dataset.attrs
+    return replace(index, shape=index.shape[:1]) if single and whole_rows else index
 
 
 def _require_length(file: h5py.File, name: str, length: int, images: str, rows: int) -> None:

@@ -7,6 +7,7 @@ allows it.
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,7 +176,17 @@ def find_field(file: h5py.File, name: str) -> str:
     """Return the path of a field by its name: in `/fields` of a pack, else the path itself."""
     name = name.strip("/")
     own = schema.field_path(name)
-    return own if schema.FORMAT in file.attrs and find_item(file, own) is not None else name
+    if schema.FORMAT in file.attrs and find_item(file, own) is not None:
+        return own
+    if schema.FORMAT in file.attrs and find_item(file, name) is None:
+        known = ", ".join(repr(os.path.basename(path)) for path in own_fields(file)) or "none"
+        raise PackFormatError(
+            f"{file.filename}: has no field {name!r}; its fields are {known}",
+            path=file.filename,
+            dataset=name,
+            parameters=("fields",),
+        )
+    return name
 
 
 def own_fields(file: h5py.File) -> list[str]:

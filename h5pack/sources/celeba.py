@@ -26,6 +26,12 @@ def is_celeba(root: Path) -> bool:
     return _image_folder(root) is not None and _table_path(root, "list_attr_celeba") is not None
 
 
+def attributes_of(images: Path) -> Path | None:
+    """Return the folder of CelebA if `images` is its folder of images, given without the tables beside it."""
+    parents = images.resolve().parents
+    return next((one for one in parents[:3] if is_celeba(one)), None) if images.name == _IMAGES else None
+
+
 def celeba(root: Path, wanted: NameFilter) -> Catalog:
     """Return the catalog of CelebA: uint8 labels (N, 40), splits from the partition table, identities as a field.
 

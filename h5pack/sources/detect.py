@@ -12,8 +12,8 @@ from pathlib import Path
 from h5pack.errors import H5PackError, NoImagesError, OptionsError, SourceError
 from h5pack.format import schema
 from h5pack.sources.archives import members_catalog, open_zip
-from h5pack.sources.catalog import Catalog, NameFilter
-from h5pack.sources.celeba import celeba, is_celeba
+from h5pack.sources.catalog import Catalog, NameFilter, Note
+from h5pack.sources.celeba import attributes_of, celeba, is_celeba
 from h5pack.sources.coco import coco, is_coco
 from h5pack.sources.folders import arranged, pairs, walk
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog, is_hdf5
@@ -104,7 +104,13 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
     if kind == "pairs":
         # Patterns that include select images, and their masks come with them.
         return pairs(walk(str(path), NameFilter(exclude=options.names.exclude)), options.names)
-    return celeba(path, options.names) if kind == "celeba" else arranged(walk(str(path), options.names), kind)
+    if kind == "celeba":
+        return celeba(path, options.names)
+    catalog, whole = arranged(walk(str(path), options.names), kind), attributes_of(path)
+    if whole is None or catalog.labels is not None:
+        return catalog
+    text = f"these are the images of CelebA without their attributes; give its folder, {whole}, for labels and splits"
+    return replace(catalog, notes=(*catalog.notes, Note(text)))
 
 
 def _open_dataset(dataset: MapStyleDataset, options: SourceOptions) -> Catalog:

@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import DamagedRowsError, H5PackError, OptionsError, SourceError
+from h5pack.errors import DamagedRowsError, H5PackError, OptionsError, PackFormatError, SourceError
 from h5pack.format import schema
 from h5pack.format.fields import FieldValues
 from h5pack.read.chunk_index import ChunkIndex, index_dataset
@@ -181,6 +181,24 @@ def find_images(file: h5py.File) -> str:
         problem = f"{', '.join(map(repr, found))} look like images"
     path, parameter = file.filename, "images=NAME"
     raise SourceError(f"{path}: {problem}; choose one with {parameter}", path=path, parameters=(parameter,))
+
+
+def detect_names(path: str | os.PathLike[str], images: str, labels: str) -> tuple[str, str]:
+    """Return the names of the datasets of images and labels to read: as given, or detected if the file has no defaults.
+
+    Raise PackFormatError if several datasets may be the images, or none.
+    """
+    with open_file(path) as file:
+        if images == schema.IMAGES and images not in file and schema.FORMAT not in file.attrs:
+            try:
+                images = find_images(file)
+            except SourceError as error:
+                raise PackFormatError(str(error), path=error.path, parameters=error.parameters) from error
+        rows = file.get(images)
+        if labels == schema.LABELS and labels not in file and isinstance(rows, h5py.Dataset) and rows.shape:
+            found = find_labels(file, images, len(rows))
+            labels = found if found is not None and file[found].dtype.kind in "biuf" else labels
+    return images, labels
 
 
 def _looks_like_images(dataset: h5py.Dataset) -> bool:

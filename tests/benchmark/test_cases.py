@@ -16,6 +16,7 @@ from h5pack.benchmark.cases import (
     BenchSettings,
     FileVariant,
     all_cases,
+    enough_seconds,
     exceeds_decode_budget,
     min_bench_seconds,
     min_seconds,
@@ -112,3 +113,10 @@ def test_settings_that_make_no_sense_are_refused_by_name(name: str, value: Any) 
     with pytest.raises(OptionsError) as caught:
         BenchSettings(**{name: value})
     assert caught.value.parameters[0].startswith(f"{name}=")
+
+
+def test_the_seconds_that_are_called_enough_leave_time_for_all_cases() -> None:
+    cases = [BenchCase("2 rows", order, "tuned", "cold", 256, 16, 2) for order in ORDERS] * 50  # 200 of 0.2 s
+    assert enough_seconds(60, 20, cases) in (150, 151)  # 1.25 x 40 s instead of 20.
+    assert enough_seconds(60, -1, cases) in (111, 112)
+    assert plan_cases(cases, 20 * 150 / 60)[1] == []

@@ -527,3 +527,36 @@ def test_masks_of_a_pack_are_read_with_their_images(tmp_path: Path, compression:
     packs.flip(tmp_path / "o.h5", 7, "fields/masks")
     with pytest.raises(DamagedRowsError):
         h5pack.H5Dataset(tmp_path / "o.h5", fields=["masks"], check=True)[7]
+
+
+@pytest.mark.parametrize("storage", [{}, {"compression": "gzip"}, {"scaleoffset": 0}])
+def test_labels_of_one_column_are_those_that_convert_makes(tmp_path: Path, storage: dict[str, Any]) -> None:
+    path, labels = tmp_path / "f.h5", np.arange(30, dtype=np.int32)[:, None] % 3
+    with h5py.File(path, "w") as file:
+        file["images"] = np.zeros((30, 8, 8, 3), np.uint8)
+        file.create_dataset("labels", data=labels, **storage, chunks=(7, 1))
+    h5pack.convert(path, tmp_path / "p.h5", order="sorted", num_workers=1)
+    plain, packed = h5pack.H5Dataset(path), h5pack.H5Dataset(tmp_path / "p.h5")
+    assert isinstance(plain[4].label, int)
+    assert [plain[row].label for row in range(30)] == labels[:, 0].tolist()
+    for dataset in (plain, packed):
+        targets = dataset.targets
+        assert targets is not None
+        assert (targets.dtype, targets.tolist()) == (torch.int64, labels[:, 0].tolist())
+        batches = list(h5pack.H5Loader(dataset, 30, shuffle=False))
+        assert (batches[0].labels.dtype, batches[0].labels.tolist()) == (torch.int64, labels[:, 0].tolist())
+        balanced = h5pack.H5Loader(dataset, 30, indices=range(29), weights="balanced", num_samples=30)
+        assert torch.bincount(torch.cat([batch.labels for batch in balanced])).tolist() == [10, 10, 10]
+        counts = (h5pack.info(dataset.path, stats=True).stats or {})["labels"]
+        assert counts == {"0": 10, "1": 10, "2": 10}
+
+
+def test_a_field_that_a_pack_does_not_have_is_answered_with_those_that_it_has(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["images"], file["train/camera"] = np.zeros((30, 8, 8, 3), np.uint8), np.arange(30)
+    h5pack.convert(tmp_path / "f.h5", tmp_path / "p.h5", fields=["train/camera"], num_workers=1)
+    assert h5pack.H5Dataset(tmp_path / "p.h5", fields=["camera"])[3].camera >= 0
+    with pytest.raises(PackFormatError) as caught:
+        h5pack.H5Dataset(tmp_path / "p.h5", fields=["train/camera"])
+    assert (caught.value.dataset, caught.value.parameters) == ("train/camera", ("fields",))
+    assert "its fields are 'camera'" in str(caught.value)

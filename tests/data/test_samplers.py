@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import pickle
@@ -260,8 +261,25 @@ def test_workers_run_ahead_of_what_the_state_counts(dataset: h5pack.H5Dataset, k
     unit = {"batches": 1, "rows": BATCH}[kind]
     state = fed.state(received)
     assert state[kind] == 2 * unit
-    assert fed.sampler.state_dict()[kind] > 2 * unit, "yielded to the workers"
+    assert fed.sampler.state_dict()[kind] == 2 * unit, "although workers have requested more"
     assert Fed(kind, dataset).resumed(state).epoch() == list(iterator)
+
+
+@KINDS
+def test_a_state_after_a_loop_that_was_left_early_warns(
+    dataset: h5pack.H5Dataset, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fed = Fed(kind, dataset, 2)
+    received = list(itertools.islice(fed.loader, 2))
+    gc.collect()  # The DataLoader's iterator.
+    assert fed.state(received)[kind] == 2 * {"batches": 1, "rows": BATCH}[kind]
+    assert caplog.records == []
+    fed.sampler.state_dict()
+    assert [record.name for record in caplog.records] == ["h5pack"]
+    fed.epoch()  # The next one, to its end.
+    after = fed.sampler.state_dict()
+    assert (after["epoch"], after[kind]) == (1, len(fed.sampler))
+    assert len(caplog.records) == 1
 
 
 @KINDS

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 import h5pack
+from h5pack.doctor.diagnose import Diagnosis
 from h5pack.doctor.target import DiagnoseSettings, HostLoaders, Target, touch_batch
 from h5pack.errors import OptionsError, PackFormatError
 from h5pack.format import schema
@@ -73,6 +74,21 @@ def test_files_that_cannot_be_diagnosed_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(PackFormatError, match=word):
             Target(settings(path, **changes))
+
+
+def test_the_datasets_of_another_file_are_detected_and_its_faults_named(tmp_path: Path) -> None:
+    path = tmp_path / "f.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("train/x", data=np.zeros((40, 3, 96, 96), np.uint8), chunks=(40, 3, 8, 8))
+        file["train/y"] = np.arange(40)[:, None] % 4
+    with Diagnosis(settings(path)) as diagnosis:
+        assert diagnosis.target.dataset.names == ("train/x", "train/y")
+        assert diagnosis.report().target.faults == h5pack.info(path).datasets[0].faults != ()
+    with h5py.File(path, "a") as file:
+        file["train/z"] = file["train/x"][()]
+    with pytest.raises(PackFormatError) as caught:
+        Diagnosis(settings(path))
+    assert caught.value.parameters == ("images=NAME",)
 
 
 @pytest.mark.parametrize(("split", "rows"), [(None, 1), ("test", 12)])

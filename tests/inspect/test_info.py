@@ -14,9 +14,11 @@ import numpy.typing as npt
 import pytest
 
 import h5pack
+from h5pack.benchmark.sample import find_input
 from h5pack.cli import main
 from h5pack.errors import PackFormatError
 from h5pack.inspect.info import DatasetReport
+from h5pack.pack.options import convert_command
 from tests.makers import class_folders, hdf5_file, quick, split_folders
 from tests.read.encoded_files import decoded, jpegs, write_encoded
 
@@ -228,6 +230,7 @@ def test_the_fix_keeps_labels_and_fields_and_statistics_find_the_images(tmp_path
         *("--images", "run/pictures", "--labels", "run/category", "--fields", "run/temperature"),
         *("--layout", "nchw"),
     )
+    assert convert_command(str(path), find_input(path, {}, tmp_path).options) == fix  # That of `bench` is the same.
     assert report.stats is not None
     assert sum(report.stats["labels"].values()) == 40
     np.testing.assert_allclose(report.stats["channels"]["mean"], images.mean((0, 2, 3)) / 255)

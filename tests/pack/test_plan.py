@@ -144,6 +144,12 @@ def test_a_file_much_larger_than_the_image_files_is_worth_a_note(file_bytes: int
     assert (" 1.3 times the 977 KiB " in made.to_text()) == (file_bytes == 10**6)
 
 
+@pytest.mark.parametrize(("chunk_rows", "noted"), [(20, False), (21, True)])
+def test_a_chunk_of_more_rows_than_there_are_is_worth_a_note(chunk_rows: int, noted: bool) -> None:
+    made = plan(size=(64, 32), chunk_rows=chunk_rows)
+    assert (made.rows, [note.parameters for note in made.notes()]) == (20, [("chunk_rows",)] * noted)
+
+
 def test_the_plan_as_text() -> None:
     of = catalog(
         fields={"identity": np.arange(COUNT)}, ignored={".txt files": 2_000}, notes=(Note("left out", ("fields",)),)

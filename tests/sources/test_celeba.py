@@ -11,6 +11,7 @@ import pytest
 from h5pack.errors import SourceError
 from h5pack.sources.catalog import NameFilter
 from h5pack.sources.celeba import celeba, is_celeba
+from h5pack.sources.detect import SourceOptions, open_source
 from tests.sources.test_folders import touch
 
 COLUMNS = ("5_o_Clock_Shadow", "Bald", "Young")
@@ -107,6 +108,16 @@ def test_filters_apply_to_names_and_to_paths_and_make_no_rejects(tmp_path: Path,
     excluded = celeba(tmp_path, NameFilter(exclude=(pattern,)))
     assert [name[-10:] for name in excluded.names] == [f"00000{number}.jpg" for number in (3, 4, 5, 6)]
     assert (excluded.rejects, excluded.ignored) == ((), {"excluded": 2})
+
+
+@pytest.mark.parametrize("folder", ["", "Img/"])
+def test_the_images_alone_are_packed_with_a_note(tmp_path: Path, folder: str) -> None:
+    spaced(tmp_path, images=folder, anno="Anno")
+    catalog = open_source(tmp_path / folder / "img_align_celeba", SourceOptions())
+    assert (catalog.kind, catalog.labels, len(catalog.notes)) == ("flat", None, 1)
+    assert str(tmp_path) in catalog.notes[0].text
+    touch(tmp_path / "other", *ATTRIBUTES)
+    assert open_source(tmp_path / "other", SourceOptions()).notes == ()
 
 
 @pytest.mark.parametrize("lacking", ["img_align_celeba", "list_attr_celeba.txt"])
