@@ -401,13 +401,11 @@ def _describe_pack(file: h5py.File) -> dict[str, Any]:
     }
     if not described["complete"]:
         return described
-    names, rows = file.get(schema.SPLIT_NAMES), file.get(schema.SPLIT_ROWS)
-    described["splits"] = {}
+    names, rows, described["splits"] = file.get(schema.SPLIT_NAMES), file.get(schema.SPLIT_ROWS), {}
     for name, part in () if names is None or rows is None else zip(names[()], rows[()].tolist(), strict=True):
         described["splits"].setdefault(text(name), []).append(part)
-    for kind in (schema.CLASSES, schema.COLUMNS):
-        found = attribute_names(file[schema.LABELS], kind) if schema.LABELS in file else None
-        if found is not None:
+    for kind in (schema.CLASSES, schema.COLUMNS) if schema.LABELS in file else ():
+        if (found := attribute_names(file[schema.LABELS], kind)) is not None:
             described[kind] = list(found)
     for name in ("mean", "std"):
         stored = file.get(f"{schema.STATISTICS}/{name}")
