@@ -589,7 +589,8 @@ def several_table(result: dict[str, Any]) -> str:
         f"{result['shards']} packs beside one of the same {first['rows']:,} rows of 150 KB, and {small:,} of 3 KB;",
         f"{where}; medians of {repeats} interleaved repeats, in images/s and of the one pack.",
         "",
-        "| H5Loader over | 150 KB, 1 thread | of one | 2 threads | of one | 3 KB, 1 thread | of one | 2 threads | of one |",
+        "| H5Loader over | 150 KB, 1 thread | of one | 2 threads | of one |"
+         " 3 KB, 1 thread | of one | 2 threads | of one |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name in first["loading"]["1"]:
