@@ -43,7 +43,8 @@ class RowOrder:
     def of_splits(cls, origins: list[Rows]) -> RowOrder:
         """Return the order from the origins of each split's rows."""
         lengths = [len(some) for some in origins]
-        return cls(np.concatenate(origins), np.cumsum([0, *lengths], dtype=np.int64))
+        joined = origins[0] if len(origins) == 1 else np.concatenate(origins)
+        return cls(joined, np.cumsum([0, *lengths], dtype=np.int64))
 
 
 def order_rows(indices: Rows, split_ids: npt.NDArray[np.int32], num_splits: int, seed: int | None) -> RowOrder:
@@ -51,7 +52,7 @@ def order_rows(indices: Rows, split_ids: npt.NDArray[np.int32], num_splits: int,
 
     `indices`, int64 (N,), are the images' catalog indices, ascending; `split_ids`, int32 (N,), their split numbers.
     """
-    members = [indices[split_ids == split] for split in range(num_splits)]
+    members = [indices] if num_splits == 1 else [indices[split_ids == split] for split in range(num_splits)]
     if seed is not None:
         members = [some[shuffled_split(len(some), seed, split)] for split, some in enumerate(members)]
     return RowOrder.of_splits(members)
@@ -356,7 +357,9 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
     rejects += [catalog.reject(index, reason) for index, reason in sorted(survey.reasons.items())]
     if options.strict and rejects:
         refuse_reject(source, rejects[0], begun=False)
-    usable = np.setdiff1d(np.arange(len(catalog), dtype=np.int64), np.array([*survey.reasons], np.int64))
+    is_usable = np.ones(len(catalog), np.bool_)
+    is_usable[[*survey.reasons]] = False
+    usable = np.flatnonzero(is_usable)
     if not len(usable):
         raise NoImagesError(
             f"{source}: none of its {len(catalog):,} {catalog.noun}s can be read as an image ({rejects[0].shown}: "

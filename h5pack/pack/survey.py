@@ -95,7 +95,8 @@ def survey(
         executor, _survey, _tasks(catalog, max_pixels, resize, keep), max_in_flight, _describe
     ):
         rows = slice(start, start + len(part.heights))
-        for name in ("heights", "widths", "decode_paths", "fingerprints", "jpeg_bytes", "orientations"):
+        # Zeros that are not written take no memory.
+        for name in ("heights", "widths", "decode_paths", "fingerprints", "orientations", *["jpeg_bytes"] * keep):
             getattr(result, name)[rows] = getattr(part, name)
         result.reasons.update(part.reasons)
         result.unused |= part.unused
