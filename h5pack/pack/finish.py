@@ -17,7 +17,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import H5PackError, OutputExistsError
+from h5pack.errors import H5PackError, NoImagesError, OutputExistsError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32
 from h5pack.format.row_offsets import RowOffsets
@@ -36,6 +36,18 @@ from h5pack.system.files import read_all, sync_path, write_all, write_atomically
 from h5pack.system.processes import run
 
 _COPY_BYTES = 8 * 1024 * 1024
+
+
+def require_images(pack: UnfinishedPack, written: RowRecord) -> None:
+    """Raise NoImagesError, and remove the unfinished file, if no image could be decoded."""
+    if written.packed.any():
+        return
+    pack.output.remove_leftovers()
+    pack.output.partial.unlink(missing_ok=True)
+    source, reason = pack.plan.source, next(iter(written.reasons.values()), "no reason known")
+    raise NoImagesError(
+        f"{source}: none of its images can be decoded (first reason: {reason}); check the images", path=source
+    )
 
 
 def moved_runs(origins: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
@@ -187,7 +199,7 @@ def compress(
         # An incomplete copy cannot be continued, and it may be what filled the disk.
         path.unlink(missing_ok=True)
         raise
-    pack.lock.replace(path)
+    pack.own_lock.replace(path)
 
 
 def _clear(descriptor: int, start: int, stop: int) -> None:
@@ -286,7 +298,7 @@ def publish(pack: UnfinishedPack, rejects: Sequence[Reject]) -> None:
     else:
         output.rejects.unlink(missing_ok=True)
     journal = output.journal_identity()
-    pack.lock.share()
+    pack.own_lock.share()
     if not pack.overwrite and output.final.exists():
         raise OutputExistsError(
             f"{output.final}: was created by another program meanwhile; to replace it, run again with resume=True and "
