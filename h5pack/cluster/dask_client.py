@@ -51,15 +51,15 @@ class Expectations:
     versions: dict[str, str]
     source: str | None  # absolute path; None if the source is not a path
     source_bytes: int | None  # size of a source that is one file; None if it is a folder or a pattern
-    probe: str  # a file in the output's folder that contains the token
+    probe: str  # a file beside the output that contains the token
 
     @classmethod
-    def here(cls, source: str | None, folder: Path) -> Expectations:
+    def here(cls, source: str | None, partial: Path) -> Expectations:
         """Return what this process has, and create the probe file."""
         token = secrets.token_hex(8)
         source = None if source is None or not os.path.exists(source) else os.path.abspath(source)
         size = os.path.getsize(source) if source is not None and os.path.isfile(source) else None
-        probe = folder / f".h5pack-probe-{token}"
+        probe = partial.with_name(f"{partial.name}.probe-{token}")
         probe.write_text(token)
         return cls(token, decoder_versions(), source, size, str(probe))
 
@@ -108,13 +108,14 @@ def open_client(address: str) -> Iterator[Any]:
         import distributed
     except ImportError as error:
         raise WorkerError(_NOT_INSTALLED) from error
-    # What its loggers would say about lost connections is in the error.
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)
+    # What its loggers would say about lost connections is in the error. Several of them have levels of their own.
+    for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "distributed"]:
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     with contextlib.ExitStack() as stack:
         try:
             local = _LOCAL.fullmatch(address)
             if local is not None:
-                settings = {"dashboard_address": None, "silence_logs": logging.CRITICAL}
+                settings = {"dashboard_address": "127.0.0.1:0", "silence_logs": logging.CRITICAL}
                 cluster = distributed.LocalCluster(n_workers=int(local[1]), threads_per_worker=1, **settings)
                 client = distributed.Client(stack.enter_context(cluster))
             elif "://" not in address and os.path.isfile(address):
@@ -136,14 +137,14 @@ def open_client(address: str) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def open_dask_executor(client: Any, shared_object: Any, source: str | None, folder: Path) -> Iterator[DaskExecutor]:
+def open_dask_executor(client: Any, shared_object: Any, source: str | None, partial: Path) -> Iterator[DaskExecutor]:
     """Open an executor of the workers of a `distributed.Client`; inside tasks, `shared()` returns `shared_object`.
 
-    Raises WorkerError if a worker has other versions, or does not see the source or the output's folder. Each thread of
-    a worker gets its own copy of the object.
+    Raises WorkerError if a worker has other versions, or does not see the source or the folder of ``OUT.partial``. Each
+    thread of a worker gets its own copy of the object.
     """
     payload = _pickled(shared_object)
-    expected = Expectations.here(source, folder)
+    expected = Expectations.here(source, partial)
     try:
         replies = client.run(problems, expected, on_error="return")
         found = {
@@ -171,7 +172,7 @@ def open_workers(
     client: Any,
     reader: SourceReader,
     source: object,
-    folder: Path,
+    partial: Path,
     *,
     num_workers: int,
     start_method: str | None,
@@ -180,7 +181,7 @@ def open_workers(
     if client is None:
         return open_executor(num_workers, start_method, reader)
     path = os.fspath(source) if isinstance(source, (str, os.PathLike)) else None
-    return open_dask_executor(client, reader, path, folder)
+    return open_dask_executor(client, reader, path, partial)
 
 
 def count_threads(client: Any) -> int:

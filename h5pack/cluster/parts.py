@@ -53,7 +53,7 @@ class PartsFolder:
         source = {"images": len(catalog), "names": names, "tables": catalog.tables_checksum()}
         job = {_COUNT: count, "options": options, "packages": decoder_versions(), "source": source}
         job = json.loads(json.dumps(job))
-        temporary = self.folder.with_name(f"{self.folder.name}.new-{secrets.token_hex(6)}")
+        temporary = self.folder.with_name(f"{self.folder.name}-{secrets.token_hex(6)}")
         before = self.agreed()
         if before is None:
             temporary.mkdir()

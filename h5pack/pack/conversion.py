@@ -264,8 +264,7 @@ class Conversion:
     ) -> None:
         self.options = ConvertOptions.from_keywords(keywords)
         if client is not None and self.options.part is not None:
-            problem = "client and part cannot be combined; give only one of them"
-            raise OptionsError(problem, parameters=("client", "part"))
+            raise OptionsError("client and part cannot be combined; give one of them", parameters=("client", "part"))
         if self.options.filter is not None:
             require_filter(self.options.filter)
         for given in (source, out):
@@ -315,6 +314,7 @@ class Conversion:
         rows, rejects = verify_existing(output.final, self._catalog, self.options)
         if not output.partial.exists():
             output.remove_leftovers()
+            output.owner.unlink(missing_ok=True)
         size = output.final.stat().st_size
         return ConvertReport(str(output.final), rows, rejects, size, self.num_workers, already_complete=True)
 
@@ -329,12 +329,11 @@ class Conversion:
         if self._plan is None:
             begin = time.perf_counter()
             options, catalog = self.options, self._catalog
-            if options.part is not None:
-                self._parts.agree(options.part[1], {**options.content(), "overwrite": options.overwrite}, catalog)
-            executor = open_workers(
-                self._client, catalog.reader, self._source, self.output.final.parent,
-                num_workers=self.num_workers, start_method=options.start_method,
-            )  # fmt: skip
+            if options.part is not None or options.finish:
+                count = self._parts.count if options.part is None else options.part[1]
+                self._parts.agree(count, options.content(), catalog)
+            workers = {"num_workers": self.num_workers, "start_method": options.start_method}
+            executor = open_workers(self._client, catalog.reader, self._source, self.output.partial, **workers)
             self._executor = self._stack.enter_context(executor)
             with self._stage("survey", len(catalog)) as advance:
                 surveyed = survey(
@@ -461,8 +460,10 @@ class Conversion:
         rows = pack.part_rows(number, count)
         results = pack.earlier_results(self._executor, 2 * self.num_workers, self._stage, check=True, rows=rows)
         missing = rows[~results.settled[rows]]
-        self._write_rows(pack, missing, results)
-        pack.lock.require_current()
+        try:
+            self._write_rows(pack, missing, results)
+        finally:
+            pack.lock.require_current()
         return ConvertReport(
             path=str(self.output.final),
             images=len(rows),

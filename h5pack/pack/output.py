@@ -138,10 +138,15 @@ class Output:
         """Remove the temporary files `journal`, `parts`, `structure`, `compressed` and `new`; keep `partial`."""
         shutil.rmtree(self.journal, ignore_errors=True)
         if self.parts.exists():
-            # Parts that were killed may have left files of their own.
+            # Parts that were killed may have left files and folders of their own.
+            kinds = ("new", "structure", "journal", "parts", "owner", "probe")
+            private = tuple(f"{self.partial.name}.{kind}-" for kind in kinds)
             for path in self.final.parent.iterdir():
-                if path.name.startswith(tuple(f"{self.partial.name}.{kind}" for kind in ("new-", "structure-"))):
-                    path.unlink(missing_ok=True)
+                if path.name.startswith(private):
+                    if path.is_dir():
+                        shutil.rmtree(path, ignore_errors=True)
+                    else:
+                        path.unlink(missing_ok=True)
             shutil.rmtree(self.parts, ignore_errors=True)
         self.structure.unlink(missing_ok=True)
         self.compressed.unlink(missing_ok=True)

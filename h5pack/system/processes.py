@@ -134,7 +134,7 @@ def run(
     At most `in_flight` tasks are submitted whose results have not been yielded, or what an `ElasticExecutor` says. A
     task is taken from the iterable only when it can be submitted, so memory does not grow with the number of tasks.
     `function` must be picklable. If a worker process dies, raises a WorkerError whose message has `describe` of some
-    unfinished tasks, or of the task that could not be completed.
+    unfinished tasks, the one first that could not be completed.
     """
     pending: dict[concurrent.futures.Future[Result], Task] = {}
     source = iter(tasks)
@@ -161,7 +161,8 @@ def run(
                 try:
                     result = future.result()
                 except LostTaskError:
-                    pending = {future: pending[future]}
+                    # Workers may have died of others that they ran or held at the same time.
+                    pending = {future: pending[future], **pending}
                     raise
                 del pending[future]
                 yield result
