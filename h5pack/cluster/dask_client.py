@@ -173,7 +173,6 @@ def open_workers(
     reader: SourceReader,
     source: object,
     partial: Path,
-    *,
     num_workers: int,
     start_method: str | None,
 ) -> contextlib.AbstractContextManager[concurrent.futures.Executor]:

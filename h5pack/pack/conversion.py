@@ -332,8 +332,9 @@ class Conversion:
             if options.part is not None or options.finish:
                 count = self._parts.count if options.part is None else options.part[1]
                 self._parts.agree(count, options.content(), catalog)
-            workers = {"num_workers": self.num_workers, "start_method": options.start_method}
-            executor = open_workers(self._client, catalog.reader, self._source, self.output.partial, **workers)
+            executor = open_workers(
+                self._client, catalog.reader, self._source, self.output.partial, self.num_workers, options.start_method
+            )
             self._executor = self._stack.enter_context(executor)
             with self._stage("survey", len(catalog)) as advance:
                 surveyed = survey(
