@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import ctypes
 import errno
 import logging
 import os
@@ -33,11 +34,14 @@ from h5pack.errors import H5PackError, NoSpaceError, OptionsError, WorkerError
 from h5pack.images.decode import decoder_versions
 from h5pack.sources.catalog import SourceReader
 from h5pack.system.files import NO_SPACE
+from h5pack.system.libc import libc_function
 from h5pack.system.processes import ElasticExecutor, LostTaskError, open_executor, using_shared
 
 _CONNECT_SECONDS = 10
 _POLL_SECONDS = 0.5
 _MANY_RESULTS = 256
+# Parameters of glibc's mallopt, and how much freed memory a process keeps.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 64 * 1024 * 1024
 _IDLE_TASKS = 8
 _LOCAL = re.compile(r"local:([1-9]\d*)")
 _NOT_INSTALLED = "a Dask cluster needs distributed, which is not installed; pip install 'h5pack[dask]'"
@@ -217,7 +221,20 @@ _prepared: dict[str, _Prepared] = {}
 
 def prepare(expected: Expectations, payload: bytes) -> None:
     """Check a worker process, and give it the pickled shared object."""
+    _keep_freed_memory()
     _prepared[expected.token] = _Prepared(payload, problems(expected))
+
+
+def _keep_freed_memory() -> None:
+    """Let a process keep the memory that decoding one image frees, for the next one.
+
+    A nanny starts workers such that freed memory above 64 KiB is returned to the system at once. Measured with images
+    of 116 KB, this took 120 page faults for each image, and a quarter of the time.
+    """
+    mallopt = libc_function("mallopt", ctypes.c_int, ctypes.c_int)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES // 2)
 
 
 def forget(token: str) -> None:

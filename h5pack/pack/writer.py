@@ -35,6 +35,8 @@ from h5pack.system.processes import shared
 
 _TASKS_PER_WORKER = 16
 _TASK_BYTES = 32 * 1024 * 1024
+# On several machines, where each task takes the coordinator and the scheduler 2 ms.
+DISTRIBUTED_TASK_BYTES = 128 * 1024 * 1024
 # Rows that are not contiguous in the file are written in groups of this size while the next group is decoded.
 _SCATTERED_BYTES = 1024 * 1024
 
@@ -92,7 +94,8 @@ def write_tasks(
     sampled[sampled_rows(*statistics_range(plan, plan.row_order), job.keep)] = True
     # Tasks only need to be large enough for their overhead to be negligible.
     max_rows = max(1, -(-len(missing) // (num_workers * _TASKS_PER_WORKER)))
-    max_rows = min(max_rows, max(1, _TASK_BYTES // plan.row_bytes))
+    task_bytes = DISTRIBUTED_TASK_BYTES if job.durable else _TASK_BYTES
+    max_rows = min(max_rows, max(1, task_bytes // plan.row_bytes))
     # Only whole chunks if two machines could write to one page otherwise: with NFS, a machine may send whole pages.
     by_chunk = job.durable and not job.keep and any(one.row_bytes % schema.ALIGNMENT_BYTES for one in offsets)
     row_groups = missing // row_offsets.chunk_rows if by_chunk else plan.source_groups(missing)
