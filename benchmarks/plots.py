@@ -239,6 +239,8 @@ def main() -> None:
 def all_tables(found: dict[str, Any]) -> dict[str, str]:
     """The text of every set of figures of the docs by its name, from the results by their names."""
     return {
+        "cluster": tables.cluster_table(found["cluster"]),
+        "cluster paper": tables.cluster_paper(found["cluster"]),
         "convert": tables.convert_table(found["convert"]),
         "crops": tables.crops_table(found["crops"]),
         "crops large": tables.crops_table(found["crops_large"]),

@@ -25,6 +25,58 @@ _OURS = "h5loader"
 _MARGIN = 0.05
 
 
+def cluster_table(result: dict[str, Any]) -> str:
+    """Conversions with Dask workers on one machine, and the simulation of several, as Markdown tables."""
+    machine, task = result["machine"], result["task"]
+    repeats = next(iter(result["images_per_s"].values()))["repeats"]
+    measured = (
+        f"Measured: {result['images']:,} JPEGs of 178x218, {machine['processor']}, {machine['cpus']} CPUs, "
+        f"{machine['file_system']}; images/s, medians of {repeats} interleaved repeats, minimum to maximum in "
+        "brackets. "
+        f"All files were {'identical' if result['identical'] else 'DIFFERENT'}."
+    )
+    image_us = result["worker_us_per_image"]["local, 1 workers"]["median"]
+    simulated = (
+        f"Simulated, for tasks of {task['rows_per_task']:,} rows that take the scheduler {task['scheduler_ms']:.1f} ms "
+        f"and the coordinator {task['coordinator_ms']:.1f} ms of CPU time (measured with {task['tasks']} tasks), and "
+        f"{image_us:,.0f} us of a worker for each image:"
+    )
+    speeds = result["images_per_s"].values()
+    cells = [f"{one['median']:,.0f} ({one['min']:,.0f} to {one['max']:,.0f})" for one in speeds]
+    lines = [
+        *(measured, ""),
+        f"| {' | '.join(result['images_per_s'])} |".replace("1 workers", "1 worker"),
+        "|" + "---|" * len(cells),
+        f"| {' | '.join(cells)} |",
+        *("", simulated, ""),
+        "| machines of 16 CPUs | images/s | of ideal | scheduler busy | coordinator busy |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {one['machines']} | {one['images_per_s']:,} | {one['of_ideal']:.2f} | {one['scheduler_busy']:.0%} | "
+        f"{one['coordinator_busy']:.0%} |"
+        for one in result["simulation"]
+    ]
+    return "\n".join(lines)
+
+
+def cluster_paper(result: dict[str, Any]) -> str:
+    """What 100 million images ask of the coordinator and the scheduler, as a Markdown table."""
+    paper = result["paper"]
+    rows = {
+        "tasks": f"{paper['write_tasks']:,} of writing, {paper['survey_tasks']:,} of the survey",
+        "messages (10 a task, by Dask's protocol)": f"{paper['messages']:,}",
+        "bytes of tasks and results through the scheduler": f"{paper['gigabytes_sent']:.1f} GB",
+        "CPU time of the coordinator and of the scheduler": f"{60 * paper['coordinator_cpu_hours']:.0f} and "
+        f"{60 * paper['scheduler_cpu_hours']:.0f} minutes",
+        "memory of the coordinator while rows are written": f"{paper['coordinator_gigabytes']:.0f} GB",
+        "... when it sorts the names for their table": f"{paper['coordinator_peak_gigabytes']:.0f} GB",
+        "journal": f"{1000 * paper['journal_gigabytes']:,.0f} MB",
+    }
+    lines = [f"| {name} | {value} |" for name, value in rows.items()]
+    return "\n".join(["| 100 million images | |", "|---|---|", *lines])
+
+
 def convert_table(result: dict[str, Any]) -> str:
     """The figures of conversion as a Markdown table."""
     machine = result["machine"]
@@ -584,13 +636,12 @@ def several_table(result: dict[str, Any]) -> str:
     where = machine["processor"] + (" (a virtual machine)" if machine["virtual"] else "") + f", {machine['cpus']} CPUs"
     first = result["sizes"]["224"]
     repeats = first["loading"]["1"]["one pack"]["images_per_s"]["repeats"]
-    small = result["sizes"]["32"]["rows"]
+    small, sizes = result["sizes"]["32"]["rows"], ("150 KB", "3 KB")
     lines = [
         f"{result['shards']} packs beside one of the same {first['rows']:,} rows of 150 KB, and {small:,} of 3 KB;",
         f"{where}; medians of {repeats} interleaved repeats, in images/s and of the one pack.",
         "",
-        "| H5Loader over | 150 KB, 1 thread | of one | 2 threads | of one |"
-         " 3 KB, 1 thread | of one | 2 threads | of one |",
+        f"| H5Loader over | {' | '.join(f'{size}, 1 thread | of one | 2 threads | of one' for size in sizes)} |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name in first["loading"]["1"]:

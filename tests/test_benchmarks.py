@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import chunk_size, compare, compressed, convert, foreign, plots, read, tables
+from benchmarks import chunk_size, cluster, compare, compressed, convert, foreign, plots, read, tables
 from benchmarks.common import RESULTS, spread
 from h5pack.benchmark.bench import BenchRun
 from h5pack.benchmark.ceilings import interleaved
@@ -115,6 +115,23 @@ def test_compare_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         speeds = found["this_per_s"]["median"], found["other_per_s"]["median"]
         assert min(speeds) > 0
         assert found["ratio"]["median"] == pytest.approx(speeds[0] / speeds[1], abs=1e-3)
+
+
+def test_cluster_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "WORKERS", (1,))
+    result = run(tmp_path, cluster, "--count 20 --repeats 1 --tasks 8 --rows 2000 --simulated 4")
+    assert result["identical"]
+    assert set(result["images_per_s"]) == {"local, 1 workers", "Dask, 1 workers"}
+    assert [one["machines"] for one in result["simulation"]] == list(cluster.MACHINES)
+    assert result["paper"]["write_tasks"] * result["task"]["rows_per_task"] >= 10**8
+    assert tables.cluster_table(result).count("\n| ") == 2 + len(cluster.MACHINES)
+
+
+def test_the_simulated_coordinator_limits_many_workers() -> None:
+    few, many = (cluster.simulate(workers, 1.0, 0.001, 0.01, 40 * workers) for workers in (10, 1000))
+    assert few["tasks_per_s"] == pytest.approx(10, rel=0.05)
+    assert many["tasks_per_s"] == pytest.approx(100, rel=0.05)
+    assert many["coordinator_busy"] == pytest.approx(1, rel=0.05)
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)

@@ -43,6 +43,7 @@ from h5pack.pack.file_structure import (
 )
 from h5pack.pack.journal import EncodedFile, Journal
 from h5pack.pack.kept import plan_data_chunks
+from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock
 from h5pack.read.description import checksums_of
 from h5pack.read.encoded import EncodedIndex
@@ -254,7 +255,7 @@ class _UnfinishedFile:
     """The file that a combination is written to; see `finish.Unfinished`."""
 
     def __init__(self, plan: Combination, output: Output, lock: OutputLock, overwrite: bool, resume: bool) -> None:
-        self.plan, self.output, self.lock, self.overwrite = plan, output, lock, overwrite
+        self.plan, self.output, self.own_lock, self.overwrite = plan, output, lock, overwrite
         self.structure = plan.structure
         journal = Journal(output.journal)
         before, now = journal.plan() if resume else None, self._identity()
@@ -322,7 +323,7 @@ def write_combination(
 ) -> CombineReport:
     """Write the pack. Raises the errors of `h5pack.convert` about the output, and those of reading the parts."""
     output, stages = Output(out), Stages(progress)
-    output.check(overwrite, resume)
+    output.check(ConvertOptions(overwrite=overwrite, resume=resume), 0)
     if resume and not overwrite and out.exists() and not output.partial.exists():
         return _existing_report(plan, output)
     lock = OutputLock(output)
@@ -369,7 +370,7 @@ def _copy_rows(pack: _UnfinishedFile, stages: Stages) -> int:
     ):
         for number, (offsets, checksums) in enumerate(zip(pack.all_offsets, plan.tables.all_checksums, strict=True)):
             copier = RowCopier(
-                plan.parts, number, plan.origins, offsets, checksums, pack.lock.descriptor, resumes=pack.resumes
+                plan.parts, number, plan.origins, offsets, checksums, pack.own_lock.descriptor, resumes=pack.resumes
             )
             for rows, copied in run(threads, copier.copy, copier.tasks(), 2 * num_threads, str):
                 total += copied

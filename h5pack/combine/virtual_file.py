@@ -18,6 +18,7 @@ from h5pack.combine.combination import Combination, CombineReport
 from h5pack.format import schema
 from h5pack.pack import finish
 from h5pack.pack.file_structure import FileStructure, create_file, describe_file, describe_images, system_errors
+from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex
@@ -33,7 +34,7 @@ def write_virtual(plan: Combination, out: Path, *, overwrite: bool, added: int =
     """Write the virtual file of a combination. Nothing is resumed, because it takes no longer than reading tables."""
     begin = time.perf_counter()
     output = Output(out)
-    output.check(overwrite, resume=False)
+    output.check(ConvertOptions(overwrite=overwrite), 0)
     lock = OutputLock(output)
     try:
         with reporting_full_disk(output.partial, "make room, then run again"):

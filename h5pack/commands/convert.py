@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from dataclasses import asdict, fields, replace
 from typing import Any
 
 from h5pack.commands.arguments import add_hdf5, add_workers, comma_parts, option_text
+from h5pack.errors import OptionsError
 from h5pack.system.parameters import invalid
 from h5pack.system.text import counted
 
@@ -146,6 +148,14 @@ def _add_execution(convert: argparse.ArgumentParser) -> None:
     how = convert.add_argument_group("execution options")
     add_processes(how)
     how.add_argument("--io", metavar="HOW", help="how to write OUT: direct (O_DIRECT), buffered or auto (default)")
+    how.add_argument(
+        "--cluster", metavar="ADDRESS",
+        help="run on the workers of a Dask cluster: the address of its scheduler, its scheduler file, or local:N",
+    )  # fmt: skip
+    how.add_argument(
+        "--part", metavar="K/N", help="write only part K of N, one process of an array job; then run with --finish"
+    )
+    how.add_argument("--finish", action="store_true", help="complete OUT after all parts")
     how.add_argument("--dry-run", action="store_true", help="print the plan, but write nothing")
     how.add_argument("--overwrite", action="store_true", help="replace OUT when the new file is complete")
     how.add_argument("--resume", action="store_true", help="continue an interrupted conversion")
@@ -161,14 +171,20 @@ def add_processes(group: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Convert the source and print the report; return the exit status."""
+    from h5pack.cluster.dask_client import open_client
     from h5pack.pack.conversion import Conversion
 
     verbose = not arguments.quiet and not arguments.json
-    with Conversion(arguments.source, arguments.out, progress=verbose, **_keywords(arguments)) as conversion:
+    keywords = _keywords(arguments)
+    _refuse_combinations(arguments)
+    with contextlib.ExitStack() as stack:
+        if arguments.cluster is not None:
+            keywords["client"] = stack.enter_context(open_client(arguments.cluster))
+        conversion = stack.enter_context(Conversion(arguments.source, arguments.out, progress=verbose, **keywords))
         report = conversion.existing_report()
         if report is None:
             plan = conversion.plan()
-            if arguments.dry_run or verbose:
+            if arguments.dry_run or (verbose and not arguments.part and not arguments.finish):
                 _print_plan(conversion, plan, arguments)
             if arguments.dry_run:
                 return 0
@@ -178,6 +194,15 @@ def run(arguments: argparse.Namespace) -> int:
         elif verbose:
             print(replace(report, path=arguments.out).to_text())
     return 0
+
+
+def _refuse_combinations(arguments: argparse.Namespace) -> None:
+    """Raise OptionsError for options that the workers of a cluster, or parts, do not use."""
+    for name, others in (("cluster", ("num_workers", "start_method", "part")), ("part", ("dry_run",))):
+        given = [other for other in others if getattr(arguments, other)]
+        if getattr(arguments, name) and given:
+            problem = f"{name} and {given[0]} cannot be combined; leave out one of them"
+            raise OptionsError(problem, parameters=(name, given[0]))
 
 
 def _print_plan(conversion: Any, plan: Any, arguments: argparse.Namespace) -> None:

@@ -18,18 +18,21 @@ import errno
 import io
 import os
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError, features
 from PIL.TiffImagePlugin import TiffImageFile
 
 from h5pack.errors import RejectedImageError
 from h5pack.images.headers import DecodePath, ImageHeader, parse_jpeg, parse_png
+from h5pack.version import __version__
 
 MAX_PIXELS = 178_956_970
 """Default of `max_pixels`: images with more pixels are rejected as decompression bombs. Pillow has the same limit."""
@@ -76,9 +79,43 @@ class Upright(NamedTuple):
     orientation: int = 1
 
 
+def decoder_versions() -> dict[str, str]:
+    """Return the versions of all that pixels depend on; "not installed" for a package that is missing."""
+    found = {"h5pack": __version__, "libjpeg-turbo": str(features.version_feature("libjpeg_turbo"))}
+    for name in ("Pillow", "simplejpeg"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
 @contextlib.contextmanager
 def strict_pillow() -> Iterator[None]:
-    """Silence Pillow's warnings, disable its limit on pixels (`refuse_bomb` has ours), and reject truncated files."""
+    """Silence Pillow's warnings, disable its limit on pixels (`refuse_bomb` has ours), and reject truncated files.
+
+    These settings belong to the process, so the first thread that comes changes them, and the last one restores them.
+    """
+    with _strict_lock:
+        if not _strict_threads:
+            _strict_settings.enter_context(_strict_process())
+        _strict_threads.append(threading.get_ident())
+    try:
+        yield
+    finally:
+        with _strict_lock:
+            _strict_threads.remove(threading.get_ident())
+            if not _strict_threads:
+                _strict_settings.close()
+
+
+_strict_lock = threading.Lock()
+_strict_threads: list[int] = []
+_strict_settings = contextlib.ExitStack()
+
+
+@contextlib.contextmanager
+def _strict_process() -> Iterator[None]:
     limit, truncated = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
     Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = None, False
     try:

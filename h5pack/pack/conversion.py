@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from h5pack.errors import NoImagesError, OptionsError
-from h5pack.format.row_offsets import check_rows_counted, check_tasks, describe_check
+from h5pack.cluster.dask_client import count_threads, open_workers
+from h5pack.cluster.parts import PartsFolder
+from h5pack.errors import OptionsError
 from h5pack.images.decode import MAX_PIXELS
 from h5pack.pack import finish, writer
 from h5pack.pack.compression import require_filter
@@ -32,7 +33,7 @@ from h5pack.pack.journal import RowRecord, RowResults
 from h5pack.pack.kept import KeptPlan, copy_seconds, make_kept_plan
 from h5pack.pack.options import ConvertOptions, require_suitable
 from h5pack.pack.output import ConvertReport as ConvertReport
-from h5pack.pack.output import Output, OutputLock
+from h5pack.pack.output import Output, OutputLock, PartFile
 from h5pack.pack.plan import ConvertPlan, close_holes, make_plan, refuse_reject
 from h5pack.pack.resume import UnfinishedPack, verify_existing
 from h5pack.pack.survey import survey, with_placed_fields
@@ -42,9 +43,7 @@ from h5pack.sources.map_style import MapStyleDataset
 from h5pack.system.files import reporting_full_disk
 from h5pack.system.machine import available_cpus
 from h5pack.system.parameters import require_local
-from h5pack.system.processes import open_executor, run
-
-_CHECK_BYTES = 8 * 1024 * 1024
+from h5pack.system.processes import run
 
 
 def convert(
@@ -94,6 +93,9 @@ def convert(
     io: str = "auto",
     overwrite: bool = False,
     resume: bool = False,
+    part: str | tuple[int, int] | None = None,
+    finish: bool = False,
+    client: Any = None,
     progress: bool = False,
 ) -> ConvertReport:
     """Pack a folder or archive of images, the images of another HDF5 file, or a map-style dataset, into an HDF5 file.
@@ -209,6 +211,14 @@ def convert(
     resume : bool
         Continue an interrupted conversion with the same options. If the output is already complete, only check that
         it was made with these options from this source.
+    part : (int, int) or str, optional
+        Write only this part of the rows, such as (3, 16) or "3/16": one process of an array job. All parts need the
+        same options; they may run in any order, at the same time, and again. Then call once with `finish`.
+    finish : bool
+        Complete the output after all parts. Raises IncompletePackError that names parts with missing rows.
+    client : distributed.Client, optional
+        Survey, decode and write on the workers of this Dask cluster, which must see the source and the output's folder
+        at the same paths. `num_workers` and `start_method` are not used.
     progress : bool
         Show progress bars on standard error if it is a terminal.
 
@@ -234,7 +244,7 @@ def convert(
         mode=mode, layout=layout, keep=keep, max_side=max_side, quality=quality, order=order, seed=seed, val=val,
         chunk_rows=chunk_rows, chunk_bytes=chunk_bytes, max_pixels=max_pixels, compression=compression, compat=compat,
         strict=strict, num_workers=num_workers, start_method=start_method, io=io, overwrite=overwrite, resume=resume,
-        progress=progress,
+        part=part, finish=finish, client=client, progress=progress,
     )  # fmt: skip
     with conversion:
         return conversion.run()
@@ -248,10 +258,13 @@ class Conversion:
         source: str | os.PathLike[str] | MapStyleDataset,
         out: str | os.PathLike[str],
         *,
+        client: Any = None,
         progress: bool = False,
         **keywords: Any,
     ) -> None:
         self.options = ConvertOptions.from_keywords(keywords)
+        if client is not None and self.options.part is not None:
+            raise OptionsError("client and part cannot be combined; give one of them", parameters=("client", "part"))
         if self.options.filter is not None:
             require_filter(self.options.filter)
         for given in (source, out):
@@ -259,12 +272,16 @@ class Conversion:
                 require_local(given)
         if os.fspath(out).endswith(os.sep):
             raise OptionsError(f"{os.fspath(out)}: names a folder; give the name of the file to create", path=out)
-        self.output = Output(Path(os.path.abspath(out)))
+        self.output = Output(Path(os.path.abspath(out)), f"-{secrets.token_hex(6)}" if self.options.part else "")
         path = source if isinstance(source, (str, os.PathLike)) else ""
         if os.path.isfile(path) and os.path.exists(out) and os.path.samefile(path, out):
             raise OptionsError(f"{os.fspath(out)}: is the source itself; give the output another name", path=out)
-        self.output.check(self.options.overwrite, self.options.resume)
+        self._parts = PartsFolder(self.output.parts)
+        self.output.check(self.options, begun_parts=self._parts.count)
         self.num_workers = self.options.num_workers or available_cpus()
+        if client is not None:
+            self.num_workers = max(1, count_threads(client))
+        self._client = client
         self._source = source
         self._progress = progress
         self._plan: ConvertPlan | None = None
@@ -290,33 +307,39 @@ class Conversion:
         Raises OutputExistsError if the existing output is not a pack, or has other options or another source.
         """
         output = self.output
-        if not self.options.resume or not output.final.exists() or output.partial.exists():
+        if not self.options.continues or not output.final.exists() or output.partial.exists():
             return None
         if self.options.overwrite and output.journal_identity() is None:
             return None
         rows, rejects = verify_existing(output.final, self.catalog, self.options)
         if not output.partial.exists():
             output.remove_leftovers()
+            output.owner.unlink(missing_ok=True)
         size = output.final.stat().st_size
         return ConvertReport(str(output.final), rows, rejects, size, self.num_workers, already_complete=True)
 
     @functools.cached_property
     def catalog(self) -> Catalog:
         """The images that the source lists."""
-        catalog = open_source(self._source, self.options.source_options, self.output.final.parent)
-        require_suitable(_source_name(self._source), catalog, self.options)
-        return catalog
+        found = open_source(self._source, self.options.source_options, self.output.final.parent)
+        require_suitable(_source_name(self._source), found, self.options)
+        return found
 
     def plan(self) -> ConvertPlan:
         """List the source, survey its image headers and return the plan; nothing is written."""
         if self._plan is None:
             begin = time.perf_counter()
             options, catalog = self.options, self.catalog
-            executor = open_executor(self.num_workers, options.start_method, catalog.reader)
+            if options.part is not None or options.finish:
+                count = self._parts.count if options.part is None else options.part[1]
+                self._parts.agree(count, options.content(), catalog)
+            executor = open_workers(
+                self._client, catalog.reader, self._source, self.output.partial, self.num_workers, options.start_method
+            )
             self._executor = self._stack.enter_context(executor)
             with self._stage("survey", len(catalog)) as advance:
                 surveyed = survey(
-                    catalog, self._executor, 2 * self.num_workers, options.max_pixels, advance,
+                    catalog, self._sharing("survey"), 2 * self.num_workers, options.max_pixels, advance,
                     keep=options.keep is not None, resize=options.size is not None,
                 )  # fmt: skip
             catalog = with_placed_fields(catalog, surveyed, options)
@@ -324,6 +347,12 @@ class Conversion:
             self._plan = plan(_source_name(self._source), catalog, surveyed, options)
             self._seconds["survey"] = time.perf_counter() - begin
         return self._plan
+
+    def _sharing(self, stage: str) -> Executor:
+        """Return the executor of a stage whose results all parts of an array job need."""
+        if self.options.part is None and not self.options.finish:
+            return self._executor
+        return self._parts.shared_results(stage, self._executor, self.num_workers)
 
     def estimate_seconds(self) -> float:
         """Return an estimate of the seconds that `run` will take after the survey; see `h5pack.pack.estimate`."""
@@ -340,15 +369,17 @@ class Conversion:
         plan = self.plan()
         output = self.output
         output.require_space(plan.needed_bytes)
-        lock = OutputLock(output)
+        in_parts, distributed = self.options.part is not None, self._client is not None or self.options.finish
+        lock = PartFile(output) if in_parts else OutputLock(output, distributed)
+        advice = "make room, then run again" + ("" if in_parts else " with resume=True")
         try:
-            with reporting_full_disk(output.partial, "make room, then run again with resume=True", "resume=True"):
-                pack = UnfinishedPack(plan, output, lock)
+            with reporting_full_disk(output.partial, advice, "resume=True"):
+                pack = UnfinishedPack(plan, output, lock, in_parts or distributed)
                 if plan.to_encode.any():
                     with self._stage("encode", int(plan.to_encode.sum())) as advance:
-                        self._plan = encode_images(pack, self._executor, self.num_workers, advance)
+                        self._plan = encode_images(pack, self._sharing("encode"), self.num_workers, advance)
                 pack.allocate(self.plan())
-                return self._write_and_finish(pack)
+                return self._write_part(pack) if in_parts else self._write_and_finish(pack)
         except BaseException:
             # Stop the workers before the lock is released, so that none of them writes afterwards.
             self._stack.__exit__(*sys.exc_info())
@@ -361,7 +392,11 @@ class Conversion:
         written = pack.journal.written()
         rows_moved_before = written is not None
         if written is None:
-            results = self._earlier_results(pack)
+            results = pack.earlier_results(
+                self._executor, 2 * self.num_workers, self._stage, check=not self.options.finish
+            )
+            if self.options.finish:
+                pack.require_all_parts(self._parts.count, results)
             resumed = int(results.settled.sum())
             written = self._write(pack, results)
         else:
@@ -370,10 +405,12 @@ class Conversion:
         if self.options.strict:
             _refuse_rejects(plan, written)
         final = close_holes(plan.row_order.split_starts, written.packed, plan.options.order == "sorted")
+        pack.begin_finish(len(final.origins))
         if not (rows_moved_before and self.options.filter is not None and finish.is_compressed(self.output.partial)):
             if rows_moved_before:
                 expected = [some[final.origins] for some in written.all_checksums]
-                wrong = self._wrong_rows(pack, np.arange(len(final.origins)), expected)
+                rows = np.arange(len(final.origins))
+                wrong = pack.wrong_rows(self._executor, 2 * self.num_workers, self._stage, rows, expected)
                 finish.repair_rows(pack, written, final.origins, wrong)
             else:
                 finish.move_rows(pack, final.origins)
@@ -384,7 +421,7 @@ class Conversion:
                 with self._stage("compress", len(final.origins) * len(pack.all_offsets)) as advance:
                     finish.compress(pack, tables, self._executor, 2 * self.num_workers, advance)
         rejects = plan.all_rejects(written.reasons)
-        finish.publish(self.output, pack.lock, pack.overwrite, rejects)
+        finish.publish(self.output, pack.own_lock, pack.overwrite, rejects)
         self._seconds["finish"] = time.perf_counter() - begin - (sum(self._seconds.values()) - earlier)
         return ConvertReport(
             path=str(self.output.final),
@@ -397,68 +434,55 @@ class Conversion:
             seconds=self._seconds,
         )
 
-    def _earlier_results(self, pack: UnfinishedPack) -> RowResults:
-        """Return the results that the journal records and the file's bytes confirm; other rows are written again."""
-        results = RowResults(pack.plan.rows, pack.plan.options.channels, len(pack.field_offsets))
-        for record in pack.journal.records():
-            results.add(record)
-        if results.settled.any():
-            rows = np.flatnonzero(results.packed)
-            results.discard(self._wrong_rows(pack, rows, results.record().all_checksums))
-        return results
-
-    def _wrong_rows(
-        self, pack: UnfinishedPack, rows: npt.NDArray[np.int64], checksums: Sequence[npt.NDArray[np.uint32]]
-    ) -> list[int]:
-        """Return, ascending, those of `rows` whose bytes do not match the checksums of the images and of each field.
-
-        The checksums are indexed by row.
-        """
-        wrong: set[int] = set()
-        path = str(self.output.partial)
-        tasks = itertools.chain.from_iterable(
-            check_tasks(path, offsets, rows, expected, _CHECK_BYTES)
-            for offsets, expected in zip(pack.all_offsets, checksums, strict=True)
-        )
-        with self._stage("check", len(rows) * len(checksums)) as advance:
-            for count, found in run(self._executor, check_rows_counted, tasks, 2 * self.num_workers, describe_check):
-                wrong.update(found)
-                advance(count)
-        return sorted(wrong)
-
     def _write(self, pack: UnfinishedPack, results: RowResults) -> RowRecord:
         """Write the rows without a result, then record durably that every row is written or rejected."""
-        plan = pack.plan
-        missing = np.flatnonzero(~results.settled)
-        tasks = writer.write_tasks(plan, pack.job, pack.all_offsets, missing, self.num_workers)
+        self._write_rows(pack, np.flatnonzero(~results.settled), results)
+        written = results.record()
+        finish.require_images(pack, written)
+        # Flush the rows before saving the record, so that a power cut cannot leave a record of rows that are missing.
+        os.fsync(pack.lock.descriptor)
+        pack.journal.save_written(written)
+        return written
+
+    def _write_rows(self, pack: UnfinishedPack, missing: npt.NDArray[np.int64], results: RowResults) -> None:
+        tasks = writer.write_tasks(pack.plan, pack.job, pack.all_offsets, missing, self.num_workers)
         with self._stage("write", len(missing)) as advance:
             for records in run(self._executor, writer.write_rows, tasks, 2 * self.num_workers, writer.describe):
                 for record in records:
                     results.add(record)
                     advance(len(record.packed))
                     if self.options.strict:
-                        _refuse_rejects(plan, record)
-        written = results.record()
-        if not written.packed.any():
-            self.output.remove_leftovers()
-            self.output.partial.unlink(missing_ok=True)
-            reason = next(iter(written.reasons.values()), "no reason known")
-            raise NoImagesError(
-                f"{plan.source}: none of its images can be decoded (first reason: {reason}); check the images",
-                path=plan.source,
-            )
-        # Flush the rows before saving the record, so that a power cut cannot leave a record of rows that are missing.
-        os.fsync(pack.lock.descriptor)
-        pack.journal.save_written(written)
-        return written
+                        _refuse_rejects(pack.plan, record)
+
+    def _write_part(self, pack: UnfinishedPack) -> ConvertReport:
+        """Write the rows of this part that are not written yet."""
+        assert self.options.part is not None
+        assert isinstance(pack.lock, PartFile)
+        number, count = self.options.part
+        rows = pack.part_rows(number, count)
+        results = pack.earlier_results(self._executor, 2 * self.num_workers, self._stage, check=True, rows=rows)
+        missing = rows[~results.settled[rows]]
+        try:
+            self._write_rows(pack, missing, results)
+        finally:
+            pack.lock.require_current()
+        return ConvertReport(
+            path=str(self.output.final),
+            images=len(rows),
+            rejects=len(rows) - int(results.packed[rows].sum()),
+            bytes=os.fstat(pack.lock.descriptor).st_size,
+            num_workers=self.num_workers,
+            resumed_rows=len(rows) - len(missing),
+            seconds=self._seconds,
+            part=f"{number}/{count}",
+        )
 
     @contextlib.contextmanager
     def _stage(self, name: str, images: int) -> Iterator[Callable[[int], object]]:
         """Measure the time of a stage and show its progress; yield a function to call with numbers of images."""
         begin = time.perf_counter()
         if self._progress:
-            # tqdm's monitor thread would make the next fork unsafe: the child could inherit a lock that is never
-            # released.
+            # After a fork while tqdm's monitor thread runs, the child could inherit a lock that is never released.
             tqdm.monitor_interval = 0
             with tqdm(total=images, desc=name, unit=" images", disable=None, smoothing=0.1, leave=False) as bar:
                 yield bar.update

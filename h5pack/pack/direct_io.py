@@ -62,7 +62,9 @@ class RowFile:
     """
 
     def __init__(self, path: str, io: str) -> None:
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        # Only for writing: for reading, too, an NFS client could fetch a page before it writes a part of it, and later
+        # send all of it with stale bytes of its neighbours, which another machine has written.
+        self.descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         self.direct = _open_direct(path) if io == "direct" or (io == "auto" and suits_direct(path)) else None
         self.thread = ThreadPoolExecutor(1, "h5pack-write") if self.direct is not None else None
         self._memory = [huge_page_memory(_PAGE), huge_page_memory(_PAGE)]

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from h5pack.cluster.parts import SharedResults
 from h5pack.errors import NoImagesError, RejectedImageError
 from h5pack.format.checksums import crc32
 from h5pack.images.decode import Upright, strict_pillow
@@ -67,6 +68,7 @@ class EncodeJob:
     quality: int
     max_pixels: int
     mask_dtypes: tuple[str, ...] = ()  # of each field of masks
+    durable: bool = False  # whether other machines encode, too
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class _Worker:
 
     def __init__(self, job: EncodeJob) -> None:
         self.job = job
-        self.journal = JournalWriter(job.journal, _PREFIX)
+        self.journal = JournalWriter(job.journal, _PREFIX, durable=job.durable)
         self.path = _data_path(self.journal.path)
         self.data = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self.size = 0
@@ -142,7 +144,11 @@ def encode_task(task: EncodeTask) -> tuple[str, EncodedRecord]:
     write_all(worker.data, b"".join(parts), worker.size)
     worker.size = offset
     record = EncodedRecord(np.array(rows, ENCODED_IMAGE), reasons)
+    if task.job.durable:
+        os.fsync(worker.data)
     worker.journal.append(record)
+    if task.job.durable:
+        worker.journal.end()
     return worker.path, record
 
 
@@ -181,12 +187,14 @@ def encode_images(
 ) -> KeptPlan:
     """Encode all images of a plan that are not kept as they are; return the plan with the sizes of all files.
 
-    Images that an earlier run encoded are not encoded again. `advance` is called with numbers of images.
+    Images that an earlier run encoded are not encoded again. Parts of an array job share an executor that knows what is
+    encoded, so they give it the same tasks. `advance` is called with numbers of images.
     """
     plan = pack.plan
     assert isinstance(plan, KeptPlan)
     places, reasons = EncodedPlaces(len(plan.catalog), len(plan.catalog.pixel_fields)), {}
-    for path, payload in pack.journal.payloads(_PREFIX):
+    in_parts = isinstance(executor, SharedResults)
+    for path, payload in () if in_parts else pack.journal.payloads(_PREFIX):
         record = EncodedRecord.decode(payload)
         places.add(_data_path(str(path)), record.images)
         reasons.update(record.reasons)
@@ -199,8 +207,11 @@ def encode_images(
     todo = np.setdiff1d(todo, np.array([*reasons], np.int64))
     advance(int(plan.to_encode.sum()) - len(todo))
     options = plan.options
-    job = EncodeJob(str(pack.journal.folder), options.max_side, options.quality, options.max_pixels, plan.mask_dtypes)
-    tasks = _tasks(plan, job, todo, num_workers)
+    job = EncodeJob(
+        str(pack.journal.folder), options.max_side, options.quality, options.max_pixels, plan.mask_dtypes,
+        pack.distributed,
+    )  # fmt: skip
+    tasks = _tasks(plan, job, todo, 1 if in_parts else num_workers)
     try:
         for written, record in run(executor, encode_task, tasks, 2 * num_workers, str):
             places.add(written, record.images)

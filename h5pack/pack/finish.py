@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import H5PackError, OutputExistsError
+from h5pack.errors import H5PackError, NoImagesError, OutputExistsError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32
 from h5pack.format.row_offsets import RowOffsets
@@ -45,6 +45,18 @@ from h5pack.system.files import read_all, sync_path, write_all, write_atomically
 from h5pack.system.processes import run
 
 _COPY_BYTES = 8 * 1024 * 1024
+
+
+def require_images(pack: UnfinishedPack, written: RowRecord) -> None:
+    """Raise NoImagesError, and remove the unfinished file, if no image could be decoded."""
+    if written.packed.any():
+        return
+    pack.output.remove_leftovers()
+    pack.output.partial.unlink(missing_ok=True)
+    source, reason = pack.plan.source, next(iter(written.reasons.values()), "no reason known")
+    raise NoImagesError(
+        f"{source}: none of its images can be decoded (first reason: {reason}); check the images", path=source
+    )
 
 
 def moved_runs(origins: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
@@ -166,7 +178,7 @@ class Unfinished(Protocol):
     def output(self) -> Output: ...
 
     @property
-    def lock(self) -> OutputLock: ...
+    def own_lock(self) -> OutputLock: ...
 
     @property
     def overwrite(self) -> bool: ...
@@ -183,7 +195,7 @@ class Unfinished(Protocol):
 
 def complete(pack: Unfinished, tables: PackTables) -> None:
     """Add the tables to ``OUT.partial`` and flush it to the disk."""
-    output, descriptor = pack.output, pack.lock.descriptor
+    output, descriptor = pack.output, pack.own_lock.descriptor
     rows, plan = len(tables.checksums), pack.plan
     addresses = write_structure(output.structure, pack.structure, plan.stored_rows(rows), tables, plan.rows)
     if not all(np.array_equal(some, old[: len(some)]) for some, old in zip(addresses, pack.addresses, strict=True)):
@@ -242,7 +254,7 @@ def complete_compressed(pack: Unfinished, tables: PackTables, chunks: Iterable[b
         # An incomplete copy cannot be continued, and it may be what filled the disk.
         path.unlink(missing_ok=True)
         raise
-    pack.lock.replace(path)
+    pack.own_lock.replace(path)
 
 
 def _clear(descriptor: int, start: int, stop: int) -> None:

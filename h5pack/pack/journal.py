@@ -13,6 +13,12 @@ The folder ``OUT.partial.journal/`` contains
 
 A record means that a row was passed to the kernel, not that it reached the disk: after a power cut, the journal may
 list rows that are not in the file. So a resumed run reads every listed row and writes it again if its checksum differs.
+
+**On several machines**, writers are durable: rows are flushed before their record is written, and the record is flushed
+before a task ends. Locks may not reach other machines, so a writer marks in its file that it begins a task, and again
+that it has ended it (see `Journal.late_writers`). A writer whose last mark is a beginning may still write, however long
+ago it was given up. Its rows are written again elsewhere, at the same offsets with the same bytes, so it does no
+harm as long as no row has moved.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ import json
 import os
 import secrets
 import shutil
+import socket
 import struct
 import time
 import zlib
@@ -38,6 +45,9 @@ from h5pack.errors import OutputBusyError, ResumeError
 from h5pack.system.files import is_locked, lock, read_all, sync_path, write_atomically
 
 _MAGIC = 0x4B503548
+# Of a record that says that a task begins or has ended, whose payload is one of the following.
+_MARK = 0x4B50354D
+_BEGUN, _ENDED = b"begun", b"ended"
 _PREFIX = struct.Struct("<III")
 _HEAD = struct.Struct("<IIIIII")
 _WAIT_SECONDS = 10.0
@@ -158,18 +168,36 @@ class Record(Protocol):
 class JournalWriter:
     """A writer that appends records to a new file in the journal `folder`, and keeps that file locked until closed.
 
-    `prefix` says what kind of records they are: those of rows, or those of `h5pack.pack.encode`.
+    `prefix` says what kind of records they are: those of rows, or those of `h5pack.pack.encode`. A `durable` writer,
+    for several machines, is not locked but calls `begin` and `end`; `path` is its file of an earlier task.
     """
 
-    def __init__(self, folder: str, prefix: str = _ROWS) -> None:
-        self.path = os.path.join(folder, f"{prefix}-{os.getpid()}-{secrets.token_hex(4)}.log")
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        lock(self._descriptor)
+    def __init__(self, folder: str, prefix: str = _ROWS, *, durable: bool = False, path: str | None = None) -> None:
+        # Host names may differ from machine to machine where process ids do not.
+        name = f"{prefix}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}.log"
+        self.path = path or os.path.join(folder, name)
+        create = 0 if path else os.O_CREAT | os.O_EXCL
+        self._descriptor = os.open(self.path, os.O_WRONLY | create | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self.durable = durable
+        if not durable:
+            lock(self._descriptor)
 
     def append(self, record: Record) -> None:
         """Append one record with a single write; raises OSError (ENOSPC) if it was written only in part."""
-        payload = record.encode()
-        data = _PREFIX.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload
+        self._append(_MAGIC, record.encode())
+
+    def begin(self) -> None:
+        """Record durably that rows will be written from now on."""
+        self._append(_MARK, _BEGUN)
+        os.fsync(self._descriptor)
+
+    def end(self) -> None:
+        """Record durably that no more rows will be written before the next `begin`, and all records before it."""
+        self._append(_MARK, _ENDED)
+        os.fsync(self._descriptor)
+
+    def _append(self, magic: int, payload: bytes) -> None:
+        data = _PREFIX.pack(magic, len(payload), zlib.crc32(payload)) + payload
         if os.write(self._descriptor, data) < len(data):
             # Reading stops at an incomplete record, so nothing more can be appended to this file.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -192,6 +220,18 @@ class Journal:
         write_atomically(self.folder / "prints.bin", fingerprints.tobytes())
         write_atomically(self.folder / "plan.json", json.dumps(plan, indent=1).encode())
         sync_path(self.folder)
+
+    def start_together(self, plan: dict[str, Any], fingerprints: npt.NDArray[np.uint64], temporary: Path) -> None:
+        """Create a new journal at `temporary` and rename it, unless another process was first."""
+        Journal(temporary).start(plan, fingerprints)
+        try:
+            # Renaming is atomic and fails if the journal exists, because that is not empty.
+            temporary.rename(self.folder)
+        except OSError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if not self.folder.exists():
+                raise
+        sync_path(self.folder.parent)
 
     def plan(self) -> dict[str, Any] | None:
         """Return the plan that `start` saved, None if there is none; raises ResumeError if it is damaged."""
@@ -220,15 +260,22 @@ class Journal:
         """Yield the intact records of the writers with this `prefix`, and the file that each one is in."""
         for path in sorted(self.folder.glob(f"{prefix}-*.log")):
             _wait_for_writer(path)
-            data = path.read_bytes()
-            position = 0
-            while position + _PREFIX.size <= len(data):
-                magic, length, checksum = _PREFIX.unpack_from(data, position)
-                payload = data[position + _PREFIX.size : position + _PREFIX.size + length]
-                if magic != _MAGIC or len(payload) < length or zlib.crc32(payload) != checksum:
-                    break
-                yield path, payload
-                position += _PREFIX.size + length
+            for magic, payload in _intact(path):
+                if magic == _MAGIC:
+                    yield path, payload
+
+    def late_writers(self) -> list[Path]:
+        """Return the files of durable writers that may still write rows: their last task has not ended.
+
+        Such a writer was killed, or it hangs and may go on at any time, or it runs a task that was given to another
+        writer, too.
+        """
+        late = []
+        for path in sorted(self.folder.glob(f"{_ROWS}-*.log")):
+            marks = [payload for magic, payload in _intact(path) if magic == _MARK]
+            if marks and marks[-1] == _BEGUN:
+                late.append(path)
+        return late
 
     def save_written(self, record: RowRecord) -> None:
         """Save durably that every row is written or rejected. From then on, rows may be moved."""
@@ -246,6 +293,19 @@ class Journal:
         if len(data) < 4 or struct.unpack_from("<I", data)[0] != zlib.crc32(payload):
             return None
         return RowRecord.decode(payload)
+
+
+def _intact(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the magic number and the payload of a file's records up to the first that is incomplete."""
+    data = path.read_bytes()
+    position = 0
+    while position + _PREFIX.size <= len(data):
+        magic, length, checksum = _PREFIX.unpack_from(data, position)
+        payload = data[position + _PREFIX.size : position + _PREFIX.size + length]
+        if magic not in (_MAGIC, _MARK) or len(payload) < length or zlib.crc32(payload) != checksum:
+            break
+        yield magic, payload
+        position += _PREFIX.size + length
 
 
 def _wait_for_writer(path: Path) -> None:

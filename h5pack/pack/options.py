@@ -86,6 +86,8 @@ class ConvertOptions:
     io: str = "auto"
     overwrite: bool = False
     resume: bool = False
+    part: tuple[int, int] | None = None
+    finish: bool = False
 
     @classmethod
     def from_keywords(cls, keywords: Mapping[str, Any]) -> ConvertOptions:
@@ -103,7 +105,8 @@ class ConvertOptions:
         for field in dataclasses.fields(cls):
             if field.default == () and field.name in values:
                 values[field.name] = _texts(field.name, values[field.name])
-        for name, parse in (("size", parse_size), ("chunk_bytes", parse_bytes), ("value_range", parse_range)):
+        parsers = {"size": parse_size, "chunk_bytes": parse_bytes, "value_range": parse_range, "part": parse_part}
+        for name, parse in parsers.items():
             if values.get(name) is not None:
                 values[name] = parse(values[name])
         if values.get("root") is not None:
@@ -128,6 +131,10 @@ class ConvertOptions:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
         check_integer("seed", self.seed, 0, 2**63 - 1)
+        ways = [name for name in ("resume", "part", "finish") if getattr(self, name)]
+        if len(ways) > 1:
+            given = tuple("part" if name == "part" else f"{name}=True" for name in ways)
+            raise OptionsError(f"{' and '.join(given)} cannot be combined; give only one of them", parameters=given)
         check_integer("quality", self.quality, 1, 100)
         self._check_keep()
         if self.val is not None:
@@ -158,6 +165,11 @@ class ConvertOptions:
             if "size" in given:
                 problem += ", or limit the size with max_side"
         raise OptionsError(f"{', '.join(given)} {problem}", parameters=(*given, "keep='jpeg'", "max_side"))
+
+    @property
+    def continues(self) -> bool:
+        """Whether what an earlier run has written is used."""
+        return self.resume or self.finish or self.part is not None
 
     @property
     def channels(self) -> int:
@@ -198,7 +210,7 @@ class ConvertOptions:
         `compression` and the options of HDF5 sources are included only if they differ from their defaults.
         """
         values = dataclasses.asdict(self)
-        for name in ("root", "strict", "num_workers", "start_method", "io", "overwrite", "resume"):
+        for name in ("root", "strict", "num_workers", "start_method", "io", "overwrite", "resume", "part", "finish"):
             del values[name]
         # Packs and journals of version 0.1 call this option "source".
         values = {"source": values.pop("source_kind"), **values}
@@ -289,6 +301,18 @@ def parse_range(value_range: str | Sequence[float]) -> tuple[float, float]:
         return low, high
     except (TypeError, ValueError):
         raise invalid("value_range", value_range, " is neither two numbers nor LOW:HIGH, such as 0:1") from None
+
+
+def parse_part(part: str | Sequence[int]) -> tuple[int, int]:
+    """Return (number, count) from a pair of numbers, or from text such as "3/16"; parts are numbered from 1."""
+    pair = part.split("/") if isinstance(part, str) else part
+    try:
+        number, count = (int(value) for value in pair)
+    except (TypeError, ValueError):
+        raise invalid("part", part, " is not NUMBER/COUNT, such as 3/16") from None
+    if not 1 <= number <= count:
+        raise invalid("part", part, "; its number must be from 1 to the number of parts")
+    return number, count
 
 
 def parse_bytes(size: int | str) -> int:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import secrets
 import shutil
+import socket
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from h5pack.errors import NoSpaceError, OutputBusyError, OutputExistsError
-from h5pack.system.files import is_locked, lock, open_locked, require_writable
+from h5pack.errors import IncompletePackError, NoSpaceError, OutputBusyError, OutputExistsError
+from h5pack.pack.options import ConvertOptions
+from h5pack.system.files import copy_changed, is_locked, lock, open_locked, require_writable, sync_path
 from h5pack.system.machine import free_bytes
 from h5pack.system.text import format_bytes
+
+_BEAT_SECONDS = 5.0
+_SILENT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -31,12 +41,15 @@ class ConvertReport:
     moved_rows: int = 0  #: rows that were moved to close gaps left by images that could not be decoded
     seconds: dict[str, float] = field(default_factory=dict)
     already_complete: bool = False  #: before this call, which is possible with ``resume=True``
+    part: str | None = None  #: such as "3/16", if only this part was written, which has `images` rows
 
     def to_text(self) -> str:
         """Return the report as one or two lines of text."""
         if self.already_complete:
             return f"{self.path}: already complete"
         total = sum(self.seconds.values())
+        if self.part is not None:
+            return f"part     {self.part} of {self.path}: {self.images:,} rows, {total:.1f} s"
         speed = self.images / total if total else 0.0
         size = format_bytes(self.bytes)
         text = f"done     {self.path}: {self.images:,} images, {size}, {total:.1f} s ({speed:,.0f} images/s)"
@@ -48,23 +61,38 @@ class ConvertReport:
 class Output:
     """Paths of a conversion's output, which exists only when it is complete, and of the temporary files beside it."""
 
-    def __init__(self, final: Path) -> None:
+    def __init__(self, final: Path, private: str = "") -> None:
+        """`private` makes the names differ of temporary files that only one of several processes uses."""
         self.final = final
         self.partial = self._beside(".partial")  # the file under construction
-        self.new = self._beside(".partial.new")  # becomes `partial` when it is locked
+        self.new = self._beside(f".partial.new{private}")  # becomes `partial` when it is locked
         self.journal = self._beside(".partial.journal")  # a folder; see `h5pack.pack.journal`
+        self.parts = self._beside(".partial.parts")  # a folder; see `h5pack.cluster.parts`
+        self.owner = self._beside(".partial.owner")  # see `OwnerFile`
         # A sparse file with the pack's final HDF5 metadata, which is then copied into `partial`.
+        self.structure = self._beside(f".partial.structure{private}")
         # The compressed copy of `partial`. It replaces `partial` when the copy is complete.
-        self.structure = self._beside(".partial.structure")
         self.compressed = self._beside(".partial.compressed")
         self.rejects = self._beside(".rejects.csv")  # the table of images that were not packed
 
     def _beside(self, ending: str) -> Path:
         return self.final.with_name(self.final.name + ending)
 
-    def check(self, overwrite: bool, resume: bool) -> None:
-        """Raise if the conversion could not finish: the folder is not writable, or an existing file is in the way."""
+    def check(self, options: ConvertOptions, begun_parts: int) -> None:
+        """Raise if the conversion could not finish: the folder is not writable, or an existing file is in the way.
+
+        `begun_parts` is the number of parts of an array job that has begun, or 0. A part continues only such a job.
+        """
         require_writable(self.final.parent)
+        is_complete = self.final.exists() and not self.partial.exists()
+        overwrite, resume = options.overwrite, options.resume
+        if options.finish and not begun_parts and not is_complete:
+            raise IncompletePackError(
+                f"{self.final}: no part of it was written; write all parts, from part='1/N' to part='N/N', first",
+                path=self.final,
+                parameters=("part='1/N'", "part='N/N'"),
+            )
+        resume = resume or (options.continues and (begun_parts > 0 or is_complete))
         if self.final.is_dir():
             raise OutputExistsError(f"{self.final}: is a folder; give the name of a file", path=self.final)
         if self.final.exists() and not overwrite and not resume:
@@ -73,8 +101,8 @@ class Output:
                 path=self.final,
                 parameters=("overwrite=True",),
             )
-        if self.partial.exists() and not overwrite and not resume:
-            if is_locked(self.partial):
+        if (self.partial.exists() or self.parts.exists()) and not overwrite and not resume:
+            if self.partial.exists() and is_locked(self.partial):
                 raise OutputBusyError(_busy(self), path=self.final)
             raise OutputExistsError(
                 f"{self.partial}: belongs to an unfinished conversion; continue it with resume=True, or start over "
@@ -107,22 +135,128 @@ class Output:
         return status.st_dev, status.st_ino
 
     def remove_leftovers(self) -> None:
-        """Remove the temporary files `journal`, `structure`, `compressed` and `new`; keep `partial`."""
+        """Remove the temporary files `journal`, `parts`, `structure`, `compressed` and `new`; keep `partial`."""
         shutil.rmtree(self.journal, ignore_errors=True)
+        if self.parts.exists():
+            # Parts that were killed may have left files and folders of their own.
+            kinds = ("new", "structure", "journal", "parts", "owner", "probe")
+            private = tuple(f"{self.partial.name}.{kind}-" for kind in kinds)
+            for path in self.final.parent.iterdir():
+                if path.name.startswith(private):
+                    if path.is_dir():
+                        shutil.rmtree(path, ignore_errors=True)
+                    else:
+                        path.unlink(missing_ok=True)
+            shutil.rmtree(self.parts, ignore_errors=True)
         self.structure.unlink(missing_ok=True)
         self.compressed.unlink(missing_ok=True)
         self.new.unlink(missing_ok=True)
 
 
-class OutputLock:
-    """An flock on ``OUT.partial``, held from the file's creation until it is renamed to the output.
+class OwnerFile:
+    """``OUT.partial.owner``: names the process that may finish the output, where locks may not reach other machines.
 
-    Raises OutputBusyError if another process holds it.
+    Only one process can create a file exclusively, on NFS, too. The owner touches the file every 5 seconds. A file of a
+    process that has ended (on this machine), or that was not touched for a minute (on another one, by the clock of the
+    file system), is taken over; raises OutputBusyError for any other.
     """
 
     def __init__(self, output: Output) -> None:
+        self.path = output.owner
+        self._token = secrets.token_hex(8)
+        self._text = json.dumps({**_process_identity(os.getpid()), "token": self._token})
+        own = self.path.with_name(f"{self.path.name}-{self._token}")
+        own.write_text(self._text)
+        try:
+            try:
+                os.link(own, self.path)
+            except FileExistsError:
+                _require_stale(output, own)
+                os.replace(own, self.path)
+                # Of two processes that take the file over at the same time, the first one must notice the second.
+                threading.Event().wait(0.2)
+                self.confirm()
+        finally:
+            own.unlink(missing_ok=True)
+        self._ended = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="h5pack-owner", daemon=True)
+        self._beats.start()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(_BEAT_SECONDS):
+            with contextlib.suppress(OSError):
+                os.utime(self.path)
+
+    def confirm(self) -> None:
+        """Raise OutputBusyError if another process has taken the file over."""
+        if _owner_of(self.path).get("token") != self._token:
+            raise OutputBusyError(f"{self.path}: another process continues this conversion", path=self.path)
+
+    def release(self) -> None:
+        """Remove the file, unless another process has taken it over."""
+        self._ended.set()
+        self._beats.join()
+        if _owner_of(self.path).get("token") == self._token:
+            self.path.unlink(missing_ok=True)
+
+
+def _process_identity(pid: int) -> dict[str, Any]:
+    """Return the machine, the number and the start of a process, which together name it; the start is None if unknown.
+
+    In a container that was started again, another process has the number.
+    """
+    try:
+        start: str | None = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        start = None
+    return {"host": socket.gethostname(), "pid": pid, "start": start}
+
+
+def _owner_of(path: Path) -> dict[str, Any]:
+    try:
+        owner: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return owner
+
+
+def _require_stale(output: Output, probe: Path) -> None:
+    """Raise OutputBusyError unless the owner has ended; `probe` is a new file, whose time is the file system's."""
+    owner = _owner_of(output.owner)
+    try:
+        silent_seconds = probe.stat().st_mtime - output.owner.stat().st_mtime
+    except FileNotFoundError:
+        return
+    if owner.get("host") == socket.gethostname() and owner.get("pid"):
+        is_stale = _process_identity(owner["pid"]).get("start") != owner["start"]
+    else:
+        is_stale = silent_seconds > _SILENT_SECONDS
+    if not is_stale:
+        raise OutputBusyError(
+            f"{output.final}: process {owner.get('pid', '?')} on {owner.get('host', '?')} is converting to it (sign of "
+            f"life {max(0, silent_seconds):.0f} s ago); wait until that has finished, or if it was killed, until "
+            f"{_SILENT_SECONDS:.0f} s after its end, or delete {output.owner}",
+            path=output.final,
+        )
+
+
+class OutputLock:
+    """An flock on ``OUT.partial``, held from the file's creation until it is renamed to the output.
+
+    With `distributed`, also an `OwnerFile`. Raises OutputBusyError if another process holds one of them.
+    """
+
+    def __init__(self, output: Output, distributed: bool = False) -> None:
         self._path, self._new = output.partial, output.new
-        self.descriptor = open_locked(output.partial, _busy(output))
+        self._owner: OwnerFile | None = None
+        if distributed or output.owner.exists():
+            self._owner = OwnerFile(output)
+        try:
+            self.descriptor = open_locked(output.partial, _busy(output))
+        except BaseException:
+            if self._owner is not None:
+                self._owner.release()
+            raise
 
     def renew(self) -> None:
         """Replace the file by an empty one with a new inode, and lock the new file.
@@ -149,6 +283,32 @@ class OutputLock:
         os.close(self.descriptor)
         self.descriptor = fresh
 
+    def isolate(self) -> None:
+        """Replace the file by a copy with a new inode, which no late writer can reach.
+
+        A writer on another machine may have been given up although it hangs and later goes on: its connection was lost,
+        it was suspended, or its storage stalled. What it then writes are the rows of its task, at the offsets they were
+        planned to have. They are there already, because another writer has written them, so this changes nothing. But
+        once rows have moved to close gaps, other rows are at those offsets. So before rows move, the file is copied;
+        late writes go to the old inode, which has no name any more.
+        """
+        self.confirm()
+        self._new.unlink(missing_ok=True)
+        copy = os.open(self._new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            size = os.fstat(self.descriptor).st_size
+            os.ftruncate(copy, size)
+            copy_changed(self.descriptor, copy, 0, size)
+            os.fsync(copy)
+        finally:
+            os.close(copy)
+        self.replace(self._new)
+
+    def confirm(self) -> None:
+        """Raise OutputBusyError if another process has taken over the conversion."""
+        if self._owner is not None:
+            self._owner.confirm()
+
     @property
     def inode(self) -> int:
         """Inode number of the locked file."""
@@ -156,6 +316,7 @@ class OutputLock:
 
     def share(self) -> None:
         """Downgrade to a shared lock: readers can open the complete file, but no other conversion can lock it."""
+        self.confirm()
         lock(self.descriptor, shared=True, wait=True)
 
     def release(self) -> None:
@@ -165,6 +326,54 @@ class OutputLock:
             if status.st_size == 0 and os.path.samestat(status, os.stat(self._path)):
                 os.unlink(self._path)
         os.close(self.descriptor)
+        if self._owner is not None:
+            self._owner.release()
+
+
+class PartFile:
+    """``OUT.partial`` for a part of an array job: without a lock, because all parts write to it."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self.descriptor = -1
+
+    def place(self, fill: Callable[[int], None]) -> None:
+        """Open the file. If it does not exist, create it complete: `fill` is called with the new file's descriptor."""
+        output = self._output
+        if not output.partial.exists():
+            new = os.open(output.new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                fill(new)
+                os.fsync(new)
+            finally:
+                os.close(new)
+            # Linking is atomic, and unlike renaming fails if another part was first.
+            with contextlib.suppress(FileExistsError):
+                os.link(output.new, output.partial)
+            output.new.unlink()
+            sync_path(output.partial.parent)
+        self.descriptor = os.open(output.partial, os.O_RDWR | os.O_CLOEXEC)
+
+    @property
+    def inode(self) -> int:
+        """Inode number of the file."""
+        return os.fstat(self.descriptor).st_ino
+
+    def require_current(self) -> None:
+        """Raise IncompletePackError if the file was replaced or removed meanwhile."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self.descriptor), os.stat(self._output.partial)):
+                return
+        raise IncompletePackError(
+            f"{self._output.partial}: was replaced or finished by another process while this part wrote to it; run "
+            "this part again if the output is not complete",
+            path=self._output.partial,
+        )
+
+    def release(self) -> None:
+        """Close the file."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
 
 
 def _busy(output: Output) -> str:

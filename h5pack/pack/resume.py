@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +15,29 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import OutputExistsError, ResumeError
+from h5pack.errors import IncompletePackError, OutputExistsError, ResumeError
 from h5pack.format import schema
 from h5pack.format.checksums import row_checksums
 from h5pack.format.fields import FieldValues, RaggedRows
-from h5pack.format.row_offsets import RowOffsets
+from h5pack.format.row_offsets import RowOffsets, check_rows_counted, check_tasks, describe_check
 from h5pack.pack.file_structure import copy_structure, options_text, write_structure
-from h5pack.pack.journal import Journal
+from h5pack.pack.journal import Journal, RowResults
 from h5pack.pack.options import ConvertOptions
-from h5pack.pack.output import Output, OutputLock
+from h5pack.pack.output import Output, OutputLock, PartFile
 from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.writer import WriteJob
 from h5pack.read.hdf5 import open_file, require_complete, text
 from h5pack.read.ragged import index_ragged
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.validation import divided_names, training_split
+from h5pack.system.processes import run
 from h5pack.system.text import counted
 from h5pack.version import __version__
+
+_CHECK_BYTES = 8 * 1024 * 1024
+
+Stage = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
+"""Begins a stage with its name and number of images; see `h5pack.pack.conversion.Conversion`."""
 
 
 def identity(plan: ConvertPlan) -> dict[str, Any]:
@@ -42,17 +53,23 @@ def identity(plan: ConvertPlan) -> dict[str, Any]:
 class UnfinishedPack:
     """The unfinished file of a conversion: continued with `resume` if there is one, else created. Call `allocate` next.
 
+    With a `PartFile`, other parts may create the file and the journal at the same time. With `distributed`, other
+    machines write rows.
+
     `overwrite` says whether an existing output may be replaced, according to this run or the interrupted one. Raises
     ResumeError if the file was begun with other options, from another source or by another version of h5pack, and
     OutputExistsError if an output exists that may not be replaced.
     """
 
-    def __init__(self, plan: ConvertPlan, output: Output, lock: OutputLock) -> None:
+    def __init__(
+        self, plan: ConvertPlan, output: Output, lock: OutputLock | PartFile, distributed: bool = False
+    ) -> None:
         self.plan = plan
         self.output = output
         self.lock = lock
+        self.distributed = distributed
         self.journal = Journal(output.journal)
-        before = self.journal.plan() if plan.options.resume else None
+        before = self.journal.plan() if plan.options.continues else None
         self.overwrite = plan.options.overwrite or (before is not None and bool(before["overwrite"]))
         if output.final.exists() and not self.overwrite:
             raise OutputExistsError(
@@ -62,12 +79,14 @@ class UnfinishedPack:
             )
         self.structure = plan.structure
         self._resumes = before is not None
-        if before is None:
+        if before is not None:
+            self._require_same(before)
+        elif isinstance(lock, OutputLock):
             output.remove_leftovers()
             lock.renew()
-        else:
-            self._require_same(before)
-        if plan.to_encode.any():
+        elif plan.to_encode.any():
+            self._start_journal()
+        if plan.to_encode.any() and isinstance(lock, OutputLock):
             # The journal begins before the file has a size. A file without a size would be removed as unused.
             if not os.fstat(lock.descriptor).st_size:
                 os.ftruncate(lock.descriptor, schema.ALIGNMENT_BYTES)
@@ -75,7 +94,13 @@ class UnfinishedPack:
                 self._start_journal()
 
     def _start_journal(self) -> None:
-        self.journal.start({**identity(self.plan), "overwrite": self.overwrite}, self.plan.fingerprints)
+        plan = {**identity(self.plan), "overwrite": self.overwrite}
+        if isinstance(self.lock, OutputLock):
+            self.journal.start(plan, self.plan.fingerprints)
+            return
+        temporary = self.output.journal.with_name(f"{self.output.journal.name}-{secrets.token_hex(6)}")
+        self.journal.start_together(plan, self.plan.fingerprints, temporary)
+        self._require_same(self.journal.plan() or {})
 
     def allocate(self, plan: ConvertPlan) -> None:
         """Give each row of the file its place. `plan` is the plan, with the sizes of images that were encoded."""
@@ -83,13 +108,23 @@ class UnfinishedPack:
         self.structure = plan.structure
         # Resuming also computes the addresses, because a kill may have damaged the metadata of `partial`.
         self.addresses = write_structure(output.structure, self.structure, plan.stored_rows(plan.rows), None)
-        if self._resumes and not begun.to_encode.any():
+        if isinstance(self.lock, PartFile):
+            self.lock.place(
+                lambda descriptor: copy_structure(output.structure, descriptor, self.addresses, self.structure)
+            )
+            output.structure.unlink(missing_ok=True)
+            if not self._resumes and not begun.to_encode.any():
+                self._start_journal()
+        elif self._resumes and not begun.to_encode.any():
             output.structure.unlink()
         else:
             # An earlier run may have ended before this if it encoded images. Chunks are left as they are.
             copy_structure(output.structure, self.lock.descriptor, self.addresses, self.structure)
             if not begun.to_encode.any():
                 self._start_journal()
+        if self.distributed:
+            # What this machine has not sent yet to the file system must not overwrite what others will write.
+            os.fsync(self.lock.descriptor)
         self.row_offsets = plan.row_offsets(self.addresses[0])
         self.field_offsets = tuple(
             RowOffsets(some, plan.chunks.rows, one.row_bytes)
@@ -101,9 +136,91 @@ class UnfinishedPack:
             pixels=plan.pixels,
             io=plan.options.io,
             inode=self.lock.inode,
+            durable=self.distributed,
             keep=plan.options.keep is not None,
             fields=plan.pixel_rows,
         )
+
+    @property
+    def own_lock(self) -> OutputLock:
+        """The lock, which a part does not have."""
+        assert isinstance(self.lock, OutputLock)
+        return self.lock
+
+    def begin_finish(self, rows: int) -> None:
+        """Prepare the file for the changes that only this process makes from now on; `rows` will remain."""
+        # Opening makes a network file system forget what it has cached before other machines wrote.
+        os.close(os.open(self.output.partial, os.O_RDONLY | os.O_CLOEXEC))
+        if rows < self.plan.rows and self.journal.late_writers():
+            self.own_lock.isolate()
+
+    def part_rows(self, number: int, count: int) -> npt.NDArray[np.int64]:
+        """Return the planned rows of part `number` (from 1) of `count`: whole chunks, if rows are pixels."""
+        step = 1 if self.job.keep else self.plan.chunks.rows
+        chunks = -(-self.plan.rows // step)
+        start, stop = (part * chunks // count * step for part in (number - 1, number))
+        return np.arange(start, min(stop, self.plan.rows))
+
+    def require_all_parts(self, count: int, results: RowResults) -> None:
+        """Raise IncompletePackError that names the parts, of `count`, with rows that are not written."""
+        missing = [part for part in range(1, count + 1) if not results.settled[self.part_rows(part, count)].all()]
+        if not missing:
+            return
+        rows = len(results.settled) - int(results.settled.sum())
+        shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8:,} more" if len(missing) > 8 else "")
+        again = f"part='{missing[0]}/{count}'"
+        raise IncompletePackError(
+            f"{self.output.partial}: part {shown} of {count} has not written all its rows ({rows:,} are missing); "
+            f"run it again ({again}), or write the rest here with resume=True instead of finish=True",
+            path=self.output.partial,
+            parameters=(again, "resume=True", "finish=True"),
+        )
+
+    def earlier_results(
+        self,
+        executor: Executor,
+        max_in_flight: int,
+        stage: Stage,
+        *,
+        check: bool,
+        rows: npt.NDArray[np.int64] | None = None,
+    ) -> RowResults:
+        """Return the results that the journal records and, with `check`, the file's bytes confirm.
+
+        Other rows are to be written again. If `rows` are given, only those are checked.
+        """
+        results = RowResults(self.plan.rows, self.plan.options.channels, len(self.field_offsets))
+        for record in self.journal.records():
+            results.add(record)
+        if check and results.settled.any():
+            packed = np.flatnonzero(results.packed) if rows is None else rows[results.packed[rows]]
+            expected = results.record().all_checksums
+            results.discard(self.wrong_rows(executor, max_in_flight, stage, packed, expected))
+        return results
+
+    def wrong_rows(
+        self,
+        executor: Executor,
+        max_in_flight: int,
+        stage: Stage,
+        rows: npt.NDArray[np.int64],
+        checksums: Sequence[npt.NDArray[np.uint32]],
+    ) -> list[int]:
+        """Return, ascending, those of `rows` whose bytes do not match the checksums of the images and of each field.
+
+        The checksums are indexed by row.
+        """
+        wrong: set[int] = set()
+        path = str(self.output.partial)
+        tasks = itertools.chain.from_iterable(
+            check_tasks(path, offsets, rows, expected, _CHECK_BYTES)
+            for offsets, expected in zip(self.all_offsets, checksums, strict=True)
+        )
+        with stage("check", len(rows) * len(checksums)) as advance:
+            for count, found in run(executor, check_rows_counted, tasks, max_in_flight, describe_check):
+                wrong.update(found)
+                advance(count)
+        return sorted(wrong)
 
     @property
     def all_offsets(self) -> tuple[RowOffsets, ...]:

@@ -25,6 +25,8 @@ from h5pack.system.processes import run, shared
 from h5pack.system.text import counted
 
 _TASK_IMAGES = 512
+# So many images that a task is negligible to the process that distributes them.
+_MAX_TASKS = 16_384
 # Rounded coordinates may lie outside by less.
 _MAX_OUTSIDE_PIXELS = 0.01
 _JPEG_HEAD, _JPEG_TAIL = b"\xff\xd8\xff", b"\xff\xd9"
@@ -181,7 +183,7 @@ def _survey_uniform(reader: SourceReader, size: tuple[int, int], result: Survey,
 
 
 def _tasks(catalog: Catalog, max_pixels: int, resize: bool, keep: bool) -> Iterator[_Task]:
-    step = min(_TASK_IMAGES, max(1, len(catalog) // 16))
+    step = max(min(_TASK_IMAGES, max(1, len(catalog) // 16)), len(catalog) // _MAX_TASKS)
     for start in range(0, len(catalog), step):
         indices = range(start, min(start + step, len(catalog)))
         names = [catalog.names[index] for index in indices]

@@ -35,6 +35,8 @@ from h5pack.system.processes import shared
 
 _TASKS_PER_WORKER = 16
 _TASK_BYTES = 32 * 1024 * 1024
+# On several machines, where each task takes the coordinator and the scheduler 2 ms.
+DISTRIBUTED_TASK_BYTES = 128 * 1024 * 1024
 # Rows that are not contiguous in the file are written in groups of this size while the next group is decoded.
 _SCATTERED_BYTES = 1024 * 1024
 
@@ -48,6 +50,7 @@ class WriteJob:
     pixels: PixelOptions
     io: str  # direct, buffered or auto; see `h5pack.pack.direct_io`
     inode: int  # of the file; a file at `path` with another inode belongs to another conversion
+    durable: bool = False  # whether other machines write, too; see `_write_durably`
     keep: bool = False  # whether rows are the bytes of image files instead of pixels
     fields: tuple[PixelRows, ...] = ()
 
@@ -91,16 +94,19 @@ def write_tasks(
     sampled[sampled_rows(*statistics_range(plan, plan.row_order), job.keep)] = True
     # Tasks only need to be large enough for their overhead to be negligible.
     max_rows = max(1, -(-len(missing) // (num_workers * _TASKS_PER_WORKER)))
-    max_rows = min(max_rows, max(1, _TASK_BYTES // plan.row_bytes))
-    source_groups = plan.source_groups(missing)
-    scattered = source_groups is not None
-    shares = (missing,) if source_groups is None else join_groups(missing, source_groups, max_rows)
+    task_bytes = DISTRIBUTED_TASK_BYTES if job.durable else _TASK_BYTES
+    max_rows = min(max_rows, max(1, task_bytes // plan.row_bytes))
+    # Only whole chunks if two machines could write to one page otherwise: with NFS, a machine may send whole pages.
+    by_chunk = job.durable and not job.keep and any(one.row_bytes % schema.ALIGNMENT_BYTES for one in offsets)
+    row_groups = missing // row_offsets.chunk_rows if by_chunk else plan.source_groups(missing)
+    scattered = row_groups is not None and not by_chunk
+    shares = (missing,) if row_groups is None else join_groups(missing, row_groups, max_rows)
     for share in shares:
         groups: list[RowGroup] = []
         count = 0
         max_bytes = min(plan.group_bytes, max_rows * plan.row_bytes)
         for rows in _written_together(share, row_offsets, max_bytes, scattered=scattered):
-            if not scattered and groups and count + len(rows) > max_rows:
+            if row_groups is None and groups and count + len(rows) > max_rows:
                 yield WriteTask(job, groups)
                 groups, count = [], 0
             indices = plan.row_order.origins[rows]
@@ -159,10 +165,10 @@ def _written_together(
 class _Worker:
     """The files and the decoder that one worker process uses for one conversion."""
 
-    def __init__(self, job: WriteJob) -> None:
+    def __init__(self, job: WriteJob, journal: str | None = None) -> None:
         self.job = job
         # Open the journal before the output, because a resumed conversion waits for processes with an open journal.
-        self.journal = JournalWriter(job.journal)
+        self.journal = JournalWriter(job.journal, durable=job.durable, path=journal)
         self.decoder = SampleDecoder(job.pixels, job.fields, quiet=True)
         self.file = RowFile(job.path, job.io)
         self.field_files = [RowFile(job.path, job.io) for _ in job.fields]
@@ -201,7 +207,33 @@ atexit.register(release)
 
 def write_rows(task: WriteTask) -> list[RowRecord]:
     """Write a task's rows (pixels or kept bytes), journal each group once it is written; return the groups' records."""
-    worker = _worker_for(task.job)
+    return _write_durably(task) if task.job.durable else _write_groups(_worker_for(task.job), task)
+
+
+def _write_durably(task: WriteTask) -> list[RowRecord]:
+    """Write a task's rows, flush them to the disk, then journal them and flush the journal.
+
+    No file is open between tasks: network file systems send a file's bytes when it is closed, and a worker that waits
+    for its next task has nothing left to write.
+    """
+    job = task.job
+    before: tuple[WriteJob, str] | None = _local.__dict__.pop("durable", None)
+    worker = _Worker(job, before[1] if before is not None and before[0] == job else None)
+    try:
+        worker.journal.begin()
+        records = _write_groups(worker, task)
+        os.fsync(worker.file.descriptor)
+        for record in records:
+            worker.journal.append(record)
+        worker.journal.end()
+    finally:
+        worker.close()
+    # After an error a new file follows, because the last record of this one may be incomplete.
+    _local.durable = (job, worker.journal.path)
+    return records
+
+
+def _write_groups(worker: _Worker, task: WriteTask) -> list[RowRecord]:
     records: list[RowRecord] = []
     previous: list[RowBuffer] = []
     row_bytes = math.prod(task.job.pixels.row_shape)
@@ -228,10 +260,11 @@ def write_rows(task: WriteTask) -> list[RowRecord]:
 
 
 def _journal(worker: _Worker, buffers: list[RowBuffer], record: RowRecord) -> None:
-    """Journal a group's record as soon as its rows are written."""
+    """Journal a group's record as soon as its rows are written; a durable one waits until the task's are flushed."""
     for buffer in buffers:
         buffer.wait()
-    worker.journal.append(record)
+    if not worker.job.durable:
+        worker.journal.append(record)
 
 
 class SampleDecoder:

@@ -42,6 +42,28 @@ def shared() -> Any:
     return getattr(_local, "shared", None)
 
 
+@contextlib.contextmanager
+def using_shared(shared_object: Any) -> Iterator[None]:
+    """Make `shared` return an object to the tasks that this thread runs."""
+    before, _local.shared = shared(), shared_object
+    try:
+        yield
+    finally:
+        _local.shared = before
+
+
+class ElasticExecutor(concurrent.futures.Executor):
+    """An executor whose number of workers may change."""
+
+    def in_flight(self) -> int:
+        """Return how many tasks should be submitted whose results are not known yet; `run` asks this repeatedly."""
+        raise NotImplementedError
+
+
+class LostTaskError(BrokenProcessPool):
+    """One task cannot be completed, because each worker that ran it died."""
+
+
 class SerialExecutor(concurrent.futures.Executor):
     """An executor that runs each task in this process, immediately when it is submitted."""
 
@@ -65,11 +87,8 @@ def open_executor(
     used in a worker, or if workers cannot start; unless `isolated`, the error recommends one worker.
     """
     if num_workers == 1:
-        before, _local.shared = shared(), shared_object
-        try:
+        with using_shared(shared_object):
             yield SerialExecutor()
-        finally:
-            _local.shared = before
         return
     method = start_method or choose_start_method()
     if method == "fork":
@@ -112,16 +131,18 @@ def run(
 ) -> Iterator[Result]:
     """Run `function` for each task, and yield the results as they become available, or in order if `ordered`.
 
-    At most `in_flight` tasks are submitted whose results have not been yielded. A task is taken from the iterable only
-    when it can be submitted, so memory does not grow with the number of tasks. `function` must be picklable. If a
-    worker process dies, raises a WorkerError whose message has `describe` of some unfinished tasks.
+    At most `in_flight` tasks are submitted whose results have not been yielded, or what an `ElasticExecutor` says. A
+    task is taken from the iterable only when it can be submitted, so memory does not grow with the number of tasks.
+    `function` must be picklable. If a worker process dies, raises a WorkerError whose message has `describe` of some
+    unfinished tasks, the one first that could not be completed.
     """
     pending: dict[concurrent.futures.Future[Result], Task] = {}
     source = iter(tasks)
     exhausted = False
     try:
         while True:
-            while not exhausted and len(pending) < in_flight:
+            allowed = executor.in_flight() if isinstance(executor, ElasticExecutor) else in_flight
+            while not exhausted and len(pending) < allowed:
                 try:
                     task = next(source)
                 except StopIteration:
@@ -137,7 +158,12 @@ def run(
             # A signal that arrives just before a thread begins to wait is handled only when the wait ends.
             done, _ = concurrent.futures.wait(awaited, _WAIT_SECONDS, concurrent.futures.FIRST_COMPLETED)
             for future in done:
-                result = future.result()
+                try:
+                    result = future.result()
+                except LostTaskError:
+                    # Workers may have died of others that they ran or held at the same time.
+                    pending = {future: pending[future], **pending}
+                    raise
                 del pending[future]
                 yield result
     except BrokenProcessPool as error:

@@ -82,7 +82,7 @@ def test_texts_are_parsed_and_single_names_become_tuples() -> None:
 def test_convert_has_a_keyword_for_every_option_with_its_default() -> None:
     signature = inspect.signature(h5pack.convert).parameters
     keywords = {name: parameter.default for name, parameter in signature.items()}
-    del keywords["source"], keywords["out"], keywords["progress"]
+    del keywords["source"], keywords["out"], keywords["client"], keywords["progress"]
     assert keywords == {field.name: field.default for field in dataclasses.fields(ConvertOptions)}
 
 
@@ -97,7 +97,7 @@ CONTENT = {
 }  # fmt: skip
 ELSEWHERE = {
     "num_workers": 3, "start_method": "spawn", "io": "buffered", "overwrite": True, "resume": True, "strict": True,
-    "root": "/data",
+    "root": "/data", "part": (3, 16), "finish": True,
 }  # fmt: skip
 
 

@@ -1,0 +1,385 @@
+"""Running tasks on the workers of a Dask cluster.
+
+`open_dask_executor` wraps a `distributed.Client` as an executor of `concurrent.futures`. Before any task runs, each
+worker must have the same versions of what decodes images, and must see the source and the output's folder; a worker
+that joins later is checked before its first task. Tasks travel as bytes, because the scheduler unpickles what it is
+sent and would otherwise unpickle each name in a task. The object that all tasks share is sent once to each worker
+process, by a worker plugin that also reaches workers that join later.
+
+If a worker is lost, the scheduler gives its tasks to another one. A task may therefore run twice, even at the same
+time. That is harmless because tasks are idempotent; see `h5pack.pack.journal`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import ctypes
+import errno
+import logging
+import os
+import pickle
+import queue
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from h5pack.errors import H5PackError, NoSpaceError, OptionsError, WorkerError
+from h5pack.images.decode import decoder_versions
+from h5pack.sources.catalog import SourceReader
+from h5pack.system.files import NO_SPACE
+from h5pack.system.libc import libc_function
+from h5pack.system.processes import ElasticExecutor, LostTaskError, open_executor, using_shared
+
+_CONNECT_SECONDS = 10
+_POLL_SECONDS = 0.5
+_MANY_RESULTS = 256
+# Parameters of glibc's mallopt, and how much freed memory a process keeps.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 64 * 1024 * 1024
+_IDLE_TASKS = 8
+_LOCAL = re.compile(r"local:([1-9]\d*)")
+_NOT_INSTALLED = "a Dask cluster needs distributed, which is not installed; pip install 'h5pack[dask]'"
+
+
+@dataclass(frozen=True)
+class Expectations:
+    """What must be the same for all workers; made by the process that submits tasks."""
+
+    token: str  # of this executor; keys of its tasks contain it
+    versions: dict[str, str]
+    source: str | None  # absolute path; None if the source is not a path
+    source_bytes: int | None  # size of a source that is one file; None if it is a folder or a pattern
+    probe: str  # a file beside the output that contains the token
+
+    @classmethod
+    def here(cls, source: str | None, partial: Path) -> Expectations:
+        """Return what this process has, and create the probe file."""
+        token = secrets.token_hex(8)
+        source = None if source is None or not os.path.exists(source) else os.path.abspath(source)
+        size = os.path.getsize(source) if source is not None and os.path.isfile(source) else None
+        probe = partial.with_name(f"{partial.name}.probe-{token}")
+        probe.write_text(token)
+        return cls(token, decoder_versions(), source, size, str(probe))
+
+
+def problems(expected: Expectations) -> list[str]:
+    """Return what this process has or sees differently; it writes a file into the output's folder and removes it."""
+    versions = decoder_versions()
+    found = [
+        f"has {name} {versions[name]} instead of {version}"
+        for name, version in expected.versions.items()
+        if versions[name] != version
+    ]
+    source, folder = expected.source, os.path.dirname(expected.probe)
+    if source is not None:
+        if not os.access(source, os.R_OK):
+            found.append(f"cannot read the source {source}")
+        elif expected.source_bytes is not None and os.path.getsize(source) != expected.source_bytes:
+            found.append(f"sees another file as the source {source}")
+    try:
+        if Path(expected.probe).read_text() != expected.token:
+            found.append(f"sees other files in the output's folder {folder}")
+        own = Path(f"{expected.probe}-{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}")
+        own.write_text(expected.token)
+        own.unlink()
+    except OSError as error:
+        found.append(f"cannot share the output's folder {folder} ({os.strerror(error.errno or errno.EIO)})")
+    return found
+
+
+def _refusal(found: dict[str, list[str]]) -> WorkerError:
+    first = list(found.items())[:4]
+    text = "; ".join(f"{worker} {', '.join(differences)}" for worker, differences in first)
+    more = f"; and {len(found) - len(first):,} more" if len(found) > len(first) else ""
+    return WorkerError(
+        f"workers of the cluster differ from this process: {text}{more}; give all of them the same packages and mounts"
+    )
+
+
+@contextlib.contextmanager
+def open_client(address: str) -> Iterator[Any]:
+    """Connect to the scheduler at an address or in a scheduler file; "local:N" starts one with N worker processes here.
+
+    Raises OptionsError for an address that is none, WorkerError if no scheduler answers.
+    """
+    try:
+        import distributed
+    except ImportError as error:
+        raise WorkerError(_NOT_INSTALLED) from error
+    # What its loggers would say about lost connections is in the error. Several of them have levels of their own.
+    for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "distributed"]:
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    with contextlib.ExitStack() as stack:
+        try:
+            local = _LOCAL.fullmatch(address)
+            if local is not None:
+                settings = {"dashboard_address": "127.0.0.1:0", "silence_logs": logging.CRITICAL}
+                cluster = distributed.LocalCluster(n_workers=int(local[1]), threads_per_worker=1, **settings)
+                client = distributed.Client(stack.enter_context(cluster))
+            elif "://" not in address and os.path.isfile(address):
+                client = distributed.Client(scheduler_file=address, timeout=_CONNECT_SECONDS)
+            elif address.startswith("local:") or ":" not in address:
+                raise OptionsError(
+                    f"cluster={address!r} is neither the address of a scheduler, such as tcp://host:8786, nor a "
+                    "scheduler file, nor local:N",
+                    parameters=(f"cluster={address!r}",),
+                )
+            else:
+                client = distributed.Client(address, timeout=_CONNECT_SECONDS)
+        except (OSError, ValueError) as error:
+            if isinstance(error, H5PackError):
+                raise
+            reason = " ".join(str(error).split())
+            raise WorkerError(f"{address}: no Dask scheduler answers there ({reason}); start one, or check") from error
+        yield stack.enter_context(client)
+
+
+@contextlib.contextmanager
+def open_dask_executor(client: Any, shared_object: Any, source: str | None, partial: Path) -> Iterator[DaskExecutor]:
+    """Open an executor of the workers of a `distributed.Client`; inside tasks, `shared()` returns `shared_object`.
+
+    Raises WorkerError if a worker has other versions, or does not see the source or the folder of ``OUT.partial``. Each
+    thread of a worker gets its own copy of the object.
+    """
+    payload = _pickled(shared_object)
+    expected = Expectations.here(source, partial)
+    try:
+        replies = client.run(problems, expected, on_error="return")
+        found = {
+            worker: [f"cannot import h5pack ({reply})"] if isinstance(reply, BaseException) else reply
+            for worker, reply in replies.items()
+            if reply
+        }
+        if found:
+            raise _refusal(found)
+        name = f"h5pack-{expected.token}"
+        client.register_plugin(_plugin(expected, payload), name=name)
+        executor = DaskExecutor(client, expected)
+        try:
+            yield executor
+        finally:
+            executor.shutdown()
+            with contextlib.suppress(Exception):
+                client.unregister_worker_plugin(name)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(expected.probe)
+
+
+def open_workers(
+    client: Any,
+    reader: SourceReader,
+    source: object,
+    partial: Path,
+    num_workers: int,
+    start_method: str | None,
+) -> contextlib.AbstractContextManager[concurrent.futures.Executor]:
+    """Open an executor of the workers of `client`, or of processes here if that is None; they share the reader."""
+    if client is None:
+        return open_executor(num_workers, start_method, reader)
+    path = os.fspath(source) if isinstance(source, (str, os.PathLike)) else None
+    return open_dask_executor(client, reader, path, partial)
+
+
+def count_threads(client: Any) -> int:
+    """Return how many tasks the cluster runs at a time; raises OptionsError for an asynchronous client."""
+    if getattr(client, "asynchronous", False) or not hasattr(client, "nthreads"):
+        raise OptionsError(f"client is {client!r}; give a synchronous distributed.Client", parameters=("client",))
+    return sum(client.nthreads().values())
+
+
+def _pickled(value: Any) -> bytes:
+    import cloudpickle
+
+    try:
+        data: bytes = cloudpickle.dumps(value)
+    except Exception as error:
+        raise WorkerError(
+            f"{type(value).__name__} cannot be sent to the workers of a cluster ({type(error).__name__}: {error}); "
+            "make it picklable"
+        ) from error
+    return data
+
+
+@dataclass
+class _Prepared:
+    """What one worker process has of an executor."""
+
+    payload: bytes
+    problems: list[str]
+    objects: dict[int, Any] = field(default_factory=dict)  # the shared object, by thread
+
+
+_prepared: dict[str, _Prepared] = {}
+
+
+def prepare(expected: Expectations, payload: bytes) -> None:
+    """Check a worker process, and give it the pickled shared object."""
+    _keep_freed_memory()
+    _prepared[expected.token] = _Prepared(payload, problems(expected))
+
+
+def _keep_freed_memory() -> None:
+    """Let a process keep the memory that decoding one image frees, for the next one.
+
+    A nanny starts workers such that freed memory above 64 KiB is returned to the system at once. Measured with images
+    of 116 KB, this took 120 page faults for each image, and a quarter of the time.
+    """
+    mallopt = libc_function("mallopt", ctypes.c_int, ctypes.c_int)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES // 2)
+
+
+def forget(token: str) -> None:
+    """Remove the shared object from a worker process."""
+    _prepared.pop(token, None)
+
+
+def _plugin(expected: Expectations, payload: bytes) -> Any:
+    from distributed import WorkerPlugin
+
+    class SharedObject(WorkerPlugin):  # type: ignore[misc]
+        """Gives a worker process the shared object, and forgets it at the end."""
+
+        def setup(self, worker: Any) -> None:
+            prepare(expected, payload)
+
+        def teardown(self, worker: Any) -> None:
+            forget(expected.token)
+
+    return SharedObject()
+
+
+def run_pickled(token: str, data: bytes) -> bytes:
+    """Run a pickled (function, task) in a worker; return the pickled result."""
+    prepared = _prepared.get(token)
+    if prepared is None:
+        raise WorkerError(f"{socket.gethostname()}: this worker was not prepared for the conversion; restart it")
+    if prepared.problems:
+        raise _refusal({socket.gethostname(): prepared.problems})
+    thread = threading.get_ident()
+    if thread not in prepared.objects:
+        prepared.objects[thread] = pickle.loads(prepared.payload)
+    function, task = pickle.loads(data)
+    try:
+        with using_shared(prepared.objects[thread]):
+            return pickle.dumps(function(task))
+    except OSError as error:
+        if isinstance(error, H5PackError) or error.errno not in NO_SPACE:
+            raise
+        raise NoSpaceError(
+            f"{error.filename or 'the output'}: {os.strerror(error.errno)} on {socket.gethostname()}; make room, then "
+            "run again with resume=True",
+            parameters=("resume=True",),
+        ) from error
+
+
+class DaskExecutor(ElasticExecutor):
+    """An executor of the workers of a Dask cluster; see `open_dask_executor`.
+
+    A thread fetches results in groups, because fetching each by itself would take a round trip.
+    """
+
+    def __init__(self, client: Any, expected: Expectations) -> None:
+        self._client, self._token = client, expected.token
+        self._pending: dict[Any, concurrent.futures.Future[Any]] = {}
+        self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._number = 0
+        self._threads, self._counted = 0, 0.0
+        self._closed = False
+        self._collector = threading.Thread(target=self._collect, name="h5pack-dask", daemon=True)
+        self._collector.start()
+
+    def in_flight(self) -> int:
+        """See `ElasticExecutor`; a cluster that starts workers on demand sees some tasks while it has none."""
+        if time.monotonic() - self._counted > 1:
+            with contextlib.suppress(Exception):
+                self._threads = count_threads(self._client)
+            self._counted = time.monotonic()
+        return 2 * self._threads + _IDLE_TASKS
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+        task = args[0] if len(args) == 1 else args
+        function = fn if len(args) == 1 else _Spread(fn)
+        self._number += 1
+        # The dashboard groups tasks by what precedes the token.
+        key = f"h5pack-{fn.__name__.strip('_').split('_')[0]}-{self._token}-{self._number}"
+        outer: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        try:
+            inner = self._client.submit(
+                run_pickled, self._token, pickle.dumps((function, task)), key=key, pure=False, retries=0
+            )
+        except Exception as error:
+            raise _lost_scheduler(error) from error
+        self._pending[inner] = outer
+        inner.add_done_callback(self._done.put)
+        return outer
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Cancel what has not been finished, and end the thread."""
+        self._closed = True
+        self._collector.join()
+        with contextlib.suppress(Exception):
+            self._client.cancel(list(self._pending), force=True)
+        self._pending.clear()
+
+    def _collect(self) -> None:
+        while not self._closed:
+            try:
+                finished = [self._done.get(timeout=_POLL_SECONDS)]
+            except queue.Empty:
+                if self._client.status not in ("running", "connecting"):
+                    for outer in [self._pending.pop(inner) for inner in list(self._pending)]:
+                        outer.set_exception(_lost_scheduler(None))
+                continue
+            while len(finished) < _MANY_RESULTS and not self._done.empty():
+                finished.append(self._done.get())
+            self._deliver(finished)
+
+    def _deliver(self, finished: list[Any]) -> None:
+        pairs = [(inner, self._pending.pop(inner)) for inner in finished if inner in self._pending]
+        good = [pair for pair in pairs if pair[0].status == "finished"]
+        try:
+            results = self._client.gather([inner for inner, _ in good])
+        except Exception:
+            # One of them was lost since, or the scheduler; each one's own error says it.
+            good, results = [], []
+        for (_, outer), result in zip(good, results, strict=True):
+            outer.set_result(pickle.loads(result))
+        for inner, outer in pairs:
+            if not outer.done():
+                try:
+                    outer.set_result(pickle.loads(inner.result()))
+                except (Exception, concurrent.futures.CancelledError) as error:
+                    outer.set_exception(_translated(error) if inner.status == "error" else _lost_scheduler(error))
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """Calls a function with several arguments."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, arguments: tuple[Any, ...]) -> Any:
+        return self.function(*arguments)
+
+
+def _translated(error: BaseException) -> BaseException:
+    from distributed import KilledWorker
+
+    return LostTaskError(str(error)) if isinstance(error, KilledWorker) else error
+
+
+def _lost_scheduler(error: BaseException | None) -> WorkerError:
+    reason = f" ({type(error).__name__})" if error is not None else ""
+    return WorkerError(
+        f"the connection to the Dask scheduler was lost{reason}; start it again, then continue with resume=True",
+        parameters=("resume=True",),
+    )

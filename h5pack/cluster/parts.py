@@ -1,0 +1,182 @@
+"""What the parts of an array job share: independent processes on several machines, with nothing between them but files.
+
+Each part makes the same plan, so it needs the results of the whole survey. A part does not wait for another one that
+has to come first, because that may never be started, or may be killed. Instead all parts run through the same tasks:
+`SharedResults` gives each task to the first part that creates the file ``N.claim``, and that part saves the result as
+``N.result``. A part whose other work is done runs tasks that are claimed but have no result for long. So no part
+depends on another one; the worst that can happen is that a task runs twice, which gives the same result.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import pickle
+import random
+import secrets
+import shutil
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from h5pack.errors import ResumeError
+from h5pack.format.checksums import crc32
+from h5pack.images.decode import decoder_versions
+from h5pack.sources.catalog import Catalog
+from h5pack.system.processes import ElasticExecutor
+
+_IDLE_SECONDS = 1.0
+_MISSING = object()
+_COUNT = "number of parts"
+
+
+class PartsFolder:
+    """The folder ``OUT.partial.parts``: what all parts agree on, and the results that all of them need."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def agreed(self) -> dict[str, Any] | None:
+        """Return what the first part has recorded; None if no part has started."""
+        try:
+            agreed: dict[str, Any] = json.loads((self.folder / "job.json").read_bytes())
+        except FileNotFoundError:
+            return None
+        return agreed
+
+    def agree(self, count: int, options: dict[str, Any], catalog: Catalog) -> None:
+        """Record what must be the same for all parts, or raise ResumeError if an earlier part has recorded another."""
+        names = crc32(b"\0".join(map(os.fsencode, catalog.names)))
+        source = {"images": len(catalog), "names": names, "tables": catalog.tables_checksum()}
+        job = {_COUNT: count, "options": options, "packages": decoder_versions(), "source": source}
+        job = json.loads(json.dumps(job))
+        temporary = self.folder.with_name(f"{self.folder.name}-{secrets.token_hex(6)}")
+        before = self.agreed()
+        if before is None:
+            temporary.mkdir()
+            (temporary / "job.json").write_text(json.dumps(job, indent=1))
+            try:
+                # Renaming is atomic and fails if the folder exists, because that is not empty.
+                temporary.rename(self.folder)
+            except OSError:
+                shutil.rmtree(temporary, ignore_errors=True)
+            before = self.agreed()
+        for name in {**job, **(before or {})}:
+            old, new = (before or {}).get(name), job.get(name)
+            if old != new:
+                raise ResumeError(
+                    f"{self.folder}: this job was begun with another {name} ({_difference(old, new)}); give all parts "
+                    "the same source, options and packages, or start over: delete this folder and the other files "
+                    "OUT.partial*",
+                    path=self.folder,
+                )
+
+    @property
+    def count(self) -> int:
+        """Number of parts; 0 if no part has started."""
+        agreed = self.agreed()
+        return 0 if agreed is None else int(agreed[_COUNT])
+
+    def shared_results(
+        self, stage: str, inner: concurrent.futures.Executor, num_workers: int
+    ) -> concurrent.futures.Executor:
+        """Return an executor of a stage's tasks whose results all parts share; `inner` if no part has started."""
+        if not self.count:
+            return inner
+        folder = self.folder / stage
+        folder.mkdir(exist_ok=True)
+        return SharedResults(folder, inner, num_workers, self.count)
+
+
+def _difference(old: Any, new: Any) -> str:
+    if isinstance(old, dict) and isinstance(new, dict):
+        name = next(name for name in {**old, **new} if old.get(name) != new.get(name))
+        return f"{name}: {_difference(old.get(name), new.get(name))}"
+    return f"{old!r}, not {new!r}"
+
+
+class SharedResults(ElasticExecutor):
+    """An executor of tasks whose results all parts need; all parts submit the same tasks in the same order."""
+
+    def __init__(self, folder: Path, inner: concurrent.futures.Executor, num_workers: int, parts: int) -> None:
+        self._folder, self._inner = folder, inner
+        self._num_workers, self._parts = num_workers, parts
+        self._number = 0
+        # Tasks that other parts have claimed: future, function and task by number.
+        self._awaited: dict[int, tuple[concurrent.futures.Future[Any], Callable[..., Any], Any]] = {}
+        self._running: list[concurrent.futures.Future[Any]] = []
+        self._longest_seconds, self._changed = 0.0, time.monotonic()
+
+    def in_flight(self) -> int:
+        """See `ElasticExecutor`; deliver what other parts have saved, and run tasks of theirs if that takes long.
+
+        Tasks in flight are enough for the workers of all parts, because most of them are run by other parts.
+        """
+        for number, (outer, _, _) in list(self._awaited.items()):
+            result = self._load(number)
+            if result is not _MISSING:
+                del self._awaited[number]
+                self._changed = time.monotonic()
+                outer.set_result(result)
+        self._running = [one for one in self._running if not one.done()]
+        idle_seconds = time.monotonic() - self._changed
+        if self._awaited and not self._running and idle_seconds > max(_IDLE_SECONDS, 2 * self._longest_seconds):
+            # At random, so that several idle parts take different ones.
+            for number in random.sample(sorted(self._awaited), min(len(self._awaited), self._num_workers)):
+                self._run(number, *self._awaited.pop(number))
+        return 2 * self._num_workers * self._parts
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+        (task,) = args
+        outer: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        number, self._number = self._number, self._number + 1
+        result = self._load(number)
+        if result is not _MISSING:
+            outer.set_result(result)
+        elif self._claim(number):
+            self._run(number, outer, fn, task)
+        else:
+            self._awaited[number] = (outer, fn, task)
+        return outer
+
+    def _claim(self, number: int) -> bool:
+        try:
+            os.close(os.open(self._folder / f"{number}.claim", os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        except FileExistsError:
+            return False
+        return True
+
+    def _load(self, number: int) -> Any:
+        try:
+            data = (self._folder / f"{number}.result").read_bytes()
+        except FileNotFoundError:
+            return _MISSING
+        # A power cut can leave a file without its bytes.
+        return pickle.loads(data[4:]) if data[:4] == zlib.crc32(data[4:]).to_bytes(4, "little") else _MISSING
+
+    def _save(self, number: int, result: Any) -> None:
+        data = pickle.dumps(result)
+        temporary = self._folder / f"{number}.{secrets.token_hex(6)}"
+        temporary.write_bytes(zlib.crc32(data).to_bytes(4, "little") + data)
+        temporary.rename(self._folder / f"{number}.result")
+
+    def _run(self, number: int, outer: concurrent.futures.Future[Any], function: Callable[..., Any], task: Any) -> None:
+        begin = time.monotonic()
+
+        def finish(inner: concurrent.futures.Future[Any]) -> None:
+            try:
+                result = inner.result()
+                self._save(number, result)
+            except BaseException as error:
+                outer.set_exception(error)
+            else:
+                outer.set_result(result)
+            self._changed = time.monotonic()
+            self._longest_seconds = max(self._longest_seconds, self._changed - begin)
+
+        inner = self._inner.submit(function, task)
+        self._running.append(inner)
+        inner.add_done_callback(finish)

@@ -1,0 +1,247 @@
+"""Conversions on Dask clusters whose scheduler and workers are processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import distributed
+import h5py
+import numpy as np
+import pytest
+from PIL import Image
+
+import h5pack
+from h5pack import cli
+from h5pack.cluster import dask_client
+from h5pack.cluster.dask_client import Expectations, problems
+from h5pack.errors import OptionsError, WorkerError
+from tests.cluster.datasets import Deadly, Held, Pictures
+from tests.crashing import leftovers, wait_for
+from tests.makers import class_folders, pixels, save, tar_file, truncate
+
+ROOT = Path(__file__).parents[2]
+
+
+class Cluster:
+    """A scheduler and a nanny with two workers, all of which are commands."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "scheduler.json"
+        self._folder = folder
+        common = ("--scheduler-file", self.file, "--dashboard-address", "127.0.0.1:0")
+        self.scheduler = self._start("scheduler", "--port", "0", "--host", "127.0.0.1", *common)
+        wait_for(self.file.exists)
+        nanny = self._start("worker", "--nworkers", "2", "--nthreads", "1", *common)
+        self._processes = [self.scheduler, nanny]
+
+    def _start(self, kind: str, *arguments: object) -> subprocess.Popen[bytes]:
+        environment = {
+            **os.environ, "PYTHONPATH": str(ROOT), "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "1",
+            "DASK_TEMPORARY_DIRECTORY": str(self._folder),
+        }  # fmt: skip
+        with (self._folder / f"{kind}.log").open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", f"distributed.cli.dask_{kind}", *map(str, arguments)],
+                env=environment, cwd=self._folder, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+
+    def client(self) -> Any:
+        # The client says nothing about a scheduler that a test kills.
+        client = distributed.Client(scheduler_file=str(self.file), timeout=1)
+        client.wait_for_workers(2, timeout=60)
+        return client
+
+    def close(self) -> None:
+        for process in self._processes:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[Any]:
+    with cluster.client() as client:
+        yield client
+
+
+def folder(root: Path) -> tuple[Any, dict[str, Any]]:
+    """A folder with images that turn out to be damaged when they are decoded, so that rows move."""
+    source = class_folders(root / "in", {"a": 30, "b": 31}, (96, 64))
+    for name in ("a/00003.jpg", "b/00011.jpg"):
+        truncate(source / name, 0.8)
+    return source, {"chunk_rows": 4}
+
+
+def kept_files(root: Path) -> tuple[Any, dict[str, Any]]:
+    source = class_folders(root / "in", {"a": 20, "b": 21}, (40, 30))
+    for number in range(8):
+        save(source / "a" / f"{number}.png", number, (33, 22))
+    return source, {"keep": "jpeg", "max_side": 36}
+
+
+def compressed(root: Path) -> tuple[Any, dict[str, Any]]:
+    return class_folders(root / "in", {"a": 30, "b": 31}), {"compression": "gzip", "chunk_rows": 4}
+
+
+def archive(root: Path) -> tuple[Any, dict[str, Any]]:
+    return tar_file(root / "in.tar", class_folders(root / "in", {"a": 20, "b": 20})), {"order": "sorted"}
+
+
+def hdf5(root: Path) -> tuple[Any, dict[str, Any]]:
+    with h5py.File(root / "in.h5", "w") as file:
+        file["images"] = np.stack([pixels(seed) for seed in range(40)])
+    return root / "in.h5", {"chunk_rows": 3}
+
+
+def masks(root: Path) -> tuple[Any, dict[str, Any]]:
+    for number in range(24):
+        save(root / "in/images" / f"{number}.jpg", number)
+        mask = pixels(number, channels=1) // 64
+        (root / "in/masks").mkdir(exist_ok=True)
+        Image.fromarray(mask).save(root / "in/masks" / f"{number}.png")
+    return root / "in", {"source_kind": "pairs", "chunk_rows": 4}
+
+
+def dataset(root: Path) -> tuple[Any, dict[str, Any]]:
+    return Pictures(40), {"chunk_rows": 4}
+
+
+@pytest.mark.parametrize("make", [folder, kept_files, compressed, archive, hdf5, masks, dataset])
+def test_the_file_is_the_same_as_that_of_one_process(
+    make: Callable[[Path], tuple[Any, dict[str, Any]]], tmp_path: Path, client: Any
+) -> None:
+    source, options = make(tmp_path)
+    (tmp_path / "out").mkdir()
+    report = h5pack.convert(source, tmp_path / "out/o.h5", client=client, **options)
+    local = h5pack.convert(source, tmp_path / "local.h5", num_workers=1, **options)
+    assert (tmp_path / "out/o.h5").read_bytes() == (tmp_path / "local.h5").read_bytes()
+    assert (report.num_workers, report.images, report.moved_rows) == (2, local.images, local.moved_rows)
+    assert leftovers(tmp_path / "out") <= {"o.h5", "o.h5.rejects.csv"}
+    assert not any(client.run(lambda: list(dask_client._prepared)).values())
+
+
+def test_tasks_of_a_killed_worker_are_done_by_others(tmp_path: Path, client: Any) -> None:
+    (tmp_path / "deaths").mkdir()
+    dataset = Deadly(60, tmp_path / "deaths", times=1)
+    h5pack.convert(dataset, tmp_path / "o.h5", client=client, chunk_rows=4)
+    assert len(leftovers(tmp_path / "deaths")) == 1
+    h5pack.convert(Pictures(60), tmp_path / "local.h5", num_workers=1, chunk_rows=4)
+    assert (tmp_path / "o.h5").read_bytes() == (tmp_path / "local.h5").read_bytes()
+
+
+def test_an_image_that_kills_each_worker_ends_the_conversion(tmp_path: Path, client: Any) -> None:
+    (tmp_path / "deaths").mkdir()
+    with pytest.raises(WorkerError, match=r"sample \d+"):
+        h5pack.convert(Deadly(16 * 31, tmp_path / "deaths", times=9), tmp_path / "o.h5", client=client)
+    assert len(leftovers(tmp_path / "deaths")) == 2
+    assert leftovers(tmp_path) == {"deaths"}
+
+
+def test_a_killed_scheduler_leaves_what_can_be_resumed(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    held = tmp_path / "held"
+    raised: list[BaseException] = []
+
+    def convert(client: Any) -> None:
+        try:
+            h5pack.convert(Held(60, held), tmp_path / "o.h5", client=client, chunk_rows=4)
+        except WorkerError as error:
+            raised.append(error)
+
+    try:
+        with cluster.client() as client:
+            thread = threading.Thread(target=convert, args=(client,))
+            # Hold the workers when rows are written, not in the survey.
+            before = dask_client.DaskExecutor.submit
+
+            def submit(self: Any, fn: Any, /, *arguments: Any) -> Any:
+                if fn.__name__ == "write_rows":
+                    held.touch()
+                return before(self, fn, *arguments)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(dask_client.DaskExecutor, "submit", submit)
+                thread.start()
+                wait_for((tmp_path / "reached").exists)
+            os.kill(cluster.scheduler.pid, signal.SIGKILL)
+            thread.join()
+        held.unlink()
+    finally:
+        cluster.close()
+    assert [error.parameters for error in raised] == [("resume=True",)]  # type: ignore[attr-defined]
+    assert not (tmp_path / "o.h5").exists()
+    # `Held` is another dataset for the source's name only.
+    assert h5pack.convert(Pictures(60), tmp_path / "o.h5", num_workers=1, chunk_rows=4, resume=True).images == 60
+    h5pack.convert(Pictures(60), tmp_path / "local.h5", num_workers=1, chunk_rows=4)
+    assert (tmp_path / "o.h5").read_bytes() == (tmp_path / "local.h5").read_bytes()
+    assert not list(tmp_path.glob("o.h5.*"))
+
+
+def test_workers_with_other_versions_are_refused_before_anything_is_written(
+    tmp_path: Path, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = class_folders(tmp_path / "in", {"a": 4})
+    versions = {**dask_client.decoder_versions(), "Pillow": "1.0", "simplejpeg": "0.5"}
+    monkeypatch.setattr(dask_client, "decoder_versions", lambda: versions)
+    with pytest.raises(WorkerError, match=r"Pillow .* instead of 1\.0.*simplejpeg .* instead of 0\.5"):
+        h5pack.convert(source, tmp_path / "o.h5", client=client)
+    assert leftovers(tmp_path) == {"in"}
+
+
+def test_what_a_worker_does_not_see_is_named(tmp_path: Path) -> None:
+    source = save(tmp_path / "in.jpg")
+    expected = Expectations.here(str(source), tmp_path / "o.h5.partial")
+    assert problems(expected) == []
+    others = {
+        "source": str(tmp_path / "missing"),
+        "source_bytes": 5,
+        "token": "0123",
+        "probe": str(tmp_path / "missing/probe"),
+        "versions": {**expected.versions, "libjpeg-turbo": "0.1"},
+    }
+    for name, value in others.items():
+        (found,) = problems(replace(expected, **{name: value}))
+        assert (str(tmp_path) in found) == (name != "versions")
+    assert len(leftovers(tmp_path)) == 2
+
+
+def test_misuse_is_refused(tmp_path: Path, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = class_folders(tmp_path / "in", {"a": 4})
+    for settings in ({"client": client, "part": "1/2"}, {"client": "tcp://host:8786"}):
+        with pytest.raises(OptionsError):
+            h5pack.convert(source, tmp_path / "o.h5", **settings)
+    monkeypatch.setattr(dask_client, "_CONNECT_SECONDS", 1)
+    command = ["convert", str(source), str(tmp_path / "o.h5")]
+    for options, code in (
+        ("--cluster nonsense", 2), ("--cluster local:x", 2), ("--cluster local:2 --workers 2", 2),
+        ("--cluster local:2 --part 1/2", 2), ("--part 3/2", 2), ("--part 1/2 --resume", 2), ("--part x", 2),
+        ("--cluster tcp://127.0.0.1:1", 1),
+    ):  # fmt: skip
+        assert cli.main([*command, *options.split()]) == code, options
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    assert cli.main([*command, "--cluster", "local:2"]) == 1
+    assert leftovers(tmp_path) == {"in"}
+
+
+def test_the_command_starts_workers_and_prints_nothing_else(tmp_path: Path) -> None:
+    source = class_folders(tmp_path / "in", {"a": 20, "b": 20})
+    command = [sys.executable, "-m", "h5pack", "convert", str(source), str(tmp_path / "o.h5"), "--cluster", "local:2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stderr == ""
+    assert [line.split()[0] for line in done.stdout.splitlines()[-2:]] == ["time", "done"]
+    h5pack.convert(source, tmp_path / "local.h5", num_workers=1)
+    assert (tmp_path / "o.h5").read_bytes() == (tmp_path / "local.h5").read_bytes()

@@ -1,0 +1,307 @@
+"""Array jobs: parts in any order, at the same time, twice, killed, late; two processes that finish."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import time
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+import h5pack
+from h5pack.cluster.parts import SharedResults
+from h5pack.errors import (
+    H5PackError,
+    IncompletePackError,
+    OptionsError,
+    OutputBusyError,
+    OutputExistsError,
+    ResumeError,
+)
+from h5pack.pack import writer
+from h5pack.pack.output import Output, OutputLock, OwnerFile
+from h5pack.system.processes import SerialExecutor, run
+from tests.cluster.test_dask_client import compressed, folder, hdf5, kept_files, masks
+from tests.crashing import convert_in_child, distinct_steps, leftovers, wait_for
+from tests.makers import save
+
+pytestmark = pytest.mark.usefixtures("impatient")
+FORK = multiprocessing.get_context("fork")
+MAKERS = {"folder": folder, "kept_files": kept_files, "compressed": compressed, "hdf5": hdf5, "masks": masks}
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that do not wait long for tasks which a killed one has claimed."""
+    monkeypatch.setattr("h5pack.cluster.parts._IDLE_SECONDS", 0.02)
+    monkeypatch.setattr("h5pack.system.processes._WAIT_SECONDS", 0.02)
+
+
+def local(source: Path, out: Path, options: dict[str, Any]) -> bytes:
+    h5pack.convert(source, out, num_workers=1, **options)
+    return out.read_bytes()
+
+
+def start(source: Path, out: Path, options: dict[str, Any], **settings: Any) -> Any:
+    """A process that converts."""
+    process = FORK.Process(target=h5pack.convert, args=(source, out), kwargs={"num_workers": 1, **options, **settings})
+    process.start()
+    return process
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_parts_at_the_same_time_and_again_give_the_same_file(name: str, tmp_path: Path) -> None:
+    source, options = MAKERS[name](tmp_path)
+    (tmp_path / "out").mkdir()
+    out = tmp_path / "out/o.h5"
+    processes = [start(source, out, options, part=f"{part}/3") for part in (3, 1, 1)]
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    with pytest.raises(IncompletePackError, match="part 2 of 3") as caught:
+        h5pack.convert(source, out, num_workers=1, finish=True, **options)
+    assert caught.value.parameters[0] == "part='2/3'"
+    report = h5pack.convert(source, out, num_workers=2, part=(2, 3), **options)
+    assert (report.part, report.resumed_rows) == ("2/3", 0)
+    again = h5pack.convert(source, out, num_workers=1, part=(2, 3), **options)
+    assert (again.images, again.resumed_rows) == (report.images, report.images)
+    h5pack.convert(source, out, num_workers=1, finish=True, **options)
+    assert out.read_bytes() == local(source, tmp_path / "local.h5", options)
+    assert leftovers(tmp_path / "out") <= {"o.h5", "o.h5.rejects.csv"}
+    for settings in ({"part": "1/3"}, {"finish": True}):
+        assert h5pack.convert(source, out, num_workers=1, **options, **settings).already_complete
+
+
+def test_the_rest_of_an_array_job_can_be_written_by_one_process(tmp_path: Path) -> None:
+    source, options = folder(tmp_path)
+    out = tmp_path / "o.h5"
+    h5pack.convert(source, out, num_workers=1, part="2/3", **options)
+    for settings in ({}, {"finish": True}):
+        with pytest.raises(OutputExistsError if not settings else IncompletePackError):
+            h5pack.convert(source, out, num_workers=1, **options, **settings)
+    assert h5pack.convert(source, out, num_workers=1, resume=True, **options).resumed_rows == 20
+    assert out.read_bytes() == local(source, tmp_path / "local.h5", options)
+    assert not list(tmp_path.glob("o.h5.partial*"))
+
+
+@pytest.mark.parametrize("name", ["folder", "kept_files"])
+def test_a_killed_part_is_run_again(name: str, tmp_path: Path) -> None:
+    source, options = MAKERS[name](tmp_path)
+    options |= {"num_workers": 1}
+    h5pack.convert(source, tmp_path / "local.h5", **options)
+    expected = (tmp_path / "local.h5").read_bytes()
+    first, finish = {**options, "part": "1/2"}, {**options, "finish": True}
+    out = tmp_path / "whole.h5"
+    parts_steps = distinct_steps(convert_in_child(source, out, first, None), first=True)
+    h5pack.convert(source, out, part="2/2", **options)
+    finish_steps = distinct_steps(convert_in_child(source, out, finish, None), first=True)
+    assert min(len(parts_steps), len(finish_steps)) > 12
+    for number in range(8):
+        step = parts_steps[number * len(parts_steps) // 8]
+        out = tmp_path / f"{number}.h5"
+        convert_in_child(source, out, first, step)
+        h5pack.convert(source, out, part="2/2", **options)
+        h5pack.convert(source, out, **first)
+        convert_in_child(source, out, finish, finish_steps[number * len(finish_steps) // 8])
+        h5pack.convert(source, out, **finish)
+        assert out.read_bytes() == expected, (step, number)
+        assert not list(tmp_path.glob(f"{number}.h5.partial*"))
+
+
+def test_parts_must_agree(tmp_path: Path) -> None:
+    source, options = folder(tmp_path)
+    out = tmp_path / "o.h5"
+    with pytest.raises(IncompletePackError):
+        h5pack.convert(source, out, num_workers=1, finish=True, **options)
+    h5pack.convert(source, out, num_workers=1, part="1/3", **options)
+    for settings in ({"part": "2/4"}, {"part": "2/3", "seed": 5}, {"part": "2/3", "chunk_rows": 5}):
+        with pytest.raises(ResumeError):
+            h5pack.convert(source, out, **{"num_workers": 1, **options, **settings})
+    save(source / "a/later.jpg")
+    for settings in ({"part": "2/3"}, {"finish": True}):
+        with pytest.raises(ResumeError):
+            h5pack.convert(source, out, **{"num_workers": 1, **options, **settings})
+    (source / "a/later.jpg").unlink()
+    for settings in ({"resume": True}, {"finish": True}):
+        with pytest.raises(OptionsError):
+            h5pack.convert(source, out, **{"num_workers": 1, "part": "1/3", **options, **settings})
+    h5pack.convert(source, tmp_path / "p.h5", num_workers=1, **options)
+    (tmp_path / "p.h5").rename(tmp_path / "p.h5.partial")
+    with pytest.raises(OutputExistsError):
+        h5pack.convert(source, tmp_path / "p.h5", num_workers=1, part="1/3", **options)
+
+
+class Late:
+    """A process that writes part 1 and is held when its first row is decoded; it writes when it is released."""
+
+    def __init__(self, source: Path, out: Path, options: dict[str, Any]) -> None:
+        reached, self.release = out.with_name("reached"), out.with_name("release")
+        decode = writer.SampleDecoder.decode
+
+        def held(*arguments: Any, **keywords: Any) -> None:
+            reached.touch()
+            while not self.release.exists():
+                time.sleep(0.005)
+            decode(*arguments, **keywords)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(writer.SampleDecoder, "decode", held)
+            self.process = FORK.Process(target=self._convert, args=(source, out, options), daemon=True)
+            self.process.start()
+        wait_for(reached.exists)
+
+    @staticmethod
+    def _convert(source: Path, out: Path, options: dict[str, Any]) -> None:
+        try:
+            h5pack.convert(source, out, num_workers=1, part="1/2", **options)
+        except IncompletePackError:
+            os._exit(7)
+
+    def write(self) -> int | None:
+        self.release.touch()
+        self.process.join()
+        exitcode: int | None = self.process.exitcode
+        return exitcode
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_a_writer_that_comes_back_after_rows_moved_changes_nothing(
+    isolated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, options = folder(tmp_path)
+    options |= {"order": "sorted"}
+    out = tmp_path / "o.h5"
+    late = Late(source, out, options)
+    for part in ("1/2", "2/2"):
+        h5pack.convert(source, out, num_workers=1, part=part, **options)
+    if not isolated:
+        # The late writer must be able to do harm, or this test would prove nothing.
+        monkeypatch.setattr(OutputLock, "isolate", lambda _: None)
+    report = h5pack.convert(source, out, num_workers=1, finish=True, **options)
+    assert report.moved_rows > 0
+    expected = local(source, tmp_path / "local.h5", options)
+    assert out.read_bytes() == expected
+    assert late.write() == 7
+    assert (out.read_bytes() == expected) == isolated
+
+
+def test_a_writer_that_comes_back_while_others_write_changes_nothing(tmp_path: Path) -> None:
+    source, options = folder(tmp_path)
+    out = tmp_path / "o.h5"
+    late = Late(source, out, options)
+    h5pack.convert(source, out, num_workers=1, part="1/2", **options)
+    assert late.write() == 0
+    h5pack.convert(source, out, num_workers=1, part="2/2", **options)
+    h5pack.convert(source, out, num_workers=1, finish=True, **options)
+    assert out.read_bytes() == local(source, tmp_path / "local.h5", options)
+
+
+def test_rejected_images_of_the_source_are_the_same_in_parts(tmp_path: Path) -> None:
+    source, options = folder(tmp_path)
+    (source / "a/00007.jpg").write_bytes(b"no image")
+    Image.new("CMYK", (64, 96)).save(source / "b/00001.jpg")
+    for part in ("2/2", "1/2"):
+        h5pack.convert(source, tmp_path / "o.h5", num_workers=1, part=part, **options)
+    h5pack.convert(source, tmp_path / "o.h5", num_workers=1, finish=True, **options)
+    expected = local(source, tmp_path / "local.h5", options)
+    assert (tmp_path / "o.h5").read_bytes() == expected
+    assert (tmp_path / "o.h5.rejects.csv").read_text() == (tmp_path / "local.h5.rejects.csv").read_text()
+
+
+def test_only_one_process_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = Output(tmp_path / "o.h5")
+    first = OwnerFile(output)
+    with pytest.raises(OutputBusyError):
+        OwnerFile(output)
+    with pytest.raises(OutputBusyError):
+        OutputLock(output)
+    owner = json.loads(output.owner.read_text())
+    assert owner["host"] == socket.gethostname()
+
+    # Its process has ended, and another one may have its number.
+    for change in ({"pid": 2**22 + 1}, {"start": "1"}):
+        output.owner.write_text(json.dumps({**owner, **change}))
+        second = OwnerFile(output)
+        with pytest.raises(OutputBusyError):
+            first.confirm()
+        second.confirm()
+        first.release()
+        assert output.owner.exists(), "the file of another process is kept"
+        second.release()
+        assert not output.owner.exists()
+
+    # On another machine, it was not touched for long.
+    output.owner.write_text(json.dumps({**owner, "host": "elsewhere"}))
+    with pytest.raises(OutputBusyError):
+        OwnerFile(output)
+    os.utime(output.owner, (time.time() - 61, time.time() - 61))
+    monkeypatch.setattr("h5pack.pack.output._BEAT_SECONDS", 0.01)
+    third = OwnerFile(output)
+    os.utime(output.owner, (0, 0))
+    wait_for(lambda: output.owner.stat().st_mtime > 0)
+    third.release()
+
+
+def test_a_process_that_lost_the_output_does_not_publish_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, options = folder(tmp_path)
+    for part in ("1/2", "2/2"):
+        h5pack.convert(source, tmp_path / "o.h5", num_workers=1, part=part, **options)
+    complete = h5pack.pack.finish.complete
+
+    def taken_over(*arguments: Any) -> None:
+        complete(*arguments)
+        (tmp_path / "o.h5.partial.owner").write_text("{}")
+
+    monkeypatch.setattr("h5pack.pack.finish.complete", taken_over)
+    with pytest.raises(OutputBusyError):
+        h5pack.convert(source, tmp_path / "o.h5", num_workers=1, finish=True, **options)
+    assert not (tmp_path / "o.h5").exists()
+
+
+def squared(number: int) -> int:
+    return number * number
+
+
+def failing(number: int) -> int:
+    raise H5PackError(str(number))
+
+
+def test_results_are_shared_and_tasks_of_a_killed_part_are_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def results(folder: Path, function: Any, inner: Executor | None = None) -> list[int]:
+        executor = SharedResults(folder, inner or SerialExecutor(), 1, 2)
+        return list(run(executor, function, range(9), 1, str, ordered=True))
+
+    expected = [number * number for number in range(9)]
+    assert results(tmp_path, squared) == expected
+    assert results(tmp_path, failing) == expected, "they are read"
+    # A power cut took one result; a part was killed that had claimed it.
+    (tmp_path / "4.result").write_bytes(b"")
+    monkeypatch.setattr("h5pack.cluster.parts._IDLE_SECONDS", 0.0)
+    random.seed(0)
+    assert results(tmp_path, squared) == expected
+    (tmp_path / "5.result").unlink()
+    with pytest.raises(H5PackError, match="5"):
+        results(tmp_path, failing)
+
+
+def test_sigint_leaves_a_part_that_can_be_run_again(tmp_path: Path) -> None:
+    source, options = folder(tmp_path)
+    late = Late(source, tmp_path / "o.h5", options)
+    assert late.process.pid is not None
+    os.kill(late.process.pid, signal.SIGINT)
+    late.process.join()
+    assert late.process.exitcode == 1
+    for part in ("1/2", "2/2"):
+        h5pack.convert(source, tmp_path / "o.h5", num_workers=1, part=part, **options)
+    h5pack.convert(source, tmp_path / "o.h5", num_workers=1, finish=True, **options)
+    assert (tmp_path / "o.h5").read_bytes() == local(source, tmp_path / "local.h5", options)
