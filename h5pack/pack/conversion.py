@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ from h5pack.sources.catalog import Catalog
 from h5pack.sources.detect import open_source
 from h5pack.sources.map_style import MapStyleDataset
 from h5pack.system.files import reporting_full_disk
-from h5pack.system.machine import available_cpus
+from h5pack.system.machine import available_cpus, release_free_memory
 from h5pack.system.parameters import require_local
 from h5pack.system.processes import run
 
@@ -295,10 +294,8 @@ class Conversion:
     def __enter__(self) -> Conversion:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
         writer.release()
 
     def existing_report(self) -> ConvertReport | None:
@@ -322,6 +319,7 @@ class Conversion:
     def catalog(self) -> Catalog:
         """The images that the source lists."""
         found = open_source(self._source, self.options.source_options, self.output.final.parent)
+        release_free_memory()
         require_suitable(_source_name(self._source), found, self.options)
         return found
 

