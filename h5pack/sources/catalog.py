@@ -323,6 +323,10 @@ _MISSING_FILE_REASONS = {
 }
 
 
+MISSING_FILE_REASONS = frozenset(_MISSING_FILE_REASONS.values())
+"""The reasons for which a file is rejected before its content is read."""
+
+
 def missing_file_reason(error: OSError) -> str | None:
     """Return why a file cannot be read if the file itself is the cause, or None if the storage failed."""
     return _MISSING_FILE_REASONS.get(error.errno or 0)

@@ -104,13 +104,13 @@ def test_a_killed_part_is_run_again(name: str, tmp_path: Path) -> None:
     h5pack.convert(source, out, part="2/2", **options)
     finish_steps = distinct_steps(convert_in_child(source, out, finish, None), first=True)
     assert min(len(parts_steps), len(finish_steps)) > 12
-    for number in range(8):
-        step = parts_steps[number * len(parts_steps) // 8]
+    for number in range(4):
+        step = parts_steps[(2 * number + 1) * len(parts_steps) // 8]
         out = tmp_path / f"{number}.h5"
         convert_in_child(source, out, first, step)
         h5pack.convert(source, out, part="2/2", **options)
         h5pack.convert(source, out, **first)
-        convert_in_child(source, out, finish, finish_steps[number * len(finish_steps) // 8])
+        convert_in_child(source, out, finish, finish_steps[(2 * number + 1) * len(finish_steps) // 8])
         h5pack.convert(source, out, **finish)
         assert out.read_bytes() == expected, (step, number)
         assert not list(tmp_path.glob(f"{number}.h5.partial*"))
