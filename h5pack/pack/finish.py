@@ -133,7 +133,7 @@ def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> Pa
         labels=None if catalog.labels is None else catalog.labels[origins],
         label_names=catalog.label_names,
         fields={name: values[origins] for name, values in catalog.fields.items()},
-        filenames=catalog.names.take(origins.tolist()),
+        filenames=catalog.names.take(origins),
         splits=dict(zip(catalog.split_names, itertools.pairwise(final.split_starts.tolist()), strict=True)),
         checksums=written.checksums[final.origins],
         pixel_checksums=tuple(some[final.origins] for some in written.field_checksums),

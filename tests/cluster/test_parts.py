@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import time
 from concurrent.futures import Executor
 from pathlib import Path
@@ -137,6 +138,18 @@ def test_parts_must_agree(tmp_path: Path) -> None:
     (tmp_path / "p.h5").rename(tmp_path / "p.h5.partial")
     with pytest.raises(OutputExistsError):
         h5pack.convert(source, tmp_path / "p.h5", num_workers=1, part="1/3", **options)
+
+
+def test_the_example_of_an_array_job_runs_every_part_and_finishes(tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    script = Path(__file__).parents[2] / "examples/convert_parts.sbatch"
+    for task, expected in ((3, "--part 3/16"), (0, "--finish")):
+        done = subprocess.run(
+            ["bash", script, "a b", "o.h5", "--size", "64"], capture_output=True, text=True, check=True,
+            env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": str(task)},
+        )  # fmt: skip
+        assert done.stdout == f"h5pack convert a b o.h5 --size 64 {expected}\n"
 
 
 class Late:
