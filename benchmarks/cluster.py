@@ -204,7 +204,7 @@ def measure_memory(images: int) -> dict[str, Any]:
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.reset_peak()
     # The table of names in the order of rows, when all rows are written, takes most.
-    plan.catalog.names.take(plan.row_order.origins.tolist())
+    plan.catalog.names.take(plan.row_order.origins)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(results.packed) == images

@@ -124,7 +124,7 @@ def test_cluster_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert set(result["images_per_s"]) == {"local, 1 workers", "Dask, 1 workers"}
     assert [one["machines"] for one in result["simulation"]] == list(cluster.MACHINES)
     assert result["paper"]["write_tasks"] * result["task"]["rows_per_task"] >= 10**8
-    assert tables.cluster_table(result).count("\n| ") == 2 + len(cluster.MACHINES)
+    assert tables.cluster_table(result).count("\n| ") == 3 + len(cluster.MACHINES)
 
 
 def test_the_simulated_coordinator_limits_many_workers() -> None:

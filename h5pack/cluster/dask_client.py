@@ -44,7 +44,7 @@ _MANY_RESULTS = 256
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 64 * 1024 * 1024
 _IDLE_TASKS = 8
 _LOCAL = re.compile(r"local:([1-9]\d*)")
-_NOT_INSTALLED = "a Dask cluster needs distributed, which is not installed; pip install 'h5pack[dask]'"
+_NOT_INSTALLED = "a Dask cluster needs distributed, which is not installed; pip install distributed"
 
 
 @dataclass(frozen=True)

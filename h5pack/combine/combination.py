@@ -239,7 +239,7 @@ def _tables_at(merged: Catalog, order: Rows) -> Catalog:
     """Return the tables of some rows; the reader stays that of the first part."""
     return replace(
         merged,
-        names=merged.names.take(order.tolist()),
+        names=merged.names.take(order),
         split_ids=merged.split_ids[order],
         labels=None if merged.labels is None else merged.labels[order],
         fields={name: values[order] for name, values in merged.fields.items()},

@@ -142,7 +142,7 @@ def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> Pa
         labels=None if catalog.labels is None else catalog.labels[origins],
         label_names=catalog.label_names,
         fields={name: values[origins] for name, values in catalog.fields.items()},
-        filenames=catalog.names.take(origins.tolist()),
+        filenames=catalog.names.take(origins),
         splits=[
             (name, start, stop)
             for name, (start, stop) in zip(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import RejectedImageError, SourceError
+from h5pack.errors import RejectedImageError, SourceError, WorkerError
 from h5pack.format import schema
 from h5pack.format.fields import FieldValues, RaggedRows
 from h5pack.images.decode import SIDEWAYS, refuse_bomb, strict_pillow
@@ -19,9 +19,9 @@ from h5pack.images.headers import DecodePath, ImageHeader
 from h5pack.images.masks import naming_mask, require_size
 from h5pack.pack.options import ConvertOptions
 from h5pack.read.encoded import row_decoder
-from h5pack.sources.catalog import Catalog, Note, SourceReader, SurveyedImage, fingerprint
+from h5pack.sources.catalog import MISSING_FILE_REASONS, Catalog, Note, SourceReader, SurveyedImage, fingerprint
 from h5pack.sources.map_style import with_fields
-from h5pack.system.processes import run, shared
+from h5pack.system.processes import ElasticExecutor, run, shared
 from h5pack.system.text import counted
 
 _TASK_IMAGES = 512
@@ -110,7 +110,25 @@ def survey(
         advance(len(part.heights))
     if labels:
         result.labels = _joined_labels(catalog, labels, result.reasons)
+    if isinstance(executor, ElasticExecutor):
+        _require_missing(catalog, result.reasons, max_pixels)
     return result
+
+
+def _require_missing(catalog: Catalog, reasons: dict[int, str], max_pixels: int) -> None:
+    """Raise WorkerError if an image that another machine did not find can be read here."""
+    for index, reason in reasons.items():
+        if reason not in MISSING_FILE_REASONS:
+            continue
+        try:
+            catalog.reader.survey(index, catalog.names[index], max_pixels)
+        except RejectedImageError as error:
+            if str(error) == reason:
+                continue
+        raise WorkerError(
+            f"{catalog.shown(index)}: another machine cannot read it ({reason}), but this one can; give all of them "
+            "the same mounts"
+        )
 
 
 def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions) -> Catalog:

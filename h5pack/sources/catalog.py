@@ -126,9 +126,17 @@ class NameTable:
     def __iter__(self) -> Iterator[str]:
         return (self[index] for index in range(len(self)))
 
-    def take(self, indices: Iterable[int]) -> NameTable:
-        """Return the names at `indices`."""
-        return NameTable.of(self[index] for index in indices)
+    def take(self, indices: npt.NDArray[np.int64]) -> NameTable:
+        """Return the names at `indices`, int64 (n,), without an object for each name."""
+        starts, lengths = self._offsets[indices], self._offsets[indices + 1] - self._offsets[indices]
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        blob, taken = np.frombuffer(self._blob, np.uint8), np.empty(int(offsets[-1]), np.uint8)
+        for first in range(0, len(indices), _BLOCK_NAMES):
+            names = slice(first, first + _BLOCK_NAMES)
+            begin, end = offsets[first], offsets[min(first + _BLOCK_NAMES, len(indices))]
+            moved = np.repeat(starts[names] - offsets[:-1][names], lengths[names])
+            taken[begin:end] = blob[np.arange(begin, end) + moved]
+        return NameTable(taken.tobytes(), offsets)
 
 
 @dataclass(frozen=True)
@@ -329,6 +337,10 @@ _MISSING_FILE_REASONS = {
 }
 
 
+MISSING_FILE_REASONS = frozenset(_MISSING_FILE_REASONS.values())
+"""The reasons for which a file is rejected before its content is read."""
+
+
 def missing_file_reason(error: OSError) -> str | None:
     """Return why a file cannot be read if the file itself is the cause, or None if the storage failed."""
     return _MISSING_FILE_REASONS.get(error.errno or 0)
@@ -416,11 +428,11 @@ class Catalog:
         return replace(
             self,
             reader=self.reader.take(indices),
-            names=self.names.take(indices.tolist()),
+            names=self.names.take(indices),
             split_ids=self.split_ids[indices],
             labels=None if self.labels is None else self.labels[indices],
             fields={name: values[indices] for name, values in self.fields.items()},
-            pixel_fields=tuple(replace(one, files=one.files.take(indices.tolist())) for one in self.pixel_fields),
+            pixel_fields=tuple(replace(one, files=one.files.take(indices)) for one in self.pixel_fields),
             annotated_sizes=None if self.annotated_sizes is None else self.annotated_sizes[indices],
         )
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +25,12 @@ import h5pack
 from h5pack import cli
 from h5pack.cluster import dask_client
 from h5pack.cluster.dask_client import Expectations, problems
-from h5pack.errors import OptionsError, WorkerError
+from h5pack.errors import NoSpaceError, OptionsError, WorkerError
+from h5pack.pack.options import ConvertOptions
+from h5pack.pack.survey import survey
+from h5pack.sources.catalog import FileReader
+from h5pack.sources.detect import open_source
+from h5pack.system.processes import ElasticExecutor, SerialExecutor, using_shared
 from tests.cluster.datasets import Deadly, Held, Pictures
 from tests.crashing import leftovers, wait_for
 from tests.makers import class_folders, pixels, save, tar_file, truncate
@@ -217,6 +225,50 @@ def test_what_a_worker_does_not_see_is_named(tmp_path: Path) -> None:
         (found,) = problems(replace(expected, **{name: value}))
         assert (str(tmp_path) in found) == (name != "versions")
     assert len(leftovers(tmp_path)) == 2
+
+
+def test_an_image_that_only_a_worker_does_not_find_is_no_rejected_image(tmp_path: Path) -> None:
+    source = class_folders(tmp_path / "in", {"a": 9})
+    (source / "a/missing.jpg").symlink_to("nowhere.jpg")
+    catalog = open_source(source, ConvertOptions().source_options, tmp_path)
+
+    class Elsewhere(SerialExecutor, ElasticExecutor):
+        root = str(source)
+
+        def in_flight(self) -> int:
+            return 1
+
+        def submit(self, fn: Any, /, *arguments: Any, **settings: Any) -> Any:
+            with using_shared(FileReader(self.root)):
+                return super().submit(fn, *arguments, **settings)
+
+    found = survey(catalog, Elsewhere(), 1, 10**6, lambda count: None)
+    assert found.reasons == {9: "file not found"}
+    Elsewhere.root = str(tmp_path / "not mounted")
+    with pytest.raises(WorkerError, match=r"00000\.jpg"):
+        survey(catalog, Elsewhere(), 1, 10**6, lambda count: None)
+
+
+def full(task: object) -> None:
+    raise OSError(errno.ENOSPC, "full")
+
+
+def test_a_full_disk_is_an_error_that_names_the_machine(tmp_path: Path) -> None:
+    expected = Expectations.here(None, tmp_path / "o.h5.partial")
+    dask_client.prepare(expected, pickle.dumps(None))
+    with pytest.raises(NoSpaceError, match=socket.gethostname()):
+        dask_client.run_pickled(expected.token, pickle.dumps((full, None)))
+    dask_client.forget(expected.token)
+    with pytest.raises(WorkerError):
+        dask_client.run_pickled(expected.token, pickle.dumps((full, None)))
+
+
+def test_a_worker_that_joins_later_is_checked(tmp_path: Path) -> None:
+    expected = Expectations.here(None, tmp_path / "o.h5.partial")
+    dask_client.prepare(replace(expected, versions={**expected.versions, "Pillow": "1.0"}), b"")
+    with pytest.raises(WorkerError, match=r"instead of 1\.0"):
+        dask_client.run_pickled(expected.token, b"")
+    dask_client.forget(expected.token)
 
 
 def test_misuse_is_refused(tmp_path: Path, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:

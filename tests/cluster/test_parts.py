@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import time
 from concurrent.futures import Executor
 from pathlib import Path
@@ -104,13 +105,13 @@ def test_a_killed_part_is_run_again(name: str, tmp_path: Path) -> None:
     h5pack.convert(source, out, part="2/2", **options)
     finish_steps = distinct_steps(convert_in_child(source, out, finish, None), first=True)
     assert min(len(parts_steps), len(finish_steps)) > 12
-    for number in range(8):
-        step = parts_steps[number * len(parts_steps) // 8]
+    for number in range(4):
+        step = parts_steps[(2 * number + 1) * len(parts_steps) // 8]
         out = tmp_path / f"{number}.h5"
         convert_in_child(source, out, first, step)
         h5pack.convert(source, out, part="2/2", **options)
         h5pack.convert(source, out, **first)
-        convert_in_child(source, out, finish, finish_steps[number * len(finish_steps) // 8])
+        convert_in_child(source, out, finish, finish_steps[(2 * number + 1) * len(finish_steps) // 8])
         h5pack.convert(source, out, **finish)
         assert out.read_bytes() == expected, (step, number)
         assert not list(tmp_path.glob(f"{number}.h5.partial*"))
@@ -137,6 +138,18 @@ def test_parts_must_agree(tmp_path: Path) -> None:
     (tmp_path / "p.h5").rename(tmp_path / "p.h5.partial")
     with pytest.raises(OutputExistsError):
         h5pack.convert(source, tmp_path / "p.h5", num_workers=1, part="1/3", **options)
+
+
+def test_the_example_of_an_array_job_runs_every_part_and_finishes(tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    script = Path(__file__).parents[2] / "examples/convert_parts.sbatch"
+    for task, expected in ((3, "--part 3/16"), (0, "--finish")):
+        done = subprocess.run(
+            ["bash", script, "a b", "o.h5", "--size", "64"], capture_output=True, text=True, check=True,
+            env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": str(task)},
+        )  # fmt: skip
+        assert done.stdout == f"h5pack convert a b o.h5 --size 64 {expected}\n"
 
 
 class Late:

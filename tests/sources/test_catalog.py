@@ -36,7 +36,11 @@ def test_a_name_table_gives_back_every_name(names: list[str]) -> None:
         with pytest.raises(IndexError):
             table[index]
     assert list(pickle.loads(pickle.dumps(table))) == names
-    assert list(table.take(range(len(names))[::-2])) == names[::-2]
+    for block in (1, 3, 99):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("h5pack.sources.catalog._TAKE_NAMES", block)
+            taken = table.take(np.arange(len(names))[::-2])
+        assert list(taken) == names[::-2]
 
 
 @settings(max_examples=33, deadline=None)
