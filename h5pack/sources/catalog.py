@@ -27,7 +27,7 @@ from h5pack.format.schema import ARRAY
 from h5pack.images.decode import read_header
 from h5pack.images.headers import ImageHeader
 from h5pack.images.masks import MaskHeader, read_mask_header
-from h5pack.system.arrays import RowNumbers
+from h5pack.system.arrays import RowNumbers, range_indices
 
 IMAGE_SUFFIXES = frozenset(
     f".{ending}"
@@ -98,11 +98,10 @@ class NameTable:
     @classmethod
     def of(cls, names: Iterable[str]) -> NameTable:
         """Return a table of `names`, in which surrogate escapes stand for undecodable bytes."""
-        # The bytes are not copied again, because those of ten million names take 300 MB.
         blob, lengths, remaining = bytearray(), [np.zeros(1, np.int32)], iter(names)
         # Take them in blocks, because a str takes several times as much memory as its bytes.
         while block := list(itertools.islice(remaining, _BLOCK_NAMES)):
-            # Names contain no NUL, so all are encoded in one call with NUL as separator.
+            # Names contain no NUL, so all are encoded in one call.
             joined = os.fsencode("\0".join([*block, ""]))
             ends = np.flatnonzero(np.frombuffer(joined, np.uint8) == 0)
             lengths.append((np.diff(ends, prepend=-1) - 1).astype(np.int32))
@@ -128,14 +127,13 @@ class NameTable:
 
     def take(self, indices: npt.NDArray[np.int64]) -> NameTable:
         """Return the names at `indices`, int64 (n,), without an object for each name."""
-        starts, lengths = self._offsets[indices], self._offsets[indices + 1] - self._offsets[indices]
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        starts, lengths = self._offsets[indices], np.diff(self._offsets)[indices]
+        offsets = np.append(0, np.cumsum(lengths))
         blob, taken = np.frombuffer(self._blob, np.uint8), np.empty(int(offsets[-1]), np.uint8)
         for first in range(0, len(indices), _BLOCK_NAMES):
             names = slice(first, first + _BLOCK_NAMES)
-            begin, end = offsets[first], offsets[min(first + _BLOCK_NAMES, len(indices))]
-            moved = np.repeat(starts[names] - offsets[:-1][names], lengths[names])
-            taken[begin:end] = blob[np.arange(begin, end) + moved]
+            part = blob[range_indices(starts[names], lengths[names])]
+            taken[offsets[first] : offsets[first] + len(part)] = part
         return NameTable(taken.tobytes(), offsets)
 
 
@@ -487,8 +485,7 @@ def split_ids(rows: Mapping[str, RowNumbers], count: int) -> tuple[tuple[str, ..
         if (ids[own] != len(rows)).any():
             raise ValueError("its splits overlap")
         ids[own] = number
-    names = (*rows, _REST)
-    return (names if (ids == len(rows)).any() else names[:-1]), ids
+    return ((*rows, _REST) if (ids == len(rows)).any() else tuple(rows)), ids
 
 
 def sample_name(index: int) -> str:

@@ -38,7 +38,7 @@ def test_a_name_table_gives_back_every_name(names: list[str]) -> None:
     assert list(pickle.loads(pickle.dumps(table))) == names
     for block in (1, 3, 99):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("h5pack.sources.catalog._TAKE_NAMES", block)
+            patch.setattr("h5pack.sources.catalog._BLOCK_NAMES", block)
             taken = table.take(np.arange(len(names))[::-2])
         assert list(taken) == names[::-2]
 
