@@ -94,24 +94,28 @@ def decoder_versions() -> dict[str, str]:
 def strict_pillow() -> Iterator[None]:
     """Silence Pillow's warnings, disable its limit on pixels (`refuse_bomb` has ours), and reject truncated files.
 
-    These settings belong to the process, so the first thread that comes changes them, and the last one restores them.
+    These settings belong to the process. So while several threads decode, the first one that came has changed them, and
+    the last one restores them.
     """
+    thread = threading.get_ident()
     with _strict_lock:
-        if not _strict_threads:
-            _strict_settings.enter_context(_strict_process())
-        _strict_threads.append(threading.get_ident())
+        if all(other == thread for other in _strict_threads):
+            _strict_settings.append(contextlib.ExitStack())
+            _strict_settings[-1].enter_context(_strict_process())
+        _strict_threads.append(thread)
     try:
         yield
     finally:
         with _strict_lock:
-            _strict_threads.remove(threading.get_ident())
-            if not _strict_threads:
-                _strict_settings.close()
+            _strict_threads.remove(thread)
+            if len(set(_strict_threads)) <= 1:
+                while len(_strict_settings) > len(_strict_threads):
+                    _strict_settings.pop().close()
 
 
 _strict_lock = threading.Lock()
-_strict_threads: list[int] = []
-_strict_settings = contextlib.ExitStack()
+_strict_threads: list[int] = []  # one entry for each context that is open
+_strict_settings: list[contextlib.ExitStack] = []
 
 
 @contextlib.contextmanager

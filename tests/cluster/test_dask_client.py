@@ -62,9 +62,10 @@ class Cluster:
             )  # fmt: skip
 
     def client(self) -> Any:
-        # The client says nothing about a scheduler that a test kills.
-        client = distributed.Client(scheduler_file=str(self.file), timeout=1)
+        client = distributed.Client(scheduler_file=str(self.file), timeout=60)
         client.wait_for_workers(2, timeout=60)
+        # Of reconnecting to a scheduler that a test kills.
+        client._timeout = 1
         return client
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import functools
 import io
 import random
 import re
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -364,6 +365,28 @@ def test_pillows_settings_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
         decoded(FILES["ycbcr jpeg"][:-30])
     assert Image.MAX_IMAGE_PIXELS == 123
     assert ImageFile.LOAD_TRUNCATED_IMAGES
+
+
+def test_pillows_settings_hold_until_the_last_thread_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 123)
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with strict_pillow():
+            entered.set()
+            leave.wait()
+
+    thread = threading.Thread(target=other)
+    with strict_pillow(), strict_pillow():
+        thread.start()
+        entered.wait()
+    assert Image.MAX_IMAGE_PIXELS is None
+    with strict_pillow():
+        pass
+    assert Image.MAX_IMAGE_PIXELS is None
+    leave.set()
+    thread.join()
+    assert Image.MAX_IMAGE_PIXELS == 123
 
 
 def test_pillows_warnings_are_no_reason_to_refuse() -> None:
