@@ -48,7 +48,7 @@ class H5Dataset(BatchSource):
         A pack (a file that h5pack wrote), or any HDF5 file with a dataset that has one sample per entry of axis 0. The
         samples are arrays of numbers or encoded images. Encoded images are those of a pack that keeps JPEG bytes, or
         rows of variable-length uint8 that hold the bytes of a JPEG, PNG or other image file. They are decoded to RGB
-        (H, W, 3). A list of files, or a pattern such as "shards/*.h5", is read as one file with the rows of all.
+        (H, W, 3). A list of files, or a pattern such as ``"shards/*.h5"``, is read as one file with the rows of all.
     split : str or sequence of str, optional
         Name of one of the file's splits, or names of several, whose samples follow each other in that order; None: all
         rows.
