@@ -188,7 +188,7 @@ def big_names(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         label_names=BIG_CLASSES,
         fields={},
         filenames=[f"{number}.jpg" for number in range(6)],
-        splits={"all": (0, 6)},
+        splits=[("all", 0, 6)],
         checksums=row_checksums(rows),
         statistics={"mean": [0.0] * 3, "std": [0.0] * 3, "rows": 6, "step": 1, "split": "all"},
     )

@@ -22,6 +22,8 @@ CACHES = ("hot", "cold")
 DEFAULT_CHUNK_BYTES = tuple(1024 * size for size in (64, 256, 1024, 4096, 16384))
 MIN_REPEATS = 3
 """Minimum number of repeats for a reliable median."""
+MIN_TURNS = 5
+"""Minimum number of turns that must agree that one file variant is faster than another."""
 REPEATS = 4
 """Number of repeats to aim for in each case; slow cases get fewer."""
 TIE = 0.95
@@ -151,13 +153,18 @@ class Measurement:
         both = zip(self.turns, self.speeds, strict=False)
         return tuple(sorted(speed / others[turn] for turn, speed in both if turn in others))
 
-    def is_faster(self, other: Measurement) -> bool:
-        """Return whether this case is faster: by more than 5 % in each turn that measured both, at least three."""
+    def is_faster(self, other: Measurement, min_turns: int = MIN_REPEATS) -> bool:
+        """Return whether this case is faster in each turn that measured both, at least `min_turns`.
+
+        The lowest of these ratios must be above 1.05, and above the highest divided by the lowest. The reason is that
+        on a busy machine ratios vary, so a few of them may all be above 1 by chance.
+        """
         if not self.speeds or not other.speeds:
             return False
+        if max(other.speeds) < HOPELESS * min(self.speeds):
+            return True
         ratios = self.ratios(other)
-        hopeless = max(other.speeds) < HOPELESS * min(self.speeds)
-        return hopeless or (len(ratios) >= MIN_REPEATS and TIE * ratios[0] > 1)
+        return len(ratios) >= min_turns and TIE * ratios[0] > 1 and ratios[0] > ratios[-1] / ratios[0]
 
     def with_repeats_of(self, other: Measurement) -> Measurement:
         """Return this measurement with the repeats of another one of the same case added."""

@@ -12,6 +12,7 @@ from typing import Any
 from h5pack.benchmark.cases import (
     HOPELESS,
     MIN_REPEATS,
+    MIN_TURNS,
     NO_TIME,
     TIE,
     BenchCase,
@@ -27,6 +28,7 @@ from h5pack.system.text import counted, format_bytes
 MIN_ROWS, MIN_BYTES = 256, 16 * 1024 * 1024
 """A sample with fewer rows and fewer bytes than this is too small to trust, because it fits into a CPU's caches."""
 _MAX_FINALISTS = 6
+_BUSY_SPREAD = 1.5  # If the ratio of two variants varies by more than this factor, the machine is too busy.
 _CACHE_WORDS = {"hot": "warm", "cold": "cold"}
 
 
@@ -79,12 +81,13 @@ class Recommendation:
     # the lowest and the highest. None if no ceiling was measured.
     of_ceiling: tuple[float, float, float] | None = None
     ceiling_threads: int = 0
-    ties: tuple[str, ...]  # Labels of this variant and of those that are neither faster nor slower than it.
+    ties: tuple[str, ...]  # Labels of this variant and of those that are not slower than it.
     doubts: tuple[str, ...]  # Reasons why the recommendation is uncertain; empty if it is certain.
     reasons: tuple[str, ...]  # Sentences that explain the recommendation.
     command: str  # Command line that converts to the variant; empty if `convert` is False.
     code: str  # Python code that reads the file with these settings.
     is_default: bool = False  # Whether `h5pack.convert` makes these chunks by default.
+    busy: bool = False  # Whether the machine was too busy to compare variants.
     gain: float | None = None  # Speedup over reading the input file with h5py, one index per call, if measured.
 
 
@@ -136,9 +139,15 @@ def missing(
 def finalists(
     variants: Sequence[FileVariant], measurements: Sequence[Measurement], workload: Workload, cache: str
 ) -> list[BenchCase]:
-    """Return the cases to measure again side by side: one per file variant, the fastest first."""
+    """Return the cases to measure again side by side: one per file variant, the fastest first.
+
+    The variant nearest to the default is always among them, because the others are compared with it.
+    """
     found = sorted(_comparable(variants, measurements, workload, cache), key=lambda one: -one.median)
-    return [one.case for one in found[:_MAX_FINALISTS] if one.median >= HOPELESS * found[0].median]
+    packed = {one.label: _effort(one, workload) for one in variants if not one.is_input}
+    nearest = min((one.case.variant for one in found if one.case.variant in packed), key=packed.__getitem__, default="")
+    fast = [one for one in found[:_MAX_FINALISTS] if one.median >= HOPELESS * found[0].median]
+    return [one.case for one in found if one in fast or one.case.variant == nearest]
 
 
 def choose(
@@ -150,15 +159,16 @@ def choose(
 ) -> Recommendation | None:
     """Choose the recommendation from the measurements of the sweep and of the run-off; None if nothing was measured.
 
-    Recommend the input file, or else the variant closest to the default, unless others are faster than it (see
-    `Measurement.is_faster`). Recommend other settings than the usual ones only if they are faster, too.
+    Recommend the input file, or else the variant closest to the default, unless others are faster than it in at least
+    `MIN_TURNS` turns (see `Measurement.is_faster`). Recommend other settings than the usual ones only if they are
+    faster, too.
     """
     found = _compared(variants, measurements, run_off, workload, cache)
     if not found:
         return None
     small = _small_sample(workload)
     picked = _pick_variant(found, workload, compare=not small)
-    ties = [one for one in found if small or not (picked.is_faster(one) or one.is_faster(picked))]
+    ties = [one for one in found if small or not picked.is_faster(one, MIN_REPEATS)]
     variant = picked.variant
     used, settings_reasons = _pick_settings(picked.stated, run_off, workload)
     num_workers, workers_reason = _pick_workers(picked.stated, run_off, workload)
@@ -194,6 +204,7 @@ def choose(
         command="" if variant.is_input else _command(variant, workload),
         code=_code(variant, used.case, workload.split),
         is_default=workload.is_default(variant),
+        busy=not small and _is_busy(picked, found, ties, workload),
         gain=gain,
     )
 
@@ -223,14 +234,14 @@ class _Compared:
 
     def _beside(self, other: _Compared) -> tuple[Measurement, Measurement]:
         """Return the measurements of both to compare: those of the run-off if they share enough turns."""
-        if len(self.stated.ratios(other.stated)) >= MIN_REPEATS:
+        if len(self.stated.ratios(other.stated)) >= MIN_TURNS:
             return self.stated, other.stated
         return self.every, other.every
 
-    def is_faster(self, other: _Compared) -> bool:
+    def is_faster(self, other: _Compared, min_turns: int = MIN_TURNS) -> bool:
         """Return whether this variant is faster than the other (see `Measurement.is_faster`)."""
         mine, others = self._beside(other)
-        return mine.is_faster(others)
+        return mine.is_faster(others, min_turns)
 
     def ratios(self, other: _Compared) -> tuple[float, ...]:
         """Return this variant's speed divided by the other's in each turn that measured both, ascending."""
@@ -258,21 +269,27 @@ def _compared(
 
 
 def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bool) -> _Compared:
-    """Return the variant of least effort, or the fastest of those that are faster, of these again that of least effort.
+    """Return the variant of least effort, or one that is faster than it: of the fastest of these that of least effort.
 
-    Noise thus leads to the default: a variant is only compared with those that were found to be faster.
+    Noise thus leads to the default: what is recommended instead of it is faster than the default itself.
     """
 
     def least_effort(some: Sequence[_Compared]) -> _Compared:
         return min(some, key=lambda one: _effort(one.variant, workload))
 
-    picked = least_effort(found)
-    for _ in found if compare else ():
-        faster = [one for one in found if one.is_faster(picked)]
-        if not faster:
-            break
-        picked = least_effort([one for one in faster if not any(other.is_faster(one) for other in faster)] or faster)
-    return picked
+    usual = least_effort(found)
+    faster = [one for one in found if one.is_faster(usual)] if compare else []
+    if usual.variant.is_input and faster:
+        return _pick_variant(faster, workload, compare=True)
+    fastest = [one for one in faster if not any(other.is_faster(one) for other in faster)]
+    return least_effort(fastest or faster or [usual])
+
+
+def _is_busy(picked: _Compared, found: Sequence[_Compared], ties: Sequence[_Compared], workload: Workload) -> bool:
+    """Return whether no variant is faster than that of least effort, and ratios of speeds vary too much to tell."""
+    spreads = [ratios[-1] / ratios[0] for one in ties if one is not picked and (ratios := one.ratios(picked))]
+    usual = min(_effort(one.variant, workload) for one in found)
+    return statistics.median(spreads or [1.0]) > _BUSY_SPREAD and _effort(picked.variant, workload) == usual
 
 
 def _pick_chunk_cache(
@@ -297,7 +314,7 @@ def _pick_chunk_cache(
     if len(by_engine) == 2 and by_engine["default"].is_faster(by_engine["tuned"]):
         times = _ratio_text(by_engine["default"].ratios(by_engine["tuned"]))
         return None, [f"With h5py: its default chunk cache, with which it was {times} times as fast as with {text}."]
-    return cache, [f"With h5py: {text} ({cache.reason})."]
+    return cache, [f"With h5py: {text} ({cache.reason}). H5Loader and H5Dataset need no chunk cache."]
 
 
 def _comparable(

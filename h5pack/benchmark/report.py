@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import textwrap
 from collections import Counter
@@ -106,6 +107,8 @@ class BenchReport:
     @property
     def parameters(self) -> tuple[str, ...]:
         """The parameters that the text mentions, in Python syntax, such as ``seconds=60``."""
+        if self.recommendation is not None and self.recommendation.busy:
+            return f"seconds={self._longer_seconds:g}", "full=True"
         if self.enough_seconds is None:
             return ("full=True",)
         return f"seconds={self.enough_seconds}", "orders='window'", "engines='direct'", "full=True"
@@ -130,12 +133,22 @@ class BenchReport:
         size = "" if variant is None or variant.chunk_bytes is None else f" ({format_bytes(variant.chunk_bytes)})"
         chunks = f"the default chunks of {chosen.variant}" if chosen.is_default else f"chunks of {chosen.variant}"
         what = f"Convert with {chunks}{size}" if chosen.convert else "Keep the input file as it is"
+        if chosen.busy:
+            again = f"or measure again when nothing else uses it, or with seconds={self._longer_seconds:g}"
+            what = f"This machine is too busy to tell chunk sizes apart. {what}, {again}"
+        elif chosen.is_default and len(chosen.ties) > 1:
+            what = f"No chunk size is measurably better: keep the default of {chosen.variant}{size}"
         low, high = chosen.images_per_s_range
         text = f"{what}: {chosen.images_per_s:,.0f} images/s"
         text += f" ({low:,.0f} to {high:,.0f})" if low < high else ""
         text += f" with num_threads={chosen.num_threads}"
         ratio = _ratio_text(chosen)
         return f"{text}, {ratio}." if ratio else f"{text}."
+
+    @property
+    def _longer_seconds(self) -> float:
+        """How many seconds to try if the machine was too busy."""
+        return 3 * self.budget_seconds
 
     def ceiling_of(self, cache: str) -> Ceiling | None:
         """Return the ceiling for a page-cache state, if possible the one that the recommendation is compared with.
@@ -152,19 +165,16 @@ class BenchReport:
 
 
 def _ratio_text(chosen: Recommendation) -> str:
-    """Return the recommended speed in relation to that of the ceiling; empty if it was not measured.
+    """Return the recommended speed in relation to that of the ceiling.
 
-    A ratio that varies by more than a factor of 1.5 is a range. One above 1 is noise: the copy is measured after the
-    reading, and other programs may slow it.
+    It is empty if the ceiling was not measured, or if the ratio varies by more than a factor of 1.5. A ratio above 1 is
+    noise: the copy is measured after the reading, and other programs may slow it.
     """
-    if chosen.of_ceiling is None:
+    median, low, high = chosen.of_ceiling or (0.0, 0.0, math.inf)
+    if high > _NOISY_RATIO * low:
         return ""
-    median, low, high = chosen.of_ceiling
     name = "a memory copy" if chosen.judged_by == "hot" else "a sequential read"
     name += f" with {counted(chosen.ceiling_threads, 'thread')}"
-    if high > _NOISY_RATIO * low:
-        why = "other programs slow the one or the other"
-        return f"too noisy to compare with {name} ({low:.2f} to {high:.2f} of it: {why})"
     return f"as fast as {name}, within noise" if median >= 1 else f"{median:.2f} of {name}"
 
 
@@ -325,7 +335,7 @@ def _tables(report: BenchReport) -> list[list[str]]:
 
 def _legend(report: BenchReport) -> list[str]:
     """Return what the marks, engines and orders of the tables mean."""
-    marks = [] if report.recommendation is None else ["> recommended", "= neither faster nor slower than that"]
+    marks = [] if report.recommendation is None else ["> recommended", "= not slower than that"]
     return [
         *marks,
         "direct: H5Loader, without the HDF5 library; single: H5Dataset",

@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
     what = doctor.add_argument_group("what to feed")
     what.add_argument("--split", metavar="NAME", help="feed only this split (default: all rows)")
     what.add_argument("--images", default="images", metavar="NAME", help="the dataset of images (default: detected)")
-    what.add_argument("--labels", default="labels", metavar="NAME", help="the dataset of labels (default: labels)")
+    what.add_argument("--labels", default="labels", metavar="NAME", help="the dataset of labels (default: detected)")
     how = doctor.add_argument_group("how to feed it")
     how.add_argument("--batch-size", type=int, default=256, metavar="N", help="images per batch (default: 256)")
     how.add_argument(

@@ -23,7 +23,7 @@ from h5pack.order.window import DEFAULT_WINDOW, OrderPlan
 
 Item = TypeVar("Item")
 
-_MAX_FRAMES = 10
+_MAX_FRAMES, _LOADER_MODULE = 10, "torch.utils.data.dataloader"
 
 
 def batch_indices(plan: OrderPlan, epoch: int, first: int) -> Iterator[npt.NDArray[np.int64]]:
@@ -51,7 +51,8 @@ def _received_by_loop(iteration: IterationState) -> Callable[[], int | None] | N
     """
     frame, loader = sys._getframe(2), None
     for _ in range(_MAX_FRAMES):
-        found = frame.f_locals.get("self")
+        # Only in frames of torch: until Python 3.13, `f_locals` keeps all variables of a frame alive until it returns.
+        found = frame.f_locals.get("self") if frame.f_globals.get("__name__") == _LOADER_MODULE else None
         if any(one.__name__ == "_MultiProcessingDataLoaderIter" for one in type(found).__mro__):
             loader = weakref.ref(found)
         if loader is not None or frame.f_back is None:

@@ -10,6 +10,7 @@ from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from h5pack.benchmark.plots import check_plot_file, save_figure
+from h5pack.format import schema
 from h5pack.monitor.advice import BOTTLENECK_WORDS, Advice
 from h5pack.monitor.bottleneck import (
     INTERRUPTED,
@@ -54,6 +55,8 @@ class TargetSummary:
     step: str
     labels: bool  # whether the step received labels
     normalize: str
+    image_dataset: str = schema.IMAGES  # the names of the datasets in the file
+    label_dataset: str | None = schema.LABELS
     faults: tuple[str, ...] = ()  # properties of the file that slow down reading, as in the report of `h5pack.info`
 
 
@@ -129,6 +132,9 @@ class DoctorReport:
         target, evidence = self.target, self.evidence
         split = "all rows" if target.split is None else f"split {target.split}"
         lines = [f"{target.path}: {split}, {target.rows:,} images of {target.images}"]
+        if (target.image_dataset, target.label_dataset) not in [(schema.IMAGES, schema.LABELS), (schema.IMAGES, None)]:
+            labels = "none" if target.label_dataset is None else repr(target.label_dataset)
+            lines.append(f"images: {target.image_dataset!r}; labels: {labels}")
         if evidence is not None:
             pinned = ", pinned" if evidence.pinned else ""
             feeder = f"H5Loader with {counted(evidence.parallel, 'thread')}"
@@ -231,7 +237,7 @@ def _too_little_text(verdict: Verdict, evidence: Evidence, enough_seconds: float
     times = "never" if rates is None else f"only {counted(rates.repeats, 'time')}"
     return (
         f"Too little was measured to say what limits the training: '{STAGE_TITLES[verdict.stage]}' {times}, and "
-        f"{MIN_REPEATS} times are needed. Give at least seconds={enough_seconds:g}."
+        f"{MIN_REPEATS} times are needed. Give at least seconds={enough_seconds:g}.{_known_text(evidence)}"
     )
 
 
@@ -243,8 +249,21 @@ def _noisy_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> 
         why += f", but the loop, which contains it, {evidence.rates(Stage.EVERYTHING)}"
     return (
         f"The measurements are too noisy to say what limits the training: {why}. Measure again when nothing else uses "
-        f"the machine, or with more time, seconds={_more_seconds(enough_seconds):g}.{_threads_text(evidence)}"
+        f"the machine, or with more time, seconds={_more_seconds(enough_seconds):g}."
+        f"{_known_text(evidence)}{_threads_text(evidence)}"
     )
+
+
+def _known_text(evidence: Evidence) -> str:
+    """Return how the loader and the step compare, each measured alone, if there is no verdict."""
+    feed, step = evidence.rates(evidence.feed_stage), evidence.rates(Stage.STEP)
+    if feed is None or step is None:
+        return ""
+    known = f" Measured alone, the loader reaches {feed}, and the step {step}"
+    if min(feed.repeats, step.repeats) < MIN_REPEATS or feed.overlaps(step):
+        return f"{known}: too close, or too few repeats, to tell which is slower."
+    slower = "the loader" if feed.high < step.low else "the step"
+    return f"{known}: {slower} was slower in every repeat."
 
 
 def _more_seconds(enough_seconds: float) -> float:

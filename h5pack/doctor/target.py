@@ -479,6 +479,8 @@ class Target:
             device=f"{self.device} ({torch.cuda.get_device_name(self.device)})" if self.on_gpu else str(self.device),
             step=self._step_text,
             labels=labels_of(self._sample) is not None,
+            image_dataset=self.dataset.names[0],
+            label_dataset=self.dataset.label_name,
             normalize=self._normalize_text,
         )
 

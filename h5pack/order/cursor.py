@@ -80,11 +80,17 @@ class EpochCursor:
         return self.iteration
 
     def state(self, count: int | None = None) -> dict[str, Any]:
-        """Return the state after `count` batches or rows of the running iteration; None: after those counted so far."""
-        received = self.iteration.received
-        if count is None and received is not None and self._running:
-            count = received()
-        return self.state_of(self.iteration if self._running else None, count)
+        """Return the state after `count` batches or rows of the running iteration; None: after those counted so far.
+
+        If none of the counted ones is left, and the loop has ended, it is the state at the start of the next epoch.
+        """
+        iteration = self.iteration
+        if count is None and self._running:
+            count = None if iteration.received is None else iteration.received()
+            done = iteration.start + (iteration.count if count is None else count)
+            if iteration.exhausted and done >= self._length:
+                return self.state_of(None)
+        return self.state_of(iteration if self._running else None, count)
 
     def state_of(self, iteration: IterationState | None, count: int | None = None) -> dict[str, Any]:
         """Return the state after `count` batches or rows of `iteration`, or at the next iteration's start if None."""

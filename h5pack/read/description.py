@@ -124,7 +124,8 @@ def _describe(
             ragged[name] = index_ragged(file, name)
             _require_length(file, name, ragged[name].rows, images, rows)
             continue
-        dataset = require_dataset(file, name)
+        parameter = {images: "images=NAME", labels: "labels=NAME"}.get(name, "fields=[NAME]")
+        dataset = require_dataset(file, name, parameter)
         _require_rows(file, dataset, name == images)
         rows = len(dataset) if rows < 0 else rows
         _require_length(file, name, len(dataset), images, rows)

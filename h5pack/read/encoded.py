@@ -153,9 +153,9 @@ def _require_size(path: str, name: str, row: int, size: tuple[int, ...], wanted:
     if size != wanted:
         height, width = wanted
         raise SizesDifferError(
-            f"{path}: {name!r} row {row} is {size[0]}x{size[1]} and row 0 is {height}x{width}, so they cannot be "
-            "batched; give decode=RandomResizedCrop(224), CenterCrop(256, resize=256) or Resize((height, width)), or "
-            f"pack the file with 'h5pack convert' and size='{height}x{width}'",
+            f"{path}: image {row} of {name!r} is {size[0]}x{size[1]} and image 0 is {height}x{width}, so they cannot "
+            "be batched; give decode=RandomResizedCrop(224), or another crop or Resize, or convert the file with "
+            f"size='{height}x{width}'",
             path=path,
             dataset=name,
             rows=(row,),

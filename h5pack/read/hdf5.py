@@ -115,17 +115,21 @@ def require_complete(file: h5py.File) -> None:
         )
 
 
-def require_dataset(file: h5py.File, name: str) -> h5py.Dataset:
-    """Return the dataset `name` of `file`; if there is none, raise PackFormatError that lists the datasets."""
+def require_dataset(file: h5py.File, name: str, parameter: str = "") -> h5py.Dataset:
+    """Return the dataset `name` of `file`; if there is none, raise PackFormatError that lists the datasets.
+
+    `parameter` is what named it, such as ``labels=NAME``.
+    """
     item = find_item(file, name)
     if not isinstance(item, h5py.Dataset):
         known = ", ".join(repr(found) for found in dataset_names(file)) or "none"
-        advice = "; give images=NAME" if name == schema.IMAGES else ""
+        parameter = parameter or ("images=NAME" if name == schema.IMAGES else "")
+        advice = f"; give {parameter}" if parameter else ""
         raise PackFormatError(
             f"{file.filename}: has no dataset {name!r}; its datasets are {known}{advice}",
             path=file.filename,
             dataset=name,
-            parameters=("images=NAME",) if advice else (),
+            parameters=(parameter,) if parameter else (),
         )
     return item
 

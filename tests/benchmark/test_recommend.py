@@ -29,11 +29,21 @@ def measured(label: str, *speeds: float, **changes: object) -> Measurement:
 
 
 def chosen_from(variants: Sequence[FileVariant], *found: Measurement, **changes: Any) -> Recommendation:
-    """The recommendation after a sweep with these results; `changes` are fields of the workload, or `run_off`."""
-    run_off = changes.pop("run_off", ())
-    chosen = choose(variants, found, run_off, replace(WORKLOAD, **changes), "hot")
+    """The recommendation after a sweep with these results; `changes` are fields of the workload, or `run_off`.
+
+    Three turns are made five, the least that are enough, by repeating the first two, which keeps all medians.
+    """
+    run_off = [_five_turns(one) for one in changes.pop("run_off", ())]
+    chosen = choose(variants, [_five_turns(one) for one in found], run_off, replace(WORKLOAD, **changes), "hot")
     assert chosen is not None
     return chosen
+
+
+def _five_turns(one: Measurement) -> Measurement:
+    if one.turns != (0, 1, 2):
+        return one
+    speeds, ceilings = (values + values[:2] for values in (one.speeds, one.ceilings))
+    return replace(one, speeds=speeds, ceilings=ceilings, turns=tuple(range(5)))
 
 
 Speeds = dict[str, tuple[float, ...]]
@@ -56,7 +66,13 @@ Speeds = dict[str, tuple[float, ...]]
          {"32 rows", "128 rows"}, 60),
         # A noisy variant is not recommended because another one is faster than the default.
         ({"2 rows": (70, 71, 72), "32 rows": (60, 61, 62), "128 rows": (20, 64, 65)}, {}, "2 rows",
-         {"2 rows"}, 71),
+         {"2 rows", "128 rows"}, 71),
+        # A variant that is faster in every turn, but by less than the ratio varies, may be so by chance.
+        ({"2 rows": (10, 11, 12), "32 rows": (50, 60, 70), "128 rows": (110, 85, 99)}, {}, "32 rows",
+         {"32 rows", "128 rows"}, 60),
+        # One that is not faster than the default does not win by being faster than one that is.
+        ({"2 rows": (70, 70, 70, 70, 70, 90), "32 rows": (50, 50, 50, 50, 50, 99), "128 rows": (60, 60, 60, 60, 60)},
+         {}, "128 rows", {"2 rows", "128 rows"}, 60),
         # Rows without chunks are never recommended.
         ({"32 rows": (50, 51, 52), "contiguous": (90, 91, 92)}, {}, "32 rows", {"32 rows"}, 51),
         # A run-off with enough repeats replaces the sweep; too few repeats are pooled with those of the sweep.
@@ -65,7 +81,8 @@ Speeds = dict[str, tuple[float, ...]]
         ({"2 rows": (60,), "32 rows": (100,), "128 rows": (30, 31, 32)}, {"2 rows": (50, 62), "32 rows": (90, 91)},
          "32 rows", {"32 rows"}, 91),
     ],
-    ids=["fastest", "ties", "nearest", "drift", "noise", "outlier", "contiguous", "run-off", "pooled"],
+    ids=["fastest", "ties", "nearest", "drift", "noise", "outlier", "chance", "chain", "contiguous", "run-off",
+         "pooled"],
 )  # fmt: skip
 def test_the_recommended_variant(sweep: Speeds, run_off: Speeds, variant: str, ties: set[str], speed: float) -> None:
     found, again = ([measured(label, *speeds) for label, speeds in part.items()] for part in (sweep, run_off))
@@ -241,12 +258,12 @@ def test_the_ratio_to_the_ceiling_is_that_of_the_repeats_beside_it() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_was_measured_the_recommendation_is_not_clearly_slower_than_any_other(seed: int) -> None:
+def test_the_default_is_recommended_unless_another_one_is_faster_in_five_turns(seed: int) -> None:
     random = Random(seed)
 
     def some(label: str, **changes: object) -> Measurement:
         median, noise = random.choice((50, 70, 100)), random.choice((0.01, 0.1, 0.5))
-        speeds = [median * random.uniform(1 - noise, 1 + noise) for _ in range(random.randint(1, 5))]
+        speeds = [median * random.uniform(1 - noise, 1 + noise) for _ in range(random.choice((2, 4, 5, 8)))]
         ceilings = tuple(speed * random.uniform(0.7, 2.0) for speed in speeds)
         return replace(measured(label, *speeds, **changes), ceilings=ceilings)
 
@@ -259,10 +276,14 @@ def test_whatever_was_measured_the_recommendation_is_not_clearly_slower_than_any
     none = Measurement(WORKLOAD.case("", "hot"))
     pooled = {label: one.with_repeats_of(again.get(one.case, none)) for label, one in compared.items()}
     compared = {label: one.updated_by(again.get(one.case)) for label, one in compared.items()}
-    for label in compared:
-        few = len(compared[label].ratios(compared[chosen.variant])) < 3
-        of = pooled if few else compared
-        assert not of[label].is_faster(of[chosen.variant])
+
+    def is_faster(one: str, other: str) -> bool:
+        of = pooled if len(compared[one].ratios(compared[other])) < 5 else compared
+        return of[one].is_faster(of[other], min_turns=5)
+
+    faster = {label for label in compared if is_faster(label, "32 rows")}
+    assert chosen.variant in (faster or {"32 rows"})
+    assert not any(is_faster(label, chosen.variant) for label in faster)
     assert set(chosen.ties) >= {chosen.variant}
     assert chosen.num_threads <= WORKLOAD.cpus
     figures = [

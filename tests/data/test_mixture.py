@@ -181,6 +181,9 @@ def test_resuming_at_every_batch(mixed: ConcatPack) -> None:
             sampler.load_state_dict(state)
         assert [list(again), list(again)] == [whole[0][done:], whole[1]]
         assert [one + two for one, two in zip(*halves, strict=True)] == whole[0][done:]
+    assert list(running) == whole[1]
+    after = running.state_dict()
+    assert (after["epoch"], after["batches"]) == (2, 0)
     changes = ({"weights": [3, 1, 0.6]}, {"seed": 6}, {"num_samples": 401}, {"window": 3}, {"drop_last": True})
     for change in (*changes, {"rank": 0, "num_replicas": 2}):
         with pytest.raises(StateError):

@@ -278,7 +278,7 @@ def test_a_state_after_a_loop_that_was_left_early_warns(
     assert [record.name for record in caplog.records] == ["h5pack"]
     fed.epoch()  # The next one, to its end.
     after = fed.sampler.state_dict()
-    assert (after["epoch"], after[kind]) == (1, len(fed.sampler))
+    assert (after["epoch"], after[kind]) == (2, 0)
     assert len(caplog.records) == 1
 
 
@@ -306,7 +306,8 @@ def test_where_a_state_points_to(dataset: h5pack.H5Dataset, kind: str) -> None:
 
     assert place() == place(0) == (0, 0)
     whole = len(list(fed.sampler))
-    assert place() == (0, whole), "behind the last: that epoch has nothing left"
+    assert place() == (1, 0), "after a loop: the next epoch"
+    assert place(whole) == (0, whole), "behind the last: that epoch has nothing left"
     assert place(3) == (0, 3)
     iterator = iter(fed.sampler)
     assert place() == place(0) == (1, 0), "made, not begun"
@@ -319,6 +320,25 @@ def test_where_a_state_points_to(dataset: h5pack.H5Dataset, kind: str) -> None:
     next(iter(fed.sampler))
     assert place() == (4, 3)
     assert place(2) == (4, 4), "counted from where this iteration began"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@KINDS
+def test_a_state_after_a_complete_loop_is_the_next_epoch(dataset: h5pack.H5Dataset, kind: str, workers: int) -> None:
+    fed = Fed(kind, dataset, workers)
+    epochs = [fed.epoch()]
+    state = fed.sampler.state_dict()
+    epochs.append(fed.epoch())
+    assert (state["epoch"], state[kind]) == (1, 0)
+    again = Fed(kind, dataset, workers).resumed(state)
+    assert again.epoch() == epochs[1]
+    # Also after the rest of an epoch, even if nothing is left of it.
+    for rest in (1, 0):
+        resumed = Fed(kind, dataset, workers).resumed(fed.sampler.state_dict())
+        resumed.sampler.load_state_dict({**state, "epoch": 3, kind: len(fed.sampler) - rest})
+        resumed.epoch()
+        after = resumed.sampler.state_dict()
+        assert (after["epoch"], after[kind]) == (4, 0)
 
 
 @KINDS

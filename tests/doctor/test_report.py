@@ -121,6 +121,9 @@ SLOW = {"storage_hot": 900, "loader": 850, "everything": 840}
         ({"step": None, "everything": None}, {}, ["'step alone'", "(there is none)", "36,000 images/s"]),
         ({}, {"stall_fraction": 0.3, "stall_range": (0.02, 0.6)}, ["too noisy", "from 2 to 60 %"]),
         ({"loader": 800, "everything": 1_600}, {}, ["too noisy", "800 images/s", "1,600 images/s"]),
+        # Even without a verdict, the slower one of the loader and the step is named.
+        ({"loader": 800, "step": 3_000, "everything": 1_600}, {}, ["the loader was slower in every repeat"]),
+        ({"loader": 9_000, "step": 800, "everything": 1_600}, {}, ["the step was slower in every repeat"]),
     ],
 )  # fmt: skip
 def test_the_verdict_in_words(figures: dict[str, Any], known: dict[str, Any], parts: list[str]) -> None:

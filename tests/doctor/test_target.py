@@ -83,7 +83,9 @@ def test_the_datasets_of_another_file_are_detected_and_its_faults_named(tmp_path
         file["train/y"] = np.arange(40)[:, None] % 4
     with Diagnosis(settings(path)) as diagnosis:
         assert diagnosis.target.dataset.names == ("train/x", "train/y")
-        assert diagnosis.report().target.faults == h5pack.info(path).datasets[0].faults != ()
+        report = diagnosis.report()
+        assert report.target.faults == h5pack.info(path).datasets[0].faults != ()
+        assert all(name in report.to_text() for name in ("'train/x'", "'train/y'"))
     with h5py.File(path, "a") as file:
         file["train/z"] = file["train/x"][()]
     with pytest.raises(PackFormatError) as caught:

@@ -26,7 +26,7 @@ def tables(rows: int, classes: int = 3) -> PackTables:
         label_names=tuple(f"class {number}" for number in range(classes)),
         fields={"weight": np.linspace(0, 1, rows)},
         filenames=[f"{row:08d}.jpg" for row in range(rows)],
-        splits={"train": (0, rows // 2), "größe": (rows // 2, rows)},
+        splits=[("train", 0, rows // 2), ("größe", rows // 2, rows)],
         checksums=np.arange(rows, dtype=np.uint32),
         statistics={"mean": [0.5] * 3, "std": [0.1] * 3, "rows": rows, "step": 1, "split": "größe"},
         rejects=[Reject("x.jpg", "truncated")],
