@@ -247,7 +247,7 @@ def test_several_splits_follow_each_other(tmp_path: Path, splits: Any) -> None:
     ("settings", "error", "parameters"),
     [
         *(({"split": "val"}, PackFormatError, ("split",)), ({"fields": "boxes"}, OptionsError, ("fields",))),
-        *(({"fields": ["depth"]}, PackFormatError, ()), ({"check": True}, OptionsError, ("check",))),
+        *(({"fields": ["depth"]}, PackFormatError, ("fields=[NAME]",)), ({"check": True}, OptionsError, ("check",))),
         *(({"split": wrong}, OptionsError, ("split",)) for wrong in ([], ["a", "a"], ["a", 1], 1, b"a")),
         *(({"split": ["val"]}, PackFormatError, ("split",)), ({"transform": "flip"}, OptionsError, ("transform",))),
         ({"path": "cut.h5"}, PackFormatError, ()),

@@ -129,7 +129,8 @@ def test_every_stage_is_measured_or_has_a_reason(path: Path, machine: Machine) -
     found = report.to_json()
     assert set(found) == {
         "path", "split", "images", "rows", "hot_rows", "device", "step", "labels", "normalize", "stages", "bottleneck",
-        "faults", "fed", "verdict", "first_epoch", "advice", "notes", "facts", "unknown", "failures",
+        "faults", "image_dataset", "label_dataset", "fed", "verdict",
+        "first_epoch", "advice", "notes", "facts", "unknown", "failures",
         "interrupted", "enough_seconds", "seconds", "machine",
     }  # fmt: skip
     assert (found["labels"], found["rows"], found["images"]) == (True, ROWS, "16x12x3 uint8")

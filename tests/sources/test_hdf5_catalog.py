@@ -73,7 +73,7 @@ def test_images_and_labels_are_found(tmp_path: Path, held: dict[str, Any], found
     [
         ({"train_x": IMAGES, "test_x": IMAGES}, {}, ("images=NAME",)),
         ({"v": np.zeros((ROWS, 400))}, {}, ("images=NAME",)),
-        ({"x": IMAGES}, {"images": "z"}, ()),
+        ({"x": IMAGES}, {"images": "z"}, ("images=NAME",)),
         ({"x": np.zeros((ROWS, 3, 20, 3), np.uint8)}, {"images": "x"}, ("channel_axis",)),
         ({"x": np.zeros((ROWS, 400), np.uint8)}, {"images": "x"}, ("images=NAME",)),
         ({"x": IMAGES}, {"channel_axis": "first"}, ("images=NAME",)),
