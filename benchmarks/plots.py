@@ -244,6 +244,7 @@ def all_tables(found: dict[str, Any]) -> dict[str, str]:
         "convert": tables.convert_table(found["convert"]),
         "crops": tables.crops_table(found["crops"]),
         "crops large": tables.crops_table(found["crops_large"]),
+        "several": tables.several_table(found["several"]),
         "hot": tables.hot_table(found["read"], every_batch=True),
         "cold": tables.cold_table(found["read"]),
         "compressed": tables.compressed_table(found["compressed"]),

@@ -654,8 +654,8 @@ def several_table(result: dict[str, Any]) -> str:
     copies = first["copying"]
     lines += [
         "",
-        f"Copying the one pack with `cp` took {copies['cp']['seconds']['median']:.1f} s, joining the 8 packs",
-        f"{copies['join']['of_cp']['median']:.2f} of that,",
-        f"appending 100 images to the one {copies['append']['of_cp']['median']:.2f}.",
+        f"Copying the one pack of 150 KB rows with `cp` took {copies['cp']['seconds']['median']:.1f} s, joining the 8",
+        f"{copies['join']['of_cp']['median']:.1f} times as long, and appending 100 images to the one",
+        f"{copies['append']['of_cp']['median']:.1f} times, with their decoding.",
     ]
     return "\n".join(lines)
