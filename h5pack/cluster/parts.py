@@ -111,7 +111,7 @@ class SharedResults(ElasticExecutor):
         self._longest_seconds, self._changed = 0.0, time.monotonic()
 
     def in_flight(self) -> int:
-        """See `ElasticExecutor`; deliver what other parts have saved, and run tasks of theirs if that takes long.
+        """See `ElasticExecutor`; return what other parts have saved, and run their tasks if nothing is saved for long.
 
         Tasks in flight are enough for the workers of all parts, because most of them are run by other parts.
         """

@@ -6,11 +6,9 @@ found to be in the file by their checksums; then the tables are added as at the 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -20,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from h5pack.combine.parts import Part, Rows
 from h5pack.combine.row_copies import RowCopier, RowOrigins
@@ -44,12 +41,11 @@ from h5pack.pack.file_structure import (
 from h5pack.pack.journal import EncodedFile, Journal
 from h5pack.pack.kept import plan_data_chunks
 from h5pack.pack.options import ConvertOptions
-from h5pack.pack.output import Output, OutputLock
-from h5pack.read.description import checksums_of
+from h5pack.pack.output import Output, OutputLock, Stages
 from h5pack.read.encoded import EncodedIndex
 from h5pack.read.hdf5 import open_file, text, utf8
 from h5pack.sources.catalog import Catalog
-from h5pack.system.arrays import consecutive_runs
+from h5pack.system.arrays import consecutive_runs, equal_runs
 from h5pack.system.files import read_all, reporting_full_disk
 from h5pack.system.machine import available_cpus
 from h5pack.system.processes import open_executor, run, shared
@@ -102,16 +98,12 @@ class Combination:
         chunk_rows: int | None = None,
     ) -> Combination:  # fmt: skip
         """Return the combination of some rows of `merged`, the tables of all rows of the parts, in a given order."""
-        starts = np.cumsum([0, *map(len, parts)])
-        owners = np.searchsorted(starts, order, "right") - 1
         catalog = merged if np.array_equal(order, np.arange(len(merged))) else _tables_at(merged, order)
-        edges = np.flatnonzero(np.diff(catalog.split_ids)) + 1
         splits = [
             (catalog.split_names[int(catalog.split_ids[start])], start, stop)
-            for start, stop in itertools.pairwise([0, *edges.tolist(), len(order)])
+            for start, stop in itertools.pairwise(equal_runs(catalog.split_ids.astype(np.int64)).tolist())
         ]
-        origins = RowOrigins(owners, order - starts[owners])
-        return cls(verb, tuple(parts), catalog, origins, splits, statistics, chunk_rows)
+        return cls(verb, tuple(parts), catalog, RowOrigins.of(parts, order), splits, statistics, chunk_rows)
 
     @property
     def rows(self) -> int:
@@ -227,13 +219,6 @@ class Combination:
         dtype = self.parts[0].engine.indexes[self.parts[0].pixel_datasets[number + 1]].native_dtype
         return EncodedMasks(one.name, dtype.str, files)
 
-    @property
-    def needed_bytes(self) -> int:
-        """Upper bound of the disk space in bytes that the output needs, unless it shares blocks with its parts."""
-        size = self.stored_rows(self.rows) * math.prod(self.structure.row_shape)
-        size += self.rows * sum(one.row_bytes for one in self.pixel_rows)
-        return size + size // 16 + 2 * (self.tables.checksums.nbytes + self.catalog.names.nbytes) + 4_194_304
-
 
 def _tables_at(merged: Catalog, order: Rows) -> Catalog:
     """Return the tables of some rows; the reader stays that of the first part."""
@@ -275,7 +260,7 @@ class _UnfinishedFile:
         if before is None:
             journal.start(now, np.empty(0, np.uint64))
         if plan.offsets is None:
-            images = RowOffsets(self.addresses[0], self.structure.chunk_rows, self.structure_row_bytes)
+            images = RowOffsets(self.addresses[0], self.structure.chunk_rows, math.prod(self.structure.row_shape))
         else:
             images = EncodedOffsets.of(int(self.addresses[0][0]), plan.offsets)
         fields = [
@@ -283,11 +268,6 @@ class _UnfinishedFile:
             for one, some in zip(self.structure.fields, self.addresses[1:], strict=True)
         ]
         self.all_offsets = (images, *fields)
-
-    @property
-    def structure_row_bytes(self) -> int:
-        """Bytes per row of pixels."""
-        return math.prod(self.structure.row_shape)
 
     def _identity(self) -> dict[str, Any]:
         plan = self.plan
@@ -298,24 +278,6 @@ class _UnfinishedFile:
             "tables": [plan.catalog.tables_checksum(), origins],
             "overwrite": self.overwrite,
         }  # fmt: skip
-
-
-class Stages:
-    """Measures the time of each stage of a command, and shows its progress if `progress`."""
-
-    def __init__(self, progress: bool) -> None:
-        self._progress = progress
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def __call__(self, name: str, images: int) -> Iterator[Callable[[int], object]]:
-        begin = time.perf_counter()
-        if self._progress:
-            with tqdm(total=images, desc=name, unit=" images", disable=None, smoothing=0.1, leave=False) as bar:
-                yield bar.update
-        else:
-            yield lambda count: None
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
 
 def write_combination(
@@ -381,7 +343,7 @@ def _copy_rows(pack: _UnfinishedFile, stages: Stages) -> int:
 def _compress_rows(pack: _UnfinishedFile, stages: Stages) -> int:
     """Write the compressed output; return the number of bytes of its chunks."""
     plan, step, num_workers, total = pack.plan, pack.structure.chunk_rows, available_cpus(), 0
-    datasets = 1 + len(pack.structure.fields)
+    datasets = len(pack.structure.datasets)
     with (
         stages("compress", plan.rows * datasets) as advance,
         open_executor(num_workers, None, plan) as executor,
@@ -409,8 +371,7 @@ def _compressed_chunk(task: tuple[int, int]) -> bytes:
     compression = structure.compression
     assert compression is not None
     require_filter(compression)
-    one = structure.fields[number - 1] if number else None
-    shape, dtype = (structure.row_shape, "|u1") if one is None else (one.row_shape, one.dtype)
+    _, shape, dtype = structure.datasets[number]
     stop = min(start + structure.chunk_rows, plan.rows)
     chunk = np.zeros((structure.chunk_rows, *shape), dtype)
     for owner, first, last in plan.origins.runs(start, stop):
@@ -419,10 +380,7 @@ def _compressed_chunk(task: tuple[int, int]) -> bytes:
             stored = _stored_chunk(part, number, rows)
             if stored is not None:
                 return stored
-        dataset, engine = part.pixel_datasets[number], part.engine
-        values = engine.read(dataset, rows)
-        engine.check(dataset, checksums_of(dataset), rows, values)
-        chunk[first - start : last - start] = values
+        chunk[first - start : last - start] = part.read_pixels(part.pixel_datasets[number], rows)
     return compress_chunk(chunk, compression)
 
 

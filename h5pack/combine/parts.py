@@ -83,6 +83,12 @@ class Part:
         """Return the checksums of all rows of a dataset."""
         return self.engine.read(checksums_of(dataset), np.arange(len(self)))
 
+    def read_pixels(self, dataset: str, rows: Rows) -> npt.NDArray[Any]:
+        """Return rows of pixels in stored byte order; raise DamagedRowsError if they differ from their checksums."""
+        values = self.engine.read(dataset, rows)
+        self.engine.check(dataset, checksums_of(dataset), rows, values)
+        return values.astype(self.engine.indexes[dataset].dtype, copy=False)
+
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What distinguishes this pack from others: the number of rows, and a checksum of those of its images."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from h5pack.combine.parts import Part, Rows
 from h5pack.format import schema
-from h5pack.format.checksums import crc32, row_checksums
+from h5pack.format.checksums import crc32
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.read.description import checksums_of
 from h5pack.read.encoded import EncodedIndex
@@ -32,6 +32,13 @@ class RowOrigins:
 
     owners: npt.NDArray[np.int64]  # (N,): position of its part
     rows: Rows  # (N,): its row in that part
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], order: Rows) -> RowOrigins:
+        """Return the origins of rows that are numbered through all parts."""
+        starts = np.cumsum([0, *map(len, parts)])
+        owners = np.searchsorted(starts, order, "right") - 1
+        return cls(owners, order - starts[owners])
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -131,13 +138,9 @@ class RowCopier:
 
     def _read(self, part: Part, rows: Rows) -> bytes | memoryview:
         dataset, engine = part.pixel_datasets[self._number], part.engine
-        if isinstance(engine.indexes[dataset], EncodedIndex):
-            found = engine.read_bytes(dataset, rows)
-            checksums = np.array([crc32(data) for data in found], np.uint32)
-            data: bytes | memoryview = b"".join(found)
-        else:
-            values = engine.read(dataset, rows).astype(engine.indexes[dataset].dtype, copy=False)
-            checksums = row_checksums(values)
-            data = values.reshape(-1).view(np.uint8).data
+        if not isinstance(engine.indexes[dataset], EncodedIndex):
+            return part.read_pixels(dataset, rows).reshape(-1).view(np.uint8).data
+        found = engine.read_bytes(dataset, rows)
+        checksums = np.array([crc32(data) for data in found], np.uint32)
         engine.require_checksums(dataset, checksums_of(dataset), rows, checksums)
-        return data
+        return b"".join(found)

@@ -58,9 +58,7 @@ def measured_statistics(parts: Sequence[Part], merged: Catalog, order: Rows) -> 
     own = order[merged.split_ids[order] == number]
     encoded = parts[0].is_encoded
     chosen = own[sampled_rows(0, len(own), encoded)]
-    starts = np.cumsum([0, *map(len, parts)])
-    owners = np.searchsorted(starts, chosen, "right") - 1
-    origins = RowOrigins(owners, chosen - starts[owners])
+    origins = RowOrigins.of(parts, chosen)
     total = np.zeros((2, len(parts[0].statistics["mean"])), np.uint64)
     count = pixels = 0
     edges = [*range(0, len(chosen), _READ_ROWS), len(chosen)]

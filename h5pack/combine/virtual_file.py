@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -15,9 +14,8 @@ import h5py
 import numpy as np
 
 from h5pack.combine.combination import Combination, CombineReport
-from h5pack.format import schema
 from h5pack.pack import finish
-from h5pack.pack.file_structure import FileStructure, create_file, describe_file, describe_images, system_errors
+from h5pack.pack.file_structure import create_file, describe_dataset, describe_file, system_errors
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock
 from h5pack.read.chunk_index import ChunkIndex
@@ -40,16 +38,20 @@ def write_virtual(plan: Combination, out: Path, *, overwrite: bool, added: int =
         with reporting_full_disk(output.partial, "make room, then run again"):
             lock.renew()
             output.structure.unlink(missing_ok=True)
-            _write(plan, output.structure, out.parent)
-            sync_path(output.structure)
-            lock.replace(output.structure)
-            finish.publish(output, lock, overwrite, plan.tables.rejects)
+            try:
+                _write(plan, output.structure, out.parent)
+                sync_path(output.structure)
+                lock.replace(output.structure)
+                finish.publish(output, lock, overwrite, plan.tables.rejects)
+            except BaseException:
+                output.structure.unlink(missing_ok=True)
+                output.partial.unlink(missing_ok=True)
+                raise
         size = os.fstat(lock.descriptor).st_size
         seconds = {"write": time.perf_counter() - begin}
         return CombineReport(str(out), plan.rows, size, 0, len(plan.tables.rejects), added=added, seconds=seconds)
     finally:
         lock.release()
-        output.partial.unlink(missing_ok=True)
 
 
 def _write(plan: Combination, path: Path, folder: Path) -> None:
@@ -58,15 +60,15 @@ def _write(plan: Combination, path: Path, folder: Path) -> None:
     room += plan.structure.metadata_bytes
     # HDF5 1.8 has no virtual datasets.
     structure = replace(plan.structure, compat=False, compression=None, metadata_bytes=room)
-    shapes = [(structure.dataset, (plan.stored_rows(plan.rows), *structure.row_shape), "|u1")]
-    shapes += [(one.dataset, (plan.rows, *one.row_shape), one.dtype) for one in structure.fields]
+    lengths = [plan.stored_rows(plan.rows), *[plan.rows] * len(structure.fields)]
     with system_errors(), create_file(path, structure) as file:
-        for number, ((name, shape, dtype), found) in enumerate(zip(shapes, mappings, strict=True)):
+        for (name, row_shape, dtype), found, rows in zip(structure.datasets, mappings, lengths, strict=True):
+            shape = (rows, *row_shape)
             group = os.path.dirname(name)
             if group and group not in file:
                 file.create_group(group)
             dataset = _create(file, name, shape, dtype, _sources(shape, found, folder))
-            _describe(dataset, structure, number)
+            describe_dataset(dataset, structure)
         describe_file(file, structure, plan.tables)
 
 
@@ -130,14 +132,3 @@ def _sources(shape: tuple[int, ...], mappings: list[_Mapping], folder: Path) -> 
 def _create(file: h5py.File, name: str, shape: tuple[int, ...], dtype: str, create: h5py.h5p.PropDCID) -> h5py.Dataset:
     kind, space = h5py.h5t.py_create(np.dtype(dtype)), h5py.h5s.create_simple(shape)
     return h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, create))
-
-
-def _describe(dataset: h5py.Dataset, structure: FileStructure, number: int) -> None:
-    """Write the attributes that a dataset of a pack has, without those that recommend a chunk cache."""
-    if number:
-        field = structure.fields[number - 1]
-        dataset.attrs[schema.KIND] = np.bytes_(field.kind)
-        if field.kind == schema.IMAGE:
-            dataset.attrs[schema.LAYOUT] = np.bytes_(structure.layout)
-    elif math.prod(structure.row_shape) > 1:
-        describe_images(dataset, structure)

@@ -11,14 +11,13 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from h5pack.cluster.dask_client import count_threads, open_workers
 from h5pack.cluster.parts import PartsFolder
@@ -32,7 +31,7 @@ from h5pack.pack.journal import RowRecord, RowResults
 from h5pack.pack.kept import KeptPlan, copy_seconds, make_kept_plan
 from h5pack.pack.options import ConvertOptions, require_suitable
 from h5pack.pack.output import ConvertReport as ConvertReport
-from h5pack.pack.output import Output, OutputLock, PartFile
+from h5pack.pack.output import Output, OutputLock, PartFile, Stages
 from h5pack.pack.plan import ConvertPlan, close_holes, make_plan, refuse_reject
 from h5pack.pack.resume import UnfinishedPack, verify_existing
 from h5pack.pack.survey import survey, with_placed_fields
@@ -282,11 +281,11 @@ class Conversion:
             self.num_workers = max(1, count_threads(client))
         self._client = client
         self._source = source
-        self._progress = progress
+        self._stage = Stages(progress)
         self._plan: ConvertPlan | None = None
         self._stack = contextlib.ExitStack()
         self._executor: Executor
-        self._seconds: dict[str, float] = {}
+        self._seconds = self._stage.seconds
 
     def __repr__(self) -> str:
         return f"Conversion({_source_name(self._source)!r}, {str(self.output.final)!r})"
@@ -474,19 +473,6 @@ class Conversion:
             seconds=self._seconds,
             part=f"{number}/{count}",
         )
-
-    @contextlib.contextmanager
-    def _stage(self, name: str, images: int) -> Iterator[Callable[[int], object]]:
-        """Measure the time of a stage and show its progress; yield a function to call with numbers of images."""
-        begin = time.perf_counter()
-        if self._progress:
-            # After a fork while tqdm's monitor thread runs, the child could inherit a lock that is never released.
-            tqdm.monitor_interval = 0
-            with tqdm(total=images, desc=name, unit=" images", disable=None, smoothing=0.1, leave=False) as bar:
-                yield bar.update
-        else:
-            yield lambda count: None
-        self._seconds[name] = time.perf_counter() - begin
 
 
 def _refuse_rejects(plan: ConvertPlan, record: RowRecord) -> None:

@@ -109,6 +109,11 @@ class FileStructure:
         return self.chunk_rows * math.prod(self.row_shape)
 
     @property
+    def datasets(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+        """Path, shape of a row, and dtype of the images, and of each field that is chunked like them."""
+        return (self.dataset, self.row_shape, "|u1"), *((one.dataset, one.row_shape, one.dtype) for one in self.fields)
+
+    @property
     def all_chunk_bytes(self) -> tuple[int, ...]:
         """Size of an unfiltered chunk of the images, and of each field that is chunked like them."""
         return self.chunk_bytes, *(self.chunk_rows * one.row_bytes for one in self.fields)
@@ -308,8 +313,7 @@ def _create_images(
         # Create this group explicitly, because groups that HDF5 creates implicitly would store a time stamp.
         file.create_group(schema.ENCODED)
     images = _create_chunked(file, structure.dataset, (structure.chunk_rows, *structure.row_shape), "|u1", compression)
-    if structure.row_shape:
-        describe_images(images, structure)
+    describe_dataset(images, structure)
     return _allocated(images, rows)
 
 
@@ -318,9 +322,7 @@ def _create_field(
 ) -> h5py.Dataset:
     file.require_group(schema.FIELDS)
     dataset = _create_chunked(file, field.dataset, (structure.chunk_rows, *field.row_shape), field.dtype, compression)
-    dataset.attrs[schema.KIND] = np.bytes_(field.kind)
-    if field.kind == schema.IMAGE:
-        dataset.attrs[schema.LAYOUT] = np.bytes_(structure.layout)
+    describe_dataset(dataset, structure)
     return _allocated(dataset, rows)
 
 
@@ -358,7 +360,19 @@ def _allocated(dataset: h5py.Dataset, rows: int) -> h5py.Dataset:
     return dataset
 
 
-def describe_images(images: h5py.Dataset, structure: FileStructure) -> None:
+def describe_dataset(dataset: h5py.Dataset, structure: FileStructure) -> None:
+    """Write the attributes that say what the pixels of the images or of a field are."""
+    for one in structure.fields:
+        if dataset.name == f"/{one.dataset}":
+            dataset.attrs[schema.KIND] = np.bytes_(one.kind)
+            if one.kind == schema.IMAGE:
+                dataset.attrs[schema.LAYOUT] = np.bytes_(structure.layout)
+            return
+    if structure.row_shape:
+        _describe_images(dataset, structure)
+
+
+def _describe_images(images: h5py.Dataset, structure: FileStructure) -> None:
     """Write axis labels and the attributes of the HDF5 Image specification 1.2, by which viewers recognize images."""
     last = structure.layout == "nhwc"
     channels = structure.row_shape[2 if last else 0]

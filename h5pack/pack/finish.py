@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
@@ -137,18 +136,13 @@ def _kept(pack: UnfinishedPack, row: int, size: int) -> bytes:
 def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> PackTables:
     """Return the data of all tables; the rows in the file already have their final order."""
     plan, catalog = pack.plan, pack.plan.catalog
-    origins = plan.row_order.origins[final.origins]
+    origins, starts = plan.row_order.origins[final.origins], final.split_starts.tolist()
     return PackTables(
         labels=None if catalog.labels is None else catalog.labels[origins],
         label_names=catalog.label_names,
         fields={name: values[origins] for name, values in catalog.fields.items()},
         filenames=catalog.names.take(origins),
-        splits=[
-            (name, start, stop)
-            for name, (start, stop) in zip(
-                catalog.split_names, itertools.pairwise(final.split_starts.tolist()), strict=True
-            )
-        ],
+        splits=list(zip(catalog.split_names, starts[:-1], starts[1:], strict=True)),
         checksums=written.checksums[final.origins],
         pixel_checksums=tuple(some[final.origins] for some in written.field_checksums),
         encoded=plan.encoded_tables(),
@@ -223,12 +217,13 @@ def compress(
     structure, step = pack.structure, pack.structure.chunk_rows
     compression, partial = structure.compression, str(pack.output.partial)
     assert compression is not None
-    shapes = [(structure.row_shape, "|u1"), *((one.row_shape, one.dtype) for one in structure.fields)]
     tasks = (
         CompressTask(
             partial, start, offsets.offset(start), (step, *shape), checksums[start : start + step], compression, dtype
         )
-        for offsets, checksums, (shape, dtype) in zip(pack.all_offsets, tables.all_checksums, shapes, strict=True)
+        for offsets, checksums, (_, shape, dtype) in zip(
+            pack.all_offsets, tables.all_checksums, structure.datasets, strict=True
+        )
         for start in range(0, len(checksums), step)
     )
 
@@ -276,10 +271,9 @@ def _expected(pack: Unfinished, tables: PackTables) -> list[Expected]:
     """Return what the images, and each field that is chunked like them, are expected to be."""
     rows, plan, structure = len(tables.checksums), pack.plan, pack.structure
     some = [(row, plan.stored_rows(row), plan.stored_rows(row + 1)) for row in sorted({0, rows // 2, rows - 1})]
-    shapes = [(structure.dataset, structure.row_shape), *((one.dataset, one.row_shape) for one in structure.fields)]
     return [
         (dataset, (plan.stored_rows(rows), *shape), {(start, stop): int(checksums[row]) for row, start, stop in some})
-        for (dataset, shape), checksums in zip(shapes, tables.all_checksums, strict=True)
+        for (dataset, shape, _), checksums in zip(structure.datasets, tables.all_checksums, strict=True)
     ]
 
 

@@ -9,10 +9,13 @@ import secrets
 import shutil
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from h5pack.errors import IncompletePackError, NoSpaceError, OutputBusyError, OutputExistsError
 from h5pack.pack.options import ConvertOptions
@@ -56,6 +59,27 @@ class ConvertReport:
         if self.rejects:
             text += f"\nrejects  {self.rejects:,}, listed with reasons in {self.path}.rejects.csv"
         return text
+
+
+class Stages:
+    """Measures the time of each stage of a command in `seconds`, and shows its progress if `progress`."""
+
+    def __init__(self, progress: bool) -> None:
+        self._progress = progress
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str, images: int) -> Iterator[Callable[[int], object]]:
+        """Measure one stage; yield a function to call with numbers of images."""
+        begin = time.perf_counter()
+        if self._progress:
+            # After a fork while tqdm's monitor thread runs, the child could inherit a lock that is never released.
+            tqdm.monitor_interval = 0
+            with tqdm(total=images, desc=name, unit=" images", disable=None, smoothing=0.1, leave=False) as bar:
+                yield bar.update
+        else:
+            yield lambda count: None
+        self.seconds[name] = time.perf_counter() - begin
 
 
 class Output:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from h5pack.format.row_offsets import RowOffsets, check_rows_counted, check_task
 from h5pack.pack.file_structure import copy_structure, options_text, write_structure
 from h5pack.pack.journal import Journal, RowResults
 from h5pack.pack.options import ConvertOptions
-from h5pack.pack.output import Output, OutputLock, PartFile
+from h5pack.pack.output import Output, OutputLock, PartFile, Stages
 from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.writer import WriteJob
 from h5pack.read.hdf5 import open_file, require_complete, text
@@ -35,9 +34,6 @@ from h5pack.system.text import counted
 from h5pack.version import __version__
 
 _CHECK_BYTES = 8 * 1024 * 1024
-
-Stage = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
-"""Begins a stage with its name and number of images; see `h5pack.pack.conversion.Conversion`."""
 
 
 def identity(plan: ConvertPlan) -> dict[str, Any]:
@@ -180,7 +176,7 @@ class UnfinishedPack:
         self,
         executor: Executor,
         max_in_flight: int,
-        stage: Stage,
+        stage: Stages,
         *,
         check: bool,
         rows: npt.NDArray[np.int64] | None = None,
@@ -202,7 +198,7 @@ class UnfinishedPack:
         self,
         executor: Executor,
         max_in_flight: int,
-        stage: Stage,
+        stage: Stages,
         rows: npt.NDArray[np.int64],
         checksums: Sequence[npt.NDArray[np.uint32]],
     ) -> list[int]:

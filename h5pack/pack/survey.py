@@ -25,7 +25,7 @@ from h5pack.system.processes import ElasticExecutor, run, shared
 from h5pack.system.text import counted
 
 _TASK_IMAGES = 512
-# So many images that a task is negligible to the process that distributes them.
+# An upper bound, because distributing a task takes time.
 _MAX_TASKS = 16_384
 # Rounded coordinates may lie outside by less.
 _MAX_OUTSIDE_PIXELS = 0.01

@@ -100,13 +100,11 @@ def _join(packs: Sequence[FileDescription], index_of: Callable[[FileDescription]
     first, rows = parts[0], sum(part.rows for part in parts)
     encoded = [part for part in parts if isinstance(part, EncodedIndex)]
     if encoded:
-        ends = np.cumsum([part.data.rows for part in encoded]).tolist()
-        offsets = [part.offsets[:-1] + end - part.data.rows for part, end in zip(encoded, ends, strict=True)]
         return replace(
             encoded[0],
             shape=(rows, *first.row_shape),
             library_reason=next((part.library_reason for part in encoded if part.library_reason is not None), None),
-            offsets=np.append(np.concatenate(offsets), encoded[-1].offsets[-1] + ends[-1] - encoded[-1].data.rows),
+            offsets=_joined_offsets(encoded),
             data=_join(packs, lambda pack: _data(index_of(pack))),
             image_sizes=np.concatenate([part.image_sizes for part in encoded]),
         )
@@ -146,11 +144,15 @@ def _data(index: ChunkIndex) -> ChunkIndex:
 
 def _join_ragged(packs: Sequence[FileDescription], name: str) -> RaggedIndex:
     parts = [pack.ragged[name] for pack in packs]
-    ends = np.cumsum([part.data.rows for part in parts]).tolist()
-    offsets = [part.offsets[:-1] + end - part.data.rows for part, end in zip(parts, ends, strict=True)]
-    last = parts[-1].offsets[-1] + ends[-1] - parts[-1].data.rows
     data = _join(packs, lambda pack: pack.ragged[name].data)
-    return replace(parts[0], offsets=np.append(np.concatenate(offsets), last), data=data)
+    return replace(parts[0], offsets=_joined_offsets(parts), data=data)
+
+
+def _joined_offsets(parts: Sequence[EncodedIndex | RaggedIndex]) -> npt.NDArray[np.int64]:
+    """Return where each row begins in the joined data, and where the last one ends."""
+    starts = np.cumsum([0, *(part.data.rows for part in parts)])
+    moved = [part.offsets + start for part, start in zip(parts, starts, strict=False)]
+    return np.concatenate([*(offsets[:-1] for offsets in moved), moved[-1][-1:]])
 
 
 def _pooled(packs: Sequence[FileDescription]) -> tuple[npt.NDArray[np.float64] | None, npt.NDArray[np.float64] | None]:
