@@ -72,7 +72,7 @@ def _write(plan: Combination, path: Path, folder: Path) -> None:
         describe_file(file, structure, plan.tables)
 
 
-class _Mapping(NamedTuple):
+class _VirtualRows(NamedTuple):
     """Rows of a virtual dataset, or bytes of encoded images, and where they are."""
 
     first: int
@@ -83,7 +83,7 @@ class _Mapping(NamedTuple):
     rows: int  # of the source dataset
 
 
-def _mappings(plan: Combination, number: int) -> Iterator[_Mapping]:
+def _mappings(plan: Combination, number: int) -> Iterator[_VirtualRows]:
     """Yield mappings of consecutive rows, ascending. Rows of a virtual part are mapped to the files that have them."""
     for owner, start, stop in plan.origins.runs(0, plan.rows):
         part, rows = plan.parts[owner], plan.origins.rows[start:stop]
@@ -99,9 +99,9 @@ def _mappings(plan: Combination, number: int) -> Iterator[_Mapping]:
                 yield from _sources_of(str(part.path), data, first, begin, end)
 
 
-def _sources_of(path: str, index: ChunkIndex, first: int, begin: int, end: int) -> Iterator[_Mapping]:
+def _sources_of(path: str, index: ChunkIndex, first: int, begin: int, end: int) -> Iterator[_VirtualRows]:
     if not isinstance(index, VirtualIndex):
-        yield _Mapping(first, end - begin, path, index.name, begin, index.rows)
+        yield _VirtualRows(first, end - begin, path, index.name, begin, index.rows)
         return
     ranges = index.ranges(begin, end)
     counts = np.diff(np.append(ranges.firsts, end))
@@ -112,10 +112,10 @@ def _sources_of(path: str, index: ChunkIndex, first: int, begin: int, end: int) 
         source = index.sources[int(ranges.source_ids[low])]
         count, start = int(counts[low:high].sum()), int(starts[low])
         here = first + int(ranges.firsts[low]) - begin
-        yield _Mapping(here, count, source.file.path, source.index.name, start, source.index.rows)
+        yield _VirtualRows(here, count, source.file.path, source.index.name, start, source.index.rows)
 
 
-def _sources(shape: tuple[int, ...], mappings: list[_Mapping], folder: Path) -> h5py.h5p.PropDCID:
+def _sources(shape: tuple[int, ...], mappings: list[_VirtualRows], folder: Path) -> h5py.h5p.PropDCID:
     create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     create.set_obj_track_times(False)
     origin = (0,) * (len(shape) - 1)

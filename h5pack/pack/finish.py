@@ -152,8 +152,8 @@ def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> Pa
     )
 
 
-class PlannedRows(Protocol):
-    """The rows of a file, as it was allocated."""
+class RowCounts(Protocol):
+    """How many rows a file was allocated for, and how long its datasets are for some of them."""
 
     @property
     def rows(self) -> int: ...
@@ -166,7 +166,7 @@ class Unfinished(Protocol):
     """A file whose rows are written and that is to be completed: that of a conversion, or one made of other packs."""
 
     @property
-    def plan(self) -> PlannedRows: ...
+    def plan(self) -> RowCounts: ...
 
     @property
     def output(self) -> Output: ...
