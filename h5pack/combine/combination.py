@@ -285,7 +285,7 @@ def write_combination(
 ) -> CombineReport:
     """Write the pack. Raises the errors of `h5pack.convert` about the output, and those of reading the parts."""
     output, stages = Output(out), Stages(progress)
-    output.check(ConvertOptions(overwrite=overwrite, resume=resume), 0)
+    output.check(ConvertOptions(overwrite=overwrite, resume=resume))
     if resume and not overwrite and out.exists() and not output.partial.exists():
         return _existing_report(plan, output)
     lock = OutputLock(output)

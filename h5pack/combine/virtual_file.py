@@ -32,7 +32,7 @@ def write_virtual(plan: Combination, out: Path, *, overwrite: bool, added: int =
     """Write the virtual file of a combination. Nothing is resumed, because it takes no longer than reading tables."""
     begin = time.perf_counter()
     output = Output(out)
-    output.check(ConvertOptions(overwrite=overwrite), 0)
+    output.check(ConvertOptions(overwrite=overwrite))
     lock = OutputLock(output)
     try:
         with reporting_full_disk(output.partial, "make room, then run again"):

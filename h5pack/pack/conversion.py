@@ -275,7 +275,7 @@ class Conversion:
         if os.path.isfile(path) and os.path.exists(out) and os.path.samefile(path, out):
             raise OptionsError(f"{os.fspath(out)}: is the source itself; give the output another name", path=out)
         self._parts = PartsFolder(self.output.parts)
-        self.output.check(self.options, begun_parts=self._parts.count)
+        self.output.check(self.options, lambda: self._parts.count)
         self.num_workers = self.options.num_workers or available_cpus()
         if client is not None:
             self.num_workers = max(1, count_threads(client))

@@ -102,12 +102,16 @@ class Output:
     def _beside(self, ending: str) -> Path:
         return self.final.with_name(self.final.name + ending)
 
-    def check(self, options: ConvertOptions, begun_parts: int) -> None:
+    def check(self, options: ConvertOptions, count_parts: Callable[[], int] = int) -> None:
         """Raise if the conversion could not finish: the folder is not writable, or an existing file is in the way.
 
-        `begun_parts` is the number of parts of an array job that has begun, or 0. A part continues only such a job.
+        `count_parts` returns the number of parts of an array job that has begun, or 0. A part only continues such a
+        job.
         """
         require_writable(self.final.parent)
+        # Count the parts after looking for files, because another part may begin at this moment.
+        has_unfinished = self.partial.exists() or self.parts.exists()
+        begun_parts = count_parts()
         is_complete = self.final.exists() and not self.partial.exists()
         overwrite, resume = options.overwrite, options.resume
         if options.finish and not begun_parts and not is_complete:
@@ -125,7 +129,7 @@ class Output:
                 path=self.final,
                 parameters=("overwrite=True",),
             )
-        if (self.partial.exists() or self.parts.exists()) and not overwrite and not resume:
+        if has_unfinished and not overwrite and not resume:
             if self.partial.exists() and is_locked(self.partial):
                 raise OutputBusyError(_busy(self), path=self.final)
             raise OutputExistsError(

@@ -28,6 +28,7 @@ from h5pack.errors import (
     ResumeError,
 )
 from h5pack.pack import writer
+from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock, OwnerFile
 from h5pack.system.processes import SerialExecutor, run
 from tests.cluster.test_dask_client import compressed, folder, hdf5, kept_files, masks
@@ -318,3 +319,16 @@ def test_sigint_leaves_a_part_that_can_be_run_again(tmp_path: Path) -> None:
         h5pack.convert(source, tmp_path / "o.h5", num_workers=1, part=part, **options)
     h5pack.convert(source, tmp_path / "o.h5", num_workers=1, finish=True, **options)
     assert (tmp_path / "o.h5").read_bytes() == local(source, tmp_path / "local.h5", options)
+
+
+def test_a_part_that_begins_while_another_one_looks_is_no_obstacle(tmp_path: Path) -> None:
+    output = Output(tmp_path / "o.h5")
+
+    def count_parts() -> int:
+        output.parts.mkdir()
+        output.partial.touch()
+        return 0
+
+    output.check(ConvertOptions(part=(1, 2)), count_parts)
+    with pytest.raises(OutputExistsError):
+        output.check(ConvertOptions())
