@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +19,6 @@ from h5pack.read.mapping import MappedDataset
 _BLOCK_ROWS = 65_536
 """Number of rows that `HeldRows` reads at once. A bound is needed because planning the read of a small row takes many
 times the memory of the row."""
-
-
-class RowGatherer(Protocol):
-    """Rows of a dataset that are in memory."""
-
-    def gather(self, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
-        """Copy rows to `out`, (n, ...), C-contiguous, in the order of `rows`, int64 (n,)."""
 
 
 class HeldRows:
@@ -42,7 +36,7 @@ class HeldRows:
             dataset.read_rows(name, np.asarray(part), self._values[low : low + len(part)])
 
     def gather(self, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
-        """Copy rows to `out`, as `RowGatherer.gather` does; `out` may have another dtype."""
+        """Copy rows to `out`, (n, ...), C-contiguous, in the order of `rows`, int64 (n,); dtypes may differ."""
         positions = rows - self._start if self._rows is None else np.searchsorted(self._rows, rows)
         if out.dtype == self._values.dtype:
             np.take(self._values, positions, axis=0, out=out, mode="clip")
@@ -88,6 +82,14 @@ class HeldLists:
         return self._dataset.read_lists(rows, key, held)
 
 
+@dataclass(frozen=True)
+class RowLocations:
+    """Where `CachedRows` has some rows, int64 (n,), and the numbers of the files that have them."""
+
+    positions: npt.NDArray[np.int64]
+    files: list[int]
+
+
 class CachedRows:
     """Rows of a dataset in the page cache, copied from a mapping of the file in stored byte order.
 
@@ -102,18 +104,23 @@ class CachedRows:
         if mapped.array is None:
             self._unit, self._windows = _windows(mapped)
 
-    def gather(self, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
-        """Copy rows to `out`, as `RowGatherer.gather` does. `ready` must have returned True for them recently."""
-        positions, files = self.mapped.locate(rows)
-        self.mapped.mapping.require_unchanged(files)
-        flat = out.reshape(-1).view(np.uint8).reshape(len(rows), self.mapped.index.row_bytes)
+    def locate(self, rows: npt.NDArray[np.int64]) -> RowLocations:
+        """Return where rows, int64 (n,), are. It is fastest for many rows at once, ascending for the most part."""
         if self.mapped.array is not None:
-            np.take(self.mapped.array, positions, axis=0, out=flat, mode="clip")
+            return RowLocations(self.mapped.positions(rows), self.mapped.files(rows))
+        return RowLocations(self.mapped.offsets(rows) // self._unit, self.mapped.files(rows))
+
+    def gather(self, found: RowLocations, out: npt.NDArray[Any]) -> None:
+        """Copy located rows to `out`, (n, ...), C-contiguous. `ready` must have returned True for them recently."""
+        self.mapped.mapping.require_unchanged(found.files)
+        flat = out.reshape(-1).view(np.uint8).reshape(len(found.positions), self.mapped.index.row_bytes)
+        if self.mapped.array is not None:
+            np.take(self.mapped.array, found.positions, axis=0, out=flat, mode="clip")
         else:
-            places = torch.from_numpy(self.mapped.offsets(rows) // self._unit)
+            positions = torch.from_numpy(found.positions)
             with serial_torch:
-                torch.index_select(self._windows, 0, places, out=torch.from_numpy(flat).view(self._windows.dtype))
-        self.mapped.mapping.require_unchanged(files)
+                torch.index_select(self._windows, 0, positions, out=torch.from_numpy(flat).view(self._windows.dtype))
+        self.mapped.mapping.require_unchanged(found.files)
 
 
 def _windows(mapped: MappedDataset) -> tuple[int, torch.Tensor]:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.storage import CHECK_SECONDS, SourceFile, Storage
 from h5pack.read.virtual_index import VirtualIndex
-from h5pack.system.arrays import consecutive_runs, run_edges
+from h5pack.system.arrays import consecutive_runs, range_indices
 from h5pack.system.libc import libc_function, raise_errno
 
 _BLOCK = 2 << 20
@@ -202,25 +202,18 @@ class MappedDataset:
         self._files = files  # (chunks,): the number of the file of each chunk; None: all in the only file
         # Of each chunk, or range of a virtual dataset: index in `bytes` of the first row, and number of rows.
         self.starts = index.addresses if files is None else index.addresses + mapping.bases[files]
-        firsts = index.starts if isinstance(index, VirtualIndex) else np.arange(len(self.starts)) * index.chunk_rows
-        self._counts = np.diff(np.append(firsts, index.rows))
+        self._rows = index.starts if isinstance(index, VirtualIndex) else np.arange(len(self.starts)) * index.chunk_rows
+        self._counts = np.diff(np.append(self._rows, index.rows))
         size, self._first = index.row_bytes, int(self.starts.min())
         stops = self.starts + self._counts * size
         for number in range(len(mapping.bases)):
             own = slice(None) if files is None else files == number
             mapping.add_rows(number, int(self.starts[own].min()), int(stops[own].max()))
         self.array: npt.NDArray[np.uint8] | None = None
-        if isinstance(index, VirtualIndex) and files is not None:
-            # Within a segment, rows have a constant distance from their positions in `array`.
-            shifts = (self.starts - self._first) // size - index.starts
-            firsts = run_edges((np.diff(shifts) != 0) | (np.diff(files) != 0))[:-1]
-            self._segments, self._shifts, self._segment_files = index.starts[firsts], shifts[firsts], files[firsts]
-            count = (int(stops.max()) - self._first) // size
-            adjacent = not ((self.starts - self._first) % size).any()
-        else:
-            count = index.rows
-            adjacent = not (np.diff(self.starts) != index.chunk_rows * size).any()
+        on_grid = not ((self.starts - self._first) % size).any()
+        adjacent = on_grid if isinstance(index, VirtualIndex) else bool((stops[:-1] == self.starts[1:]).all())
         if adjacent:
+            count = (int(stops.max()) - self._first) // size
             self.array = np.ndarray((count, size), np.uint8, mapping.bytes, self._first)
 
     @staticmethod
@@ -239,13 +232,15 @@ class MappedDataset:
             mapping = FileMapping.open([storage_of(file) for file in found], _grid_bases(found, files, index))
         return None if mapping is None else cls(index, mapping, files)
 
-    def locate(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], list[int]]:
-        """Return the position of each row in `array`, int64 (n,), and the numbers of the files that have the rows."""
+    def positions(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the position of each row in `array`, int64 (n,)."""
+        return rows if self._files is None else (self.offsets(rows) - self._first) // self.index.row_bytes
+
+    def files(self, rows: npt.NDArray[np.int64]) -> list[int]:
+        """Return the numbers of the files that have these rows, int64 (n,)."""
         if self._files is None:
-            return rows, [0]
-        segments = self._segments[1:].searchsorted(rows, "right")
-        used = np.bincount(segments).nonzero()[0]
-        return rows + self._shifts.take(segments), list(set(self._segment_files.take(used).tolist()))
+            return [0]
+        return list(set(self._files[self._chunks_of(rows)[0]].tolist()))
 
     def ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
         """Make sure that rows can be copied without waiting for about a second; False: read them with preadv.
@@ -261,9 +256,25 @@ class MappedDataset:
 
     def offsets(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the index in the mapping's `bytes` at which each row starts; int64 (n,)."""
-        chunks = self.index.chunks_of(rows)
-        offsets = self.index.offsets_of(rows, chunks)
-        return offsets if self._files is None else offsets + self.mapping.bases[self._files[chunks]]
+        chunks, counts = self._chunks_of(rows)
+        size = self.index.row_bytes
+        offsets: npt.NDArray[np.int64] = rows * size
+        offsets += np.repeat(self.starts[chunks] - self._rows[chunks] * size, counts)
+        return offsets
+
+    def _chunks_of(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the chunk of each run of consecutive rows within a chunk, and the number of rows, both int64 (runs,).
+
+        To find the chunk of every row would take several times as long if rows ascend within chunks.
+        """
+        edges = consecutive_runs(rows)
+        firsts, stops = rows[edges[:-1]], rows[edges[1:] - 1] + 1
+        begins = self.index.chunks_of(firsts)
+        spans = self.index.chunks_of(stops - 1) - begins + 1
+        chunks = range_indices(begins, spans)
+        starts = np.maximum(self._rows[chunks], np.repeat(firsts, spans))
+        ends = np.minimum(self._rows[chunks] + self._counts[chunks], np.repeat(stops, spans))
+        return chunks, ends - starts
 
 
 def _grid_bases(found: Sequence[SourceFile], files: npt.NDArray[np.int64], index: VirtualIndex) -> list[int]:

@@ -72,7 +72,7 @@ def test_mapped_rows_are_those_of_the_file(
     for wanted in (everything, everything[::-1], np.random.default_rng(0).choice(everything, 70), everything[:0]):
         # Batches have rows in the middle of a larger array.
         out = np.zeros((len(wanted) + 2, *shape), values.dtype)
-        found.gather(wanted, out[1:-1])
+        found.gather(found.locate(wanted), out[1:-1])
         assert np.array_equal(out[1:-1], values[wanted])
         assert not out[0].any()
         assert not out[-1].any()
@@ -91,7 +91,8 @@ def test_gathering_leaves_the_number_of_threads_alone(tmp_path: Path) -> None:
         before = torch.get_num_threads()
         with serial_torch:
             seen.append(torch.get_num_threads())
-        CachedRows(mapped).gather(np.arange(5), np.empty((5, 577), np.uint8))
+        cached = CachedRows(mapped)
+        cached.gather(cached.locate(np.arange(5)), np.empty((5, 577), np.uint8))
         seen.append(torch.get_num_threads() == before)
 
     whole = torch.get_num_threads()
